@@ -1,0 +1,18 @@
+"""burst_mcore: BurstAttention context parallelism as a plugin for Megatron-Core and DeepSpeed."""
+
+from burst_mcore.attention.function import burst_attention
+from burst_mcore.attention.mask import Mask
+from burst_mcore.attention.topology import Topology
+from burst_mcore.config import BurstConfig
+from burst_mcore.layout import Layout, positions, shard, unshard
+
+__all__ = [
+    "BurstConfig",
+    "Layout",
+    "Mask",
+    "Topology",
+    "burst_attention",
+    "positions",
+    "shard",
+    "unshard",
+]

@@ -1,0 +1,1 @@
+"""Distributed attention: masks, plans, topologies, schedules, kernels, and the function made of them."""

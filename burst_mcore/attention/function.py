@@ -1,0 +1,219 @@
+"""burst_attention: the public function, its checks, and the autograd node around the two passes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from burst_mcore.attention.agreement import Agreement, agreement
+from burst_mcore.attention.cost import Shard, cheaper_backward
+from burst_mcore.attention.kernels.table import Problem, choose
+from burst_mcore.attention.mask import Mask
+from burst_mcore.attention.passes import Call, Keys, Queries, backward, forward, row_delta
+from burst_mcore.attention.ring import ProcessGroups
+from burst_mcore.attention.topology import Topology
+from burst_mcore.config import BurstConfig
+from burst_mcore.layout import Layout
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def burst_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    topology: Topology,
+    mask: Mask,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    config: BurstConfig | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention over a sequence that is sharded over the ranks of `topology` (BurstAttention).
+
+    Every rank of the ring calls it with its own shard. Equals, for the whole sequence,
+    softmax(softmax_scale q k^T + mask) v, each group of heads / kv_heads query heads sharing a K/V head.
+
+    Args:
+        q: [batch, local sequence, heads, head_dim]; float32, bfloat16, float16 (float64 for tests).
+        k: [batch, local sequence, kv_heads, head_dim]; kv_heads divides heads and is never repeated on the
+            wire. Same dtype and device as q.
+        v: [batch, local sequence, kv_heads, value_dim].
+        topology: the ring. It has no default: attention over one rank is `Topology.single()`.
+        mask: over global positions; which positions a rank holds is up to `config.layout`.
+        softmax_scale: default 1 / sqrt(head_dim).
+        softcap, sinks: not supported yet; must be None.
+        config: default `BurstConfig()`.
+        return_lse: also return the log-sum-exp of the scaled scores.
+
+    Returns:
+        out [batch, local sequence, heads, value_dim] in the dtype of q, and with `return_lse` also lse
+        [batch, local sequence, heads] in float32 (-inf where a query sees no key). A gradient through lse
+        needs a kernel that takes D ("reference"); with any other, backward raises.
+
+    Raises:
+        ValueError: before any communication if this rank's arguments are not legal; after an exchange of a
+            few bytes if another rank's are not, or differ from this rank's.
+        RuntimeError: a rank of the ring has gone.
+    """
+    if not isinstance(topology, Topology):
+        raise ValueError(
+            f"topology must be a Topology, got {topology!r}: Topology.from_group(group) or Topology.single()"
+        )
+    peers = agreement(topology)
+    try:
+        call = _checked_call(q, k, v, topology, mask, softmax_scale, softcap, sinks, config or BurstConfig())
+    except ValueError as error:
+        if peers is not None:
+            peers.refuse(error)
+        raise
+    if peers is not None:
+        peers.agree(_signature("forward", call, q, k, v))
+    out, lse = _BurstAttention.apply(call, peers, *map(_rows_dense, (q, k, v)))  # type: ignore[no-untyped-call]
+    return (out, lse.transpose(1, 2)) if return_lse else out
+
+
+class _BurstAttention(torch.autograd.Function):
+    """Saves q, k, v, out and lse; one params object crosses."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, peers: Agreement | None, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse = forward(call, q, k, v)
+        ctx.call, ctx.peers = call, peers
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        q, k, v, out, lse = ctx.saved_tensors
+        if dlse is not None and not call.kernel.takes_delta:
+            raise ValueError(
+                f"a gradient came through lse, which kernel {call.kernel.name!r} cannot take: use "
+                f"kernel='reference', or lse.detach()"
+            )
+        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+        if ctx.peers is not None:
+            ctx.peers.agree(_signature("backward", call, q, k, v))
+        with torch.autocast(q.device.type, enabled=False):
+            delta = row_delta(dout, out)
+            if dlse is not None:  # d lse / d scores = P, which enters dS as -D does
+                delta -= dlse
+            dq, dk, dv = backward(call, Queries(q, dout, delta, lse), Keys(k, v))
+        return None, None, dq, dk, dv
+
+
+def _checked_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    topology: Topology,
+    mask: Mask,
+    softmax_scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    config: BurstConfig,
+) -> Call:
+    """The call that these arguments ask for; ValueError if there is none."""
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a Mask, got {mask!r}: Mask.causal() or Mask.full()")
+    if not isinstance(config, BurstConfig):
+        raise ValueError(f"config must be a BurstConfig, got {config!r}")
+    for name, value in (("softcap", softcap), ("sinks", sinks)):
+        if value is not None:
+            raise ValueError(f"{name} is not supported yet, it must be None, got {value!r}")
+    _check_tensors(q, k, v)
+    batch, tokens, heads, head_dim = q.shape
+    scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"softmax_scale must be finite, got {softmax_scale!r}")
+    if topology.size > 1 and topology.group is not None and q.device.type == "cuda":
+        _check_cuda_group(topology)
+    n, layout = tokens * topology.size, Layout.of(config.layout)
+    layout.runs(n, topology.rank, topology.size)  # raises if the layout cannot deal n tokens
+    kv_heads, value_dim = v.shape[2:]
+    kernel = choose(config.kernel, Problem(q.device.type, q.dtype, heads, kv_heads, head_dim, value_dim))
+    grad_dtype = (
+        torch.promote_types(config.grad_dtype, q.dtype) if q.dtype.itemsize == 8 else config.grad_dtype
+    )
+    shard = Shard(batch, tokens, heads, kv_heads, head_dim, value_dim, q.dtype.itemsize, grad_dtype.itemsize)
+    direction = config.backward
+    if direction == "auto":
+        direction = cheaper_backward(shard, topology.size)
+    return Call(
+        topology.rank,
+        topology.size,
+        layout,
+        mask,
+        n,
+        scale,
+        kernel,
+        direction,
+        grad_dtype,
+        ProcessGroups(topology),
+    )
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.dim() != 4 or 0 in x.shape:
+            what = tuple(x.shape) if isinstance(x, Tensor) else repr(x)
+            raise ValueError(f"{name} must be a tensor [batch, local sequence, heads, head_dim], got {what}")
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.shape[:2] == k.shape[:2] == v.shape[:2]:
+        raise ValueError(f"q, k, v must have the same batch and local sequence, got {shapes}")
+    if k.shape[2] != v.shape[2] or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"k and v must have the same number of heads, and it must divide that of q, got {shapes}"
+        )
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must have the same head_dim, got {shapes}")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+        raise ValueError(
+            f"q, k, v must have one dtype, of {', '.join(map(str, DTYPES))}; "
+            f"got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
+
+
+def _check_cuda_group(topology: Topology) -> None:
+    if topology.group is topology.control_group:
+        raise ValueError("CUDA tensors need a process group with the NCCL backend, got one with gloo")
+
+
+def _signature(what: str, call: Call, q: Tensor, k: Tensor, v: Tensor) -> dict[str, str]:
+    """All that the ranks of a ring must have in common."""
+    return {
+        "pass": what,
+        "q": str(tuple(q.shape)),
+        "k": str(tuple(k.shape)),
+        "v": str(tuple(v.shape)),
+        "dtype": str(q.dtype),
+        "device": q.device.type,
+        "mask": str(call.mask),
+        "softmax_scale": repr(call.scale),
+        "layout": str(call.layout),
+        "backward": call.direction,
+        "kernel": call.kernel.name,
+        "grad_dtype": str(call.grad_dtype),
+        "gradient wanted": str(torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))
+        if what == "forward"
+        else "True",
+    }
+
+
+def _rows_dense(x: Tensor) -> Tensor:
+    """x with unit stride along head_dim, as kernels need; any other strides are fine."""
+    return x if x.stride(-1) == 1 else x.contiguous()

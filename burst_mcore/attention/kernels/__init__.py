@@ -1,0 +1,1 @@
+"""Local attention kernels: one table, and a readable reference beside the fast ones."""

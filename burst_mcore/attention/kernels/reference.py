@@ -1,0 +1,57 @@
+"""Attention of one tile in plain torch, on any device: the definition that the other kernels are held to.
+
+It stores all scores. Letters: B batch, M query rows, N key rows, H K/V heads, G query heads of a K/V head,
+D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from burst_mcore.attention.kernels.table import Kernel, Problem, RowGradients
+from burst_mcore.attention.merge import wide
+
+
+def _supports(problem: Problem) -> str | None:
+    return None if problem.dtype.is_floating_point else f"dtype {problem.dtype} is not floating point"
+
+
+def _scores(q_BMHGD: Tensor, k_BNHD: Tensor, causal: bool, scale: float) -> Tensor:
+    scores: Tensor = torch.einsum("bmhgd,bnhd->bhgmn", q_BMHGD, k_BNHD) * scale
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores.masked_fill_(later, -torch.inf)
+    return scores
+
+
+def _grouped(x: Tensor, kv_heads: int) -> Tensor:
+    grouped: Tensor = x.to(wide(x.dtype)).unflatten(2, (kv_heads, -1))
+    return grouped
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    k_BNHD, v_BNHD = k.to(wide(k.dtype)), v.to(wide(v.dtype))
+    scores = _scores(_grouped(q, k.shape[2]), k_BNHD, causal, scale)
+    lse_BHGM = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse_BHGM.masked_fill(lse_BHGM == -torch.inf, 0.0)[..., None])
+    out = torch.einsum("bhgmn,bnhd->bmhgd", weights, v_BNHD).flatten(2, 3)
+    return out.to(q.dtype), lse_BHGM.flatten(1, 2)
+
+
+def _backward(x: RowGradients, *, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    heads, dtype = x.k.shape[2], wide(x.k.dtype)
+    q_BMHGD, dout_BMHGD = _grouped(x.q, heads), _grouped(x.dout, heads)
+    k_BNHD, v_BNHD = x.k.to(dtype), x.v.to(dtype)
+    lse_BHGM, delta_BHGM = (rows.unflatten(1, (heads, -1)) for rows in (x.lse, x.delta))
+    weights = torch.exp(_scores(q_BMHGD, k_BNHD, causal, scale) - lse_BHGM[..., None])
+    weights.nan_to_num_(nan=0.0)  # rows that see nothing: (-inf) - (-inf)
+    dweights = torch.einsum("bmhgd,bnhd->bhgmn", dout_BMHGD, v_BNHD)
+    dscores = weights * (dweights - delta_BHGM[..., None]) * scale
+    dq = torch.einsum("bhgmn,bnhd->bmhgd", dscores, k_BNHD).flatten(2, 3)
+    dk = torch.einsum("bhgmn,bmhgd->bnhd", dscores, q_BMHGD)
+    dv = torch.einsum("bhgmn,bmhgd->bnhd", weights, dout_BMHGD)
+    return dq.to(x.q.dtype), dk.to(x.k.dtype), dv.to(x.v.dtype)
+
+
+KERNEL = Kernel("reference", _supports, _forward, _backward, takes_delta=True)

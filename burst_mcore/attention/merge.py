@@ -1,0 +1,86 @@
+"""Sums that start by adopting their first term: the online softmax of partial outputs, and of gradients.
+
+Where a single tile covers all rows (one rank, or one step of a ring that has no other), nothing is copied.
+Letters: B batch, S rows, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of `dtype` are summed: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def merge_(out: Tensor, lse: Tensor, out_t: Tensor, lse_t: Tensor) -> None:
+    """Merge softmax(S_t) V_t into (out, lse) in place, without overflow.
+
+    out, out_t [B, S, H, D] and lse, lse_t [B, H, S], where lse = -inf marks a row that has seen no key yet
+    (its out must be finite). Equals softmax over the union of the keys (paper algorithm 4, DESIGN's form):
+    out -= sigmoid(lse_t - lse) * (out - out_t); lse = log(exp(lse) + exp(lse_t)).
+    """
+    weight = torch.sigmoid(lse_t - lse)
+    weight.masked_fill_(lse_t == -torch.inf, 0.0)  # (-inf) - (-inf) is NaN; nothing came, so nothing changes
+    out.lerp_(out_t.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1).to(out.dtype))
+    torch.logaddexp(lse, lse_t, out=lse)
+
+
+class OnlineSoftmax:
+    """The running (out, lse) of one rank's queries over the tiles that it has met."""
+
+    def __init__(self, q: Tensor, value_dim: int) -> None:
+        self._q, self._value_dim = q, value_dim
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
+
+    def add(self, rows: range, out_t: Tensor, lse_t: Tensor) -> None:
+        """Take in a tile's out [B, len(rows), H, D] and lse [B, H, len(rows)]; both may be kept."""
+        if self._out is None and len(rows) == self._q.shape[1]:
+            self._out, self._lse = out_t, lse_t
+            return
+        out, lse = self._wide()
+        merge_(out[:, rows.start : rows.stop], lse[:, :, rows.start : rows.stop], out_t, lse_t)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """(out [B, S, H, D] in the queries' dtype, lse [B, H, S] in at least float32)."""
+        if self._out is None:
+            self._wide()
+        assert self._out is not None and self._lse is not None
+        return self._out.to(self._q.dtype), self._lse
+
+    def _wide(self) -> tuple[Tensor, Tensor]:
+        batch, rows, heads, _ = self._q.shape
+        dtype = wide(self._q.dtype)
+        if self._out is None or self._lse is None:
+            self._out = self._q.new_zeros((batch, rows, heads, self._value_dim), dtype=dtype)
+            self._lse = self._q.new_full((batch, heads, rows), -torch.inf, dtype=dtype)
+        self._out = self._out.to(dtype)
+        return self._out, self._lse
+
+
+class GradientSum:
+    """The running gradient of a tensor that stays on its rank, summed in at least float32."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._sum: Tensor | None = None
+
+    def add(self, rows: range, gradient: Tensor) -> None:
+        """Take in a tile's gradient [B, len(rows), H, D]; it may be kept and written."""
+        if self._sum is None and len(rows) == self._like.shape[1]:
+            self._sum = gradient
+            return
+        dtype = wide(self._like.dtype)
+        if self._sum is None:
+            self._sum = torch.zeros_like(self._like, dtype=dtype)
+        self._sum = self._sum.to(dtype)
+        self._sum[:, rows.start : rows.stop] += gradient
+
+    def result(self) -> Tensor:
+        """The sum, in the tensor's own dtype; zeros if nothing came."""
+        if self._sum is None:
+            return torch.zeros_like(self._like)
+        return self._sum.to(self._like.dtype)
