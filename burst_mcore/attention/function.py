@@ -11,7 +11,8 @@ from torch.autograd.function import once_differentiable
 
 from burst_mcore.attention.agreement import Agreement, agreement
 from burst_mcore.attention.cost import Shard, cheaper_backward
-from burst_mcore.attention.kernels.table import Problem, choose
+from burst_mcore.attention.kernels.kernel import Problem
+from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.mask import Mask
 from burst_mcore.attention.passes import Call, Keys, Queries, backward, forward, row_delta
 from burst_mcore.attention.ring import ProcessGroups

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.kernels.table import Kernel, RowGradients
+from burst_mcore.attention.kernels.kernel import Kernel, RowGradients
 from burst_mcore.attention.mask import Mask
 from burst_mcore.attention.merge import GradientSum, OnlineSoftmax, wide
 from burst_mcore.attention.plan import Tile, tiles

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.kernels.table import Kernel, Problem, RowGradients
+from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients
 
 _aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)

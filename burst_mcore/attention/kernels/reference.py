@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.kernels.table import Kernel, Problem, RowGradients
+from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients
 from burst_mcore.attention.merge import wide
 
 

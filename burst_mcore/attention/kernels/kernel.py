@@ -1,0 +1,75 @@
+"""What a local kernel is: one tile on one device.
+
+It never sees a ring: the softmax statistics of the whole row come from outside in backward, so the gradients
+of a tile are its exact share of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a kernel is asked to serve. head_dim is that of queries and keys, value_dim that of values."""
+
+    device: str
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+
+
+class Forward(Protocol):
+    """(out [B, M, H, Dv], lse [B, H, M]) of q [B, M, H, D], k [B, N, Hkv, D], v [B, N, Hkv, Dv].
+
+    Both results are new tensors that the caller may write; out is finite in rows that see no key, their lse
+    is -inf. lse is natural-log, in at least float32.
+    """
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class RowGradients(NamedTuple):
+    """What a tile's backward needs, with the statistics of the WHOLE row: lse and delta [B, H, M].
+
+    `out` [B, M, H, Dv] is any tensor with rowsum(dout * out) = delta; a kernel with `takes_delta` gets None
+    for it and reads delta, the others read out and form delta themselves.
+    """
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor | None
+    lse: Tensor
+    delta: Tensor
+
+
+class Backward(Protocol):
+    """(dq, dk, dv), new tensors, in the dtypes of q, k, v: this tile's share of the whole gradients.
+
+    With P = exp(scale q k^T - lse): dv = P^T dout, dS = P * (dout v^T - delta), dq = scale dS k,
+    dk = scale dS^T q.
+    """
+
+    def __call__(self, x: RowGradients, *, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One row of the table. `supports(problem)` is None, or the reason why it cannot serve."""
+
+    name: str
+    supports: Callable[[Problem], str | None]
+    forward: Forward
+    backward: Backward
+    takes_delta: bool

@@ -1,0 +1,10 @@
+"""BurstAttention as Megatron-Core's context-parallel attention.
+
+core_attention  the module that Megatron's layers build in the place of (TE)DotProductAttention
+spec            layer specs and spec providers that name it
+arguments       the command-line flags, and the configuration that they make
+launcher        runs an unmodified training script with those flags: `python -m burst_mcore.megatron SCRIPT`
+cpu             Megatron without a GPU
+
+Import the submodules; this package imports no Megatron by itself.
+"""

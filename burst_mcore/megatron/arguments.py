@@ -1,0 +1,71 @@
+"""The flags that the launcher adds to Megatron's arguments, and the configuration that they make."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from burst_mcore.config import BACKWARDS, BurstConfig
+from burst_mcore.layout import KINDS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the group "burst attention" to Megatron's parser."""
+    group = parser.add_argument_group(title="burst attention")
+    group.add_argument(
+        "--context-parallel-attention-backend",
+        choices=("default", "burst"),
+        default="default",
+        help="Core attention under context parallelism: Megatron's own, or BurstAttention.",
+    )
+    group.add_argument(
+        "--burst-layout",
+        choices=KINDS,
+        default="zigzag",
+        help="How the sequence is dealt over the ranks. Megatron deals zigzag.",
+    )
+    group.add_argument(
+        "--burst-backward",
+        choices=BACKWARDS,
+        default="auto",
+        help="What travels in backward: queries, keys and values, or whichever is fewer bytes.",
+    )
+    group.add_argument(
+        "--burst-kernel",
+        default="auto",
+        help="Local attention kernel, a name in the kernel table, or auto.",
+    )
+    return parser
+
+
+def burst_config(arguments: argparse.Namespace) -> BurstConfig:
+    """The configuration that the flags ask for. Raises ValueError as `BurstConfig`."""
+    return BurstConfig(
+        layout=arguments.burst_layout, backward=arguments.burst_backward, kernel=arguments.burst_kernel
+    )
+
+
+def burst_config_from_arguments() -> BurstConfig:
+    """The configuration of Megatron's command line; the default one where there are no flags of ours."""
+    try:
+        arguments = megatron_arguments()
+    except RuntimeError:
+        return BurstConfig()
+    return burst_config(arguments) if hasattr(arguments, "burst_layout") else BurstConfig()
+
+
+def megatron_arguments() -> Any:
+    """Megatron's parsed arguments.
+
+    Raises:
+        RuntimeError: megatron.training is not there, or has not parsed its arguments yet.
+    """
+    try:
+        from megatron.training import global_vars
+    except ImportError as error:
+        raise RuntimeError(
+            "megatron.training is not installed, so there are no command-line arguments"
+        ) from error
+    if global_vars._GLOBAL_ARGS is None:
+        raise RuntimeError("Megatron has not parsed its arguments yet")
+    return global_vars._GLOBAL_ARGS

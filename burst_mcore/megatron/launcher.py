@@ -1,0 +1,160 @@
+"""Runs an unmodified Megatron training script with our flags: no fork, no edit.
+
+Three functions of Megatron are wrapped, here and nowhere else, each because there is no official door:
+
+* its argument parser, to which a script's own `extra_args_provider` may be the only other addition;
+* the constructors of GPTModel and HybridModel, which every builder ends at: their specs pass through
+  `with_burst_attention` where the flag asks for it;
+* the constructors of the stock core attentions, which refuse to be built beside the flag, so that a model of
+  another class cannot train with another attention unnoticed.
+
+They can go when Megatron registers attention backends by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+USAGE = """usage: python -m burst_mcore.megatron SCRIPT ARGS...
+
+Runs a Megatron training script, such as Megatron-LM's pretrain_gpt.py, with its own arguments and
+  --context-parallel-attention-backend {default,burst}   --burst-layout   --burst-backward   --burst-kernel
+One process for each rank: start it with torchrun, as in
+  torchrun --nproc-per-node 4 -m burst_mcore.megatron pretrain_gpt.py --context-parallel-size 4 ..."""
+
+
+def launch(command: Sequence[str]) -> None:
+    """Run `command`, a script and its arguments, in this process.
+
+    Exits with a message if there is no script, or no Megatron to run it with.
+    """
+    if not command or command[0] in ("-h", "--help"):
+        sys.exit(USAGE)
+    script = Path(command[0])
+    if not script.is_file():
+        sys.exit(f"burst_mcore.megatron: no such script: {script}\n{USAGE}")
+    sys.argv = [str(script), *command[1:]]
+    sys.path.insert(0, str(script.resolve().parent))  # as python does for a script; Megatron may lie there
+    import torch
+
+    if not torch.cuda.is_available():
+        _run_on_cpu()
+    install()
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _run_on_cpu() -> None:
+    from burst_mcore.megatron import cpu
+
+    os.environ.setdefault("RANK", "0")
+    cpu.enable_training()
+    sys.argv += _not_given(cpu.CPU_ARGUMENTS, sys.argv)
+
+
+def _not_given(flags: Sequence[str], argv: Sequence[str]) -> list[str]:
+    """Those of `flags`, each with the value that follows it, that `argv` does not set itself."""
+    given = {argument.split("=")[0] for argument in argv}
+    missing: list[str] = []
+    for flag in flags:
+        if flag.startswith("--"):
+            keep = flag not in given
+        missing += [flag] if keep else []
+    return missing
+
+
+def install() -> None:
+    """Wrap Megatron's functions, once.
+
+    Exits with a message where megatron.training cannot be imported.
+    """
+    try:
+        from megatron.training import arguments
+    except ImportError as error:
+        sys.exit(
+            f"burst_mcore.megatron: megatron.training cannot be imported ({error}). It comes with "
+            f"megatron-core from 0.19 on; before, put a Megatron-LM checkout on PYTHONPATH."
+        )
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from burst_mcore.megatron.spec import STOCK
+
+    _wrap(arguments, "add_megatron_arguments", _with_our_flags)
+    models = [GPTModel]
+    try:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        models.append(HybridModel)
+    except ImportError:  # before 0.19
+        pass
+    for model in models:
+        _wrap(model, "__init__", _with_burst_specs)
+    for attention in STOCK:
+        if isinstance(attention, type):  # without TransformerEngine, Megatron has a mock in its class's place
+            _wrap(attention, "__init__", _refusing_beside_burst)
+
+
+def burst_is_chosen() -> bool:
+    """Whether the command line asks for burst attention."""
+    from burst_mcore.megatron.arguments import megatron_arguments
+
+    try:
+        arguments = megatron_arguments()
+    except RuntimeError:
+        return False
+    return getattr(arguments, "context_parallel_attention_backend", "default") == "burst"
+
+
+def _with_our_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
+    from burst_mcore.megatron.arguments import add_arguments
+
+    return lambda parser: add_arguments(add_megatron_arguments(parser))
+
+
+def _with_burst_specs(init: Callable[..., None]) -> Callable[..., None]:
+    """A model's constructor, with burst attention in whatever specs it is given."""
+    from burst_mcore.megatron.spec import with_burst_attention
+
+    signature = inspect.signature(init)
+
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        if burst_is_chosen():
+            bound = signature.bind(*args, **kwargs)
+            for name in ("transformer_layer_spec", "mtp_block_spec", "hybrid_stack_spec"):
+                if bound.arguments.get(name) is not None:
+                    bound.arguments[name] = with_burst_attention(bound.arguments[name])
+            args, kwargs = bound.args, bound.kwargs
+        init(*args, **kwargs)
+
+    return wrapped
+
+
+def _refusing_beside_burst(init: Callable[..., None]) -> Callable[..., None]:
+    """A stock core attention's constructor, which refuses to be built where burst was asked for."""
+    signature = inspect.signature(init)
+
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        attention_type = signature.bind(*args, **kwargs).arguments.get("attention_type")
+        if attention_type == "self" and burst_is_chosen():
+            raise ValueError(
+                "--context-parallel-attention-backend burst was asked for, but this model builds "
+                f"{type(args[0]).__name__}: the flag serves GPTModel and HybridModel; for others put "
+                "burst_mcore.megatron.spec.core_attention_spec() into the model's spec"
+            )
+        init(*args, **kwargs)
+
+    return wrapped
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = vars(owner)[name]
+    if not hasattr(original, "_burst_original"):
+        wrapped = functools.wraps(original)(make(original))
+        wrapped._burst_original = original  # type: ignore[attr-defined]
+        setattr(owner, name, wrapped)

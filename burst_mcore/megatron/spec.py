@@ -1,0 +1,189 @@
+"""Layer specs and spec providers whose core attention is burst attention.
+
+`with_burst_attention` is the one mechanism: it puts BurstCoreAttention in the place of Megatron's own core
+attention wherever a spec names it, decoder, MTP, MoE and hybrid alike, and leaves the spec it got as it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from typing import Any
+
+from megatron.core.extensions.transformer_engine import TEDotProductAttention
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from burst_mcore.config import BurstConfig
+from burst_mcore.megatron.arguments import burst_config_from_arguments, megatron_arguments
+from burst_mcore.megatron.core_attention import BurstCoreAttention
+
+STOCK = (DotProductAttention, TEDotProductAttention)
+"""The core attentions that burst attention takes the place of."""
+
+
+def core_attention_spec(burst_config: BurstConfig | None = None) -> ModuleSpec:
+    """The spec of the core attention alone; by default configured by the command line, if there is one."""
+    config = burst_config if burst_config is not None else burst_config_from_arguments()
+    return ModuleSpec(module=BurstCoreAttention, params={"burst_config": config})
+
+
+class BurstLocalSpecProvider(LocalSpecProvider):  # type: ignore[misc]  # Megatron is untyped
+    """Megatron's local modules with burst attention, for spec builders that take a backend."""
+
+    def core_attention(self) -> ModuleSpec:
+        """Which module to use for attention."""
+        return core_attention_spec()
+
+
+class BurstTESpecProvider(TESpecProvider):  # type: ignore[misc]
+    """TransformerEngine's modules with burst attention, for spec builders that take a backend."""
+
+    def core_attention(self) -> ModuleSpec:
+        """Which module to use for attention."""
+        return core_attention_spec()
+
+
+def with_burst_attention(spec: Any, burst_config: BurstConfig | None = None) -> Any:
+    """A copy of `spec` (ModuleSpec, submodules, block or MTP spec) with burst attention in it.
+
+    Raises:
+        ValueError: nowhere in the spec is one of Megatron's own core attentions.
+    """
+    burst = core_attention_spec(burst_config)
+    found = []
+
+    def copy(node: Any) -> Any:
+        if any(node is stock for stock in STOCK) or (
+            isinstance(node, ModuleSpec) and (node.module in STOCK or node.module is BurstCoreAttention)
+        ):
+            found.append(node)
+            return burst
+        if isinstance(node, functools.partial):
+            return functools.partial(copy(node.func), *map(copy, node.args), **copy(node.keywords))
+        if isinstance(node, dict):
+            return {key: copy(value) for key, value in node.items()}
+        if isinstance(node, list | tuple):
+            return type(node)(map(copy, node))
+        if isinstance(node, FromArguments):
+            return copy(node.resolve())
+        if dataclasses.is_dataclass(node) and not isinstance(node, type):
+            fields = {f.name: copy(getattr(node, f.name)) for f in dataclasses.fields(node) if f.init}
+            return dataclasses.replace(node, **fields)
+        return node
+
+    result = copy(spec)
+    if not found:
+        raise ValueError(f"no core attention of Megatron's own to replace in this spec: {spec}")
+    return result
+
+
+def layer_spec(config: TransformerConfig, burst_config: BurstConfig | None = None) -> ModuleSpec:
+    """The spec of a GPT decoder layer as `config` asks for it (MLA, MoE, norms), with burst attention.
+
+    Raises:
+        ValueError: layers that differ (moe_layer_freq): use the flag of the launcher, which serves blocks too.
+    """
+    if config.num_moe_experts is not None and config.moe_layer_freq != 1:
+        raise ValueError(
+            f"one layer spec cannot describe layers that differ (moe_layer_freq {config.moe_layer_freq}); "
+            f"use --context-parallel-attention-backend burst instead of a spec"
+        )
+    if config.transformer_impl == "transformer_engine":
+        stock = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
+    else:
+        stock = gpt_layer_specs.get_gpt_layer_local_spec
+    return with_burst_attention(stock(**_asked_of(config, stock)), burst_config)
+
+
+def hybrid_stack_spec(config: TransformerConfig, burst_config: BurstConfig | None = None) -> ModuleSpec:
+    """The spec of a HybridModel's stack with burst attention (Megatron-Core 0.19 and later).
+
+    With TransformerEngine it is Megatron's own, attention replaced. Without, it is made of local modules and
+    serves attention (*) and MLP (-) layers; Mamba and the others need their own packages.
+
+    Raises:
+        ValueError: this Megatron-Core has no HybridModel.
+    """
+    try:
+        from megatron.core.models.hybrid import hybrid_block, hybrid_layer_specs
+        from megatron.core.ssm.mlp_layer import MLPLayer
+    except ImportError as error:
+        raise ValueError("HybridModel needs Megatron-Core 0.19 or later") from error
+    if config.transformer_impl == "transformer_engine":
+        return with_burst_attention(hybrid_layer_specs.hybrid_stack_spec, burst_config)
+    layer = layer_spec(config, burst_config).submodules
+    attention = type(layer)(
+        input_layernorm=layer.input_layernorm,
+        self_attention=layer.self_attention,
+        self_attn_bda=get_bias_dropout_add,
+    )
+    mlp = type(layer)(pre_mlp_layernorm=layer.pre_mlp_layernorm, mlp=layer.mlp, mlp_bda=get_bias_dropout_add)
+    return ModuleSpec(
+        module=hybrid_block.HybridStack,
+        submodules=hybrid_block.HybridStackSubmodules(
+            attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+            mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+        ),
+    )
+
+
+class FromArguments(ModuleSpec):  # type: ignore[misc]
+    """A static spec that becomes the right one for Megatron's command line when its submodules are read.
+
+    `--spec` names an object of a module, which Megatron takes as it stands; what it must hold depends on the
+    other arguments, which are known only later.
+    """
+
+    def __init__(self, module: type, resolve: Any) -> None:
+        self.module = module
+        self.params: dict[str, Any] = {}
+        self.metainfo: dict[str, Any] = {}
+        self._resolve = resolve
+
+    def resolve(self) -> ModuleSpec:
+        """The spec for the arguments as they are now."""
+        from megatron.training.arguments import core_transformer_config_from_args
+
+        spec: ModuleSpec = self._resolve(core_transformer_config_from_args(megatron_arguments()))
+        return spec
+
+    @property
+    def submodules(self) -> Any:
+        """The submodules of the resolved spec."""
+        return self.resolve().submodules
+
+    @submodules.setter
+    def submodules(self, value: Any) -> None:
+        raise AttributeError("the submodules of this spec follow Megatron's arguments")
+
+
+burst_layer_spec = FromArguments(TransformerLayer, layer_spec)
+"""`--spec burst_mcore.megatron.spec burst_layer_spec`: a GPT layer."""
+
+
+def _hybrid() -> ModuleSpec | None:
+    try:
+        from megatron.core.models.hybrid.hybrid_block import HybridStack
+    except ImportError:  # before 0.19
+        return None
+    return FromArguments(HybridStack, hybrid_stack_spec)
+
+
+burst_hybrid_stack_spec = _hybrid()
+"""`--spec burst_mcore.megatron.spec burst_hybrid_stack_spec`: a HybridModel's stack, None before 0.19."""
+
+
+def _asked_of(config: TransformerConfig, builder: Any) -> dict[str, Any]:
+    """The arguments of a spec builder, each named like the field of the config that it repeats."""
+    fields = {name: name for name in inspect.signature(builder).parameters}
+    fields["num_experts"] = "num_moe_experts"
+    fields.pop("fp8", None)  # deprecated: builders warn if it is given
+    return {name: getattr(config, field) for name, field in fields.items() if hasattr(config, field)}

@@ -1,0 +1,22 @@
+"""Shared by all tests: one thread a process, and no unpoisoned buffer."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks share few cores
+
+import pytest
+import torch
+from ranks import poison
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_buffers():
+    """torch.empty returns NaN, so that a value read before it arrived cannot go unnoticed."""
+    poison(True)
+    yield
+    poison(False)

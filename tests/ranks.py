@@ -1,0 +1,138 @@
+"""Runs a function as several ranks: as processes over gloo, or as threads over mailboxes."""
+
+from __future__ import annotations
+
+import os
+import queue
+import tempfile
+import threading
+import traceback
+from collections import defaultdict
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def poison(on: bool) -> None:
+    """Whether torch.empty fills what it returns with NaN (torch's own switch)."""
+    torch.use_deterministic_algorithms(on, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = on
+
+
+def processes(size: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
+    """function(rank, size, *args) in `size` gloo processes; their results by rank.
+
+    A rank that raises fails the caller with its traceback; one that hangs is killed after `timeout` seconds.
+    `function` must be importable (a module-level function of a test file).
+    """
+    context = mp.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        results: Any = context.Queue()
+        ranks = [
+            context.Process(target=_process, args=(rank, size, folder, results, function, args))
+            for rank in range(size)
+        ]
+        for process in ranks:
+            process.start()
+        found: dict[int, Any] = {}
+        try:
+            for _ in ranks:
+                rank, result, error = results.get(timeout=timeout)
+                assert error is None, f"rank {rank} of {size}:\n{error}"
+                found[rank] = result
+        except queue.Empty:
+            missing = sorted(set(range(size)) - set(found))
+            raise AssertionError(f"ranks {missing} of {size} did not answer within {timeout} s") from None
+        finally:
+            for process in ranks:
+                process.join(timeout=10)
+                if process.is_alive():
+                    process.kill()
+    return [found[rank] for rank in range(size)]
+
+
+def _process(
+    rank: int, size: int, folder: str, results: Any, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    poison(True)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    try:
+        dist.init_process_group(
+            "gloo",
+            rank=rank,
+            world_size=size,
+            store=dist.FileStore(f"{folder}/store", size),
+            timeout=timedelta(seconds=120),
+        )
+        results.put((rank, function(rank, size, *args), None))
+        dist.barrier()
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+
+
+class Mailboxes:
+    """What the threads of one simulated ring share."""
+
+    def __init__(self) -> None:
+        self.boxes: dict[Any, queue.Queue[Any]] = defaultdict(queue.Queue)
+        self.lock = threading.Lock()
+
+    def box(self, key: Any) -> queue.Queue[Any]:
+        with self.lock:
+            return self.boxes[key]
+
+
+class MailboxTransport:
+    """A ring's Transport between threads of one process. A message is copied when it is posted."""
+
+    def __init__(self, mail: Mailboxes, rank: int) -> None:
+        self.mail, self.rank = mail, rank
+        self.bytes_sent = 0
+
+    def post(self, channel: str, messages: Any) -> list[Any]:
+        works = []
+        for action, bundle in messages:
+            if type(action).__name__ == "Send":
+                box = self.mail.box((self.rank, action.peer, channel))
+                box.put([tensor.clone() for tensor in bundle])
+                self.bytes_sent += sum(tensor.nbytes for tensor in bundle)
+            else:
+                works.append(_Arrival(self.mail.box((action.peer, self.rank, channel)), bundle))
+        return works
+
+
+class _Arrival:
+    def __init__(self, box: queue.Queue[Any], into: Any) -> None:
+        self.box, self.into = box, into
+        for tensor in into:
+            tensor.fill_(torch.nan)  # nobody may read it before it has arrived
+
+    def wait(self) -> None:
+        for tensor, message in zip(self.into, self.box.get(timeout=60), strict=True):
+            tensor.copy_(message)
+
+
+def threads(size: int, function: Callable[[int], Any]) -> list[Any]:
+    """function(rank) in `size` threads; their results by rank. The first error is raised here."""
+    found: dict[int, Any] = {}
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = function(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    workers = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if errors:
+        raise errors[0]
+    return [found[rank] for rank in range(size)]

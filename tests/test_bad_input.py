@@ -1,0 +1,191 @@
+"""What is not legal is refused before any communication; ranks that disagree all get an error, none hangs."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from dense import problem
+from ranks import processes
+
+from burst_mcore import BurstConfig, Mask, Topology, burst_attention
+
+
+def _attend(
+    q=(1, 8, 4, 16), k=None, v=None, topology=None, mask=None, dtype=torch.float32, kv_dtype=None, **rest
+):
+    k = q if k is None else k
+    v = k if v is None else v
+    tensors = [torch.randn(*shape).to(d) for shape, d in ((q, dtype), (k, kv_dtype or dtype), (v, dtype))]
+    return burst_attention(
+        *tensors, topology=topology or Topology.single(), mask=mask or Mask.causal(), **rest
+    )
+
+
+RING = Topology(rank=1, size=4)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ({"q": (1, 7, 4, 16), "topology": RING}, r"zigzag layout over 4 ranks.*multiple of 8, got 28.*32"),
+        ({"q": (8, 4, 16)}, r"q must be a tensor \[batch.*got \(8, 4, 16\)"),
+        ({"q": (1, 0, 4, 16)}, r"\(1, 0, 4, 16\)"),
+        ({"k": (1, 6, 4, 16)}, "same batch and local sequence"),
+        ({"k": (2, 8, 4, 16)}, "same batch"),
+        ({"k": (1, 8, 3, 16)}, "same number of heads, and it must divide"),
+        ({"k": (1, 8, 2, 16), "v": (1, 8, 4, 16)}, "same number of heads"),
+        ({"k": (1, 8, 4, 8)}, "same head_dim"),
+        ({"kv_dtype": torch.bfloat16}, "one dtype.*float32, torch.bfloat16"),
+        ({"dtype": torch.int64}, "float32.*int64"),
+        ({"softcap": 30.0}, "softcap.*not supported.*30.0"),
+        ({"sinks": torch.zeros(4)}, "sinks"),
+        ({"softmax_scale": float("nan")}, "finite"),
+        ({"mask": "causal"}, "Mask.causal"),
+        ({"config": {"layout": "zigzag"}}, "BurstConfig"),
+        ({"config": BurstConfig(kernel="flash9")}, "unknown kernel 'flash9'; legal"),
+        ({"config": BurstConfig(kernel="cudnn")}, "cudnn.*not on cuda"),
+        ({"topology": "world"}, "Topology.single"),
+    ],
+)
+def test_bad_arguments(call, words):
+    with pytest.raises(ValueError, match=words):
+        _attend(**call)
+
+
+def test_topology_has_no_default():
+    with pytest.raises(TypeError, match="topology"):
+        burst_attention(*problem(0, 8)[:3], mask=Mask.causal())
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"layout": "spiral"}, "spiral.*zigzag"),
+        ({"backward": "dq"}, "dq.*query.*kv"),
+        ({"kernel": None}, "kernel"),
+        ({"grad_dtype": torch.float16}, "grad_dtype.*float16"),
+    ],
+)
+def test_bad_config(fields, words):
+    with pytest.raises(ValueError, match=words):
+        BurstConfig(**fields)
+
+
+def test_bad_mask_and_topology():
+    with pytest.raises(ValueError, match="diagonal.*causal"):
+        Mask("diagonal")
+    with pytest.raises(ValueError, match="group.WORLD"):
+        Topology.from_group(None)
+
+
+def test_a_gradient_through_lse_is_never_dropped():
+    q, k, v, _ = (x.requires_grad_() for x in problem(0, 8, dtype=torch.float32))
+    _, lse = burst_attention(q, k, v, topology=Topology.single(), mask=Mask.causal(), return_lse=True)
+    with pytest.raises(ValueError, match="gradient came through lse.*aten-cpu.*reference"):
+        lse.sum().backward()
+
+
+def test_a_second_derivative_is_refused():
+    q, k, v, _ = (x.requires_grad_() for x in problem(0, 8))
+    out = burst_attention(q, k, v, topology=Topology.single(), mask=Mask.causal())
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
+def _disagree(rank, size, what):
+    """Rank 1 does something else; the message that each rank gets, and whether a right call works after."""
+    topology = Topology.from_group(dist.group.WORLD)
+    calls = {
+        "shape": {"q": (1, 16 if rank == 1 else 8, 4, 16)},
+        "dtype": {"dtype": torch.bfloat16 if rank == 1 else torch.float32},
+        "backward": {"config": BurstConfig(backward="kv" if rank == 1 else "query")},
+        "mask": {"mask": Mask.full() if rank == 1 else Mask.causal()},
+        "gradient": {},
+        "refusal": {"q": (1, 7 if rank == 1 else 8, 4, 16)},
+    }
+    if what != "first":
+        _attend(topology=topology)  # signatures known to everyone: a later call must be caught as well
+    start = time.monotonic()
+    with pytest.raises(ValueError) as caught:
+        _attend(topology=topology, **calls.get(what, calls["shape"]))
+    taken = time.monotonic() - start
+    if what != "refusal":  # after a refusal, ranks that waited have nothing to go on with
+        _attend(topology=topology)
+    return str(caught.value), taken
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("first", ["q: (1, 8, 4, 16) on ranks [0, 2]", "(1, 16, 4, 16) on ranks [1]"]),
+        ("shape", ["q: (1, 8, 4, 16) on ranks [0, 2]", "(1, 16, 4, 16) on ranks [1]"]),
+        ("dtype", ["dtype: torch.float32 on ranks [0, 2], torch.bfloat16 on ranks [1]"]),
+        ("backward", ["backward: query on ranks [0, 2], kv on ranks [1]"]),
+        ("mask", ["mask: causal on ranks [0, 2], full on ranks [1]"]),
+    ],
+)
+def test_ranks_that_disagree_all_get_an_error_that_names_ranks_and_fields(what, words):
+    for message, taken in processes(3, _disagree, what):
+        assert all(word in message for word in words), message
+        assert taken < 60
+
+
+def test_a_rank_that_refuses_tells_the_others():
+    messages = processes(3, _disagree, "refusal")
+    assert "multiple of 6, got 21" in messages[1][0]
+    for rank in (0, 2):
+        assert "rank 1 of the ring refused this call" in messages[rank][0]
+        assert "multiple of 6, got 21" in messages[rank][0]
+        assert messages[rank][1] < 60
+
+
+def _refuse_alone(rank, size):
+    topology = Topology.from_group(dist.group.WORLD)
+    if rank == 0:  # the others make no such call
+        with pytest.raises(ValueError, match="got 14"):
+            _attend(q=(1, 7, 4, 16), topology=topology)
+    time.sleep(3 * (rank == 1))  # rank 0 waits for rank 1, and must not take its own word for a refusal
+    return _attend(topology=topology).shape
+
+
+def test_a_refusal_that_nobody_waited_for_is_forgotten():
+    assert processes(2, _refuse_alone) == [(1, 8, 4, 16)] * 2
+
+
+def _forward_against_backward(rank, size):
+    topology = Topology.from_group(dist.group.WORLD)
+    q, k, v, _ = (x.requires_grad_() for x in problem(0, 8, dtype=torch.float32))
+    out = burst_attention(q, k, v, topology=topology, mask=Mask.causal())
+    with pytest.raises(ValueError, match="pass: forward on ranks .0., backward on ranks .1.") as caught:
+        if rank == 0:
+            burst_attention(q, k, v, topology=topology, mask=Mask.causal())
+        else:
+            out.sum().backward()
+    return str(caught.value)
+
+
+def test_a_forward_that_meets_a_backward_is_an_error():
+    processes(2, _forward_against_backward)
+
+
+def _one_goes(rank, size):
+    topology = Topology.from_group(dist.group.WORLD)
+    if rank == 1:
+        dist.destroy_process_group()
+        return "gone"
+    with pytest.raises(RuntimeError, match="has gone or did not come"):
+        _attend(topology=topology)
+    return "told"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_rank_that_is_gone_is_an_error_for_the_others():
+    assert sorted(processes(2, _one_goes_and_no_barrier)) == ["gone", "told"]
+
+
+def _one_goes_and_no_barrier(rank, size):
+    result = _one_goes(rank, size)
+    dist.barrier = lambda: None  # ranks.processes ends with one, and there is nobody left to meet
+    return result

@@ -1,0 +1,117 @@
+import logging
+
+import pytest
+import torch
+from dense import assert_as_exact_as, dense, error, problem, single_kernel
+
+from burst_mcore import Mask
+from burst_mcore.attention.kernels.kernel import Problem, RowGradients
+from burst_mcore.attention.kernels.table import KERNELS, choose
+from burst_mcore.attention.passes import output_stand_in, row_delta
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ON_CPU = ("reference", "aten-cpu")
+
+
+def _ask(**fields):
+    base = {
+        "device": "cpu",
+        "dtype": torch.float32,
+        "heads": 4,
+        "kv_heads": 4,
+        "head_dim": 16,
+        "value_dim": 16,
+    }
+    return Problem(**{**base, **fields})
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("kind", ["causal", "full"])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_kernel_equals_float64_within_its_dtype(name, kind, kv_heads, dtype):
+    p = problem(0, 48, batch=2, kv_heads=kv_heads, dtype=dtype)
+    got = single_kernel(p, KERNELS[name], causal=kind == "causal")
+    bound = 8 * torch.finfo(dtype).eps
+    want = dense(p, Mask(kind))
+    for name_, g, w in zip(got._fields, got, want, strict=True):
+        assert error(g, w) < bound, name_
+
+
+def test_reference_takes_value_dims_of_their_own():
+    p = problem(1, 32, head_dim=24, value_dim=8)
+    got = single_kernel(p, KERNELS["reference"], causal=True)
+    assert_as_exact_as(got, got, dense(p, Mask.causal()))
+    assert error(got.dk, dense(p, Mask.causal()).dk) < 1e-12
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 1e-30, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_stand_in_for_out_has_its_rowsum_and_is_no_longer(dtype, scale):
+    p = problem(2, 64, dtype=dtype, dout_scale=scale)
+    out, _ = KERNELS["reference"].forward(p.q, p.k, p.v, causal=True, scale=0.25)
+    dout = p.dout.clone()
+    dout[:, 5] = 0
+    delta = row_delta(dout, out)
+    stand_in = output_stand_in(dout, delta)
+    assert (stand_in[:, 5] == 0).all()
+    got = (dout.double() * stand_in.double()).sum(-1).transpose(1, 2)
+    rounding = torch.finfo(dtype).eps * dout.double().norm(dim=-1) * out.double().norm(dim=-1)
+    assert ((got - delta.double()).abs() <= rounding.transpose(1, 2) + 1e-45).all()
+    assert (
+        stand_in.double().norm(dim=-1) <= out.double().norm(dim=-1) * (1 + 4 * torch.finfo(dtype).eps)
+    ).all()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-6])
+def test_gradients_with_the_stand_in_are_as_exact_as_with_out(scale):
+    p = problem(3, 256, dtype=torch.bfloat16, dout_scale=scale)
+    kernel, want = KERNELS["aten-cpu"], dense(p, Mask.causal())
+    with_out = single_kernel(p, kernel, causal=True)
+    delta = row_delta(p.dout, with_out.out)
+    row = RowGradients(
+        p.dout, p.q, p.k, p.v, output_stand_in(p.dout, delta), with_out.lse.transpose(1, 2), delta
+    )
+    got = with_out._replace(
+        **dict(zip(("dq", "dk", "dv"), kernel.backward(row, causal=True, scale=0.25), strict=True))
+    )
+    assert_as_exact_as(got, with_out, want, times=1.05)
+
+
+def test_auto_takes_the_first_that_serves_and_says_why_it_is_slow(caplog):
+    choose.cache_clear()
+    with caplog.at_level(logging.INFO, logger="burst_mcore"):
+        assert choose("auto", _ask()).name == "aten-cpu"
+        assert choose("auto", _ask()).name == "aten-cpu"
+        assert len(caplog.records) == 1  # once
+        assert choose("auto", _ask(value_dim=8)).name == "reference"
+    assert caplog.records[-1].levelno == logging.WARNING
+    assert "head dims differ" in caplog.records[-1].message
+
+
+@pytest.mark.parametrize(
+    ("name", "ask", "words"),
+    [
+        ("flash9", {}, "unknown kernel 'flash9'.*reference"),
+        ("cudnn", {}, "cudnn.*on cpu, not on cuda"),
+        ("aten-flash", {"device": "cuda"}, "float32"),
+        (
+            "aten-flash",
+            {"device": "cuda", "dtype": torch.float16, "head_dim": 20, "value_dim": 20},
+            "head dim 20",
+        ),
+        ("cudnn", {"device": "cuda", "dtype": torch.float16, "head_dim": 256, "value_dim": 256}, "up to 128"),
+        ("aten-cpu", {"value_dim": 8}, "head dims differ"),
+        ("aten-cpu", {"device": "cuda"}, "not on cpu"),
+        ("reference", {"dtype": torch.int32}, "int32"),
+    ],
+)
+def test_a_kernel_that_cannot_serve_says_why(name, ask, words):
+    with pytest.raises(ValueError, match=words):
+        choose(name, _ask(**ask))
+
+
+def test_cuda_kernels_name_operators_that_this_torch_has():
+    for operator in ("cudnn_attention", "flash_attention"):
+        for direction in ("", "_backward"):
+            assert hasattr(torch.ops.aten, f"_scaled_dot_product_{operator}{direction}")

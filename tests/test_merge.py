@@ -1,0 +1,55 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from burst_mcore.attention.merge import GradientSum, OnlineSoftmax
+
+
+def _attend(scores, v):
+    """(out [B, M, H, D], lse [B, H, M]) of scores [B, H, M, N]; zeros and -inf where nothing is seen."""
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])
+    return torch.einsum("bhmn,bnhd->bmhd", weights, v), lse
+
+
+@given(st.integers(0, 10_000), st.lists(st.integers(1, 5), min_size=1, max_size=5), st.floats(0, 1))
+def test_merging_parts_equals_the_whole_also_where_rows_see_nothing(seed, parts, hidden):
+    generator = torch.Generator().manual_seed(seed)
+    n, rows = sum(parts), 4
+    scores = 50 * torch.randn(1, 2, rows, n, generator=generator, dtype=torch.float64)
+    scores.masked_fill_(torch.rand(scores.shape, generator=generator) < hidden, -torch.inf)
+    v = torch.randn(1, n, 2, 3, generator=generator, dtype=torch.float64)
+    softmax = OnlineSoftmax(torch.zeros(1, rows, 2, 3, dtype=torch.float64), value_dim=3)
+    for s, x in zip(scores.split(parts, -1), v.split(parts, 1), strict=True):
+        softmax.add(range(rows), *_attend(s, x))
+    out, lse = softmax.result()
+    want_out, want_lse = _attend(scores, v)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out, want_out, rtol=1e-12, atol=1e-12)
+
+
+def test_large_scores_do_not_overflow():
+    softmax = OnlineSoftmax(torch.zeros(1, 1, 1, 1), value_dim=1)
+    for lse, value in ((1e4, 1.0), (-1e4, 2.0), (1e4, 3.0)):
+        softmax.add(range(1), torch.full((1, 1, 1, 1), value), torch.full((1, 1, 1), lse))
+    out, lse = softmax.result()
+    assert out.item() == 2.0
+    assert torch.isfinite(lse).all()
+
+
+def test_rows_that_no_tile_touched_are_zero_and_minus_infinity():
+    softmax = OnlineSoftmax(torch.zeros(1, 4, 1, 2, dtype=torch.bfloat16), value_dim=2)
+    softmax.add(range(2, 4), torch.ones(1, 2, 1, 2, dtype=torch.bfloat16), torch.zeros(1, 1, 2))
+    out, lse = softmax.result()
+    assert out.dtype == torch.bfloat16
+    assert out[0, :, 0, 0].tolist() == [0, 0, 1, 1]
+    assert lse[0, 0].tolist() == [-torch.inf, -torch.inf, 0, 0]
+
+
+def test_gradients_are_summed_in_float32():
+    total = GradientSum(torch.zeros(1, 4, 1, 1, dtype=torch.bfloat16))
+    total.add(range(4), torch.full((1, 4, 1, 1), 256.0, dtype=torch.bfloat16))
+    for _ in range(4):  # bfloat16 has 8 bits: 256 + 0.5 would stay 256
+        total.add(range(2), torch.full((1, 2, 1, 1), 0.5, dtype=torch.bfloat16))
+    assert total.result().flatten().tolist() == [258, 258, 256, 256]
+    assert GradientSum(torch.ones(1, 2, 1, 1)).result().tolist() == torch.zeros(1, 2, 1, 1).tolist()

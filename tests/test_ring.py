@@ -1,0 +1,196 @@
+"""The whole function over gloo processes: exactness, bytes, desync, bad input."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from dense import Result, assert_as_exact_as, dense, error, problem, single_kernel
+from ranks import processes
+
+from burst_mcore import BurstConfig, Layout, Mask, Topology, burst_attention, shard, unshard
+from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.layout import KINDS
+
+GQA = {"mha": 4, "gqa": 2, "mqa": 1}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _attend(p, mask, size, rank, config):
+    """This rank's (out, lse, dq, dk, dv)."""
+    topology = Topology.from_group(dist.group.WORLD)
+    q, k, v, dout = (shard(x, 1, rank=rank, size=size, layout=config.layout) for x in p)
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = burst_attention(*inputs, topology=topology, mask=mask, config=config, return_lse=True)
+    out.backward(dout)
+    return Result(out.detach(), lse.detach(), *(x.grad for x in inputs))
+
+
+def _gathered(local, size, layout):
+    """The whole sequence of each tensor, on every rank."""
+    whole = []
+    for x in local:
+        parts = [torch.empty_like(x.contiguous()) for _ in range(size)]
+        dist.all_gather(parts, x.contiguous())
+        whole.append(unshard(parts, 1, layout=layout))
+    return Result(*whole)
+
+
+def _grid(rank, size, dtype):
+    kernel = KERNELS["aten-cpu"]
+    for layout, kind, direction, kv in itertools.product(KINDS, ("causal", "full"), ("query", "kv"), GQA):
+        n = 16 * Layout(layout).divisor(size)
+        p = problem(size, n, batch=2, kv_heads=GQA[kv], head_dim=32, dtype=dtype)
+        config = BurstConfig(layout=layout, backward=direction)
+        got = _gathered(_attend(p, Mask(kind), size, rank, config), size, layout)
+        assert got.out.dtype == got.dq.dtype == got.dk.dtype == got.dv.dtype == dtype
+        assert got.lse.dtype == torch.float32
+        bar = single_kernel(p, kernel, causal=kind == "causal")
+        try:
+            assert_as_exact_as(got, bar, dense(p, Mask(kind)))
+        except AssertionError as e:
+            raise AssertionError(f"{layout} {kind} {direction} {kv} {dtype}: {e}") from e
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_as_exact_as_the_kernel_alone(size, dtype):
+    processes(size, _grid, dtype)
+
+
+def _bytes(rank, size):
+    sent = []
+    batch = dist.batch_isend_irecv
+
+    def counting(operations):
+        sent.extend(op.tensor.nbytes for op in operations if op.op is dist.isend)
+        return batch(operations)
+
+    dist.batch_isend_irecv = counting
+    counted = {}
+    for direction, (h, hkv), dtype, grad_dtype in itertools.product(
+        ("query", "kv"), ((4, 4), (4, 1)), (torch.float32, torch.bfloat16), (torch.float32, torch.bfloat16)
+    ):
+        p = problem(0, 24 * size, heads=h, kv_heads=hkv, dtype=dtype)
+        q, k, v, dout = (shard(x, 1, rank=rank, size=size) for x in p)
+        q.requires_grad_()
+        config = BurstConfig(backward=direction, grad_dtype=grad_dtype)
+        topology = Topology.from_group(dist.group.WORLD)
+        sent.clear()
+        out = burst_attention(q, k, v, topology=topology, mask=Mask.causal(), config=config)
+        forward = sum(sent)
+        sent.clear()
+        out.backward(dout)
+        counted[direction, h, hkv, dtype.itemsize, grad_dtype.itemsize] = (forward, sum(sent))
+    return counted
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_bytes_on_the_wire_are_the_formulas_on_every_rank(size):
+    for counted in processes(size, _bytes):
+        for (direction, heads, kv_heads, s, g), (forward, backward) in counted.items():
+            n, d, d_kv = 24 * size, heads * 16, kv_heads * 16
+            assert forward == 2 * n * d_kv * s * (size - 1) // size
+            if direction == "query":
+                assert backward == (size - 1) * (n // size) * (2 * d * s + 8 * heads) + n * d * g
+            else:
+                assert backward == 2 * n * d_kv * s * (size - 1) // size + 2 * n * d_kv * g
+
+
+def _auto(rank, size):
+    sent = {}
+    for kv_heads in (8, 1):
+        p = problem(0, 8 * size, heads=8, kv_heads=kv_heads, dtype=torch.float32)
+        q, k, v, _ = (shard(x, 1, rank=rank, size=size).requires_grad_() for x in p)
+        topology = Topology.from_group(dist.group.WORLD)
+        out = burst_attention(q, k, v, topology=topology, mask=Mask.causal())
+        sent[kv_heads] = next(f for f in _nodes(out.grad_fn) if hasattr(f, "call")).call.direction
+    return sent
+
+
+def _nodes(node):
+    yield node
+    for after, _ in node.next_functions:
+        if after is not None:
+            yield from _nodes(after)
+
+
+def test_auto_rotates_what_is_cheaper():
+    assert processes(2, _auto) == [{8: "query", 1: "kv"}] * 2
+
+
+def _odd_uses(rank, size):
+    """Strides, autocast, several calls in flight, a gradient for one input only, lse gradients."""
+    topology = Topology.from_group(dist.group.WORLD)
+    p = problem(7, 8 * size, batch=2, kv_heads=2, dtype=torch.float32)
+    want = dense(p, Mask.causal())
+
+    def local(x):
+        return shard(x, 1, rank=rank, size=size)
+
+    sequence_first = [local(x).transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in p[:3]]
+    every_other = [torch.stack([local(x)] * 2, -1)[..., 0].requires_grad_() for x in p[:3]]
+    config = BurstConfig(backward="query")
+    outs = [
+        burst_attention(*x, topology=topology, mask=Mask.causal(), config=config)
+        for x in (sequence_first, every_other)
+    ]
+    for out, x in zip(outs, (sequence_first, every_other), strict=True):  # first in, first out: 1F1B's order
+        (out * local(p.dout)).sum().backward()
+        for got, whole in zip(
+            (out, *(t.grad for t in x)), (want.out, want.dq, want.dk, want.dv), strict=True
+        ):
+            assert error(got, local(whole)) < 2e-6
+    q, k, v = (local(x) for x in p[:3])
+    v.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = burst_attention(q, k, v, topology=topology, mask=Mask.causal())
+        assert out.dtype == torch.float32
+        out.sum().backward()  # the gradient is an expanded scalar, without strides
+    sums = dense(p._replace(dout=torch.ones_like(p.dout)), Mask.causal())
+    assert error(v.grad, local(sums.dv)) < 2e-6
+    q, k, v = (local(x).requires_grad_() for x in p[:3])
+    config = BurstConfig(kernel="reference", backward="query")
+    out, lse = burst_attention(q, k, v, topology=topology, mask=Mask.causal(), config=config, return_lse=True)
+    dlse = problem(8, 8 * size, batch=2, head_dim=1, dtype=torch.float32).q[..., 0]
+    ((out * local(p.dout)).sum() + (lse * local(dlse)).sum()).backward()
+    want = dense(p, Mask.causal(), dlse=dlse)
+    for got, whole in zip((q.grad, k.grad, v.grad), (want.dq, want.dk, want.dv), strict=True):
+        assert error(got, local(whole)) < 2e-6
+    return True
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_strides_autocast_calls_in_flight_and_lse_gradients(size):
+    assert all(processes(size, _odd_uses))
+
+
+def _narrow_gradients(rank, size):
+    errors = {}
+    for grad_dtype in (torch.float32, torch.bfloat16):
+        p = problem(9, 64 * size, dtype=torch.bfloat16)
+        config = BurstConfig(backward="query", grad_dtype=grad_dtype)
+        got = _gathered(_attend(p, Mask.full(), size, rank, config), size, "zigzag")
+        errors[grad_dtype] = error(got.dq, dense(p, Mask.full()).dq)
+    return errors[torch.float32], errors[torch.bfloat16]
+
+
+def test_float32_gradients_on_the_wire_are_more_exact_than_bfloat16():
+    wide, narrow = processes(4, _narrow_gradients)[0]
+    assert wide < narrow < 4 * wide
+
+
+def test_float64_is_exact_to_the_last_digits_with_the_default_config():
+    p = problem(10, 24, dtype=torch.float64)
+    q, k, v, dout = (x.requires_grad_() for x in p)
+    out = burst_attention(q, k, v, topology=Topology.single(), mask=Mask.causal())
+    out.backward(dout.detach())
+    want = dense(p, Mask.causal())
+    for got, w in zip((out, q.grad, k.grad, v.grad), (want.out, want.dq, want.dk, want.dv), strict=True):
+        assert error(got, w) < 1e-13
+
+
+def test_softmax_scale():
+    p = problem(11, 16)
+    got = burst_attention(*p[:3], topology=Topology.single(), mask=Mask.full(), softmax_scale=0.7)
+    assert error(got, dense(p, Mask.full(), scale=0.7).out) < 1e-13
