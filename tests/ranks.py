@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import pickle
 import queue
 import tempfile
 import threading
@@ -14,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 
 def poison(on: bool) -> None:
@@ -29,7 +30,7 @@ def processes(size: int, function: Callable[..., Any], *args: Any, timeout: floa
     A rank that raises fails the caller with its traceback; one that hangs is killed after `timeout` seconds.
     `function` must be importable (a module-level function of a test file).
     """
-    context = mp.get_context("fork")
+    context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         results: Any = context.Queue()
         ranks = [
@@ -41,7 +42,7 @@ def processes(size: int, function: Callable[..., Any], *args: Any, timeout: floa
         found: dict[int, Any] = {}
         try:
             for _ in ranks:
-                rank, result, error = results.get(timeout=timeout)
+                rank, result, error = pickle.loads(results.get(timeout=timeout))
                 assert error is None, f"rank {rank} of {size}:\n{error}"
                 found[rank] = result
         except queue.Empty:
@@ -69,10 +70,11 @@ def _process(
             store=dist.FileStore(f"{folder}/store", size),
             timeout=timedelta(seconds=120),
         )
-        results.put((rank, function(rank, size, *args), None))
+        answer = (rank, function(rank, size, *args), None)
+        results.put(pickle.dumps(answer))  # as bytes: tensors would stay in this process's shared memory
         dist.barrier()
     except BaseException:
-        results.put((rank, None, traceback.format_exc()))
+        results.put(pickle.dumps((rank, None, traceback.format_exc())))
 
 
 class Mailboxes:

@@ -58,38 +58,42 @@ def with_burst_attention(spec: Any, burst_config: BurstConfig | None = None) -> 
         ValueError: nowhere in the spec is one of Megatron's own core attentions.
     """
     burst = core_attention_spec(burst_config)
-    found = []
-
-    def copy(node: Any) -> Any:
-        if any(node is stock for stock in STOCK) or (
-            isinstance(node, ModuleSpec) and (node.module in STOCK or node.module is BurstCoreAttention)
-        ):
-            found.append(node)
-            return burst
-        if isinstance(node, functools.partial):
-            return functools.partial(copy(node.func), *map(copy, node.args), **copy(node.keywords))
-        if isinstance(node, dict):
-            return {key: copy(value) for key, value in node.items()}
-        if isinstance(node, list | tuple):
-            return type(node)(map(copy, node))
-        if isinstance(node, FromArguments):
-            return copy(node.resolve())
-        if dataclasses.is_dataclass(node) and not isinstance(node, type):
-            fields = {f.name: copy(getattr(node, f.name)) for f in dataclasses.fields(node) if f.init}
-            return dataclasses.replace(node, **fields)
-        return node
-
-    result = copy(spec)
-    if not found:
+    result = _replaced(spec, burst)
+    if result is spec:
         raise ValueError(f"no core attention of Megatron's own to replace in this spec: {spec}")
     return result
+
+
+def _replaced(node: Any, burst: ModuleSpec) -> Any:
+    """`node` with `burst` for each core attention within; the very same object if there is none."""
+    if any(node is stock for stock in STOCK):
+        return burst
+    if isinstance(node, ModuleSpec) and node.module in (*STOCK, BurstCoreAttention):
+        return burst
+    if isinstance(node, FromArguments):
+        return _replaced(node.resolve(), burst)
+    if isinstance(node, functools.partial):
+        parts = (node.func, *node.args), node.keywords
+        (func, *args), keywords = replaced = _replaced(parts, burst)
+        return node if replaced is parts else functools.partial(func, *args, **keywords)
+    if isinstance(node, dict):
+        replaced = {key: _replaced(value, burst) for key, value in node.items()}
+        return node if all(replaced[key] is node[key] for key in node) else replaced
+    if isinstance(node, list | tuple):
+        replaced = [_replaced(value, burst) for value in node]
+        return node if all(x is y for x, y in zip(replaced, node, strict=True)) else type(node)(replaced)
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        fields = {field.name: getattr(node, field.name) for field in dataclasses.fields(node) if field.init}
+        replaced = _replaced(fields, burst)
+        return node if replaced is fields else dataclasses.replace(node, **replaced)
+    return node
 
 
 def layer_spec(config: TransformerConfig, burst_config: BurstConfig | None = None) -> ModuleSpec:
     """The spec of a GPT decoder layer as `config` asks for it (MLA, MoE, norms), with burst attention.
 
     Raises:
-        ValueError: layers that differ (moe_layer_freq): use the flag of the launcher, which serves blocks too.
+        ValueError: layers that differ (moe_layer_freq): the launcher's flag serves those.
     """
     if config.num_moe_experts is not None and config.moe_layer_freq != 1:
         raise ValueError(
