@@ -75,8 +75,8 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
 
         Args:
             query: [S, B, H, D]. key: [S, B, Hkv, D]. value: [S, B, Hkv, Dv], K/V heads not repeated.
-            attention_mask: None, or Megatron's [1 or B, 1, S, global sequence], True where masked. It must say
-                the same as the mask type, which is what is used; this is checked at the first call.
+            attention_mask: None, or Megatron's [1 or B, 1, S, global sequence], True where masked. It must
+                say the same as the mask type, which is what is used: checked at the first call.
             attn_mask_type: overrides the one given at construction.
             attention_bias, packed_seq_params: must be None.
 
@@ -108,8 +108,8 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         n = local_rows * self.topology.size
         if attention_mask.shape[-2:] != (local_rows, n):
             raise ValueError(
-                f"layer {self.layer_number}: attention_mask must be [..., {local_rows}, {n}] (local queries x "
-                f"all keys), got {tuple(attention_mask.shape)}"
+                f"layer {self.layer_number}: attention_mask must be [..., {local_rows}, {n}] (local queries "
+                f"x all keys), got {tuple(attention_mask.shape)}"
             )
         at = positions(n, rank=self.topology.rank, size=self.topology.size, layout=self.burst_config.layout)
         allowed = mask.allows(at, torch.arange(n)).to(attention_mask.device)

@@ -50,19 +50,26 @@ def _step(rank: int, size: int, case: Case) -> Step:
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(0)
     model = build(case)
-    cp_rank, cp_group = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_group()
+    cp_rank, cp_group = (
+        parallel_state.get_context_parallel_rank(),
+        parallel_state.get_context_parallel_group(),
+    )
 
     def local(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         return shard(x, dim, rank=cp_rank, size=case.cp)
 
     at = torch.arange(N).expand(BATCH, N)
     later = torch.ones(N, N, dtype=torch.bool).triu(1)[None, None]
-    tokens = torch.randint(0, VOCAB, (case.microbatches, BATCH, N + 1), generator=torch.Generator().manual_seed(3))
+    tokens = torch.randint(
+        0, VOCAB, (case.microbatches, BATCH, N + 1), generator=torch.Generator().manual_seed(3)
+    )
     # MTP's loss divides by the masked tokens of a rank, so CP 1 and CP 2 agree only where rolling the mask
     # changes no rank's count: no token counts at the start of a chunk.
     counted = (at % (N // 4) != 0).float()
     losses = [
-        model(local(t[:, :-1]), local(at), local(later, dim=2), labels=local(t[:, 1:]), loss_mask=local(counted))
+        model(
+            local(t[:, :-1]), local(at), local(later, dim=2), labels=local(t[:, 1:]), loss_mask=local(counted)
+        )
         for t in tokens
     ]  # all forwards before the first backward, as in a pipeline
     for loss in losses:
@@ -157,5 +164,7 @@ def with_stock_attention(hybrid: Any) -> Any:
     """A hybrid stack of local modules with Megatron's own attention, which no version ships."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    hybrid.submodules.attention_layer.submodules.self_attention.submodules.core_attention = DotProductAttention
+    hybrid.submodules.attention_layer.submodules.self_attention.submodules.core_attention = (
+        DotProductAttention
+    )
     return hybrid

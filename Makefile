@@ -1,0 +1,94 @@
+# Everything a newcomer needs: `make train`, `make test`. Set-up happens on the way, in .venv (and .venv-py311),
+# once; pyproject.toml or this file changing makes it happen again.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+
+TORCH := torch==2.13.0
+MEGATRON := megatron-core==0.19.2
+MEGATRON_311 := megatron-core==0.16.1
+ARGS ?=
+
+VENV := .venv/ready
+VENV_311 := .venv-py311/ready
+RUN := .venv/bin/python -W ignore
+PIP := -m pip install --quiet --disable-pip-version-check
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help train compare test test-all lint bench clean
+
+help:
+	@echo 'make train [ARGS="..."]    train a GPT on Megatron-Core with a burst ring (4 CPU processes)'
+	@echo 'make compare [ARGS="..."]  the same training on 1 process and on a ring of 4: must agree'
+	@echo 'make test                  lint, types and tests; also with Megatron-Core 0.16.1 where Python 3.11 is'
+	@echo 'make test-all              the same, and the slow cells'
+	@echo 'make bench                 attention, measured beside other methods'
+
+train: $(VENV)
+	@$(RUN) examples/train.py $(ARGS)
+
+compare: $(VENV)
+	@$(RUN) examples/compare.py $(ARGS)
+
+test: lint
+	@.venv/bin/python -m pytest -m 'not slow'
+	$(call test_311,-m 'not slow')
+
+test-all: lint
+	@.venv/bin/python -m pytest
+	$(call test_311,)
+
+lint: $(VENV)
+	@.venv/bin/ruff check --quiet
+	.venv/bin/ruff format --quiet --check
+	.venv/bin/mypy --no-error-summary
+
+bench: $(VENV)
+	@.venv/bin/burst-mcore bench attention $(ARGS)
+
+clean:
+	rm -rf .venv .venv-py311 runs
+
+# Runs the Megatron tests in the second environment, or says why not.
+define test_311
+if [ -n "$$($(call python,11,))" ]; then
+  $(MAKE) --no-print-directory $(VENV_311)
+  .venv-py311/bin/python -m pytest tests/megatron $(1)
+else
+  echo 'no Python 3.11 here: not tested with $(MEGATRON_311), the last Megatron-Core for it'
+fi
+endef
+
+# Prints the first interpreter that really runs (a shim may exist and fail) and is a Python 3.$(1) (or 3.$(2))
+# that can make environments.
+define python
+for candidate in "$${PYTHON:-}" $(foreach minor,$(1) $(2),python3.$(minor)) \
+    "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.{$(1),$(or $(2),$(1))}.*/bin/python python3; do
+  if [ -n "$$candidate" ] && "$$candidate" -c 'import ensurepip, sys, venv; \
+      sys.exit(sys.version_info[:2] not in [(3, int(m)) for m in "$(1) $(2)".split()])' >/dev/null 2>&1; then
+    echo "$$candidate"
+    break
+  fi
+done
+endef
+
+$(VENV): pyproject.toml Makefile
+	@python="$$($(call python,12,13))"
+	if [ -z "$$python" ]; then
+	  echo 'burst_mcore needs Python 3.12 or 3.13 with venv: install one (Debian: apt install python3-venv; or pyenv install 3.12), or name it: make PYTHON=/path/to/python3.12' >&2
+	  exit 1
+	fi
+	echo "setting up .venv with $$("$$python" --version) ($$python); the first time takes some minutes"
+	[ -x .venv/bin/python ] && .venv/bin/python -c '' 2>/dev/null || "$$python" -m venv --clear .venv
+	.venv/bin/python $(PIP) $(TORCH) $(MEGATRON) -e '.[megatron,bench,test]'
+	touch $@
+
+$(VENV_311): pyproject.toml Makefile
+	@python="$$($(call python,11,))"
+	echo "setting up .venv-py311 with $$("$$python" --version) ($$python)"
+	[ -x .venv-py311/bin/python ] && .venv-py311/bin/python -c '' 2>/dev/null || "$$python" -m venv --clear .venv-py311
+	.venv-py311/bin/python $(PIP) $(TORCH) $(MEGATRON_311) -e '.[megatron,test]'
+	touch $@

@@ -1,0 +1,186 @@
+"""Runs methods side by side: every rank a process over gloo, every clock behind a correctness gate."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from burst_mcore.attention.function import burst_attention
+from burst_mcore.attention.kernels import kernel, table
+from burst_mcore.attention.topology import Topology
+from burst_mcore.bench.methods import METHODS, Method
+from burst_mcore.bench.problem import DTYPES, Problem
+from burst_mcore.layout import shard, unshard
+
+GATE_TOKENS = 512
+"""Length of the sequence on which a method must be right before it is timed, at most."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Forward + backward, medians over repeats."""
+
+    method: str
+    ranks: int
+    cpu_seconds: float
+    """Summed over the ranks, all threads."""
+    wall_seconds: float
+    cpu_of_kernel: float
+    """cpu_seconds over those of the bare kernel on one process, its repeats in turn with this method's."""
+    error: float
+    """The worst that the gate saw, as a multiple of the kernel's own."""
+
+    def row(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def bare_kernel(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
+    """(out, dq, dk, dv) of the whole sequence by one call of the local kernel each way."""
+    ask = kernel.Problem(
+        "cpu", DTYPES[problem.dtype], problem.heads, problem.kv_heads, problem.head_dim, problem.head_dim
+    )
+    chosen, scale = table.choose("auto", ask), problem.head_dim**-0.5
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+        out, lse = chosen.forward(q, k, v, causal=problem.causal, scale=scale)
+        # It takes delta from out itself; the argument is for kernels that do not.
+        x = kernel.RowGradients(dout, q, k, v, out, lse, lse)
+        assert not chosen.takes_delta
+        return out, *chosen.backward(x, causal=problem.causal, scale=scale)
+
+    return attend
+
+
+def measure(problem: Problem, ranks: int, names: Sequence[str], repeats: int) -> list[Result]:
+    """Measure methods that lack nothing, and at one rank the whole path of burst beside the bare kernel.
+
+    Raises:
+        ValueError: a method is unknown or cannot serve the problem.
+        RuntimeError: a method is wrong (its error is over twice that of the kernel), or a rank failed.
+    """
+    for name in names:
+        if name not in METHODS:
+            raise ValueError(f"unknown method {name!r}; legal: {', '.join(METHODS)}")
+        lacking = METHODS[name].needs(problem, ranks)
+        if lacking is not None:
+            raise ValueError(f"method {name} needs {lacking}")
+    kernel_alone, burst_alone = _in_processes(1, _beside_kernel, "burst", problem, repeats)[0]
+    return [
+        kernel_alone,
+        burst_alone,
+        *(_in_processes(ranks, _beside_kernel, name, problem, repeats)[0][1] for name in names),
+    ]
+
+
+def _beside_kernel(rank: int, size: int, name: str, problem: Problem, repeats: int) -> tuple[Result, Result]:
+    """The bare kernel on rank 0, and the method on all ranks; the same on every rank but for the ratio."""
+    method = METHODS[name]
+    group = dist.group.WORLD
+    assert group is not None
+    error = _gate(rank, size, method, problem, group)
+    attend = method.build(problem, group)
+    tensors = problem.tensors()
+    local = [shard(x, 1, rank=rank, size=size, layout=method.layout) for x in tensors]
+    alone = bare_kernel(problem)
+
+    def step() -> None:
+        q, k, v = (x.detach().requires_grad_() for x in local[:3])
+        attend(q, k, v).backward(local[3])
+
+    def bare() -> None:  # on one rank while the others wait asleep, so that it has a core to itself
+        if rank == 0:
+            alone(*tensors)
+
+    ours, single = _alternating([step, bare], repeats)
+    cpu = torch.tensor(ours.cpu, dtype=torch.float64)
+    wall = torch.tensor(ours.wall, dtype=torch.float64)
+    dist.all_reduce(cpu)
+    dist.all_reduce(wall, op=dist.ReduceOp.MAX)
+    median = statistics.median
+    ratio = median(a / b for a, b in zip(cpu.tolist(), single.cpu, strict=True))
+    return (
+        Result(
+            "kernel", 1, median(single.cpu), median(single.wall), cpu_of_kernel=1.0, error=1.0
+        ),  # the unit
+        Result(name, size, median(cpu.tolist()), median(wall.tolist()), ratio, error),
+    )
+
+
+def _gate(rank: int, size: int, method: Method, problem: Problem, group: dist.ProcessGroup) -> float:
+    """The worst error of out, dq, dk, dv as a multiple of the bare kernel's own; RuntimeError above 2."""
+    unit = 2 * size
+    short = replace(problem, seq=max(unit, min(problem.seq, GATE_TOKENS) // unit * unit))
+    tensors = short.tensors()
+    q, k, v, dout = (shard(x, 1, rank=rank, size=size, layout=method.layout) for x in tensors)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = method.build(short, group)(*inputs)
+    out.backward(dout)
+    bar, exact = bare_kernel(short)(*tensors), _exact(short)
+    worst = 0.0
+    for got, near, want in zip((out, *(x.grad for x in inputs)), bar, exact, strict=True):
+        assert got is not None
+        parts = [torch.empty_like(got, memory_format=torch.contiguous_format) for _ in range(size)]
+        dist.all_gather(parts, got.detach().contiguous(), group=group)
+        whole = unshard(parts, 1, layout=method.layout)
+        worst = max(worst, ((whole.double() - want).norm() / (near.double() - want).norm()).item())
+    if not worst <= 2.0:
+        raise RuntimeError(f"{method.name} is wrong: its error is {worst:.2f} times that of the kernel")
+    return worst
+
+
+def _exact(problem: Problem) -> tuple[Tensor, ...]:
+    """(out, dq, dk, dv) in float64."""
+    q, k, v, dout = (x.double().requires_grad_() for x in problem.tensors())
+    out = burst_attention(q, k, v, topology=Topology.single(), mask=problem.mask)
+    assert isinstance(out, Tensor)
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), dout.detach())
+
+
+@dataclass
+class _Clock:
+    cpu: list[float]
+    wall: list[float]
+
+
+def _alternating(functions: Sequence[Callable[[], object]], repeats: int) -> list[_Clock]:
+    """Time the functions in turn, so that all see the same machine. The first round is not counted."""
+    clocks = [_Clock([], []) for _ in functions]
+    for repeat in range(-1, repeats):
+        for function, clock in zip(functions, clocks, strict=True):
+            dist.barrier()
+            cpu, wall = time.process_time(), time.perf_counter()
+            function()
+            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+            if repeat >= 0:
+                clock.cpu.append(cpu)
+                clock.wall.append(wall)
+    return clocks
+
+
+def _in_processes(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """function(rank, size, *args) on `size` gloo ranks of this machine, one thread each."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(size, mp_context=context) as pool:
+        ranks = [pool.submit(_rank, rank, size, f"{folder}/store", function, args) for rank in range(size)]
+        return [rank.result() for rank in ranks]
+
+
+def _rank(rank: int, size: int, store: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=size, store=dist.FileStore(store, size))  # type: ignore[attr-defined]
+    try:
+        return function(rank, size, *args)
+    finally:
+        dist.destroy_process_group()

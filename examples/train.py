@@ -1,0 +1,174 @@
+"""The main job: train a GPT on bytes of real text over 4 processes, its attention a burst ring.
+
+    python examples/train.py [MEGATRON ARGUMENTS]      (make train ARGS="...")
+
+Megatron's own trainer does the work; this script prepares the data, starts the ranks, shows a progress bar,
+and leaves metrics.jsonl, loss.png and a checkpoint in runs/train. A second run resumes from the checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+
+from job import HERE, Iteration, Job, JobFailedError
+from tqdm import tqdm
+
+RUNS = HERE.parent / "runs"
+DATA = RUNS / "data" / "stdlib"
+PROCESSES = 4
+BIGRAM = 2.43
+"""Nats a byte of a bigram model of the standard library's sources: what needs no attention."""
+GOAL = 2.3
+
+MODEL = [
+    *("--num-layers", "4"),
+    *("--hidden-size", "128"),
+    *("--num-attention-heads", "4"),
+    *("--group-query-attention", "--num-query-groups", "2"),
+    *("--position-embedding-type", "rope"),
+    *("--normalization", "RMSNorm"),
+    "--swiglu",
+    "--disable-bias-linear",
+    "--untie-embeddings-and-output-weights",
+    *("--attention-dropout", "0", "--hidden-dropout", "0"),
+    *("--seq-length", "4096", "--max-position-embeddings", "4096"),
+]
+TRAINING = [
+    *("--micro-batch-size", "1", "--global-batch-size", "1"),
+    *("--train-iters", "180"),
+    *("--lr", "3e-3", "--lr-decay-style", "constant", "--lr-warmup-iters", "10"),
+    *("--lr-decay-iters", "1000"),  # not the number of iterations, which a resumed run may raise
+    *("--adam-beta2", "0.95", "--clip-grad", "1.0", "--weight-decay", "0.01"),
+    "--use-distributed-optimizer",
+    "--override-opt-param-scheduler",  # a resumed run may ask for more iterations than the saved one
+    *("--seed", "1234"),
+]
+DATA_ARGUMENTS = [
+    *("--data-path", str(DATA), "--data-cache-path", str(RUNS / "data" / "cache")),
+    *("--split", "100,0,0", "--eval-iters", "0", "--eval-interval", "1000000"),
+    *("--num-workers", "0", "--no-create-attention-mask-in-dataloader"),
+]
+BURST = ["--context-parallel-attention-backend", "burst"]
+PARALLEL = ["--context-parallel-size", str(PROCESSES)]
+
+
+def value_of(flag: str, arguments: Sequence[str]) -> str:
+    """What the last `flag` among the arguments is set to."""
+    at = max(index for index, argument in enumerate(arguments) if argument == flag)
+    return arguments[at + 1]
+
+
+def prepare() -> None:
+    """Write the data set unless it is there."""
+    if not DATA.with_suffix(".idx").exists():
+        subprocess.run(
+            [sys.executable, "-W", "ignore", str(HERE / "prepare_bytes.py"), str(DATA)], check=True
+        )
+
+
+def follow(job: Job, total: int, tokens: int, done: int) -> list[Iteration]:
+    """Run the job under a progress bar; `tokens` an iteration."""
+    iterations = []
+    with tqdm(total=total, initial=done, unit="it", desc="starting", dynamic_ncols=True) as bar:
+        for iteration in job.run():
+            iterations.append(iteration)
+            bar.set_description("training")
+            rate = f"{tokens / iteration.seconds:,.0f} tokens/s, " if iteration.seconds else ""
+            bar.set_postfix_str(f"{rate}loss {iteration.loss:.3f}")
+            bar.update(iteration.iteration - bar.n)
+    return iterations
+
+
+def checkpointed(folder: Path) -> int:
+    """The iteration of the last checkpoint in `folder`, 0 if there is none."""
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    return int(tracker.read_text()) if tracker.exists() else 0
+
+
+def plot(metrics: Path, picture: Path) -> None:
+    """Draw the loss of every iteration in `metrics`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = {row["iteration"]: row["loss"] for row in map(json.loads, metrics.read_text().splitlines())}
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    axes.plot(list(lines), list(lines.values()), linewidth=1, label="training loss")
+    axes.axhline(BIGRAM, color="gray", linestyle="--", linewidth=1, label=f"bigram model ({BIGRAM})")
+    axes.set(
+        xlabel="iteration", ylabel="nats a byte", title="GPT on the Python standard library, burst attention"
+    )
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(picture, dpi=120)
+
+
+def main(extra: list[str]) -> int:
+    folder = RUNS / "train"
+    saved = folder / "checkpoint"
+    folder.mkdir(parents=True, exist_ok=True)
+    prepare()
+    arguments = [
+        *MODEL,
+        *TRAINING,
+        *DATA_ARGUMENTS,
+        *BURST,
+        *PARALLEL,
+        *("--save", str(saved), "--load", str(saved), "--save-interval", "30", "--ckpt-format", "torch_dist"),
+        *extra,
+    ]
+    total = int(value_of("--train-iters", arguments))
+    tokens = int(value_of("--seq-length", arguments)) * int(value_of("--global-batch-size", arguments))
+    done = checkpointed(saved)
+    if done:
+        print(f"resuming from the checkpoint of iteration {done} in {saved}")
+    if done >= total:
+        print(
+            f"all {total} iterations are done: ask for more (--train-iters), or remove {folder} to start anew"
+        )
+        return 0
+    started = time.monotonic()
+    try:
+        iterations = follow(Job(folder, PROCESSES, arguments), total, tokens, done)
+    except (JobFailedError, KeyboardInterrupt) as error:
+        last = checkpointed(saved)
+        again = (
+            f"its checkpoint of iteration {last} is in {saved}; run again to resume"
+            if last
+            else "no checkpoint yet"
+        )
+        print(f"training stopped: {error or 'interrupted'}; {again}", file=sys.stderr)
+        return 1
+    plot(folder / "metrics.jsonl", folder / "loss.png")
+    return summarise(folder, iterations, tokens, time.monotonic() - started, ours=not extra)
+
+
+def summarise(folder: Path, iterations: list[Iteration], tokens: int, seconds: float, ours: bool) -> int:
+    """Print what came of it; 1 if the main job, as it stands, missed its goal."""
+    loss = mean(iteration.loss for iteration in iterations[-10:])
+    pace = mean(iteration.seconds for iteration in iterations if iteration.seconds)
+    print(f"loss of the last 10 iterations: {loss:.3f} nats a byte (a bigram model has {BIGRAM})")
+    print(
+        f"{len(iterations)} iterations of {tokens} tokens in {seconds:.0f} s, {tokens / pace:,.0f} tokens/s"
+    )
+    for what, name in (
+        ("metrics", "metrics.jsonl"),
+        ("loss curve", "loss.png"),
+        ("checkpoint", "checkpoint"),
+    ):
+        print(f"{what}: {(folder / name).relative_to(RUNS.parent)}")
+    if ours and loss >= GOAL:
+        print(f"the loss should have fallen below {GOAL}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,82 @@
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import processes
+
+pytest.importorskip("typer")
+pytest.importorskip("tabulate")
+
+from typer.testing import CliRunner
+
+from burst_mcore.bench import run
+from burst_mcore.bench.methods import METHODS, Method
+from burst_mcore.bench.problem import Problem
+from burst_mcore.cli import app
+
+SMALL = Problem(seq=96, heads=6, kv_heads=3, head_dim=16)
+
+
+def _gates(rank, size):
+    errors = {}
+    for name, method in METHODS.items():
+        if method.needs(SMALL, size) is None:
+            errors[name] = run._gate(rank, size, method, SMALL, dist.group.WORLD)
+    return errors
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_every_method_passes_its_gate(size):
+    for errors in processes(size, _gates):
+        assert set(errors) == set(METHODS)
+        assert all(0 < error <= 2 for error in errors.values())
+
+
+def _wrong(rank, size):
+    method = Method("wrong", "zigzag", lambda *_: None, lambda *_: lambda q, k, v: q * v.mean() + k)
+    with pytest.raises(RuntimeError, match="wrong is wrong: its error is"):
+        run._gate(rank, size, method, Problem(seq=96, heads=3, kv_heads=3, head_dim=16), dist.group.WORLD)
+
+
+def test_a_wrong_method_is_not_timed():
+    processes(2, _wrong)
+
+
+def test_the_command_prints_a_table_and_one_json_line():
+    result = CliRunner().invoke(
+        app, "bench attention --ranks 2 --seq 128 --heads 2 --head-dim 16 --methods burst --repeats 1".split()
+    )
+    assert result.exit_code == 0, result.output
+    *table, line = result.stdout.strip().splitlines()
+    assert "CPU / bare kernel's" in "".join(table)
+    found = json.loads(line)
+    assert found["problem"]["seq"] == 128
+    assert [(row["method"], row["ranks"]) for row in found["results"]] == [
+        ("kernel", 1),
+        ("burst", 1),
+        ("burst", 2),
+    ]
+    assert all(row["cpu_seconds"] > 0 and row["error"] > 0 for row in found["results"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--methods ring9", "unknown method 'ring9'; legal: burst"),
+        ("--ranks 3 --seq 64 --methods burst", "burst needs a sequence that is a multiple of 6, got 64"),
+        ("--heads 6 --kv-heads 4", "kv_heads must divide heads"),
+        ("--dtype int8", "float32"),
+        ("--seq 0", "seq must be at least 1"),
+        ("--ranks 4 --heads 6 --methods deepspeed-ulysses", "multiples of 4, got 6 and 6"),
+    ],
+)
+def test_bad_options_are_one_line(options, words):
+    result = CliRunner().invoke(app, ["bench", "attention", *options.split()])
+    assert result.exit_code == 1
+    assert words in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_the_problem_is_the_same_on_every_rank():
+    assert all(torch.equal(x, y) for x, y in zip(SMALL.tensors(), SMALL.tensors(), strict=True))
