@@ -151,7 +151,6 @@ def _why(failures: dict[int, Any], logs: dict[int, str]) -> str:
         return f"rank {first.local_rank} was killed ({first.signal_name()})"
     log = Path(logs[first.local_rank])
     lines = [re.sub(r"^\[rank\d+\]: *", "", line) for line in log.read_text(errors="replace").splitlines()]
-    words = next(
-        (line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)), "no error message"
-    )
+    said = re.compile(r"[\w.]*(Error|Exception)\b|\S+: error: ")
+    words = next((line for line in reversed(lines) if said.match(line)), "no error message")
     return f"rank {first.local_rank} failed: {words} (log: {log})"

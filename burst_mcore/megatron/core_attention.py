@@ -57,7 +57,7 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(head_dim)
         self._mask_was_read = False
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        refuse_unsupported(config, attention_type, dropout, layer_number)
+        refuse_unsupported(config, attention_type, dropout, cp_comm_type, layer_number)
         _refuse_other_layout(self.burst_config, self.topology)
 
     def forward(
@@ -121,12 +121,19 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
 
 
 def refuse_unsupported(
-    config: TransformerConfig, attention_type: str, dropout: float, layer_number: int
+    config: TransformerConfig,
+    attention_type: str,
+    dropout: float,
+    cp_comm_type: str | None,
+    layer_number: int,
 ) -> None:
     """ValueError for what a model may ask of its core attention and this one does not do."""
     asked = {
         f"attention dropout {dropout} (pass --attention-dropout 0)": dropout > 0,
         f"attention of type {attention_type!r}, it does self attention": attention_type != "self",
+        f"cp_comm_type {cp_comm_type!r}: the ring is its own way to communicate (leave out --cp-comm-type)": (
+            cp_comm_type not in (None, "p2p", "burst")  # "p2p" is Megatron's default
+        ),
         f"window_size {getattr(config, 'window_size', None)}": getattr(config, "window_size", None)
         is not None,
         "a softmax other than 'vanilla' (sinks)": getattr(config, "softmax_type", "vanilla") != "vanilla",

@@ -21,7 +21,7 @@ def in_megatron(function, *args, cp=1):
     return processes(cp, _in_megatron, function, cp, *args)
 
 
-def _core(config=None, burst=None, attention_type="self", mask_type=None, **fields):
+def _core(config=None, burst=None, attention_type="self", mask_type=None, cp_comm_type=None, **fields):
     from megatron.core.transformer.enums import AttnMaskType
 
     from burst_mcore.megatron.core_attention import BurstCoreAttention
@@ -31,6 +31,7 @@ def _core(config=None, burst=None, attention_type="self", mask_type=None, **fiel
         layer_number=1,
         attn_mask_type=mask_type or AttnMaskType.causal,
         attention_type=attention_type,
+        cp_comm_type=cp_comm_type,
         burst_config=burst,
     )
 
@@ -44,6 +45,7 @@ def _refusals():
         ({"window_size": (8, 0)}, "window_size"),
         ({"softmax_type": "learnable"}, "sinks"),
         ({"qk_clip": True}, "qk_clip"),
+        ({"cp_comm_type": "a2a"}, "cp_comm_type 'a2a'"),
         ({"mask_type": AttnMaskType.padding}, "causal and no_mask, got .*padding"),
     ]
     for fields, words in cases:

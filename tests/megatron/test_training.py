@@ -1,0 +1,126 @@
+"""Megatron's own trainer, started as a user would, with small models: the whole way from flag to checkpoint."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("megatron.training", reason="megatron.training comes with megatron-core from 0.19 on")
+pytest.importorskip("tensorboard")
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import prepare_bytes
+from job import Job, JobFailedError
+
+from burst_mcore.megatron import launcher
+
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
+    "--seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4 "
+    "--lr 1e-2 --lr-decay-style constant --lr-decay-iters 100 --use-distributed-optimizer "
+    "--override-opt-param-scheduler --seed 1 --split 100,0,0 --eval-iters 0 --eval-interval 1000 --num-workers 0 "
+    "--calculate-per-token-loss --make-vocab-size-divisible-by 256"
+).split()
+BURST = ["--context-parallel-attention-backend", "burst"]
+CP2 = ["--context-parallel-size", "2"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    prefix = tmp_path_factory.mktemp("data") / "text"
+    texts = [b"the quick brown fox %d jumps over the lazy dog; " % i * 20 for i in range(20)]
+    assert prepare_bytes.write(prefix, iter(texts))[0] == 20
+    return ["--data-path", str(prefix), "--data-cache-path", str(prefix.parent / "cache")]
+
+
+def train(folder, processes, data, *arguments, iterations=4):
+    job = Job(folder, processes, [*MODEL, *data, "--train-iters", str(iterations), *arguments])
+    return list(job.run())
+
+
+@pytest.fixture(scope="module")
+def alone(data, tmp_path_factory):
+    """One process with Megatron's own attention."""
+    found = train(tmp_path_factory.mktemp("alone"), 1, data)
+    assert [i.iteration for i in found] == [1, 2, 3, 4]
+    assert found[-1].loss < found[0].loss
+    return found
+
+
+def assert_equal(got, want):
+    assert [i.iteration for i in got] == [i.iteration for i in want]
+    assert [i.loss for i in got] == pytest.approx([i.loss for i in want], rel=1e-4)
+    assert [i.grad_norm for i in got] == pytest.approx([i.grad_norm for i in want], rel=1e-3)
+
+
+def test_a_ring_of_two_chosen_by_the_flag(data, alone, tmp_path):
+    assert_equal(train(tmp_path, 2, data, *BURST, *CP2, "--burst-backward", "query"), alone)
+
+
+def test_a_ring_of_two_chosen_by_a_spec(data, alone, tmp_path):
+    spec = ["--spec", "burst_mcore.megatron.spec", "burst_layer_spec"]
+    assert_equal(train(tmp_path, 2, data, *spec, *CP2, "--burst-backward", "kv"), alone)
+
+
+def test_tensor_and_context_parallel(data, alone, tmp_path):
+    assert_equal(train(tmp_path, 4, data, *BURST, *CP2, "--tensor-model-parallel-size", "2"), alone)
+
+
+def test_a_killed_rank_ends_the_run_with_a_message_and_the_checkpoint_resumes(data, tmp_path):
+    whole = train(tmp_path / "whole", 2, data, *BURST, *CP2, iterations=6)
+    saved = str(tmp_path / "saved")
+    arguments = [*BURST, *CP2, "--save", saved, "--load", saved, "--save-interval", "2"]
+    found = []
+    job = Job(tmp_path, 2, [*MODEL, *data, "--train-iters", "1000", *arguments])
+    with pytest.raises(JobFailedError, match=r"rank 1 was killed \(SIGKILL\)"):
+        for iteration in job.run():
+            found.append(iteration)
+            if iteration.iteration == 4:
+                (one,) = [p for p in psutil.Process().children() if p.environ().get("RANK") == "1"]
+                one.send_signal(signal.SIGKILL)
+    last = int((tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text())
+    assert last >= 2
+    resumed = train(tmp_path, 2, data, *arguments, iterations=last + 2)
+    assert [i.iteration for i in resumed] == [last + 1, last + 2]
+    if last + 2 <= 6:
+        assert_equal(resumed, whole[last : last + 2])
+    assert not [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([*BURST, "--burst-layout", "contiguous"], "ValueError: .*zigzag"),
+        ([*BURST, "--attention-dropout", "0.1"], "attention dropout 0.1"),
+        ([*BURST, "--burst-kernel", "flash9"], "unknown kernel 'flash9'"),
+        (["--context-parallel-attention-backend", "ring"], "invalid choice: 'ring'.*default.*burst"),
+    ],
+)
+def test_what_burst_cannot_do_stops_the_run_with_a_reason(data, tmp_path, arguments, words):
+    with pytest.raises(JobFailedError, match=words):
+        train(tmp_path, 2, data, *CP2, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [([], "usage: python -m burst_mcore.megatron"), (["no.py"], "no such script: no.py")],
+)
+def test_the_launcher_says_how_it_is_used(command, words):
+    run = [sys.executable, "-W", "ignore", "-m", "burst_mcore.megatron", *command]
+    done = subprocess.run(run, capture_output=True, text=True, check=False, env={**os.environ, "RANK": "0"})
+    assert done.returncode == 1
+    assert words in done.stderr
+
+
+def test_flags_that_are_given_are_kept():
+    flags = ("--transformer-impl", "local", "--no-rope-fusion", "--distributed-backend", "gloo")
+    given = ["script.py", "--transformer-impl=local", "--no-rope-fusion"]
+    assert launcher._not_given(flags, given) == ["--distributed-backend", "gloo"]

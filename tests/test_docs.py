@@ -1,0 +1,79 @@
+"""README and docs are run: every python block, every command and every link that they name."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+BLOCK = re.compile(r"^```python(?: torchrun=(\d+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def _blocks():
+    for page in PAGES:
+        for number, (ranks, code) in enumerate(BLOCK.findall(page.read_text())):
+            yield pytest.param(int(ranks or 0), code, id=f"{page.name}-{number}")
+
+
+@pytest.mark.parametrize(("ranks", "code"), _blocks())
+def test_python_blocks_run(ranks, code, tmp_path):
+    if "megatron" in code:
+        pytest.importorskip("megatron.core")
+    script = tmp_path / "block.py"
+    script.write_text(code)
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *torchrun, str(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("holds tokens") == ranks
+
+
+def test_the_schedule_in_the_docs_is_the_one_that_prints():
+    from burst_mcore.attention.schedule import backward_schedule
+
+    printed = str(backward_schedule(3, "query")).splitlines()
+    shown = (ROOT / "docs" / "attention.md").read_text().split("```text\n")[1].split("```")[0].splitlines()
+    for line, whole in zip(shown, printed, strict=True):
+        assert whole.startswith(line.removesuffix("| ...").rstrip()), line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_is_named_exists(page):
+    text, makefile = page.read_text(), (ROOT / "Makefile").read_text()
+    for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
+    for link in re.findall(r"\]\((?!http)([^)#]+)", text):
+        assert (page.parent / link).exists(), link
+    for path in re.findall(r"`(burst_mcore/[\w/.]+)`", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_every_flag_is_in_the_docs():
+    import argparse
+
+    from burst_mcore.megatron.arguments import add_arguments
+
+    text = (ROOT / "docs" / "megatron.md").read_text()
+    for action in add_arguments(argparse.ArgumentParser(add_help=False))._actions:
+        assert f"`{action.option_strings[0]}`" in text
+
+
+def test_every_method_and_kernel_is_in_the_docs():
+    from burst_mcore.attention.kernels.table import KERNELS
+    from burst_mcore.bench.methods import METHODS
+
+    assert all(f"`{name}`" in (ROOT / "docs" / "benchmark.md").read_text() for name in METHODS)
+    assert all(f'`"{name}"`' in (ROOT / "docs" / "attention.md").read_text() for name in KERNELS)
