@@ -20,15 +20,57 @@ from job import Job, JobFailedError
 
 from burst_mcore.megatron import launcher
 
-MODEL = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
-    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
-    "--seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4 "
-    "--lr 1e-2 --lr-decay-style constant --lr-decay-iters 100 --use-distributed-optimizer "
-    "--override-opt-param-scheduler --seed 1 --split 100,0,0 --eval-iters 0 --eval-interval 1000 --num-workers 0 "
-    "--calculate-per-token-loss --make-vocab-size-divisible-by 256"
-).split()
+MODEL = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "32",
+    "--num-attention-heads",
+    "4",
+    "--group-query-attention",
+    "--num-query-groups",
+    "2",
+    "--position-embedding-type",
+    "rope",
+    "--normalization",
+    "RMSNorm",
+    "--swiglu",
+    "--disable-bias-linear",
+    "--untie-embeddings-and-output-weights",
+    "--attention-dropout",
+    "0",
+    "--hidden-dropout",
+    "0",
+    "--seq-length",
+    "64",
+    "--max-position-embeddings",
+    "64",
+    "--micro-batch-size",
+    "2",
+    "--global-batch-size",
+    "4",
+    "--lr",
+    "1e-2",
+    "--lr-decay-style",
+    "constant",
+    "--lr-decay-iters",
+    "100",
+    "--use-distributed-optimizer",
+    "--override-opt-param-scheduler",
+    "--seed",
+    "1",
+    "--split",
+    "100,0,0",
+    "--eval-iters",
+    "0",
+    "--eval-interval",
+    "1000",
+    "--num-workers",
+    "0",
+    "--calculate-per-token-loss",
+    "--make-vocab-size-divisible-by",
+    "256",
+]
 BURST = ["--context-parallel-attention-backend", "burst"]
 CP2 = ["--context-parallel-size", "2"]
 
