@@ -45,23 +45,7 @@ def test_a_wrong_method_is_not_timed():
 
 def test_the_command_prints_a_table_and_one_json_line():
     result = CliRunner().invoke(
-        app,
-        [
-            "bench",
-            "attention",
-            "--ranks",
-            "2",
-            "--seq",
-            "128",
-            "--heads",
-            "2",
-            "--head-dim",
-            "16",
-            "--methods",
-            "burst",
-            "--repeats",
-            "1",
-        ],
+        app, "bench attention --ranks 2 --seq 128 --heads 2 --head-dim 16 --methods burst --repeats 1".split()
     )
     assert result.exit_code == 0, result.output
     *table, line = result.stdout.strip().splitlines()
