@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("megatron.training", reason="megatron.training comes with megatron-core from 0.19 on")
 pytest.importorskip("tensorboard")
 
-import prepare_bytes  # noqa: E402  # it needs megatron.core
-from job import Job, JobFailedError  # noqa: E402  # it needs tensorboard
+import prepare_bytes  # it needs megatron.core
+from job import Job, JobFailedError  # it needs tensorboard
 
-from burst_mcore.megatron import launcher  # noqa: E402
+from burst_mcore.megatron import launcher
 
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
@@ -22,8 +22,8 @@ MODEL = (
     "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
     "--seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4 "
     "--lr 1e-2 --lr-decay-style constant --lr-decay-iters 100 --use-distributed-optimizer "
-    "--override-opt-param-scheduler --seed 1 --split 100,0,0 --eval-iters 0 --eval-interval 1000 --num-workers 0 "
-    "--calculate-per-token-loss --make-vocab-size-divisible-by 256"
+    "--override-opt-param-scheduler --seed 1 --split 100,0,0 --eval-iters 0 --eval-interval 1000 "
+    "--num-workers 0 --calculate-per-token-loss --make-vocab-size-divisible-by 256"
 ).split()
 BURST = ["--context-parallel-attention-backend", "burst"]
 CP2 = ["--context-parallel-size", "2"]

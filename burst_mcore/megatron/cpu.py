@@ -1,0 +1,366 @@
+"""Megatron without a GPU: lets unmodified megatron.core and megatron.training run on CPU and gloo.
+
+For tests, teaching and debugging. Nothing here changes a number: allocations that name a CUDA device land on
+the CPU, streams and events are inert, the CUDA generator is the CPU generator, compiled functions run
+eagerly. Checked with Megatron-Core 0.16.1 and 0.19.2. Each entry of the tables of patches below can go when
+Megatron asks for the device instead of naming CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+logger = logging.getLogger(__name__)
+
+CPU_ARGUMENTS: tuple[str, ...] = (
+    *("--distributed-backend", "gloo"),
+    *("--transformer-impl", "local"),
+    "--use-cpu-initialization",
+    "--no-masked-softmax-fusion",
+    "--no-bias-gelu-fusion",
+    "--no-bias-swiglu-fusion",
+    "--no-bias-dropout-fusion",
+    "--no-rope-fusion",
+    "--no-gradient-accumulation-fusion",
+    "--no-persist-layer-norm",
+)
+"""What a run of `megatron.training` needs on a CPU. Every version named above knows all of them."""
+
+
+def enable() -> None:
+    """Make megatron.core usable in this process without CUDA, for good. A second call does nothing.
+
+    Call it in the thread that trains. Raises RuntimeError where CUDA is available: a GPU must not be hidden.
+    """
+    if _ORIGINALS:
+        return
+    if torch.cuda.is_available():
+        raise RuntimeError(
+            "CPU support for Megatron refuses to start: CUDA is available. Run on the GPU instead."
+        )
+    _apply(_TORCH)
+    _MODE.__enter__()  # type: ignore[no-untyped-call]
+    torch.compiler.set_stance("force_eager")  # jit_fuser is torch.compile, which needs a compiler for nothing
+    _apply(_CORE)
+    if importlib.util.find_spec("megatron.core.models.hybrid") is not None:
+        _apply(_HYBRID)
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning("burst_mcore: CPU support is on: Megatron's CUDA calls run on the CPU")
+
+
+def enable_training() -> None:
+    """`enable()`, and what `megatron.training.pretrain` needs besides. Call it before pretrain."""
+    enable()
+    if _key(_TRAINING[0]) in _ORIGINALS:
+        return
+    # Megatron asserts it under tensor and context parallelism on GPUs before Blackwell.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    _apply(_TRAINING)
+    if hasattr(importlib.import_module("megatron.training.initialize"), "fused_kernels"):
+        _apply(_TRAINING_WITH_LEGACY)
+
+
+# ---- CUDA devices are the CPU ----
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Maps every CUDA device that is named in a call of torch to the CPU.
+
+    torch.autograd runs Python backwards, and with them recomputed forwards, outside the modes of its caller:
+    `_within_mode` brings this one back there.
+    """
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _TENSOR_METHODS:
+            return _TENSOR_METHODS[func](func, *args, **kwargs)
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _to_cpu(kwargs["device"])
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if func is torch.Tensor.to:
+            args = (args[0], *map(_to_cpu, args[1:]))
+        return func(*args, **kwargs)
+
+
+def _to_cpu(value: Any) -> Any:
+    """`value`, or the CPU where it names a CUDA device: "cuda:1", torch.device("cuda"), 1."""
+    if type(value) is int or (isinstance(value, str) and value.split(":")[0] == "cuda"):
+        return torch.device("cpu")
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("cpu")
+    return value
+
+
+def _unmoved(func: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`.cuda()` and `.pin_memory()`: the tensor is there already."""
+    return tensor
+
+
+def _unrecorded(func: Callable, tensor: torch.Tensor, stream: Any) -> None:
+    """`.record_stream()`: nothing is asynchronous."""
+
+
+def _cuda_type(func: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`.type()` says 'torch.cuda.FloatTensor': Megatron's optimizers compare with this name."""
+    result = func(tensor, *args, **kwargs)
+    return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+
+
+_TENSOR_METHODS: dict[Callable, Callable] = {
+    torch.Tensor.cuda: _unmoved,
+    torch.Tensor.pin_memory: _unmoved,
+    torch.Tensor.record_stream: _unrecorded,
+    torch.Tensor.type: _cuda_type,
+}
+_MODE = _CudaMeansCpu()
+
+
+class _Stream:
+    """A stream on which everything has already happened."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, stream: _Stream) -> None: ...
+
+    def wait_event(self, event: _Event) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        event = event or _Event()
+        event.record()
+        return event
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, 0
+
+
+class _Event:
+    """An event that is over when it is recorded; it keeps the host's time."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.time = 0.0
+
+    def record(self, stream: _Stream | None = None) -> None:
+        self.time = time.perf_counter()
+
+    def wait(self, stream: _Stream | None = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: _Event) -> float:
+        return (end.time - self.time) * 1e3
+
+
+# ---- the patches ----
+
+
+@dataclass(frozen=True)
+class _Patch:
+    """`owner.name` becomes `make(original)`. The owner is "module" or "module:class"."""
+
+    owner: str
+    name: str
+    make: Callable[[Any], Any]
+
+
+_ORIGINALS: dict[tuple[str, str], Any] = {}
+"""What each applied patch replaced."""
+
+
+def _key(patch: _Patch) -> tuple[str, str]:
+    return patch.owner, patch.name
+
+
+def _apply(patches: Iterable[_Patch]) -> None:
+    for patch in patches:
+        module, _, name = patch.owner.partition(":")
+        owner = importlib.import_module(module)
+        owner = getattr(owner, name) if name else owner
+        original = _ORIGINALS.setdefault(_key(patch), getattr(owner, patch.name))
+        setattr(owner, patch.name, patch.make(original))
+
+
+def _is(value: Any) -> Callable[[Any], Any]:
+    """Put `value` in the original's place."""
+    return lambda original: value
+
+
+def _returns(value: Any) -> Callable[[Any], Any]:
+    """Put a function there that takes anything and returns `value`."""
+    return lambda original: lambda *args, **kwargs: value
+
+
+def _within_mode(original: Callable) -> Callable:
+    """`original`, called within `_MODE`."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with _MODE:
+            return original(*args, **kwargs)
+
+    return wrapper
+
+
+def _set_rng_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _leaving_rng(original: Callable) -> Callable:
+    """`original`, after which the generator stands where it stood."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        state = torch.get_rng_state()
+        result = original(*args, **kwargs)
+        torch.set_rng_state(state)
+        return result
+
+    return wrapper
+
+
+def _with_state_to_load_into(original: Callable) -> Callable:
+    """`DistributedOptimizer.sharded_state_dict` that fills a fresh torch optimizer before it describes it."""
+
+    @functools.wraps(original)
+    def sharded_state_dict(
+        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any
+    ) -> Any:
+        if is_loading and not self.optimizer.state:
+            self._init_optimizer_states_with_dummy_values()
+        return original(self, model_sharded_state_dict, is_loading, **kwargs)
+
+    return sharded_state_dict
+
+
+def _loading_torch_state(original: Callable) -> Callable:
+    """`DistributedOptimizer._set_main_param_and_optimizer_states` for the state of torch's Adam."""
+
+    @functools.wraps(original)
+    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        state["step"] = state["step"].clone()
+        with torch.no_grad():
+            original(self, model_param, {**tensors, "step": state["step"]})
+
+    return set_states
+
+
+def _torch_norm(original: Callable) -> Callable:
+    """Megatron's norm of torch modules in the place of one of TransformerEngine that is not installed."""
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    return original if HAVE_TE else WrappedTorchNorm
+
+
+def _without_cuda_check(original: Callable) -> Callable:
+    """Megatron's own door for data processing without CUDA; all it does is to skip the assertion."""
+    return functools.partial(original, allow_no_cuda=True)
+
+
+def _unless_compiled(original: Callable) -> Callable:
+    """`compile_helpers`, except where the compiled module is there: wheels bring it, without the Makefile."""
+
+    def compile_helpers() -> None:
+        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+            original()
+
+    return compile_helpers
+
+
+_DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+_PROPERTIES = SimpleNamespace(name="cpu", major=0, minor=0, total_memory=0, multi_processor_count=0)
+
+_TORCH = (
+    # Backwards, see _CudaMeansCpu. Can go when torch keeps modes within torch.autograd.backward.
+    _Patch("torch.autograd", "_engine_run_backward", _within_mode),
+    # Device management.
+    _Patch("torch.cuda", "current_device", _returns(torch.device("cpu"))),
+    # To Megatron 0 means: no model parallel groups, no seed.
+    _Patch("torch.cuda", "device_count", _returns(1)),
+    _Patch("torch.cuda", "set_device", _returns(None)),
+    _Patch("torch.cuda", "get_device_properties", _returns(_PROPERTIES)),
+    _Patch("torch.cuda", "get_device_capability", _returns((0, 0))),
+    _Patch("torch.cuda", "get_device_name", _returns("cpu")),
+    # Asynchrony: everything is done when a call returns.
+    _Patch("torch.cuda", "Stream", _is(_Stream)),
+    _Patch("torch.cuda", "Event", _is(_Event)),
+    _Patch("torch.cuda", "stream", _is(contextlib.nullcontext)),
+    _Patch("torch.cuda", "current_stream", _returns(_Stream())),
+    _Patch("torch.cuda", "default_stream", _returns(_Stream())),
+    _Patch("torch.cuda", "set_stream", _returns(None)),
+    _Patch("torch.cuda", "synchronize", _returns(None)),
+    _Patch("torch.cuda", "is_current_stream_capturing", _returns(False)),
+    # Random numbers: torch queues CUDA seeds until CUDA starts, which would be never.
+    _Patch("torch.cuda", "get_rng_state", _is(lambda device=None: torch.get_rng_state())),
+    _Patch("torch.cuda", "set_rng_state", _is(_set_rng_state)),
+    _Patch("torch.cuda", "manual_seed", _is(torch.default_generator.manual_seed)),
+    _Patch("torch.cuda.random", "get_rng_state", _is(lambda device=None: torch.get_rng_state())),
+    _Patch("torch.cuda.random", "set_rng_state", _is(_set_rng_state)),
+    _Patch("torch.cuda.random", "manual_seed", _is(torch.default_generator.manual_seed)),
+    # A loader's iterator draws a seed from the CPU generator, on the first tensor parallel rank alone.
+    # Dropout, the CUDA generator's business, would then differ between ranks that must agree.
+    _Patch("torch.utils.data.dataloader:_BaseDataLoaderIter", "__init__", _leaving_rng),
+    # Memory statistics: torch's other ones are 0 without CUDA already.
+    _Patch("torch.cuda", "memory_stats", _returns(defaultdict(int))),
+    _Patch("torch.cuda", "reset_peak_memory_stats", _returns(None)),
+)
+
+_CORE = (
+    # It defers to the start of CUDA as well, through functions that are imported by name.
+    _Patch("megatron.core.tensor_parallel.random", "_set_cuda_rng_state", _is(_set_rng_state)),
+    # Resuming a DistributedOptimizer over torch's Adam (no Transformer Engine, no Apex) fails on any device:
+    # it asks a fresh Adam for its step; then it loads into views of leaves that require a gradient (float32),
+    # takes the step of the fresh Adam or none, and lets all parameters share one step, which grows by their
+    # number. Each can go when state_dict, load_parameter_state_* and load_state_dict of that class allow it.
+    _Patch(_DISTRIBUTED_OPTIMIZER, "sharded_state_dict", _with_state_to_load_into),
+    _Patch(_DISTRIBUTED_OPTIMIZER, "_set_main_param_and_optimizer_states", _loading_torch_state),
+)
+
+_HYBRID = (
+    # HybridStack names TransformerEngine's norm itself, whatever its spec says.
+    _Patch("megatron.core.models.hybrid.hybrid_block", "TENorm", _torch_norm),
+)
+
+_TRAINING = (
+    _Patch("megatron.training.initialize", "initialize_megatron", _without_cuda_check),
+    _Patch("megatron.training.training", "initialize_megatron", _without_cuda_check),
+    _Patch("megatron.training", "initialize_megatron", _without_cuda_check),
+    # Runs the fused functions on random numbers, which CUDA takes from a generator that initialises nothing
+    # under --use-cpu-initialization. Here it is the same one: weights would depend on sequence and CP size.
+    _Patch("megatron.training.initialize", "_warmup_jit_function", _returns(None)),
+    _Patch("megatron.core.datasets.utils", "compile_helpers", _unless_compiled),
+)
+
+_TRAINING_WITH_LEGACY = (
+    # Asks nvcc for its version. Gone after 0.16.
+    _Patch("megatron.legacy.fused_kernels", "load", _returns(None)),
+)
