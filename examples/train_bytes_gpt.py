@@ -1,6 +1,6 @@
 """Train a GPT on bytes with Megatron: an ordinary training script for Megatron-Core 0.19.
 
-    torchrun --nproc-per-node 8 examples/train_bytes_gpt.py --data-path data/stdlib --context-parallel-size 8 ...
+    torchrun --nproc-per-node 8 examples/train_bytes_gpt.py --data-path data/stdlib ...
 
 The model is what Megatron's own builder makes of the command line, `--spec` included. Nothing here knows of
 burst_mcore: `python -m burst_mcore.megatron examples/train_bytes_gpt.py ...` runs the same file with burst
