@@ -28,23 +28,25 @@ GOAL = 2.3
 
 MODEL = [
     *("--num-layers", "4"),
-    *("--hidden-size", "128"),
+    *("--hidden-size", "64", "--ffn-hidden-size", "176"),
     *("--num-attention-heads", "4"),
     *("--group-query-attention", "--num-query-groups", "2"),
-    *("--position-embedding-type", "rope"),
+    *("--position-embedding-type", "rope", "--rotary-base", "100"),
     *("--normalization", "RMSNorm"),
     "--swiglu",
     "--disable-bias-linear",
     "--untie-embeddings-and-output-weights",
+    *("--init-method-std", "0.08"),
     *("--attention-dropout", "0", "--hidden-dropout", "0"),
     *("--seq-length", "4096", "--max-position-embeddings", "4096"),
 ]
 TRAINING = [
     *("--micro-batch-size", "1", "--global-batch-size", "1"),
-    *("--train-iters", "180"),
-    *("--lr", "3e-3", "--lr-decay-style", "constant", "--lr-warmup-iters", "10"),
-    *("--lr-decay-iters", "1000"),  # not the number of iterations, which a resumed run may raise
-    *("--adam-beta2", "0.95", "--clip-grad", "1.0", "--weight-decay", "0.01"),
+    *("--train-iters", "300"),
+    *("--lr", "1e-2", "--min-lr", "1e-3", "--lr-decay-style", "linear", "--lr-warmup-iters", "10"),
+    *("--lr-decay-iters", "300"),  # not --train-iters, which a resumed run may raise
+    *("--decoupled-lr", "1.5e-2"),  # of embeddings and output layer
+    *("--adam-beta2", "0.95", "--clip-grad", "1.0", "--weight-decay", "0"),
     "--use-distributed-optimizer",
     "--override-opt-param-scheduler",  # a resumed run may ask for more iterations than the saved one
     *("--seed", "1234"),

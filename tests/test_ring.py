@@ -165,6 +165,14 @@ def test_strides_autocast_calls_in_flight_and_lse_gradients(size):
     assert all(processes(size, _odd_uses))
 
 
+def _received(rank, size):
+    return torch.empty(4).isnan().all().item() and torch.empty_like(torch.ones(3)).isnan().all().item()
+
+
+def test_buffers_are_poisoned_in_the_processes_too():
+    assert processes(2, _received) == [True, True]
+
+
 def _narrow_gradients(rank, size):
     errors = {}
     for grad_dtype in (torch.float32, torch.bfloat16):

@@ -17,7 +17,7 @@ from burst_mcore.attention.mask import Mask
 from burst_mcore.attention.merge import GradientSum, OnlineSoftmax, wide
 from burst_mcore.attention.plan import Tile, tiles
 from burst_mcore.attention.ring import Bundle, Ring, Transport
-from burst_mcore.attention.schedule import backward_schedule, flat_ring
+from burst_mcore.attention.schedule import flat_ring, home_sum
 from burst_mcore.layout import Layout
 
 
@@ -102,7 +102,7 @@ class _Backward:
         home: Bundle = self.queries if self.query_travels else self.keys
         ring = Ring(self.call.transport, home=_sendable(self.call, home), new_sum=self._new_sum)
         ring.run(flat_ring(self.call.rank, self.call.size, gradients=True), self.compute, self.accumulate)
-        arrived = ring.buffer(backward_schedule(self.call.size, self.call.direction).home_sum)
+        arrived = ring.buffer(home_sum(self.call.size))
         went = tuple(total.to(like.dtype) for total, like in zip(arrived, self.travelling, strict=True))
         stayed = tuple(total.result() for total in self.staying)
         dq, dk, dv = (*went, *stayed) if self.query_travels else (*stayed, *went)

@@ -98,6 +98,12 @@ def sum_buffer(step: int) -> str:
     return f"sum{step % 2}"
 
 
+def home_sum(size: int) -> str:
+    """Where a rank's own gradient has arrived, complete, when its program ends."""
+    return sum_buffer(size if size > 1 else 0)
+
+
+@lru_cache(maxsize=64)
 def flat_ring(rank: int, size: int, *, gradients: bool) -> Program:
     """The program of `rank` on one ring of `size` ranks; `gradients` says whether they follow the data."""
     to, source_rank = (rank + 1) % size, (rank - 1) % size
@@ -128,7 +134,7 @@ def flat_ring(rank: int, size: int, *, gradients: bool) -> Program:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The programs of all ranks. `home_sum` names the buffer in which a rank's own gradient ends."""
+    """The programs of all ranks: to print and to verify. A rank executes its own, `flat_ring`."""
 
     name: str
     programs: tuple[Program, ...]
@@ -136,10 +142,6 @@ class Schedule:
     @property
     def size(self) -> int:
         return len(self.programs)
-
-    @property
-    def home_sum(self) -> str:
-        return sum_buffer(self.size if self.size > 1 else 0)
 
     def __str__(self) -> str:
         """A grid, a row a step and a column a rank: x<r receives from rank r, x>r sends, [r] computes."""
@@ -161,7 +163,6 @@ class Schedule:
         return "\n".join([f"{self.name}, {self.size} ranks", *lines])
 
 
-@lru_cache(maxsize=256)
 def forward_schedule(size: int) -> Schedule:
     """K, V travel; nothing follows."""
     return Schedule(
@@ -169,7 +170,6 @@ def forward_schedule(size: int) -> Schedule:
     )
 
 
-@lru_cache(maxsize=256)
 def backward_schedule(size: int, direction: str) -> Schedule:
     """Backward by rotating the queries ("query") or the keys and values ("kv")."""
     travels = {

@@ -14,6 +14,7 @@ from burst_mcore.attention.schedule import (
     Schedule,
     Send,
     Wait,
+    home_sum,
 )
 
 
@@ -64,8 +65,8 @@ def verify(schedule: Schedule) -> None:
         if rank.in_flight(rank.sending) | rank.in_flight(rank.receiving):
             raise ValueError(f"rank {r} ends with messages that nobody waited for")
         if any(isinstance(action, Accumulate) for action in rank.program):
-            if rank.holds[schedule.home_sum] != (r, everyone):
-                raise ValueError(f"rank {r} ends with gradient {rank.holds[schedule.home_sum]}")
+            if rank.holds[home_sum(size)] != (r, everyone):
+                raise ValueError(f"rank {r} ends with gradient {rank.holds[home_sum(size)]}")
     if any(mail.posted[key] != len(mail.sent[key]) for key in {*mail.posted, *mail.sent}):
         raise ValueError("a message was sent that nobody receives")
 
