@@ -3,8 +3,8 @@
     python examples/prepare_bytes.py data/stdlib
 
 writes data/stdlib.bin and data/stdlib.idx, a Megatron indexed dataset for `--data-path data/stdlib`. A token
-is a byte; each file is one document and ends with END_OF_DOCUMENT. For Megatron: `--tokenizer-type NullTokenizer
---vocab-size 257`, whose end-of-document token is the last one.
+is a byte; each file is one document and ends with END_OF_DOCUMENT. For Megatron: `--tokenizer-type
+NullTokenizer --vocab-size 257`, whose end-of-document token is the last one.
 """
 
 from __future__ import annotations
