@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -94,7 +95,13 @@ class Job:
             if ended.is_failed():
                 raise JobFailedError(_why(ended.failures, ended.stderrs))
         finally:
+            pids = list(context.pids().values())
             context.close()
+            for (
+                pid
+            ) in pids:  # each rank leads a session: end what it started and left behind, if it was killed
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
         path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))

@@ -3,8 +3,10 @@
     python examples/prepare_bytes.py data/stdlib
 
 writes data/stdlib.bin and data/stdlib.idx, a Megatron indexed dataset for `--data-path data/stdlib`. A token
-is a byte; each file is one document and ends with END_OF_DOCUMENT. For Megatron: `--tokenizer-type
-NullTokenizer --vocab-size 257`, whose end-of-document token is the last one.
+is a byte. Files are cut at line ends into documents of about PIECE bytes, each ending with END_OF_DOCUMENT:
+Megatron shuffles documents, so that one long sequence holds text from many files, and a batch of a single
+sequence says more of the whole. For Megatron: `--tokenizer-type NullTokenizer --vocab-size 257`, whose
+end-of-document token is the last one.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 
 END_OF_DOCUMENT = 256
+PIECE = 512
 TOKEN = np.uint16
 EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
@@ -31,13 +34,22 @@ def sources(root: Path) -> Iterator[Path]:
             yield path
 
 
+def pieces(text: bytes) -> Iterator[bytes]:
+    """The text, cut at the first line end after every PIECE bytes."""
+    start = 0
+    while start < len(text):
+        end = text.find(b"\n", start + PIECE) + 1 or len(text)
+        yield text[start:end]
+        start = end
+
+
 def document(text: bytes) -> np.ndarray:
     """[len(text) + 1] tokens."""
     return np.append(np.frombuffer(text, dtype=np.uint8).astype(TOKEN), TOKEN(END_OF_DOCUMENT))
 
 
 def write(prefix: Path, texts: Iterator[bytes]) -> tuple[int, int]:
-    """Write the dataset; return the number of documents and of bytes of text.
+    """Write the dataset; return the number of texts and of their bytes.
 
     The two files appear under their names when they are complete, the index last: a reader looks for both.
     """
@@ -45,15 +57,16 @@ def write(prefix: Path, texts: Iterator[bytes]) -> tuple[int, int]:
     with tempfile.TemporaryDirectory(dir=prefix.parent, prefix=f".{prefix.name}.") as directory:
         partial = os.path.join(directory, prefix.name)
         builder = IndexedDatasetBuilder(get_bin_path(partial), dtype=TOKEN)
-        documents = size = 0
+        count = size = 0
         for text in texts:
-            tokens = document(text)
-            builder.add_document(tokens, [len(tokens)])
-            documents, size = documents + 1, size + len(text)
+            for piece in pieces(text):
+                tokens = document(piece)
+                builder.add_document(tokens, [len(tokens)])
+            count, size = count + 1, size + len(text)
         builder.finalize(get_idx_path(partial))
         for path in (get_bin_path, get_idx_path):
             os.replace(path(partial), path(str(prefix)))
-    return documents, size
+    return count, size
 
 
 def main() -> None:
@@ -63,8 +76,8 @@ def main() -> None:
     parser.add_argument("prefix", type=Path, help="where to write: PREFIX.bin and PREFIX.idx")
     prefix = parser.parse_args().prefix
     root = Path(sysconfig.get_path("stdlib"))
-    documents, size = write(prefix, (path.read_bytes() for path in sources(root)))
-    print(f"{prefix}: {documents} files of {root}, {size} bytes")
+    files, size = write(prefix, (path.read_bytes() for path in sources(root)))
+    print(f"{prefix}: {files} files of {root}, {size} bytes")
 
 
 if __name__ == "__main__":

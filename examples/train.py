@@ -33,6 +33,7 @@ MODEL = [
     *("--group-query-attention", "--num-query-groups", "2"),
     *("--position-embedding-type", "rope", "--rotary-base", "100"),
     *("--normalization", "RMSNorm"),
+    "--qk-layernorm",
     "--swiglu",
     "--disable-bias-linear",
     "--untie-embeddings-and-output-weights",
@@ -42,9 +43,9 @@ MODEL = [
 ]
 TRAINING = [
     *("--micro-batch-size", "1", "--global-batch-size", "1"),
-    *("--train-iters", "300"),
-    *("--lr", "1e-2", "--min-lr", "1e-3", "--lr-decay-style", "linear", "--lr-warmup-iters", "10"),
-    *("--lr-decay-iters", "300"),  # not --train-iters, which a resumed run may raise
+    *("--train-iters", "400"),
+    *("--lr", "8e-3", "--min-lr", "4e-4", "--lr-decay-style", "linear", "--lr-warmup-iters", "10"),
+    *("--lr-decay-iters", "400"),  # not --train-iters, which a resumed run may raise
     *("--decoupled-lr", "1.5e-2"),  # of embeddings and output layer
     *("--adam-beta2", "0.95", "--clip-grad", "1.0", "--weight-decay", "0"),
     "--use-distributed-optimizer",
@@ -123,7 +124,7 @@ def main(extra: list[str]) -> int:
         *DATA_ARGUMENTS,
         *BURST,
         *PARALLEL,
-        *("--save", str(saved), "--load", str(saved), "--save-interval", "30", "--ckpt-format", "torch_dist"),
+        *("--save", str(saved), "--load", str(saved), "--save-interval", "50", "--ckpt-format", "torch_dist"),
         *extra,
     ]
     total = int(value_of("--train-iters", arguments))
