@@ -90,7 +90,6 @@ class _Backward:
         self.call = call
         self.query_travels = call.direction == "query"
         self.queries, self.keys = queries, keys
-        self.stand_in = None if self.query_travels else self._stand_in(queries)
         q_side: Bundle = (queries.q,)
         k_side: Bundle = (keys.k, keys.v)
         self.travelling, staying = (q_side, k_side) if self.query_travels else (k_side, q_side)
@@ -112,12 +111,10 @@ class _Backward:
         """The gradients of one bundle against this rank's own tensors, tile by tile."""
         if self.query_travels:
             queries, keys, met = Queries(*bundle), self.keys, self.call.tiles(source, self.call.rank)
-            stand_in = self._stand_in(queries) if met else None
         else:
             queries, keys, met = self.queries, Keys(*bundle), self.call.tiles(self.call.rank, source)
-            stand_in = self.stand_in
         for tile in met:
-            dq, dk, dv = self._tile(tile, queries, keys, stand_in)
+            dq, dk, dv = self._tile(tile, queries, keys)
             q_share, k_share = (tile.q, (dq,)), (tile.k, (dk, dv))
             goes, stays = (q_share, k_share) if self.query_travels else (k_share, q_share)
             self.shares.append(goes)
@@ -133,23 +130,19 @@ class _Backward:
                 rows(total, at).add_(gradient)
         self.shares.clear()
 
-    def _tile(
-        self, tile: Tile, queries: Queries, keys: Keys, stand_in: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _tile(self, tile: Tile, queries: Queries, keys: Keys) -> tuple[Tensor, Tensor, Tensor]:
         of_rows = slice(tile.q.start, tile.q.stop)
+        dout, delta = rows(queries.dout, tile.q), queries.delta[:, :, of_rows]
         x = RowGradients(
-            dout=rows(queries.dout, tile.q),
+            dout=dout,
             q=rows(queries.q, tile.q),
             k=rows(keys.k, tile.k),
             v=rows(keys.v, tile.k),
-            out=None if stand_in is None else rows(stand_in, tile.q),
+            out=None if self.call.kernel.takes_delta else output_stand_in(dout, delta),
             lse=queries.lse[:, :, of_rows],
-            delta=queries.delta[:, :, of_rows],
+            delta=delta,
         )
         return self.call.kernel.backward(x, causal=tile.causal, scale=self.call.scale)
-
-    def _stand_in(self, queries: Queries) -> Tensor | None:
-        return None if self.call.kernel.takes_delta else output_stand_in(queries.dout, queries.delta)
 
     def _new_sum(self) -> Bundle:
         return tuple(

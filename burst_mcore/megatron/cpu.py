@@ -46,7 +46,7 @@ def enable() -> None:
 
     Call it in the thread that trains. Raises RuntimeError where CUDA is available: a GPU must not be hidden.
     """
-    if _ORIGINALS:
+    if _key(_CORE[-1]) in _ORIGINALS:
         return
     if torch.cuda.is_available():
         raise RuntimeError(
