@@ -19,7 +19,7 @@ def _blocks():
             yield pytest.param(int(ranks or 0), code, id=f"{page.name}-{number}")
 
 
-@pytest.mark.parametrize(("ranks", "code"), _blocks())
+@pytest.mark.parametrize(("ranks", "code"), list(_blocks()))
 def test_python_blocks_run(ranks, code, tmp_path):
     if "megatron" in code:
         pytest.importorskip("megatron.core")

@@ -1,6 +1,7 @@
 """The whole function over gloo processes: exactness, bytes, desync, bad input."""
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -56,6 +57,43 @@ def _grid(rank, size, dtype):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_as_exact_as_the_kernel_alone(size, dtype):
     processes(size, _grid, dtype)
+
+
+def _random(rank, size, seeds):
+    for seed in seeds:
+        draw = random.Random(seed)
+        layout, kind, direction = (
+            draw.choice(KINDS),
+            draw.choice(("causal", "full")),
+            draw.choice(("query", "kv")),
+        )
+        kv_heads, group, dtype = draw.randint(1, 3), draw.randint(1, 4), draw.choice(DTYPES)
+        n = Layout(layout).divisor(size) * draw.randint(4, 12)
+        p = problem(
+            seed,
+            n,
+            batch=draw.randint(1, 3),
+            heads=kv_heads * group,
+            kv_heads=kv_heads,
+            head_dim=draw.choice((8, 16, 40, 64)),
+            dtype=dtype,
+        )
+        config = BurstConfig(layout=layout, backward=direction)
+        got = _gathered(_attend(p, Mask(kind), size, rank, config), size, layout)
+        bar = single_kernel(p, KERNELS["aten-cpu"], causal=kind == "causal")
+        try:
+            assert_as_exact_as(got, bar, dense(p, Mask(kind)))
+        except AssertionError as e:
+            raise AssertionError(
+                f"seed {seed}, {layout} {kind} {direction} {dtype} {tuple(p.k.shape)}: {e}"
+            ) from e
+
+
+@pytest.mark.parametrize(
+    "size", [2, 3, pytest.param(5, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
+def test_random_shapes(size):
+    processes(size, _random, range(20))
 
 
 def _bytes(rank, size):

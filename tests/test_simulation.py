@@ -38,7 +38,7 @@ def simulate(p, mask, layout, size, direction, kernel="reference", dtype=torch.f
         inputs = [x.clone() for x in (q, k, v, dout)]
         out, lse = forward(call, q, k, v)
         sent = transport.bytes_sent
-        gradients = backward(call, Queries(q, dout, row_delta(dout, out), lse), Keys(k, v))
+        gradients = backward(call, Queries(q, dout, row_delta(dout, out), lse), Keys(k, v), out)
         assert all(torch.equal(x, y) for x, y in zip((q, k, v, dout), inputs, strict=True))  # never written
         return (out, lse.transpose(1, 2), *gradients), sent, transport.bytes_sent - sent
 

@@ -111,7 +111,7 @@ class _BurstAttention(torch.autograd.Function):
             delta = row_delta(dout, out)
             if dlse is not None:  # d lse / d scores = P, which enters dS as -D does
                 delta -= dlse
-            dq, dk, dv = backward(call, Queries(q, dout, delta, lse), Keys(k, v))
+            dq, dk, dv = backward(call, Queries(q, dout, delta, lse), Keys(k, v), out)
         return None, None, dq, dk, dv
 
 

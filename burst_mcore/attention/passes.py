@@ -80,16 +80,19 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     return softmax.result()
 
 
-def backward(call: Call, queries: Queries, keys: Keys) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv): one side travels, its gradient a step behind; the other stays (algorithms 1 and 2)."""
-    return _Backward(call, queries, keys).run()
+def backward(call: Call, queries: Queries, keys: Keys, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv): one side travels, its gradient a step behind; the other stays (algorithms 1 and 2).
+
+    `out` is that of the rank's own queries; it never travels.
+    """
+    return _Backward(call, queries, keys, out).run()
 
 
 class _Backward:
-    def __init__(self, call: Call, queries: Queries, keys: Keys) -> None:
+    def __init__(self, call: Call, queries: Queries, keys: Keys, out: Tensor) -> None:
         self.call = call
         self.query_travels = call.direction == "query"
-        self.queries, self.keys = queries, keys
+        self.queries, self.keys, self.out = queries, keys, out
         q_side: Bundle = (queries.q,)
         k_side: Bundle = (keys.k, keys.v)
         self.travelling, staying = (q_side, k_side) if self.query_travels else (k_side, q_side)
@@ -114,7 +117,8 @@ class _Backward:
         else:
             queries, keys, met = self.queries, Keys(*bundle), self.call.tiles(self.call.rank, source)
         for tile in met:
-            dq, dk, dv = self._tile(tile, queries, keys)
+            own = not self.query_travels or source == self.call.rank
+            dq, dk, dv = self._tile(tile, queries, keys, self.out if own else None)
             q_share, k_share = (tile.q, (dq,)), (tile.k, (dk, dv))
             goes, stays = (q_share, k_share) if self.query_travels else (k_share, q_share)
             self.shares.append(goes)
@@ -130,15 +134,21 @@ class _Backward:
                 rows(total, at).add_(gradient)
         self.shares.clear()
 
-    def _tile(self, tile: Tile, queries: Queries, keys: Keys) -> tuple[Tensor, Tensor, Tensor]:
+    def _tile(
+        self, tile: Tile, queries: Queries, keys: Keys, out: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         of_rows = slice(tile.q.start, tile.q.stop)
         dout, delta = rows(queries.dout, tile.q), queries.delta[:, :, of_rows]
+        if self.call.kernel.takes_delta:
+            out = None
+        else:
+            out = output_stand_in(dout, delta) if out is None else rows(out, tile.q)
         x = RowGradients(
             dout=dout,
             q=rows(queries.q, tile.q),
             k=rows(keys.k, tile.k),
             v=rows(keys.v, tile.k),
-            out=None if self.call.kernel.takes_delta else output_stand_in(dout, delta),
+            out=out,
             lse=queries.lse[:, :, of_rows],
             delta=delta,
         )

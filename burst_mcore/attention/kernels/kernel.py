@@ -41,8 +41,8 @@ class Forward(Protocol):
 class RowGradients(NamedTuple):
     """What a tile's backward needs, with the statistics of the WHOLE row: lse and delta [B, H, M].
 
-    `out` [B, M, H, Dv] is any tensor with rowsum(dout * out) = delta; a kernel with `takes_delta` gets None
-    for it and reads delta, the others read out and form delta themselves.
+    `out` [B, M, H, Dv] is the forward's, or any tensor with rowsum(dout * out) = delta: kernels that do not
+    take delta form it from out, those with `takes_delta` read delta and get no out.
     """
 
     dout: Tensor
