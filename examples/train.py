@@ -44,9 +44,9 @@ MODEL = [
 ]
 TRAINING = [
     *("--micro-batch-size", "1", "--global-batch-size", "1"),
-    *("--train-iters", "360"),
+    *("--train-iters", "280"),
     *("--lr", "8e-3", "--min-lr", "4e-4", "--lr-decay-style", "linear", "--lr-warmup-iters", "10"),
-    *("--lr-decay-iters", "360"),  # not --train-iters, which a resumed run may raise
+    *("--lr-decay-iters", "280"),  # not --train-iters, which a resumed run may raise
     *("--decoupled-lr", "1.5e-2"),  # of embeddings and output layer
     *("--adam-beta2", "0.95", "--clip-grad", "1.0", "--weight-decay", "0"),
     "--use-distributed-optimizer",
