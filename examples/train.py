@@ -156,9 +156,10 @@ def main(extra: list[str]) -> int:
 
 def summarise(folder: Path, iterations: list[Iteration], tokens: int, seconds: float, ours: bool) -> int:
     """Print what came of it; 1 if the main job, as it stands, missed its goal."""
-    loss = mean(iteration.loss for iteration in iterations[-10:])
+    last = iterations[-10:]
+    loss = mean(iteration.loss for iteration in last)
     pace = mean(iteration.seconds for iteration in iterations if iteration.seconds)
-    print(f"loss of the last 10 iterations: {loss:.3f} nats a byte (a bigram model has {BIGRAM})")
+    print(f"loss of the last {len(last)} iterations: {loss:.3f} nats a byte (a bigram model has {BIGRAM})")
     print(
         f"{len(iterations)} iterations of {tokens} tokens in {seconds:.0f} s, {tokens / pace:,.0f} tokens/s"
     )
