@@ -16,7 +16,10 @@ def _attend(
 ):
     k = q if k is None else k
     v = k if v is None else v
-    tensors = [torch.randn(*shape).to(d) for shape, d in ((q, dtype), (k, kv_dtype or dtype), (v, dtype))]
+    dtypes = (dtype, kv_dtype or dtype, dtype)
+    tensors = [torch.randn(*shape).to(d) for shape, d in zip((q, k, v), dtypes, strict=True)]
+    if rest.pop("requires_grad", False):
+        tensors[0].requires_grad_()
     return burst_attention(
         *tensors, topology=topology or Topology.single(), mask=mask or Mask.causal(), **rest
     )
@@ -41,6 +44,8 @@ RING = Topology(rank=1, size=4)
         ({"softcap": 30.0}, "softcap.*not supported.*30.0"),
         ({"sinks": torch.zeros(4)}, "sinks"),
         ({"softmax_scale": float("nan")}, "finite"),
+        ({"softmax_scale": 0.0}, "positive"),
+        ({"topology": RING}, "ring of 4 ranks needs its process group"),
         ({"mask": "causal"}, "Mask.causal"),
         ({"config": {"layout": "zigzag"}}, "BurstConfig"),
         ({"config": BurstConfig(kernel="flash9")}, "unknown kernel 'flash9'; legal"),
@@ -95,24 +100,30 @@ def test_a_second_derivative_is_refused():
 
 
 def _disagree(rank, size, what):
-    """Rank 1 does something else; the message that each rank gets, and whether a right call works after."""
+    """Rank 1 does something else; the message that each rank gets. A right call works afterwards."""
     topology = Topology.from_group(dist.group.WORLD)
+    odd = rank == 1
     calls = {
-        "shape": {"q": (1, 16 if rank == 1 else 8, 4, 16)},
-        "dtype": {"dtype": torch.bfloat16 if rank == 1 else torch.float32},
-        "backward": {"config": BurstConfig(backward="kv" if rank == 1 else "query")},
-        "mask": {"mask": Mask.full() if rank == 1 else Mask.causal()},
-        "gradient": {},
-        "refusal": {"q": (1, 7 if rank == 1 else 8, 4, 16)},
+        "first": {"q": (1, 16 if odd else 8, 4, 16)},
+        "shape": {"q": (1, 16 if odd else 8, 4, 16)},
+        "dtype": {"dtype": torch.bfloat16 if odd else torch.float32},
+        "mask": {"mask": Mask.full() if odd else Mask.causal()},
+        "scale": {"softmax_scale": 0.5 if odd else 0.25},
+        "backward": {"config": BurstConfig(backward="kv" if odd else "query")},
+        "layout": {"config": BurstConfig(layout="contiguous" if odd else "zigzag")},
+        "kernel": {"config": BurstConfig(kernel="reference" if odd else "aten-cpu")},
+        "grad_dtype": {"config": BurstConfig(grad_dtype=torch.bfloat16 if odd else torch.float32)},
+        "gradient": {"requires_grad": odd},
+        "refusal": {"q": (1, 7 if odd else 8, 4, 16)},
+        "nonsense": {"softmax_scale": [1] if odd else 1.0},
     }
     if what != "first":
         _attend(topology=topology)  # signatures known to everyone: a later call must be caught as well
     start = time.monotonic()
-    with pytest.raises(ValueError) as caught:
-        _attend(topology=topology, **calls.get(what, calls["shape"]))
+    with pytest.raises((ValueError, TypeError)) as caught:
+        _attend(topology=topology, **calls[what])
     taken = time.monotonic() - start
-    if what != "refusal":  # after a refusal, ranks that waited have nothing to go on with
-        _attend(topology=topology)
+    _attend(topology=topology)
     return str(caught.value), taken
 
 
@@ -122,8 +133,13 @@ def _disagree(rank, size, what):
         ("first", ["q: (1, 8, 4, 16) on ranks [0, 2]", "(1, 16, 4, 16) on ranks [1]"]),
         ("shape", ["q: (1, 8, 4, 16) on ranks [0, 2]", "(1, 16, 4, 16) on ranks [1]"]),
         ("dtype", ["dtype: torch.float32 on ranks [0, 2], torch.bfloat16 on ranks [1]"]),
-        ("backward", ["backward: query on ranks [0, 2], kv on ranks [1]"]),
         ("mask", ["mask: causal on ranks [0, 2], full on ranks [1]"]),
+        ("scale", ["softmax_scale: 0.25 on ranks [0, 2], 0.5 on ranks [1]"]),
+        ("backward", ["backward: query on ranks [0, 2], kv on ranks [1]"]),
+        ("layout", ["layout: zigzag on ranks [0, 2], contiguous on ranks [1]"]),
+        ("kernel", ["kernel: aten-cpu on ranks [0, 2], reference on ranks [1]"]),
+        ("grad_dtype", ["grad_dtype: torch.float32 on ranks [0, 2], torch.bfloat16 on ranks [1]"]),
+        ("gradient", ["gradient wanted: False on ranks [0, 2], True on ranks [1]"]),
     ],
 )
 def test_ranks_that_disagree_all_get_an_error_that_names_ranks_and_fields(what, words):
@@ -132,26 +148,54 @@ def test_ranks_that_disagree_all_get_an_error_that_names_ranks_and_fields(what, 
         assert taken < 60
 
 
-def test_a_rank_that_refuses_tells_the_others():
-    messages = processes(3, _disagree, "refusal")
-    assert "multiple of 6, got 21" in messages[1][0]
+@pytest.mark.parametrize(("what", "words"), [("refusal", "multiple of 6, got 21"), ("nonsense", "float")])
+def test_a_rank_that_refuses_tells_the_others_and_the_ring_goes_on(what, words):
+    messages = processes(3, _disagree, what)
+    assert words in messages[1][0]
     for rank in (0, 2):
         assert "rank 1 of the ring refused this call" in messages[rank][0]
-        assert "multiple of 6, got 21" in messages[rank][0]
+        assert words in messages[rank][0]
         assert messages[rank][1] < 60
 
 
-def _refuse_alone(rank, size):
+def _refused_and_went_on(rank, size):
+    """Rank 1 refuses its first call and makes its second at once, while rank 0 is still at the first."""
     topology = Topology.from_group(dist.group.WORLD)
-    if rank == 0:  # the others make no such call
+    if rank == 1:
         with pytest.raises(ValueError, match="got 14"):
             _attend(q=(1, 7, 4, 16), topology=topology)
-    time.sleep(3 * (rank == 1))  # rank 0 waits for rank 1, and must not take its own word for a refusal
+    else:
+        with pytest.raises(ValueError, match="rank 1 of the ring refused this call: ValueError.*got 14"):
+            _attend(topology=topology)
     return _attend(topology=topology).shape
 
 
-def test_a_refusal_that_nobody_waited_for_is_forgotten():
-    assert processes(2, _refuse_alone) == [(1, 8, 4, 16)] * 2
+def test_a_rank_that_goes_on_after_a_refusal_never_meets_another_call():
+    assert processes(2, _refused_and_went_on) == [(1, 8, 4, 16)] * 2
+
+
+def _all_refuse(rank, size):
+    topology = Topology.from_group(dist.group.WORLD)
+    with pytest.raises(ValueError, match="got 14"):
+        _attend(q=(1, 7, 4, 16), topology=topology)
+    time.sleep(3 * (rank == 1))  # rank 0 waits for rank 1, and must not take an old word for a new refusal
+    return _attend(topology=topology).shape
+
+
+def test_a_refusal_by_all_is_behind_them():
+    assert processes(2, _all_refuse) == [(1, 8, 4, 16)] * 2
+
+
+def _backwards_out_of_order(rank, size):
+    topology = Topology.from_group(dist.group.WORLD)
+    q, k, v, _ = (x.requires_grad_() for x in problem(0, 8, dtype=torch.float32))
+    outs = [burst_attention(q, k, v, topology=topology, mask=Mask.causal()) for _ in range(2)]
+    with pytest.raises(ValueError, match="of call: 1 on ranks .0., 2 on ranks .1."):
+        outs[rank].sum().backward()
+
+
+def test_backwards_in_another_order_are_an_error():
+    processes(2, _backwards_out_of_order)
 
 
 def _forward_against_backward(rank, size):

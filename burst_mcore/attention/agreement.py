@@ -1,4 +1,4 @@
-"""All ranks of a ring must make the same call: where they do not, everyone gets an error and nobody hangs.
+"""All ranks of a ring must make the same calls, in the same order: where they do not, everyone gets an error.
 
 Every call begins by exchanging the hash of its signature, 8 bytes a rank, over the CPU communicator. Where
 the hashes differ, the signatures follow through the store and the error names ranks and fields. A rank that
@@ -23,48 +23,73 @@ LOOK_EVERY = timedelta(seconds=1)
 ANSWER_WITHIN = timedelta(seconds=20)
 """How long ranks that disagree wait for each other's signatures."""
 
+REFUSED = 0
+"""Stands for a hash where a rank refused the call."""
+
 Signature = dict[str, str]
 
 
 class Agreement:
-    """The agreements of one ring. Every rank keeps one for each control group."""
+    """The agreements of one ring. Every rank keeps one for each control group.
+
+    Calls are numbered, refused ones too, so that ranks know which of them are the same. A refused call waits
+    for nobody; its part in the exchange of hashes is made up for at the rank's next call, so that the ring
+    stays in step and can go on.
+    """
 
     def __init__(self, topology: Topology) -> None:
         assert topology.control_group is not None
         self._rank, self._size, self._group = topology.rank, topology.size, topology.control_group
         self._store = PrefixStore(f"burst_mcore/{self._group.group_name}", _get_default_store())
-        self._calls = 0
-        self._refused = False
+        self._call = 0
+        self._owed = 0
+        self._left: list[object] = []
+        """Exchanges that nobody waits for any more, kept alive until they end with the group."""
 
-    def agree(self, signature: Signature) -> None:
-        """Return once every rank of the ring has come with the same signature.
+    def agree(self, signature: Signature) -> int:
+        """Return the number of the call once every rank of the ring has come with the same signature.
 
         Raises:
             ValueError: signatures differ (names each field and who has what), or a rank refused its call.
             RuntimeError: a rank has gone, or did not come within the group's time-out.
         """
-        if self._refused:  # the refusal was of an earlier call, which this one takes the place of
-            self._store.set(self._key("refusal", self._rank), "")
-            self._refused = False
-        mine = torch.tensor([_hash(signature)])
-        hashes = [torch.empty_like(mine) for _ in range(self._size)]
-        self._wait(dist.all_gather(hashes, mine, group=self._group, async_op=True))
-        if any(not torch.equal(mine, other) for other in hashes):
+        for _ in range(self._owed):
+            self._left.append(self._exchange(REFUSED))
+        self._owed = 0
+        self._call += 1
+        signature = {"call": str(self._call), **signature}
+        mine = _hash(signature)
+        work, hashes = self._exchange(mine)
+        self._wait(work, hashes)
+        found = [int(each) for each in hashes]
+        if REFUSED in found:
+            raise self._refusal(found.index(REFUSED))
+        if any(each != mine for each in found):
             raise ValueError(f"the ranks of the ring make different calls: {self._differences(signature)}")
-        self._calls += 1
+        return self._call
 
     def refuse(self, error: Exception) -> None:
         """Tell the ranks that may wait for this one that it refuses its call, and why. Waits for nobody."""
-        self._store.set(self._key("refusal", self._rank), str(error))
-        self._refused = True
+        self._call += 1
+        self._owed += 1
+        self._store.set(self._key("refusal", self._rank), f"{type(error).__name__}: {error}")
 
-    def _wait(self, work: dist.Work | None) -> None:
+    def _exchange(self, mine: int) -> tuple[dist.Work, list[torch.Tensor]]:
+        """Start to gather every rank's hash."""
+        hashes = [torch.empty(1, dtype=torch.int64) for _ in range(self._size)]
+        work = dist.all_gather(hashes, torch.tensor([mine]), group=self._group, async_op=True)
         assert work is not None
+        return work, hashes
+
+    def _wait(self, work: dist.Work, hashes: list[torch.Tensor]) -> None:
         while not work.is_completed():
             try:
                 work.wait(LOOK_EVERY)
             except RuntimeError:  # LOOK_EVERY has passed, or the work failed and is complete
-                self._look_for_refusals()
+                for rank in range(self._size):
+                    if self._store.check([self._key("refusal", rank)]):
+                        self._left.append((work, hashes))
+                        raise self._refusal(rank) from None
         try:
             work.wait()
         except RuntimeError as error:
@@ -73,17 +98,14 @@ class Agreement:
                 f"did not come; look for the first error among the other ranks ({error})"
             ) from error
 
-    def _look_for_refusals(self) -> None:
-        for rank in range(self._size):
-            key = self._key("refusal", rank)
-            if self._store.check([key]) and (word := self._store.get(key).decode()):
-                raise ValueError(f"rank {rank} of the ring refused this call: {word}") from None
+    def _refusal(self, rank: int) -> ValueError:
+        word = self._store.get(self._key("refusal", rank)).decode()
+        return ValueError(f"rank {rank} of the ring refused this call: {word}")
 
     def _differences(self, signature: Signature) -> str:
         """Each field that differs, with who has what. Through the store: it works whoever comes or not."""
         self._store.set(self._key("signature", self._rank), json.dumps(signature))
         signatures = [self._signature(rank) for rank in range(self._size)]
-        self._calls += 1
         differences = []
         for field in dict.fromkeys(field for each in signatures for field in each):
             ranks_by_value: dict[str, list[int]] = defaultdict(list)
@@ -104,7 +126,7 @@ class Agreement:
         return signature
 
     def _key(self, kind: str, rank: int) -> str:
-        return f"{kind}/{self._calls}/{rank}"
+        return f"{kind}/{self._call}/{rank}"
 
 
 _KNOWN: dict[str, Agreement] = {}
@@ -122,4 +144,4 @@ def agreement(topology: Topology) -> Agreement | None:
 
 def _hash(signature: Signature) -> int:
     digest = hashlib.blake2b(json.dumps(signature, sort_keys=True).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+    return int.from_bytes(digest, "little", signed=True) or 1  # 0 is REFUSED

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -55,8 +56,8 @@ def burst_attention(
 
     Returns:
         out [batch, local sequence, heads, value_dim] in the dtype of q, and with `return_lse` also lse
-        [batch, local sequence, heads] in float32 (-inf where a query sees no key). A gradient through lse
-        needs a kernel that takes D ("reference"); with any other, backward raises.
+        [batch, local sequence, heads] in float32 (float64 for float64 inputs), -inf where a query sees no
+        key. A gradient through lse needs a kernel that takes D ("reference"); with others backward raises.
 
     Raises:
         ValueError: before any communication if this rank's arguments are not legal; after an exchange of a
@@ -70,13 +71,12 @@ def burst_attention(
     peers = agreement(topology)
     try:
         call = _checked_call(q, k, v, topology, mask, softmax_scale, softcap, sinks, config or BurstConfig())
-    except ValueError as error:
+    except Exception as error:
         if peers is not None:
             peers.refuse(error)
         raise
-    if peers is not None:
-        peers.agree(_signature("forward", call, q, k, v))
-    out, lse = _BurstAttention.apply(call, peers, *map(_rows_dense, (q, k, v)))  # type: ignore[no-untyped-call]
+    number = peers.agree(_signature("forward", call, q, k, v)) if peers is not None else 0
+    out, lse = _BurstAttention.apply(call, peers, number, *map(_rows_dense, (q, k, v)))  # type: ignore[no-untyped-call]
     return (out, lse.transpose(1, 2)) if return_lse else out
 
 
@@ -85,11 +85,11 @@ class _BurstAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, peers: Agreement | None, q: Tensor, k: Tensor, v: Tensor
+        ctx: Any, call: Call, peers: Agreement | None, number: int, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
         with torch.autocast(q.device.type, enabled=False):
             out, lse = forward(call, q, k, v)
-        ctx.call, ctx.peers = call, peers
+        ctx.call, ctx.peers, ctx.number = call, peers, number
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -100,19 +100,22 @@ class _BurstAttention(torch.autograd.Function):
         call: Call = ctx.call
         q, k, v, out, lse = ctx.saved_tensors
         if dlse is not None and not call.kernel.takes_delta:
-            raise ValueError(
+            error = ValueError(
                 f"a gradient came through lse, which kernel {call.kernel.name!r} cannot take: use "
                 f"kernel='reference', or lse.detach()"
             )
+            if ctx.peers is not None:
+                ctx.peers.refuse(error)
+            raise error
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         if ctx.peers is not None:
-            ctx.peers.agree(_signature("backward", call, q, k, v))
+            ctx.peers.agree({**_signature("backward", call, q, k, v), "of call": str(ctx.number)})
         with torch.autocast(q.device.type, enabled=False):
             delta = row_delta(dout, out)
             if dlse is not None:  # d lse / d scores = P, which enters dS as -D does
                 delta -= dlse
             dq, dk, dv = backward(call, Queries(q, dout, delta, lse), Keys(k, v), out)
-        return None, None, dq, dk, dv
+        return None, None, None, dq, dk, dv
 
 
 def _checked_call(
@@ -137,10 +140,8 @@ def _checked_call(
     _check_tensors(q, k, v)
     batch, tokens, heads, head_dim = q.shape
     scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"softmax_scale must be finite, got {softmax_scale!r}")
-    if topology.size > 1 and topology.group is not None and q.device.type == "cuda":
-        _check_cuda_group(topology)
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale!r}")
     n, layout = tokens * topology.size, Layout.of(config.layout)
     layout.runs(n, topology.rank, topology.size)  # raises if the layout cannot deal n tokens
     kv_heads, value_dim = v.shape[2:]
@@ -149,6 +150,8 @@ def _checked_call(
         torch.promote_types(config.grad_dtype, q.dtype) if q.dtype.itemsize == 8 else config.grad_dtype
     )
     shard = Shard(batch, tokens, heads, kv_heads, head_dim, value_dim, q.dtype.itemsize, grad_dtype.itemsize)
+    if topology.size > 1:
+        _check_group(topology, q.device.type)
     direction = config.backward
     if direction == "auto":
         direction = cheaper_backward(shard, topology.size)
@@ -170,7 +173,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 4 or 0 in x.shape:
             what = tuple(x.shape) if isinstance(x, Tensor) else repr(x)
-            raise ValueError(f"{name} must be a tensor [batch, local sequence, heads, head_dim], got {what}")
+            raise ValueError(
+                f"{name} must be a tensor [batch, local sequence, heads, head_dim] without empty dimensions, "
+                f"got {what}"
+            )
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.shape[:2] == k.shape[:2] == v.shape[:2]:
         raise ValueError(f"q, k, v must have the same batch and local sequence, got {shapes}")
@@ -189,9 +195,15 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
 
 
-def _check_cuda_group(topology: Topology) -> None:
-    if topology.group is topology.control_group:
-        raise ValueError("CUDA tensors need a process group with the NCCL backend, got one with gloo")
+def _check_group(topology: Topology, device: str) -> None:
+    if topology.group is None:
+        raise ValueError(
+            f"a ring of {topology.size} ranks needs its process group: Topology.from_group(group)"
+        )
+    carries = {"cpu": "gloo", "cuda": "nccl"}.get(device)
+    backends = dist.get_backend_config(topology.group)
+    if carries is None or f"{device}:{carries}" not in backends:
+        raise ValueError(f"{device} tensors need a process group with {device}:{carries}, got {backends}")
 
 
 def _signature(what: str, call: Call, q: Tensor, k: Tensor, v: Tensor) -> dict[str, str]:

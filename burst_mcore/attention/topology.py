@@ -1,9 +1,8 @@
-"""Process groups -> a ring, and the order in which its sources are visited."""
+"""Process groups -> a ring."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -46,23 +45,20 @@ class Topology:
                 f"{group!r}; for all ranks pass torch.distributed.group.WORLD after init_process_group, "
                 f"for one rank alone use Topology.single()"
             )
-        if group not in _KNOWN:
-            _KNOWN[group] = cls._build(group)
-        return _KNOWN[group]
+        known = _KNOWN.get(group.group_name)
+        if known is None or known[0] is not group:  # names come again after destroy_process_group
+            _KNOWN[group.group_name] = known = (group, cls._build(group))
+        return known[1]
 
     @classmethod
     def _build(cls, group: dist.ProcessGroup) -> Topology:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if size == 1:
             return cls(rank=rank, size=size)
-        if dist.get_backend(group) == "gloo":  # messages are told apart by tag: one communicator serves all
-            return cls(rank, size, group, gradient_group=group, control_group=group)
-        gradient, control = companion(group, dist.get_backend(group)), companion(group, "gloo")
+        backends = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
+        gradient = companion(group, "nccl") if "cuda:nccl" in backends else group  # gloo tells them by tag
+        control = group if "cpu:gloo" in backends else companion(group, "gloo")
         return cls(rank, size, group, gradient_group=gradient, control_group=control)
-
-    def source(self, step: int) -> int:
-        """Whose bundle is here at `step`, when bundles go from rank r to rank r + 1."""
-        return (self.rank - step) % self.size
 
 
 def companion(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
@@ -76,4 +72,4 @@ def companion(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
     return made
 
 
-_KNOWN: WeakKeyDictionary[dist.ProcessGroup, Topology] = WeakKeyDictionary()
+_KNOWN: dict[str, tuple[dist.ProcessGroup, Topology]] = {}

@@ -97,16 +97,14 @@ def _ring_is_made_once():
     from burst_mcore.attention import topology
 
     made = []
-    new_group, companion = dist.new_group, topology.companion
-    topology.companion = lambda *args: made.append(args) or companion(*args)
-    backend = dist.get_backend
-    dist.get_backend = lambda *args: "not gloo"  # as on NCCL: gradients and agreement get their own
+    new_group, companion, backends = dist.new_group, topology.companion, dist.get_backend_config
+    dist.get_backend_config = lambda *args: "cuda:nccl"  # there gradients and agreement get their own groups
     try:
         topology.companion = lambda group, backend: made.append(backend) or companion(group, "gloo")
         model = build(Case(cp=2))
     finally:
-        dist.get_backend, topology.companion = backend, companion
-    assert made == ["not gloo", "gloo"]  # once, though the model has two layers
+        dist.get_backend_config, topology.companion = backends, companion
+    assert made == ["nccl", "gloo"]  # once, though the model has two layers
     dist.new_group = None  # a forward that made a group would fail
     rings = {id(m.topology) for m in model.modules() if hasattr(m, "topology")}
     assert len(rings) == 1
