@@ -97,9 +97,8 @@ class Job:
         finally:
             pids = list(context.pids().values())
             context.close()
-            for (
-                pid
-            ) in pids:  # each rank leads a session: end what it started and left behind, if it was killed
+            # Each rank leads a session: end what it started and, if it was killed, left behind.
+            for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
 

@@ -64,8 +64,9 @@ PARALLEL = ["--context-parallel-size", str(PROCESSES)]
 
 def value_of(flag: str, arguments: Sequence[str]) -> str:
     """What the last `flag` among the arguments is set to."""
-    at = max(index for index, argument in enumerate(arguments) if argument == flag)
-    return arguments[at + 1]
+    split = [part for argument in arguments for part in argument.split("=", 1)]  # --flag=value is legal too
+    at = max(index for index, part in enumerate(split) if part == flag)
+    return split[at + 1]
 
 
 def prepare() -> None:
@@ -96,12 +97,14 @@ def checkpointed(folder: Path) -> int:
 
 
 def plot(metrics: Path, picture: Path) -> None:
-    """Draw the loss of every iteration in `metrics`."""
+    """Draw the loss of every iteration in `metrics`, if there is any."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    if not metrics.exists():
+        return
     lines = {row["iteration"]: row["loss"] for row in map(json.loads, metrics.read_text().splitlines())}
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     axes.plot(list(lines), list(lines.values()), linewidth=1, label="training loss")
@@ -116,27 +119,25 @@ def plot(metrics: Path, picture: Path) -> None:
 
 def main(extra: list[str]) -> int:
     folder = RUNS / "train"
-    saved = folder / "checkpoint"
     folder.mkdir(parents=True, exist_ok=True)
     prepare()
+    checkpoint = str(folder / "checkpoint")
     arguments = [
         *MODEL,
         *TRAINING,
         *DATA_ARGUMENTS,
         *BURST,
         *PARALLEL,
-        *("--save", str(saved), "--load", str(saved), "--save-interval", "60"),
+        *("--save", checkpoint, "--load", checkpoint, "--save-interval", "60"),
         *extra,
     ]
-    total = int(value_of("--train-iters", arguments))
+    saved, total = Path(value_of("--save", arguments)), int(value_of("--train-iters", arguments))
     tokens = int(value_of("--seq-length", arguments)) * int(value_of("--global-batch-size", arguments))
     done = checkpointed(saved)
     if done:
         print(f"resuming from the checkpoint of iteration {done} in {saved}")
     if done >= total:
-        print(
-            f"all {total} iterations are done: ask for more (--train-iters), or remove {folder} to start anew"
-        )
+        print(f"all {total} iterations are done: ask for more (--train-iters), or remove {folder}")
         return 0
     started = time.monotonic()
     try:
@@ -144,35 +145,35 @@ def main(extra: list[str]) -> int:
     except (JobFailedError, KeyboardInterrupt) as error:
         last = checkpointed(saved)
         again = (
-            f"its checkpoint of iteration {last} is in {saved}; run again to resume"
-            if last
-            else "no checkpoint yet"
+            f"iteration {last} is saved in {saved}, run again to resume" if last else "nothing is saved yet"
         )
         print(f"training stopped: {error or 'interrupted'}; {again}", file=sys.stderr)
         return 1
-    plot(folder / "metrics.jsonl", folder / "loss.png")
-    return summarise(folder, iterations, tokens, time.monotonic() - started, ours=not extra)
-
-
-def summarise(folder: Path, iterations: list[Iteration], tokens: int, seconds: float, ours: bool) -> int:
-    """Print what came of it; 1 if the main job, as it stands, missed its goal."""
-    last = iterations[-10:]
-    loss = mean(iteration.loss for iteration in last)
-    pace = mean(iteration.seconds for iteration in iterations if iteration.seconds)
-    print(f"loss of the last {len(last)} iterations: {loss:.3f} nats a byte (a bigram model has {BIGRAM})")
-    print(
-        f"{len(iterations)} iterations of {tokens} tokens in {seconds:.0f} s, {tokens / pace:,.0f} tokens/s"
-    )
-    for what, name in (
-        ("metrics", "metrics.jsonl"),
-        ("loss curve", "loss.png"),
-        ("checkpoint", "checkpoint"),
-    ):
-        print(f"{what}: {(folder / name).relative_to(RUNS.parent)}")
-    if ours and loss >= GOAL:
+    finally:
+        plot(folder / "metrics.jsonl", folder / "loss.png")
+    print(summary(iterations, tokens, time.monotonic() - started))
+    print(f"metrics: {folder / 'metrics.jsonl'}\nloss curve: {folder / 'loss.png'}\ncheckpoint: {saved}")
+    if not extra and mean_loss(iterations) >= GOAL:
         print(f"the loss should have fallen below {GOAL}", file=sys.stderr)
         return 1
     return 0
+
+
+def mean_loss(iterations: Sequence[Iteration]) -> float:
+    """Mean loss of the last 10 iterations, nats a byte."""
+    return mean(iteration.loss for iteration in iterations[-10:])
+
+
+def summary(iterations: Sequence[Iteration], tokens: int, seconds: float) -> str:
+    """What came of a run, in two lines; `tokens` an iteration."""
+    last = len(iterations[-10:])
+    times = [iteration.seconds for iteration in iterations if iteration.seconds]
+    pace = f", {tokens / mean(times):,.0f} tokens/s" if times else ""
+    return (
+        f"loss of the last {last} iterations: {mean_loss(iterations):.3f} nats a byte "
+        f"(a bigram model has {BIGRAM})\n"
+        f"{len(iterations)} iterations of {tokens} tokens in {seconds:.0f} s{pace}"
+    )
 
 
 if __name__ == "__main__":

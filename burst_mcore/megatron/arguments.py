@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.config import BACKWARDS, BurstConfig
 from burst_mcore.layout import KINDS
 
@@ -32,14 +33,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--burst-kernel",
+        choices=("auto", *KERNELS),
         default="auto",
-        help="Local attention kernel, a name in the kernel table, or auto.",
+        help="Local attention kernel.",
     )
     return parser
 
 
 def burst_config(arguments: argparse.Namespace) -> BurstConfig:
-    """The configuration that the flags ask for. Raises ValueError as `BurstConfig`."""
+    """The configuration that the flags ask for.
+
+    Raises:
+        ValueError: as `BurstConfig`, or Megatron is asked for masks that burst attention would not see.
+    """
+    if getattr(arguments, "reset_attention_mask", False):
+        raise ValueError("burst attention does not support --reset-attention-mask (masks of documents) yet")
     return BurstConfig(
         layout=arguments.burst_layout, backward=arguments.burst_backward, kernel=arguments.burst_kernel
     )

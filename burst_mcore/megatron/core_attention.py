@@ -6,6 +6,7 @@ Letters: S local sequence, B batch, H heads on this tensor-parallel rank, D head
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from burst_mcore.attention.mask import Mask
 from burst_mcore.attention.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout, positions
+
+_last_checked: tuple[weakref.ref[Tensor], Mask] | None = None
+"""The attention mask that was found to say the same as this mask."""
 
 
 class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is untyped
@@ -52,12 +56,11 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         self.layer_number = layer_number
         self.burst_config = burst_config or BurstConfig()
         self.mask = _mask(attn_mask_type, layer_number)
-        self.topology = _topology(config, pg_collection)
         head_dim = k_channels if k_channels is not None else config.kv_channels
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(head_dim)
-        self._mask_was_read = False
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         refuse_unsupported(config, attention_type, dropout, cp_comm_type, layer_number)
+        self.topology = _topology(config, pg_collection)  # last: it may make communicators
         _refuse_other_layout(self.burst_config, self.topology)
 
     def forward(
@@ -76,7 +79,7 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         Args:
             query: [S, B, H, D]. key: [S, B, Hkv, D]. value: [S, B, Hkv, Dv], K/V heads not repeated.
             attention_mask: None, or Megatron's [1 or B, 1, S, global sequence], True where masked. It must
-                say the same as the mask type, which is what is used: checked at the first call.
+                say the same as the mask type, which is what is used; this is checked.
             attn_mask_type: overrides the one given at construction.
             attention_bias, packed_seq_params: must be None.
 
@@ -91,9 +94,8 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         if packed_seq_params is not None:
             raise ValueError(f"layer {self.layer_number}: burst attention takes no packed sequences yet")
         mask = self.mask if attn_mask_type is None else _mask(attn_mask_type, self.layer_number)
-        if attention_mask is not None and not self._mask_was_read:
+        if attention_mask is not None:
             self._refuse_other_mask(attention_mask, mask, query.shape[0])
-            self._mask_was_read = True
         out = burst_attention(
             *(x.transpose(0, 1) for x in (query, key, value)),
             topology=self.topology,
@@ -105,6 +107,9 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         return out.transpose(0, 1).flatten(2)
 
     def _refuse_other_mask(self, attention_mask: Tensor, mask: Mask, local_rows: int) -> None:
+        global _last_checked
+        if _last_checked is not None and _last_checked[0]() is attention_mask and _last_checked[1] == mask:
+            return  # the layers of a model get the same tensor
         n = local_rows * self.topology.size
         if attention_mask.shape[-2:] != (local_rows, n):
             raise ValueError(
@@ -118,6 +123,7 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
                 f"layer {self.layer_number}: attention_mask is not {mask}: masks of documents "
                 f"(--reset-attention-mask) and padding are not supported yet"
             )
+        _last_checked = weakref.ref(attention_mask), mask
 
 
 def refuse_unsupported(

@@ -73,6 +73,8 @@ def _refused_inputs():
     with pytest.raises(ValueError, match=r"8, 8.*got \(1, 1, 4, 4\)"):
         core(q, q, q, later[..., :4, :4])
     core(q, q, q, later)
+    with pytest.raises(ValueError, match="not causal"):
+        core(q, q, q, documents)  # at a later call as well
 
 
 def test_inputs_that_it_would_ignore_are_refused():

@@ -95,7 +95,9 @@ def test_a_killed_rank_ends_the_run_with_a_message_and_the_checkpoint_resumes(da
     [
         ([*BURST, "--burst-layout", "contiguous"], "ValueError: .*zigzag"),
         ([*BURST, "--attention-dropout", "0.1"], "attention dropout 0.1"),
-        ([*BURST, "--burst-kernel", "flash9"], "unknown kernel 'flash9'"),
+        ([*BURST, "--burst-kernel", "flash9"], "invalid choice: 'flash9'.*aten-cpu"),
+        ([*BURST, "--burst-kernel", "cudnn"], "kernel 'cudnn' cannot serve.*not on cuda"),
+        ([*BURST, "--reset-attention-mask"], "--reset-attention-mask"),
         (["--context-parallel-attention-backend", "ring"], "invalid choice: 'ring'.*default.*burst"),
     ],
 )

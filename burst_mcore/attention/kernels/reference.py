@@ -36,7 +36,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> 
     lse_BHGM = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse_BHGM.masked_fill(lse_BHGM == -torch.inf, 0.0)[..., None])
     out = torch.einsum("bhgmn,bnhd->bmhgd", weights, v_BNHD).flatten(2, 3)
-    return out.to(q.dtype), lse_BHGM.flatten(1, 2)
+    return out.to(q.dtype).contiguous(), lse_BHGM.flatten(1, 2)
 
 
 def _backward(x: RowGradients, *, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:

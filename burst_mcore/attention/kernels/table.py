@@ -30,6 +30,7 @@ def choose(name: str, problem: Problem) -> Kernel:
         reason = KERNELS[name].supports(problem)
         if reason is not None:
             raise ValueError(f"kernel {name!r} cannot serve this call: {reason}")
+        logger.info("kernel %s for %s, as asked", name, problem)
         return KERNELS[name]
     refusals: list[str] = []
     for kernel in KERNELS.values():

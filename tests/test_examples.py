@@ -1,0 +1,50 @@
+"""The parts of the main job that need no training run; tests/megatron/test_training.py has the runs."""
+
+import pytest
+
+pytest.importorskip("tensorboard")
+pytest.importorskip("megatron.core")
+
+import compare
+import prepare_bytes
+import train
+from job import Iteration
+
+
+def _iterations(losses, norm=1.0):
+    return [Iteration(i + 1, loss, norm, 0.5 if i else None) for i, loss in enumerate(losses)]
+
+
+def test_the_last_value_of_a_flag_counts_however_it_is_written():
+    arguments = ["--train-iters", "10", "--x", "1", "--train-iters=20"]
+    assert train.value_of("--train-iters", arguments) == "20"
+
+
+def test_the_summary_of_one_iteration_and_of_many():
+    assert "loss of the last 1 iterations: 3.000" in train.summary(_iterations([3.0]), 100, 5)
+    text = train.summary(_iterations([9.0, *[2.0] * 10]), 100, 5)
+    assert "loss of the last 10 iterations: 2.000" in text
+    assert "200 tokens/s" in text
+
+
+def test_the_loss_curve_is_a_picture(tmp_path):
+    train.plot(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+    assert not (tmp_path / "loss.png").exists()
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "loss": 3.0}\n{"iteration": 2, "loss": 2.0}\n')
+    train.plot(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_takes_the_largest_relative_difference_of_full_runs():
+    one, other = _iterations([2.0] * 20), _iterations([2.0] * 19 + [2.002], norm=1.01)
+    assert compare.difference(other, one) == pytest.approx((1e-3, 1e-2))
+    with pytest.raises(ValueError, match="20 iterations"):
+        compare.difference(one[:3], one[:3])
+
+
+def test_pieces_are_the_text_cut_at_line_ends():
+    text = b"".join(b"line %d\n" % i for i in range(1000)) + b"no newline"
+    pieces = list(prepare_bytes.pieces(text))
+    assert b"".join(pieces) == text
+    assert all(piece.endswith(b"\n") and len(piece) >= prepare_bytes.PIECE for piece in pieces[:-1])
+    assert list(prepare_bytes.pieces(b"")) == []
