@@ -1,4 +1,4 @@
-"""burst_mcore: BurstAttention context parallelism as a plugin for Megatron-Core and DeepSpeed."""
+"""burst_mcore: BurstAttention, context-parallel attention as a plugin for Megatron-Core."""
 
 from burst_mcore.attention.function import burst_attention
 from burst_mcore.attention.mask import Mask

@@ -152,6 +152,16 @@ def _specs():
     again = with_burst_attention(copy.deepcopy(ours[0]), BurstConfig(backward="kv"))
     core = again.submodules.self_attention.submodules.core_attention
     assert core.params["burst_config"].backward == "kv"
+    if VERSION >= (0, 19):
+        # Its modules are TransformerEngine's, or stand-ins for them where that is not installed.
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+        hybrid = with_burst_attention(hybrid_stack_spec).submodules
+        for layer in (hybrid.attention_layer, hybrid.mla_layer):
+            core = layer.submodules.self_attention.submodules.core_attention
+            assert core.module is BurstCoreAttention
+        dsa = hybrid.dsa_layer.submodules.self_attention.submodules.core_attention
+        assert dsa.module is not BurstCoreAttention  # an attention of another kind is left alone
     with pytest.raises(ValueError, match="no core attention"):
         with_burst_attention(stock.submodules.mlp)
 

@@ -1,9 +1,11 @@
 """Megatron's own trainer, started as a user would, on small models: from the flag to the checkpoint."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -66,8 +68,31 @@ def test_a_ring_of_two_chosen_by_a_spec(data, alone, tmp_path):
     assert_equal(train(tmp_path, 2, data, *spec, *CP2, "--burst-backward", "kv"), alone)
 
 
-def test_tensor_and_context_parallel(data, alone, tmp_path):
-    assert_equal(train(tmp_path, 4, data, *BURST, *CP2, "--tensor-model-parallel-size", "2"), alone)
+@pytest.mark.parametrize("other", [["--tensor-model-parallel-size", "2"], []], ids=["tensor", "data"])
+def test_with_tensor_and_with_data_parallelism(data, alone, tmp_path, other):
+    assert_equal(train(tmp_path, 4, data, *BURST, *CP2, *other), alone)
+
+
+def test_with_pipeline_parallelism(data, tmp_path):
+    stages = ["--pipeline-model-parallel-size", "2"]  # its stages start from seeds of their own
+    alone = train(tmp_path / "alone", 2, data, *stages)
+    assert_equal(train(tmp_path / "ring", 4, data, *BURST, *CP2, *stages), alone)
+
+
+def test_under_torchrun(data, alone, tmp_path):
+    script = Path(prepare_bytes.__file__).with_name("train_bytes_gpt.py")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch = [sys.executable, "-W", "ignore", *torchrun, "-m", "burst_mcore.megatron", str(script)]
+    arguments = [*MODEL, *data, *CP2, *BURST, "--train-iters", "4", "--log-interval", "1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[1])}
+    done = subprocess.run(
+        [*launch, *arguments], env=environment, capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "CPU support is on" in done.stderr
+    losses = [float(loss) for loss in re.findall(r"lm loss: ([0-9.E+-]+)", done.stdout)]
+    del losses[1]  # Megatron prints the mean of the first two there
+    assert losses == pytest.approx([alone[i].loss for i in (0, 2, 3)], rel=1e-4)
 
 
 def test_a_killed_rank_ends_the_run_with_a_message_and_the_checkpoint_resumes(data, tmp_path):
