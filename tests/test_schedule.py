@@ -109,7 +109,7 @@ def _accumulated_into_what_is_sent(rank, program):
         (_without(Send, step=0, channel="data"), "deadlock"),
         (_without(Accumulate, step=2), "gradient|before anything arrived"),
         (_changed(Send, {"peer": 0}, on_rank=0, step=0, channel="data"), "deadlock"),
-        (_swapped(Recv, Wait), "."),
+        (_swapped(Recv, Wait), "before anything arrived|while a message arrives|deadlock"),
     ],
 )
 def test_verify_finds_what_is_wrong(edit, words):
