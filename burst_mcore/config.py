@@ -9,19 +9,34 @@ import torch
 from burst_mcore.layout import Layout
 
 BACKWARDS = ("auto", "query", "kv")
+RINGS = ("double", "flat")
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BurstConfig:
-    """Raises ValueError where a field is not legal; kernel names are checked where the kernel is chosen."""
+    """Raises ValueError where a field is not legal.
+
+    Names of kernels, and degrees of head parallelism, are checked where the call is known.
+    """
 
     layout: Layout | str = "zigzag"
     """How tokens are dealt over the ranks (`Layout`, or the name of its kind)."""
 
     backward: str = "auto"
     """What travels in backward: "query" (Q, dO, D, LSE and dQ: BurstAttention, paper algorithm 2),
-    "kv" (K, V and dK, dV: RingAttention, paper algorithm 1), or "auto": whichever moves fewer bytes."""
+    "kv" (K, V and dK, dV: RingAttention, paper algorithm 1), or "auto": whichever the cost model says."""
+
+    ring: str = "double"
+    """The way of the bundles on several nodes: "double" (around the node, and from node to node, both at
+    once) or "flat" (one ring over all ranks, which crosses nodes). On one node they are the same."""
+
+    overlap: bool = True
+    """Communicate while computing. Without, every hop is waited for at once: for ablations."""
+
+    head_parallel: int | str = 1
+    """Ranks, neighbours, that share the heads between them, around a ring over the rest: 1 is the pure ring,
+    as many as there are ranks is Ulysses, "auto" is whatever the cost model says."""
 
     kernel: str = "auto"
     """A name in the kernel table (`burst_mcore.attention.kernels.table`), or "auto"."""
@@ -33,6 +48,15 @@ class BurstConfig:
         object.__setattr__(self, "layout", Layout.of(self.layout))
         if self.backward not in BACKWARDS:
             raise ValueError(f"unknown backward {self.backward!r}; legal: {', '.join(map(repr, BACKWARDS))}")
+        if self.ring not in RINGS:
+            raise ValueError(f"unknown ring {self.ring!r}; legal: {', '.join(map(repr, RINGS))}")
+        if not isinstance(self.overlap, bool):
+            raise ValueError(f"overlap must be True or False, got {self.overlap!r}")
+        degree = self.head_parallel
+        if degree != "auto" and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
+            raise ValueError(
+                f"head_parallel must be a number of ranks, at least 1, or 'auto', got {degree!r}"
+            )
         if not isinstance(self.kernel, str):
             raise ValueError(f"kernel must be the name of a kernel or 'auto', got {self.kernel!r}")
         if self.grad_dtype not in GRAD_DTYPES:

@@ -9,7 +9,7 @@ import queue
 import tempfile
 import threading
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -94,17 +94,18 @@ class MailboxTransport:
 
     def __init__(self, mail: Mailboxes, rank: int) -> None:
         self.mail, self.rank = mail, rank
-        self.bytes_sent = 0
+        self.sent: Counter[int] = Counter()  # bytes, by peer
 
     def post(self, channel: str, messages: Any) -> list[Any]:
         works = []
         for action, bundle in messages:
             if type(action).__name__ == "Send":
-                box = self.mail.box((self.rank, action.peer, channel))
+                box = self.mail.box((self.rank, action.peer, channel.link, channel.what))
                 box.put([tensor.clone() for tensor in bundle])
-                self.bytes_sent += sum(tensor.nbytes for tensor in bundle)
+                self.sent[action.peer] += sum(tensor.nbytes for tensor in bundle)
             else:
-                works.append(_Arrival(self.mail.box((action.peer, self.rank, channel)), bundle))
+                box = self.mail.box((action.peer, self.rank, channel.link, channel.what))
+                works.append(_Arrival(box, bundle))
         return works
 
 

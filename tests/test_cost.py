@@ -1,24 +1,163 @@
+"""Bytes, time and the choices that follow: pure functions, no process."""
+
 import pytest
 
-from burst_mcore.attention.cost import Shard, backward_bytes, cheaper_backward, forward_bytes
+from burst_mcore import Layout, Mask
+from burst_mcore.attention.choice import (
+    Ranks,
+    best,
+    candidates,
+    legal_degrees,
+    reason,
+    route_for,
+    why_not_degree,
+)
+from burst_mcore.attention.cost import Shard, allowed_pairs, link_bytes, message_bytes, pass_flops
+from burst_mcore.attention.schedule import Route, program, schedule
+from burst_mcore.attention.timeline import play, play_one
+from burst_mcore.rates import Rates
 
 
 def _shard(heads, kv_heads, *, tokens=64, head_dim=128, s=2, g=4):
     return Shard(1, tokens, heads, kv_heads, head_dim, head_dim, itemsize=s, grad_itemsize=g)
 
 
+def _bytes(shard, route, name, rank=0, intra=None):
+    sent = link_bytes(
+        program(rank, route, name), rank, message_bytes(shard, route, name), intra or route.size
+    )
+    return sent["intra"], sent["inter"]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (32, 8), (4, 1)])
 @pytest.mark.parametrize(("s", "g"), [(2, 4), (2, 2), (4, 4)])
-def test_bytes_are_the_formulas(size, heads, kv_heads, s, g):
+def test_bytes_of_a_ring_are_the_formulas(size, heads, kv_heads, s, g):
     shard, n = _shard(heads, kv_heads, s=s, g=g), 64 * size
     d, d_kv = heads * 128, kv_heads * 128
-    assert forward_bytes(shard, size) == 2 * n * d_kv * s * (size - 1) // size
     hops_of_gradients = 1 if size > 1 else 0  # alone, nothing travels home
     query = (size - 1) * (n // size) * (2 * d * s + 8 * heads) + n * d * g * hops_of_gradients
     kv = 2 * n * d_kv * s * (size - 1) // size + 2 * n * d_kv * g * hops_of_gradients
-    assert backward_bytes(shard, size, "query") == query
-    assert backward_bytes(shard, size, "kv") == kv
+    route = Route(1, size)
+    assert _bytes(shard, route, "forward") == (2 * n * d_kv * s * (size - 1) // size, 0)
+    assert _bytes(shard, route, "query") == (query, 0)
+    assert _bytes(shard, route, "kv") == (kv, 0)
+
+
+@pytest.mark.parametrize(("nodes", "intra"), [(2, 2), (2, 4), (3, 2), (4, 8)])
+def test_bytes_of_a_double_ring_are_the_formulas(nodes, intra):
+    heads, s, g = 8, 2, 4
+    shard, route, size = _shard(heads, heads, s=s, g=g), Route(nodes, intra), nodes * intra
+    d, tokens = heads * 128, 64  # tokens: N / G
+    kv, dkv = tokens * 2 * d * s, tokens * 2 * d * g
+    q, dq = tokens * (2 * d * s + 8 * heads), tokens * d * g
+    for rank in range(size):
+        for name, data, gradient in (("forward", kv, 0), ("kv", kv, dkv), ("query", q, dq)):
+            within, between = _bytes(shard, route, name, rank, intra)
+            assert between == (nodes - 1) * data + nodes * gradient
+            assert within == nodes * (intra - 1) * data + (nodes * (intra - 1) + 1) * gradient
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "degree"), [(8, 8, 4), (8, 2, 4), (8, 1, 8), (32, 8, 2)])
+def test_bytes_of_the_head_group_are_the_formulas(heads, kv_heads, degree):
+    shard, s, g, tokens = _shard(heads, kv_heads), 2, 4, 64
+    others, h = degree - 1, heads // degree
+    kv_h = max(1, kv_heads // degree)
+    q, kv = tokens * h * 128, tokens * kv_h * 256
+    ulysses = Route(1, 1, degree)
+    statistic = 4 * tokens * h
+    dkv = kv * (g if kv_heads < degree else s)
+    assert _bytes(shard, ulysses, "forward") == (others * (q * s + kv * s + q * s), 0)
+    for name in ("query", "kv"):
+        assert _bytes(shard, ulysses, name) == (others * (q * s + statistic + q * s + dkv), 0)
+
+
+def test_head_x_ring_sends_less_between_nodes():
+    shard = _shard(32, 8, tokens=1024)
+    inter = [
+        _bytes(shard, route_for(h, Ranks(32, 8), ring="double", overlap=True), "kv", intra=8)[1]
+        for h in (1, 8)
+    ]
+    assert inter[0] == inter[1]  # the NIC of a rank carries as much: fewer heads of more tokens
+    assert route_for(8, Ranks(32, 8), ring="double", overlap=True) == Route(4, 1, 8)
+    assert route_for(16, Ranks(32, 8), ring="double", overlap=True) == Route(2, 1, 16)
+    assert route_for(32, Ranks(32, 8), ring="double", overlap=True) == Route(1, 1, 32)
+    assert route_for(2, Ranks(32, 8), ring="flat", overlap=False) == Route(1, 16, 2, False)
+
+
+def test_legal_degrees():
+    assert legal_degrees(Ranks(32, 8), 32, 8) == [1, 2, 4, 8, 16, 32]
+    assert legal_degrees(Ranks(12, 6), 12, 6) == [1, 2, 3, 6, 12]
+    assert legal_degrees(Ranks(8, 8), 40, 40) == [1, 2, 4, 8]
+    assert "straddle nodes of 6" in why_not_degree(4, Ranks(12, 6), 12, 12)
+    assert "do not divide one another" in why_not_degree(4, Ranks(4, 4), 12, 6)
+    assert "does not divide the 4 ranks" in why_not_degree(3, Ranks(4, 4), 12, 6)
+
+
+RATES = Rates(intra=100.0, inter=10.0, compute=1.0, latency=0.0)
+
+
+def _play(route, name, compute, *, data, gradient=0, intra):
+    sizes = {"data": data, "gradient": gradient}
+    events = play(schedule(route, name), sizes, lambda rank, action: compute, intra, RATES)
+    return max(event.end for event in events)
+
+
+@pytest.mark.parametrize(("nodes", "intra"), [(2, 2), (2, 4), (3, 2), (4, 4)])
+@pytest.mark.parametrize("compute", [0.0, 0.3, 1.0, 5.0])
+def test_time_of_a_forward_is_the_formula(nodes, intra, compute):
+    size, data = nodes * intra, 20
+    within, between = data / RATES.intra, data / RATES.inter
+    inner = (intra - 1) * max(compute, within) + compute
+    double = (nodes - 1) * max(inner, between) + inner
+    assert _play(Route(nodes, intra), "forward", compute, data=data, intra=intra) == pytest.approx(double)
+    # Flat: every bundle crosses the slow links, and in the steady state all wait for them.
+    flat = (size - 1) * max(compute, between) + compute
+    steps = program(intra - 1, Route(1, size), "forward")
+    one = play_one(steps, intra - 1, {"data": data}, lambda rank, action: compute, intra, RATES)
+    assert one == pytest.approx(flat)
+    alone = play_one(
+        program(0, Route(nodes, intra, overlap=False), "forward"),
+        0,
+        {"data": data},
+        lambda rank, action: compute,
+        intra,
+        RATES,
+    )
+    assert alone == pytest.approx(size * compute + nodes * (intra - 1) * within + (nodes - 1) * between)
+
+
+@pytest.mark.parametrize("name", ["forward", "query", "kv"])
+@pytest.mark.parametrize("route", [Route(2, 4), Route(3, 2, 2), Route(1, 1, 4), Route(2, 2, overlap=False)])
+def test_one_rank_played_against_itself_is_all_of_them(route, name):
+    intra = route.size // route.nodes
+    sizes = message_bytes(_shard(8, 4, tokens=8), route, name)
+    rates = Rates(intra=1e6, inter=1e5, compute=1.0, latency=1e-3)
+
+    def seconds(rank, action):
+        return 0.05 if action.part is None else 0.05 / route.heads
+
+    events = play(schedule(route, name), sizes, seconds, intra, rates)
+    one = play_one(program(0, route, name), 0, sizes, seconds, intra, rates)
+    assert one == pytest.approx(max(event.end for event in events), rel=0.02)
+
+
+def _choose(shard, ranks, rates, *, mask=None, degrees=None, directions=("query", "kv"), **way):
+    found = candidates(
+        shard,
+        Layout("zigzag"),
+        mask or Mask.causal(),
+        ranks,
+        rates,
+        ring=way.get("ring", "double"),
+        overlap=way.get("overlap", True),
+        degrees=tuple(degrees or legal_degrees(ranks, shard.heads, shard.kv_heads)),
+        directions=directions,
+    )
+    return best(found), found
+
+
+A800 = Rates(intra=200e9, inter=25e9, compute=156e12)
 
 
 @pytest.mark.parametrize(
@@ -26,8 +165,31 @@ def test_bytes_are_the_formulas(size, heads, kv_heads, s, g):
     [(32, 32, 2, 0.76, "query"), (32, 32, 4, 0.67, "query"), (32, 8, 2, 3.03, "kv"), (64, 8, 4, 5.38, "kv")],
 )
 def test_the_paper_saves_with_as_many_kv_heads_and_loses_with_few(heads, kv_heads, g, ratio, choice):
-    shard, size = _shard(heads, kv_heads, g=g), 1024  # the ratios are those of a step, without the ends
-    assert backward_bytes(shard, size, "query") / backward_bytes(shard, size, "kv") == pytest.approx(
-        ratio, abs=0.01
-    )
-    assert cheaper_backward(shard, size) == choice
+    shard, size = _shard(heads, kv_heads, g=g), 256  # the ratios are those of a step, without the ends
+    query, kv = (_bytes(shard, Route(1, size), name)[0] for name in ("query", "kv"))
+    assert query / kv == pytest.approx(ratio, abs=0.01)
+    chosen, _ = _choose(shard, Ranks(16, 16), A800, degrees=(1,))
+    assert chosen.direction == choice
+
+
+def test_short_sequences_share_heads_and_long_ones_move_the_fewest_bytes():
+    short, _ = _choose(_shard(32, 32, tokens=2048), Ranks(32, 8), A800)
+    assert short.route.heads > 1
+    long, found = _choose(_shard(32, 8, tokens=2**20 // 32), Ranks(32, 8), A800)
+    assert long.compute_seconds / long.seconds > 0.9
+    assert long.seconds <= 1.01 * min(c.seconds for c in found)
+    assert "%" in reason(long, found)
+
+
+def test_work_is_counted():
+    assert allowed_pairs(Mask.causal(), 8) == 36
+    assert allowed_pairs(Mask.full(), 8) == 64
+    shard = _shard(4, 2, head_dim=16)
+    assert pass_flops(shard, 36, "forward") == 4 * 36 * 4 * 16
+    assert pass_flops(shard, 36, "kv") == pass_flops(shard, 36, "query") == 10 * 36 * 4 * 16
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "fast", True])
+def test_rates_are_positive_numbers(value):
+    with pytest.raises(ValueError, match="Rates.inter must be a positive number"):
+        Rates(intra=1, inter=value, compute=1)

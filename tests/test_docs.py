@@ -42,9 +42,9 @@ def test_python_blocks_run(ranks, code, tmp_path):
 
 
 def test_the_schedule_in_the_docs_is_the_one_that_prints():
-    from burst_mcore.attention.schedule import backward_schedule
+    from burst_mcore.attention.schedule import Route, schedule
 
-    printed = str(backward_schedule(3, "query")).splitlines()
+    printed = str(schedule(Route(nodes=1, intra=3), "query")).splitlines()
     shown = (ROOT / "docs" / "attention.md").read_text().split("```text\n")[1].split("```")[0].splitlines()
     for line, whole in zip(shown, printed, strict=True):
         assert whole.startswith(line.removesuffix("| ...").rstrip()), line

@@ -9,19 +9,20 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "burst_mcore"
 FLOORS = [
-    {"version", "config", "layout", "loss"},
+    {"version", "config", "layout", "rates", "loss"},
     {"attention"},
     {"checkpointing", "bench"},
     {"megatron", "deepspeed", "planner"},
     {"cli"},
 ]
 WITHIN_ATTENTION = [
-    {"mask", "merge"},
-    {"plan", "topology"},
+    {"mask", "merge", "actions", "communicators", "buffers"},
+    {"plan", "topology", "double_ring", "head_exchange", "trace"},
     {"schedule"},
     {"cost", "verify", "kernels", "agreement"},
-    {"ring"},
-    {"passes"},
+    {"ring", "timeline"},
+    {"heads"},
+    {"passes", "choice"},
     {"function"},
 ]
 FRAMEWORKS = {"megatron": {"megatron"}, "deepspeed": {"deepspeed"}, "transformers": {"deepspeed"}}

@@ -1,62 +1,120 @@
 import dataclasses
+from itertools import pairwise
 
 import pytest
 
-from burst_mcore.attention.schedule import (
+from burst_mcore.attention.actions import (
+    DATA,
+    GRADIENT,
+    RESULT,
+    ROWS,
     Accumulate,
+    Add,
+    Channel,
     Compute,
+    Pack,
     Recv,
-    Schedule,
     Send,
+    Unpack,
     Wait,
-    backward_schedule,
-    forward_schedule,
 )
+from burst_mcore.attention.schedule import PASSES, Route, Schedule, schedule
 from burst_mcore.attention.verify import verify
 
-SIZES = range(1, 9)
-BUILDERS = {
-    "forward": forward_schedule,
-    "query": lambda size: backward_schedule(size, "query"),
-    "kv": lambda size: backward_schedule(size, "kv"),
-}
+INTRA_DATA, INTRA_GRADIENT = Channel("intra", DATA), Channel("intra", GRADIENT)
+INTER_DATA, INTER_GRADIENT = Channel("inter", DATA), Channel("inter", GRADIENT)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", BUILDERS)
-def test_schedules_are_verified(name, size):
-    verify(BUILDERS[name](size))
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("name", PASSES)
+def test_every_ring_and_double_ring_up_to_32_ranks_is_verified(name, overlap):
+    for nodes in range(1, 33):
+        for intra in range(1, 32 // nodes + 1):
+            verify(schedule(Route(nodes, intra, overlap=overlap), name))
 
 
-@pytest.mark.parametrize("name", BUILDERS)
-def test_two_bundles_in_flight_whatever_the_size(name):
-    for program in BUILDERS[name](8).programs:
-        data = {a.buffer for a in program if isinstance(a, Recv) and a.channel == "data"}
-        sums = {a.buffer for a in program if isinstance(a, Recv) and a.channel == "gradient"}
-        assert len(data) == 2
-        assert len(sums) == (0 if name == "forward" else 2)
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("heads", [2, 3, 4, 8])
+def test_every_head_x_ring_up_to_24_ranks_is_verified(heads, name, overlap):
+    for nodes in range(1, 24 // heads + 1):
+        for intra in range(1, 24 // heads // nodes + 1):
+            verify(schedule(Route(nodes, intra, heads, overlap), name))
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize(("route", "data", "sums"), [(Route(1, 8), 2, 2), (Route(4, 4), 4, 4)])
+@pytest.mark.parametrize("name", PASSES)
+def test_bundles_in_flight_do_not_grow_with_the_ring(name, route, data, sums):
+    for program in schedule(route, name).programs:
+        into = {a.channel.what: set() for a in program if isinstance(a, Recv)}
+        for a in program:
+            if isinstance(a, Recv):
+                into[a.channel.what].add(a.buffer)
+        assert len(into["data"]) == data
+        assert len(into.get("gradient", ())) == (0 if name == "forward" else sums)
+
+
+@pytest.mark.parametrize("name", PASSES)
 def test_data_for_the_next_step_is_under_way_before_compute(name):
-    for program in BUILDERS[name](4).programs:
-        for step in range(3):
+    for program in schedule(Route(2, 4), name).programs:
+        for step in range(7):
             actions = [a for a in program if a.step == step]
             compute = next(i for i, a in enumerate(actions) if isinstance(a, Compute))
-            assert {type(a) for a in actions[:compute]} == {Recv, Send}
+            posted = {a.channel for a in actions[:compute] if isinstance(a, Recv)}
+            assert posted == ({INTER_DATA} if step == 0 else set()) | (
+                {INTRA_DATA} if step % 4 != 3 else set()
+            )
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_without_overlap_nothing_is_under_way_during_compute(name):
+    for program in schedule(Route(2, 3, 2, overlap=False), name).programs:
+        under_way = set()
+        for action in program:
+            if isinstance(action, (Send, Recv)):
+                under_way.add(action.channel)
+            elif isinstance(action, Wait):
+                under_way.remove(action.channel)
+            else:
+                assert not under_way or isinstance(action, (Pack, Unpack)), action
+
+
+@pytest.mark.parametrize(("nodes", "intra"), [(2, 2), (2, 4), (3, 2), (4, 8)])
+@pytest.mark.parametrize("name", PASSES)
+def test_a_nic_carries_each_bundle_once_a_round(name, nodes, intra):
+    for rank, program in enumerate(schedule(Route(nodes, intra), name).programs):
+        sends = [a for a in program if isinstance(a, Send)]
+        for a in sends:
+            assert (a.channel.link == "intra") == (a.peer // intra == rank // intra)
+        count = {c: sum(a.channel == c for a in sends) for c in {a.channel for a in sends}}
+        assert count[INTER_DATA] == nodes - 1
+        assert count[INTRA_DATA] == nodes * (intra - 1)
+        assert count.get(INTER_GRADIENT, 0) == (0 if name == "forward" else nodes)
+        assert count.get(INTRA_GRADIENT, 0) == (0 if name == "forward" else nodes * (intra - 1) + 1)
+
+
+def test_the_head_group_overlaps_with_the_first_and_the_last_step():
+    for program in schedule(Route(2, 1, 4), "forward").programs:
+        computes = [i for i, a in enumerate(program) if isinstance(a, Compute)]
+        assert [program[i].part is None for i in computes] == [False] * 8
+        for before, after in pairwise(computes[:4]):  # rows come between the parts
+            between = program[before:after]
+            assert any(isinstance(a, Wait) and a.channel.what == ROWS for a in between)
+        for before, after in pairwise(computes[4:]):  # results leave between the parts
+            assert any(isinstance(a, Send) and a.channel.what == RESULT for a in program[before:after])
 
 
 def test_a_schedule_prints_as_a_grid():
-    lines = str(forward_schedule(3)).splitlines()
+    lines = str(schedule(Route(1, 3), "forward")).splitlines()
     assert lines[1].split(" | ")[0].strip() == "step"
     assert [cell.strip() for cell in lines[1].split("|")[1:]] == ["rank 0", "rank 1", "rank 2"]
     assert [line.split("|")[0].strip() for line in lines[2:]] == ["0", "1", "2"]
     assert "[2]" in lines[3].split("|")[1]  # at step 1 rank 0 computes with the bundle of rank 2
 
 
-def _broken(edit):
-    schedule = backward_schedule(3, "query")
-    return Schedule("broken", tuple(tuple(edit(rank, list(p))) for rank, p in enumerate(schedule.programs)))
+def _broken(edit, route=Route(1, 3), name="query"):  # noqa: B008
+    right = schedule(route, name)
+    return Schedule("broken", route, tuple(tuple(edit(r, list(p))) for r, p in enumerate(right.programs)))
 
 
 def _without(kind, **fields):
@@ -91,7 +149,7 @@ def _swapped(first, second):
 
 
 def _accumulated_into_what_is_sent(rank, program):
-    at = next(i for i, a in enumerate(program) if isinstance(a, Send) and a.channel == "gradient")
+    at = next(i for i, a in enumerate(program) if isinstance(a, Send) and a.channel == INTRA_GRADIENT)
     return [*program[: at + 1], Accumulate(0, rank, program[at].buffer, first=True), *program[at + 1 :]]
 
 
@@ -100,18 +158,50 @@ def _accumulated_into_what_is_sent(rank, program):
     [
         (_without(Compute, step=1), "computed sources|gradient of"),
         (_changed(Compute, {"source": 0}, step=1), "does not hold|computed"),
-        (_without(Wait, step=0, channel="data"), "while a message arrives"),
-        (_without(Wait, step=3, channel="gradient"), "nobody waited"),
+        (_without(Wait, step=0, channel=INTRA_DATA), "while a message arrives"),
+        (_without(Wait, step=3, channel=INTRA_GRADIENT), "nobody waited"),
         (_changed(Recv, {"buffer": "home"}, step=0), "caller's"),
-        (_changed(Recv, {"buffer": "data0"}, step=1, channel="data"), "while a message arrives"),
+        (_changed(Recv, {"buffer": "data0"}, step=1, channel=INTRA_DATA), "while a message arrives"),
         (_accumulated_into_what_is_sent, "written while it is sent"),
         (_changed(Accumulate, {"buffer": "sum1"}, step=0), "before anything arrived|gradient of"),
-        (_without(Send, step=0, channel="data"), "deadlock"),
+        (_without(Send, step=0, channel=INTRA_DATA), "deadlock"),
         (_without(Accumulate, step=2), "gradient|before anything arrived"),
-        (_changed(Send, {"peer": 0}, on_rank=0, step=0, channel="data"), "deadlock"),
+        (_changed(Send, {"peer": 0}, on_rank=0, step=0, channel=INTRA_DATA), "deadlock"),
         (_swapped(Recv, Wait), "before anything arrived|while a message arrives|deadlock"),
     ],
 )
 def test_verify_finds_what_is_wrong(edit, words):
     with pytest.raises(ValueError, match=words):
         verify(_broken(edit))
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (_without(Add, step=3), "at home is"),
+        (_changed(Add, {"other": "sum0"}), "added to that of|before anything arrived|touched"),
+        (_without(Wait, channel=INTER_DATA), "while a message arrives|nobody waited"),
+        (_without(Wait, channel=INTER_GRADIENT), "while a message arrives"),
+        (_changed(Send, {"buffer": "data0"}, channel=INTER_DATA), "while a message arrives|does not hold"),
+        (_changed(Recv, {"buffer": "data0"}, step=0, channel=INTRA_DATA), "while a message arrives"),
+    ],
+)
+def test_verify_finds_what_is_wrong_with_a_double_ring(edit, words):
+    with pytest.raises(ValueError, match=words):
+        verify(_broken(edit, Route(2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (_without(Unpack, what="rows"), "before they came"),
+        (_without(Unpack, what="bundle"), "before all of the head group"),
+        (_without(Unpack, what="result"), "result of the head group|its results stay"),
+        (_without(Compute, step=0), "leave before they are complete|computed sources"),
+        (_without(Wait, channel=Channel("heads", "bundle", 1)), "while a message arrives"),
+        (_changed(Unpack, {"member": 0}, what="result"), "before anything arrived"),
+    ],
+)
+def test_verify_finds_what_is_wrong_with_a_head_group(edit, words):
+    with pytest.raises(ValueError, match=words):
+        verify(_broken(edit, Route(1, 2, 2), "forward"))

@@ -5,26 +5,30 @@ import itertools
 import pytest
 import torch
 from dense import dense, error, problem
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ranks import Mailboxes, MailboxTransport, threads
 
 from burst_mcore import Layout, Mask, shard, unshard
-from burst_mcore.attention.cost import Shard, backward_bytes, forward_bytes
+from burst_mcore.attention.choice import Ranks, legal_degrees, route_for
+from burst_mcore.attention.cost import Shard, link_bytes, link_class, message_bytes
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.passes import Call, Keys, Queries, backward, forward, row_delta
+from burst_mcore.attention.schedule import Route, program
 from burst_mcore.layout import KINDS
 
 
-def simulate(p, mask, layout, size, direction, kernel="reference", dtype=torch.float64):
-    """(out, lse, dq, dk, dv) of the whole sequence, bytes each rank sent in forward, and in backward."""
-    mail, n = Mailboxes(), p.q.shape[1]
+def simulate(
+    p, mask, layout, route, direction, kernel="reference", dtype=torch.float64, transport=MailboxTransport
+):
+    """(out, lse, dq, dk, dv) of the whole sequence; bytes each rank sent by peer, forward and backward."""
+    mail, n, size = Mailboxes(), p.q.shape[1], route.size
 
     def rank(r):
-        transport = MailboxTransport(mail, r)
+        carrier = transport(mail, r)
         call = Call(
             rank=r,
-            size=size,
+            route=route,
             layout=Layout(layout),
             mask=mask,
             n=n,
@@ -32,59 +36,88 @@ def simulate(p, mask, layout, size, direction, kernel="reference", dtype=torch.f
             kernel=KERNELS[kernel],
             direction=direction,
             grad_dtype=dtype,
-            transport=transport,
+            transport=carrier,
+            kv_heads=p.k.shape[2],
+            return_lse=True,
         )
         q, k, v, dout = (shard(x, 1, rank=r, size=size, layout=layout) for x in p)
         inputs = [x.clone() for x in (q, k, v, dout)]
-        out, lse = forward(call, q, k, v)
-        sent = transport.bytes_sent
-        gradients = backward(call, Queries(q, dout, row_delta(dout, out), lse), Keys(k, v), out)
-        assert all(torch.equal(x, y) for x, y in zip((q, k, v, dout), inputs, strict=True))  # never written
-        return (out, lse.transpose(1, 2), *gradients), sent, transport.bytes_sent - sent
+        done = forward(call, q, k, v)
+        saved = [x.clone() for x in done]
+        sent, carrier.sent = carrier.sent, type(carrier.sent)()
+        queries = Queries(done.q, dout, row_delta(dout, done.out), done.ring_lse)
+        gradients = backward(call, queries, Keys(done.k, done.v), done.out)
+        for now, before in zip((q, k, v, dout, *done), (*inputs, *saved), strict=True):
+            assert torch.equal(now, before)  # neither the caller's nor the saved are ever written
+        return (done.out, done.lse.transpose(1, 2), *gradients), sent, carrier.sent
 
     results, forward_sent, backward_sent = zip(*threads(size, rank), strict=True)
     whole = [unshard(parts, 1, layout=layout) for parts in zip(*results, strict=True)]
     return whole, forward_sent, backward_sent
 
 
+ROUTES = [
+    *(Route(1, size) for size in range(1, 9)),
+    *(Route(m, intra) for m, intra in [(2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (3, 3), (4, 1), (2, 1)]),
+    *(Route(1, 4 // h, h) for h in (2, 4)),
+    *(Route(2, 2, 2), Route(3, 2, 2), Route(2, 1, 4), Route(3, 1, 2), Route(1, 3, 2)),
+    *(Route(2, 3, overlap=False), Route(2, 2, 2, overlap=False), Route(1, 1, 4, overlap=False)),
+]
+
+
 @pytest.mark.parametrize(
-    ("size", "layout", "kind", "direction"),
-    list(itertools.product(range(1, 9), KINDS, ("causal", "full"), ("query", "kv"))),
+    ("route", "layout", "kind", "direction"),
+    list(itertools.product(ROUTES, KINDS, ("causal", "full"), ("query", "kv"))),
+    ids=str,
 )
-def test_all_ranks_together_equal_dense_attention(size, layout, kind, direction):
-    p = problem(size, 4 * Layout(layout).divisor(size), heads=2, kv_heads=1, head_dim=8)
-    got, _, _ = simulate(p, Mask(kind), layout, size, direction)
+def test_all_ranks_together_equal_dense_attention(route, layout, kind, direction):
+    p = problem(route.size, 4 * Layout(layout).divisor(route.size), heads=4, kv_heads=2, head_dim=8)
+    got, _, _ = simulate(p, Mask(kind), layout, route, direction)
     for g, w in zip(got, dense(p, Mask(kind)), strict=True):
         assert error(g, w) <= 1e-12
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
-    size=st.integers(1, 6),
-    multiple=st.integers(1, 4),
+    nodes=st.integers(1, 3),
+    intra=st.integers(1, 4),
+    degree=st.integers(1, 6),
+    ring=st.sampled_from(["double", "flat"]),
+    overlap=st.booleans(),
+    multiple=st.integers(1, 3),
     layout=st.sampled_from(KINDS),
     kind=st.sampled_from(["causal", "full"]),
     direction=st.sampled_from(["query", "kv"]),
     batch=st.integers(1, 3),
     kv_heads=st.integers(1, 3),
-    group=st.integers(1, 3),
+    group=st.integers(1, 4),
     dims=st.sampled_from([(8, 8), (4, 12), (16, 8)]),
 )
-def test_any_shape(seed, size, multiple, layout, kind, direction, batch, kv_heads, group, dims):
+def test_any_shape_and_route(
+    seed, nodes, intra, degree, ring, overlap, multiple, layout, kind, direction, batch, kv_heads, group, dims
+):
+    ranks, heads = Ranks(nodes * intra, intra), kv_heads * group
+    assume(degree in legal_degrees(ranks, heads, kv_heads))
+    route = route_for(degree, ranks, ring=ring, overlap=overlap)
     p = problem(
         seed,
-        multiple * Layout(layout).divisor(size),
+        multiple * Layout(layout).divisor(ranks.size),
         batch=batch,
-        heads=kv_heads * group,
+        heads=heads,
         kv_heads=kv_heads,
         head_dim=dims[0],
         value_dim=dims[1],
     )
-    got, forward_sent, backward_sent = simulate(p, Mask(kind), layout, size, direction)
+    got, forward_sent, backward_sent = simulate(p, Mask(kind), layout, route, direction)
     for g, w in zip(got, dense(p, Mask(kind)), strict=True):
         torch.testing.assert_close(g, w, rtol=1e-12, atol=1e-12)
-    tokens = p.q.shape[1] // size
-    costed = Shard(batch, tokens, kv_heads * group, kv_heads, *dims, itemsize=8, grad_itemsize=8)
-    assert set(forward_sent) == {forward_bytes(costed, size)}
-    assert set(backward_sent) == {backward_bytes(costed, size, direction)}
+    tokens = p.q.shape[1] // ranks.size
+    costed = Shard(batch, tokens, heads, kv_heads, *dims, itemsize=8, grad_itemsize=8)
+    for name, sent in (("forward", forward_sent), (direction, backward_sent)):
+        sizes = message_bytes(costed, route, name, return_lse=True)
+        for rank, by_peer in enumerate(sent):
+            by_link = {"intra": 0, "inter": 0}
+            for peer, size in by_peer.items():
+                by_link[link_class(rank, peer, intra)] += size
+            assert by_link == link_bytes(program(rank, route, name), rank, sizes, intra)

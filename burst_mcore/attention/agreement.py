@@ -38,8 +38,8 @@ class Agreement:
     """
 
     def __init__(self, topology: Topology) -> None:
-        assert topology.control_group is not None
-        self._rank, self._size, self._group = topology.rank, topology.size, topology.control_group
+        assert topology.communicators is not None
+        self._rank, self._size, self._group = topology.rank, topology.size, topology.communicators.control
         self._store = PrefixStore(f"burst_mcore/{self._group.group_name}", _get_default_store())
         self._call = 0
         self._owed = 0
@@ -134,9 +134,9 @@ _KNOWN: dict[str, Agreement] = {}
 
 def agreement(topology: Topology) -> Agreement | None:
     """The agreement of a ring; None where there is nobody to agree with."""
-    group = topology.control_group
-    if group is None:
+    if topology.communicators is None:
         return None
+    group = topology.communicators.control
     if group.group_name not in _KNOWN or _KNOWN[group.group_name]._group is not group:
         _KNOWN[group.group_name] = Agreement(topology)
     return _KNOWN[group.group_name]

@@ -1,13 +1,14 @@
-"""Bytes that a schedule puts on the wire, and the choice that follows from them. Pure functions."""
+"""What a schedule costs: bytes by link, and FLOPs. Pure functions of shapes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from burst_mcore.attention.schedule import DATA, Program, Send, flat_ring
-
-STATISTICS_BYTES = 8
-"""D and LSE of a query row and head, float32 each."""
+from burst_mcore.attention.actions import BUNDLE, DATA, GRADIENT, RESULT, ROWS, SUM, Program, Send
+from burst_mcore.attention.mask import Mask
+from burst_mcore.attention.plan import tiles
+from burst_mcore.attention.schedule import Route
+from burst_mcore.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -25,37 +26,66 @@ class Shard:
     grad_itemsize: int
     """Bytes an element of a travelling gradient."""
 
+    @property
+    def statistic(self) -> int:
+        """Bytes of D, or LSE, of a query row and head: float32, or float64 for float64."""
+        return max(4, self.itemsize)
+
+    def pooled(self, degree: int) -> Shard:
+        """The share of one rank on the ring, when `degree` ranks pool tokens and share heads."""
+        kv_heads = max(1, self.kv_heads // degree)
+        return replace(self, tokens=self.tokens * degree, heads=self.heads // degree, kv_heads=kv_heads)
+
     def bundle_bytes(self, travels: str) -> tuple[int, int]:
         """(data, gradient) bytes of one travelling bundle; travels: "kv" or "query"."""
         rows = self.batch * self.tokens
         if travels == "kv":
             elements = rows * self.kv_heads * (self.head_dim + self.value_dim)
             return elements * self.itemsize, elements * self.grad_itemsize
-        statistics = STATISTICS_BYTES if self.itemsize < 8 else 2 * self.itemsize
-        data = rows * self.heads * ((self.head_dim + self.value_dim) * self.itemsize + statistics)
-        return data, rows * self.heads * self.head_dim * self.grad_itemsize
+        width = (self.head_dim + self.value_dim) * self.itemsize + 2 * self.statistic
+        return rows * self.heads * width, rows * self.heads * self.head_dim * self.grad_itemsize
 
 
-def wire_bytes(program: Program, data_bytes: int, gradient_bytes: int) -> int:
-    """Bytes that one rank sends when it executes `program` with bundles of these sizes."""
-    sends = [action for action in program if isinstance(action, Send)]
-    return sum(data_bytes if send.channel == DATA else gradient_bytes for send in sends)
+def message_bytes(shard: Shard, route: Route, name: str, *, return_lse: bool = False) -> dict[str, int]:
+    """Bytes of one message of each kind in the pass `name`: "forward", "query" or "kv"."""
+    h = route.heads
+    data, gradient = shard.pooled(h).bundle_bytes("query" if name == "query" else "kv")
+    rows, heads = shard.batch * shard.tokens, shard.heads // h
+    kv_heads, several = max(1, shard.kv_heads // h), shard.kv_heads < h
+    q = rows * heads * shard.head_dim * shard.itemsize
+    kv = rows * kv_heads * (shard.head_dim + shard.value_dim) * shard.itemsize
+    dkv = kv // shard.itemsize * (shard.grad_itemsize if several else shard.itemsize)
+    out = rows * heads * shard.value_dim * shard.itemsize
+    statistic = rows * heads * shard.statistic
+    through_heads = {
+        "forward": {BUNDLE: kv, ROWS: q, RESULT: out + statistic * return_lse},
+        "kv": {ROWS: out + statistic, RESULT: q, SUM: dkv},
+        "query": {BUNDLE: out + statistic, RESULT: dkv, SUM: q},
+    }
+    return {DATA: data, GRADIENT: gradient, **through_heads[name]}
 
 
-def forward_bytes(shard: Shard, size: int) -> int:
-    """Bytes each rank sends in forward: 2 N d_kv s (G-1)/G."""
-    return wire_bytes(flat_ring(0, size, gradients=False), *shard.bundle_bytes("kv"))
+def link_bytes(program: Program, rank: int, sizes: dict[str, int], intra_size: int) -> dict[str, int]:
+    """Bytes that `rank` sends to its own node ("intra") and to others ("inter"), nodes of `intra_size`."""
+    sent = {"intra": 0, "inter": 0}
+    for action in program:
+        if isinstance(action, Send):
+            sent[link_class(rank, action.peer, intra_size)] += sizes[action.channel.what]
+    return sent
 
 
-def backward_bytes(shard: Shard, size: int, direction: str) -> int:
-    """Bytes each rank sends in backward.
-
-    "query": (G-1)(N/G)(2 d s + 8 H) + N d g; "kv": 2 N d_kv s (G-1)/G + 2 N d_kv g, with N tokens in all, d
-    and d_kv the width of all heads, H query heads, s and g bytes an element and a gradient.
-    """
-    return wire_bytes(flat_ring(0, size, gradients=True), *shard.bundle_bytes(direction))
+def link_class(rank: int, peer: int, intra_size: int) -> str:
+    """The link between two ranks: "intra" or "inter"."""
+    return "intra" if rank // intra_size == peer // intra_size else "inter"
 
 
-def cheaper_backward(shard: Shard, size: int) -> str:
-    """The direction that moves fewer bytes; "query", the paper's, where they are equal."""
-    return min(("query", "kv"), key=lambda direction: backward_bytes(shard, size, direction))
+def pass_flops(shard: Shard, pairs: int, name: str) -> int:
+    """FLOPs of `pairs` query-key pairs of each batch: 2 products in forward, 5 in backward."""
+    d, dv = shard.head_dim, shard.value_dim
+    width = d + dv if name == "forward" else 3 * d + 2 * dv
+    return 2 * shard.batch * pairs * shard.heads * width
+
+
+def allowed_pairs(mask: Mask, n: int) -> int:
+    """Query-key pairs of the whole sequence that may meet."""
+    return sum(tile.pairs for tile in tiles(Layout("contiguous"), mask, n, 0, 0, 1))

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from dataclasses import fields
+from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from burst_mcore.attention.agreement import Agreement, agreement
-from burst_mcore.attention.cost import Shard, cheaper_backward
+from burst_mcore.attention.agreement import Agreement, Signature, agreement
+from burst_mcore.attention.choice import (
+    Candidate,
+    Ranks,
+    best,
+    candidates,
+    legal_degrees,
+    reason,
+    route_for,
+    why_not_degree,
+)
+from burst_mcore.attention.cost import Shard
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.mask import Mask
 from burst_mcore.attention.passes import Call, Keys, Queries, backward, forward, row_delta
+from burst_mcore.attention.plan import pooled_rows
 from burst_mcore.attention.ring import ProcessGroups
+from burst_mcore.attention.schedule import Route
 from burst_mcore.attention.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
+from burst_mcore.rates import DEFAULT
+
+logger = logging.getLogger("burst_mcore")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -69,30 +86,40 @@ def burst_attention(
             f"topology must be a Topology, got {topology!r}: Topology.from_group(group) or Topology.single()"
         )
     peers = agreement(topology)
+    config = BurstConfig() if config is None else config
     try:
-        call = _checked_call(q, k, v, topology, mask, softmax_scale, softcap, sinks, config or BurstConfig())
+        call = _checked_call(q, k, v, topology, mask, softmax_scale, softcap, sinks, config, return_lse)
+        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        signature = _signature(call, topology, config, q, k, v, wanted)
     except Exception as error:
         if peers is not None:
             peers.refuse(error)
         raise
-    number = peers.agree(_signature("forward", call, q, k, v)) if peers is not None else 0
-    out, lse = _BurstAttention.apply(call, peers, number, *map(_rows_dense, (q, k, v)))  # type: ignore[no-untyped-call]
+    number = peers.agree({"pass": "forward", **signature}) if peers is not None else 0
+    inputs = map(_rows_dense, (q, k, v))
+    out, lse = _BurstAttention.apply(call, peers, {**signature, "of call": str(number)}, *inputs)  # type: ignore[no-untyped-call]
     return (out, lse.transpose(1, 2)) if return_lse else out
 
 
 class _BurstAttention(torch.autograd.Function):
-    """Saves q, k, v, out and lse; one params object crosses."""
+    """Saves q, k, v and lse as they are on the ring, and out; one params object crosses."""
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, peers: Agreement | None, number: int, q: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any,
+        call: Call,
+        peers: Agreement | None,
+        signature: Signature,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = forward(call, q, k, v)
-        ctx.call, ctx.peers, ctx.number = call, peers, number
-        ctx.save_for_backward(q, k, v, out, lse)
+            done = forward(call, q, k, v)
+        ctx.call, ctx.peers, ctx.signature = call, peers, signature
+        ctx.save_for_backward(done.q, done.k, done.v, done.out, done.ring_lse)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return done.out, done.lse
 
     @staticmethod
     @once_differentiable
@@ -109,7 +136,7 @@ class _BurstAttention(torch.autograd.Function):
             raise error
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         if ctx.peers is not None:
-            ctx.peers.agree({**_signature("backward", call, q, k, v), "of call": str(ctx.number)})
+            ctx.peers.agree({"pass": "backward", **ctx.signature})
         with torch.autocast(q.device.type, enabled=False):
             delta = row_delta(dout, out)
             if dlse is not None:  # d lse / d scores = P, which enters dS as -D does
@@ -128,6 +155,7 @@ def _checked_call(
     softcap: float | None,
     sinks: Tensor | None,
     config: BurstConfig,
+    return_lse: bool,
 ) -> Call:
     """The call that these arguments ask for; ValueError if there is none."""
     if not isinstance(mask, Mask):
@@ -145,28 +173,75 @@ def _checked_call(
     n, layout = tokens * topology.size, Layout.of(config.layout)
     layout.runs(n, topology.rank, topology.size)  # raises if the layout cannot deal n tokens
     kv_heads, value_dim = v.shape[2:]
-    kernel = choose(config.kernel, Problem(q.device.type, q.dtype, heads, kv_heads, head_dim, value_dim))
     grad_dtype = (
         torch.promote_types(config.grad_dtype, q.dtype) if q.dtype.itemsize == 8 else config.grad_dtype
     )
     shard = Shard(batch, tokens, heads, kv_heads, head_dim, value_dim, q.dtype.itemsize, grad_dtype.itemsize)
     if topology.size > 1:
         _check_group(topology, q.device.type)
-    direction = config.backward
-    if direction == "auto":
-        direction = cheaper_backward(shard, topology.size)
+    route, direction = _way(config, topology, shard, mask, q.device.type)
+    on_ring = shard.pooled(route.heads)
+    kernel = choose(
+        config.kernel,
+        Problem(q.device.type, q.dtype, on_ring.heads, on_ring.kv_heads, head_dim, value_dim),
+    )
     return Call(
-        topology.rank,
-        topology.size,
+        rank=topology.rank,
+        route=route,
+        layout=layout,
+        mask=mask,
+        n=n,
+        scale=scale,
+        kernel=kernel,
+        direction=direction,
+        grad_dtype=grad_dtype,
+        transport=ProcessGroups(topology, route),
+        kv_heads=kv_heads,
+        return_lse=return_lse,
+    )
+
+
+def _way(config: BurstConfig, topology: Topology, shard: Shard, mask: Mask, device: str) -> tuple[Route, str]:
+    """The route, and what travels in backward; what is "auto" by the cost model."""
+    ranks, layout = Ranks(topology.size, topology.intra_size), Layout.of(config.layout)
+    legal = legal_degrees(ranks, shard.heads, shard.kv_heads)
+    degree = config.head_parallel
+    if isinstance(degree, int):
+        why_not = why_not_degree(degree, ranks, shard.heads, shard.kv_heads)
+        if why_not is not None:
+            raise ValueError(
+                f"head_parallel={degree} is not legal with {shard.heads} heads, {shard.kv_heads} K/V heads "
+                f"and {topology.size} ranks, {topology.intra_size} a node: {why_not}; legal: {legal}"
+            )
+        pooled_rows(layout, shard.tokens * topology.size, 0, topology.size // degree, degree, 0)
+        legal = [degree]
+    directions = ("query", "kv") if config.backward == "auto" else (config.backward,)
+    if len(legal) == len(directions) == 1 or topology.size == 1:
+        degree = legal[0]
+        return (
+            route_for(degree, ranks, ring=config.ring, overlap=config.overlap),
+            directions[0],
+        )
+    found = candidates(
+        shard,
         layout,
         mask,
-        n,
-        scale,
-        kernel,
-        direction,
-        grad_dtype,
-        ProcessGroups(topology),
+        ranks,
+        topology.rates or DEFAULT[device],
+        ring=config.ring,
+        overlap=config.overlap,
+        degrees=tuple(legal),
+        directions=directions,
     )
+    chosen = best(found)
+    _say(chosen, found)
+    return chosen.route, chosen.direction
+
+
+@lru_cache(maxsize=256)
+def _say(chosen: Candidate, found: tuple[Candidate, ...]) -> None:
+    """Log a choice, once."""
+    logger.info("%s, backward %s: %s", chosen.route, chosen.direction, reason(chosen, found))
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -196,20 +271,21 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_group(topology: Topology, device: str) -> None:
-    if topology.group is None:
+    if topology.communicators is None:
         raise ValueError(
             f"a ring of {topology.size} ranks needs its process group: Topology.from_group(group)"
         )
     carries = {"cpu": "gloo", "cuda": "nccl"}.get(device)
-    backends = dist.get_backend_config(topology.group)
+    backends = topology.communicators.backends
     if carries is None or f"{device}:{carries}" not in backends:
         raise ValueError(f"{device} tensors need a process group with {device}:{carries}, got {backends}")
 
 
-def _signature(what: str, call: Call, q: Tensor, k: Tensor, v: Tensor) -> dict[str, str]:
+def _signature(
+    call: Call, topology: Topology, config: BurstConfig, q: Tensor, k: Tensor, v: Tensor, wanted: bool
+) -> Signature:
     """All that the ranks of a ring must have in common."""
     return {
-        "pass": what,
         "q": str(tuple(q.shape)),
         "k": str(tuple(k.shape)),
         "v": str(tuple(v.shape)),
@@ -217,13 +293,14 @@ def _signature(what: str, call: Call, q: Tensor, k: Tensor, v: Tensor) -> dict[s
         "device": q.device.type,
         "mask": str(call.mask),
         "softmax_scale": repr(call.scale),
-        "layout": str(call.layout),
-        "backward": call.direction,
-        "kernel": call.kernel.name,
-        "grad_dtype": str(call.grad_dtype),
-        "gradient wanted": str(torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))
-        if what == "forward"
-        else "True",
+        "topology": str(topology),
+        "rates": str(topology.rates),
+        **{field.name: str(getattr(config, field.name)) for field in fields(config)},
+        "route": str(call.route),
+        "travels in backward": call.direction,
+        "kernel used": call.kernel.name,
+        "lse wanted": str(call.return_lse),
+        "gradient wanted": str(wanted),
     }
 
 

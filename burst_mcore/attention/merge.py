@@ -51,6 +51,11 @@ class OnlineSoftmax:
         assert self._out is not None and self._lse is not None
         return self._out.to(self._q.dtype), self._lse
 
+    def rows(self, at: range) -> tuple[Tensor, Tensor]:
+        """(out, lse) of these rows, so far."""
+        out, lse = self.result() if self._out is None or self._lse is None else (self._out, self._lse)
+        return out[:, at.start : at.stop], lse[:, :, at.start : at.stop]
+
     def _wide(self) -> tuple[Tensor, Tensor]:
         batch, rows, heads, _ = self._q.shape
         dtype = wide(self._q.dtype)
@@ -78,6 +83,11 @@ class GradientSum:
             self._sum = torch.zeros_like(self._like, dtype=dtype)
         self._sum = self._sum.to(dtype)
         self._sum[:, rows.start : rows.stop] += gradient
+
+    def rows(self, at: range) -> Tensor:
+        """The sum of these rows, so far."""
+        total = torch.zeros_like(self._like) if self._sum is None else self._sum
+        return total[:, at.start : at.stop]
 
     def result(self) -> Tensor:
         """The sum, in the tensor's own dtype; zeros if nothing came."""

@@ -1,23 +1,29 @@
 """The two passes of distributed attention: tiles x kernel x merge, driven by the ring.
 
-Letters: B batch, S local rows, H query heads, D head dim. q, k, v, out and their gradients are [B, S, H, D];
-the statistics lse and delta are [B, H, S].
+Letters: B batch, S rows of this rank, P rows of its position on the ring (S, or those of its head group
+pooled), H query heads, D head dim. Tensors are [B, S or P, H, D], the statistics lse and delta
+[B, H, S or P].
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from burst_mcore.attention.actions import BUNDLE, DATA, RESULT, ROWS, SUM
+from burst_mcore.attention.buffers import Lease
+from burst_mcore.attention.double_ring import home_sum
+from burst_mcore.attention.heads import HeadGroup, Inward, Outward, pooled_like
 from burst_mcore.attention.kernels.kernel import Kernel, RowGradients
 from burst_mcore.attention.mask import Mask
 from burst_mcore.attention.merge import GradientSum, OnlineSoftmax, wide
-from burst_mcore.attention.plan import Tile, tiles
-from burst_mcore.attention.ring import Bundle, Ring, Transport
-from burst_mcore.attention.schedule import flat_ring, home_sum
+from burst_mcore.attention.plan import Tile, pooled_rows, tiles
+from burst_mcore.attention.ring import Bundle, Exchange, Ring, Transport
+from burst_mcore.attention.schedule import Route, program
 from burst_mcore.layout import Layout
 
 
@@ -26,7 +32,7 @@ class Call:
     """All of a call that is not a tensor: what crosses autograd."""
 
     rank: int
-    size: int
+    route: Route
     layout: Layout
     mask: Mask
     n: int
@@ -37,10 +43,40 @@ class Call:
     """What travels in backward: "query" or "kv"."""
     grad_dtype: torch.dtype
     transport: Transport
+    kv_heads: int
+    """K/V heads in all."""
+    return_lse: bool = False
 
-    def tiles(self, q_rank: int, k_rank: int) -> tuple[Tile, ...]:
-        """Where the queries of one rank meet the keys of another."""
-        return tiles(self.layout, self.mask, self.n, q_rank, k_rank, self.size)
+    @property
+    def position(self) -> int:
+        """The place on the ring of this rank's head group."""
+        return self.rank // self.route.heads
+
+    def tiles(
+        self, q_at: int, k_at: int, *, q_part: int | None = None, k_part: int | None = None
+    ) -> tuple[Tile, ...]:
+        """Where the queries of one position, or of a member there, meet the keys of another."""
+        return tiles(
+            self.layout,
+            self.mask,
+            self.n,
+            q_at,
+            k_at,
+            self.route.positions,
+            heads=self.route.heads,
+            q_part=q_part,
+            k_part=k_part,
+        )
+
+    @property
+    def head_group(self) -> HeadGroup:
+        """The ranks that share heads with this one."""
+        h = self.route.heads
+        rows = (
+            pooled_rows(self.layout, self.n, self.position, self.route.positions, h, member)
+            for member in range(h)
+        )
+        return HeadGroup(self.rank % h, tuple(rows))
 
 
 class Queries(NamedTuple):
@@ -59,65 +95,147 @@ class Keys(NamedTuple):
     v: Tensor
 
 
-def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's queries over the whole sequence: K, V travel (paper algorithm 4)."""
-    softmax = OnlineSoftmax(q, value_dim=v.shape[-1])
+class Attended(NamedTuple):
+    """What a forward returns, and what its backward needs besides."""
 
-    def compute(source: int, bundle: Bundle) -> None:
-        k_source, v_source = bundle
-        for tile in call.tiles(call.rank, source):
-            out, lse = call.kernel.forward(
-                rows(q, tile.q),
-                rows(k_source, tile.k),
-                rows(v_source, tile.k),
+    out: Tensor
+    """[B, S, H, D]."""
+    lse: Tensor | None
+    """[B, H, S]; under head x ring only if the call returns it."""
+    q: Tensor
+    """q, k, v and lse as they are on the ring: rows pooled, heads shared."""
+    k: Tensor
+    v: Tensor
+    ring_lse: Tensor
+
+
+def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Attended:
+    """Attention of this rank's queries over the whole sequence: K, V travel (paper algorithm 4)."""
+    with Lease() as lease:
+        return _Forward(call, q, k, v, lease).run()
+
+
+class _Forward:
+    def __init__(self, call: Call, q: Tensor, k: Tensor, v: Tensor, lease: Lease) -> None:
+        self.call, self.lease = call, lease
+        self.own = q, k, v
+        self.exchanges: dict[str, Exchange] = {}
+        if call.route.heads > 1:
+            group = call.head_group
+            q, k, v = (torch.empty(pooled_like(x, group), dtype=x.dtype, device=x.device) for x in (q, k, v))
+            self.exchanges = {
+                BUNDLE: Inward(group, self.own[1:], (k, v), lease),
+                ROWS: Inward(group, self.own[:1], (q,), lease),
+                RESULT: Outward(group, self.result_rows, self.new_results(), lease),
+            }
+        self.q, self.k, self.v = q, k, v
+        self.softmax = OnlineSoftmax(q, value_dim=v.shape[-1])
+
+    def run(self) -> Attended:
+        home = _sendable(self.call, (self.k, self.v))
+        ring = Ring(self.call.transport, self.call.rank, home, self.new, self.exchanges)
+        ring.run(program(self.call.rank, self.call.route, "forward"), self.compute)
+        out, lse = self.softmax.result()
+        if not self.exchanges:
+            return Attended(out, lse, self.q, self.k, self.v, lse)
+        own = self.results
+        return Attended(own[0], own[1] if self.call.return_lse else None, self.q, self.k, self.v, lse)
+
+    def compute(self, source: int, part: int | None, bundle: Bundle) -> None:
+        """Attend the queries, or a member's, to the keys of one bundle, tile by tile."""
+        k, v = bundle
+        for tile in self.call.tiles(self.call.position, source, q_part=part):
+            out, lse = self.call.kernel.forward(
+                rows(self.q, tile.q),
+                rows(k, tile.k),
+                rows(v, tile.k),
                 causal=tile.causal,
-                scale=call.scale,
+                scale=self.call.scale,
             )
-            softmax.add(tile.q, out, lse)
+            self.softmax.add(tile.q, out, lse)
 
-    ring = Ring(call.transport, home=_sendable(call, (k, v)))
-    ring.run(flat_ring(call.rank, call.size, gradients=False), compute)
-    return softmax.result()
+    def new(self, kind: str) -> Bundle:
+        assert kind == DATA
+        return tuple(map(self.lease.empty_like, (self.k, self.v)))
+
+    def new_results(self) -> Bundle:
+        q, _, v = self.own
+        out = q.new_empty((*q.shape[:3], v.shape[-1]))
+        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide(q.dtype))
+        self.results: Bundle = (out, lse) if self.call.return_lse else (out,)
+        return self.results
+
+    def result_rows(self, at: range) -> Bundle:
+        out, lse = self.softmax.rows(at)
+        return (out, lse) if self.call.return_lse else (out,)
 
 
 def backward(call: Call, queries: Queries, keys: Keys, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv): one side travels, its gradient a step behind; the other stays (algorithms 1 and 2).
 
-    `out` is that of the rank's own queries; it never travels.
+    Args:
+        call: that of the forward.
+        queries: q and lse as on the ring, dout and delta of the rank's own rows.
+        keys: as on the ring.
+        out: of the rank's own rows; it never travels.
     """
-    return _Backward(call, queries, keys, out).run()
+    with Lease() as lease:
+        return _Backward(call, queries, keys, out, lease).run()
 
 
 class _Backward:
-    def __init__(self, call: Call, queries: Queries, keys: Keys, out: Tensor) -> None:
-        self.call = call
+    def __init__(self, call: Call, queries: Queries, keys: Keys, out: Tensor, lease: Lease) -> None:
+        self.call, self.lease = call, lease
         self.query_travels = call.direction == "query"
-        self.queries, self.keys, self.out = queries, keys, out
+        self.heads_shared = call.route.heads > 1
+        self.inward: dict[str, Exchange] = {}
+        self.out = None if self.heads_shared else out
+        if self.heads_shared:
+            own = queries.dout, queries.delta
+            group = call.head_group
+            dout, delta = (lease.empty(pooled_like(x, group), x.dtype, x.device) for x in own)
+            self.inward[BUNDLE if self.query_travels else ROWS] = Inward(group, own, (dout, delta), lease)
+            queries = Queries(queries.q, dout, delta, queries.lse)
+        self.queries, self.keys = queries, keys
         q_side: Bundle = (queries.q,)
         k_side: Bundle = (keys.k, keys.v)
-        self.travelling, staying = (q_side, k_side) if self.query_travels else (k_side, q_side)
-        self.staying = tuple(GradientSum(like=tensor) for tensor in staying)
+        self.travelling, self.stays = (q_side, k_side) if self.query_travels else (k_side, q_side)
+        self.staying = tuple(GradientSum(like=tensor) for tensor in self.stays)
         self.shares: list[tuple[range, Bundle]] = []
         """Gradients of the travelling bundle from the last compute, by its rows."""
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
         home: Bundle = self.queries if self.query_travels else self.keys
-        ring = Ring(self.call.transport, home=_sendable(self.call, home), new_sum=self._new_sum)
-        ring.run(flat_ring(self.call.rank, self.call.size, gradients=True), self.compute, self.accumulate)
-        arrived = ring.buffer(home_sum(self.call.size))
-        went = tuple(total.to(like.dtype) for total, like in zip(arrived, self.travelling, strict=True))
-        stayed = tuple(total.result() for total in self.staying)
-        dq, dk, dv = (*went, *stayed) if self.query_travels else (*stayed, *went)
-        return dq, dk, dv
-
-    def compute(self, source: int, bundle: Bundle) -> None:
-        """The gradients of one bundle against this rank's own tensors, tile by tile."""
-        if self.query_travels:
-            queries, keys, met = Queries(*bundle), self.keys, self.call.tiles(source, self.call.rank)
+        outward = self.outward() if self.heads_shared else {}
+        ring = Ring(
+            self.call.transport,
+            self.call.rank,
+            _sendable(self.call, home),
+            self.new,
+            {**self.inward, **outward},
+        )
+        self.ring = ring
+        self.steps = program(self.call.rank, self.call.route, self.call.direction)
+        ring.run(self.steps, self.compute, self.accumulate)
+        if self.heads_shared:
+            went, stayed = outward[SUM].own, outward[RESULT].own
         else:
-            queries, keys, met = self.queries, Keys(*bundle), self.call.tiles(self.call.rank, source)
+            went = tuple(map(self.lease.keep, ring.buffer(home_sum(self.steps))))
+            stayed = tuple(total.result() for total in self.staying)
+        dq, dk, dv = (*went, *stayed) if self.query_travels else (*stayed, *went)
+        return dq.to(self.queries.q.dtype), dk.to(self.keys.k.dtype), dv.to(self.keys.v.dtype)
+
+    def compute(self, source: int, part: int | None, bundle: Bundle) -> None:
+        """The gradients of one bundle against this rank's own tensors, or a member's share, tile by tile."""
+        here = self.call.position
+        if self.query_travels:
+            queries, keys = Queries(*bundle), self.keys
+            met = self.call.tiles(source, here, k_part=part)
+        else:
+            queries, keys = self.queries, Keys(*bundle)
+            met = self.call.tiles(here, source, q_part=part)
         for tile in met:
-            own = not self.query_travels or source == self.call.rank
+            own = not self.query_travels or source == here
             dq, dk, dv = self._tile(tile, queries, keys, self.out if own else None)
             q_share, k_share = (tile.q, (dq,)), (tile.k, (dk, dv))
             goes, stays = (q_share, k_share) if self.query_travels else (k_share, q_share)
@@ -154,10 +272,35 @@ class _Backward:
         )
         return self.call.kernel.backward(x, causal=tile.causal, scale=self.call.scale)
 
-    def _new_sum(self) -> Bundle:
-        return tuple(
-            torch.empty(x.shape, dtype=self.call.grad_dtype, device=x.device) for x in self.travelling
+    def new(self, kind: str) -> Bundle:
+        """A buffer for a travelling bundle, or for its gradient."""
+        if kind == DATA:
+            return tuple(map(self.lease.empty_like, self.queries if self.query_travels else self.keys))
+        return tuple(self.lease.empty(x.shape, self.call.grad_dtype, x.device) for x in self.travelling)
+
+    def outward(self) -> Mapping[str, Outward]:
+        """The ways out of the head group, for what stays and for what travelled."""
+        q, (k, v), h = self.queries.q, self.keys, self.call.route.heads
+        batch, pooled, heads, _ = q.shape
+        group, shape = self.call.head_group, (batch, pooled // h)
+        dq = (q.new_empty((*shape, heads * h, q.shape[-1])),)
+        several = self.call.kv_heads < h  # members share a head: its gradient is their sum
+        new = torch.zeros if several else torch.empty
+        dtype = self.call.grad_dtype if several else k.dtype
+        dkv = tuple(
+            new((*shape, self.call.kv_heads, x.shape[-1]), dtype=dtype, device=x.device) for x in (k, v)
         )
+        own = (dq, dkv) if self.query_travels else (dkv, dq)
+        return {
+            SUM: Outward(group, self._arrived, own[0], self.lease),
+            RESULT: Outward(group, self._stayed, own[1], self.lease),
+        }
+
+    def _arrived(self, at: range) -> Bundle:
+        return tuple(rows(x, at) for x in self.ring.buffer(home_sum(self.steps)))
+
+    def _stayed(self, at: range) -> Bundle:
+        return tuple(total.rows(at) for total in self.staying)
 
 
 def rows(x: Tensor, at: range) -> Tensor:
@@ -188,4 +331,4 @@ def output_stand_in(dout: Tensor, delta: Tensor) -> Tensor:
 
 def _sendable(call: Call, bundle: Bundle) -> Bundle:
     """Contiguous, as messages must be, if there is anybody to send to."""
-    return tuple(x.contiguous() for x in bundle) if call.size > 1 else tuple(bundle)
+    return tuple(x.contiguous() for x in bundle) if call.route.positions > 1 else tuple(bundle)

@@ -36,13 +36,70 @@ class Tile:
 
 
 @lru_cache(maxsize=4096)
-def tiles(layout: Layout, mask: Mask, n: int, q_rank: int, k_rank: int, size: int) -> tuple[Tile, ...]:
+def tiles(
+    layout: Layout,
+    mask: Mask,
+    n: int,
+    q_rank: int,
+    k_rank: int,
+    size: int,
+    *,
+    heads: int = 1,
+    q_part: int | None = None,
+    k_part: int | None = None,
+) -> tuple[Tile, ...]:
     """The tiles in which the queries of `q_rank` meet the keys of `k_rank`; empty if none may meet.
 
     Args:
         n: tokens in the global sequence.
+        q_rank, k_rank, size: positions on the ring, and how many there are.
+        heads: ranks of a position (head x ring): their tokens are pooled.
+        q_part, k_part: only the rows that this member of the head group brought.
     """
-    return tuple(_cut(mask, layout.runs(n, q_rank, size), layout.runs(n, k_rank, size), 0, 0))
+    return tuple(
+        tile
+        for q, q_start in _placed(layout, n, q_rank, size, heads, q_part)
+        for k, k_start in _placed(layout, n, k_rank, size, heads, k_part)
+        for tile in _cut(mask, q, k, q_start, k_start)
+    )
+
+
+@lru_cache(maxsize=4096)
+def pooled_rows(
+    layout: Layout, n: int, position: int, size: int, heads: int, member: int
+) -> tuple[range, ...]:
+    """Where the rows of a member of a head group lie among its position's, in the order of its own rows.
+
+    Positions hold their tokens as ranks of a ring of `size` would: `layout` must deal so that the tokens of
+    `heads` neighbours on the ring of size * heads are those of one rank of the smaller ring.
+
+    Raises:
+        ValueError: the layout does not.
+    """
+    placed = _placed(layout, n, position, size, heads, member)
+    return tuple(range(start, start + sum(map(len, runs))) for runs, start in placed)
+
+
+def _placed(
+    layout: Layout, n: int, position: int, size: int, heads: int, member: int | None
+) -> list[tuple[Runs, int]]:
+    """(runs, the local row that they begin at) of all rows of a position, or of one member's."""
+    pooled = layout.runs(n, position, size)
+    if member is None:
+        return [(pooled, 0)]
+    placed: list[tuple[Runs, int]] = []
+    for run in layout.runs(n, position * heads + member, size * heads):
+        start = 0
+        for whole in pooled:
+            if run[0] in whole and run[-1] in whole and run.step == whole.step:
+                placed.append(((run,), start + whole.index(run[0])))
+            start += len(whole)
+    if sum(len(runs[0]) for runs, _ in placed) * heads != n // size:
+        raise ValueError(
+            f"head_parallel={heads} does not go with layout {layout}: the tokens of {heads} neighbours are "
+            f"not those of one rank of a smaller ring"
+        )
+    return placed
 
 
 def _cut(mask: Mask, q: Runs, k: Runs, q_start: int, k_start: int) -> list[Tile]:
@@ -56,18 +113,24 @@ def _cut(mask: Mask, q: Runs, k: Runs, q_start: int, k_start: int) -> list[Tile]
         )
         return [Tile(q_rows, k_rows, causal=relation == "causal")]
     cuts = []
-    if len(q) > 1:
-        upper, lower = q[:1], q[1:]
-        cuts.append(
-            _cut(mask, upper, k, q_start, k_start) + _cut(mask, lower, k, q_start + len(q[0]), k_start)
-        )
-    if len(k) > 1:
-        left, right = k[:1], k[1:]
-        cuts.append(
-            _cut(mask, q, left, q_start, k_start) + _cut(mask, q, right, q_start, k_start + len(k[0]))
-        )
-    assert cuts, f"runs {q} and {k} overlap in part: no layout deals so"
+    for upper, lower in _halves(q, k):
+        below = q_start + sum(map(len, upper))
+        cuts.append(_cut(mask, upper, k, q_start, k_start) + _cut(mask, lower, k, below, k_start))
+    for left, right in _halves(k, q):
+        beyond = k_start + sum(map(len, left))
+        cuts.append(_cut(mask, q, left, q_start, k_start) + _cut(mask, q, right, q_start, beyond))
     return min(cuts, key=len)
+
+
+def _halves(runs: Runs, others: Runs) -> list[tuple[Runs, Runs]]:
+    """Where to cut `runs`: after the first, or, where there is one, at the ends of the other's one."""
+    if len(runs) > 1:
+        return [(runs[:1], runs[1:])]
+    (run,) = runs
+    if len(others) > 1:
+        return []
+    ends = [at for at in (others[0].start, others[0].stop) if run.start < at < run.stop]
+    return [((range(run.start, at),), (range(at, run.stop),)) for at in ends]
 
 
 def _relate(mask: Mask, q: Runs, k: Runs) -> str | None:

@@ -1,29 +1,41 @@
-"""Executes a program: posts and waits for messages, owns the buffers, and calls back for the math."""
+"""Executes a program: posts and waits for messages, and calls back for buffers, copies and math."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.attention.schedule import (
+from burst_mcore.attention.actions import (
+    BUNDLE,
     DATA,
+    GRADIENT,
     HOME,
+    RESULT,
+    ROWS,
+    SUM,
     Accumulate,
     Action,
+    Add,
+    Channel,
     Compute,
+    Pack,
     Program,
     Recv,
     Send,
+    Unpack,
     Wait,
+    hops,
 )
+from burst_mcore.attention.schedule import Route
 from burst_mcore.attention.topology import Topology
+from burst_mcore.attention.trace import Recorder, recorder
 
 Bundle = tuple[Tensor, ...]
+OnCompute = Callable[[int, int | None, Bundle], None]
+OnAccumulate = Callable[[Bundle, bool], None]
 
 
 class Work(Protocol):
@@ -35,7 +47,7 @@ class Work(Protocol):
 class Transport(Protocol):
     """Carries bundles between the ranks of one ring."""
 
-    def post(self, channel: str, messages: Sequence[tuple[Send | Recv, Bundle]]) -> Sequence[Work]:
+    def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Bundle]]) -> Sequence[Work]:
         """Start all messages as one batch."""
         ...
 
@@ -43,20 +55,24 @@ class Transport(Protocol):
 class ProcessGroups:
     """Messages over torch.distributed: on CUDA a wait holds back the current stream, never the host."""
 
-    def __init__(self, topology: Topology) -> None:
-        self._topology = topology
+    _TAGS = (DATA, GRADIENT, BUNDLE, ROWS, RESULT, SUM)
 
-    def post(self, channel: str, messages: Sequence[tuple[Send | Recv, Bundle]]) -> Sequence[Work]:
+    def __init__(self, topology: Topology, route: Route) -> None:
+        self._topology, self._route = topology, route
+
+    def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Bundle]]) -> Sequence[Work]:
         """Start all messages as one batch, in their order (receives first is fastest on gloo)."""
-        group = self._topology.group if channel == DATA else self._topology.gradient_group
-        first_tag = 0 if channel == DATA else 64
+        assert self._topology.communicators is not None
+        link, what, members = self._reach(channel)
+        group, place = self._topology.communicators.carrier(link, what, members)
+        first_tag = 64 * self._TAGS.index(channel.what)
         return dist.batch_isend_irecv(
             [
                 dist.P2POp(
                     dist.isend if isinstance(action, Send) else dist.irecv,
                     tensor,
                     group=group,
-                    group_peer=action.peer,
+                    group_peer=place[action.peer],
                     tag=first_tag + index,
                 )
                 for action, bundle in messages
@@ -64,65 +80,135 @@ class ProcessGroups:
             ]
         )
 
+    def _reach(self, channel: Channel) -> tuple[str, str, tuple[int, ...]]:
+        """(link, what, the ranks that need one communicator) for the messages of a channel."""
+        topology = self._topology
+        rank, intra, everyone = topology.rank, topology.intra_size, tuple(range(topology.size))
+        node = everyone[rank - rank % intra :][:intra]
+        if channel.link == "heads":
+            return "heads", "data", node if self._route.heads <= intra else everyone
+        if channel.link == "inter":
+            return "inter", channel.what, everyone[rank % intra :: intra]
+        across = self._route.nodes == 1 < topology.nodes  # a flat ring
+        return ("whole", channel.what, everyone) if across else ("intra", channel.what, node)
+
+
+class Exchange(Protocol):
+    """One kind of message of the all-to-all over a head group."""
+
+    def pack(self, member: int) -> Bundle:
+        """What `member` is to get, contiguous."""
+        ...
+
+    def empty(self) -> Bundle:
+        """Room for what comes from another member."""
+        ...
+
+    def unpack(self, member: int, piece: Bundle | None) -> None:
+        """Put what came from `member` where it belongs; None: this rank's own share."""
+        ...
+
 
 class Ring:
     """The buffers of one pass over the ring and the execution of its program.
 
     Args:
+        rank: of the ring, for error messages.
         home: the rank's own bundle, read only; contiguous tensors.
-        new_sum: makes an uninitialised travelling gradient; None in a pass that sends none.
+        new: makes an uninitialised buffer: a bundle's ("data") or a travelling gradient's ("sum").
+        exchanges: by what they carry, if heads are shared.
     """
 
     def __init__(
-        self, transport: Transport, home: Bundle, new_sum: Callable[[], Bundle] | None = None
+        self,
+        transport: Transport,
+        rank: int,
+        home: Bundle,
+        new: Callable[[str], Bundle],
+        exchanges: Mapping[str, Exchange] | None = None,
     ) -> None:
         self._transport = transport
-        self._home = home
-        self._new_sum = new_sum
+        self._rank = rank
+        self._new = new
+        self._exchanges = exchanges or {}
         self._buffers: dict[str, Bundle] = {HOME: home}
-        self._under_way: dict[str, list[Work]] = {}
+        self._under_way: dict[Channel, tuple[list[Action], list[Work]]] = {}
 
-    def run(
-        self,
-        program: Program,
-        compute: Callable[[int, Bundle], None],
-        accumulate: Callable[[Bundle, bool], None] | None = None,
-    ) -> None:
+    def run(self, program: Program, compute: OnCompute, accumulate: OnAccumulate | None = None) -> None:
         """Execute `program`.
 
-        compute(source, bundle) attends to a bundle; accumulate(sums, first) then adds its gradients to the
-        travelling sums, or sets them if `first`.
+        compute(source, part, bundle) attends to a bundle; accumulate(sums, first) then adds its gradients to
+        the travelling sums, or sets them if `first`.
+
+        Raises:
+            RuntimeError: a hop failed: says at which step, between whom.
         """
-        for (batch, channel), actions in groupby(program, key=_batch):
-            if batch:
-                self._post(channel, [a for a in actions if isinstance(a, (Send, Recv))])
+        record = recorder()
+        for channel, actions in hops(program):
+            if channel is not None:
+                self._post(channel, actions, record)
                 continue
             for action in actions:
-                match action:
-                    case Wait():
-                        for work in self._under_way.pop(action.channel):
-                            work.wait()
-                    case Compute():
-                        compute(action.source, self.buffer(action.buffer))
-                    case Accumulate():
-                        assert accumulate is not None
-                        accumulate(self.buffer(action.buffer), action.first)
+                with record.span(action):
+                    match action:
+                        case Compute():
+                            compute(action.source, action.part, self.buffer(action.buffer))
+                        case Accumulate():
+                            assert accumulate is not None
+                            accumulate(self.buffer(action.buffer), action.first)
+                        case _:
+                            self._execute(action)
+
+    def _execute(self, action: Action) -> None:
+        match action:
+            case Wait():
+                self._wait(action)
+            case Add():
+                for total, other in zip(self.buffer(action.buffer), self.buffer(action.other), strict=True):
+                    total.add_(other)
+            case Pack():
+                self._buffers[action.buffer] = self._exchanges[action.what].pack(action.member)
+            case Unpack():
+                piece = self._buffers.get(action.buffer)
+                self._exchanges[action.what].unpack(action.member, piece)
 
     def buffer(self, name: str) -> Bundle:
         """The bundle called `name`, made at its first use."""
         if name not in self._buffers:
-            if name.startswith("data"):
-                self._buffers[name] = tuple(map(torch.empty_like, self._home))
-            else:
-                assert self._new_sum is not None
-                self._buffers[name] = self._new_sum()
+            self._buffers[name] = self._new(DATA if name.startswith(DATA) else SUM)
         return self._buffers[name]
 
-    def _post(self, channel: str, actions: list[Send | Recv]) -> None:
-        messages = [(action, self.buffer(action.buffer)) for action in actions]
-        self._under_way.setdefault(channel, []).extend(self._transport.post(channel, messages))
+    def _post(self, channel: Channel, actions: list[Action], record: Recorder) -> None:
+        messages = []
+        for action in actions:
+            assert isinstance(action, (Send, Recv))
+            if channel.link == "heads" and isinstance(action, Recv):
+                self._buffers[action.buffer] = self._exchanges[channel.what].empty()
+            messages.append((action, self.buffer(action.buffer)))
+        try:
+            works = self._transport.post(channel, messages)
+        except RuntimeError as error:
+            raise self._broken(actions, error) from error
+        posted, under_way = self._under_way.setdefault(channel, ([], []))
+        posted += actions
+        under_way += works
+        record.posted(channel, actions)
 
+    def _wait(self, action: Wait) -> None:
+        posted, works = self._under_way.pop(action.channel)
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._broken(posted, error) from error
 
-def _batch(action: Action) -> tuple[bool, str]:
-    """Neighbouring sends and receives of one channel start together."""
-    return (True, action.channel) if isinstance(action, (Send, Recv)) else (False, "")
+    def _broken(self, actions: Sequence[Action], error: RuntimeError) -> RuntimeError:
+        hop = actions[0]
+        assert isinstance(hop, (Send, Recv))
+        sources = sorted({action.peer for action in actions if isinstance(action, Recv)})
+        targets = sorted({action.peer for action in actions if isinstance(action, Send)})
+        return RuntimeError(
+            f"burst_attention on rank {self._rank} of the ring: the {hop.channel} hop of step {hop.step} "
+            f"(from ranks {sources}, to ranks {targets}) failed: a rank is gone or did not come in time; see "
+            f"for the first error among the other ranks ({error})"
+        )

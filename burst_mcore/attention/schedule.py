@@ -1,15 +1,18 @@
 """The ring as data: what each rank does, in order, as actions on named buffers.
 
-One object is printed as a step x rank grid, verified, costed (`cost`) and executed (`ring`). Forward and both
-backward directions differ only in which bundle travels and whether its gradient follows it:
+One object is printed as a step x rank grid, verified (`verify`), costed (`timeline`) and executed (`ring`).
+Forward and both backward directions differ only in which bundle travels and whether its gradient follows it:
 
-    forward          K, V travel, nothing follows     (paper algorithm 4)
-    backward "kv"    K, V travel, dK, dV follow       (paper algorithm 1, RingAttention)
-    backward "query" Q, dO, D, LSE travel, dQ follows (paper algorithm 2, BurstAttention)
+    forward  K, V travel, nothing follows     (paper algorithm 4)
+    kv       K, V travel, dK, dV follow       (paper algorithm 1, RingAttention)
+    query    Q, dO, D, LSE travel, dQ follows (paper algorithm 2, BurstAttention)
 
-Bundles go from rank r to r + 1; after t hops rank r holds that of rank r - t. The data of step t + 1 is on
-its way while step t is computed. The gradient of a bundle follows one step behind it: it leaves a rank once
-that rank's share has been added, so that it makes G hops and ends at home, where data makes G - 1.
+A `Route` says how: over M nodes of L positions, a bundle goes round its node, one hop a step, while the one
+that came into the node goes on to the next node, one hop a round. At round i and step j position (m, l)
+holds the bundle of (m - i, l - j). With one node this is the flat ring. The gradient of a bundle follows one
+step behind it and ends at home: see `double_ring`. Where a position is a group of ranks that share the heads
+(head x ring), `head_exchange` puts the all-to-all around the ring. Overlap is an order of actions, no more:
+`without_overlap` is the same program with every hop waited for at once.
 """
 
 from __future__ import annotations
@@ -18,125 +21,61 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 
-DATA, GRADIENT = "data", "gradient"
-HOME = "home"
+from burst_mcore.attention.actions import Program
+from burst_mcore.attention.double_ring import double_ring, without_overlap
+from burst_mcore.attention.head_exchange import Pass, with_heads
 
 
 @dataclass(frozen=True)
-class Send:
-    """Start sending `buffer` to rank `peer`; it may be read, but not written, until the channel's Wait."""
+class Route:
+    """The way of the bundles: over `nodes` x `intra` positions, each of them `heads` consecutive ranks."""
 
-    step: int
-    channel: str
-    buffer: str
-    peer: int
+    nodes: int = 1
+    intra: int = 1
+    heads: int = 1
+    overlap: bool = True
 
-    def __str__(self) -> str:
-        return f"{self.buffer}>{self.peer}"
+    @property
+    def positions(self) -> int:
+        """The size of the ring."""
+        return self.nodes * self.intra
 
-
-@dataclass(frozen=True)
-class Recv:
-    """Start receiving from rank `peer` into `buffer`; it may not be touched until the channel's Wait."""
-
-    step: int
-    channel: str
-    buffer: str
-    peer: int
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return self.positions * self.heads
 
     def __str__(self) -> str:
-        return f"{self.buffer}<{self.peer}"
+        ring = f"ring of {self.intra}" if self.nodes == 1 else f"double ring of {self.nodes} x {self.intra}"
+        heads = f", heads over {self.heads}" if self.heads > 1 else ""
+        return f"{ring}{heads}{'' if self.overlap else ', no overlap'}"
 
 
-@dataclass(frozen=True)
-class Wait:
-    """Everything started on `channel` is complete."""
-
-    step: int
-    channel: str
-
-    def __str__(self) -> str:
-        return f"wait {self.channel}"
+PASSES = {
+    "forward": Pass("forward: K, V travel", gradients=False, bundle=True, rows=True),
+    "kv": Pass("backward kv: K, V travel, dK, dV follow", gradients=True, bundle=False, rows=True),
+    "query": Pass(
+        "backward query: Q, dO, D, LSE travel, dQ follows", gradients=True, bundle=True, rows=False
+    ),
+}
 
 
-@dataclass(frozen=True)
-class Compute:
-    """Attend this rank's own tensors to the bundle of rank `source`, which lies in `buffer`."""
-
-    step: int
-    source: int
-    buffer: str
-
-    def __str__(self) -> str:
-        return f"[{self.source}]"
-
-
-@dataclass(frozen=True)
-class Accumulate:
-    """Add the gradients of the last Compute to the travelling sum in `buffer`; the `first` share is set."""
-
-    step: int
-    source: int
-    buffer: str
-    first: bool
-
-    def __str__(self) -> str:
-        return f"{self.buffer}{'=' if self.first else '+='}d[{self.source}]"
-
-
-Action = Send | Recv | Wait | Compute | Accumulate
-Program = tuple[Action, ...]
-
-
-def data_buffer(step: int) -> str:
-    """Where the bundle of `step` lies: the caller's own tensors first, then two buffers in turn."""
-    return HOME if step == 0 else f"data{(step - 1) % 2}"
-
-
-def sum_buffer(step: int) -> str:
-    """Where the travelling gradient of the bundle of `step` lies."""
-    return f"sum{step % 2}"
-
-
-def home_sum(size: int) -> str:
-    """Where a rank's own gradient has arrived, complete, when its program ends."""
-    return sum_buffer(size if size > 1 else 0)
-
-
-@lru_cache(maxsize=64)
-def flat_ring(rank: int, size: int, *, gradients: bool) -> Program:
-    """The program of `rank` on one ring of `size` ranks; `gradients` says whether they follow the data."""
-    to, source_rank = (rank + 1) % size, (rank - 1) % size
-    program: list[Action] = []
-    for step in range(size):
-        source, last = (rank - step) % size, step == size - 1
-        if not last:
-            program += [
-                Recv(step, DATA, data_buffer(step + 1), source_rank),
-                Send(step, DATA, data_buffer(step), to),
-            ]
-        program.append(Compute(step, source, data_buffer(step)))
-        if gradients:
-            if step > 0:
-                program.append(Wait(step, GRADIENT))
-            program.append(Accumulate(step, source, sum_buffer(step), first=step == 0))
-            if size > 1:
-                program += [
-                    Recv(step, GRADIENT, sum_buffer(step + 1), source_rank),
-                    Send(step, GRADIENT, sum_buffer(step), to),
-                ]
-        if not last:
-            program.append(Wait(step, DATA))
-    if gradients and size > 1:
-        program.append(Wait(size, GRADIENT))
-    return tuple(program)
+@lru_cache(maxsize=256)
+def program(rank: int, route: Route, name: str) -> Program:
+    """What `rank` does in the pass `name`: "forward", "kv" or "query"."""
+    moves = PASSES[name]
+    ring = double_ring(rank // route.heads, route.nodes, route.intra, gradients=moves.gradients)
+    if route.heads > 1:
+        ring = with_heads(ring, rank, route.heads, moves, by_part=route.overlap)
+    return ring if route.overlap else without_overlap(ring)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The programs of all ranks: to print and to verify. A rank executes its own, `flat_ring`."""
+    """The programs of all ranks: to print, to verify, to cost. A rank executes its own, `program`."""
 
-    name: str
+    title: str
+    route: Route
     programs: tuple[Program, ...]
 
     @property
@@ -160,20 +99,10 @@ class Schedule:
             " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in rows
         ]
-        return "\n".join([f"{self.name}, {self.size} ranks", *lines])
+        return "\n".join([f"{self.title}; {self.route}, {self.size} ranks", *lines])
 
 
-def forward_schedule(size: int) -> Schedule:
-    """K, V travel; nothing follows."""
-    return Schedule(
-        "forward: K, V travel", tuple(flat_ring(rank, size, gradients=False) for rank in range(size))
-    )
-
-
-def backward_schedule(size: int, direction: str) -> Schedule:
-    """Backward by rotating the queries ("query") or the keys and values ("kv")."""
-    travels = {
-        "query": "backward query: Q, dO, D, LSE travel, dQ follows",
-        "kv": "backward kv: K, V travel, dK, dV follow",
-    }
-    return Schedule(travels[direction], tuple(flat_ring(rank, size, gradients=True) for rank in range(size)))
+def schedule(route: Route, name: str) -> Schedule:
+    """All ranks' programs of the pass `name`: "forward", "kv" or "query"."""
+    programs = tuple(program(rank, route, name) for rank in range(route.size))
+    return Schedule(PASSES[name].title, route, programs)

@@ -1,27 +1,50 @@
-"""Process groups -> a ring."""
+"""Process groups -> where each rank of the ring is: on which node, at which place."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 
-import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from burst_mcore.attention.communicators import Communicators, companion
+from burst_mcore.rates import Rates
+
+ANSWER_WITHIN = timedelta(seconds=60)
+"""How long ranks that build a topology wait for each other."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """A ring of ranks and the communicators that it runs on. Build it with `single` or `from_group`."""
+    """A ring of ranks: M nodes of L consecutive ranks each, and the process groups that join them.
+
+    Build it with `single`, `from_group` or `from_groups`.
+    """
 
     rank: int
     size: int
-    group: dist.ProcessGroup | None = None
-    """Carries data. None where there is nothing to communicate."""
+    intra_size: int = 0
+    """Ranks of a node, L; 0 stands for all of them."""
+    rates: Rates | None = None
+    """How fast the links and ranks are, for the choices called "auto"; None: `burst_mcore.rates.DEFAULT`."""
+    communicators: Communicators | None = field(default=None, repr=False, compare=False)
+    """None where there is nothing to communicate."""
 
-    gradient_group: dist.ProcessGroup | None = None
-    """Carries gradients, so that they do not queue behind data: on NCCL a communicator of its own."""
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "intra_size", self.intra_size or self.size)
 
-    control_group: dist.ProcessGroup | None = None
-    """A CPU (gloo) communicator over the same ranks, for the agreement at the start of a call."""
+    @property
+    def nodes(self) -> int:
+        """M."""
+        return self.size // self.intra_size
+
+    def __str__(self) -> str:
+        return f"{self.nodes} x {self.intra_size}"
 
     @classmethod
     def single(cls) -> Topology:
@@ -29,15 +52,19 @@ class Topology:
         return cls(rank=0, size=1)
 
     @classmethod
-    def from_group(cls, group: dist.ProcessGroup) -> Topology:
-        """The ring over `group`, in the order of its ranks.
+    def from_group(
+        cls, group: dist.ProcessGroup, intra_size: int | None = None, rates: Rates | None = None
+    ) -> Topology:
+        """The ring over `group`, in the order of its ranks, `intra_size` of them on each node.
 
-        On NCCL the first call for a group is collective over the group: it makes a second communicator for
-        gradients and a gloo one for agreement. Later calls return the same object, so it may stand in a
-        forward, but build it once beforehand (with the model) to keep that first call out of the training.
+        By default the nodes are the hosts that the ranks are on, asked once for each group: then the first
+        call is collective over the group. On NCCL the first call for a group is collective in any case.
+        Later calls return the same topology, so it may stand in a forward; but build it with the model.
 
         Raises:
-            ValueError: not an initialised process group, or one that this rank is not in.
+            ValueError: not an initialised process group, or one that this rank is not in; intra_size does not
+                divide the group; the hosts hold different numbers of ranks, or ranks that are not neighbours.
+            RuntimeError: a rank of the group did not come.
         """
         if not isinstance(group, dist.ProcessGroup):
             raise ValueError(
@@ -45,31 +72,134 @@ class Topology:
                 f"{group!r}; for all ranks pass torch.distributed.group.WORLD after init_process_group, "
                 f"for one rank alone use Topology.single()"
             )
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if intra_size is not None:
+            _check_divides(intra_size, size)
         known = _KNOWN.get(group.group_name)
-        if known is None or known[0] is not group:  # names come again after destroy_process_group
-            _KNOWN[group.group_name] = known = (group, cls._build(group))
-        return known[1]
+        if known is None or known.group is not group:  # names come again after destroy_process_group
+            _KNOWN[group.group_name] = known = _Known(group)
+        if size == 1:
+            return cls(rank, size, rates=rates)
+        if intra_size is None:
+            known.by_host = known.by_host or _ranks_per_host(_hosts(group))
+            intra_size = known.by_host
+        if known.communicators is None:
+            known.communicators = _communicators(group)
+        return cls(rank, size, intra_size, rates, known.communicators)
 
     @classmethod
-    def _build(cls, group: dist.ProcessGroup) -> Topology:
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        if size == 1:
-            return cls(rank=rank, size=size)
-        backends = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
-        gradient = companion(group, "nccl") if "cuda:nccl" in backends else group  # gloo tells them by tag
-        control = group if "cpu:gloo" in backends else companion(group, "gloo")
-        return cls(rank, size, group, gradient_group=gradient, control_group=control)
+    def from_groups(
+        cls, *, intra: dist.ProcessGroup, inter: dist.ProcessGroup, rates: Rates | None = None
+    ) -> Topology:
+        """The ring over M nodes, from groups that exist: this rank's node, and its counterparts on the nodes.
+
+        These are Megatron's hierarchical context-parallel groups (`pg_collection.hcp[0]` and `[1]`). Rank
+        (m, l), place m in `inter` and l in `intra`, is rank m * L + l of the ring. The first call for a pair
+        of groups is collective over all their ranks: it makes a gloo group over them. Later calls return the
+        same topology.
+
+        Raises:
+            ValueError: not process groups, or groups that do not form a grid.
+            RuntimeError: a rank of `inter` did not come.
+        """
+        for name, group in (("intra", intra), ("inter", inter)):
+            if not isinstance(group, dist.ProcessGroup):
+                raise ValueError(
+                    f"Topology.from_groups: {name} must be a torch.distributed process group that this rank "
+                    f"is in, got {group!r}"
+                )
+        key = f"{intra.group_name} {inter.group_name}"
+        known = _KNOWN_PAIRS.get(key)
+        if known is None or known[:2] != (intra, inter):
+            _KNOWN_PAIRS[key] = known = (intra, inter, cls._from_groups(intra, inter))
+        return replace(known[2], rates=rates)
+
+    @classmethod
+    def _from_groups(cls, intra: dist.ProcessGroup, inter: dist.ProcessGroup) -> Topology:
+        m, l = dist.get_rank(inter), dist.get_rank(intra)  # noqa: E741  # node m, local l
+        mine = json.dumps(dist.get_process_group_ranks(intra))
+        rows = [json.loads(row) for row in _exchange(f"rows/{inter.group_name}", mine, inter)]
+        sizes = [len(row) for row in rows]
+        if len(set(sizes)) > 1:
+            raise ValueError(f"the nodes hold different numbers of ranks: {sizes}")
+        column = dist.get_process_group_ranks(inter)
+        ranks = [rank for row in rows for rank in row]
+        if [row[l] for row in rows] != column or len(set(ranks)) < len(ranks):
+            raise ValueError(
+                f"intra and inter must form a grid: inter has ranks {column}, place {l} of the intra groups "
+                f"has {[row[l] for row in rows]}"
+            )
+        if len(ranks) == 1:
+            return cls.single()
+        gloo = "cpu:gloo" in dist.get_backend_config(intra)
+        whole = next((g for g, n in ((intra, len(rows)), (inter, len(rows[0]))) if n == 1 and gloo), None)
+        control = whole or companion(ranks, "gloo")
+        communicators = Communicators(ranks, {"intra": intra, "inter": inter}, control)
+        return cls(m * sizes[0] + l, len(ranks), sizes[0], communicators=communicators)
 
 
-def companion(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
-    """A new communicator over the same ranks. Collective over `group`, not over the world."""
+@dataclass
+class _Known:
+    """What is known of a process group."""
+
+    group: dist.ProcessGroup
+    communicators: Communicators | None = None
+    by_host: int = 0
+
+
+_KNOWN: dict[str, _Known] = {}
+_KNOWN_PAIRS: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup, Topology]] = {}
+
+
+def host_name() -> str:
+    """What tells this host from others."""
+    return socket.gethostname()
+
+
+def _hosts(group: dist.ProcessGroup) -> list[str]:
+    return _exchange(f"hosts/{group.group_name}", host_name(), group)
+
+
+def _exchange(topic: str, mine: str, group: dist.ProcessGroup) -> list[str]:
+    """What each rank of the group says on a topic; through the store, so that it meets no other message."""
+    store = PrefixStore(f"burst_mcore/{topic}", _get_default_store())
+    store.set(str(dist.get_rank(group)), mine)
+    keys = [str(rank) for rank in range(dist.get_world_size(group))]
+    try:
+        store.wait(keys, ANSWER_WITHIN)
+    except RuntimeError as error:
+        missing = [int(key) for key in keys if not store.check([key])]
+        raise RuntimeError(
+            f"ranks {missing} of the group did not build their topology within {ANSWER_WITHIN.seconds} s: "
+            f"all ranks of a ring must call Topology.from_group (or from_groups)"
+        ) from error
+    return [store.get(key).decode() for key in keys]
+
+
+def _ranks_per_host(hosts: Sequence[str]) -> int:
+    """L, if every host holds as many ranks, one after another; `hosts` by rank."""
+    counts = Counter(hosts)
+    each = next(iter(counts.values()))
+    in_order = [host for host in counts for _ in range(counts[host])]
+    if set(counts.values()) != {each} or list(hosts) != in_order:
+        held = ", ".join(f"{host}: {count}" for host, count in counts.items())
+        why = "different numbers of ranks" if set(counts.values()) != {each} else "ranks that are mixed"
+        raise ValueError(
+            f"the hosts hold {why} ({held}): a double ring needs equal runs of neighbouring ranks. Pass "
+            f"Topology.from_group(group, intra_size=...), {len(hosts)} for a flat ring"
+        )
+    return each
+
+
+def _check_divides(intra_size: int, size: int) -> None:
+    divisors = [d for d in range(1, size + 1) if size % d == 0]
+    if intra_size not in divisors or isinstance(intra_size, bool):
+        raise ValueError(
+            f"intra_size must divide the {size} ranks of the group: one of {divisors}, got {intra_size!r}"
+        )
+
+
+def _communicators(group: dist.ProcessGroup) -> Communicators:
     ranks = dist.get_process_group_ranks(group)
-    made = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    if backend == "nccl":
-        # A communicator starts lazily; start it here, not inside the first backward.
-        dist.barrier(made, device_ids=[torch.cuda.current_device()])
-    return made
-
-
-_KNOWN: dict[str, tuple[dist.ProcessGroup, Topology]] = {}
+    has_gloo = "cpu:gloo" in dist.get_backend_config(group)
+    return Communicators(ranks, {"whole": group}, group if has_gloo else companion(ranks, "gloo"))

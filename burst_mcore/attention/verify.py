@@ -5,137 +5,238 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from burst_mcore.attention.schedule import (
+from burst_mcore.attention.actions import (
+    BUNDLE,
     HOME,
+    RESULT,
+    ROWS,
+    SUM,
     Accumulate,
+    Add,
+    Channel,
     Compute,
+    Pack,
     Program,
     Recv,
-    Schedule,
     Send,
+    Unpack,
     Wait,
-    home_sum,
 )
+from burst_mcore.attention.double_ring import home_sum
+from burst_mcore.attention.schedule import Schedule
+
+Token = tuple[object, ...]
+"""What a buffer holds: ("data", source), ("sum", source, contributors), (what, from, to) in a head group."""
+Mail = tuple[int, int, str, str]
+"""A message's (from, to, link, what): a network keeps the order of those that have these in common."""
 
 
 @dataclass
 class _Rank:
-    """A rank's state. A buffer holds (source, contributors); a bundle of data has no contributors."""
-
+    number: int
+    position: int
+    member: int
     program: Program
+    positions: frozenset[int]
+    members: frozenset[int]
     done: int = 0
-    holds: dict[str, tuple[int, frozenset[int]]] = field(default_factory=dict)
-    sending: dict[str, list[Send]] = field(default_factory=lambda: defaultdict(list))
-    receiving: dict[str, list[Recv]] = field(default_factory=lambda: defaultdict(list))
-    computed: list[int] = field(default_factory=list)
+    holds: dict[str, Token] = field(default_factory=dict)
+    sending: dict[Channel, list[Send]] = field(default_factory=lambda: defaultdict(list))
+    receiving: dict[Channel, list[Recv]] = field(default_factory=lambda: defaultdict(list))
+    computed: list[tuple[int, int]] = field(default_factory=list)
+    """(source, part)."""
+    unpacked: list[tuple[str, int]] = field(default_factory=list)
 
-    def in_flight(self, of: dict[str, list[Send]] | dict[str, list[Recv]]) -> set[str]:
-        return {action.buffer for actions in of.values() for action in actions}
+    @property
+    def finished(self) -> bool:
+        return self.done == len(self.program)
+
+    def fail(self, words: str) -> ValueError:
+        return ValueError(f"rank {self.number}: {words}")
+
+    def read(self, buffer: str) -> Token:
+        self._not_arriving(buffer)
+        if buffer not in self.holds:
+            raise self.fail(f"{buffer} is read before anything arrived in it")
+        return self.holds[buffer]
+
+    def write(self, buffer: str, token: Token | None) -> None:
+        self._not_arriving(buffer)
+        if buffer == HOME or buffer in {send.buffer for sends in self.sending.values() for send in sends}:
+            raise self.fail(f"{buffer} is written while it is sent, or is the caller's")
+        if token is None:
+            self.holds.pop(buffer, None)
+        else:
+            self.holds[buffer] = token
+
+    def _not_arriving(self, buffer: str) -> None:
+        if buffer in {recv.buffer for recvs in self.receiving.values() for recv in recvs}:
+            raise self.fail(f"{buffer} is touched while a message arrives in it")
+
+    def has(self, what: str) -> set[int]:
+        """The members whose share of `what` is in place; all, if it never comes through the head group."""
+        comes = any(isinstance(action, Unpack) and action.what == what for action in self.program)
+        return {member for w, member in self.unpacked if w == what} if comes else set(self.members)
 
 
-class _Mail:
-    """Messages by (from, to, channel), in order; a send is complete only once its receive was posted."""
+class _Network:
+    """Messages, in order; a send is complete only once its receive was posted (rendezvous)."""
 
     def __init__(self) -> None:
-        self.sent: dict[tuple[int, int, str], list[tuple[int, frozenset[int]]]] = defaultdict(list)
-        self.posted: dict[tuple[int, int, str], int] = defaultdict(int)
-        self.taken: dict[tuple[int, int, str], int] = defaultdict(int)
+        self.sent: dict[Mail, list[Token]] = defaultdict(list)
+        self.posted: dict[Mail, int] = defaultdict(int)
+        self.taken: dict[Mail, int] = defaultdict(int)
 
 
 def verify(schedule: Schedule) -> None:
     """Check that every rank meets every bundle exactly once, and that the program is safe on any network.
 
-    Sends are taken as rendezvous (the stricter reading): one completes only when its receive is posted.
-
     Raises:
-        ValueError: a pair of ranks met twice or never, a wrong bundle computed, a buffer touched while in
-            flight, a deadlock, a message left over, or a gradient that does not end at home complete.
+        ValueError: rows and a bundle that meet twice or never, a wrong bundle computed, a buffer touched
+            while in flight, a deadlock, a message left over, a gradient that does not end at home complete,
+            or a share of the head group that is missing, early or twice.
     """
-    size = schedule.size
-    ranks = [_Rank(program, holds={HOME: (r, frozenset())}) for r, program in enumerate(schedule.programs)]
-    mail = _Mail()
-    while any(rank.done < len(rank.program) for rank in ranks):
-        if not any([_advance(rank, r, mail) for r, rank in enumerate(ranks)]):
-            stuck = {r: str(rank.program[rank.done]) for r, rank in enumerate(ranks) if _unfinished(rank)}
+    positions = frozenset(range(schedule.route.positions))
+    members = frozenset(range(schedule.route.heads))
+    ranks = [
+        _Rank(number, *divmod(number, len(members)), program, positions, members)
+        for number, program in enumerate(schedule.programs)
+    ]
+    for rank in ranks:
+        rank.holds[HOME] = ("data", rank.position)
+    network = _Network()
+    while not all(rank.finished for rank in ranks):
+        if not any([_advance(rank, network) for rank in ranks]):
+            stuck = {rank.number: str(rank.program[rank.done]) for rank in ranks if not rank.finished}
             raise ValueError(f"deadlock: {stuck}")
-    everyone = frozenset(range(size))
-    for r, rank in enumerate(ranks):
-        if sorted(rank.computed) != sorted(everyone):
-            raise ValueError(f"rank {r} computed sources {rank.computed}, must be each of {size} once")
-        if rank.in_flight(rank.sending) | rank.in_flight(rank.receiving):
-            raise ValueError(f"rank {r} ends with messages that nobody waited for")
-        if any(isinstance(action, Accumulate) for action in rank.program):
-            if rank.holds[home_sum(size)] != (r, everyone):
-                raise ValueError(f"rank {r} ends with gradient {rank.holds[home_sum(size)]}")
-    if any(mail.posted[key] != len(mail.sent[key]) for key in {*mail.posted, *mail.sent}):
+    for rank in ranks:
+        _check_end(rank)
+    if any(network.posted[mail] != len(network.sent[mail]) for mail in {*network.posted, *network.sent}):
         raise ValueError("a message was sent that nobody receives")
 
 
-def _unfinished(rank: _Rank) -> bool:
-    return rank.done < len(rank.program)
+def _check_end(rank: _Rank) -> None:
+    pairs = sorted((source, part) for source in rank.positions for part in rank.members)
+    if sorted(rank.computed) != pairs:
+        raise rank.fail(f"computed sources {rank.computed}, must be each of {len(rank.positions)} once")
+    if any(rank.sending.values()) or any(rank.receiving.values()):
+        raise rank.fail("ends with messages that nobody waited for")
+    if any(isinstance(action, Accumulate) for action in rank.program):
+        _check_sum(rank)
+    for what in {what for what, _ in rank.unpacked}:
+        if sorted(member for w, member in rank.unpacked if w == what) != sorted(rank.members):
+            raise rank.fail(f"{what} of the head group: got {rank.unpacked}")
+    if len(rank.members) > 1 and RESULT not in {what for what, _ in rank.unpacked}:
+        raise rank.fail("its results stay with its head group")
 
 
-def _advance(rank: _Rank, r: int, mail: _Mail) -> bool:
+def _check_sum(rank: _Rank) -> None:
+    found = rank.read(home_sum(rank.program))
+    if found != ("sum", rank.position, rank.positions):
+        raise rank.fail(f"gradient of {rank.position} at home is {found}")
+
+
+def _advance(rank: _Rank, network: _Network) -> bool:
     """Run `rank` until it must wait for another; whether it got anywhere."""
     before = rank.done
-    while _unfinished(rank) and _execute(rank, r, mail):
+    while not rank.finished and _execute(rank, network):
         rank.done += 1
     return rank.done > before
 
 
-def _execute(rank: _Rank, r: int, mail: _Mail) -> bool:
+def _execute(rank: _Rank, network: _Network) -> bool:
     action = rank.program[rank.done]
     match action:
         case Recv():
-            _untouched(rank, r, action.buffer, writes=True)
-            rank.holds.pop(action.buffer, None)
+            rank.write(action.buffer, None)
             rank.receiving[action.channel].append(action)
-            mail.posted[action.peer, r, action.channel] += 1
+            network.posted[_mail(action.peer, rank.number, action.channel)] += 1
         case Send():
-            _untouched(rank, r, action.buffer, writes=False)
-            mail.sent[r, action.peer, action.channel].append(_held(rank, r, action.buffer))
+            token = _home_complete(rank) if action.buffer == HOME else rank.read(action.buffer)
+            network.sent[_mail(rank.number, action.peer, action.channel)].append(token)
             rank.sending[action.channel].append(action)
         case Wait():
-            return _complete(rank, r, action.channel, mail)
+            return _complete(rank, action.channel, network)
         case Compute():
-            _untouched(rank, r, action.buffer, writes=False)
-            if _held(rank, r, action.buffer)[0] != action.source:
-                raise ValueError(f"rank {r}: {action.buffer} does not hold the bundle of {action.source}")
-            rank.computed.append(action.source)
+            _compute(rank, action)
         case Accumulate():
-            _untouched(rank, r, action.buffer, writes=True)
-            source, shares = (action.source, frozenset()) if action.first else _held(rank, r, action.buffer)
-            if source != action.source or r in shares or rank.computed[-1] != source:
-                raise ValueError(f"rank {r}: gradient of {action.source} added to that of {source}: {shares}")
-            rank.holds[action.buffer] = (source, shares | {r})
+            _accumulate(rank, action)
+        case Add():
+            _add(rank, action)
+        case Pack():
+            _pack(rank, action)
+        case Unpack():
+            _unpack(rank, action)
     return True
 
 
-def _complete(rank: _Rank, r: int, channel: str, mail: _Mail) -> bool:
+def _mail(sender: int, receiver: int, channel: Channel) -> Mail:
+    return sender, receiver, channel.link, channel.what
+
+
+def _complete(rank: _Rank, channel: Channel, network: _Network) -> bool:
     """Finish all that `rank` started on `channel`, if its peers have come that far."""
-    for recv in rank.receiving[channel]:
-        key = (recv.peer, r, channel)
-        if mail.taken[key] >= len(mail.sent[key]):
+    while rank.receiving[channel]:
+        recv = rank.receiving[channel][0]
+        mail = _mail(recv.peer, rank.number, channel)
+        if network.taken[mail] >= len(network.sent[mail]):
             return False
-        rank.holds[recv.buffer] = mail.sent[key][mail.taken[key]]
-        mail.taken[key] += 1
-        rank.receiving[channel] = [other for other in rank.receiving[channel] if other is not recv]
+        rank.holds[recv.buffer] = network.sent[mail][network.taken[mail]]
+        network.taken[mail] += 1
+        rank.receiving[channel].pop(0)
     for send in rank.sending[channel]:
-        key = (r, send.peer, channel)
-        if mail.posted[key] < len(mail.sent[key]):
+        mail = _mail(rank.number, send.peer, channel)
+        if network.posted[mail] < len(network.sent[mail]):
             return False
     rank.sending[channel] = []
     return True
 
 
-def _held(rank: _Rank, r: int, buffer: str) -> tuple[int, frozenset[int]]:
-    if buffer not in rank.holds:
-        raise ValueError(f"rank {r}: {buffer} is read before anything arrived in it")
-    return rank.holds[buffer]
+def _home_complete(rank: _Rank) -> Token:
+    if rank.has(BUNDLE) != rank.members:
+        raise rank.fail("its bundle is used before all of the head group gave its share")
+    return rank.read(HOME)
 
 
-def _untouched(rank: _Rank, r: int, buffer: str, *, writes: bool) -> None:
-    if buffer in rank.in_flight(rank.receiving):
-        raise ValueError(f"rank {r}: {buffer} is touched while a message arrives in it")
-    if writes and (buffer == HOME or buffer in rank.in_flight(rank.sending)):
-        raise ValueError(f"rank {r}: {buffer} is written while it is sent, or is the caller's")
+def _compute(rank: _Rank, action: Compute) -> None:
+    held = _home_complete(rank) if action.buffer == HOME else rank.read(action.buffer)
+    if held != ("data", action.source):
+        raise rank.fail(f"{action.buffer} does not hold the bundle of {action.source}")
+    parts = rank.members if action.part is None else {action.part}
+    if not parts <= rank.has(ROWS):
+        raise rank.fail(f"computes rows of members {sorted(parts)} before they came")
+    rank.computed += [(action.source, part) for part in sorted(parts)]
+
+
+def _accumulate(rank: _Rank, action: Accumulate) -> None:
+    held = ("sum", action.source, frozenset()) if action.first else rank.read(action.buffer)
+    rank.write(action.buffer, None)
+    kind, source, shares = held
+    assert isinstance(shares, frozenset)
+    last = rank.computed[-len(rank.members) :]
+    if source != action.source or rank.position in shares or {s for s, _ in last} != {source}:
+        raise rank.fail(f"gradient of {action.source} added to that of {source}: {shares}")
+    rank.holds[action.buffer] = (kind, source, shares | {rank.position})
+
+
+def _add(rank: _Rank, action: Add) -> None:
+    (kind, source, shares), (_, other, more) = rank.read(action.buffer), rank.read(action.other)
+    assert isinstance(shares, frozenset) and isinstance(more, frozenset)
+    if source != other or shares & more:
+        raise rank.fail(f"gradient of {other} with {more} added to that of {source} with {shares}")
+    rank.write(action.buffer, (kind, source, shares | more))
+
+
+def _pack(rank: _Rank, action: Pack) -> None:
+    if action.what == RESULT and {s for s, p in rank.computed if p == action.member} != rank.positions:
+        raise rank.fail(f"results of member {action.member} leave before they are complete")
+    if action.what == SUM:
+        _check_sum(rank)
+    rank.write(action.buffer, (action.what, rank.member, action.member))
+
+
+def _unpack(rank: _Rank, action: Unpack) -> None:
+    own = action.member == rank.member
+    if not own and rank.read(action.buffer) != (action.what, action.member, rank.member):
+        raise rank.fail(f"{action.buffer} does not hold the {action.what} of member {action.member}")
+    rank.unpacked.append((action.what, action.member))

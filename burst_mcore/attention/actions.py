@@ -1,0 +1,154 @@
+"""What a rank can do in a schedule: actions on named buffers. Data, no behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+HOME = "home"
+"""The rank's own bundle: never written."""
+PARTIAL = "partial"
+"""Where the sum of the nodes before arrives."""
+
+DATA, GRADIENT = "data", "gradient"
+BUNDLE, ROWS, RESULT, SUM = "bundle", "rows", "result", "sum"
+"""What the all-to-all over a head group carries: in, the bundle that will travel and the rows that stay; out,
+what the rows that stay became, and the gradient that travelled."""
+COMES_LATE = (GRADIENT, RESULT, SUM)
+"""What is computed before it is sent; the rest is there from the start."""
+
+
+class Channel(NamedTuple):
+    """Messages that are waited for together. Those of one link and kind keep their order."""
+
+    link: str
+    """ "intra" (around the node), "inter" (from node to node) or "heads" (within a head group)."""
+    what: str
+    part: int = 0
+    """Messages of one kind that are waited for one by one."""
+
+    def __str__(self) -> str:
+        return f"{self.link} {self.what}{f' {self.part}' if self.part else ''}"
+
+
+@dataclass(frozen=True)
+class Send:
+    """Start sending `buffer` to rank `peer`; it may be read, but not written, until the channel's Wait."""
+
+    step: int
+    channel: Channel
+    buffer: str
+    peer: int
+
+    def __str__(self) -> str:
+        return f"{self.buffer}>{self.peer}"
+
+
+@dataclass(frozen=True)
+class Recv:
+    """Start receiving from rank `peer` into `buffer`; it may not be touched until the channel's Wait."""
+
+    step: int
+    channel: Channel
+    buffer: str
+    peer: int
+
+    def __str__(self) -> str:
+        return f"{self.buffer}<{self.peer}"
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Everything started on `channel` is complete."""
+
+    step: int
+    channel: Channel
+
+    def __str__(self) -> str:
+        return f"wait {self.channel}"
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Attend this rank's own tensors to the bundle of position `source`, which lies in `buffer`.
+
+    `part`: only those rows of its own that are the share of this member of its head group.
+    """
+
+    step: int
+    source: int
+    buffer: str
+    part: int | None = None
+
+    def __str__(self) -> str:
+        return f"[{self.source}{'' if self.part is None else f'.{self.part}'}]"
+
+
+@dataclass(frozen=True)
+class Accumulate:
+    """Add the gradients of the last Compute to the travelling sum in `buffer`; the `first` share is set."""
+
+    step: int
+    source: int
+    buffer: str
+    first: bool
+
+    def __str__(self) -> str:
+        return f"{self.buffer}{'=' if self.first else '+='}d[{self.source}]"
+
+
+@dataclass(frozen=True)
+class Add:
+    """Add the sum in `other`, of the same bundle, to that in `buffer`."""
+
+    step: int
+    buffer: str
+    other: str
+
+    def __str__(self) -> str:
+        return f"{self.buffer}+={self.other}"
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Copy what member `member` of the head group is to get into `buffer`."""
+
+    step: int
+    what: str
+    buffer: str
+    member: int
+
+    def __str__(self) -> str:
+        return f"pack {self.buffer}"
+
+
+@dataclass(frozen=True)
+class Unpack:
+    """Copy what came from member `member` of the head group from `buffer` to where it belongs."""
+
+    step: int
+    what: str
+    buffer: str
+    member: int
+
+    def __str__(self) -> str:
+        return f"unpack {self.buffer}"
+
+
+Action = Send | Recv | Wait | Compute | Accumulate | Add | Pack | Unpack
+Program = tuple[Action, ...]
+
+
+def hops(program: Program) -> Iterator[tuple[Channel | None, list[Action]]]:
+    """The program in pieces: (channel, the messages of one hop), or (None, other actions).
+
+    Neighbouring sends and receives of one channel are one hop: they start together.
+    """
+    for channel, group in groupby(program, key=_channel_of_hop):
+        yield channel, list(group)
+
+
+def _channel_of_hop(action: Action) -> Channel | None:
+    return action.channel if isinstance(action, (Send, Recv)) else None

@@ -1,0 +1,85 @@
+"""Buffers that are used again: pooled by shape, owned by one pass at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.utils import deterministic
+
+SHAPES = 64
+"""How many different shapes (and dtypes) the pool keeps buffers of: those used last."""
+
+_Key = tuple[tuple[int, ...], torch.dtype, bool]
+
+
+class _Pool:
+    def __init__(self) -> None:
+        self._free: OrderedDict[_Key, list[Tensor]] = OrderedDict()
+        self._lock = threading.Lock()  # backward runs in threads of autograd's
+
+    def take(self, key: _Key) -> Tensor | None:
+        with self._lock:
+            free = self._free.get(key)
+            return free.pop() if free else None
+
+    def give(self, key: _Key, tensor: Tensor) -> None:
+        with self._lock:
+            self._free.setdefault(key, []).append(tensor)
+            self._free.move_to_end(key)
+            while len(self._free) > SHAPES:
+                self._free.popitem(last=False)
+
+
+_POOL = _Pool()
+
+
+class Lease:
+    """The buffers of one pass: nobody else has them until it ends. After an error they are not used again.
+
+    On the CPU they come from a pool, since fresh memory costs a page fault every 4 KiB. On CUDA torch's
+    caching allocator is the pool: by size, stream and captured graph, and shared with the rest of the model,
+    so that nothing is held between the calls.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[tuple[_Key, Tensor]] = []
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised contiguous tensor (NaN where torch is told to fill uninitialised memory)."""
+        if device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=device)
+        key = (tuple(shape), dtype, torch.is_inference_mode_enabled())
+        tensor = _POOL.take(key)
+        if tensor is None:
+            tensor = torch.empty(shape, dtype=dtype)
+        elif torch.are_deterministic_algorithms_enabled() and deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
+            tensor.fill_(torch.nan)
+        if type(tensor) is Tensor:  # not one of a tracing mode
+            self._held.append((key, tensor))
+        return tensor
+
+    def empty_like(self, x: Tensor) -> Tensor:
+        """As `empty`, with the shape, dtype and device of `x`."""
+        return self.empty(x.shape, x.dtype, x.device)
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Let `tensor` go out of the pool, to be returned to the user."""
+        self._held = [(key, held) for key, held in self._held if held is not tensor]
+        return tensor
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            for key, tensor in self._held:
+                _POOL.give(key, tensor)
+        self._held = []

@@ -1,0 +1,145 @@
+"""The choices called "auto": how many ranks share heads, and what travels in backward. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from burst_mcore.attention.cost import (
+    Shard,
+    allowed_pairs,
+    link_bytes,
+    message_bytes,
+    pass_flops,
+)
+from burst_mcore.attention.heads import why_not_heads
+from burst_mcore.attention.mask import Mask
+from burst_mcore.attention.plan import pooled_rows
+from burst_mcore.attention.schedule import Route, program
+from burst_mcore.attention.timeline import play_one
+from burst_mcore.layout import Layout
+from burst_mcore.rates import Rates
+
+AS_FAST = 1.01
+"""Candidates within this factor of the fastest are as fast; among them the one that moves fewest bytes wins,
+since the rest of the training uses the links as well."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where the ranks are: `size` in all, `intra` on each node."""
+
+    size: int
+    intra: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to run a call, and its predicted cost on one rank."""
+
+    route: Route
+    direction: str
+    forward_seconds: float
+    backward_seconds: float
+    intra_bytes: int
+    inter_bytes: int
+    """Sent in forward and backward."""
+    compute_seconds: float
+    """Of the kernel alone."""
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds
+
+
+def why_not_degree(degree: int, ranks: Ranks, heads: int, kv_heads: int) -> str | None:
+    """Why `degree` neighbours cannot share heads; None if they can."""
+    if ranks.size % degree:
+        return f"it does not divide the {ranks.size} ranks"
+    if ranks.intra % degree and degree % ranks.intra:
+        return f"its groups would straddle nodes of {ranks.intra}"
+    return why_not_heads(heads, kv_heads, degree)
+
+
+def legal_degrees(ranks: Ranks, heads: int, kv_heads: int) -> list[int]:
+    """The degrees of head parallelism that ranks and heads allow."""
+    return [d for d in range(1, ranks.size + 1) if why_not_degree(d, ranks, heads, kv_heads) is None]
+
+
+def route_for(degree: int, ranks: Ranks, *, ring: str, overlap: bool) -> Route:
+    """The way over these ranks with `degree` neighbours sharing heads; ring: "double" or "flat"."""
+    if ring == "flat" or ranks.size == ranks.intra:
+        return Route(1, ranks.size // degree, degree, overlap)
+    nodes = ranks.size // max(degree, ranks.intra)
+    return Route(nodes, ranks.size // degree // nodes, degree, overlap)
+
+
+@lru_cache(maxsize=1024)
+def candidates(
+    shard: Shard,
+    layout: Layout,
+    mask: Mask,
+    ranks: Ranks,
+    rates: Rates,
+    *,
+    ring: str,
+    overlap: bool,
+    degrees: tuple[int, ...],
+    directions: tuple[str, ...],
+) -> tuple[Candidate, ...]:
+    """Every combination of degree and direction, costed; degrees that the layout cannot pool are left out."""
+    found = []
+    for degree in degrees:
+        route = route_for(degree, ranks, ring=ring, overlap=overlap)
+        try:
+            pooled_rows(layout, shard.tokens * ranks.size, 0, route.positions, degree, 0)
+        except ValueError:
+            continue
+        found += [_candidate(shard, mask, ranks, rates, route, direction) for direction in directions]
+    return tuple(found)
+
+
+def best(found: Sequence[Candidate]) -> Candidate:
+    """The fastest; among those as fast, the one whose bytes need the links for the shortest time."""
+    fastest = min(candidate.seconds for candidate in found)
+    as_fast = [candidate for candidate in found if candidate.seconds <= AS_FAST * fastest]
+    return min(as_fast, key=lambda c: (c.inter_bytes, c.intra_bytes, c.route.heads, c.direction != "query"))
+
+
+def reason(chosen: Candidate, found: Sequence[Candidate]) -> str:
+    """Why it was chosen, in words."""
+    bound = chosen.compute_seconds / chosen.seconds
+    what = f"{bound:.0%} of its {chosen.seconds:.3g} s are the kernel"
+    others = [c for c in found if (c.route.heads, c.direction) != (chosen.route.heads, chosen.direction)]
+    if not others:
+        return f"the only one; {what}"
+    rival = min(others, key=lambda c: c.seconds)
+    name = f"heads over {rival.route.heads}, {rival.direction}"
+    slower = rival.seconds / chosen.seconds
+    if slower > AS_FAST:
+        return f"fastest: the next, {name}, takes {slower - 1:.0%} longer; {what}"
+    return f"as fast as any (within {AS_FAST - 1:.0%}), and of these it moves the fewest bytes; {what}"
+
+
+def _candidate(
+    shard: Shard, mask: Mask, ranks: Ranks, rates: Rates, route: Route, direction: str
+) -> Candidate:
+    """Cost a call as the rank at the end of its node sees it: in a flat ring the one with the slow hop."""
+    rank = ranks.intra - 1
+    pairs = allowed_pairs(mask, shard.tokens * ranks.size) // (ranks.size * route.positions)
+    seconds, sent, compute = [], {"intra": 0, "inter": 0}, 0.0
+    for name in ("forward", direction):
+        steps = program(rank, route, name)
+        sizes = message_bytes(shard, route, name)
+        # A position has the tokens of `heads` ranks, and each of them that share of the heads.
+        step = pass_flops(shard, pairs, name) / rates.compute
+
+        def compute_seconds(_: int, action: object, step: float = step) -> float:
+            return step if getattr(action, "part", None) is None else step / route.heads
+
+        seconds.append(play_one(steps, rank, sizes, compute_seconds, ranks.intra, rates))
+        for link, size in link_bytes(steps, rank, sizes, ranks.intra).items():
+            sent[link] += size
+        compute += step * route.positions
+    return Candidate(route, direction, seconds[0], seconds[1], sent["intra"], sent["inter"], compute)

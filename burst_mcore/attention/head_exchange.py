@@ -1,0 +1,120 @@
+"""The program of head x ring: the all-to-all of a head group around the ring of one of its members."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from burst_mcore.attention.actions import (
+    BUNDLE,
+    RESULT,
+    ROWS,
+    SUM,
+    Action,
+    Channel,
+    Compute,
+    Pack,
+    Program,
+    Recv,
+    Send,
+    Unpack,
+    Wait,
+)
+
+
+class Pass(NamedTuple):
+    """What a pass over the ring moves."""
+
+    title: str
+    gradients: bool
+    """Gradients follow the bundle."""
+    bundle: bool
+    """The bundle that travels first comes through the head group."""
+    rows: bool
+    """So do the rows that stay."""
+
+
+def with_heads(ring: Program, rank: int, heads: int, moves: Pass, *, by_part: bool) -> Program:
+    """Put the all-to-all of `heads` neighbours around the ring of the position that they share.
+
+    What travels comes first, in whole, so that the ring can start; the rows that stay come from one member
+    after another and are computed as they come (own first), while the ring makes its first hop. In the last
+    step the rows are computed member by member (own last), and what they became leaves for its member while
+    the next are computed. What followed the bundle leaves in whole, at the very end.
+
+    Args:
+        ring: the program of the position, between positions.
+        rank: this rank; it is member rank % heads of position rank // heads.
+        heads: ranks of a head group.
+        moves: what the pass moves.
+        by_part: compute the first and last step member by member; else all rows at once.
+    """
+    return tuple(_Member(ring, rank, heads, moves, by_part).actions())
+
+
+class _Member:
+    def __init__(self, ring: Program, rank: int, heads: int, moves: Pass, by_part: bool) -> None:
+        self.ring, self.heads, self.moves, self.by_part = ring, heads, moves, by_part
+        self.member, self.first_rank = rank % heads, rank - rank % heads
+        self.last_step = max(action.step for action in ring if isinstance(action, Compute))
+        self.others = range(1, heads)
+        """Shifts: what goes to the member so many places on comes from the one as many places before."""
+
+    def actions(self) -> Iterator[Action]:
+        for what in (BUNDLE,) * self.moves.bundle + (ROWS,) * self.moves.rows:
+            yield from self.leave(0, what)
+        if self.moves.bundle:
+            yield from self.arrive(0, BUNDLE)
+        for action in self.ring:
+            if isinstance(action, Compute):
+                yield from self.compute(action)
+            elif isinstance(action, (Send, Recv)):
+                yield replace(action, peer=action.peer * self.heads + self.member)
+            else:
+                yield action
+        if self.moves.gradients:
+            yield from self.leave(action.step, SUM)
+        for what in (RESULT,) + (SUM,) * self.moves.gradients:
+            yield from self.arrive(action.step, what)
+
+    def compute(self, action: Compute) -> Iterator[Action]:
+        entering, leaving = action.step == 0 and self.moves.rows, action.step == self.last_step
+        if self.by_part and (entering or leaving):
+            yield from self.compute_by_part(action, entering, leaving)
+            return
+        if entering:
+            yield from self.arrive(action.step, ROWS)
+        yield action
+        if leaving:
+            yield from self.leave(action.step, RESULT)
+
+    def compute_by_part(self, action: Compute, entering: bool, leaving: bool) -> Iterator[Action]:
+        for shift in (0, *self.others) if entering else (*self.others, 0):
+            if entering:
+                yield from self.arrive_from(action.step, ROWS, shift)
+            yield replace(action, part=(self.member - shift) % self.heads)
+            if leaving and shift:
+                yield from self.exchange(action.step, RESULT, self.heads - shift)
+
+    def leave(self, step: int, what: str) -> Iterator[Action]:
+        for shift in self.others:
+            yield from self.exchange(step, what, shift)
+
+    def arrive(self, step: int, what: str) -> Iterator[Action]:
+        for shift in (0, *self.others):
+            yield from self.arrive_from(step, what, shift)
+
+    def exchange(self, step: int, what: str, shift: int) -> Iterator[Action]:
+        """Send to the member `shift` places on, receive from the one as many places before."""
+        to, source = (self.member + shift) % self.heads, (self.member - shift) % self.heads
+        channel = Channel("heads", what, shift)
+        yield Pack(step, what, f"{what}.to{to}", to)
+        yield Recv(step, channel, f"{what}.from{source}", self.first_rank + source)
+        yield Send(step, channel, f"{what}.to{to}", self.first_rank + to)
+
+    def arrive_from(self, step: int, what: str, shift: int) -> Iterator[Action]:
+        source = (self.member - shift) % self.heads
+        if shift:
+            yield Wait(step, Channel("heads", what, shift))
+        yield Unpack(step, what, f"{what}.from{source}", source)

@@ -1,0 +1,148 @@
+"""The all-to-all of head x ring: h ranks pool their tokens, and each attends with a share of the heads.
+
+Outside, a rank has its own rows of all heads; inside the ring, the pooled rows of its head group and its own
+heads. Tensors are [B, S, H, D], statistics [B, H, S]; B batch, S rows, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from burst_mcore.attention.buffers import Lease
+from burst_mcore.attention.ring import Bundle
+
+Rows = tuple[range, ...]
+
+
+def share_of_heads(total: int, member: int, size: int) -> range:
+    """The heads of `total` that a member of a head group of `size` attends with.
+
+    Where there are fewer K/V heads than members, several members get the same one: no more than is needed.
+    """
+    first = member * total // size
+    return range(first, max(first + 1, (member + 1) * total // size))
+
+
+def why_not_heads(heads: int, kv_heads: int, degree: int) -> str | None:
+    """Why so many ranks cannot share these heads; None if they can."""
+    if heads % degree:
+        return f"{heads} heads do not divide by {degree}"
+    if kv_heads % degree and degree % kv_heads:
+        return f"{kv_heads} K/V heads and {degree} do not divide one another"
+    return None
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """The ranks that share heads: which rows each brings, seen from one of them."""
+
+    member: int
+    rows: tuple[Rows, ...]
+    """By member: where its rows lie among the pooled."""
+
+    @property
+    def size(self) -> int:
+        return len(self.rows)
+
+
+class Inward:
+    """Own rows of all heads -> pooled rows of own heads."""
+
+    def __init__(self, group: HeadGroup, own: Bundle, pooled: Bundle, lease: Lease) -> None:
+        self._group, self._own, self._lease = group, own, lease
+        self.pooled = pooled
+
+    def pack(self, member: int) -> Bundle:
+        return tuple(_copy(piece, self._lease) for piece in self._heads_of(member))
+
+    def empty(self) -> Bundle:
+        return tuple(self._lease.empty_like(piece) for piece in self._heads_of(self._group.member))
+
+    def unpack(self, member: int, piece: Bundle | None) -> None:
+        pieces = self._heads_of(member) if piece is None else piece
+        for pooled, came in zip(self.pooled, pieces, strict=True):
+            at = 0
+            for rows in self._group.rows[member]:
+                _rows(pooled, rows).copy_(_rows(came, range(at, at + len(rows))))
+                at += len(rows)
+
+    def _heads_of(self, member: int) -> Bundle:
+        return tuple(_heads(x, share_of_heads(_count(x), member, self._group.size)) for x in self._own)
+
+
+class Outward:
+    """Pooled rows of own heads -> own rows of all heads. Shares of one head, from several members, add up.
+
+    Args:
+        results: (rows) -> those rows of the pooled results, complete.
+        own: where they go; zeros where shares add up. They travel in its dtype.
+    """
+
+    def __init__(
+        self,
+        group: HeadGroup,
+        results: Callable[[range], Bundle],
+        own: Bundle,
+        lease: Lease,
+    ) -> None:
+        self._group, self._results, self._lease = group, results, lease
+        self.own = own
+
+    def pack(self, member: int) -> Bundle:
+        pieces = self.empty()
+        at = 0
+        for rows in self._group.rows[member]:
+            for piece, result in zip(pieces, self._results(rows), strict=True):
+                _rows(piece, range(at, at + len(rows))).copy_(result)
+            at += len(rows)
+        return pieces
+
+    def empty(self) -> Bundle:
+        return tuple(
+            self._lease.empty_like(_heads(x, share_of_heads(_count(x), self._group.member, self._group.size)))
+            for x in self.own
+        )
+
+    def unpack(self, member: int, piece: Bundle | None) -> None:
+        pieces = self.pack(member) if piece is None else piece
+        for own, came in zip(self.own, pieces, strict=True):
+            heads = share_of_heads(_count(own), member, self._group.size)
+            to = _heads(own, heads)
+            if _count(own) < self._group.size:
+                to.add_(came)
+            else:
+                to.copy_(came)
+
+
+def pooled_like(x: Tensor, group: HeadGroup) -> torch.Size:
+    """The shape, inside the ring, of a tensor that is `x` outside."""
+    shape = list(x.shape)
+    rows_at, heads_at = _axes(x)
+    shape[rows_at] *= group.size
+    shape[heads_at] = len(share_of_heads(shape[heads_at], 0, group.size))
+    return torch.Size(shape)
+
+
+def _axes(x: Tensor) -> tuple[int, int]:
+    """(rows, heads) of a tensor, or of a statistic."""
+    return (1, 2) if x.dim() == 4 else (2, 1)
+
+
+def _count(x: Tensor) -> int:
+    return x.shape[_axes(x)[1]]
+
+
+def _rows(x: Tensor, rows: range) -> Tensor:
+    return x.narrow(_axes(x)[0], rows.start, len(rows))
+
+
+def _heads(x: Tensor, heads: range) -> Tensor:
+    return x.narrow(_axes(x)[1], heads.start, len(heads))
+
+
+def _copy(x: Tensor, lease: Lease) -> Tensor:
+    return lease.empty_like(x).copy_(x)

@@ -1,0 +1,156 @@
+"""Plays a schedule against the clock of a cluster: who does what when. Predicted, not measured."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from burst_mcore.attention.actions import Channel, Compute, Program, Recv, Send, Wait
+from burst_mcore.attention.cost import link_class
+from burst_mcore.attention.schedule import Schedule
+from burst_mcore.attention.trace import Event, lane
+from burst_mcore.rates import Rates
+
+Seconds = Callable[[int, Compute], float]
+"""How long a compute takes: (rank, action) -> seconds."""
+
+
+@dataclass
+class _Message:
+    size: int
+    sender: int
+    link: str
+    sent: float | None = None
+    posted: float | None = None
+    end: float | None = None
+
+
+@dataclass
+class _Rank:
+    number: int
+    program: Program
+    done: int = 0
+    clock: float = 0.0
+    under_way: dict[Channel, list[tuple[str, _Message, float]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+
+class _Player:
+    """Ranks that run their programs, links that carry one message at a time each way."""
+
+    def __init__(
+        self,
+        programs: Mapping[int, Program],
+        sizes: Mapping[str, int],
+        seconds: Seconds,
+        intra_size: int,
+        rates: Rates,
+        *,
+        mirror: bool = False,
+    ) -> None:
+        self._ranks = [_Rank(number, program) for number, program in programs.items()]
+        self._sizes, self._seconds, self._intra_size, self._rates = sizes, seconds, intra_size, rates
+        self._mirror = mirror
+        self._mail: dict[tuple[object, ...], list[_Message]] = defaultdict(list)
+        self._sent: dict[tuple[object, ...], int] = defaultdict(int)
+        self._posted: dict[tuple[object, ...], int] = defaultdict(int)
+        self._queues: dict[tuple[int, str], list[_Message]] = defaultdict(list)
+        """Sent and not yet carried, by sender and link."""
+        self._free: dict[tuple[int, str], float] = defaultdict(float)
+        self.events: list[Event] = []
+
+    def play(self) -> float:
+        """Run all programs to their end; the time when the last is over."""
+        while any(rank.done < len(rank.program) for rank in self._ranks):
+            moved = [self._advance(rank) for rank in self._ranks]
+            assert any(moved), "deadlock: verify the schedule"
+        return max(rank.clock for rank in self._ranks)
+
+    def _advance(self, rank: _Rank) -> bool:
+        before = rank.done
+        while rank.done < len(rank.program) and self._execute(rank):
+            rank.done += 1
+        return rank.done > before
+
+    def _execute(self, rank: _Rank) -> bool:
+        match rank.program[rank.done]:
+            case Send() as send:
+                message = self._message(rank, send, self._sent)
+                message.sent = rank.clock
+                self._queues[message.sender, message.link].append(message)
+            case Recv() as recv:
+                self._message(rank, recv, self._posted).posted = rank.clock
+            case Wait(channel=channel):
+                return self._wait(rank, channel)
+            case Compute() as compute:
+                start, rank.clock = rank.clock, rank.clock + self._seconds(rank.number, compute)
+                self.events.append(Event(rank.number, "compute", str(compute), start, rank.clock))
+        return True
+
+    def _message(self, rank: _Rank, action: Send | Recv, count: dict[tuple[object, ...], int]) -> _Message:
+        """What a send and a receive have in common; played against itself, a rank is its own peers."""
+        ends = (rank.number, action.peer) if isinstance(action, Send) else (action.peer, rank.number)
+        key = (*(() if self._mirror else ends), action.channel.link, action.channel.what)
+        if self._mirror and action.channel.link == "heads":
+            key = (*key, action.channel.part)
+        mail, at = self._mail[key], count[key]
+        count[key] += 1
+        if at == len(mail):
+            size = self._sizes[action.channel.what]
+            sender = rank.number if self._mirror else ends[0]
+            mail.append(_Message(size, sender, link_class(*ends, self._intra_size)))
+        if isinstance(action, Send):
+            mail[at].link = link_class(*ends, self._intra_size)
+        rank.under_way[action.channel].append((str(action), mail[at], rank.clock))
+        return mail[at]
+
+    def _wait(self, rank: _Rank, channel: Channel) -> bool:
+        messages = rank.under_way[channel]
+        if any(message.sent is None or message.posted is None for _, message, _ in messages):
+            return False
+        for label, message, posted in messages:
+            end = self._deliver(message)
+            rank.clock = max(rank.clock, end)
+            if "<" in label:
+                self.events.append(Event(rank.number, lane(channel), label, posted, end))
+        messages.clear()
+        return True
+
+    def _deliver(self, message: _Message) -> float:
+        """When it arrives. The link of its sender carries, in order, what both ends are ready for."""
+        link = message.sender, message.link
+        queue = self._queues[link]
+        while message.end is None:
+            first = next(m for m in queue if m.posted is not None)
+            queue.remove(first)
+            assert first.sent is not None and first.posted is not None
+            rate = self._rates.intra if first.link == "intra" else self._rates.inter
+            self._free[link] = max(first.sent, first.posted, self._free[link]) + first.size / rate
+            first.end = self._free[link] + self._rates.latency
+        return message.end
+
+
+def play(
+    schedule: Schedule, sizes: Mapping[str, int], seconds: Seconds, intra_size: int, rates: Rates
+) -> list[Event]:
+    """All that happens when a schedule runs, every rank on its own clock.
+
+    Args:
+        schedule: of one pass.
+        sizes: bytes of a message of each kind (`cost.message_bytes`).
+        seconds: how long each compute takes.
+        intra_size: ranks of a node.
+        rates: how fast links are.
+    """
+    player = _Player(dict(enumerate(schedule.programs)), sizes, seconds, intra_size, rates)
+    player.play()
+    return player.events
+
+
+def play_one(
+    program: Program, rank: int, sizes: Mapping[str, int], seconds: Seconds, intra_size: int, rates: Rates
+) -> float:
+    """Seconds of a pass in which all ranks do what `rank` does, at the same time: quick, for large rings."""
+    return _Player({rank: program}, sizes, seconds, intra_size, rates, mirror=True).play()

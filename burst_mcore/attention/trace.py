@@ -1,0 +1,156 @@
+"""A timeline of a pass over the ring: predicted by the cost model, or recorded from a run; to see overlap."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from burst_mcore.attention.actions import Accumulate, Action, Add, Channel, Compute, Pack, Recv, Unpack, Wait
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that took time on a rank. Seconds from the start of the pass."""
+
+    rank: int
+    lane: str
+    """ "compute", or the link and kind of a message."""
+    label: str
+    start: float
+    end: float
+
+
+def chrome_trace(runs: dict[str, Sequence[Event]]) -> str:
+    """The runs side by side as Chrome trace JSON, which chrome://tracing and ui.perfetto.dev open.
+
+    A process for each rank of each run, a thread for each lane.
+    """
+    events: list[dict[str, Any]] = []
+    processes: dict[tuple[str, int], int] = {}
+    lanes: dict[tuple[str, int, str], int] = {}
+    for run, found in runs.items():
+        for event in sorted(found, key=lambda e: (e.rank, e.lane != "compute", e.lane, e.start)):
+            process = processes.setdefault((run, event.rank), len(processes))
+            lane = lanes.setdefault((run, event.rank, event.lane), len(lanes))
+            events.append(
+                {
+                    "name": event.label,
+                    "cat": event.lane,
+                    "ph": "X",
+                    "ts": event.start * 1e6,
+                    "dur": (event.end - event.start) * 1e6,
+                    "pid": process,
+                    "tid": lane,
+                }
+            )
+    for (run, rank), process in processes.items():
+        events.append(_name("process_name", process, 0, f"{run}, rank {rank}"))
+    for (run, rank, name), lane in lanes.items():
+        events.append(_name("thread_name", processes[run, rank], lane, name))
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _name(kind: str, process: int, lane: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": process, "tid": lane, "args": {"name": name}}
+
+
+class Recorder:
+    """Takes no note of anything: what runs where nobody records."""
+
+    def span(self, action: Action) -> contextlib.AbstractContextManager[None]:
+        """Around an action."""
+        return contextlib.nullcontext()
+
+    def posted(self, channel: Channel, actions: Sequence[Action]) -> None:
+        """After a hop was posted."""
+
+
+@dataclass
+class Recording(Recorder):
+    """Takes the times of one rank's actions. On CUDA those of the current stream.
+
+    A message's end is the time when its wait was over: it arrived then, or earlier.
+    """
+
+    rank: int = 0
+    events: list[Event] = field(default_factory=list)
+    _marks: list[tuple[str, str, Any, Any]] = field(default_factory=list)
+    _under_way: dict[Channel, list[tuple[str, Any]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._begin = self._now()
+
+    @contextlib.contextmanager
+    def span(self, action: Action) -> Iterator[None]:
+        """Take the time of an action, and of the messages that it waits for."""
+        before = self._now()
+        yield
+        after = self._now()
+        if isinstance(action, Wait):
+            for label, posted in self._under_way.pop(action.channel):
+                self._marks.append((lane(action.channel), label, posted, after))
+        elif isinstance(action, (Compute, Accumulate, Add, Pack, Unpack)):
+            self._marks.append(("compute", str(action), before, after))
+
+    def posted(self, channel: Channel, actions: Sequence[Action]) -> None:
+        """Note when the messages of a hop started."""
+        now = self._now()
+        started = [(str(action), now) for action in actions if isinstance(action, Recv)]
+        self._under_way.setdefault(channel, []).extend(started)
+
+    def finish(self) -> None:
+        """Turn the marks into events; on CUDA this waits for the device."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        for where, label, start, end in self._marks:
+            self.events.append(Event(self.rank, where, label, self._since(start), self._since(end)))
+        self._marks = []
+
+    def _now(self) -> Any:
+        if torch.cuda.is_initialized():
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        return time.perf_counter()
+
+    def _since(self, mark: Any) -> float:
+        seconds: float = (
+            mark - self._begin if isinstance(mark, float) else self._begin.elapsed_time(mark) / 1e3
+        )
+        return seconds
+
+
+def lane(channel: Channel) -> str:
+    """The lane of a channel's messages."""
+    return f"{channel.link} {channel.what}"
+
+
+_NOTHING = Recorder()
+_SHARED: list[Recording] = []
+"""Recordings of this process: backward runs in another thread, where the context does not reach."""
+
+
+def recorder() -> Recorder:
+    """Who takes note of what runs now."""
+    return _SHARED[-1] if _SHARED else _NOTHING
+
+
+@contextlib.contextmanager
+def record(rank: int = 0) -> Iterator[list[Event]]:
+    """Record the passes that run inside; the events are there when it ends.
+
+    Every rank records its own: gather the lists and give them to `chrome_trace`.
+    """
+    recording = Recording(rank)
+    _SHARED.append(recording)
+    try:
+        yield recording.events
+    finally:
+        _SHARED.remove(recording)
+        recording.finish()

@@ -1,0 +1,36 @@
+"""How fast a cluster is: what the cost model needs to know of the hardware."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Sustained rates of one rank, in SI units. Raises ValueError where one is not a positive number."""
+
+    intra: float
+    """Bytes a second that a rank sends to ranks of its own node."""
+    inter: float
+    """Bytes a second that a rank sends to other nodes: its share of the node's NICs."""
+    compute: float
+    """FLOPs a second of the local attention kernel, forward and backward."""
+    latency: float = 10e-6
+    """Seconds that a message takes besides its bytes."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            legal = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            if not legal or value < 0 or (value == 0 and name != "latency"):
+                raise ValueError(f"Rates.{name} must be a positive number, got {value!r}")
+
+
+DEFAULT = {
+    # A node of 8 with NVLink at 400 GB/s both ways and a 200 Gbit/s NIC a GPU: the paper's cluster
+    # (section 5), its peak 312 TFLOP/s; half of the peak is what flash kernels sustain there.
+    "cuda": Rates(intra=200e9, inter=25e9, compute=156e12),
+    # Processes of one machine over loopback, and a 10 Gbit/s network between machines; one core.
+    "cpu": Rates(intra=1e9, inter=1e9, compute=50e9, latency=200e-6),
+}
+"""By device type, where the user gives none."""
