@@ -45,6 +45,8 @@ class Communicators:
 
     def _group(self, link: str, what: str, members: tuple[int, ...]) -> dist.ProcessGroup:
         given = self._given.get(link)
+        if given is None and link != "heads" and len(members) == len(self._ranks):
+            given = self._given.get("whole")
         if "cuda:nccl" not in self.backends:
             return given or self._given.get("whole", self.control)
         if given is not None and what == "data":

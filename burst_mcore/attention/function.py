@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from burst_mcore.attention.actions import hops
 from burst_mcore.attention.agreement import Agreement, Signature, agreement
 from burst_mcore.attention.choice import (
     Candidate,
@@ -30,7 +31,7 @@ from burst_mcore.attention.mask import Mask
 from burst_mcore.attention.passes import Call, Keys, Queries, backward, forward, row_delta
 from burst_mcore.attention.plan import pooled_rows
 from burst_mcore.attention.ring import ProcessGroups
-from burst_mcore.attention.schedule import Route
+from burst_mcore.attention.schedule import PASSES, Route, program
 from burst_mcore.attention.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
@@ -99,6 +100,24 @@ def burst_attention(
     inputs = map(_rows_dense, (q, k, v))
     out, lse = _BurstAttention.apply(call, peers, {**signature, "of call": str(number)}, *inputs)  # type: ignore[no-untyped-call]
     return (out, lse.transpose(1, 2)) if return_lse else out
+
+
+def connect(topology: Topology, config: BurstConfig) -> None:
+    """Make the communicators that calls with `config` will use, now instead of in the first of them.
+
+    Collective over the ring; on gloo there is nothing to make. A degree of head parallelism that is "auto" is
+    known only in a call.
+    """
+    if topology.size == 1:
+        return
+    degree = config.head_parallel if isinstance(config.head_parallel, int) else 1
+    ranks = Ranks(topology.size, topology.intra_size)
+    route = route_for(degree, ranks, ring=config.ring, overlap=config.overlap)
+    transport = ProcessGroups(topology, route)
+    for name in PASSES:
+        for channel, _ in hops(program(topology.rank, route, name)):
+            if channel is not None:
+                transport.carrier(channel)
 
 
 class _BurstAttention(torch.autograd.Function):

@@ -29,6 +29,7 @@ from burst_mcore.attention.actions import (
     Wait,
     hops,
 )
+from burst_mcore.attention.communicators import Carrier
 from burst_mcore.attention.schedule import Route
 from burst_mcore.attention.topology import Topology
 from burst_mcore.attention.trace import Recorder, recorder
@@ -62,9 +63,7 @@ class ProcessGroups:
 
     def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Bundle]]) -> Sequence[Work]:
         """Start all messages as one batch, in their order (receives first is fastest on gloo)."""
-        assert self._topology.communicators is not None
-        link, what, members = self._reach(channel)
-        group, place = self._topology.communicators.carrier(link, what, members)
+        group, place = self.carrier(channel)
         first_tag = 64 * self._TAGS.index(channel.what)
         return dist.batch_isend_irecv(
             [
@@ -79,6 +78,11 @@ class ProcessGroups:
                 for index, tensor in enumerate(bundle)
             ]
         )
+
+    def carrier(self, channel: Channel) -> Carrier:
+        """The process group of a channel, made if it is not there yet."""
+        assert self._topology.communicators is not None
+        return self._topology.communicators.carrier(*self._reach(channel))
 
     def _reach(self, channel: Channel) -> tuple[str, str, tuple[int, ...]]:
         """(link, what, the ranks that need one communicator) for the messages of a channel."""

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.config import BACKWARDS, BurstConfig
+from burst_mcore.config import BACKWARDS, RINGS, BurstConfig
 from burst_mcore.layout import KINDS
 
 
@@ -32,6 +32,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="What travels in backward: queries, keys and values, or whichever is fewer bytes.",
     )
     group.add_argument(
+        "--burst-ring",
+        choices=RINGS,
+        default="double",
+        help="Over several nodes: rings within and between them at once, or one flat ring over all ranks.",
+    )
+    group.add_argument(
+        "--burst-no-overlap",
+        action="store_true",
+        help="Wait for every hop at once instead of computing meanwhile: for ablations.",
+    )
+    group.add_argument(
+        "--burst-head-parallel",
+        type=_degree,
+        default=1,
+        metavar="H",
+        help="Ranks that share the heads between them, around a ring over the rest; or auto.",
+    )
+    group.add_argument(
         "--burst-kernel",
         choices=("auto", *KERNELS),
         default="auto",
@@ -49,8 +67,18 @@ def burst_config(arguments: argparse.Namespace) -> BurstConfig:
     if getattr(arguments, "reset_attention_mask", False):
         raise ValueError("burst attention does not support --reset-attention-mask (masks of documents) yet")
     return BurstConfig(
-        layout=arguments.burst_layout, backward=arguments.burst_backward, kernel=arguments.burst_kernel
+        layout=arguments.burst_layout,
+        backward=arguments.burst_backward,
+        ring=arguments.burst_ring,
+        overlap=not arguments.burst_no_overlap,
+        head_parallel=arguments.burst_head_parallel,
+        kernel=arguments.burst_kernel,
     )
+
+
+def _degree(text: str) -> int | str:
+    """A degree of head parallelism; argparse says what is wrong with others."""
+    return text if text == "auto" else int(text)
 
 
 def burst_config_from_arguments() -> BurstConfig:

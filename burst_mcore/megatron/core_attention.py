@@ -16,7 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from burst_mcore.attention.function import burst_attention
+from burst_mcore.attention.function import burst_attention, connect
 from burst_mcore.attention.mask import Mask
 from burst_mcore.attention.topology import Topology
 from burst_mcore.config import BurstConfig
@@ -60,8 +60,10 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(head_dim)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         refuse_unsupported(config, attention_type, dropout, cp_comm_type, layer_number)
-        self.topology = _topology(config, pg_collection)  # last: it may make communicators
+        # Last: these may make communicators.
+        self.topology = _topology(config, pg_collection, self.burst_config.ring)
         _refuse_other_layout(self.burst_config, self.topology)
+        connect(self.topology, self.burst_config)
 
     def forward(
         self,
@@ -171,7 +173,8 @@ def _mask(attn_mask_type: AttnMaskType, layer_number: int) -> Mask:
     )
 
 
-def _topology(config: TransformerConfig, pg_collection: Any) -> Topology:
+def _topology(config: TransformerConfig, pg_collection: Any, ring: str) -> Topology:
+    """The ring over Megatron's own groups: hierarchical ones if there are, else the context-parallel one."""
     group = getattr(pg_collection, "cp", None)
     if group is None:
         group = parallel_state.get_context_parallel_group(check_initialized=False)
@@ -181,4 +184,29 @@ def _topology(config: TransformerConfig, pg_collection: Any) -> Topology:
             f"the model's context_parallel_size is {config.context_parallel_size}, but its context-parallel "
             f"process group has {size} ranks"
         )
-    return Topology.from_group(group) if size > 1 else Topology.single()
+    if size == 1:
+        return Topology.single()
+    sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
+    if not sizes:
+        return _nodes_by_host(group, ring)
+    levels = getattr(pg_collection, "hcp", None) or parallel_state.get_hierarchical_context_parallel_groups(
+        check_initialized=False
+    )
+    if len(sizes) != 2 or not levels or [level.size() for level in levels] != list(sizes):
+        found = [level.size() for level in levels or ()]
+        raise ValueError(
+            f"burst attention takes two hierarchical context-parallel sizes, ranks of a node and nodes, with "
+            f"their process groups; got sizes {list(sizes)} and groups of {found}"
+        )
+    return Topology.from_groups(intra=levels[0], inter=levels[1])
+
+
+def _nodes_by_host(group: Any, ring: str) -> Topology:
+    if ring == "flat":
+        return Topology.from_group(group, intra_size=group.size())
+    try:
+        return Topology.from_group(group)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} (in Megatron: --hierarchical-context-parallel-sizes L M, or --burst-ring flat)"
+        ) from error

@@ -33,6 +33,8 @@ class Case(NamedTuple):
     recompute: str | None = None
     microbatches: int = 1
     fields: tuple[tuple[str, Any], ...] = ()
+    burst: tuple[tuple[str, Any], ...] = ()
+    hierarchy: tuple[int, ...] | None = None
 
 
 def step(case: Case) -> Step:
@@ -45,7 +47,9 @@ def _step(rank: int, size: int, case: Case) -> Step:
     from megatron.core import parallel_state, tensor_parallel
 
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=case.tp, context_parallel_size=case.cp
+        tensor_model_parallel_size=case.tp,
+        context_parallel_size=case.cp,
+        hierarchical_context_parallel_sizes=list(case.hierarchy) if case.hierarchy else None,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(0)
@@ -103,6 +107,7 @@ def transformer_config(case: Case) -> Any:
         "hidden_dropout": 0.0,
         "tensor_model_parallel_size": case.tp,
         "context_parallel_size": case.cp,
+        "hierarchical_context_parallel_sizes": list(case.hierarchy) if case.hierarchy else None,
         "use_cpu_initialization": True,
         "transformer_impl": "local",
         "normalization": "RMSNorm",
@@ -133,7 +138,7 @@ def build(case: Case) -> Any:
     from burst_mcore.megatron import spec
 
     config = transformer_config(case)
-    burst = BurstConfig(backward=case.backward)
+    burst = BurstConfig(backward=case.backward, **dict(case.burst))
     common = {
         "vocab_size": VOCAB,
         "max_sequence_length": N,

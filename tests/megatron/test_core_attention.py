@@ -96,20 +96,25 @@ def test_a_layout_that_megatron_does_not_deal_is_refused():
 def _ring_is_made_once():
     import torch.distributed as dist
 
-    from burst_mcore.attention import topology
+    from burst_mcore.attention import communicators, topology
 
     made = []
     new_group, companion, backends = dist.new_group, topology.companion, dist.get_backend_config
     dist.get_backend_config = lambda *args: "cuda:nccl"  # there gradients and agreement get their own groups
     try:
-        topology.companion = lambda group, backend: made.append(backend) or companion(group, "gloo")
+        for module in (topology, communicators):
+            module.companion = lambda ranks, backend: made.append(backend) or companion(ranks, "gloo")
         model = build(Case(cp=2))
     finally:
-        dist.get_backend_config, topology.companion = backends, companion
-    assert made == ["nccl", "gloo"]  # once, though the model has two layers
+        dist.get_backend_config = backends
+        topology.companion = communicators.companion = companion
+    assert made == ["gloo", "nccl"]  # once, though the model has two layers
     dist.new_group = None  # a forward that made a group would fail
-    rings = {id(m.topology) for m in model.modules() if hasattr(m, "topology")}
+    rings = {id(m.topology.communicators) for m in model.modules() if hasattr(m, "topology")}
     assert len(rings) == 1
+    for module in model.modules():
+        if hasattr(module, "topology"):
+            module.topology.communicators.backends = "cpu:gloo"
     at = torch.arange(16)[None]
     model(at, at, None, labels=at).sum().backward()
     dist.new_group = new_group

@@ -46,6 +46,26 @@ def test_gpt(tp, cp, backward):
     assert_equal(step(Case(tp=tp, cp=cp, backward=backward)), default())
 
 
+WAYS = {
+    "double ring": {"hierarchy": (2, 2)},
+    "double ring of 1 x 4": {"hierarchy": (4, 1)},
+    "flat ring on hierarchical groups": {"hierarchy": (2, 2), "burst": (("ring", "flat"),)},
+    "head x ring": {"hierarchy": (2, 2), "burst": (("head_parallel", 2),)},
+    "Ulysses": {"burst": (("head_parallel", 4),)},
+    "auto, no overlap": {"burst": (("head_parallel", "auto"), ("overlap", False))},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gpt_on_other_routes(way):
+    assert_equal(step(Case(cp=4, **WAYS[way])), default())
+
+
+def test_gpt_with_tensor_parallelism_on_a_double_ring_that_shares_heads():
+    case = Case(tp=2, cp=4, hierarchy=(2, 2), burst=(("head_parallel", 2),))
+    assert_equal(step(case), default())
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_gpt_with_recompute_and_microbatches_in_flight(recompute):
     got = step(Case(cp=2, recompute=recompute, microbatches=2))
