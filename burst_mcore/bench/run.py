@@ -16,11 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from burst_mcore.attention.choice import Ranks
 from burst_mcore.attention.function import burst_attention
 from burst_mcore.attention.kernels import kernel, table
 from burst_mcore.attention.topology import Topology
+from burst_mcore.attention.trace import Event, record
 from burst_mcore.bench.methods import METHODS, Method
 from burst_mcore.bench.problem import DTYPES, Problem
+from burst_mcore.config import BurstConfig
 from burst_mcore.layout import shard, unshard
 
 GATE_TOKENS = 512
@@ -81,6 +84,38 @@ def measure(problem: Problem, ranks: int, names: Sequence[str], repeats: int) ->
         burst_alone,
         *(_in_processes(ranks, _beside_kernel, name, problem, repeats)[0][1] for name in names),
     ]
+
+
+def record_pass(problem: Problem, ranks: Ranks, name: str, config: BurstConfig) -> list[Event]:
+    """What every rank did when in one pass, "forward", "query" or "kv", over gloo on this machine.
+
+    Raises:
+        ValueError: the configuration cannot serve the problem.
+        RuntimeError: a rank failed.
+    """
+    per_rank = _in_processes(ranks.size, _record_pass, problem, ranks, name, config)
+    return [event for events in per_rank for event in events]
+
+
+def _record_pass(
+    rank: int, size: int, problem: Problem, ranks: Ranks, name: str, config: BurstConfig
+) -> list[Event]:
+    group = dist.group.WORLD
+    assert group is not None
+    topology = Topology.from_group(group, intra_size=ranks.intra)
+    config = replace(config, backward="kv" if name == "forward" else name)
+    q, k, v, dout = (shard(x, 1, rank=rank, size=size) for x in problem.tensors())
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    for _ in range(2):  # once to warm up: connections, buffers
+        dist.barrier()
+        with record(rank) as events:
+            out = burst_attention(*inputs, topology=topology, mask=problem.mask, config=config)
+        if name != "forward":
+            assert isinstance(out, Tensor)
+            dist.barrier()
+            with record(rank) as events:
+                out.backward(dout)
+    return events
 
 
 def _beside_kernel(rank: int, size: int, name: str, problem: Problem, repeats: int) -> tuple[Result, Result]:
