@@ -18,7 +18,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train compare test test-all lint bench clean
+.PHONY: help train compare test test-all lint bench bench-topology clean
 
 help:
 	@echo 'make train [ARGS="..."]    train a GPT on Megatron-Core with a burst ring (4 CPU processes)'
@@ -26,6 +26,7 @@ help:
 	@echo 'make test                  lint, types and tests; also with Megatron-Core 0.16.1 where Python 3.11 is'
 	@echo 'make test-all              the same, and the slow cells'
 	@echo 'make bench                 attention, measured beside other methods'
+	@echo 'make bench-topology        rings and overlap on an emulated cluster (needs root and iproute2)'
 
 train: $(VENV)
 	@$(RUN) examples/train.py $(ARGS)
@@ -48,6 +49,9 @@ lint: $(VENV)
 
 bench: $(VENV)
 	@.venv/bin/burst-mcore bench attention $(ARGS)
+
+bench-topology: $(VENV)
+	@.venv/bin/burst-mcore bench topology --out benchmarks/results/topology.json $(ARGS)
 
 clean:
 	rm -rf .venv .venv-py311 runs

@@ -168,6 +168,29 @@ def attention(
     typer.echo(json_line(problem, results))
 
 
+@bench.command()
+def topology(
+    repeats: Annotated[int, typer.Option(min=1, help="Counted rounds, after one that is not.")] = 3,
+    out: Annotated[Path, typer.Option(help="All figures, as JSON.")] = Path("topology.json"),
+) -> None:
+    """Double ring, overlap and the cost model's choices, in wall time on an emulated cluster (needs root)."""
+    from burst_mcore.bench import cluster
+    from burst_mcore.bench import topology as bench_topology
+
+    lacking = cluster.missing()
+    if lacking is not None:
+        _fail("bench topology", RuntimeError(f"the emulated cluster needs {lacking}"))
+    try:
+        verdicts = bench_topology.all_verdicts(repeats, typer.echo)
+    except RuntimeError as error:
+        _fail("bench topology", error)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(bench_topology.as_json(verdicts))
+    typer.echo(f"\n{bench_topology.report(verdicts)}\n\nall figures: {out}")
+    if not all(verdict.reached for verdict in verdicts):
+        raise typer.Exit(1)
+
+
 def _rates(intra_gb: float, inter_gb: float, tflops: float, latency_us: float) -> Rates:
     return Rates(intra=intra_gb * 1e9, inter=inter_gb * 1e9, compute=tflops * 1e12, latency=latency_us * 1e-6)
 

@@ -8,6 +8,7 @@ import pickle
 import queue
 import tempfile
 import threading
+import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -41,13 +42,21 @@ def processes(size: int, function: Callable[..., Any], *args: Any, timeout: floa
             process.start()
         found: dict[int, Any] = {}
         try:
-            for _ in ranks:
-                rank, result, error = pickle.loads(results.get(timeout=timeout))
+            deadline = time.monotonic() + timeout
+            while len(found) < size:
+                try:
+                    rank, result, error = pickle.loads(results.get(timeout=1))
+                except queue.Empty:
+                    dead = all(not process.is_alive() for r, process in enumerate(ranks) if r not in found)
+                    if time.monotonic() > deadline or (dead and results.empty()):
+                        raise
+                    continue
                 assert error is None, f"rank {rank} of {size}:\n{error}"
                 found[rank] = result
         except queue.Empty:
             missing = sorted(set(range(size)) - set(found))
-            raise AssertionError(f"ranks {missing} of {size} did not answer within {timeout} s") from None
+            words = f"ranks {missing} of {size} did not answer within {timeout} s"
+            raise AssertionError(words, found) from None
         finally:
             for process in ranks:
                 process.join(timeout=10)

@@ -46,6 +46,33 @@ RING = Topology(rank=1, size=4)
         ({"softmax_scale": float("nan")}, "finite"),
         ({"softmax_scale": 0.0}, "positive"),
         ({"topology": RING}, "ring of 4 ranks needs its process group"),
+        (
+            {"topology": RING, "config": BurstConfig(head_parallel=3)},
+            r"head_parallel=3 is not legal with 4 heads, 4 K/V heads and 4 ranks, 4 a node: it does not "
+            r"divide the 4 ranks; legal: \[1, 2, 4\]",
+        ),
+        (
+            {"topology": RING, "q": (1, 8, 6, 16), "config": BurstConfig(head_parallel=4)},
+            r"6 heads do not divide by 4; legal: \[1, 2\]",
+        ),
+        (
+            {
+                "topology": Topology(rank=1, size=12, intra_size=6),
+                "q": (1, 8, 12, 16),
+                "config": BurstConfig(head_parallel=4),
+            },
+            r"12 ranks, 6 a node: its groups would straddle nodes of 6; legal: \[1, 2, 3, 6, 12\]",
+        ),
+        (
+            {
+                "topology": RING,
+                "q": (1, 8, 12, 16),
+                "k": (1, 8, 6, 16),
+                "config": BurstConfig(head_parallel=4),
+            },
+            r"6 K/V heads and 4 do not divide one another; legal: \[1, 2\]",
+        ),
+        ({"config": BurstConfig(head_parallel=2)}, r"does not divide the 1 ranks; legal: \[1\]"),
         ({"mask": "causal"}, "Mask.causal"),
         ({"config": {"layout": "zigzag"}}, "BurstConfig"),
         ({"config": BurstConfig(kernel="flash9")}, "unknown kernel 'flash9'; legal"),
@@ -70,6 +97,11 @@ def test_topology_has_no_default():
         ({"backward": "dq"}, "dq.*query.*kv"),
         ({"kernel": None}, "kernel"),
         ({"grad_dtype": torch.float16}, "grad_dtype.*float16"),
+        ({"ring": "star"}, "star.*double.*flat"),
+        ({"overlap": 1}, "overlap must be True or False, got 1"),
+        ({"head_parallel": 0}, "head_parallel.*at least 1.*got 0"),
+        ({"head_parallel": "many"}, "'auto', got 'many'"),
+        ({"head_parallel": True}, "head_parallel.*got True"),
     ],
 )
 def test_bad_config(fields, words):
@@ -113,6 +145,12 @@ def _disagree(rank, size, what):
         "layout": {"config": BurstConfig(layout="contiguous" if odd else "zigzag")},
         "kernel": {"config": BurstConfig(kernel="reference" if odd else "aten-cpu")},
         "grad_dtype": {"config": BurstConfig(grad_dtype=torch.bfloat16 if odd else torch.float32)},
+        "ring": {"config": BurstConfig(ring="flat" if odd else "double")},
+        "overlap": {"config": BurstConfig(overlap=not odd)},
+        "head_parallel": {"config": BurstConfig(head_parallel=3 if odd else 1), "q": (1, 8, 6, 16)},
+        "auto": {"config": BurstConfig(head_parallel="auto" if odd else 1)},
+        "topology": {"topology": Topology.from_group(dist.group.WORLD, intra_size=1 if odd else 3)},
+        "lse": {"return_lse": odd},
         "gradient": {"requires_grad": odd},
         "refusal": {"q": (1, 7 if odd else 8, 4, 16)},
         "nonsense": {"softmax_scale": [1] if odd else 1.0},
@@ -121,7 +159,7 @@ def _disagree(rank, size, what):
         _attend(topology=topology)  # signatures known to everyone: a later call must be caught as well
     start = time.monotonic()
     with pytest.raises((ValueError, TypeError)) as caught:
-        _attend(topology=topology, **calls[what])
+        _attend(**{"topology": topology, **calls[what]})
     taken = time.monotonic() - start
     _attend(topology=topology)
     return str(caught.value), taken
@@ -139,6 +177,12 @@ def _disagree(rank, size, what):
         ("layout", ["layout: zigzag on ranks [0, 2], contiguous on ranks [1]"]),
         ("kernel", ["kernel: aten-cpu on ranks [0, 2], reference on ranks [1]"]),
         ("grad_dtype", ["grad_dtype: torch.float32 on ranks [0, 2], torch.bfloat16 on ranks [1]"]),
+        ("ring", ["ring: double on ranks [0, 2], flat on ranks [1]"]),
+        ("overlap", ["overlap: True on ranks [0, 2], False on ranks [1]"]),
+        ("head_parallel", ["head_parallel: 1 on ranks [0, 2], 3 on ranks [1]"]),
+        ("auto", ["head_parallel: 1 on ranks [0, 2], auto on ranks [1]"]),
+        ("topology", ["topology: 1 x 3 on ranks [0, 2], 3 x 1 on ranks [1]"]),
+        ("lse", ["lse wanted: False on ranks [0, 2], True on ranks [1]"]),
         ("gradient", ["gradient wanted: False on ranks [0, 2], True on ranks [1]"]),
     ],
 )

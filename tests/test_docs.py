@@ -61,6 +61,21 @@ def test_what_is_named_exists(page):
         assert (ROOT / path).exists(), path
 
 
+@pytest.mark.parametrize("command", ["explain", "draw"])
+def test_commands_in_the_docs_run(command, tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from burst_mcore.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    pages = "\n".join(page.read_text() for page in PAGES)
+    lines = re.findall(rf"^burst-mcore ({command} .*)$", pages, re.MULTILINE)
+    assert lines, f"no page shows burst-mcore {command}"
+    for line in lines:
+        done = CliRunner().invoke(app, line.split())
+        assert done.exit_code == 0, done.output
+
+
 def test_every_flag_is_in_the_docs():
     import argparse
 

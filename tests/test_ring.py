@@ -17,9 +17,9 @@ GQA = {"mha": 4, "gqa": 2, "mqa": 1}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _attend(p, mask, size, rank, config):
+def _attend(p, mask, size, rank, config, topology=None):
     """This rank's (out, lse, dq, dk, dv)."""
-    topology = Topology.from_group(dist.group.WORLD)
+    topology = topology or Topology.from_group(dist.group.WORLD)
     q, k, v, dout = (shard(x, 1, rank=rank, size=size, layout=config.layout) for x in p)
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     out, lse = burst_attention(*inputs, topology=topology, mask=mask, config=config, return_lse=True)

@@ -196,9 +196,9 @@ def _checked_call(
         torch.promote_types(config.grad_dtype, q.dtype) if q.dtype.itemsize == 8 else config.grad_dtype
     )
     shard = Shard(batch, tokens, heads, kv_heads, head_dim, value_dim, q.dtype.itemsize, grad_dtype.itemsize)
+    route, direction = _way(config, topology, shard, mask, q.device.type)
     if topology.size > 1:
         _check_group(topology, q.device.type)
-    route, direction = _way(config, topology, shard, mask, q.device.type)
     on_ring = shard.pooled(route.heads)
     kernel = choose(
         config.kernel,
@@ -246,7 +246,7 @@ def _way(config: BurstConfig, topology: Topology, shard: Shard, mask: Mask, devi
         layout,
         mask,
         ranks,
-        topology.rates or DEFAULT[device],
+        topology.rates or DEFAULT.get(device, DEFAULT["cpu"]),
         ring=config.ring,
         overlap=config.overlap,
         degrees=tuple(legal),

@@ -1,0 +1,344 @@
+"""The paper's claims about topology and overlap, measured in wall time on an emulated cluster.
+
+Messages are real: they go through burst_attention, gloo and shaped links. The kernel is modelled: a timed
+wait in its place, as long as its FLOPs take at a given rate, since two cores cannot compute for eight ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import Tensor
+
+from burst_mcore.attention.choice import Candidate, Ranks, best, candidates, legal_degrees
+from burst_mcore.attention.cost import Shard, allowed_pairs, pass_flops
+from burst_mcore.attention.function import burst_attention
+from burst_mcore.attention.kernels.kernel import Kernel, RowGradients
+from burst_mcore.attention.kernels.table import KERNELS, choose
+from burst_mcore.attention.mask import Mask
+from burst_mcore.attention.topology import Topology
+from burst_mcore.bench import cluster
+from burst_mcore.config import BurstConfig
+from burst_mcore.layout import Layout
+from burst_mcore.rates import Rates
+
+WITHIN = 1.05
+"""The choice of the cost model is right if it is at most so much slower than the fastest measured."""
+BARS = {"double ring, 2 x 2": 2.2, "double ring, 2 x 4": 4.5, "overlap, 2 x 4": 1.5, "choice": 0.9}
+"""What the measurements must reach: flat / double, off / on, and the share of right choices."""
+FREE = 1e18
+"""FLOP/s at which compute takes no time."""
+LINKS = ((20e6, 1e6), (10e6, 2e6), (2e6, 2e6))
+"""Bytes a second, (within the node, between nodes), that the grid covers: slow beside the cores, which copy
+and merge for all ranks."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention layer on one cluster, float32, causal, zigzag."""
+
+    nodes: int
+    intra: int
+    rates: Rates
+    heads: int = 8
+    kv_heads: int = 8
+    tokens: int = 128
+    """Of a rank."""
+    head_dim: int = 32
+
+    @property
+    def ranks(self) -> Ranks:
+        return Ranks(self.nodes * self.intra, self.intra)
+
+    @property
+    def shard(self) -> Shard:
+        return Shard(1, self.tokens, self.heads, self.kv_heads, self.head_dim, self.head_dim, 4, 4)
+
+    def candidates(self, config: BurstConfig) -> tuple[Candidate, ...]:
+        """What `config` leaves to choose from, costed."""
+        degree, backward = config.head_parallel, config.backward
+        degrees = legal_degrees(self.ranks, self.heads, self.kv_heads)
+        return candidates(
+            self.shard,
+            Layout.of(config.layout),
+            Mask.causal(),
+            self.ranks,
+            self.rates,
+            ring=config.ring,
+            overlap=config.overlap,
+            degrees=tuple(degrees) if degree == "auto" else (int(degree),),
+            directions=("query", "kv") if backward == "auto" else (backward,),
+        )
+
+    def with_compute(self, of_hop: float) -> Case:
+        """The same with a kernel whose forward of one round takes `of_hop` hops of K, V between nodes."""
+        size = self.ranks.size
+        pairs = allowed_pairs(Mask.causal(), self.tokens * size) // size // self.nodes
+        hop = self.shard.bundle_bytes("kv")[0] / self.rates.inter
+        compute = pass_flops(self.shard, pairs, "forward") / (of_hop * hop) if of_hop else FREE
+        return replace(self, rates=replace(self.rates, compute=compute))
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Wall seconds of a forward and backward, the slowest rank's, median over repeats."""
+
+    case: Case
+    config: BurstConfig
+    measured: float
+    predicted: float
+
+    def row(self) -> dict[str, Any]:
+        c = self.case
+        return {
+            "cluster": f"{c.nodes} x {c.intra}",
+            "intra MB/s": c.rates.intra / 1e6,
+            "inter MB/s": c.rates.inter / 1e6,
+            "kernel GFLOP/s": None if c.rates.compute == FREE else c.rates.compute / 1e9,
+            "heads": f"{c.heads}:{c.kv_heads}",
+            "ring": self.config.ring,
+            "head_parallel": self.config.head_parallel,
+            "backward": self.config.backward,
+            "overlap": self.config.overlap,
+            "measured ms": self.measured * 1e3,
+            "predicted ms": self.predicted * 1e3,
+        }
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A figure beside the bar that it must reach."""
+
+    claim: str
+    value: float
+    bar: float
+    timings: Sequence[Timing]
+
+    @property
+    def reached(self) -> bool:
+        return self.value >= self.bar
+
+
+def all_verdicts(repeats: int, say: Callable[[str], None]) -> list[Verdict]:
+    """Every claim, measured one after another; `say` gets a line for each as it comes."""
+    verdicts = []
+    for verdict in (*double_against_flat(repeats), overlap_on_against_off(repeats)):
+        say(f"{verdict.claim}: {verdict.value:.2f} times as fast")
+        verdicts.append(verdict)
+    return [*verdicts, choices(repeats, say)]
+
+
+def double_against_flat(repeats: int) -> Iterator[Verdict]:
+    """Communication alone, inter-node links 20 x slower: as many bytes in data and in gradients."""
+    links = Rates(intra=LINKS[0][0], inter=LINKS[0][1], compute=FREE, latency=0.0)
+    for nodes, intra in ((2, 2), (2, 4)):
+        rings = [BurstConfig(kernel="timed", backward="kv", ring=ring) for ring in ("flat", "double")]
+        flat, double = measure([(Case(nodes, intra, links), rings)], repeats)[0]
+        claim = f"double ring, {nodes} x {intra}"
+        yield Verdict(claim, flat.measured / double.measured, BARS[claim], (flat, double))
+
+
+def overlap_on_against_off(repeats: int) -> Verdict:
+    """The double ring with and without overlap, at the compute where the model says that it matters most."""
+    links = Rates(intra=8e6, inter=LINKS[0][1], compute=FREE, latency=0.0)
+    on, off = (BurstConfig(kernel="timed", backward="kv", overlap=overlap) for overlap in (True, False))
+
+    def gain(case: Case) -> float:
+        return case.candidates(off)[0].seconds / case.candidates(on)[0].seconds
+
+    case = Case(2, 4, links)
+    case = max((case.with_compute(n / 8) for n in range(2, 25)), key=gain)
+    with_overlap, without = measure([(case, [on, off])], repeats)[0]
+    claim = "overlap, 2 x 4"
+    return Verdict(claim, without.measured / with_overlap.measured, BARS[claim], (with_overlap, without))
+
+
+def choices(repeats: int, say: Callable[[str], None]) -> Verdict:
+    """Over a grid of clusters, links, shapes and kernels: is the cost model's choice the fastest?"""
+    timings, right, cells = [], 0, 0
+    for (nodes, intra), (within, between) in itertools.product(((2, 2), (2, 4)), LINKS):
+        links = Rates(intra=within, inter=between, compute=FREE, latency=0.0)
+        cases = [
+            Case(nodes, intra, links, kv_heads=kv_heads).with_compute(of_hop)
+            for kv_heads, of_hop in itertools.product((8, 2), (0, 0.5, 2))
+        ]
+        for found in measure([(case, _all_configs(case)) for case in cases], repeats):
+            chosen, fastest = _chosen(found), min(found, key=lambda timing: timing.measured)
+            cells += 1
+            right += chosen.measured <= WITHIN * fastest.measured
+            timings += found
+            say(_line(chosen, fastest))
+    return Verdict("choice", right / cells, BARS["choice"], timings)
+
+
+def _all_configs(case: Case) -> list[BurstConfig]:
+    degrees = legal_degrees(case.ranks, case.heads, case.kv_heads)
+    ways = [("double", degree) for degree in degrees] + [("flat", 1)]
+    return [
+        BurstConfig(kernel="timed", ring=ring, head_parallel=degree, backward=direction)
+        for (ring, degree), direction in itertools.product(ways, ("query", "kv"))
+    ]
+
+
+def _chosen(found: Sequence[Timing]) -> Timing:
+    """What the cost model picks for the case, of all that were measured with ring="double"."""
+    double = [timing for timing in found if timing.config.ring == "double"]
+    pick = best(double[0].case.candidates(BurstConfig(head_parallel="auto")))
+    return next(
+        timing
+        for timing in double
+        if (timing.config.head_parallel, timing.config.backward) == (pick.route.heads, pick.direction)
+    )
+
+
+def _line(chosen: Timing, fastest: Timing) -> str:
+    row, slower = chosen.row(), chosen.measured / fastest.measured - 1
+    where = f"{row['cluster']}, {row['intra MB/s']:g} and {row['inter MB/s']:g} MB/s, heads {row['heads']}"
+    picked = f"head_parallel={chosen.config.head_parallel}, {chosen.config.backward}"
+    times = f"{chosen.measured * 1e3:.0f} ms, predicted {chosen.predicted * 1e3:.0f}"
+    if chosen is fastest:
+        return f"{where}: {picked} ({times}) is the fastest"
+    other = f"{fastest.config.ring}, head_parallel={fastest.config.head_parallel}, {fastest.config.backward}"
+    return f"{where}: {picked} ({times}); fastest {other}, by {slower:.1%}"
+
+
+def measure(work: Sequence[tuple[Case, Sequence[BurstConfig]]], repeats: int) -> list[list[Timing]]:
+    """Run all cases, which must have the same cluster and links, with all their configurations in turn.
+
+    The time that a message takes besides its bytes is measured first, and given to the cost model.
+    """
+    first = work[0][0]
+    latency, seconds = cluster.run(first.ranks, first.rates, _measure, work, repeats)[0]
+    timings = []
+    for (case, configs), walls in zip(work, seconds, strict=True):
+        case = replace(case, rates=replace(case.rates, latency=latency))
+        timings.append(
+            [
+                Timing(case, config, statistics.median(wall), case.candidates(config)[0].seconds)
+                for config, wall in zip(configs, walls, strict=True)
+            ]
+        )
+    return timings
+
+
+def _measure(
+    rank: int, size: int, work: Sequence[tuple[Case, Sequence[BurstConfig]]], repeats: int
+) -> tuple[float, list[list[list[float]]]]:
+    """(latency, wall seconds by case, configuration and repeat); the same on every rank."""
+    latency = _latency(rank, size)
+    return latency, [_time_in_turn(rank, case, configs, repeats) for case, configs in work]
+
+
+def _latency(rank: int, size: int) -> float:
+    """Seconds of a hop around all ranks with a message of a few bytes."""
+    out, into = torch.zeros(16), torch.zeros(16)
+    seconds = []
+    for _ in range(20):
+        dist.barrier()
+        start = time.perf_counter()
+        hop = [
+            dist.P2POp(dist.irecv, into, (rank - 1) % size),
+            dist.P2POp(dist.isend, out, (rank + 1) % size),
+        ]
+        for work in dist.batch_isend_irecv(hop):
+            work.wait()
+        seconds.append(time.perf_counter() - start)
+    median = torch.tensor(statistics.median(seconds), dtype=torch.float64)
+    dist.all_reduce(median)
+    return median.item() / size
+
+
+def _time_in_turn(rank: int, case: Case, configs: Sequence[BurstConfig], repeats: int) -> list[list[float]]:
+    """Wall seconds by configuration and repeat, the slowest rank's. The first round is not counted."""
+    KERNELS["timed"] = timed_kernel(case.rates.compute)
+    choose.cache_clear()  # it remembers the kernel of the case before
+    topology = Topology.from_group(dist.group.WORLD, intra_size=case.intra)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(rank)
+
+    def draw(heads: int) -> Tensor:
+        return torch.randn(1, case.tokens, heads, case.head_dim, generator=generator).requires_grad_()
+
+    q, k, v = draw(case.heads), draw(case.kv_heads), draw(case.kv_heads)
+    walls: list[list[float]] = [[] for _ in configs]
+    for repeat in range(-1, repeats):
+        for config, wall in zip(configs, walls, strict=True):
+            dist.barrier()
+            start = time.perf_counter()
+            out = burst_attention(q, k, v, topology=topology, mask=Mask.causal(), config=config)
+            assert isinstance(out, Tensor)
+            out.backward(torch.ones_like(out))
+            slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            if repeat >= 0:
+                wall.append(slowest.item())
+    return walls
+
+
+def timed_kernel(rate: float) -> Kernel:
+    """A kernel that takes as long as its FLOPs at `rate` FLOP/s, and computes nothing."""
+
+    def wait(q: Tensor, k: Tensor, v: Tensor, causal: bool, name: str) -> None:
+        rows, columns = q.shape[1], k.shape[1]
+        pairs = rows * (rows + 1) // 2 if causal else rows * columns
+        shard = Shard(
+            q.shape[0], rows, q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.itemsize, q.itemsize
+        )
+        time.sleep(pass_flops(shard, pairs, name) / rate)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        wait(q, k, v, causal, "forward")
+        batch, rows, heads, _ = q.shape
+        return q.new_zeros(batch, rows, heads, v.shape[3]), q.new_zeros(batch, heads, rows)
+
+    def backward(x: RowGradients, *, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        wait(x.q, x.k, x.v, causal, "kv")
+        return torch.zeros_like(x.q), torch.zeros_like(x.k), torch.zeros_like(x.v)
+
+    return Kernel("timed", lambda problem: None, forward, backward, takes_delta=True)
+
+
+def report(verdicts: Sequence[Verdict]) -> str:
+    """The figures beside their bars."""
+    rows = [
+        {
+            "claim": verdict.claim,
+            "measured": verdict.value,
+            "bar": verdict.bar,
+            "": "reached" if verdict.reached else "MISSED",
+        }
+        for verdict in verdicts
+    ]
+    text: str = tabulate(rows, headers="keys", floatfmt=".3g")
+    return text
+
+
+def as_json(verdicts: Sequence[Verdict]) -> str:
+    """All figures, and what they are of."""
+    found = {
+        "what": "wall time of burst_attention, forward and backward, on an emulated cluster: gloo over "
+        "shaped links between network namespaces, a timed wait in the place of the kernel",
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}",
+        "verdicts": [
+            {
+                "claim": verdict.claim,
+                "value": verdict.value,
+                "bar": verdict.bar,
+                "reached": verdict.reached,
+                "timings": [timing.row() for timing in verdict.timings],
+            }
+            for verdict in verdicts
+        ],
+    }
+    return json.dumps(found, indent=1) + "\n"

@@ -1,0 +1,124 @@
+"""The emulated cluster: links as slow as asked for, and nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from burst_mcore.attention.choice import Ranks
+from burst_mcore.bench import cluster, topology
+from burst_mcore.cli import app
+from burst_mcore.config import BurstConfig
+from burst_mcore.rates import Rates
+
+RATES = Rates(intra=40e6, inter=4e6, compute=1e12)
+needs_root = pytest.mark.skipif(cluster.missing() is not None, reason=f"needs {cluster.missing()}")
+
+
+def hop_seconds(rank, size):
+    """Seconds of a hop of 400 KB to the next rank: within the node for even ranks, between nodes for odd."""
+    out, into = torch.zeros(100_000), torch.zeros(100_000)
+    seconds = []
+    for _ in range(3):
+        dist.barrier()
+        start = time.perf_counter()
+        hop = [
+            dist.P2POp(dist.irecv, into, (rank - 1) % size),
+            dist.P2POp(dist.isend, out, (rank + 1) % size),
+        ]
+        recv, send = dist.batch_isend_irecv(hop)
+        recv.wait()
+        seconds.append(time.perf_counter() - start)
+        send.wait()
+    return sorted(seconds)[1]
+
+
+@needs_root
+def test_links_are_as_slow_as_asked_for():
+    seconds = cluster.run(Ranks(4, 2), RATES, hop_seconds)
+    for rank, measured in enumerate(seconds):  # a rank waits for the one before it
+        ideal = 400_000 / (RATES.intra if rank % 2 else RATES.inter)
+        assert 0.8 * ideal < measured < 1.5 * ideal + 0.02, (rank, measured, ideal)
+
+
+def fails(rank, size):
+    assert rank != 1, "rank 1 has its reasons"
+    dist.barrier()
+
+
+@needs_root
+def test_a_rank_that_fails_fails_the_run():
+    with pytest.raises(RuntimeError, match="rank 1 has its reasons"):
+        cluster.run(Ranks(2, 1), RATES, fails)
+
+
+def sleeps(rank, size, folder):
+    (Path(folder) / str(os.getpid())).touch()
+    time.sleep(600)
+
+
+@needs_root
+def test_a_killed_run_leaves_nothing_behind(tmp_path):
+    before = subprocess.check_output(["ip", "-o", "link"], text=True)
+    code = (
+        "import test_cluster as t; from burst_mcore.bench import cluster; "
+        f"cluster.run(t.Ranks(4, 2), t.RATES, t.sleeps, {str(tmp_path)!r})"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    script = tmp_path / "main.py"
+    script.write_text(f"if __name__ == '__main__':\n    {code}\n")
+    launcher = subprocess.Popen([sys.executable, str(script)], env=environment)
+    deadline = time.monotonic() + 60
+    while len(pids := [p.name for p in tmp_path.iterdir() if p.name.isdigit()]) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait()
+    while any(Path("/proc", pid).exists() for pid in pids):
+        assert time.monotonic() < deadline, "ranks outlive their launcher"
+        time.sleep(0.1)
+    assert subprocess.check_output(["ip", "-o", "link"], text=True) == before
+    assert subprocess.check_output(["ip", "netns", "list"], text=True) == ""
+
+
+@needs_root
+def test_a_configuration_is_timed_beside_its_prediction():
+    case = topology.Case(2, 1, Rates(intra=4e6, inter=4e6, compute=1e18, latency=0.0), tokens=64)
+    configs = [BurstConfig(kernel="timed", backward=b) for b in ("query", "kv")]
+    for timing in topology.measure([(case.with_compute(1), configs)], repeats=1)[0]:
+        assert 0.8 * timing.predicted < timing.measured < 2 * timing.predicted + 0.05
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: m.setattr(cluster.os, "geteuid", lambda: 1000), "root"),
+        (lambda m: m.setattr(cluster.shutil, "which", lambda tool: None), "no ip and no tc on the PATH"),
+        (lambda m: m.setattr(cluster.sys, "platform", "darwin"), "Linux"),
+    ],
+)
+def test_a_machine_that_cannot_is_told_why(change, words, monkeypatch):
+    monkeypatch.setattr(cluster.shutil, "which", lambda tool: f"/sbin/{tool}")
+    monkeypatch.setattr(cluster.os, "geteuid", lambda: 0)
+    change(monkeypatch)
+    done = CliRunner().invoke(app, ["bench", "topology"])
+    assert done.exit_code == 1
+    assert words in done.output
+    with pytest.raises(RuntimeError, match=words):
+        cluster.run(Ranks(2, 1), RATES, fails)
+
+
+def test_the_committed_results_reach_their_bars():
+    import json
+
+    found = json.loads(Path(__file__).parent.parent.joinpath("benchmarks/results/topology.json").read_text())
+    assert {verdict["claim"] for verdict in found["verdicts"]} == set(topology.BARS)
+    for verdict in found["verdicts"]:
+        assert verdict["value"] >= verdict["bar"] == topology.BARS[verdict["claim"]]

@@ -1,0 +1,261 @@
+"""Double rings, head x ring and their product over gloo: exactness, bytes by link, delays, deaths."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from dense import assert_as_exact_as, dense, error, problem, single_kernel
+from ranks import MailboxTransport, processes
+from test_ring import _attend, _gathered
+from test_simulation import simulate
+
+from burst_mcore import BurstConfig, Layout, Mask, Topology, burst_attention, shard
+from burst_mcore.attention.choice import Ranks, legal_degrees, route_for
+from burst_mcore.attention.cost import Shard, link_bytes, link_class, message_bytes
+from burst_mcore.attention.kernels import table
+from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.attention.schedule import Route, program
+from burst_mcore.layout import KINDS
+
+HEADS = {"mha": (8, 8), "gqa": (8, 2), "mqa": (8, 1)}
+CLUSTERS = [(1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1), (2, 3), (3, 2), (2, 4), (4, 2)]
+SLOW = {(3, 1), (4, 1), (4, 2)}
+
+
+def _cases(nodes, intra, heads, kv_heads):
+    """Every legal degree on the double ring, both directions; the rest in turn, so that all of it is met."""
+    ranks = Ranks(nodes * intra, intra)
+    draw = random.Random(f"{nodes} {intra} {heads} {kv_heads}")
+    for degree in legal_degrees(ranks, heads, kv_heads):
+        for direction in ("query", "kv"):
+            yield (
+                BurstConfig(
+                    backward=direction,
+                    head_parallel=degree,
+                    layout=draw.choice(KINDS),
+                    ring=draw.choice(("double", "double", "flat")),
+                    overlap=draw.random() < 0.75,
+                ),
+                Mask(draw.choice(("causal", "causal", "full"))),
+            )
+
+
+def _exact(rank, size, intra, dtype):
+    topology = Topology.from_group(dist.group.WORLD, intra_size=intra)
+    for name, (heads, kv_heads) in HEADS.items():
+        for config, mask in _cases(size // intra, intra, heads, kv_heads):
+            n = 8 * Layout.of(config.layout).divisor(size)
+            p = problem(size, n, batch=2, heads=heads, kv_heads=kv_heads, head_dim=32, dtype=dtype)
+            local = _attend(p, mask, size, rank, config, topology)
+            got = _gathered(local, size, config.layout)
+            bar = single_kernel(p, KERNELS["aten-cpu"], causal=mask == Mask.causal())
+            try:
+                assert_as_exact_as(got, bar, dense(p, mask))
+            except AssertionError as e:
+                raise AssertionError(f"{name} {config} {mask}: {e}") from e
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("nodes", "intra"),
+    [pytest.param(*c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CLUSTERS],
+)
+def test_as_exact_as_the_kernel_alone(nodes, intra, dtype):
+    processes(nodes * intra, _exact, intra, dtype)
+
+
+def _bytes(rank, size, intra):
+    """Bytes sent in forward and backward, by link class, of every case; beside the formulas."""
+    sent = []
+    batch = dist.batch_isend_irecv
+
+    def counting(operations):
+        sent.extend((op.group_peer, op.tensor.nbytes) for op in operations if op.op is dist.isend)
+        return batch(operations)
+
+    dist.batch_isend_irecv = counting
+    topology = Topology.from_group(dist.group.WORLD, intra_size=intra)
+
+    def counted():
+        by_link = {"intra": 0, "inter": 0}
+        for peer, size in sent:
+            by_link[link_class(rank, peer, intra)] += size
+        sent.clear()
+        return by_link
+
+    rows = []
+    for heads, kv_heads in HEADS.values():
+        for config, mask in _cases(size // intra, intra, heads, kv_heads):
+            n = 2 * Layout.of(config.layout).divisor(size)
+            p = problem(0, n, heads=heads, kv_heads=kv_heads, dtype=torch.bfloat16)
+            q, k, v, dout = (shard(x, 1, rank=rank, size=size, layout=config.layout) for x in p)
+            q.requires_grad_()
+            sent.clear()
+            out = burst_attention(q, k, v, topology=topology, mask=mask, config=config)
+            forward = counted()
+            out.backward(dout)
+            route = route_for(
+                config.head_parallel, Ranks(size, intra), ring=config.ring, overlap=config.overlap
+            )
+            costed = Shard(1, n // size, heads, kv_heads, 16, 16, 2, 4)
+            for name, got in (("forward", forward), (config.backward, counted())):
+                sizes = message_bytes(costed, route, name)
+                rows.append(
+                    (str(config), name, got, link_bytes(program(rank, route, name), rank, sizes, intra))
+                )
+    return rows
+
+
+@pytest.mark.parametrize(("nodes", "intra"), [(2, 2), (3, 1), (1, 4), (2, 3)])
+def test_bytes_on_each_link_are_the_formulas_on_every_rank(nodes, intra):
+    for rows in processes(nodes * intra, _bytes, intra):
+        for config, name, got, formula in rows:
+            assert got == formula, (config, name)
+
+
+class ChaosTransport(MailboxTransport):
+    """Every message takes its own time, and is looked at only when it must be."""
+
+    def __init__(self, mail, rank):
+        super().__init__(mail, rank)
+        self.draw = random.Random(rank)
+
+    def post(self, channel, messages):
+        time.sleep(self.draw.random() * 0.004)
+        return [_Late(work, self.draw.random() * 0.004) for work in super().post(channel, messages)]
+
+
+class _Late:
+    def __init__(self, work, seconds):
+        self.work, self.seconds = work, seconds
+
+    def wait(self):
+        time.sleep(self.seconds)
+        self.work.wait()
+
+
+@pytest.mark.parametrize("direction", ["query", "kv"])
+@pytest.mark.parametrize("route", [Route(1, 4), Route(2, 3), Route(2, 2, 2), Route(3, 2)], ids=str)
+def test_delays_change_nothing(route, direction):
+    p = problem(3, 4 * Layout("zigzag").divisor(route.size), heads=4, kv_heads=2, head_dim=8)
+    calm, _, _ = simulate(p, Mask.causal(), "zigzag", route, direction)
+    wild, _, _ = simulate(p, Mask.causal(), "zigzag", route, direction, transport=ChaosTransport)
+    assert all(torch.equal(a, b) for a, b in zip(calm, wild, strict=True))
+
+
+def _delayed(rank, size, intra, config):
+    """Whether random delays before every hop change any bit of the results."""
+    topology = Topology.from_group(dist.group.WORLD, intra_size=intra)
+    p = problem(5, 4 * 2 * size, heads=8, kv_heads=2, dtype=torch.float32)
+    calm = _attend(p, Mask.causal(), size, rank, config, topology)
+    batch, draw = dist.batch_isend_irecv, random.Random(rank)
+
+    def late(operations):
+        time.sleep(draw.random() * 0.02)
+        return batch(operations)
+
+    dist.batch_isend_irecv = late
+    wild = _attend(p, Mask.causal(), size, rank, config, topology)
+    return all(torch.equal(a, b) for a, b in zip(calm, wild, strict=True))
+
+
+@pytest.mark.parametrize("head_parallel", [1, 2])
+@pytest.mark.parametrize("direction", ["query", "kv"])
+def test_delays_over_gloo_change_nothing(direction, head_parallel):
+    config = BurstConfig(backward=direction, head_parallel=head_parallel)
+    assert all(processes(4, _delayed, 2, config))
+
+
+def _odd_uses(rank, size, degree):
+    """Under head x ring: lse returned and its gradient, strides, autocast, several calls in flight."""
+    topology = Topology.from_group(dist.group.WORLD, intra_size=2)
+    p = problem(7, 8 * size, batch=2, heads=4, kv_heads=2, dtype=torch.float32)
+
+    def local(x):
+        return shard(x, 1, rank=rank, size=size)
+
+    dlse = problem(8, 8 * size, batch=2, head_dim=1, dtype=torch.float32).q[..., 0]
+    want = dense(p, Mask.causal(), dlse=dlse)
+    config = BurstConfig(kernel="reference", head_parallel=degree)
+    inputs = [local(x).transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in p[:3]]
+    calls = [
+        burst_attention(*inputs, topology=topology, mask=Mask.causal(), config=config, return_lse=True)
+        for _ in range(2)
+    ]
+    for out, lse in calls:
+        for x in inputs:
+            x.grad = None
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            ((out * local(p.dout)).sum() + (lse * local(dlse)).sum()).backward()
+        got = (out, lse, *(x.grad for x in inputs))
+        for g, w in zip(got, (want.out, want.lse, want.dq, want.dk, want.dv), strict=True):
+            assert error(g, local(w)) < 2e-6
+    with torch.inference_mode():
+        out = burst_attention(*inputs, topology=topology, mask=Mask.causal(), config=config)
+    assert error(out, local(want.out)) < 2e-6
+    out = burst_attention(*inputs, topology=topology, mask=Mask.causal(), config=config)
+    out.sum().backward()  # buffers of an inference call are never met again here
+    return True
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_lse_strides_autocast_and_calls_in_flight_under_head_x_ring(degree):
+    assert all(processes(4, _odd_uses, degree))
+
+
+def _a_degree_for_each(rank, size):
+    """Whatever "auto" picks is run; the choice is the same on every rank."""
+    topology = Topology.from_group(dist.group.WORLD, intra_size=2)
+    p = problem(1, 8 * size, heads=8, kv_heads=2, dtype=torch.float32)
+    local = _attend(p, Mask.causal(), size, rank, BurstConfig(head_parallel="auto"), topology)
+    got = _gathered(local, size, "zigzag")
+    return error(got.dq, dense(p, Mask.causal()).dq)
+
+
+def test_auto_runs():
+    assert max(processes(4, _a_degree_for_each)) < 1e-6
+
+
+def _dies(rank, size, intra, config, at):
+    """Rank 1 is killed in the middle of a pass, at its kernel call number `at`; what the others see."""
+    topology = Topology.from_group(dist.group.WORLD, intra_size=intra)
+    real, calls = KERNELS["reference"], []
+
+    def counted(function):
+        def call(*args, **kwargs):
+            calls.append(1)
+            if rank == 1 and len(calls) == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return call
+
+    table.KERNELS["reference"] = type(real)(
+        "reference", real.supports, counted(real.forward), counted(real.backward), real.takes_delta
+    )
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        _attend(
+            problem(0, 16 * size, heads=4, dtype=torch.float32), Mask.full(), size, rank, config, topology
+        )
+    dist.barrier = lambda: None  # ranks.processes ends with one, and there is nobody left to meet
+    return str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    ("intra", "at", "head_parallel"), [(4, 2, 1), (2, 2, 1), (2, 6, 1), (2, 3, 2), (4, 6, 1)]
+)
+def test_a_rank_that_dies_in_mid_ring_is_an_error_that_says_where(intra, at, head_parallel):
+    config = BurstConfig(kernel="reference", head_parallel=head_parallel, backward="query")
+    with pytest.raises(AssertionError, match=r"ranks \[1\] of 4 did not answer") as caught:
+        processes(4, _dies, intra, config, at, timeout=20)
+    for _, (message, seconds) in caught.value.args[1].items():
+        assert "has gone" in message or (
+            "hop of step" in message and "from ranks" in message and "rank" in message
+        ), message
+        assert seconds < 20
+    assert any("hop of step" in message for message, _ in caught.value.args[1].values())

@@ -1,0 +1,190 @@
+"""Where the ranks are: hosts, nodes, groups that exist; and what is refused."""
+
+import pytest
+import torch.distributed as dist
+from dense import dense, error, problem
+from ranks import processes
+from test_ring import _attend, _gathered
+
+from burst_mcore import BurstConfig, Mask, Topology
+from burst_mcore.attention import topology as module
+from burst_mcore.rates import Rates
+
+
+def _with_hosts(rank, size, hosts):
+    module.host_name = lambda: hosts[rank]
+    try:
+        made = Topology.from_group(dist.group.WORLD)
+    except ValueError as error:
+        return str(error)
+    again = Topology.from_group(dist.group.WORLD)
+    assert made == again and made.communicators is again.communicators
+    return made.nodes, made.intra_size, made.rank
+
+
+@pytest.mark.parametrize(
+    ("hosts", "nodes", "intra"), [("aaaa", 1, 4), ("aabb", 2, 2), ("abcd", 4, 1), ("aaabbb", 2, 3)]
+)
+def test_nodes_are_the_hosts_of_the_ranks(hosts, nodes, intra):
+    assert processes(len(hosts), _with_hosts, hosts) == [(nodes, intra, r) for r in range(len(hosts))]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "words"),
+    [
+        ("aaab", ["different numbers of ranks", "a: 3, b: 1", "intra_size"]),
+        ("abab", ["ranks that are mixed", "a: 2, b: 2", "intra_size"]),
+        ("aabba", ["a: 3, b: 2"]),
+    ],
+)
+def test_uneven_or_mixed_hosts_are_refused_on_every_rank_with_the_counts(hosts, words):
+    for message in processes(len(hosts), _with_hosts, hosts):
+        assert all(word in message for word in words), message
+
+
+def _given_size(rank, size):
+    rates = Rates(intra=1e9, inter=1e8, compute=1e12)
+    made = Topology.from_group(dist.group.WORLD, intra_size=2, rates=rates)
+    assert (made.nodes, made.intra_size, made.rates, str(made)) == (2, 2, rates, "2 x 2")
+    for wrong in (3, 0, -2, 8, True, 2.0):
+        with pytest.raises(ValueError, match=rf"one of \[1, 2, 4\], got {wrong!r}"):
+            Topology.from_group(dist.group.WORLD, intra_size=wrong)
+    return True
+
+
+def test_the_size_of_a_node_must_divide():
+    assert all(processes(4, _given_size))
+
+
+def _groups(rank, size, intra):
+    """Groups as Megatron's hierarchical context parallelism makes them."""
+    rows = [list(range(at, at + intra)) for at in range(0, size, intra)]
+    columns = [list(range(at, size, intra)) for at in range(intra)]
+    return _mine(rank, rows), _mine(rank, columns)
+
+
+def _mine(rank, partition):
+    """The group of `rank` among those that all ranks make together."""
+    made = [(ranks, dist.new_group(ranks)) for ranks in partition]
+    return next(group for ranks, group in made if rank in ranks)
+
+
+def _on_groups(rank, size, intra, config):
+    inner, outer = _groups(rank, size, intra)
+    topology = Topology.from_groups(intra=inner, inter=outer)
+    assert (topology.rank, topology.size, topology.intra_size) == (rank, size, intra)
+    assert Topology.from_groups(intra=inner, inter=outer) == topology
+    p = problem(size, 8 * size, heads=4, kv_heads=2)
+    got = _gathered(_attend(p, Mask.causal(), size, rank, config, topology), size, "zigzag")
+    return max(error(g, w) for g, w in zip(got, dense(p, Mask.causal()), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("size", "intra", "config"),
+    [
+        (4, 2, BurstConfig(backward="query")),
+        (4, 2, BurstConfig(backward="kv", ring="flat")),
+        (4, 2, BurstConfig(backward="query", head_parallel=2)),
+        (4, 4, BurstConfig(backward="kv", head_parallel=2)),
+        (4, 1, BurstConfig(backward="query")),
+        (6, 2, BurstConfig(backward="kv", overlap=False)),
+        (4, 2, BurstConfig(head_parallel=4)),
+    ],
+    ids=str,
+)
+def test_a_double_ring_over_groups_that_exist(size, intra, config):
+    assert max(processes(size, _on_groups, intra, config)) < 1e-12
+
+
+def _no_grid(rank, size):
+    inner, _ = _groups(rank, size, 2)
+    with pytest.raises(ValueError, match="must form a grid"):
+        Topology.from_groups(intra=inner, inter=inner)
+    with pytest.raises(ValueError, match="inter must be a torch.distributed process group"):
+        Topology.from_groups(intra=inner, inter=None)
+    return True
+
+
+def test_groups_that_form_no_grid_are_refused():
+    assert all(processes(4, _no_grid))
+
+
+def _uneven_grid(rank, size):
+    rows, columns = [[0, 1, 2], [3]], [[0, 3], [1], [2]]
+    inner, outer = _mine(rank, rows), _mine(rank, columns)
+    if rank in (0, 3):
+        with pytest.raises(ValueError, match=r"different numbers of ranks: \[3, 1\]"):
+            Topology.from_groups(intra=inner, inter=outer)
+    return True
+
+
+def test_uneven_nodes_are_refused_with_the_counts():
+    assert all(processes(4, _uneven_grid))
+
+
+def _sequence_group(rank, size):
+    """DeepSpeed keeps its sequence-parallel group as a plain process group."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    parallel_state_sp.initialize_sequence_parallel(2)
+    group = parallel_state_sp.get_sequence_parallel_group()
+    topology = Topology.from_group(group, intra_size=1)
+    p = problem(1, 32, heads=4, kv_heads=2)
+    at = dist.get_rank(group)
+    out = _attend(p, Mask.causal(), 2, at, BurstConfig(), topology).out
+    from burst_mcore import shard
+
+    return error(out, shard(dense(p, Mask.causal()).out, 1, rank=at, size=2))
+
+
+def test_a_deepspeed_sequence_group_carries_a_ring():
+    pytest.importorskip("deepspeed")
+    assert max(processes(4, _sequence_group)) < 1e-12
+
+
+class _Group:
+    """Stands for a process group: only its size and name matter here."""
+
+
+def test_on_nccl_every_link_and_kind_of_message_has_a_communicator_of_its_own(monkeypatch):
+    from burst_mcore.attention import communicators
+    from burst_mcore.attention.actions import hops
+    from burst_mcore.attention.ring import ProcessGroups
+    from burst_mcore.attention.schedule import PASSES, Route, program
+
+    made = []
+
+    def companion(ranks, backend):
+        made.append((tuple(ranks), backend))
+        return made[-1]
+
+    monkeypatch.setattr(communicators, "companion", companion)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    monkeypatch.setattr(
+        dist, "get_process_group_ranks", lambda g: list(g[0]) if isinstance(g, tuple) else list(range(8))
+    )
+    whole = _Group()
+    topology = Topology(
+        rank=5,
+        size=8,
+        intra_size=4,
+        communicators=communicators.Communicators(range(8), {"whole": whole}, whole),
+    )
+
+    def carriers(route):
+        transport = ProcessGroups(topology, route)
+        channels = {c for name in PASSES for c, _ in hops(program(5, route, name)) if c is not None}
+        return {(c.link, c.what): transport.carrier(c)[0] for c in channels}
+
+    double = carriers(Route(2, 4))
+    assert len({id(group) for group in double.values()}) == len(double) == 4
+    assert {group[0] for (link, _), group in double.items() if link == "intra"} == {(4, 5, 6, 7)}
+    assert {group[0] for (link, _), group in double.items() if link == "inter"} == {(1, 5)}
+    flat = carriers(Route(1, 8))
+    assert flat["intra", "data"] is whole
+    assert flat["intra", "gradient"][0] == tuple(range(8))
+    hybrid = carriers(Route(2, 2, 2))
+    heads = {group for (link, _), group in hybrid.items() if link == "heads"}
+    assert len(heads) == 1 and heads.isdisjoint(double.values())
+    assert {hybrid[key] for key in double} == set(double.values())  # those that exist are used again
+    assert all(backend == "nccl" for _, backend in made)

@@ -1,0 +1,136 @@
+"""Timelines: recorded and predicted, as trace and picture; the commands that show them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from dense import problem
+from ranks import processes
+from typer.testing import CliRunner
+
+from burst_mcore import BurstConfig, Mask, Topology, burst_attention
+from burst_mcore.attention.actions import Compute, Recv
+from burst_mcore.attention.choice import Ranks
+from burst_mcore.attention.schedule import Route, program
+from burst_mcore.attention.trace import Event, chrome_trace, record
+from burst_mcore.bench import predict
+from burst_mcore.bench.problem import Problem
+from burst_mcore.cli import app
+from burst_mcore.rates import Rates
+
+RATES = Rates(intra=50e9, inter=5e9, compute=1e14)
+
+
+def test_a_pass_is_recorded_action_by_action():
+    q, k, v, _ = problem(0, 32)
+    with record(rank=3) as events:
+        burst_attention(q, k, v, topology=Topology.single(), mask=Mask.causal())
+    assert [(e.rank, e.lane, e.label) for e in events] == [(3, "compute", "[0]")]
+    assert 0 <= events[0].start < events[0].end
+    with record() as nothing:
+        pass
+    assert nothing == []
+
+
+def _recorded(rank, size):
+    topology = Topology.from_group(dist.group.WORLD, intra_size=2)
+    q, k, v, dout = problem(0, 64)
+    q.requires_grad_()
+    config = BurstConfig(backward="query")
+    with record(rank) as events:
+        out = burst_attention(q, k, v, topology=topology, mask=Mask.causal(), config=config)
+        out.backward(dout)
+    return events
+
+
+def test_every_message_and_compute_of_a_ring_is_recorded():
+    for rank, events in enumerate(processes(4, _recorded)):
+        actions = [a for name in ("forward", "query") for a in program(rank, Route(2, 2), name)]
+        assert {e.rank for e in events} == {rank}
+        assert sum(e.label.startswith("[") for e in events) == sum(isinstance(a, Compute) for a in actions)
+        assert sum("<" in e.label for e in events) == sum(isinstance(a, Recv) for a in actions)
+        first = {e.lane: e for e in reversed(events)}  # the hops leave before the first compute is over
+        assert first["inter data"].start < first["compute"].end
+        assert first["intra data"].start < first["compute"].end
+
+
+def test_a_trace_has_a_process_for_each_rank_of_each_run():
+    runs = {
+        "predicted": [Event(0, "compute", "[0]", 0.0, 1e-3)],
+        "measured": [Event(0, "intra data", "x", 0, 2e-3)],
+    }
+    events = json.loads(chrome_trace(runs))["traceEvents"]
+    names = {e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert names == {"predicted, rank 0", "measured, rank 0", "compute", "intra data"}
+    spans = [(e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert spans == [("[0]", 0.0, 1e3), ("x", 0.0, 2e3)]
+    assert len({e["pid"] for e in events}) == 2
+
+
+@pytest.mark.parametrize("name", ["forward", "query", "kv"])
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_a_drawing_computes_all_that_the_mask_allows(name, degree):
+    drawn = predict.draw(
+        Problem(seq=4096, heads=8, kv_heads=8, head_dim=64, dtype="bfloat16"),
+        Ranks(4, 2),
+        RATES,
+        name=name,
+        degree=degree,
+        ring="double",
+        overlap=True,
+    )
+    seconds = sum(e.end - e.start for e in drawn.events if e.lane == "compute")
+    flops = (4 if name == "forward" else 10) * 4096 * 4097 // 2 * 8 * 64
+    assert seconds == pytest.approx(flops / RATES.compute)
+
+
+def test_draw_writes_grid_picture_and_trace(tmp_path):
+    out, trace = tmp_path / "x.png", tmp_path / "x.json"
+    done = CliRunner().invoke(
+        app,
+        f"draw --cluster 2x2 --direction query --seq 1K --heads 4 --dtype float32 --measure --out {out} "
+        f"--trace {trace}".split(),
+    )
+    assert done.exit_code == 0, done.output
+    assert "backward query" in done.output and "wait inter gradient" in done.output
+    assert out.read_bytes().startswith(b"\x89PNG")
+    runs = {
+        e["args"]["name"].split(",")[0]
+        for e in json.loads(trace.read_text())["traceEvents"]
+        if e["ph"] == "M"
+    }
+    assert {"predicted", "measured"} <= runs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--cluster", "2by4"], "2by4"),
+        (["--cluster", "0x4"], "4x8"),
+        (["--seq", "many"], "128K or 1M, got 'many'"),
+        (["--direction", "sideways"], "forward, kv, query"),
+        (["--head-parallel", "3"], "legal: [1, 2, 4, 8]"),
+        (["--ring", "star"], "'double', 'flat'"),
+        (["--inter-gb", "-1"], "Rates.inter"),
+        (["--seq", "100"], "multiple of 16"),
+        (["--dtype", "int8"], "dtype must be one of"),
+    ],
+)
+def test_draw_says_what_is_wrong(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["draw", *arguments])
+    assert done.exit_code == 1
+    assert words in done.output
+    assert not list(Path(tmp_path).iterdir())
+
+
+def test_explain_shows_all_ways_the_choice_and_why():
+    done = CliRunner().invoke(
+        app, ["explain", "--heads", "32", "--kv-heads", "8", "--seq", "1M", "--cluster", "4x8"]
+    )
+    assert done.exit_code == 0, done.output
+    rows = [line for line in done.output.splitlines() if " x " in line and ("query" in line or "kv" in line)]
+    assert len([r for r in rows if "chosen" not in r]) == 12  # six degrees, two directions
+    assert "chosen: head_parallel=8, backward='kv'" in done.output
+    assert "predicted, not measured" in done.output
