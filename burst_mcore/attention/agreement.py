@@ -1,8 +1,8 @@
 """All ranks of a ring must make the same calls, in the same order: where they do not, everyone gets an error.
 
-Every call begins by exchanging the hash of its signature, 8 bytes a rank, over the CPU communicator. Where
-the hashes differ, the signatures follow through the store and the error names ranks and fields. A rank that
-refuses its call leaves word in the store, where the others, waiting for its hash, find it.
+Every call begins by an all-reduce of the hash of its signature, 24 bytes, over the CPU communicator: it goes
+ahead of the first hop. Where the hashes differ, the signatures follow through the store and the error names
+ranks and fields. A rank that refuses its call leaves word in the store, where the others, waiting, find it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ LOOK_EVERY = timedelta(seconds=1)
 ANSWER_WITHIN = timedelta(seconds=20)
 """How long ranks that disagree wait for each other's signatures."""
 
-REFUSED = 0
-"""Stands for a hash where a rank refused the call."""
+_LEAST = -(2**62)
+"""Below all that is exchanged."""
 
 Signature = dict[str, str]
 
@@ -54,17 +54,16 @@ class Agreement:
             RuntimeError: a rank has gone, or did not come within the group's time-out.
         """
         for _ in range(self._owed):
-            self._left.append(self._exchange(REFUSED))
+            self._left.append(self._exchange(None))
         self._owed = 0
         self._call += 1
         signature = {"call": str(self._call), **signature}
-        mine = _hash(signature)
-        work, hashes = self._exchange(mine)
-        self._wait(work, hashes)
-        found = [int(each) for each in hashes]
-        if REFUSED in found:
-            raise self._refusal(found.index(REFUSED))
-        if any(each != mine for each in found):
+        work, found = self._exchange(_hash(signature))
+        self._wait(work, found)
+        largest, minus_smallest, refused = found.tolist()
+        if refused >= 0:
+            raise self._refusal(refused)
+        if largest != -minus_smallest:
             raise ValueError(f"the ranks of the ring make different calls: {self._differences(signature)}")
         return self._call
 
@@ -74,21 +73,25 @@ class Agreement:
         self._owed += 1
         self._store.set(self._key("refusal", self._rank), f"{type(error).__name__}: {error}")
 
-    def _exchange(self, mine: int) -> tuple[dist.Work, list[torch.Tensor]]:
-        """Start to gather every rank's hash."""
-        hashes = [torch.empty(1, dtype=torch.int64) for _ in range(self._size)]
-        work = dist.all_gather(hashes, torch.tensor([mine]), group=self._group, async_op=True)
-        assert work is not None
-        return work, hashes
+    def _exchange(self, mine: int | None) -> tuple[dist.Work, torch.Tensor]:
+        """Start to find (largest hash, minus the smallest, a rank that refused); None: this one does.
 
-    def _wait(self, work: dist.Work, hashes: list[torch.Tensor]) -> None:
+        An all-reduce, since gloo's all-gather takes 5 to 9 times as long where ranks share cores.
+        """
+        words = [_LEAST, _LEAST, self._rank] if mine is None else [mine, -mine, -1]
+        found = torch.tensor(words)
+        work = dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None
+        return work, found
+
+    def _wait(self, work: dist.Work, found: torch.Tensor) -> None:
         while not work.is_completed():
             try:
                 work.wait(LOOK_EVERY)
             except RuntimeError:  # LOOK_EVERY has passed, or the work failed and is complete
                 for rank in range(self._size):
                     if self._store.check([self._key("refusal", rank)]):
-                        self._left.append((work, hashes))
+                        self._left.append((work, found))
                         raise self._refusal(rank) from None
         try:
             work.wait()
@@ -143,5 +146,5 @@ def agreement(topology: Topology) -> Agreement | None:
 
 
 def _hash(signature: Signature) -> int:
-    digest = hashlib.blake2b(json.dumps(signature, sort_keys=True).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True) or 1  # 0 is REFUSED
+    digest = hashlib.blake2b(json.dumps(signature, sort_keys=True).encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little")  # 56 bits: it and its negative are above _LEAST

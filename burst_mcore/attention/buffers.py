@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import deterministic
 
-SHAPES = 64
+SHAPES = 16
 """How many different shapes (and dtypes) the pool keeps buffers of: those used last."""
 
 _Key = tuple[tuple[int, ...], torch.dtype, bool]

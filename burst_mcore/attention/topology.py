@@ -193,7 +193,7 @@ def _ranks_per_host(hosts: Sequence[str]) -> int:
 
 def _check_divides(intra_size: int, size: int) -> None:
     divisors = [d for d in range(1, size + 1) if size % d == 0]
-    if intra_size not in divisors or isinstance(intra_size, bool):
+    if type(intra_size) is not int or intra_size not in divisors:
         raise ValueError(
             f"intra_size must divide the {size} ranks of the group: one of {divisors}, got {intra_size!r}"
         )

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_mcore.attention.function import burst_attention
+from burst_mcore.attention.heads import why_not_heads
 from burst_mcore.attention.topology import Topology
 from burst_mcore.bench.all_gather import all_gather_attention
 from burst_mcore.bench.problem import Problem
@@ -38,9 +39,10 @@ def _divisible(problem: Problem, ranks: int) -> str | None:
     return None
 
 
-def _burst(backward: str) -> Callable[[Problem, dist.ProcessGroup], Attend]:
+def _burst(backward: str, *, ulysses: bool = False) -> Callable[[Problem, dist.ProcessGroup], Attend]:
     def build(problem: Problem, group: dist.ProcessGroup) -> Attend:
-        topology, config = Topology.from_group(group), BurstConfig(backward=backward)
+        topology = Topology.from_group(group)
+        config = BurstConfig(backward=backward, head_parallel=topology.size if ulysses else 1)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = burst_attention(q, k, v, topology=topology, mask=problem.mask, config=config)
@@ -54,6 +56,11 @@ def _burst(backward: str) -> Callable[[Problem, dist.ProcessGroup], Attend]:
 
 def _all_gather(problem: Problem, group: dist.ProcessGroup) -> Attend:
     return lambda q, k, v: all_gather_attention(q, k, v, group=group, mask=problem.mask)
+
+
+def _ulysses_needs(problem: Problem, ranks: int) -> str | None:
+    why_not = why_not_heads(problem.heads, problem.kv_heads, ranks)
+    return f"heads that {ranks} ranks can share: {why_not}" if why_not else _divisible(problem, ranks)
 
 
 def _deepspeed_needs(problem: Problem, ranks: int) -> str | None:
@@ -89,6 +96,7 @@ METHODS = {
         Method("burst", "zigzag", _divisible, _burst("auto")),
         Method("burst-query", "zigzag", _divisible, _burst("query")),
         Method("burst-kv", "zigzag", _divisible, _burst("kv")),
+        Method("burst-ulysses", "zigzag", _ulysses_needs, _burst("auto", ulysses=True)),
         Method("all-gather", "zigzag", _divisible, _all_gather),
         Method("deepspeed-ulysses", "contiguous", _deepspeed_needs, _deepspeed),
     )
