@@ -23,7 +23,7 @@ Heads = Annotated[int, typer.Option(help="Query heads.")]
 KVHeads = Annotated[int | None, typer.Option(help="K/V heads; default as many as heads.")]
 Seq = Annotated[str, typer.Option(help="Tokens in the global sequence: 4096, 128K, 1M.")]
 Cluster = Annotated[str, typer.Option(help="Nodes x ranks of a node.")]
-Ring = Annotated[str, typer.Option(help="double, or flat.")]
+Ring = Annotated[str, typer.Option(help="double, flat, or auto (explain).")]
 Overlap = Annotated[bool, typer.Option(help="Communicate while computing.")]
 IntraGB = Annotated[float, typer.Option(help="GB/s that a rank sends within its node.")]
 InterGB = Annotated[float, typer.Option(help="GB/s that a rank sends to other nodes.")]
@@ -107,6 +107,8 @@ def draw(
         if direction not in PASSES:
             raise ValueError(f"unknown direction {direction!r}; legal: {', '.join(PASSES)}")
         config = BurstConfig(ring=ring, overlap=overlap, head_parallel=head_parallel)
+        if ring == "auto":
+            raise ValueError("draw shows one ring: double or flat")
         problem = Problem(
             seq=predict.tokens(seq),
             heads=heads,

@@ -9,7 +9,7 @@ import torch
 from burst_mcore.layout import Layout
 
 BACKWARDS = ("auto", "query", "kv")
-RINGS = ("double", "flat")
+RINGS = ("double", "flat", "auto")
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
@@ -29,7 +29,8 @@ class BurstConfig:
 
     ring: str = "double"
     """The way of the bundles on several nodes: "double" (around the node, and from node to node, both at
-    once) or "flat" (one ring over all ranks, which crosses nodes). On one node they are the same."""
+    once), "flat" (one ring over all ranks, which crosses nodes), or "auto": whatever the cost model says. On
+    one node they are the same."""
 
     overlap: bool = True
     """Communicate while computing. Without, every hop is waited for at once: for ablations."""

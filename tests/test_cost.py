@@ -149,8 +149,8 @@ def _choose(shard, ranks, rates, *, mask=None, degrees=None, directions=("query"
         mask or Mask.causal(),
         ranks,
         rates,
-        ring=way.get("ring", "double"),
         overlap=way.get("overlap", True),
+        rings=way.get("rings", ("double",)),
         degrees=tuple(degrees or legal_degrees(ranks, shard.heads, shard.kv_heads)),
         directions=directions,
     )

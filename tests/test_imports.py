@@ -23,6 +23,7 @@ WITHIN_ATTENTION = [
     {"ring", "timeline"},
     {"heads"},
     {"passes", "choice"},
+    {"arguments"},
     {"function"},
 ]
 FRAMEWORKS = {"megatron": {"megatron"}, "deepspeed": {"deepspeed"}, "transformers": {"deepspeed"}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,6 +39,7 @@ class Ranks:
 class Candidate:
     """A way to run a call, and its predicted cost on one rank."""
 
+    ring: str
     route: Route
     direction: str
     forward_seconds: float
@@ -83,20 +85,21 @@ def candidates(
     ranks: Ranks,
     rates: Rates,
     *,
-    ring: str,
     overlap: bool,
+    rings: tuple[str, ...],
     degrees: tuple[int, ...],
     directions: tuple[str, ...],
 ) -> tuple[Candidate, ...]:
-    """Every combination of degree and direction, costed; degrees that the layout cannot pool are left out."""
-    found = []
-    for degree in degrees:
+    """Every combination of ring, degree and direction, costed; no degrees that the layout cannot pool."""
+    found: list[Candidate] = []
+    for ring, degree, direction in itertools.product(rings, degrees, directions):
         route = route_for(degree, ranks, ring=ring, overlap=overlap)
         try:
             pooled_rows(layout, shard.tokens * ranks.size, 0, route.positions, degree, 0)
         except ValueError:
             continue
-        found += [_candidate(shard, mask, ranks, rates, route, direction) for direction in directions]
+        if all((other.route, other.direction) != (route, direction) for other in found):
+            found.append(_candidate(shard, mask, ranks, rates, ring, route, direction))
     return tuple(found)
 
 
@@ -104,18 +107,23 @@ def best(found: Sequence[Candidate]) -> Candidate:
     """The fastest; among those as fast, the one whose bytes need the links for the shortest time."""
     fastest = min(candidate.seconds for candidate in found)
     as_fast = [candidate for candidate in found if candidate.seconds <= AS_FAST * fastest]
-    return min(as_fast, key=lambda c: (c.inter_bytes, c.intra_bytes, c.route.heads, c.direction != "query"))
+    return min(as_fast, key=lambda c: (c.inter_bytes, c.intra_bytes, c.route.heads, _waits(c)))
+
+
+def _waits(candidate: Candidate) -> bool:
+    """Whether it needs more at once where all else is equal: a ring of one may take queries row by row."""
+    return (candidate.direction == "query") == (candidate.route.positions == 1)
 
 
 def reason(chosen: Candidate, found: Sequence[Candidate]) -> str:
     """Why it was chosen, in words."""
     bound = chosen.compute_seconds / chosen.seconds
-    what = f"{bound:.0%} of its {chosen.seconds:.3g} s are the kernel"
-    others = [c for c in found if (c.route.heads, c.direction) != (chosen.route.heads, chosen.direction)]
+    what = f"{bound:.0%} of its {chosen.seconds:.3g} s is kernel time"
+    others = [c for c in found if c is not chosen]
     if not others:
         return f"the only one; {what}"
     rival = min(others, key=lambda c: c.seconds)
-    name = f"heads over {rival.route.heads}, {rival.direction}"
+    name = f"{rival.ring}, head_parallel={rival.route.heads}, {rival.direction}"
     slower = rival.seconds / chosen.seconds
     if slower > AS_FAST:
         return f"fastest: the next, {name}, takes {slower - 1:.0%} longer; {what}"
@@ -123,7 +131,7 @@ def reason(chosen: Candidate, found: Sequence[Candidate]) -> str:
 
 
 def _candidate(
-    shard: Shard, mask: Mask, ranks: Ranks, rates: Rates, route: Route, direction: str
+    shard: Shard, mask: Mask, ranks: Ranks, rates: Rates, ring: str, route: Route, direction: str
 ) -> Candidate:
     """Cost a call as the rank at the end of its node sees it: in a flat ring the one with the slow hop."""
     rank = ranks.intra - 1
@@ -142,4 +150,4 @@ def _candidate(
         for link, size in link_bytes(steps, rank, sizes, ranks.intra).items():
             sent[link] += size
         compute += step * route.positions
-    return Candidate(route, direction, seconds[0], seconds[1], sent["intra"], sent["inter"], compute)
+    return Candidate(ring, route, direction, seconds[0], seconds[1], sent["intra"], sent["inter"], compute)

@@ -60,6 +60,7 @@ class ProcessGroups:
 
     def __init__(self, topology: Topology, route: Route) -> None:
         self._topology, self._route = topology, route
+        self._carriers: dict[tuple[str, str], Carrier] = {}
 
     def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Bundle]]) -> Sequence[Work]:
         """Start all messages as one batch, in their order (receives first is fastest on gloo)."""
@@ -81,8 +82,11 @@ class ProcessGroups:
 
     def carrier(self, channel: Channel) -> Carrier:
         """The process group of a channel, made if it is not there yet."""
-        assert self._topology.communicators is not None
-        return self._topology.communicators.carrier(*self._reach(channel))
+        kind = channel.link, channel.what
+        if kind not in self._carriers:
+            assert self._topology.communicators is not None
+            self._carriers[kind] = self._topology.communicators.carrier(*self._reach(channel))
+        return self._carriers[kind]
 
     def _reach(self, channel: Channel) -> tuple[str, str, tuple[int, ...]]:
         """(link, what, the ranks that need one communicator) for the messages of a channel."""

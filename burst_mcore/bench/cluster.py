@@ -21,6 +21,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,27 @@ def missing() -> str | None:
         return f"iproute2: there is no {' and no '.join(lacking)} on the PATH (Debian: apt install iproute2)"
     if os.geteuid() != 0:
         return "root, to make network namespaces and shape their links (run it with sudo)"
-    return None
+    return _why_not()
+
+
+@lru_cache
+def _why_not() -> str | None:
+    """Try all that is needed once, in a process of its own."""
+    code = "from burst_mcore.bench import cluster; cluster._try()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return None
+    return f"network namespaces, bridges and htb, which fail here: {done.stderr.strip().splitlines()[-1]}"
+
+
+def _try() -> None:
+    os.unshare(os.CLONE_NEWNET)
+    _ip(
+        "link add bridge type bridge",
+        "link add eth0 type veth peer name rank0",
+        "link set rank0 master bridge",
+    )
+    _shape(0, Ranks(1, 1), Rates(intra=1e6, inter=1e6, compute=1.0))
 
 
 def run(

@@ -72,8 +72,8 @@ def explain(problem: Problem, ranks: Ranks, rates: Rates, *, ring: str, overlap:
         problem.mask,
         ranks,
         rates,
-        ring=ring,
         overlap=overlap,
+        rings=("double", "flat") if ring == "auto" else (ring,),
         degrees=tuple(legal_degrees(ranks, problem.heads, problem.kv_heads)),
         directions=("query", "kv"),
     )
@@ -81,7 +81,8 @@ def explain(problem: Problem, ranks: Ranks, rates: Rates, *, ring: str, overlap:
     ordered = sorted(found, key=lambda candidate: candidate.seconds)
     table: str = tabulate([_row(c, chosen) for c in ordered], headers="keys", floatfmt=".4g")
     return (
-        f"{table}\n\nchosen: head_parallel={chosen.route.heads}, backward={chosen.direction!r} "
+        f"{table}\n\nchosen: ring={chosen.ring!r}, head_parallel={chosen.route.heads}, "
+        f"backward={chosen.direction!r} "
         f"({chosen.route}): {reason(chosen, found)}\n"
         f"(predicted, not measured: {rates.intra / 1e9:g} GB/s within a node, {rates.inter / 1e9:g} GB/s a "
         f"rank between nodes, {rates.compute / 1e12:g} TFLOP/s, {rates.latency * 1e6:g} us a message)"
@@ -93,7 +94,8 @@ def _row(candidate: Candidate, chosen: Candidate) -> dict[str, Any]:
         "": "*" if candidate is chosen else "",
         "head_parallel": candidate.route.heads,
         "backward": candidate.direction,
-        "ring": f"{candidate.route.nodes} x {candidate.route.intra}",
+        "ring": candidate.ring,
+        "positions": f"{candidate.route.nodes} x {candidate.route.intra}",
         "forward ms": candidate.forward_seconds * 1e3,
         "backward ms": candidate.backward_seconds * 1e3,
         "total ms": candidate.seconds * 1e3,

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--burst-ring",
         choices=RINGS,
         default="double",
-        help="Over several nodes: rings within and between them at once, or one flat ring over all ranks.",
+        help="Over several nodes: rings within and between them at once, one flat ring, or auto.",
     )
     group.add_argument(
         "--burst-no-overlap",
