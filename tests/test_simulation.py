@@ -77,6 +77,18 @@ def test_all_ranks_together_equal_dense_attention(route, layout, kind, direction
         assert error(g, w) <= 1e-12
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("direction", ["query", "kv"])
+def test_every_ring_and_double_ring_up_to_32_ranks_equals_dense_attention(direction, overlap):
+    for nodes in range(1, 33):
+        for intra in range(1, 32 // nodes + 1):
+            route = Route(nodes, intra, overlap=overlap)
+            p = problem(route.size, Layout("zigzag").divisor(route.size), heads=2, kv_heads=1, head_dim=8)
+            got, _, _ = simulate(p, Mask.causal(), "zigzag", route, direction)
+            assert max(error(g, w) for g, w in zip(got, dense(p, Mask.causal()), strict=True)) <= 1e-12, route
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),

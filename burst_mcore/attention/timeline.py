@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,10 +21,18 @@ Seconds = Callable[[int, Compute], float]
 class _Message:
     size: int
     sender: int
+    receiver: int
     link: str
+    left: float
+    """Bytes that are still to be carried."""
     sent: float | None = None
     posted: float | None = None
     end: float | None = None
+
+    @property
+    def begins(self) -> float:
+        """When both ends are ready, as far as is known."""
+        return math.inf if self.sent is None or self.posted is None else max(self.sent, self.posted)
 
 
 @dataclass
@@ -38,7 +47,7 @@ class _Rank:
 
 
 class _Player:
-    """Ranks that run their programs, links that carry one message at a time each way."""
+    """Ranks that run their programs, and links that carry what they send."""
 
     def __init__(
         self,
@@ -58,7 +67,8 @@ class _Player:
         self._posted: dict[tuple[object, ...], int] = defaultdict(int)
         self._queues: dict[tuple[int, str], list[_Message]] = defaultdict(list)
         """Sent and not yet carried, by sender and link."""
-        self._free: dict[tuple[int, str], float] = defaultdict(float)
+        self._carried: dict[tuple[int, str], float] = defaultdict(float)
+        """Until when that is worked out."""
         self.events: list[Event] = []
 
     def play(self) -> float:
@@ -100,9 +110,9 @@ class _Player:
         if at == len(mail):
             size = self._sizes[action.channel.what]
             sender = rank.number if self._mirror else ends[0]
-            mail.append(_Message(size, sender, link_class(*ends, self._intra_size)))
+            mail.append(_Message(size, sender, ends[1], link_class(*ends, self._intra_size), left=size))
         if isinstance(action, Send):
-            mail[at].link = link_class(*ends, self._intra_size)
+            mail[at].receiver, mail[at].link = action.peer, link_class(*ends, self._intra_size)
         rank.under_way[action.channel].append((str(action), mail[at], rank.clock))
         return mail[at]
 
@@ -119,16 +129,26 @@ class _Player:
         return True
 
     def _deliver(self, message: _Message) -> float:
-        """When it arrives. The link of its sender carries, in order, what both ends are ready for."""
+        """When it arrives. Messages to one rank go one after another; those to several share the link."""
         link = message.sender, message.link
-        queue = self._queues[link]
+        rate = self._rates.intra if message.link == "intra" else self._rates.inter
+        queue, now = self._queues[link], self._carried[link]
         while message.end is None:
-            first = next(m for m in queue if m.posted is not None)
-            queue.remove(first)
-            assert first.sent is not None and first.posted is not None
-            rate = self._rates.intra if first.link == "intra" else self._rates.inter
-            self._free[link] = max(first.sent, first.posted, self._free[link]) + first.size / rate
-            first.end = self._free[link] + self._rates.latency
+            ready = [m for m in queue if m.begins <= now]
+            active = list({m.receiver: m for m in reversed(ready)}.values())
+            begin_later = [m.begins for m in queue if now < m.begins < math.inf]
+            if not active:
+                now = min(begin_later)
+                continue
+            share = rate / len(active)
+            step = min(min(m.left for m in active) / share, min(begin_later, default=math.inf) - now)
+            now += step
+            for m in active:
+                m.left -= step * share
+                if m.left <= 1e-9 * m.size:
+                    m.end = now + self._rates.latency
+                    queue.remove(m)
+        self._carried[link] = now
         return message.end
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.config import BACKWARDS, RINGS, BurstConfig
 from burst_mcore.layout import KINDS
+from burst_mcore.rates import Rates
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -50,6 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Ranks that share the heads between them, around a ring over the rest; or auto.",
     )
     group.add_argument(
+        "--burst-rates",
+        nargs=3,
+        type=float,
+        metavar=("INTRA", "INTER", "TFLOPS"),
+        help="For auto: GB/s that a rank sends within its node and to others, TFLOP/s of the kernel.",
+    )
+    group.add_argument(
         "--burst-kernel",
         choices=("auto", *KERNELS),
         default="auto",
@@ -74,6 +82,22 @@ def burst_config(arguments: argparse.Namespace) -> BurstConfig:
         head_parallel=arguments.burst_head_parallel,
         kernel=arguments.burst_kernel,
     )
+
+
+def rates_from_arguments() -> Rates | None:
+    """The rates of Megatron's command line, if it gives any.
+
+    Raises:
+        ValueError: as `Rates`.
+    """
+    try:
+        given = getattr(megatron_arguments(), "burst_rates", None)
+    except RuntimeError:
+        return None
+    if given is None:
+        return None
+    intra, inter, teraflops = given
+    return Rates(intra=intra * 1e9, inter=inter * 1e9, compute=teraflops * 1e12)
 
 
 def _degree(text: str) -> int | str:

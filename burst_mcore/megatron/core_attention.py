@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from burst_mcore.attention.mask import Mask
 from burst_mcore.attention.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout, positions
+from burst_mcore.rates import Rates
 
 _last_checked: tuple[weakref.ref[Tensor], Mask] | None = None
 """The attention mask that was found to say the same as this mask."""
@@ -30,8 +32,9 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
     """Core attention over Megatron's own context-parallel group.
 
     Stands where DotProductAttention or TEDotProductAttention stand in a layer spec, with their constructor,
-    plus `burst_config`. Holds no parameters. With a context-parallel size of 1 it attends locally. The ring,
-    and on NCCL its second communicator, is made here, once for each group.
+    plus `burst_config` and, for its choices called "auto", `rates`. Holds no parameters. With a
+    context-parallel size of 1 it attends locally. The ring, and on NCCL its communicators, are made here,
+    once for each group.
 
     Raises:
         ValueError: the model asks for what this attention does not do (dropout, cross attention, windows,
@@ -51,6 +54,7 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
         burst_config: BurstConfig | None = None,
+        rates: Rates | None = None,
     ) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
@@ -61,7 +65,7 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         refuse_unsupported(config, attention_type, dropout, cp_comm_type, layer_number)
         # Last: these may make communicators.
-        self.topology = _topology(config, pg_collection, self.burst_config.ring)
+        self.topology = replace(_topology(config, pg_collection, self.burst_config.ring), rates=rates)
         _refuse_other_layout(self.burst_config, self.topology)
         connect(self.topology, self.burst_config)
 

@@ -22,7 +22,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from burst_mcore.config import BurstConfig
-from burst_mcore.megatron.arguments import burst_config_from_arguments, megatron_arguments
+from burst_mcore.megatron.arguments import (
+    burst_config_from_arguments,
+    megatron_arguments,
+    rates_from_arguments,
+)
 from burst_mcore.megatron.core_attention import BurstCoreAttention
 
 STOCK = (DotProductAttention, TEDotProductAttention)
@@ -31,8 +35,10 @@ STOCK = (DotProductAttention, TEDotProductAttention)
 
 def core_attention_spec(burst_config: BurstConfig | None = None) -> ModuleSpec:
     """The spec of the core attention alone; by default configured by the command line, if there is one."""
-    config = burst_config if burst_config is not None else burst_config_from_arguments()
-    return ModuleSpec(module=BurstCoreAttention, params={"burst_config": config})
+    if burst_config is not None:
+        return ModuleSpec(module=BurstCoreAttention, params={"burst_config": burst_config})
+    config, rates = burst_config_from_arguments(), rates_from_arguments()
+    return ModuleSpec(module=BurstCoreAttention, params={"burst_config": config, "rates": rates})
 
 
 class BurstLocalSpecProvider(LocalSpecProvider):  # type: ignore[misc]  # Megatron is untyped

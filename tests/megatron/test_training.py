@@ -73,6 +73,17 @@ def test_with_tensor_and_with_data_parallelism(data, alone, tmp_path, other):
     assert_equal(train(tmp_path, 4, data, *BURST, *CP2, *other), alone)
 
 
+def test_a_double_ring_that_shares_heads_chosen_by_flags(data, alone, tmp_path):
+    nodes = ["--context-parallel-size", "4", "--hierarchical-context-parallel-sizes", "2", "2"]
+    heads = ["--burst-head-parallel", "2", "--burst-backward", "query"]
+    assert_equal(train(tmp_path, 4, data, *BURST, *nodes, *heads), alone)
+
+
+def test_a_way_that_the_cost_model_chooses_by_the_given_rates(data, alone, tmp_path):
+    auto = ["--burst-head-parallel", "auto", "--burst-ring", "auto", "--burst-rates", "1", "0.1", "0.01"]
+    assert_equal(train(tmp_path, 2, data, *BURST, *CP2, *auto), alone)
+
+
 def test_with_pipeline_parallelism(data, tmp_path):
     stages = ["--pipeline-model-parallel-size", "2"]  # its stages start from seeds of their own
     alone = train(tmp_path / "alone", 2, data, *stages)
