@@ -19,6 +19,9 @@ app = typer.Typer(
 bench = typer.Typer(no_args_is_help=True, help="Measure methods side by side on this machine.")
 app.add_typer(bench, name="bench")
 
+MEASURED_TOKENS = 16384
+"""The longest sequence that `draw --measure` runs."""
+
 Heads = Annotated[int, typer.Option(help="Query heads.")]
 KVHeads = Annotated[int | None, typer.Option(help="K/V heads; default as many as heads.")]
 Seq = Annotated[str, typer.Option(help="Tokens in the global sequence: 4096, 128K, 1M.")]
@@ -109,6 +112,8 @@ def draw(
         config = BurstConfig(ring=ring, overlap=overlap, head_parallel=head_parallel)
         if ring == "auto":
             raise ValueError("draw shows one ring: double or flat")
+        if measure and predict.tokens(seq) > MEASURED_TOKENS:
+            raise ValueError(f"--measure runs on this machine's CPU: --seq may be at most {MEASURED_TOKENS}")
         problem = Problem(
             seq=predict.tokens(seq),
             heads=heads,
@@ -128,8 +133,13 @@ def draw(
         _fail("draw", error)
     typer.echo(drawing.schedule)
     title = f"{drawing.schedule.title}; {drawing.schedule.route} on {cluster} ranks"
-    save_timelines(runs, title, out)
-    trace.write_text(chrome_trace(runs))
+    try:
+        for path in (out, trace):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        save_timelines(runs, title, out)
+        trace.write_text(chrome_trace(runs))
+    except (ValueError, OSError) as error:
+        _fail("draw", error)
     typer.echo(f"\ntimeline: {out}\ntrace:    {trace}")
 
 

@@ -105,7 +105,7 @@ class MailboxTransport:
         self.mail, self.rank = mail, rank
         self.sent: Counter[int] = Counter()  # bytes, by peer
 
-    def post(self, channel: str, messages: Any) -> list[Any]:
+    def post(self, channel: Any, messages: Any) -> list[Any]:
         works = []
         for action, bundle in messages:
             if type(action).__name__ == "Send":

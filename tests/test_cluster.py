@@ -59,6 +59,18 @@ def test_a_rank_that_fails_fails_the_run():
         cluster.run(Ranks(2, 1), RATES, fails)
 
 
+def is_killed(rank, size):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+@needs_root
+def test_a_rank_that_is_killed_fails_the_run():
+    with pytest.raises(RuntimeError, match="was killed"):
+        cluster.run(Ranks(2, 1), RATES, is_killed, timeout=60)
+
+
 def sleeps(rank, size, folder):
     (Path(folder) / str(os.getpid())).touch()
     time.sleep(600)
@@ -66,7 +78,11 @@ def sleeps(rank, size, folder):
 
 @needs_root
 def test_a_killed_run_leaves_nothing_behind(tmp_path):
-    before = subprocess.check_output(["ip", "-o", "link"], text=True)
+    def networks():
+        commands = (["ip", "-o", "link"], ["ip", "netns", "list"])
+        return [subprocess.check_output(command, text=True) for command in commands]
+
+    before = networks()
     code = (
         "import test_cluster as t; from burst_mcore.bench import cluster; "
         f"cluster.run(t.Ranks(4, 2), t.RATES, t.sleeps, {str(tmp_path)!r})"
@@ -84,8 +100,7 @@ def test_a_killed_run_leaves_nothing_behind(tmp_path):
     while any(Path("/proc", pid).exists() for pid in pids):
         assert time.monotonic() < deadline, "ranks outlive their launcher"
         time.sleep(0.1)
-    assert subprocess.check_output(["ip", "-o", "link"], text=True) == before
-    assert subprocess.check_output(["ip", "netns", "list"], text=True) == ""
+    assert networks() == before
 
 
 @needs_root

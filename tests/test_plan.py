@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burst_mcore import Layout, Mask, positions
-from burst_mcore.attention.plan import tiles
+from burst_mcore.attention.plan import pooled_rows, tiles
 from burst_mcore.layout import KINDS
 
 MASKS = (Mask.causal(), Mask.full())
@@ -51,3 +51,27 @@ def test_causal_zigzag_tiles_are_those_of_the_design():
 
 def test_causal_contiguous_skips_later_ranks():
     assert tiles(Layout("contiguous"), Mask.causal(), 32, 0, 1, 4) == ()
+
+
+class Striped(Layout):
+    """Rank r holds tokens r, r + G, ...: the tokens of neighbours are not those of one rank."""
+
+    def runs(self, n, rank, size):
+        return (range(rank, n, size),)
+
+
+def test_a_layout_that_does_not_pool_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"head_parallel=2 does not go with layout zigzag"):
+        pooled_rows(Striped(), 64, 0, 2, 2, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("size", "heads"), [(1, 4), (2, 2), (3, 2), (2, 4)])
+def test_the_rows_of_a_head_group_are_its_positions(kind, size, heads):
+    layout, n = Layout(kind), 4 * Layout(kind).divisor(size * heads)
+    for position in range(size):
+        pooled = positions(n, rank=position, size=size, layout=layout)
+        for member in range(heads):
+            own = positions(n, rank=position * heads + member, size=size * heads, layout=layout)
+            rows = [r for run in pooled_rows(layout, n, position, size, heads, member) for r in run]
+            assert pooled[rows].tolist() == own.tolist()

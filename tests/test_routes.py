@@ -3,7 +3,9 @@
 import os
 import random
 import signal
+import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from test_ring import _attend, _gathered
 from test_simulation import simulate
 
 from burst_mcore import BurstConfig, Layout, Mask, Topology, burst_attention, shard
+from burst_mcore.attention.actions import Send
 from burst_mcore.attention.choice import Ranks, legal_degrees, route_for
 from burst_mcore.attention.cost import Shard, link_bytes, link_class, message_bytes
 from burst_mcore.attention.kernels import table
@@ -118,7 +121,7 @@ def test_bytes_on_each_link_are_the_formulas_on_every_rank(nodes, intra):
 
 
 class ChaosTransport(MailboxTransport):
-    """Every message takes its own time, and is looked at only when it must be."""
+    """Every message takes its own time, and reads what it sends only when it arrives: a rendezvous."""
 
     def __init__(self, mail, rank):
         super().__init__(mail, rank)
@@ -126,16 +129,38 @@ class ChaosTransport(MailboxTransport):
 
     def post(self, channel, messages):
         time.sleep(self.draw.random() * 0.004)
-        return [_Late(work, self.draw.random() * 0.004) for work in super().post(channel, messages)]
+        works = []
+        for action, bundle in messages:
+            ends = (self.rank, action.peer) if isinstance(action, Send) else (action.peer, self.rank)
+            box = self.mail.box((*ends, channel.link, channel.what))
+            if isinstance(action, Send):
+                works.append(_Sent(threading.Event()))
+                box.put((bundle, works[-1].taken))
+            else:
+                for tensor in bundle:
+                    tensor.fill_(torch.nan)
+                works.append(_Late(box, bundle, self.draw.random() * 0.004))
+        return works
+
+
+class _Sent:
+    def __init__(self, taken):
+        self.taken = taken
+
+    def wait(self):
+        assert self.taken.wait(60)
 
 
 class _Late:
-    def __init__(self, work, seconds):
-        self.work, self.seconds = work, seconds
+    def __init__(self, box, into, seconds):
+        self.box, self.into, self.seconds = box, into, seconds
 
     def wait(self):
         time.sleep(self.seconds)
-        self.work.wait()
+        sent, taken = self.box.get(timeout=60)
+        for tensor, message in zip(self.into, sent, strict=True):
+            tensor.copy_(message)
+        taken.set()
 
 
 @pytest.mark.parametrize("direction", ["query", "kv"])
@@ -247,15 +272,77 @@ def _dies(rank, size, intra, config, at):
 
 
 @pytest.mark.parametrize(
-    ("intra", "at", "head_parallel"), [(4, 2, 1), (2, 2, 1), (2, 6, 1), (2, 3, 2), (4, 6, 1)]
+    ("intra", "at", "head_parallel", "direction"),
+    [(4, 2, 1, "query"), (2, 2, 1, "kv"), (2, 6, 1, "query"), (2, 3, 2, "query"), (4, 6, 1, "kv")],
 )
-def test_a_rank_that_dies_in_mid_ring_is_an_error_that_says_where(intra, at, head_parallel):
-    config = BurstConfig(kernel="reference", head_parallel=head_parallel, backward="query")
+def test_a_rank_that_dies_in_mid_ring_is_an_error_that_says_where(intra, at, head_parallel, direction):
+    config = BurstConfig(kernel="reference", head_parallel=head_parallel, backward=direction)
     with pytest.raises(AssertionError, match=r"ranks \[1\] of 4 did not answer") as caught:
         processes(4, _dies, intra, config, at, timeout=20)
     for _, (message, seconds) in caught.value.args[1].items():
-        assert "has gone" in message or (
-            "hop of step" in message and "from ranks" in message and "rank" in message
-        ), message
+        assert "has gone" in message or ("hop of step" in message and "from ranks" in message), message
         assert seconds < 20
     assert any("hop of step" in message for message, _ in caught.value.args[1].values())
+
+
+def _fails_once(rank, size, config, at):
+    """A local kernel fails, as when memory runs out, and the caller goes on to the next batch."""
+    topology = Topology.from_group(dist.group.WORLD, intra_size=2)
+    real, calls = KERNELS["reference"], []
+
+    def counted(function):
+        def call(*args, **kwargs):
+            calls.append(1)
+            if len(calls) == at:
+                raise MemoryError("no memory left")
+            return function(*args, **kwargs)
+
+        return call
+
+    table.KERNELS["reference"] = type(real)(
+        "reference", real.supports, counted(real.forward), counted(real.backward), real.takes_delta
+    )
+    p = problem(0, 16 * size, heads=4)
+    with pytest.raises((MemoryError, RuntimeError)):
+        _attend(p, Mask.full(), size, rank, config, topology)
+    with pytest.raises((RuntimeError, ValueError), match="earlier call failed in mid-ring"):
+        _attend(p, Mask.full(), size, rank, config, topology)
+    return True
+
+
+@pytest.mark.parametrize("at", [1, 2, 6])
+@pytest.mark.parametrize("direction", ["query", "kv"])
+def test_after_an_error_in_mid_ring_calls_are_refused_and_nothing_hangs(direction, at):
+    config = BurstConfig(kernel="reference", backward=direction)
+    assert all(processes(4, _fails_once, config, at, timeout=60))
+
+
+def _stopped(rank, size, config):
+    """Rank 1 stops in mid-ring, without closing its connections."""
+    wait = timedelta(seconds=5)
+    topology = Topology.from_group(dist.new_group(range(size), timeout=wait), intra_size=2)
+    real, calls = KERNELS["reference"], []
+
+    def forward(*args, **kwargs):
+        calls.append(1)
+        if rank == 1 and len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return real.forward(*args, **kwargs)
+
+    table.KERNELS["reference"] = type(real)(
+        "reference", real.supports, forward, real.backward, real.takes_delta
+    )
+    start = time.monotonic()
+    p = problem(0, 16 * size, heads=4)
+    with pytest.raises(RuntimeError, match="hop of step|has gone or did not come") as caught:
+        _attend(p, Mask.full(), size, rank, config, topology)
+    dist.barrier = lambda: None
+    return str(caught.value), time.monotonic() - start
+
+
+def test_a_rank_that_stops_is_waited_for_as_long_as_the_group_says():
+    with pytest.raises(AssertionError, match=r"ranks \[1\] of 4 did not answer") as caught:
+        processes(4, _stopped, BurstConfig(kernel="reference"), timeout=25)
+    messages, seconds = zip(*caught.value.args[1].values(), strict=True)
+    assert any("hop of step" in message for message in messages)
+    assert max(seconds) < 20

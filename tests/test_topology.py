@@ -1,13 +1,17 @@
 """Where the ranks are: hosts, nodes, groups that exist; and what is refused."""
 
+import time
+from datetime import timedelta
+
 import pytest
 import torch.distributed as dist
 from dense import dense, error, problem
 from ranks import processes
 from test_ring import _attend, _gathered
 
-from burst_mcore import BurstConfig, Mask, Topology
+from burst_mcore import BurstConfig, Mask, Topology, burst_attention
 from burst_mcore.attention import topology as module
+from burst_mcore.attention.function import connect
 from burst_mcore.rates import Rates
 
 
@@ -63,9 +67,9 @@ def _groups(rank, size, intra):
     return _mine(rank, rows), _mine(rank, columns)
 
 
-def _mine(rank, partition):
+def _mine(rank, partition, timeout=None):
     """The group of `rank` among those that all ranks make together."""
-    made = [(ranks, dist.new_group(ranks)) for ranks in partition]
+    made = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in partition]
     return next(group for ranks, group in made if rank in ranks)
 
 
@@ -112,14 +116,59 @@ def test_groups_that_form_no_grid_are_refused():
 def _uneven_grid(rank, size):
     rows, columns = [[0, 1, 2], [3]], [[0, 3], [1], [2]]
     inner, outer = _mine(rank, rows), _mine(rank, columns)
-    if rank in (0, 3):
-        with pytest.raises(ValueError, match=r"different numbers of ranks: \[3, 1\]"):
-            Topology.from_groups(intra=inner, inter=outer)
+    with pytest.raises(ValueError, match=r"different numbers of ranks: \[3, 1\]"):
+        Topology.from_groups(intra=inner, inter=outer)
     return True
 
 
 def test_uneven_nodes_are_refused_with_the_counts():
     assert all(processes(4, _uneven_grid))
+
+
+def _in_different_numbers_of_groups(rank, size):
+    """A group that only some ranks are in, as for logging, made before ours."""
+    dist.new_group([0])
+    inner, outer = _groups(rank, size, 2)
+    topology = Topology.from_groups(intra=inner, inter=outer)
+    p = problem(1, 8 * size, heads=4, kv_heads=2)
+    got = _gathered(_attend(p, Mask.causal(), size, rank, BurstConfig(ring="flat"), topology), size, "zigzag")
+    return error(got.dq, dense(p, Mask.causal()).dq)
+
+
+def test_ranks_may_be_in_different_numbers_of_groups():
+    assert max(processes(4, _in_different_numbers_of_groups)) < 1e-12
+
+
+def _late(rank, size):
+    wait = timedelta(seconds=3)
+    inner, outer = _mine(rank, [[0, 1], [2, 3]], wait), _mine(rank, [[0, 2], [1, 3]], wait)
+    topology = Topology.from_groups(intra=inner, inter=outer)
+    q, k, v, _ = problem(0, 8)
+    if rank == 3:
+        time.sleep(8)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="has gone or did not come"):
+        burst_attention(q, k, v, topology=topology, mask=Mask.causal())
+    dist.barrier = lambda: None  # ranks.processes ends with one
+    return time.monotonic() - start
+
+
+def test_ranks_are_waited_for_as_long_as_their_groups_say():
+    assert max(processes(4, _late)[:3]) < 7
+
+
+def _connected(rank, size):
+    topology = Topology.from_group(dist.group.WORLD, intra_size=2)
+    for degree in (3, 8):
+        with pytest.raises(ValueError, match=f"head_parallel={degree} is not legal with 4 ranks, 2 a node"):
+            connect(topology, BurstConfig(head_parallel=degree))
+    connect(topology, BurstConfig(head_parallel=4))
+    connect(topology, BurstConfig(head_parallel="auto", ring="auto"))
+    return True
+
+
+def test_connecting_refuses_what_no_heads_can_make_legal():
+    assert all(processes(4, _connected))
 
 
 def _sequence_group(rank, size):
@@ -161,12 +210,13 @@ def test_on_nccl_every_link_and_kind_of_message_has_a_communicator_of_its_own(mo
 
     made = []
 
-    def companion(ranks, backend):
-        assert backend == "nccl"
+    def companion(ranks, backend, timeout):
+        assert (backend, timeout.seconds) == ("nccl", 9)
         made.append(_Group(ranks))
         return made[-1]
 
     monkeypatch.setattr(communicators, "companion", companion)
+    monkeypatch.setattr(communicators, "timeout_of", lambda group: timedelta(seconds=9))
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group.ranks)
     whole = _Group(range(8))

@@ -115,6 +115,8 @@ def test_draw_writes_grid_picture_and_trace(tmp_path):
         (["--inter-gb", "-1"], "Rates.inter"),
         (["--seq", "100"], "multiple of 16"),
         (["--dtype", "int8"], "dtype must be one of"),
+        (["--measure"], "at most 16384"),
+        (["--out", "x.words"], "words"),
     ],
 )
 def test_draw_says_what_is_wrong(arguments, words, tmp_path, monkeypatch):
@@ -122,7 +124,7 @@ def test_draw_says_what_is_wrong(arguments, words, tmp_path, monkeypatch):
     done = CliRunner().invoke(app, ["draw", *arguments])
     assert done.exit_code == 1
     assert words in done.output
-    assert not list(Path(tmp_path).iterdir())
+    assert not list(Path(tmp_path).glob("*.json"))
 
 
 def test_explain_shows_all_ways_the_choice_and_why():
@@ -132,5 +134,5 @@ def test_explain_shows_all_ways_the_choice_and_why():
     assert done.exit_code == 0, done.output
     rows = [line for line in done.output.splitlines() if " x " in line and ("query" in line or "kv" in line)]
     assert len([r for r in rows if "chosen" not in r]) == 12  # six degrees, two directions
-    assert "chosen: head_parallel=8, backward='kv'" in done.output
+    assert "chosen: ring='double', head_parallel=8, backward='kv'" in done.output
     assert "predicted, not measured" in done.output

@@ -7,9 +7,11 @@ ranks and fields. A rank that refuses its call leaves word in the store, where t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections import defaultdict
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -42,6 +44,7 @@ class Agreement:
         self._rank, self._size, self._group = topology.rank, topology.size, topology.communicators.control
         self._store = PrefixStore(f"burst_mcore/{self._group.group_name}", _get_default_store())
         self._call = 0
+        self._broken: str | None = None
         self._owed = 0
         self._left: list[object] = []
         """Exchanges that nobody waits for any more, kept alive until they end with the group."""
@@ -51,8 +54,16 @@ class Agreement:
 
         Raises:
             ValueError: signatures differ (names each field and who has what), or a rank refused its call.
-            RuntimeError: a rank has gone, or did not come within the group's time-out.
+            RuntimeError: a rank has gone, or did not come within the group's time-out; an earlier call failed
+                in mid-ring.
         """
+        if self._broken is not None:
+            error = RuntimeError(
+                f"an earlier call failed in mid-ring on this rank, so that messages of it may still be on "
+                f"their way: make the process group anew ({self._broken})"
+            )
+            self.refuse(error)
+            raise error
         for _ in range(self._owed):
             self._left.append(self._exchange(None))
         self._owed = 0
@@ -72,6 +83,15 @@ class Agreement:
         self._call += 1
         self._owed += 1
         self._store.set(self._key("refusal", self._rank), f"{type(error).__name__}: {error}")
+
+    @contextlib.contextmanager
+    def ring(self) -> Iterator[None]:
+        """Around a pass: one that fails leaves messages behind, which no later call may take for its own."""
+        try:
+            yield
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            raise
 
     def _exchange(self, mine: int | None) -> tuple[dist.Work, torch.Tensor]:
         """Start to find (largest hash, minus the smallest, a rank that refused); None: this one does.

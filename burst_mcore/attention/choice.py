@@ -1,4 +1,4 @@
-"""The choices called "auto": how many ranks share heads, and what travels in backward. Pure functions."""
+"""The choices called "auto": ring, degree of head parallelism, what travels in backward. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from burst_mcore.attention.actions import Compute
 from burst_mcore.attention.cost import (
     Shard,
     allowed_pairs,
@@ -55,13 +56,18 @@ class Candidate:
         return self.forward_seconds + self.backward_seconds
 
 
-def why_not_degree(degree: int, ranks: Ranks, heads: int, kv_heads: int) -> str | None:
-    """Why `degree` neighbours cannot share heads; None if they can."""
+def why_not_placed(degree: int, ranks: Ranks) -> str | None:
+    """Why the ranks cannot be cut into groups of `degree` neighbours; None if they can."""
     if ranks.size % degree:
         return f"it does not divide the {ranks.size} ranks"
     if ranks.intra % degree and degree % ranks.intra:
         return f"its groups would straddle nodes of {ranks.intra}"
-    return why_not_heads(heads, kv_heads, degree)
+    return None
+
+
+def why_not_degree(degree: int, ranks: Ranks, heads: int, kv_heads: int) -> str | None:
+    """Why `degree` neighbours cannot share these heads; None if they can."""
+    return why_not_placed(degree, ranks) or why_not_heads(heads, kv_heads, degree)
 
 
 def legal_degrees(ranks: Ranks, heads: int, kv_heads: int) -> list[int]:
@@ -107,11 +113,14 @@ def best(found: Sequence[Candidate]) -> Candidate:
     """The fastest; among those as fast, the one whose bytes need the links for the shortest time."""
     fastest = min(candidate.seconds for candidate in found)
     as_fast = [candidate for candidate in found if candidate.seconds <= AS_FAST * fastest]
-    return min(as_fast, key=lambda c: (c.inter_bytes, c.intra_bytes, c.route.heads, _waits(c)))
+    return min(as_fast, key=lambda c: (c.inter_bytes, c.intra_bytes, c.route.heads, _second(c)))
 
 
-def _waits(candidate: Candidate) -> bool:
-    """Whether it needs more at once where all else is equal: a ring of one may take queries row by row."""
+def _second(candidate: Candidate) -> bool:
+    """Whether the other direction is better where all else is equal.
+
+    That is the paper's, but for a ring of one: there "kv" takes in dO rank by rank, "query" at once.
+    """
     return (candidate.direction == "query") == (candidate.route.positions == 1)
 
 
@@ -143,8 +152,8 @@ def _candidate(
         # A position has the tokens of `heads` ranks, and each of them that share of the heads.
         step = pass_flops(shard, pairs, name) / rates.compute
 
-        def compute_seconds(_: int, action: object, step: float = step) -> float:
-            return step if getattr(action, "part", None) is None else step / route.heads
+        def compute_seconds(_: int, action: Compute, step: float = step) -> float:
+            return step if action.part is None else step / route.heads
 
         seconds.append(play_one(steps, rank, sizes, compute_seconds, ranks.intra, rates))
         for link, size in link_bytes(steps, rank, sizes, ranks.intra).items():

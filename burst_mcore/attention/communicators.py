@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 Carrier = tuple[dist.ProcessGroup, Mapping[int, int]]
 """A process group, and the place in it of each rank of the ring that it reaches."""
@@ -29,6 +34,7 @@ class Communicators:
     ) -> None:
         self.control = control
         self.backends = dist.get_backend_config(next(iter(given.values())))  # such as "cpu:gloo,cuda:nccl"
+        self._timeout = timeout_of(next(iter(given.values())))
         self._ranks = tuple(ranks)
         self._given = dict(given)
         self._made: dict[tuple[tuple[int, ...], str, str], Carrier] = {}
@@ -51,14 +57,46 @@ class Communicators:
             return given or self._given.get("whole", self.control)
         if given is not None and what == "data":
             return given
-        return companion([self._ranks[rank] for rank in members], "nccl")
+        return companion([self._ranks[rank] for rank in members], "nccl", self._timeout)
 
 
-def companion(ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
+def companion(ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
     """A new communicator over these global ranks. Collective over them, not over the world."""
-    made = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    with _same_name_on_all(ranks):
+        made = dist.new_group(list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     if backend == "nccl":
         # A communicator starts lazily; start it here, not inside the first hop.
         dist.barrier(made, device_ids=[torch.cuda.current_device()])
     return made
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a process group waits for its ranks."""
+    device = "cuda" if "cuda:nccl" in dist.get_backend_config(group) else "cpu"
+    found = group._get_backend(torch.device(device)).options._timeout
+    assert isinstance(found, timedelta)
+    return found
+
+
+_MADE: Counter[tuple[int, ...]] = Counter()
+
+
+@contextlib.contextmanager
+def _same_name_on_all(ranks: Sequence[int]) -> Iterator[None]:
+    """Let torch give a new group a name that follows from its ranks and how many we made of them.
+
+    torch names a group that is made by its members alone after its ranks and the number of groups that the
+    process is in. Where members are in different numbers of groups they wait for each other under different
+    names, for ever. To be removed when torch's name (distributed_c10d._hash_ranks_to_str) depends on what all
+    members have in common.
+    """
+    key = tuple(sorted(ranks))
+    _MADE[key] += 1
+    digest = hashlib.sha1(repr((key, _MADE[key])).encode(), usedforsecurity=False).hexdigest()
+    original = c10d._process_group_name
+    c10d._process_group_name = lambda ranks, use_hashed_name: c10d.GroupName(f"burst_mcore_{digest}")
+    try:
+        yield
+    finally:
+        c10d._process_group_name = original

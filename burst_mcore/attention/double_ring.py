@@ -126,6 +126,11 @@ def _free(kind: str, *taken: str) -> str:
     return next(name for index in range(4) if (name := f"{kind}{index}") not in taken)
 
 
+def kind_of(buffer: str) -> str:
+    """What the program keeps in a buffer: a bundle (DATA) or a sum of gradients (SUM)."""
+    return DATA if buffer.startswith(DATA) else SUM
+
+
 def home_sum(program: Program) -> str:
     """Where a rank's own gradient, complete, lies when its program of the ring ends."""
     for action in reversed(program):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from burst_mcore.attention.actions import hops
 from burst_mcore.attention.agreement import Agreement, Signature, agreement
 from burst_mcore.attention.arguments import checked_call, signature
-from burst_mcore.attention.choice import Ranks, route_for
+from burst_mcore.attention.choice import Ranks, route_for, why_not_placed
 from burst_mcore.attention.mask import Mask
 from burst_mcore.attention.passes import Call, Keys, Queries, backward, forward, row_delta
 from burst_mcore.attention.ring import ProcessGroups
@@ -58,7 +59,8 @@ def burst_attention(
     Raises:
         ValueError: before any communication if this rank's arguments are not legal; after an exchange of a
             few bytes if another rank's are not, or differ from this rank's.
-        RuntimeError: a rank of the ring has gone.
+        RuntimeError: a rank of the ring has gone; says at which step and hop. After any error in mid-ring
+            later calls on the same process group are refused, on all ranks.
     """
     if not isinstance(topology, Topology):
         raise ValueError(
@@ -83,13 +85,20 @@ def burst_attention(
 def connect(topology: Topology, config: BurstConfig) -> None:
     """Make the communicators that calls with `config` will use, now instead of in the first of them.
 
-    Collective over the ring; on gloo there is nothing to make. A degree of head parallelism that is "auto" is
-    known only in a call.
+    Collective over the ring; on gloo there is nothing to make. What is "auto" is known only in a call.
+
+    Raises:
+        ValueError: so many ranks cannot share heads, whatever the heads.
     """
     if topology.size == 1:
         return
     degree = config.head_parallel if isinstance(config.head_parallel, int) else 1
     ranks = Ranks(topology.size, topology.intra_size)
+    why_not = why_not_placed(degree, ranks)
+    if why_not is not None:
+        raise ValueError(
+            f"head_parallel={degree} is not legal with {ranks.size} ranks, {ranks.intra} a node: {why_not}"
+        )
     route = route_for(degree, ranks, ring=config.ring, overlap=config.overlap)
     transport = ProcessGroups(topology, route)
     for name in PASSES:
@@ -111,7 +120,7 @@ class _BurstAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast(q.device.type, enabled=False), _in_ring(peers):
             done = forward(call, q, k, v)
         ctx.call, ctx.peers, ctx.signature = call, peers, signature
         ctx.save_for_backward(done.q, done.k, done.v, done.out, done.ring_lse)
@@ -134,12 +143,16 @@ class _BurstAttention(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         if ctx.peers is not None:
             ctx.peers.agree({"pass": "backward", **ctx.signature})
-        with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast(q.device.type, enabled=False), _in_ring(ctx.peers):
             delta = row_delta(dout, out)
             if dlse is not None:  # d lse / d scores = P, which enters dS as -D does
                 delta -= dlse
             dq, dk, dv = backward(call, Queries(q, dout, delta, lse), Keys(k, v), out)
         return None, None, None, dq, dk, dv
+
+
+def _in_ring(peers: Agreement | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if peers is None else peers.ring()
 
 
 def _rows_dense(x: Tensor) -> Tensor:

@@ -220,7 +220,10 @@ class _Backward:
         if self.heads_shared:
             went, stayed = outward[SUM].own, outward[RESULT].own
         else:
-            went = tuple(map(self.lease.keep, ring.buffer(home_sum(self.steps))))
+            went = ring.buffer(home_sum(self.steps))
+            for total, like in zip(went, self.travelling, strict=True):
+                if total.dtype == like.dtype:  # it is returned itself, not a copy
+                    self.lease.keep(total)
             stayed = tuple(total.result() for total in self.staying)
         dq, dk, dv = (*went, *stayed) if self.query_travels else (*stayed, *went)
         return dq.to(self.queries.q.dtype), dk.to(self.keys.k.dtype), dv.to(self.keys.v.dtype)
@@ -245,12 +248,16 @@ class _Backward:
 
     def accumulate(self, sums: Bundle, first: bool) -> None:
         """Add the shares of the last compute to the travelling sums."""
+        shares, self.shares = self.shares, []
+        if first and len(shares) == 1 and len(shares[0][0]) == sums[0].shape[1]:
+            for total, gradient in zip(sums, shares[0][1], strict=True):
+                total.copy_(gradient)
+            return
         for total in sums if first else ():
             total.zero_()
-        for at, gradients in self.shares:
+        for at, gradients in shares:
             for total, gradient in zip(sums, gradients, strict=True):
                 rows(total, at).add_(gradient)
-        self.shares.clear()
 
     def _tile(
         self, tile: Tile, queries: Queries, keys: Keys, out: Tensor | None

@@ -30,6 +30,7 @@ from burst_mcore.attention.actions import (
     hops,
 )
 from burst_mcore.attention.communicators import Carrier
+from burst_mcore.attention.double_ring import kind_of
 from burst_mcore.attention.schedule import Route
 from burst_mcore.attention.topology import Topology
 from burst_mcore.attention.trace import Recorder, recorder
@@ -101,6 +102,10 @@ class ProcessGroups:
         return ("whole", channel.what, everyone) if across else ("intra", channel.what, node)
 
 
+_ABANDONED: list[object] = []
+"""What was under way in passes that failed: the network may still write there."""
+
+
 class Exchange(Protocol):
     """One kind of message of the all-to-all over a head group."""
 
@@ -152,20 +157,24 @@ class Ring:
             RuntimeError: a hop failed: says at which step, between whom.
         """
         record = recorder()
-        for channel, actions in hops(program):
-            if channel is not None:
-                self._post(channel, actions, record)
-                continue
-            for action in actions:
-                with record.span(action):
-                    match action:
-                        case Compute():
-                            compute(action.source, action.part, self.buffer(action.buffer))
-                        case Accumulate():
-                            assert accumulate is not None
-                            accumulate(self.buffer(action.buffer), action.first)
-                        case _:
-                            self._execute(action)
+        try:
+            for channel, actions in hops(program):
+                if channel is not None:
+                    self._post(channel, actions, record)
+                    continue
+                for action in actions:
+                    with record.span(action):
+                        match action:
+                            case Compute():
+                                compute(action.source, action.part, self.buffer(action.buffer))
+                            case Accumulate():
+                                assert accumulate is not None
+                                accumulate(self.buffer(action.buffer), action.first)
+                            case _:
+                                self._execute(action)
+        except BaseException:
+            _ABANDONED.append((self._under_way, self._buffers))
+            raise
 
     def _execute(self, action: Action) -> None:
         match action:
@@ -183,7 +192,7 @@ class Ring:
     def buffer(self, name: str) -> Bundle:
         """The bundle called `name`, made at its first use."""
         if name not in self._buffers:
-            self._buffers[name] = self._new(DATA if name.startswith(DATA) else SUM)
+            self._buffers[name] = self._new(kind_of(name))
         return self._buffers[name]
 
     def _post(self, channel: Channel, actions: list[Action], record: Recorder) -> None:

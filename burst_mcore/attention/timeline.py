@@ -41,7 +41,7 @@ class _Rank:
     program: Program
     done: int = 0
     clock: float = 0.0
-    under_way: dict[Channel, list[tuple[str, _Message, float]]] = field(
+    under_way: dict[Channel, list[tuple[str, _Message, float, bool]]] = field(
         default_factory=lambda: defaultdict(list)
     )
 
@@ -113,17 +113,18 @@ class _Player:
             mail.append(_Message(size, sender, ends[1], link_class(*ends, self._intra_size), left=size))
         if isinstance(action, Send):
             mail[at].receiver, mail[at].link = action.peer, link_class(*ends, self._intra_size)
-        rank.under_way[action.channel].append((str(action), mail[at], rank.clock))
+        received = isinstance(action, Recv)
+        rank.under_way[action.channel].append((str(action), mail[at], rank.clock, received))
         return mail[at]
 
     def _wait(self, rank: _Rank, channel: Channel) -> bool:
         messages = rank.under_way[channel]
-        if any(message.sent is None or message.posted is None for _, message, _ in messages):
+        if any(message.sent is None or message.posted is None for _, message, _, _ in messages):
             return False
-        for label, message, posted in messages:
+        for label, message, posted, received in messages:
             end = self._deliver(message)
             rank.clock = max(rank.clock, end)
-            if "<" in label:
+            if received:
                 self.events.append(Event(rank.number, lane(channel), label, posted, end))
         messages.clear()
         return True

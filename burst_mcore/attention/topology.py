@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from burst_mcore.attention.communicators import Communicators, companion
+from burst_mcore.attention.communicators import Communicators, companion, timeout_of
 from burst_mcore.rates import Rates
 
 ANSWER_WITHIN = timedelta(seconds=60)
@@ -81,7 +81,7 @@ class Topology:
         if size == 1:
             return cls(rank, size, rates=rates)
         if intra_size is None:
-            known.by_host = known.by_host or _ranks_per_host(_hosts(group))
+            known.by_host = known.by_host or _ranks_per_host(_ask("hosts", host_name(), group))
             intra_size = known.by_host
         if known.communicators is None:
             known.communicators = _communicators(group)
@@ -117,23 +117,19 @@ class Topology:
     @classmethod
     def _from_groups(cls, intra: dist.ProcessGroup, inter: dist.ProcessGroup) -> Topology:
         m, l = dist.get_rank(inter), dist.get_rank(intra)  # noqa: E741  # node m, local l
-        mine = json.dumps(dist.get_process_group_ranks(intra))
-        rows = [json.loads(row) for row in _exchange(f"rows/{inter.group_name}", mine, inter)]
-        sizes = [len(row) for row in rows]
-        if len(set(sizes)) > 1:
-            raise ValueError(f"the nodes hold different numbers of ranks: {sizes}")
-        column = dist.get_process_group_ranks(inter)
-        ranks = [rank for row in rows for rank in row]
-        if [row[l] for row in rows] != column or len(set(ranks)) < len(ranks):
-            raise ValueError(
-                f"intra and inter must form a grid: inter has ranks {column}, place {l} of the intra groups "
-                f"has {[row[l] for row in rows]}"
-            )
+        rows = [
+            json.loads(row) for row in _ask("rows", json.dumps(dist.get_process_group_ranks(intra)), inter)
+        ]
+        # A rank sees one column of the grid; what is wrong with another concerns it as well.
+        for wrong in _ask("columns", _why_no_grid(rows, l, dist.get_process_group_ranks(inter)), intra):
+            if wrong:
+                raise ValueError(wrong)
+        sizes, ranks = [len(row) for row in rows], [rank for row in rows for rank in row]
         if len(ranks) == 1:
             return cls.single()
         gloo = "cpu:gloo" in dist.get_backend_config(intra)
         whole = next((g for g, n in ((intra, len(rows)), (inter, len(rows[0]))) if n == 1 and gloo), None)
-        control = whole or companion(ranks, "gloo")
+        control = whole or companion(ranks, "gloo", timeout_of(intra))
         communicators = Communicators(ranks, {"intra": intra, "inter": inter}, control)
         return cls(m * sizes[0] + l, len(ranks), sizes[0], communicators=communicators)
 
@@ -156,13 +152,11 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-def _hosts(group: dist.ProcessGroup) -> list[str]:
-    return _exchange(f"hosts/{group.group_name}", host_name(), group)
-
-
-def _exchange(topic: str, mine: str, group: dist.ProcessGroup) -> list[str]:
+def _ask(topic: str, mine: str, group: dist.ProcessGroup) -> list[str]:
     """What each rank of the group says on a topic; through the store, so that it meets no other message."""
-    store = PrefixStore(f"burst_mcore/{topic}", _get_default_store())
+    times = _ASKED[group.group_name]
+    store = PrefixStore(f"burst_mcore/{topic}/{times[topic]}/{group.group_name}", _get_default_store())
+    times[topic] += 1
     store.set(str(dist.get_rank(group)), mine)
     keys = [str(rank) for rank in range(dist.get_world_size(group))]
     try:
@@ -174,6 +168,25 @@ def _exchange(topic: str, mine: str, group: dist.ProcessGroup) -> list[str]:
             f"all ranks of a ring must call Topology.from_group (or from_groups)"
         ) from error
     return [store.get(key).decode() for key in keys]
+
+
+_ASKED: dict[str, Counter[str]] = defaultdict(Counter)
+"""How often a topic was asked in a group, by the group's name."""
+
+
+def _why_no_grid(rows: Sequence[Sequence[int]], local: int, column: Sequence[int]) -> str:
+    """Why the intra groups `rows` and the inter group `column` at place `local` are no grid; else ""."""
+    sizes = [len(row) for row in rows]
+    if len(set(sizes)) > 1:
+        return f"the nodes hold different numbers of ranks: {sizes}"
+    ranks = [rank for row in rows for rank in row]
+    found = [row[local] for row in rows]
+    if found != list(column) or len(set(ranks)) < len(ranks):
+        return (
+            f"intra and inter must form a grid: inter has ranks {list(column)}, place {local} of the intra "
+            f"groups has {found}"
+        )
+    return ""
 
 
 def _ranks_per_host(hosts: Sequence[str]) -> int:
@@ -202,4 +215,6 @@ def _check_divides(intra_size: int, size: int) -> None:
 def _communicators(group: dist.ProcessGroup) -> Communicators:
     ranks = dist.get_process_group_ranks(group)
     has_gloo = "cpu:gloo" in dist.get_backend_config(group)
-    return Communicators(ranks, {"whole": group}, group if has_gloo else companion(ranks, "gloo"))
+    return Communicators(
+        ranks, {"whole": group}, group if has_gloo else companion(ranks, "gloo", timeout_of(group))
+    )

@@ -73,12 +73,13 @@ class Recorder:
 
 @dataclass
 class Recording(Recorder):
-    """Takes the times of one rank's actions. On CUDA those of the current stream.
+    """Takes the times of one rank's actions; if `on_cuda`, those of the current stream.
 
     A message's end is the time when its wait was over: it arrived then, or earlier.
     """
 
     rank: int = 0
+    on_cuda: bool = False
     events: list[Event] = field(default_factory=list)
     _marks: list[tuple[str, str, Any, Any]] = field(default_factory=list)
     _under_way: dict[Channel, list[tuple[str, Any]]] = field(default_factory=dict)
@@ -106,14 +107,14 @@ class Recording(Recorder):
 
     def finish(self) -> None:
         """Turn the marks into events; on CUDA this waits for the device."""
-        if torch.cuda.is_initialized():
+        if self.on_cuda:
             torch.cuda.synchronize()
         for where, label, start, end in self._marks:
             self.events.append(Event(self.rank, where, label, self._since(start), self._since(end)))
         self._marks = []
 
     def _now(self) -> Any:
-        if torch.cuda.is_initialized():
+        if self.on_cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             return event
@@ -142,12 +143,16 @@ def recorder() -> Recorder:
 
 
 @contextlib.contextmanager
-def record(rank: int = 0) -> Iterator[list[Event]]:
+def record(rank: int = 0, *, on_cuda: bool = False) -> Iterator[list[Event]]:
     """Record the passes that run inside; the events are there when it ends.
 
     Every rank records its own: gather the lists and give them to `chrome_trace`.
+
+    Args:
+        rank: what the events are marked with.
+        on_cuda: the tensors are on CUDA: take times on the current stream; the end waits for the device.
     """
-    recording = Recording(rank)
+    recording = Recording(rank, on_cuda)
     _SHARED.append(recording)
     try:
         yield recording.events

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -32,7 +33,7 @@ from burst_mcore.attention.choice import Ranks
 from burst_mcore.rates import Rates
 
 _PR_SET_PDEATHSIG = 1
-_START_WITHIN = 60
+_COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 _NETWORK = "10.77"
 """Node m has 10.77.m.0/24. Nothing leaves the bridge, which is in a network without a way out."""
 
@@ -70,7 +71,7 @@ def _try() -> None:
 
 
 def run(
-    ranks: Ranks, rates: Rates, function: Callable[..., Any], *args: Any, timeout: float = 600
+    ranks: Ranks, rates: Rates, function: Callable[..., Any], *args: Any, timeout: float = 3600
 ) -> list[Any]:
     """function(rank, size, *args) on every rank of the cluster, over gloo; their results by rank.
 
@@ -93,12 +94,13 @@ def run(
     hub.start()
     found: dict[int, Any] = {}
     try:
+        deadline = time.monotonic() + timeout
         while len(found) < ranks.size:
-            rank, result, error = pickle.loads(results.get(timeout=timeout))
+            rank, result, error = pickle.loads(results.get(timeout=deadline - time.monotonic()))
             if error is not None:
                 raise RuntimeError(f"rank {rank} of the emulated cluster failed:\n{error}")
             found[rank] = result
-    except queue.Empty:
+    except (queue.Empty, ValueError):  # ValueError: the deadline is behind us
         raise RuntimeError(f"the emulated cluster did not end within {timeout} s") from None
     finally:
         hub.kill()  # and the ranks with it
@@ -122,7 +124,9 @@ def _hub(
                     _rank(rank, ranks, rates, folder, ready[1], go[0], function, args, results)
                 _join(pid, rank, ready[0], go[1])
             for _ in range(ranks.size):
-                os.wait()
+                pid, status = os.wait()
+                if status:  # a rank that fails says so itself, and exits with 0
+                    raise RuntimeError(f"a rank (process {pid}) was killed, wait status {status}")
     except BaseException:
         results.put(pickle.dumps((-1, None, traceback.format_exc())))
         raise
@@ -161,8 +165,9 @@ def _rank(
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
         torch.set_num_threads(1)
         store = dist.FileStore(f"{folder}/store", ranks.size)  # type: ignore[attr-defined]
-        wait = timedelta(seconds=_START_WITHIN)
-        dist.init_process_group("gloo", rank=rank, world_size=ranks.size, store=store, timeout=wait)
+        dist.init_process_group(
+            "gloo", rank=rank, world_size=ranks.size, store=store, timeout=_COLLECTIVE_TIMEOUT
+        )
         answer = rank, function(rank, ranks.size, *args), None
         dist.barrier()
     except BaseException:

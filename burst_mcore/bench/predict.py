@@ -44,7 +44,7 @@ def tokens(text: str) -> int:
 def cluster(text: str) -> Ranks:
     """M x L, such as 4x8: 4 nodes of 8 ranks. Raises ValueError for others."""
     found = re.fullmatch(r"(\d+)x(\d+)", text.lower())
-    if found is None or "0" in (found[1], found[2]):
+    if found is None or 0 in (int(found[1]), int(found[2])):
         raise ValueError(f"a cluster is nodes x ranks of a node, such as 4x8, got {text!r}")
     return Ranks(int(found[1]) * int(found[2]), int(found[2]))
 

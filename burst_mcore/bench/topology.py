@@ -151,7 +151,7 @@ def double_against_flat(repeats: int) -> Iterator[Verdict]:
 
 def overlap_on_against_off(repeats: int) -> Verdict:
     """The double ring with and without overlap, at the compute where the model says that it matters most."""
-    links = Rates(intra=8e6, inter=LINKS[0][1], compute=FREE, latency=0.0)
+    links = Rates(intra=LINKS[0][0], inter=LINKS[0][1], compute=FREE, latency=0.0)
     on, off = (BurstConfig(kernel="timed", backward="kv", overlap=overlap) for overlap in (True, False))
 
     def gain(case: Case) -> float:

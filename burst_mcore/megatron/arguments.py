@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--burst-backward",
         choices=BACKWARDS,
         default="auto",
-        help="What travels in backward: queries, keys and values, or whichever is fewer bytes.",
+        help="What travels in backward: queries, keys and values, or what the cost model says.",
     )
     group.add_argument(
         "--burst-ring",
@@ -101,8 +101,10 @@ def rates_from_arguments() -> Rates | None:
 
 
 def _degree(text: str) -> int | str:
-    """A degree of head parallelism; argparse says what is wrong with others."""
-    return text if text == "auto" else int(text)
+    """A degree of head parallelism."""
+    if text == "auto" or (text.isdigit() and int(text) > 0):
+        return text if text == "auto" else int(text)
+    raise argparse.ArgumentTypeError(f"must be a number of ranks, at least 1, or auto, got {text!r}")
 
 
 def burst_config_from_arguments() -> BurstConfig:

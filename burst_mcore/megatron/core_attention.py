@@ -206,11 +206,11 @@ def _topology(config: TransformerConfig, pg_collection: Any, ring: str) -> Topol
 
 
 def _nodes_by_host(group: Any, ring: str) -> Topology:
-    if ring == "flat":
-        return Topology.from_group(group, intra_size=group.size())
     try:
         return Topology.from_group(group)
     except ValueError as error:
+        if ring == "flat":  # it needs no nodes
+            return Topology.from_group(group, intra_size=group.size())
         raise ValueError(
             f"{error} (in Megatron: --hierarchical-context-parallel-sizes L M, or --burst-ring flat)"
         ) from error

@@ -103,7 +103,9 @@ def _ring_is_made_once():
     dist.get_backend_config = lambda *args: "cuda:nccl"  # there gradients and agreement get their own groups
     try:
         for module in (topology, communicators):
-            module.companion = lambda ranks, backend: made.append(backend) or companion(ranks, "gloo")
+            module.companion = lambda ranks, backend, timeout: (
+                made.append(backend) or companion(ranks, "gloo", timeout)
+            )
         model = build(Case(cp=2))
     finally:
         dist.get_backend_config = backends
