@@ -51,7 +51,7 @@ def explain(
     tflops: Tflops = 156.0,
     latency_us: Latency = 10.0,
 ) -> None:
-    """What head_parallel="auto" and backward="auto" choose on a cluster, and why. Predicted, not measured."""
+    """What "auto" chooses (head_parallel, backward, ring) on a cluster, and why. Predicted, not measured."""
     from burst_mcore.bench import predict
     from burst_mcore.bench.problem import Problem
     from burst_mcore.config import BurstConfig

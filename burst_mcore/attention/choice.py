@@ -30,7 +30,7 @@ since the rest of the training uses the links as well."""
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where the ranks are: `size` in all, `intra` on each node."""
+    """Where the ranks are, `size` in all and `intra` on each node: a Topology without its process groups."""
 
     size: int
     intra: int
