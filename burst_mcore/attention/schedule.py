@@ -28,7 +28,7 @@ from burst_mcore.attention.head_exchange import Pass, with_heads
 
 @dataclass(frozen=True)
 class Route:
-    """The way of the bundles: `nodes` x `intra` positions on the ring, each of them `heads` consecutive ranks."""
+    """The way of the bundles: `nodes` x `intra` positions, each of them `heads` consecutive ranks."""
 
     nodes: int = 1
     intra: int = 1
