@@ -9,7 +9,7 @@ import torch
 from burst_mcore.layout import Layout
 
 BACKWARDS = ("auto", "query", "kv")
-RINGS = ("double", "flat", "auto")
+RINGS = ("double", "flat", "direct", "auto")
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
@@ -21,16 +21,16 @@ class BurstConfig:
     """
 
     layout: Layout | str = "zigzag"
-    """How tokens are dealt over the ranks (`Layout`, or the name of its kind)."""
+    """How tokens are dealt over the ranks (`Layout`, or its word, such as "striped")."""
 
     backward: str = "auto"
     """What travels in backward: "query" (Q, dO, D, LSE and dQ: BurstAttention, paper algorithm 2),
     "kv" (K, V and dK, dV: RingAttention, paper algorithm 1), or "auto": whichever the cost model says."""
 
-    ring: str = "double"
-    """The way of the bundles on several nodes: "double" (around the node, and from node to node, both at
-    once), "flat" (one ring over all ranks, which crosses nodes), or "auto": whatever the cost model says. On
-    one node they are the same."""
+    ring: str = "auto"
+    """The way of the bundles: "double" (around the node, and from node to node, both at once), "flat" (one
+    ring over all ranks, which crosses nodes; on one node the same as "double"), "direct" (no ring: rows go
+    from their owner straight to the ranks that read them), or "auto": whatever the cost model says."""
 
     overlap: bool = True
     """Communicate while computing. Without, every hop is waited for at once: for ablations."""

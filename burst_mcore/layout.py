@@ -1,87 +1,189 @@
 """Which token of the global sequence sits on which rank: pure functions of (rank, size).
 
-A rank's share of a sequence of n tokens is a tuple of *runs*, `range` objects of global positions in the
-order in which the rank stores them. Everything else (positions, shard, unshard, the attention plan) reads
-the runs, so a new layout is one more case in `Layout.runs`.
+A rank's share of a sequence of n tokens is a tuple of *runs*, `range` objects of global positions, in
+ascending order, which is the order in which the rank stores them. Everything else (positions, shard, unshard,
+the attention plan) reads the runs, so a new layout is one more case in `Layout.runs`.
+
+A sequence whose length does not divide is dealt as if it were longer: the ranks that hold its last positions
+have fewer tokens.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-KINDS = ("contiguous", "zigzag")
+if TYPE_CHECKING:
+    from burst_mcore.attention.mask import Mask
+
+KINDS = ("contiguous", "zigzag", "stacked-zigzag", "striped", "block-striped", "chunks")
+NAMES = "contiguous, zigzag, striped, stacked-zigzag:K (K times 2G chunks), block-striped:B (blocks of B)"
+"""How a layout is written as a word."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a sequence is dealt over the ranks of a ring.
+    """How a sequence is dealt over the G ranks of a ring.
 
     contiguous: rank r holds the r-th of G equal chunks.
-    zigzag: the sequence is cut into 2G chunks and rank r holds chunks r and 2G-1-r, in that order, so that
-    under a causal mask every rank has the same work. It is Megatron-Core's layout for context parallelism.
+    zigzag: the sequence is cut into 2G chunks and rank r holds chunks r and 2G-1-r, so that under a causal
+    mask every rank has the same work. It is Megatron-Core's layout for context parallelism.
+    stacked-zigzag: the sequence is cut into `stacks` pieces, each dealt zigzag.
+    striped: rank r holds every G-th token, from r on.
+    block-striped: each block of `block` tokens is cut into G pieces, and rank r holds the r-th of each (the
+    paper's balance for block-wise sparse masks).
+    chunks: the sequence is cut into equal chunks, and `chunks[r]` are those of rank r: see `for_mask`.
+
+    Raises ValueError where a field is not legal.
     """
 
     kind: str = "zigzag"
+    stacks: int = 1
+    """Of stacked-zigzag."""
+    block: int = 0
+    """Tokens of a block of block-striped; a multiple of the number of ranks."""
+    chunks: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"unknown layout {self.kind!r}; legal: {', '.join(map(repr, KINDS))}")
+            raise ValueError(f"unknown layout {self.kind!r}; legal: {NAMES}")
+        for name, of, least in (("stacks", "stacked-zigzag", 1), ("block", "block-striped", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"{name} of a layout must be a number, got {value!r}")
+            if self.kind == of and value < least:
+                raise ValueError(f"layout {of} needs {name} >= {least}, as in {of}:{max(least, 64)}")
+            if self.kind != of and value != Layout.__dataclass_fields__[name].default:
+                raise ValueError(f"{name} is for layout {of} only, got {name}={value} with {self.kind}")
+        if (self.kind == "chunks") != bool(self.chunks):
+            raise ValueError("layout chunks, and no other, needs the chunks of each rank")
+        dealt = sorted(chunk for of_rank in self.chunks for chunk in of_rank)
+        if dealt != list(range(len(dealt))) or len({len(of_rank) for of_rank in self.chunks}) > 1:
+            raise ValueError("chunks must deal every chunk to one rank, and as many to each rank")
+        object.__setattr__(self, "chunks", tuple(tuple(sorted(of_rank)) for of_rank in self.chunks))
 
     @classmethod
     def of(cls, layout: Layout | str) -> Layout:
-        """A layout from itself or from its shorthand, the name of its kind.
+        """A layout from itself or from its word: "zigzag", "stacked-zigzag:4", "block-striped:128", ...
 
         Raises:
             ValueError: for anything else.
         """
         if isinstance(layout, Layout):
             return layout
-        if isinstance(layout, str):
-            return cls(layout)
-        raise ValueError(f"layout must be a Layout or one of {KINDS}, got {layout!r}")
+        if not isinstance(layout, str):
+            raise ValueError(f"layout must be a Layout or a word ({NAMES}), got {layout!r}")
+        kind, _, number = layout.partition(":")
+        parameter = {"stacked-zigzag": "stacks", "block-striped": "block"}.get(kind)
+        if kind == "stacked-zigzag" and not number:
+            number = "2"
+        if not number and parameter is None:
+            return cls(kind)
+        if parameter is None or not number.isdigit():
+            raise ValueError(f"unknown layout {layout!r}; legal: {NAMES}")
+        return cls(kind, stacks=int(number)) if parameter == "stacks" else cls(kind, block=int(number))
+
+    @classmethod
+    def for_mask(cls, mask: Mask, n: int, size: int) -> Layout:
+        """The layout that balances `mask` over n tokens and `size` ranks, and moves little.
+
+        See `burst_mcore.attention.balance.layout_for`, which it is.
+        """
+        from burst_mcore.attention.balance import layout_for
+
+        return layout_for(mask, n, size)
 
     def __str__(self) -> str:
+        if self.kind == "stacked-zigzag":
+            return f"{self.kind}:{self.stacks}"
+        if self.kind == "block-striped":
+            return f"{self.kind}:{self.block}"
+        if self.kind == "chunks":
+            digest = hashlib.blake2b(repr(self.chunks).encode(), digest_size=6).hexdigest()
+            return f"chunks({len(self.chunks)} x {len(self.chunks[0])}, #{digest})"
         return self.kind
 
     def divisor(self, size: int) -> int:
-        """What the global sequence length must be a multiple of, on a ring of `size` ranks."""
-        return 2 * size if self.kind == "zigzag" and size > 1 else size
-
-    def runs(self, n: int, rank: int, size: int) -> tuple[range, ...]:
-        """Global positions held by `rank`, as ranges in local order.
+        """What the padded sequence length is a multiple of, on a ring of `size` ranks.
 
         Raises:
-            ValueError: rank outside the ring, or n not a positive multiple of `divisor(size)`.
+            ValueError: the layout does not go with so many ranks.
+        """
+        if self.kind == "block-striped" and self.block % size:
+            raise ValueError(
+                f"layout {self} deals each block over the {size} ranks: the block must be a multiple of "
+                f"{size}"
+            )
+        if self.kind == "chunks" and len(self.chunks) != size:
+            raise ValueError(f"layout {self} is for {len(self.chunks)} ranks, not for {size}")
+        if size == 1:
+            return 1
+        each = {"zigzag": 2, "stacked-zigzag": 2 * self.stacks, "chunks": len((*self.chunks, ())[0])}
+        return self.block if self.kind == "block-striped" else size * each.get(self.kind, 1)
+
+    def padded(self, n: int, size: int) -> int:
+        """The length that a sequence of n tokens is dealt as: the next multiple of `divisor`.
+
+        Raises:
+            ValueError: as `divisor`; or n < 1.
+        """
+        if n < 1:
+            raise ValueError(f"a sequence has at least one token, got n={n}")
+        divisor = self.divisor(size)
+        return -(-n // divisor) * divisor
+
+    def runs(self, n: int, rank: int, size: int) -> tuple[range, ...]:
+        """Global positions of `rank`, ascending, as ranges; of the padded sequence, so some may be >= n.
+
+        Raises:
+            ValueError: rank outside the ring, or as `padded`.
         """
         if size < 1 or not 0 <= rank < size:
             raise ValueError(f"rank must be in [0, size) with size >= 1, got rank {rank} of size {size}")
-        divisor = self.divisor(size)
-        if n < 1 or n % divisor:
-            raise ValueError(
-                f"a {self} layout over {size} ranks needs a sequence length that is a positive multiple of "
-                f"{divisor}, got {n}: pad to {max(1, -(-n // divisor)) * divisor}"
-            )
-        if self.kind == "contiguous" or size == 1:
-            length = n // size
-            return (range(rank * length, (rank + 1) * length),)
-        length = n // (2 * size)
-        return tuple(range(c * length, (c + 1) * length) for c in (rank, 2 * size - 1 - rank))
+        n = self.padded(n, size)
+        if size == 1:
+            return (range(n),)
+        if self.kind == "striped":
+            return (range(rank, n, size),)
+        chunks = self._chunks(n, rank, size)
+        length = n // size // len(chunks)
+        runs = [range(chunks[0] * length, (chunks[0] + 1) * length)]
+        for chunk in chunks[1:]:
+            if chunk * length == runs[-1].stop:
+                runs[-1] = range(runs[-1].start, runs[-1].stop + length)
+            else:
+                runs.append(range(chunk * length, (chunk + 1) * length))
+        return tuple(runs)
+
+    def _chunks(self, n: int, rank: int, size: int) -> Sequence[int]:
+        """Which of the equal chunks of the sequence `rank` holds, in order."""
+        if self.kind == "chunks":
+            return self.chunks[rank]
+        if self.kind == "contiguous":
+            return (rank,)
+        if self.kind == "block-striped":
+            return range(rank, n // self.block * size, size)
+        stacks = range(0, 2 * size * self.stacks, 2 * size)
+        return [chunk for stack in stacks for chunk in (stack + rank, stack + 2 * size - 1 - rank)]
 
 
 def positions(n: int, *, rank: int, size: int, layout: Layout | str = "zigzag") -> Tensor:
-    """Global index of each local row, int64 [n / size], in local order.
+    """Global index of each row that `rank` holds, int64 [local rows], in local order.
 
-    `n` is the length of the GLOBAL sequence in tokens.
+    `n` is the length of the GLOBAL sequence in tokens. Ranks hold as many rows each if the layout's divisor
+    divides n; else some hold fewer, perhaps none.
 
     Raises:
         ValueError: as `Layout.runs`.
     """
     runs = Layout.of(layout).runs(n, rank, size)
-    return torch.cat([torch.arange(r.start, r.stop, r.step) for r in runs])
+    held = torch.cat([torch.arange(r.start, r.stop, r.step) for r in runs])
+    return held[held < n]
 
 
 def shard(x: Tensor, dim: int, *, rank: int, size: int, layout: Layout | str = "zigzag") -> Tensor:
@@ -90,20 +192,32 @@ def shard(x: Tensor, dim: int, *, rank: int, size: int, layout: Layout | str = "
     Raises:
         ValueError: as `Layout.runs`, with n = x.shape[dim].
     """
-    runs = Layout.of(layout).runs(x.shape[dim], rank, size)
-    return torch.cat([x.narrow(dim, r.start, len(r)) for r in runs], dim=dim)
+    n = x.shape[dim]
+    runs = Layout.of(layout).runs(n, rank, size)
+    if any(run.step > 1 for run in runs):
+        return x.index_select(dim, positions(n, rank=rank, size=size, layout=layout).to(x.device))
+    held = [x.narrow(dim, r.start, min(r.stop, n) - r.start) for r in runs if r.start < n]
+    return torch.cat(held or [x.narrow(dim, 0, 0)], dim=dim)
 
 
 def unshard(parts: Sequence[Tensor], dim: int, *, layout: Layout | str = "zigzag") -> Tensor:
     """The global tensor from every rank's part, in rank order: the inverse of `shard`. Differentiable.
 
     Raises:
-        ValueError: no parts, parts of different shapes, or lengths that the layout cannot have dealt.
+        ValueError: no parts, parts that differ in another dimension, or lengths that the layout cannot have
+            dealt.
     """
     parts = list(parts)
-    if not parts or any(part.shape != parts[0].shape for part in parts):
-        shapes = [tuple(part.shape) for part in parts]
-        raise ValueError(f"unshard needs one part per rank, all of one shape, got shapes {shapes}")
-    size, n = len(parts), len(parts) * parts[0].shape[dim]
-    dealt = torch.cat([positions(n, rank=r, size=size, layout=layout) for r in range(size)])
-    return torch.cat(parts, dim=dim).index_select(dim, dealt.argsort().to(parts[0].device))
+    shapes = [tuple(part.shape) for part in parts]
+    if not parts or len({shape[:dim] + shape[dim:][1:] for shape in shapes}) > 1:
+        raise ValueError(
+            f"unshard needs one part per rank, of one shape but for dim {dim}, got shapes {shapes}"
+        )
+    size, lengths = len(parts), [part.shape[dim] for part in parts]
+    dealt = [positions(sum(lengths), rank=r, size=size, layout=layout) for r in range(size)]
+    if lengths != (legal := [len(held) for held in dealt]):
+        raise ValueError(
+            f"layout {Layout.of(layout)} deals {sum(lengths)} tokens over {size} ranks as {legal}, got "
+            f"{lengths}"
+        )
+    return torch.cat(parts, dim=dim).index_select(dim, torch.cat(dealt).argsort().to(parts[0].device))

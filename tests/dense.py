@@ -57,10 +57,15 @@ def dense(p: Problem, mask: Mask, scale: float | None = None, dlse: Tensor | Non
     group, at = q.shape[2] // k.shape[2], torch.arange(q.shape[1])
     scores = torch.einsum("bmhd,bnhd->bhmn", q, k.repeat_interleave(group, 2))
     scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = scores.masked_fill(~mask.allows(at, at), -torch.inf)
-    out = torch.einsum("bhmn,bnhd->bmhd", scores.softmax(-1), v.repeat_interleave(group, 2))
-    lse = scores.logsumexp(-1).transpose(1, 2)
-    loss = (out * p.dout.double()).sum() + (0 if dlse is None else (lse * dlse.double()).sum())
+    seen = mask.allows(at, at)
+    blind = ~seen.any(1)
+    scores = scores.masked_fill(~(seen | blind[:, None]), -torch.inf)
+    weights = scores.softmax(-1).masked_fill(blind[:, None], 0.0)  # a query that sees nothing gets zeros
+    out = torch.einsum("bhmn,bnhd->bmhd", weights, v.repeat_interleave(group, 2))
+    lse = scores.logsumexp(-1).masked_fill(blind, -torch.inf).transpose(1, 2)
+    loss = (out * p.dout.double()).sum() + (
+        0 if dlse is None else (lse.masked_fill(blind[:, None], 0.0) * dlse.double()).sum()
+    )
     return Result(out.detach(), lse.detach(), *torch.autograd.grad(loss, (q, k, v)))
 
 
@@ -75,7 +80,10 @@ def single_kernel(p: Problem, kernel: Kernel, *, causal: bool) -> Result:
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """Relative error in the Frobenius norm; NaN and infinity are infinite errors."""
+    """Relative error in the Frobenius norm; NaN and infinity (but the -inf of lse) are infinite errors."""
+    if not torch.equal(got == -torch.inf, want == -torch.inf):
+        return float("inf")
+    got, want = (x.masked_fill(x == -torch.inf, 0.0) for x in (got, want))
     difference = (got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30)
     return difference.item() if torch.isfinite(difference) else float("inf")
 

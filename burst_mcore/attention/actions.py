@@ -12,6 +12,9 @@ HOME = "home"
 PARTIAL = "partial"
 """Where the sum of the nodes before arrives."""
 
+HOME_SUM = "sum home"
+"""Where a gradient is summed that stays with, or comes straight back to, its rank."""
+
 DATA, GRADIENT = "data", "gradient"
 BUNDLE, ROWS, RESULT, SUM = "bundle", "rows", "result", "sum"
 """What the all-to-all over a head group carries: in, the bundle that will travel and the rows that stay; out,
@@ -20,11 +23,16 @@ COMES_LATE = (GRADIENT, RESULT, SUM)
 """What is computed before it is sent; the rest is there from the start."""
 
 
+Rows = tuple[range, ...]
+"""Rows of a position, as disjoint ascending ranges."""
+
+
 class Channel(NamedTuple):
     """Messages that are waited for together. Those of one link and kind keep their order."""
 
     link: str
-    """ "intra" (around the node), "inter" (from node to node) or "heads" (within a head group)."""
+    """ "intra" (around the node), "inter" (from node to node), "direct" (to any rank) or "heads" (within a
+    head group)."""
     what: str
     part: int = 0
     """Messages of one kind that are waited for one by one."""
@@ -35,15 +43,17 @@ class Channel(NamedTuple):
 
 @dataclass(frozen=True)
 class Send:
-    """Start sending `buffer` to rank `peer`; it may be read, but not written, until the channel's Wait."""
+    """Start sending `rows` of `buffer` to rank `peer`; it may be read, not written, until its channel's Wait."""
 
     step: int
     channel: Channel
     buffer: str
     peer: int
+    rows: Rows | None = None
+    """Of the rows of the bundle's own position; None: all."""
 
     def __str__(self) -> str:
-        return f"{self.buffer}>{self.peer}"
+        return f"{self.buffer}>{self.peer}{_of(self.rows)}"
 
 
 @dataclass(frozen=True)
@@ -54,9 +64,10 @@ class Recv:
     channel: Channel
     buffer: str
     peer: int
+    rows: Rows | None = None
 
     def __str__(self) -> str:
-        return f"{self.buffer}<{self.peer}"
+        return f"{self.buffer}<{self.peer}{_of(self.rows)}"
 
 
 @dataclass(frozen=True)
@@ -88,12 +99,16 @@ class Compute:
 
 @dataclass(frozen=True)
 class Accumulate:
-    """Add the gradients of the last Compute to the travelling sum in `buffer`; the `first` share is set."""
+    """Add the gradients of the last Compute to the travelling sum in `buffer`; the `first` share is set.
+
+    Afterwards the buffer holds `rows`.
+    """
 
     step: int
     source: int
     buffer: str
     first: bool
+    rows: Rows | None = None
 
     def __str__(self) -> str:
         return f"{self.buffer}{'=' if self.first else '+='}d[{self.source}]"
@@ -101,14 +116,30 @@ class Accumulate:
 
 @dataclass(frozen=True)
 class Add:
-    """Add the sum in `other`, of the same bundle, to that in `buffer`."""
+    """Add the sum in `other`, of the same bundle, to that in `buffer`; if `first`, there is none yet.
+
+    Afterwards the buffer holds `rows`.
+    """
 
     step: int
     buffer: str
     other: str
+    first: bool = False
+    rows: Rows | None = None
 
     def __str__(self) -> str:
-        return f"{self.buffer}+={self.other}"
+        return f"{self.buffer}{'' if self.first else '+'}={self.other}"
+
+
+@dataclass(frozen=True)
+class Return:
+    """The gradient of the rank's own bundle is complete, in `buffer`; None: nobody reads the bundle."""
+
+    step: int
+    buffer: str | None
+
+    def __str__(self) -> str:
+        return f"done {self.buffer or 'nothing'}"
 
 
 @dataclass(frozen=True)
@@ -137,8 +168,12 @@ class Unpack:
         return f"unpack {self.buffer}"
 
 
-Action = Send | Recv | Wait | Compute | Accumulate | Add | Pack | Unpack
+Action = Send | Recv | Wait | Compute | Accumulate | Add | Return | Pack | Unpack
 Program = tuple[Action, ...]
+
+
+def _of(rows: Rows | None) -> str:
+    return "" if rows is None else f"({sum(map(len, rows))})"
 
 
 def hops(program: Program) -> Iterator[tuple[Channel | None, list[Action]]]:

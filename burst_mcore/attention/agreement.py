@@ -1,6 +1,6 @@
 """All ranks of a ring must make the same calls, in the same order: where they do not, everyone gets an error.
 
-Every call begins by an all-reduce of the hash of its signature, 24 bytes, over the CPU communicator: it goes
+Every call begins by an all-reduce of the hash of its signature, 56 bytes, over the CPU communicator: it goes
 ahead of the first hop. Where the hashes differ, the signatures follow through the store and the error names
 ranks and fields. A rank that refuses its call leaves word in the store, where the others, waiting, find it.
 """
@@ -57,6 +57,15 @@ class Agreement:
             RuntimeError: a rank has gone, or did not come within the group's time-out; an earlier call failed
                 in mid-ring.
         """
+        number, _ = self.meet(signature, {}, 0)
+        return number
+
+    def meet(self, signature: Signature, if_even: Signature, rows: int) -> tuple[int, list[int] | None]:
+        """As `agree`; `if_even` must be the same as well, but only if every rank has as many rows.
+
+        Returns:
+            The number of the call, and None, or the rows of every rank if they differ.
+        """
         if self._broken is not None:
             error = RuntimeError(
                 f"an earlier call failed in mid-ring on this rank, so that messages of it may still be on "
@@ -69,14 +78,26 @@ class Agreement:
         self._owed = 0
         self._call += 1
         signature = {"call": str(self._call), **signature}
-        work, found = self._exchange(_hash(signature))
+        work, found = self._exchange((_hash(signature), _hash(if_even), rows))
         self._wait(work, found)
-        largest, minus_smallest, refused = found.tolist()
+        refused, *ends = found.tolist()
         if refused >= 0:
             raise self._refusal(refused)
-        if largest != -minus_smallest:
-            raise ValueError(f"the ranks of the ring make different calls: {self._differences(signature)}")
-        return self._call
+        differs = [
+            largest != -minus_smallest for largest, minus_smallest in zip(ends[::2], ends[1::2], strict=True)
+        ]
+        if differs[0] or (differs[1] and not differs[2]):
+            raise ValueError(
+                f"the ranks of the ring make different calls: {self._differences(signature | if_even)}"
+            )
+        return self._call, self._everyones(rows) if differs[2] else None
+
+    def _everyones(self, rows: int) -> list[int]:
+        found = torch.zeros(self._size, dtype=torch.int64)
+        found[self._rank] = rows
+        dist.all_reduce(found, group=self._group)
+        lengths: list[int] = found.tolist()
+        return lengths
 
     def refuse(self, error: Exception) -> None:
         """Tell the ranks that may wait for this one that it refuses its call, and why. Waits for nobody."""
@@ -93,12 +114,13 @@ class Agreement:
             self._broken = f"{type(error).__name__}: {error}"
             raise
 
-    def _exchange(self, mine: int | None) -> tuple[dist.Work, torch.Tensor]:
-        """Start to find (largest hash, minus the smallest, a rank that refused); None: this one does.
+    def _exchange(self, mine: tuple[int, ...] | None) -> tuple[dist.Work, torch.Tensor]:
+        """Start to find [a rank that refused, then largest and minus the smallest of each of `mine`].
 
-        An all-reduce, since gloo's all-gather takes 5 to 9 times as long where ranks share cores.
+        None: this rank refused. An all-reduce, since gloo's all-gather takes 5 to 9 times as long where ranks
+        share cores.
         """
-        words = [_LEAST, _LEAST, self._rank] if mine is None else [mine, -mine, -1]
+        words = [self._rank, *[_LEAST] * 6] if mine is None else [-1, *(s * x for x in mine for s in (1, -1))]
         found = torch.tensor(words)
         work = dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None

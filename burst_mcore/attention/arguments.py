@@ -1,10 +1,15 @@
-"""What the arguments of a call ask for: a `Call`, or a ValueError that says what is wrong."""
+"""What the arguments of a call ask for: a `Call`, or a ValueError that says what is wrong.
+
+A rank cannot tell the length of the global sequence from its own share, so checking has two halves: `checked`
+before the ranks have met, `call_for` after.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import torch
@@ -12,6 +17,7 @@ from torch import Tensor
 
 from burst_mcore.attention.agreement import Signature
 from burst_mcore.attention.choice import (
+    RINGS,
     Ranks,
     best,
     candidates,
@@ -25,7 +31,7 @@ from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.mask import Mask
 from burst_mcore.attention.passes import Call
-from burst_mcore.attention.plan import pooled_rows
+from burst_mcore.attention.plan import plan
 from burst_mcore.attention.ring import ProcessGroups
 from burst_mcore.attention.schedule import Route
 from burst_mcore.attention.topology import Topology
@@ -38,7 +44,31 @@ logger = logging.getLogger("burst_mcore")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def checked_call(
+@dataclass(frozen=True)
+class Asked:
+    """What is known of a call before the length of the global sequence is."""
+
+    topology: Topology
+    mask: Mask
+    config: BurstConfig
+    shard: Shard
+    """`tokens` is what this rank holds: fewer than others, if the sequence does not divide."""
+    scale: float
+    dtype: torch.dtype
+    device: str
+    grad_dtype: torch.dtype
+    return_lse: bool
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.of(self.config.layout)
+
+    @property
+    def ranks(self) -> Ranks:
+        return Ranks(self.topology.size, self.topology.intra_size)
+
+
+def checked(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -49,65 +79,95 @@ def checked_call(
     sinks: Tensor | None,
     config: BurstConfig,
     return_lse: bool,
-) -> Call:
-    """The call that these arguments ask for; ValueError if there is none."""
+) -> Asked:
+    """What these arguments ask for; ValueError if they are not legal, whatever the other ranks have."""
     if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a Mask, got {mask!r}: Mask.causal() or Mask.full()")
+        raise ValueError(f"mask must be a Mask, got {mask!r}: Mask.causal(), Mask.full(), ...")
     if not isinstance(config, BurstConfig):
         raise ValueError(f"config must be a BurstConfig, got {config!r}")
     for name, value in (("softcap", softcap), ("sinks", sinks)):
         if value is not None:
             raise ValueError(f"{name} is not supported yet, it must be None, got {value!r}")
-    _check_tensors(q, k, v)
+    _check_tensors(q, k, v, may_be_empty=topology.size > 1)
     batch, tokens, heads, head_dim = q.shape
     scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale!r}")
-    n, layout = tokens * topology.size, Layout.of(config.layout)
-    layout.runs(n, topology.rank, topology.size)  # raises if the layout cannot deal n tokens
+    Layout.of(config.layout).divisor(topology.size)  # raises if it does not go with so many ranks
     kv_heads, value_dim = v.shape[2:]
     grad_dtype = (
         torch.promote_types(config.grad_dtype, q.dtype) if q.dtype.itemsize == 8 else config.grad_dtype
     )
     shard = Shard(batch, tokens, heads, kv_heads, head_dim, value_dim, q.dtype.itemsize, grad_dtype.itemsize)
-    ranks = Ranks(topology.size, topology.intra_size)
-    rates = topology.rates or DEFAULT.get(q.device.type, DEFAULT["cpu"])
-    route, direction = _way(config, ranks, rates, shard, mask)
+    _degrees(config, Ranks(topology.size, topology.intra_size), shard)
     if topology.size > 1:
         _check_group(topology, q.device.type)
+    return Asked(topology, mask, config, shard, scale, q.dtype, q.device.type, grad_dtype, return_lse)
+
+
+def call_for(asked: Asked, lengths: Sequence[int]) -> Call:
+    """The call, once it is known how many tokens each rank holds; ValueError, on all ranks, if none."""
+    n, size = sum(lengths), asked.topology.size
+    _check_lengths(asked.layout, tuple(lengths))
+    asked.mask.check(n)
+    shard = replace(asked.shard, tokens=asked.layout.padded(n, size) // size)
+    rates = asked.topology.rates or DEFAULT.get(asked.device, DEFAULT["cpu"])
+    route, direction = _way(asked.config, asked.ranks, rates, shard, asked.mask, n)
     on_ring = shard.pooled(route.heads)
     kernel = choose(
-        config.kernel,
-        Problem(q.device.type, q.dtype, on_ring.heads, on_ring.kv_heads, head_dim, value_dim),
+        asked.config.kernel,
+        Problem(asked.device, asked.dtype, on_ring.heads, on_ring.kv_heads, shard.head_dim, shard.value_dim),
     )
     return Call(
-        rank=topology.rank,
+        rank=asked.topology.rank,
         route=route,
-        layout=layout,
-        mask=mask,
-        n=n,
-        scale=scale,
+        plan=plan(asked.layout, asked.mask, n, route.positions, route.heads),
+        scale=asked.scale,
         kernel=kernel,
         direction=direction,
-        grad_dtype=grad_dtype,
-        transport=ProcessGroups(topology, route),
-        kv_heads=kv_heads,
-        return_lse=return_lse,
+        grad_dtype=asked.grad_dtype,
+        transport=ProcessGroups(asked.topology, route),
+        kv_heads=shard.kv_heads,
+        return_lse=asked.return_lse,
     )
 
 
 @lru_cache(maxsize=1024)
-def _way(config: BurstConfig, ranks: Ranks, rates: Rates, shard: Shard, mask: Mask) -> tuple[Route, str]:
+def _check_lengths(layout: Layout, lengths: tuple[int, ...]) -> None:
+    n, size = sum(lengths), len(lengths)
+    if n < 1:
+        raise ValueError("the sequence is empty: no rank holds a token")
+    legal = tuple(
+        sum(len(range(run.start, min(run.stop, n), run.step)) for run in layout.runs(n, rank, size))
+        for rank in range(size)
+    )
+    if lengths != legal:
+        raise ValueError(
+            f"the ranks hold {_listed(lengths)} tokens, {n} in all, which layout {layout} over {size} ranks "
+            f"deals as {_listed(legal)} (a multiple of {layout.divisor(size)} tokens in all is dealt evenly; "
+            f"shard() deals any length)"
+        )
+
+
+def _listed(lengths: Sequence[int]) -> str:
+    return str(list(lengths)) if len(lengths) <= 16 else f"[{', '.join(map(str, lengths[:16]))}, ...]"
+
+
+@lru_cache(maxsize=1024)
+def _way(
+    config: BurstConfig, ranks: Ranks, rates: Rates, shard: Shard, mask: Mask, n: int
+) -> tuple[Route, str]:
     """The route, and what travels in backward; what is "auto" by the cost model, said once."""
     degrees = _degrees(config, ranks, shard)
     directions = ("query", "kv") if config.backward == "auto" else (config.backward,)
-    rings = ("double", "flat") if config.ring == "auto" else (config.ring,)
-    if len(degrees) == len(directions) == len(rings) == 1 or ranks.size == 1:
+    rings = RINGS if config.ring == "auto" else (config.ring,)
+    if ranks.size == 1 or (degrees == (ranks.size,) and len(directions) == 1):
         return route_for(degrees[0], ranks, ring=rings[0], overlap=config.overlap), directions[0]
     found = candidates(
         shard,
         Layout.of(config.layout),
         mask,
+        n,
         ranks,
         rates,
         overlap=config.overlap,
@@ -132,14 +192,13 @@ def _degrees(config: BurstConfig, ranks: Ranks, shard: Shard) -> tuple[int, ...]
             f"{ranks.size} ranks, {ranks.intra} a node: {why_not}; legal: "
             f"{legal_degrees(ranks, shard.heads, shard.kv_heads)}"
         )
-    n = shard.tokens * ranks.size
-    pooled_rows(Layout.of(config.layout), n, 0, ranks.size // degree, degree, 0)  # raises if it cannot pool
     return (degree,)
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, may_be_empty: bool) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.dim() != 4 or 0 in x.shape:
+        empty = isinstance(x, Tensor) and 0 in (x.shape[:1] + x.shape[2:] if may_be_empty else x.shape)
+        if not isinstance(x, Tensor) or x.dim() != 4 or empty:
             what = tuple(x.shape) if isinstance(x, Tensor) else repr(x)
             raise ValueError(
                 f"{name} must be a tensor [batch, local sequence, heads, head_dim] without empty dimensions, "
@@ -174,24 +233,30 @@ def _check_group(topology: Topology, device: str) -> None:
         raise ValueError(f"{device} tensors need a process group with {device}:{carries}, got {backends}")
 
 
-def signature(
-    call: Call, topology: Topology, config: BurstConfig, q: Tensor, k: Tensor, v: Tensor, wanted: bool
-) -> Signature:
-    """All that the ranks of a ring must have in common."""
+def signature(asked: Asked, wanted: bool) -> Signature:
+    """What the ranks of a ring must have in common, whatever the length of the sequence."""
+    shard = asked.shard
     return {
-        "q": str(tuple(q.shape)),
-        "k": str(tuple(k.shape)),
-        "v": str(tuple(v.shape)),
-        "dtype": str(q.dtype),
-        "device": q.device.type,
-        "mask": str(call.mask),
-        "softmax_scale": repr(call.scale),
-        "topology": str(topology),
-        "rates": str(topology.rates),
-        **{field.name: str(getattr(config, field.name)) for field in fields(config)},
+        "q": f"[{shard.batch}, ., {shard.heads}, {shard.head_dim}]",
+        "k": f"[{shard.batch}, ., {shard.kv_heads}, {shard.head_dim}]",
+        "v": f"[{shard.batch}, ., {shard.kv_heads}, {shard.value_dim}]",
+        "dtype": str(asked.dtype),
+        "device": asked.device,
+        "mask": str(asked.mask),
+        "softmax_scale": repr(asked.scale),
+        "topology": str(asked.topology),
+        "rates": str(asked.topology.rates),
+        **{field.name: str(getattr(asked.config, field.name)) for field in fields(asked.config)},
+        "lse wanted": str(asked.return_lse),
+        "gradient wanted": str(wanted),
+    }
+
+
+def signature_of_call(call: Call) -> Signature:
+    """What they must have in common besides, once the length is known."""
+    return {
+        "tokens": str(call.plan.n),
         "route": str(call.route),
         "travels in backward": call.direction,
         "kernel used": call.kernel.name,
-        "lse wanted": str(call.return_lse),
-        "gradient wanted": str(wanted),
     }

@@ -73,6 +73,13 @@ class Lease:
         self._held = [(key, held) for key, held in self._held if held is not tensor]
         return tensor
 
+    def free(self, tensor: Tensor) -> None:
+        """Give `tensor` back before the end."""
+        for key, held in self._held:
+            if held is tensor:
+                _POOL.give(key, tensor)
+        self.keep(tensor)
+
     def __enter__(self) -> Self:
         return self
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from burst_mcore.attention.actions import Compute
+from burst_mcore.attention.actions import DATA, GRADIENT, Compute, Send
 from burst_mcore.attention.cost import (
     Shard,
+    Sizes,
     allowed_pairs,
     link_bytes,
     message_bytes,
@@ -17,7 +18,7 @@ from burst_mcore.attention.cost import (
 )
 from burst_mcore.attention.heads import why_not_heads
 from burst_mcore.attention.mask import Mask
-from burst_mcore.attention.plan import pooled_rows
+from burst_mcore.attention.plan import Plan, plan
 from burst_mcore.attention.schedule import Route, program
 from burst_mcore.attention.timeline import play_one
 from burst_mcore.layout import Layout
@@ -26,6 +27,10 @@ from burst_mcore.rates import Rates
 AS_FAST = 1.01
 """Candidates within this factor of the fastest are as fast; among them the one that moves fewest bytes wins,
 since the rest of the training uses the links as well."""
+WORTH_IT = 0.8
+"""What a direct exchange must move at most of what a ring moves, to be taken instead of one as fast: a ring
+needs neighbours only."""
+RINGS = ("double", "flat", "direct")
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,9 @@ def legal_degrees(ranks: Ranks, heads: int, kv_heads: int) -> list[int]:
 
 
 def route_for(degree: int, ranks: Ranks, *, ring: str, overlap: bool) -> Route:
-    """The way over these ranks with `degree` neighbours sharing heads; ring: "double" or "flat"."""
+    """The way over these ranks with `degree` neighbours sharing heads; ring: "double", "flat" or "direct"."""
+    if ring == "direct":
+        return Route(1, ranks.size // degree, degree, overlap, direct=ranks.size > degree)
     if ring == "flat" or ranks.size == ranks.intra:
         return Route(1, ranks.size // degree, degree, overlap)
     nodes = ranks.size // max(degree, ranks.intra)
@@ -88,6 +95,7 @@ def candidates(
     shard: Shard,
     layout: Layout,
     mask: Mask,
+    n: int,
     ranks: Ranks,
     rates: Rates,
     *,
@@ -96,16 +104,18 @@ def candidates(
     degrees: tuple[int, ...],
     directions: tuple[str, ...],
 ) -> tuple[Candidate, ...]:
-    """Every combination of ring, degree and direction, costed; no degrees that the layout cannot pool."""
+    """Every combination of ring, degree and direction, costed; rings both ways round where that matters.
+
+    n: tokens in the global sequence.
+    """
     found: list[Candidate] = []
     for ring, degree, direction in itertools.product(rings, degrees, directions):
-        route = route_for(degree, ranks, ring=ring, overlap=overlap)
-        try:
-            pooled_rows(layout, shard.tokens * ranks.size, 0, route.positions, degree, 0)
-        except ValueError:
-            continue
-        if all((other.route, other.direction) != (route, direction) for other in found):
-            found.append(_candidate(shard, mask, ranks, rates, ring, route, direction))
+        forwards = route_for(degree, ranks, ring=ring, overlap=overlap)
+        what = plan(layout, mask, n, forwards.positions, degree)
+        both = forwards.positions > 1 and not forwards.direct and not what.everything
+        for route in (forwards, replace(forwards, mirrored=True)) if both else (forwards,):
+            if all((other.route, other.direction) != (route, direction) for other in found):
+                found.append(_candidate(shard, what, ranks, rates, ring, route, direction))
     return tuple(found)
 
 
@@ -113,7 +123,17 @@ def best(found: Sequence[Candidate]) -> Candidate:
     """The fastest; among those as fast, the one whose bytes need the links for the shortest time."""
     fastest = min(candidate.seconds for candidate in found)
     as_fast = [candidate for candidate in found if candidate.seconds <= AS_FAST * fastest]
-    return min(as_fast, key=lambda c: (c.inter_bytes, c.intra_bytes, c.route.heads, _second(c)))
+    chosen = min(as_fast, key=_order)
+    rings = [c for c in as_fast if not c.route.direct and WORTH_IT * _bytes(c) < _bytes(chosen)]
+    return min(rings, key=_order) if chosen.route.direct and rings else chosen
+
+
+def _order(c: Candidate) -> tuple[float, ...]:
+    return c.inter_bytes, c.intra_bytes, c.route.heads, _second(c), c.route.mirrored
+
+
+def _bytes(candidate: Candidate) -> int:
+    return candidate.inter_bytes + candidate.intra_bytes
 
 
 def _second(candidate: Candidate) -> bool:
@@ -132,7 +152,8 @@ def reason(chosen: Candidate, found: Sequence[Candidate]) -> str:
     if not others:
         return f"the only one; {what}"
     rival = min(others, key=lambda c: c.seconds)
-    name = f"{rival.ring}, head_parallel={rival.route.heads}, {rival.direction}"
+    ring = f"{rival.ring}{', mirrored' * rival.route.mirrored}"
+    name = f"{ring}, head_parallel={rival.route.heads}, {rival.direction}"
     slower = rival.seconds / chosen.seconds
     if slower > AS_FAST:
         return f"fastest: the next, {name}, takes {slower - 1:.0%} longer; {what}"
@@ -140,12 +161,15 @@ def reason(chosen: Candidate, found: Sequence[Candidate]) -> str:
 
 
 def _candidate(
-    shard: Shard, mask: Mask, ranks: Ranks, rates: Rates, ring: str, route: Route, direction: str
+    shard: Shard, what: Plan, ranks: Ranks, rates: Rates, ring: str, route: Route, direction: str
 ) -> Candidate:
-    """Cost a call as the rank at the end of its node sees it: in a flat ring the one with the slow hop."""
+    """Cost a call as the rank at the end of its node sees it: in a flat ring the one with the slow hop.
+
+    Where the mask takes rows out of messages, every message counts as smaller by what all lose together.
+    """
     rank = ranks.intra - 1
-    pairs = allowed_pairs(mask, shard.tokens * ranks.size) // (ranks.size * route.positions)
-    seconds, sent, compute = [], {"intra": 0, "inter": 0}, 0.0
+    pairs = allowed_pairs(what.mask, what.n) // (ranks.size * route.positions)
+    seconds, sent, compute = [], {"intra": 0.0, "inter": 0.0}, 0.0
     for name in ("forward", direction):
         steps = program(rank, route, name)
         sizes = message_bytes(shard, route, name)
@@ -155,8 +179,39 @@ def _candidate(
         def compute_seconds(_: int, action: Compute, step: float = step) -> float:
             return step if action.part is None else step / route.heads
 
-        seconds.append(play_one(steps, rank, sizes, compute_seconds, ranks.intra, rates))
-        for link, size in link_bytes(steps, rank, sizes, ranks.intra).items():
+        left = sizes
+        if not what.everything:
+            left = _left(route, name, what, sizes)
+        seconds.append(play_one(steps, rank, left, compute_seconds, ranks.intra, rates))
+        for link, size in _sent(route, name, what, sizes, ranks.intra).items():
             sent[link] += size
         compute += step * route.positions
-    return Candidate(ring, route, direction, seconds[0], seconds[1], sent["intra"], sent["inter"], compute)
+    intra, inter = round(sent["intra"]), round(sent["inter"])
+    return Candidate(ring, route, direction, seconds[0], seconds[1], intra, inter, compute)
+
+
+def _sent(route: Route, name: str, what: Plan, sizes: Sizes, intra_size: int) -> dict[str, float]:
+    """Bytes that a rank sends on each link, on average."""
+    if what.everything:
+        return dict(link_bytes(program(intra_size - 1, route, name), intra_size - 1, sizes, intra_size))
+    every = [
+        link_bytes(program(rank, route, name, what), rank, sizes, intra_size) for rank in range(route.size)
+    ]
+    return {link: sum(each[link] for each in every) / route.size for link in ("intra", "inter")}
+
+
+def _left(route: Route, name: str, what: Plan, sizes: Sizes) -> Sizes:
+    """The sizes of messages on the ring, less what the mask takes out, as if from all alike."""
+    whole = dict(sizes.whole)
+    for kind in (DATA, GRADIENT):
+        dense, left = (
+            sum(
+                sizes.of(action)
+                for rank in range(0, route.size, route.heads)
+                for action in program(rank, route, name, which)
+                if isinstance(action, Send) and action.channel.what == kind
+            )
+            for which in (None, what)
+        )
+        whole[kind] = whole[kind] * left // dense if dense else 0
+    return Sizes(whole, sizes.rows)

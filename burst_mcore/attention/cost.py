@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from burst_mcore.attention.actions import BUNDLE, DATA, GRADIENT, RESULT, ROWS, SUM, Program, Send
+from burst_mcore.attention.actions import BUNDLE, DATA, GRADIENT, RESULT, ROWS, SUM, Program, Recv, Send
+from burst_mcore.attention.balance import keys_per_query
 from burst_mcore.attention.mask import Mask
-from burst_mcore.attention.plan import tiles
+from burst_mcore.attention.plan import count
 from burst_mcore.attention.schedule import Route
-from burst_mcore.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,23 @@ class Shard:
         return rows * self.heads * width, rows * self.heads * self.head_dim * self.grad_itemsize
 
 
-def message_bytes(shard: Shard, route: Route, name: str, *, return_lse: bool = False) -> dict[str, int]:
-    """Bytes of one message of each kind in the pass `name`: "forward", "query" or "kv"."""
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of the messages of a pass."""
+
+    whole: dict[str, int]
+    """By kind, of all rows."""
+    rows: int
+    """Of a position on the ring."""
+
+    def of(self, action: Send | Recv) -> int:
+        """Of one message."""
+        size = self.whole[action.channel.what]
+        return size if action.rows is None else size // self.rows * count(action.rows)
+
+
+def message_bytes(shard: Shard, route: Route, name: str, *, return_lse: bool = False) -> Sizes:
+    """Bytes of the messages in the pass `name`: "forward", "query" or "kv"."""
     h = route.heads
     data, gradient = shard.pooled(h).bundle_bytes("query" if name == "query" else "kv")
     rows, heads = shard.batch * shard.tokens, shard.heads // h
@@ -62,15 +77,15 @@ def message_bytes(shard: Shard, route: Route, name: str, *, return_lse: bool = F
         "kv": {ROWS: out + statistic, RESULT: q, SUM: dkv},
         "query": {BUNDLE: out + statistic, RESULT: dkv, SUM: q},
     }
-    return {DATA: data, GRADIENT: gradient, **through_heads[name]}
+    return Sizes({DATA: data, GRADIENT: gradient, **through_heads[name]}, shard.tokens * h)
 
 
-def link_bytes(program: Program, rank: int, sizes: dict[str, int], intra_size: int) -> dict[str, int]:
+def link_bytes(program: Program, rank: int, sizes: Sizes, intra_size: int) -> dict[str, int]:
     """Bytes that `rank` sends to its own node ("intra") and to others ("inter"), nodes of `intra_size`."""
     sent = {"intra": 0, "inter": 0}
     for action in program:
         if isinstance(action, Send):
-            sent[link_class(rank, action.peer, intra_size)] += sizes[action.channel.what]
+            sent[link_class(rank, action.peer, intra_size)] += sizes.of(action)
     return sent
 
 
@@ -88,4 +103,4 @@ def pass_flops(shard: Shard, pairs: int, name: str) -> int:
 
 def allowed_pairs(mask: Mask, n: int) -> int:
     """Query-key pairs of the whole sequence that may meet."""
-    return sum(tile.pairs for tile in tiles(Layout("contiguous"), mask, n, 0, 0, 1))
+    return int(keys_per_query(mask, n).sum())

@@ -18,6 +18,7 @@ from burst_mcore.attention.actions import (
     Compute,
     Program,
     Recv,
+    Return,
     Send,
     Wait,
     hops,
@@ -58,6 +59,7 @@ class _Position:
             self.round(i)
         if self.gradients:
             self.bring_home()
+            self.actions.append(Return(self.nodes * self.intra, self.total))
         return tuple(self.actions)
 
     def round(self, i: int) -> None:
@@ -128,17 +130,26 @@ def _free(kind: str, *taken: str) -> str:
 
 def kind_of(buffer: str) -> str:
     """What the program keeps in a buffer: a bundle (DATA) or a sum of gradients (SUM)."""
-    return DATA if buffer.startswith(DATA) else SUM
+    return DATA if buffer.startswith(DATA) or buffer == HOME else SUM
 
 
-def home_sum(program: Program) -> str:
-    """Where a rank's own gradient, complete, lies when its program of the ring ends."""
-    for action in reversed(program):
-        if isinstance(action, Recv) and action.channel.what == GRADIENT:
-            return action.buffer
-        if isinstance(action, Accumulate):
-            return action.buffer
-    raise AssertionError("a program without gradients")
+def home_sum(program: Program) -> str | None:
+    """Where a rank's own gradient, complete, lies when its program of the ring ends; None: nobody read it."""
+    return next(action.buffer for action in program if isinstance(action, Return))
+
+
+def mirrored(program: Program, size: int) -> Program:
+    """The program of position size - 1 - p, from that of position p: the ring the other way round."""
+    changed: list[Action] = []
+    for action in program:
+        match action:
+            case Send() | Recv():
+                changed.append(replace(action, peer=size - 1 - action.peer))
+            case Compute() | Accumulate():
+                changed.append(replace(action, source=size - 1 - action.source))
+            case _:
+                changed.append(action)
+    return tuple(changed)
 
 
 def without_overlap(program: Program) -> Program:

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from burst_mcore.attention.actions import hops
 from burst_mcore.attention.agreement import Agreement, Signature, agreement
-from burst_mcore.attention.arguments import checked_call, signature
+from burst_mcore.attention.arguments import Asked, call_for, checked, signature, signature_of_call
 from burst_mcore.attention.choice import Ranks, route_for, why_not_placed
 from burst_mcore.attention.mask import Mask
 from burst_mcore.attention.passes import Call, Keys, Queries, backward, forward, row_delta
@@ -40,12 +40,14 @@ def burst_attention(
     softmax(softmax_scale q k^T + mask) v, each group of heads / kv_heads query heads sharing a K/V head.
 
     Args:
-        q: [batch, local sequence, heads, head_dim]; float32, bfloat16, float16 (float64 for tests).
+        q: [batch, local sequence, heads, head_dim]; float32, bfloat16, float16 (float64 for tests). A rank
+            holds what `shard` deals it: fewer tokens than others, or none, where the length does not divide.
         k: [batch, local sequence, kv_heads, head_dim]; kv_heads divides heads and is never repeated on the
             ring. Same dtype and device as q.
         v: [batch, local sequence, kv_heads, value_dim].
         topology: the ring. It has no default: attention over one rank is `Topology.single()`.
-        mask: over global positions; which positions a rank holds is up to `config.layout`.
+        mask: over global positions; which positions a rank holds is up to `config.layout`. A query that may
+            attend to nothing gets zeros.
         softmax_scale: default 1 / sqrt(head_dim).
         softcap, sinks: not supported yet; must be None.
         config: default `BurstConfig()`.
@@ -58,7 +60,8 @@ def burst_attention(
 
     Raises:
         ValueError: before any communication if this rank's arguments are not legal; after an exchange of a
-            few bytes if another rank's are not, or differ from this rank's.
+            few bytes if another rank's are not, or differ from this rank's, or if the layout or the mask do
+            not go with the length of the global sequence, which is known only then.
         RuntimeError: a rank of the ring has gone; says at which step and hop. After any error in mid-ring
             later calls on the same process group are refused, on all ranks.
     """
@@ -69,17 +72,39 @@ def burst_attention(
     peers = agreement(topology)
     config = BurstConfig() if config is None else config
     try:
-        call = checked_call(q, k, v, topology, mask, softmax_scale, softcap, sinks, config, return_lse)
+        asked = checked(q, k, v, topology, mask, softmax_scale, softcap, sinks, config, return_lse)
         wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        sign = signature(call, topology, config, q, k, v, wanted)
+        sign = signature(asked, wanted)
     except Exception as error:
         if peers is not None:
             peers.refuse(error)
         raise
-    number = peers.agree({"pass": "forward", **sign}) if peers is not None else 0
-    inputs = map(_rows_dense, (q, k, v))
-    out, lse = _BurstAttention.apply(call, peers, {**sign, "of call": str(number)}, *inputs)  # type: ignore[no-untyped-call]
-    return (out, lse.transpose(1, 2)) if return_lse else out
+    call, sign = _agreed(asked, peers, sign)
+    held = q.shape[1]
+    inputs = (_rows_dense(_padded(x, call.rows - held)) for x in (q, k, v))
+    out, lse = _BurstAttention.apply(call, peers, sign, *inputs)  # type: ignore[no-untyped-call]
+    out = out if held == call.rows else out[:, :held]
+    return (out, lse.transpose(1, 2)[:, :held]) if return_lse else out
+
+
+def _agreed(asked: Asked, peers: Agreement | None, sign: Signature) -> tuple[Call, Signature]:
+    """The call that all ranks make, and what its backward will be known by."""
+    rows, size = asked.shard.tokens, asked.topology.size
+    if peers is None:
+        return call_for(asked, [rows] * size), sign
+    try:  # as it is if all ranks hold as many tokens
+        call = call_for(asked, [rows] * size)
+        if_even, problem = signature_of_call(call), None
+    except ValueError as error:
+        if_even, problem = {"problem": str(error)}, error
+    number, lengths = peers.meet({"pass": "forward", **sign}, if_even, rows)
+    if lengths is not None:
+        call = call_for(asked, lengths)
+        if_even = signature_of_call(call)
+        peers.agree({"pass": "forward, lengths known", **sign, **if_even})
+    elif problem is not None:
+        raise problem
+    return call, {**sign, **if_even, "of call": str(number)}
 
 
 def connect(topology: Topology, config: BurstConfig) -> None:
@@ -99,7 +124,9 @@ def connect(topology: Topology, config: BurstConfig) -> None:
         raise ValueError(
             f"head_parallel={degree} is not legal with {ranks.size} ranks, {ranks.intra} a node: {why_not}"
         )
-    route = route_for(degree, ranks, ring=config.ring, overlap=config.overlap)
+    route = route_for(
+        degree, ranks, ring="double" if config.ring == "auto" else config.ring, overlap=config.overlap
+    )
     transport = ProcessGroups(topology, route)
     for name in PASSES:
         for channel, _ in hops(program(topology.rank, route, name)):
@@ -153,6 +180,11 @@ class _BurstAttention(torch.autograd.Function):
 
 def _in_ring(peers: Agreement | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if peers is None else peers.ring()
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    """x with so many rows of zeros at its end; they are in no tile."""
+    return x if rows == 0 else torch.nn.functional.pad(x, (0, 0, 0, 0, 0, rows))
 
 
 def _rows_dense(x: Tensor) -> Tensor:

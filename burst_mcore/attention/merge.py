@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from burst_mcore.attention.actions import Rows
+from burst_mcore.attention.rows import pieces
+
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which values of `dtype` are summed: at least float32."""
@@ -25,7 +28,7 @@ def merge_(out: Tensor, lse: Tensor, out_t: Tensor, lse_t: Tensor) -> None:
     weight = torch.sigmoid(lse_t - lse)
     weight.masked_fill_(lse_t == -torch.inf, 0.0)  # (-inf) - (-inf) is NaN; nothing came, so nothing changes
     out.lerp_(out_t.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1).to(out.dtype))
-    torch.logaddexp(lse, lse_t, out=lse)
+    lse.copy_(torch.logaddexp(lse, lse_t))
 
 
 class OnlineSoftmax:
@@ -36,13 +39,16 @@ class OnlineSoftmax:
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
 
-    def add(self, rows: range, out_t: Tensor, lse_t: Tensor) -> None:
-        """Take in a tile's out [B, len(rows), H, D] and lse [B, H, len(rows)]; both may be kept."""
-        if self._out is None and len(rows) == self._q.shape[1]:
+    def add(self, rows: Rows, out_t: Tensor, lse_t: Tensor) -> None:
+        """Take in a tile's out [B, M, H, D] and lse [B, H, M] of these M rows; both may be kept."""
+        if self._out is None and rows == (range(self._q.shape[1]),):
             self._out, self._lse = out_t, lse_t
             return
         out, lse = self._wide()
-        merge_(out[:, rows.start : rows.stop], lse[:, :, rows.start : rows.stop], out_t, lse_t)
+        for (out_at, out_new), (lse_at, lse_new) in zip(
+            pieces(out, rows, out_t), pieces(lse, rows, lse_t), strict=True
+        ):
+            merge_(out_at, lse_at, out_new, lse_new)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """(out [B, S, H, D] in the queries' dtype, lse [B, H, S] in at least float32)."""
@@ -73,16 +79,17 @@ class GradientSum:
         self._like = like
         self._sum: Tensor | None = None
 
-    def add(self, rows: range, gradient: Tensor) -> None:
-        """Take in a tile's gradient [B, len(rows), H, D]; it may be kept and written."""
-        if self._sum is None and len(rows) == self._like.shape[1]:
+    def add(self, rows: Rows, gradient: Tensor) -> None:
+        """Take in a tile's gradient [B, M, H, D] of these M rows; it may be kept and written."""
+        if self._sum is None and rows == (range(self._like.shape[1]),):
             self._sum = gradient
             return
         dtype = wide(self._like.dtype)
         if self._sum is None:
             self._sum = torch.zeros_like(self._like, dtype=dtype)
         self._sum = self._sum.to(dtype)
-        self._sum[:, rows.start : rows.stop] += gradient
+        for total, share in pieces(self._sum, rows, gradient):
+            total += share
 
     def rows(self, at: range) -> Tensor:
         """The sum of these rows, so far."""

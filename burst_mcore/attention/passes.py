@@ -9,22 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.actions import BUNDLE, DATA, RESULT, ROWS, SUM
+from burst_mcore.attention.actions import BUNDLE, DATA, RESULT, ROWS, SUM, Rows
 from burst_mcore.attention.buffers import Lease
 from burst_mcore.attention.double_ring import home_sum
 from burst_mcore.attention.heads import HeadGroup, Inward, Outward, pooled_like
-from burst_mcore.attention.kernels.kernel import Kernel, RowGradients
-from burst_mcore.attention.mask import Mask
+from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Window
 from burst_mcore.attention.merge import GradientSum, OnlineSoftmax, wide
-from burst_mcore.attention.plan import Tile, pooled_rows, tiles
+from burst_mcore.attention.plan import Plan, count
 from burst_mcore.attention.ring import Bundle, Exchange, Ring, Transport
+from burst_mcore.attention.rows import axis, pieces, take, within
 from burst_mcore.attention.schedule import Route, program
-from burst_mcore.layout import Layout
+from burst_mcore.attention.tiles import Tile, tiles_of
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,8 @@ class Call:
 
     rank: int
     route: Route
-    layout: Layout
-    mask: Mask
-    n: int
-    """Tokens in the global sequence."""
+    plan: Plan
+    """What meets what, by positions of the route."""
     scale: float
     kernel: Kernel
     direction: str
@@ -56,26 +54,27 @@ class Call:
         self, q_at: int, k_at: int, *, q_part: int | None = None, k_part: int | None = None
     ) -> tuple[Tile, ...]:
         """Where the queries of one position, or of a member there, meet the keys of another."""
-        return tiles(
-            self.layout,
-            self.mask,
-            self.n,
+        kernel = self.kernel
+        return tiles_of(
+            self.plan,
             q_at,
             k_at,
-            self.route.positions,
-            heads=self.route.heads,
+            windows=kernel.windows,
+            masks=kernel.masks,
             q_part=q_part,
             k_part=k_part,
         )
 
     @property
+    def rows(self) -> int:
+        """Rows of a rank, padding included."""
+        return self.plan.rows // self.route.heads
+
+    @property
     def head_group(self) -> HeadGroup:
         """The ranks that share heads with this one."""
         h = self.route.heads
-        rows = (
-            pooled_rows(self.layout, self.n, self.position, self.route.positions, h, member)
-            for member in range(h)
-        )
+        rows = (self.plan.member_rows(self.position, member) for member in range(h))
         return HeadGroup(self.rank % h, tuple(rows))
 
 
@@ -133,30 +132,31 @@ class _Forward:
 
     def run(self) -> Attended:
         home = _sendable(self.call, (self.k, self.v))
-        ring = Ring(self.call.transport, self.call.rank, home, self.new, self.exchanges)
-        ring.run(program(self.call.rank, self.call.route, "forward"), self.compute)
+        ring = Ring(self.call.transport, self.call.rank, home, self.new, self.free, self.exchanges)
+        ring.run(program(self.call.rank, self.call.route, "forward", self.call.plan), self.compute)
         out, lse = self.softmax.result()
         if not self.exchanges:
             return Attended(out, lse, self.q, self.k, self.v, lse)
         own = self.results
         return Attended(own[0], own[1] if self.call.return_lse else None, self.q, self.k, self.v, lse)
 
-    def compute(self, source: int, part: int | None, bundle: Bundle) -> None:
+    def compute(self, source: int, part: int | None, bundle: Bundle, held: Rows | None) -> None:
         """Attend the queries, or a member's, to the keys of one bundle, tile by tile."""
         k, v = bundle
         for tile in self.call.tiles(self.call.position, source, q_part=part):
+            at = within(held, tile.k)
             out, lse = self.call.kernel.forward(
-                rows(self.q, tile.q),
-                rows(k, tile.k),
-                rows(v, tile.k),
-                causal=tile.causal,
-                scale=self.call.scale,
+                take(self.q, tile.q), take(k, at), take(v, at), scale=self.call.scale, **seen_by(tile, k)
             )
             self.softmax.add(tile.q, out, lse)
 
-    def new(self, kind: str) -> Bundle:
+    def new(self, kind: str, rows: Rows | None) -> Bundle:
         assert kind == DATA
-        return tuple(map(self.lease.empty_like, (self.k, self.v)))
+        return _room(self.lease, (self.k, self.v), rows)
+
+    def free(self, bundle: Bundle) -> None:
+        for tensor in bundle:
+            self.lease.free(tensor)
 
     def new_results(self) -> Bundle:
         q, _, v = self.own
@@ -201,8 +201,9 @@ class _Backward:
         k_side: Bundle = (keys.k, keys.v)
         self.travelling, self.stays = (q_side, k_side) if self.query_travels else (k_side, q_side)
         self.staying = tuple(GradientSum(like=tensor) for tensor in self.stays)
-        self.shares: list[tuple[range, Bundle]] = []
+        self.shares: list[tuple[Rows, Bundle]] = []
         """Gradients of the travelling bundle from the last compute, by its rows."""
+        self.went: Bundle | None = None
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
         home: Bundle = self.queries if self.query_travels else self.keys
@@ -212,15 +213,16 @@ class _Backward:
             self.call.rank,
             _sendable(self.call, home),
             self.new,
+            self.free,
             {**self.inward, **outward},
         )
         self.ring = ring
-        self.steps = program(self.call.rank, self.call.route, self.call.direction)
+        self.steps = program(self.call.rank, self.call.route, self.call.direction, self.call.plan)
         ring.run(self.steps, self.compute, self.accumulate)
         if self.heads_shared:
             went, stayed = outward[SUM].own, outward[RESULT].own
         else:
-            went = ring.buffer(home_sum(self.steps))
+            went = self._went()
             for total, like in zip(went, self.travelling, strict=True):
                 if total.dtype == like.dtype:  # it is returned itself, not a copy
                     self.lease.keep(total)
@@ -228,7 +230,7 @@ class _Backward:
         dq, dk, dv = (*went, *stayed) if self.query_travels else (*stayed, *went)
         return dq.to(self.queries.q.dtype), dk.to(self.keys.k.dtype), dv.to(self.keys.v.dtype)
 
-    def compute(self, source: int, part: int | None, bundle: Bundle) -> None:
+    def compute(self, source: int, part: int | None, bundle: Bundle, held: Rows | None) -> None:
         """The gradients of one bundle against this rank's own tensors, or a member's share, tile by tile."""
         here = self.call.position
         if self.query_travels:
@@ -239,17 +241,20 @@ class _Backward:
             met = self.call.tiles(here, source, q_part=part)
         for tile in met:
             own = not self.query_travels or source == here
-            dq, dk, dv = self._tile(tile, queries, keys, self.out if own else None)
+            q_at = within(held, tile.q) if self.query_travels else tile.q
+            k_at = tile.k if self.query_travels else within(held, tile.k)
+            dq, dk, dv = self._tile(tile, q_at, k_at, queries, keys, self.out if own else None)
             q_share, k_share = (tile.q, (dq,)), (tile.k, (dk, dv))
             goes, stays = (q_share, k_share) if self.query_travels else (k_share, q_share)
             self.shares.append(goes)
             for total, gradient in zip(self.staying, stays[1], strict=True):
                 total.add(stays[0], gradient)
 
-    def accumulate(self, sums: Bundle, first: bool) -> None:
+    def accumulate(self, sums: Bundle, held: Rows | None, first: bool) -> None:
         """Add the shares of the last compute to the travelling sums."""
         shares, self.shares = self.shares, []
-        if first and len(shares) == 1 and len(shares[0][0]) == sums[0].shape[1]:
+        whole = (range(sums[0].shape[1]),)
+        if first and len(shares) == 1 and within(held, shares[0][0]) == whole:
             for total, gradient in zip(sums, shares[0][1], strict=True):
                 total.copy_(gradient)
             return
@@ -257,33 +262,54 @@ class _Backward:
             total.zero_()
         for at, gradients in shares:
             for total, gradient in zip(sums, gradients, strict=True):
-                rows(total, at).add_(gradient)
+                for to, values in pieces(total, within(held, at), gradient):
+                    to.add_(values)
 
     def _tile(
-        self, tile: Tile, queries: Queries, keys: Keys, out: Tensor | None
+        self, tile: Tile, q_at: Rows, k_at: Rows, queries: Queries, keys: Keys, out: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        of_rows = slice(tile.q.start, tile.q.stop)
-        dout, delta = rows(queries.dout, tile.q), queries.delta[:, :, of_rows]
+        dout, delta = take(queries.dout, q_at), take(queries.delta, q_at)
         if self.call.kernel.takes_delta:
             out = None
         else:
-            out = output_stand_in(dout, delta) if out is None else rows(out, tile.q)
+            out = output_stand_in(dout, delta) if out is None else take(out, q_at)
         x = RowGradients(
             dout=dout,
-            q=rows(queries.q, tile.q),
-            k=rows(keys.k, tile.k),
-            v=rows(keys.v, tile.k),
+            q=take(queries.q, q_at),
+            k=take(keys.k, k_at),
+            v=take(keys.v, k_at),
             out=out,
-            lse=queries.lse[:, :, of_rows],
+            lse=take(queries.lse, q_at),
             delta=delta,
         )
-        return self.call.kernel.backward(x, causal=tile.causal, scale=self.call.scale)
+        return self.call.kernel.backward(x, scale=self.call.scale, **seen_by(tile, keys.k))
 
-    def new(self, kind: str) -> Bundle:
-        """A buffer for a travelling bundle, or for its gradient."""
+    def new(self, kind: str, rows: Rows | None) -> Bundle:
+        """A buffer for these rows of a travelling bundle, or of its gradient."""
         if kind == DATA:
-            return tuple(map(self.lease.empty_like, self.queries if self.query_travels else self.keys))
-        return tuple(self.lease.empty(x.shape, self.call.grad_dtype, x.device) for x in self.travelling)
+            return _room(self.lease, self.queries if self.query_travels else self.keys, rows)
+        return _room(self.lease, self.travelling, rows, self.call.grad_dtype)
+
+    def free(self, bundle: Bundle) -> None:
+        """A buffer that is not needed any more."""
+        for tensor in bundle:
+            self.lease.free(tensor)
+
+    def _went(self) -> Bundle:
+        """The complete gradient of the rank's own bundle, of all its rows."""
+        buffer = home_sum(self.steps)
+        if buffer is not None and self.ring.rows(buffer) is None:
+            return self.ring.buffer(buffer)
+        whole = _room(self.lease, self.travelling, None, self.call.grad_dtype)
+        for total in whole:
+            total.zero_()
+        if buffer is not None:
+            rows = self.ring.rows(buffer)
+            assert rows is not None
+            for total, some in zip(whole, self.ring.buffer(buffer), strict=True):
+                for to, values in pieces(total, rows, some):
+                    to.copy_(values)
+        return whole
 
     def outward(self) -> Mapping[str, Outward]:
         """The ways out of the head group, for what stays and for what travelled."""
@@ -304,15 +330,34 @@ class _Backward:
         }
 
     def _arrived(self, at: range) -> Bundle:
-        return tuple(rows(x, at) for x in self.ring.buffer(home_sum(self.steps)))
+        if self.went is None:
+            self.went = self._went()
+        return tuple(take(x, (at,)) for x in self.went)
 
     def _stayed(self, at: range) -> Bundle:
         return tuple(total.rows(at) for total in self.staying)
 
 
-def rows(x: Tensor, at: range) -> Tensor:
-    """Rows `at` of x [B, S, H, D], as a view."""
-    return x[:, at.start : at.stop]
+def seen_by(tile: Tile, like: Tensor) -> dict[str, Any]:
+    """Which keys the rows of a tile see, as a kernel takes it."""
+    if tile.parts:
+        assert tile.mask is not None
+        return {"causal": False, "mask": tile.mask.to(like.device)}
+    if tile.causal or (tile.low is None and tile.high is None):
+        return {"causal": tile.causal}
+    window: Window = tile.low, tile.high
+    return {"causal": False, "window": window}
+
+
+def _room(lease: Lease, like: Bundle, rows: Rows | None, dtype: torch.dtype | None = None) -> Bundle:
+    """Uninitialised tensors like these, but for `rows` of them alone."""
+    room = []
+    for x in like:
+        shape = list(x.shape)
+        if rows is not None:
+            shape[axis(x)] = count(rows)
+        room.append(lease.empty(shape, dtype or x.dtype, x.device))
+    return tuple(room)
 
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:

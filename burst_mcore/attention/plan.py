@@ -1,145 +1,361 @@
-"""layout x mask -> tiles: which local query rows meet which local key rows of another rank, and how.
+"""layout x mask -> pieces: which local query rows meet which local key rows of another position, and how.
 
-Zigzag on G ranks, chunk pairs (r, 2G-1-r), causal, needs one tile for every pair of ranks: causal on the
+Zigzag on G ranks, chunk pairs (r, 2G-1-r), causal, is one piece for every pair of ranks: causal on the
 concatenation at home, all queries x front keys from lower ranks, back queries x all keys from higher ones.
-Nothing here knows that: it falls out of cutting the two lists of runs until each piece is empty, full or
-causal, and keeping the cut that leaves the fewest tiles.
+Nothing here knows that. A mask is bands over global positions; rows are stored in ascending order of
+position, so a band is a rectangle of local rows too, and its diagonals are straight wherever both sides are
+one run: there arithmetic gives the piece. Elsewhere the rectangle is cut until its parts are full, empty or
+straight.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from math import gcd
+from typing import Any, NamedTuple
 
-from burst_mcore.attention.mask import Mask
+import torch
+from torch import Tensor
+
+from burst_mcore.attention.actions import Rows
+from burst_mcore.attention.mask import UNBOUNDED, Mask, tightened
 from burst_mcore.layout import Layout
 
 Runs = tuple[range, ...]
 
+COARSE = 4096
+"""More bands than this on a striped layout, where every rank has rows of every band: all rows are taken as
+needed everywhere, instead of looking at each band for each pair of ranks."""
 
-@dataclass(frozen=True)
-class Tile:
-    """Local query rows [q.start, q.stop) x local key rows [k.start, k.stop): full, or causal.
 
-    A causal tile is square and aligned: local row m sees local column n iff n <= m, counted from its corner.
+class Piece(NamedTuple):
+    """Local query rows [m0, m1) x local key rows [n0, n1): those with low <= (n - n0) - (m - m0) <= high.
+
+    Where `step` is not 1: only those with (n - n0) - (m - m0) = shift (mod step).
     """
 
-    q: range
-    k: range
-    causal: bool
+    m0: int
+    m1: int
+    n0: int
+    n1: int
+    low: int
+    high: int
+    step: int = 1
+    shift: int = 0
+
+    @property
+    def full(self) -> bool:
+        """Every row meets every column."""
+        return self.low == -UNBOUNDED and self.high == UNBOUNDED and self.step == 1
 
     @property
     def pairs(self) -> int:
-        """Allowed query-key pairs: the work, in units of 4 * head_dim FLOPs a head in forward."""
-        return len(self.q) * (len(self.q) + 1) // 2 if self.causal else len(self.q) * len(self.k)
+        """Query-key pairs that meet."""
+        rows, columns = self.m1 - self.m0, self.n1 - self.n0
+        if self.step == 1:
+            return band_pairs(rows, columns, self.low, self.high)
+        return sum(band_pairs(len(q), len(k), low, high) for q, k, low, high in self.residues())
+
+    def residues(self) -> list[tuple[range, range, int, int]]:
+        """(rows, columns, low, high), counted from the piece's corner, in the index space of each residue."""
+        found = []
+        for first in range(min(self.step, self.m1 - self.m0)):
+            column = (first + self.shift) % self.step
+            q = range(first, self.m1 - self.m0, self.step)
+            k = range(column, self.n1 - self.n0, self.step)
+            low = -(-(self.low - column + first) // self.step) if self.low > -UNBOUNDED else -UNBOUNDED
+            high = (self.high - column + first) // self.step if self.high < UNBOUNDED else UNBOUNDED
+            if k:
+                found.append((q, k, low, high))
+        return found
 
 
-@lru_cache(maxsize=4096)
-def tiles(
-    layout: Layout,
-    mask: Mask,
-    n: int,
-    q_rank: int,
-    k_rank: int,
-    size: int,
-    *,
-    heads: int = 1,
-    q_part: int | None = None,
-    k_part: int | None = None,
-) -> tuple[Tile, ...]:
-    """The tiles in which the queries of `q_rank` meet the keys of `k_rank`; empty if none may meet.
+@dataclass(frozen=True)
+class Segment:
+    """Rows of a position, ascending in global position: runs of one step, from local row `start` on."""
 
-    Args:
-        n: tokens in the global sequence.
-        q_rank, k_rank, size: positions on the ring, and how many there are.
-        heads: ranks of a position (head x ring): their tokens are pooled.
-        q_part, k_part: only the rows that this member of the head group brought.
+    runs: Runs
+    start: int
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Local row at which each run begins, and the one past the last."""
+        return list(accumulate(map(len, self.runs), initial=self.start))
+
+    def rows_before(self, at: int) -> int:
+        """The local row past the last whose global position is below `at`."""
+        index = bisect_left(self.runs, at, key=lambda run: run.start) - 1
+        if index < 0:
+            return self.start
+        run = self.runs[index]
+        return self.offsets[index] + min(len(run), -(-(at - run.start) // run.step))
+
+    def rows_before_each(self, at: Tensor) -> Tensor:
+        """`rows_before` of many positions."""
+        first, step = torch.tensor([run.start for run in self.runs]), self.runs[0].step
+        offsets = torch.tensor(self.offsets)
+        index = torch.searchsorted(first, at, right=False) - 1
+        known = index.clamp(min=0)
+        within = torch.minimum((at - first[known] + step - 1) // step, offsets.diff()[known])
+        return offsets[known] + within.clamp(min=0)
+
+    def position(self, row: int) -> int:
+        """Global position of a local row."""
+        index = bisect_right(self.offsets, row) - 1
+        return self.runs[index][row - self.offsets[index]]
+
+    def position_each(self, rows: Tensor) -> Tensor:
+        """`position` of many rows."""
+        first, step = torch.tensor([run.start for run in self.runs]), self.runs[0].step
+        offsets = torch.tensor(self.offsets)
+        index = torch.searchsorted(offsets, rows, right=True) - 1
+        return first[index] + (rows - offsets[index]) * step
+
+
+class Plan:
+    """What meets what on a ring of `size` positions of `heads` ranks each; found as it is asked for, kept.
+
+    Plans are cached by value: `plan`.
     """
-    return tuple(
-        tile
-        for q, q_start in _placed(layout, n, q_rank, size, heads, q_part)
-        for k, k_start in _placed(layout, n, k_rank, size, heads, k_part)
-        for tile in _cut(mask, q, k, q_start, k_start)
-    )
+
+    def __init__(self, layout: Layout, mask: Mask, n: int, size: int, heads: int) -> None:
+        self.layout, self.mask, self.n, self.size, self.heads = layout, mask, n, size, heads
+        self.bands = mask.bands(n)
+        self.rows = layout.padded(n, size * heads) // size
+        """Local rows of a position."""
+        self.tiles: dict[tuple[int | bool | None, ...], Any] = {}
+        """What kernels are called with: see `tiles_of`."""
+        self._pieces: dict[tuple[int | None, ...], list[Piece]] = {}
+        self._needed: dict[tuple[int, int, bool], Rows] = {}
+        self._tables: dict[Segment, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+
+    def runs(self, position: int, member: int) -> Runs:
+        """Global positions that a rank holds."""
+        return self.layout.runs(self.n, position * self.heads + member, self.size * self.heads)
+
+    @lru_cache(maxsize=4096)  # noqa: B019 (plans are kept, by value, in a cache of their own)
+    def segments(self, position: int, part: int | None = None) -> tuple[Segment, ...]:
+        """The rows of a position, or of one member of its head group (each of its runs).
+
+        The members' rows are pooled: in ascending order where runs are without gaps, else run after run.
+        """
+        runs = sorted(
+            (run for member in range(self.heads) for run in self.runs(position, member)),
+            key=lambda run: run.start,
+        )
+        starts = list(accumulate(map(len, runs), initial=0))
+        if part is not None:
+            own = set(self.runs(position, part))
+            return tuple(
+                Segment((run,), start) for run, start in zip(runs, starts, strict=False) if run in own
+            )
+        if self.mask.stride > 1 or any(run.step > 1 for run in runs):
+            return tuple(Segment((run,), start) for run, start in zip(runs, starts, strict=False))
+        joined: list[range] = []
+        for run in runs:
+            if joined and joined[-1].stop == run.start:
+                joined[-1] = range(joined[-1].start, run.stop)
+            else:
+                joined.append(run)
+        return (Segment(tuple(joined), 0),)
+
+    def member_rows(self, position: int, member: int) -> Rows:
+        """Where the rows of a member lie among its position's, in the order of its own rows."""
+        ends = self.segments(position, member)
+        return tuple(range(segment.start, segment.start + len(segment.runs[0])) for segment in ends)
+
+    def pieces(
+        self, q_at: int, k_at: int, *, q_part: int | None = None, k_part: int | None = None
+    ) -> list[Piece]:
+        """How queries of position `q_at`, or of a member there, meet keys of `k_at`: disjoint pieces."""
+        key = q_at, k_at, q_part, k_part
+        if key not in self._pieces:
+            self._pieces[key] = [
+                piece
+                for q in self.segments(q_at, q_part)
+                for k in self.segments(k_at, k_part)
+                for piece in self._meet(q, k)
+            ]
+        return self._pieces[key]
+
+    def pairs(self, q_at: int, k_at: int) -> int:
+        """Query-key pairs that meet: the work, in units of 4 * head_dim FLOPs a head in forward."""
+        return sum(piece.pairs for piece in self.pieces(q_at, k_at))
+
+    def needed(self, at: int, by: int, *, of_queries: bool) -> Rows:
+        """Rows of position `at` that `by` reads: its keys, or its queries (then `by` has the keys)."""
+        key = at, by, of_queries
+        if key not in self._needed:
+            self._needed[key] = self._rows_needed(at, by, of_queries)
+        return self._needed[key]
+
+    def _rows_needed(self, at: int, by: int, of_queries: bool) -> Rows:
+        if self.everything or (self.layout.kind == "striped" and len(self.bands) > COARSE):
+            return (range(self.rows),)
+        pieces = self.pieces(at, by) if of_queries else self.pieces(by, at)
+        return union([range(p.m0, p.m1) if of_queries else range(p.n0, p.n1) for p in pieces])
+
+    @property
+    def everything(self) -> bool:
+        """Whether every position reads all of every other."""
+        return not self.mask.terms and self.n % self.rows == 0 and self.n == self.rows * self.size
+
+    def _table(self, segment: Segment) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The rectangles of all bands in local rows: first and last query rows, first and last key rows."""
+        if segment not in self._tables:
+            q0, q1, k0, k1 = map(segment.rows_before_each, self.bands[:, :4].T.contiguous())
+            self._tables[segment] = q0, q1, k0, k1
+        return self._tables[segment]
+
+    def _meet(self, q: Segment, k: Segment) -> list[Piece]:
+        shift, step = 0, self.mask.stride
+        if step > 1:  # both are one run
+            q_run, k_run = q.runs[0], k.runs[0]
+            apart, common = q_run.start - k_run.start, gcd(q_run.step, step)
+            if apart % common:
+                return []
+            step //= common
+            shift = apart // common * pow(q_run.step // common, -1, step) % step if step > 1 else 0
+        (m0, m1, _, _), (_, _, n0, n1) = self._table(q), self._table(k)
+        found = ((m0 < m1) & (n0 < n1)).nonzero().flatten()
+        if not len(found):
+            return []
+        local = torch.stack([m0[found], m1[found], n0[found], n1[found]], 1)
+        limits = self.bands[found, 4:]
+        if len(q.runs) == len(k.runs) == 1:
+            return _straight(local, limits, q, k, step, shift)
+        pieces: list[Piece] = []
+        for (a, b, c, d), (low, high) in zip(local.tolist(), limits.tolist(), strict=True):
+            if q is k and low == -UNBOUNDED and high == 0:  # order of rows is order of positions
+                corner = tightened(torch.tensor([[a, b, c, d, low, 0]]))
+                pieces += [_from_corner(*row) for row in corner.tolist()]
+            else:
+                pieces += _merged(_cut(q, k, a, b, c, d, low, high))
+        return pieces
 
 
-@lru_cache(maxsize=4096)
-def pooled_rows(
-    layout: Layout, n: int, position: int, size: int, heads: int, member: int
-) -> tuple[range, ...]:
-    """Where the rows of a member of a head group lie among its position's, in the order of its own rows.
-
-    Positions hold their tokens as ranks of a ring of `size` would: `layout` must deal so that the tokens of
-    `heads` neighbours on the ring of size * heads are those of one rank of the smaller ring.
+@lru_cache(maxsize=64)
+def plan(layout: Layout, mask: Mask, n: int, size: int, heads: int = 1) -> Plan:
+    """The plan of `mask` over n tokens, dealt by `layout` over `size` positions of `heads` ranks. Cached.
 
     Raises:
-        ValueError: the layout does not.
+        ValueError: the mask does not go with n tokens, or the layout not with so many ranks.
     """
-    placed = _placed(layout, n, position, size, heads, member)
-    return tuple(range(start, start + sum(map(len, runs))) for runs, start in placed)
+    return Plan(layout, mask, n, size, heads)
 
 
-def _placed(
-    layout: Layout, n: int, position: int, size: int, heads: int, member: int | None
-) -> list[tuple[Runs, int]]:
-    """(runs, the local row that they begin at) of all rows of a position, or of one member's."""
-    pooled = layout.runs(n, position, size)
-    if member is None:
-        return [(pooled, 0)]
-    placed: list[tuple[Runs, int]] = []
-    for run in layout.runs(n, position * heads + member, size * heads):
-        start = 0
-        for whole in pooled:
-            if run[0] in whole and run[-1] in whole and run.step == whole.step:
-                placed.append(((run,), start + whole.index(run[0])))
-            start += len(whole)
-    if sum(len(runs[0]) for runs, _ in placed) * heads != n // size:
-        raise ValueError(
-            f"head_parallel={heads} does not go with layout {layout}: the tokens of {heads} neighbours are "
-            f"not those of one rank of a smaller ring"
-        )
-    return placed
+def union(ranges: list[range]) -> Rows:
+    """The rows in any of `ranges`, as ascending ranges with gaps between them."""
+    joined: list[range] = []
+    for each in sorted(ranges, key=lambda r: r.start):
+        if joined and each.start <= joined[-1].stop:
+            joined[-1] = range(joined[-1].start, max(joined[-1].stop, each.stop))
+        elif each:
+            joined.append(each)
+    return tuple(joined)
 
 
-def _cut(mask: Mask, q: Runs, k: Runs, q_start: int, k_start: int) -> list[Tile]:
-    """Tiles for the runs `q` and `k`, which begin at local rows q_start and k_start."""
-    relation = _relate(mask, q, k)
-    if relation == "empty":
+def place(rows: Rows, row: int) -> int:
+    """Where `row` stands among `rows`."""
+    before = 0
+    for each in rows:
+        if row < each.stop:
+            return before + row - each.start
+        before += len(each)
+    raise IndexError(row)
+
+
+def count(rows: Rows) -> int:
+    """How many rows these are."""
+    return sum(map(len, rows))
+
+
+def band_pairs(rows: int, columns: int, low: int, high: int) -> int:
+    """Pairs (m, n) of a rectangle with low <= n - m <= high."""
+    return _below(rows, columns, high) - _below(rows, columns, low - 1)
+
+
+def _below(rows: int, columns: int, high: int) -> int:
+    """Pairs with n - m <= high: the sum over m of clamp(m + high + 1, 0, columns)."""
+    first, last = max(0, -high), min(rows, columns - high - 1)  # rows in which it is neither 0 nor columns
+    if first >= last:
+        return columns * max(0, rows - max(0, columns - high - 1))
+    return (first + last - 1 + 2 * (high + 1)) * (last - first) // 2 + columns * (rows - last)
+
+
+def _straight(local: Tensor, limits: Tensor, q: Segment, k: Segment, step: int, shift: int) -> list[Piece]:
+    """Pieces where each side is one run: n - m is j - i, divided by the step of the runs."""
+    (q_run,), (k_run,) = q.runs, k.runs
+    apart = (k_run.start - q_run.start) - q_run.step * (k.start - q.start)  # j - i where n = m
+    low, high = limits.unbind(1)
+    low = torch.where(low > -UNBOUNDED, -((apart - low) // q_run.step), low)
+    high = torch.where(high < UNBOUNDED, (high - apart) // q_run.step, high)
+    rows = tightened(torch.cat([local, low[:, None], high[:, None]], 1)).tolist()
+    pieces = [_from_corner(*row) for row in rows]
+    if step == 1:
+        return pieces
+    return [p._replace(step=step, shift=(shift - (p.n0 - k.start) + (p.m0 - q.start)) % step) for p in pieces]
+
+
+def _from_corner(m0: int, m1: int, n0: int, n1: int, low: int, high: int) -> Piece:
+    """The piece, from diagonals that count from row 0 and column 0."""
+    apart = n0 - m0
+    low = low if low == -UNBOUNDED else low - apart
+    return Piece(m0, m1, n0, n1, low, high if high == UNBOUNDED else high - apart)
+
+
+def _cut(q: Segment, k: Segment, m0: int, m1: int, n0: int, n1: int, low: int, high: int) -> list[Piece]:
+    """Cut a rectangle of local rows, with diagonals over global positions, into pieces."""
+    first, last = q.position(m0), q.position(m1 - 1)
+    n0, n1 = max(n0, k.rows_before(first + low)), min(n1, k.rows_before(last + high + 1))
+    if n0 >= n1:
         return []
-    if relation is not None:
-        q_rows, k_rows = (
-            range(start, start + sum(map(len, runs))) for start, runs in ((q_start, q), (k_start, k))
-        )
-        return [Tile(q_rows, k_rows, causal=relation == "causal")]
-    cuts = []
-    for upper, lower in _halves(q, k):
-        below = q_start + sum(map(len, upper))
-        cuts.append(_cut(mask, upper, k, q_start, k_start) + _cut(mask, lower, k, below, k_start))
-    for left, right in _halves(k, q):
-        beyond = k_start + sum(map(len, left))
-        cuts.append(_cut(mask, q, left, q_start, k_start) + _cut(mask, q, right, q_start, beyond))
-    return min(cuts, key=len)
-
-
-def _halves(runs: Runs, others: Runs) -> list[tuple[Runs, Runs]]:
-    """Where to cut `runs`: after the first, or, where there is one, at the ends of the other's one."""
-    if len(runs) > 1:
-        return [(runs[:1], runs[1:])]
-    (run,) = runs
-    if len(others) > 1:
+    left, right = k.position(n0), k.position(n1 - 1)
+    m0, m1 = max(m0, q.rows_before(left - high)), min(m1, q.rows_before(right - low + 1))
+    if m0 >= m1:
         return []
-    ends = [at for at in (others[0].start, others[0].stop) if run.start < at < run.stop]
-    return [((range(run.start, at),), (range(at, run.stop),)) for at in ends]
+    first, last = q.position(m0), q.position(m1 - 1)
+    if low <= left - last and right - first <= high:
+        return [Piece(m0, m1, n0, n1, -UNBOUNDED, UNBOUNDED)]
+    below = [at for at in q.offsets[1:-1] if m0 < at < m1]
+    if below:
+        at = min(below, key=lambda row: abs(2 * row - m0 - m1))
+        return _cut(q, k, m0, at, n0, n1, low, high) + _cut(q, k, at, m1, n0, n1, low, high)
+    beyond = [at for at in k.offsets[1:-1] if n0 < at < n1]
+    if beyond:
+        at = min(beyond, key=lambda column: abs(2 * column - n0 - n1))
+        return _cut(q, k, m0, m1, n0, at, low, high) + _cut(q, k, m0, m1, at, n1, low, high)
+    apart = left - first  # j - i at the corner
+    return [
+        Piece(
+            m0,
+            m1,
+            n0,
+            n1,
+            -UNBOUNDED if low <= left - last else low - apart,
+            UNBOUNDED if high >= right - first else high - apart,
+        )
+    ]
 
 
-def _relate(mask: Mask, q: Runs, k: Runs) -> str | None:
-    """How all of `q` stands to all of `k`: "full", "empty", "causal" (same rows), or None: cut further."""
-    if mask.kind == "full":
-        return "full"
-    if max(run[-1] for run in q) < min(run[0] for run in k):
-        return "empty"
-    if min(run[0] for run in q) >= max(run[-1] for run in k):
-        return "full"
-    in_order = all(before[-1] < after[0] for before, after in pairwise(q))
-    return "causal" if q == k and in_order else None
+def _merged(pieces: list[Piece]) -> list[Piece]:
+    """Neighbouring full pieces as one: below each other, then beside each other."""
+    for low, high, across in ((0, 1, 2), (2, 3, 0)):
+        merged: list[Piece] = []
+        for piece in sorted(pieces, key=lambda p: (p[across], p[across + 1], p[low])):
+            last = merged[-1] if merged else None
+            if (
+                last is not None
+                and last.full
+                and piece.full
+                and last[across : across + 2] == piece[across : across + 2]
+                and last[high] == piece[low]
+            ):
+                merged[-1] = last._replace(**{Piece._fields[high]: piece[high]})
+            else:
+                merged.append(piece)
+        pieces = merged
+    return pieces

@@ -24,6 +24,8 @@ from burst_mcore.attention.actions import (
     Pack,
     Program,
     Recv,
+    Return,
+    Rows,
     Send,
     Unpack,
     Wait,
@@ -31,13 +33,16 @@ from burst_mcore.attention.actions import (
 )
 from burst_mcore.attention.communicators import Carrier
 from burst_mcore.attention.double_ring import kind_of
+from burst_mcore.attention.rows import pieces, take, within
 from burst_mcore.attention.schedule import Route
 from burst_mcore.attention.topology import Topology
 from burst_mcore.attention.trace import Recorder, recorder
 
 Bundle = tuple[Tensor, ...]
-OnCompute = Callable[[int, int | None, Bundle], None]
-OnAccumulate = Callable[[Bundle, bool], None]
+OnCompute = Callable[[int, int | None, Bundle, Rows | None], None]
+OnAccumulate = Callable[[Bundle, Rows | None, bool], None]
+New = Callable[[str, Rows | None], Bundle]
+Free = Callable[[Bundle], None]
 
 
 class Work(Protocol):
@@ -98,6 +103,8 @@ class ProcessGroups:
             return "heads", "data", node if self._route.heads <= intra else everyone
         if channel.link == "inter":
             return "inter", channel.what, everyone[rank % intra :: intra]
+        if channel.link == "direct":
+            return "whole", channel.what, everyone
         across = self._route.nodes == 1 < topology.nodes  # a flat ring
         return ("whole", channel.what, everyone) if across else ("intra", channel.what, node)
 
@@ -128,7 +135,9 @@ class Ring:
     Args:
         rank: of the ring, for error messages.
         home: the rank's own bundle, read only; contiguous tensors.
-        new: makes an uninitialised buffer: a bundle's ("data") or a travelling gradient's ("sum").
+        new: makes an uninitialised buffer for these rows (None: all): a bundle's ("data") or a travelling
+            gradient's ("sum").
+        free: takes one back that is not needed any more.
         exchanges: by what they carry, if heads are shared.
     """
 
@@ -137,21 +146,24 @@ class Ring:
         transport: Transport,
         rank: int,
         home: Bundle,
-        new: Callable[[str], Bundle],
+        new: New,
+        free: Free,
         exchanges: Mapping[str, Exchange] | None = None,
     ) -> None:
         self._transport = transport
         self._rank = rank
-        self._new = new
+        self._new, self._free = new, free
         self._exchanges = exchanges or {}
         self._buffers: dict[str, Bundle] = {HOME: home}
-        self._under_way: dict[Channel, tuple[list[Action], list[Work]]] = {}
+        self._rows: dict[str, Rows | None] = {}
+        """Which rows the buffers hold, if not all."""
+        self._under_way: dict[Channel, tuple[list[Action], list[Work], list[Bundle]]] = {}
 
     def run(self, program: Program, compute: OnCompute, accumulate: OnAccumulate | None = None) -> None:
         """Execute `program`.
 
-        compute(source, part, bundle) attends to a bundle; accumulate(sums, first) then adds its gradients to
-        the travelling sums, or sets them if `first`.
+        compute(source, part, bundle, rows) attends to a bundle of these rows; accumulate(sums, rows, first)
+        then adds its gradients to the travelling sums, or sets them if `first`.
 
         Raises:
             RuntimeError: a hop failed: says at which step, between whom.
@@ -166,10 +178,12 @@ class Ring:
                     with record.span(action):
                         match action:
                             case Compute():
-                                compute(action.source, action.part, self.buffer(action.buffer))
+                                rows = self._rows.get(action.buffer)
+                                compute(action.source, action.part, self.buffer(action.buffer), rows)
                             case Accumulate():
                                 assert accumulate is not None
-                                accumulate(self.buffer(action.buffer), action.first)
+                                sums = self._room(action.buffer, action.rows, action.first)
+                                accumulate(sums, action.rows, action.first)
                             case _:
                                 self._execute(action)
         except BaseException:
@@ -181,8 +195,9 @@ class Ring:
             case Wait():
                 self._wait(action)
             case Add():
-                for total, other in zip(self.buffer(action.buffer), self.buffer(action.other), strict=True):
-                    total.add_(other)
+                self._add(action)
+            case Return():
+                pass
             case Pack():
                 self._buffers[action.buffer] = self._exchanges[action.what].pack(action.member)
             case Unpack():
@@ -192,32 +207,84 @@ class Ring:
     def buffer(self, name: str) -> Bundle:
         """The bundle called `name`, made at its first use."""
         if name not in self._buffers:
-            self._buffers[name] = self._new(kind_of(name))
+            self._buffers[name] = self._new(kind_of(name), self._rows.get(name))
         return self._buffers[name]
 
+    def rows(self, name: str) -> Rows | None:
+        """Which rows the buffer holds; None: all."""
+        return self._rows.get(name)
+
+    def _room(self, name: str, rows: Rows | None, fresh: bool) -> Bundle:
+        """The buffer, with room for `rows`: uninitialised if `fresh`, else with what it has, and zeros."""
+        if self._rows.get(name) == rows:
+            return self.buffer(name)
+        held, old = self._rows.get(name), self._buffers.pop(name, None)
+        self._rows[name] = rows
+        new = self.buffer(name)
+        if old is not None and not fresh:
+            assert held is not None  # what holds all rows never grows
+            for total, before in zip(new, old, strict=True):
+                total.zero_()
+                for to, values in pieces(total, within(rows, held), before):
+                    to.copy_(values)
+        if old is not None:
+            self._free(old)
+        return new
+
+    def _add(self, action: Add) -> None:
+        held = self._rows.get(action.other)
+        sums = self._room(action.buffer, action.rows, action.first)
+        for total, other in zip(sums, self.buffer(action.other), strict=True):
+            if held == action.rows:
+                (total.copy_ if action.first else total.add_)(other)
+                continue
+            assert held is not None and not action.first
+            for to, values in pieces(total, within(action.rows, held), other):
+                to.add_(values)
+
     def _post(self, channel: Channel, actions: list[Action], record: Recorder) -> None:
-        messages = []
+        messages, copies = [], []
         for action in actions:
             assert isinstance(action, (Send, Recv))
-            if channel.link == "heads" and isinstance(action, Recv):
-                self._buffers[action.buffer] = self._exchanges[channel.what].empty()
-            messages.append((action, self.buffer(action.buffer)))
+            if isinstance(action, Send):
+                bundle = self._part(action)
+                if bundle is not self.buffer(action.buffer):
+                    copies.append(bundle)
+            elif channel.link == "heads":
+                bundle = self._buffers[action.buffer] = self._exchanges[channel.what].empty()
+            else:
+                bundle = self._room(action.buffer, action.rows, fresh=True)
+            messages.append((action, bundle))
         try:
             works = self._transport.post(channel, messages)
         except RuntimeError as error:
             raise self._broken(actions, error) from error
-        posted, under_way = self._under_way.setdefault(channel, ([], []))
+        posted, under_way, held = self._under_way.setdefault(channel, ([], [], []))
         posted += actions
         under_way += works
+        held += copies
         record.posted(channel, actions)
 
+    def _part(self, action: Send) -> Bundle:
+        """The rows that are sent: the buffer itself, or a copy of some of them."""
+        bundle, held = self.buffer(action.buffer), self._rows.get(action.buffer)
+        if action.channel.link == "heads" or held == action.rows:
+            return bundle
+        assert action.rows is not None
+        copy = self._new(kind_of(action.buffer), action.rows)
+        for to, x in zip(copy, bundle, strict=True):
+            to.copy_(take(x, within(held, action.rows)))
+        return copy
+
     def _wait(self, action: Wait) -> None:
-        posted, works = self._under_way.pop(action.channel)
+        posted, works, copies = self._under_way.pop(action.channel)
         try:
             for work in works:
                 work.wait()
         except RuntimeError as error:
             raise self._broken(posted, error) from error
+        for bundle in copies:
+            self._free(bundle)
 
     def _broken(self, actions: Sequence[Action], error: RuntimeError) -> RuntimeError:
         hop = actions[0]

@@ -13,17 +13,24 @@ holds the bundle of (m - i, l - j). With one node this is the flat ring. The gra
 step behind it and ends at home: see `double_ring`. Where a position is a group of ranks that share the heads
 (head x ring), `head_exchange` puts the all-to-all around the ring. Overlap is an order of actions, no more:
 `without_overlap` is the same program with every hop waited for at once.
+
+Masks leave some bundles, or rows of them, without a reader. Then a ring may be better the other way round
+(`mirrored`), or not be one (`direct`: every row from its owner to its readers), and `prune` takes out of
+either what nobody reads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 
-from burst_mcore.attention.actions import Program
-from burst_mcore.attention.double_ring import double_ring, without_overlap
+from burst_mcore.attention.actions import Program, Rows
+from burst_mcore.attention.direct import direct
+from burst_mcore.attention.double_ring import double_ring, mirrored, without_overlap
 from burst_mcore.attention.head_exchange import Pass, with_heads
+from burst_mcore.attention.plan import Plan
+from burst_mcore.attention.prune import pruned
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,10 @@ class Route:
     intra: int = 1
     heads: int = 1
     overlap: bool = True
+    direct: bool = False
+    """No ring: every position exchanges with every other."""
+    mirrored: bool = False
+    """The bundles go from higher positions to lower ones."""
 
     @property
     def positions(self) -> int:
@@ -47,6 +58,8 @@ class Route:
 
     def __str__(self) -> str:
         ring = f"ring of {self.intra}" if self.nodes == 1 else f"double ring of {self.nodes} x {self.intra}"
+        ring = f"direct exchange of {self.positions}" if self.direct else ring
+        ring = f"{ring}, mirrored" if self.mirrored else ring
         heads = f", heads over {self.heads}" if self.heads > 1 else ""
         return f"{ring}{heads}{'' if self.overlap else ', no overlap'}"
 
@@ -61,13 +74,38 @@ PASSES = {
 
 
 @lru_cache(maxsize=256)
-def program(rank: int, route: Route, name: str) -> Program:
-    """What `rank` does in the pass `name`: "forward", "kv" or "query"."""
+def program(rank: int, route: Route, name: str, plan: Plan | None = None) -> Program:
+    """What `rank` does in the pass `name`: "forward", "kv" or "query"; without a plan, all is read by all."""
     moves = PASSES[name]
-    ring = double_ring(rank // route.heads, route.nodes, route.intra, gradients=moves.gradients)
+    position = rank // route.heads
+    if plan is None or plan.everything:
+        ring = _dense(position, route, moves.gradients)
+    else:
+        ring = _pruned(replace(route, heads=1, overlap=True), moves.gradients, name == "query", plan)[
+            position
+        ]
     if route.heads > 1:
         ring = with_heads(ring, rank, route.heads, moves, by_part=route.overlap)
     return ring if route.overlap else without_overlap(ring)
+
+
+def _dense(position: int, route: Route, gradients: bool) -> Program:
+    if route.direct:
+        return direct(position, route.positions, gradients=gradients)
+    if not route.mirrored:
+        return double_ring(position, route.nodes, route.intra, gradients=gradients)
+    last = route.positions - 1
+    ring = double_ring(last - position, route.nodes, route.intra, gradients=gradients)
+    return mirrored(ring, route.positions)
+
+
+@lru_cache(maxsize=64)
+def _pruned(route: Route, gradients: bool, of_queries: bool, plan: Plan) -> tuple[Program, ...]:
+    def needed(at: int, by: int) -> Rows:
+        return plan.needed(at, by, of_queries=of_queries)
+
+    dense = [_dense(position, route, gradients) for position in range(route.positions)]
+    return pruned(dense, needed, plan.rows)
 
 
 @dataclass(frozen=True)
@@ -77,6 +115,9 @@ class Schedule:
     title: str
     route: Route
     programs: tuple[Program, ...]
+    plan: Plan | None = None
+    """What is read by whom; None: all by all."""
+    queries_travel: bool = False
 
     @property
     def size(self) -> int:
@@ -102,7 +143,7 @@ class Schedule:
         return "\n".join([f"{self.title}; {self.route}, {self.size} ranks", *lines])
 
 
-def schedule(route: Route, name: str) -> Schedule:
+def schedule(route: Route, name: str, plan: Plan | None = None) -> Schedule:
     """All ranks' programs of the pass `name`: "forward", "kv" or "query"."""
-    programs = tuple(program(rank, route, name) for rank in range(route.size))
-    return Schedule(PASSES[name].title, route, programs)
+    programs = tuple(program(rank, route, name, plan) for rank in range(route.size))
+    return Schedule(PASSES[name].title, route, programs, plan, queries_travel=name == "query")

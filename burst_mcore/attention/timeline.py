@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from burst_mcore.attention.actions import Channel, Compute, Program, Recv, Send, Wait
-from burst_mcore.attention.cost import link_class
+from burst_mcore.attention.cost import Sizes, link_class
 from burst_mcore.attention.schedule import Schedule
 from burst_mcore.attention.trace import Event, lane
 from burst_mcore.rates import Rates
@@ -52,7 +52,7 @@ class _Player:
     def __init__(
         self,
         programs: Mapping[int, Program],
-        sizes: Mapping[str, int],
+        sizes: Sizes,
         seconds: Seconds,
         intra_size: int,
         rates: Rates,
@@ -108,7 +108,7 @@ class _Player:
         mail, at = self._mail[key], count[key]
         count[key] += 1
         if at == len(mail):
-            size = self._sizes[action.channel.what]
+            size = self._sizes.of(action)
             sender = rank.number if self._mirror else ends[0]
             mail.append(_Message(size, sender, ends[1], link_class(*ends, self._intra_size), left=size))
         if isinstance(action, Send):
@@ -153,9 +153,7 @@ class _Player:
         return message.end
 
 
-def play(
-    schedule: Schedule, sizes: Mapping[str, int], seconds: Seconds, intra_size: int, rates: Rates
-) -> list[Event]:
+def play(schedule: Schedule, sizes: Sizes, seconds: Seconds, intra_size: int, rates: Rates) -> list[Event]:
     """All that happens when a schedule runs, every rank on its own clock.
 
     Args:
@@ -171,7 +169,7 @@ def play(
 
 
 def play_one(
-    program: Program, rank: int, sizes: Mapping[str, int], seconds: Seconds, intra_size: int, rates: Rates
+    program: Program, rank: int, sizes: Sizes, seconds: Seconds, intra_size: int, rates: Rates
 ) -> float:
     """Seconds of a pass in which all ranks do what `rank` does, at the same time: quick, for large rings."""
     return _Player({rank: program}, sizes, seconds, intra_size, rates, mirror=True).play()

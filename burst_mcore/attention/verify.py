@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 from burst_mcore.attention.actions import (
     BUNDLE,
@@ -18,15 +19,19 @@ from burst_mcore.attention.actions import (
     Pack,
     Program,
     Recv,
+    Return,
+    Rows,
     Send,
     Unpack,
     Wait,
 )
 from burst_mcore.attention.double_ring import home_sum
+from burst_mcore.attention.plan import union
 from burst_mcore.attention.schedule import Schedule
 
-Token = tuple[object, ...]
-"""What a buffer holds: ("data", source), ("sum", source, contributors), (what, from, to) in a head group."""
+Token = tuple[Any, ...]
+"""What a buffer holds: ("data", source, rows), ("sum", source, contributors, rows), in a head group (what,
+from, to). Rows None are all."""
 Mail = tuple[int, int, str, str]
 """A message's (from, to, link, what): a network keeps the order of those that have these in common."""
 
@@ -37,7 +42,10 @@ class _Rank:
     position: int
     member: int
     program: Program
-    positions: frozenset[int]
+    reads: dict[int, Rows | None]
+    """What it must compute: rows of each source."""
+    readers: frozenset[int]
+    """Who reads its own bundle."""
     members: frozenset[int]
     done: int = 0
     holds: dict[str, Token] = field(default_factory=dict)
@@ -89,21 +97,23 @@ class _Network:
 
 
 def verify(schedule: Schedule) -> None:
-    """Check that every rank meets every bundle exactly once, and that the program is safe on any network.
+    """Check that every rank meets what it must read exactly once, and that no network breaks the program.
 
     Raises:
-        ValueError: rows and a bundle that meet twice or never, a wrong bundle computed, a buffer touched
-            while in flight, a deadlock, a message left over, a gradient that does not end at home complete,
-            or a share of the head group that is missing, early or twice.
+        ValueError: rows and a bundle that meet twice or never, a wrong bundle computed or one without the
+            rows that are read, a buffer touched while in flight, a deadlock, a message left over or of other rows
+            than its receiver expects, a gradient that does not end at home complete, or a share of the head
+            group that is missing, early or twice.
     """
-    positions = frozenset(range(schedule.route.positions))
     members = frozenset(range(schedule.route.heads))
-    ranks = [
-        _Rank(number, *divmod(number, len(members)), program, positions, members)
-        for number, program in enumerate(schedule.programs)
-    ]
-    for rank in ranks:
-        rank.holds[HOME] = ("data", rank.position)
+    reads = [_reads(schedule, position) for position in range(schedule.route.positions)]
+    ranks = []
+    for number, program in enumerate(schedule.programs):
+        position, member = divmod(number, len(members))
+        readers = frozenset(reader for reader, of in enumerate(reads) if of.get(position, None) != ())
+        rank = _Rank(number, position, member, program, reads[position], readers, members)
+        rank.holds[HOME] = ("data", position, None)
+        ranks.append(rank)
     network = _Network()
     while not all(rank.finished for rank in ranks):
         if not any([_advance(rank, network) for rank in ranks]):
@@ -115,13 +125,22 @@ def verify(schedule: Schedule) -> None:
         raise ValueError("a message was sent that nobody receives")
 
 
+def _reads(schedule: Schedule, position: int) -> dict[int, Rows | None]:
+    """The rows that a position reads of each; None: all."""
+    sources, plan = range(schedule.route.positions), schedule.plan
+    if plan is None:
+        return dict.fromkeys(sources)
+    return {s: plan.needed(s, position, of_queries=schedule.queries_travel) for s in sources}
+
+
 def _check_end(rank: _Rank) -> None:
-    pairs = sorted((source, part) for source in rank.positions for part in rank.members)
+    sources = {source for source, rows in rank.reads.items() if rows != ()} | {rank.position}
+    pairs = sorted((source, part) for source in sources for part in rank.members)
     if sorted(rank.computed) != pairs:
-        raise rank.fail(f"computed sources {rank.computed}, must be each of {len(rank.positions)} once")
+        raise rank.fail(f"computed sources {rank.computed}, must be each of {sorted(sources)} once")
     if any(rank.sending.values()) or any(rank.receiving.values()):
         raise rank.fail("ends with messages that nobody waited for")
-    if any(isinstance(action, Accumulate) for action in rank.program):
+    if any(isinstance(action, Return) for action in rank.program):
         _check_sum(rank)
     for what in {what for what, _ in rank.unpacked}:
         if sorted(member for w, member in rank.unpacked if w == what) != sorted(rank.members):
@@ -131,9 +150,21 @@ def _check_end(rank: _Rank) -> None:
 
 
 def _check_sum(rank: _Rank) -> None:
-    found = rank.read(home_sum(rank.program))
-    if found != ("sum", rank.position, rank.positions):
+    buffer = home_sum(rank.program)
+    if buffer is None:
+        if rank.readers:
+            raise rank.fail(f"no gradient comes home, but {sorted(rank.readers)} read its bundle")
+        return
+    found = rank.read(buffer)
+    if found[:3] != ("sum", rank.position, rank.readers):
         raise rank.fail(f"gradient of {rank.position} at home is {found}")
+
+
+def _cover(held: Rows | None, rows: Rows | None) -> bool:
+    """Whether rows that are held include `rows`."""
+    if held is None or rows == ():
+        return True
+    return rows is not None and union([*held, *rows]) == union(list(held))
 
 
 def _advance(rank: _Rank, network: _Network) -> bool:
@@ -147,14 +178,8 @@ def _advance(rank: _Rank, network: _Network) -> bool:
 def _execute(rank: _Rank, network: _Network) -> bool:
     action = rank.program[rank.done]
     match action:
-        case Recv():
-            rank.write(action.buffer, None)
-            rank.receiving[action.channel].append(action)
-            network.posted[_mail(action.peer, rank.number, action.channel)] += 1
-        case Send():
-            token = _home_complete(rank) if action.buffer == HOME else rank.read(action.buffer)
-            network.sent[_mail(rank.number, action.peer, action.channel)].append(token)
-            rank.sending[action.channel].append(action)
+        case Send() | Recv():
+            _post(rank, action, network)
         case Wait():
             return _complete(rank, action.channel, network)
         case Compute():
@@ -163,11 +188,28 @@ def _execute(rank: _Rank, network: _Network) -> bool:
             _accumulate(rank, action)
         case Add():
             _add(rank, action)
+        case Return():
+            pass
         case Pack():
             _pack(rank, action)
         case Unpack():
             _unpack(rank, action)
     return True
+
+
+def _post(rank: _Rank, action: Send | Recv, network: _Network) -> None:
+    if isinstance(action, Recv):
+        rank.write(action.buffer, None)
+        rank.receiving[action.channel].append(action)
+        network.posted[_mail(action.peer, rank.number, action.channel)] += 1
+        return
+    token = _home_complete(rank) if action.buffer == HOME else rank.read(action.buffer)
+    if action.channel.link != "heads":
+        if not _cover(token[-1], action.rows):
+            raise rank.fail(f"{action.buffer} does not hold the rows that it sends")
+        token = (*token[:-1], action.rows)
+    network.sent[_mail(rank.number, action.peer, action.channel)].append(token)
+    rank.sending[action.channel].append(action)
 
 
 def _mail(sender: int, receiver: int, channel: Channel) -> Mail:
@@ -181,7 +223,10 @@ def _complete(rank: _Rank, channel: Channel, network: _Network) -> bool:
         mail = _mail(recv.peer, rank.number, channel)
         if network.taken[mail] >= len(network.sent[mail]):
             return False
-        rank.holds[recv.buffer] = network.sent[mail][network.taken[mail]]
+        token = network.sent[mail][network.taken[mail]]
+        if channel.link != "heads" and token[-1] != recv.rows:
+            raise rank.fail(f"{recv.buffer} expects rows {recv.rows}, gets {token[-1]}")
+        rank.holds[recv.buffer] = token
         network.taken[mail] += 1
         rank.receiving[channel].pop(0)
     for send in rank.sending[channel]:
@@ -200,7 +245,7 @@ def _home_complete(rank: _Rank) -> Token:
 
 def _compute(rank: _Rank, action: Compute) -> None:
     held = _home_complete(rank) if action.buffer == HOME else rank.read(action.buffer)
-    if held != ("data", action.source):
+    if held[:2] != ("data", action.source) or not _cover(held[2], rank.reads[action.source]):
         raise rank.fail(f"{action.buffer} does not hold the bundle of {action.source}")
     parts = rank.members if action.part is None else {action.part}
     if not parts <= rank.has(ROWS):
@@ -209,26 +254,35 @@ def _compute(rank: _Rank, action: Compute) -> None:
 
 
 def _accumulate(rank: _Rank, action: Accumulate) -> None:
-    held = ("sum", action.source, frozenset()) if action.first else rank.read(action.buffer)
+    held = ("sum", action.source, frozenset(), ()) if action.first else rank.read(action.buffer)
     rank.write(action.buffer, None)
-    kind, source, shares = held
-    assert isinstance(shares, frozenset)
+    kind, source, shares, rows = held
     last = rank.computed[-len(rank.members) :]
     if source != action.source or rank.position in shares or {s for s, _ in last} != {source}:
         raise rank.fail(f"gradient of {action.source} added to that of {source}: {shares}")
-    rank.holds[action.buffer] = (kind, source, shares | {rank.position})
+    if not _cover(action.rows, rows) or not _cover(action.rows, rank.reads[source]):
+        raise rank.fail(f"{action.buffer} has no room for all rows of the gradient")
+    rank.holds[action.buffer] = (kind, source, shares | {rank.position}, action.rows)
 
 
 def _add(rank: _Rank, action: Add) -> None:
-    (kind, source, shares), (_, other, more) = rank.read(action.buffer), rank.read(action.other)
-    assert isinstance(shares, frozenset) and isinstance(more, frozenset)
-    if source != other or shares & more:
+    kind, other, more, other_rows = rank.read(action.other)
+    shares: frozenset[int] = frozenset()
+    source, rows = other, ()
+    if not action.first:
+        _, source, shares, rows = rank.read(action.buffer)
+    if (
+        source != other
+        or shares & more
+        or not (_cover(action.rows, rows) and _cover(action.rows, other_rows))
+    ):
         raise rank.fail(f"gradient of {other} with {more} added to that of {source} with {shares}")
-    rank.write(action.buffer, (kind, source, shares | more))
+    rank.write(action.buffer, (kind, source, shares | more, action.rows))
 
 
 def _pack(rank: _Rank, action: Pack) -> None:
-    if action.what == RESULT and {s for s, p in rank.computed if p == action.member} != rank.positions:
+    sources = {source for source, rows in rank.reads.items() if rows != ()} | {rank.position}
+    if action.what == RESULT and {s for s, p in rank.computed if p == action.member} != sources:
         raise rank.fail(f"results of member {action.member} leave before they are complete")
     if action.what == SUM:
         _check_sum(rank)

@@ -13,8 +13,10 @@ from burst_mcore.attention.kernels.kernel import Problem, RowGradients
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.mask import Mask
 from burst_mcore.attention.merge import GradientSum, OnlineSoftmax
-from burst_mcore.attention.passes import output_stand_in, row_delta, rows
-from burst_mcore.attention.plan import tiles
+from burst_mcore.attention.passes import output_stand_in, row_delta, seen_by
+from burst_mcore.attention.plan import plan
+from burst_mcore.attention.rows import pieces, take
+from burst_mcore.attention.tiles import tiles_of
 from burst_mcore.layout import Layout
 
 
@@ -31,17 +33,19 @@ class _AllGatherAttention(torch.autograd.Function):
         heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
         ctx.kernel = choose("auto", Problem(q.device.type, q.dtype, heads, kv_heads, head_dim, head_dim))
         ctx.scale, ctx.size = head_dim**-0.5, size
-        ctx.tiles = [tiles(Layout("zigzag"), mask, n, group.rank(), source, size) for source in range(size)]
+        what = plan(Layout("zigzag"), mask, n, size)
+        abilities = {"windows": ctx.kernel.windows, "masks": ctx.kernel.masks}
+        ctx.tiles = [tiles_of(what, group.rank(), source, **abilities) for source in range(size)]
         softmax = OnlineSoftmax(q, value_dim=head_dim)
         keys, values = _gather(k, group), _gather(v, group)
         for source, met in enumerate(ctx.tiles):
             for tile in met:
                 part = ctx.kernel.forward(
-                    rows(q, tile.q),
-                    rows(keys[source], tile.k),
-                    rows(values[source], tile.k),
-                    causal=tile.causal,
+                    take(q, tile.q),
+                    take(keys[source], tile.k),
+                    take(values[source], tile.k),
                     scale=ctx.scale,
+                    **seen_by(tile, q),
                 )
                 softmax.add(tile.q, *part)
         out, lse = softmax.result()
@@ -60,20 +64,20 @@ class _AllGatherAttention(torch.autograd.Function):
         dk, dv = (torch.zeros(ctx.size, *k.shape, dtype=torch.float32) for _ in range(2))
         for source, met in enumerate(ctx.tiles):
             for tile in met:
-                at = slice(tile.q.start, tile.q.stop)
                 x = RowGradients(
-                    rows(dout, tile.q),
-                    rows(q, tile.q),
-                    rows(keys[source], tile.k),
-                    rows(values[source], tile.k),
-                    rows(stand_in, tile.q),
-                    lse[:, :, at],
-                    delta[:, :, at],
+                    take(dout, tile.q),
+                    take(q, tile.q),
+                    take(keys[source], tile.k),
+                    take(values[source], tile.k),
+                    take(stand_in, tile.q),
+                    take(lse, tile.q),
+                    take(delta, tile.q),
                 )
-                dq_t, dk_t, dv_t = ctx.kernel.backward(x, causal=tile.causal, scale=ctx.scale)
+                dq_t, dk_t, dv_t = ctx.kernel.backward(x, scale=ctx.scale, **seen_by(tile, q))
                 dq.add(tile.q, dq_t)
-                rows(dk[source], tile.k).add_(dk_t)
-                rows(dv[source], tile.k).add_(dv_t)
+                for total, share in ((dk[source], dk_t), (dv[source], dv_t)):
+                    for to, values_t in pieces(total, tile.k, share):
+                        to.add_(values_t)
         return None, None, dq.result(), *(_scatter_sum(x, ctx.group).to(k.dtype) for x in (dk, dv))
 
 

@@ -11,6 +11,7 @@ from tabulate import tabulate
 
 from burst_mcore.attention.actions import Compute
 from burst_mcore.attention.choice import (
+    RINGS,
     Candidate,
     Ranks,
     best,
@@ -21,7 +22,7 @@ from burst_mcore.attention.choice import (
     why_not_degree,
 )
 from burst_mcore.attention.cost import Shard, message_bytes, pass_flops
-from burst_mcore.attention.plan import tiles
+from burst_mcore.attention.plan import plan
 from burst_mcore.attention.schedule import Schedule, schedule
 from burst_mcore.attention.timeline import play
 from burst_mcore.attention.trace import Event
@@ -70,10 +71,11 @@ def explain(problem: Problem, ranks: Ranks, rates: Rates, *, ring: str, overlap:
         shard_of(problem, ranks),
         Layout("zigzag"),
         problem.mask,
+        problem.seq,
         ranks,
         rates,
         overlap=overlap,
-        rings=("double", "flat") if ring == "auto" else (ring,),
+        rings=RINGS if ring == "auto" else (ring,),
         degrees=tuple(legal_degrees(ranks, problem.heads, problem.kv_heads)),
         directions=("query", "kv"),
     )
@@ -127,21 +129,16 @@ def draw(
         raise ValueError(f"head_parallel={degree} is not legal here: {why_not}; legal: {legal}")
     shard, route = shard_of(problem, ranks), route_for(degree, ranks, ring=ring, overlap=overlap)
 
+    what = plan(Layout("zigzag"), problem.mask, problem.seq, route.positions, route.heads)
+
     def seconds(rank: int, action: Compute) -> float:
         here, part = rank // route.heads, action.part
-        at = {"q_rank": here, "k_rank": action.source, "q_part": part}
         if name == "query":
-            at = {"q_rank": action.source, "k_rank": here, "k_part": part}
-        met = tiles(
-            Layout("zigzag"),
-            problem.mask,
-            problem.seq,
-            size=route.positions,
-            heads=route.heads,
-            **at,
-        )
-        pairs = sum(tile.pairs for tile in met)
+            met = what.pieces(action.source, here, k_part=part)
+        else:
+            met = what.pieces(here, action.source, q_part=part)
+        pairs = sum(piece.pairs for piece in met)
         return pass_flops(shard.pooled(route.heads), pairs, name) / rates.compute
 
-    drawn = schedule(route, name)
+    drawn = schedule(route, name, what)
     return Drawing(drawn, play(drawn, message_bytes(shard, route, name), seconds, ranks.intra, rates))

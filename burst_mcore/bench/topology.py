@@ -73,6 +73,7 @@ class Case:
             self.shard,
             Layout.of(config.layout),
             Mask.causal(),
+            self.tokens * self.ranks.size,
             self.ranks,
             self.rates,
             overlap=config.overlap,
@@ -288,12 +289,12 @@ def timed_kernel(rate: float) -> Kernel:
         )
         time.sleep(pass_flops(shard, pairs, name) / rate)
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **unused: Any) -> tuple[Tensor, Tensor]:
         wait(q, k, v, causal, "forward")
         batch, rows, heads, _ = q.shape
         return q.new_zeros(batch, rows, heads, v.shape[3]), q.new_zeros(batch, heads, rows)
 
-    def backward(x: RowGradients, *, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(x: RowGradients, *, causal: bool, **unused: Any) -> tuple[Tensor, Tensor, Tensor]:
         wait(x.q, x.k, x.v, causal, "kv")
         return torch.zeros_like(x.q), torch.zeros_like(x.k), torch.zeros_like(x.v)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients
+from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Window
 
 _aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -33,19 +33,49 @@ def _cpu_supports(problem: Problem) -> str | None:
     return _same_dim(problem)
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _cpu_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    window: Window | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    assert window is None
     q, k, v = _heads_first(q, k, v)
-    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    bias = None if mask is None else _bias(mask, q.dtype)
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=bias, scale=scale
+    )
+    if mask is not None:  # rows that see nothing have a lse of 0
+        lse.masked_fill_(~mask.any(1), -torch.inf)
     return out.transpose(1, 2), lse
 
 
-def _cpu_backward(x: RowGradients, *, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    assert x.out is not None
+def _cpu_backward(
+    x: RowGradients,
+    *,
+    causal: bool,
+    scale: float,
+    window: Window | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert window is None and x.out is not None
     dout, q, k, v, out = _heads_first(x.dout, x.q, x.k, x.v, x.out)
+    bias, lse = None, x.lse
+    if mask is not None:
+        bias, lse = _bias(mask, q.dtype), lse.masked_fill(lse == -torch.inf, 0.0)  # (-inf) - (-inf) is NaN
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, x.lse, 0.0, causal, scale=scale
+        dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores [M, N]."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 def _cuda_supports(problem: Problem, largest_head_dim: int) -> str | None:
@@ -80,15 +110,32 @@ def _flash_supports(problem: Problem) -> str | None:
     return _cuda_supports(problem, largest_head_dim=256)
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _flash_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    window: Window | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    assert window is None and mask is None
     q, k, v = _heads_first(q, k, v)
     k, v = _expanded(k, q.shape[1]), _expanded(v, q.shape[1])
     out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     return out.transpose(1, 2), lse
 
 
-def _flash_backward(x: RowGradients, *, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    assert x.out is not None
+def _flash_backward(
+    x: RowGradients,
+    *,
+    causal: bool,
+    scale: float,
+    window: Window | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert window is None and mask is None and x.out is not None
     dout, q, k, v, out = _heads_first(x.dout, x.q, x.k, x.v, x.out)
     kv_heads = k.shape[1]
     k, v = _expanded(k, q.shape[1]), _expanded(v, q.shape[1])
@@ -104,15 +151,32 @@ def _cudnn_supports(problem: Problem) -> str | None:
     return _cuda_supports(problem, largest_head_dim=128)
 
 
-def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _cudnn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    window: Window | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    assert window is None and mask is None
     q, k, v = _heads_first(q, k, v)
     k, v = _expanded(k, q.shape[1]), _expanded(v, q.shape[1])
     out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
     return out.transpose(1, 2), lse.reshape(lse.shape[:3])
 
 
-def _cudnn_backward(x: RowGradients, *, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    assert x.out is not None
+def _cudnn_backward(
+    x: RowGradients,
+    *,
+    causal: bool,
+    scale: float,
+    window: Window | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert window is None and mask is None and x.out is not None
     dout, q, k, v, out = _heads_first(x.dout, x.q, x.k, x.v, x.out)
     kv_heads = k.shape[1]
     k, v = _expanded(k, q.shape[1]), _expanded(v, q.shape[1])
@@ -125,7 +189,7 @@ def _cudnn_backward(x: RowGradients, *, causal: bool, scale: float) -> tuple[Ten
 
 
 KERNELS = (
-    Kernel("aten-cpu", _cpu_supports, _cpu_forward, _cpu_backward, takes_delta=False),
+    Kernel("aten-cpu", _cpu_supports, _cpu_forward, _cpu_backward, takes_delta=False, masks=True),
     Kernel("cudnn", _cudnn_supports, _cudnn_forward, _cudnn_backward, takes_delta=False),
     Kernel("aten-flash", _flash_supports, _flash_forward, _flash_backward, takes_delta=False),
 )

@@ -26,15 +26,30 @@ class Problem:
     value_dim: int
 
 
+Window = tuple[int | None, int | None]
+"""(low, high): query row m sees key row n iff low <= n - m <= high; None is unbounded."""
+
+
 class Forward(Protocol):
     """(out [B, M, H, Dv], lse [B, H, M]) of q [B, M, H, D], k [B, N, Hkv, D], v [B, N, Hkv, Dv].
+
+    causal: query row m sees key rows n <= m; only square tiles are. window: for kernels with `windows`. mask:
+    bool [M, N], True where seen, for kernels with `masks`. At most one of the three is asked for.
 
     Both results are new tensors that the caller may write; out is finite in rows that see no key, their lse
     is -inf. lse is natural-log, in at least float32.
     """
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        window: Window | None = None,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -61,7 +76,15 @@ class Backward(Protocol):
     dk = scale dS^T q.
     """
 
-    def __call__(self, x: RowGradients, *, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]: ...
+    def __call__(
+        self,
+        x: RowGradients,
+        *,
+        causal: bool,
+        scale: float,
+        window: Window | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -73,3 +96,7 @@ class Kernel:
     forward: Forward
     backward: Backward
     takes_delta: bool
+    windows: bool = False
+    """It takes a window."""
+    masks: bool = False
+    """It takes a mask."""

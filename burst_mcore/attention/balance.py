@@ -1,0 +1,174 @@
+"""How a mask spreads the work over the sequence, and layouts that even it out. Pure functions.
+
+Work is counted in query-key pairs: on the side of the queries (forward, and backward where K, V travel) and
+on that of the keys (backward where queries travel).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from burst_mcore.attention.mask import UNBOUNDED, Mask
+from burst_mcore.layout import Layout
+
+EVEN = 1.05
+"""Work of the busiest rank over the mean, up to which a layout counts as balanced."""
+EVEN_WINDOW = 1.10
+"""The same for windows: contiguous, they exchange halos with neighbours only, which is worth some balance."""
+FINEST = 64
+"""Chunks of a rank, at most, that `layout_for` deals."""
+
+
+def keys_per_query(mask: Mask, n: int) -> Tensor:
+    """How many keys each query sees, int64 [n].
+
+    Raises:
+        ValueError: the mask does not go with n tokens.
+    """
+    return _per_row(mask, n, transposed=False)
+
+
+def queries_per_key(mask: Mask, n: int) -> Tensor:
+    """How many queries see each key, int64 [n]. Raises as `keys_per_query`."""
+    return _per_row(mask, n, transposed=True)
+
+
+@lru_cache(maxsize=16)
+def _per_row(mask: Mask, n: int, transposed: bool) -> Tensor:
+    bands = mask.bands(n)
+    if transposed:
+        bands = torch.stack(
+            [bands[:, 2], bands[:, 3], bands[:, 0], bands[:, 1], -bands[:, 5], -bands[:, 4]], 1
+        )
+    step = mask.stride
+    if step == 1:
+        return _count(bands, n)
+    found = torch.zeros(n, dtype=torch.int64)
+    for first in range(min(step, n)):  # within a residue class, every step-th token is a neighbour
+        scaled = torch.cat([_ceil(bands[:, :4] - first, step), bands[:, 4:]], 1)
+        scaled[:, 4] = torch.where(bands[:, 4] > -UNBOUNDED, _ceil(bands[:, 4], step), -UNBOUNDED)
+        scaled[:, 5] = torch.where(bands[:, 5] < UNBOUNDED, bands[:, 5] // step, UNBOUNDED)
+        found[first::step] = _count(scaled.clamp(min=-UNBOUNDED), len(range(first, n, step)))
+    return found
+
+
+def _ceil(x: Tensor, by: int) -> Tensor:
+    return -((-x) // by)
+
+
+def _count(bands: Tensor, n: int) -> Tensor:
+    """Keys that each of n queries sees in disjoint bands.
+
+    In band (q0, q1, k0, k1, low, high) query i sees clamp(i + high + 1 - k0, 0, k1 - k0) keys, less those
+    below i + low. Each clamp is a ramp, two changes of slope, so that sums of sums make the whole.
+    """
+    jumps, slopes = torch.zeros(n + 1, dtype=torch.int64), torch.zeros(n + 2, dtype=torch.int64)
+    q0, q1, k0, k1, low, high = bands.unbind(1)
+    q0, q1, wide = q0.clamp(0, n), q1.clamp(0, n), k1 - k0
+    some = (q0 < q1) & (wide > 0)
+    for sign, begins in ((1, k0 - high - 1), (-1, k0 - low)):  # the query before the first that counts
+        a, b, c, w = (x[some] for x in (q0, q1, begins, wide))
+        jumps.index_add_(0, a, sign * (a - c).clamp(min=0).minimum(w))
+        jumps.index_add_(0, b, -sign * (b - 1 - c).clamp(min=0).minimum(w))
+        up, down = torch.maximum(a, c) + 1, torch.minimum(b - 1, c + w) + 1
+        rising = up < down
+        slopes.index_add_(0, up[rising], torch.full_like(up[rising], sign))
+        slopes.index_add_(0, down[rising], torch.full_like(up[rising], -sign))
+    return (jumps[:n] + slopes[:n].cumsum(0)).cumsum(0)
+
+
+def work(layout: Layout | str, mask: Mask, n: int, size: int) -> tuple[Tensor, Tensor]:
+    """Query-key pairs of each rank, int64 [size]: of its queries, and of its keys.
+
+    Raises:
+        ValueError: the mask does not go with n tokens, or the layout not with so many ranks.
+    """
+    layout = Layout.of(layout)
+    found = []
+    for per_row in (keys_per_query(mask, n), queries_per_key(mask, n)):
+        sums = torch.cat([torch.zeros(1, dtype=torch.int64), per_row.cumsum(0)])
+        held = (_held(layout.runs(n, rank, size), per_row, sums, n) for rank in range(size))
+        found.append(torch.tensor(list(held)))
+    return found[0], found[1]
+
+
+def _held(runs: tuple[range, ...], per_row: Tensor, sums: Tensor, n: int) -> int:
+    if any(run.step > 1 for run in runs):
+        return sum(int(per_row[run.start : run.stop : run.step].sum()) for run in runs)
+    edges = torch.tensor([[run.start, run.stop] for run in runs]).clamp(max=n)
+    return int((sums[edges[:, 1]] - sums[edges[:, 0]]).sum())
+
+
+def imbalance(layout: Layout | str, mask: Mask, n: int, size: int) -> float:
+    """Work of the busiest rank over the mean, on the side, queries or keys, where it is larger; 1.0 is even.
+
+    Raises as `work`.
+    """
+    return max(
+        (float(side.max()) * size / float(side.sum()) if side.any() else 1.0)
+        for side in work(layout, mask, n, size)
+    )
+
+
+@lru_cache(maxsize=64)
+def layout_for(mask: Mask, n: int, size: int) -> Layout:
+    """The first of these layouts, which move more and more, that balances `mask`; else the most balanced.
+
+    Contiguous, zigzag, stacked zigzag, then chunks dealt one by one to the rank with the least work, finer
+    and finer, and striped. Balanced is `imbalance` <= EVEN, or EVEN_WINDOW for a window alone.
+
+    Raises:
+        ValueError: the mask does not go with n tokens, or size is not a number of ranks.
+    """
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"size must be a number of ranks, at least 1, got {size!r}")
+    mask.check(n)
+    enough = EVEN_WINDOW if mask.bands(n).shape[0] == 1 and mask.is_window else EVEN
+    found: list[tuple[float, Layout]] = []
+    for layout in _candidates(mask, n, size):
+        found.append((imbalance(layout, mask, n, size), layout))
+        if found[-1][0] <= enough:
+            break
+    return min(found, key=lambda each: each[0])[1] if found[-1][0] > enough else found[-1][1]
+
+
+def _candidates(mask: Mask, n: int, size: int) -> Iterator[Layout]:
+    yield Layout("contiguous")
+    if size == 1:
+        return
+    if 2 * size <= n:
+        yield Layout("zigzag")
+    for stacks in (2, 4):
+        if 2 * size * stacks <= n:
+            yield Layout("stacked-zigzag", stacks=stacks)
+    each = 2
+    while each <= FINEST and size * each <= n:
+        yield _dealt(mask, n, size, each)
+        each *= 2
+    yield Layout("striped")
+
+
+def _dealt(mask: Mask, n: int, size: int, each: int) -> Layout:
+    """Chunks, those with most work first, each to the rank that has least, up to `each` chunks a rank."""
+    chunks = size * each
+    edges = (torch.arange(chunks + 1) * -(-n // chunks)).clamp(max=n)
+    sides = []
+    for per_row in (keys_per_query(mask, n), queries_per_key(mask, n)):
+        sums = torch.cat([torch.zeros(1, dtype=torch.int64), per_row.cumsum(0)])
+        sides.append((sums[edges[1:]] - sums[edges[:-1]]).tolist())
+    load = [[0] * size for _ in sides]
+    dealt: list[list[int]] = [[] for _ in range(size)]
+    for chunk in sorted(range(chunks), key=lambda c: -max(side[c] for side in sides)):
+        open_ = [rank for rank in range(size) if len(dealt[rank]) < each]
+        rank = min(
+            open_,
+            key=lambda r: (max(own[r] + side[chunk] for own, side in zip(load, sides, strict=True)), r),
+        )
+        dealt[rank].append(chunk)
+        for own, side in zip(load, sides, strict=True):
+            own[rank] += side[chunk]
+    return Layout("chunks", chunks=tuple(map(tuple, dealt)))

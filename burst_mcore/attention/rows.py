@@ -1,0 +1,55 @@
+"""Reading and writing some of the rows of a tensor: [B, S, H, D], or a statistic [B, H, S].
+
+Rows are ranges, one after another; a range may have gaps, and may descend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from burst_mcore.attention.actions import Rows
+from burst_mcore.attention.plan import place
+
+
+def axis(x: Tensor) -> int:
+    """The dimension of rows."""
+    return 1 if x.dim() == 4 else 2
+
+
+def take(x: Tensor, rows: Rows) -> Tensor:
+    """These rows, in their order: a view if they are one ascending range, else a copy."""
+    parts = [view.flip(axis(x)) if at.step < 0 else view for at, view in _views(x, rows)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, axis(x))
+
+
+def pieces(x: Tensor, rows: Rows, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """(view of x, the share of `values` that belongs there): values[i] belongs to the i-th of the rows."""
+    start = 0
+    for at, view in _views(x, rows):
+        share = values.narrow(axis(values), start, len(at))
+        yield view, share.flip(axis(values)) if at.step < 0 else share
+        start += len(at)
+
+
+def within(held: Rows | None, rows: Rows) -> Rows:
+    """Where `rows` lie in a tensor that holds only the rows `held` (None: all)."""
+    if held is None:
+        return rows
+    shifts = [place(held, min(at[0], at[-1])) - min(at[0], at[-1]) for at in rows]
+    return tuple(_shifted(at, by) for at, by in zip(rows, shifts, strict=True))
+
+
+def _shifted(rows: range, by: int) -> range:
+    return range(rows.start + by, rows.stop + by, rows.step)
+
+
+def _views(x: Tensor, rows: Rows) -> Iterator[tuple[range, Tensor]]:
+    for at in rows:
+        up = at if at.step > 0 else at[::-1]
+        view = x.narrow(axis(x), up.start, up[-1] + 1 - up.start) if up else x.narrow(axis(x), 0, 0)
+        if up.step > 1:
+            view = view[:, :: up.step] if axis(x) == 1 else view[:, :, :: up.step]
+        yield at, view

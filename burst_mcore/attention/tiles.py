@@ -1,0 +1,237 @@
+"""Pieces of a plan -> tiles: what the local kernel is called with.
+
+Any piece becomes rectangles that are full, causal, or, for kernels that take them, windows. A triangle in
+the other corner is a causal one with rows and columns in reverse. Pieces so small that calling a kernel costs
+more than they do are put together into one tile with a mask, where the kernel takes masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from burst_mcore.attention.actions import Rows
+from burst_mcore.attention.mask import UNBOUNDED
+from burst_mcore.attention.plan import Piece, Plan, band_pairs, place, union
+
+CALL = 4096
+"""What a call of a kernel costs besides its pairs, in pairs."""
+DIAGONAL = 256
+"""Query rows of a tile along a diagonal, where a window is cut: shorter ones leave less that is computed in
+vain, longer ones need fewer calls."""
+GATHERED = 2048
+"""Full pieces of the same query rows become one tile if they have at most so many keys each, on average."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Query rows x key rows of two positions for one call of the kernel.
+
+    The rows may lie apart, and in descending order. Row m of them (in that order) sees column n iff
+    low <= n - m <= high (None: unbounded): `full`, `causal` or a window; or, with `parts`, as those say.
+    """
+
+    q: Rows
+    k: Rows
+    low: int | None = None
+    high: int | None = None
+    parts: tuple[Piece, ...] = field(default=(), repr=False)
+    """In rows and columns of the tile."""
+
+    @property
+    def causal(self) -> bool:
+        return self.low is None and self.high == 0
+
+    @cached_property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns)."""
+        return sum(map(len, self.q)), sum(map(len, self.k))
+
+    @property
+    def pairs(self) -> int:
+        """Query-key pairs that meet."""
+        if self.parts:
+            return sum(part.pairs for part in self.parts)
+        rows, columns = self.shape
+        low = -UNBOUNDED if self.low is None else self.low
+        return band_pairs(rows, columns, low, UNBOUNDED if self.high is None else self.high)
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """Bool [rows, columns], on the CPU, if the tile has parts."""
+        if not self.parts:
+            return None
+        allowed = torch.zeros(self.shape, dtype=torch.bool)
+        for part in self.parts:
+            ahead = torch.arange(part.n1 - part.n0)[None, :] - torch.arange(part.m1 - part.m0)[:, None]
+            inside = (ahead >= part.low) & (ahead <= part.high)
+            if part.step > 1:
+                inside &= (ahead - part.shift) % part.step == 0
+            allowed[part.m0 : part.m1, part.n0 : part.n1] |= inside
+        return allowed
+
+
+def tiles(pieces: Iterable[Piece], *, windows: bool, masks: bool) -> tuple[Tile, ...]:
+    """The tiles of these pieces for a kernel that takes windows, or masks, or neither.
+
+    Together they hold every pair of the pieces once and no other.
+    """
+    large: list[Tile] = []
+    small: list[Piece] = []
+    for piece in pieces:
+        if masks and _cost_alone(piece, windows) >= 2 * _area(piece) + CALL:
+            large.append(_masked([piece]))
+        elif masks and _area(piece) < 4 * CALL:
+            small.append(piece)
+        else:
+            large += _lowered(piece, windows)
+    for group in _groups(small):
+        large += [_masked(group)] if len(group) > 1 else _lowered(group[0], windows)
+    return tuple(_gathered(large))
+
+
+def tiles_of(
+    plan: Plan,
+    q_at: int,
+    k_at: int,
+    *,
+    windows: bool,
+    masks: bool,
+    q_part: int | None = None,
+    k_part: int | None = None,
+) -> tuple[Tile, ...]:
+    """The tiles in which queries of one position, or of a member there, meet keys of another. Kept."""
+    key = q_at, k_at, q_part, k_part, windows, masks
+    if key not in plan.tiles:
+        pieces = plan.pieces(q_at, k_at, q_part=q_part, k_part=k_part)
+        plan.tiles[key] = tiles(pieces, windows=windows, masks=masks)
+    found: tuple[Tile, ...] = plan.tiles[key]
+    return found
+
+
+def _area(piece: Piece) -> int:
+    return (piece.m1 - piece.m0) * (piece.n1 - piece.n0)
+
+
+def _cost_alone(piece: Piece, windows: bool) -> int:
+    """Calls of a piece's tiles, in pairs; a bound that is exact enough to see many small ones."""
+    bounded = (piece.low > -UNBOUNDED) + (piece.high < UNBOUNDED)
+    each = 1 if windows or not bounded else 3
+    if bounded == 2 and not windows:
+        each *= -(-(piece.m1 - piece.m0) // _block(piece))
+    return each * min(piece.step, piece.m1 - piece.m0) * CALL
+
+
+def _block(piece: Piece) -> int:
+    """Query rows of a tile along the diagonals of a window."""
+    return max(1, min(DIAGONAL, piece.high - piece.low + 1))
+
+
+def _lowered(piece: Piece, windows: bool) -> Iterator[Tile]:
+    if piece.step == 1:
+        q, k = range(piece.m0, piece.m1), range(piece.n0, piece.n1)
+        yield from _band(q, k, piece.low, piece.high, windows)
+        return
+    for q, k, low, high in piece.residues():
+        at_q = range(piece.m0 + q.start, piece.m0 + q.stop, q.step)
+        at_k = range(piece.n0 + k.start, piece.n0 + k.stop, k.step)
+        yield from _band(at_q, at_k, low, high, windows)
+
+
+def _band(q: range, k: range, low: int, high: int, windows: bool) -> Iterator[Tile]:
+    """Tiles of the rectangle q x k within two diagonals, counted from its corner."""
+    first, last = max(0, -high), min(len(q), len(k) - low)  # rows that see something
+    q, low, high = q[first:last], _moved(low, first), _moved(high, first)
+    left, right = max(0, low), min(len(k), len(q) + high)
+    k, low, high = k[left:right], _moved(low, -left), _moved(high, -left)
+    if not q or not k or low > high:
+        return
+    bounded_low, bounded_high = low > 1 - len(q), high < len(k) - 1
+    if not bounded_low and not bounded_high:
+        yield Tile((q,), (k,))
+    elif windows:
+        yield Tile((q,), (k,), low if bounded_low else None, high if bounded_high else None)
+    elif not bounded_low:
+        yield from _causal(q, k, high)
+    elif not bounded_high:
+        yield from _causal(q[::-1], k[::-1], len(k) - len(q) - low)
+    else:
+        yield from _along(q, k, low, high)
+
+
+def _moved(diagonal: int, by: int) -> int:
+    return diagonal if abs(diagonal) >= UNBOUNDED else diagonal + by
+
+
+def _causal(q: range, k: range, high: int) -> Iterator[Tile]:
+    """n - m <= high, where the first row sees a column and the last all: a square and what is beside it."""
+    square = len(k) - high
+    if high > 0:
+        yield Tile((q,), (k[:high],))
+    yield Tile((q[:square],), (k[high:],), None, 0)
+    if len(q) > square:
+        yield Tile((q[square:],), (k[high:],))
+
+
+def _along(q: range, k: range, low: int, high: int) -> Iterator[Tile]:
+    """A window: block by block of query rows a triangle, a full rectangle, a triangle."""
+    rows = max(1, min(DIAGONAL, high - low + 1))
+    for start in range(0, len(q), rows):
+        block = q[start : start + rows]
+        low_here, high_here = low + start, high + start
+        inner = max(0, low_here + len(block) - 1), max(0, high_here + 1)
+        for left, right in ((low_here, inner[0]), inner, (inner[1], high_here + len(block))):
+            left, right = max(0, left), min(len(k), right)
+            if left < right:
+                yield from _band(block, k[left:right], low_here - left, high_here - left, windows=False)
+
+
+def _groups(small: list[Piece]) -> Iterator[list[Piece]]:
+    """Neighbours in one group while a mask over all of them is cheaper than a call for each."""
+    group: list[Piece] = []
+    box, alone = (0, 0, 0, 0), 0
+    for piece in sorted(small, key=lambda p: (p.m0, p.n0)):
+        cost = _area(piece) + _cost_alone(piece, windows=True)
+        grown = (
+            (min(box[0], piece.m0), max(box[1], piece.m1), min(box[2], piece.n0), max(box[3], piece.n1))
+            if group
+            else piece[:4]
+        )
+        if group and (grown[1] - grown[0]) * (grown[3] - grown[2]) + CALL > alone + cost:
+            yield group
+            group, grown, alone = [], piece[:4], 0
+        group.append(piece)
+        box, alone = grown, alone + cost
+    if group:
+        yield group
+
+
+def _masked(group: list[Piece]) -> Tile:
+    """One tile over all rows and columns of a group, none besides."""
+    q = union([range(piece.m0, piece.m1) for piece in group])
+    k = union([range(piece.n0, piece.n1) for piece in group])
+    parts = []
+    for piece in group:
+        m0, n0 = place(q, piece.m0), place(k, piece.n0)
+        rows, columns = piece.m1 - piece.m0, piece.n1 - piece.n0
+        parts.append(piece._replace(m0=m0, m1=m0 + rows, n0=n0, n1=n0 + columns))
+    return Tile(q, k, parts=tuple(parts))
+
+
+def _gathered(found: list[Tile]) -> Iterator[Tile]:
+    """Full tiles of the same query rows as one, their keys gathered."""
+    keys: dict[range, list[range]] = {}
+    for tile in found:
+        if tile.low is None and tile.high is None and not tile.parts and len(tile.q) == 1:
+            keys.setdefault(tile.q[0], []).extend(tile.k)
+        else:
+            yield tile
+    for q, ranges in keys.items():
+        if sum(map(len, ranges)) > GATHERED * len(ranges):
+            yield from (Tile((q,), (k,)) for k in ranges)
+        else:
+            yield Tile((q,), tuple(sorted(ranges, key=lambda k: k.start)))
