@@ -13,6 +13,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from burst_mcore.attention.mask import Mask
 
-KINDS = ("contiguous", "zigzag", "stacked-zigzag", "striped", "block-striped", "chunks")
+KINDS = ("contiguous", "zigzag", "stacked-zigzag", "striped", "block-striped", "chunks", "zigzag-documents")
 NAMES = "contiguous, zigzag, striped, stacked-zigzag:K (K times 2G chunks), block-striped:B (blocks of B)"
 """How a layout is written as a word."""
 
@@ -38,6 +40,8 @@ class Layout:
     block-striped: each block of `block` tokens is cut into G pieces, and rank r holds the r-th of each (the
     paper's balance for block-wise sparse masks).
     chunks: the sequence is cut into equal chunks, and `chunks[r]` are those of rank r: see `for_mask`.
+    zigzag-documents: each document of a packed sequence is dealt zigzag (Megatron-Core's layout for packed
+    sequences). Documents must be multiples of 2G tokens.
 
     Raises ValueError where a field is not legal.
     """
@@ -48,6 +52,8 @@ class Layout:
     block: int = 0
     """Tokens of a block of block-striped; a multiple of the number of ranks."""
     chunks: tuple[tuple[int, ...], ...] = ()
+    ends: tuple[int, ...] = ()
+    """Of zigzag-documents: where the documents begin, from 0, and the end of the sequence (cu_seqlens)."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -62,10 +68,21 @@ class Layout:
                 raise ValueError(f"{name} is for layout {of} only, got {name}={value} with {self.kind}")
         if (self.kind == "chunks") != bool(self.chunks):
             raise ValueError("layout chunks, and no other, needs the chunks of each rank")
+        if (self.kind == "zigzag-documents") != bool(self.ends):
+            raise ValueError("layout zigzag-documents, and no other, needs the ends of the documents")
+        if self.ends and (self.ends[0] != 0 or list(self.ends) != sorted(self.ends) or self.ends[-1] == 0):
+            raise ValueError(f"ends of documents must ascend from 0, got {self.ends[:8]}")
         dealt = sorted(chunk for of_rank in self.chunks for chunk in of_rank)
         if dealt != list(range(len(dealt))) or len({len(of_rank) for of_rank in self.chunks}) > 1:
             raise ValueError("chunks must deal every chunk to one rank, and as many to each rank")
         object.__setattr__(self, "chunks", tuple(tuple(sorted(of_rank)) for of_rank in self.chunks))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.kind, self.stacks, self.block, self.chunks, self.ends))
 
     @classmethod
     def of(cls, layout: Layout | str) -> Layout:
@@ -106,6 +123,9 @@ class Layout:
         if self.kind == "chunks":
             digest = hashlib.blake2b(repr(self.chunks).encode(), digest_size=6).hexdigest()
             return f"chunks({len(self.chunks)} x {len(self.chunks[0])}, #{digest})"
+        if self.kind == "zigzag-documents":
+            digest = hashlib.blake2b(repr(self.ends).encode(), digest_size=6).hexdigest()
+            return f"zigzag-documents({len(self.ends) - 1}, #{digest})"
         return self.kind
 
     def divisor(self, size: int) -> int:
@@ -121,6 +141,13 @@ class Layout:
             )
         if self.kind == "chunks" and len(self.chunks) != size:
             raise ValueError(f"layout {self} is for {len(self.chunks)} ranks, not for {size}")
+        if self.ends and (odd := [end for end in self.ends if end % (2 * size)]):
+            raise ValueError(
+                f"layout zigzag-documents over {size} ranks needs documents of multiples of {2 * size} tokens; "
+                f"one ends at {odd[0]}"
+            )
+        if self.kind == "zigzag-documents":
+            return self.ends[-1]
         if size == 1:
             return 1
         each = {"zigzag": 2, "stacked-zigzag": 2 * self.stacks, "chunks": len((*self.chunks, ())[0])}
@@ -135,6 +162,10 @@ class Layout:
         if n < 1:
             raise ValueError(f"a sequence has at least one token, got n={n}")
         divisor = self.divisor(size)
+        if self.ends and n != divisor:
+            raise ValueError(
+                f"the documents of layout {self} end at {divisor}, but the sequence has {n} tokens"
+            )
         return -(-n // divisor) * divisor
 
     def runs(self, n: int, rank: int, size: int) -> tuple[range, ...]:
@@ -150,15 +181,19 @@ class Layout:
             return (range(n),)
         if self.kind == "striped":
             return (range(rank, n, size),)
+        if self.kind == "zigzag-documents":
+            return _joined(
+                [
+                    range(start + chunk * length, start + (chunk + 1) * length)
+                    for start, stop in pairwise(self.ends)
+                    for length in [(stop - start) // (2 * size)]
+                    for chunk in (rank, 2 * size - 1 - rank)
+                    if length
+                ]
+            )
         chunks = self._chunks(n, rank, size)
         length = n // size // len(chunks)
-        runs = [range(chunks[0] * length, (chunks[0] + 1) * length)]
-        for chunk in chunks[1:]:
-            if chunk * length == runs[-1].stop:
-                runs[-1] = range(runs[-1].start, runs[-1].stop + length)
-            else:
-                runs.append(range(chunk * length, (chunk + 1) * length))
-        return tuple(runs)
+        return _joined([range(chunk * length, (chunk + 1) * length) for chunk in chunks])
 
     def _chunks(self, n: int, rank: int, size: int) -> Sequence[int]:
         """Which of the equal chunks of the sequence `rank` holds, in order."""
@@ -170,6 +205,17 @@ class Layout:
             return range(rank, n // self.block * size, size)
         stacks = range(0, 2 * size * self.stacks, 2 * size)
         return [chunk for stack in stacks for chunk in (stack + rank, stack + 2 * size - 1 - rank)]
+
+
+def _joined(runs: Sequence[range]) -> tuple[range, ...]:
+    """The same with neighbours as one."""
+    joined = [runs[0]]
+    for run in runs[1:]:
+        if run.start == joined[-1].stop:
+            joined[-1] = range(joined[-1].start, run.stop)
+        else:
+            joined.append(run)
+    return tuple(joined)
 
 
 def positions(n: int, *, rank: int, size: int, layout: Layout | str = "zigzag") -> Tensor:

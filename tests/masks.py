@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.mask import SLICES
+from burst_mcore.layout import KINDS
 
 MASKS = {"causal": Mask.causal(), "full": Mask.full()}
 
@@ -55,13 +56,17 @@ TERMS = (
 )
 
 
-def random_layout(draw: random.Random, size: int) -> Layout:
-    """Any layout for a ring of `size` ranks."""
-    kind = draw.choice(["contiguous", "zigzag", "stacked-zigzag", "striped", "block-striped", "chunks"])
+def random_layout(draw: random.Random, size: int, n: int) -> Layout:
+    """Any layout for a ring of `size` ranks and n tokens."""
+    kind = draw.choice(KINDS)
     if kind == "stacked-zigzag":
         return Layout(kind, stacks=draw.randint(1, 4))
     if kind == "block-striped":
         return Layout(kind, block=size * draw.randint(1, 4))
+    if kind == "zigzag-documents":
+        return (
+            Layout(kind, ends=tuple(range(0, n + 1, 2 * size))) if n % (2 * size) == 0 else Layout("zigzag")
+        )
     if kind == "chunks":
         each = draw.randint(1, 4)
         order = draw.sample(range(size * each), size * each)

@@ -43,7 +43,7 @@ class Channel(NamedTuple):
 
 @dataclass(frozen=True)
 class Send:
-    """Start sending `rows` of `buffer` to rank `peer`; it may be read, not written, until its channel's Wait."""
+    """Start sending `rows` of `buffer` to rank `peer`. Until its channel's Wait it may not be written."""
 
     step: int
     channel: Channel

@@ -320,11 +320,11 @@ def _cut(q: Segment, k: Segment, m0: int, m1: int, n0: int, n1: int, low: int, h
     first, last = q.position(m0), q.position(m1 - 1)
     if low <= left - last and right - first <= high:
         return [Piece(m0, m1, n0, n1, -UNBOUNDED, UNBOUNDED)]
-    below = [at for at in q.offsets[1:-1] if m0 < at < m1]
+    below = _between(q.offsets, m0, m1)
     if below:
         at = min(below, key=lambda row: abs(2 * row - m0 - m1))
         return _cut(q, k, m0, at, n0, n1, low, high) + _cut(q, k, at, m1, n0, n1, low, high)
-    beyond = [at for at in k.offsets[1:-1] if n0 < at < n1]
+    beyond = _between(k.offsets, n0, n1)
     if beyond:
         at = min(beyond, key=lambda column: abs(2 * column - n0 - n1))
         return _cut(q, k, m0, m1, n0, at, low, high) + _cut(q, k, m0, m1, at, n1, low, high)
@@ -339,6 +339,10 @@ def _cut(q: Segment, k: Segment, m0: int, m1: int, n0: int, n1: int, low: int, h
             UNBOUNDED if high >= right - first else high - apart,
         )
     ]
+
+
+def _between(offsets: list[int], first: int, last: int) -> list[int]:
+    return offsets[bisect_right(offsets, first) : bisect_left(offsets, last)]
 
 
 def _merged(pieces: list[Piece]) -> list[Piece]:

@@ -101,8 +101,8 @@ def verify(schedule: Schedule) -> None:
 
     Raises:
         ValueError: rows and a bundle that meet twice or never, a wrong bundle computed or one without the
-            rows that are read, a buffer touched while in flight, a deadlock, a message left over or of other rows
-            than its receiver expects, a gradient that does not end at home complete, or a share of the head
+            rows that are read, a buffer touched while in flight, a deadlock, a message left over or of other
+            rows than its receiver expects, a gradient that does not end at home complete, or a share of the head
             group that is missing, early or twice.
     """
     members = frozenset(range(schedule.route.heads))
