@@ -15,13 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from burst_mcore.attention.mask import Mask
+from burst_mcore.balance import layout_for
+from burst_mcore.mask import Mask
 
 KINDS = ("contiguous", "zigzag", "stacked-zigzag", "striped", "block-striped", "chunks", "zigzag-documents")
 NAMES = "contiguous, zigzag, striped, stacked-zigzag:K (K times 2G chunks), block-striped:B (blocks of B)"
@@ -109,11 +108,16 @@ class Layout:
     def for_mask(cls, mask: Mask, n: int, size: int) -> Layout:
         """The layout that balances `mask` over n tokens and `size` ranks, and moves little.
 
-        See `burst_mcore.attention.balance.layout_for`, which it is.
-        """
-        from burst_mcore.attention.balance import layout_for
+        The first of contiguous, zigzag, stacked zigzag, chunks dealt one by one to the rank with the least
+        work, finer and finer, and striped under which the busiest rank has at most 1.05 times the mean work
+        (1.10 for a window alone), on the side of the queries and on that of the keys; where none does, the
+        most balanced: see `burst_mcore.balance`.
 
-        return layout_for(mask, n, size)
+        Raises:
+            ValueError: the mask does not go with n tokens, or size is not a number of ranks.
+        """
+        found: Layout = layout_for(mask, n, size, cls)  # type: ignore[arg-type]  # a class is hashable
+        return found
 
     def __str__(self) -> str:
         if self.kind == "stacked-zigzag":
@@ -143,8 +147,8 @@ class Layout:
             raise ValueError(f"layout {self} is for {len(self.chunks)} ranks, not for {size}")
         if self.ends and (odd := [end for end in self.ends if end % (2 * size)]):
             raise ValueError(
-                f"layout zigzag-documents over {size} ranks needs documents of multiples of {2 * size} tokens; "
-                f"one ends at {odd[0]}"
+                f"layout zigzag-documents over {size} ranks needs documents of multiples of {2 * size} "
+                f"tokens; one ends at {odd[0]}"
             )
         if self.kind == "zigzag-documents":
             return self.ends[-1]

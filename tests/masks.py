@@ -6,8 +6,8 @@ import torch
 from hypothesis import strategies as st
 
 from burst_mcore import Layout, Mask
-from burst_mcore.attention.mask import SLICES
 from burst_mcore.layout import KINDS
+from burst_mcore.mask import SLICES
 
 MASKS = {"causal": Mask.causal(), "full": Mask.full()}
 

@@ -31,7 +31,11 @@ RING = Topology(rank=1, size=4)
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        ({"q": (1, 7, 4, 16), "topology": RING}, r"zigzag layout over 4 ranks.*multiple of 8, got 28.*32"),
+        ({"mask": Mask.documents([0, 9])}, "documents of the mask end at 9.*8 tokens"),
+        ({"mask": Mask.window(8, 0)}, "left=8.*8 tokens"),
+        ({"mask": Mask.blocks([[True]], 4)}, r"must be \[2, 2\], got \[1, 1\]"),
+        ({"mask": Mask.ranges([(0, 4)], [(2, 12)])}, "beyond the sequence of 8"),
+        ({"topology": RING, "config": BurstConfig(layout="block-striped:6")}, "multiple of 4"),
         ({"q": (8, 4, 16)}, r"q must be a tensor \[batch.*got \(8, 4, 16\)"),
         ({"q": (1, 0, 4, 16)}, r"\(1, 0, 4, 16\)"),
         ({"k": (1, 6, 4, 16)}, "same batch and local sequence"),
@@ -111,7 +115,7 @@ def test_bad_config(fields, words):
 
 def test_bad_mask_and_topology():
     with pytest.raises(ValueError, match="diagonal.*causal"):
-        Mask("diagonal")
+        Mask(("diagonal",))
     with pytest.raises(ValueError, match="group.WORLD"):
         Topology.from_group(None)
 
@@ -137,7 +141,10 @@ def _disagree(rank, size, what):
     odd = rank == 1
     calls = {
         "first": {"q": (1, 16 if odd else 8, 4, 16)},
-        "shape": {"q": (1, 16 if odd else 8, 4, 16)},
+        "length": {"q": (1, 16 if odd else 8, 4, 16)},
+        "short": {"q": (1, 7 if odd else 8, 4, 16)},
+        "shape": {"q": (2 if odd else 1, 8, 4, 16)},
+        "documents": {"mask": Mask.documents([0, 30])},
         "dtype": {"dtype": torch.bfloat16 if odd else torch.float32},
         "mask": {"mask": Mask.full() if odd else Mask.causal()},
         "scale": {"softmax_scale": 0.5 if odd else 0.25},
@@ -152,7 +159,7 @@ def _disagree(rank, size, what):
         "topology": {"topology": Topology.from_group(dist.group.WORLD, intra_size=1 if odd else 3)},
         "lse": {"return_lse": odd},
         "gradient": {"requires_grad": odd},
-        "refusal": {"q": (1, 7 if odd else 8, 4, 16)},
+        "refusal": {"q": (1, 8, 0 if odd else 4, 16)},
         "nonsense": {"softmax_scale": [1] if odd else 1.0},
     }
     if what != "first":
@@ -168,8 +175,11 @@ def _disagree(rank, size, what):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("first", ["q: (1, 8, 4, 16) on ranks [0, 2]", "(1, 16, 4, 16) on ranks [1]"]),
-        ("shape", ["q: (1, 8, 4, 16) on ranks [0, 2]", "(1, 16, 4, 16) on ranks [1]"]),
+        ("first", ["hold [8, 16, 8] tokens, 32 in all", "zigzag over 3 ranks deals as [8, 12, 12]"]),
+        ("length", ["hold [8, 16, 8] tokens, 32 in all", "zigzag over 3 ranks deals as [8, 12, 12]"]),
+        ("short", ["hold [8, 7, 8] tokens, 23 in all", "multiple of 6"]),
+        ("shape", ["q: [1, ., 4, 16] on ranks [0, 2], [2, ., 4, 16] on ranks [1]"]),
+        ("documents", ["the documents of the mask end at 30", "the sequence has 24 tokens"]),
         ("dtype", ["dtype: torch.float32 on ranks [0, 2], torch.bfloat16 on ranks [1]"]),
         ("mask", ["mask: causal on ranks [0, 2], full on ranks [1]"]),
         ("scale", ["softmax_scale: 0.25 on ranks [0, 2], 0.5 on ranks [1]"]),
@@ -192,7 +202,7 @@ def test_ranks_that_disagree_all_get_an_error_that_names_ranks_and_fields(what, 
         assert taken < 60
 
 
-@pytest.mark.parametrize(("what", "words"), [("refusal", "multiple of 6, got 21"), ("nonsense", "float")])
+@pytest.mark.parametrize(("what", "words"), [("refusal", r"got (1, 8, 0, 16)"), ("nonsense", "float")])
 def test_a_rank_that_refuses_tells_the_others_and_the_ring_goes_on(what, words):
     messages = processes(3, _disagree, what)
     assert words in messages[1][0]
@@ -206,10 +216,10 @@ def _refused_and_went_on(rank, size):
     """Rank 1 refuses its first call and makes its second at once, while rank 0 is still at the first."""
     topology = Topology.from_group(dist.group.WORLD)
     if rank == 1:
-        with pytest.raises(ValueError, match="got 14"):
-            _attend(q=(1, 7, 4, 16), topology=topology)
+        with pytest.raises(ValueError, match="heads"):
+            _attend(q=(1, 8, 0, 16), topology=topology)
     else:
-        with pytest.raises(ValueError, match="rank 1 of the ring refused this call: ValueError.*got 14"):
+        with pytest.raises(ValueError, match="rank 1 of the ring refused this call: ValueError.*heads"):
             _attend(topology=topology)
     return _attend(topology=topology).shape
 
@@ -220,8 +230,8 @@ def test_a_rank_that_goes_on_after_a_refusal_never_meets_another_call():
 
 def _all_refuse(rank, size):
     topology = Topology.from_group(dist.group.WORLD)
-    with pytest.raises(ValueError, match="got 14"):
-        _attend(q=(1, 7, 4, 16), topology=topology)
+    with pytest.raises(ValueError, match="heads"):
+        _attend(q=(1, 8, 0, 16), topology=topology)
     time.sleep(3 * (rank == 1))  # rank 0 waits for rank 1, and must not take an old word for a new refusal
     return _attend(topology=topology).shape
 

@@ -12,7 +12,7 @@ from burst_mcore.attention.choice import (
     route_for,
     why_not_degree,
 )
-from burst_mcore.attention.cost import Shard, allowed_pairs, link_bytes, message_bytes, pass_flops
+from burst_mcore.attention.cost import Shard, Sizes, allowed_pairs, link_bytes, message_bytes, pass_flops
 from burst_mcore.attention.schedule import Route, program, schedule
 from burst_mcore.attention.timeline import play, play_one
 from burst_mcore.rates import Rates
@@ -98,7 +98,7 @@ RATES = Rates(intra=100.0, inter=10.0, compute=1.0, latency=0.0)
 
 
 def _play(route, name, compute, *, data, gradient=0, intra):
-    sizes = {"data": data, "gradient": gradient}
+    sizes = Sizes({"data": data, "gradient": gradient}, 1)
     events = play(schedule(route, name), sizes, lambda rank, action: compute, intra, RATES)
     return max(event.end for event in events)
 
@@ -114,12 +114,12 @@ def test_time_of_a_forward_is_the_formula(nodes, intra, compute):
     # Flat: every bundle crosses the slow links, and in the steady state all wait for them.
     flat = (size - 1) * max(compute, between) + compute
     steps = program(intra - 1, Route(1, size), "forward")
-    one = play_one(steps, intra - 1, {"data": data}, lambda rank, action: compute, intra, RATES)
+    one = play_one(steps, intra - 1, Sizes({"data": data}, 1), lambda rank, action: compute, intra, RATES)
     assert one == pytest.approx(flat)
     alone = play_one(
         program(0, Route(nodes, intra, overlap=False), "forward"),
         0,
-        {"data": data},
+        Sizes({"data": data}, 1),
         lambda rank, action: compute,
         intra,
         RATES,
@@ -147,6 +147,7 @@ def _choose(shard, ranks, rates, *, mask=None, degrees=None, directions=("query"
         shard,
         Layout("zigzag"),
         mask or Mask.causal(),
+        shard.tokens * ranks.size,
         ranks,
         rates,
         overlap=way.get("overlap", True),

@@ -9,17 +9,18 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "burst_mcore"
 FLOORS = [
-    {"version", "config", "layout", "rates", "loss"},
+    {"version", "config", "layout", "mask", "balance", "rates", "loss"},
     {"attention"},
     {"checkpointing", "bench"},
     {"megatron", "deepspeed", "planner"},
     {"cli"},
 ]
 WITHIN_ATTENTION = [
-    {"mask", "merge", "actions", "communicators", "buffers"},
-    {"plan", "topology", "double_ring", "head_exchange", "trace"},
-    {"schedule"},
-    {"cost", "verify", "kernels", "agreement"},
+    {"rows", "communicators", "buffers"},
+    {"merge", "actions"},
+    {"plan", "topology", "double_ring", "direct", "prune", "head_exchange", "trace"},
+    {"schedule", "tiles"},
+    {"cost", "volume", "verify", "kernels", "agreement"},
     {"ring", "timeline"},
     {"heads"},
     {"passes", "choice"},

@@ -3,6 +3,7 @@ import logging
 import pytest
 import torch
 from dense import assert_as_exact_as, dense, error, problem, single_kernel
+from masks import MASKS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from burst_mcore import Mask
@@ -32,16 +33,16 @@ def _ask(**fields):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_kernel_equals_float64_within_its_dtype(name, kind, kv_heads, dtype):
     p = problem(0, 48, batch=2, kv_heads=kv_heads, dtype=dtype)
-    got = single_kernel(p, KERNELS[name], causal=kind == "causal")
+    got = single_kernel(p, KERNELS[name], MASKS[kind])
     bound = 8 * torch.finfo(dtype).eps
-    want = dense(p, Mask(kind))
+    want = dense(p, MASKS[kind])
     for name_, g, w in zip(got._fields, got, want, strict=True):
         assert error(g, w) < bound, name_
 
 
 def test_reference_takes_value_dims_of_their_own():
     p = problem(1, 32, head_dim=24, value_dim=8)
-    got = single_kernel(p, KERNELS["reference"], causal=True)
+    got = single_kernel(p, KERNELS["reference"], Mask.causal())
     assert_as_exact_as(got, got, dense(p, Mask.causal()))
     assert error(got.dk, dense(p, Mask.causal()).dk) < 1e-12
 
@@ -68,7 +69,7 @@ def test_the_stand_in_for_out_has_its_rowsum_and_is_no_longer(dtype, scale):
 def test_gradients_with_the_stand_in_are_as_exact_as_with_out(scale):
     p = problem(3, 256, dtype=torch.bfloat16, dout_scale=scale)
     kernel, want = KERNELS["aten-cpu"], dense(p, Mask.causal())
-    with_out = single_kernel(p, kernel, causal=True)
+    with_out = single_kernel(p, kernel, Mask.causal())
     delta = row_delta(p.dout, with_out.out)
     row = RowGradients(
         p.dout, p.q, p.k, p.v, output_stand_in(p.dout, delta), with_out.lse.transpose(1, 2), delta

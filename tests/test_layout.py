@@ -1,44 +1,70 @@
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from masks import random_layout, randoms
 
 from burst_mcore import Layout, positions, shard, unshard
-from burst_mcore.layout import KINDS
 
-LAYOUTS = st.sampled_from(KINDS)
 SIZES = st.integers(1, 9)
 
 
-@given(LAYOUTS, SIZES, st.integers(1, 5))
-def test_every_token_is_on_exactly_one_rank(kind, size, multiple):
-    n = Layout(kind).divisor(size) * multiple
-    dealt = torch.cat([positions(n, rank=r, size=size, layout=kind) for r in range(size)])
-    assert sorted(dealt.tolist()) == list(range(n))
+@given(randoms, SIZES, st.integers(1, 100))
+def test_every_token_is_on_exactly_one_rank(draw, size, n):
+    layout = random_layout(draw, size, n)
+    dealt = [positions(n, rank=r, size=size, layout=layout).tolist() for r in range(size)]
+    assert sorted(itertools.chain(*dealt)) == list(range(n))
+    assert all(held == sorted(held) for held in dealt)
+    share = layout.padded(n, size) // size
+    assert all(len(held) <= share for held in dealt)
+    assert layout.padded(n, size) - n < layout.divisor(size)
+    if n % layout.divisor(size) == 0:
+        assert {len(held) for held in dealt} == {share}
 
 
-@given(LAYOUTS, SIZES, st.integers(1, 3), st.integers(0, 2))
-def test_shard_and_unshard_are_inverse(kind, size, multiple, dim):
-    n = Layout(kind).divisor(size) * multiple
-    shape = [2, 3, 4]
+@given(randoms, SIZES, st.integers(1, 60), st.integers(0, 2))
+def test_shard_and_unshard_are_inverse(draw, size, n, dim):
+    layout, shape = random_layout(draw, size, n), [2, 3, 4]
     shape[dim] = n
     x = torch.randn(shape)
-    parts = [shard(x, dim, rank=r, size=size, layout=kind) for r in range(size)]
-    assert all(part.shape[dim] == n // size for part in parts)
-    assert torch.equal(unshard(parts, dim, layout=kind), x)
+    parts = [shard(x, dim, rank=r, size=size, layout=layout) for r in range(size)]
+    assert torch.equal(unshard(parts, dim, layout=layout), x)
+    assert torch.equal(unshard(parts, dim - 3, layout=layout), x)
 
 
-@given(LAYOUTS, SIZES, st.integers(1, 3))
-def test_positions_are_what_shard_picks(kind, size, multiple):
-    n = Layout(kind).divisor(size) * multiple
+@given(randoms, SIZES, st.integers(1, 60))
+def test_positions_are_what_shard_picks(draw, size, n):
+    layout = random_layout(draw, size, n)
     for rank in range(size):
-        at = positions(n, rank=rank, size=size, layout=kind)
-        assert torch.equal(shard(torch.arange(n), 0, rank=rank, size=size, layout=kind), at)
+        at = positions(n, rank=rank, size=size, layout=layout)
+        assert torch.equal(shard(torch.arange(n), 0, rank=rank, size=size, layout=layout), at)
 
 
-def test_zigzag_is_megatrons():
-    chunks = [positions(16, rank=r, size=4, layout="zigzag").tolist() for r in range(4)]
-    assert chunks == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
+@pytest.mark.parametrize(
+    ("layout", "dealt"),
+    [
+        ("contiguous", [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]]),
+        ("zigzag", [[0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11]]),  # Megatron's
+        ("stacked-zigzag:2", [[0, 1, 6, 7, 8, 9, 14, 15], [2, 3, 4, 5, 10, 11, 12, 13]]),
+        ("striped", [[0, 2, 4, 6, 8, 10, 12, 14], [1, 3, 5, 7, 9, 11, 13, 15]]),
+        ("block-striped:4", [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]]),
+        (
+            Layout("zigzag-documents", ends=(0, 4, 16)),
+            [[0, 3, 4, 5, 6, 13, 14, 15], [1, 2, 7, 8, 9, 10, 11, 12]],
+        ),
+    ],
+    ids=str,
+)
+def test_layouts_are_what_they_say(layout, dealt):
+    assert [positions(16, rank=r, size=2, layout=layout).tolist() for r in range(2)] == dealt
+
+
+def test_what_does_not_divide_leaves_some_ranks_fewer():
+    held = [len(positions(13, rank=r, size=4, layout="zigzag")) for r in range(4)]
+    assert held == [2, 3, 4, 4]
+    assert [len(positions(2, rank=r, size=4, layout="contiguous")) for r in range(4)] == [1, 1, 0, 0]
 
 
 def test_shard_is_differentiable_and_new():
@@ -49,22 +75,39 @@ def test_shard_is_differentiable_and_new():
     assert part.data_ptr() != x.data_ptr()
 
 
-def test_layout_is_a_value_with_a_shorthand():
+def test_layout_is_a_value_with_a_word():
     assert Layout.of("zigzag") == Layout("zigzag") == Layout.of(Layout("zigzag")) == Layout()
+    assert Layout.of("stacked-zigzag:4") == Layout("stacked-zigzag", stacks=4)
+    assert str(Layout.of("block-striped:128")) == "block-striped:128"
     assert len({Layout("zigzag"), Layout("zigzag"), Layout("contiguous")}) == 2
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: Layout("striped?"), "striped.*zigzag"),
+        (lambda: Layout("stripes"), "stripes.*zigzag.*striped"),
         (lambda: Layout.of(3), "3"),
-        (lambda: positions(10, rank=0, size=4, layout="zigzag"), "multiple of 8, got 10.*16"),
-        (lambda: positions(0, rank=0, size=4, layout="zigzag"), "positive"),
+        (lambda: Layout.of("zigzag:2"), "zigzag:2"),
+        (lambda: Layout.of("block-striped"), "block-striped.*legal"),
+        (lambda: Layout.of("stacked-zigzag:0"), "stacks >= 1"),
+        (lambda: Layout("zigzag", block=4), "block is for layout block-striped only"),
+        (lambda: Layout("chunks", chunks=((0, 1), (1, 2))), "every chunk to one rank"),
+        (lambda: Layout("chunks"), "needs the chunks"),
+        (lambda: Layout("chunks", chunks=((0,), (1,))).divisor(4), "for 2 ranks, not for 4"),
+        (lambda: Layout.of("block-striped:6").divisor(4), "multiple of 4"),
+        (lambda: Layout("zigzag-documents", ends=(0, 4, 10)).divisor(2), "multiples of 4.*10"),
+        (
+            lambda: positions(12, rank=0, size=2, layout=Layout("zigzag-documents", ends=(0, 8))),
+            "end at 8.*12",
+        ),
+        (lambda: positions(0, rank=0, size=4, layout="zigzag"), "at least one token"),
         (lambda: positions(8, rank=4, size=4, layout="zigzag"), "rank 4 of size 4"),
-        (lambda: shard(torch.zeros(2, 9), 1, rank=0, size=2), "got 9"),
         (lambda: unshard([], 0), "one part per rank"),
-        (lambda: unshard([torch.zeros(2), torch.zeros(4)], 0), "one shape"),
+        (lambda: unshard([torch.zeros(2, 3), torch.zeros(2, 4)], 0), "one shape"),
+        (
+            lambda: unshard([torch.zeros(4), torch.zeros(2)], 0),
+            r"deals 6 tokens over 2 ranks as \[2, 4\], got \[4, 2\]",
+        ),
     ],
 )
 def test_bad_input_says_what_came_and_what_is_legal(call, words):

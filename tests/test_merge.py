@@ -21,7 +21,7 @@ def test_merging_parts_equals_the_whole_also_where_rows_see_nothing(seed, parts,
     v = torch.randn(1, n, 2, 3, generator=generator, dtype=torch.float64)
     softmax = OnlineSoftmax(torch.zeros(1, rows, 2, 3, dtype=torch.float64), value_dim=3)
     for s, x in zip(scores.split(parts, -1), v.split(parts, 1), strict=True):
-        softmax.add(range(rows), *_attend(s, x))
+        softmax.add((range(rows),), *_attend(s, x))
     out, lse = softmax.result()
     want_out, want_lse = _attend(scores, v)
     torch.testing.assert_close(lse, want_lse, rtol=1e-12, atol=1e-12)
@@ -31,7 +31,7 @@ def test_merging_parts_equals_the_whole_also_where_rows_see_nothing(seed, parts,
 def test_large_scores_do_not_overflow():
     softmax = OnlineSoftmax(torch.zeros(1, 1, 1, 1), value_dim=1)
     for lse, value in ((1e4, 1.0), (-1e4, 2.0), (1e4, 3.0)):
-        softmax.add(range(1), torch.full((1, 1, 1, 1), value), torch.full((1, 1, 1), lse))
+        softmax.add((range(1),), torch.full((1, 1, 1, 1), value), torch.full((1, 1, 1), lse))
     out, lse = softmax.result()
     assert out.item() == 2.0
     assert torch.isfinite(lse).all()
@@ -39,7 +39,7 @@ def test_large_scores_do_not_overflow():
 
 def test_rows_that_no_tile_touched_are_zero_and_minus_infinity():
     softmax = OnlineSoftmax(torch.zeros(1, 4, 1, 2, dtype=torch.bfloat16), value_dim=2)
-    softmax.add(range(2, 4), torch.ones(1, 2, 1, 2, dtype=torch.bfloat16), torch.zeros(1, 1, 2))
+    softmax.add((range(2, 4),), torch.ones(1, 2, 1, 2, dtype=torch.bfloat16), torch.zeros(1, 1, 2))
     out, lse = softmax.result()
     assert out.dtype == torch.bfloat16
     assert out[0, :, 0, 0].tolist() == [0, 0, 1, 1]
@@ -48,8 +48,8 @@ def test_rows_that_no_tile_touched_are_zero_and_minus_infinity():
 
 def test_gradients_are_summed_in_float32():
     total = GradientSum(torch.zeros(1, 4, 1, 1, dtype=torch.bfloat16))
-    total.add(range(4), torch.full((1, 4, 1, 1), 256.0, dtype=torch.bfloat16))
+    total.add((range(4),), torch.full((1, 4, 1, 1), 256.0, dtype=torch.bfloat16))
     for _ in range(4):  # bfloat16 has 8 bits: 256 + 0.5 would stay 256
-        total.add(range(2), torch.full((1, 2, 1, 1), 0.5, dtype=torch.bfloat16))
+        total.add((range(2),), torch.full((1, 2, 1, 1), 0.5, dtype=torch.bfloat16))
     assert total.result().flatten().tolist() == [258, 258, 256, 256]
     assert GradientSum(torch.ones(1, 2, 1, 1)).result().tolist() == torch.zeros(1, 2, 1, 1).tolist()

@@ -1,77 +1,196 @@
+"""Masks x layouts -> pieces -> tiles, against the definition of the mask, pair by pair."""
+
 import itertools
+import time
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from masks import brute, layouts, random_layout, random_mask, randoms
 
 from burst_mcore import Layout, Mask, positions
-from burst_mcore.attention.plan import pooled_rows, tiles
-from burst_mcore.layout import KINDS
+from burst_mcore.attention.plan import Plan, band_pairs, plan
+from burst_mcore.attention.rows import count
+from burst_mcore.attention.tiles import tiles, tiles_of
 
-MASKS = (Mask.causal(), Mask.full())
+
+def _rows(what, position):
+    """Global position of each local row of a position."""
+    at = torch.empty(what.rows, dtype=torch.int64)
+    for segment in what.segments(position):
+        held = torch.cat([torch.arange(r.start, r.stop, r.step) for r in segment.runs])
+        at[segment.start : segment.start + len(held)] = held
+    return at
 
 
-@given(st.sampled_from(KINDS), st.sampled_from(MASKS), st.integers(1, 8), st.integers(1, 3))
-def test_tiles_cover_every_allowed_pair_exactly_once(kind, mask, size, multiple):
-    layout = Layout(kind)
-    n = layout.divisor(size) * multiple
-    met = torch.zeros(n, n, dtype=torch.int)
-    for q_rank, k_rank in itertools.product(range(size), repeat=2):
-        at_q = positions(n, rank=q_rank, size=size, layout=layout)
-        at_k = positions(n, rank=k_rank, size=size, layout=layout)
-        for tile in tiles(layout, mask, n, q_rank, k_rank, size):
-            pairs = torch.ones(len(tile.q), len(tile.k), dtype=torch.int)
-            pairs = pairs.tril() if tile.causal else pairs
-            assert tile.pairs == pairs.sum()
-            met[at_q[tile.q.start : tile.q.stop, None], at_k[None, tile.k.start : tile.k.stop]] += pairs
-    assert torch.equal(met, mask.allows(torch.arange(n), torch.arange(n)).int())
+def _index(rows):
+    return torch.tensor([row for each in rows for row in each], dtype=torch.int64)
+
+
+def _seen(tile):
+    """Bool [rows, columns] of a tile."""
+    if tile.mask is not None:
+        return tile.mask
+    rows, columns = tile.shape
+    ahead = torch.arange(columns)[None, :] - torch.arange(rows)[:, None]
+    seen = torch.ones(rows, columns, dtype=torch.bool)
+    if tile.low is not None:
+        seen &= ahead >= tile.low
+    if tile.high is not None:
+        seen &= ahead <= tile.high
+    return seen
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    draw=randoms,
+    n=st.integers(1, 60) | st.integers(1, 3).map(lambda i: 24 * i),
+    size=st.integers(1, 4),
+    heads=st.sampled_from([1, 1, 2, 3]),
+    windows=st.booleans(),
+    masks=st.booleans(),
+)
+def test_tiles_hold_every_allowed_pair_once_and_no_other(draw, n, size, heads, windows, masks):
+    layout, mask = random_layout(draw, size * heads, n), random_mask(draw, n)
+    what = plan(layout, mask, n, size, heads)
+    part = draw.choice([None, *range(heads)])
+    met = torch.zeros(layout.padded(n, size * heads), layout.padded(n, size * heads), dtype=torch.int)
+    at = [_rows(what, position) for position in range(size)]
+    for q_at, k_at in itertools.product(range(size), repeat=2):
+        found = tiles_of(what, q_at, k_at, windows=windows, masks=masks, q_part=part)
+        pieces = what.pieces(q_at, k_at, q_part=part)
+        assert sum(tile.pairs for tile in found) == sum(piece.pairs for piece in pieces)
+        for tile in found:
+            assert masks or not tile.parts
+            assert windows or tile.parts or (tile.low is None and tile.high in (None, 0))
+            assert windows or not tile.causal or tile.shape[0] == tile.shape[1]
+            q, k = _index(tile.q), _index(tile.k)
+            assert set(q.tolist()) <= set(_index(what.needed(q_at, k_at, of_queries=True)).tolist())
+            assert set(k.tolist()) <= set(_index(what.needed(k_at, q_at, of_queries=False)).tolist())
+            assert tile.pairs == _seen(tile).sum()
+            met[at[q_at][q][:, None], at[k_at][k][None, :]] += _seen(tile).int()
+    want = brute(mask, n).int()
+    if part is not None:
+        own = [
+            positions(n, rank=position * heads + part, size=size * heads, layout=layout)
+            for position in range(size)
+        ]
+        others = torch.ones(n, dtype=torch.bool)
+        others[torch.cat(own)] = False
+        want[others] = 0
+    assert torch.equal(met[:n, :n], want)
+    assert met.sum() == want.sum()  # nothing is in the padding
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(-14, 14), st.integers(-14, 14))
+def test_pairs_of_a_band_are_counted(rows, columns, low, high):
+    ahead = torch.arange(columns)[None, :] - torch.arange(rows)[:, None]
+    low, high = min(low, high), max(low, high)
+    assert band_pairs(rows, columns, low, high) == ((ahead >= low) & (ahead <= high)).sum()
 
 
 @pytest.mark.parametrize("size", range(1, 9))
-def test_causal_zigzag_needs_one_tile_a_pair_and_is_balanced(size):
-    layout, n = Layout("zigzag"), 16 * size
+def test_causal_zigzag_needs_one_piece_a_pair_and_is_balanced(size):
+    what = plan(Layout("zigzag"), Mask.causal(), 16 * size, size)
     work = []
-    for q_rank in range(size):
-        plans = [tiles(layout, Mask.causal(), n, q_rank, k_rank, size) for k_rank in range(size)]
-        assert all(len(plan) == 1 for plan in plans)
-        work.append(sum(plan[0].pairs for plan in plans))
+    for q_at in range(size):
+        pieces = [what.pieces(q_at, k_at) for k_at in range(size)]
+        assert all(len(each) == 1 for each in pieces)
+        work.append(sum(each[0].pairs for each in pieces))
     assert len(set(work)) == 1
 
 
-def test_causal_zigzag_tiles_are_those_of_the_design():
-    def tile(q_rank, k_rank):
-        (one,) = tiles(Layout("zigzag"), Mask.causal(), 32, q_rank, k_rank, 4)
-        return (one.q.start, one.q.stop), (one.k.start, one.k.stop), one.causal
+def test_causal_zigzag_pieces_are_those_of_the_design():
+    what = plan(Layout("zigzag"), Mask.causal(), 32, 4)
 
-    assert tile(1, 1) == ((0, 8), (0, 8), True)
-    assert tile(2, 1) == ((0, 8), (0, 4), False)  # all queries x front keys
-    assert tile(1, 2) == ((4, 8), (0, 8), False)  # back queries x all keys
+    def tile(q_at, k_at):
+        (one,) = tiles_of(what, q_at, k_at, windows=False, masks=True)
+        return one.q, one.k, one.causal
+
+    assert tile(1, 1) == ((range(8),), (range(8),), True)
+    assert tile(2, 1) == ((range(8),), (range(4),), False)  # all queries x front keys
+    assert tile(1, 2) == ((range(4, 8),), (range(8),), False)  # back queries x all keys
+
+
+def test_striped_pieces_are_those_of_the_design():
+    what = plan(Layout("striped"), Mask.window(4, 0), 32, 4)
+    on, off = what.pieces(2, 1), what.pieces(1, 2)
+    assert [(p.m0, p.m1, p.n0, p.n1, p.low, p.high) for p in on] == [(0, 8, 0, 8, 0, 0)]  # 5 tokens back: 1
+    assert [(p.m0, p.m1, p.n0, p.n1) for p in off] == [(1, 8, 0, 7)]  # shifted by one: q[1:], k[:-1]
+    assert off[0].low == 0  # n <= m after the shift, and no further back than (5 - 1 - (1 - 2)) // 4 rows
 
 
 def test_causal_contiguous_skips_later_ranks():
-    assert tiles(Layout("contiguous"), Mask.causal(), 32, 0, 1, 4) == ()
+    what = plan(Layout("contiguous"), Mask.causal(), 32, 4)
+    assert what.pieces(0, 1) == []
+    assert what.needed(1, 0, of_queries=False) == ()
 
 
-class Striped(Layout):
-    """Rank r holds tokens r, r + G, ...: the tokens of neighbours are not those of one rank."""
-
-    def runs(self, n, rank, size):
-        return (range(rank, n, size),)
+def test_dilated_on_stripes_of_its_step_stays_at_home():
+    what = plan(Layout("striped"), Mask.dilated(40, 4), 64, 4)
+    assert all((what.needed(a, b, of_queries=False) == ()) == (a != b) for a in range(4) for b in range(4))
 
 
-def test_a_layout_that_does_not_pool_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"head_parallel=2 does not go with layout zigzag"):
-        pooled_rows(Striped(), 64, 0, 2, 2, 0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("size", "heads"), [(1, 4), (2, 2), (3, 2), (2, 4)])
-def test_the_rows_of_a_head_group_are_its_positions(kind, size, heads):
-    layout, n = Layout(kind), 4 * Layout(kind).divisor(size * heads)
-    for position in range(size):
-        pooled = positions(n, rank=position, size=size, layout=layout)
-        for member in range(heads):
-            own = positions(n, rank=position * heads + member, size=size * heads, layout=layout)
-            rows = [r for run in pooled_rows(layout, n, position, size, heads, member) for r in run]
-            assert pooled[rows].tolist() == own.tolist()
+def test_the_rows_of_a_head_group_are_those_of_its_members(size, heads):
+    for layout in layouts(size * heads):
+        n = 4 * layout.divisor(size * heads)
+        what = plan(layout, Mask.causal(), n, size, heads)
+        for position in range(size):
+            at = _rows(what, position)
+            for member in range(heads):
+                own = positions(n, rank=position * heads + member, size=size * heads, layout=layout)
+                assert at[_index(what.member_rows(position, member))].tolist() == own.tolist()
+
+
+def test_a_window_needs_a_halo():
+    for layout in ("contiguous", "zigzag"):
+        n, size, window = 4096, 8, 100
+        what = plan(Layout(layout), Mask.window(window, 0), n, size)
+        moved = sum(
+            count(what.needed(at, by, of_queries=False))
+            for at in range(size)
+            for by in range(size)
+            if at != by
+        )
+        assert moved == (2 * size - 2 if layout == "zigzag" else size - 1) * window
+
+
+def test_small_pieces_share_a_call_and_large_ones_do_not():
+    short = plan(Layout("contiguous"), Mask.documents(range(0, 1025, 8)) & Mask.causal(), 1024, 1)
+    alone = tiles(short.pieces(0, 0), windows=False, masks=False)
+    together = tiles(short.pieces(0, 0), windows=False, masks=True)
+    assert len(alone) == 128
+    assert len(together) < 20
+    assert sum(t.shape[0] * t.shape[1] for t in together) < 1024 * 1024 / 5  # nowhere near dense
+    long = plan(Layout("contiguous"), Mask.documents([0, 2048, 4096]) & Mask.causal(), 4096, 1)
+    assert [tile.causal for tile in tiles(long.pieces(0, 0), windows=False, masks=True)] == [True, True]
+
+
+def test_blocks_of_one_row_are_gathered():
+    matrix = torch.eye(16, dtype=torch.bool)
+    matrix[:, ::3] = True
+    what = plan(Layout("contiguous"), Mask.blocks(matrix, 128), 2048, 1)
+    found = tiles(what.pieces(0, 0), windows=False, masks=True)
+    assert len(found) == 16
+    assert all(not tile.parts and len(tile.q) == 1 for tile in found)
+
+
+def test_ten_thousand_documents_are_planned_in_time():
+    n, size = 2**20, 64
+    cuts = torch.randperm(n - 1, generator=torch.Generator().manual_seed(0))[:9999] + 1
+    mask = Mask.causal() & Mask.documents(torch.cat([torch.tensor([0, n]), cuts]).sort().values)
+    start = time.process_time()
+    what = Plan(Layout("zigzag"), mask, n, size, 1)
+    for at in range(size):
+        tiles_of(what, 5, at, windows=False, masks=True)
+        what.needed(at, 5, of_queries=False)
+        what.needed(5, at, of_queries=True)
+    assert time.process_time() - start < 2
+
+
+def test_plans_are_found_again_by_value():
+    cu = [0, 100, 1000, 4096]
+    first, second = (plan(Layout("zigzag"), Mask.causal() & Mask.documents(cu), 4096, 4) for _ in range(2))
+    assert first is second

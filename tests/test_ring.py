@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense import Result, assert_as_exact_as, dense, error, problem, single_kernel
+from masks import MASKS, layouts
 from ranks import processes
 
-from burst_mcore import BurstConfig, Layout, Mask, Topology, burst_attention, shard, unshard
+from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard, unshard
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.layout import KINDS
 
 GQA = {"mha": 4, "gqa": 2, "mqa": 1}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,16 +39,16 @@ def _gathered(local, size, layout):
 
 def _grid(rank, size, dtype):
     kernel = KERNELS["aten-cpu"]
-    for layout, kind, direction, kv in itertools.product(KINDS, ("causal", "full"), ("query", "kv"), GQA):
-        n = 16 * Layout(layout).divisor(size)
+    for layout, kind, direction, kv in itertools.product(layouts(size), MASKS, ("query", "kv"), GQA):
+        n = 16 * layout.divisor(size)
         p = problem(size, n, batch=2, kv_heads=GQA[kv], head_dim=32, dtype=dtype)
         config = BurstConfig(layout=layout, backward=direction)
-        got = _gathered(_attend(p, Mask(kind), size, rank, config), size, layout)
+        got = _gathered(_attend(p, MASKS[kind], size, rank, config), size, layout)
         assert got.out.dtype == got.dq.dtype == got.dk.dtype == got.dv.dtype == dtype
         assert got.lse.dtype == torch.float32
-        bar = single_kernel(p, kernel, causal=kind == "causal")
+        bar = single_kernel(p, kernel, MASKS[kind])
         try:
-            assert_as_exact_as(got, bar, dense(p, Mask(kind)))
+            assert_as_exact_as(got, bar, dense(p, MASKS[kind]))
         except AssertionError as e:
             raise AssertionError(f"{layout} {kind} {direction} {kv} {dtype}: {e}") from e
 
@@ -63,12 +63,12 @@ def _random(rank, size, seeds):
     for seed in seeds:
         draw = random.Random(seed)
         layout, kind, direction = (
-            draw.choice(KINDS),
+            draw.choice(layouts(size)),
             draw.choice(("causal", "full")),
             draw.choice(("query", "kv")),
         )
         kv_heads, group, dtype = draw.randint(1, 3), draw.randint(1, 4), draw.choice(DTYPES)
-        n = Layout(layout).divisor(size) * draw.randint(4, 12)
+        n = layout.divisor(size) * draw.randint(4, 12)
         p = problem(
             seed,
             n,
@@ -79,10 +79,10 @@ def _random(rank, size, seeds):
             dtype=dtype,
         )
         config = BurstConfig(layout=layout, backward=direction)
-        got = _gathered(_attend(p, Mask(kind), size, rank, config), size, layout)
-        bar = single_kernel(p, KERNELS["aten-cpu"], causal=kind == "causal")
+        got = _gathered(_attend(p, MASKS[kind], size, rank, config), size, layout)
+        bar = single_kernel(p, KERNELS["aten-cpu"], MASKS[kind])
         try:
-            assert_as_exact_as(got, bar, dense(p, Mask(kind)))
+            assert_as_exact_as(got, bar, dense(p, MASKS[kind]))
         except AssertionError as e:
             raise AssertionError(
                 f"seed {seed}, {layout} {kind} {direction} {dtype} {tuple(p.k.shape)}: {e}"
@@ -112,10 +112,10 @@ def _bytes(rank, size):
         p = problem(0, 24 * size, heads=h, kv_heads=hkv, dtype=dtype)
         q, k, v, dout = (shard(x, 1, rank=rank, size=size) for x in p)
         q.requires_grad_()
-        config = BurstConfig(backward=direction, grad_dtype=grad_dtype)
+        config = BurstConfig(ring="double", backward=direction, grad_dtype=grad_dtype)
         topology = Topology.from_group(dist.group.WORLD)
         sent.clear()
-        out = burst_attention(q, k, v, topology=topology, mask=Mask.causal(), config=config)
+        out = burst_attention(q, k, v, topology=topology, mask=Mask.full(), config=config)
         forward = sum(sent)
         sent.clear()
         out.backward(dout)

@@ -11,18 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense import assert_as_exact_as, dense, error, problem, single_kernel
+from masks import MASKS, layouts
 from ranks import MailboxTransport, processes
 from test_ring import _attend, _gathered
 from test_simulation import simulate
 
 from burst_mcore import BurstConfig, Layout, Mask, Topology, burst_attention, shard
+from burst_mcore.attention import function
 from burst_mcore.attention.actions import Send
-from burst_mcore.attention.choice import Ranks, legal_degrees, route_for
+from burst_mcore.attention.choice import Ranks, legal_degrees
 from burst_mcore.attention.cost import Shard, link_bytes, link_class, message_bytes
 from burst_mcore.attention.kernels import table
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.schedule import Route, program
-from burst_mcore.layout import KINDS
 
 HEADS = {"mha": (8, 8), "gqa": (8, 2), "mqa": (8, 1)}
 CLUSTERS = [(1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1), (2, 3), (3, 2), (2, 4), (4, 2)]
@@ -39,11 +40,11 @@ def _cases(nodes, intra, heads, kv_heads):
                 BurstConfig(
                     backward=direction,
                     head_parallel=degree,
-                    layout=draw.choice(KINDS),
-                    ring=draw.choice(("double", "double", "flat")),
+                    layout=draw.choice(layouts(nodes * intra)),
+                    ring=draw.choice(("double", "double", "flat", "direct")),
                     overlap=draw.random() < 0.75,
                 ),
-                Mask(draw.choice(("causal", "causal", "full"))),
+                MASKS[draw.choice(("causal", "causal", "full"))],
             )
 
 
@@ -55,7 +56,7 @@ def _exact(rank, size, intra, dtype):
             p = problem(size, n, batch=2, heads=heads, kv_heads=kv_heads, head_dim=32, dtype=dtype)
             local = _attend(p, mask, size, rank, config, topology)
             got = _gathered(local, size, config.layout)
-            bar = single_kernel(p, KERNELS["aten-cpu"], causal=mask == Mask.causal())
+            bar = single_kernel(p, KERNELS["aten-cpu"], mask)
             try:
                 assert_as_exact_as(got, bar, dense(p, mask))
             except AssertionError as e:
@@ -82,6 +83,14 @@ def _bytes(rank, size, intra):
 
     dist.batch_isend_irecv = counting
     topology = Topology.from_group(dist.group.WORLD, intra_size=intra)
+    made, agreed = [], function._agreed
+
+    def watched(*args):
+        call, sign = agreed(*args)
+        made.append(call)
+        return call, sign
+
+    function._agreed = watched
 
     def counted():
         by_link = {"intra": 0, "inter": 0}
@@ -101,14 +110,12 @@ def _bytes(rank, size, intra):
             out = burst_attention(q, k, v, topology=topology, mask=mask, config=config)
             forward = counted()
             out.backward(dout)
-            route = route_for(
-                config.head_parallel, Ranks(size, intra), ring=config.ring, overlap=config.overlap
-            )
+            route, what = made[-1].route, made[-1].plan
             costed = Shard(1, n // size, heads, kv_heads, 16, 16, 2, 4)
             for name, got in (("forward", forward), (config.backward, counted())):
                 sizes = message_bytes(costed, route, name)
                 rows.append(
-                    (str(config), name, got, link_bytes(program(rank, route, name), rank, sizes, intra))
+                    (str(config), name, got, link_bytes(program(rank, route, name, what), rank, sizes, intra))
                 )
     return rows
 

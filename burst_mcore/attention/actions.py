@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
+from burst_mcore.attention.rows import Rows
+
 HOME = "home"
 """The rank's own bundle: never written."""
 PARTIAL = "partial"
@@ -21,10 +23,6 @@ BUNDLE, ROWS, RESULT, SUM = "bundle", "rows", "result", "sum"
 what the rows that stay became, and the gradient that travelled."""
 COMES_LATE = (GRADIENT, RESULT, SUM)
 """What is computed before it is sent; the rest is there from the start."""
-
-
-Rows = tuple[range, ...]
-"""Rows of a position, as disjoint ascending ranges."""
 
 
 class Channel(NamedTuple):

@@ -29,7 +29,6 @@ from burst_mcore.attention.choice import (
 from burst_mcore.attention.cost import Shard
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import choose
-from burst_mcore.attention.mask import Mask
 from burst_mcore.attention.passes import Call
 from burst_mcore.attention.plan import plan
 from burst_mcore.attention.ring import ProcessGroups
@@ -37,6 +36,7 @@ from burst_mcore.attention.schedule import Route
 from burst_mcore.attention.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
+from burst_mcore.mask import Mask
 from burst_mcore.rates import DEFAULT, Rates
 
 logger = logging.getLogger("burst_mcore")

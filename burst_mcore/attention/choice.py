@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from burst_mcore.attention.actions import DATA, GRADIENT, Compute, Send
+from burst_mcore.attention.actions import DATA, GRADIENT, Compute, Program, Send
 from burst_mcore.attention.cost import (
     Shard,
     Sizes,
@@ -17,11 +17,12 @@ from burst_mcore.attention.cost import (
     pass_flops,
 )
 from burst_mcore.attention.heads import why_not_heads
-from burst_mcore.attention.mask import Mask
 from burst_mcore.attention.plan import Plan, plan
 from burst_mcore.attention.schedule import Route, program
 from burst_mcore.attention.timeline import play_one
+from burst_mcore.attention.volume import Volume, read_elsewhere, volume
 from burst_mcore.layout import Layout
+from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
 
 AS_FAST = 1.01
@@ -31,6 +32,8 @@ WORTH_IT = 0.8
 """What a direct exchange must move at most of what a ring moves, to be taken instead of one as fast: a ring
 needs neighbours only."""
 RINGS = ("double", "flat", "direct")
+SPARSE = 0.4
+"""Where positions read less than this share of each other, only the direct exchange is costed."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ def candidates(
     degrees: tuple[int, ...],
     directions: tuple[str, ...],
 ) -> tuple[Candidate, ...]:
-    """Every combination of ring, degree and direction, costed; rings both ways round where that matters.
+    """Every combination of ring, degree and direction, costed; rings the better way round.
 
     n: tokens in the global sequence.
     """
@@ -112,11 +115,18 @@ def candidates(
     for ring, degree, direction in itertools.product(rings, degrees, directions):
         forwards = route_for(degree, ranks, ring=ring, overlap=overlap)
         what = plan(layout, mask, n, forwards.positions, degree)
+        if "direct" in rings and ring != "direct" and _sparse(what):
+            continue
         both = forwards.positions > 1 and not forwards.direct and not what.everything
-        for route in (forwards, replace(forwards, mirrored=True)) if both else (forwards,):
-            if all((other.route, other.direction) != (route, direction) for other in found):
-                found.append(_candidate(shard, what, ranks, rates, ring, route, direction))
+        ways = (forwards, replace(forwards, mirrored=True)) if both else (forwards,)
+        if all((other.route, other.direction) != (route, direction) for other in found for route in ways):
+            found.append(best([_candidate(shard, what, ranks, rates, ring, r, direction) for r in ways]))
     return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def _sparse(what: Plan) -> bool:
+    return read_elsewhere(what, of_queries=False) < SPARSE
 
 
 def best(found: Sequence[Candidate]) -> Candidate:
@@ -179,39 +189,32 @@ def _candidate(
         def compute_seconds(_: int, action: Compute, step: float = step) -> float:
             return step if action.part is None else step / route.heads
 
-        left = sizes
-        if not what.everything:
-            left = _left(route, name, what, sizes)
+        moved = volume(what, route, name == "query", max(1, ranks.intra // route.heads))
+        left = _left(moved, sizes, steps, route.positions)
         seconds.append(play_one(steps, rank, left, compute_seconds, ranks.intra, rates))
-        for link, size in _sent(route, name, what, sizes, ranks.intra).items():
+        for link, size in _sent(moved, sizes, steps, rank, ranks.intra, route.positions).items():
             sent[link] += size
         compute += step * route.positions
     intra, inter = round(sent["intra"]), round(sent["inter"])
     return Candidate(ring, route, direction, seconds[0], seconds[1], intra, inter, compute)
 
 
-def _sent(route: Route, name: str, what: Plan, sizes: Sizes, intra_size: int) -> dict[str, float]:
-    """Bytes that a rank sends on each link, on average."""
-    if what.everything:
-        return dict(link_bytes(program(intra_size - 1, route, name), intra_size - 1, sizes, intra_size))
-    every = [
-        link_bytes(program(rank, route, name, what), rank, sizes, intra_size) for rank in range(route.size)
-    ]
-    return {link: sum(each[link] for each in every) / route.size for link in ("intra", "inter")}
-
-
-def _left(route: Route, name: str, what: Plan, sizes: Sizes) -> Sizes:
-    """The sizes of messages on the ring, less what the mask takes out, as if from all alike."""
+def _left(moved: Volume, sizes: Sizes, steps: Program, positions: int) -> Sizes:
+    """The sizes of messages between positions, less what the mask takes out, as if from all alike."""
     whole = dict(sizes.whole)
-    for kind in (DATA, GRADIENT):
-        dense, left = (
-            sum(
-                sizes.of(action)
-                for rank in range(0, route.size, route.heads)
-                for action in program(rank, route, name, which)
-                if isinstance(action, Send) and action.channel.what == kind
-            )
-            for which in (None, what)
-        )
-        whole[kind] = whole[kind] * left // dense if dense else 0
+    for kind, rows in ((DATA, moved.data), (GRADIENT, moved.gradient)):
+        dense = sum(isinstance(action, Send) and action.channel.what == kind for action in steps)
+        whole[kind] = whole[kind] * sum(rows.values()) // (dense * positions * sizes.rows) if dense else 0
     return Sizes(whole, sizes.rows)
+
+
+def _sent(
+    moved: Volume, sizes: Sizes, steps: Program, rank: int, intra_size: int, positions: int
+) -> dict[str, float]:
+    """Bytes that a rank sends on each link, on average."""
+    heads = tuple(a for a in steps if isinstance(a, Send) and a.channel.link == "heads")
+    sent = {link: float(size) for link, size in link_bytes(heads, rank, sizes, intra_size).items()}
+    for kind, rows in ((DATA, moved.data), (GRADIENT, moved.gradient)):
+        for link, total in rows.items():
+            sent[link] += total * sizes.whole[kind] / (sizes.rows * positions)
+    return sent

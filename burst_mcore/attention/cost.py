@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from burst_mcore.attention.actions import BUNDLE, DATA, GRADIENT, RESULT, ROWS, SUM, Program, Recv, Send
-from burst_mcore.attention.balance import keys_per_query
-from burst_mcore.attention.mask import Mask
-from burst_mcore.attention.plan import count
+from burst_mcore.attention.rows import count
 from burst_mcore.attention.schedule import Route
+from burst_mcore.balance import keys_per_query
+from burst_mcore.mask import Mask
 
 
 @dataclass(frozen=True)

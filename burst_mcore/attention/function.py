@@ -13,12 +13,12 @@ from burst_mcore.attention.actions import hops
 from burst_mcore.attention.agreement import Agreement, Signature, agreement
 from burst_mcore.attention.arguments import Asked, call_for, checked, signature, signature_of_call
 from burst_mcore.attention.choice import Ranks, route_for, why_not_placed
-from burst_mcore.attention.mask import Mask
 from burst_mcore.attention.passes import Call, Keys, Queries, backward, forward, row_delta
 from burst_mcore.attention.ring import ProcessGroups
 from burst_mcore.attention.schedule import PASSES, program
 from burst_mcore.attention.topology import Topology
 from burst_mcore.config import BurstConfig
+from burst_mcore.mask import Mask
 
 
 def burst_attention(

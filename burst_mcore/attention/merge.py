@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.actions import Rows
-from burst_mcore.attention.rows import pieces
+from burst_mcore.attention.rows import Rows, pieces
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

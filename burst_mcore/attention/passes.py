@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.actions import BUNDLE, DATA, RESULT, ROWS, SUM, Rows
+from burst_mcore.attention.actions import BUNDLE, DATA, RESULT, ROWS, SUM
 from burst_mcore.attention.buffers import Lease
 from burst_mcore.attention.double_ring import home_sum
 from burst_mcore.attention.heads import HeadGroup, Inward, Outward, pooled_like
 from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Window
 from burst_mcore.attention.merge import GradientSum, OnlineSoftmax, wide
-from burst_mcore.attention.plan import Plan, count
+from burst_mcore.attention.plan import Plan
 from burst_mcore.attention.ring import Bundle, Exchange, Ring, Transport
-from burst_mcore.attention.rows import axis, pieces, take, within
+from burst_mcore.attention.rows import Rows, axis, count, pieces, take, within
 from burst_mcore.attention.schedule import Route, program
 from burst_mcore.attention.tiles import Tile, tiles_of
 

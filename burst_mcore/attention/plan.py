@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.actions import Rows
-from burst_mcore.attention.mask import UNBOUNDED, Mask, tightened
+from burst_mcore.attention.rows import Rows, union
 from burst_mcore.layout import Layout
+from burst_mcore.mask import UNBOUNDED, Mask, tightened
 
 Runs = tuple[range, ...]
 
@@ -172,6 +172,8 @@ class Plan:
     ) -> list[Piece]:
         """How queries of position `q_at`, or of a member there, meet keys of `k_at`: disjoint pieces."""
         key = q_at, k_at, q_part, k_part
+        if not self._common[q_at, k_at]:
+            return []
         if key not in self._pieces:
             self._pieces[key] = [
                 piece
@@ -202,6 +204,16 @@ class Plan:
     def everything(self) -> bool:
         """Whether every position reads all of every other."""
         return not self.mask.terms and self.n % self.rows == 0 and self.n == self.rows * self.size
+
+    @cached_property
+    def _common(self) -> Tensor:
+        """Bool [size, size]: whether queries of one position and keys of another are in a band together."""
+        if len(self.bands) == 1:
+            return torch.ones(self.size, self.size, dtype=torch.bool)
+        tables = [[self._table(segment) for segment in self.segments(at)] for at in range(self.size)]
+        q = torch.stack([torch.stack([m1 > m0 for m0, m1, _, _ in of]).any(0) for of in tables])
+        k = torch.stack([torch.stack([n1 > n0 for _, _, n0, n1 in of]).any(0) for of in tables])
+        return q.float() @ k.float().T > 0
 
     def _table(self, segment: Segment) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The rectangles of all bands in local rows: first and last query rows, first and last key rows."""
@@ -247,32 +259,6 @@ def plan(layout: Layout, mask: Mask, n: int, size: int, heads: int = 1) -> Plan:
     return Plan(layout, mask, n, size, heads)
 
 
-def union(ranges: list[range]) -> Rows:
-    """The rows in any of `ranges`, as ascending ranges with gaps between them."""
-    joined: list[range] = []
-    for each in sorted(ranges, key=lambda r: r.start):
-        if joined and each.start <= joined[-1].stop:
-            joined[-1] = range(joined[-1].start, max(joined[-1].stop, each.stop))
-        elif each:
-            joined.append(each)
-    return tuple(joined)
-
-
-def place(rows: Rows, row: int) -> int:
-    """Where `row` stands among `rows`."""
-    before = 0
-    for each in rows:
-        if row < each.stop:
-            return before + row - each.start
-        before += len(each)
-    raise IndexError(row)
-
-
-def count(rows: Rows) -> int:
-    """How many rows these are."""
-    return sum(map(len, rows))
-
-
 def band_pairs(rows: int, columns: int, low: int, high: int) -> int:
     """Pairs (m, n) of a rectangle with low <= n - m <= high."""
     return _below(rows, columns, high) - _below(rows, columns, low - 1)
@@ -309,14 +295,15 @@ def _from_corner(m0: int, m1: int, n0: int, n1: int, low: int, high: int) -> Pie
 
 def _cut(q: Segment, k: Segment, m0: int, m1: int, n0: int, n1: int, low: int, high: int) -> list[Piece]:
     """Cut a rectangle of local rows, with diagonals over global positions, into pieces."""
-    first, last = q.position(m0), q.position(m1 - 1)
-    n0, n1 = max(n0, k.rows_before(first + low)), min(n1, k.rows_before(last + high + 1))
-    if n0 >= n1:
-        return []
-    left, right = k.position(n0), k.position(n1 - 1)
-    m0, m1 = max(m0, q.rows_before(left - high)), min(m1, q.rows_before(right - low + 1))
-    if m0 >= m1:
-        return []
+    for _ in range(2):  # columns, rows, and columns again for the rows that are left
+        first, last = q.position(m0), q.position(m1 - 1)
+        n0, n1 = max(n0, k.rows_before(first + low)), min(n1, k.rows_before(last + high + 1))
+        if n0 >= n1:
+            return []
+        left, right = k.position(n0), k.position(n1 - 1)
+        m0, m1 = max(m0, q.rows_before(left - high)), min(m1, q.rows_before(right - low + 1))
+        if m0 >= m1:
+            return []
     first, last = q.position(m0), q.position(m1 - 1)
     if low <= left - last and right - first <= high:
         return [Piece(m0, m1, n0, n1, -UNBOUNDED, UNBOUNDED)]

@@ -23,11 +23,10 @@ from burst_mcore.attention.actions import (
     Program,
     Recv,
     Return,
-    Rows,
     Send,
     Wait,
 )
-from burst_mcore.attention.plan import union
+from burst_mcore.attention.rows import Rows, union
 
 Needed = Callable[[int, int], Rows]
 """(position that owns a bundle, position that reads it) -> the rows that it reads."""

@@ -25,7 +25,6 @@ from burst_mcore.attention.actions import (
     Program,
     Recv,
     Return,
-    Rows,
     Send,
     Unpack,
     Wait,
@@ -33,7 +32,7 @@ from burst_mcore.attention.actions import (
 )
 from burst_mcore.attention.communicators import Carrier
 from burst_mcore.attention.double_ring import kind_of
-from burst_mcore.attention.rows import pieces, take, within
+from burst_mcore.attention.rows import Rows, pieces, take, within
 from burst_mcore.attention.schedule import Route
 from burst_mcore.attention.topology import Topology
 from burst_mcore.attention.trace import Recorder, recorder

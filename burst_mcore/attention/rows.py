@@ -1,6 +1,7 @@
-"""Reading and writing some of the rows of a tensor: [B, S, H, D], or a statistic [B, H, S].
+"""Some of the rows of a position: sets of them, and reading and writing them in tensors.
 
-Rows are ranges, one after another; a range may have gaps, and may descend.
+Tensors are [B, S, H, D], or statistics [B, H, S]. Rows are ranges, one after another. As sets they ascend and
+are disjoint; to be taken, they may have gaps, and may descend.
 """
 
 from __future__ import annotations
@@ -10,8 +11,34 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.actions import Rows
-from burst_mcore.attention.plan import place
+Rows = tuple[range, ...]
+"""Rows of a position."""
+
+
+def union(ranges: list[range]) -> Rows:
+    """The rows in any of `ranges`, as ascending ranges with gaps between them."""
+    joined: list[range] = []
+    for each in sorted(ranges, key=lambda r: r.start):
+        if joined and each.start <= joined[-1].stop:
+            joined[-1] = range(joined[-1].start, max(joined[-1].stop, each.stop))
+        elif each:
+            joined.append(each)
+    return tuple(joined)
+
+
+def place(rows: Rows, row: int) -> int:
+    """Where `row` stands among `rows`."""
+    before = 0
+    for each in rows:
+        if row < each.stop:
+            return before + row - each.start
+        before += len(each)
+    raise IndexError(row)
+
+
+def count(rows: Rows) -> int:
+    """How many rows these are."""
+    return sum(map(len, rows))
 
 
 def axis(x: Tensor) -> int:

@@ -25,12 +25,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 
-from burst_mcore.attention.actions import Program, Rows
+from burst_mcore.attention.actions import Program
 from burst_mcore.attention.direct import direct
 from burst_mcore.attention.double_ring import double_ring, mirrored, without_overlap
 from burst_mcore.attention.head_exchange import Pass, with_heads
 from burst_mcore.attention.plan import Plan
 from burst_mcore.attention.prune import pruned
+from burst_mcore.attention.rows import Rows
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.actions import Rows
-from burst_mcore.attention.mask import UNBOUNDED
-from burst_mcore.attention.plan import Piece, Plan, band_pairs, place, union
+from burst_mcore.attention.plan import Piece, Plan, band_pairs
+from burst_mcore.attention.rows import Rows, place, union
+from burst_mcore.mask import UNBOUNDED
 
-CALL = 4096
+CALL = 1024
 """What a call of a kernel costs besides its pairs, in pairs."""
 DIAGONAL = 256
 """Query rows of a tile along a diagonal, where a window is cut: shorter ones leave less that is computed in
@@ -83,10 +83,10 @@ def tiles(pieces: Iterable[Piece], *, windows: bool, masks: bool) -> tuple[Tile,
     large: list[Tile] = []
     small: list[Piece] = []
     for piece in pieces:
-        if masks and _cost_alone(piece, windows) >= 2 * _area(piece) + CALL:
-            large.append(_masked([piece]))
-        elif masks and _area(piece) < 4 * CALL:
+        if masks and _area(piece) < 16 * CALL:
             small.append(piece)
+        elif masks and _narrow(piece) and not (windows and piece.step == 1):
+            large += [_masked([strip]) for strip in _strips(piece)]
         else:
             large += _lowered(piece, windows)
     for group in _groups(small):
@@ -117,18 +117,28 @@ def _area(piece: Piece) -> int:
     return (piece.m1 - piece.m0) * (piece.n1 - piece.n0)
 
 
-def _cost_alone(piece: Piece, windows: bool) -> int:
-    """Calls of a piece's tiles, in pairs; a bound that is exact enough to see many small ones."""
-    bounded = (piece.low > -UNBOUNDED) + (piece.high < UNBOUNDED)
-    each = 1 if windows or not bounded else 3
-    if bounded == 2 and not windows:
-        each *= -(-(piece.m1 - piece.m0) // _block(piece))
-    return each * min(piece.step, piece.m1 - piece.m0) * CALL
+def _narrow(piece: Piece) -> bool:
+    """Whether it is a band too narrow to be cut into triangles."""
+    return piece.low > -UNBOUNDED and piece.high < UNBOUNDED and piece.high - piece.low + 1 < DIAGONAL
 
 
-def _block(piece: Piece) -> int:
-    """Query rows of a tile along the diagonals of a window."""
-    return max(1, min(DIAGONAL, piece.high - piece.low + 1))
+def _strips(piece: Piece) -> Iterator[Piece]:
+    """A narrow band as pieces of DIAGONAL query rows."""
+    rows, columns = piece.m1 - piece.m0, piece.n1 - piece.n0
+    for first in range(0, rows, DIAGONAL):
+        last = min(first + DIAGONAL, rows)
+        left, right = max(0, first + piece.low), min(columns, last + piece.high)
+        apart = left - first
+        yield Piece(
+            piece.m0 + first,
+            piece.m0 + last,
+            piece.n0 + left,
+            piece.n0 + right,
+            piece.low - apart,
+            piece.high - apart,
+            piece.step,
+            (piece.shift - apart) % piece.step,
+        )
 
 
 def _lowered(piece: Piece, windows: bool) -> Iterator[Tile]:
@@ -195,7 +205,7 @@ def _groups(small: list[Piece]) -> Iterator[list[Piece]]:
     group: list[Piece] = []
     box, alone = (0, 0, 0, 0), 0
     for piece in sorted(small, key=lambda p: (p.m0, p.n0)):
-        cost = _area(piece) + _cost_alone(piece, windows=True)
+        cost = _area(piece) + CALL * min(piece.step, piece.m1 - piece.m0)
         grown = (
             (min(box[0], piece.m0), max(box[1], piece.m1), min(box[2], piece.n0), max(box[3], piece.n1))
             if group

@@ -20,13 +20,12 @@ from burst_mcore.attention.actions import (
     Program,
     Recv,
     Return,
-    Rows,
     Send,
     Unpack,
     Wait,
 )
 from burst_mcore.attention.double_ring import home_sum
-from burst_mcore.attention.plan import union
+from burst_mcore.attention.rows import Rows, union
 from burst_mcore.attention.schedule import Schedule
 
 Token = tuple[Any, ...]
@@ -101,9 +100,9 @@ def verify(schedule: Schedule) -> None:
 
     Raises:
         ValueError: rows and a bundle that meet twice or never, a wrong bundle computed or one without the
-            rows that are read, a buffer touched while in flight, a deadlock, a message left over or of other
-            rows than its receiver expects, a gradient that does not end at home complete, or a share of the head
-            group that is missing, early or twice.
+            rows that are read, a buffer touched while in flight, a deadlock, a message left over or of rows
+            that its receiver does not expect, a gradient that does not end at home complete, or a share of
+            the head group that is missing, early or twice.
     """
     members = frozenset(range(schedule.route.heads))
     reads = [_reads(schedule, position) for position in range(schedule.route.positions)]

@@ -6,14 +6,14 @@ on that of the keys (backward where queries travel).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.mask import UNBOUNDED, Mask
-from burst_mcore.layout import Layout
+from burst_mcore.mask import UNBOUNDED, Mask
 
 EVEN = 1.05
 """Work of the busiest rank over the mean, up to which a layout counts as balanced."""
@@ -81,13 +81,18 @@ def _count(bands: Tensor, n: int) -> Tensor:
     return (jumps[:n] + slopes[:n].cumsum(0)).cumsum(0)
 
 
-def work(layout: Layout | str, mask: Mask, n: int, size: int) -> tuple[Tensor, Tensor]:
+class Dealt(Protocol):
+    """A layout: see `Layout`, which knows of this file."""
+
+    def runs(self, n: int, rank: int, size: int) -> tuple[range, ...]: ...
+
+
+def work(layout: Dealt, mask: Mask, n: int, size: int) -> tuple[Tensor, Tensor]:
     """Query-key pairs of each rank, int64 [size]: of its queries, and of its keys.
 
     Raises:
         ValueError: the mask does not go with n tokens, or the layout not with so many ranks.
     """
-    layout = Layout.of(layout)
     found = []
     for per_row in (keys_per_query(mask, n), queries_per_key(mask, n)):
         sums = torch.cat([torch.zeros(1, dtype=torch.int64), per_row.cumsum(0)])
@@ -103,7 +108,7 @@ def _held(runs: tuple[range, ...], per_row: Tensor, sums: Tensor, n: int) -> int
     return int((sums[edges[:, 1]] - sums[edges[:, 0]]).sum())
 
 
-def imbalance(layout: Layout | str, mask: Mask, n: int, size: int) -> float:
+def imbalance(layout: Dealt, mask: Mask, n: int, size: int) -> float:
     """Work of the busiest rank over the mean, on the side, queries or keys, where it is larger; 1.0 is even.
 
     Raises as `work`.
@@ -115,44 +120,39 @@ def imbalance(layout: Layout | str, mask: Mask, n: int, size: int) -> float:
 
 
 @lru_cache(maxsize=64)
-def layout_for(mask: Mask, n: int, size: int) -> Layout:
-    """The first of these layouts, which move more and more, that balances `mask`; else the most balanced.
+def layout_for(mask: Mask, n: int, size: int, make: Callable[..., Any]) -> Any:
+    """The first layout, of those that move more and more, that balances `mask`; else the most balanced.
 
-    Contiguous, zigzag, stacked zigzag, then chunks dealt one by one to the rank with the least work, finer
-    and finer, and striped. Balanced is `imbalance` <= EVEN, or EVEN_WINDOW for a window alone.
-
-    Raises:
-        ValueError: the mask does not go with n tokens, or size is not a number of ranks.
+    make: the class Layout. See `Layout.for_mask`.
     """
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ValueError(f"size must be a number of ranks, at least 1, got {size!r}")
-    mask.check(n)
-    enough = EVEN_WINDOW if mask.bands(n).shape[0] == 1 and mask.is_window else EVEN
-    found: list[tuple[float, Layout]] = []
-    for layout in _candidates(mask, n, size):
+    enough = EVEN_WINDOW if mask.is_window else EVEN
+    found = []
+    for fields in _candidates(mask, n, size):
+        layout = make(**fields)
         found.append((imbalance(layout, mask, n, size), layout))
         if found[-1][0] <= enough:
-            break
-    return min(found, key=lambda each: each[0])[1] if found[-1][0] > enough else found[-1][1]
+            return layout
+    return min(found, key=lambda each: each[0])[1]
 
 
-def _candidates(mask: Mask, n: int, size: int) -> Iterator[Layout]:
-    yield Layout("contiguous")
-    if size == 1:
-        return
-    if 2 * size <= n:
-        yield Layout("zigzag")
-    for stacks in (2, 4):
-        if 2 * size * stacks <= n:
-            yield Layout("stacked-zigzag", stacks=stacks)
-    each = 2
-    while each <= FINEST and size * each <= n:
-        yield _dealt(mask, n, size, each)
-        each *= 2
-    yield Layout("striped")
+def _candidates(mask: Mask, n: int, size: int) -> Iterator[dict[str, Any]]:
+    """Fields of layouts."""
+    yield {"kind": "contiguous"}
+    if size > 1:
+        yield {"kind": "zigzag"}
+        for stacks in (2, 4):
+            if 2 * size * stacks <= n:
+                yield {"kind": "stacked-zigzag", "stacks": stacks}
+        each = 2
+        while each <= FINEST and size * each <= n:
+            yield {"kind": "chunks", "chunks": _dealt(mask, n, size, each)}
+            each *= 2
+        yield {"kind": "striped"}
 
 
-def _dealt(mask: Mask, n: int, size: int, each: int) -> Layout:
+def _dealt(mask: Mask, n: int, size: int, each: int) -> tuple[tuple[int, ...], ...]:
     """Chunks, those with most work first, each to the rank that has least, up to `each` chunks a rank."""
     chunks = size * each
     edges = (torch.arange(chunks + 1) * -(-n // chunks)).clamp(max=n)
@@ -171,4 +171,4 @@ def _dealt(mask: Mask, n: int, size: int, each: int) -> Layout:
         dealt[rank].append(chunk)
         for own, side in zip(load, sides, strict=True):
             own[rank] += side[chunk]
-    return Layout("chunks", chunks=tuple(map(tuple, dealt)))
+    return tuple(map(tuple, dealt))

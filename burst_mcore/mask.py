@@ -198,6 +198,13 @@ class Mask:
 
     terms: tuple[Term, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not all(isinstance(term, (_Window, _Stride, _Documents, _Blocks, _Ranges)) for term in self.terms):
+            raise ValueError(
+                f"{self.terms!r} is no mask: build one with Mask.causal(), full(), window(), dilated(), "
+                f"documents(), blocks(), ranges(), and `&`"
+            )
+
     @classmethod
     def full(cls) -> Mask:
         """Every query sees every key."""

@@ -1,0 +1,179 @@
+"""The whole function over gloo processes, for random masks, layouts, lengths, topologies and shapes."""
+
+import itertools
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from dense import Result, assert_as_exact_as, dense, problem, single_kernel
+from masks import random_layout, random_mask
+from ranks import processes
+
+from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard, unshard
+from burst_mcore.attention import function
+from burst_mcore.attention.choice import Ranks, legal_degrees
+from burst_mcore.attention.cost import Shard, link_bytes, message_bytes
+from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.attention.schedule import program
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KERNEL = KERNELS["aten-cpu"]
+
+
+def _gathered(parts, size, layout):
+    """The whole sequence of each tensor, on every rank; parts may differ in length."""
+    whole = []
+    for x in parts:
+        everyones = [None] * size
+        dist.all_gather_object(everyones, x)
+        whole.append(unshard(everyones, 1, layout=layout))
+    return Result(*whole)
+
+
+def _attend(p, mask, rank, size, config, topology):
+    q, k, v, dout = (shard(x, 1, rank=rank, size=size, layout=config.layout) for x in p)
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = burst_attention(*inputs, topology=topology, mask=mask, config=config, return_lse=True)
+    assert out.shape == dout.shape
+    out.backward(dout)
+    local = Result(out.detach(), lse.detach(), *(x.grad for x in inputs))
+    return _gathered(local, size, config.layout)
+
+
+def _case(draw, ranks, dtype):
+    kv_heads, group = draw.randint(1, 3), draw.choice((1, 2, 4))
+    heads = kv_heads * group
+    n = draw.choice((draw.randint(1, 40), draw.randint(100, 300), 48 * draw.randint(2, 6)))
+    config = BurstConfig(
+        layout=random_layout(draw, ranks.size, n),
+        backward=draw.choice(("auto", "query", "kv")),
+        ring=draw.choice(("auto", "double", "flat", "direct")),
+        overlap=draw.random() < 0.75,
+        head_parallel=draw.choice((1, 1, "auto", *legal_degrees(ranks, heads, kv_heads))),
+    )
+    p = problem(
+        n,
+        n,
+        batch=draw.randint(1, 2),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=draw.choice((8, 32, 40)),
+        dtype=dtype,
+    )
+    return p, random_mask(draw, n), config
+
+
+def _samples(rank, size, intra, seeds):
+    topology = Topology.from_group(dist.group.WORLD, intra_size=intra)
+    for seed in seeds:
+        draw = random.Random(seed)
+        p, mask, config = _case(draw, Ranks(size, intra), draw.choice(DTYPES))
+        words = f"seed {seed}: n={p.q.shape[1]} {mask} {config} {tuple(p.k.shape)} {p.q.dtype}"
+        try:
+            got = _attend(p, mask, rank, size, config, topology)
+            assert_as_exact_as(got, single_kernel(p, KERNEL, mask), dense(p, mask))
+        except Exception as error:
+            raise AssertionError(f"{words}: {error}") from error
+
+
+@pytest.mark.parametrize(
+    ("size", "intra"),
+    [
+        (2, 2),
+        (3, 1),
+        (4, 2),
+        pytest.param(6, 3, marks=pytest.mark.slow),
+        pytest.param(5, 5, marks=pytest.mark.slow),
+        pytest.param(8, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_random_masks_layouts_and_shapes(size, intra):
+    processes(size, _samples, intra, range(25), timeout=500)
+
+
+def _counted(rank, size):
+    """(what, bytes sent, bytes of this rank's program) of forward and backward."""
+    sent, made, batch, agreed = [], [], dist.batch_isend_irecv, function._agreed
+
+    def counting(operations):
+        sent.extend(op.tensor.nbytes for op in operations if op.op is dist.isend)
+        return batch(operations)
+
+    def watched(*args):
+        made.append(agreed(*args))
+        return made[-1]
+
+    dist.batch_isend_irecv, function._agreed = counting, watched
+    topology, rows = Topology.from_group(dist.group.WORLD), []
+    n, window = 1024, 24
+    cu = [0, 100, 101, 480, 481, 500, n]
+    masks = {
+        "window": Mask.window(window, 0),
+        "documents": Mask.causal() & Mask.documents(cu),
+        "causal": Mask.causal(),
+        "alone": Mask.documents(range(0, n + 1, n // (2 * size))),
+    }
+    for (name, mask), layout, direction in itertools.product(
+        masks.items(), ("contiguous", "zigzag"), ("query", "kv")
+    ):
+        p = problem(0, n, heads=4, kv_heads=2, dtype=torch.float32)
+        q, k, v, dout = (shard(x, 1, rank=rank, size=size, layout=layout) for x in p)
+        q.requires_grad_()
+        config = BurstConfig(layout=layout, backward=direction)
+        sent.clear()
+        out = burst_attention(q, k, v, topology=topology, mask=mask, config=config)
+        forward = sum(sent)
+        sent.clear()
+        out.backward(dout)
+        call, _ = made[-1]
+        shape = Shard(1, n // size, 4, 2, 16, 16, 4, 4)
+        planned = [
+            link_bytes(
+                program(rank, call.route, step, call.plan), rank, message_bytes(shape, call.route, step), size
+            )["intra"]
+            for step in ("forward", direction)
+        ]
+        rows.append((name, layout, direction, [forward, sum(sent)], planned))
+    return rows
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_wire_carries_what_the_plan_says_and_no_more_than_the_mask_needs(size):
+    by_case = {}
+    for rows in processes(size, _counted):
+        for name, layout, direction, sent, planned in rows:
+            assert sent == planned, (name, layout, direction)
+            by_case.setdefault((name, layout, direction), []).append(sent[0])
+    row = 2 * 2 * 16 * 4  # bytes of K and V of a token
+    for (name, layout, _), forward in by_case.items():
+        if name == "window":  # O(G W): a halo for each seam between chunks
+            assert sum(forward) == row * 24 * (2 * size - 2 if layout == "zigzag" else size - 1)
+        if name == "alone":  # every document within a chunk
+            assert sum(forward) == 0
+        if name == "causal":
+            assert sum(forward) <= 0.76 * (size - 1) * 1024 * row or size == 2
+
+
+def _sees_nothing(rank, size):
+    """Rows that see nothing, ranks whose rows all see nothing, and a mask that allows nothing at all."""
+    topology = Topology.from_group(dist.group.WORLD)
+    for mask in (
+        Mask.ranges([(10, 20)], [(0, 30)]),
+        Mask.ranges([(0, 4)], [(60, 64)]),
+        Mask.ranges([(0, 0)], [(0, 0)]),
+        Mask.blocks(torch.zeros(4, 4), 16),
+        Mask.window(3, None) & Mask.window(None, 0) & Mask.ranges([(0, 64)], [(0, 2)]),
+    ):
+        for direction, ring in itertools.product(("query", "kv"), ("auto", "double", "direct")):
+            p = problem(1, 64, heads=2, kv_heads=1, head_dim=8, dtype=torch.float32)
+            config = BurstConfig(backward=direction, ring=ring)
+            got, want = _attend(p, mask, rank, size, config, topology), dense(p, mask)
+            for name in Result._fields:
+                torch.testing.assert_close(
+                    getattr(got, name).double(), getattr(want, name), rtol=1e-4, atol=1e-5
+                )
+
+
+def test_queries_that_see_nothing_get_zeros_and_no_nan():
+    processes(3, _sees_nothing)
