@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -26,7 +27,18 @@ Heads = Annotated[int, typer.Option(help="Query heads.")]
 KVHeads = Annotated[int | None, typer.Option(help="K/V heads; default as many as heads.")]
 Seq = Annotated[str, typer.Option(help="Tokens in the global sequence: 4096, 128K, 1M.")]
 Cluster = Annotated[str, typer.Option(help="Nodes x ranks of a node.")]
-Ring = Annotated[str, typer.Option(help="double, flat, or auto (explain).")]
+MaskText = Annotated[
+    str, typer.Option("--mask", help="causal, full, window:4096, 'causal & documents:random,64', ...")
+]
+LayoutText = Annotated[
+    str,
+    typer.Option(
+        "--layout",
+        help="zigzag, contiguous, striped, stacked-zigzag:K, block-striped:B, zigzag-documents, or auto: by "
+        "the mask.",
+    ),
+]
+Ring = Annotated[str, typer.Option(help="double, flat, direct or auto.")]
 Overlap = Annotated[bool, typer.Option(help="Communicate while computing.")]
 IntraGB = Annotated[float, typer.Option(help="GB/s that a rank sends within its node.")]
 InterGB = Annotated[float, typer.Option(help="GB/s that a rank sends to other nodes.")]
@@ -43,8 +55,9 @@ def explain(
     head_dim: int = 128,
     batch: int = 1,
     dtype: str = "bfloat16",
-    causal: bool = True,
-    ring: Ring = "double",
+    mask: MaskText = "causal",
+    layout: LayoutText = "zigzag",
+    ring: Ring = "auto",
     overlap: Overlap = True,
     intra_gb: IntraGB = 200.0,
     inter_gb: InterGB = 25.0,
@@ -53,23 +66,24 @@ def explain(
 ) -> None:
     """What "auto" chooses (head_parallel, backward, ring) on a cluster, and why. Predicted, not measured."""
     from burst_mcore.bench import predict
+    from burst_mcore.bench.masks import tokens
     from burst_mcore.bench.problem import Problem
     from burst_mcore.config import BurstConfig
 
     try:
         config = BurstConfig(ring=ring, overlap=overlap)
         problem = Problem(
-            seq=predict.tokens(seq),
+            seq=tokens(seq),
             heads=heads,
             kv_heads=heads if kv_heads is None else kv_heads,
             head_dim=head_dim,
             batch=batch,
-            causal=causal,
+            mask=mask,
             dtype=dtype,
         )
         rates = _rates(intra_gb, inter_gb, tflops, latency_us)
         where = predict.cluster(cluster)
-        typer.echo(predict.explain(problem, where, rates, ring=config.ring, overlap=config.overlap))
+        typer.echo(predict.explain(problem, where, rates, ring=ring, overlap=config.overlap, layout=layout))
     except ValueError as error:
         _fail("explain", error)
 
@@ -86,7 +100,8 @@ def draw(
     seq: Seq = "128K",
     head_dim: int = 128,
     dtype: str = "bfloat16",
-    causal: bool = True,
+    mask: MaskText = "causal",
+    layout: LayoutText = "zigzag",
     intra_gb: IntraGB = 200.0,
     inter_gb: InterGB = 25.0,
     tflops: Tflops = 156.0,
@@ -96,11 +111,21 @@ def draw(
     trace: Annotated[Path, typer.Option(help="The trace, for chrome://tracing or ui.perfetto.dev.")] = Path(
         "trace.json"
     ),
+    mask_out: Annotated[
+        Path | None, typer.Option(help="The picture of the mask; default mask.png, beside the other picture.")
+    ] = None,
+    kernel: Annotated[str, typer.Option(help="Whose tiles are shown; auto: this machine's CPU's.")] = "auto",
 ) -> None:
-    """One pass over the ring: its schedule as a step x rank grid, and its timeline as picture and trace."""
+    """One pass: its schedule as a step x rank grid, its timeline as picture and trace, its mask as picture.
+
+    The mask's picture shows the mask, the tiles that each rank computes, and the work of each rank.
+    """
+    from burst_mcore.attention.kernels.table import choose
     from burst_mcore.attention.schedule import PASSES
     from burst_mcore.attention.trace import chrome_trace
     from burst_mcore.bench import predict
+    from burst_mcore.bench.mask_picture import save_mask, tiles_summary
+    from burst_mcore.bench.masks import tokens
     from burst_mcore.bench.picture import save_timelines
     from burst_mcore.bench.problem import Problem
     from burst_mcore.bench.run import record_pass
@@ -110,37 +135,48 @@ def draw(
         if direction not in PASSES:
             raise ValueError(f"unknown direction {direction!r}; legal: {', '.join(PASSES)}")
         config = BurstConfig(ring=ring, overlap=overlap, head_parallel=head_parallel)
-        if ring == "auto":
-            raise ValueError("draw shows one ring: double or flat")
-        if measure and predict.tokens(seq) > MEASURED_TOKENS:
+        if measure and tokens(seq) > MEASURED_TOKENS:
             raise ValueError(f"--measure runs on this machine's CPU: --seq may be at most {MEASURED_TOKENS}")
         problem = Problem(
-            seq=predict.tokens(seq),
+            seq=tokens(seq),
             heads=heads,
             kv_heads=heads if kv_heads is None else kv_heads,
             head_dim=head_dim,
-            causal=causal,
+            mask=mask,
             dtype=dtype,
         )
         where, rates = predict.cluster(cluster), _rates(intra_gb, inter_gb, tflops, latency_us)
         drawing = predict.draw(
-            problem, where, rates, name=direction, degree=head_parallel, ring=ring, overlap=overlap
+            problem,
+            where,
+            rates,
+            name=direction,
+            degree=head_parallel,
+            ring=ring,
+            overlap=overlap,
+            layout=layout,
         )
+        chosen = choose(kernel, problem.on_kernel)
         runs = {"predicted": drawing.events}
         if measure:
-            runs["measured"] = record_pass(problem, where, direction, config)
+            config = replace(config, layout=drawing.plan.layout, kernel=kernel)
+            runs["measured"] = record_pass(problem, where, direction, config, rates)
     except (ValueError, RuntimeError) as error:
         _fail("draw", error)
-    typer.echo(drawing.schedule)
-    title = f"{drawing.schedule.title}; {drawing.schedule.route} on {cluster} ranks"
+    mask_out = mask_out or out.with_name("mask.png")
+    shown, what = drawing.schedule, f"mask {mask} over {seq} tokens"
+    typer.echo(f"{shown}\n\n{what}; {shown.route}: {drawing.why}")
+    typer.echo(f"{predict.summary(drawing, where)}\n{tiles_summary(drawing.plan, direction, chosen)}")
     try:
-        for path in (out, trace):
+        for path in (out, trace, mask_out):
             path.parent.mkdir(parents=True, exist_ok=True)
-        save_timelines(runs, title, out)
+        save_timelines(runs, f"{shown.title}; {shown.route} on {cluster} ranks; {what}", out)
+        title = f"{what}, layout {drawing.plan.layout}; {shown.title}, on {cluster} ranks"
+        save_mask(drawing.plan, direction, chosen, title, mask_out)
         trace.write_text(chrome_trace(runs))
     except (ValueError, OSError) as error:
         _fail("draw", error)
-    typer.echo(f"\ntimeline: {out}\ntrace:    {trace}")
+    typer.echo(f"\ntimeline: {out}\nmask:     {mask_out}\ntrace:    {trace}")
 
 
 @bench.command()
@@ -152,7 +188,7 @@ def attention(
     head_dim: int = 64,
     batch: int = 1,
     dtype: str = "float32",
-    causal: bool = True,
+    mask: MaskText = "causal",
     methods: Annotated[str, typer.Option(help="Names, separated by commas.")] = (
         "burst,all-gather,deepspeed-ulysses"
     ),
@@ -170,7 +206,7 @@ def attention(
             kv_heads=heads if kv_heads is None else kv_heads,
             head_dim=head_dim,
             batch=batch,
-            causal=causal,
+            mask=mask,
             dtype=dtype,
         )
         results = measure(problem, ranks, [name for name in methods.split(",") if name], repeats)

@@ -79,6 +79,9 @@ class Layout:
     def __hash__(self) -> int:
         return self._hash
 
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}  # another process's
+
     @cached_property
     def _hash(self) -> int:
         return hash((self.kind, self.stacks, self.block, self.chunks, self.ends))

@@ -11,6 +11,7 @@ no band, every d-th diagonal (`dilated`), stands beside them as `Mask.stride`.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import math
 import warnings
@@ -505,5 +506,6 @@ def _is_int(value: object) -> bool:
 
 
 def _digest(x: Tensor) -> str:
-    content = x.contiguous().view(torch.uint8).flatten().tolist() if x.numel() else []
-    return hashlib.blake2b(bytes(content) + str(tuple(x.shape)).encode(), digest_size=8).hexdigest()
+    x = x.contiguous()
+    content = ctypes.string_at(x.data_ptr(), x.nbytes) if x.numel() else b""
+    return hashlib.blake2b(content + str(tuple(x.shape)).encode(), digest_size=8).hexdigest()

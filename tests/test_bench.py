@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ pytest.importorskip("tabulate")
 
 from typer.testing import CliRunner
 
+from burst_mcore import Mask
 from burst_mcore.bench import run
 from burst_mcore.bench.methods import METHODS, Method
 from burst_mcore.bench.problem import Problem
@@ -18,18 +20,29 @@ from burst_mcore.cli import app
 SMALL = Problem(seq=96, heads=6, kv_heads=3, head_dim=16)
 
 
+MASKS = [
+    "causal",
+    "full",
+    "causal & window:20",
+    "dilated:40,3",
+    "causal & documents:random,5",
+    "blocks:8,0.3",
+]
+
+
 def _gates(rank, size):
-    errors = {}
-    for name, method in METHODS.items():
-        if method.needs(SMALL, size) is None:
-            errors[name] = run._gate(rank, size, method, SMALL, dist.group.WORLD)
-    return errors
+    return {
+        (name, mask): run._gate(rank, size, method, replace(SMALL, mask=mask), dist.group.WORLD)
+        for name, method in METHODS.items()
+        for mask in MASKS
+        if method.needs(SMALL, size) is None
+    }
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_every_method_passes_its_gate(size):
+def test_every_method_passes_its_gate_with_every_mask(size):
     for errors in processes(size, _gates):
-        assert set(errors) == set(METHODS)
+        assert set(errors) == {(name, mask) for name in METHODS for mask in MASKS}
         assert all(0 < error <= 2 for error in errors.values())
 
 
@@ -68,6 +81,8 @@ def test_the_command_prints_a_table_and_one_json_line():
         ("--heads 6 --kv-heads 4", "kv_heads must divide heads"),
         ("--dtype int8", "float32"),
         ("--seq 0", "seq must be at least 1"),
+        ("--mask star", "unknown mask 'star' in 'star'; legal: causal, full, window:W"),
+        ("--mask window:64 --seq 16384", "over at most 8192 tokens, got 16384"),
         ("--ranks 4 --heads 6 --methods deepspeed-ulysses", "multiples of 4, got 6 and 6"),
     ],
 )
@@ -76,6 +91,20 @@ def test_bad_options_are_one_line(options, words):
     assert result.exit_code == 1
     assert words in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_masked_problem_is_measured():
+    words = "bench attention --ranks 2 --seq 256 --heads 2 --head-dim 16 --methods burst --repeats 1".split()
+    result = CliRunner().invoke(app, [*words, "--mask", "causal & window:64"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout.strip().splitlines()[-1])
+    assert found["problem"]["mask"] == "causal & window:64"
+    assert [row["method"] for row in found["results"]] == ["kernel", "burst", "burst"]
+
+
+def test_a_shorter_problem_has_the_same_mask_in_proportion():
+    problem = Problem(seq=2**16, heads=2, kv_heads=2, head_dim=16, mask="causal & window:4K")
+    assert problem.shortened(512).seen == Mask.window(31, 0)
 
 
 def test_the_problem_is_the_same_on_every_rank():

@@ -1,4 +1,7 @@
 import itertools
+import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -80,6 +83,17 @@ def test_layout_is_a_value_with_a_word():
     assert Layout.of("stacked-zigzag:4") == Layout("stacked-zigzag", stacks=4)
     assert str(Layout.of("block-striped:128")) == "block-striped:128"
     assert len({Layout("zigzag"), Layout("zigzag"), Layout("contiguous")}) == 2
+
+
+def test_a_layout_goes_to_other_processes():
+    layout = Layout("chunks", chunks=((0, 3), (1, 2)))
+    hash(layout)
+    code = (
+        "import pickle, sys; x = pickle.load(sys.stdin.buffer); "
+        "print({x: 1}[type(x)(x.kind, chunks=x.chunks)])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(layout), capture_output=True)
+    assert done.stdout.strip() == b"1", done.stderr
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,6 @@ def test_draw_writes_grid_picture_and_trace(tmp_path):
         (["--head-parallel", "3"], "legal: [1, 2, 4, 8]"),
         (["--ring", "star"], "'double', 'flat'"),
         (["--inter-gb", "-1"], "Rates.inter"),
-        (["--seq", "100"], "multiple of 16"),
         (["--dtype", "int8"], "dtype must be one of"),
         (["--measure"], "at most 16384"),
         (["--out", "x.words"], "words"),
@@ -129,7 +128,7 @@ def test_draw_says_what_is_wrong(arguments, words, tmp_path, monkeypatch):
 
 def test_explain_shows_all_ways_the_choice_and_why():
     done = CliRunner().invoke(
-        app, ["explain", "--heads", "32", "--kv-heads", "8", "--seq", "1M", "--cluster", "4x8"]
+        app, ["explain", *"--heads 32 --kv-heads 8 --seq 1M --cluster 4x8 --ring double".split()]
     )
     assert done.exit_code == 0, done.output
     rows = [line for line in done.output.splitlines() if " x " in line and ("query" in line or "kv" in line)]

@@ -32,7 +32,7 @@ WORTH_IT = 0.8
 """What a direct exchange must move at most of what a ring moves, to be taken instead of one as fast: a ring
 needs neighbours only."""
 RINGS = ("double", "flat", "direct")
-SPARSE = 0.4
+SPARSE = 0.15
 """Where positions read less than this share of each other, only the direct exchange is costed."""
 
 

@@ -26,7 +26,7 @@ from functools import lru_cache
 from itertools import groupby
 
 from burst_mcore.attention.actions import Program
-from burst_mcore.attention.direct import direct
+from burst_mcore.attention.direct import Meet, direct
 from burst_mcore.attention.double_ring import double_ring, mirrored, without_overlap
 from burst_mcore.attention.head_exchange import Pass, with_heads
 from burst_mcore.attention.plan import Plan
@@ -90,9 +90,10 @@ def program(rank: int, route: Route, name: str, plan: Plan | None = None) -> Pro
     return ring if route.overlap else without_overlap(ring)
 
 
-def _dense(position: int, route: Route, gradients: bool) -> Program:
+def _dense(position: int, route: Route, gradients: bool, meet: Meet = lambda at, by: True) -> Program:
+    """Everything to everybody, but that a direct exchange leaves out positions that do not meet."""
     if route.direct:
-        return direct(position, route.positions, gradients=gradients)
+        return direct(position, route.positions, meet, gradients=gradients)
     if not route.mirrored:
         return double_ring(position, route.nodes, route.intra, gradients=gradients)
     last = route.positions - 1
@@ -105,7 +106,10 @@ def _pruned(route: Route, gradients: bool, of_queries: bool, plan: Plan) -> tupl
     def needed(at: int, by: int) -> Rows:
         return plan.needed(at, by, of_queries=of_queries)
 
-    dense = [_dense(position, route, gradients) for position in range(route.positions)]
+    def meet(at: int, by: int) -> bool:
+        return bool(needed(at, by))
+
+    dense = [_dense(position, route, gradients, meet) for position in range(route.positions)]
     return pruned(dense, needed, plan.rows)
 
 

@@ -189,7 +189,7 @@ def _causal(q: range, k: range, high: int) -> Iterator[Tile]:
 
 def _along(q: range, k: range, low: int, high: int) -> Iterator[Tile]:
     """A window: block by block of query rows a triangle, a full rectangle, a triangle."""
-    rows = max(1, min(DIAGONAL, high - low + 1))
+    rows = min(DIAGONAL, high - low + 2)  # then a band that is narrower has nothing between its triangles
     for start in range(0, len(q), rows):
         block = q[start : start + rows]
         low_here, high_here = low + start, high + start

@@ -11,13 +11,13 @@ from torch.autograd.function import once_differentiable
 
 from burst_mcore.attention.kernels.kernel import Problem, RowGradients
 from burst_mcore.attention.kernels.table import choose
-from burst_mcore.attention.mask import Mask
 from burst_mcore.attention.merge import GradientSum, OnlineSoftmax
 from burst_mcore.attention.passes import output_stand_in, row_delta, seen_by
 from burst_mcore.attention.plan import plan
 from burst_mcore.attention.rows import pieces, take
 from burst_mcore.attention.tiles import tiles_of
 from burst_mcore.layout import Layout
+from burst_mcore.mask import Mask
 
 
 def all_gather_attention(q: Tensor, k: Tensor, v: Tensor, *, group: dist.ProcessGroup, mask: Mask) -> Tensor:

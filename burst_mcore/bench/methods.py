@@ -45,7 +45,7 @@ def _burst(backward: str, *, ulysses: bool = False) -> Callable[[Problem, dist.P
         config = BurstConfig(backward=backward, head_parallel=topology.size if ulysses else 1)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = burst_attention(q, k, v, topology=topology, mask=problem.mask, config=config)
+            out = burst_attention(q, k, v, topology=topology, mask=problem.seen, config=config)
             assert isinstance(out, Tensor)
             return out
 
@@ -55,7 +55,7 @@ def _burst(backward: str, *, ulysses: bool = False) -> Callable[[Problem, dist.P
 
 
 def _all_gather(problem: Problem, group: dist.ProcessGroup) -> Attend:
-    return lambda q, k, v: all_gather_attention(q, k, v, group=group, mask=problem.mask)
+    return lambda q, k, v: all_gather_attention(q, k, v, group=group, mask=problem.seen)
 
 
 def _ulysses_needs(problem: Problem, ranks: int) -> str | None:
@@ -82,7 +82,7 @@ def _deepspeed(problem: Problem, group: dist.ProcessGroup) -> Attend:
     deepspeed.init_distributed("gloo", verbose=False)
 
     def local(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
-        out = burst_attention(q, k, v, topology=Topology.single(), mask=problem.mask)
+        out = burst_attention(q, k, v, topology=Topology.single(), mask=problem.seen)
         assert isinstance(out, Tensor)
         return out
 

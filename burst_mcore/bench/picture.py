@@ -13,6 +13,8 @@ COLOURS = {
     "inter data": "#c44e52",
     "intra gradient": "#8172b3",
     "inter gradient": "#937860",
+    "direct data": "#da8bc3",
+    "direct gradient": "#8c8c8c",
 }
 """By lane; what is not here is a message of a head group."""
 HEADS = "#55a868"

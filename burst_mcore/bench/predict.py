@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,28 +18,21 @@ from burst_mcore.attention.choice import (
     candidates,
     legal_degrees,
     reason,
-    route_for,
     why_not_degree,
 )
-from burst_mcore.attention.cost import Shard, message_bytes, pass_flops
-from burst_mcore.attention.plan import plan
+from burst_mcore.attention.cost import Shard, Sizes, link_bytes, message_bytes, pass_flops
+from burst_mcore.attention.plan import Plan, plan
+from burst_mcore.attention.rows import count
 from burst_mcore.attention.schedule import Schedule, schedule
 from burst_mcore.attention.timeline import play
 from burst_mcore.attention.trace import Event
+from burst_mcore.balance import imbalance, work
+from burst_mcore.bench.masks import document_ends
 from burst_mcore.bench.problem import DTYPES, Problem
 from burst_mcore.layout import Layout
 from burst_mcore.rates import Rates
 
 GRAD_ITEMSIZE = 4
-SUFFIXES = {"": 1, "K": 2**10, "M": 2**20}
-
-
-def tokens(text: str) -> int:
-    """A length such as 4096, 128K or 1M, in tokens. Raises ValueError for others."""
-    found = re.fullmatch(r"(\d+)([KM]?)", text.upper())
-    if found is None or int(found[1]) == 0:
-        raise ValueError(f"a number of tokens looks like 4096, 128K or 1M, got {text!r}")
-    return int(found[1]) * SUFFIXES[found[2]]
 
 
 def cluster(text: str) -> Ranks:
@@ -50,12 +43,30 @@ def cluster(text: str) -> Ranks:
     return Ranks(int(found[1]) * int(found[2]), int(found[2]))
 
 
-def shard_of(problem: Problem, ranks: Ranks) -> Shard:
-    """One rank's share. Raises ValueError if the sequence cannot be dealt zigzag."""
-    Layout("zigzag").runs(problem.seq, 0, ranks.size)
+def layout_of(text: str, problem: Problem, ranks: Ranks) -> Layout:
+    """A layout from its word; "auto" is the one for the mask, "zigzag-documents" that of its documents.
+
+    Raises:
+        ValueError: an unknown word, or a layout that does not go with the mask, the sequence or the ranks.
+    """
+    if text == "auto":
+        return Layout.for_mask(problem.seen, problem.seq, ranks.size)
+    if text == "zigzag-documents":
+        layout = Layout(text, ends=document_ends(problem.mask, problem.seq))
+    else:
+        try:
+            layout = Layout.of(text)
+        except ValueError as error:
+            raise ValueError(f"{error}; also auto, and zigzag-documents with a mask of documents") from None
+    layout.padded(problem.seq, ranks.size)
+    return layout
+
+
+def shard_of(problem: Problem, ranks: Ranks, layout: Layout) -> Shard:
+    """One rank's share. Raises ValueError if the sequence cannot be dealt."""
     return Shard(
         problem.batch,
-        problem.seq // ranks.size,
+        layout.padded(problem.seq, ranks.size) // ranks.size,
         problem.heads,
         problem.kv_heads,
         problem.head_dim,
@@ -65,30 +76,52 @@ def shard_of(problem: Problem, ranks: Ranks) -> Shard:
     )
 
 
-def explain(problem: Problem, ranks: Ranks, rates: Rates, *, ring: str, overlap: bool) -> str:
-    """All ways to run a call, what each costs, which one is chosen and why; in words."""
+def explain(
+    problem: Problem, ranks: Ranks, rates: Rates, *, ring: str, overlap: bool, layout: str = "zigzag"
+) -> str:
+    """The ways to run a call that "auto" chooses from, what each costs, which is chosen and why; in words.
+
+    Raises:
+        ValueError: as `layout_of`.
+    """
+    dealt = layout_of(layout, problem, ranks)
     found = candidates(
-        shard_of(problem, ranks),
-        Layout("zigzag"),
-        problem.mask,
+        shard_of(problem, ranks, dealt),
+        dealt,
+        problem.seen,
         problem.seq,
         ranks,
         rates,
         overlap=overlap,
-        rings=RINGS if ring == "auto" else (ring,),
+        rings=_rings(ring),
         degrees=tuple(legal_degrees(ranks, problem.heads, problem.kv_heads)),
         directions=("query", "kv"),
     )
     chosen = best(found)
-    ordered = sorted(found, key=lambda candidate: candidate.seconds)
+    ordered = sorted(_one_way_round(found, chosen), key=lambda candidate: candidate.seconds)
     table: str = tabulate([_row(c, chosen) for c in ordered], headers="keys", floatfmt=".4g")
+    uneven = imbalance(dealt, problem.seen, problem.seq, ranks.size)
     return (
         f"{table}\n\nchosen: ring={chosen.ring!r}, head_parallel={chosen.route.heads}, "
         f"backward={chosen.direction!r} "
         f"({chosen.route}): {reason(chosen, found)}\n"
+        f"mask {problem.mask}, layout {dealt}: the busiest rank has {uneven:.2f} x the mean work; times are "
+        f"for the mean\n"
         f"(predicted, not measured: {rates.intra / 1e9:g} GB/s within a node, {rates.inter / 1e9:g} GB/s a "
         f"rank between nodes, {rates.compute / 1e12:g} TFLOP/s, {rates.latency * 1e6:g} us a message)"
     )
+
+
+def _rings(ring: str) -> tuple[str, ...]:
+    return RINGS if ring == "auto" else (ring,)
+
+
+def _one_way_round(found: Sequence[Candidate], chosen: Candidate) -> list[Candidate]:
+    """Of each ring and its mirror image the better one."""
+    pairs: dict[tuple[object, ...], list[Candidate]] = {}
+    for c in found:
+        pairs.setdefault((c.ring, c.direction, c.route.heads), []).append(c)
+    return [chosen if chosen in pair else best(pair) for pair in pairs.values()]
 
 
 def _row(candidate: Candidate, chosen: Candidate) -> dict[str, Any]:
@@ -96,7 +129,7 @@ def _row(candidate: Candidate, chosen: Candidate) -> dict[str, Any]:
         "": "*" if candidate is chosen else "",
         "head_parallel": candidate.route.heads,
         "backward": candidate.direction,
-        "ring": candidate.ring,
+        "ring": f"{candidate.ring}{', mirrored' * candidate.route.mirrored}",
         "positions": f"{candidate.route.nodes} x {candidate.route.intra}",
         "forward ms": candidate.forward_seconds * 1e3,
         "backward ms": candidate.backward_seconds * 1e3,
@@ -113,23 +146,55 @@ class Drawing:
 
     schedule: Schedule
     events: Sequence[Event]
+    plan: Plan
+    why: str
+    """Why this way round, or this ring, and no other."""
+    sent: Mapping[str, int]
+    """Bytes that all ranks send in the pass, by link ("intra", "inter")."""
+    sent_dense: Mapping[str, int]
+    """The same if every row were read by all."""
 
 
 def draw(
-    problem: Problem, ranks: Ranks, rates: Rates, *, name: str, degree: int, ring: str, overlap: bool
+    problem: Problem,
+    ranks: Ranks,
+    rates: Rates,
+    *,
+    name: str,
+    degree: int,
+    ring: str,
+    overlap: bool,
+    layout: str = "zigzag",
 ) -> Drawing:
     """The schedule of the pass `name` ("forward", "query", "kv"), and when every rank does what.
 
+    The way is the one that a call with these choices takes: the best ring for "auto", and of a ring the
+    better way round.
+
     Raises:
-        ValueError: `degree` ranks cannot share the heads, or the sequence cannot be dealt.
+        ValueError: `degree` ranks cannot share the heads, or as `layout_of`.
     """
     why_not = why_not_degree(degree, ranks, problem.heads, problem.kv_heads)
     if why_not is not None:
         legal = legal_degrees(ranks, problem.heads, problem.kv_heads)
         raise ValueError(f"head_parallel={degree} is not legal here: {why_not}; legal: {legal}")
-    shard, route = shard_of(problem, ranks), route_for(degree, ranks, ring=ring, overlap=overlap)
-
-    what = plan(Layout("zigzag"), problem.mask, problem.seq, route.positions, route.heads)
+    dealt = layout_of(layout, problem, ranks)
+    shard = shard_of(problem, ranks, dealt)
+    found = candidates(
+        shard,
+        dealt,
+        problem.seen,
+        problem.seq,
+        ranks,
+        rates,
+        overlap=overlap,
+        rings=_rings(ring),
+        degrees=(degree,),
+        directions=("query" if name == "query" else "kv",),  # as record_pass has it
+    )
+    chosen = best(found)
+    route = chosen.route
+    what = plan(dealt, problem.seen, problem.seq, route.positions, route.heads)
 
     def seconds(rank: int, action: Compute) -> float:
         here, part = rank // route.heads, action.part
@@ -140,5 +205,48 @@ def draw(
         pairs = sum(piece.pairs for piece in met)
         return pass_flops(shard.pooled(route.heads), pairs, name) / rates.compute
 
-    drawn = schedule(route, name, what)
-    return Drawing(drawn, play(drawn, message_bytes(shard, route, name), seconds, ranks.intra, rates))
+    drawn, sizes = schedule(route, name, what), message_bytes(shard, route, name)
+    return Drawing(
+        drawn,
+        play(drawn, sizes, seconds, ranks.intra, rates),
+        what,
+        reason(chosen, found),
+        _sent(drawn, sizes, ranks.intra),
+        _sent(schedule(route, name), sizes, ranks.intra),
+    )
+
+
+def _sent(drawn: Schedule, sizes: Sizes, intra_size: int) -> dict[str, int]:
+    total = {"intra": 0, "inter": 0}
+    for rank, program in enumerate(drawn.programs):
+        for link, size in link_bytes(program, rank, sizes, intra_size).items():
+            total[link] += size
+    return total
+
+
+def summary(drawing: Drawing, ranks: Ranks) -> str:
+    """How even the work is, and what is read and sent, beside what it would be if all were read by all."""
+    what, of_queries = drawing.plan, drawing.schedule.queries_travel
+    sides = work(what.layout, what.mask, what.n, ranks.size)
+    queries, keys = (float(x.max()) * ranks.size / max(1.0, float(x.sum())) for x in sides)
+    pairs = [(at, by) for at in range(what.size) for by in range(what.size) if at != by]
+    read = sum(count(what.needed(at, by, of_queries=of_queries)) for at, by in pairs)
+    whole = max(1, what.rows * len(pairs))
+    sent = ", ".join(
+        f"{link} {_short(size)} of {_short(dense)}"
+        for link, size in drawing.sent.items()
+        for dense in [drawing.sent_dense[link]]
+        if dense
+    )
+    return (
+        f"layout: {what.layout}\n"
+        f"work:   the busiest rank has {max(queries, keys):.3f} x the mean (pairs of its queries "
+        f"{queries:.3f}, of its keys {keys:.3f})\n"
+        f"read:   {read:,} rows of other positions, {read / whole:.1%} of {whole:,}\n"
+        f"sent:   {sent or 'nothing'}"
+    )
+
+
+def _short(size: int) -> str:
+    """Bytes as people read them."""
+    return f"{size / 1e9:.4g} GB" if size >= 1e9 else f"{size / 1e6:.4g} MB"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.mask import Mask
+from burst_mcore.attention.kernels.kernel import Problem as KernelProblem
+from burst_mcore.bench.masks import mask_of, shortened
+from burst_mcore.mask import Mask
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -22,21 +24,34 @@ class Problem:
     kv_heads: int
     head_dim: int
     batch: int = 1
-    causal: bool = True
+    mask: str = "causal"
+    """In the words of `burst_mcore.bench.masks`."""
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            if isinstance(value, int) and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide heads, got {self.kv_heads} and {self.heads}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        mask_of(self.mask, self.seq)
 
     @property
-    def mask(self) -> Mask:
-        return Mask.causal() if self.causal else Mask.full()
+    def seen(self) -> Mask:
+        """What may attend to what: the mask over the whole sequence."""
+        return mask_of(self.mask, self.seq)
+
+    @property
+    def on_kernel(self) -> KernelProblem:
+        """What the kernel of this machine's CPU is asked to serve."""
+        dtype = DTYPES[self.dtype]
+        return KernelProblem("cpu", dtype, self.heads, self.kv_heads, self.head_dim, self.head_dim)
+
+    def shortened(self, seq: int) -> Problem:
+        """The same over `seq` tokens, the lengths in its mask in proportion."""
+        return replace(self, seq=seq, mask=shortened(self.mask, self.seq, seq))
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(q, k, v, dout) of the whole sequence, the same on every rank."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,15 +20,20 @@ from torch import Tensor
 from burst_mcore.attention.choice import Ranks
 from burst_mcore.attention.function import burst_attention
 from burst_mcore.attention.kernels import kernel, table
+from burst_mcore.attention.passes import row_delta
 from burst_mcore.attention.topology import Topology
 from burst_mcore.attention.trace import Event, record
 from burst_mcore.bench.methods import METHODS, Method
-from burst_mcore.bench.problem import DTYPES, Problem
+from burst_mcore.bench.problem import Problem
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import shard, unshard
+from burst_mcore.mask import Mask
+from burst_mcore.rates import Rates
 
 GATE_TOKENS = 512
 """Length of the sequence on which a method must be right before it is timed, at most."""
+TABLE_TOKENS = 8192
+"""The longest sequence over which the bare kernel gets a mask as a table of queries x keys."""
 
 
 @dataclass(frozen=True)
@@ -49,27 +55,49 @@ class Result:
 
 
 def bare_kernel(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
-    """(out, dq, dk, dv) of the whole sequence by one call of the local kernel each way."""
-    ask = kernel.Problem(
-        "cpu", DTYPES[problem.dtype], problem.heads, problem.kv_heads, problem.head_dim, problem.head_dim
+    """(out, dq, dk, dv) of the whole sequence by one call of the local kernel each way.
+
+    Masks besides causal and full go in as a table, without a word on what it lets the kernel skip.
+
+    Raises:
+        ValueError: the sequence is too long for that.
+    """
+    chosen, scale, seen = (
+        table.choose("auto", problem.on_kernel),
+        problem.head_dim**-0.5,
+        _seen_by_kernel(problem),
     )
-    chosen, scale = table.choose("auto", ask), problem.head_dim**-0.5
+    if "mask" in seen and not chosen.masks:
+        chosen = table.KERNELS["reference"]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-        out, lse = chosen.forward(q, k, v, causal=problem.causal, scale=scale)
-        # It takes delta from out itself; the argument is for kernels that do not.
-        x = kernel.RowGradients(dout, q, k, v, out, lse, lse)
-        assert not chosen.takes_delta
-        return out, *chosen.backward(x, causal=problem.causal, scale=scale)
+        out, lse = chosen.forward(q, k, v, scale=scale, **seen)
+        delta = row_delta(dout, out) if chosen.takes_delta else lse  # others form it from out themselves
+        x = kernel.RowGradients(dout, q, k, v, out, lse, delta)
+        return out, *chosen.backward(x, scale=scale, **seen)
 
     return attend
+
+
+def _seen_by_kernel(problem: Problem) -> dict[str, Any]:
+    """The mask as a kernel takes it."""
+    if problem.seen in (Mask.causal(), Mask.full()):
+        return {"causal": problem.seen == Mask.causal()}
+    if problem.seq > TABLE_TOKENS:
+        raise ValueError(
+            f"the bare kernel, which methods are measured beside, takes mask {problem.mask!r} as a table of "
+            f"queries x keys, over at most {TABLE_TOKENS} tokens, got {problem.seq}: use a shorter sequence, "
+            f"or causal or full"
+        )
+    at = torch.arange(problem.seq)
+    return {"causal": False, "mask": problem.seen.allows(at, at)}
 
 
 def measure(problem: Problem, ranks: int, names: Sequence[str], repeats: int) -> list[Result]:
     """Measure methods that lack nothing, and at one rank the whole path of burst beside the bare kernel.
 
     Raises:
-        ValueError: a method is unknown or cannot serve the problem.
+        ValueError: a method, or the bare kernel, is unknown or cannot serve the problem.
         RuntimeError: a method is wrong (its error is over twice that of the kernel), or a rank failed.
     """
     for name in names:
@@ -78,6 +106,7 @@ def measure(problem: Problem, ranks: int, names: Sequence[str], repeats: int) ->
         lacking = METHODS[name].needs(problem, ranks)
         if lacking is not None:
             raise ValueError(f"method {name} needs {lacking}")
+    bare_kernel(problem)  # here, where its refusal is one line
     kernel_alone, burst_alone = _in_processes(1, _beside_kernel, "burst", problem, repeats)[0]
     return [
         kernel_alone,
@@ -86,30 +115,41 @@ def measure(problem: Problem, ranks: int, names: Sequence[str], repeats: int) ->
     ]
 
 
-def record_pass(problem: Problem, ranks: Ranks, name: str, config: BurstConfig) -> list[Event]:
+def record_pass(
+    problem: Problem, ranks: Ranks, name: str, config: BurstConfig, rates: Rates | None = None
+) -> list[Event]:
     """What every rank did when in one pass, "forward", "query" or "kv", over gloo on this machine.
+
+    rates: those by which the way is chosen; default those of a CPU.
 
     Raises:
         ValueError: the configuration cannot serve the problem.
         RuntimeError: a rank failed.
     """
-    per_rank = _in_processes(ranks.size, _record_pass, problem, ranks, name, config)
+    per_rank = _in_processes(ranks.size, _record_pass, problem, ranks, name, config, rates)
     return [event for events in per_rank for event in events]
 
 
 def _record_pass(
-    rank: int, size: int, problem: Problem, ranks: Ranks, name: str, config: BurstConfig
+    rank: int,
+    size: int,
+    problem: Problem,
+    ranks: Ranks,
+    name: str,
+    config: BurstConfig,
+    rates: Rates | None,
 ) -> list[Event]:
     group = dist.group.WORLD
     assert group is not None
-    topology = Topology.from_group(group, intra_size=ranks.intra)
+    topology = Topology.from_group(group, intra_size=ranks.intra, rates=rates)
     config = replace(config, backward="kv" if name == "forward" else name)
-    q, k, v, dout = (shard(x, 1, rank=rank, size=size) for x in problem.tensors())
+    deal = partial(shard, dim=1, rank=rank, size=size, layout=config.layout)
+    q, k, v, dout = map(deal, problem.tensors())
     inputs = [x.requires_grad_() for x in (q, k, v)]
     for _ in range(2):  # once to warm up: connections, buffers
         dist.barrier()
         with record(rank) as events:
-            out = burst_attention(*inputs, topology=topology, mask=problem.mask, config=config)
+            out = burst_attention(*inputs, topology=topology, mask=problem.seen, config=config)
         if name != "forward":
             assert isinstance(out, Tensor)
             dist.barrier()
@@ -155,7 +195,7 @@ def _beside_kernel(rank: int, size: int, name: str, problem: Problem, repeats: i
 def _gate(rank: int, size: int, method: Method, problem: Problem, group: dist.ProcessGroup) -> float:
     """The worst error of out, dq, dk, dv as a multiple of the bare kernel's own; RuntimeError above 2."""
     unit = 2 * size
-    short = replace(problem, seq=max(unit, min(problem.seq, GATE_TOKENS) // unit * unit))
+    short = problem.shortened(max(unit, min(problem.seq, GATE_TOKENS) // unit * unit))
     tensors = short.tensors()
     q, k, v, dout = (shard(x, 1, rank=rank, size=size, layout=method.layout) for x in tensors)
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -177,7 +217,7 @@ def _gate(rank: int, size: int, method: Method, problem: Problem, group: dist.Pr
 def _exact(problem: Problem) -> tuple[Tensor, ...]:
     """(out, dq, dk, dv) in float64."""
     q, k, v, dout = (x.double().requires_grad_() for x in problem.tensors())
-    out = burst_attention(q, k, v, topology=Topology.single(), mask=problem.mask)
+    out = burst_attention(q, k, v, topology=Topology.single(), mask=problem.seen)
     assert isinstance(out, Tensor)
     return out.detach(), *torch.autograd.grad(out, (q, k, v), dout.detach())
 

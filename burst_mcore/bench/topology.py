@@ -26,11 +26,11 @@ from burst_mcore.attention.cost import Shard, allowed_pairs, pass_flops
 from burst_mcore.attention.function import burst_attention
 from burst_mcore.attention.kernels.kernel import Kernel, RowGradients
 from burst_mcore.attention.kernels.table import KERNELS, choose
-from burst_mcore.attention.mask import Mask
 from burst_mcore.attention.topology import Topology
 from burst_mcore.bench import cluster
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
+from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
 
 WITHIN = 1.05

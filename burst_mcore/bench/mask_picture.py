@@ -1,0 +1,323 @@
+"""A mask as a picture: over the sequence, as the tiles that each rank computes, and as work per rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, product
+from math import prod
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_mcore.attention.kernels.kernel import Kernel
+from burst_mcore.attention.plan import Plan
+from burst_mcore.attention.tiles import Tile, tiles_of
+from burst_mcore.balance import work
+from burst_mcore.mask import UNBOUNDED, Mask
+
+CELLS = 512
+"""Cells a side, at most, of the mask's picture."""
+SAMPLES = 16
+"""Query rows of a cell, at most, whose keys are counted; evenly spaced."""
+SHOWN = 8
+"""Ranks, at most, whose tiles are drawn; evenly spaced."""
+LISTED = 16
+"""Ranks, at most, that are named on an axis."""
+OUTLINED = 100
+"""Tiles of a kind and a rank, at most, that are told apart by lines."""
+KINDS = {"full": "#37474f", "causal": "#8fa8b8", "window": "#c9b458", "masked": "#a1536b"}
+"""Kinds of tiles, and their colours, which are none of the ranks'."""
+EMPTY = (0.95, 0.95, 0.95)
+
+Point = tuple[float, float]
+
+
+def save_mask(plan: Plan, name: str, kernel: Kernel, title: str, path: Path) -> None:
+    """Write the picture of a plan in the pass `name`, in tiles for `kernel`, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure = pyplot.figure(figsize=(19, 8), layout="constrained")
+    left, middle, right = figure.subfigures(1, 3, width_ratios=(1.0, 1.25, 0.6))
+    colours = _colours(plan.size)
+    _draw_mask(left.subplots(), plan, colours)
+    _draw_tiles(middle, plan, name, kernel)
+    _draw_work(right.subplots(), plan, colours)
+    figure.suptitle(fill(title, 160), fontsize=13)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def raster(mask: Mask, n: int, cells: int = CELLS) -> Tensor:
+    """What share of the pairs of each cell is allowed, float64 [cells, cells], queries down, keys across.
+
+    There are n cells a side if n is less. Exact for up to SAMPLES query rows a cell.
+
+    Raises:
+        ValueError: the mask does not go with n tokens.
+    """
+    edges = edges_of(n, cells)
+    bands, found = mask.bands(n), []
+    for first, last in pairwise(edges.tolist()):
+        near = bands[(bands[:, 0] < last) & (first < bands[:, 1])]
+        rows = torch.linspace(first, last - 1, min(SAMPLES, last - first), dtype=torch.float64).round().long()
+        found.append(_keys_in_cells(rows, near, edges, mask.stride) / (len(rows) * edges.diff()).double())
+    return torch.stack(found)
+
+
+def edges_of(n: int, cells: int = CELLS) -> Tensor:
+    """Where the cells of the picture begin and end, int64 [cells + 1]."""
+    cells = min(cells, n)
+    return torch.arange(cells + 1) * n // cells
+
+
+def _keys_in_cells(rows: Tensor, bands: Tensor, edges: Tensor, step: int) -> Tensor:
+    """How many keys of each cell the queries at `rows` see in all, int64 [cells].
+
+    A row's keys are intervals; those of an interval below x are whole cells, and a part of the cell of x.
+    """
+    q0, q1, k0, k1, low, high = bands.unbind(1)
+    query = rows[:, None]
+    first, past = torch.maximum(k0, query + low), torch.minimum(k1, query + high + 1)
+    row, band = ((query >= q0) & (query < q1) & (first < past)).nonzero().unbind(1)
+    cells = len(edges) - 1
+    whole, part = torch.zeros(len(rows), cells, dtype=torch.int64), torch.zeros(cells, dtype=torch.int64)
+    for sign, bound in ((1, past[row, band]), (-1, first[row, band])):
+        cell = (torch.searchsorted(edges, bound, right=True) - 1).clamp(max=cells - 1)
+        part.index_add_(0, cell, sign * _multiples(edges[cell], bound, rows[row], step))
+        whole.index_put_((row, cell), torch.full_like(cell, sign), accumulate=True)
+    beyond = whole.flip(1).cumsum(1).flip(1) - whole  # bounds in later cells
+    return part + (beyond * _multiples(edges[:-1], edges[1:], query, step)).sum(0)
+
+
+def _multiples(first: Tensor, past: Tensor, query: Tensor, step: int) -> Tensor:
+    """How many keys of [first, past) are a multiple of `step` away from the query."""
+    return (past - 1 - query) // step - (first - 1 - query) // step
+
+
+def owners(plan: Plan, edges: Tensor) -> Tensor:
+    """What share of the tokens of each cell each position holds, float64 [cells, positions]."""
+    shares = []
+    for position in range(plan.size):
+        runs = [run for member in range(plan.heads) for run in plan.runs(position, member)]
+        start, step, length = torch.tensor([(run.start, run.step, len(run)) for run in runs]).unbind(1)
+        before = (-((start - edges[:, None]) // step)).clamp(min=0).minimum(length).sum(1)
+        shares.append(before.diff() / edges.diff())
+    return torch.stack(shares, 1).double()
+
+
+def kind_of(tile: Tile) -> str:
+    """One of KINDS."""
+    if tile.parts:
+        return "masked"
+    if tile.low is None and tile.high is None:
+        return "full"
+    return "causal" if tile.causal else "window"
+
+
+def tiles_summary(plan: Plan, name: str, kernel: Kernel) -> str:
+    """How many tiles all positions compute in the pass `name`, and how many of their pairs are allowed."""
+    kinds: Counter[str] = Counter()
+    allowed = computed = 0
+    for position, source in product(range(plan.size), repeat=2):
+        for tile in _met(plan, name, kernel, position, source):
+            kinds[kind_of(tile)] += 1
+            allowed += tile.pairs
+            computed += prod(tile.shape) if tile.parts else tile.pairs
+    each = ", ".join(f"{kinds[kind]} {kind}" for kind in KINDS if kinds[kind])
+    return (
+        f"tiles:  {kinds.total()} for kernel {kernel.name} ({each}), {computed:,} pairs, of which the mask "
+        f"allows {allowed / max(1, computed):.1%}"
+    )
+
+
+def _met(plan: Plan, name: str, kernel: Kernel, position: int, source: int) -> tuple[Tile, ...]:
+    """The tiles of the bundle of `source` at `position`."""
+    q_at, k_at = (source, position) if name == "query" else (position, source)
+    return tiles_of(plan, q_at, k_at, windows=kernel.windows, masks=kernel.masks)
+
+
+def outlines(tile: Tile) -> list[list[Point]]:
+    """What a tile computes, as polygons of (key row, query row)."""
+    if tile.parts:
+        found = []
+        for part in tile.parts:
+            m0, n0 = _row_at(tile.q, part.m0), _row_at(tile.k, part.n0)
+            q, k = range(m0, m0 + part.m1 - part.m0), range(n0, n0 + part.n1 - part.n0)
+            found.append(_outline(q, k, part.low, part.high))
+        return found
+    low = -UNBOUNDED if tile.low is None else tile.low
+    high = UNBOUNDED if tile.high is None else tile.high
+    return [_outline(q, k, low, high) for q in tile.q for k in tile.k]
+
+
+def _row_at(rows: Sequence[range], place: int) -> int:
+    """The row that stands at `place` among `rows`."""
+    for each in rows:
+        if place < len(each):
+            return each[place]
+        place -= len(each)
+    raise IndexError(place)
+
+
+def _outline(q: range, k: range, low: int, high: int) -> list[Point]:
+    """A rectangle between two diagonals, n - m from low to high, its rows perhaps in reverse or with gaps."""
+    rows, columns = len(q), len(k)
+    corners: list[Point] = [(0, 0), (columns, 0), (columns, rows), (0, rows)]
+    corners = _clipped(corners, 1, high + 1)
+    corners = _clipped(corners, -1, 1 - low)
+    return [(_along(k, n), _along(q, m)) for n, m in corners]
+
+
+def _along(rows: range, at: float) -> float:
+    """Where the edge `at` is, between those that `rows` has before and after it."""
+    if rows.step > 0:
+        return min(rows.start + at * rows.step, rows[-1] + 1)
+    return max(rows.start + 1 + at * rows.step, rows[-1])
+
+
+def _clipped(polygon: list[Point], sign: int, most: int) -> list[Point]:
+    """The part of a polygon in which sign * (x - y) <= most."""
+    found: list[Point] = []
+    for (x, y), (u, v) in zip(polygon, [*polygon[1:], *polygon[:1]], strict=True):
+        here, there = sign * (x - y) - most, sign * (u - v) - most
+        if here <= 0:
+            found.append((x, y))
+        if here * there < 0:
+            way = here / (here - there)
+            found.append((x + way * (u - x), y + way * (v - y)))
+    return found
+
+
+def _colours(size: int) -> Tensor:
+    """A colour for each position, float64 [size, 3]."""
+    from matplotlib import colormaps
+
+    if size <= 10:
+        table = [colormaps["tab10"](at) for at in range(size)]
+    else:
+        table = [colormaps["turbo"](0.05 + 0.9 * at / (size - 1)) for at in range(size)]
+    return torch.tensor(table, dtype=torch.float64)[:, :3]
+
+
+def _draw_mask(panel: Any, plan: Plan, colours: Tensor) -> None:
+    edges = edges_of(plan.n)
+    held, allowed = owners(plan, edges), raster(plan.mask, plan.n)[:, :, None]
+    strength = torch.where(allowed > 0, 0.25 + 0.75 * allowed, 0.0)
+    picture = torch.tensor(EMPTY, dtype=torch.float64) * (1 - strength) + (held @ colours)[:, None] * strength
+    panel.imshow(picture.clamp(0, 1).numpy(), extent=(0, plan.n, plan.n, 0), interpolation="nearest")
+    marks = [plan.n * at // 4 for at in range(5)]
+    panel.set_xticks(marks, [_short(x) for x in marks])
+    panel.set_yticks(marks, [_short(x) for x in marks])
+    panel.set_xlabel("key")
+    mixed = bool((held.amax(1) < 0.99).any())
+    panel.set_ylabel("query" + " (rows finer than the picture: the colours of their ranks mix)" * mixed)
+    panel.set_title(f"the mask, by the {_unit(plan)} that holds the query", fontsize=11)
+
+
+def _short(x: int) -> str:
+    for unit, size in (("M", 2**20), ("K", 2**10)):
+        if x >= size and x * 4 % size == 0:
+            return f"{x / size:g}{unit}"
+    return str(x)
+
+
+def _unit(plan: Plan) -> str:
+    return "rank" if plan.heads == 1 else f"group of {plan.heads} ranks"
+
+
+def _name(plan: Plan, position: int) -> str:
+    first = position * plan.heads
+    return f"rank {first}" if plan.heads == 1 else f"ranks {first}-{first + plan.heads - 1}"
+
+
+def _draw_tiles(figure: Any, plan: Plan, name: str, kernel: Kernel) -> None:
+    """A strip for each position: its own rows down, those of all positions, one after another, across."""
+    from matplotlib.patches import Patch
+
+    shown = _shown(plan.size)
+    panels = figure.subplots(len(shown), 1, squeeze=False, sharex=True)[:, 0]
+    kinds: set[str] = set()
+    for panel, position in zip(panels, shown, strict=True):
+        kinds |= _draw_strip(panel, plan, name, kernel, position)
+        panel.set_ylabel(_name(plan, position), rotation=0, ha="right", va="center", fontsize=10)
+    own, others = ("key", "query") if name == "query" else ("query", "key")
+    some = "" if len(shown) == plan.size else f", {len(shown)} of {plan.size} {_unit(plan)}s"
+    figure.suptitle(
+        f"tiles for kernel {kernel.name}{some}: own {own} rows down, {others} rows of all across", fontsize=11
+    )
+    named = range(0, plan.size, -(-plan.size // LISTED))
+    panels[-1].set_xticks([(p + 0.5) * plan.rows for p in named], [str(p * plan.heads) for p in named])
+    panels[-1].tick_params(axis="x", length=0)
+    panels[-1].set_xlabel(f"{others} rows of rank" + " (the first of each group)" * (plan.heads > 1))
+    legend = [Patch(color=colour, label=kind) for kind, colour in KINDS.items() if kind in kinds]
+    if legend:
+        figure.legend(handles=legend, loc="outside lower center", ncols=len(KINDS), fontsize=10)
+
+
+def _draw_strip(panel: Any, plan: Plan, name: str, kernel: Kernel, position: int) -> set[str]:
+    """Draw what a position computes; the kinds of its tiles."""
+    from matplotlib.collections import PolyCollection
+
+    polygons: dict[str, list[list[Point]]] = {kind: [] for kind in KINDS}
+    for kind, polygon in _placed(plan, name, kernel, position):
+        polygons[kind].append(polygon)
+    for kind, found in polygons.items():
+        edge = "white" if len(found) <= OUTLINED else "face"  # so that many small ones are seen
+        panel.add_collection(PolyCollection(found, facecolors=KINDS[kind], edgecolors=edge, linewidths=0.3))
+    panel.set_facecolor(EMPTY)
+    panel.set_xlim(0, plan.rows * plan.size)
+    panel.set_ylim(plan.rows, 0)
+    panel.set_yticks([])
+    if plan.size <= 4 * LISTED:
+        for source in range(1, plan.size):
+            panel.axvline(source * plan.rows, color="0.6", linewidth=0.6)
+    return {kind for kind, found in polygons.items() if found}
+
+
+def _placed(plan: Plan, name: str, kernel: Kernel, position: int) -> Iterator[tuple[str, list[Point]]]:
+    """(kind, polygon) of all that a position computes, in the coordinates of its strip."""
+    for source in range(plan.size):
+        for tile in _met(plan, name, kernel, position, source):
+            for polygon in outlines(tile):
+                points = [(m, n) for n, m in polygon] if name == "query" else polygon
+                yield kind_of(tile), [(x + source * plan.rows, y) for x, y in points]
+
+
+def _shown(size: int) -> list[int]:
+    """The positions whose tiles are drawn, the first and the last among them."""
+    if size <= SHOWN:
+        return list(range(size))
+    return [round(at * (size - 1) / (SHOWN - 1)) for at in range(SHOWN)]
+
+
+def _draw_work(panel: Any, plan: Plan, colours: Tensor) -> None:
+    sides = [
+        side.view(plan.size, plan.heads).sum(1).double()
+        for side in work(plan.layout, plan.mask, plan.n, plan.size * plan.heads)
+    ]
+    mean = max(1.0, float(sides[0].mean()))
+    for side, words, height, alpha in ((0, "queries", -0.2, 1.0), (1, "keys", 0.2, 0.45)):
+        bars = [position + height for position in range(plan.size)]
+        panel.barh(
+            bars, (sides[side] / mean).tolist(), 0.38, color=colours.tolist(), alpha=alpha, label=words
+        )
+    panel.axvline(1.0, color="black", linewidth=1, linestyle="--")
+    named = range(0, plan.size, -(-plan.size // LISTED))
+    panel.set_yticks(named, [_name(plan, position) for position in named])
+    panel.set_ylim(plan.size - 0.4, -0.6)
+    panel.set_xlim(0, 1.08 * max(float(side.max()) / mean for side in sides))
+    panel.set_xlabel(f"of the mean, {mean:.3g} pairs", fontsize=10)
+    queries, keys = (float(side.max()) / mean for side in sides)
+    panel.set_title(
+        f"work: at most {max(queries, keys):.3f} x the mean\n"
+        f"upper bars: its queries, {queries:.3f}\nlower bars: its keys, {keys:.3f}",
+        fontsize=10,
+        loc="left",
+    )

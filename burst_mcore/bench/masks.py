@@ -1,0 +1,188 @@
+"""Masks as words, for commands: "causal & window:4096", "documents:random,64", ..."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from functools import lru_cache, reduce
+from itertools import accumulate, pairwise
+from operator import and_
+
+import torch
+
+from burst_mcore.mask import Mask
+
+LEGAL = (
+    "causal, full, window:W (W tokens back, itself included), window:LEFT,RIGHT (-1: unbounded), "
+    "dilated:W,D, documents:L1,L2,... (lengths; what they leave of the sequence is one more), "
+    "documents:random,COUNT, blocks:SIZE,DENSITY (random, with the diagonal), and any of these joined by &"
+)
+SUFFIXES = {"": 1, "K": 2**10, "M": 2**20}
+MOST_BLOCKS = 2048
+"""Blocks a side, at most, of a random block matrix: it is made and hashed as a whole."""
+
+
+def tokens(text: str) -> int:
+    """A length such as 4096, 128K or 1M, in tokens. Raises ValueError for others."""
+    found = re.fullmatch(r"(\d+)([KM]?)", text.upper())
+    if found is None or int(found[1]) == 0:
+        raise ValueError(f"a number of tokens looks like 4096, 128K or 1M, got {text!r}")
+    return int(found[1]) * SUFFIXES[found[2]]
+
+
+@lru_cache(maxsize=64)
+def mask_of(text: str, n: int) -> Mask:
+    """The mask over n tokens that `text` says: words of `LEGAL`, joined by "&".
+
+    What is random is the same every time. Every query sees itself, whatever the words.
+
+    Raises:
+        ValueError: an unknown word, or one that does not go with n tokens; says what is legal.
+    """
+    mask = reduce(and_, (_term(word, n) for word in _words(text)))
+    mask.check(n)
+    return mask
+
+
+def document_ends(text: str, n: int) -> tuple[int, ...]:
+    """Where the documents of a mask begin, from 0, and the sequence's end.
+
+    Raises:
+        ValueError: as `mask_of`; or there are no documents, or twice.
+    """
+    found = [word for word in _words(text) if word.partition(":")[0] == "documents"]
+    if len(found) != 1:
+        raise ValueError(
+            f"mask {text!r} must have documents, once: documents:L1,L2,... or documents:random,COUNT"
+        )
+    return _ends(_numbers(found[0]), n)
+
+
+def shortened(text: str, n: int, to: int) -> str:
+    """The same picture over fewer tokens: every length in it times to / n, at least 1.
+
+    Raises:
+        ValueError: an unknown word.
+    """
+    return " & ".join(_shorter(word, n, to) for word in _words(text))
+
+
+def _words(text: str) -> list[str]:
+    words = ["".join(word.split()) for word in text.split("&")]
+    for word in words:
+        if word.partition(":")[0] not in TERMS:
+            raise ValueError(f"unknown mask {word!r} in {text!r}; legal: {LEGAL}")
+    return words
+
+
+def _term(word: str, n: int) -> Mask:
+    try:
+        return TERMS[word.partition(":")[0]](_numbers(word), n)
+    except ValueError as error:
+        raise ValueError(f"mask {word!r}: {error}; legal: {LEGAL}") from None
+
+
+def _numbers(word: str) -> list[str]:
+    _, colon, rest = word.partition(":")
+    return rest.split(",") if colon else []
+
+
+def _bare(mask: Callable[[], Mask]) -> Callable[[list[str], int], Mask]:
+    def build(numbers: list[str], n: int) -> Mask:
+        _expect(numbers, 0)
+        return mask()
+
+    return build
+
+
+def _window(numbers: list[str], n: int) -> Mask:
+    if len(numbers) == 1:
+        return Mask.window(tokens(numbers[0]) - 1, 0)
+    _expect(numbers, 1, 2)
+    left, right = (-1 if x == "-1" else 0 if x == "0" else tokens(x) for x in numbers)
+    return Mask.window(left, right)
+
+
+def _dilated(numbers: list[str], n: int) -> Mask:
+    _expect(numbers, 2)
+    return Mask.dilated(*map(tokens, numbers))
+
+
+def _documents(numbers: list[str], n: int) -> Mask:
+    return Mask.documents(_ends(numbers, n))
+
+
+def _ends(numbers: list[str], n: int) -> tuple[int, ...]:
+    if numbers[:1] == ["random"]:
+        _expect(numbers, 2)
+        count = tokens(numbers[1])
+        if count > n:
+            raise ValueError(f"{n} tokens cannot be {count} documents")
+        return 0, *sorted(random.Random(0).sample(range(1, n), count - 1)), n
+    if not numbers:
+        raise ValueError("the lengths of the documents are missing")
+    ends = list(accumulate(map(tokens, numbers), initial=0))
+    if ends[-1] > n:
+        raise ValueError(f"the documents have {ends[-1]} tokens in all, but the sequence has {n}")
+    return (*ends, n) if ends[-1] < n else tuple(ends)
+
+
+def _blocks(numbers: list[str], n: int) -> Mask:
+    _expect(numbers, 2)
+    size, density = tokens(numbers[0]), _share(numbers[1])
+    count = -(-n // size)
+    if count > MOST_BLOCKS:
+        raise ValueError(
+            f"{count} blocks a side are too many, at most {MOST_BLOCKS}: SIZE must be at least "
+            f"{-(-n // MOST_BLOCKS)}"
+        )
+    matrix = torch.rand(count, count, generator=torch.Generator().manual_seed(0)) < density
+    matrix.fill_diagonal_(True)
+    return Mask.blocks(matrix, size)
+
+
+def _share(text: str) -> float:
+    try:
+        density = float(text)
+    except ValueError:
+        density = -1.0
+    if not 0 <= density <= 1:
+        raise ValueError(f"a density is a number from 0 to 1, got {text!r}")
+    return density
+
+
+def _expect(numbers: list[str], *legal: int) -> None:
+    if len(numbers) not in legal:
+        raise ValueError(f"it takes {' or '.join(map(str, legal))} numbers, got {len(numbers)}")
+
+
+TERMS: dict[str, Callable[[list[str], int], Mask]] = {
+    "causal": _bare(Mask.causal),
+    "full": _bare(Mask.full),
+    "window": _window,
+    "dilated": _dilated,
+    "documents": _documents,
+    "blocks": _blocks,
+}
+LENGTHS = {"window": 2, "dilated": 1, "blocks": 1}
+"""How many of a word's numbers, from the first on, are lengths; of documents all."""
+
+
+def _shorter(word: str, n: int, to: int) -> str:
+    name, numbers = word.partition(":")[0], _numbers(word)
+    if not numbers:
+        return name
+    if numbers[0] == "random":
+        return f"{name}:random,{min(tokens(numbers[1]), to)}"
+    if name == "documents":
+        return _shorter_documents(_ends(numbers, n), n, to)
+    lengths = LENGTHS.get(name, 0)
+    scaled = [x if x in ("-1", "0") else str(max(1, tokens(x) * to // n)) for x in numbers[:lengths]]
+    return f"{name}:{','.join([*scaled, *numbers[lengths:]])}"
+
+
+def _shorter_documents(ends: tuple[int, ...], n: int, to: int) -> str:
+    """By their ends, so that they still make the whole sequence; what is shorter than a token goes."""
+    scaled = sorted({end * to // n for end in ends})
+    return f"documents:{','.join(str(b - a) for a, b in pairwise(scaled))}"
