@@ -239,6 +239,33 @@ def topology(
         raise typer.Exit(1)
 
 
+@bench.command()
+def masks(
+    seq: Annotated[
+        int, typer.Option(min=8192, help="Tokens; documents of 8K are measured on twice as many.")
+    ] = 16384,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads, and K/V heads.")] = 4,
+    repeats: Annotated[int, typer.Option(min=1, help="Counted rounds, after one that is not.")] = 3,
+    out: Annotated[Path, typer.Option(help="All figures, as JSON.")] = Path("masks.json"),
+) -> None:
+    """What masks save: CPU seconds beside bare tiles and masked dense attention, and bytes."""
+    from burst_mcore.bench import sparsity
+
+    try:
+        found = []
+        for case in sparsity.cases(seq, heads):
+            found.append((case, sparsity.measure(case, repeats)))
+            typer.echo(f"{case.name}, {case.layout}: {found[-1][1].burst:.2f} CPU s")
+    except (ValueError, RuntimeError) as error:
+        _fail("bench masks", error)
+    rows, judged = [row for _, row in found], list(sparsity.verdicts(found))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(sparsity.as_json(rows, judged))
+    typer.echo(f"\n{sparsity.report(rows, judged)}\n\nall figures: {out}")
+    if not all(verdict.reached for verdict in judged):
+        raise typer.Exit(1)
+
+
 def _rates(intra_gb: float, inter_gb: float, tflops: float, latency_us: float) -> Rates:
     return Rates(intra=intra_gb * 1e9, inter=inter_gb * 1e9, compute=tflops * 1e12, latency=latency_us * 1e-6)
 

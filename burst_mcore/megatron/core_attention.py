@@ -1,6 +1,7 @@
 """The core attention module: Megatron's contract outside, burst_attention inside.
 
-Letters: S local sequence, B batch, H heads on this tensor-parallel rank, D head dim.
+Letters: S local sequence, B batch, H heads on this tensor-parallel rank, D head dim, T local tokens of packed
+documents.
 """
 
 from __future__ import annotations
@@ -15,17 +16,25 @@ from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from burst_mcore.attention.function import burst_attention, connect
-from burst_mcore.attention.mask import Mask
 from burst_mcore.attention.topology import Topology
 from burst_mcore.config import BurstConfig
-from burst_mcore.layout import Layout, positions
+from burst_mcore.layout import positions
+from burst_mcore.mask import Mask
+from burst_mcore.megatron.layouts import ZIGZAG, refuse_other_layout
+from burst_mcore.megatron.packed import Packing, packing
 from burst_mcore.rates import Rates
 
-_last_checked: tuple[weakref.ref[Tensor], Mask] | None = None
-"""The attention mask that was found to say the same as this mask."""
+CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+FULL = (AttnMaskType.no_mask, AttnMaskType.padding)
+PADDING = (AttnMaskType.padding, AttnMaskType.padding_causal)
+"""Mask types that need packed sequences: these say what is padding."""
+
+_last_checked: tuple[weakref.ref[Tensor], Mask, Topology] | None = None
+"""The attention mask that was found to say the same as this mask, on this rank of a ring."""
 
 
 class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is untyped
@@ -34,11 +43,11 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
     Stands where DotProductAttention or TEDotProductAttention stand in a layer spec, with their constructor,
     plus `burst_config` and, for its choices called "auto", `rates`. Holds no parameters. With a
     context-parallel size of 1 it attends locally. The ring, and on NCCL its communicators, are made here,
-    once for each group.
+    once for each group; those of a group that comes with a call, in the first such call.
 
     Raises:
-        ValueError: the model asks for what this attention does not do (dropout, cross attention, windows,
-            sinks, ...): at construction, before any training.
+        ValueError: the model asks for what this attention does not do (dropout, cross attention, sinks, ...):
+            at construction, before any training.
     """
 
     def __init__(
@@ -59,14 +68,20 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         super().__init__(config=config)
         self.layer_number = layer_number
         self.burst_config = burst_config or BurstConfig()
-        self.mask = _mask(attn_mask_type, layer_number)
+        self.attn_mask_type = _legal(attn_mask_type, layer_number)
+        self.window = _window(config, layer_number)
         head_dim = k_channels if k_channels is not None else config.kv_channels
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(head_dim)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         refuse_unsupported(config, attention_type, dropout, cp_comm_type, layer_number)
         # Last: these may make communicators.
-        self.topology = replace(_topology(config, pg_collection, self.burst_config.ring), rates=rates)
-        _refuse_other_layout(self.burst_config, self.topology)
+        self.group = _group(config, pg_collection)
+        self.topology = replace(
+            _topology(config, self.group, pg_collection, self.burst_config.ring), rates=rates
+        )
+        self._topologies_of_calls: dict[Any, Topology] = {}
+        if self.topology.size > 1:
+            refuse_other_layout(self.burst_config.layout, config)
         connect(self.topology, self.burst_config)
 
     def forward(
@@ -83,53 +98,144 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         """Attend.
 
         Args:
-            query: [S, B, H, D]. key: [S, B, Hkv, D]. value: [S, B, Hkv, Dv], K/V heads not repeated.
+            query: [S, B, H, D]. key: [S, B, Hkv, D]. value: [S, B, Hkv, Dv], K/V heads not repeated. Packed
+                (thd): [T, H, D], [T, Hkv, D], [T, Hkv, Dv], with or without a batch of 1 behind T.
             attention_mask: None, or Megatron's [1 or B, 1, S, global sequence], True where masked. It must
-                say the same as the mask type, which is what is used; this is checked.
-            attn_mask_type: overrides the one given at construction.
-            attention_bias, packed_seq_params: must be None.
+                say the same as the mask type, which is what is used; this is checked. None if packed.
+            attn_mask_type: overrides the one given at construction. A window comes from the config.
+            attention_bias: must be None.
+            packed_seq_params: the documents of packed sequences (format thd), each dealt zigzag over the
+                ranks; and this call's context-parallel group, if it has its own.
 
         Returns:
-            [S, B, H * Dv].
+            [S, B, H * Dv]; packed [T, H * Dv], with a batch of 1 if the query has one.
 
         Raises:
             ValueError: anything that is not supported; see also `burst_attention`.
         """
         if attention_bias is not None:
             raise ValueError(f"layer {self.layer_number}: burst attention takes no attention bias")
-        if packed_seq_params is not None:
-            raise ValueError(f"layer {self.layer_number}: burst attention takes no packed sequences yet")
-        mask = self.mask if attn_mask_type is None else _mask(attn_mask_type, self.layer_number)
+        is_packed = self._is_packed(packed_seq_params)
+        kind = self.attn_mask_type if attn_mask_type is None else _legal(attn_mask_type, self.layer_number)
+        if kind in PADDING and not is_packed:
+            raise ValueError(
+                f"layer {self.layer_number}: mask type {kind} needs packed sequences (PackedSeqParams of "
+                f"format thd), which say what is padding; without padding use causal or no_mask"
+            )
+        topology = self._topology_of_call(packed_seq_params)
+        if topology.size > 1:
+            refuse_other_layout(self.burst_config.layout, self.config)
+        n = query.shape[0] * topology.size
+        mask, config = Mask.causal() if kind in CAUSAL else Mask.full(), self.burst_config
         if attention_mask is not None:
-            self._refuse_other_mask(attention_mask, mask, query.shape[0])
+            self._refuse_other_mask(attention_mask, mask, n, topology, is_packed)
+        if is_packed:
+            found = self._packing(packed_seq_params, n, topology.size)
+            mask, config = mask & found.documents, replace(config, layout=found.layout)
         out = burst_attention(
-            *(x.transpose(0, 1) for x in (query, key, value)),
-            topology=self.topology,
-            mask=mask,
+            *(_batch_first(x, is_packed) for x in (query, key, value)),
+            topology=topology,
+            mask=mask & _shorter(self.window, n),
             softmax_scale=self.softmax_scale,
-            config=self.burst_config,
+            config=config,
         )
         assert isinstance(out, Tensor)
-        return out.transpose(0, 1).flatten(2)
+        return out[0].flatten(1) if query.dim() == 3 else out.transpose(0, 1).flatten(2)
 
-    def _refuse_other_mask(self, attention_mask: Tensor, mask: Mask, local_rows: int) -> None:
-        global _last_checked
-        if _last_checked is not None and _last_checked[0]() is attention_mask and _last_checked[1] == mask:
-            return  # the layers of a model get the same tensor
-        n = local_rows * self.topology.size
-        if attention_mask.shape[-2:] != (local_rows, n):
+    def _is_packed(self, params: Any) -> bool:
+        """Whether queries, keys and values are [tokens, heads, dim] of documents; ValueError if unclear."""
+        if params is None or params.qkv_format == "thd":
+            return params is not None
+        if params.qkv_format != "sbhd":
             raise ValueError(
-                f"layer {self.layer_number}: attention_mask must be [..., {local_rows}, {n}] (local queries "
+                f"layer {self.layer_number}: qkv_format of packed_seq_params must be 'thd', or 'sbhd' for "
+                f"one whole sequence, got {params.qkv_format!r}"
+            )
+        if params.cu_seqlens_q is not None and params.cu_seqlens_q.numel() > 2:
+            raise ValueError(
+                f"layer {self.layer_number}: packed documents must come in the format thd, but qkv_format is "
+                f"'sbhd' with {params.cu_seqlens_q.numel() - 1} documents in cu_seqlens_q"
+            )
+        return False
+
+    def _packing(self, params: Any, n: int, size: int) -> Packing:
+        if size > 1 and self.burst_config.layout != ZIGZAG:
+            raise ValueError(
+                f"layer {self.layer_number}: layout {self.burst_config.layout} does not go with packed "
+                f"sequences, whose documents Megatron deals zigzag: use zigzag"
+            )
+        try:
+            return packing(params, n, size)
+        except ValueError as error:
+            raise ValueError(f"layer {self.layer_number}: {error}") from error
+
+    def _topology_of_call(self, params: Any) -> Topology:
+        """The ring of a call: over the model's group, unless the call brings its own."""
+        group, size = (getattr(params, name, None) for name in ("cp_group", "local_cp_size"))
+        if group is None and size in (None, 1):
+            return self.topology if size is None else Topology.single()
+        if group is None or (size is not None and size != group.size()):
+            found = "no cp_group" if group is None else f"a cp_group of {group.size()} ranks"
+            raise ValueError(
+                f"layer {self.layer_number}: packed_seq_params have local_cp_size {size}, but {found}"
+            )
+        if group is self.group:
+            return self.topology
+        if group not in self._topologies_of_calls:
+            made = replace(_nodes_by_host(group, self.burst_config.ring), rates=self.topology.rates)
+            connect(made, self.burst_config)
+            self._topologies_of_calls[group] = made
+        return self._topologies_of_calls[group]
+
+    def _refuse_other_mask(
+        self, attention_mask: Tensor, mask: Mask, n: int, topology: Topology, is_packed: bool
+    ) -> None:
+        global _last_checked
+        if is_packed:
+            raise ValueError(
+                f"layer {self.layer_number}: attention_mask must be None with packed sequences, whose "
+                f"cu_seqlens say what is masked"
+            )
+        checked = None if _last_checked is None else (_last_checked[0](), *_last_checked[1:])
+        if checked is not None and checked[0] is attention_mask and checked[1:] == (mask, topology):
+            return  # the layers of a model get the same tensor
+        rows = n // topology.size
+        if attention_mask.shape[-2:] != (rows, n):
+            raise ValueError(
+                f"layer {self.layer_number}: attention_mask must be [..., {rows}, {n}] (local queries "
                 f"x all keys), got {tuple(attention_mask.shape)}"
             )
-        at = positions(n, rank=self.topology.rank, size=self.topology.size, layout=self.burst_config.layout)
+        at = positions(n, rank=topology.rank, size=topology.size, layout=self.burst_config.layout)
         allowed = mask.allows(at, torch.arange(n)).to(attention_mask.device)
         if not bool((attention_mask == ~allowed).all()):
             raise ValueError(
                 f"layer {self.layer_number}: attention_mask is not {mask}: masks of documents "
-                f"(--reset-attention-mask) and padding are not supported yet"
+                f"(--reset-attention-mask) and padding must come as packed sequences (PackedSeqParams)"
             )
-        _last_checked = weakref.ref(attention_mask), mask
+        _last_checked = weakref.ref(attention_mask), mask, topology
+
+
+def _batch_first(x: Tensor, is_packed: bool) -> Tensor:
+    """[B, S, heads, dim] of [S, B, heads, dim], or of packed [T, heads, dim] or [T, 1, heads, dim]."""
+    if is_packed and not (x.dim() == 3 or (x.dim() == 4 and x.shape[1] == 1)):
+        raise ValueError(f"packed queries, keys and values must be [tokens, heads, dim], got {list(x.shape)}")
+    return x[None] if is_packed and x.dim() == 3 else x.transpose(0, 1)
+
+
+def _window(config: TransformerConfig, layer_number: int) -> tuple[int | None, int | None]:
+    """(left, right) of the layer's window, None where it has no end, by Megatron's own rule."""
+    size, skipping = getattr(config, "window_size", None), getattr(config, "window_attn_skip_freq", None)
+    if size is None or not is_layer_window_attention(size, skipping, layer_number):
+        return None, None
+    left, right = size
+    Mask.window(left, right)  # raises if it is none
+    return None if left == -1 else left, None if right == -1 else right
+
+
+def _shorter(window: tuple[int | None, int | None], n: int) -> Mask:
+    """The window in a sequence of n tokens, where one that is not shorter has no end."""
+    left, right = (None if bound is None or bound >= n else bound for bound in window)
+    return Mask.window(left, right)
 
 
 def refuse_unsupported(
@@ -146,39 +252,27 @@ def refuse_unsupported(
         f"cp_comm_type {cp_comm_type!r}: the ring is its own way to communicate (leave out --cp-comm-type)": (
             cp_comm_type not in (None, "p2p", "burst")  # "p2p" is Megatron's default
         ),
-        f"window_size {getattr(config, 'window_size', None)}": getattr(config, "window_size", None)
-        is not None,
         "a softmax other than 'vanilla' (sinks)": getattr(config, "softmax_type", "vanilla") != "vanilla",
         "qk_clip and log_max_attention_logit: it does not keep the largest logits": (
             getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False)
         ),
-        "hybrid (dynamic) context parallelism": getattr(config, "hybrid_context_parallel", False),
     }
     for what, is_asked in asked.items():
         if is_asked:
             raise ValueError(f"layer {layer_number}: burst attention does not support {what}")
 
 
-def _refuse_other_layout(config: BurstConfig, topology: Topology) -> None:
-    if topology.size > 1 and config.layout != Layout("zigzag"):
+def _legal(kind: AttnMaskType, layer_number: int) -> AttnMaskType:
+    if kind not in (*CAUSAL, *FULL):
         raise ValueError(
-            f"Megatron deals the sequence and the rotary positions zigzag over the context-parallel group; "
-            f"layout {config.layout} would attend to the wrong positions: use zigzag"
+            f"layer {layer_number}: burst attention takes mask types causal and no_mask, and for packed "
+            f"sequences padding_causal and padding, got {kind}"
         )
+    return kind
 
 
-def _mask(attn_mask_type: AttnMaskType, layer_number: int) -> Mask:
-    if attn_mask_type == AttnMaskType.causal:
-        return Mask.causal()
-    if attn_mask_type == AttnMaskType.no_mask:
-        return Mask.full()
-    raise ValueError(
-        f"layer {layer_number}: burst attention takes mask types causal and no_mask, got {attn_mask_type}"
-    )
-
-
-def _topology(config: TransformerConfig, pg_collection: Any, ring: str) -> Topology:
-    """The ring over Megatron's own groups: hierarchical ones if there are, else the context-parallel one."""
+def _group(config: TransformerConfig, pg_collection: Any) -> Any:
+    """The model's context-parallel group, None if there is none."""
     group = getattr(pg_collection, "cp", None)
     if group is None:
         group = parallel_state.get_context_parallel_group(check_initialized=False)
@@ -188,7 +282,12 @@ def _topology(config: TransformerConfig, pg_collection: Any, ring: str) -> Topol
             f"the model's context_parallel_size is {config.context_parallel_size}, but its context-parallel "
             f"process group has {size} ranks"
         )
-    if size == 1:
+    return group
+
+
+def _topology(config: TransformerConfig, group: Any, pg_collection: Any, ring: str) -> Topology:
+    """The ring over Megatron's own groups: hierarchical ones if there are, else the context-parallel one."""
+    if group is None or group.size() == 1:
         return Topology.single()
     sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
     if not sizes:

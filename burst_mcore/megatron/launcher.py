@@ -1,6 +1,6 @@
 """Runs an unmodified Megatron training script with our flags: no fork, no edit.
 
-Three functions of Megatron are wrapped, here and nowhere else, each because there is no official door:
+Three kinds of functions of Megatron are wrapped here, each because there is no official door:
 
 * its argument parser, to which a script's own `extra_args_provider` may be the only other addition;
 * the constructors of GPTModel and HybridModel, which every builder ends at: their specs pass through
@@ -8,12 +8,12 @@ Three functions of Megatron are wrapped, here and nowhere else, each because the
 * the constructors of the stock core attentions, which refuse to be built beside the flag, so that a model of
   another class cannot train with another attention unnoticed.
 
-They can go when Megatron registers attention backends by name.
+They can go when Megatron registers attention backends by name. What another layout than zigzag needs is in
+`layouts`.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import runpy
@@ -83,9 +83,10 @@ def install() -> None:
         )
     from megatron.core.models.gpt.gpt_model import GPTModel
 
+    from burst_mcore.megatron.patch import wrap
     from burst_mcore.megatron.spec import STOCK
 
-    _wrap(arguments, "add_megatron_arguments", _with_our_flags)
+    wrap(arguments, "add_megatron_arguments", _with_our_flags)
     models = [GPTModel]
     try:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -94,10 +95,10 @@ def install() -> None:
     except ImportError:  # before 0.19
         pass
     for model in models:
-        _wrap(model, "__init__", _with_burst_specs)
+        wrap(model, "__init__", _with_burst_specs)
     for attention in STOCK:
         if isinstance(attention, type):  # without TransformerEngine, Megatron has a mock in its class's place
-            _wrap(attention, "__init__", _refusing_beside_burst)
+            wrap(attention, "__init__", _refusing_beside_burst)
 
 
 def burst_is_chosen() -> bool:
@@ -109,6 +110,19 @@ def burst_is_chosen() -> bool:
     except RuntimeError:
         return False
     return getattr(arguments, "context_parallel_attention_backend", "default") == "burst"
+
+
+def _use_the_layout_of_the_command_line() -> None:
+    """Called before a model is built, and so before its first batch."""
+    from burst_mcore.megatron.arguments import megatron_arguments
+    from burst_mcore.megatron.layouts import use_layout
+
+    try:
+        layout = getattr(megatron_arguments(), "burst_layout", "zigzag")
+    except RuntimeError:
+        return
+    if layout != "zigzag":  # Megatron's own, or that of a script which called use_layout itself
+        use_layout(layout)
 
 
 def _with_our_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,6 +138,7 @@ def _with_burst_specs(init: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(init)
 
     def wrapped(*args: Any, **kwargs: Any) -> None:
+        _use_the_layout_of_the_command_line()
         if burst_is_chosen():
             bound = signature.bind(*args, **kwargs)
             for name in ("transformer_layer_spec", "mtp_block_spec", "hybrid_stack_spec"):
@@ -150,11 +165,3 @@ def _refusing_beside_burst(init: Callable[..., None]) -> Callable[..., None]:
         init(*args, **kwargs)
 
     return wrapped
-
-
-def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    original = vars(owner)[name]
-    if not hasattr(original, "_burst_original"):
-        wrapped = functools.wraps(original)(make(original))
-        wrapped._burst_original = original  # type: ignore[attr-defined]
-        setattr(owner, name, wrapped)

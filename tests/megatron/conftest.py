@@ -3,3 +3,4 @@
 import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+pytest.register_assert_rewrite("models")

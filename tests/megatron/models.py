@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib.metadata import version
+from itertools import accumulate
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import processes
 
-from burst_mcore import BurstConfig, shard, unshard
+from burst_mcore import BurstConfig, Layout, shard, unshard
 from burst_mcore.megatron import cpu
 
 VERSION = tuple(int(part) for part in version("megatron-core").split(".")[:2])
 N, BATCH, VOCAB = 64, 2, 96
 
+MLA = (
+    ("multi_latent_attention", True),
+    ("num_query_groups", 4),
+    ("q_lora_rank", 32),
+    ("kv_lora_rank", 16),
+    ("qk_head_dim", 16),
+    ("qk_pos_emb_head_dim", 8),
+    ("v_head_dim", 16),
+    ("rope_type", "rope"),
+)
+MOE = (("num_moe_experts", 2), ("moe_router_topk", 1), ("moe_router_pre_softmax", True))
+MTP = (("mtp_num_layers", 1),)
+
+
+needs_019 = pytest.mark.skipif(VERSION < (0, 19), reason="before 0.19 this model needs TransformerEngine")
+
 
 class Step(NamedTuple):
-    """losses [BATCH, N] in the order of the sequence; gradient norms by parameter, whole over TP and CP."""
+    """losses [BATCH, N] in the order of the sequence; gradient norms by parameter, whole over TP and CP.
+
+    Of packed documents, losses [1, their tokens] without padding.
+    """
 
     losses: torch.Tensor
     norms: dict[str, float]
@@ -35,6 +57,12 @@ class Case(NamedTuple):
     fields: tuple[tuple[str, Any], ...] = ()
     burst: tuple[tuple[str, Any], ...] = ()
     hierarchy: tuple[int, ...] | None = None
+    position: str = "rope"
+    layout: str = "zigzag"
+    documents: tuple[int, ...] = ()
+    """Lengths of packed documents; Megatron's own attention gets one after another."""
+    slots: tuple[int, ...] = ()
+    """Lengths that the documents are padded to, if they are."""
 
 
 def step(case: Case) -> Step:
@@ -42,9 +70,26 @@ def step(case: Case) -> Step:
     return processes(case.tp * case.cp, _step, case, timeout=300)[0]
 
 
+@lru_cache
+def default(**changes: Any) -> Step:
+    """One step with Megatron's own attention, on one rank unless `changes` say otherwise."""
+    return step(Case(attention="default", **changes))
+
+
+def assert_equal(got: Step, want: Step, attention: str = "BurstCoreAttention") -> None:
+    """The same losses and gradients, and the core attention is the one that was meant."""
+    assert set(got.core_attentions) == {attention}
+    torch.testing.assert_close(got.losses, want.losses, rtol=1e-5, atol=1e-6)
+    assert got.norms.keys() == want.norms.keys()
+    for name, norm in want.norms.items():
+        assert got.norms[name] == pytest.approx(norm, rel=2e-5, abs=1e-9), name
+
+
 def _step(rank: int, size: int, case: Case) -> Step:
     cpu.enable()
     from megatron.core import parallel_state, tensor_parallel
+
+    from burst_mcore.megatron.layouts import use_layout
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=case.tp,
@@ -53,31 +98,13 @@ def _step(rank: int, size: int, case: Case) -> Step:
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(0)
+    if case.layout != "zigzag":
+        use_layout(case.layout)
     model = build(case)
-    cp_rank, cp_group = (
-        parallel_state.get_context_parallel_rank(),
-        parallel_state.get_context_parallel_group(),
-    )
-
-    def local(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        return shard(x, dim, rank=cp_rank, size=case.cp)
-
-    at = torch.arange(N).expand(BATCH, N)
-    later = torch.ones(N, N, dtype=torch.bool).triu(1)[None, None]
-    tokens = torch.randint(
-        0, VOCAB, (case.microbatches, BATCH, N + 1), generator=torch.Generator().manual_seed(3)
-    )
-    # MTP's loss divides by the masked tokens of a rank, so CP 1 and CP 2 agree only where rolling the mask
-    # changes no rank's count: no token counts at the start of a chunk.
-    counted = (at % (N // 4) != 0).float()
-    losses = [
-        model(
-            local(t[:, :-1]), local(at), local(later, dim=2), labels=local(t[:, 1:]), loss_mask=local(counted)
-        )
-        for t in tokens
-    ]  # all forwards before the first backward, as in a pipeline
+    cp_group = parallel_state.get_context_parallel_group()
+    losses, layout, real = (_packed if case.documents else _forwards)(model, case, cp_group)
     for loss in losses:
-        (loss.sum() / (BATCH * N * case.microbatches)).backward()
+        (loss.sum() / (len(loss) * real.sum() * case.microbatches)).backward()
     whole = [torch.empty_like(losses[0]) for _ in range(case.cp)]
     dist.all_gather(whole, losses[0].detach().contiguous(), group=cp_group)
     norms = {}
@@ -91,7 +118,82 @@ def _step(rank: int, size: int, case: Case) -> Step:
             dist.all_reduce(square, group=parallel_state.get_tensor_model_parallel_group())
         norms[name] = square.sqrt().item()
     cores = [type(m).__name__ for n, m in model.named_modules() if n.endswith("core_attention")]
-    return Step(unshard(whole, 1), norms, cores)
+    return Step(unshard(whole, 1, layout=layout)[:, real], norms, cores)
+
+
+Forwards = tuple[list[torch.Tensor], Layout, torch.Tensor]
+"""Losses of a rank by microbatch, how they are dealt, and which places of the whole are real tokens."""
+
+
+def _forwards(model: Any, case: Case, cp_group: Any) -> Forwards:
+    """Whole sequences: all forwards before the first backward, as in a pipeline."""
+    at = torch.arange(N).expand(BATCH, N)
+    later = torch.ones(N, N, dtype=torch.bool).triu(1)[None, None]
+    # MTP's loss divides by the masked tokens of a rank, so CP 1 and CP 2 agree only where rolling the mask
+    # changes no rank's count: no token counts at the start of a chunk.
+    counted = (at % (N // 4) != 0).float()
+    losses = []
+    for t in _tokens(case, BATCH, N + 1):
+        batch = {"tokens": t[:, :-1], "labels": t[:, 1:], "loss_mask": counted, "position_ids": at}
+        batch = on_this_cp_rank({**batch, "attention_mask": later}, cp_group)
+        given = [batch.pop(name) for name in ("tokens", "position_ids", "attention_mask")]
+        losses.append(model(*given, **batch))
+    return losses, Layout.of(case.layout), torch.ones(N, dtype=torch.bool)
+
+
+def on_this_cp_rank(batch: dict[str, torch.Tensor], cp_group: Any) -> dict[str, torch.Tensor]:
+    """This rank's part of a batch, by Megatron's own function."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    how = {"is_hybrid_cp": False} if VERSION >= (0, 19) else {}
+    part: dict[str, torch.Tensor] = get_batch_on_this_cp_rank(dict(batch), cp_group=cp_group, **how)
+    return part
+
+
+def _packed(model: Any, case: Case, cp_group: Any) -> Forwards:
+    """Packed documents; one after another, each alone, for Megatron's own attention, which cannot pack."""
+    slots = case.slots or case.documents
+    cu_seqlens = list(accumulate(slots, initial=0))
+    layout = Layout("zigzag-documents", ends=tuple(cu_seqlens)) if case.cp > 1 else Layout("zigzag")
+    held = [torch.arange(n) for n in slots]
+    real = torch.cat([at < n for at, n in zip(held, case.documents, strict=True)])
+    at = torch.cat(held)[None]
+    losses = []
+    for t in _tokens(case, 1, sum(slots) + 1):
+        if case.attention == "default":
+            documents = [slice(a, a + n) for a, n in zip(cu_seqlens, case.documents, strict=False)]
+            alone = [model(t[:, d], at[:, d], None, labels=t[:, 1:][:, d]) for d in documents]
+            losses.append(torch.cat(alone, 1))
+            continue
+        tokens, labels, where, counted = (
+            shard(x, 1, rank=cp_group.rank(), size=case.cp, layout=layout)
+            for x in (t[:, :-1], t[:, 1:], at, real[None])
+        )
+        found = model(tokens, where, None, labels=labels, packed_seq_params=packed_seq_params(case))
+        losses.append(found * counted)
+    return losses, layout, real if case.attention == "burst" else real[real]
+
+
+def packed_seq_params(case: Case) -> Any:
+    """The documents of `case`, as a data loader gives them: fresh tensors."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    lengths = [list(accumulate(x, initial=0)) for x in (case.documents, case.slots) if x]
+    real, *padded = (torch.tensor(x, dtype=torch.int32) for x in lengths)
+    longest = max(case.slots or case.documents)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=real,
+        cu_seqlens_kv=real,
+        cu_seqlens_q_padded=padded[0] if padded else None,
+        cu_seqlens_kv_padded=padded[0] if padded else None,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def _tokens(case: Case, *shape: int) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (case.microbatches, *shape), generator=torch.Generator().manual_seed(3))
 
 
 def transformer_config(case: Case) -> Any:
@@ -138,11 +240,11 @@ def build(case: Case) -> Any:
     from burst_mcore.megatron import spec
 
     config = transformer_config(case)
-    burst = BurstConfig(backward=case.backward, **dict(case.burst))
+    burst = BurstConfig(backward=case.backward, layout=case.layout, **dict(case.burst))
     common = {
         "vocab_size": VOCAB,
         "max_sequence_length": N,
-        "position_embedding_type": "rope",
+        "position_embedding_type": case.position,
     }
     if case.model == "hybrid":
         from megatron.core.models.hybrid.hybrid_model import HybridModel

@@ -1,11 +1,13 @@
 """What the core attention refuses, and at which moment."""
 
+from argparse import ArgumentParser
+
 import pytest
 import torch
 from models import VERSION, Case, build, transformer_config
 from ranks import processes
 
-from burst_mcore import BurstConfig
+from burst_mcore import BurstConfig, Layout, positions, shard
 from burst_mcore.megatron import cpu
 
 
@@ -42,11 +44,11 @@ def _refusals():
     cases = [
         ({"attention_dropout": 0.1}, "attention dropout 0.1.*--attention-dropout 0"),
         ({"attention_type": "cross"}, "cross"),
-        ({"window_size": (8, 0)}, "window_size"),
+        ({"window_size": (-2, 0)}, "window left"),
         ({"softmax_type": "learnable"}, "sinks"),
         ({"qk_clip": True}, "qk_clip"),
         ({"cp_comm_type": "a2a"}, "cp_comm_type 'a2a'"),
-        ({"mask_type": AttnMaskType.padding}, "causal and no_mask, got .*padding"),
+        ({"mask_type": AttnMaskType.arbitrary}, "causal and no_mask.*got .*arbitrary"),
     ]
     for fields, words in cases:
         with pytest.raises(ValueError, match=words):
@@ -66,8 +68,8 @@ def _refused_inputs():
     documents[..., 4:, :4] = True
     with pytest.raises(ValueError, match="attention bias"):
         core(q, q, q, None, attention_bias=torch.zeros(1))
-    with pytest.raises(ValueError, match="packed"):
-        core(q, q, q, None, packed_seq_params=object())
+    with pytest.raises(ValueError, match="padding_causal needs packed"):
+        core(q, q, q, None, attn_mask_type=type(core.attn_mask_type).padding_causal)
     with pytest.raises(ValueError, match="not causal.*--reset-attention-mask"):
         core(q, q, q, documents)
     with pytest.raises(ValueError, match=r"8, 8.*got \(1, 1, 4, 4\)"):
@@ -81,16 +83,161 @@ def test_inputs_that_it_would_ignore_are_refused():
     in_megatron(_refused_inputs)
 
 
-def _other_layout():
-    config = transformer_config(Case(cp=2))
-    with pytest.raises(ValueError, match="zigzag.*contiguous"):
-        _core(config, BurstConfig(layout="contiguous"))
+def _other_groups():
     with pytest.raises(ValueError, match="context_parallel_size is 1.*2 ranks"):
         _core(transformer_config(Case(cp=1)))
 
 
-def test_a_layout_that_megatron_does_not_deal_is_refused():
-    in_megatron(_other_layout, cp=2)
+def test_a_group_of_another_size_than_the_config_says_is_refused():
+    in_megatron(_other_groups, cp=2)
+
+
+def _params(real, padded=None, keys=None, qkv_format="thd", **fields):
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    real, padded, keys = (None if x is None else torch.tensor(x) for x in (real, padded, keys))
+    keys = real if keys is None else keys
+    return PackedSeqParams(qkv_format, real, keys, padded, padded, **fields)
+
+
+def _documents(slots, lengths, is_causal, qkv):
+    """What each document gives alone, zeros at padding."""
+    out = torch.zeros_like(qkv[0])
+    for start, length in zip(slots, lengths, strict=True):
+        q, k, v = (x[start : start + length].transpose(0, 1) for x in qkv)
+        alone = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        out[start : start + length] = alone.transpose(0, 1)
+    return out
+
+
+REAL, SLOTS, TOKENS = [0, 7, 7, 10, 18], [0, 8, 16, 24, 32], 40
+
+
+def _packed(cp):
+    """Padding within the slots, a document without tokens, and padding behind the last one."""
+    import torch.distributed as dist
+    from megatron.core.transformer.enums import AttnMaskType
+
+    layout = Layout("zigzag-documents", ends=(*SLOTS, TOKENS)) if cp > 1 else Layout()
+    rank = dist.get_rank()
+    qkv = torch.randn(3, TOKENS, 4, 16, generator=torch.Generator().manual_seed(1))
+    held = [shard(x, 0, rank=rank, size=cp, layout=layout) for x in qkv]
+    at = positions(TOKENS, rank=rank, size=cp, layout=layout)
+    lengths = torch.tensor(REAL).diff().tolist()
+    is_real = torch.cat([s + torch.arange(n) for s, n in zip(SLOTS[:-1], lengths, strict=True)])
+    real = torch.isin(at, is_real)
+    core = _core(transformer_config(Case(cp=cp)))
+    for kind in AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.no_mask, AttnMaskType.padding:
+        is_causal = "causal" in kind.name
+        out = core(*held, None, attn_mask_type=kind, packed_seq_params=_params(REAL, SLOTS))
+        assert out.shape == (TOKENS // cp, 64)
+        assert out.isfinite().all()
+        want = _documents(SLOTS[:-1], lengths, is_causal, qkv).flatten(1)[at]
+        torch.testing.assert_close(out[real], want[real])
+        with_batch = [x[:, None] for x in held]
+        again = core(*with_batch, None, attn_mask_type=kind, packed_seq_params=_params(REAL, SLOTS))
+        assert again.shape == (TOKENS // cp, 1, 64)
+        torch.testing.assert_close(again[:, 0], out)
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_packed_documents_of_every_mask_type(cp):
+    in_megatron(_packed, cp, cp=cp)
+
+
+def _packed_by_a_group_of_the_call():
+    import torch.distributed as dist
+
+    pairs = [dist.new_group([0, 3]), dist.new_group([1, 2])]
+    rank = dist.get_rank()
+    pair = pairs[rank in (1, 2)]
+    layout = Layout("zigzag-documents", ends=(0, 8, 20))
+    qkv = torch.randn(3, 20, 4, 16, generator=torch.Generator().manual_seed(int(pair is pairs[1])))
+    held = [shard(x, 0, rank=dist.get_rank(pair), size=2, layout=layout) for x in qkv]
+    at = positions(20, rank=dist.get_rank(pair), size=2, layout=layout)
+    core = _core(transformer_config(Case(cp=4)))
+    want = _documents([0, 8], [8, 12], True, qkv).flatten(1)
+    for _ in range(2):
+        params = _params([0, 8, 20], cp_group=pair, local_cp_size=2)
+        torch.testing.assert_close(core(*held, None, packed_seq_params=params), want[at])
+        params = _params([0, 8, 20], local_cp_size=1)
+        torch.testing.assert_close(core(*qkv, None, packed_seq_params=params), want)
+    assert list(core._topologies_of_calls) == [pair]
+    with pytest.raises(ValueError, match="local_cp_size 2, but no cp_group"):
+        core(*held, None, packed_seq_params=_params([0, 8, 20], local_cp_size=2))
+    with pytest.raises(ValueError, match="local_cp_size 4, but a cp_group of 2 ranks"):
+        core(*held, None, packed_seq_params=_params([0, 8, 20], cp_group=pair, local_cp_size=4))
+
+
+def test_a_group_that_comes_with_a_call():
+    in_megatron(_packed_by_a_group_of_the_call, cp=4)
+
+
+def _refused_packings():
+    core = _core(transformer_config(Case(cp=2)))
+    q = torch.randn(10, 4, 16)
+    cases = [
+        (_params([0, 6, 20]), "multiples of 4 tokens .cu_seqlens_q_padded., but one ends at 6"),
+        (_params([0, 8, 24]), "end at 24 .*hold 20 tokens"),
+        (_params([0, 8, 4, 20]), "cu_seqlens_q must ascend from 0"),
+        (_params([4, 20]), "cu_seqlens_q must ascend from 0"),
+        (_params([[0, 20]]), r"cu_seqlens_q must be integers \[documents \+ 1\].*\[1, 2\]"),
+        (_params([0.0, 20.0]), "cu_seqlens_q must be integers"),
+        (_params(None), "cu_seqlens_q .*must be a tensor"),
+        (_params([0, 8, 20], keys=[0, 12, 20]), r"same documents, but cu_seqlens_kv is \[0, 12, 20\]"),
+        (_params([0, 10, 20], [0, 8, 20]), "document 0 has 10 tokens .*room for 8"),
+        (_params([0, 8, 12, 20], [0, 20]), "one length, got 4 and 2"),
+        (_params([0, 20], qkv_format="bshd"), "'thd', or 'sbhd' .*got 'bshd'"),
+        (_params([0, 8, 20], qkv_format="sbhd"), "format thd, .*'sbhd' with 2 documents"),
+    ]
+    for params, words in cases:
+        with pytest.raises(ValueError, match=f"layer 1: .*{words}"):
+            core(q, q, q, None, packed_seq_params=params)
+    with pytest.raises(ValueError, match="attention_mask must be None"):
+        core(q, q, q, torch.zeros(1, 1, 10, 20, dtype=torch.bool), packed_seq_params=_params([0, 8, 20]))
+    with pytest.raises(ValueError, match=r"must be \[tokens, heads, dim\]"):
+        core(*[q[:, None].expand(-1, 2, -1, -1)] * 3, None, packed_seq_params=_params([0, 8, 20]))
+    assert core(q, q, q, None, packed_seq_params=_params([0, 8, 20, 20], [0, 8, 20])).shape == (10, 64)
+
+
+def test_packed_sequences_that_are_not_legal_are_refused():
+    in_megatron(_refused_packings, cp=2)
+
+
+def test_documents_that_a_data_loader_cuts_are_refused():
+    from burst_mcore.megatron.arguments import add_arguments, burst_config
+
+    given = add_arguments(ArgumentParser()).parse_args(["--burst-layout", "striped"])
+    assert burst_config(given).layout == Layout("striped")
+    given.dataloader_inter_document_masking, given.sft, given.context_parallel_size = True, False, 1
+    burst_config(given)
+    given.context_parallel_size = 2
+    with pytest.raises(ValueError, match="--dataloader-inter-document-masking under context parallelism"):
+        burst_config(given)
+    given.sft = True
+    burst_config(given)
+
+
+def test_documents_are_read_once_for_all_layers():
+    from burst_mcore.megatron.packed import packing
+
+    many = torch.arange(0, 80008, 8, dtype=torch.int32)  # 10,000 documents
+    params = _params([0])
+    params.cu_seqlens_q = params.cu_seqlens_kv = many
+    params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = None
+    first = packing(params, 80000, 4)
+    assert packing(params, 80000, 4) is first
+    assert packing(params, 80000, 2) is not first
+    assert packing(params, 80008, 2).layout.ends[-1] == 80008
+    many[1] = 16
+    many[2] = 16
+    assert packing(params, 80000, 4).layout.ends[:3] == (0, 16, 24)
+    with torch.inference_mode():
+        params.cu_seqlens_q = params.cu_seqlens_kv = torch.tensor([0, 8, 16])
+        params.cu_seqlens_q += 0
+        assert packing(params, 16, 2).layout.ends == (0, 8, 16)
+        params.cu_seqlens_q[1] = 12
+        assert packing(params, 16, 1).documents != packing(_params([0, 8, 16]), 16, 1).documents
 
 
 def _ring_is_made_once():

@@ -1,38 +1,7 @@
 """Training steps with burst attention equal those of CP 1 with Megatron's own attention."""
 
-from functools import lru_cache
-
 import pytest
-import torch
-from models import VERSION, Case, step
-
-MLA = (
-    ("multi_latent_attention", True),
-    ("num_query_groups", 4),
-    ("q_lora_rank", 32),
-    ("kv_lora_rank", 16),
-    ("qk_head_dim", 16),
-    ("qk_pos_emb_head_dim", 8),
-    ("v_head_dim", 16),
-    ("rope_type", "rope"),
-)
-MOE = (("num_moe_experts", 2), ("moe_router_topk", 1), ("moe_router_pre_softmax", True))
-MTP = (("mtp_num_layers", 1),)
-
-needs_019 = pytest.mark.skipif(VERSION < (0, 19), reason="before 0.19 this model needs TransformerEngine")
-
-
-@lru_cache
-def default(**changes):
-    return step(Case(attention="default", **changes))
-
-
-def assert_equal(got, want, attention="BurstCoreAttention"):
-    assert set(got.core_attentions) == {attention}
-    torch.testing.assert_close(got.losses, want.losses, rtol=1e-5, atol=1e-6)
-    assert got.norms.keys() == want.norms.keys()
-    for name, norm in want.norms.items():
-        assert got.norms[name] == pytest.approx(norm, rel=2e-5, abs=1e-9), name
+from models import MLA, MOE, MTP, VERSION, Case, assert_equal, default, needs_019, step
 
 
 def test_the_baseline_is_megatrons_own_attention():

@@ -63,9 +63,31 @@ def test_a_ring_of_two_chosen_by_the_flag(data, alone, tmp_path):
     assert_equal(train(tmp_path, 2, data, *BURST, *CP2, "--burst-backward", "query"), alone)
 
 
+SPEC = ["--spec", "burst_mcore.megatron.spec", "burst_layer_spec"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [*BURST, "--burst-layout", "striped"],
+        pytest.param([*SPEC, "--burst-layout", "block-striped:16"], marks=pytest.mark.slow),
+    ],
+    ids=["striped by the flag", "block-striped by a spec"],
+)
+def test_layouts_that_megatron_does_not_deal(data, alone, tmp_path, arguments):
+    assert_equal(train(tmp_path, 2, data, *CP2, *arguments), alone)
+
+
+@pytest.mark.slow
+def test_windows_in_some_layers(data, alone, tmp_path):
+    window = ["--window-size", "9,0", "--window-attn-skip-freq", "2"]
+    one = train(tmp_path / "alone", 1, data, *window)
+    assert_equal(train(tmp_path / "ring", 2, data, *BURST, *CP2, *window), one)
+    assert abs(one[-1].loss - alone[-1].loss) > 1e-3
+
+
 def test_a_ring_of_two_chosen_by_a_spec(data, alone, tmp_path):
-    spec = ["--spec", "burst_mcore.megatron.spec", "burst_layer_spec"]
-    assert_equal(train(tmp_path, 2, data, *spec, *CP2, "--burst-backward", "kv"), alone)
+    assert_equal(train(tmp_path, 2, data, *SPEC, *CP2, "--burst-backward", "kv"), alone)
 
 
 @pytest.mark.parametrize("other", [["--tensor-model-parallel-size", "2"], []], ids=["tensor", "data"])
@@ -129,7 +151,7 @@ def test_a_killed_rank_ends_the_run_with_a_message_and_the_checkpoint_resumes(da
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([*BURST, "--burst-layout", "contiguous"], "ValueError: .*zigzag"),
+        ([*BURST, "--burst-layout", "stripes"], "--burst-layout: unknown layout 'stripes'; legal: .*striped"),
         ([*BURST, "--attention-dropout", "0.1"], "attention dropout 0.1"),
         ([*BURST, "--burst-kernel", "flash9"], "invalid choice: 'flash9'.*aten-cpu"),
         ([*BURST, "--burst-kernel", "cudnn"], "kernel 'cudnn' cannot serve.*not on cuda"),

@@ -1,0 +1,158 @@
+"""Packed sequences: what Megatron's PackedSeqParams say of a call, as a mask and a layout."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from burst_mcore.layout import Layout
+from burst_mcore.mask import Mask
+
+CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The documents of one packed batch."""
+
+    documents: Mask
+    """A token sees the tokens of its own document; tokens of padding are documents of their own."""
+
+    layout: Layout
+    """How the context-parallel ranks hold them."""
+
+
+def packing(params: Any, tokens: int, size: int) -> Packing:
+    """The documents of a packed batch of `tokens` tokens over `size` context-parallel ranks.
+
+    The tensors are read once for each batch, not for each layer: to read a CUDA tensor is to wait for it.
+    Tokens behind the last document are padding.
+
+    Args:
+        params: Megatron's PackedSeqParams. Documents have the lengths of `cu_seqlens_q`, and begin where
+            `cu_seqlens_q_padded` says, if that is given.
+
+    Raises:
+        ValueError: cu_seqlens that are not legal, or differ between queries and keys, or do not go with the
+            number of tokens or ranks.
+    """
+    given = [getattr(params, name, None) for name in CU_SEQLENS]
+    for name, x in zip(CU_SEQLENS, given, strict=True):
+        if not (isinstance(x, Tensor) or (x is None and name != CU_SEQLENS[0])):
+            raise ValueError(f"{name} of packed sequences must be a tensor of integers, got {x!r}")
+    if any(x is not None and x.is_inference() for x in given):  # has no version
+        return _packing(given, tokens, size)
+    read: _Read | None = _READ.get(given[0])
+    if read is None or not read.is_of(given, tokens, size):
+        versions = tuple(-1 if x is None else x._version for x in given)
+        sources = tuple(None if x is None else weakref.ref(x) for x in given)
+        read = _Read(sources, versions, tokens, size, _packing(given, tokens, size))
+        _READ[given[0]] = read
+    return read.packing
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A packing, and what it was made of."""
+
+    sources: tuple[weakref.ref[Tensor] | None, ...]
+    versions: tuple[int, ...]
+    tokens: int
+    size: int
+    packing: Packing
+
+    def is_of(self, given: Sequence[Tensor | None], tokens: int, size: int) -> bool:
+        """Whether it was made of these very tensors, unchanged since."""
+        sources = [None if source is None else source() for source in self.sources]
+        versions = tuple(-1 if x is None else x._version for x in given)
+        same = all(x is source for x, source in zip(given, sources, strict=True))
+        return same and (versions, tokens, size) == (self.versions, self.tokens, self.size)
+
+
+_READ: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""What was read, by the cu_seqlens_q that live."""
+
+
+def _packing(given: Sequence[Tensor | None], tokens: int, size: int) -> Packing:
+    lengths_of, keys, slots_of, slots_of_keys = given
+    assert lengths_of is not None
+    real = _ends(CU_SEQLENS[0], lengths_of)
+    slots = real if slots_of is None else _ends(CU_SEQLENS[2], slots_of)
+    _refuse_other_keys(CU_SEQLENS[1], keys, lengths_of, real)
+    _refuse_other_keys(CU_SEQLENS[3], slots_of_keys, slots_of, slots)
+    real, slots = _same_length(real, slots)
+    if int(slots[-1]) > tokens:
+        raise ValueError(
+            f"the packed sequences end at {int(slots[-1])} (the last of cu_seqlens), but the "
+            f"{size} context-parallel ranks hold {tokens} tokens"
+        )
+    too_long = (real.diff() > slots.diff()).nonzero().flatten().tolist()
+    if too_long:
+        at = too_long[0]
+        raise ValueError(
+            f"document {at} has {int(real.diff()[at])} tokens by cu_seqlens_q, but room for "
+            f"{int(slots.diff()[at])} by cu_seqlens_q_padded"
+        )
+    slots = torch.cat([slots, slots.new_tensor([tokens])])
+    ends_of_real = slots[:-2] + real.diff()
+    documents = Mask.documents(torch.cat([slots, ends_of_real]).unique())
+    return Packing(documents, _layout(slots.unique(), size))
+
+
+def _layout(ends: Tensor, size: int) -> Layout:
+    if size == 1:
+        return Layout("zigzag")
+    odd = (ends % (2 * size)).nonzero().flatten().tolist()
+    if odd:
+        raise ValueError(
+            f"over {size} context-parallel ranks Megatron deals each document in {2 * size} chunks: "
+            f"documents must be padded to multiples of {2 * size} tokens (cu_seqlens_q_padded), but one ends "
+            f"at {int(ends[odd[0]])}"
+        )
+    return Layout("zigzag-documents", ends=tuple(ends.tolist()))
+
+
+def _ends(name: str, x: Tensor) -> Tensor:
+    """cu_seqlens on the CPU, int64 [documents + 1]."""
+    ends = x.detach().cpu()
+    if ends.dim() != 1 or len(ends) < 2 or ends.is_floating_point() or ends.dtype == torch.bool:
+        raise ValueError(
+            f"{name} must be integers [documents + 1], got {ends.dtype} of shape {list(ends.shape)}"
+        )
+    ends = ends.to(torch.int64)
+    if int(ends[0]) != 0 or bool((ends.diff() < 0).any()) or int(ends[-1]) == 0:
+        raise ValueError(f"{name} must ascend from 0 and hold at least one token, got {_short(ends)}")
+    return ends
+
+
+def _refuse_other_keys(name: str, keys: Tensor | None, queries: Tensor | None, ends: Tensor) -> None:
+    """ValueError unless keys are packed as queries are, which `ends` says."""
+    if keys is None or keys is queries:
+        return
+    of_keys = _ends(name, keys)
+    if not torch.equal(of_keys, ends):
+        raise ValueError(
+            f"burst attention takes packed queries and keys of the same documents, but {name} is "
+            f"{_short(of_keys)} and that of the queries {_short(ends)}"
+        )
+
+
+def _same_length(real: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Both without the empty documents at the end that only one of them has."""
+    n = min(len(real), len(slots))
+    if bool((real[n - 1 :] != real[n - 1]).any()) or bool((slots[n - 1 :] != slots[n - 1]).any()):
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_q_padded must be of one length, got {len(real)} and {len(slots)}"
+        )
+    return real[:n], slots[:n]
+
+
+def _short(x: Tensor) -> str:
+    words = str(x.tolist())
+    return words if len(words) < 80 else f"{words[:76]} ..."

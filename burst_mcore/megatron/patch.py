@@ -1,0 +1,40 @@
+"""Functions of Megatron's put into other functions' place, without an edit of its files."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """`owner.name` becomes `make(original)`, once for each `make`: again is to leave it as it is."""
+    original = getattr(owner, name)
+    if make not in _makers(original):
+        setattr(owner, name, _wrapped(original, make))
+
+
+def wrap_everywhere(module: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """As `wrap`, and in all modules that imported the function by its name as well."""
+    original = vars(module)[name]
+    if make in _makers(original):
+        return
+    wrapped = _wrapped(original, make)
+    for other in list(sys.modules.values()):
+        names = [key for key, value in list(getattr(other, "__dict__", {}).items()) if value is original]
+        for key in names:
+            setattr(other, key, wrapped)
+
+
+def _wrapped(
+    original: Callable[..., Any], make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    wrapped = functools.wraps(original)(make(original))
+    wrapped._burst_makers = (*_makers(original), make)  # type: ignore[attr-defined]
+    return wrapped
+
+
+def _makers(function: Callable[..., Any]) -> tuple[Any, ...]:
+    makers: tuple[Any, ...] = getattr(function, "_burst_makers", ())
+    return makers

@@ -1,0 +1,144 @@
+"""Other layouts than zigzag in Megatron: the same losses, and refusals by name where zigzag is assumed."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from models import MLA, MTP, VERSION, Case, assert_equal, default, needs_019, on_this_cp_rank, step
+from models import transformer_config as config_of
+from test_core_attention import _core, _params, in_megatron
+
+from burst_mcore import BurstConfig, shard
+from burst_mcore.megatron.layouts import ASSUME_ZIGZAG, layout_in_effect, use_layout
+
+LAYOUTS = ["contiguous", "stacked-zigzag:2", "striped", "block-striped:16"]
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gpt(layout, cp):
+    assert_equal(step(Case(cp=cp, layout=layout, backward="query")), default())
+
+
+def test_gpt_with_other_positions_windows_and_tensor_parallelism():
+    learned = {"position": "learned_absolute"}
+    assert_equal(step(Case(cp=2, layout="striped", **learned)), default(**learned))
+    window = {"fields": (("window_size", (9, 0)),)}
+    assert_equal(step(Case(tp=2, cp=2, layout="block-striped:8", **window)), default(**window))
+
+
+@needs_019
+@pytest.mark.parametrize("rope", ["rope", "yarn"])
+def test_mla(rope):
+    fields = (*MLA[:-1], ("rope_type", rope))
+    assert_equal(step(Case(cp=2, fields=fields, layout="striped")), step(Case(fields=fields)))
+
+
+@needs_019
+def test_hybrid():
+    assert_equal(step(Case(model="hybrid", cp=2, layout="striped")), default(model="hybrid"))
+
+
+def _names_and_caches():
+    """What was imported by name, and what was cached, before the layout was chosen."""
+    from megatron.core import parallel_state, utils
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    group = parallel_state.get_context_parallel_group()
+    script = ModuleType("script")
+    script.get_batch = utils.get_batch_on_this_cp_rank
+    sys.modules["script"] = script
+    rope = RotaryEmbedding(16, 1.0, use_cpu_initialization=True)
+    dealt = {"zigzag": rope(8)}
+    tokens = torch.arange(8)[None]
+    how = {"is_hybrid_cp": False} if VERSION >= (0, 19) else {}
+    for layout in ("striped", "striped", "contiguous", "zigzag"):
+        use_layout(layout)
+        assert str(layout_in_effect()) == layout
+        batch = {"tokens": tokens, "labels": None, "attention_mask": torch.eye(8)[None, None]}
+        batch = script.get_batch(batch, cp_group=group, **how)
+        share = {"rank": group.rank(), "size": 2, "layout": layout}
+        assert batch["labels"] is None
+        assert torch.equal(batch["tokens"], shard(tokens, 1, **share))
+        assert torch.equal(batch["attention_mask"], shard(torch.eye(8)[None, None], 2, **share))
+        assert torch.equal(rope(8), shard(rope.get_emb(8), 0, **share))
+    assert torch.equal(rope(8), dealt["zigzag"])
+    use_layout("block-striped:6")
+    for positions in (lambda: rope(8), lambda: on_this_cp_rank({"tokens": tokens}, group)):
+        with pytest.raises(ValueError, match=r"block-striped:6 over 2 ranks .*multiple of 6 tokens, got 8"):
+            positions()
+
+
+def test_functions_imported_by_name_and_cached_positions_follow_the_layout():
+    in_megatron(_names_and_caches, cp=2)
+
+
+def _refusals():
+    config = config_of(Case(cp=2))
+    striped = BurstConfig(layout="striped")
+    with pytest.raises(
+        ValueError, match=r"expects layout striped, but Megatron .*zigzag.*use_layout\('striped'"
+    ):
+        _core(config, striped)
+    dealt_zigzag = _core(config)
+    use_layout("striped")
+    with pytest.raises(
+        ValueError, match=r"expects layout zigzag, but Megatron .*striped.*use_layout\('zigzag'"
+    ):
+        _core(config)
+    x = torch.randn(4, 1, 4, 16)
+    with pytest.raises(ValueError, match="expects layout zigzag, but Megatron .*striped"):
+        dealt_zigzag(x, x, x, None)
+    core = _core(config, striped)
+    assert core(x, x, x, None).shape == (4, 1, 64)
+    with pytest.raises(ValueError, match="striped does not go with packed sequences"):
+        core(x[:, 0], x[:, 0], x[:, 0], None, packed_seq_params=_params([0, 8]))
+    config.apply_rope_fusion = True
+    with pytest.raises(ValueError, match="striped does not go with fused rope .pass --no-rope-fusion"):
+        _core(config, striped)
+    with pytest.raises(ValueError, match="striped does not go with multi-token prediction"):
+        _core(config_of(Case(cp=2, fields=MTP)), striped)
+    variant = config_of(Case(cp=2))
+    for name in ("gated_delta_net", "dsa"):
+        variant.experimental_attention_variant = name
+        with pytest.raises(ValueError, match=f"striped does not go with .*{name}"):
+            _core(variant, striped)
+    with pytest.raises(ValueError, match="that of one packed batch"):
+        from burst_mcore import Layout
+
+        use_layout(Layout("zigzag-documents", ends=(0, 8)))
+    with pytest.raises(ValueError, match="unknown layout 'stripes'"):
+        use_layout("stripes")
+    assert str(layout_in_effect()) == "striped"
+
+
+def test_what_assumes_zigzag_is_refused():
+    in_megatron(_refusals, cp=2)
+
+
+def _layers():
+    from importlib import import_module
+    from inspect import signature
+
+    config = config_of(Case(cp=2))
+    use_layout("striped")
+    refused = []
+    for path in ASSUME_ZIGZAG:
+        module, _, name = path.partition(":")
+        try:
+            layer = getattr(import_module(module), name)
+        except ImportError:  # Mamba needs triton
+            continue
+        if isinstance(layer, type):  # TransformerEngine's is a mock without it
+            refused.append(name)
+            others = list(signature(layer).parameters.values())[1:]
+            required = [None for p in others if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+            with pytest.raises(ValueError, match=f"striped does not go with .*: {name} assumes"):
+                layer(config, *required)
+    return refused
+
+
+def test_layers_that_assume_zigzag_are_not_built_beside_another_layout():
+    refused = in_megatron(_layers, cp=2)[0]
+    assert {"MultiTokenPredictionBlock", "GatedDeltaNet", "DSAttention"} <= set(refused)
