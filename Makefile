@@ -18,7 +18,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train compare test test-all lint bench bench-topology clean
+.PHONY: help train compare test test-all lint bench bench-masks bench-topology clean
 
 help:
 	@echo 'make train [ARGS="..."]    train a GPT on Megatron-Core with a burst ring (4 CPU processes)'
@@ -26,6 +26,7 @@ help:
 	@echo 'make test                  lint, types and tests; also with Megatron-Core 0.16.1 where Python 3.11 is'
 	@echo 'make test-all              the same, and the slow cells'
 	@echo 'make bench                 attention, measured beside other methods'
+	@echo 'make bench-masks           what masks save, in CPU time and bytes'
 	@echo 'make bench-topology        rings and overlap on an emulated cluster (needs root and iproute2)'
 
 train: $(VENV)
@@ -49,6 +50,9 @@ lint: $(VENV)
 
 bench: $(VENV)
 	@.venv/bin/burst-mcore bench attention $(ARGS)
+
+bench-masks: $(VENV)
+	@.venv/bin/burst-mcore bench masks --out benchmarks/results/masks.json $(ARGS)
 
 bench-topology: $(VENV)
 	@.venv/bin/burst-mcore bench topology --out benchmarks/results/topology.json $(ARGS)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import torch
@@ -80,7 +80,9 @@ class Layout:
         return self._hash
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "_hash"}  # another process's
+        return {
+            name: value for name, value in self.__dict__.items() if not name.startswith("_")
+        }  # hashes are of a process
 
     @cached_property
     def _hash(self) -> int:
@@ -123,16 +125,18 @@ class Layout:
         return found
 
     def __str__(self) -> str:
+        return self._word
+
+    @cached_property
+    def _word(self) -> str:
         if self.kind == "stacked-zigzag":
             return f"{self.kind}:{self.stacks}"
         if self.kind == "block-striped":
             return f"{self.kind}:{self.block}"
         if self.kind == "chunks":
-            digest = hashlib.blake2b(repr(self.chunks).encode(), digest_size=6).hexdigest()
-            return f"chunks({len(self.chunks)} x {len(self.chunks[0])}, #{digest})"
+            return f"chunks({len(self.chunks)} x {len(self.chunks[0])}, #{_digest(self.chunks)})"
         if self.kind == "zigzag-documents":
-            digest = hashlib.blake2b(repr(self.ends).encode(), digest_size=6).hexdigest()
-            return f"zigzag-documents({len(self.ends) - 1}, #{digest})"
+            return f"zigzag-documents({len(self.ends) - 1}, #{_digest(self.ends)})"
         return self.kind
 
     def divisor(self, size: int) -> int:
@@ -141,24 +145,7 @@ class Layout:
         Raises:
             ValueError: the layout does not go with so many ranks.
         """
-        if self.kind == "block-striped" and self.block % size:
-            raise ValueError(
-                f"layout {self} deals each block over the {size} ranks: the block must be a multiple of "
-                f"{size}"
-            )
-        if self.kind == "chunks" and len(self.chunks) != size:
-            raise ValueError(f"layout {self} is for {len(self.chunks)} ranks, not for {size}")
-        if self.ends and size > 1 and (odd := [end for end in self.ends if end % (2 * size)]):
-            raise ValueError(
-                f"layout zigzag-documents over {size} ranks needs documents of multiples of {2 * size} "
-                f"tokens; one ends at {odd[0]}"
-            )
-        if self.kind == "zigzag-documents":
-            return self.ends[-1]
-        if size == 1:
-            return 1
-        each = {"zigzag": 2, "stacked-zigzag": 2 * self.stacks, "chunks": len((*self.chunks, ())[0])}
-        return self.block if self.kind == "block-striped" else size * each.get(self.kind, 1)
+        return _divisor(self, size)
 
     def padded(self, n: int, size: int) -> int:
         """The length that a sequence of n tokens is dealt as: the next multiple of `divisor`.
@@ -212,6 +199,31 @@ class Layout:
             return range(rank, n // self.block * size, size)
         stacks = range(0, 2 * size * self.stacks, 2 * size)
         return [chunk for stack in stacks for chunk in (stack + rank, stack + 2 * size - 1 - rank)]
+
+
+@lru_cache(maxsize=1024)
+def _divisor(layout: Layout, size: int) -> int:
+    if layout.kind == "block-striped" and layout.block % size:
+        raise ValueError(
+            f"layout {layout} deals each block over the {size} ranks: the block must be a multiple of {size}"
+        )
+    if layout.kind == "chunks" and len(layout.chunks) != size:
+        raise ValueError(f"layout {layout} is for {len(layout.chunks)} ranks, not for {size}")
+    if layout.ends and size > 1 and (odd := [end for end in layout.ends if end % (2 * size)]):
+        raise ValueError(
+            f"layout zigzag-documents over {size} ranks needs documents of multiples of {2 * size} tokens; "
+            f"one ends at {odd[0]}"
+        )
+    if layout.kind == "zigzag-documents":
+        return layout.ends[-1]
+    if size == 1:
+        return 1
+    each = {"zigzag": 2, "stacked-zigzag": 2 * layout.stacks, "chunks": len((*layout.chunks, ())[0])}
+    return layout.block if layout.kind == "block-striped" else size * each.get(layout.kind, 1)
+
+
+def _digest(values: object) -> str:
+    return hashlib.blake2b(repr(values).encode(), digest_size=6).hexdigest()
 
 
 def _joined(runs: Sequence[range]) -> tuple[range, ...]:
