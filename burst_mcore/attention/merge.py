@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.rows import Rows, pieces
+from burst_mcore.attention.rows import Rows, count, pieces, union
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -37,17 +37,30 @@ class OnlineSoftmax:
         self._q, self._value_dim = q, value_dim
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
+        self._visited: Rows = ()
+
+    def _first_visit(self, at: range) -> bool:
+        """Whether none of these rows has anything to merge with; afterwards they have."""
+        hull = range(min(at[0], at[-1]), max(at[0], at[-1]) + 1)
+        visited = union([*self._visited, hull])
+        first = count(visited) == count(self._visited) + len(hull) and abs(at.step) == 1
+        self._visited = visited
+        return first
 
     def add(self, rows: Rows, out_t: Tensor, lse_t: Tensor) -> None:
         """Take in a tile's out [B, M, H, D] and lse [B, H, M] of these M rows; both may be kept."""
         if self._out is None and rows == (range(self._q.shape[1]),):
-            self._out, self._lse = out_t, lse_t
+            self._out, self._lse, self._visited = out_t, lse_t, rows
             return
         out, lse = self._wide()
-        for (out_at, out_new), (lse_at, lse_new) in zip(
-            pieces(out, rows, out_t), pieces(lse, rows, lse_t), strict=True
+        for at, (out_at, out_new), (lse_at, lse_new) in zip(
+            rows, pieces(out, rows, out_t), pieces(lse, rows, lse_t), strict=True
         ):
-            merge_(out_at, lse_at, out_new, lse_new)
+            if self._first_visit(at):
+                out_at.copy_(out_new)
+                lse_at.copy_(lse_new)
+            else:
+                merge_(out_at, lse_at, out_new, lse_new)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """(out [B, S, H, D] in the queries' dtype, lse [B, H, S] in at least float32)."""

@@ -239,11 +239,13 @@ class _Backward:
         else:
             queries, keys = self.queries, Keys(*bundle)
             met = self.call.tiles(here, source, q_part=part)
+        out = self.out if source == here or not self.query_travels else None
+        if out is None and met and not self.call.kernel.takes_delta:
+            out = output_stand_in(queries.dout, queries.delta)
         for tile in met:
-            own = not self.query_travels or source == here
             q_at = within(held, tile.q) if self.query_travels else tile.q
             k_at = tile.k if self.query_travels else within(held, tile.k)
-            dq, dk, dv = self._tile(tile, q_at, k_at, queries, keys, self.out if own else None)
+            dq, dk, dv = self._tile(tile, q_at, k_at, queries, keys, out)
             q_share, k_share = (tile.q, (dq,)), (tile.k, (dk, dv))
             goes, stays = (q_share, k_share) if self.query_travels else (k_share, q_share)
             self.shares.append(goes)
@@ -268,19 +270,14 @@ class _Backward:
     def _tile(
         self, tile: Tile, q_at: Rows, k_at: Rows, queries: Queries, keys: Keys, out: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dout, delta = take(queries.dout, q_at), take(queries.delta, q_at)
-        if self.call.kernel.takes_delta:
-            out = None
-        else:
-            out = output_stand_in(dout, delta) if out is None else take(out, q_at)
         x = RowGradients(
-            dout=dout,
+            dout=take(queries.dout, q_at),
             q=take(queries.q, q_at),
             k=take(keys.k, k_at),
             v=take(keys.v, k_at),
-            out=out,
+            out=None if out is None or self.call.kernel.takes_delta else take(out, q_at),
             lse=take(queries.lse, q_at),
-            delta=delta,
+            delta=take(queries.delta, q_at),
         )
         return self.call.kernel.backward(x, scale=self.call.scale, **seen_by(tile, keys.k))
 

@@ -20,7 +20,7 @@ from burst_mcore.mask import UNBOUNDED
 
 CALL = 1024
 """What a call of a kernel costs besides its pairs, in pairs."""
-DIAGONAL = 256
+DIAGONAL = 512
 """Query rows of a tile along a diagonal, where a window is cut: shorter ones leave less that is computed in
 vain, longer ones need fewer calls."""
 GATHERED = 2048
@@ -88,9 +88,9 @@ def tiles(pieces: Iterable[Piece], *, windows: bool, masks: bool) -> tuple[Tile,
         elif masks and _narrow(piece) and not (windows and piece.step == 1):
             large += [_masked([strip]) for strip in _strips(piece)]
         else:
-            large += _lowered(piece, windows)
+            large += _lowered(piece, windows, masks)
     for group in _groups(small):
-        large += [_masked(group)] if len(group) > 1 else _lowered(group[0], windows)
+        large += [_masked(group)] if len(group) > 1 else _lowered(group[0], windows, masks)
     return tuple(_gathered(large))
 
 
@@ -141,18 +141,18 @@ def _strips(piece: Piece) -> Iterator[Piece]:
         )
 
 
-def _lowered(piece: Piece, windows: bool) -> Iterator[Tile]:
+def _lowered(piece: Piece, windows: bool, masks: bool) -> Iterator[Tile]:
     if piece.step == 1:
         q, k = range(piece.m0, piece.m1), range(piece.n0, piece.n1)
-        yield from _band(q, k, piece.low, piece.high, windows)
+        yield from _band(q, k, piece.low, piece.high, windows, masks)
         return
     for q, k, low, high in piece.residues():
         at_q = range(piece.m0 + q.start, piece.m0 + q.stop, q.step)
         at_k = range(piece.n0 + k.start, piece.n0 + k.stop, k.step)
-        yield from _band(at_q, at_k, low, high, windows)
+        yield from _band(at_q, at_k, low, high, windows, masks)
 
 
-def _band(q: range, k: range, low: int, high: int, windows: bool) -> Iterator[Tile]:
+def _band(q: range, k: range, low: int, high: int, windows: bool, masks: bool) -> Iterator[Tile]:
     """Tiles of the rectangle q x k within two diagonals, counted from its corner."""
     first, last = max(0, -high), min(len(q), len(k) - low)  # rows that see something
     q, low, high = q[first:last], _moved(low, first), _moved(high, first)
@@ -170,7 +170,7 @@ def _band(q: range, k: range, low: int, high: int, windows: bool) -> Iterator[Ti
     elif not bounded_high:
         yield from _causal(q[::-1], k[::-1], len(k) - len(q) - low)
     else:
-        yield from _along(q, k, low, high)
+        yield from _along(q, k, low, high, masks)
 
 
 def _moved(diagonal: int, by: int) -> int:
@@ -187,17 +187,32 @@ def _causal(q: range, k: range, high: int) -> Iterator[Tile]:
         yield Tile((q[square:],), (k[high:],))
 
 
-def _along(q: range, k: range, low: int, high: int) -> Iterator[Tile]:
-    """A window: block by block of query rows a triangle, a full rectangle, a triangle."""
+def _along(q: range, k: range, low: int, high: int, masks: bool) -> Iterator[Tile]:
+    """A window: block by block of query rows a full rectangle between two triangles."""
     rows = min(DIAGONAL, high - low + 2)  # then a band that is narrower has nothing between its triangles
     for start in range(0, len(q), rows):
         block = q[start : start + rows]
         low_here, high_here = low + start, high + start
-        inner = max(0, low_here + len(block) - 1), max(0, high_here + 1)
-        for left, right in ((low_here, inner[0]), inner, (inner[1], high_here + len(block))):
-            left, right = max(0, left), min(len(k), right)
-            if left < right:
-                yield from _band(block, k[left:right], low_here - left, high_here - left, windows=False)
+        edges = low_here, low_here + len(block) - 1, high_here + 1, high_here + len(block)
+        a, b, c, d = (min(len(k), max(0, edge)) for edge in edges)
+        if b < c:
+            yield Tile((block,), (k[b:c],))
+        if masks:
+            yield from _triangles(block, k[a:b], k[c:d], low_here - a, high_here - c)
+            continue
+        for left, right in ((a, b), (c, d)):
+            yield from _band(block, k[left:right], low_here - left, high_here - left, False, False)
+
+
+def _triangles(q: range, left: range, right: range, low: int, high: int) -> Iterator[Tile]:
+    """Both ends of a block of a window as one tile: the left from diagonal `low` on, the right to `high`."""
+    parts = []
+    if left:
+        parts.append(Piece(0, len(q), 0, len(left), low, UNBOUNDED))
+    if right:
+        parts.append(Piece(0, len(q), len(left), len(left) + len(right), -UNBOUNDED, high))
+    if parts:
+        yield Tile((q,), tuple(k for k in (left, right) if k), parts=tuple(parts))
 
 
 def _groups(small: list[Piece]) -> Iterator[list[Piece]]:

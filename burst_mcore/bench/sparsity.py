@@ -104,7 +104,7 @@ def cases(seq: int, heads: int) -> list[Case]:
         Case("window of 1/8", problem(f"window:{eighth}"), "zigzag", dense=6.0, ideal=8.5),
         Case("window of 1/8", problem(f"window:{eighth}"), "contiguous", dense=6.0, ideal=8.5),
         Case("documents of 8K", problem(f"causal & documents:{lengths}", 2 * seq), "zigzag", per_pair=1.15),
-        Case("64 documents", problem("causal & documents:random,64"), "auto"),
+        Case("64 documents", problem("causal & documents:random,64", 4 * seq), "auto"),
         Case("blocks of 512, 1/4", problem("blocks:512,0.25"), "auto"),
         Case("dilated by 4", problem(f"causal & dilated:{eighth},4"), "zigzag"),
     ]
