@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.rows import Rows, count, pieces, union
+from burst_mcore.attention.rows import Rows, Visited, add_, count, pieces, take
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -37,26 +37,20 @@ class OnlineSoftmax:
         self._q, self._value_dim = q, value_dim
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
-        self._visited: Rows = ()
-
-    def _first_visit(self, at: range) -> bool:
-        """Whether none of these rows has anything to merge with; afterwards they have."""
-        hull = range(min(at[0], at[-1]), max(at[0], at[-1]) + 1)
-        visited = union([*self._visited, hull])
-        first = count(visited) == count(self._visited) + len(hull) and abs(at.step) == 1
-        self._visited = visited
-        return first
+        self._visited = Visited()
 
     def add(self, rows: Rows, out_t: Tensor, lse_t: Tensor) -> None:
         """Take in a tile's out [B, M, H, D] and lse [B, H, M] of these M rows; both may be kept."""
         if self._out is None and rows == (range(self._q.shape[1]),):
-            self._out, self._lse, self._visited = out_t, lse_t, rows
+            self._out, self._lse = out_t, lse_t
+            self._visited.visit(rows[0])
             return
         out, lse = self._wide()
         for at, (out_at, out_new), (lse_at, lse_new) in zip(
             rows, pieces(out, rows, out_t), pieces(lse, rows, lse_t), strict=True
         ):
-            if self._first_visit(at):
+            empty = self._visited.visit(at)
+            if abs(at.step) == 1 and count(empty) == len(at):
                 out_at.copy_(out_new)
                 lse_at.copy_(lse_new)
             else:
@@ -90,26 +84,31 @@ class GradientSum:
     def __init__(self, like: Tensor) -> None:
         self._like = like
         self._sum: Tensor | None = None
+        self._visited = Visited()
 
     def add(self, rows: Rows, gradient: Tensor) -> None:
         """Take in a tile's gradient [B, M, H, D] of these M rows; it may be kept and written."""
         if self._sum is None and rows == (range(self._like.shape[1]),):
             self._sum = gradient
+            self._visited.visit(rows[0])
             return
         dtype = wide(self._like.dtype)
         if self._sum is None:
-            self._sum = torch.zeros_like(self._like, dtype=dtype)
+            self._sum = torch.empty_like(self._like, dtype=dtype, memory_format=torch.contiguous_format)
         self._sum = self._sum.to(dtype)
-        for total, share in pieces(self._sum, rows, gradient):
-            total += share
+        add_(self._sum, rows, gradient, self._visited)
 
     def rows(self, at: range) -> Tensor:
         """The sum of these rows, so far."""
-        total = torch.zeros_like(self._like) if self._sum is None else self._sum
-        return total[:, at.start : at.stop]
+        return take(self._whole(), (at,))
 
     def result(self) -> Tensor:
-        """The sum, in the tensor's own dtype; zeros if nothing came."""
+        """The sum, in the tensor's own dtype; zeros where nothing came."""
+        return self._whole().to(self._like.dtype)
+
+    def _whole(self) -> Tensor:
         if self._sum is None:
             return torch.zeros_like(self._like)
-        return self._sum.to(self._like.dtype)
+        for gap in self._visited.visit(range(self._sum.shape[1])):
+            take(self._sum, (gap,)).zero_()
+        return self._sum

@@ -22,7 +22,7 @@ from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Window
 from burst_mcore.attention.merge import GradientSum, OnlineSoftmax, wide
 from burst_mcore.attention.plan import Plan
 from burst_mcore.attention.ring import Bundle, Exchange, Ring, Transport
-from burst_mcore.attention.rows import Rows, axis, count, pieces, take, within
+from burst_mcore.attention.rows import Rows, Visited, add_, axis, count, pieces, take, within
 from burst_mcore.attention.schedule import Route, program
 from burst_mcore.attention.tiles import Tile, tiles_of
 
@@ -260,12 +260,14 @@ class _Backward:
             for total, gradient in zip(sums, shares[0][1], strict=True):
                 total.copy_(gradient)
             return
-        for total in sums if first else ():
-            total.zero_()
-        for at, gradients in shares:
-            for total, gradient in zip(sums, gradients, strict=True):
-                for to, values in pieces(total, within(held, at), gradient):
-                    to.add_(values)
+        for index, total in enumerate(sums):
+            visited, rows = Visited(), total.shape[1]
+            if not first:
+                visited.visit(range(rows))
+            for at, gradients in shares:
+                add_(total, within(held, at), gradients[index], visited)
+            for gap in visited.visit(range(rows)):
+                take(total, (gap,)).zero_()
 
     def _tile(
         self, tile: Tile, q_at: Rows, k_at: Rows, queries: Queries, keys: Keys, out: Tensor | None

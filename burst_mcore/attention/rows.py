@@ -61,6 +61,33 @@ def pieces(x: Tensor, rows: Rows, values: Tensor) -> Iterator[tuple[Tensor, Tens
         start += len(at)
 
 
+class Visited:
+    """Which rows of a tensor hold something; the rest is uninitialised."""
+
+    def __init__(self) -> None:
+        self.rows: Rows = ()
+
+    def visit(self, at: range) -> Rows:
+        """Mark these rows, and all between them; which of them were empty until now."""
+        hull = range(min(at[0], at[-1]), max(at[0], at[-1]) + 1)
+        before = [range(max(r.start, hull.start), min(r.stop, hull.stop)) for r in self.rows]
+        edges = [hull.start, *(edge for r in before if r for edge in (r.start, r.stop)), hull.stop]
+        self.rows = union([*self.rows, hull])
+        return tuple(range(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)
+
+
+def add_(total: Tensor, rows: Rows, values: Tensor, visited: Visited) -> None:
+    """total[rows] += values, where what was not visited counts as zero."""
+    for at, (to, share) in zip(rows, pieces(total, rows, values), strict=True):
+        empty = visited.visit(at)
+        if abs(at.step) == 1 and count(empty) == len(at):
+            to.copy_(share)
+            continue
+        for gap in empty:
+            take(total, (gap,)).zero_()
+        to += share
+
+
 def within(held: Rows | None, rows: Rows) -> Rows:
     """Where `rows` lie in a tensor that holds only the rows `held` (None: all)."""
     if held is None:
