@@ -12,7 +12,7 @@ pytest.importorskip("tabulate")
 from typer.testing import CliRunner
 
 from burst_mcore import Mask
-from burst_mcore.bench import run
+from burst_mcore.bench import run, sparsity
 from burst_mcore.bench.methods import METHODS, Method
 from burst_mcore.bench.problem import Problem
 from burst_mcore.cli import app
@@ -109,3 +109,26 @@ def test_a_shorter_problem_has_the_same_mask_in_proportion():
 
 def test_the_problem_is_the_same_on_every_rank():
     assert all(torch.equal(x, y) for x, y in zip(SMALL.tensors(), SMALL.tensors(), strict=True))
+
+
+def test_what_masks_save_is_measured_and_judged():
+    problem = Problem(seq=256, heads=2, kv_heads=2, head_dim=16, mask="causal & documents:random,5")
+    case = sparsity.Case("packed", problem, "auto", dense=1.0, per_pair=1e9)
+    row = sparsity.measure(case, repeats=1)
+    assert row.tokens == 256
+    assert row.imbalance <= 1.05
+    assert min(row.burst, row.of_tiles, row.times_faster, row.per_pair) > 0
+    assert row.least_mb <= row.forward_mb <= row.all_gather_mb
+    judged = list(sparsity.verdicts([(case, row)]))
+    assert [v.reached for v in judged if "busiest" in v.claim or "per pair" in v.claim] == [True, True]
+    assert "packed" in sparsity.report([row], judged)
+    found = json.loads(sparsity.as_json([row], judged))
+    assert found["rows"][0]["mask"] == "packed"
+    assert len(found["verdicts"]) == len(judged) == 4
+    assert not sparsity.Verdict("", 1.2, 1.1, at_most=True).reached
+    assert not sparsity.Verdict("", 1.2, 1.8, at_most=False).reached
+
+
+def test_the_cases_are_legal():
+    for case in sparsity.cases(8192, 2):
+        assert case.problem.seen.bands(case.problem.seq) is not None
