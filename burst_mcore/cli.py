@@ -245,6 +245,7 @@ def masks(
         int, typer.Option(min=8192, help="Tokens; documents of 8K are measured on twice as many.")
     ] = 16384,
     heads: Annotated[int, typer.Option(min=1, help="Query heads, and K/V heads.")] = 4,
+    ranks: Annotated[int, typer.Option(min=2, help="Processes of the ring.")] = 4,
     repeats: Annotated[int, typer.Option(min=1, help="Counted rounds, after one that is not.")] = 3,
     out: Annotated[Path, typer.Option(help="All figures, as JSON.")] = Path("masks.json"),
 ) -> None:
@@ -254,13 +255,13 @@ def masks(
     try:
         found = []
         for case in sparsity.cases(seq, heads):
-            found.append((case, sparsity.measure(case, repeats)))
+            found.append((case, sparsity.measure(case, ranks, repeats)))
             typer.echo(f"{case.name}, {case.layout}: {found[-1][1].burst:.2f} CPU s")
     except (ValueError, RuntimeError) as error:
         _fail("bench masks", error)
     rows, judged = [row for _, row in found], list(sparsity.verdicts(found))
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(sparsity.as_json(rows, judged))
+    out.write_text(sparsity.as_json(rows, judged, ranks))
     typer.echo(f"\n{sparsity.report(rows, judged)}\n\nall figures: {out}")
     if not all(verdict.reached for verdict in judged):
         raise typer.Exit(1)

@@ -114,7 +114,7 @@ def test_the_problem_is_the_same_on_every_rank():
 def test_what_masks_save_is_measured_and_judged():
     problem = Problem(seq=256, heads=2, kv_heads=2, head_dim=16, mask="causal & documents:random,5")
     case = sparsity.Case("packed", problem, "auto", dense=1.0, per_pair=1e9)
-    row = sparsity.measure(case, repeats=1)
+    row = sparsity.measure(case, ranks=4, repeats=1)
     assert row.tokens == 256
     assert row.imbalance <= 1.05
     assert min(row.burst, row.of_tiles, row.times_faster, row.per_pair) > 0
@@ -122,7 +122,7 @@ def test_what_masks_save_is_measured_and_judged():
     judged = list(sparsity.verdicts([(case, row)]))
     assert [v.reached for v in judged if "busiest" in v.claim or "per pair" in v.claim] == [True, True]
     assert "packed" in sparsity.report([row], judged)
-    found = json.loads(sparsity.as_json([row], judged))
+    found = json.loads(sparsity.as_json([row], judged, ranks=4))
     assert found["rows"][0]["mask"] == "packed"
     assert len(found["verdicts"]) == len(judged) == 4
     assert not sparsity.Verdict("", 1.2, 1.1, at_most=True).reached

@@ -32,7 +32,6 @@ from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout, shard
 from burst_mcore.rates import DEFAULT
 
-RANKS = 4
 DENSE_ROWS = 512
 """Query rows of a call of masked dense attention: its mask is as large as this times the sequence."""
 
@@ -111,13 +110,13 @@ def cases(seq: int, heads: int) -> list[Case]:
     ]
 
 
-def measure(case: Case, repeats: int) -> Row:
-    """Measure a case on RANKS gloo processes of this machine.
+def measure(case: Case, ranks: int, repeats: int) -> Row:
+    """Measure a case on so many gloo processes of this machine.
 
     Raises:
         RuntimeError: a rank failed.
     """
-    found: list[Row] = in_processes(RANKS, _measure, case, repeats)
+    found: list[Row] = in_processes(ranks, _measure, case, repeats)
     return found[0]
 
 
@@ -292,10 +291,10 @@ def report(rows: Sequence[Row], judged: Sequence[Verdict]) -> str:
     return f"{table}\n\n{bars}"
 
 
-def as_json(rows: Sequence[Row], judged: Sequence[Verdict]) -> str:
+def as_json(rows: Sequence[Row], judged: Sequence[Verdict], ranks: int) -> str:
     """All figures, and what they are of."""
     found = {
-        "what": f"CPU seconds of burst_attention, forward and backward, summed over {RANKS} gloo processes",
+        "what": f"CPU seconds of burst_attention, forward and backward, summed over {ranks} gloo processes",
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, "
         f"torch {torch.__version__}",
         "rows": [asdict(row) for row in rows],
