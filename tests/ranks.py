@@ -105,6 +105,9 @@ class MailboxTransport:
         self.mail, self.rank = mail, rank
         self.sent: Counter[int] = Counter()  # bytes, by peer
 
+    def connect(self, name: str) -> None:
+        pass
+
     def post(self, channel: Any, messages: Any) -> list[Any]:
         works = []
         for action, bundle in messages:

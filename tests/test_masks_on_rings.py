@@ -11,7 +11,7 @@ from masks import random_layout, random_mask
 from ranks import processes
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard, unshard
-from burst_mcore.attention import function
+from burst_mcore.attention import communicators, function
 from burst_mcore.attention.choice import Ranks, legal_degrees
 from burst_mcore.attention.cost import Shard, link_bytes, message_bytes
 from burst_mcore.attention.kernels.table import KERNELS
@@ -177,3 +177,45 @@ def _sees_nothing(rank, size):
 
 def test_queries_that_see_nothing_get_zeros_and_no_nan():
     processes(3, _sees_nothing)
+
+
+def _with_communicators_of_its_own(rank, size):
+    """As on NCCL each kind of message has a group of its own, collectively made; here of gloo."""
+    made = []
+
+    def group_of(self, link, what, members):
+        made.append((link, what))
+        return communicators.companion([self._ranks[r] for r in members], "gloo", self._timeout)
+
+    communicators.Communicators._group = group_of
+    topology = Topology.from_group(dist.group.WORLD, intra_size=2)
+    mask, p = Mask.documents([0, 8, 32]), problem(0, 32, heads=2, kv_heads=2, dtype=torch.float64)
+    for ring, direction, degree in itertools.product(("auto", "double", "direct"), ("query", "kv"), (1, 2)):
+        config = BurstConfig(layout="contiguous", ring=ring, backward=direction, head_parallel=degree)
+        got, want = _attend(p, mask, rank, size, config, topology), dense(p, mask)
+        assert all(torch.allclose(g, w) for g, w in zip(got, want, strict=True))
+    return made
+
+
+def test_ranks_without_messages_make_communicators_with_the_others():
+    made = processes(4, _with_communicators_of_its_own)
+    assert all(found == made[0] for found in made)
+    assert len(made[0]) >= 4
+
+
+def _fails_before_it_agrees(rank, size):
+    """What is no ValueError is a refusal too: the next call pairs with the others' next."""
+    topology = Topology.from_group(dist.group.WORLD)
+    p = problem(0, 16 * size, heads=2, kv_heads=2, dtype=torch.float32)
+    x = shard(p.q, 1, rank=rank, size=size)
+    call_for = function.call_for
+    if rank == 0:
+        function.call_for = lambda *_: 1 / 0
+    with pytest.raises((ZeroDivisionError, ValueError), match="division|rank 0 of the ring refused"):
+        burst_attention(x, x, x, topology=topology, mask=Mask.causal())
+    function.call_for = call_for
+    return burst_attention(x, x, x, topology=topology, mask=Mask.full()).shape
+
+
+def test_any_error_before_the_ring_is_a_refusal():
+    assert len(set(processes(2, _fails_before_it_agrees))) == 1

@@ -208,7 +208,7 @@ def test_on_nccl_every_link_and_kind_of_message_has_a_communicator_of_its_own(mo
     from burst_mcore.attention.ring import ProcessGroups
     from burst_mcore.attention.schedule import PASSES, Route, program
 
-    made = []
+    made, started = [], []
 
     def companion(ranks, backend, timeout):
         assert (backend, timeout.seconds) == ("nccl", 9)
@@ -216,6 +216,7 @@ def test_on_nccl_every_link_and_kind_of_message_has_a_communicator_of_its_own(mo
         return made[-1]
 
     monkeypatch.setattr(communicators, "companion", companion)
+    monkeypatch.setattr(communicators, "start", lambda group: started.append(group))
     monkeypatch.setattr(communicators, "timeout_of", lambda group: timedelta(seconds=9))
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group.ranks)
@@ -239,6 +240,8 @@ def test_on_nccl_every_link_and_kind_of_message_has_a_communicator_of_its_own(mo
     )
     flat = carriers(Route(1, 8))
     assert flat["intra", "data"] is whole
+    assert started == [whole]
+    assert carriers(Route(1, 8, direct=True)) == {("direct", what): flat["intra", what] for _, what in flat}
     assert flat["intra", "gradient"].ranks == list(range(8))
     hybrid = carriers(Route(2, 2, 2))
     heads = {group for (link, _), group in hybrid.items() if link == "heads"}

@@ -56,6 +56,7 @@ class Communicators:
         if "cuda:nccl" not in self.backends:
             return given or self._given.get("whole", self.control)
         if given is not None and what == "data":
+            start(given)
             return given
         return companion([self._ranks[rank] for rank in members], "nccl", self._timeout)
 
@@ -66,9 +67,13 @@ def companion(ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.Pr
         made = dist.new_group(list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     if backend == "nccl":
-        # A communicator starts lazily; start it here, not inside the first hop.
-        dist.barrier(made, device_ids=[torch.cuda.current_device()])
+        start(made)
     return made
+
+
+def start(group: dist.ProcessGroup) -> None:
+    """Start an NCCL communicator, which does so lazily: here, not inside a first hop that some do not make."""
+    dist.barrier(group, device_ids=[torch.cuda.current_device()])
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from burst_mcore.attention.actions import hops
 from burst_mcore.attention.agreement import Agreement, Signature, agreement
 from burst_mcore.attention.arguments import Asked, call_for, checked, signature, signature_of_call
 from burst_mcore.attention.choice import Ranks, route_for, why_not_placed
 from burst_mcore.attention.passes import Call, Keys, Queries, backward, forward, row_delta
 from burst_mcore.attention.ring import ProcessGroups
-from burst_mcore.attention.schedule import PASSES, program
+from burst_mcore.attention.schedule import PASSES
 from burst_mcore.attention.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.mask import Mask
@@ -92,19 +91,30 @@ def _agreed(asked: Asked, peers: Agreement | None, sign: Signature) -> tuple[Cal
     rows, size = asked.shard.tokens, asked.topology.size
     if peers is None:
         return call_for(asked, [rows] * size), sign
+    call, problem, details = None, None, {}
     try:  # as it is if all ranks hold as many tokens
         call = call_for(asked, [rows] * size)
-        if_even, problem = signature_of_call(call), None
-    except ValueError as error:
-        if_even, problem = {"problem": str(error)}, error
-    number, lengths = peers.meet({"pass": "forward", **sign}, if_even, rows)
+        details = signature_of_call(call)
+    except ValueError as error:  # it may be legal with what the others hold
+        problem, details = error, {"problem": str(error)}
+    except Exception as error:
+        peers.refuse(error)
+        raise
+    number, lengths = peers.meet({"pass": "forward", **sign}, details, rows)
     if lengths is not None:
-        call = call_for(asked, lengths)
-        if_even = signature_of_call(call)
-        peers.agree({"pass": "forward, lengths known", **sign, **if_even})
+        try:
+            call = call_for(asked, lengths)
+            details = signature_of_call(call)
+        except ValueError:  # on all ranks alike: nobody waits
+            raise
+        except Exception as error:
+            peers.refuse(error)
+            raise
+        peers.agree({"pass": "forward, lengths known", **sign, **details})
     elif problem is not None:
         raise problem
-    return call, {**sign, **if_even, "of call": str(number)}
+    assert call is not None
+    return call, {**sign, **details, "of call": str(number)}
 
 
 def connect(topology: Topology, config: BurstConfig) -> None:
@@ -124,14 +134,10 @@ def connect(topology: Topology, config: BurstConfig) -> None:
         raise ValueError(
             f"head_parallel={degree} is not legal with {ranks.size} ranks, {ranks.intra} a node: {why_not}"
         )
-    route = route_for(
-        degree, ranks, ring="double" if config.ring == "auto" else config.ring, overlap=config.overlap
-    )
-    transport = ProcessGroups(topology, route)
-    for name in PASSES:
-        for channel, _ in hops(program(topology.rank, route, name)):
-            if channel is not None:
-                transport.carrier(channel)
+    for ring in ("double", "direct") if config.ring == "auto" else (config.ring,):
+        transport = ProcessGroups(topology, route_for(degree, ranks, ring=ring, overlap=config.overlap))
+        for name in PASSES:
+            transport.connect(name)
 
 
 class _BurstAttention(torch.autograd.Function):
@@ -148,6 +154,7 @@ class _BurstAttention(torch.autograd.Function):
         v: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         with torch.autocast(q.device.type, enabled=False), _in_ring(peers):
+            call.transport.connect("forward")
             done = forward(call, q, k, v)
         ctx.call, ctx.peers, ctx.signature = call, peers, signature
         ctx.save_for_backward(done.q, done.k, done.v, done.out, done.ring_lse)
@@ -171,6 +178,7 @@ class _BurstAttention(torch.autograd.Function):
         if ctx.peers is not None:
             ctx.peers.agree({"pass": "backward", **ctx.signature})
         with torch.autocast(q.device.type, enabled=False), _in_ring(ctx.peers):
+            call.transport.connect(call.direction)
             delta = row_delta(dout, out)
             if dlse is not None:  # d lse / d scores = P, which enters dS as -D does
                 delta -= dlse

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import torch.distributed as dist
@@ -33,7 +34,7 @@ from burst_mcore.attention.actions import (
 from burst_mcore.attention.communicators import Carrier
 from burst_mcore.attention.double_ring import kind_of
 from burst_mcore.attention.rows import Rows, pieces, take, within
-from burst_mcore.attention.schedule import Route
+from burst_mcore.attention.schedule import Route, program
 from burst_mcore.attention.topology import Topology
 from burst_mcore.attention.trace import Recorder, recorder
 
@@ -52,6 +53,10 @@ class Work(Protocol):
 
 class Transport(Protocol):
     """Carries bundles between the ranks of one ring."""
+
+    def connect(self, name: str) -> None:
+        """Get ready for the pass `name`; every rank does, also one that will send and receive nothing."""
+        ...
 
     def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Bundle]]) -> Sequence[Work]:
         """Start all messages as one batch."""
@@ -85,6 +90,14 @@ class ProcessGroups:
             ]
         )
 
+    def connect(self, name: str) -> None:
+        """Make what carries the messages of the pass `name`. Collective, and the same on all ranks.
+
+        Masks leave some ranks without messages, so that it cannot wait for the first of them.
+        """
+        for channel in _channels(self._topology.rank, self._route, name):
+            self.carrier(channel)
+
     def carrier(self, channel: Channel) -> Carrier:
         """The process group of a channel, made if it is not there yet."""
         kind = channel.link, channel.what
@@ -102,10 +115,19 @@ class ProcessGroups:
             return "heads", "data", node if self._route.heads <= intra else everyone
         if channel.link == "inter":
             return "inter", channel.what, everyone[rank % intra :: intra]
-        if channel.link == "direct":
+        if channel.link == "direct" and topology.nodes > 1:
             return "whole", channel.what, everyone
         across = self._route.nodes == 1 < topology.nodes  # a flat ring
         return ("whole", channel.what, everyone) if across else ("intra", channel.what, node)
+
+
+@lru_cache(maxsize=1024)
+def _channels(rank: int, route: Route, name: str) -> tuple[Channel, ...]:
+    """The kinds of messages of a pass in which everybody reads everything, in an order that all share."""
+    found = {
+        channel._replace(part=0) for channel, _ in hops(program(rank, route, name)) if channel is not None
+    }
+    return tuple(sorted(found))
 
 
 _ABANDONED: list[object] = []
