@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,16 +66,12 @@ class Layout:
                 raise ValueError(f"layout {of} needs {name} >= {least}, as in {of}:{max(least, 64)}")
             if self.kind != of and value != Layout.__dataclass_fields__[name].default:
                 raise ValueError(f"{name} is for layout {of} only, got {name}={value} with {self.kind}")
+        object.__setattr__(self, "chunks", _checked_chunks(self.chunks))
+        object.__setattr__(self, "ends", _checked_ends(self.ends))
         if (self.kind == "chunks") != bool(self.chunks):
             raise ValueError("layout chunks, and no other, needs the chunks of each rank")
         if (self.kind == "zigzag-documents") != bool(self.ends):
             raise ValueError("layout zigzag-documents, and no other, needs the ends of the documents")
-        if self.ends and (self.ends[0] != 0 or list(self.ends) != sorted(self.ends) or self.ends[-1] == 0):
-            raise ValueError(f"ends of documents must ascend from 0, got {self.ends[:8]}")
-        dealt = sorted(chunk for of_rank in self.chunks for chunk in of_rank)
-        if dealt != list(range(len(dealt))) or len({len(of_rank) for of_rank in self.chunks}) > 1:
-            raise ValueError("chunks must deal every chunk to one rank, and as many to each rank")
-        object.__setattr__(self, "chunks", tuple(tuple(sorted(of_rank)) for of_rank in self.chunks))
 
     def __hash__(self) -> int:
         return self._hash
@@ -199,6 +196,28 @@ class Layout:
             return range(rank, n // self.block * size, size)
         stacks = range(0, 2 * size * self.stacks, 2 * size)
         return [chunk for stack in stacks for chunk in (stack + rank, stack + 2 * size - 1 - rank)]
+
+
+def _checked_chunks(chunks: Any) -> tuple[tuple[int, ...], ...]:
+    try:
+        dealt = tuple(tuple(sorted(int(chunk) for chunk in of_rank)) for of_rank in chunks)
+    except TypeError:
+        raise ValueError(f"chunks must be the numbers of the chunks of each rank, got {chunks!r}") from None
+    every = sorted(chunk for of_rank in dealt for chunk in of_rank)
+    if every != list(range(len(every))) or len({len(of_rank) for of_rank in dealt}) > 1 or () in dealt:
+        raise ValueError("chunks must deal every chunk to one rank, and as many to each rank, at least one")
+    return dealt
+
+
+def _checked_ends(ends: Any) -> tuple[int, ...]:
+    """cu_seqlens, a list or a tensor, as a tuple without empty documents."""
+    try:
+        given = [int(end) for end in (ends.tolist() if isinstance(ends, Tensor) else ends)]
+    except TypeError:
+        raise ValueError(f"ends of documents must be a list of numbers (cu_seqlens), got {ends!r}") from None
+    if given and (given[0] != 0 or given != sorted(given) or given[-1] == 0):
+        raise ValueError(f"ends of documents must ascend from 0, got {given[:8]}")
+    return tuple(dict.fromkeys(given))
 
 
 @lru_cache(maxsize=1024)

@@ -165,14 +165,16 @@ class _Ranges:
 
     digest: str
     slices: Tensor = field(compare=False)
+    given: Tensor = field(compare=False)
+    """[slices, 4]: the ranges as they were given."""
 
     def __str__(self) -> str:
-        return f"ranges({len(self.slices)}, #{self.digest})"
+        return f"ranges({len(self.given)}, #{self.digest})"
 
     def check(self, n: int) -> None:
-        beyond = (self.slices[:, (1, 3)].amax(1) > n).nonzero().flatten().tolist()
+        beyond = (self.given[:, (1, 3)].amax(1) > n).nonzero().flatten().tolist() if len(self.given) else []
         if beyond:
-            q0, q1, k0, k1 = self.slices[beyond[0], :4].tolist()
+            q0, q1, k0, k1 = self.given[beyond[0]].tolist()
             raise ValueError(
                 f"slice {beyond[0]} of the mask, queries [{q0}, {q1}) x keys [{k0}, {k1}), goes beyond the "
                 f"sequence of {n} tokens"
@@ -255,12 +257,13 @@ class Mask:
 
         Args:
             cu_seqlens: where documents begin, and at last where the sequence ends: 0 <= ... <= n, integers,
-                as flash-attn takes them. A CUDA tensor is read once, and again only if it was changed.
+                as flash-attn takes them. A CUDA tensor is read once, and again if torch changed it in place;
+                what else writes to its memory goes unnoticed.
 
         Raises:
             ValueError: it does not begin with 0, or descends, or is not a list of integers.
         """
-        if not isinstance(cu_seqlens, Tensor):
+        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.device.type == "cpu":
             return cls((_documents(cu_seqlens),))
         version = -1 if cu_seqlens.is_inference() else cu_seqlens._version
         found = _READ.get(cu_seqlens)
@@ -324,8 +327,8 @@ class Mask:
             low = k0 - q0 if kind in ("inverse-causal", "bi-causal") else -UNBOUNDED
             high = k1 - q1 if kind in ("causal", "bi-causal") else UNBOUNDED
             rows.append([q0, q1, k0, k1, low, high])
-        slices = tightened(torch.tensor(rows, dtype=torch.int64).reshape(-1, 6))
-        return cls((_Ranges(_digest(slices), slices),))
+        given = torch.tensor(rows, dtype=torch.int64).reshape(-1, 6)
+        return cls((_Ranges(_digest(given), tightened(given), given[:, :4]),))
 
     def __and__(self, other: Mask) -> Mask:
         """Both must allow a pair."""
@@ -339,6 +342,9 @@ class Mask:
                 windows.append(term)
             elif isinstance(term, _Stride):
                 steps.append(term.step)
+            elif isinstance(term, _Documents) and (same := _as_long(term, terms)) is not None:
+                ends = torch.cat([term.ends, same.ends]).unique()
+                terms[terms.index(same)] = _Documents(_digest(ends), ends)
             elif term not in terms:
                 terms.append(term)
         sides = [[getattr(w, side) for w in windows if getattr(w, side) is not None] for side in _SIDES]
@@ -351,8 +357,9 @@ class Mask:
 
     @property
     def is_window(self) -> bool:
-        """Whether it is a window, bounded on at least one side, and nothing else."""
-        return len(self.terms) == 1 and isinstance(self.terms[0], _Window)
+        """Whether it is a window that ends on the left, and nothing else."""
+        (term, *others) = self.terms or (None,)
+        return not others and isinstance(term, _Window) and term.left is not None
 
     @property
     def stride(self) -> int:
@@ -413,7 +420,14 @@ def intersected(a: Tensor, b: Tensor) -> Tensor:
         a, b = b, a
     if len(a) * len(b) <= 2**20:
         return _met(a.repeat_interleave(len(b), 0), b.repeat(len(a), 1))
-    return torch.cat([_met(row.expand_as(near), near) for row in a for near in [_near(row, b)]])
+    b = b[b[:, 0].argsort(stable=True)]
+    if bool((b[:, 1].diff() >= 0).all()):  # then those that meet a row of `a` stand together
+        first = torch.searchsorted(b[:, 1].contiguous(), a[:, 0].contiguous(), right=True).tolist()
+        last = torch.searchsorted(b[:, 0].contiguous(), a[:, 1].contiguous()).tolist()
+        found = [b[i:j] for i, j in zip(first, last, strict=True)]
+    else:
+        found = [_near(row, b) for row in a]
+    return torch.cat([_met(row.expand_as(near), near) for row, near in zip(a, found, strict=True)])
 
 
 def _near(row: Tensor, bands: Tensor) -> Tensor:
@@ -438,11 +452,10 @@ def _disjoint(bands: Tensor) -> Tensor:
 
 def _union(bands: Tensor) -> Tensor:
     """Cut at all edges; in each cell the diagonals' intervals are merged."""
-    q_edges, k_edges = (bands[:, at].unique().tolist() for at in ((0, 1), (2, 3)))
     rows = []
-    for q0, q1 in pairwise(q_edges):
+    for q0, q1 in pairwise(bands[:, :2].unique().tolist()):
         of_q = bands[(bands[:, 0] <= q0) & (bands[:, 1] >= q1)]
-        for k0, k1 in pairwise(k_edges):
+        for k0, k1 in pairwise(of_q[:, 2:4].unique().tolist()):
             cell = of_q[(of_q[:, 2] <= k0) & (of_q[:, 3] >= k1)]
             merged: list[list[int]] = []
             for low, high in sorted(cell[:, 4:].tolist()):
@@ -452,6 +465,12 @@ def _union(bands: Tensor) -> Tensor:
                     merged.append([low, high])
             rows += [[q0, q1, k0, k1, *interval] for interval in merged]
     return tightened(torch.tensor(rows, dtype=torch.int64).reshape(-1, 6))
+
+
+def _as_long(term: _Documents, others: Sequence[Term]) -> _Documents | None:
+    """The documents among `others` that end where `term` ends."""
+    last = int(term.ends[-1])
+    return next((x for x in others if isinstance(x, _Documents) and int(x.ends[-1]) == last), None)
 
 
 def _documents(cu_seqlens: Sequence[int] | Tensor) -> _Documents:

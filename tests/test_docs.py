@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -72,7 +73,7 @@ def test_commands_in_the_docs_run(command, tmp_path, monkeypatch):
     lines = re.findall(rf"^burst-mcore ({command} .*)$", pages, re.MULTILINE)
     assert lines, f"no page shows burst-mcore {command}"
     for line in lines:
-        done = CliRunner().invoke(app, line.split())
+        done = CliRunner().invoke(app, shlex.split(line))
         assert done.exit_code == 0, done.output
 
 

@@ -82,6 +82,8 @@ def test_layout_is_a_value_with_a_word():
     assert Layout.of("zigzag") == Layout("zigzag") == Layout.of(Layout("zigzag")) == Layout()
     assert Layout.of("stacked-zigzag:4") == Layout("stacked-zigzag", stacks=4)
     assert str(Layout.of("block-striped:128")) == "block-striped:128"
+    cu = torch.tensor([0, 8, 8, 16])
+    assert Layout("zigzag-documents", ends=cu) == Layout("zigzag-documents", ends=[0, 8, 16])
     assert len({Layout("zigzag"), Layout("zigzag"), Layout("contiguous")}) == 2
 
 
@@ -107,6 +109,9 @@ def test_a_layout_goes_to_other_processes():
         (lambda: Layout("zigzag", block=4), "block is for layout block-striped only"),
         (lambda: Layout("chunks", chunks=((0, 1), (1, 2))), "every chunk to one rank"),
         (lambda: Layout("chunks"), "needs the chunks"),
+        (lambda: Layout("chunks", chunks=((), ())), "at least one"),
+        (lambda: Layout("chunks", chunks=3), "numbers of the chunks.*got 3"),
+        (lambda: Layout("zigzag-documents", ends=7), "cu_seqlens.*got 7"),
         (lambda: Layout("chunks", chunks=((0,), (1,))).divisor(4), "for 2 ranks, not for 4"),
         (lambda: Layout.of("block-striped:6").divisor(4), "multiple of 4"),
         (lambda: Layout("zigzag-documents", ends=(0, 4, 10)).divisor(2), "multiples of 4.*10"),

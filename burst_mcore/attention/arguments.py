@@ -153,7 +153,7 @@ def _listed(lengths: Sequence[int]) -> str:
     return str(list(lengths)) if len(lengths) <= 16 else f"[{', '.join(map(str, lengths[:16]))}, ...]"
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def _way(
     config: BurstConfig, ranks: Ranks, rates: Rates, shard: Shard, mask: Mask, n: int
 ) -> tuple[Route, str]:

@@ -93,7 +93,7 @@ def route_for(degree: int, ranks: Ranks, *, ring: str, overlap: bool) -> Route:
     return Route(nodes, ranks.size // degree // nodes, degree, overlap)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def candidates(
     shard: Shard,
     layout: Layout,
@@ -124,7 +124,6 @@ def candidates(
     return tuple(found)
 
 
-@lru_cache(maxsize=256)
 def _sparse(what: Plan) -> bool:
     return read_elsewhere(what, of_queries=False) < SPARSE
 

@@ -72,7 +72,7 @@ def companion(ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.Pr
 
 
 def start(group: dist.ProcessGroup) -> None:
-    """Start an NCCL communicator, which does so lazily: here, not inside a first hop that some do not make."""
+    """Start an NCCL communicator, lazy by itself: here, not in a first hop that some ranks do not make."""
     dist.barrier(group, device_ids=[torch.cuda.current_device()])
 
 

@@ -11,11 +11,12 @@ straight.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, wraps
 from itertools import accumulate
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,10 +26,12 @@ from burst_mcore.layout import Layout
 from burst_mcore.mask import UNBOUNDED, Mask, tightened
 
 Runs = tuple[range, ...]
+T = TypeVar("T")
 
-COARSE = 4096
-"""More bands than this on a striped layout, where every rank has rows of every band: all rows are taken as
-needed everywhere, instead of looking at each band for each pair of ranks."""
+COARSE = 1024
+"""Where layouts give every rank rows of every band, and bands times runs are more than this, all rows are
+taken as read everywhere, instead of looking for gaps that there hardly are."""
+EVERYWHERE = ("striped", "block-striped")
 
 
 class Piece(NamedTuple):
@@ -126,8 +129,8 @@ class Plan:
         self.bands = mask.bands(n)
         self.rows = layout.padded(n, size * heads) // size
         """Local rows of a position."""
-        self.tiles: dict[tuple[int | bool | None, ...], Any] = {}
-        """What kernels are called with: see `tiles_of`."""
+        self.kept: dict[tuple[Any, ...], Any] = {}
+        """What follows from the plan and is asked for again: see `kept`."""
         self._pieces: dict[tuple[int | None, ...], list[Piece]] = {}
         self._needed: dict[tuple[int, int, bool], Rows] = {}
         self._tables: dict[Segment, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
@@ -136,12 +139,18 @@ class Plan:
         """Global positions that a rank holds."""
         return self.layout.runs(self.n, position * self.heads + member, self.size * self.heads)
 
-    @lru_cache(maxsize=4096)  # noqa: B019 (plans are kept, by value, in a cache of their own)
     def segments(self, position: int, part: int | None = None) -> tuple[Segment, ...]:
         """The rows of a position, or of one member of its head group (each of its runs).
 
         The members' rows are pooled: in ascending order where runs are without gaps, else run after run.
         """
+        key = "segments", position, part
+        if key not in self.kept:
+            self.kept[key] = self._pooled(position, part)
+        found: tuple[Segment, ...] = self.kept[key]
+        return found
+
+    def _pooled(self, position: int, part: int | None) -> tuple[Segment, ...]:
         runs = sorted(
             (run for member in range(self.heads) for run in self.runs(position, member)),
             key=lambda run: run.start,
@@ -195,7 +204,7 @@ class Plan:
         return self._needed[key]
 
     def _rows_needed(self, at: int, by: int, of_queries: bool) -> Rows:
-        if self.everything or (self.layout.kind == "striped" and len(self.bands) > COARSE):
+        if self.everything or self._coarse:
             return (range(self.rows),)
         pieces = self.pieces(at, by) if of_queries else self.pieces(by, at)
         return union([range(p.m0, p.m1) if of_queries else range(p.n0, p.n1) for p in pieces])
@@ -203,7 +212,12 @@ class Plan:
     @property
     def everything(self) -> bool:
         """Whether every position reads all of every other."""
-        return not self.mask.terms and self.n % self.rows == 0 and self.n == self.rows * self.size
+        return not self.mask.terms and self.n == self.rows * self.size
+
+    @cached_property
+    def _coarse(self) -> bool:
+        pieces = len(self.bands) * len(self.runs(0, 0))
+        return self.layout.kind in EVERYWHERE and self.mask.stride == 1 and pieces > COARSE
 
     @cached_property
     def _common(self) -> Tensor:
@@ -242,14 +256,33 @@ class Plan:
         pieces: list[Piece] = []
         for (a, b, c, d), (low, high) in zip(local.tolist(), limits.tolist(), strict=True):
             if q is k and low == -UNBOUNDED and high == 0:  # order of rows is order of positions
-                corner = tightened(torch.tensor([[a, b, c, d, low, 0]]))
-                pieces += [_from_corner(*row) for row in corner.tolist()]
+                m0, n1 = max(a, c), min(b, d)
+                if m0 < b and c < n1:
+                    pieces.append(Piece(m0, b, c, n1, -UNBOUNDED, UNBOUNDED if n1 - 1 <= m0 else m0 - c))
             else:
                 pieces += _merged(_cut(q, k, a, b, c, d, low, high))
         return pieces
 
 
-@lru_cache(maxsize=64)
+def kept(function: Callable[..., T]) -> Callable[..., T]:
+    """Keep what a function of a plan (its first argument) returns with the plan, for as long as it lives."""
+
+    @wraps(function)
+    def found(plan: Plan, *args: Any, **kwargs: Any) -> T:
+        key = function, args, tuple(kwargs.items())
+        if key not in plan.kept:
+            plan.kept[key] = function(plan, *args, **kwargs)
+        result: T = plan.kept[key]
+        return result
+
+    return found
+
+
+PLANS = 16
+"""Plans that are kept: of the masks, layouts and lengths used last."""
+
+
+@lru_cache(maxsize=PLANS)
 def plan(layout: Layout, mask: Mask, n: int, size: int, heads: int = 1) -> Plan:
     """The plan of `mask` over n tokens, dealt by `layout` over `size` positions of `heads` ranks. Cached.
 

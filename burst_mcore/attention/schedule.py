@@ -29,7 +29,7 @@ from burst_mcore.attention.actions import Program
 from burst_mcore.attention.direct import Meet, direct
 from burst_mcore.attention.double_ring import double_ring, mirrored, without_overlap
 from burst_mcore.attention.head_exchange import Pass, with_heads
-from burst_mcore.attention.plan import Plan
+from burst_mcore.attention.plan import Plan, kept
 from burst_mcore.attention.prune import pruned
 from burst_mcore.attention.rows import Rows
 
@@ -74,19 +74,29 @@ PASSES = {
 }
 
 
-@lru_cache(maxsize=256)
 def program(rank: int, route: Route, name: str, plan: Plan | None = None) -> Program:
     """What `rank` does in the pass `name`: "forward", "kv" or "query"; without a plan, all is read by all."""
-    moves = PASSES[name]
-    position = rank // route.heads
     if plan is None or plan.everything:
-        ring = _dense(position, route, moves.gradients)
-    else:
-        ring = _pruned(replace(route, heads=1, overlap=True), moves.gradients, name == "query", plan)[
-            position
-        ]
+        return _of_all(rank, route, name)
+    return _of_plan(plan, rank, route, name)
+
+
+@lru_cache(maxsize=256)
+def _of_all(rank: int, route: Route, name: str) -> Program:
+    return _around(_dense(rank // route.heads, route, PASSES[name].gradients), rank, route, name)
+
+
+@kept
+def _of_plan(plan: Plan, rank: int, route: Route, name: str) -> Program:
+    on_ring = replace(route, heads=1, overlap=True)
+    rings = _pruned(plan, on_ring, PASSES[name].gradients, name == "query")
+    return _around(rings[rank // route.heads], rank, route, name)
+
+
+def _around(ring: Program, rank: int, route: Route, name: str) -> Program:
+    """The program of a rank, from that of its position on the ring."""
     if route.heads > 1:
-        ring = with_heads(ring, rank, route.heads, moves, by_part=route.overlap)
+        ring = with_heads(ring, rank, route.heads, PASSES[name], by_part=route.overlap)
     return ring if route.overlap else without_overlap(ring)
 
 
@@ -101,8 +111,8 @@ def _dense(position: int, route: Route, gradients: bool, meet: Meet = lambda at,
     return mirrored(ring, route.positions)
 
 
-@lru_cache(maxsize=64)
-def _pruned(route: Route, gradients: bool, of_queries: bool, plan: Plan) -> tuple[Program, ...]:
+@kept
+def _pruned(plan: Plan, route: Route, gradients: bool, of_queries: bool) -> tuple[Program, ...]:
     def needed(at: int, by: int) -> Rows:
         return plan.needed(at, by, of_queries=of_queries)
 

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.plan import Piece, Plan, band_pairs
+from burst_mcore.attention.plan import Piece, Plan, band_pairs, kept
 from burst_mcore.attention.rows import Rows, place, union
 from burst_mcore.mask import UNBOUNDED
 
@@ -94,6 +94,7 @@ def tiles(pieces: Iterable[Piece], *, windows: bool, masks: bool) -> tuple[Tile,
     return tuple(_gathered(large))
 
 
+@kept
 def tiles_of(
     plan: Plan,
     q_at: int,
@@ -105,12 +106,7 @@ def tiles_of(
     k_part: int | None = None,
 ) -> tuple[Tile, ...]:
     """The tiles in which queries of one position, or of a member there, meet keys of another. Kept."""
-    key = q_at, k_at, q_part, k_part, windows, masks
-    if key not in plan.tiles:
-        pieces = plan.pieces(q_at, k_at, q_part=q_part, k_part=k_part)
-        plan.tiles[key] = tiles(pieces, windows=windows, masks=masks)
-    found: tuple[Tile, ...] = plan.tiles[key]
-    return found
+    return tiles(plan.pieces(q_at, k_at, q_part=q_part, k_part=k_part), windows=windows, masks=masks)
 
 
 def _area(piece: Piece) -> int:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 
-from burst_mcore.attention.plan import Plan
+from burst_mcore.attention.plan import Plan, kept
 from burst_mcore.attention.rows import Rows, count, union
 from burst_mcore.attention.schedule import Route
 
@@ -18,6 +17,7 @@ class Volume:
     gradient: dict[str, int] = field(default_factory=lambda: {"intra": 0, "inter": 0})
 
 
+@kept
 def read_elsewhere(plan: Plan, *, of_queries: bool) -> float:
     """Rows that positions read of others, as a share of all that they could."""
     others = plan.size * (plan.size - 1)
@@ -32,7 +32,7 @@ def read_elsewhere(plan: Plan, *, of_queries: bool) -> float:
     return read / (others * plan.rows)
 
 
-@lru_cache(maxsize=256)
+@kept
 def volume(plan: Plan, route: Route, of_queries: bool, intra_positions: int) -> Volume:
     """What a pass moves; intra_positions: of a node, as links go (a flat ring knows one node, but crosses).
 
