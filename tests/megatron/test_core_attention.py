@@ -245,7 +245,8 @@ def _ring_is_made_once():
 
     from burst_mcore.attention import communicators, topology
 
-    made = []
+    made, start = [], communicators.start
+    communicators.start = dist.barrier
     new_group, companion, backends = dist.new_group, topology.companion, dist.get_backend_config
     dist.get_backend_config = lambda *args: "cuda:nccl"  # there gradients and agreement get their own groups
     try:
@@ -257,6 +258,7 @@ def _ring_is_made_once():
     finally:
         dist.get_backend_config = backends
         topology.companion = communicators.companion = companion
+        communicators.start = start
     assert made == ["gloo", "nccl"]  # once, though the model has two layers
     dist.new_group = None  # a forward that made a group would fail
     rings = {id(m.topology.communicators) for m in model.modules() if hasattr(m, "topology")}
