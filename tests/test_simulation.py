@@ -79,7 +79,7 @@ ROUTES = [
     ids=str,
 )
 def test_all_ranks_together_equal_dense_attention(route, kind, direction):
-    for layout in layouts(route.size):
+    for layout in layouts(route.size)[: 6 if kind == "causal" else 2]:
         p = problem(route.size, 4 * layout.divisor(route.size), heads=4, kv_heads=2, head_dim=8)
         got, _, _ = simulate(p, MASKS[kind], layout, route, direction)
         for g, w in zip(got, dense(p, MASKS[kind]), strict=True):
