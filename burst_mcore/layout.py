@@ -173,7 +173,7 @@ class Layout:
         if self.kind == "striped":
             return (range(rank, n, size),)
         if self.kind == "zigzag-documents":
-            return _joined(
+            return joined(
                 [
                     range(start + chunk * length, start + (chunk + 1) * length)
                     for start, stop in pairwise(self.ends)
@@ -184,7 +184,7 @@ class Layout:
             )
         chunks = self._chunks(n, rank, size)
         length = n // size // len(chunks)
-        return _joined([range(chunk * length, (chunk + 1) * length) for chunk in chunks])
+        return joined([range(chunk * length, (chunk + 1) * length) for chunk in chunks])
 
     def _chunks(self, n: int, rank: int, size: int) -> Sequence[int]:
         """Which of the equal chunks of the sequence `rank` holds, in order."""
@@ -245,15 +245,15 @@ def _digest(values: object) -> str:
     return hashlib.blake2b(repr(values).encode(), digest_size=6).hexdigest()
 
 
-def _joined(runs: Sequence[range]) -> tuple[range, ...]:
+def joined(runs: Sequence[range]) -> tuple[range, ...]:
     """The same with neighbours as one."""
-    joined = [runs[0]]
+    found = [runs[0]]
     for run in runs[1:]:
-        if run.start == joined[-1].stop:
-            joined[-1] = range(joined[-1].start, run.stop)
+        if run.start == found[-1].stop:
+            found[-1] = range(found[-1].start, run.stop)
         else:
-            joined.append(run)
-    return tuple(joined)
+            found.append(run)
+    return tuple(found)
 
 
 def positions(n: int, *, rank: int, size: int, layout: Layout | str = "zigzag") -> Tensor:

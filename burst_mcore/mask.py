@@ -1,12 +1,8 @@
 """What may attend to what, as data over global positions.
 
-A mask is an intersection of terms. For planning it is lowered to *bands*: disjoint rectangles of queries x
-keys, each cut by two diagonals, rows of an int64 tensor [bands, 6]:
-
-    q0, q1, k0, k1, low, high: pair (i, j) is allowed iff q0 <= i < q1, k0 <= j < k1, low <= j - i <= high.
-
-Intersecting two masks intersects their bands, so that everything after this file knows bands only. What is
-no band, every d-th diagonal (`dilated`), stands beside them as `Mask.stride`.
+A mask is an intersection of terms. For planning it is lowered to `bands`; intersecting two masks intersects
+their bands, so that everything after this file knows bands only. What is no band, every d-th diagonal
+(`dilated`), stands beside them as `Mask.stride`.
 """
 
 from __future__ import annotations
@@ -18,15 +14,13 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
-from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-UNBOUNDED = 2**40
-"""A diagonal beyond all sequences."""
+from burst_mcore.bands import UNBOUNDED, disjoint, everything, intersected, tightened
 
 SLICES = ("full", "causal", "inverse-causal", "bi-causal")
 """The kinds of a slice of `Mask.ranges`."""
@@ -91,7 +85,7 @@ class _Stride:
         pass
 
     def bands(self, n: int) -> Tensor:
-        return _everything(n)
+        return everything(n)
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return (k[None, :] - q[:, None]) % self.step == 0
@@ -181,7 +175,7 @@ class _Ranges:
             )
 
     def bands(self, n: int) -> Tensor:
-        return _disjoint(self.slices)
+        return disjoint(self.slices)
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         seen = torch.zeros(len(q), len(k), dtype=torch.bool, device=q.device)
@@ -377,7 +371,7 @@ class Mask:
             term.check(n)
 
     def bands(self, n: int) -> Tensor:
-        """The mask over n tokens as disjoint bands, int64 [bands, 6] (see the head of this file). Cached."""
+        """The mask over n tokens as disjoint bands, int64 [bands, 6]: see `burst_mcore.bands`. Cached."""
         return _bands(self, n)
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
@@ -396,75 +390,7 @@ _READ: WeakIdKeyDictionary = WeakIdKeyDictionary()
 @lru_cache(maxsize=64)
 def _bands(mask: Mask, n: int) -> Tensor:
     mask.check(n)
-    return reduce(intersected, [term.bands(n) for term in mask.terms], _everything(n))
-
-
-def _everything(n: int) -> Tensor:
-    return torch.tensor([[0, n, 0, n, -UNBOUNDED, UNBOUNDED]])
-
-
-def tightened(bands: Tensor) -> Tensor:
-    """Bands [bands, 6] without rows and columns that their diagonals do not reach; empty ones left out."""
-    q0, q1, k0, k1, low, high = bands.unbind(1)
-    q0, q1 = torch.maximum(q0, k0 - high), torch.minimum(q1, k1 - low)
-    k0, k1 = torch.maximum(k0, q0 + low), torch.minimum(k1, q1 + high)
-    # A diagonal that cuts nothing is none.
-    low = torch.where(low <= k0 - (q1 - 1), -UNBOUNDED, low)
-    high = torch.where(high >= (k1 - 1) - q0, UNBOUNDED, high)
-    return torch.stack([q0, q1, k0, k1, low, high], 1)[(q0 < q1) & (k0 < k1) & (low <= high)]
-
-
-def intersected(a: Tensor, b: Tensor) -> Tensor:
-    """The bands of the intersection of two lists of disjoint bands."""
-    if len(a) > len(b):
-        a, b = b, a
-    if len(a) * len(b) <= 2**20:
-        return _met(a.repeat_interleave(len(b), 0), b.repeat(len(a), 1))
-    b = b[b[:, 0].argsort(stable=True)]
-    if bool((b[:, 1].diff() >= 0).all()):  # then those that meet a row of `a` stand together
-        first = torch.searchsorted(b[:, 1].contiguous(), a[:, 0].contiguous(), right=True).tolist()
-        last = torch.searchsorted(b[:, 0].contiguous(), a[:, 1].contiguous()).tolist()
-        found = [b[i:j] for i, j in zip(first, last, strict=True)]
-    else:
-        found = [_near(row, b) for row in a]
-    return torch.cat([_met(row.expand_as(near), near) for row, near in zip(a, found, strict=True)])
-
-
-def _near(row: Tensor, bands: Tensor) -> Tensor:
-    """Those of `bands` whose rectangles meet that of `row`."""
-    meet = (bands[:, 0] < row[1]) & (row[0] < bands[:, 1]) & (bands[:, 2] < row[3]) & (row[2] < bands[:, 3])
-    return bands[meet]
-
-
-def _met(a: Tensor, b: Tensor) -> Tensor:
-    larger, smaller = torch.maximum(a, b), torch.minimum(a, b)
-    return tightened(torch.where(torch.tensor([True, False] * 3), larger, smaller))
-
-
-def _disjoint(bands: Tensor) -> Tensor:
-    """Disjoint bands with the same union."""
-    for at in range(len(bands)):
-        row, rest = bands[at], bands[at + 1 :]
-        if len(_met(row.expand_as(near := _near(row, rest)), near)):
-            return _union(bands)
-    return bands
-
-
-def _union(bands: Tensor) -> Tensor:
-    """Cut at all edges; in each cell the diagonals' intervals are merged."""
-    rows = []
-    for q0, q1 in pairwise(bands[:, :2].unique().tolist()):
-        of_q = bands[(bands[:, 0] <= q0) & (bands[:, 1] >= q1)]
-        for k0, k1 in pairwise(of_q[:, 2:4].unique().tolist()):
-            cell = of_q[(of_q[:, 2] <= k0) & (of_q[:, 3] >= k1)]
-            merged: list[list[int]] = []
-            for low, high in sorted(cell[:, 4:].tolist()):
-                if merged and low <= merged[-1][1] + 1:
-                    merged[-1][1] = max(merged[-1][1], high)
-                else:
-                    merged.append([low, high])
-            rows += [[q0, q1, k0, k1, *interval] for interval in merged]
-    return tightened(torch.tensor(rows, dtype=torch.int64).reshape(-1, 6))
+    return reduce(intersected, [term.bands(n) for term in mask.terms], everything(n))
 
 
 def _as_long(term: _Documents, others: Sequence[Term]) -> _Documents | None:

@@ -240,8 +240,9 @@ class _Backward:
             queries, keys = self.queries, Keys(*bundle)
             met = self.call.tiles(here, source, q_part=part)
         out = self.out if source == here or not self.query_travels else None
-        if out is None and met and not self.call.kernel.takes_delta:
-            out = output_stand_in(queries.dout, queries.delta)
+        if out is None and part is None and met and not self.call.kernel.takes_delta:
+            out = output_stand_in(queries.dout, queries.delta)  # once for all tiles
+            self.out = self.out if self.query_travels else out  # queries that stay, all there by now
         for tile in met:
             q_at = within(held, tile.q) if self.query_travels else tile.q
             k_at = tile.k if self.query_travels else within(held, tile.k)
@@ -272,14 +273,19 @@ class _Backward:
     def _tile(
         self, tile: Tile, q_at: Rows, k_at: Rows, queries: Queries, keys: Keys, out: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, delta = take(queries.dout, q_at), take(queries.delta, q_at)
+        if self.call.kernel.takes_delta:
+            out = None
+        else:
+            out = output_stand_in(dout, delta) if out is None else take(out, q_at)
         x = RowGradients(
-            dout=take(queries.dout, q_at),
+            dout=dout,
             q=take(queries.q, q_at),
             k=take(keys.k, k_at),
             v=take(keys.v, k_at),
-            out=None if out is None or self.call.kernel.takes_delta else take(out, q_at),
+            out=out,
             lse=take(queries.lse, q_at),
-            delta=take(queries.delta, q_at),
+            delta=delta,
         )
         return self.call.kernel.backward(x, scale=self.call.scale, **seen_by(tile, keys.k))
 

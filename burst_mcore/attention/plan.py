@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.rows import Rows, union
-from burst_mcore.layout import Layout
-from burst_mcore.mask import UNBOUNDED, Mask, tightened
+from burst_mcore.bands import UNBOUNDED, tightened
+from burst_mcore.layout import Layout, joined
+from burst_mcore.mask import Mask
 
 Runs = tuple[range, ...]
 T = TypeVar("T")
@@ -110,13 +111,6 @@ class Segment:
         index = bisect_right(self.offsets, row) - 1
         return self.runs[index][row - self.offsets[index]]
 
-    def position_each(self, rows: Tensor) -> Tensor:
-        """`position` of many rows."""
-        first, step = torch.tensor([run.start for run in self.runs]), self.runs[0].step
-        offsets = torch.tensor(self.offsets)
-        index = torch.searchsorted(offsets, rows, right=True) - 1
-        return first[index] + (rows - offsets[index]) * step
-
 
 class Plan:
     """What meets what on a ring of `size` positions of `heads` ranks each; found as it is asked for, kept.
@@ -163,13 +157,7 @@ class Plan:
             )
         if self.mask.stride > 1 or any(run.step > 1 for run in runs):
             return tuple(Segment((run,), start) for run, start in zip(runs, starts, strict=False))
-        joined: list[range] = []
-        for run in runs:
-            if joined and joined[-1].stop == run.start:
-                joined[-1] = range(joined[-1].start, run.stop)
-            else:
-                joined.append(run)
-        return (Segment(tuple(joined), 0),)
+        return (Segment(joined(runs), 0),)
 
     def member_rows(self, position: int, member: int) -> Rows:
         """Where the rows of a member lie among its position's, in the order of its own rows."""
@@ -191,10 +179,6 @@ class Plan:
                 for piece in self._meet(q, k)
             ]
         return self._pieces[key]
-
-    def pairs(self, q_at: int, k_at: int) -> int:
-        """Query-key pairs that meet: the work, in units of 4 * head_dim FLOPs a head in forward."""
-        return sum(piece.pairs for piece in self.pieces(q_at, k_at))
 
     def needed(self, at: int, by: int, *, of_queries: bool) -> Rows:
         """Rows of position `at` that `by` reads: its keys, or its queries (then `by` has the keys)."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from burst_mcore.attention.plan import Piece, Plan, band_pairs, kept
 from burst_mcore.attention.rows import Rows, place, union
-from burst_mcore.mask import UNBOUNDED
+from burst_mcore.bands import UNBOUNDED
 
 CALL = 1024
 """What a call of a kernel costs besides its pairs, in pairs."""

@@ -17,7 +17,8 @@ from burst_mcore.attention.kernels.kernel import Kernel
 from burst_mcore.attention.plan import Plan
 from burst_mcore.attention.tiles import Tile, tiles_of
 from burst_mcore.balance import work
-from burst_mcore.mask import UNBOUNDED, Mask
+from burst_mcore.bands import UNBOUNDED
+from burst_mcore.mask import Mask
 
 CELLS = 512
 """Cells a side, at most, of the mask's picture."""
