@@ -242,9 +242,9 @@ def topology(
 @bench.command()
 def masks(
     seq: Annotated[
-        int, typer.Option(min=8192, help="Tokens; documents of 8K are measured on twice as many.")
-    ] = 16384,
-    heads: Annotated[int, typer.Option(min=1, help="Query heads, and K/V heads.")] = 4,
+        int, typer.Option(min=16384, help="Tokens; 64 documents are measured on twice as many.")
+    ] = 32768,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads, and K/V heads.")] = 2,
     ranks: Annotated[int, typer.Option(min=2, help="Processes of the ring.")] = 4,
     repeats: Annotated[int, typer.Option(min=1, help="Counted rounds, after one that is not.")] = 3,
     out: Annotated[Path, typer.Option(help="All figures, as JSON.")] = Path("masks.json"),

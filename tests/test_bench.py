@@ -130,5 +130,5 @@ def test_what_masks_save_is_measured_and_judged():
 
 
 def test_the_cases_are_legal():
-    for case in sparsity.cases(8192, 2):
+    for case in sparsity.cases(16384, 2):
         assert case.problem.seen.bands(case.problem.seq) is not None
