@@ -126,8 +126,11 @@ def layout_for(mask: Mask, n: int, size: int, make: Callable[..., Any]) -> Any:
 
     make: the class Layout. See `Layout.for_mask`.
     """
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError(f"size must be a number of ranks, at least 1, got {size!r}")
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a Mask, got {mask!r}: Mask.causal(), Mask.full(), ...")
+    for name, value, what in (("n", n, "tokens"), ("size", size, "ranks")):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be a number of {what}, at least 1, got {value!r}")
     enough = EVEN_WINDOW if mask.is_window else EVEN
     found = []
     for fields in _candidates(mask, n, size):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
+import numbers
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from burst_mcore.bands import UNBOUNDED, disjoint, everything, intersected, tigh
 
 SLICES = ("full", "causal", "inverse-causal", "bi-causal")
 """The kinds of a slice of `Mask.ranges`."""
+_SPELLINGS = {"inv-causal": "inverse-causal", "bicausal": "bi-causal"}
 
 
 class Term(Protocol):
@@ -196,7 +198,8 @@ class Mask:
     terms: tuple[Term, ...] = ()
 
     def __post_init__(self) -> None:
-        if not all(isinstance(term, (_Window, _Stride, _Documents, _Blocks, _Ranges)) for term in self.terms):
+        terms = self.terms if isinstance(self.terms, tuple) else (self.terms,)
+        if not all(isinstance(term, (_Window, _Stride, _Documents, _Blocks, _Ranges)) for term in terms):
             raise ValueError(
                 f"{self.terms!r} is no mask: build one with Mask.causal(), full(), window(), dilated(), "
                 f"documents(), blocks(), ranges(), and `&`"
@@ -228,7 +231,8 @@ class Mask:
                     f"window {name} must be a number of tokens >= 0, or None (or -1) for unbounded, got "
                     f"{value!r}"
                 )
-        return cls() if bounds == [None, None] else cls((_Window(*bounds),))
+        left, right = (None if value is None else int(value) for value in bounds)
+        return cls() if left is right is None else cls((_Window(left, right),))
 
     @classmethod
     def dilated(cls, window: int, dilation: int) -> Mask:
@@ -243,7 +247,7 @@ class Mask:
             if not _is_int(value) or value < 1:
                 raise ValueError(f"{name} of a dilated mask must be a number >= 1, got {value!r}")
         near = cls.window(window - 1, window - 1)
-        return near if dilation == 1 else near & cls((_Stride(dilation),))
+        return near if dilation == 1 else near & cls((_Stride(int(dilation)),))
 
     @classmethod
     def documents(cls, cu_seqlens: Sequence[int] | Tensor) -> Mask:
@@ -289,7 +293,7 @@ class Mask:
         if table.dtype != torch.bool and not bool(((table == 0) | (table == 1)).all()):
             raise ValueError(f"a block matrix must be boolean, got {table.dtype} with values besides 0 and 1")
         table = table.bool().contiguous().clone()
-        return cls((_Blocks(block_size, _digest(table), table),))
+        return cls((_Blocks(int(block_size), _digest(table), table),))
 
     @classmethod
     def ranges(
@@ -302,12 +306,15 @@ class Mask:
 
         Ranges are [start, stop). Within a slice: "full": all; "causal": up to the diagonal that ends in the
         lower right corner; "inverse-causal": from the diagonal that begins in the upper left corner on;
-        "bi-causal": both. (MagiAttention's slices.)
+        "bi-causal": both. (MagiAttention's slices, also as it spells them.) No slice at all: nobody sees
+        anything.
 
         Raises:
             ValueError: lists of different lengths, ranges that descend or are negative, unknown kinds.
         """
         q, k = _pairs("q_ranges", q_ranges), _pairs("k_ranges", k_ranges)
+        if not isinstance(kinds, (str, Sequence)):
+            raise ValueError(f"kinds must be names of {SLICES}, got {kinds!r}")
         names = [kinds] * len(q) if isinstance(kinds, str) else list(kinds)
         if not len(q) == len(k) == len(names):
             raise ValueError(
@@ -315,7 +322,8 @@ class Mask:
             )
         rows = []
         for (q0, q1), (k0, k1), name in zip(q, k, names, strict=True):
-            kind = str(name).replace("_", "-").replace(" ", "-")
+            kind = str(name).lower().replace("_", "-").replace(" ", "-")
+            kind = _SPELLINGS.get(kind, kind)
             if kind not in SLICES:
                 raise ValueError(f"unknown kind {name!r} of a slice; legal: {', '.join(map(repr, SLICES))}")
             low = k0 - q0 if kind in ("inverse-causal", "bi-causal") else -UNBOUNDED
@@ -420,6 +428,7 @@ def _documents(cu_seqlens: Sequence[int] | Tensor) -> _Documents:
 
 def _pairs(name: str, ranges: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
     table = _integers(name, ranges)
+    table = table.reshape(0, 2) if table.shape == (0,) else table
     if table.dim() != 2 or table.shape[1] != 2:
         raise ValueError(f"{name} must be a list of (start, stop), got {_short(table)}")
     for start, stop in table.tolist():
@@ -436,7 +445,7 @@ def _integers(name: str, values: object) -> Tensor:
             table = torch.as_tensor(values).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name} must be integers ({error})") from None
-    if table.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+    if table.numel() and table.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise ValueError(f"{name} must be integers, got {table.dtype}")
     return table.to(torch.int64).clone()
 
@@ -447,7 +456,7 @@ def _short(x: Tensor) -> str:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _digest(x: Tensor) -> str:

@@ -3,6 +3,7 @@
 import random
 import time
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -146,12 +147,25 @@ def test_many_terms_meet_in_time():
         (lambda: Mask.ranges([(0, 0), (0, 9)], [(0, 0), (0, 9)]).check(8), r"slice 1.*\[0, 9\)"),
         (lambda: Mask.ranges([(0, 4)], [(0, 40)]).check(16), r"slice 0.*\[0, 40\).*beyond.*16"),
         (lambda: (Mask.documents([0, 8]) & Mask.documents([0, 9])).check(8), "end at 9.*8 tokens"),
+        (lambda: Mask.ranges([(0, 4)], [(0, 4)], None), "kinds must be names.*None"),
+        (lambda: Mask(None), "None.* is no mask"),
         (lambda: Layout.for_mask(Mask.causal(), 16, 0), "number of ranks"),
+        (lambda: Layout.for_mask(Mask.causal(), 0, 2), "n must be a number of tokens.*0"),
+        (lambda: Layout.for_mask(None, 16, 2), "mask must be a Mask.*None"),
     ],
 )
 def test_bad_masks_say_what_came_and_what_is_legal(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_other_spellings_are_the_same_masks():
+    assert Mask.window(np.int64(3), np.int32(0)) == Mask.window(3, 0)
+    assert str(Mask.dilated(np.int64(8), np.int64(2))) == str(Mask.dilated(8, 2))
+    kinds = ["inv_causal", "BICAUSAL"]
+    slices = [(0, 4), (4, 8)]
+    assert Mask.ranges(slices, slices, kinds) == Mask.ranges(slices, slices, ["inverse causal", "bi-causal"])
+    assert not Mask.ranges([], []).allows(torch.arange(4), torch.arange(4)).any()
 
 
 def _packed(n, documents):
