@@ -42,6 +42,10 @@ class BurstConfig:
     kernel: str = "auto"
     """A name in the kernel table (`burst_mcore.attention.kernels.table`), or "auto"."""
 
+    deterministic: bool = False
+    """Gradients are bitwise equal between runs (on one device, with one number of threads): kernels that
+    cannot promise that are not used."""
+
     grad_dtype: torch.dtype = torch.float32
     """dtype in which the travelling gradients are summed and sent. float64 inputs always use float64."""
 
@@ -51,8 +55,9 @@ class BurstConfig:
             raise ValueError(f"unknown backward {self.backward!r}; legal: {', '.join(map(repr, BACKWARDS))}")
         if self.ring not in RINGS:
             raise ValueError(f"unknown ring {self.ring!r}; legal: {', '.join(map(repr, RINGS))}")
-        if not isinstance(self.overlap, bool):
-            raise ValueError(f"overlap must be True or False, got {self.overlap!r}")
+        for name in ("overlap", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         degree = self.head_parallel
         if degree != "auto" and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
             raise ValueError(

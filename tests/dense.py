@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from burst_mcore import Mask
-from burst_mcore.attention.kernels.kernel import Kernel, RowGradients
+from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Scores
+from burst_mcore.attention.seen import Seen
 
 
 class Problem(NamedTuple):
@@ -51,35 +52,55 @@ def problem(
     return Problem(q, k, v, draw(heads, value_dim) * dout_scale)
 
 
-def dense(p: Problem, mask: Mask, scale: float | None = None, dlse: Tensor | None = None) -> Result:
-    """float64 attention and gradients through torch.autograd."""
+def dense(
+    p: Problem,
+    mask: Mask,
+    scale: float | None = None,
+    dlse: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Result:
+    """float64 attention and gradients through torch.autograd; `sinks` gets its .grad, if it wants one."""
     q, k, v = (x.double().detach().requires_grad_() for x in (p.q, p.k, p.v))
-    group, at = q.shape[2] // k.shape[2], torch.arange(q.shape[1])
+    leaf_v, group, at = v, q.shape[2] // k.shape[2], torch.arange(q.shape[1])
     scores = torch.einsum("bmhd,bnhd->bhmn", q, k.repeat_interleave(group, 2))
     scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     seen = mask.allows(at, at)
-    blind = ~seen.any(1)
+    blind = ~seen.any(1) & (sinks is None)
     scores = scores.masked_fill(~(seen | blind[:, None]), -torch.inf)
+    if sinks is not None:  # one more key, of no value
+        column = sinks.double()[:, None, None].expand(*scores.shape[:3], 1)
+        scores, v = torch.cat([scores, column], -1), torch.nn.functional.pad(v, (0, 0, 0, 0, 0, 1))
     weights = scores.softmax(-1).masked_fill(blind[:, None], 0.0)  # a query that sees nothing gets zeros
     out = torch.einsum("bhmn,bnhd->bmhd", weights, v.repeat_interleave(group, 2))
     lse = scores.logsumexp(-1).masked_fill(blind, -torch.inf).transpose(1, 2)
     loss = (out * p.dout.double()).sum() + (
         0 if dlse is None else (lse.masked_fill(blind[:, None], 0.0) * dlse.double()).sum()
     )
-    return Result(out.detach(), lse.detach(), *torch.autograd.grad(loss, (q, k, v)))
+    inputs = (q, k, leaf_v) if sinks is None or not sinks.requires_grad else (q, k, leaf_v, sinks)
+    dq, dk, dv, *dsinks = torch.autograd.grad(loss, inputs)
+    if dsinks:
+        sinks.grad = dsinks[0]
+    return Result(out.detach(), lse.detach(), dq, dk, dv)
 
 
 def single_kernel(p: Problem, kernel: Kernel, mask: Mask) -> Result:
     """The same kernel on one device, given its own out: the bar that a ring is held to."""
-    at = torch.arange(p.q.shape[1])
-    plain = mask in (Mask.causal(), Mask.full())
-    seen = {"causal": mask == Mask.causal(), "mask": None if plain else mask.allows(at, at)}
-    scale = p.q.shape[-1] ** -0.5
-    out, lse = kernel.forward(p.q, p.k, p.v, scale=scale, **seen)
+    seen, how = seen_of(mask, p.q.shape[1]), Scores(p.q.shape[-1] ** -0.5)
+    out, lse = kernel.forward(p.q, p.k, p.v, seen, how)
     wide = torch.promote_types(out.dtype, torch.float32)
     delta = (p.dout.to(wide) * out.to(wide)).sum(-1).transpose(1, 2).contiguous()
     row = RowGradients(p.dout, p.q, p.k, p.v, out, lse, delta)
-    return Result(out, lse.transpose(1, 2), *kernel.backward(row, scale=scale, **seen))
+    return Result(out, lse.transpose(1, 2), *kernel.backward(row, seen, how))
+
+
+def seen_of(mask: Mask, n: int) -> Seen:
+    """The mask over n tokens as one tile."""
+    if mask in (Mask.causal(), Mask.full()):
+        return Seen((n, n), high=0 if mask == Mask.causal() else None)
+    at = torch.arange(n)
+    return Seen.by(mask.allows(at, at))
 
 
 def error(got: Tensor, want: Tensor) -> float:

@@ -45,8 +45,6 @@ RING = Topology(rank=1, size=4)
         ({"k": (1, 8, 4, 8)}, "same head_dim"),
         ({"kv_dtype": torch.bfloat16}, "one dtype.*float32, torch.bfloat16"),
         ({"dtype": torch.int64}, "float32.*int64"),
-        ({"softcap": 30.0}, "softcap.*not supported.*30.0"),
-        ({"sinks": torch.zeros(4)}, "sinks"),
         ({"softmax_scale": float("nan")}, "finite"),
         ({"softmax_scale": 0.0}, "positive"),
         ({"topology": RING}, "ring of 4 ranks needs its process group"),
@@ -118,13 +116,6 @@ def test_bad_mask_and_topology():
         Mask(("diagonal",))
     with pytest.raises(ValueError, match="group.WORLD"):
         Topology.from_group(None)
-
-
-def test_a_gradient_through_lse_is_never_dropped():
-    q, k, v, _ = (x.requires_grad_() for x in problem(0, 8, dtype=torch.float32))
-    _, lse = burst_attention(q, k, v, topology=Topology.single(), mask=Mask.causal(), return_lse=True)
-    with pytest.raises(ValueError, match="gradient came through lse.*aten-cpu.*reference"):
-        lse.sum().backward()
 
 
 def test_a_second_derivative_is_refused():

@@ -16,8 +16,8 @@ FLOORS = [
     {"cli"},
 ]
 WITHIN_ATTENTION = [
-    {"rows", "communicators", "buffers"},
-    {"merge", "actions"},
+    {"rows", "communicators", "buffers", "piece"},
+    {"merge", "actions", "seen"},
     {"plan", "topology", "double_ring", "direct", "prune", "head_exchange", "trace"},
     {"schedule", "tiles"},
     {"cost", "volume", "verify", "kernels", "agreement"},

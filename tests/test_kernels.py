@@ -7,9 +7,10 @@ from masks import MASKS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from burst_mcore import Mask
-from burst_mcore.attention.kernels.kernel import Problem, RowGradients
+from burst_mcore.attention.kernels.kernel import Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.table import KERNELS, choose
 from burst_mcore.attention.passes import output_stand_in, row_delta
+from burst_mcore.attention.seen import Seen
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ON_CPU = ("reference", "aten-cpu")
@@ -51,7 +52,7 @@ def test_reference_takes_value_dims_of_their_own():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_stand_in_for_out_has_its_rowsum_and_is_no_longer(dtype, scale):
     p = problem(2, 64, dtype=dtype, dout_scale=scale)
-    out, _ = KERNELS["reference"].forward(p.q, p.k, p.v, causal=True, scale=0.25)
+    out, _ = KERNELS["reference"].forward(p.q, p.k, p.v, Seen((64, 64), high=0), Scores(0.25))
     dout = p.dout.clone()
     dout[:, 5] = 0
     delta = row_delta(dout, out)
@@ -74,9 +75,8 @@ def test_gradients_with_the_stand_in_are_as_exact_as_with_out(scale):
     row = RowGradients(
         p.dout, p.q, p.k, p.v, output_stand_in(p.dout, delta), with_out.lse.transpose(1, 2), delta
     )
-    got = with_out._replace(
-        **dict(zip(("dq", "dk", "dv"), kernel.backward(row, causal=True, scale=0.25), strict=True))
-    )
+    gradients = kernel.backward(row, Seen((256, 256), high=0), Scores(0.25))
+    got = with_out._replace(**dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
     assert_as_exact_as(got, with_out, want, times=1.05)
 
 
@@ -86,9 +86,9 @@ def test_auto_takes_the_first_that_serves_and_says_why_it_is_slow(caplog):
         assert choose("auto", _ask()).name == "aten-cpu"
         assert choose("auto", _ask()).name == "aten-cpu"
         assert len(caplog.records) == 1  # once
-        assert choose("auto", _ask(value_dim=8)).name == "reference"
+        assert choose("auto", _ask(softcap=True)).name == "reference"
     assert caplog.records[-1].levelno == logging.WARNING
-    assert "head dims differ" in caplog.records[-1].message
+    assert "softcap" in caplog.records[-1].message
 
 
 @pytest.mark.parametrize(
@@ -103,12 +103,19 @@ def test_auto_takes_the_first_that_serves_and_says_why_it_is_slow(caplog):
             "head dim 20",
         ),
         ("cudnn", {"device": "cuda", "dtype": torch.float16, "head_dim": 256, "value_dim": 256}, "up to 128"),
-        ("aten-cpu", {"value_dim": 8}, "head dims differ"),
+        ("aten-cpu", {"softcap": True}, "softcap"),
+        ("cudnn", {"device": "cuda", "dtype": torch.float16, "deterministic": True}, "deterministic"),
+        (
+            "aten-flash",
+            {"device": "cuda", "dtype": torch.float16, "deterministic": True},
+            "use_deterministic_algorithms",
+        ),
         ("aten-cpu", {"device": "cuda"}, "not on cpu"),
         ("reference", {"dtype": torch.int32}, "int32"),
     ],
 )
 def test_a_kernel_that_cannot_serve_says_why(name, ask, words):
+    torch.use_deterministic_algorithms(False)
     with pytest.raises(ValueError, match=words):
         choose(name, _ask(**ask))
 
@@ -120,7 +127,8 @@ def test_cuda_kernels_call_their_operators_with_what_those_take(name, kv_heads):
     with FakeTensorMode(allow_non_fake_inputs=True):
         q = torch.empty(2, 64, 8, 64, dtype=torch.bfloat16, device="cuda")
         k = torch.empty(2, 64, kv_heads, 64, dtype=torch.bfloat16, device="cuda")
-        out, lse = KERNELS[name].forward(q, k, k, causal=True, scale=0.1)
+        seen = Seen((64, 64), high=0)
+        out, lse = KERNELS[name].forward(q, k, k, seen, Scores(0.1))
         assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 8, 64), torch.float32)
-        gradients = KERNELS[name].backward(RowGradients(q, q, k, k, out, lse, lse), causal=True, scale=0.1)
+        gradients = KERNELS[name].backward(RowGradients(q, q, k, k, out, lse, lse), seen, Scores(0.1))
         assert [x.shape for x in gradients] == [q.shape, k.shape, k.shape]

@@ -163,7 +163,7 @@ def test_outlines_hold_the_pairs_of_their_tile(draw, kernel):
     what = plan(layout, mask, n, size)
     chosen = KERNELS[kernel]
     for q_at, k_at in product(range(size), repeat=2):
-        for tile in tiles_of(what, q_at, k_at, windows=chosen.windows, masks=chosen.masks):
+        for tile in tiles_of(what, q_at, k_at, chosen.abilities):
             polygons = outlines(tile)
             area = sum(map(_area, polygons))
             assert area > 0

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from masks import brute, layouts, random_layout, random_mask, randoms
 
 from burst_mcore import Layout, Mask, positions
-from burst_mcore.attention.plan import Plan, band_pairs, plan
+from burst_mcore.attention.piece import band_pairs
+from burst_mcore.attention.plan import Plan, plan
 from burst_mcore.attention.rows import count
+from burst_mcore.attention.seen import Abilities
 from burst_mcore.attention.tiles import tiles, tiles_of
 
 
@@ -28,20 +30,6 @@ def _index(rows):
     return torch.tensor([row for each in rows for row in each], dtype=torch.int64)
 
 
-def _seen(tile):
-    """Bool [rows, columns] of a tile."""
-    if tile.mask is not None:
-        return tile.mask
-    rows, columns = tile.shape
-    ahead = torch.arange(columns)[None, :] - torch.arange(rows)[:, None]
-    seen = torch.ones(rows, columns, dtype=torch.bool)
-    if tile.low is not None:
-        seen &= ahead >= tile.low
-    if tile.high is not None:
-        seen &= ahead <= tile.high
-    return seen
-
-
 @settings(max_examples=250, deadline=None)
 @given(
     draw=randoms,
@@ -50,26 +38,28 @@ def _seen(tile):
     heads=st.sampled_from([1, 1, 2, 3]),
     windows=st.booleans(),
     masks=st.booleans(),
+    whole=st.booleans(),
 )
-def test_tiles_hold_every_allowed_pair_once_and_no_other(draw, n, size, heads, windows, masks):
+def test_tiles_hold_every_allowed_pair_once_and_no_other(draw, n, size, heads, windows, masks, whole):
     layout, mask = random_layout(draw, size * heads, n), random_mask(draw, n)
     what = plan(layout, mask, n, size, heads)
     part = draw.choice([None, *range(heads)])
     met = torch.zeros(layout.padded(n, size * heads), layout.padded(n, size * heads), dtype=torch.int)
     at = [_rows(what, position) for position in range(size)]
     for q_at, k_at in itertools.product(range(size), repeat=2):
-        found = tiles_of(what, q_at, k_at, windows=windows, masks=masks, q_part=part)
+        found = tiles_of(what, q_at, k_at, Abilities(windows, masks, whole), q_part=part)
         pieces = what.pieces(q_at, k_at, q_part=part)
         assert sum(tile.pairs for tile in found) == sum(piece.pairs for piece in pieces)
         for tile in found:
-            assert masks or not tile.parts
+            assert masks or whole or not tile.parts
+            assert len(found) == 1 or not whole
             assert windows or tile.parts or (tile.low is None and tile.high in (None, 0))
             assert windows or not tile.causal or tile.shape[0] == tile.shape[1]
             q, k = _index(tile.q), _index(tile.k)
             assert set(q.tolist()) <= set(_index(what.needed(q_at, k_at, of_queries=True)).tolist())
             assert set(k.tolist()) <= set(_index(what.needed(k_at, q_at, of_queries=False)).tolist())
-            assert tile.pairs == _seen(tile).sum()
-            met[at[q_at][q][:, None], at[k_at][k][None, :]] += _seen(tile).int()
+            assert tile.pairs == tile.seen.table.sum()
+            met[at[q_at][q][:, None], at[k_at][k][None, :]] += tile.seen.table.int()
     want = brute(mask, n).int()
     if part is not None:
         own = [
@@ -105,7 +95,7 @@ def test_causal_zigzag_pieces_are_those_of_the_design():
     what = plan(Layout("zigzag"), Mask.causal(), 32, 4)
 
     def tile(q_at, k_at):
-        (one,) = tiles_of(what, q_at, k_at, windows=False, masks=True)
+        (one,) = tiles_of(what, q_at, k_at, Abilities(masks=True))
         return one.q, one.k, one.causal
 
     assert tile(1, 1) == ((range(8),), (range(8),), True)
@@ -159,20 +149,20 @@ def test_a_window_needs_a_halo():
 
 def test_small_pieces_share_a_call_and_large_ones_do_not():
     short = plan(Layout("contiguous"), Mask.documents(range(0, 1025, 8)) & Mask.causal(), 1024, 1)
-    alone = tiles(short.pieces(0, 0), windows=False, masks=False)
-    together = tiles(short.pieces(0, 0), windows=False, masks=True)
+    alone = tiles(short.pieces(0, 0), Abilities())
+    together = tiles(short.pieces(0, 0), Abilities(masks=True))
     assert len(alone) == 128
     assert len(together) < 20
     assert sum(t.shape[0] * t.shape[1] for t in together) < 1024 * 1024 / 5  # nowhere near dense
     long = plan(Layout("contiguous"), Mask.documents([0, 2048, 4096]) & Mask.causal(), 4096, 1)
-    assert [tile.causal for tile in tiles(long.pieces(0, 0), windows=False, masks=True)] == [True, True]
+    assert [tile.causal for tile in tiles(long.pieces(0, 0), Abilities(masks=True))] == [True, True]
 
 
 def test_blocks_of_one_row_are_gathered():
     matrix = torch.eye(16, dtype=torch.bool)
     matrix[:, ::3] = True
     what = plan(Layout("contiguous"), Mask.blocks(matrix, 128), 2048, 1)
-    found = tiles(what.pieces(0, 0), windows=False, masks=True)
+    found = tiles(what.pieces(0, 0), Abilities(masks=True))
     assert len(found) == 16
     assert all(not tile.parts and len(tile.q) == 1 for tile in found)
 
@@ -184,7 +174,7 @@ def test_ten_thousand_documents_are_planned_in_time():
     start = time.process_time()
     what = Plan(Layout("zigzag"), mask, n, size, 1)
     for at in range(size):
-        tiles_of(what, 5, at, windows=False, masks=True)
+        tiles_of(what, 5, at, Abilities(masks=True))
         what.needed(at, 5, of_queries=False)
         what.needed(5, at, of_queries=True)
     assert time.process_time() - start < 2

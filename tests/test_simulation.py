@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from burst_mcore import Layout, Mask, shard, unshard
 from burst_mcore.attention.choice import Ranks, legal_degrees, route_for
 from burst_mcore.attention.cost import Shard, link_bytes, link_class, message_bytes
+from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.passes import Call, Keys, Queries, backward, forward, row_delta
 from burst_mcore.attention.plan import plan
@@ -37,13 +38,14 @@ def simulate(
             rank=r,
             route=route,
             plan=what,
-            scale=p.q.shape[-1] ** -0.5,
+            scores=Scores(p.q.shape[-1] ** -0.5),
+            problem=None,
             kernel=KERNELS[kernel],
             direction=direction,
             grad_dtype=dtype,
             transport=carrier,
             kv_heads=p.k.shape[2],
-            return_lse=True,
+            lse_at_home=True,
         )
         own = [shard(x, 1, rank=r, size=size, layout=layout) for x in p]
         rows = own[0].shape[1]

@@ -27,7 +27,7 @@ from burst_mcore.attention.choice import (
     why_not_degree,
 )
 from burst_mcore.attention.cost import Shard
-from burst_mcore.attention.kernels.kernel import Problem
+from burst_mcore.attention.kernels.kernel import Problem, Scores
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.passes import Call
 from burst_mcore.attention.plan import plan
@@ -53,11 +53,12 @@ class Asked:
     config: BurstConfig
     shard: Shard
     """`tokens` is what this rank holds: fewer than others, if the sequence does not divide."""
-    scale: float
+    scores: Scores
     dtype: torch.dtype
     device: str
     grad_dtype: torch.dtype
     return_lse: bool
+    sinks: bool
 
     @property
     def layout(self) -> Layout:
@@ -85,14 +86,14 @@ def checked(
         raise ValueError(f"mask must be a Mask, got {mask!r}: Mask.causal(), Mask.full(), ...")
     if not isinstance(config, BurstConfig):
         raise ValueError(f"config must be a BurstConfig, got {config!r}")
-    for name, value in (("softcap", softcap), ("sinks", sinks)):
-        if value is not None:
-            raise ValueError(f"{name} is not supported yet, it must be None, got {value!r}")
     _check_tensors(q, k, v, may_be_empty=topology.size > 1)
+    _check_sinks(sinks, q)
     batch, tokens, heads, head_dim = q.shape
     scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale!r}")
+    for name, value in (("softmax_scale", scale), ("softcap", softcap)):
+        if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} must be positive and finite, got {value!r}")
+    scores = Scores(scale, None if softcap is None else float(softcap), config.deterministic)
     Layout.of(config.layout).divisor(topology.size)  # raises if it does not go with so many ranks
     kv_heads, value_dim = v.shape[2:]
     grad_dtype = (
@@ -102,7 +103,9 @@ def checked(
     _degrees(config, Ranks(topology.size, topology.intra_size), shard)
     if topology.size > 1:
         _check_group(topology, q.device.type)
-    return Asked(topology, mask, config, shard, scale, q.dtype, q.device.type, grad_dtype, return_lse)
+    sunk = sinks is not None
+    dtype, device = q.dtype, q.device.type
+    return Asked(topology, mask, config, shard, scores, dtype, device, grad_dtype, return_lse, sunk)
 
 
 def call_for(asked: Asked, lengths: Sequence[int]) -> Call:
@@ -114,21 +117,28 @@ def call_for(asked: Asked, lengths: Sequence[int]) -> Call:
     rates = asked.topology.rates or DEFAULT.get(asked.device, DEFAULT["cpu"])
     route, direction = _way(asked.config, asked.ranks, rates, shard, asked.mask, n)
     on_ring = shard.pooled(route.heads)
-    kernel = choose(
-        asked.config.kernel,
-        Problem(asked.device, asked.dtype, on_ring.heads, on_ring.kv_heads, shard.head_dim, shard.value_dim),
+    problem = Problem(
+        asked.device,
+        asked.dtype,
+        on_ring.heads,
+        on_ring.kv_heads,
+        shard.head_dim,
+        shard.value_dim,
+        softcap=asked.scores.softcap is not None,
+        deterministic=asked.scores.deterministic,
     )
     return Call(
         rank=asked.topology.rank,
         route=route,
         plan=plan(asked.layout, asked.mask, n, route.positions, route.heads),
-        scale=asked.scale,
-        kernel=kernel,
+        scores=asked.scores,
+        problem=problem,
+        kernel=choose(asked.config.kernel, problem),
         direction=direction,
         grad_dtype=asked.grad_dtype,
         transport=ProcessGroups(asked.topology, route),
         kv_heads=shard.kv_heads,
-        return_lse=asked.return_lse,
+        lse_at_home=asked.return_lse or asked.sinks,
     )
 
 
@@ -222,6 +232,16 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, may_be_empty: bool) -> No
         raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
 
 
+def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor) or not sinks.is_floating_point() or sinks.shape != q.shape[2:3]:
+        what = f"{tuple(sinks.shape)} of {sinks.dtype}" if isinstance(sinks, Tensor) else repr(sinks)
+        raise ValueError(f"sinks must be a floating-point tensor [heads], here [{q.shape[2]}], got {what}")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks must be on the device of q, {q.device}, got {sinks.device}")
+
+
 def _check_group(topology: Topology, device: str) -> None:
     if topology.communicators is None:
         raise ValueError(
@@ -243,11 +263,13 @@ def signature(asked: Asked, wanted: bool) -> Signature:
         "dtype": str(asked.dtype),
         "device": asked.device,
         "mask": str(asked.mask),
-        "softmax_scale": repr(asked.scale),
+        "softmax_scale": repr(asked.scores.scale),
+        "softcap": repr(asked.scores.softcap),
         "topology": str(asked.topology),
         "rates": str(asked.topology.rates),
         **{field.name: str(getattr(asked.config, field.name)) for field in fields(asked.config)},
         "lse wanted": str(asked.return_lse),
+        "sinks": str(asked.sinks),
         "gradient wanted": str(wanted),
     }
 

@@ -48,14 +48,18 @@ def burst_attention(
         mask: over global positions; which positions a rank holds is up to `config.layout`. A query that may
             attend to nothing gets zeros.
         softmax_scale: default 1 / sqrt(head_dim).
-        softcap, sinks: not supported yet; must be None.
+        softcap: scores s become softcap * tanh(s / softcap).
+        sinks: [heads], floating point: a logit of each head that takes part in the softmax of every query and
+            brings no value. Its gradient is that of this rank's queries: sum it over the ranks, as gradients
+            of weights are. Every rank gives the same.
         config: default `BurstConfig()`.
         return_lse: also return the log-sum-exp of the scaled scores.
 
     Returns:
         out [batch, local sequence, heads, value_dim] in the dtype of q, and with `return_lse` also lse
         [batch, local sequence, heads] in float32 (float64 for float64 inputs), -inf where a query sees no
-        key. A gradient through lse needs a kernel that takes D ("reference"); with others backward raises.
+        key. It is differentiable, on all ranks or none: kernels that do not take D itself then work on 8
+        more head columns in backward.
 
     Raises:
         ValueError: before any communication if this rank's arguments are not legal; after an exchange of a
@@ -72,7 +76,7 @@ def burst_attention(
     config = BurstConfig() if config is None else config
     try:
         asked = checked(q, k, v, topology, mask, softmax_scale, softcap, sinks, config, return_lse)
-        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
         sign = signature(asked, wanted)
     except Exception as error:
         if peers is not None:
@@ -81,7 +85,7 @@ def burst_attention(
     call, sign = _agreed(asked, peers, sign)
     held = q.shape[1]
     inputs = (_rows_dense(_padded(x, call.rows - held)) for x in (q, k, v))
-    out, lse = _BurstAttention.apply(call, peers, sign, *inputs)  # type: ignore[no-untyped-call]
+    out, lse = _BurstAttention.apply(call, peers, sign, sinks, *inputs)  # type: ignore[no-untyped-call]
     out = out if held == call.rows else out[:, :held]
     return (out, lse.transpose(1, 2)[:, :held]) if return_lse else out
 
@@ -149,15 +153,17 @@ class _BurstAttention(torch.autograd.Function):
         call: Call,
         peers: Agreement | None,
         signature: Signature,
+        sinks: Tensor | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         with torch.autocast(q.device.type, enabled=False), _in_ring(peers):
             call.transport.connect("forward")
-            done = forward(call, q, k, v)
+            done = forward(call, q, k, v, sinks)
         ctx.call, ctx.peers, ctx.signature = call, peers, signature
-        ctx.save_for_backward(done.q, done.k, done.v, done.out, done.ring_lse)
+        of_sinks = (None, None) if sinks is None else (sinks, done.lse)
+        ctx.save_for_backward(done.q, done.k, done.v, done.out, done.ring_lse, *of_sinks)
         ctx.set_materialize_grads(False)
         return done.out, done.lse
 
@@ -165,25 +171,32 @@ class _BurstAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
-        q, k, v, out, lse = ctx.saved_tensors
-        if dlse is not None and not call.kernel.takes_delta:
-            error = ValueError(
-                f"a gradient came through lse, which kernel {call.kernel.name!r} cannot take: use "
-                f"kernel='reference', or lse.detach()"
-            )
-            if ctx.peers is not None:
-                ctx.peers.refuse(error)
-            raise error
+        q, k, v, out, lse, sinks, lse_at_home = ctx.saved_tensors
+        if dlse is not None:
+            try:
+                call = call.with_delta_given()
+            except ValueError as error:
+                if ctx.peers is not None:
+                    ctx.peers.refuse(error)
+                raise
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         if ctx.peers is not None:
-            ctx.peers.agree({"pass": "backward", **ctx.signature})
+            through_lse = str(dlse is not None)
+            ctx.peers.agree({"pass": "backward", "gradient through lse": through_lse, **ctx.signature})
         with torch.autocast(q.device.type, enabled=False), _in_ring(ctx.peers):
             call.transport.connect(call.direction)
             delta = row_delta(dout, out)
             if dlse is not None:  # d lse / d scores = P, which enters dS as -D does
                 delta -= dlse
             dq, dk, dv = backward(call, Queries(q, dout, delta, lse), Keys(k, v), out)
-        return None, None, None, dq, dk, dv
+            dsinks = None if sinks is None else _sinks_gradient(sinks, lse_at_home, delta)
+        return None, None, None, dsinks, dq, dk, dv
+
+
+def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """-sum of P_sink D: a sink is a key whose value is zero, so that its dP is (lse, delta [B, H, S])."""
+    weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+    return -(weights * delta).sum((0, 2)).to(sinks.dtype)
 
 
 def _in_ring(peers: Agreement | None) -> contextlib.AbstractContextManager[None]:

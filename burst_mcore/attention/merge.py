@@ -31,17 +31,22 @@ def merge_(out: Tensor, lse: Tensor, out_t: Tensor, lse_t: Tensor) -> None:
 
 
 class OnlineSoftmax:
-    """The running (out, lse) of one rank's queries over the tiles that it has met."""
+    """The running (out, lse) of one rank's queries over the tiles that it has met.
 
-    def __init__(self, q: Tensor, value_dim: int) -> None:
-        self._q, self._value_dim = q, value_dim
+    sinks [H]: scores that are there from the beginning, with values of zero.
+    """
+
+    def __init__(self, q: Tensor, value_dim: int, sinks: Tensor | None = None) -> None:
+        self._q, self._value_dim, self._sinks = q, value_dim, sinks
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
         self._visited = Visited()
+        if sinks is not None:
+            self._visited.visit(range(q.shape[1]))
 
     def add(self, rows: Rows, out_t: Tensor, lse_t: Tensor) -> None:
         """Take in a tile's out [B, M, H, D] and lse [B, H, M] of these M rows; both may be kept."""
-        if self._out is None and rows == (range(self._q.shape[1]),):
+        if self._out is None and self._sinks is None and rows == (range(self._q.shape[1]),):
             self._out, self._lse = out_t, lse_t
             self._visited.visit(rows[0])
             return
@@ -74,6 +79,8 @@ class OnlineSoftmax:
         if self._out is None or self._lse is None:
             self._out = self._q.new_zeros((batch, rows, heads, self._value_dim), dtype=dtype)
             self._lse = self._q.new_full((batch, heads, rows), -torch.inf, dtype=dtype)
+            if self._sinks is not None:
+                self._lse.copy_(self._sinks[:, None])
         self._out = self._out.to(dtype)
         return self._out, self._lse
 

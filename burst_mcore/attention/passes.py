@@ -8,8 +8,8 @@ pooled), H query heads, D head dim. Tensors are [B, S or P, H, D], the statistic
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from burst_mcore.attention.actions import BUNDLE, DATA, RESULT, ROWS, SUM
 from burst_mcore.attention.buffers import Lease
 from burst_mcore.attention.double_ring import home_sum
 from burst_mcore.attention.heads import HeadGroup, Inward, Outward, pooled_like
-from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Window
+from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
+from burst_mcore.attention.kernels.padding import takes_delta
 from burst_mcore.attention.merge import GradientSum, OnlineSoftmax, wide
 from burst_mcore.attention.plan import Plan
 from burst_mcore.attention.ring import Bundle, Exchange, Ring, Transport
@@ -35,7 +36,9 @@ class Call:
     route: Route
     plan: Plan
     """What meets what, by positions of the route."""
-    scale: float
+    scores: Scores
+    problem: Problem
+    """What the kernel is asked to serve."""
     kernel: Kernel
     direction: str
     """What travels in backward: "query" or "kv"."""
@@ -43,7 +46,23 @@ class Call:
     transport: Transport
     kv_heads: int
     """K/V heads in all."""
-    return_lse: bool = False
+    lse_at_home: bool = False
+    """Under head x ring lse, too, goes back to the rank that owns its rows."""
+
+    def with_delta_given(self) -> Call:
+        """This call, whose backward takes any D, not only rowsum(dO * O).
+
+        Raises:
+            ValueError: its kernel cannot.
+        """
+        kernel = takes_delta(self.kernel)
+        reason = kernel.supports(self.problem)
+        if reason is not None:
+            raise ValueError(
+                f"a gradient came through lse, which kernel {self.kernel.name!r} cannot take: {reason}; use "
+                f"kernel='reference', or lse.detach()"
+            )
+        return replace(self, kernel=kernel)
 
     @property
     def position(self) -> int:
@@ -54,16 +73,7 @@ class Call:
         self, q_at: int, k_at: int, *, q_part: int | None = None, k_part: int | None = None
     ) -> tuple[Tile, ...]:
         """Where the queries of one position, or of a member there, meet the keys of another."""
-        kernel = self.kernel
-        return tiles_of(
-            self.plan,
-            q_at,
-            k_at,
-            windows=kernel.windows,
-            masks=kernel.masks,
-            q_part=q_part,
-            k_part=k_part,
-        )
+        return tiles_of(self.plan, q_at, k_at, self.kernel.abilities, q_part=q_part, k_part=k_part)
 
     @property
     def rows(self) -> int:
@@ -100,7 +110,7 @@ class Attended(NamedTuple):
     out: Tensor
     """[B, S, H, D]."""
     lse: Tensor | None
-    """[B, H, S]; under head x ring only if the call returns it."""
+    """[B, H, S]; under head x ring only if the call wants it at home."""
     q: Tensor
     """q, k, v and lse as they are on the ring: rows pooled, heads shared."""
     k: Tensor
@@ -108,16 +118,23 @@ class Attended(NamedTuple):
     ring_lse: Tensor
 
 
-def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Attended:
-    """Attention of this rank's queries over the whole sequence: K, V travel (paper algorithm 4)."""
+def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Attended:
+    """Attention of this rank's queries over the whole sequence: K, V travel (paper algorithm 4).
+
+    sinks [H]: a score of each head that takes part in every row's softmax, and brings no value.
+    """
     with Lease() as lease:
-        return _Forward(call, q, k, v, lease).run()
+        return _Forward(call, q, k, v, sinks, lease).run()
 
 
 class _Forward:
-    def __init__(self, call: Call, q: Tensor, k: Tensor, v: Tensor, lease: Lease) -> None:
+    def __init__(
+        self, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lease: Lease
+    ) -> None:
         self.call, self.lease = call, lease
         self.own = q, k, v
+        if sinks is not None:
+            sinks = sinks.unflatten(0, (call.route.heads, -1))[call.rank % call.route.heads]
         self.exchanges: dict[str, Exchange] = {}
         if call.route.heads > 1:
             group = call.head_group
@@ -128,7 +145,7 @@ class _Forward:
                 RESULT: Outward(group, self.result_rows, self.new_results(), lease),
             }
         self.q, self.k, self.v = q, k, v
-        self.softmax = OnlineSoftmax(q, value_dim=v.shape[-1])
+        self.softmax = OnlineSoftmax(q, value_dim=v.shape[-1], sinks=sinks)
 
     def run(self) -> Attended:
         home = _sendable(self.call, (self.k, self.v))
@@ -138,16 +155,15 @@ class _Forward:
         if not self.exchanges:
             return Attended(out, lse, self.q, self.k, self.v, lse)
         own = self.results
-        return Attended(own[0], own[1] if self.call.return_lse else None, self.q, self.k, self.v, lse)
+        return Attended(own[0], own[1] if self.call.lse_at_home else None, self.q, self.k, self.v, lse)
 
     def compute(self, source: int, part: int | None, bundle: Bundle, held: Rows | None) -> None:
         """Attend the queries, or a member's, to the keys of one bundle, tile by tile."""
         k, v = bundle
         for tile in self.call.tiles(self.call.position, source, q_part=part):
             at = within(held, tile.k)
-            out, lse = self.call.kernel.forward(
-                take(self.q, tile.q), take(k, at), take(v, at), scale=self.call.scale, **seen_by(tile, k)
-            )
+            rows = take(self.q, tile.q), take(k, at), take(v, at)
+            out, lse = self.call.kernel.forward(*rows, tile.seen, self.call.scores)
             self.softmax.add(tile.q, out, lse)
 
     def new(self, kind: str, rows: Rows | None) -> Bundle:
@@ -162,12 +178,12 @@ class _Forward:
         q, _, v = self.own
         out = q.new_empty((*q.shape[:3], v.shape[-1]))
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide(q.dtype))
-        self.results: Bundle = (out, lse) if self.call.return_lse else (out,)
+        self.results: Bundle = (out, lse) if self.call.lse_at_home else (out,)
         return self.results
 
     def result_rows(self, at: range) -> Bundle:
         out, lse = self.softmax.rows(at)
-        return (out, lse) if self.call.return_lse else (out,)
+        return (out, lse) if self.call.lse_at_home else (out,)
 
 
 def backward(call: Call, queries: Queries, keys: Keys, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -287,7 +303,7 @@ class _Backward:
             lse=take(queries.lse, q_at),
             delta=delta,
         )
-        return self.call.kernel.backward(x, scale=self.call.scale, **seen_by(tile, keys.k))
+        return self.call.kernel.backward(x, tile.seen, self.call.scores)
 
     def new(self, kind: str, rows: Rows | None) -> Bundle:
         """A buffer for these rows of a travelling bundle, or of its gradient."""
@@ -341,17 +357,6 @@ class _Backward:
 
     def _stayed(self, at: range) -> Bundle:
         return tuple(total.rows(at) for total in self.staying)
-
-
-def seen_by(tile: Tile, like: Tensor) -> dict[str, Any]:
-    """Which keys the rows of a tile see, as a kernel takes it."""
-    if tile.parts:
-        assert tile.mask is not None
-        return {"causal": False, "mask": tile.mask.to(like.device)}
-    if tile.causal or (tile.low is None and tile.high is None):
-        return {"causal": tile.causal}
-    window: Window = tile.low, tile.high
-    return {"causal": False, "window": window}
 
 
 def _room(lease: Lease, like: Bundle, rows: Rows | None, dtype: torch.dtype | None = None) -> Bundle:

@@ -1,6 +1,7 @@
 """Pieces of a plan -> tiles: what the local kernel is called with.
 
-Any piece becomes rectangles that are full, causal, or, for kernels that take them, windows. A triangle in
+Any piece becomes rectangles that are full, causal, or, for kernels that take them, windows (with no more
+rows than columns). A triangle in
 the other corner is a causal one with rows and columns in reverse. Pieces so small that calling a kernel costs
 more than they do are put together into one tile with a mask, where the kernel takes masks.
 """
@@ -11,11 +12,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
-from torch import Tensor
-
-from burst_mcore.attention.plan import Piece, Plan, band_pairs, kept
+from burst_mcore.attention.piece import Piece, band_pairs
+from burst_mcore.attention.plan import Plan, kept
 from burst_mcore.attention.rows import Rows, place, union
+from burst_mcore.attention.seen import Abilities, Seen
 from burst_mcore.bands import UNBOUNDED
 
 CALL = 1024
@@ -61,25 +61,19 @@ class Tile:
         return band_pairs(rows, columns, low, UNBOUNDED if self.high is None else self.high)
 
     @cached_property
-    def mask(self) -> Tensor | None:
-        """Bool [rows, columns], on the CPU, if the tile has parts."""
-        if not self.parts:
-            return None
-        allowed = torch.zeros(self.shape, dtype=torch.bool)
-        for part in self.parts:
-            ahead = torch.arange(part.n1 - part.n0)[None, :] - torch.arange(part.m1 - part.m0)[:, None]
-            inside = (ahead >= part.low) & (ahead <= part.high)
-            if part.step > 1:
-                inside &= (ahead - part.shift) % part.step == 0
-            allowed[part.m0 : part.m1, part.n0 : part.n1] |= inside
-        return allowed
+    def seen(self) -> Seen:
+        """What its rows see, for a kernel."""
+        return Seen(self.shape, self.low, self.high, self.parts)
 
 
-def tiles(pieces: Iterable[Piece], *, windows: bool, masks: bool) -> tuple[Tile, ...]:
-    """The tiles of these pieces for a kernel that takes windows, or masks, or neither.
+def tiles(pieces: Iterable[Piece], abilities: Abilities) -> tuple[Tile, ...]:
+    """The tiles of these pieces for a kernel that takes windows, or masks, or pieces, or none of them.
 
     Together they hold every pair of the pieces once and no other.
     """
+    windows, masks, whole = abilities
+    if whole:
+        return _as_one(list(pieces), windows)
     large: list[Tile] = []
     small: list[Piece] = []
     for piece in pieces:
@@ -99,14 +93,22 @@ def tiles_of(
     plan: Plan,
     q_at: int,
     k_at: int,
+    abilities: Abilities,
     *,
-    windows: bool,
-    masks: bool,
     q_part: int | None = None,
     k_part: int | None = None,
 ) -> tuple[Tile, ...]:
     """The tiles in which queries of one position, or of a member there, meet keys of another. Kept."""
-    return tiles(plan.pieces(q_at, k_at, q_part=q_part, k_part=k_part), windows=windows, masks=masks)
+    return tiles(plan.pieces(q_at, k_at, q_part=q_part, k_part=k_part), abilities)
+
+
+def _as_one(pieces: list[Piece], windows: bool) -> tuple[Tile, ...]:
+    """All pieces as one tile, which is full, causal or a window if they are."""
+    if len(pieces) == 1:
+        alone = tuple(_lowered(pieces[0], windows, False))
+        if len(alone) == 1:
+            return alone
+    return (_masked(pieces),) if pieces else ()
 
 
 def _area(piece: Piece) -> int:
@@ -159,12 +161,16 @@ def _band(q: range, k: range, low: int, high: int, windows: bool, masks: bool) -
     bounded_low, bounded_high = low > 1 - len(q), high < len(k) - 1
     if not bounded_low and not bounded_high:
         yield Tile((q,), (k,))
-    elif windows:
+    elif windows and len(q) <= len(k):
         yield Tile((q,), (k,), low if bounded_low else None, high if bounded_high else None)
     elif not bounded_low:
         yield from _causal(q, k, high)
     elif not bounded_high:
         yield from _causal(q[::-1], k[::-1], len(k) - len(q) - low)
+    elif windows:  # a window in which no row is without a column of its own on the diagonal
+        half = len(q) // 2
+        yield from _band(q[:half], k, low, high, windows, masks)
+        yield from _band(q[half:], k, low + half, high + half, windows, masks)
     else:
         yield from _along(q, k, low, high, masks)
 

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from burst_mcore.attention.kernels.kernel import Problem, RowGradients
+from burst_mcore.attention.kernels.kernel import Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.merge import GradientSum, OnlineSoftmax
-from burst_mcore.attention.passes import output_stand_in, row_delta, seen_by
+from burst_mcore.attention.passes import output_stand_in, row_delta
 from burst_mcore.attention.plan import plan
 from burst_mcore.attention.rows import pieces, take
 from burst_mcore.attention.tiles import tiles_of
@@ -32,10 +32,9 @@ class _AllGatherAttention(torch.autograd.Function):
         size, n = group.size(), q.shape[1] * group.size()
         heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
         ctx.kernel = choose("auto", Problem(q.device.type, q.dtype, heads, kv_heads, head_dim, head_dim))
-        ctx.scale, ctx.size = head_dim**-0.5, size
+        ctx.scores, ctx.size = Scores(head_dim**-0.5), size
         what = plan(Layout("zigzag"), mask, n, size)
-        abilities = {"windows": ctx.kernel.windows, "masks": ctx.kernel.masks}
-        ctx.tiles = [tiles_of(what, group.rank(), source, **abilities) for source in range(size)]
+        ctx.tiles = [tiles_of(what, group.rank(), source, ctx.kernel.abilities) for source in range(size)]
         softmax = OnlineSoftmax(q, value_dim=head_dim)
         keys, values = _gather(k, group), _gather(v, group)
         for source, met in enumerate(ctx.tiles):
@@ -44,8 +43,8 @@ class _AllGatherAttention(torch.autograd.Function):
                     take(q, tile.q),
                     take(keys[source], tile.k),
                     take(values[source], tile.k),
-                    scale=ctx.scale,
-                    **seen_by(tile, q),
+                    tile.seen,
+                    ctx.scores,
                 )
                 softmax.add(tile.q, *part)
         out, lse = softmax.result()
@@ -73,7 +72,7 @@ class _AllGatherAttention(torch.autograd.Function):
                     take(lse, tile.q),
                     take(delta, tile.q),
                 )
-                dq_t, dk_t, dv_t = ctx.kernel.backward(x, scale=ctx.scale, **seen_by(tile, q))
+                dq_t, dk_t, dv_t = ctx.kernel.backward(x, tile.seen, ctx.scores)
                 dq.add(tile.q, dq_t)
                 for total, share in ((dk[source], dk_t), (dv[source], dv_t)):
                     for to, values_t in pieces(total, tile.k, share):

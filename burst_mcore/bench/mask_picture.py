@@ -141,7 +141,7 @@ def tiles_summary(plan: Plan, name: str, kernel: Kernel) -> str:
 def _met(plan: Plan, name: str, kernel: Kernel, position: int, source: int) -> tuple[Tile, ...]:
     """The tiles of the bundle of `source` at `position`."""
     q_at, k_at = (source, position) if name == "query" else (position, source)
-    return tiles_of(plan, q_at, k_at, windows=kernel.windows, masks=kernel.masks)
+    return tiles_of(plan, q_at, k_at, kernel.abilities)
 
 
 def outlines(tile: Tile) -> list[list[Point]]:

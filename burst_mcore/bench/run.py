@@ -21,6 +21,7 @@ from burst_mcore.attention.choice import Ranks
 from burst_mcore.attention.function import burst_attention
 from burst_mcore.attention.kernels import kernel, reference, table
 from burst_mcore.attention.passes import row_delta
+from burst_mcore.attention.seen import Seen
 from burst_mcore.attention.topology import Topology
 from burst_mcore.attention.trace import Event, record
 from burst_mcore.bench.methods import METHODS, Method
@@ -62,27 +63,28 @@ def bare_kernel(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor], 
     Raises:
         ValueError: the sequence is too long for that.
     """
-    chosen, scale, seen = (
+    chosen, how, seen = (
         table.choose("auto", problem.on_kernel),
-        problem.head_dim**-0.5,
+        kernel.Scores(problem.head_dim**-0.5),
         _seen_by_kernel(problem),
     )
-    if "mask" in seen and not chosen.masks:
+    if seen.masked and not chosen.abilities.masks:
         chosen = table.KERNELS["reference"]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-        out, lse = chosen.forward(q, k, v, scale=scale, **seen)
+        out, lse = chosen.forward(q, k, v, seen, how)
         delta = row_delta(dout, out) if chosen.takes_delta else lse  # others form it from out themselves
         x = kernel.RowGradients(dout, q, k, v, out, lse, delta)
-        return out, *chosen.backward(x, scale=scale, **seen)
+        return out, *chosen.backward(x, seen, how)
 
     return attend
 
 
-def _seen_by_kernel(problem: Problem) -> dict[str, Any]:
+def _seen_by_kernel(problem: Problem) -> Seen:
     """The mask as a kernel takes it."""
+    whole = problem.seq, problem.seq
     if problem.seen in (Mask.causal(), Mask.full()):
-        return {"causal": problem.seen == Mask.causal()}
+        return Seen(whole, high=0 if problem.seen == Mask.causal() else None)
     if problem.seq > TABLE_TOKENS:
         raise ValueError(
             f"the bare kernel, which methods are measured beside, takes mask {problem.mask!r} as a table of "
@@ -90,7 +92,7 @@ def _seen_by_kernel(problem: Problem) -> dict[str, Any]:
             f"or causal or full"
         )
     at = torch.arange(problem.seq)
-    return {"causal": False, "mask": problem.seen.allows(at, at)}
+    return Seen.by(problem.seen.allows(at, at))
 
 
 def measure(problem: Problem, ranks: int, names: Sequence[str], repeats: int) -> list[Result]:
@@ -217,11 +219,11 @@ def _gate(rank: int, size: int, method: Method, problem: Problem, group: dist.Pr
 def _exact(problem: Problem) -> tuple[Tensor, ...]:
     """(out, dq, dk, dv) in float64, by the definition."""
     q, k, v, dout = (x.double() for x in problem.tensors())
-    at, scale, plain = torch.arange(problem.seq), problem.head_dim**-0.5, reference.KERNEL
-    mask = problem.seen.allows(at, at)
-    out, lse = plain.forward(q, k, v, causal=False, mask=mask, scale=scale)
+    at, how, plain = torch.arange(problem.seq), kernel.Scores(problem.head_dim**-0.5), reference.KERNEL
+    seen = Seen.by(problem.seen.allows(at, at))
+    out, lse = plain.forward(q, k, v, seen, how)
     x = kernel.RowGradients(dout, q, k, v, None, lse, row_delta(dout, out))
-    return out, *plain.backward(x, causal=False, mask=mask, scale=scale)
+    return out, *plain.backward(x, seen, how)
 
 
 @dataclass

@@ -17,11 +17,12 @@ from torch import Tensor
 from burst_mcore.attention.choice import Ranks, best, candidates
 from burst_mcore.attention.cost import Shard
 from burst_mcore.attention.function import burst_attention
-from burst_mcore.attention.kernels.kernel import Kernel, RowGradients
+from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Scores
 from burst_mcore.attention.kernels.table import choose
-from burst_mcore.attention.passes import row_delta, seen_by
+from burst_mcore.attention.passes import row_delta
 from burst_mcore.attention.plan import plan
 from burst_mcore.attention.rows import count, take
+from burst_mcore.attention.seen import Seen
 from burst_mcore.attention.tiles import tiles_of
 from burst_mcore.attention.topology import Topology
 from burst_mcore.attention.volume import volume
@@ -199,18 +200,17 @@ def _bare_tiles(problem: Problem, layout: Layout, size: int, kernel: Kernel) -> 
     parts = [
         [shard(x, 1, rank=rank, size=size, layout=layout) for x in problem.tensors()] for rank in range(size)
     ]
-    what, scale = plan(layout, problem.seen, problem.seq, size), problem.head_dim**-0.5
+    what, how = plan(layout, problem.seen, problem.seq, size), Scores(problem.head_dim**-0.5)
 
     def run(at: int) -> None:
         q, _, _, dout = parts[at]
         for source in range(size):
             _, k, v, _ = parts[source]
-            for tile in tiles_of(what, at, source, windows=kernel.windows, masks=kernel.masks):
-                seen = seen_by(tile, q)
+            for tile in tiles_of(what, at, source, kernel.abilities):
                 rows = take(q, tile.q), take(k, tile.k), take(v, tile.k)
-                out, lse = kernel.forward(*rows, scale=scale, **seen)
+                out, lse = kernel.forward(*rows, tile.seen, how)
                 x = RowGradients(take(dout, tile.q), *rows, out, lse, lse)
-                kernel.backward(x, scale=scale, **seen)
+                kernel.backward(x, tile.seen, how)
 
     return run
 
@@ -221,11 +221,11 @@ DENSE_TOKENS = 8192
 
 def _unmasked(problem: Problem, kernel: Kernel) -> Callable[[], None]:
     q, k, v, dout = (x[:, :DENSE_TOKENS] for x in problem.tensors())
-    scale = problem.head_dim**-0.5
+    seen, how = Seen((q.shape[1], k.shape[1])), Scores(problem.head_dim**-0.5)
 
     def run() -> None:
-        out, lse = kernel.forward(q, k, v, causal=False, scale=scale)
-        kernel.backward(RowGradients(dout, q, k, v, out, lse, lse), causal=False, scale=scale)
+        out, lse = kernel.forward(q, k, v, seen, how)
+        kernel.backward(RowGradients(dout, q, k, v, out, lse, lse), seen, how)
 
     return run
 
@@ -233,16 +233,15 @@ def _unmasked(problem: Problem, kernel: Kernel) -> Callable[[], None]:
 def _masked_dense(problem: Problem, kernel: Kernel) -> Callable[[], None]:
     """All queries x all keys with the mask put on the scores: the paper's "Attention Masking"."""
     q, k, v, dout = problem.tensors()
-    scale, at = problem.head_dim**-0.5, torch.arange(problem.seq)
+    how, at = Scores(problem.head_dim**-0.5), torch.arange(problem.seq)
     strips = [slice(first, first + DENSE_ROWS) for first in range(0, problem.seq, DENSE_ROWS)]
-    masks = [problem.seen.allows(at[strip], at) for strip in strips]
+    masks = [Seen.by(problem.seen.allows(at[strip], at)) for strip in strips]
 
     def run() -> None:
-        for strip, mask in zip(strips, masks, strict=True):
-            seen = {"causal": False, "scale": scale, "mask": mask}
-            out, lse = kernel.forward(q[:, strip], k, v, **seen)
+        for strip, seen in zip(strips, masks, strict=True):
+            out, lse = kernel.forward(q[:, strip], k, v, seen, how)
             delta = row_delta(dout[:, strip], out)
-            kernel.backward(RowGradients(dout[:, strip], q[:, strip], k, v, out, lse, delta), **seen)
+            kernel.backward(RowGradients(dout[:, strip], q[:, strip], k, v, out, lse, delta), seen, how)
 
     return run
 

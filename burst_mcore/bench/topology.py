@@ -24,8 +24,9 @@ from torch import Tensor
 from burst_mcore.attention.choice import Candidate, Ranks, best, candidates, legal_degrees
 from burst_mcore.attention.cost import Shard, allowed_pairs, pass_flops
 from burst_mcore.attention.function import burst_attention
-from burst_mcore.attention.kernels.kernel import Kernel, RowGradients
+from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Scores
 from burst_mcore.attention.kernels.table import KERNELS, choose
+from burst_mcore.attention.seen import Seen
 from burst_mcore.attention.topology import Topology
 from burst_mcore.bench import cluster
 from burst_mcore.config import BurstConfig
@@ -281,21 +282,21 @@ def _time_in_turn(rank: int, case: Case, configs: Sequence[BurstConfig], repeats
 def timed_kernel(rate: float) -> Kernel:
     """A kernel that takes as long as its FLOPs at `rate` FLOP/s, and computes nothing."""
 
-    def wait(q: Tensor, k: Tensor, v: Tensor, causal: bool, name: str) -> None:
+    def wait(q: Tensor, k: Tensor, v: Tensor, seen: Seen, name: str) -> None:
         rows, columns = q.shape[1], k.shape[1]
-        pairs = rows * (rows + 1) // 2 if causal else rows * columns
+        pairs = rows * (rows + 1) // 2 if seen.causal else rows * columns
         shard = Shard(
             q.shape[0], rows, q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.itemsize, q.itemsize
         )
         time.sleep(pass_flops(shard, pairs, name) / rate)
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **unused: Any) -> tuple[Tensor, Tensor]:
-        wait(q, k, v, causal, "forward")
+    def forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
+        wait(q, k, v, seen, "forward")
         batch, rows, heads, _ = q.shape
         return q.new_zeros(batch, rows, heads, v.shape[3]), q.new_zeros(batch, heads, rows)
 
-    def backward(x: RowGradients, *, causal: bool, **unused: Any) -> tuple[Tensor, Tensor, Tensor]:
-        wait(x.q, x.k, x.v, causal, "kv")
+    def backward(x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
+        wait(x.q, x.k, x.v, seen, "kv")
         return torch.zeros_like(x.q), torch.zeros_like(x.k), torch.zeros_like(x.v)
 
     return Kernel("timed", lambda problem: None, forward, backward, takes_delta=True)

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from burst_mcore.attention.function import burst_attention, connect
@@ -26,6 +26,7 @@ from burst_mcore.layout import positions
 from burst_mcore.mask import Mask
 from burst_mcore.megatron.layouts import ZIGZAG, refuse_other_layout
 from burst_mcore.megatron.packed import Packing, packing
+from burst_mcore.megatron.sinks import softmax_offset
 from burst_mcore.rates import Rates
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -41,12 +42,13 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
     """Core attention over Megatron's own context-parallel group.
 
     Stands where DotProductAttention or TEDotProductAttention stand in a layer spec, with their constructor,
-    plus `burst_config` and, for its choices called "auto", `rates`. Holds no parameters. With a
-    context-parallel size of 1 it attends locally. The ring, and on NCCL its communicators, are made here,
-    once for each group; those of a group that comes with a call, in the first such call.
+    plus `burst_config` and, for its choices called "auto", `rates`. Its only parameter is `softmax_offset`,
+    if softmax_type is learnable. With a context-parallel size of 1 it attends locally. The ring, and on NCCL
+    its communicators, are made here, once for each group; those of a group that comes with a call, in the
+    first such call.
 
     Raises:
-        ValueError: the model asks for what this attention does not do (dropout, cross attention, sinks, ...):
+        ValueError: the model asks for what this attention does not do (dropout, cross attention, ...):
             at construction, before any training.
     """
 
@@ -74,6 +76,7 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(head_dim)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         refuse_unsupported(config, attention_type, dropout, cp_comm_type, layer_number)
+        self.softmax_offset = softmax_offset(config, pg_collection)
         # Last: these may make communicators.
         self.group = _group(config, pg_collection)
         self.topology = replace(
@@ -137,10 +140,25 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
             topology=topology,
             mask=mask & _shorter(self.window, n),
             softmax_scale=self.softmax_scale,
+            sinks=self.softmax_offset,
             config=config,
         )
         assert isinstance(out, Tensor)
         return out[0].flatten(1) if query.dim() == 3 else out.transpose(0, 1).flatten(2)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> Any:
+        """For distributed checkpoints, as Megatron's own attention writes them: learnt sinks, by head."""
+        learnt = isinstance(self.softmax_offset, torch.nn.Parameter)
+        state = self.state_dict(prefix="", keep_vars=True) if learnt else {}
+        of_heads, group = {"softmax_offset": 0}, (metadata or {}).get("dp_cp_group")
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, of_heads, sharded_offsets, dp_cp_group=group
+        )
 
     def _is_packed(self, params: Any) -> bool:
         """Whether queries, keys and values are [tokens, heads, dim] of documents; ValueError if unclear."""
@@ -252,7 +270,6 @@ def refuse_unsupported(
         f"cp_comm_type {cp_comm_type!r}: the ring is its own way to communicate (leave out --cp-comm-type)": (
             cp_comm_type not in (None, "p2p", "burst")  # "p2p" is Megatron's default
         ),
-        "a softmax other than 'vanilla' (sinks)": getattr(config, "softmax_type", "vanilla") != "vanilla",
         "qk_clip and log_max_attention_logit: it does not keep the largest logits": (
             getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False)
         ),

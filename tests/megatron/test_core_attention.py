@@ -45,7 +45,7 @@ def _refusals():
         ({"attention_dropout": 0.1}, "attention dropout 0.1.*--attention-dropout 0"),
         ({"attention_type": "cross"}, "cross"),
         ({"window_size": (-2, 0)}, "window left"),
-        ({"softmax_type": "learnable"}, "sinks"),
+        ({"softmax_type": "off-by-two"}, "softmax_type vanilla, off-by-one, learnable, got 'off-by-two'"),
         ({"qk_clip": True}, "qk_clip"),
         ({"cp_comm_type": "a2a"}, "cp_comm_type 'a2a'"),
         ({"mask_type": AttnMaskType.arbitrary}, "causal and no_mask.*got .*arbitrary"),

@@ -53,6 +53,14 @@ def test_mla():
     assert_equal(step(Case(cp=2, fields=MLA)), step(Case(cp=1, fields=MLA)))
 
 
+@pytest.mark.parametrize("kind", ["learnable", "off-by-one"])
+def test_sinks(kind):
+    fields = (("softmax_type", kind),)
+    got, want = step(Case(cp=2, fields=fields)), default(fields=fields)
+    assert_equal(got, want)
+    assert (kind == "learnable") == any("softmax_offset" in name for name in want.norms)
+
+
 @pytest.mark.skipif(VERSION < (0, 19), reason="HybridModel is there from 0.19 on")
 def test_hybrid():
     assert_equal(step(Case(model="hybrid", cp=2)), default(model="hybrid"))

@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from burst_mcore.attention.seen import NONE, Abilities, Seen
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -24,33 +26,28 @@ class Problem:
     kv_heads: int
     head_dim: int
     value_dim: int
+    softcap: bool = False
+    deterministic: bool = False
+    """Gradients must be bitwise equal between runs."""
 
 
-Window = tuple[int | None, int | None]
-"""(low, high): query row m sees key row n iff low <= n - m <= high; None is unbounded."""
+class Scores(NamedTuple):
+    """How scores are made of q and k: s = scale q k^T, then softcap * tanh(s / softcap) if that is given."""
+
+    scale: float
+    softcap: float | None = None
+    deterministic: bool = False
+    """Gradients are bitwise equal between runs."""
 
 
 class Forward(Protocol):
     """(out [B, M, H, Dv], lse [B, H, M]) of q [B, M, H, D], k [B, N, Hkv, D], v [B, N, Hkv, Dv].
 
-    causal: query row m sees key rows n <= m; only square tiles are. window: for kernels with `windows`. mask:
-    bool [M, N], True where seen, for kernels with `masks`. At most one of the three is asked for.
-
     Both results are new tensors that the caller may write; out is finite in rows that see no key, their lse
     is -inf. lse is natural-log, in at least float32.
     """
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        window: Window | None = None,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]: ...
 
 
 class RowGradients(NamedTuple):
@@ -72,19 +69,11 @@ class RowGradients(NamedTuple):
 class Backward(Protocol):
     """(dq, dk, dv), new tensors, in the dtypes of q, k, v: this tile's share of the whole gradients.
 
-    With P = exp(scale q k^T - lse): dv = P^T dout, dS = P * (dout v^T - delta), dq = scale dS k,
-    dk = scale dS^T q.
+    With P = exp(s - lse): dv = P^T dout, dS = P * (dout v^T - delta), dq = scale dS k, dk = scale dS^T q; a
+    softcap multiplies dS by 1 - (s / softcap)^2.
     """
 
-    def __call__(
-        self,
-        x: RowGradients,
-        *,
-        causal: bool,
-        scale: float,
-        window: Window | None = None,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    def __call__(self, x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -96,7 +85,4 @@ class Kernel:
     forward: Forward
     backward: Backward
     takes_delta: bool
-    windows: bool = False
-    """It takes a window."""
-    masks: bool = False
-    """It takes a mask."""
+    abilities: Abilities = NONE

@@ -5,18 +5,28 @@ from __future__ import annotations
 import logging
 from functools import lru_cache
 
-from burst_mcore.attention.kernels import aten, reference
+from burst_mcore.attention.kernels import aten, flash, packages, reference, te
 from burst_mcore.attention.kernels.kernel import Kernel, Problem
 
 logger = logging.getLogger("burst_mcore")
 
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (*aten.KERNELS, reference.KERNEL)}
-"""All kernels by name, in the order in which "auto" tries them."""
+_ALL = (*aten.KERNELS, flash.FLASH2, flash.FLASH3, flash.FLASH4, te.KERNEL, reference.KERNEL)
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
+"""All kernels by name."""
+
+RANKS: dict[int | None, tuple[str, ...]] = {
+    8: ("flash2", "aten-flash", "te", "cudnn"),
+    9: ("flash3", "flash4", "te", "cudnn", "flash2", "aten-flash"),
+    10: ("flash4", "te", "cudnn", "flash2", "aten-flash"),
+    None: ("cudnn", "aten-flash", "flash2", "te", "flash3", "flash4"),
+}
+"""Names by speed, the fastest first, by major compute capability; None: any other. By their authors' figures:
+none of these orders was measured by this project yet."""
 
 
 @lru_cache(maxsize=1024)
 def choose(name: str, problem: Problem) -> Kernel:
-    """The kernel called `name`, or the first in the table that serves if name is "auto".
+    """The kernel called `name`, or, if that is "auto", the fastest that serves on this device.
 
     The choice is logged once for each problem; where "auto" ends at the reference kernel, which is slow and
     stores all scores, it is logged as a warning with the reasons of the others.
@@ -33,7 +43,7 @@ def choose(name: str, problem: Problem) -> Kernel:
         logger.info("kernel %s for %s, as asked", name, problem)
         return KERNELS[name]
     refusals: list[str] = []
-    for kernel in KERNELS.values():
+    for kernel in by_rank(problem.device):
         reason = kernel.supports(problem)
         if reason is None:
             level = logging.WARNING if kernel.name == "reference" else logging.INFO
@@ -41,6 +51,15 @@ def choose(name: str, problem: Problem) -> Kernel:
             return kernel
         refusals.append(f"{kernel.name}: {reason}")
     raise ValueError(f"no kernel serves this call{_because(refusals)}")
+
+
+def by_rank(device: str) -> list[Kernel]:
+    """The kernels in the order in which "auto" tries them; the reference is the last."""
+    if device == "cpu":
+        return [KERNELS["aten-cpu"], KERNELS["reference"]]
+    found = packages.capability()
+    ranked = RANKS.get(found[0] if found else None, RANKS[None])
+    return [KERNELS[name] for name in (*ranked, "reference")]
 
 
 def _because(refusals: list[str]) -> str:

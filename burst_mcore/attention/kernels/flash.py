@@ -1,0 +1,159 @@
+"""The flash-attn packages: 2 (`flash_attn`), 3 (`flash_attn_interface`), 4 (`flash_attn.cute`).
+
+Their low-level forwards and backwards, which take and return the log-sum-exp. Written after the sources of
+2.5.9 to 2.8.3, of both signatures that version 3 has had, and of 4.0.0b36.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_mcore.attention.kernels import packages
+from burst_mcore.attention.kernels.aten import half_on_cuda
+from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
+from burst_mcore.attention.kernels.padding import takes_any_value_dim
+from burst_mcore.attention.kernels.window import from_lower_right
+from burst_mcore.attention.seen import Abilities, Seen
+
+WINDOWS = Abilities(windows=True)
+
+
+def _flash2() -> Any:
+    return packages.loaded("flash_attn.flash_attn_interface", "flash-attn", "2.5", "2.9")
+
+
+def _flash2_supports(problem: Problem) -> str | None:
+    reason = half_on_cuda(problem, largest_head_dim=256) or packages.not_on((8, 9, 10, 12))
+    if reason is not None:
+        return reason
+    found = _flash2()
+    if isinstance(found, str):
+        return found
+    if problem.softcap and not packages.has(found._flash_attn_forward, "softcap"):
+        return "flash-attn has a softcap from 2.6 on"
+    return None
+
+
+def _flash2_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
+    left, right = from_lower_right(seen)
+    found = packages.call(
+        _flash2()._flash_attn_forward,
+        q, k, v, dropout_p=0.0, softmax_scale=how.scale, causal=seen.causal, window_size=(left, right),
+        window_size_left=left, window_size_right=right, softcap=_softcap(how), alibi_slopes=None,
+        return_softmax=False,
+    )  # fmt: skip
+    out, lse = found[0], found[5 if len(found) == 8 else 1]  # 8 results before 2.7
+    return out, lse.masked_fill_(lse == torch.inf, -torch.inf)  # rows that see nothing have +inf
+
+
+def _flash2_backward(x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
+    left, right = from_lower_right(seen)
+    dq, dk, dv = _room(x)
+    packages.call(
+        _flash2()._flash_attn_backward,
+        x.dout, x.q, x.k, x.v, x.out, x.lse.contiguous(), dq, dk, dv, dropout_p=0.0, softmax_scale=how.scale,
+        causal=seen.causal, window_size=(left, right), window_size_left=left, window_size_right=right,
+        softcap=_softcap(how), alibi_slopes=None, deterministic=how.deterministic,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _flash3() -> Any:
+    return packages.loaded("flash_attn_interface", "flash_attn_3")
+
+
+def _flash3_supports(problem: Problem) -> str | None:
+    reason = half_on_cuda(problem, largest_head_dim=256) or packages.not_on((9,))
+    if reason is not None:
+        return reason
+    dims = problem.head_dim, problem.value_dim
+    if dims[0] != dims[1] and not (128 < dims[0] <= 192 and 96 < dims[1] <= 128):
+        return f"head dims {dims[0]} and {dims[1]}: those of q, k and v may differ as 192 and 128 do"
+    if problem.deterministic and max(dims) > 192:
+        return f"it is deterministic up to head dim 192, not with {max(dims)}"
+    found = _flash3()
+    return found if isinstance(found, str) else None
+
+
+def _flash3_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
+    left, right = from_lower_right(seen)
+    out, lse, *_ = packages.call(
+        _flash3()._flash_attn_forward,
+        q, k, _rows_dense(v), softmax_scale=how.scale, causal=seen.causal, window_size=(left, right),
+        window_size_left=left, window_size_right=right, softcap=_softcap(how),
+    )  # fmt: skip
+    return out, lse
+
+
+def _flash3_backward(x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
+    left, right = from_lower_right(seen)
+    dq, dk, dv = _room(x)
+    packages.call(
+        _flash3()._flash_attn_backward,
+        x.dout, x.q, x.k, _rows_dense(x.v), x.out, x.lse.contiguous(), dq=dq, dk=dk, dv=dv,
+        softmax_scale=how.scale, causal=seen.causal, is_causal=seen.causal, window_size=(left, right),
+        window_size_left=left, window_size_right=right, softcap=_softcap(how),
+        deterministic=how.deterministic,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _flash4() -> Any:
+    return packages.loaded("flash_attn.cute.interface", "flash-attn-4", "4.0", "5")
+
+
+def _flash4_supports(problem: Problem) -> str | None:
+    reason = half_on_cuda(problem, largest_head_dim=256) or packages.not_on((9, 10, 11))
+    if reason is not None:
+        return reason
+    dims, found = (problem.head_dim, problem.value_dim), packages.capability()
+    if dims[0] != dims[1] and problem.heads != problem.kv_heads:
+        return f"head dims {dims[0]} and {dims[1]} differ, which its backward takes without GQA only"
+    if found is not None and found[0] != 9 and max(dims) > 128 and dims != (192, 128):
+        return f"head dims {dims}; on this GPU it takes up to 128, and 192 with 128"
+    module = _flash4()
+    return module if isinstance(module, str) else None
+
+
+def _flash4_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
+    left, right = (None if bound < 0 else bound for bound in from_lower_right(seen))
+    out, lse, *_ = _flash4()._flash_attn_fwd(
+        q, k, v, softmax_scale=how.scale, causal=seen.causal, softcap=how.softcap, window_size_left=left,
+        window_size_right=right, return_lse=True,
+    )  # fmt: skip
+    return out, lse
+
+
+def _flash4_backward(x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
+    left, right = (None if bound < 0 else bound for bound in from_lower_right(seen))
+    nothing = torch.zeros_like(x.dout)  # it takes D as rowsum(dO * O) - dLSE
+    dq, dk, dv, *_ = _flash4()._flash_attn_bwd(
+        x.q, x.k, x.v, nothing, x.dout, x.lse.contiguous(), softmax_scale=how.scale, causal=seen.causal,
+        softcap=_softcap(how), window_size_left=left, window_size_right=right,
+        deterministic=how.deterministic, dlse=-x.delta,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _softcap(how: Scores) -> float:
+    """0 for none, as these packages write it."""
+    return how.softcap or 0.0
+
+
+def _rows_dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _room(x: RowGradients) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x.q, x.k, x.v))
+    return dq, dk, dv
+
+
+FLASH2 = takes_any_value_dim(
+    Kernel("flash2", _flash2_supports, _flash2_forward, _flash2_backward, False, WINDOWS)
+)
+FLASH3 = Kernel("flash3", _flash3_supports, _flash3_forward, _flash3_backward, False, WINDOWS)
+FLASH4 = Kernel("flash4", _flash4_supports, _flash4_forward, _flash4_backward, True, WINDOWS)

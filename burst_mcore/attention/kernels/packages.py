@@ -1,0 +1,84 @@
+"""Kernels of other packages: whether they are there, and calls that fit the signatures of their versions."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+ALIASES = (("causal", "is_causal"), ("window_size", "window_size_left"), ("window_size", "window_size_right"))
+"""Names of one argument in different versions."""
+
+
+@lru_cache
+def loaded(module: str, package: str, at_least: str = "0", below: str = "1000") -> Any:
+    """The module, or a string: why it cannot be had. `package` names the distribution, for its version."""
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # also a build for another torch or CUDA
+        return f"{package} is not usable here ({type(error).__name__}: {error})"
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        version = str(getattr(found, "__version__", "unknown"))
+    if not (_number(at_least) <= _number(version) < _number(below)):
+        return f"{package} {version} is not from {at_least} on and below {below}"
+    return found
+
+
+def _number(version: str) -> tuple[int, ...]:
+    numbers = []
+    for part in version.split("+")[0].split(".")[:3]:
+        digits = part[: next((i for i, c in enumerate(part) if not c.isdigit()), len(part))]
+        numbers.append(int(digits) if digits else 0)
+    return tuple(numbers)
+
+
+def capability() -> tuple[int, int] | None:
+    """Compute capability of the current GPU, None without one."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def not_on(architectures: Sequence[int]) -> str | None:
+    """Why a kernel for GPUs of these major compute capabilities cannot serve here, if there is a GPU."""
+    found = capability()
+    if found is None or found[0] in architectures:
+        return None
+    return f"it is for compute capability {', '.join(f'{a}.x' for a in architectures)}, this GPU has {found}"
+
+
+def call(
+    function: Callable[..., Any], *args: Any, if_there: Mapping[str, Any] | None = None, **given: Any
+) -> Any:
+    """function(*args, **given), where required arguments that are not given become None.
+
+    Arguments whose names differ between versions (`ALIASES`) are given under all of them; those of `if_there`
+    are left out where a version does not have them.
+
+    Raises:
+        TypeError: the function has no place for an argument that would change what it does.
+    """
+    known = parameters(function)[len(args) :]
+    wanted = {**(if_there or {}), **given}
+    taken = {name: wanted.get(name) for name, required in known if required or name in wanted}
+    for name, value in given.items():
+        aliases = {name}.union(*(group for group in ALIASES if name in group))
+        if aliases.isdisjoint(taken) and value not in (None, False, 0.0):
+            raise TypeError(f"{function} has no argument {name!r}, which should be {value!r}")
+    return function(*args, **taken)
+
+
+def parameters(function: Callable[..., Any]) -> list[tuple[str, bool]]:
+    """(name, whether it must be given) of each argument; of torch's custom ops, those of what they wrap."""
+    signature = inspect.signature(getattr(function, "_init_fn", function))
+    return [(name, p.default is inspect.Parameter.empty) for name, p in signature.parameters.items()]
+
+
+def has(function: Callable[..., Any], name: str) -> bool:
+    """Whether the function takes an argument of this name."""
+    return any(known == name for known, _ in parameters(function))

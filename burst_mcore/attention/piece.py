@@ -1,0 +1,62 @@
+"""A piece: a rectangle of query and key rows, and which of its pairs meet. Plans consist of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from burst_mcore.bands import UNBOUNDED
+
+
+class Piece(NamedTuple):
+    """Local query rows [m0, m1) x local key rows [n0, n1): those with low <= (n - n0) - (m - m0) <= high.
+
+    Where `step` is not 1: only those with (n - n0) - (m - m0) = shift (mod step).
+    """
+
+    m0: int
+    m1: int
+    n0: int
+    n1: int
+    low: int
+    high: int
+    step: int = 1
+    shift: int = 0
+
+    @property
+    def full(self) -> bool:
+        """Every row meets every column."""
+        return self.low == -UNBOUNDED and self.high == UNBOUNDED and self.step == 1
+
+    @property
+    def pairs(self) -> int:
+        """Query-key pairs that meet."""
+        rows, columns = self.m1 - self.m0, self.n1 - self.n0
+        if self.step == 1:
+            return band_pairs(rows, columns, self.low, self.high)
+        return sum(band_pairs(len(q), len(k), low, high) for q, k, low, high in self.residues())
+
+    def residues(self) -> list[tuple[range, range, int, int]]:
+        """(rows, columns, low, high), counted from the piece's corner, in the index space of each residue."""
+        found = []
+        for first in range(min(self.step, self.m1 - self.m0)):
+            column = (first + self.shift) % self.step
+            q = range(first, self.m1 - self.m0, self.step)
+            k = range(column, self.n1 - self.n0, self.step)
+            low = -(-(self.low - column + first) // self.step) if self.low > -UNBOUNDED else -UNBOUNDED
+            high = (self.high - column + first) // self.step if self.high < UNBOUNDED else UNBOUNDED
+            if k:
+                found.append((q, k, low, high))
+        return found
+
+
+def band_pairs(rows: int, columns: int, low: int, high: int) -> int:
+    """Pairs (m, n) of a rectangle with low <= n - m <= high."""
+    return _below(rows, columns, high) - _below(rows, columns, low - 1)
+
+
+def _below(rows: int, columns: int, high: int) -> int:
+    """Pairs with n - m <= high: the sum over m of clamp(m + high + 1, 0, columns)."""
+    first, last = max(0, -high), min(rows, columns - high - 1)  # rows in which it is neither 0 nor columns
+    if first >= last:
+        return columns * max(0, rows - max(0, columns - high - 1))
+    return (first + last - 1 + 2 * (high + 1)) * (last - first) // 2 + columns * (rows - last)

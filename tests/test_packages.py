@@ -1,0 +1,306 @@
+"""Adapters of packages that are not here: stand-ins with the signatures of their versions, our arithmetic."""
+
+import sys
+from importlib import metadata
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from dense import dense, error, problem, seen_of
+
+from burst_mcore import Mask
+from burst_mcore.attention.kernels import packages
+from burst_mcore.attention.kernels.kernel import Problem, RowGradients, Scores
+from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
+from burst_mcore.attention.kernels.table import KERNELS, RANKS, by_rank, choose
+from burst_mcore.attention.passes import row_delta
+from burst_mcore.attention.seen import Seen
+
+PACKAGES = ("flash2", "flash3", "flash4", "te")
+
+
+def _seen(q, k, causal, left, right, unbounded):
+    """As FlashAttention counts: from the lower right corner."""
+    rows, columns = q.shape[1], k.shape[1]
+    apart = columns - rows
+    if causal:
+        return Seen((rows, columns), high=apart)
+    low, high = (None if bound == unbounded else bound for bound in (left, right))
+    return Seen((rows, columns), None if low is None else apart - low, None if high is None else apart + high)
+
+
+def _forward(q, k, v, scale, softcap, seen):
+    return REFERENCE.forward(q, k, v, seen, Scores(scale, softcap or None))
+
+
+def _backward(x, scale, softcap, seen):
+    return REFERENCE.backward(x, seen, Scores(scale, softcap or None))
+
+
+def _fill(found, buffers):
+    for to, share in zip(buffers, found, strict=True):
+        to.copy_(share)
+
+
+def _of_out(dout, q, k, v, out, lse):
+    return RowGradients(dout, q, k, v, None, lse, row_delta(dout, out))
+
+
+def _flash2(version):
+    def forward_25(q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, return_softmax):
+        assert dropout_p == 0.0 and alibi_slopes is None and return_softmax is False
+        out, lse = _forward(q, k, v, softmax_scale, None, _seen(q, k, causal, *window_size, -1))
+        return out, q, k, v, out, lse, None, None
+
+    def backward_25(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size,
+        alibi_slopes, deterministic, rng_state=None,
+    ):  # fmt: skip
+        assert dropout_p == 0.0 and deterministic is False
+        seen = _seen(q, k, causal, *window_size, -1)
+        _fill(_backward(_of_out(dout, q, k, v, out, softmax_lse), softmax_scale, None, seen), (dq, dk, dv))
+
+    def forward_28(
+        q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+        alibi_slopes, return_softmax,
+    ):  # fmt: skip
+        seen = _seen(q, k, causal, window_size_left, window_size_right, -1)
+        return *_forward(q, k, v, softmax_scale, softcap, seen), None, None
+
+    def backward_28(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
+        window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    ):  # fmt: skip
+        seen = _seen(q, k, causal, window_size_left, window_size_right, -1)
+        _fill(_backward(_of_out(dout, q, k, v, out, softmax_lse), softmax_scale, softcap, seen), (dq, dk, dv))
+
+    old = version < "2.6"
+    forward, backward = (forward_25, backward_25) if old else (forward_28, backward_28)
+    return {
+        "flash_attn.flash_attn_interface": {"_flash_attn_forward": forward, "_flash_attn_backward": backward}
+    }
+
+
+def _flash3(version):
+    def forward_old(
+        q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal,
+        window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1,
+    ):  # fmt: skip
+        assert qv is None and num_splits == 1
+        return *_forward(q, k, v, softmax_scale, softcap, _seen(q, k, causal, *window_size, -1)), None
+
+    def backward_old(
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q,
+        max_seqlen_k, dq, dk, dv, softmax_scale, causal, window_size=(-1, -1), softcap=0.0,
+        deterministic=False, sm_margin=0,
+    ):  # fmt: skip
+        seen = _seen(q, k, causal, *window_size, -1)
+        _fill(_backward(_of_out(dout, q, k, v, out, softmax_lse), softmax_scale, softcap, seen), (dq, dk, dv))
+
+    def forward_new(
+        q, k, v, k_new=None, v_new=None, qv=None, out_=None, softmax_scale=None, causal=False,
+        window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0, num_splits=1,
+    ):  # fmt: skip
+        seen = _seen(q, k, causal, window_size_left, window_size_right, -1)
+        return *_forward(q, k, v, softmax_scale, softcap, seen), None, None
+
+    def backward_new(
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, dq=None, dk=None, dv=None,
+        softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
+        deterministic=False, sm_margin=0,
+    ):  # fmt: skip
+        seen = _seen(q, k, is_causal, window_size_left, window_size_right, -1)
+        _fill(_backward(_of_out(dout, q, k, v, out, softmax_lse), softmax_scale, softcap, seen), (dq, dk, dv))
+
+    old = version == "old"
+    forward, backward = (forward_old, backward_old) if old else (forward_new, backward_new)
+    return {"flash_attn_interface": {"_flash_attn_forward": forward, "_flash_attn_backward": backward}}
+
+
+def _flash4(version):
+    def forward(
+        q, k, v, qv=None, softmax_scale=None, causal=False, softcap=None, window_size_left=None,
+        window_size_right=None, return_lse=False,
+    ):  # fmt: skip
+        assert return_lse
+        seen = _seen(q, k, causal, window_size_left, window_size_right, None)
+        return *_forward(q, k, v, softmax_scale, softcap, seen), None, None, None
+
+    def backward(
+        q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+        window_size_right=None, deterministic=False, dq=None, dk=None, dv=None, dlse=None,
+    ):  # fmt: skip
+        seen = _seen(q, k, causal, window_size_left, window_size_right, None)
+        x = RowGradients(dout, q, k, v, None, lse, row_delta(dout, out) - dlse)
+        return _backward(x, softmax_scale, softcap, seen)
+
+    return {"flash_attn.cute.interface": {"_flash_attn_fwd": forward, "_flash_attn_bwd": backward}}
+
+
+def _te(version):
+    new = version == "2.15"
+
+    def forward(
+        is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, fake_dtype,
+        fused_attention_backend, attn_bias=None, attn_scale=None, dropout=0.0, qkv_layout="sbh3d",
+        attn_bias_type="no_bias", attn_mask_type="padding", window_size=(-1, -1),
+    ):  # fmt: skip
+        assert is_training and fused_attention_backend == 1 and qkv_layout == "bshd_bshd_bshd"
+        assert cu_seqlens_q.tolist() == [i * q.shape[1] for i in range(q.shape[0] + 1)]
+        assert attn_mask_type in ("causal", "no_mask") and all(x.is_contiguous() for x in (q, k, v))
+        seen = _seen(q, k, attn_mask_type == "causal", -1, -1, -1)
+        out, lse = _forward(q, k, v, attn_scale, None, seen)
+        return out, [lse.unsqueeze(-1), torch.zeros(2)], None
+
+    def gradients(q, k, v, o, d_o, aux, attn_scale, attn_mask_type):
+        assert aux[0].shape == (q.shape[0], q.shape[2], q.shape[1], 1) and aux[1].shape == (2,)
+        x = _of_out(d_o, q, k, v, o, aux[0].squeeze(-1))
+        return *_backward(x, attn_scale, None, _seen(q, k, attn_mask_type == "causal", -1, -1, -1)), None
+
+    def backward_20(
+        max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, dqkv_dtype,
+        aux_ctx_tensors, fused_attention_backend, attn_scale=None, dropout=0.0, qkv_layout="sbh3d",
+        attn_bias_type="no_bias", attn_mask_type="padding", window_size=(-1, -1), deterministic=False,
+    ):  # fmt: skip
+        assert dqkv_dtype == "the type" and fused_attention_backend == 1
+        return gradients(q, k, v, o, d_o, aux_ctx_tensors, attn_scale, attn_mask_type)
+
+    def backward_215(
+        max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype,
+        aux_ctx_tensors, fused_attention_backend, attn_scale=None, dropout=0.0, qkv_layout="sbh3d",
+        o_format="sbhd", do_format="sbhd", dqkv_layout="sbh3d", attn_bias_type="no_bias",
+        attn_mask_type="padding", window_size=(-1, -1), deterministic=False,
+    ):  # fmt: skip
+        assert (o_format, do_format, dqkv_layout) == ("bshd", "bshd", "bshd_bshd_bshd")
+        return gradients(q, k, v, o, d_o, aux_ctx_tensors, attn_scale, attn_mask_type)
+
+    dtypes = {dtype: "the type" for dtype in (torch.float64, torch.float32)}
+    return {
+        "transformer_engine.pytorch.cpp_extensions.fused_attn": {
+            "fused_attn_fwd": forward,
+            "fused_attn_bwd": backward_215 if new else backward_20,
+            "FusedAttnBackend": {"F16_arbitrary_seqlen": 1},
+        },
+        "transformer_engine.pytorch.constants": {"TE_DType": dtypes},
+    }
+
+
+STAND_INS = [
+    ("flash2", "flash-attn", "2.5.9.post1", _flash2),
+    ("flash2", "flash-attn", "2.8.3", _flash2),
+    ("flash3", "flash_attn_3", "old", _flash3),
+    ("flash3", "flash_attn_3", "3.0.0", _flash3),
+    ("flash4", "flash-attn-4", "4.0.0b36", _flash4),
+    ("te", "transformer_engine", "2.0.0", _te),
+    ("te", "transformer_engine", "2.15.0", _te),
+]
+
+
+@pytest.fixture
+def stand_in(request, monkeypatch):
+    """A package of some version, and its kernel."""
+    name, package, version, make = request.param
+    for path, members in make("2.15" if version == "2.15.0" else version).items():
+        parts = path.split(".")
+        for depth in range(1, len(parts) + 1):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(".".join(parts[:depth])))
+        sys.modules[path].__dict__.update(members)
+    real = metadata.version
+    told = "3.0.0" if version == "old" else version
+    monkeypatch.setattr(metadata, "version", lambda asked: told if asked == package else real(asked))
+    packages.loaded.cache_clear()
+    yield SimpleNamespace(kernel=KERNELS[name], version=version)
+    packages.loaded.cache_clear()
+
+
+@pytest.mark.parametrize("stand_in", STAND_INS, indirect=True, ids=lambda each: f"{each[0]}-{each[2]}")
+@pytest.mark.parametrize("kind", ["causal", "full", "window", "to the right", "to the left"])
+@pytest.mark.parametrize("dims", [(16, 16), (24, 16)])
+def test_an_adapter_says_what_is_meant_in_the_words_of_its_version(stand_in, kind, dims):
+    kernel, n = stand_in.kernel, 24
+    p = problem(0, n, batch=2, kv_heads=2, head_dim=dims[0], value_dim=dims[1])
+    rows, seen = n, Seen((n, n), high=0 if kind == "causal" else None)
+    if kind not in ("causal", "full"):
+        if not kernel.abilities.windows:
+            pytest.skip("it takes no windows")
+        rows, (low, high) = (
+            16,
+            {"window": (2, 13), "to the right": (None, 10), "to the left": (5, None)}[kind],
+        )
+        seen = Seen((rows, n), low, high)
+    p = p._replace(q=p.q[:, :rows], dout=p.dout[:, :rows])
+    how = Scores(0.3)
+    want_out, want_lse = REFERENCE.forward(p.q, p.k, p.v, seen, how)
+    out, lse = kernel.forward(p.q.transpose(1, 2).contiguous().transpose(1, 2), p.k, p.v, seen, how)
+    assert error(out, want_out) < 1e-12 and error(lse, want_lse) < 1e-12
+    x = RowGradients(p.dout, p.q, p.k, p.v, out, lse, row_delta(p.dout, out))
+    for g, w in zip(kernel.backward(x, seen, how), REFERENCE.backward(x, seen, how), strict=True):
+        assert error(g, w) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "stand_in", [s for s in STAND_INS if s[0] != "te"], indirect=True, ids=lambda each: f"{each[0]}-{each[2]}"
+)
+def test_a_softcap_arrives_or_is_refused(stand_in):
+    p, how = problem(0, 16), Scores(0.25, softcap=1.5)
+    seen = seen_of(Mask.causal(), 16)
+    if stand_in.version.startswith("2.5"):
+        with pytest.raises(TypeError, match="softcap"):
+            stand_in.kernel.forward(*p[:3], seen, how)
+        ask = Problem("cuda", torch.bfloat16, 4, 4, 16, 16, softcap=True)
+        assert "from 2.6 on" in stand_in.kernel.supports(ask)
+        return
+    out, lse = stand_in.kernel.forward(*p[:3], seen, how)
+    want = dense(p, Mask.causal(), softcap=1.5)
+    x = RowGradients(p.dout, *p[:3], out, lse, row_delta(p.dout, out))
+    for g, w in zip((out, *stand_in.kernel.backward(x, seen, how)), (want.out, *want[2:]), strict=True):
+        assert error(g, w) < 1e-12
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_what_is_not_installed_says_so(name):
+    ask = Problem("cuda", torch.bfloat16, 8, 8, 128, 128)
+    with pytest.raises(ValueError, match=f"{name}.*not usable here"):
+        choose(name, ask)
+
+
+def test_a_version_out_of_range_says_which_are_legal(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", ModuleType("x"))
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    monkeypatch.setattr(metadata, "version", lambda asked: "2.4.1")
+    packages.loaded.cache_clear()
+    with pytest.raises(ValueError, match="flash-attn 2.4.1 is not from 2.5 on and below 2.9"):
+        choose("flash2", Problem("cuda", torch.bfloat16, 8, 8, 128, 128))
+    packages.loaded.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "ask", "words"),
+    [
+        ("flash3", {"head_dim": 128, "value_dim": 64}, "may differ as 192 and 128 do"),
+        ("flash3", {"head_dim": 256, "value_dim": 256, "deterministic": True}, "up to head dim 192"),
+        ("flash4", {"head_dim": 192, "kv_heads": 2}, "without GQA"),
+        ("te", {"softcap": True}, "softcap"),
+        ("te", {"head_dim": 136, "value_dim": 136}, "up to 128"),
+        ("flash2", {"dtype": torch.float32}, "float32"),
+        ("flash2", {"device": "cpu"}, "not on cuda"),
+    ],
+)
+def test_an_adapter_refuses_what_its_package_cannot(name, ask, words):
+    base = {
+        "device": "cuda",
+        "dtype": torch.bfloat16,
+        "heads": 8,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "value_dim": 128,
+    }
+    with pytest.raises(ValueError, match=words):
+        choose(name, Problem(**{**base, **ask}))
+
+
+def test_every_rank_names_kernels_of_the_table_once():
+    for names in RANKS.values():
+        assert len(set(names)) == len(names) and set(names) <= set(KERNELS)
+    assert [kernel.name for kernel in by_rank("cpu")] == ["aten-cpu", "reference"]
+    assert by_rank("cuda")[-1].name == "reference"

@@ -1,0 +1,163 @@
+"""Softcap, sinks, gradients through lse, unequal head dims, determinism."""
+
+import pytest
+import torch
+from dense import Result, assert_as_exact_as, dense, error, problem, single_kernel
+from ranks import processes
+
+from burst_mcore import BurstConfig, Mask, burst_attention
+from burst_mcore.attention.kernels.kernel import RowGradients, Scores
+from burst_mcore.attention.kernels.padding import takes_delta
+from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.attention.passes import row_delta
+from burst_mcore.attention.seen import Seen
+from burst_mcore.attention.topology import Topology
+from burst_mcore.layout import shard
+
+
+def _attend(p, mask, *, rank=0, size=1, topology=None, config=None, dlse=None, sinks=None, **options):
+    """The rank's share of the results, and of the sinks' gradient."""
+    config = config or BurstConfig()
+
+    def local(x):
+        return shard(x, 1, rank=rank, size=size, layout=config.layout)
+
+    inputs = [local(x).detach().requires_grad_() for x in p[:3]]
+    sinks = None if sinks is None else sinks.detach().to(p.q.dtype).requires_grad_()
+    topology = topology or Topology.single()
+    out, lse = burst_attention(
+        *inputs, topology=topology, mask=mask, config=config, return_lse=True, sinks=sinks, **options
+    )
+    loss = (out * local(p.dout)).sum()
+    if dlse is not None:
+        loss = loss + (lse.masked_fill(lse == -torch.inf, 0) * local(dlse).to(lse.dtype)).sum()
+    loss.backward()
+    got = Result(out.detach(), lse.detach(), *(x.grad for x in inputs))
+    return got, None if sinks is None else sinks.grad
+
+
+OPTIONS = {
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": torch.tensor([1.0, -3.0, 0.5, 6.0])},
+    "lse": {"dlse": problem(5, 48, batch=2, head_dim=1).q[..., 0]},
+    "all": {
+        "softcap": 3.0,
+        "sinks": torch.tensor([1.0, -3.0, 0.5, 6.0]),
+        "dlse": problem(5, 48, batch=2, head_dim=1).q[..., 0],
+    },
+}
+
+
+def _wanted(p, mask, options):
+    sinks = options.get("sinks")
+    sinks = None if sinks is None else sinks.double().requires_grad_()
+    return dense(p, mask, **{**options, "sinks": sinks}), None if sinks is None else sinks
+
+
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("mask", [Mask.causal(), Mask.full(), Mask.window(7, 3)], ids=str)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_on_one_rank_equal_float64(option, mask, kv_heads, kernel):
+    p = problem(0, 48, batch=2, kv_heads=kv_heads)
+    want, sinks = _wanted(p, mask, OPTIONS[option])
+    got, dsinks = _attend(p, mask, config=BurstConfig(kernel=kernel), **OPTIONS[option])
+    for name, g, w in zip(want._fields, got, want, strict=True):
+        assert error(g, w) < 1e-12, name
+    if sinks is not None:
+        assert error(dsinks, sinks.grad) < 1e-12
+
+
+def _on_ring(rank, size, option, config):
+    topology = Topology.from_group(torch.distributed.group.WORLD, intra_size=2)
+    p, mask = problem(0, 48, batch=2), Mask.causal()
+    want, sinks = _wanted(p, mask, OPTIONS[option])
+    got, dsinks = _attend(p, mask, rank=rank, size=size, topology=topology, config=config, **OPTIONS[option])
+    for name, g, w in zip(want._fields, got, want, strict=True):
+        assert error(g, shard(w, 1, rank=rank, size=size, layout=config.layout)) < 1e-12, name
+    if sinks is not None:
+        torch.distributed.all_reduce(dsinks)
+        assert error(dsinks, sinks.grad) < 1e-12
+    return True
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("backward", ["query", "kv"])
+def test_options_on_a_ring_equal_float64(option, degree, backward):
+    config = BurstConfig(backward=backward, head_parallel=degree)
+    assert all(processes(4, _on_ring, option, config))
+
+
+def _uneven_use(rank, size):
+    q, k, v, _ = (x.requires_grad_() for x in problem(0, 8, dtype=torch.float32))
+    topology = Topology.from_group(torch.distributed.group.WORLD)
+    out, lse = burst_attention(q, k, v, topology=topology, mask=Mask.causal(), return_lse=True)
+    with pytest.raises(ValueError, match="gradient through lse"):
+        (out.sum() + (lse.sum() if rank else 0)).backward()
+    return True
+
+
+def test_a_gradient_through_lse_on_some_ranks_only_is_refused_on_all():
+    assert all(processes(2, _uneven_use))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_given_delta_is_as_exact_as_one_formed_from_out(dtype):
+    p, mask = problem(3, 96, kv_heads=2, dtype=dtype), Mask.causal()
+    kernel = KERNELS["aten-cpu"]
+    assert_as_exact_as(
+        single_kernel(p, takes_delta(kernel), mask), single_kernel(p, kernel, mask), dense(p, mask)
+    )
+
+
+def test_a_delta_of_rows_without_a_gradient_of_out_counts():
+    p = problem(4, 32, dtype=torch.float32)
+    dout = torch.zeros_like(p.dout)
+    seen, how, kernel = Seen((32, 32), high=0), Scores(0.25), KERNELS["aten-cpu"]
+    out, lse = kernel.forward(p.q, p.k, p.v, seen, how)
+    x = RowGradients(dout, p.q, p.k, p.v, None, lse, -torch.ones_like(lse))
+    got = takes_delta(kernel).backward(x, seen, how)
+    ones = torch.ones(1, 32, 4, dtype=torch.float64)
+    want = dense(p._replace(dout=dout), Mask.causal(), dlse=ones)
+    for g, w in zip(got, (want.dq, want.dk, want.dv), strict=True):
+        assert (g - w).abs().max() < 1e-5
+    assert torch.equal(row_delta(dout, out), torch.zeros_like(lse))
+
+
+@pytest.mark.parametrize("kernel", ["aten-cpu", "reference"])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(24, 16), (16, 24), (192, 128)])
+@pytest.mark.parametrize("mask", [Mask.causal(), Mask.window(7, 3)], ids=str)
+def test_values_may_be_narrower_or_wider_than_keys(mask, head_dim, value_dim, kernel):
+    p = problem(1, 48, kv_heads=2, head_dim=head_dim, value_dim=value_dim)
+    got = single_kernel(p, KERNELS[kernel], mask)
+    for name, g, w in zip(got._fields, got, dense(p, mask), strict=True):
+        assert error(g, w) < 1e-12, name
+
+
+def _twice(rank, size):
+    topology, p = Topology.from_group(torch.distributed.group.WORLD), problem(7, 64, dtype=torch.bfloat16)
+    config = BurstConfig(deterministic=True)
+    mask = Mask.causal() & Mask.documents([0, 10, 40, 64])
+    runs = [_attend(p, mask, rank=rank, size=size, topology=topology, config=config)[0] for _ in range(3)]
+    return all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
+
+
+def test_gradients_are_bitwise_equal_between_runs():
+    assert all(processes(4, _twice))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"softcap": 0.0}, "softcap must be positive.*0.0"),
+        ({"softcap": "30"}, "softcap.*'30'"),
+        ({"sinks": torch.zeros(3)}, r"sinks must be.*\[heads\], here \[4\], got \(3,\)"),
+        ({"sinks": [0.0] * 4}, "sinks must be a floating-point tensor"),
+        ({"sinks": torch.zeros(4, dtype=torch.int64)}, "int64"),
+    ],
+)
+def test_illegal_options_are_named(options, words):
+    q, k, v, _ = problem(0, 8)
+    with pytest.raises(ValueError, match=words):
+        burst_attention(q, k, v, topology=Topology.single(), mask=Mask.causal(), **options)
