@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.rows import Rows, Visited, add_, count, pieces, take
+from burst_mcore.attention.rows import Rows, Visited, add_, count, pieces, take, view
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -61,6 +61,18 @@ class OnlineSoftmax:
             else:
                 merge_(out_at, lse_at, out_new, lse_new)
 
+    def running(self, rows: Rows) -> tuple[Tensor, Tensor, bool] | None:
+        """(out, lse) of these rows to merge into in place, and whether nothing is in them yet.
+
+        None if they cannot be had without a copy.
+        """
+        if view(self._q, rows) is None:
+            return None
+        out, lse = self._wide()
+        empty = self._visited.visit(rows[0])
+        fresh = count(empty) == len(rows[0])  # what is only partly empty holds 0 and -inf there
+        return take(out, rows), take(lse, rows), fresh
+
     def result(self) -> tuple[Tensor, Tensor]:
         """(out [B, S, H, D] in the queries' dtype, lse [B, H, S] in at least float32)."""
         if self._out is None:
@@ -99,11 +111,22 @@ class GradientSum:
             self._sum = gradient
             self._visited.visit(rows[0])
             return
-        dtype = wide(self._like.dtype)
-        if self._sum is None:
-            self._sum = torch.empty_like(self._like, dtype=dtype, memory_format=torch.contiguous_format)
-        self._sum = self._sum.to(dtype)
-        add_(self._sum, rows, gradient, self._visited)
+        add_(self._wide(), rows, gradient, self._visited)
+
+    def running(self, rows: Rows) -> tuple[Tensor, bool] | None:
+        """The sum of these rows to add to in place, and whether nothing is in it yet.
+
+        None if it cannot be had without a copy.
+        """
+        if view(self._like, rows) is None:
+            return None
+        total = self._wide()
+        empty = self._visited.visit(rows[0])
+        if count(empty) == len(rows[0]):
+            return take(total, rows), True
+        for gap in empty:
+            take(total, (gap,)).zero_()
+        return take(total, rows), False
 
     def rows(self, at: range) -> Tensor:
         """The sum of these rows, so far."""
@@ -112,6 +135,13 @@ class GradientSum:
     def result(self) -> Tensor:
         """The sum, in the tensor's own dtype; zeros where nothing came."""
         return self._whole().to(self._like.dtype)
+
+    def _wide(self) -> Tensor:
+        dtype = wide(self._like.dtype)
+        if self._sum is None:
+            self._sum = torch.empty_like(self._like, dtype=dtype, memory_format=torch.contiguous_format)
+        self._sum = self._sum.to(dtype)
+        return self._sum
 
     def _whole(self) -> Tensor:
         if self._sum is None:

@@ -7,7 +7,7 @@ pooled), H query heads, D head dim. Tensors are [B, S or P, H, D], the statistic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -162,8 +162,13 @@ class _Forward:
         k, v = bundle
         for tile in self.call.tiles(self.call.position, source, q_part=part):
             at = within(held, tile.k)
-            rows = take(self.q, tile.q), take(k, at), take(v, at)
-            out, lse = self.call.kernel.forward(*rows, tile.seen, self.call.scores)
+            rows, kernel = (take(self.q, tile.q), take(k, at), take(v, at)), self.call.kernel
+            running = self.softmax.running(tile.q) if kernel.in_place else None
+            if kernel.in_place and running:
+                out, lse, fresh = running
+                kernel.in_place.merge_forward(*rows, tile.seen, self.call.scores, out, lse, fresh=fresh)
+                continue
+            out, lse = kernel.forward(*rows, tile.seen, self.call.scores)
             self.softmax.add(tile.q, out, lse)
 
     def new(self, kind: str, rows: Rows | None) -> Bundle:
@@ -262,16 +267,26 @@ class _Backward:
         for tile in met:
             q_at = within(held, tile.q) if self.query_travels else tile.q
             k_at = tile.k if self.query_travels else within(held, tile.k)
-            dq, dk, dv = self._tile(tile, q_at, k_at, queries, keys, out)
-            q_share, k_share = (tile.q, (dq,)), (tile.k, (dk, dv))
-            goes, stays = (q_share, k_share) if self.query_travels else (k_share, q_share)
-            self.shares.append(goes)
-            for total, gradient in zip(self.staying, stays[1], strict=True):
-                total.add(stays[0], gradient)
+            x = self._rows(q_at, k_at, queries, keys, out)
+            goes, stays = (tile.q, tile.k) if self.query_travels else (tile.k, tile.q)
+            if not self._in_place(x, tile, goes, stays):
+                dq, *dkv = self.call.kernel.backward(x, tile.seen, self.call.scores)
+                shares = ((dq,), tuple(dkv))
+                share, stay = shares if self.query_travels else shares[::-1]
+                self.shares.append((goes, share))
+                for total, gradient in zip(self.staying, stay, strict=True):
+                    total.add(stays, gradient)
 
     def accumulate(self, sums: Bundle, held: Rows | None, first: bool) -> None:
         """Add the shares of the last compute to the travelling sums."""
         shares, self.shares = self.shares, []
+        self._add(sums, held, first, shares)
+        for _, gradients in shares:
+            self.free(gradients)
+
+    def _add(
+        self, sums: Bundle, held: Rows | None, first: bool, shares: Sequence[tuple[Rows, Bundle]]
+    ) -> None:
         whole = (range(sums[0].shape[1]),)
         if first and len(shares) == 1 and within(held, shares[0][0]) == whole:
             for total, gradient in zip(sums, shares[0][1], strict=True):
@@ -286,15 +301,31 @@ class _Backward:
             for gap in visited.visit(range(rows)):
                 take(total, (gap,)).zero_()
 
-    def _tile(
-        self, tile: Tile, q_at: Rows, k_at: Rows, queries: Queries, keys: Keys, out: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _in_place(self, x: RowGradients, tile: Tile, goes: Rows, stays: Rows) -> bool:
+        """Let the kernel add to the staying sums itself, if it can and they lie so."""
+        kernel = self.call.kernel.in_place
+        running = [total.running(stays) for total in self.staying] if kernel else []
+        if kernel is None or None in running:
+            return False
+        sums, fresh = [each[0] for each in running if each], all(each[1] for each in running if each)
+        share = tuple(
+            self.lease.empty((y.shape[0], count(goes), *y.shape[2:]), self.call.grad_dtype, y.device)
+            for y in self.travelling
+        )
+        adds = {True: kernel.add_dq, False: kernel.add_dkv}  # by whether they are for the query side
+        adds[not self.query_travels](x, tile.seen, self.call.scores, *sums, fresh=fresh)
+        adds[self.query_travels](x, tile.seen, self.call.scores, *share, fresh=True)
+        self.shares.append((goes, share))
+        return True
+
+    def _rows(self, q_at: Rows, k_at: Rows, queries: Queries, keys: Keys, out: Tensor | None) -> RowGradients:
+        """What a tile's backward needs."""
         dout, delta = take(queries.dout, q_at), take(queries.delta, q_at)
         if self.call.kernel.takes_delta:
             out = None
         else:
             out = output_stand_in(dout, delta) if out is None else take(out, q_at)
-        x = RowGradients(
+        return RowGradients(
             dout=dout,
             q=take(queries.q, q_at),
             k=take(keys.k, k_at),
@@ -303,7 +334,6 @@ class _Backward:
             lse=take(queries.lse, q_at),
             delta=delta,
         )
-        return self.call.kernel.backward(x, tile.seen, self.call.scores)
 
     def new(self, kind: str, rows: Rows | None) -> Bundle:
         """A buffer for these rows of a travelling bundle, or of its gradient."""

@@ -76,6 +76,11 @@ class Visited:
         return tuple(range(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)
 
 
+def view(x: Tensor, rows: Rows) -> Tensor | None:
+    """These rows without a copy, if they are one ascending range."""
+    return take(x, rows) if len(rows) == 1 and rows[0].step == 1 else None
+
+
 def add_(total: Tensor, rows: Rows, values: Tensor, visited: Visited) -> None:
     """total[rows] += values, where what was not visited counts as zero."""
     for at, (to, share) in zip(rows, pieces(total, rows, values), strict=True):

@@ -76,6 +76,20 @@ class Backward(Protocol):
     def __call__(self, x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
+class InPlace(NamedTuple):
+    """What a kernel can do besides: merge and add into running sums itself, which then cost no further pass.
+
+    Sums are views [B, M or N, H or Hkv, D], lse [B, H, M], in any dtype; `fresh` ones are uninitialised.
+    """
+
+    merge_forward: Callable[..., None]
+    """(q, k, v, seen, how, out, lse, *, fresh)."""
+    add_dq: Callable[..., None]
+    """(x, seen, how, dq, *, fresh)."""
+    add_dkv: Callable[..., None]
+    """(x, seen, how, dk, dv, *, fresh)."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One row of the table. `supports(problem)` is None, or the reason why it cannot serve."""
@@ -86,3 +100,4 @@ class Kernel:
     backward: Backward
     takes_delta: bool
     abilities: Abilities = NONE
+    in_place: InPlace | None = None

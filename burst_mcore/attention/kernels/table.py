@@ -5,20 +5,20 @@ from __future__ import annotations
 import logging
 from functools import lru_cache
 
-from burst_mcore.attention.kernels import aten, flash, packages, reference, te
+from burst_mcore.attention.kernels import aten, flash, packages, reference, te, triton
 from burst_mcore.attention.kernels.kernel import Kernel, Problem
 
 logger = logging.getLogger("burst_mcore")
 
-_ALL = (*aten.KERNELS, flash.FLASH2, flash.FLASH3, flash.FLASH4, te.KERNEL, reference.KERNEL)
+_ALL = (*aten.KERNELS, flash.FLASH2, flash.FLASH3, flash.FLASH4, te.KERNEL, triton.KERNEL, reference.KERNEL)
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
 """All kernels by name."""
 
 RANKS: dict[int | None, tuple[str, ...]] = {
-    8: ("flash2", "aten-flash", "te", "cudnn"),
-    9: ("flash3", "flash4", "te", "cudnn", "flash2", "aten-flash"),
-    10: ("flash4", "te", "cudnn", "flash2", "aten-flash"),
-    None: ("cudnn", "aten-flash", "flash2", "te", "flash3", "flash4"),
+    8: ("flash2", "aten-flash", "te", "cudnn", "triton"),
+    9: ("flash3", "flash4", "te", "cudnn", "flash2", "aten-flash", "triton"),
+    10: ("flash4", "te", "cudnn", "flash2", "aten-flash", "triton"),
+    None: ("cudnn", "aten-flash", "flash2", "te", "triton"),
 }
 """Names by speed, the fastest first, by major compute capability; None: any other. By their authors' figures:
 none of these orders was measured by this project yet."""

@@ -1,0 +1,56 @@
+"""Compiles the Triton kernels for a GPU that need not be there, and looks at what came out."""
+
+from __future__ import annotations
+
+import inspect
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from burst_mcore.attention.kernels import triton_code
+from burst_mcore.attention.kernels.triton import launch
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED = 227 * 1024
+"""Bytes of shared memory that a block may have there."""
+
+
+def compiled(name: str, dim: int, dtype: str = "bf16", **options: bool):
+    """The compiled kernel `name` for tensors of this head dim and dtype."""
+    function = getattr(triton_code, name)
+    names = list(inspect.signature(function.fn).parameters)
+    sizes = launch(name, dim, 4 if dtype == "fp32" else 2)
+    constants = {
+        "USED": dim, "VALUE_USED": dim, "DIM": dim, "VALUE_DIM": dim, "ROWS": sizes.rows,
+        "COLUMNS": sizes.columns, "SOFTCAP": False, "FRESH": False, "lse_row": 1, "delta_row": 1,
+        "PRECISION": "ieee" if dtype == "fp32" else "tf32", **options,
+    }  # fmt: skip
+    types = dict.fromkeys(("q", "k", "v", "dout"), f"*{dtype}")
+    types |= dict.fromkeys(("out", "lse", "delta", "dq", "dk", "dv", "unused"), "*fp32")
+    types |= dict.fromkeys(("starts", "full", "others", "firsts", "parts"), "*i32")
+    types |= dict.fromkeys(("scale", "softcap"), "fp32") | dict.fromkeys(constants, "constexpr")
+    aligned = [
+        i
+        for i, n in enumerate(names)
+        if n not in constants
+        and (types.get(n, "").startswith("*") or n.endswith(("_row", "_head", "_batch")))
+    ]
+    source = ASTSource(
+        fn=function,
+        signature={name: types.get(name, "i32") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items() if name in names},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    return triton.compile(source, HOPPER, {"num_warps": sizes.warps, "num_stages": sizes.stages})
+
+
+def check() -> None:
+    """AssertionError if a kernel does not fit a Hopper GPU, or misses its matrix units or wide copies."""
+    for name in ("forward", "dq", "dkv"):
+        kernel = compiled(name, 128)
+        assert "wgmma.mma_async" in kernel.asm["ptx"], name
+        assert "cp.async.cg.shared.global" in kernel.asm["ptx"], name
+        assert kernel.metadata.shared <= SHARED, name
+    for options in ({"SOFTCAP": True}, {"FRESH": True}):
+        assert compiled("dkv", 64, **options).metadata.shared <= SHARED

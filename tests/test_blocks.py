@@ -1,0 +1,53 @@
+"""Lists of blocks hold every pair of a tile once, whichever side is walked."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from masks import random_layout, random_mask, randoms
+
+from burst_mcore.attention.kernels.blocks import blocks
+from burst_mcore.attention.plan import plan
+from burst_mcore.attention.seen import Abilities, Seen
+from burst_mcore.attention.tiles import tiles_of
+
+
+def _walked(seen, block_m, block_n, by_columns):
+    """How often each pair is seen, and where, by the lists."""
+    rows, columns = seen.shape
+    met = torch.zeros(rows, columns, dtype=torch.int)
+    lists = blocks(seen, block_m, block_n, by_columns=by_columns)
+    starts, full, others, firsts, parts = (x.tolist() for x in lists)
+    m, n = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
+    for block in range(len(full)):
+        assert len(set(others[starts[block] : starts[block + 1]])) == starts[block + 1] - starts[block]
+        for entry in range(starts[block], starts[block + 1]):
+            bm, bn = (others[entry], block) if by_columns else (block, others[entry])
+            inside = (m // block_m == bm) & (n // block_n == bn)
+            if entry < full[block]:
+                assert (bn + 1) * block_n <= columns  # columns beyond the end are never read unmasked
+                met += inside.int()
+                continue
+            for m0, m1, n0, n1, low, high, step, shift in parts[firsts[entry] : firsts[entry + 1]]:
+                ahead = (n - n0) - (m - m0)
+                seen_here = (m >= m0) & (m < m1) & (n >= n0) & (n < n1) & (ahead >= low) & (ahead <= high)
+                met += (inside & seen_here & ((ahead - shift) % step == 0)).int()
+    return met
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    randoms, st.integers(1, 80), st.integers(1, 3), st.sampled_from([4, 8, 16]), st.sampled_from([4, 8, 16])
+)
+def test_every_pair_is_walked_once(draw, n, size, block_m, block_n):
+    layout, mask = random_layout(draw, size, n), random_mask(draw, n)
+    what = plan(layout, mask, n, size)
+    for q_at in range(size):
+        for tile in tiles_of(what, q_at, draw.randrange(size), Abilities(draw.random() < 0.5, pieces=True)):
+            for by_columns in (False, True):
+                assert torch.equal(_walked(tile.seen, block_m, block_n, by_columns), tile.seen.table.int())
+
+
+def test_a_causal_square_is_walked_without_what_is_empty():
+    lists = blocks(Seen((64, 64), high=0), 16, 16, by_columns=False)
+    assert lists.starts.tolist() == [0, 1, 3, 6, 10]
+    assert (lists.full - lists.starts[:-1]).tolist() == [0, 1, 2, 3]  # all but the diagonal need no mask

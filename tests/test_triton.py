@@ -1,0 +1,153 @@
+"""Our Triton kernel: on small blocks in Triton's interpreter, and compiled for Hopper."""
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from dense import dense, error, problem, seen_of, single_kernel
+from masks import random_layout, random_mask
+from test_simulation import simulate
+
+from burst_mcore import Mask
+from burst_mcore.attention.kernels import triton as ours
+from burst_mcore.attention.kernels.kernel import InPlace, RowGradients, Scores
+from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
+from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.attention.passes import row_delta
+from burst_mcore.attention.plan import plan
+from burst_mcore.attention.schedule import Route
+from burst_mcore.attention.seen import Seen
+from burst_mcore.attention.tiles import tiles_of
+
+pytest.importorskip("triton")
+KERNEL = KERNELS["triton"]
+pytestmark = pytest.mark.skipif(not ours.interpreted(), reason="Triton compiles here: see tests/gpu")
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(ours, "launch", lambda name, dim, itemsize: ours.Launch(16, 32, 4, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [Mask.causal(), Mask.full()], ids=str)
+@pytest.mark.parametrize("dims", [(16, 16), (24, 8)], ids=str)
+def test_it_equals_float64_within_its_dtype(dtype, kind, dims):
+    p = problem(0, 40, batch=2, kv_heads=2, head_dim=dims[0], value_dim=dims[1], dtype=dtype)
+    got = single_kernel(p, KERNEL, kind)
+    bound = 8 * torch.finfo(dtype).eps
+    for name, g, w in zip(got._fields, got, dense(p, kind), strict=True):
+        assert error(g, w) < bound, name
+
+
+def _tile(seed):
+    """Some tile of some plan for a kernel that takes pieces."""
+    draw = random.Random(seed)
+    while True:
+        n, size = draw.randint(40, 100), draw.randint(1, 2)
+        layout, mask = random_layout(draw, size, n), random_mask(draw, n)
+        what = plan(layout, mask, n, size)
+        found = tiles_of(what, draw.randrange(size), draw.randrange(size), KERNEL.abilities)
+        if found:
+            return found[0]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_pattern_and_option(seed):
+    seen = _tile(seed).seen
+    rows, columns = seen.shape
+    softcap = 2.0 if seed % 3 == 0 else None
+    p = problem(seed, max(rows, columns), heads=4, kv_heads=1 + seed % 2, head_dim=16, dtype=torch.float32)
+    q, dout, k, v = p.q[:, :rows], p.dout[:, :rows], p.k[:, :columns], p.v[:, :columns]
+    how = Scores(0.3, softcap)
+    out, lse = KERNEL.forward(q, k, v, seen, how)
+    want_out, want_lse = REFERENCE.forward(q, k, v, Seen.by(seen.table), how)
+    assert error(out, want_out) < 1e-6 and error(lse, want_lse) < 1e-6
+    x = RowGradients(dout, q, k, v, None, want_lse, row_delta(dout, want_out))
+    for g, w in zip(
+        KERNEL.backward(x, seen, how), REFERENCE.backward(x, Seen.by(seen.table), how), strict=True
+    ):
+        assert error(g, w) < 2e-6 or w.norm() < 1e-6
+
+
+def test_it_merges_and_adds_in_place_into_views():
+    p = problem(1, 48, kv_heads=2, dtype=torch.float32)
+    seen, how = seen_of(Mask.causal(), 48), Scores(0.25)
+    out, lse = KERNEL.forward(p.q, p.k, p.v, seen, how)
+    room, room_lse = torch.full((1, 64, 4, 16), torch.nan), torch.full((1, 4, 64), torch.nan)
+    at = slice(8, 56)
+    ours.merge_forward(p.q, p.k, p.v, seen, how, room[:, at], room_lse[:, :, at], fresh=True)
+    assert torch.equal(room[:, at], out) and torch.equal(room_lse[:, :, at], lse)
+    assert room[:, :8].isnan().all() and room[:, 56:].isnan().all()
+    ours.merge_forward(
+        p.q, p.k, p.v, seen, how, room[:, at], room_lse[:, :, at], fresh=False
+    )  # each key twice
+    torch.testing.assert_close(room[:, at], out)
+    torch.testing.assert_close(room_lse[:, :, at], lse + torch.log(torch.tensor(2.0)))
+    x = RowGradients(p.dout, p.q, p.k, p.v, None, lse, row_delta(p.dout, out))
+    dq, dk, dv = KERNEL.backward(x, seen, how)
+    sums = [torch.full((1, 64, h, 16), torch.nan) for h in (4, 2, 2)]
+    for fresh in (True, False):
+        ours.add_dq(x, seen, how, sums[0][:, at], fresh=fresh)
+        ours.add_dkv(x, seen, how, sums[1][:, at], sums[2][:, at], fresh=fresh)
+    for total, share in zip(sums, (dq, dk, dv), strict=True):
+        torch.testing.assert_close(total[:, at], 2 * share)
+        assert total[:, :8].isnan().all() and total[:, 56:].isnan().all()
+
+
+def test_rows_that_see_nothing_are_zero_and_stay_as_they_are():
+    how, p = Scores(0.25), problem(2, 40, dtype=torch.float32)
+    later = Seen((40, 40), high=-30)  # only the last ten rows see something
+    out, lse = KERNEL.forward(p.q, p.k, p.v, later, how)
+    assert (
+        (out[:, :30] == 0).all() and (lse[..., :30] == -torch.inf).all() and (lse[..., 30:].isfinite()).all()
+    )
+    x = RowGradients(p.dout, p.q, p.k, p.v, None, lse, row_delta(p.dout, out))
+    dq, dk, dv = KERNEL.backward(x, later, how)
+    assert (
+        (dq[:, :30] == 0).all() and (dk[:, 10:] == 0).all() and all(g.isfinite().all() for g in (dq, dk, dv))
+    )
+
+
+@pytest.mark.parametrize("direction", ["query", "kv"])
+@pytest.mark.parametrize(
+    ("mask", "layout", "route"),
+    [
+        (Mask.causal(), "zigzag", Route(1, 3)),
+        (Mask.causal() & Mask.documents([0, 7, 30, 48]), "contiguous", Route(2, 2)),
+        (Mask.window(9, 3), "striped", Route(1, 2, direct=True)),
+        (Mask.causal() & Mask.dilated(20, 3), "zigzag", Route(1, 2, heads=2)),
+    ],
+    ids=str,
+)
+def test_on_a_ring_it_equals_dense_attention(mask, layout, route, direction, monkeypatch):
+    lock = threading.Lock()  # the ranks are threads, and the interpreter has one state for all
+
+    def alone(function):
+        def call(*args, **kwargs):
+            with lock:
+                return function(*args, **kwargs)
+
+        return call
+
+    kernel = replace(KERNEL, in_place=InPlace(*map(alone, KERNEL.in_place)), forward=alone(KERNEL.forward))
+    monkeypatch.setitem(KERNELS, "triton", replace(kernel, backward=alone(KERNEL.backward)))
+    p = problem(3, 48, kv_heads=2, dtype=torch.float32)
+    got, *_ = simulate(p, mask, layout, route, direction, "triton", dtype=torch.float32)
+    for name, g, w in zip(("out", "lse", "dq", "dk", "dv"), got, dense(p, mask), strict=True):
+        assert error(g, w) < 3e-6, name
+
+
+def test_kernels_compile_for_hopper_with_its_matrix_units():
+    code = "import compiled; compiled.check()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
