@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from burst_mcore.handles import Named, introduce
 from burst_mcore.layout import Layout
 
 BACKWARDS = ("auto", "query", "kv")
@@ -14,7 +15,7 @@ GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BurstConfig:
+class BurstConfig(Named):
     """Raises ValueError where a field is not legal.
 
     Names of kernels, and degrees of head parallelism, are checked where the call is known.
@@ -67,3 +68,4 @@ class BurstConfig:
             raise ValueError(f"kernel must be the name of a kernel or 'auto', got {self.kernel!r}")
         if self.grad_dtype not in GRAD_DTYPES:
             raise ValueError(f"grad_dtype must be one of {GRAD_DTYPES}, got {self.grad_dtype!r}")
+        introduce(self, repr(self))

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from burst_mcore.bands import UNBOUNDED, disjoint, everything, intersected, tightened
+from burst_mcore.handles import Named, introduce
 
 SLICES = ("full", "causal", "inverse-causal", "bi-causal")
 """The kinds of a slice of `Mask.ranges`."""
@@ -189,7 +190,7 @@ class _Ranges:
 
 
 @dataclass(frozen=True)
-class Mask:
+class Mask(Named):
     """A mask over the global sequence. Build it with the class methods, intersect with `&`.
 
     Masks compare and hash by value, so that plans made for one are found again.
@@ -204,6 +205,7 @@ class Mask:
                 f"{self.terms!r} is no mask: build one with Mask.causal(), full(), window(), dilated(), "
                 f"documents(), blocks(), ranges(), and `&`"
             )
+        introduce(self, f"Mask({self})")
 
     @classmethod
     def full(cls) -> Mask:

@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "burst_mcore"
 FLOORS = [
-    {"version", "config", "layout", "bands", "mask", "balance", "rates", "loss"},
+    {"version", "config", "layout", "handles", "bands", "mask", "balance", "rates", "loss"},
     {"attention"},
     {"checkpointing", "bench"},
     {"megatron", "deepspeed", "planner"},

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,30 +83,54 @@ def checked(
     return_lse: bool,
 ) -> Asked:
     """What these arguments ask for; ValueError if they are not legal, whatever the other ranks have."""
+    _check_tensors(q, k, v, may_be_empty=topology.size > 1)
+    _check_sinks(sinks, q)
+    sunk, (batch, tokens, heads, head_dim) = sinks is not None, q.shape
+    shape = Shape(batch, tokens, heads, k.shape[2], head_dim, v.shape[3])
+    options = softmax_scale, softcap, sunk, config, return_lse
+    return asked_of(shape, q.dtype, q.device.type, topology, mask, *options)
+
+
+class Shape(NamedTuple):
+    """Of the tensors of a rank."""
+
+    batch: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+
+
+def asked_of(
+    shape: Shape,
+    dtype: torch.dtype,
+    device: str,
+    topology: Topology,
+    mask: Mask,
+    softmax_scale: float | None,
+    softcap: float | None,
+    sinks: bool,
+    config: BurstConfig,
+    return_lse: bool,
+) -> Asked:
+    """As `checked`, of legal tensors of this shape."""
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a Mask, got {mask!r}: Mask.causal(), Mask.full(), ...")
     if not isinstance(config, BurstConfig):
         raise ValueError(f"config must be a BurstConfig, got {config!r}")
-    _check_tensors(q, k, v, may_be_empty=topology.size > 1)
-    _check_sinks(sinks, q)
-    batch, tokens, heads, head_dim = q.shape
-    scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
-    for name, value in (("softmax_scale", scale), ("softcap", softcap)):
+    for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
         if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
             raise ValueError(f"{name} must be positive and finite, got {value!r}")
+    scale = shape.head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
     scores = Scores(scale, None if softcap is None else float(softcap), config.deterministic)
     Layout.of(config.layout).divisor(topology.size)  # raises if it does not go with so many ranks
-    kv_heads, value_dim = v.shape[2:]
-    grad_dtype = (
-        torch.promote_types(config.grad_dtype, q.dtype) if q.dtype.itemsize == 8 else config.grad_dtype
-    )
-    shard = Shard(batch, tokens, heads, kv_heads, head_dim, value_dim, q.dtype.itemsize, grad_dtype.itemsize)
+    grad_dtype = torch.promote_types(config.grad_dtype, dtype) if dtype.itemsize == 8 else config.grad_dtype
+    shard = Shard(*shape, dtype.itemsize, grad_dtype.itemsize)
     _degrees(config, Ranks(topology.size, topology.intra_size), shard)
     if topology.size > 1:
-        _check_group(topology, q.device.type)
-    sunk = sinks is not None
-    dtype, device = q.dtype, q.device.type
-    return Asked(topology, mask, config, shard, scores, dtype, device, grad_dtype, return_lse, sunk)
+        _check_group(topology, device)
+    return Asked(topology, mask, config, shard, scores, dtype, device, grad_dtype, return_lse, sinks)
 
 
 def call_for(asked: Asked, lengths: Sequence[int]) -> Call:

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from burst_mcore.attention.agreement import Agreement, Signature, agreement
-from burst_mcore.attention.arguments import Asked, call_for, checked, signature, signature_of_call
+from burst_mcore.attention.arguments import (
+    Asked,
+    Shape,
+    asked_of,
+    call_for,
+    checked,
+    signature,
+    signature_of_call,
+)
 from burst_mcore.attention.choice import Ranks, route_for, why_not_placed
+from burst_mcore.attention.heads import pooled_like
+from burst_mcore.attention.merge import wide
 from burst_mcore.attention.passes import Call, Keys, Queries, backward, forward, row_delta
 from burst_mcore.attention.ring import ProcessGroups
 from burst_mcore.attention.schedule import PASSES
 from burst_mcore.attention.topology import Topology
 from burst_mcore.config import BurstConfig
+from burst_mcore.handles import find, known
 from burst_mcore.mask import Mask
 
 
@@ -68,33 +79,56 @@ def burst_attention(
         RuntimeError: a rank of the ring has gone; says at which step and hop. After any error in mid-ring
             later calls on the same process group are refused, on all ranks.
     """
+    config = BurstConfig() if config is None else config
+    tensors = (q, k, v, sinks)
+    if not torch.compiler.is_compiling():  # a compiled call is checked when it runs
+        _check(topology, mask, softmax_scale, softcap, config, return_lse, tensors)
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    given = topology.handle, mask.handle, config.handle, softmax_scale, softcap, return_lse, wanted
+    out, lse, _, _ = attention_forward(*tensors, *given)
+    return (out, lse.transpose(1, 2)) if return_lse else out
+
+
+Scale = float | None
+
+
+def _check(
+    topology: Topology,
+    mask: Mask,
+    softmax_scale: Scale,
+    softcap: Scale,
+    config: BurstConfig,
+    return_lse: bool,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+) -> None:
+    """Refuse what is not legal, and tell the other ranks; what is legal can be found by its handle."""
     if not isinstance(topology, Topology):
         raise ValueError(
             f"topology must be a Topology, got {topology!r}: Topology.from_group(group) or Topology.single()"
         )
-    peers = agreement(topology)
-    config = BurstConfig() if config is None else config
+    with _refusing(agreement(topology)):
+        q, k, v, sinks = tensors
+        checked(q, k, v, topology, mask, softmax_scale, softcap, sinks, config, return_lse)
+        for value in (topology, mask, config):
+            known(value)
+
+
+@contextlib.contextmanager
+def _refusing(peers: Agreement | None) -> Iterator[None]:
+    """Errors in here are this rank's: the others, which may wait for it, are told."""
     try:
-        asked = checked(q, k, v, topology, mask, softmax_scale, softcap, sinks, config, return_lse)
-        wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
-        sign = signature(asked, wanted)
+        yield
     except Exception as error:
         if peers is not None:
             peers.refuse(error)
         raise
-    call, sign = _agreed(asked, peers, sign)
-    held = q.shape[1]
-    inputs = (_rows_dense(_padded(x, call.rows - held)) for x in (q, k, v))
-    out, lse = _BurstAttention.apply(call, peers, sign, sinks, *inputs)  # type: ignore[no-untyped-call]
-    out = out if held == call.rows else out[:, :held]
-    return (out, lse.transpose(1, 2)[:, :held]) if return_lse else out
 
 
-def _agreed(asked: Asked, peers: Agreement | None, sign: Signature) -> tuple[Call, Signature]:
-    """The call that all ranks make, and what its backward will be known by."""
+def _agreed(asked: Asked, peers: Agreement | None, sign: Signature) -> tuple[Call, int, list[int]]:
+    """The call that all ranks make, its number, and how many tokens each rank holds."""
     rows, size = asked.shard.tokens, asked.topology.size
     if peers is None:
-        return call_for(asked, [rows] * size), sign
+        return call_for(asked, [rows]), 0, [rows]
     call, problem, details = None, None, {}
     try:  # as it is if all ranks hold as many tokens
         call = call_for(asked, [rows] * size)
@@ -118,7 +152,7 @@ def _agreed(asked: Asked, peers: Agreement | None, sign: Signature) -> tuple[Cal
     elif problem is not None:
         raise problem
     assert call is not None
-    return call, {**sign, **details, "of call": str(number)}
+    return call, number, lengths or [rows] * size
 
 
 def connect(topology: Topology, config: BurstConfig) -> None:
@@ -144,53 +178,167 @@ def connect(topology: Topology, config: BurstConfig) -> None:
             transport.connect(name)
 
 
-class _BurstAttention(torch.autograd.Function):
-    """Saves q, k, v and lse as they are on the ring, and out; one params object crosses."""
+@torch.library.custom_op("burst_mcore::attention_forward", mutates_args=())
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    topology: str,
+    mask: str,
+    config: str,
+    softmax_scale: float | None,
+    softcap: float | None,
+    return_lse: bool,
+    wanted: bool,
+) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
+    """`burst_attention` as an operator: topology, mask and config are handles.
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        call: Call,
-        peers: Agreement | None,
-        signature: Signature,
-        sinks: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> tuple[Tensor, Tensor | None]:
-        with torch.autocast(q.device.type, enabled=False), _in_ring(peers):
-            call.transport.connect("forward")
-            done = forward(call, q, k, v, sinks)
-        ctx.call, ctx.peers, ctx.signature = call, peers, signature
-        of_sinks = (None, None) if sinks is None else (sinks, done.lse)
-        ctx.save_for_backward(done.q, done.k, done.v, done.out, done.ring_lse, *of_sinks)
-        ctx.set_materialize_grads(False)
-        return done.out, done.lse
+    wanted: whether a backward will follow. Returns out, lse [B, H, S], and for the backward q, k, v and lse
+    as they are on the ring, if that is not as they came, and what the ranks agreed on (int64, on the CPU).
+    """
+    found = find(topology), find(mask), softmax_scale, softcap, sinks, find(config), return_lse
+    peers = agreement(found[0])
+    with _refusing(peers):
+        asked = checked(q, k, v, *found)
+        sign = signature(asked, wanted)
+    call, number, lengths = _agreed(asked, peers, sign)
+    with torch.autocast(q.device.type, enabled=False), _in_ring(peers):
+        call.transport.connect("forward")
+        q, k, v = (_on_ring(x, call.rows) for x in (q, k, v))
+        done = forward(call, q, k, v, sinks)
+    held = lengths[call.rank]
+    lse = done.ring_lse if done.lse is None and call.route.heads == 1 else done.lse
+    lse = q.new_empty(0, dtype=done.ring_lse.dtype) if lse is None else lse[..., :held].contiguous()
+    shared = [done.q, done.k, done.v, done.ring_lse] if call.route.heads > 1 else []
+    agreed = torch.tensor([number, *lengths], dtype=torch.int64)
+    return done.out[:, :held].contiguous(), lse, shared, agreed
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: Call = ctx.call
-        q, k, v, out, lse, sinks, lse_at_home = ctx.saved_tensors
-        if dlse is not None:
-            try:
-                call = call.with_delta_given()
-            except ValueError as error:
-                if ctx.peers is not None:
-                    ctx.peers.refuse(error)
-                raise
-        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        if ctx.peers is not None:
-            through_lse = str(dlse is not None)
-            ctx.peers.agree({"pass": "backward", "gradient through lse": through_lse, **ctx.signature})
-        with torch.autocast(q.device.type, enabled=False), _in_ring(ctx.peers):
-            call.transport.connect(call.direction)
-            delta = row_delta(dout, out)
-            if dlse is not None:  # d lse / d scores = P, which enters dS as -D does
-                delta -= dlse
-            dq, dk, dv = backward(call, Queries(q, dout, delta, lse), Keys(k, v), out)
-            dsinks = None if sinks is None else _sinks_gradient(sinks, lse_at_home, delta)
-        return None, None, None, dsinks, dq, dk, dv
+
+@attention_forward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    topology: str,
+    mask: str,
+    config: str,
+    softmax_scale: float | None,
+    softcap: float | None,
+    return_lse: bool,
+    wanted: bool,
+) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
+    ring, batch, rows, heads = find(topology), *q.shape[:3]
+    out, statistics = q.new_empty((batch, rows, heads, v.shape[-1])), wide(q.dtype)
+    lse = q.new_empty((batch, heads, rows), dtype=statistics)
+    agreed = torch.empty(1 + ring.size, dtype=torch.int64, device="cpu")
+    if find(config).head_parallel == 1:
+        return out, lse, [], agreed
+    # Ranks that hold different numbers of tokens pool another number of rows than what is said here.
+    found = ring, find(mask), softmax_scale, softcap, sinks, find(config), return_lse
+    call = call_for(checked(q, k, v, *found), [int(rows)] * ring.size)
+    if call.route.heads == 1:
+        return out, lse, [], agreed
+    shapes = [pooled_like(x, call.head_group) for x in (q, k, v)]
+    shared = [q.new_empty(shape) for shape in shapes]
+    shared.append(q.new_empty((batch, shapes[0][2], shapes[0][1]), dtype=statistics))
+    return out, lse if call.lse_at_home else q.new_empty(0, dtype=statistics), shared, agreed
+
+
+@torch.library.custom_op("burst_mcore::attention_backward", mutates_args=())
+def attention_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    on_ring: list[Tensor],
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    agreed: Tensor,
+    kv_heads: int,
+    topology: str,
+    mask: str,
+    config: str,
+    softmax_scale: float | None,
+    softcap: float | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dsinks) of `attention_forward`, its gradients first; dsinks is empty without sinks.
+
+    on_ring: q, k, v and lse as the forward had them on the ring.
+    """
+    number, *lengths = agreed.tolist()
+    q, k, v, ring_lse = on_ring
+    ring, held = find(topology), out.shape[1]
+    peers = agreement(ring)
+    shape = Shape(out.shape[0], held, out.shape[2], kv_heads, q.shape[-1], out.shape[-1])
+    options = softmax_scale, softcap, sinks is not None, find(config), return_lse
+    with _refusing(peers):
+        asked = asked_of(shape, out.dtype, out.device.type, ring, find(mask), *options)
+        call = call_for(asked, lengths)
+        sign = {**signature(asked, True), **signature_of_call(call), "of call": str(number)}
+        call = call if dlse is None else call.with_delta_given()
+    if peers is not None:
+        peers.agree({"pass": "backward", "gradient through lse": str(dlse is not None), **sign})
+    with torch.autocast(out.device.type, enabled=False), _in_ring(peers):
+        call.transport.connect(call.direction)
+        dout = dout.contiguous()
+        delta = row_delta(dout, out)
+        if dlse is not None:  # d lse / d scores = P, which enters dS as -D does
+            delta -= dlse
+        dsinks = out.new_empty(0) if sinks is None else _sinks_gradient(sinks, lse, delta)
+        if call.route.heads == 1:
+            q, k, v, ring_lse = (_on_ring(x, call.rows) for x in on_ring)
+        dout, out, delta = (_on_ring(x, call.rows) for x in (dout, out, delta))
+        gradients = backward(call, Queries(q, dout, delta, ring_lse), Keys(k, v), out)
+    dq, dk, dv = (x[:, :held].contiguous() for x in gradients)
+    return dq, dk, dv, dsinks
+
+
+@attention_backward.register_fake
+def _(
+    dout: Tensor,
+    dlse: Tensor | None,
+    on_ring: list[Tensor],
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    agreed: Tensor,
+    kv_heads: int,
+    *handles: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, _, v, _ = on_ring
+    shape, kv = (*out.shape[:2],), kv_heads
+    dq = q.new_empty((*shape, out.shape[2], q.shape[-1]))
+    dk, dv = q.new_empty((*shape, kv, q.shape[-1])), q.new_empty((*shape, kv, v.shape[-1]))
+    return dq, dk, dv, out.new_empty(0) if sinks is None else torch.empty_like(sinks)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    """Save what the backward needs; hold what the handles stand for."""
+    q, k, v, sinks, *ctx.given, _ = inputs
+    out, lse, shared, agreed = output
+    ctx.kv_heads = k.shape[2]
+    ctx.kept = [find(handle) for handle in ctx.given[:3]]
+    ctx.save_for_backward(*(shared or (q, k, v, lse)), sinks, out, lse, agreed)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
+    *on_ring, sinks, out, lse, agreed = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    dq, dk, dv, dsinks = attention_backward(
+        dout, dlse, on_ring, sinks, out, lse, agreed, ctx.kv_heads, *ctx.given
+    )
+    return dq, dk, dv, None if sinks is None else dsinks, *(None for _ in range(7))
+
+
+def _no_second_derivative(ctx: Any, *gradients: Tensor | None) -> None:
+    raise RuntimeError("burst_attention can be differentiated once: its gradients have no derivative")
+
+
+attention_forward.register_autograd(_gradients, setup_context=_keep)
+attention_backward.register_autograd(_no_second_derivative)
 
 
 def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
@@ -203,11 +351,10 @@ def _in_ring(peers: Agreement | None) -> contextlib.AbstractContextManager[None]
     return contextlib.nullcontext() if peers is None else peers.ring()
 
 
-def _padded(x: Tensor, rows: int) -> Tensor:
-    """x with so many rows of zeros at its end; they are in no tile."""
-    return x if rows == 0 else torch.nn.functional.pad(x, (0, 0, 0, 0, 0, rows))
-
-
-def _rows_dense(x: Tensor) -> Tensor:
-    """x with unit stride along head_dim, as kernels need; any other strides are fine."""
+def _on_ring(x: Tensor, rows: int) -> Tensor:
+    """x with so many rows, zeros at its end, which are in no tile; [B, S, H, D] with unit stride along D."""
+    if x.dim() == 3:
+        return torch.nn.functional.pad(x, (0, rows - x.shape[2])) if x.shape[2] < rows else x
+    if x.shape[1] < rows:
+        return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, rows - x.shape[1]))
     return x if x.stride(-1) == 1 else x.contiguous()

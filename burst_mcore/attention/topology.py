@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from burst_mcore.attention.communicators import Communicators, companion, timeout_of
+from burst_mcore.handles import Named, introduce
 from burst_mcore.rates import Rates
 
 ANSWER_WITHIN = timedelta(seconds=60)
@@ -20,7 +21,7 @@ ANSWER_WITHIN = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
-class Topology:
+class Topology(Named):
     """A ring of ranks: M nodes of L consecutive ranks each, and the process groups that join them.
 
     Build it with `single`, `from_group` or `from_groups`.
@@ -37,6 +38,8 @@ class Topology:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "intra_size", self.intra_size or self.size)
+        by_identity = "" if self.communicators is None else f", {id(self.communicators):x}"
+        introduce(self, f"{self!r}{by_identity}")
 
     @property
     def nodes(self) -> int:

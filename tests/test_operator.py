@@ -1,0 +1,96 @@
+"""burst_attention as an operator: opcheck, compiled whole, and what it keeps alive."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from dense import dense, error, problem
+from ranks import processes
+
+from burst_mcore import BurstConfig, Mask, burst_attention
+from burst_mcore.attention.function import attention_forward
+from burst_mcore.attention.topology import Topology
+from burst_mcore.handles import find
+from burst_mcore.layout import shard
+
+
+def _checked(rank, size, options, sunk):
+    # opcheck compares runs, which torch's switch that poisons memory would make it refuse to
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    q, k, v = (x.requires_grad_() for x in problem(0, 16, kv_heads=2, dtype=torch.float32)[:3])
+    topology, mask, config = Topology.single(), Mask.causal(), BurstConfig()
+    sinks = torch.randn(4, requires_grad=True) if sunk else None
+    given = topology.handle, mask.handle, config.handle, *options, True
+    torch.library.opcheck(attention_forward, (q, k, v, sinks, *given))
+    return True
+
+
+@pytest.mark.parametrize("options", [(None, None, False), (0.3, 2.0, True)], ids=["plain", "all"])
+@pytest.mark.parametrize("sunk", [False, True])
+def test_opcheck_is_clean(options, sunk):
+    assert all(processes(1, _checked, options, sunk))
+
+
+class Layer(torch.nn.Module):
+    """As a model has it: projections around the ring."""
+
+    def __init__(self, topology, config=None):
+        super().__init__()
+        self.topology, self.mask = topology, Mask.causal() & Mask.window(20, 0)
+        self.config = config or BurstConfig()
+        self.qkv, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).unbind(2)
+        attended = burst_attention(q, k, v, topology=self.topology, mask=self.mask, config=self.config)
+        return x + self.out(attended.flatten(2))
+
+
+def _compiled(rank, size, config):
+    torch.manual_seed(0)
+    topology = Topology.from_group(torch.distributed.group.WORLD) if size > 1 else Topology.single()
+    layer, x = Layer(topology, config), torch.randn(2, 32 * size, 32)
+    x = shard(x, 1, rank=rank, size=size, layout="zigzag")
+    got = []
+    for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        layer.zero_grad()
+        mine = x.clone().requires_grad_()
+        out = run(mine)
+        out.square().sum().backward()
+        got.append([out, mine.grad, *(p.grad.clone() for p in layer.parameters())])
+    for eager, compiled in zip(*got, strict=True):
+        torch.testing.assert_close(compiled, eager)
+    return True
+
+
+@pytest.mark.parametrize(("size", "degree"), [(1, 1), (2, 1), (2, 2)])
+def test_a_layer_compiles_into_one_graph(size, degree):
+    assert all(processes(size, _compiled, BurstConfig(head_parallel=degree)))
+
+
+def test_gradients_outlive_the_mask():
+    p = problem(1, 16)
+    q, k, v = (x.requires_grad_() for x in p[:3])
+    mask = Mask.causal() & Mask.documents([0, 5, 16])
+    want, handle, gone = dense(p, mask), mask.handle, weakref.ref(mask)
+    out = burst_attention(q, k, v, topology=Topology.single(), mask=mask)
+    del mask
+    gc.collect()
+    out.backward(p.dout)
+    assert error(q.grad, want.dq) < 1e-12
+    del out
+    gc.collect()
+    if gone() is None:  # caches of plans may hold it
+        with pytest.raises(RuntimeError, match="keep the topology, the mask and the config"):
+            find(handle)
+
+
+def test_equal_values_keep_each_other_findable():
+    first, second = Mask.window(123, 0), Mask.window(123, 0)
+    handle = first.handle
+    assert second.handle == handle
+    del first
+    gc.collect()
+    assert find(handle) == second
