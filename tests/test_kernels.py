@@ -7,9 +7,9 @@ from masks import MASKS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from burst_mcore import Mask
+from burst_mcore.attention.elementwise import output_stand_in, row_delta
 from burst_mcore.attention.kernels.kernel import Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.table import KERNELS, choose
-from burst_mcore.attention.passes import output_stand_in, row_delta
 from burst_mcore.attention.seen import Seen
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

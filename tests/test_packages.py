@@ -9,11 +9,11 @@ import torch
 from dense import dense, error, problem, seen_of
 
 from burst_mcore import Mask
+from burst_mcore.attention.elementwise import row_delta
 from burst_mcore.attention.kernels import packages
 from burst_mcore.attention.kernels.kernel import Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.table import KERNELS, RANKS, by_rank, choose
-from burst_mcore.attention.passes import row_delta
 from burst_mcore.attention.seen import Seen
 
 PACKAGES = ("flash2", "flash3", "flash4", "te")

@@ -6,10 +6,10 @@ from dense import Result, assert_as_exact_as, dense, error, problem, single_kern
 from ranks import processes
 
 from burst_mcore import BurstConfig, Mask, burst_attention
+from burst_mcore.attention.elementwise import row_delta
 from burst_mcore.attention.kernels.kernel import RowGradients, Scores
 from burst_mcore.attention.kernels.padding import takes_delta
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.attention.passes import row_delta
 from burst_mcore.attention.seen import Seen
 from burst_mcore.attention.topology import Topology
 from burst_mcore.layout import shard

@@ -14,11 +14,11 @@ from masks import random_layout, random_mask
 from test_simulation import simulate
 
 from burst_mcore import Mask
+from burst_mcore.attention.elementwise import row_delta
 from burst_mcore.attention.kernels import triton as ours
 from burst_mcore.attention.kernels.kernel import InPlace, RowGradients, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.attention.passes import row_delta
 from burst_mcore.attention.plan import plan
 from burst_mcore.attention.schedule import Route
 from burst_mcore.attention.seen import Seen

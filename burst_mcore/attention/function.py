@@ -20,9 +20,9 @@ from burst_mcore.attention.arguments import (
     signature_of_call,
 )
 from burst_mcore.attention.choice import Ranks, route_for, why_not_placed
+from burst_mcore.attention.elementwise import row_delta, wide
 from burst_mcore.attention.heads import pooled_like
-from burst_mcore.attention.merge import wide
-from burst_mcore.attention.passes import Call, Keys, Queries, backward, forward, row_delta
+from burst_mcore.attention.passes import Call, Keys, Queries, backward, forward
 from burst_mcore.attention.ring import ProcessGroups
 from burst_mcore.attention.schedule import PASSES
 from burst_mcore.attention.topology import Topology

@@ -9,25 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from burst_mcore.attention.elementwise import merge_, wide
 from burst_mcore.attention.rows import Rows, Visited, add_, count, pieces, take, view
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of `dtype` are summed: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def merge_(out: Tensor, lse: Tensor, out_t: Tensor, lse_t: Tensor) -> None:
-    """Merge softmax(S_t) V_t into (out, lse) in place, without overflow.
-
-    out, out_t [B, S, H, D] and lse, lse_t [B, H, S], where lse = -inf marks a row that has seen no key yet
-    (its out must be finite). Equals softmax over the union of the keys (paper algorithm 4, DESIGN's form):
-    out -= sigmoid(lse_t - lse) * (out - out_t); lse = log(exp(lse) + exp(lse_t)).
-    """
-    weight = torch.sigmoid(lse_t - lse)
-    weight.masked_fill_(lse_t == -torch.inf, 0.0)  # (-inf) - (-inf) is NaN; nothing came, so nothing changes
-    out.lerp_(out_t.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1).to(out.dtype))
-    lse.copy_(torch.logaddexp(lse, lse_t))
 
 
 class OnlineSoftmax:

@@ -17,10 +17,11 @@ from torch import Tensor
 from burst_mcore.attention.actions import BUNDLE, DATA, RESULT, ROWS, SUM
 from burst_mcore.attention.buffers import Lease
 from burst_mcore.attention.double_ring import home_sum
+from burst_mcore.attention.elementwise import output_stand_in, wide
 from burst_mcore.attention.heads import HeadGroup, Inward, Outward, pooled_like
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.padding import takes_delta
-from burst_mcore.attention.merge import GradientSum, OnlineSoftmax, wide
+from burst_mcore.attention.merge import GradientSum, OnlineSoftmax
 from burst_mcore.attention.plan import Plan
 from burst_mcore.attention.ring import Bundle, Exchange, Ring, Transport
 from burst_mcore.attention.rows import Rows, Visited, add_, axis, count, pieces, take, within
@@ -398,27 +399,6 @@ def _room(lease: Lease, like: Bundle, rows: Rows | None, dtype: torch.dtype | No
             shape[axis(x)] = count(rows)
         room.append(lease.empty(shape, dtype or x.dtype, x.device))
     return tuple(room)
-
-
-def row_delta(dout: Tensor, out: Tensor) -> Tensor:
-    """D = rowsum(dO * O), [B, H, S] in at least float32, contiguous."""
-    dtype = wide(out.dtype)
-    delta: Tensor = torch.linalg.vecdot(dout.to(dtype), out.to(dtype))
-    return delta.transpose(1, 2).contiguous()
-
-
-def output_stand_in(dout: Tensor, delta: Tensor) -> Tensor:
-    """A tensor that stands in for O in kernels that read O only to form D: O projected on dO, row by row.
-
-    out' = D dO / |dO|^2, 0 where dO = 0, has rowsum(dO * out') = D and |out'| <= |O|, so that O need not
-    travel and no kernel be changed (DESIGN section 3). Rows are first scaled to max |dO| = 1, so that
-    squares neither vanish nor overflow, however small the loss scale.
-    """
-    dout_wide = dout.to(wide(dout.dtype))
-    largest = dout_wide.abs().amax(-1, keepdim=True)
-    unit = dout_wide / largest
-    along = delta.transpose(1, 2).unsqueeze(-1) / largest / unit.square().sum(-1, keepdim=True)
-    return unit.mul_(along).masked_fill_(largest == 0, 0.0).to(dout.dtype)
 
 
 def _sendable(call: Call, bundle: Bundle) -> Bundle:

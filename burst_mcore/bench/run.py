@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_mcore.attention.choice import Ranks
+from burst_mcore.attention.elementwise import row_delta
 from burst_mcore.attention.function import burst_attention
 from burst_mcore.attention.kernels import kernel, reference, table
-from burst_mcore.attention.passes import row_delta
 from burst_mcore.attention.seen import Seen
 from burst_mcore.attention.topology import Topology
 from burst_mcore.attention.trace import Event, record

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from burst_mcore.attention.choice import Ranks, best, candidates
 from burst_mcore.attention.cost import Shard
+from burst_mcore.attention.elementwise import row_delta
 from burst_mcore.attention.function import burst_attention
 from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Scores
 from burst_mcore.attention.kernels.table import choose
-from burst_mcore.attention.passes import row_delta
 from burst_mcore.attention.plan import plan
 from burst_mcore.attention.rows import count, take
 from burst_mcore.attention.seen import Seen

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from burst_mcore.attention.elementwise import wide
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
-from burst_mcore.attention.merge import wide
 from burst_mcore.attention.seen import Abilities, Seen
 
 
