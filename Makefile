@@ -18,7 +18,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train compare test test-all lint bench bench-masks bench-topology clean
+.PHONY: help train compare test test-all lint bench bench-masks bench-topology gpu-check gpu-sanitize clean
 
 help:
 	@echo 'make train [ARGS="..."]    train a GPT on Megatron-Core with a burst ring (4 CPU processes)'
@@ -27,6 +27,7 @@ help:
 	@echo 'make test-all              the same, and the slow cells'
 	@echo 'make bench                 attention, measured beside other methods'
 	@echo 'make bench-masks           what masks save, in CPU time and bytes'
+	@echo 'make gpu-check             tests and figures of a GPU (needs torch, triton, pytest; no environment is made)'
 	@echo 'make bench-topology        rings and overlap on an emulated cluster (needs root and iproute2)'
 
 train: $(VENV)
@@ -56,6 +57,14 @@ bench-masks: $(VENV)
 
 bench-topology: $(VENV)
 	@.venv/bin/burst-mcore bench topology --out benchmarks/results/topology.json $(ARGS)
+
+gpu-check:
+	@python3 -c 'import torch, triton, pytest, sys; sys.exit(not torch.cuda.is_available())' || { echo 'make gpu-check needs a GPU, and a python3 with torch, triton and pytest'; exit 1; }
+	PYTHONPATH=. python3 -m pytest -q tests/gpu
+	python3 benchmarks/gpu.py $(ARGS)
+
+gpu-sanitize:
+	PYTHONPATH=. compute-sanitizer --tool memcheck python3 -m pytest -q tests/gpu -k 'pattern or fused or virtual'
 
 clean:
 	rm -rf .venv .venv-py311 runs

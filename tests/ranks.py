@@ -25,13 +25,16 @@ def poison(on: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = on
 
 
-def processes(size: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
+def processes(
+    size: int, function: Callable[..., Any], *args: Any, timeout: float = 240, start: str = "fork"
+) -> list[Any]:
     """function(rank, size, *args) in `size` gloo processes; their results by rank.
 
     A rank that raises fails the caller with its traceback; one that hangs is killed after `timeout` seconds.
-    `function` must be importable (a module-level function of a test file).
+    `function` must be importable (a module-level function of a test file). Where CUDA is in use `start` must
+    be "spawn".
     """
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context(start)
     with tempfile.TemporaryDirectory() as folder:
         results: Any = context.Queue()
         ranks = [

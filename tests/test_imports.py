@@ -16,7 +16,7 @@ FLOORS = [
     {"cli"},
 ]
 WITHIN_ATTENTION = [
-    {"rows", "communicators", "buffers", "piece", "elementwise", "elementwise_triton"},
+    {"rows", "communicators", "buffers", "piece", "staging", "elementwise", "elementwise_triton"},
     {"merge", "actions", "seen"},
     {"plan", "topology", "double_ring", "direct", "prune", "head_exchange", "trace"},
     {"schedule", "tiles"},

@@ -39,6 +39,10 @@ class Communicators:
         self._given = dict(given)
         self._made: dict[tuple[tuple[int, ...], str, str], Carrier] = {}
 
+    def reach(self, device: torch.device) -> bool:
+        """Whether messages can be sent from and received in memory of this device."""
+        return device.type == "cpu" or "cuda:nccl" in self.backends
+
     def carrier(self, link: str, what: str, members: tuple[int, ...]) -> Carrier:
         """The group for messages of this kind on this link between `members` (ranks of the ring)."""
         key = (members, link, what)

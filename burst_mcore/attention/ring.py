@@ -35,6 +35,7 @@ from burst_mcore.attention.communicators import Carrier
 from burst_mcore.attention.double_ring import kind_of
 from burst_mcore.attention.rows import Rows, pieces, take, within
 from burst_mcore.attention.schedule import Route, program
+from burst_mcore.attention.staging import Arrival, Work, on_host
 from burst_mcore.attention.topology import Topology
 from burst_mcore.attention.trace import Recorder, recorder
 
@@ -43,12 +44,6 @@ OnCompute = Callable[[int, int | None, Bundle, Rows | None], None]
 OnAccumulate = Callable[[Bundle, Rows | None, bool], None]
 New = Callable[[str, Rows | None], Bundle]
 Free = Callable[[Bundle], None]
-
-
-class Work(Protocol):
-    """A message under way."""
-
-    def wait(self) -> object: ...
 
 
 class Transport(Protocol):
@@ -76,7 +71,9 @@ class ProcessGroups:
         """Start all messages as one batch, in their order (receives first is fastest on gloo)."""
         group, place = self.carrier(channel)
         first_tag = 64 * self._TAGS.index(channel.what)
-        return dist.batch_isend_irecv(
+        sent = [(action, index, tensor) for action, bundle in messages for index, tensor in enumerate(bundle)]
+        carried = [self._carried(action, tensor) for action, _, tensor in sent]
+        works = dist.batch_isend_irecv(
             [
                 dist.P2POp(
                     dist.isend if isinstance(action, Send) else dist.irecv,
@@ -85,10 +82,22 @@ class ProcessGroups:
                     group_peer=place[action.peer],
                     tag=first_tag + index,
                 )
-                for action, bundle in messages
-                for index, tensor in enumerate(bundle)
+                for (action, index, _), tensor in zip(sent, carried, strict=True)
             ]
         )
+        if all(host is tensor for host, (*_, tensor) in zip(carried, sent, strict=True)):
+            return works
+        return [
+            Arrival(work, host, tensor) if isinstance(action, Recv) else work
+            for work, host, (action, _, tensor) in zip(works, carried, sent, strict=True)
+        ]
+
+    def _carried(self, action: Send | Recv, tensor: Tensor) -> Tensor:
+        """The tensor itself, or host memory in its place where gloo carries what is on a GPU."""
+        assert self._topology.communicators is not None
+        if self._topology.communicators.reach(tensor.device):
+            return tensor
+        return on_host(tensor, filled=isinstance(action, Send))
 
     def connect(self, name: str) -> None:
         """Make what carries the messages of the pass `name`. Collective, and the same on all ranks.

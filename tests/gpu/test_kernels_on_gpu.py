@@ -1,0 +1,138 @@
+"""Every kernel that this GPU has, on tiles of every kind, against float64 on the same GPU."""
+
+import pytest
+import torch
+from dense import error
+
+from burst_mcore import Mask
+from burst_mcore.attention import elementwise
+from burst_mcore.attention.elementwise import merge_, output_stand_in, row_delta
+from burst_mcore.attention.kernels.kernel import Problem, RowGradients, Scores
+from burst_mcore.attention.kernels.padding import takes_delta
+from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
+from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.attention.plan import plan
+from burst_mcore.attention.seen import Seen
+from burst_mcore.attention.tiles import tiles_of
+from burst_mcore.layout import Layout
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+NAMES = [name for name in KERNELS if name not in ("aten-cpu", "reference")]
+SHAPES = {"MHA": (4, 4, 128, 128), "GQA": (8, 2, 64, 64), "MLA": (4, 4, 192, 128), "wide": (2, 1, 256, 256)}
+
+
+def _tensors(shape, rows, columns, dtype):
+    heads, kv_heads, dim, value_dim = shape
+
+    def draw(n, h, d):
+        return torch.randn(2, n, h, d, device="cuda", dtype=torch.float32).to(dtype)
+
+    q, k, v = draw(rows, heads, dim), draw(columns, kv_heads, dim), draw(columns, kv_heads, value_dim)
+    return q, k, v, draw(rows, heads, value_dim)
+
+
+def _kernel(name, shape, dtype, **asked):
+    kernel = KERNELS[name]
+    reason = kernel.supports(Problem("cuda", dtype, *shape, **asked))
+    if reason is not None:
+        pytest.skip(reason)
+    return kernel
+
+
+def _compare(kernel, tensors, seen, how):
+    """All results at most twice as wrong as the reference of the same dtype would be, and half an ulp."""
+    q, k, v, dout = tensors
+    exact = [x.double() for x in (q, k, v)]
+    want_out, want_lse = REFERENCE.forward(*exact, seen, how)
+    out, lse = kernel.forward(q, k, v, seen, how)
+    assert error(lse, want_lse) < 2e-5
+    # As in a ring: statistics from outside, and no more of O than kernels need.
+    lse, delta = want_lse.float(), row_delta(dout.double(), want_out).float()
+    stand_in = None if kernel.takes_delta else output_stand_in(dout, delta)
+    x = RowGradients(dout, q, k, v, stand_in, lse, delta)
+    exact_x = RowGradients(dout.double(), *exact, None, want_lse, row_delta(dout.double(), want_out))
+    want = (want_out, *REFERENCE.backward(exact_x, seen, how))
+    bar = (REFERENCE.forward(q, k, v, seen, how)[0], *REFERENCE.backward(x, seen, how))
+    got = (out, *kernel.backward(x, seen, how))
+    for name, g, b, w in zip(("out", "dq", "dk", "dv"), got, bar, want, strict=True):
+        # The reference rounds once, at its end; a kernel also rounds P and dS to its dtype.
+        assert error(g, w) <= 2 * max(error(b, w), 2 * torch.finfo(q.dtype).eps), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_causal_full_and_windows(name, shape, dtype):
+    kernel = _kernel(name, SHAPES[shape], dtype)
+    how = Scores(SHAPES[shape][2] ** -0.5)
+    tiles = [Seen((512, 512), high=0), Seen((384, 640)), Seen((200, 331))]
+    if kernel.abilities.windows:
+        tiles += [Seen((384, 512), -100, 200), Seen((384, 512), None, 129), Seen((384, 512), 5, None)]
+    for seen in tiles:
+        _compare(kernel, _tensors(SHAPES[shape], *seen.shape, dtype), seen, how)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_softcap(name):
+    kernel = _kernel(name, SHAPES["GQA"], torch.bfloat16, softcap=True)
+    seen = Seen((512, 512), high=0)
+    _compare(kernel, _tensors(SHAPES["GQA"], 512, 512, torch.bfloat16), seen, Scores(0.2, softcap=3.0))
+
+
+MASKS = {
+    "documents": Mask.causal() & Mask.documents([0, 100, 101, 700, 1024, 2048]),
+    "dilated": Mask.causal() & Mask.dilated(300, 3),
+    "blocks": Mask.blocks(torch.rand(16, 16, generator=torch.Generator().manual_seed(0)) > 0.75, 128),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_any_pattern_on_our_own(mask, layout, dtype):
+    kernel = _kernel("triton", SHAPES["GQA"], dtype)
+    what = plan(Layout.of(layout), MASKS[mask], 2048, 2)
+    for tile in tiles_of(what, 1, 0, kernel.abilities):
+        _compare(kernel, _tensors(SHAPES["GQA"], *tile.shape, dtype), tile.seen, Scores(0.2))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_given_delta(name):
+    kernel = _kernel(name, SHAPES["MHA"], torch.bfloat16)
+    q, k, v, dout = _tensors(SHAPES["MHA"], 256, 256, torch.bfloat16)
+    seen, how = Seen((256, 256), high=0), Scores(0.1)
+    lse = REFERENCE.forward(q.double(), k.double(), v.double(), seen, how)[1].float()
+    dout[:, ::3] = 0
+    delta = torch.randn_like(lse)  # not rowsum(dO * O) at all
+    x = RowGradients(dout, q, k, v, None, lse, delta)
+    want = REFERENCE.backward(RowGradients(*(None if t is None else t.double() for t in x)), seen, how)
+    for g, w in zip(takes_delta(kernel).backward(x, seen, how), want, strict=True):
+        assert error(g, w) < 2e-2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_deterministic_gradients_are_bitwise_equal(name):
+    kernel = _kernel(name, SHAPES["GQA"], torch.bfloat16, deterministic=True)
+    q, k, v, dout = _tensors(SHAPES["GQA"], 2048, 2048, torch.bfloat16)
+    seen, how = Seen((2048, 2048), high=0), Scores(0.1, deterministic=True)
+    out, lse = kernel.forward(q, k, v, seen, how)
+    x = RowGradients(dout, q, k, v, out, lse, row_delta(dout, out))
+    runs = [kernel.backward(x, seen, how) for _ in range(5)]
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fused_passes_equal_the_unfused(dtype, monkeypatch):
+    out, dout = (torch.randn(2, 300, 4, 96, device="cuda").to(dtype) for _ in range(2))
+    lse, lse_t = (torch.randn(2, 4, 300, device="cuda") for _ in range(2))
+    lse[..., :9], lse_t[..., 5:20] = -torch.inf, -torch.inf
+
+    def run():
+        delta, total, statistics = row_delta(dout, out), out.float(), lse.clone()
+        merge_(total, statistics, dout, lse_t)
+        return delta, output_stand_in(dout, delta), total, statistics
+
+    fused = run()
+    monkeypatch.setattr(elementwise, "_fused", lambda *tensors: False)
+    for a, b in zip(fused, run(), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2 if a.dtype == torch.bfloat16 else 1e-3, atol=1e-4)
