@@ -13,6 +13,13 @@ class Named:
 
     handle: str
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_first"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        introduce(self, self.handle)
+
 
 def introduce(value: Named, handle: str) -> None:
     """Give `value` its handle, by which it is found for as long as it or an equal one lives."""
@@ -23,7 +30,7 @@ def introduce(value: Named, handle: str) -> None:
 
 
 def known(value: Named) -> str:
-    """The handle of `value`, which can be found from now on (a copy or unpickled value may not yet be)."""
+    """The handle of `value`, which can be found from now on again, if it could not."""
     _KNOWN.setdefault(value.handle, value)
     return value.handle
 

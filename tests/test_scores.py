@@ -1,15 +1,18 @@
 """Softcap, sinks, gradients through lse, unequal head dims, determinism."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from dense import Result, assert_as_exact_as, dense, error, problem, single_kernel
 from ranks import processes
 
 from burst_mcore import BurstConfig, Mask, burst_attention
+from burst_mcore.attention.arguments import call_for, checked
 from burst_mcore.attention.elementwise import row_delta
-from burst_mcore.attention.kernels.kernel import RowGradients, Scores
+from burst_mcore.attention.kernels.kernel import Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.padding import takes_delta
-from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.attention.kernels.table import KERNELS, taking_delta
 from burst_mcore.attention.seen import Seen
 from burst_mcore.attention.topology import Topology
 from burst_mcore.layout import shard
@@ -145,6 +148,34 @@ def _twice(rank, size):
 
 def test_gradients_are_bitwise_equal_between_runs():
     assert all(processes(4, _twice))
+
+
+def test_kernels_are_told_to_be_deterministic():
+    q = torch.zeros(1, 8, 2, 8)
+    options = (None, None, None, BurstConfig(deterministic=True), False)
+    call = call_for(checked(q, q, q, Topology.single(), Mask.causal(), *options), [8])
+    assert call.problem.deterministic and call.scores.deterministic
+    ask = replace(call.problem, device="cuda", dtype=torch.bfloat16)
+    for name in ("cudnn", "aten-flash"):
+        assert "deterministic" in KERNELS[name].supports(ask)
+
+
+def test_a_gradient_through_lse_passes_over_kernels_that_cannot_take_it():
+    ask = Problem("cuda", torch.bfloat16, 8, 8, 128, 128)
+    assert "136" in takes_delta(KERNELS["cudnn"]).supports(ask)
+    assert taking_delta("auto", ask).name in ("aten-flash", "triton")  # what is there without packages
+    with pytest.raises(ValueError, match="gradient came through lse.*cudnn: .*136"):
+        taking_delta("cudnn", ask)
+
+
+def test_a_sink_of_minus_infinity_is_none():
+    p = problem(0, 16)
+    sinks = torch.tensor([-torch.inf, 0.5, -torch.inf, 1.0])
+    mask = Mask.window(3, 0) & Mask.ranges([(4, 16)], [(0, 16)])  # the first queries see nothing
+    got, dsinks = _attend(p, mask, sinks=sinks)
+    alone, _ = _attend(p, mask)
+    assert torch.equal(dsinks[::2], torch.zeros(2, dtype=dsinks.dtype))
+    assert error(got.out[:, :, ::2], alone.out[:, :, ::2]) < 1e-12 and got.dq.isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from burst_mcore.attention.arguments import (
 from burst_mcore.attention.choice import Ranks, route_for, why_not_placed
 from burst_mcore.attention.elementwise import row_delta, wide
 from burst_mcore.attention.heads import pooled_like
+from burst_mcore.attention.kernels.table import taking_delta
 from burst_mcore.attention.passes import Call, Keys, Queries, backward, forward
 from burst_mcore.attention.ring import ProcessGroups
 from burst_mcore.attention.schedule import PASSES
@@ -69,8 +71,8 @@ def burst_attention(
     Returns:
         out [batch, local sequence, heads, value_dim] in the dtype of q, and with `return_lse` also lse
         [batch, local sequence, heads] in float32 (float64 for float64 inputs), -inf where a query sees no
-        key. It is differentiable, on all ranks or none: kernels that do not take D itself then work on 8
-        more head columns in backward.
+        key, nor has a sink. It is differentiable, on all ranks or none: kernels that do not take D itself
+        then work on 8 more head columns in backward.
 
     Raises:
         ValueError: before any communication if this rank's arguments are not legal; after an exchange of a
@@ -84,7 +86,7 @@ def burst_attention(
     if not torch.compiler.is_compiling():  # a compiled call is checked when it runs
         _check(topology, mask, softmax_scale, softcap, config, return_lse, tensors)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    given = topology.handle, mask.handle, config.handle, softmax_scale, softcap, return_lse, wanted
+    given = topology.handle, mask.handle, config.handle, softmax_scale, softcap, bool(return_lse), wanted
     out, lse, _, _ = attention_forward(*tensors, *given)
     return (out, lse.transpose(1, 2)) if return_lse else out
 
@@ -143,9 +145,7 @@ def _agreed(asked: Asked, peers: Agreement | None, sign: Signature) -> tuple[Cal
         try:
             call = call_for(asked, lengths)
             details = signature_of_call(call)
-        except ValueError:  # on all ranks alike: nobody waits
-            raise
-        except Exception as error:
+        except Exception as error:  # perhaps of this rank alone: what kernels there are is its own
             peers.refuse(error)
             raise
         peers.agree({"pass": "forward, lengths known", **sign, **details})
@@ -197,19 +197,20 @@ def attention_forward(
     wanted: whether a backward will follow. Returns out, lse [B, H, S], and for the backward q, k, v and lse
     as they are on the ring, if that is not as they came, and what the ranks agreed on (int64, on the CPU).
     """
-    found = find(topology), find(mask), softmax_scale, softcap, sinks, find(config), return_lse
-    peers = agreement(found[0])
+    ring = find(topology)
+    peers = agreement(ring)
     with _refusing(peers):
-        asked = checked(q, k, v, *found)
+        options = softmax_scale, softcap, sinks, find(config), return_lse
+        asked = checked(q, k, v, ring, find(mask), *options)
         sign = signature(asked, wanted)
     call, number, lengths = _agreed(asked, peers, sign)
-    with torch.autocast(q.device.type, enabled=False), _in_ring(peers):
+    with torch.autocast(q.device.type, enabled=False), _on(q.device), _in_ring(peers):
         call.transport.connect("forward")
         q, k, v = (_on_ring(x, call.rows) for x in (q, k, v))
         done = forward(call, q, k, v, sinks)
     held = lengths[call.rank]
-    lse = done.ring_lse if done.lse is None and call.route.heads == 1 else done.lse
-    lse = q.new_empty(0, dtype=done.ring_lse.dtype) if lse is None else lse[..., :held].contiguous()
+    nowhere = q.new_empty(0, dtype=done.ring_lse.dtype)
+    lse = nowhere if done.lse is None else done.lse[..., :held].contiguous()
     shared = [done.q, done.k, done.v, done.ring_lse] if call.route.heads > 1 else []
     agreed = torch.tensor([number, *lengths], dtype=torch.int64)
     return done.out[:, :held].contiguous(), lse, shared, agreed
@@ -272,15 +273,18 @@ def attention_backward(
     ring, held = find(topology), out.shape[1]
     peers = agreement(ring)
     shape = Shape(out.shape[0], held, out.shape[2], kv_heads, q.shape[-1], out.shape[-1])
-    options = softmax_scale, softcap, sinks is not None, find(config), return_lse
     with _refusing(peers):
+        chosen = find(config)
+        options = softmax_scale, softcap, sinks is not None, chosen, return_lse
         asked = asked_of(shape, out.dtype, out.device.type, ring, find(mask), *options)
         call = call_for(asked, lengths)
         sign = {**signature(asked, True), **signature_of_call(call), "of call": str(number)}
-        call = call if dlse is None else call.with_delta_given()
+        if dlse is not None:
+            call = replace(call, kernel=taking_delta(chosen.kernel, call.problem))
+            sign["kernel used"] = call.kernel.name
     if peers is not None:
         peers.agree({"pass": "backward", "gradient through lse": str(dlse is not None), **sign})
-    with torch.autocast(out.device.type, enabled=False), _in_ring(peers):
+    with torch.autocast(out.device.type, enabled=False), _on(out.device), _in_ring(peers):
         call.transport.connect(call.direction)
         dout = dout.contiguous()
         delta = row_delta(dout, out)
@@ -343,8 +347,13 @@ attention_backward.register_autograd(_no_second_derivative)
 
 def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """-sum of P_sink D: a sink is a key whose value is zero, so that its dP is (lse, delta [B, H, S])."""
-    weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+    weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill_(lse == -torch.inf, 0.0)
     return -(weights * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, wherever its tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _in_ring(peers: Agreement | None) -> contextlib.AbstractContextManager[None]:

@@ -51,6 +51,10 @@ class OnlineSoftmax:
         """
         if view(self._q, rows) is None:
             return None
+        if self._out is None and self._sinks is None and count(rows) == self._q.shape[1]:
+            self._visited.visit(rows[0])  # nothing is read of what is set as a whole
+            out, lse = self._room()
+            return out, lse, True
         out, lse = self._wide()
         empty = self._visited.visit(rows[0])
         fresh = count(empty) == len(rows[0])  # what is only partly empty holds 0 and -inf there
@@ -68,12 +72,20 @@ class OnlineSoftmax:
         out, lse = self.result() if self._out is None or self._lse is None else (self._out, self._lse)
         return out[:, at.start : at.stop], lse[:, :, at.start : at.stop]
 
-    def _wide(self) -> tuple[Tensor, Tensor]:
+    def _room(self) -> tuple[Tensor, Tensor]:
         batch, rows, heads, _ = self._q.shape
         dtype = wide(self._q.dtype)
+        self._out = self._q.new_empty((batch, rows, heads, self._value_dim), dtype=dtype)
+        self._lse = self._q.new_empty((batch, heads, rows), dtype=dtype)
+        return self._out, self._lse
+
+    def _wide(self) -> tuple[Tensor, Tensor]:
+        dtype = wide(self._q.dtype)
         if self._out is None or self._lse is None:
-            self._out = self._q.new_zeros((batch, rows, heads, self._value_dim), dtype=dtype)
-            self._lse = self._q.new_full((batch, heads, rows), -torch.inf, dtype=dtype)
+            out, lse = self._room()
+            out.zero_()
+            lse.fill_(-torch.inf)
+            self._out, self._lse = out, lse
             if self._sinks is not None:
                 self._lse.copy_(self._sinks[:, None])
         self._out = self._out.to(dtype)

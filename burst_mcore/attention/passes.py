@@ -8,7 +8,7 @@ pooled), H query heads, D head dim. Tensors are [B, S or P, H, D], the statistic
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ from burst_mcore.attention.double_ring import home_sum
 from burst_mcore.attention.elementwise import output_stand_in, wide
 from burst_mcore.attention.heads import HeadGroup, Inward, Outward, pooled_like
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
-from burst_mcore.attention.kernels.padding import takes_delta
 from burst_mcore.attention.merge import GradientSum, OnlineSoftmax
 from burst_mcore.attention.plan import Plan
 from burst_mcore.attention.ring import Bundle, Exchange, Ring, Transport
@@ -49,21 +48,6 @@ class Call:
     """K/V heads in all."""
     lse_at_home: bool = False
     """Under head x ring lse, too, goes back to the rank that owns its rows."""
-
-    def with_delta_given(self) -> Call:
-        """This call, whose backward takes any D, not only rowsum(dO * O).
-
-        Raises:
-            ValueError: its kernel cannot.
-        """
-        kernel = takes_delta(self.kernel)
-        reason = kernel.supports(self.problem)
-        if reason is not None:
-            raise ValueError(
-                f"a gradient came through lse, which kernel {self.kernel.name!r} cannot take: {reason}; use "
-                f"kernel='reference', or lse.detach()"
-            )
-        return replace(self, kernel=kernel)
 
     @property
     def position(self) -> int:

@@ -33,10 +33,10 @@ FROM = ("device", "host", "nowhere")
 class Copies:
     """A transport whose messages are copies on a stream of their own. On the CPU they are done at once."""
 
-    def __init__(self, source: str, device: torch.device) -> None:
+    def __init__(self, source: str, device: torch.device, poison: bool = False) -> None:
         if source not in FROM:
             raise ValueError(f"bundles come from one of {', '.join(FROM)}, not {source!r}")
-        self._source, self._cuda = source, device.type == "cuda"
+        self._source, self._cuda, self._poison = source, device.type == "cuda", poison
         self._stream = torch.cuda.Stream(device) if self._cuda else None
         self._kept: dict[tuple[object, ...], Tensor] = {}
         self.bytes = 0
@@ -49,21 +49,24 @@ class Copies:
         """Copy what is to be received; what is sent goes nowhere."""
         came = [x for action, bundle in messages if isinstance(action, Recv) for x in bundle]
         self.bytes += sum(x.nbytes for x in came)
-        if self._stream is None:
+        if self._poison:  # who reads before the copy is waited for reads NaN
             for x in came:
-                x.copy_(self._values(x))
+                x.fill_(torch.nan)
+        if self._stream is None:
+            for index, x in enumerate(came):
+                x.copy_(self._values(x, index))
             return [_Copied(None)]
         if self._source != "nowhere":
             self._stream.wait_stream(torch.cuda.current_stream())  # who read these buffers before is done
             with torch.cuda.stream(self._stream):
-                for x in came:
-                    x.copy_(self._values(x), non_blocking=True)
+                for index, x in enumerate(came):
+                    x.copy_(self._values(x, index), non_blocking=True)
                     x.record_stream(self._stream)
         return [_Copied(self._stream.record_event())]
 
-    def _values(self, x: Tensor) -> Tensor:
-        """What arrives: small random numbers, made once for each shape."""
-        key = x.shape, x.dtype
+    def _values(self, x: Tensor, index: int) -> Tensor:
+        """What arrives: random numbers, made once for each shape and place in a bundle."""
+        key = x.shape, x.dtype, index
         if key not in self._kept:
             values = torch.randn(x.shape, device=x.device).to(x.dtype)
             host = self._source == "host" and self._cuda
@@ -96,11 +99,12 @@ class VirtualRank:
         layout: str = "zigzag",
         dtype: torch.dtype = torch.bfloat16,
         device: str = "cuda",
+        poison: bool = False,
     ) -> None:
         self.shape, self.device = shape, torch.device(device)
         problem = Problem(device, dtype, shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim)
         n = shape.tokens * size
-        self.transport = Copies(source, self.device)
+        self.transport = Copies(source, self.device, poison)
         self.call = Call(
             rank=size // 2,
             route=Route(nodes=1, intra=size),

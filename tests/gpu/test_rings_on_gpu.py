@@ -49,15 +49,16 @@ def test_ranks_on_one_gpu_equal_float64(mask, kernel, direction, size):
 @pytest.mark.parametrize("source", ["device", "host"])
 def test_a_virtual_rank_gives_the_same_every_time(source):
     # Copies on another stream into buffers that are used again: a missing wait would show as a difference.
-    rank = VirtualRank(Shape(1, 2048, 8, 8, 128, 128), 4, mask=Mask.causal(), source=source)
+    rank = VirtualRank(Shape(1, 2048, 8, 8, 128, 128), 4, mask=Mask.causal(), source=source, poison=True)
     runs = []
     for _ in range(4):
         done = rank.forward()
-        runs.append((done.out, done.ring_lse))
-        rank.backward(done)
+        runs.append((done.out, done.ring_lse, *rank.backward(done)))
     torch.cuda.synchronize()
+    assert all(x.isfinite().all() for run in runs for x in run)
     for run in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+        for a, b in zip(run, runs[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)  # kernels may add up in any order
 
 
 def test_a_step_can_be_captured():

@@ -62,12 +62,14 @@ def blocks(seen: Seen, block_m: int, block_n: int, *, by_columns: bool) -> Block
     part, of, other, whole = part[order], of[order], other[order], whole[order]
     new = torch.ones_like(whole)
     new[1:] = (of[1:] != of[:-1]) | (other[1:] != other[:-1])
-    entry = new.nonzero().flatten()
+    entry, end, whole_part = new.nonzero().flatten(), torch.tensor([len(part)]), whole
     of, other, whole = of[entry], other[entry], whole[entry]
     starts = torch.searchsorted(of, torch.arange(count + 1))
     full = starts[:-1] + torch.zeros(count, dtype=torch.int64).index_add_(0, of, whole.long())
-    firsts = torch.cat([entry, torch.tensor([len(part)])])
-    return Blocks(*(x.to(torch.int32).contiguous() for x in (starts, full, other, firsts, parts[part])))
+    partly = ~whole_part
+    firsts = torch.cat([partly.new_zeros(1).long(), partly.long().cumsum(0)])[torch.cat([entry, end])]
+    found = (starts, full, other, firsts, parts[part[partly]])
+    return Blocks(*(x.to(torch.int32).contiguous() for x in found))
 
 
 def _parts(seen: Seen) -> Tensor:

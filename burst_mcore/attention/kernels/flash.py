@@ -114,8 +114,13 @@ def _flash4_supports(problem: Problem) -> str | None:
         return f"head dims {dims[0]} and {dims[1]} differ, which its backward takes without GQA only"
     if found is not None and found[0] != 9 and max(dims) > 128 and dims != (192, 128):
         return f"head dims {dims}; on this GPU it takes up to 128, and 192 with 128"
+    if problem.deterministic and found is not None and found[0] == 9:
+        return "it is deterministic on Blackwell only"
     module = _flash4()
-    return module if isinstance(module, str) else None
+    if isinstance(module, str):
+        return module
+    missing = [name for name in ("dlse", "deterministic") if not packages.has(module._flash_attn_bwd, name)]
+    return f"this flash-attn-4's backward has no {', '.join(missing)}" if missing else None
 
 
 def _flash4_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:

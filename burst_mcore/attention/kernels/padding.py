@@ -2,7 +2,8 @@
 
 Zeros change no score and no output, so that a kernel which wants values as wide as keys gets both padded.
 A column in which dO is 1 and V is 0 adds to D what `out` holds there, and nothing else: so a kernel that
-forms D from out can be given any D (one through which a gradient of lse came, too).
+forms D from out can be given any D (one through which a gradient of lse came, too), in two columns, D and
+what rounding took from it.
 """
 
 from __future__ import annotations
@@ -64,10 +65,12 @@ def takes_delta(kernel: Kernel) -> Kernel:
 
     def backward(x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
         width, value_width = x.q.shape[-1], x.v.shape[-1]
-        out = torch.zeros_like(padded(x.dout, value_width + COLUMNS))
-        out[..., value_width] = x.delta.transpose(1, 2)
         dout = padded(x.dout, value_width + COLUMNS)
-        dout[..., value_width] = 1
+        out, delta = torch.zeros_like(dout), x.delta.transpose(1, 2)
+        scale = 256.0 if dout.dtype == torch.float16 else 1.0  # D of scaled losses is beyond float16
+        dout[..., value_width : value_width + 2] = scale
+        out[..., value_width] = delta / scale
+        out[..., value_width + 1] = delta / scale - out[..., value_width].to(delta.dtype)  # what was rounded
         wide = x._replace(
             q=padded(x.q, width + COLUMNS),
             k=padded(x.k, width + COLUMNS),

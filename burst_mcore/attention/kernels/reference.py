@@ -54,8 +54,8 @@ def _backward(x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor,
     k_BNHD, v_BNHD = x.k.to(dtype), x.v.to(dtype)
     lse_BHGM, delta_BHGM = (rows.unflatten(1, (heads, -1)) for rows in (x.lse, x.delta))
     scores = _scores(q_BMHGD, k_BNHD, seen, how)
-    weights = torch.exp(scores - lse_BHGM[..., None])
-    weights.nan_to_num_(nan=0.0)  # rows that see nothing: (-inf) - (-inf)
+    blind = lse_BHGM == -torch.inf  # (-inf) - (-inf) is NaN
+    weights = torch.exp(scores - lse_BHGM.masked_fill(blind, torch.inf)[..., None])
     dweights = torch.einsum("bmhgd,bnhd->bhgmn", dout_BMHGD, v_BNHD)
     dscores = weights * (dweights - delta_BHGM[..., None]) * how.scale
     if how.softcap is not None:  # tanh' = 1 - tanh^2

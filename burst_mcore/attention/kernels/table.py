@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from burst_mcore.attention.kernels import aten, flash, packages, reference, te, triton
 from burst_mcore.attention.kernels.kernel import Kernel, Problem
+from burst_mcore.attention.kernels.padding import takes_delta
 
 logger = logging.getLogger("burst_mcore")
 
@@ -51,6 +52,22 @@ def choose(name: str, problem: Problem) -> Kernel:
             return kernel
         refusals.append(f"{kernel.name}: {reason}")
     raise ValueError(f"no kernel serves this call{_because(refusals)}")
+
+
+def taking_delta(name: str, problem: Problem) -> Kernel:
+    """As `choose`, of kernels that serve the problem with any D given, not only rowsum(dO * O).
+
+    Raises:
+        ValueError: none does, or not the one of this name.
+    """
+    refusals = []
+    for kernel in by_rank(problem.device) if name == "auto" else [KERNELS[name]]:
+        given = takes_delta(kernel)
+        reason = given.supports(problem)
+        if reason is None:
+            return given
+        refusals.append(f"{kernel.name}: {reason}")
+    raise ValueError(f"a gradient came through lse, which no kernel here takes{_because(refusals)}")
 
 
 def by_rank(device: str) -> list[Kernel]:

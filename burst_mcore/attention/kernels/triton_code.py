@@ -101,7 +101,8 @@ def forward(
 ):  # fmt: skip
     """A block of rows of one head: (out, lse) with all that it sees merged into them."""
     block, batch, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
-    batch, kv_head = batch.to(tl.int64), head // group
+    batch, head = batch.to(tl.int64), head.to(tl.int64)  # offsets may be beyond 32 bits
+    kv_head = head // group
     m = block * ROWS + tl.arange(0, ROWS)
     there = m < rows
     k_base, v_base = k + batch * k_batch + kv_head * k_head, v + batch * v_batch + kv_head * v_head
@@ -179,7 +180,8 @@ def dq(
 ):  # fmt: skip
     """A block of rows of one head."""
     block, batch, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
-    batch, kv_head = batch.to(tl.int64), head // group
+    batch, head = batch.to(tl.int64), head.to(tl.int64)  # offsets may be beyond 32 bits
+    kv_head = head // group
     m = block * ROWS + tl.arange(0, ROWS)
     k_base, v_base = k + batch * k_batch + kv_head * k_head, v + batch * v_batch + kv_head * v_head
     q_rows = _rows(q + batch * q_batch + head * q_head, m, q_row, rows, True, USED, DIM)
@@ -219,14 +221,15 @@ def dkv(
     """A block of columns of one K/V head, over all query heads that share it."""
     kv_heads = heads // group
     block, batch, kv_head = tl.program_id(0), tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
-    batch = batch.to(tl.int64)
+    batch, kv_head = batch.to(tl.int64), kv_head.to(tl.int64)
     n = block * COLUMNS + tl.arange(0, COLUMNS)
     k_rows = _rows(k + batch * k_batch + kv_head * k_head, n, k_row, columns, True, USED, DIM)
     v_rows = _rows(v + batch * v_batch + kv_head * v_head, n, v_row, columns, True, VALUE_USED, VALUE_DIM)
     start, middle, stop = tl.load(starts + block), tl.load(full + block), tl.load(starts + block + 1)
     k_sums = tl.zeros((COLUMNS, DIM), dtype=tl.float32)
     v_sums = tl.zeros((COLUMNS, VALUE_DIM), dtype=tl.float32)
-    for head in range(kv_head * group, (kv_head + 1) * group):
+    for of_group in range(group):
+        head = kv_head * group + of_group
         q_base = q + batch * q_batch + head * q_head
         dout_base = dout + batch * dout_batch + head * dout_head
         lse_base = lse + batch * lse_batch + head * lse_head
