@@ -7,6 +7,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,11 +69,26 @@ class Communicators:
 def companion(ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
     """A new communicator over these global ranks. Collective over them, not over the world."""
     with _same_name_on_all(ranks):
-        made = dist.new_group(list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True)
+        made = dist.new_group(
+            list(ranks),
+            backend=backend,
+            timeout=timeout,
+            pg_options=_options(backend, timeout),
+            use_local_synchronization=True,
+        )
     assert isinstance(made, dist.ProcessGroup)
     if backend == "nccl":
         start(made)
     return made
+
+
+def _options(backend: str, timeout: timedelta) -> Any:
+    """NCCL's kernels on streams of high priority: a message must not queue behind the compute it hides."""
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    return options
 
 
 def start(group: dist.ProcessGroup) -> None:
