@@ -58,7 +58,7 @@ def test_ten_thousand_documents_are_planned_within_two_seconds(layout):
     assert time.process_time() - start < 2
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "striped", "for_mask"])
+@pytest.mark.parametrize("layout", ["zigzag", pytest.param("striped", marks=pytest.mark.slow), "for_mask"])
 def test_a_warm_call_is_planned_within_100_microseconds(layout):
     mask = _packed(1000, seed=layout)
     plan = _planned(mask, Layout.for_mask(mask, TOKENS, RANKS) if layout == "for_mask" else layout)

@@ -55,7 +55,7 @@ def _grid(rank, size, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_as_exact_as_the_kernel_alone(size, dtype):
     processes(size, _grid, dtype)
 

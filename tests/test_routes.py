@@ -63,7 +63,9 @@ def _exact(rank, size, intra, dtype):
                 raise AssertionError(f"{name} {config} {mask}: {e}") from e
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str
+)
 @pytest.mark.parametrize(
     ("nodes", "intra"),
     [pytest.param(*c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CLUSTERS],
@@ -347,6 +349,7 @@ def _stopped(rank, size, config):
     return str(caught.value), time.monotonic() - start
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_is_waited_for_as_long_as_the_group_says():
     with pytest.raises(AssertionError, match=r"ranks \[1\] of 4 did not answer") as caught:
         processes(4, _stopped, BurstConfig(kernel="reference"), timeout=25)
