@@ -30,7 +30,7 @@ def introduce(value: Named, handle: str) -> None:
 
 
 def known(value: Named) -> str:
-    """The handle of `value`, which can be found from now on again, if it could not."""
+    """The handle of `value`, after making sure that it is found by it."""
     _KNOWN.setdefault(value.handle, value)
     return value.handle
 

@@ -8,12 +8,15 @@ once: D 2 d s + 4; the stand-in 2 d s + 4; the merge d (s + 8) + 12. Tensors are
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger("burst_mcore")
 
 BLOCK_BYTES = 2**18
 """Of a block of rows: a few of them fit into a core's cache."""
@@ -93,6 +96,7 @@ def _fused(*tensors: Tensor) -> bool:
 def _code() -> Any:
     try:
         from burst_mcore.attention import elementwise_triton
-    except ImportError:
+    except ImportError as error:
+        logger.warning("no Triton (%s): D, the stand-in for O and the merge take several passes each", error)
         return None
     return elementwise_triton

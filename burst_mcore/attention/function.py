@@ -225,10 +225,7 @@ def _(
     topology: str,
     mask: str,
     config: str,
-    softmax_scale: float | None,
-    softcap: float | None,
-    return_lse: bool,
-    wanted: bool,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
     ring, batch, rows, heads = find(topology), *q.shape[:3]
     out, statistics = q.new_empty((batch, rows, heads, v.shape[-1])), wide(q.dtype)
@@ -237,6 +234,7 @@ def _(
     if find(config).head_parallel == 1:
         return out, lse, [], agreed
     # Ranks that hold different numbers of tokens pool another number of rows than what is said here.
+    softmax_scale, softcap, return_lse, _ = options
     found = ring, find(mask), softmax_scale, softcap, sinks, find(config), return_lse
     call = call_for(checked(q, k, v, *found), [int(rows)] * ring.size)
     if call.route.heads == 1:

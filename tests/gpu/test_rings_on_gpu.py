@@ -3,12 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from dense import assert_as_exact_as, dense, problem, single_kernel
+from dense import Result, assert_as_exact_as, dense, problem
 from ranks import processes
 
 from burst_mcore import BurstConfig, Mask, burst_attention
 from burst_mcore.attention.arguments import Shape
-from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.topology import Topology
 from burst_mcore.bench.virtual_ring import VirtualRank
 from burst_mcore.layout import shard, unshard
@@ -41,9 +40,12 @@ def test_ranks_on_one_gpu_equal_float64(mask, kernel, direction, size):
     shares = processes(size, _ring, mask, config, torch.bfloat16, start="spawn")
     whole = [unshard([share[i] for share in shares], 1, layout="zigzag") for i in range(5)]
     p = problem(0, 256, heads=4, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
-    bar = single_kernel(p, KERNELS["reference"], mask)
-    # A kernel rounds P and dS to bfloat16, which the reference does not: twice that.
-    assert_as_exact_as(type(bar)(*whole), bar, dense(p, mask), times=4.0)
+    inputs = [x.cuda().requires_grad_() for x in p[:3]]
+    single = {"topology": Topology.single(), "mask": mask, "config": config}
+    out, lse = burst_attention(*inputs, **single, return_lse=True)  # the same kernel on one device
+    out.backward(p.dout.cuda())
+    bar = Result(*(x.detach().cpu() for x in (out, lse, *(x.grad for x in inputs))))
+    assert_as_exact_as(Result(*whole), bar, dense(p, mask))
 
 
 @pytest.mark.parametrize("source", ["device", "host"])

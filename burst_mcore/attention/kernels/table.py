@@ -21,13 +21,13 @@ RANKS: dict[int | None, tuple[str, ...]] = {
     10: ("flash4", "te", "cudnn", "flash2", "aten-flash", "triton"),
     None: ("cudnn", "aten-flash", "flash2", "te", "triton"),
 }
-"""Names by speed, the fastest first, by major compute capability; None: any other. By their authors' figures:
-none of these orders was measured by this project yet."""
+"""Names in the order in which they are expected to be fast, by major compute capability; None: any other.
+A guess: this project has measured none of them yet."""
 
 
 @lru_cache(maxsize=1024)
 def choose(name: str, problem: Problem) -> Kernel:
-    """The kernel called `name`, or, if that is "auto", the fastest that serves on this device.
+    """The kernel called `name`, or, if that is "auto", the first of `by_rank` that serves.
 
     The choice is logged once for each problem; where "auto" ends at the reference kernel, which is slow and
     stores all scores, it is logged as a warning with the reasons of the others.

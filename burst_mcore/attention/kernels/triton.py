@@ -50,7 +50,7 @@ def launch(name: str, dim: int, itemsize: int) -> Launch:
 
 
 def _device_code() -> Any:
-    return packages.loaded("burst_mcore.attention.kernels.triton_code", "triton", "3.4")
+    return packages.loaded("burst_mcore.attention.kernels.triton_code", "triton", "3.6")
 
 
 def interpreted() -> bool:
