@@ -1,0 +1,5 @@
+"""The fused LM head and loss."""
+
+from burst_mcore.loss.function import Metrics, fused_linear_cross_entropy
+
+__all__ = ["Metrics", "fused_linear_cross_entropy"]

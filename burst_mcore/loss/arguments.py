@@ -1,0 +1,236 @@
+"""A call's arguments, checked together on all ranks that share it; and the call without its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from burst_mcore.loss import agreement
+from burst_mcore.loss.chunked import Head, automatic_chunk
+from burst_mcore.loss.terms import Terms
+from burst_mcore.loss.vocabulary import Vocabulary, shard
+
+REDUCTIONS = ("mean", "sum", "none")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Arguments(NamedTuple):
+    """As `fused_linear_cross_entropy` takes them; `terms` are those of `Terms`."""
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    weights: Tensor | None
+    bias: Tensor | None
+    ignore_index: int
+    reduction: str
+    terms: dict[str, Any]
+    tp_group: dist.ProcessGroup | None
+    cp_group: dist.ProcessGroup | None
+    sequence_parallel: bool
+    chunk_tokens: int | str
+    grad_weight_dtype: torch.dtype
+    main_grad: Tensor | None
+    return_metrics: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked call, without its tensors."""
+
+    terms: Terms
+    vocabulary: Vocabulary
+    ignore_index: int
+    reduction: str
+    cp_group: dist.ProcessGroup | None
+    sequence_parallel: bool
+    chunk_tokens: int | None
+    grad_weight_dtype: torch.dtype
+    metrics: bool
+    gradients: bool
+    """Whether autograd records."""
+
+    def head(self, weight: Tensor, bias: Tensor | None, tokens: int) -> Head:
+        """The head of so many tokens."""
+        dtype = torch.float64 if weight.dtype == torch.float64 else self.grad_weight_dtype
+        head = Head(weight, bias, self.terms, self.vocabulary, self.ignore_index, 1, dtype)
+        chunk = self.chunk_tokens or automatic_chunk(tokens, self.vocabulary.rows, head.products)
+        return replace(head, chunk_tokens=chunk)
+
+
+def checked(a: Arguments) -> Call:
+    """The call, if all ranks of its groups make it alike.
+
+    Raises:
+        ValueError: on all of those ranks, if any of them gives what it must not; it names rank and argument.
+    """
+    groups = [g for g in (a.tp_group, a.cp_group) if g is not None and dist.get_world_size(g) > 1]
+    tp_group = a.tp_group if a.tp_group in groups else None
+    numbers, error = [0, 0, 0, 0], _wrong(a, tp_group)
+    if error is None:
+        numbers = [len(a.weight), *_range_of(a), agreement.fingerprint(a.weight[:1].flatten())]
+    facts = _facts(a)
+    agreed, everyones = True, [numbers]
+    if tp_group is not None:
+        agreed, everyones = agreement.agree(tp_group, error, f"{facts}, {_tokens(a)}", numbers)
+    if agreed and error is None:
+        error = _wrong_together(a, everyones)
+    for group in groups:
+        if group is not tp_group:
+            agreed = agreement.agree(group, error if agreed else "", facts, [])[0] and agreed
+    if not agreed or error is not None:
+        raise ValueError(agreement.refusal(groups, error, f"{facts}, {_tokens(a)}"))
+    rank = 0 if tp_group is None else dist.get_rank(tp_group)
+    rows = [mine[0] for mine in everyones]
+    return Call(
+        terms=Terms(**a.terms),
+        vocabulary=Vocabulary(sum(rows), sum(rows[:rank]), rows[rank], tp_group),
+        ignore_index=a.ignore_index,
+        reduction=a.reduction,
+        cp_group=a.cp_group if a.cp_group in groups else None,
+        sequence_parallel=a.sequence_parallel and tp_group is not None,
+        chunk_tokens=None if isinstance(a.chunk_tokens, str) else a.chunk_tokens,
+        grad_weight_dtype=a.grad_weight_dtype,
+        metrics=a.return_metrics,
+        gradients=torch.is_grad_enabled(),
+    )
+
+
+def _wrong(a: Arguments, tp_group: dist.ProcessGroup | None) -> str | None:
+    """What is wrong with this rank's arguments, by themselves."""
+    try:
+        Terms(**a.terms)
+        for found in (_wrong_tensors, _wrong_words):
+            text = found(a)
+            if text is not None:
+                return text
+        return _wrong_shapes(a, 1 if tp_group is None else dist.get_world_size(tp_group))
+    except ValueError as error:
+        return str(error)
+
+
+def _wrong_tensors(a: Arguments) -> str | None:
+    for name in ("hidden", "weight", "labels", "weights", "bias", "main_grad"):
+        given = getattr(a, name)
+        if given is None and name in ("weights", "bias", "main_grad"):
+            continue
+        if not isinstance(given, Tensor):
+            return f"{name} must be a tensor, got {type(given).__name__}"
+        if given.device != a.hidden.device:
+            return f"{name} is on {given.device}, hidden on {a.hidden.device}"
+    if a.hidden.dtype not in DTYPES:
+        return f"hidden must be one of {[str(d) for d in DTYPES]}, got {a.hidden.dtype}"
+    for name in ("weight", "bias"):
+        given = getattr(a, name)
+        if given is not None and given.dtype != a.hidden.dtype:
+            return f"{name} is {given.dtype}, hidden {a.hidden.dtype}: they must be alike (or use autocast)"
+    if a.labels.dtype not in (torch.int64, torch.int32):
+        return f"labels must be int64 or int32, got {a.labels.dtype}"
+    if a.weights is not None and a.weights.requires_grad:
+        return "weights require a gradient, which is not there: detach them, or weight the losses of 'none'"
+    return None
+
+
+def _wrong_words(a: Arguments) -> str | None:
+    if a.reduction not in REDUCTIONS:
+        return f"reduction must be one of {REDUCTIONS}, got {a.reduction!r}"
+    if not isinstance(a.ignore_index, int):
+        return f"ignore_index must be an integer, got {a.ignore_index!r}"
+    whole = isinstance(a.chunk_tokens, int) and not isinstance(a.chunk_tokens, bool) and a.chunk_tokens > 0
+    if a.chunk_tokens != "auto" and not whole:
+        return f"chunk_tokens must be a number of tokens, at least 1, or 'auto', got {a.chunk_tokens!r}"
+    if not (isinstance(a.grad_weight_dtype, torch.dtype) and a.grad_weight_dtype.is_floating_point):
+        return f"grad_weight_dtype must be a floating dtype, got {a.grad_weight_dtype!r}"
+    if a.sequence_parallel and a.tp_group is None:
+        return "sequence_parallel needs tp_group: the ranks over which hidden is dealt"
+    return None
+
+
+def _wrong_shapes(a: Arguments, tp_size: int) -> str | None:
+    hidden, labels = tuple(a.hidden.shape), tuple(a.labels.shape)
+    if a.hidden.ndim == 0 or a.weight.ndim != 2 or hidden[-1] != a.weight.shape[1]:
+        return f"hidden [..., d] and weight [V, d] do not fit: {hidden} and {tuple(a.weight.shape)}"
+    want = hidden[:-1]
+    if a.sequence_parallel and tp_size > 1:
+        if len(hidden) < 2:
+            return f"with sequence_parallel hidden needs a first dim of tokens, got {hidden}"
+        want = (hidden[0] * tp_size, *hidden[1:-1])
+    if labels != want:
+        return f"labels must have the shape {want} for hidden {hidden}, got {labels}"
+    if a.weights is not None and tuple(a.weights.shape) != labels:
+        return f"weights must have the shape of labels, {labels}, got {tuple(a.weights.shape)}"
+    if a.bias is not None and tuple(a.bias.shape) != (len(a.weight),):
+        return f"bias must have the shape {(len(a.weight),)}, got {tuple(a.bias.shape)}"
+    if a.main_grad is not None and a.main_grad.shape != a.weight.shape:
+        return f"main_grad must have the shape {tuple(a.weight.shape)}, got {tuple(a.main_grad.shape)}"
+    return _wrong_weights(a.weights)
+
+
+def _wrong_weights(weights: Tensor | None) -> str | None:
+    if weights is None or _capturing(weights):
+        return None
+    if not weights.dtype.is_floating_point:
+        return None if not bool((weights < 0).any()) else "weights must be at least 0"
+    if bool((weights.isfinite() & (weights >= 0)).all()):
+        return None
+    return f"weights must be finite and at least 0, got {weights.min().item()} to {weights.max().item()}"
+
+
+def _range_of(a: Arguments) -> tuple[int, int]:
+    """The largest label, and minus the smallest, of those that are not ignored."""
+    if a.labels.numel() == 0 or _capturing(a.labels):
+        return 0, 0
+    seen = torch.where(a.labels == a.ignore_index, 0, a.labels)
+    most, minus_least = torch.stack([seen.max(), -seen.min()]).tolist()
+    return most, minus_least
+
+
+def _wrong_together(a: Arguments, everyones: list[list[int]]) -> str | None:
+    """What is wrong with the labels or with the vocabulary's parts; the same on all ranks of tp_group."""
+    rows = [numbers[0] for numbers in everyones]
+    size = sum(rows)
+    prints = [numbers[3] for numbers in everyones if numbers[3]]
+    if len(set(prints)) < len(prints):
+        return "ranks of tp_group hold the same rows of weight: each must have its own part of the vocabulary"
+    dealt = [shard(size, len(rows), rank)[1] for rank in range(len(rows))]
+    if rows != dealt:
+        return f"weights have {rows} rows by rank of tp_group; {size} must be dealt as {dealt}"
+    most, minus_least = (max(numbers[i] for numbers in everyones) for i in (1, 2))
+    if most >= max(1, size) or minus_least > 0:
+        found = most if most >= size else -minus_least
+        return f"labels must be in [0, {size}) or {a.ignore_index} (ignore_index), got {found}"
+    if size == 0 and a.labels.numel() and bool((a.labels != a.ignore_index).any()):
+        return "the vocabulary is empty, but labels are not all ignored"
+    return None
+
+
+def _facts(a: Arguments) -> str:
+    """What must be the same on all ranks of both groups."""
+    dtype, dim = getattr(a.hidden, "dtype", None), getattr(a.hidden, "shape", (None,))[-1:]
+    return (
+        f"{dtype}, d = {[*dim]}, {a.reduction}, {a.terms}, ignore_index = {a.ignore_index}, "
+        f"bias: {a.bias is not None}, metrics: {a.return_metrics}, gradients: {torch.is_grad_enabled()}"
+    )
+
+
+def _tokens(a: Arguments) -> str:
+    """What must be the same on all ranks of tp_group besides."""
+    labels = getattr(a.labels, "shape", None)
+    total = None
+    if isinstance(a.labels, Tensor) and not _capturing(a.labels):
+        total = int(
+            (a.labels.flatten() * torch.arange(1, a.labels.numel() + 1, device=a.labels.device)).sum()
+        )
+    return (
+        f"labels {labels} (checksum {total}), chunk_tokens = {a.chunk_tokens}, "
+        f"sequence_parallel: {a.sequence_parallel}"
+    )
+
+
+def _capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph is being captured: values cannot be looked at."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

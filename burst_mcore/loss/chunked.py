@@ -1,0 +1,222 @@
+"""The fused LM head and loss over chunks of tokens: no more than one chunk's logits are ever alive.
+
+Paper, section "sequence-level fusion of LM head and loss"; DESIGN section 4. A chunk's logits become their
+own gradient, from which the gradients of hidden states and weight are taken at once: three products a token.
+The gradient u_i of a token's loss is kept unweighted, so that g_i u_i is exact whatever upstream gradient g_i
+comes; the weight's is summed with the weights w_i that are expected, g_i = c w_i. Tokens of another g_i are
+repaired: their logits are made again, and (g_i - c w_i) of theirs is added, at two products each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_mcore.loss.products import Products, products_for
+from burst_mcore.loss.table import rows_for
+from burst_mcore.loss.terms import EXPECTED, LABEL, LARGEST, LSE, Terms, losses, wide
+from burst_mcore.loss.vocabulary import Vocabulary
+
+CHUNK_BYTES = 2**28
+"""Of a chunk's logits, where the caller does not say how many tokens a chunk has."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head and what is made of its logits: all that does not change from chunk to chunk."""
+
+    weight: Tensor
+    bias: Tensor | None
+    terms: Terms
+    vocabulary: Vocabulary
+    ignore_index: int
+    chunk_tokens: int
+    grad_weight_dtype: torch.dtype
+
+    @property
+    def products(self) -> Products:
+        return products_for(self.weight.dtype, self.weight.device, self.terms.temperature)
+
+
+class Wanted(NamedTuple):
+    """Which gradients will be asked for, and whether metrics are."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+    metrics: bool
+
+    @property
+    def any_gradient(self) -> bool:
+        return self.hidden or self.weight or self.bias
+
+
+class Pass(NamedTuple):
+    """What forward leaves, of tokens in order; None where it was not wanted."""
+
+    losses: Tensor
+    """[tokens], 0 where the label is ignored."""
+    lse: Tensor
+    hidden: Tensor | None
+    """m_i u_i, the gradient of each token's loss, times the weight's mantissa [tokens, d]."""
+    weight: Tensor | None
+    """sum_i w_i dl_i/dW [v, d]."""
+    bias: Tensor | None
+    """sum_i w_i dl_i/db [v]."""
+    metrics: Tensor | None
+    """Log-probability of the label, entropy, whether no logit is larger [3, tokens]; 0 where ignored."""
+
+
+class Weights(NamedTuple):
+    """Weights split so that each factor of dlogits^T hidden is rounded once: w = mantissa * power.
+
+    Mantissas, from 1 to 2, scale dlogits before they are rounded to 16 bits; powers of two, 0 where the
+    weight is 0, scale hidden states, which loses nothing.
+    """
+
+    mantissa: Tensor
+    power: Tensor
+
+    @classmethod
+    def of(cls, weights: Tensor) -> Weights:
+        mantissa, exponent = torch.frexp(weights)
+        power = torch.ldexp(torch.ones_like(weights), exponent - 1)
+        return cls(torch.where(weights == 0, 1.0, 2 * mantissa), torch.where(weights == 0, 0.0, power))
+
+
+def automatic_chunk(tokens: int, head_rows: int, products: Products) -> int:
+    """Tokens of a chunk where none are given: of even chunks of logits of at most about CHUNK_BYTES."""
+    itemsize = products.logits.itemsize
+    itemsize += products.gradients.itemsize if products.gradients != products.logits else 0
+    most = max(256, CHUNK_BYTES // max(1, head_rows * itemsize))
+    chunks = max(1, -(-tokens // most))
+    return max(1, -(-tokens // chunks))
+
+
+def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, wanted: Wanted) -> Pass:
+    """Losses of all tokens, and the gradients that are wanted.
+
+    Args:
+        hidden: [tokens, d].
+        labels: [tokens], of the whole vocabulary, or the ignored index.
+        weights: [tokens] in at least float32: upstream gradients to expect, up to a scalar. None: all alike.
+        head: What to do with them.
+        wanted: Which gradients, and whether metrics.
+    """
+    tokens, vocabulary, full = len(hidden), head.vocabulary, wide(hidden.dtype)
+    valid = labels != head.ignore_index
+    columns = vocabulary.columns(labels, head.ignore_index)
+    chunk = Chunk(head, min(tokens, head.chunk_tokens), wanted.any_gradient)
+    split = None if weights is None else Weights.of(weights)
+    found = torch.empty(tokens, dtype=full, device=hidden.device)
+    lse = torch.empty_like(found)
+    metrics = torch.zeros((3, tokens), dtype=full, device=hidden.device) if wanted.metrics else None
+    d_hidden = torch.empty_like(hidden) if wanted.hidden else None
+    d_weight = _zeros(head.weight, head.grad_weight_dtype) if wanted.weight else None
+    d_bias = _zeros(head.bias, full) if wanted.bias and head.bias is not None else None
+    for first in range(0, tokens, head.chunk_tokens):
+        at = slice(first, min(first + head.chunk_tokens, tokens))
+        scale = None
+        if wanted.any_gradient:
+            scale = valid[at].to(full)
+            scale = scale if split is None else scale * split.mantissa[at]
+        statistics = chunk.run(hidden[at], columns[at], scale, wanted.metrics)
+        lse[at] = statistics[LSE]
+        found[at] = losses(statistics, head.terms, vocabulary.size).where(valid[at], 0.0)
+        if metrics is not None:
+            z, seen = statistics[LABEL], valid[at]
+            metrics[0, at] = (z - lse[at]).where(seen, 0.0)
+            metrics[1, at] = (lse[at] - statistics[EXPECTED]).where(seen, 0.0)
+            metrics[2, at] = (z >= statistics[LARGEST]).logical_and(seen)
+        if d_hidden is not None:
+            chunk.hidden_gradient(d_hidden[at])
+        chunk.add_to(d_weight, d_bias, None if split is None else split.power[at])
+    return Pass(found, lse, d_hidden, d_weight, d_bias, metrics)
+
+
+def repair(
+    d_weight: Tensor | None,
+    d_bias: Tensor | None,
+    hidden: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    missing: Tensor,
+    head: Head,
+) -> None:
+    """Add sum_i missing_i dl_i/dW to d_weight, and the same of the bias: two products a token.
+
+    Args:
+        d_weight: [v, d], or None.
+        d_bias: [v], or None.
+        hidden: [tokens, d], of the tokens to repair.
+        labels: [tokens].
+        lse: [tokens].
+        missing: [tokens] in at least float32, of any sign.
+        head: As in `forward`.
+    """
+    largest = torch.frexp(missing.abs().max())[
+        1
+    ].item()  # float16 holds hidden states times 1, not times 1e-6
+    alpha, missing = 2.0**largest, torch.ldexp(missing, torch.tensor(-largest, device=missing.device))
+    tokens = len(hidden)
+    columns = head.vocabulary.columns(labels, head.ignore_index)
+    valid = (labels != head.ignore_index).to(missing.dtype)
+    chunk = Chunk(head, min(tokens, head.chunk_tokens), gradients=True)
+    split = Weights.of(missing)
+    for first in range(0, tokens, head.chunk_tokens):
+        at = slice(first, min(first + head.chunk_tokens, tokens))
+        chunk.run(hidden[at], columns[at], valid[at] * split.mantissa[at], False)
+        chunk.add_to(d_weight, d_bias, split.power[at], alpha)
+
+
+class Chunk:
+    """One chunk's logits, which become their gradient; the memory is used again for the next."""
+
+    def __init__(self, head: Head, tokens: int, gradients: bool) -> None:
+        self._head, self._products = head, head.products
+        self._rows = rows_for(head.weight)
+        shape = (tokens, head.vocabulary.rows)
+        made = self._products
+        self._all_logits = torch.empty(shape, dtype=made.logits, device=head.weight.device)
+        self._all_gradients = self._all_logits
+        if gradients and made.gradients != made.logits:
+            self._all_gradients = torch.empty(shape, dtype=made.gradients, device=head.weight.device)
+
+    def run(self, hidden: Tensor, columns: Tensor, scale: Tensor | None, metrics: bool) -> Tensor:
+        """Statistics [5, tokens] of the logits; with `scale` they become scale_i dl_i/dlogits."""
+        head, made = self._head, self._products
+        logits, self._gradients = self._all_logits[: len(hidden)], self._all_gradients[: len(hidden)]
+        made.first(hidden, head.weight, head.bias, logits)
+        own = made.own(hidden, head.weight, head.bias, columns)
+        scale = None if scale is None else scale * made.gain
+        statistics: Tensor
+        statistics, self._columns = self._rows(
+            logits, columns, own, scale, head.terms, head.vocabulary, self._gradients, metrics
+        )
+        self._hidden, self._labels = hidden, columns
+        return statistics
+
+    def hidden_gradient(self, out: Tensor) -> None:
+        """out = dlogits weight."""
+        self._products.second(self._gradients, self._columns, self._labels, self._head.weight, out)
+
+    def add_to(
+        self, d_weight: Tensor | None, d_bias: Tensor | None, power: Tensor | None, alpha: float = 1.0
+    ) -> None:
+        """d_weight += alpha (dlogits)^T (power hidden), d_bias += alpha (dlogits)^T power."""
+        dlogits, columns, labels, hidden = self._gradients, self._columns, self._labels, self._hidden
+        if d_weight is not None:
+            if power is not None:  # a weight of 0 keeps whatever such a token holds out of the sum
+                weighted = hidden * power[:, None]
+                hidden = weighted.where(power[:, None] != 0, 0.0).to(self._products.gradients)
+            self._products.third(dlogits, columns, labels, hidden, d_weight, alpha)
+        if d_bias is not None:
+            power = d_bias.new_ones(len(hidden)) if power is None else power.to(d_bias.dtype)
+            self._products.bias(dlogits, columns, labels, alpha * power, d_bias)
+
+
+def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(like.shape, dtype=dtype, device=like.device)

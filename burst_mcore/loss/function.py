@@ -1,0 +1,262 @@
+"""The fused LM head and loss, and its place in autograd."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from burst_mcore.loss.arguments import Arguments, Call, checked
+from burst_mcore.loss.chunked import Wanted, Weights, forward, repair
+from burst_mcore.loss.products import blocks
+from burst_mcore.loss.terms import wide
+
+ULPS = 8
+"""Upstream gradients so near to c w_i count as c w_i: weights may have been normalised before c came."""
+
+
+class Metrics(NamedTuple):
+    """Of every token, in the shape of labels, without gradients; 0 or False where the label is ignored."""
+
+    log_probability: Tensor
+    """Of the label, without smoothing."""
+    entropy: Tensor
+    """Of the softmax of the logits, in nats."""
+    correct: Tensor
+    """Whether no logit is larger than the label's."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def fused_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    weights: Tensor | None = None,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    tp_group: dist.ProcessGroup | None = None,
+    cp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    chunk_tokens: int | str = "auto",
+    grad_weight_dtype: torch.dtype = torch.float32,
+    main_grad: Tensor | None = None,
+    return_metrics: bool = False,
+) -> Tensor | tuple[Tensor, Metrics]:
+    """Loss of an LM head without its N x V logits; gradients are made in forward, at three products a token.
+
+    What it computes, in plain PyTorch (`burst_mcore.loss.reference.linear_cross_entropy` is that):
+
+        logits = hidden @ weight.T + bias
+        z = (logits if softcap is None else softcap * tanh(logits / softcap)) / temperature
+        l = cross_entropy(z, labels, label_smoothing=label_smoothing) + z_loss * logsumexp(z) ** 2
+        l[labels == ignore_index] = 0
+        "none": l        "sum": sum(w * l)        "mean": sum(w * l) / sum(w[labels != ignore_index])
+
+    Gradients are exact for every upstream gradient. Those that are a scalar times `weights` are cheap: of the
+    means and sums here, and with "none" of a masked sum of the caller's, c * weights (Megatron's contract).
+    With "none", tokens whose upstream gradient is another are done again, at two products each; there on CUDA
+    the host waits for the device in backward.
+
+    Args:
+        hidden: [..., d]; float32, bfloat16, float16 or float64. With `sequence_parallel`, this rank's part,
+            along the first dim, of the tokens that `labels` has.
+        weight: [V, d], of the same dtype. With `tp_group`, this rank's rows: ceil(V / TP) each, in the
+            order of ranks, fewer at the end.
+        labels: [...], integers in [0, V) or `ignore_index`. The same on all ranks of `tp_group`.
+        weights: [...], at least 0 and finite. With "none" they do not weight: they say which upstream
+            gradients to expect. They get no gradient.
+        bias: [V], or this rank's.
+        ignore_index: Of labels without loss.
+        reduction: "mean", "sum" or "none". Where all weights are 0 the mean is 0.
+        z_loss: Factor of logsumexp(z)^2.
+        label_smoothing: As in torch's cross_entropy.
+        softcap: Cap of the logits.
+        temperature: Divisor of the logits.
+        tp_group: Ranks that share the vocabulary. All get the same loss; the gradient of hidden is summed
+            over them.
+        cp_group: Ranks that share the sequence: "mean" divides by the weights of all of them, so that the
+            means of the ranks add up to that of the whole. Nothing else changes.
+        sequence_parallel: hidden is dealt over `tp_group`: it is gathered here, its gradient scattered.
+        chunk_tokens: Tokens whose logits are alive at once.
+        grad_weight_dtype: In which the weight's gradient is summed over tokens (float64 for float64).
+        main_grad: [V, d], or this rank's: in backward the weight's gradient is added to it, and autograd gets
+            none for the weight.
+        return_metrics: Return (loss, `Metrics`).
+
+    Returns:
+        The loss in at least float32: a scalar, or of the shape of `labels` with "none".
+
+    Raises:
+        ValueError: on every rank of both groups, if an argument of any of them is not as above.
+        RuntimeError: in backward with create_graph: there is no second derivative.
+
+    Source: paper, "sequence-level fusion of LM head and loss"; DESIGN section 4; issue 6.
+    """
+    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    terms = {
+        "z_loss": z_loss,
+        "label_smoothing": label_smoothing,
+        "softcap": softcap,
+        "temperature": temperature,
+    }
+    call = checked(
+        Arguments(
+            hidden, weight, labels, weights, bias, ignore_index, reduction, terms, tp_group, cp_group,
+            sequence_parallel, chunk_tokens, grad_weight_dtype, main_grad, return_metrics,
+        )
+    )  # fmt: skip
+    loss: Tensor
+    loss, *metrics = _FusedLoss.apply(hidden, weight, bias, labels, weights, main_grad, call)  # type: ignore[no-untyped-call]
+    if not return_metrics:
+        return loss
+    log_probability, entropy, correct = metrics
+    return loss, Metrics(log_probability, entropy, correct.bool())
+
+
+class _FusedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        weights: Tensor | None,
+        main_grad: Tensor | None,
+        call: Call,
+    ) -> tuple[Tensor, ...]:
+        of_hidden, of_weight, of_bias, *_ = (needed and call.gradients for needed in ctx.needs_input_grad)
+        whole = call.vocabulary.gathered(hidden) if call.sequence_parallel else hidden
+        flat, y = whole.reshape(-1, whole.shape[-1]), labels.reshape(-1)
+        unit, w = _over_a_power_of_two(weights, wide(hidden.dtype))
+        head = call.head(weight, bias, len(flat))
+        done = forward(flat, y, w, head, Wanted(of_hidden, of_weight, of_bias, call.metrics))
+        loss, share = _reduced(done.losses, y, w, unit, call)
+        d_hidden = done.hidden
+        if d_hidden is not None:
+            d_hidden = call.vocabulary.summed(d_hidden, call.sequence_parallel)
+        ctx.call, ctx.main_grad = call, main_grad
+        ctx.save_for_backward(
+            flat if call.reduction == "none" and (of_weight or of_bias) else None,
+            weight, bias, y, w, share, done.lse, d_hidden, done.weight, done.bias,
+        )  # fmt: skip
+        ctx.shape = hidden.shape
+        metrics = () if done.metrics is None else done.metrics.view(3, *labels.shape).unbind()
+        ctx.mark_non_differentiable(*metrics)
+        ctx.set_materialize_grads(False)
+        return (loss.view(labels.shape) if call.reduction == "none" else loss, *metrics)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "fused_linear_cross_entropy has no second derivative: call backward without create_graph"
+            )
+        if upstream is None:
+            return (None,) * 7
+        flat, weight, bias, y, w, share, lse, d_hidden, d_weight, d_bias = ctx.saved_tensors
+        call: Call = ctx.call
+        upstream = upstream.to(lse.dtype)
+        if call.reduction == "none":
+            each = upstream.reshape(-1).where(y != call.ignore_index, 0.0)
+            c, others = _scalar_and_others(each, w)
+        else:
+            c, others = upstream * share, None
+            each = c.expand(len(lse)) if w is None else c * w
+        if d_hidden is not None:
+            factor = each if w is None else each / Weights.of(w).mantissa
+            if call.sequence_parallel:
+                factor = call.vocabulary.part(factor)
+            factor = factor[:, None]  # where it is 0, whatever such a token holds is kept out
+            d_hidden = (d_hidden * factor).where(factor != 0, 0.0).to(d_hidden.dtype).view(ctx.shape)
+        if others is not None and flat is not None:
+            d_weight, d_bias = (None if x is None else _times(x, c) for x in (d_weight, d_bias))
+            missing = each[others] - (c if w is None else c * w[others])
+            head = call.head(weight, bias, len(others))
+            repair(d_weight, d_bias, flat[others], y[others], lse[others], missing, head)
+            c = torch.ones_like(c)
+        if d_bias is not None:
+            d_bias = (d_bias * c).to(bias.dtype)
+        if d_weight is not None:
+            d_weight = _handed_over(d_weight, c, weight.dtype, ctx.main_grad)
+        return d_hidden, d_weight, d_bias, None, None, None, None
+
+
+def _over_a_power_of_two(weights: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """(unit, weights [tokens] over it): the largest from 1 to 2, so that float16 holds all that matter."""
+    if weights is None:
+        return None, None
+    w = weights.detach().to(dtype).reshape(-1)
+    if w.numel() == 0:
+        return w.new_ones(()), w
+    exponent = torch.frexp(w.max())[1] - 1
+    return torch.ldexp(w.new_ones(()), exponent), torch.ldexp(w, -exponent)
+
+
+def _reduced(
+    losses: Tensor, y: Tensor, w: Tensor | None, unit: Tensor | None, call: Call
+) -> tuple[Tensor, Tensor | None]:
+    """(loss, its share): a token's upstream gradient is the loss's times the share times w."""
+    if call.reduction == "none":
+        return losses, None
+    total = losses if w is None else (losses * w).where(w != 0, 0.0)
+    unit = losses.new_ones(()) if unit is None else unit
+    if call.reduction == "sum":
+        return total.sum() * unit, unit
+    valid = y != call.ignore_index
+    weights = (valid.to(losses.dtype) if w is None else w.where(valid, 0.0)).sum() * unit
+    if call.cp_group is not None:
+        dist.all_reduce(weights, group=call.cp_group)
+    share = torch.where(weights == 0, 0.0, unit / weights)
+    return torch.where(weights == 0, 0.0, total.sum() * share), share
+
+
+def _scalar_and_others(each: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(c, the tokens whose upstream gradient is not c w_i, None if there are none).
+
+    c is the median of g_i / w_i, so that it is found where less than half of the tokens differ; else it is 0.
+    """
+    expected = torch.ones_like(each) if w is None else w
+    c = torch.nanmedian(torch.where(expected != 0, each / expected, torch.nan)) if len(each) else each.sum()
+    c = c.where(c.isfinite(), 0.0)
+    near = ULPS * torch.finfo(each.dtype).eps * torch.maximum(each.abs(), (c * expected).abs())
+    others = ~((each - c * expected).abs() <= near)  # also where one is NaN
+    found = others.nonzero()[:, 0]
+    if 2 * len(found) > len(each):
+        c, found = torch.zeros_like(c), (each != 0).nonzero()[:, 0]
+    return c, found if len(found) else None
+
+
+def _handed_over(d_weight: Tensor, c: Tensor, dtype: torch.dtype, main_grad: Tensor | None) -> Tensor | None:
+    """c d_weight, added to main_grad, or as a tensor of the weight's dtype; no other copy is made of it."""
+    if main_grad is None and dtype == d_weight.dtype:
+        return _times(d_weight, c)
+    out = torch.empty_like(d_weight, dtype=dtype) if main_grad is None else None
+    for at in blocks(d_weight):
+        scaled = _times(d_weight[at], c)
+        if main_grad is not None:
+            main_grad[at].add_(scaled)
+        elif out is not None:
+            out[at] = scaled
+    return out
+
+
+def _times(x: Tensor, c: Tensor) -> Tensor:
+    """X c, in place if nobody will ask for x again."""
+    return x * c if _graph_is_kept() else x.mul_(c)
+
+
+def _graph_is_kept() -> bool:
+    """Whether backward was called with retain_graph; taken for so where torch does not say."""
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return ask is None or bool(ask())

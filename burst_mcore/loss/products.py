@@ -1,0 +1,123 @@
+"""The three matrix products of a chunk of tokens, as precise as the device makes them in their dtype.
+
+The first gives logits, the second the gradient of the hidden states, the third adds to that of the weight,
+which is held in at least float32. A GPU multiplies 16-bit numbers into float32. A CPU rounds what it
+multiplies in bfloat16 to bfloat16: there the labels' columns, the only large entries of dlogits, are kept
+apart and done in float32. CPUs are slow with float16: there it is multiplied as float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from burst_mcore.loss.terms import wide
+
+VOCABULARY_BLOCK = 4096
+"""Rows of the weight that are taken at once where its product needs memory of its own."""
+
+
+@dataclass(frozen=True)
+class Products:
+    """How the products are made; see `products_for`."""
+
+    logits: torch.dtype
+    """Of the logits."""
+    gradients: torch.dtype
+    """Of dlogits, as the other two products read them."""
+    apart: bool = False
+    """The labels' columns are not in dlogits: they are done in float32, beside the product."""
+    gain: float = 1.0
+    """dlogits are multiplied by it, and what comes of them divided: float16 has no small numbers."""
+
+    def first(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Out = hidden weight^T + bias, [tokens, v]."""
+        if self.logits == weight.dtype:
+            torch.mm(hidden, weight.t(), out=out)
+        elif self.logits == self.gradients:  # as float32
+            wider = hidden.to(self.logits)
+            for at in blocks(weight):
+                torch.mm(wider, weight[at].to(self.logits).t(), out=out[:, at])
+        else:
+            torch.mm(hidden, weight.t(), out_dtype=self.logits, out=out)
+        if bias is not None:
+            out += bias
+
+    def own(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor | None:
+        """The labels' logits [tokens] in float32 if they are kept apart; 0 where the label is not here."""
+        if not self.apart:
+            return None
+        if len(weight) == 0:
+            return torch.zeros(len(labels), dtype=wide(weight.dtype), device=weight.device)
+        y = labels.clamp(min=0)
+        found: Tensor = torch.linalg.vecdot(hidden.to(wide(hidden.dtype)), weight[y].to(wide(weight.dtype)))
+        if bias is not None:
+            found = found + bias[y]
+        return found.where(labels >= 0, 0.0)
+
+    def second(self, dlogits: Tensor, columns: Tensor, labels: Tensor, weight: Tensor, out: Tensor) -> None:
+        """Out = dlogits weight, [tokens, d]."""
+        if self.gradients == weight.dtype and not self.apart and self.gain == 1.0:
+            torch.mm(dlogits, weight, out=out)
+            return
+        if self.gradients == weight.dtype:
+            found = torch.mm(dlogits, weight).to(wide(weight.dtype))
+        else:
+            found = torch.zeros(out.shape, dtype=self.gradients, device=out.device)
+            for at in blocks(weight):
+                found.addmm_(dlogits[:, at], weight[at].to(self.gradients))
+        if self.apart and len(weight):
+            found.addcmul_(columns[:, None], weight[labels.clamp(min=0)].to(found.dtype))
+        out.copy_(found if self.gain == 1.0 else found.div_(self.gain))
+
+    def third(
+        self,
+        dlogits: Tensor,
+        columns: Tensor,
+        labels: Tensor,
+        hidden: Tensor,
+        out: Tensor,
+        alpha: float = 1.0,
+    ) -> None:
+        """Out += alpha dlogits^T hidden, [v, d] in at least float32."""
+        alpha = alpha / self.gain
+        if self.gradients == out.dtype:
+            out.addmm_(dlogits.t(), hidden.to(out.dtype), alpha=alpha)
+        elif dlogits.is_cuda and out.dtype == torch.float32:
+            torch.addmm(out, dlogits.t(), hidden, out_dtype=out.dtype, alpha=alpha, out=out)
+        else:
+            for at in blocks(out):
+                out[at].add_(torch.mm(dlogits[:, at].t(), hidden), alpha=alpha)
+        if self.apart:
+            here = labels >= 0
+            rows = columns[here, None] * hidden[here]
+            out.index_add_(0, labels[here], rows.to(out.dtype), alpha=alpha)
+
+    def bias(self, dlogits: Tensor, columns: Tensor, labels: Tensor, weights: Tensor, out: Tensor) -> None:
+        """Out += dlogits^T weights, [v] in at least float32."""
+        weights = weights / self.gain
+        for at in blocks(out):
+            out[at] += weights @ dlogits[:, at].to(weights.dtype)
+        if self.apart:
+            here = labels >= 0
+            out.index_add_(0, labels[here], (columns * weights)[here])
+
+
+def products_for(dtype: torch.dtype, device: torch.device, temperature: float = 1.0) -> Products:
+    """The products for hidden states and weights of this dtype on this device."""
+    if wide(dtype) == dtype:
+        return Products(dtype, dtype)
+    if device.type == "cuda":
+        gain = 2.0**10 if dtype == torch.float16 and temperature >= 1.0 else 1.0
+        return Products(torch.float32, dtype, gain=gain)
+    if dtype == torch.float16:
+        return Products(torch.float32, torch.float32)
+    return Products(dtype, dtype, apart=True)
+
+
+def blocks(rows: Tensor) -> Iterator[slice]:
+    """Blocks of the vocabulary."""
+    return (slice(i, i + VOCABULARY_BLOCK) for i in range(0, len(rows), VOCABULARY_BLOCK))

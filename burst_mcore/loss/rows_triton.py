@@ -1,0 +1,139 @@
+"""The elementwise work on logits as Triton kernels: a program does one row, in two sweeps if it is whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from burst_mcore.loss.terms import LSE, Terms
+from burst_mcore.loss.vocabulary import Vocabulary
+
+BLOCK, WARPS = 4096, 8
+"""Columns at once, and warps of a program; not tuned: no speed was measured."""
+
+
+@triton.jit
+def _scaled(x, softcap, temperature, SOFTCAP: tl.constexpr):
+    if SOFTCAP:
+        x = softcap * (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0)
+    return x / temperature
+
+
+@triton.jit
+def _row_gradient(
+    logits, out, columns, row, label, lse, scale, softcap, temperature, z_loss, smoothing, vocabulary, size,
+    logits_row, out_row, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row of scale dl/dlogits; the label's column also goes to `columns`."""
+    row_scale = tl.load(scale + row) / temperature
+    factor = row_scale * (1.0 + 2.0 * z_loss * lse)
+    spread = row_scale * smoothing / vocabulary
+    at_label = 0.0
+    for first in range(0, size, BLOCK):
+        j = first + tl.arange(0, BLOCK)
+        x = tl.load(logits + row * logits_row + j, mask=j < size, other=0.0).to(tl.float32)
+        z = _scaled(x, softcap, temperature, SOFTCAP)
+        g = tl.exp(z - lse) * factor - spread
+        g = tl.where(j == label, g - row_scale * (1.0 - smoothing), g)
+        if SOFTCAP:
+            t = z * temperature / softcap
+            g = g * (1.0 - t * t)
+        g = tl.where(row_scale == 0.0, 0.0, g)
+        at_label += tl.sum(tl.where(j == label, g, 0.0), 0)
+        tl.store(out + row * out_row + j, g.to(out.dtype.element_ty), mask=j < size)
+    tl.store(columns + row, at_label)
+
+
+@triton.jit
+def statistics_kernel(
+    logits, labels, found, scale, out, columns, softcap, temperature, z_loss, smoothing, vocabulary, size,
+    tokens, logits_row, out_row, SOFTCAP: tl.constexpr, GRADIENTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row's statistics, and its gradient if GRADIENTS; `out` may be `logits`."""
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    most, powers, weighted, total, own = -float("inf"), 0.0, 0.0, 0.0, 0.0
+    for first in range(0, size, BLOCK):
+        j = first + tl.arange(0, BLOCK)
+        x = tl.load(logits + row * logits_row + j, mask=j < size, other=0.0).to(tl.float32)
+        z = _scaled(x, softcap, temperature, SOFTCAP)
+        z = tl.where(j < size, z, -float("inf"))
+        larger = tl.maximum(most, tl.max(z, 0))
+        base = tl.where(larger == -float("inf"), 0.0, larger)
+        before = tl.exp(most - base)
+        p = tl.exp(z - base)
+        finite = tl.where(j < size, z, 0.0)
+        powers = powers * before + tl.sum(p, 0)
+        weighted = weighted * before + tl.sum(tl.where(p == 0.0, 0.0, p * finite), 0)
+        total += tl.sum(finite, 0)
+        own += tl.sum(tl.where(j == label, finite, 0.0), 0)
+        most = larger
+    base = tl.where(most == -float("inf"), 0.0, most)
+    lse = base + tl.log(powers)
+    tl.store(found + row, lse)
+    tl.store(found + tokens + row, own)
+    tl.store(found + 2 * tokens + row, total)
+    tl.store(found + 3 * tokens + row, most)
+    tl.store(found + 4 * tokens + row, weighted / powers)
+    if GRADIENTS:
+        _row_gradient(
+            logits, out, columns, row, label, lse, scale, softcap, temperature, z_loss, smoothing, vocabulary,
+            size, logits_row, out_row, SOFTCAP, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def gradients_kernel(
+    logits, labels, lse, scale, out, columns, softcap, temperature, z_loss, smoothing, vocabulary, size,
+    logits_row, out_row, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row's gradient, from lse over the columns of all ranks."""
+    row = tl.program_id(0).to(tl.int64)
+    _row_gradient(
+        logits, out, columns, row, tl.load(labels + row), tl.load(lse + row), scale, softcap, temperature,
+        z_loss, smoothing, vocabulary, size, logits_row, out_row, SOFTCAP, BLOCK,
+    )  # fmt: skip
+
+
+def logits_to_gradients(
+    logits: Tensor,
+    labels: Tensor,
+    own: Tensor | None,
+    scale: Tensor | None,
+    terms: Terms,
+    vocabulary: Vocabulary,
+    out: Tensor,
+    metrics: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """As `rows.logits_to_gradients`, in float32; `own` must be None: a GPU's logits are in float32."""
+    assert own is None
+    tokens, size = logits.shape
+    found = torch.empty((5, tokens), dtype=torch.float32, device=logits.device)
+    columns = torch.zeros(tokens, dtype=torch.float32, device=logits.device)
+    numbers = (terms.softcap or 1.0, terms.temperature, terms.z_loss, terms.label_smoothing, vocabulary.size)
+    flags: dict[str, Any] = {
+        "SOFTCAP": terms.softcap is not None,
+        "BLOCK": min(BLOCK, triton.next_power_of_2(max(16, size))),
+        "num_warps": WARPS,
+    }
+    strides = logits.stride(0), out.stride(0)
+    alone = scale is not None and vocabulary.group is None
+    if tokens:
+        given = columns if scale is None else scale  # not read without gradients
+        statistics_kernel[(tokens,)](
+            logits, labels, found, given, out, columns, *numbers, size, tokens, *strides,
+            GRADIENTS=alone, **flags,
+        )  # fmt: skip
+    found = vocabulary.whole(found)
+    if scale is None:
+        return found, None
+    if tokens and not alone:
+        lse = found[LSE].contiguous()
+        gradients_kernel[(tokens,)](
+            logits, labels, lse, scale, out, columns, *numbers, size, *strides, **flags
+        )
+    return found, columns

@@ -1,0 +1,69 @@
+"""How a token's loss is made of its logits: values, and the plain arithmetic of a row's statistics."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LSE, LABEL, TOTAL, LARGEST, EXPECTED = range(5)
+"""Rows of a tensor of statistics [5, tokens], each over a token's logits z (capped, divided by temperature):
+logsumexp, the label's, their sum, the largest, their mean under softmax(z)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What a token's loss has beside the cross-entropy of its logits.
+
+    Raises:
+        ValueError: a value that is not finite or out of its range.
+    """
+
+    z_loss: float = 0.0
+    """Factor of logsumexp(z)^2, at least 0."""
+    label_smoothing: float = 0.0
+    """Share of the label's probability that is spread over the whole vocabulary, from 0 to 1."""
+    softcap: float | None = None
+    """Logits become softcap tanh(logits / softcap)."""
+    temperature: float = 1.0
+    """They are divided by it, after the cap."""
+
+    def __post_init__(self) -> None:
+        _number("z_loss", self.z_loss, 0.0, math.inf)
+        _number("label_smoothing", self.label_smoothing, 0.0, 1.0)
+        _number("temperature", self.temperature, 0.0, math.inf, above=True)
+        if self.softcap is not None:
+            _number("softcap", self.softcap, 0.0, math.inf, above=True)
+
+
+def _number(name: str, value: object, least: float, most: float, above: bool = False) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not least <= value <= most or (above and value == least):  # type: ignore[operator]
+        words = f"above {least:g}" if above else f"at least {least:g}"
+        words += f" and at most {most:g}" if math.isfinite(most) else ""
+        raise ValueError(f"{name} must be a finite number {words}, got {value!r}")
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of `dtype` are summed: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def combined(parts: Tensor) -> Tensor:
+    """Statistics [5, tokens] of whole rows, from those of their parts [parts, 5, tokens]."""
+    lse = torch.logsumexp(parts[:, LSE], 0)
+    shares = torch.exp(parts[:, LSE] - lse)
+    largest = parts[:, LARGEST].amax(0)
+    expected = (shares * parts[:, EXPECTED]).where(shares > 0, 0.0).sum(0)  # a part may have no columns
+    return torch.stack([lse, parts[:, LABEL].sum(0), parts[:, TOTAL].sum(0), largest, expected])
+
+
+def losses(statistics: Tensor, terms: Terms, vocabulary: int) -> Tensor:
+    """Cross-entropy with label smoothing (as torch defines it) and z-loss, of each token [tokens]."""
+    lse, kept = statistics[LSE], 1.0 - terms.label_smoothing
+    found = lse - kept * statistics[LABEL]
+    if terms.label_smoothing:
+        found = found - terms.label_smoothing / vocabulary * statistics[TOTAL]
+    return found + terms.z_loss * lse.square() if terms.z_loss else found

@@ -1,0 +1,67 @@
+"""The vocabulary dealt over a tensor-parallel group: which rows a rank holds, and what it exchanges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from burst_mcore.loss.terms import combined
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """This rank's rows, `first` and following, of `size`."""
+
+    size: int
+    first: int
+    rows: int
+    group: dist.ProcessGroup | None = None
+    """None where one rank holds all."""
+
+    def columns(self, labels: Tensor, ignore_index: int) -> Tensor:
+        """Labels as columns of this rank's logits, -1 where they are another rank's, or ignored."""
+        column = labels - self.first
+        here = (labels != ignore_index) & (column >= 0) & (column < self.rows)
+        return column.where(here, -1)
+
+    def whole(self, statistics: Tensor) -> Tensor:
+        """Statistics of all columns, from those of this rank's."""
+        if self.group is None:
+            return statistics
+        parts = statistics.new_empty((dist.get_world_size(self.group), *statistics.shape))
+        dist.all_gather(list(parts.unbind()), statistics, group=self.group)
+        return combined(parts)
+
+    def summed(self, x: Tensor, scattered: bool) -> Tensor:
+        """What each rank's columns give, added up; of the whole sequence, or this rank's part of it."""
+        if self.group is None:
+            return x
+        if not scattered:
+            dist.all_reduce(x, group=self.group)
+            return x
+        part = torch.empty_like(self.part(x))
+        dist.reduce_scatter_tensor(part, x, group=self.group)
+        return part
+
+    def gathered(self, sequence: Tensor) -> Tensor:
+        """The whole sequence from each rank's part, along the first dim."""
+        assert self.group is not None
+        size = dist.get_world_size(self.group)
+        whole = sequence.new_empty((size * sequence.shape[0], *sequence.shape[1:]))
+        dist.all_gather(list(whole.chunk(size)), sequence.contiguous(), group=self.group)
+        return whole
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part of the sequence, along the first dim."""
+        assert self.group is not None
+        return whole.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)]
+
+
+def shard(vocabulary: int, size: int, rank: int) -> tuple[int, int]:
+    """(first row, rows) of a rank's part: ceil(vocabulary / size) each, fewer at the end."""
+    rows = -(-vocabulary // size)
+    first = min(rank * rows, vocabulary)
+    return first, min(rows, vocabulary - first)
