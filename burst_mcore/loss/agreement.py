@@ -15,8 +15,8 @@ _LEAST = -(2**62)
 
 def agree(
     group: dist.ProcessGroup, error: str | None, facts: str, numbers: Sequence[int]
-) -> tuple[bool, list[list[int]]]:
-    """Whether no rank of the group has an error and all have the same facts; and everyone's numbers, by rank.
+) -> tuple[bool, bool, list[list[int]]]:
+    """Whether a rank of the group has an error, whether all have the same facts, and all numbers by rank.
 
     One all-reduce of a few integers. Every rank of the group must come, with as many numbers.
     """
@@ -29,7 +29,7 @@ def agree(
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     failed, most, minus_least, *rest = found.tolist()
     count = len(numbers)
-    return not failed and most == -minus_least, [rest[i * count : (i + 1) * count] for i in range(size)]
+    return bool(failed), most == -minus_least, [rest[i * count : (i + 1) * count] for i in range(size)]
 
 
 def refusal(groups: Sequence[dist.ProcessGroup], error: str | None, facts: str) -> str:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.loss import agreement
+from burst_mcore.loss.agreement import agree, fingerprint, refusal
 from burst_mcore.loss.chunked import Head, automatic_chunk
 from burst_mcore.loss.terms import Terms
 from burst_mcore.loss.vocabulary import Vocabulary, shard
@@ -72,18 +72,22 @@ def checked(a: Arguments) -> Call:
     tp_group = a.tp_group if a.tp_group in groups else None
     numbers, error = [0, 0, 0, 0], _wrong(a, tp_group)
     if error is None:
-        numbers = [len(a.weight), *_range_of(a), agreement.fingerprint(a.weight[:1].flatten())]
+        numbers = [len(a.weight), *_range_of(a), fingerprint(a.weight[:1].flatten())]
     facts = _facts(a)
-    agreed, everyones = True, [numbers]
+    failed, same, everyones = error is not None, True, [numbers]
     if tp_group is not None:
-        agreed, everyones = agreement.agree(tp_group, error, f"{facts}, {_tokens(a)}", numbers)
-    if agreed and error is None:
+        failed, same, everyones = agree(tp_group, error, f"{facts}, {_tokens(a)}", numbers)
+    if not failed:
         error = _wrong_together(a, everyones)
+    wrong = failed or not same or error is not None
     for group in groups:
         if group is not tp_group:
-            agreed = agreement.agree(group, error if agreed else "", facts, [])[0] and agreed
-    if not agreed or error is not None:
-        raise ValueError(agreement.refusal(groups, error, f"{facts}, {_tokens(a)}"))
+            failed, same, _ = agree(group, "" if wrong else None, facts, [])
+            wrong = wrong or failed or not same
+    if wrong and not groups:
+        raise ValueError(error)
+    if wrong:
+        raise ValueError(refusal(groups, error, f"{facts}, {_tokens(a)}"))
     rank = 0 if tp_group is None else dist.get_rank(tp_group)
     rows = [mine[0] for mine in everyones]
     return Call(

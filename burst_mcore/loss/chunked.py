@@ -17,7 +17,7 @@ from torch import Tensor
 
 from burst_mcore.loss.products import Products, products_for
 from burst_mcore.loss.table import rows_for
-from burst_mcore.loss.terms import EXPECTED, LABEL, LARGEST, LSE, Terms, losses, wide
+from burst_mcore.loss.terms import ENTROPY, LABEL, LARGEST, LSE, Terms, losses, wide
 from burst_mcore.loss.vocabulary import Vocabulary
 
 CHUNK_BYTES = 2**28
@@ -61,7 +61,8 @@ class Pass(NamedTuple):
     """[tokens], 0 where the label is ignored."""
     lse: Tensor
     hidden: Tensor | None
-    """m_i u_i, the gradient of each token's loss, times the weight's mantissa [tokens, d]."""
+    """m_i u_i, the gradient of each token's loss, times the weight's mantissa [tokens, d]; of this rank's part
+    of the vocabulary, and then in at least float32."""
     weight: Tensor | None
     """sum_i w_i dl_i/dW [v, d]."""
     bias: Tensor | None
@@ -114,7 +115,9 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
     found = torch.empty(tokens, dtype=full, device=hidden.device)
     lse = torch.empty_like(found)
     metrics = torch.zeros((3, tokens), dtype=full, device=hidden.device) if wanted.metrics else None
-    d_hidden = torch.empty_like(hidden) if wanted.hidden else None
+    d_hidden = None
+    if wanted.hidden:  # parts that are added up over ranks are rounded once, after that
+        d_hidden = torch.empty_like(hidden, dtype=hidden.dtype if vocabulary.group is None else full)
     d_weight = _zeros(head.weight, head.grad_weight_dtype) if wanted.weight else None
     d_bias = _zeros(head.bias, full) if wanted.bias and head.bias is not None else None
     for first in range(0, tokens, head.chunk_tokens):
@@ -129,7 +132,7 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
         if metrics is not None:
             z, seen = statistics[LABEL], valid[at]
             metrics[0, at] = (z - lse[at]).where(seen, 0.0)
-            metrics[1, at] = (lse[at] - statistics[EXPECTED]).where(seen, 0.0)
+            metrics[1, at] = statistics[ENTROPY].where(seen, 0.0)
             metrics[2, at] = (z >= statistics[LARGEST]).logical_and(seen)
         if d_hidden is not None:
             chunk.hidden_gradient(d_hidden[at])
@@ -209,9 +212,8 @@ class Chunk:
         """d_weight += alpha (dlogits)^T (power hidden), d_bias += alpha (dlogits)^T power."""
         dlogits, columns, labels, hidden = self._gradients, self._columns, self._labels, self._hidden
         if d_weight is not None:
-            if power is not None:  # a weight of 0 keeps whatever such a token holds out of the sum
-                weighted = hidden * power[:, None]
-                hidden = weighted.where(power[:, None] != 0, 0.0).to(self._products.gradients)
+            if power is not None:
+                hidden = (hidden * power[:, None]).to(self._products.gradients)
             self._products.third(dlogits, columns, labels, hidden, d_weight, alpha)
         if d_bias is not None:
             power = d_bias.new_ones(len(hidden)) if power is None else power.to(d_bias.dtype)

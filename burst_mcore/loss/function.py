@@ -99,7 +99,8 @@ def fused_linear_cross_entropy(
 
     Source: paper, "sequence-level fusion of LM head and loss"; DESIGN section 4; issue 6.
     """
-    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
+    tensors = isinstance(hidden, Tensor) and isinstance(weight, Tensor)
+    if tensors and torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
@@ -116,7 +117,8 @@ def fused_linear_cross_entropy(
         )
     )  # fmt: skip
     loss: Tensor
-    loss, *metrics = _FusedLoss.apply(hidden, weight, bias, labels, weights, main_grad, call)  # type: ignore[no-untyped-call]
+    with torch.autocast(hidden.device.type, enabled=False):
+        loss, *metrics = _FusedLoss.apply(hidden, weight, bias, labels, weights, main_grad, call)  # type: ignore[no-untyped-call]
     if not return_metrics:
         return loss
     log_probability, entropy, correct = metrics
@@ -144,7 +146,7 @@ class _FusedLoss(torch.autograd.Function):
         loss, share = _reduced(done.losses, y, w, unit, call)
         d_hidden = done.hidden
         if d_hidden is not None:
-            d_hidden = call.vocabulary.summed(d_hidden, call.sequence_parallel)
+            d_hidden = call.vocabulary.summed(d_hidden, call.sequence_parallel).to(hidden.dtype)
         ctx.call, ctx.main_grad = call, main_grad
         ctx.save_for_backward(
             flat if call.reduction == "none" and (of_weight or of_bias) else None,
@@ -177,8 +179,7 @@ class _FusedLoss(torch.autograd.Function):
             factor = each if w is None else each / Weights.of(w).mantissa
             if call.sequence_parallel:
                 factor = call.vocabulary.part(factor)
-            factor = factor[:, None]  # where it is 0, whatever such a token holds is kept out
-            d_hidden = (d_hidden * factor).where(factor != 0, 0.0).to(d_hidden.dtype).view(ctx.shape)
+            d_hidden = (d_hidden * factor[:, None]).to(d_hidden.dtype).view(ctx.shape)
         if others is not None and flat is not None:
             d_weight, d_bias = (None if x is None else _times(x, c) for x in (d_weight, d_bias))
             missing = each[others] - (c if w is None else c * w[others])
@@ -209,7 +210,7 @@ def _reduced(
     """(loss, its share): a token's upstream gradient is the loss's times the share times w."""
     if call.reduction == "none":
         return losses, None
-    total = losses if w is None else (losses * w).where(w != 0, 0.0)
+    total = losses if w is None else losses * w
     unit = losses.new_ones(()) if unit is None else unit
     if call.reduction == "sum":
         return total.sum() * unit, unit

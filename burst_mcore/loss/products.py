@@ -59,19 +59,24 @@ class Products:
         return found.where(labels >= 0, 0.0)
 
     def second(self, dlogits: Tensor, columns: Tensor, labels: Tensor, weight: Tensor, out: Tensor) -> None:
-        """Out = dlogits weight, [tokens, d]."""
-        if self.gradients == weight.dtype and not self.apart and self.gain == 1.0:
-            torch.mm(dlogits, weight, out=out)
-            return
-        if self.gradients == weight.dtype:
-            found = torch.mm(dlogits, weight).to(wide(weight.dtype))
-        else:
+        """Out = dlogits weight, [tokens, d], rounded to its dtype."""
+        if self.gradients != weight.dtype:
             found = torch.zeros(out.shape, dtype=self.gradients, device=out.device)
             for at in blocks(weight):
-                found.addmm_(dlogits[:, at], weight[at].to(self.gradients))
-        if self.apart and len(weight):
-            found.addcmul_(columns[:, None], weight[labels.clamp(min=0)].to(found.dtype))
-        out.copy_(found if self.gain == 1.0 else found.div_(self.gain))
+                torch.addmm(found, dlogits[:, at], weight[at].to(self.gradients), out=found)
+        elif dlogits.is_cuda and (out.dtype != weight.dtype or self.gain != 1.0):
+            found = torch.mm(dlogits, weight, out_dtype=torch.float32)
+        elif self.apart:
+            found = torch.mm(dlogits, weight).to(wide(weight.dtype))
+            if len(weight):
+                found.addcmul_(columns[:, None], weight[labels.clamp(min=0)].to(found.dtype))
+        else:
+            torch.mm(dlogits, weight, out=out)
+            found = out
+        if self.gain != 1.0:
+            found.div_(self.gain)
+        if found is not out:
+            out.copy_(found)
 
     def third(
         self,
@@ -85,7 +90,7 @@ class Products:
         """Out += alpha dlogits^T hidden, [v, d] in at least float32."""
         alpha = alpha / self.gain
         if self.gradients == out.dtype:
-            out.addmm_(dlogits.t(), hidden.to(out.dtype), alpha=alpha)
+            torch.addmm(out, dlogits.t(), hidden.to(out.dtype), alpha=alpha, out=out)
         elif dlogits.is_cuda and out.dtype == torch.float32:
             torch.addmm(out, dlogits.t(), hidden, out_dtype=out.dtype, alpha=alpha, out=out)
         else:

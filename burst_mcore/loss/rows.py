@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from burst_mcore.loss.terms import EXPECTED, LABEL, LARGEST, LSE, TOTAL, Terms, wide
+from burst_mcore.loss.terms import ENTROPY, LABEL, LARGEST, LSE, TOTAL, Terms, wide
 from burst_mcore.loss.vocabulary import Vocabulary
 
 BLOCK_BYTES = 2**19
@@ -37,11 +37,11 @@ def logits_to_gradients(
         labels: [tokens], columns of the logits, -1 where the label's column is not here.
         own: [tokens], the labels' logits in at least float32 if they are better than those in `logits`; then
             the labels' columns of `out` are 0.
-        scale: [tokens] in at least float32; rows of scale 0 become zeros. None: no gradients.
+        scale: [tokens] in at least float32. None: no gradients.
         terms: Of the loss.
         vocabulary: What this rank has of it.
         out: [tokens, v]; may be `logits` itself.
-        metrics: Whether the largest logit and their mean are wanted (zeros else).
+        metrics: Whether the largest logit and the entropy are wanted (zeros else).
 
     Returns:
         Statistics [5, tokens] over the whole vocabulary, and the labels' columns of the gradient [tokens] (0
@@ -61,9 +61,7 @@ def logits_to_gradients(
     if own is None and out.shape[1]:
         rows = here.nonzero()[:, 0]
         out[rows, y[rows]] = columns[rows].to(out.dtype)
-    nothing = (scale == 0).nonzero()[:, 0]  # whatever such a row holds, also NaN
-    out.index_fill_(0, nothing, 0.0)
-    return found, columns.index_fill(0, nothing, 0.0)
+    return found, columns
 
 
 def _taken(logits: Tensor, here: Tensor, y: Tensor) -> Tensor:
@@ -129,8 +127,9 @@ class _Blocks:
             found[LSE, at] = lse
             if metrics:
                 found[LARGEST, at] = torch.maximum(largest, z_label[at])
-                mean = torch.linalg.vecdot(powers, z) * torch.exp(largest - lse)
-                found[EXPECTED, at] = mean + torch.exp(z_label[at] - lse) * z_label[at]
+                p, own = powers.mul(torch.exp(largest - lse)[:, None]), z_label[at] - lse
+                apart = (z - lse[:, None]).clamp_(min=LOW)  # a logit may be -inf
+                found[ENTROPY, at] = -torch.linalg.vecdot(p, apart) - own.exp() * own
             if scale is not None:
                 self._finish(at, z, powers, largest - lse, lse, scale[at])
         return found

@@ -42,7 +42,6 @@ def _row_gradient(
         if SOFTCAP:
             t = z * temperature / softcap
             g = g * (1.0 - t * t)
-        g = tl.where(row_scale == 0.0, 0.0, g)
         at_label += tl.sum(tl.where(j == label, g, 0.0), 0)
         tl.store(out + row * out_row + j, g.to(out.dtype.element_ty), mask=j < size)
     tl.store(columns + row, at_label)
@@ -67,8 +66,9 @@ def statistics_kernel(
         before = tl.exp(most - base)
         p = tl.exp(z - base)
         finite = tl.where(j < size, z, 0.0)
+        weighted = tl.where(before == 0.0, 0.0, before * (weighted + (most - base) * powers))
+        weighted += tl.sum(tl.where(p == 0.0, 0.0, p * (finite - base)), 0)
         powers = powers * before + tl.sum(p, 0)
-        weighted = weighted * before + tl.sum(tl.where(p == 0.0, 0.0, p * finite), 0)
         total += tl.sum(finite, 0)
         own += tl.sum(tl.where(j == label, finite, 0.0), 0)
         most = larger
@@ -78,7 +78,7 @@ def statistics_kernel(
     tl.store(found + tokens + row, own)
     tl.store(found + 2 * tokens + row, total)
     tl.store(found + 3 * tokens + row, most)
-    tl.store(found + 4 * tokens + row, weighted / powers)
+    tl.store(found + 4 * tokens + row, tl.log(powers) - weighted / powers)
     if GRADIENTS:
         _row_gradient(
             logits, out, columns, row, label, lse, scale, softcap, temperature, z_loss, smoothing, vocabulary,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LSE, LABEL, TOTAL, LARGEST, EXPECTED = range(5)
+LSE, LABEL, TOTAL, LARGEST, ENTROPY = range(5)
 """Rows of a tensor of statistics [5, tokens], each over a token's logits z (capped, divided by temperature):
-logsumexp, the label's, their sum, the largest, their mean under softmax(z)."""
+logsumexp, the label's, their sum, the largest, the entropy of softmax(z)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,9 @@ def combined(parts: Tensor) -> Tensor:
     lse = torch.logsumexp(parts[:, LSE], 0)
     shares = torch.exp(parts[:, LSE] - lse)
     largest = parts[:, LARGEST].amax(0)
-    expected = (shares * parts[:, EXPECTED]).where(shares > 0, 0.0).sum(0)  # a part may have no columns
-    return torch.stack([lse, parts[:, LABEL].sum(0), parts[:, TOTAL].sum(0), largest, expected])
+    entropy = shares * (parts[:, ENTROPY] + lse - parts[:, LSE])
+    entropy = entropy.where(shares > 0, 0.0).sum(0)  # a part may have no columns
+    return torch.stack([lse, parts[:, LABEL].sum(0), parts[:, TOTAL].sum(0), largest, entropy])
 
 
 def losses(statistics: Tensor, terms: Terms, vocabulary: int) -> Tensor:

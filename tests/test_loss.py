@@ -1,0 +1,392 @@
+"""The fused LM head and loss on one process: equal to plain PyTorch, at three products a token."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from burst_mcore.loss import fused_linear_cross_entropy
+from burst_mcore.loss.reference import linear_cross_entropy
+
+D, V = 16, 53
+
+
+def draw(dtype=torch.float64, tokens=(3, 13), d=D, v=V, bias=False, seed=0):
+    """(hidden, weight, labels with ignored ones, bias), as leaves."""
+    make = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(*tokens, d, generator=make, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(v, d, generator=make, dtype=torch.float64).to(dtype).requires_grad_()
+    labels = torch.randint(0, v, tokens, generator=make)
+    labels.flatten()[::5] = -100
+    b = torch.randn(v, generator=make, dtype=torch.float64).to(dtype).requires_grad_() if bias else None
+    return hidden, weight, labels, b
+
+
+def both(tensors, upstream=None, fused=None, **options):
+    """[(ours, the reference's)] of the loss and all gradients."""
+    hidden, weight, labels, bias = tensors
+    leaves = [x for x in (hidden, weight, bias) if x is not None]
+    found = []
+    for function, more in ((fused_linear_cross_entropy, fused or {}), (linear_cross_entropy, {})):
+        loss = function(hidden, weight, labels, bias=bias, **options, **more)
+        found.append((loss, *torch.autograd.grad(loss, leaves, upstream)))
+    return list(zip(*found, strict=True))
+
+
+def distance(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-300)).item()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+    reduction=st.sampled_from(["mean", "sum", "none"]),
+    smoothing=st.sampled_from([0.0, 0.1, 1.0]),
+    z_loss=st.sampled_from([0.0, 1e-2]),
+    softcap=st.sampled_from([None, 3.0]),
+    temperature=st.sampled_from([1.0, 0.7]),
+    bias=st.booleans(),
+    weighted=st.sampled_from([None, "mask", "any"]),
+    chunk=st.sampled_from([1, 7, 39, "auto"]),
+    ignored=st.sampled_from([-100, 7]),
+    seed=st.integers(0, 99),
+)
+def test_equal_to_the_reference(
+    dtype, reduction, smoothing, z_loss, softcap, temperature, bias, weighted, chunk, ignored, seed
+):
+    tensors = draw(dtype, bias=bias, seed=seed)
+    tensors[2].masked_fill_(tensors[2] == -100, ignored)
+    weights = None
+    if weighted:
+        weights = torch.rand(3, 13, generator=torch.Generator().manual_seed(seed))
+        weights = (weights > 0.3).float() if weighted == "mask" else weights
+    upstream = torch.randn(3, 13, dtype=dtype) if reduction == "none" else None
+    for ours, theirs in both(
+        tensors, upstream, {"chunk_tokens": chunk},
+        reduction=reduction, label_smoothing=smoothing, z_loss=z_loss, softcap=softcap,
+        temperature=temperature, weights=weights, ignore_index=ignored,
+    ):  # fmt: skip
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        assert distance(ours, theirs) < (1e-12 if dtype == torch.float64 else 5e-6)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_gradcheck(reduction):
+    hidden, weight, labels, bias = draw(tokens=(5,), d=3, v=7, bias=True)
+    weights = torch.rand(5)
+
+    def loss(h, w, b):
+        return fused_linear_cross_entropy(
+            h, w, labels, weights, b, reduction=reduction, z_loss=0.1, label_smoothing=0.1, softcap=2.0
+        )
+
+    assert torch.autograd.gradcheck(loss, (hidden, weight, bias))
+
+
+def upstreams(tokens, weights):
+    """(name, upstream gradients, how many tokens differ from a scalar times the weights)."""
+    generator = torch.Generator().manual_seed(1)
+    scaled = 3.7 * weights
+    one_off = scaled.clone()
+    one_off[7] += 1.0
+    normalised = (weights / weights.sum()) * 1024.0 / 3.0 * weights.sum()
+    arbitrary = torch.randn(tokens, generator=generator, dtype=weights.dtype)
+    some = scaled.clone()
+    some[::4] = 0
+    return {
+        "scaled": (scaled, 0),
+        "zero": (0 * scaled, 0),
+        "one off": (one_off, 1),
+        "normalised before": (normalised, 0),
+        "a quarter without": (some, (tokens + 3) // 4),
+        "arbitrary": (arbitrary, tokens),
+    }
+
+
+@pytest.mark.parametrize("name", upstreams(8, torch.ones(8)))
+@pytest.mark.parametrize("masked", [False, True])
+def test_any_upstream_gradient_and_the_products_that_it_costs(name, masked):
+    tokens = 64
+    hidden, weight, labels, _ = draw(torch.float32, (tokens,))
+    labels = labels.clamp(min=0)
+    weights = (
+        torch.rand(tokens, generator=torch.Generator().manual_seed(5)) + 0.5 if masked else torch.ones(tokens)
+    )
+    upstream, repaired = upstreams(tokens, weights)[name]
+    given = weights if masked else None
+    with FlopCounterMode(display=False) as counter:
+        loss = fused_linear_cross_entropy(hidden, weight, labels, given, reduction="none", chunk_tokens=20)
+        loss.backward(upstream)
+    product = 2 * tokens * D * V
+    assert counter.get_total_flops() == pytest.approx(product * (3 + 2 * repaired / tokens))
+    want = linear_cross_entropy(hidden, weight, labels, reduction="none")
+    for ours, theirs in zip(
+        (hidden.grad, weight.grad), torch.autograd.grad(want, (hidden, weight), upstream), strict=True
+    ):
+        assert distance(ours, theirs) < 5e-6
+
+
+def test_upstream_gradients_that_are_no_numbers_are_not_lost():
+    hidden, weight, labels, _ = draw(torch.float32, (10,))
+    upstream = torch.ones(10)
+    upstream[3], upstream[5] = torch.nan, torch.inf  # 5 is ignored: its gradient is nothing
+    fused_linear_cross_entropy(hidden, weight, labels, reduction="none").backward(upstream)
+    assert weight.grad.isnan().any() and hidden.grad[3].isnan().all()
+    assert hidden.grad[[0, 1, 2, 4, 5, 6]].isfinite().all()
+
+
+@pytest.mark.parametrize("nothing", ["labels", "weights", "tokens"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_nothing_to_learn_from_gives_zeros(nothing, reduction):
+    hidden, weight, labels, bias = draw(torch.float32, (0,) if nothing == "tokens" else (10,), bias=True)
+    labels = torch.full_like(labels, -100) if nothing == "labels" else labels
+    weights = torch.zeros(labels.shape) if nothing == "weights" else None
+    loss = fused_linear_cross_entropy(hidden, weight, labels, weights, bias, reduction=reduction)
+    loss.backward()
+    for x in (loss, hidden.grad, weight.grad, bias.grad):
+        assert (x == 0).all()
+
+
+def unfused_bf16(hidden, weight, labels):
+    """dW as plain layers give it in bfloat16, its products summed in float32, and the loss."""
+    logits = (hidden @ weight.t()).float()
+    loss = torch.nn.functional.cross_entropy(logits, labels)
+    p = torch.softmax(logits, -1)
+    p[torch.arange(len(labels)), labels] -= 1
+    return loss, (p / len(labels)).bfloat16().float().t() @ hidden.float()
+
+
+@pytest.mark.parametrize("sharpness", [0.2, 1.0, 2.0])
+def test_bfloat16_is_as_exact_as_unfused_in_any_number_of_chunks(sharpness):
+    tokens, d, v = 1024, 128, 2000
+    make = torch.Generator().manual_seed(0)
+    weight = (torch.randn(v, d, generator=make) * sharpness / math.sqrt(d)).bfloat16().requires_grad_()
+    labels = (torch.rand(tokens, generator=make) ** 3 * v).long()
+    hidden = torch.randn(tokens, d, generator=make) + sharpness * weight.detach().float()[labels]
+    hidden = hidden.bfloat16().requires_grad_()
+    exact = linear_cross_entropy(hidden.double(), weight.double(), labels)
+    _, want = torch.autograd.grad(exact, (hidden, weight), retain_graph=True)
+    h, w = hidden.detach().double(), weight.detach().double().requires_grad_()
+    (want,) = torch.autograd.grad(linear_cross_entropy(h, w, labels), w)
+    plain = distance(unfused_bf16(hidden.detach(), weight.detach(), labels)[1], want)
+    errors = []
+    for chunks in (1, 4, 16, 64):
+        main_grad = torch.zeros(v, d)
+        loss = fused_linear_cross_entropy(
+            hidden, weight, labels, chunk_tokens=tokens // chunks, main_grad=main_grad
+        )
+        assert abs(loss.item() / exact.item() - 1) < 1e-4
+        loss.backward()
+        assert weight.grad is None
+        errors.append(distance(main_grad, want))
+    assert max(errors) <= 1.2 * plain, (errors, plain)
+    assert max(errors) <= 1.1 * errors[0], errors
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 2.0**-30, 2.0**60])
+def test_weights_of_any_size_in_sixteen_bits(dtype, scale):
+    """Weights are rounded into neither factor: errors are those of weights of one."""
+    hidden, weight, labels, _ = draw(dtype, (300,), seed=2)
+    weights = scale * torch.rand(300, generator=torch.Generator().manual_seed(3))
+    loss = fused_linear_cross_entropy(hidden, weight, labels, weights, reduction="sum", chunk_tokens=64)
+    ours = torch.autograd.grad(loss, (hidden, weight), torch.tensor(1 / scale))
+    h, w = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    theirs = torch.autograd.grad(linear_cross_entropy(h, w, labels, weights / scale, reduction="sum"), (h, w))
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == dtype and distance(a, b) < 3 * torch.finfo(dtype).eps
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that a tensor had which an operation made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for x in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.numel())
+        return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_no_tensor_of_all_logits(dtype):
+    hidden, weight, labels, _ = draw(dtype, (512,), v=1000)
+    with Largest() as seen:
+        loss = fused_linear_cross_entropy(
+            hidden, weight, labels, reduction="none", chunk_tokens=16, z_loss=0.1, softcap=9.0
+        )
+        loss.backward(torch.randn(512))
+    assert seen.numel <= 1000 * max(16, D)
+
+
+def test_metrics():
+    hidden, weight, labels, _ = draw(torch.float32, (40,))
+    with torch.no_grad():
+        hidden[1] = 9 * weight[labels[1]]
+    loss, found = fused_linear_cross_entropy(
+        hidden, weight, labels, temperature=0.5, softcap=30.0, chunk_tokens=7, return_metrics=True
+    )
+    z = 30 * torch.tanh(hidden @ weight.t() / 30) / 0.5
+    log_p, seen = torch.log_softmax(z, -1), labels != -100
+    want = log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    torch.testing.assert_close(found.log_probability, want.where(seen, 0.0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found.entropy, (-(log_p.exp() * log_p).sum(1)).where(seen, 0.0), rtol=1e-5, atol=1e-5
+    )
+    assert found.correct.dtype == torch.bool and found.correct[1]
+    assert torch.equal(found.correct, (z.argmax(-1) == labels) & seen)
+    assert not any(x.requires_grad for x in found)
+    loss.backward()
+    torch.testing.assert_close(
+        loss, linear_cross_entropy(hidden, weight, labels, temperature=0.5, softcap=30.0)
+    )
+
+
+def test_backward_again_and_no_second_order():
+    hidden, weight, labels, bias = draw(torch.float32, (40,), bias=True)
+    loss = fused_linear_cross_entropy(hidden, weight, labels, bias=bias, reduction="none", chunk_tokens=16)
+    upstream = torch.ones(40)
+    upstream[3] = 2
+    first = torch.autograd.grad(loss, (hidden, weight, bias), upstream, retain_graph=True)
+    kept = [x.clone() for x in first]
+    again = torch.autograd.grad(loss, (hidden, weight, bias), 2 * upstream)
+    for a, b, c in zip(first, kept, again, strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(2 * a, c, rtol=1e-6, atol=1e-6)
+    total = fused_linear_cross_entropy(hidden, weight, labels)
+    with pytest.raises(RuntimeError, match="no second derivative: call backward without create_graph"):
+        torch.autograd.grad(total, hidden, create_graph=True)
+
+
+def test_only_what_is_asked_for_is_done():
+    def products(hidden, weight, run):
+        with FlopCounterMode(display=False) as counter:
+            run(fused_linear_cross_entropy(hidden, weight, labels))
+        return counter.get_total_flops() / (2 * 40 * D * V)
+
+    hidden, weight, labels, _ = draw(torch.float32, (40,))
+    assert products(hidden, weight, lambda loss: loss.backward()) == 3
+    assert products(hidden, weight.detach(), lambda loss: loss.backward()) == 2
+    assert products(hidden.detach(), weight, lambda loss: loss.backward()) == 2
+    with torch.no_grad():
+        assert products(hidden, weight, lambda loss: None) == 1
+
+
+def test_gradients_add_up_in_main_grad():
+    hidden, weight, labels, _ = draw(torch.bfloat16, (40,))
+    main_grad = torch.ones(V, D)
+    for _ in range(2):
+        (3 * fused_linear_cross_entropy(hidden, weight, labels, main_grad=main_grad)).backward()
+    assert weight.grad is None
+    fused_linear_cross_entropy(hidden, weight, labels).backward()
+    torch.testing.assert_close(main_grad - 1, 6 * weight.grad.float(), rtol=1e-2, atol=1e-2)
+
+
+def test_tied_weights_and_changed_inputs():
+    hidden, weight, labels, _ = draw(torch.float32, (40,))
+    ids = labels.clamp(min=0)
+    tied = fused_linear_cross_entropy(weight[ids] + hidden, weight, labels)
+    want = linear_cross_entropy(weight[ids] + hidden, weight, labels)
+    (ours,), (theirs,) = (torch.autograd.grad(x, weight) for x in (tied, want))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    loss = fused_linear_cross_entropy(hidden, weight, labels, reduction="none")
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.sum().backward()
+
+
+def test_autocast_and_compile():
+    hidden, weight, labels, _ = draw(torch.float32, (40,))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = fused_linear_cross_entropy(hidden, weight, labels)
+    loss.backward()
+    assert weight.grad.dtype == torch.float32 and loss.dtype == torch.float32
+    a, b = (x.detach().bfloat16() for x in (hidden, weight))
+    assert torch.equal(loss, fused_linear_cross_entropy(a, b, labels))
+
+    @torch.compile(backend="eager")
+    def body(h):
+        return fused_linear_cross_entropy(h * 2, weight, labels) + 1
+
+    torch.testing.assert_close(body(hidden), linear_cross_entropy(2 * hidden, weight, labels) + 1)
+
+
+def test_triton_does_the_same(monkeypatch):
+    pytest.importorskip("triton")
+    from burst_mcore.loss import chunked, rows_triton
+
+    monkeypatch.setattr(chunked, "rows_for", lambda weight: rows_triton.logits_to_gradients)
+    monkeypatch.setattr(rows_triton, "BLOCK", 32)
+    weights = torch.rand(3, 13)
+    weights[0, :4] = 0
+    for options in (
+        {},
+        {"z_loss": 0.1, "label_smoothing": 0.2},
+        {"softcap": 3.0, "temperature": 0.7, "label_smoothing": 0.1},
+        {"reduction": "sum", "weights": weights},
+    ):
+        for ours, theirs in both(draw(torch.float32, bias=True), None, {"chunk_tokens": 10}, **options):
+            assert distance(ours, theirs) < 5e-6, options
+    hidden, weight, labels, _ = draw(torch.float32)
+    _, found = fused_linear_cross_entropy(hidden, weight, labels, return_metrics=True)
+    log_p, seen = torch.log_softmax(hidden @ weight.t(), -1), labels != -100
+    torch.testing.assert_close(
+        found.entropy, (-(log_p.exp() * log_p).sum(-1)).where(seen, 0.0), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_float16_where_products_are_scaled(monkeypatch):
+    """As on CUDA, where dlogits are float16: they are scaled against underflow, and the results back."""
+    from burst_mcore.loss import chunked
+    from burst_mcore.loss.products import Products
+
+    scaled = Products(torch.float32, torch.float32, gain=1024.0)
+    monkeypatch.setattr(chunked, "products_for", lambda *_: scaled)
+    for ours, theirs in both(draw(torch.float32, bias=True), None, {"chunk_tokens": 10}, z_loss=0.1):
+        assert distance(ours, theirs) < 5e-6
+
+
+BAD = {
+    "outside": (lambda a: a["labels"].__setitem__((0, 1), V), r"labels must be in \[0, 53\) or -100.*got 53"),
+    "negative": (lambda a: a["labels"].__setitem__((0, 1), -7), r"labels must be in \[0, 53\).*got -7"),
+    "few labels": (lambda a: a.update(labels=a["labels"][:2]), r"labels must have the shape \(3, 13\)"),
+    "float labels": (lambda a: a.update(labels=a["labels"].float()), "labels must be int64 or int32"),
+    "no fit": (lambda a: a.update(weight=a["weight"][:, :5]), r"do not fit: \(3, 13, 16\) and \(53, 5\)"),
+    "dtypes": (
+        lambda a: a.update(weight=a["weight"].bfloat16()),
+        "weight is torch.bfloat16, hidden torch.float32",
+    ),
+    "integers": (lambda a: a.update(hidden=a["hidden"].long()), "hidden must be one of"),
+    "negative weights": (lambda a: a.update(weights=-torch.ones(3, 13)), "finite and at least 0"),
+    "weights": (lambda a: a.update(weights=torch.full((3, 13), torch.nan)), "finite and at least 0"),
+    "weights' shape": (lambda a: a.update(weights=torch.ones(13)), "shape of labels"),
+    "weights' gradient": (lambda a: a.update(weights=torch.ones(3, 13, requires_grad=True)), "detach them"),
+    "bias": (lambda a: a.update(bias=torch.ones(5)), r"bias must have the shape \(53,\)"),
+    "main_grad": (lambda a: a.update(main_grad=torch.ones(5, 16)), "main_grad must have the shape"),
+    "reduction": (lambda a: a.update(reduction="average"), "reduction must be one of"),
+    "chunk": (lambda a: a.update(chunk_tokens=0), "chunk_tokens must be"),
+    "z_loss": (lambda a: a.update(z_loss=-1.0), "z_loss must be a finite number at least 0"),
+    "smoothing": (lambda a: a.update(label_smoothing=1.5), "at least 0 and at most 1"),
+    "softcap": (lambda a: a.update(softcap=0.0), "softcap must be a finite number above 0"),
+    "temperature": (lambda a: a.update(temperature=0), "temperature must be a finite number above 0"),
+    "group": (lambda a: a.update(sequence_parallel=True), "sequence_parallel needs tp_group"),
+    "grad dtype": (lambda a: a.update(grad_weight_dtype=torch.int8), "grad_weight_dtype must be a floating"),
+    "no tensor": (lambda a: a.update(labels=[1, 2]), "labels must be a tensor, got list"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name):
+    hidden, weight, labels, _ = draw(torch.float32)
+    arguments = {"hidden": hidden, "weight": weight, "labels": labels}
+    change, words = BAD[name]
+    change(arguments)
+    with pytest.raises(ValueError, match=words):
+        fused_linear_cross_entropy(**arguments)

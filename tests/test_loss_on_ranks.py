@@ -1,0 +1,181 @@
+"""The fused loss over a vocabulary and a sequence that are dealt over ranks equals that of one process."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import processes
+
+from burst_mcore.loss import fused_linear_cross_entropy
+from burst_mcore.loss.reference import linear_cross_entropy
+from burst_mcore.loss.vocabulary import shard
+
+D, S, BATCH = 16, 8, 3
+
+
+def groups(rank, tp, cp):
+    """This rank's groups over the vocabulary (neighbours) and the sequence, None where it is alone."""
+    tps = [dist.new_group([c * tp + t for t in range(tp)]) for c in range(cp)]
+    cps = [dist.new_group([c * tp + t for c in range(cp)]) for t in range(tp)]
+    return tps[rank // tp], cps[rank % tp]
+
+
+def inputs(v, dtype=torch.float64):
+    make = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2 * S, BATCH, D, generator=make, dtype=torch.float64).to(dtype)
+    weight = torch.randn(v, D, generator=make, dtype=torch.float64).to(dtype)
+    bias = torch.randn(v, generator=make, dtype=torch.float64).to(dtype)
+    labels = torch.randint(0, v, (2 * S, BATCH), generator=make)
+    labels[::3] = -100
+    weights = torch.rand(2 * S, BATCH, generator=make)
+    labels[:S] = torch.where(torch.arange(S)[:, None] % 2 == 0, -100, labels[:S])
+    return hidden, weight, labels, weights, bias
+
+
+OPTIONS = [
+    {"reduction": "mean"},
+    {"reduction": "mean", "label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0, "temperature": 0.8},
+    {"reduction": "sum", "label_smoothing": 0.1},
+    {"reduction": "none", "z_loss": 0.01},
+]
+
+
+def fused(rank, size, tp, cp, v, sequence_parallel, masked, dtype):
+    """For each of OPTIONS: this rank's (loss, metrics, gradients of hidden, weight, bias)."""
+    tp_group, cp_group = groups(rank, tp, cp)
+    c, t = rank // tp, rank % tp
+    hidden, weight, labels, weights, bias = inputs(v, dtype)
+    if masked:
+        labels[: 2 * S // cp] = -100
+    mine = slice(c * 2 * S // cp, (c + 1) * 2 * S // cp)
+    first, rows = shard(v, tp, t)
+    found = []
+    for options in OPTIONS:
+        h = hidden[mine]
+        h = h.chunk(tp)[t] if sequence_parallel else h
+        leaves = [
+            x.clone().requires_grad_() for x in (h, weight[first : first + rows], bias[first : first + rows])
+        ]
+        loss, metrics = fused_linear_cross_entropy(
+            leaves[0], leaves[1], labels[mine], weights[mine], leaves[2],
+            tp_group=tp_group, cp_group=cp_group, sequence_parallel=sequence_parallel, chunk_tokens=5,
+            return_metrics=True, **options,
+        )  # fmt: skip
+        upstream = torch.linspace(-1, 1, 2 * S * BATCH, dtype=loss.dtype).view(2 * S, BATCH)[mine]
+        loss.backward(upstream if loss.ndim else None)
+        found.append((loss.detach(), *metrics, *(x.grad for x in leaves)))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("tp", "cp", "v", "sequence_parallel", "masked"),
+    [
+        (1, 2, 53, False, True),
+        (2, 1, 53, True, False),
+        (2, 2, 53, True, True),
+        (4, 1, 53, False, False),
+        (4, 1, 5, True, False),  # 2, 2, 1 and no rows
+        pytest.param(4, 2, 64, True, True, marks=pytest.mark.slow),
+        pytest.param(4, 2, 53, False, False, marks=pytest.mark.slow),
+    ],
+)
+def test_as_on_one_process(tp, cp, v, sequence_parallel, masked, dtype):
+    everyones = processes(tp * cp, fused, tp, cp, v, sequence_parallel, masked, dtype)
+    hidden, weight, labels, weights, bias = inputs(v, dtype)
+    if masked:
+        labels[: 2 * S // cp] = -100
+    bound = 1e-12 if dtype == torch.float64 else 1e-2
+
+    def assert_near(got, want):
+        assert ((got.double() - want.double()).norm() <= bound * want.double().norm()).item()
+
+    for i, options in enumerate(OPTIONS):
+        leaves = [x.double().clone().requires_grad_() for x in (hidden, weight, bias)]
+        want = linear_cross_entropy(leaves[0], leaves[1], labels, weights, leaves[2], **options)
+        upstream = torch.linspace(-1, 1, 2 * S * BATCH, dtype=torch.float64).view(2 * S, BATCH)
+        want.backward(upstream if want.ndim else None)
+        mine = [found[i] for found in everyones]
+        by_cp = [mine[c * tp : (c + 1) * tp] for c in range(cp)]
+        for ranks in by_cp:  # the same loss and metrics on all of a vocabulary group
+            for other in ranks[1:]:
+                assert all(torch.equal(a, b) for a, b in zip(ranks[0][:4], other[:4], strict=True))
+        losses = [ranks[0][0] for ranks in by_cp]
+        loss = torch.cat(losses) if want.ndim else sum(losses)
+        assert_near(loss.double(), want.detach())
+        along = [torch.cat([m[4] for m in ranks]) if sequence_parallel else ranks[0][4] for ranks in by_cp]
+        assert_near(torch.cat(along).double(), leaves[0].grad)
+        for which, leaf in ((5, leaves[1]), (6, leaves[2])):
+            whole = [torch.cat([by_cp[c][t][which] for t in range(tp)]).double() for c in range(cp)]
+            assert_near(sum(whole), leaf.grad)
+        assert all(x.isfinite().all() for found in mine for x in found)
+        z = hidden.double() @ weight.double().t() + bias.double()
+        cap = options.get("softcap")
+        z = (z if cap is None else cap * torch.tanh(z / cap)) / options.get("temperature", 1.0)
+        log_p, seen = torch.log_softmax(z, -1), labels != -100
+        for which, metric in (
+            (1, log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0]),
+            (2, -(log_p.exp() * log_p).sum(-1)),
+        ):
+            got = torch.cat([ranks[0][which] for ranks in by_cp]).double()
+            assert_near(got, metric.where(seen, 0.0))
+        if dtype == torch.float64:
+            got = torch.cat([ranks[0][3] for ranks in by_cp])
+            assert torch.equal(got, (z.argmax(-1) == labels) & seen)
+
+
+def mistaken(rank, size, what):
+    """The error that each rank gets where one of them makes a mistake."""
+    tp_group, cp_group = groups(rank, 2, 2)
+    hidden, weight, labels, weights, _ = inputs(64)
+    hidden, labels, weights = (x[:S] for x in (hidden, labels, weights))
+    first, rows = shard(64, 2, rank % 2)
+    mine = weight[first : first + rows]
+    options = {"reduction": "mean"}
+    if what == "whole weight":
+        mine = weight
+    if rank == 3:
+        if what == "label":
+            labels[1, 1] = 64
+        if what == "weights":
+            weights[0, 0] = -1
+        if what == "rows":
+            mine = mine[:-3]
+        if what == "reduction":
+            options = {"reduction": "sum"}
+        if what == "dtype":
+            hidden, mine = hidden.float(), mine.float()
+        if what == "labels differ":
+            labels = labels.flip(1)
+        if what == "tensor":
+            hidden = None
+    with pytest.raises(ValueError) as caught:
+        fused_linear_cross_entropy(
+            hidden, mine, labels, weights, tp_group=tp_group, cp_group=cp_group, **options
+        )
+    # and the ranks are in step for the next call
+    hidden, weight, labels, _, _ = inputs(64)
+    loss = fused_linear_cross_entropy(
+        hidden, weight[first : first + rows], labels, tp_group=tp_group, cp_group=cp_group
+    )
+    return str(caught.value), loss.item()
+
+
+MISTAKES = {
+    "label": r"labels must be in \[0, 64\) or -100 \(ignore_index\), got 64",
+    "weights": "rank 3: weights must be finite and at least 0",
+    "rows": r"weights have \[32, 29\] rows by rank of tp_group; 61 must be dealt as \[31, 30\]",
+    "whole weight": "ranks of tp_group hold the same rows of weight",
+    "reduction": r"ranks make different calls: .*ranks \[3\]: .*sum",
+    "dtype": r"ranks make different calls: .*ranks \[3\]: torch.float32",
+    "labels differ": r"ranks make different calls: .*checksum",
+    "tensor": "rank 3: hidden must be a tensor, got NoneType",
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_mistake_of_one_rank_is_an_error_of_all(what):
+    for message, loss in processes(4, mistaken, what):
+        assert torch.tensor(loss).isfinite()
+        assert re.search(MISTAKES[what], message), message
