@@ -61,8 +61,8 @@ class Pass(NamedTuple):
     """[tokens], 0 where the label is ignored."""
     lse: Tensor
     hidden: Tensor | None
-    """m_i u_i, the gradient of each token's loss, times the weight's mantissa [tokens, d]; of this rank's part
-    of the vocabulary, and then in at least float32."""
+    """m_i u_i, the gradient of each token's loss, times the weight's mantissa [tokens, d]; where
+    ranks share the vocabulary, this rank's part of it, in at least float32."""
     weight: Tensor | None
     """sum_i w_i dl_i/dW [v, d]."""
     bias: Tensor | None

@@ -35,6 +35,9 @@ class Products:
 
     def first(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """Out = hidden weight^T + bias, [tokens, v]."""
+        if self.logits == weight.dtype and bias is not None:
+            torch.addmm(bias, hidden, weight.t(), out=out)  # rounded once
+            return
         if self.logits == weight.dtype:
             torch.mm(hidden, weight.t(), out=out)
         elif self.logits == self.gradients:  # as float32
