@@ -89,11 +89,14 @@ class Weights(NamedTuple):
 
 
 def automatic_chunk(tokens: int, head_rows: int, products: Products) -> int:
-    """Tokens of a chunk where none are given: of even chunks of logits of at most about CHUNK_BYTES."""
+    """Tokens of a chunk where none are given: of even chunks of logits of at most about CHUNK_BYTES.
+
+    There are always several chunks: memory never grows with tokens x vocabulary.
+    """
     itemsize = products.logits.itemsize
     itemsize += products.gradients.itemsize if products.gradients != products.logits else 0
     most = max(256, CHUNK_BYTES // max(1, head_rows * itemsize))
-    chunks = max(1, -(-tokens // most))
+    chunks = max(4 if tokens >= 1024 else 2, -(-tokens // most))
     return max(1, -(-tokens // chunks))
 
 

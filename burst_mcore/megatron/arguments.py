@@ -64,6 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default="auto",
         help="Local attention kernel.",
     )
+    group.add_argument(
+        "--burst-fused-loss",
+        action="store_true",
+        help="Fuse the LM head with its loss: no logits in training, gradients in one pass.",
+    )
     return parser
 
 

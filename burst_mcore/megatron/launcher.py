@@ -4,7 +4,8 @@ Three kinds of functions of Megatron are wrapped here, each because there is no 
 
 * its argument parser, to which a script's own `extra_args_provider` may be the only other addition;
 * the constructors of GPTModel and HybridModel, which every builder ends at: their specs pass through
-  `with_burst_attention` where the flag asks for it;
+  `with_burst_attention` where the flag asks for it, and the models through `fuse_loss`; those of other
+  language models refuse to be built beside --burst-fused-loss;
 * the constructors of the stock core attentions, which refuse to be built beside the flag, so that a model of
   another class cannot train with another attention unnoticed.
 
@@ -26,6 +27,7 @@ USAGE = """usage: python -m burst_mcore.megatron SCRIPT ARGS...
 
 Runs a Megatron training script, such as Megatron-LM's pretrain_gpt.py, with its own arguments and
   --context-parallel-attention-backend {default,burst}   --burst-layout   --burst-backward   --burst-kernel
+  --burst-fused-loss
 One process for each rank: start it with torchrun, as in
   torchrun --nproc-per-node 4 -m burst_mcore.megatron pretrain_gpt.py --context-parallel-size 4 ..."""
 
@@ -81,6 +83,7 @@ def install() -> None:
             f"burst_mcore.megatron: megatron.training cannot be imported ({error}). It comes with "
             f"megatron-core from 0.19 on; before, put a Megatron-LM checkout on PYTHONPATH."
         )
+    from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from burst_mcore.megatron.patch import wrap
@@ -96,6 +99,8 @@ def install() -> None:
         pass
     for model in models:
         wrap(model, "__init__", _with_burst_specs)
+        wrap(model, "__init__", _with_fused_loss)
+    wrap(LanguageModule, "__init__", _refusing_a_fused_loss)
     for attention in STOCK:
         if isinstance(attention, type):  # without TransformerEngine, Megatron has a mock in its class's place
             wrap(attention, "__init__", _refusing_beside_burst)
@@ -110,6 +115,16 @@ def burst_is_chosen() -> bool:
     except RuntimeError:
         return False
     return getattr(arguments, "context_parallel_attention_backend", "default") == "burst"
+
+
+def fused_loss_is_chosen() -> bool:
+    """Whether the command line asks for the fused loss."""
+    from burst_mcore.megatron.arguments import megatron_arguments
+
+    try:
+        return bool(getattr(megatron_arguments(), "burst_fused_loss", False))
+    except RuntimeError:
+        return False
 
 
 def _use_the_layout_of_the_command_line() -> None:
@@ -146,6 +161,30 @@ def _with_burst_specs(init: Callable[..., None]) -> Callable[..., None]:
                     bound.arguments[name] = with_burst_attention(bound.arguments[name])
             args, kwargs = bound.args, bound.kwargs
         init(*args, **kwargs)
+
+    return wrapped
+
+
+def _with_fused_loss(init: Callable[..., None]) -> Callable[..., None]:
+    """A model's constructor, whose model fuses its loss where the flag asks for it."""
+    from burst_mcore.megatron.fused_loss import fuse_loss
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if fused_loss_is_chosen():
+            fuse_loss(self)
+
+    return wrapped
+
+
+def _refusing_a_fused_loss(init: Callable[..., None]) -> Callable[..., None]:
+    """A language model's constructor, which refuses a loss that its class would not fuse."""
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        names = {base.__name__ for base in type(self).__mro__}
+        if fused_loss_is_chosen() and names.isdisjoint({"GPTModel", "HybridModel"}):
+            raise ValueError(f"--burst-fused-loss serves GPTModel and HybridModel, not {type(self).__name__}")
+        init(self, *args, **kwargs)
 
     return wrapped
 

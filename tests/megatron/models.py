@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import lru_cache
 from importlib.metadata import version
 from itertools import accumulate
@@ -63,6 +64,10 @@ class Case(NamedTuple):
     """Lengths of packed documents; Megatron's own attention gets one after another."""
     slots: tuple[int, ...] = ()
     """Lengths that the documents are padded to, if they are."""
+    fused: bool = False
+    """Whether the loss is fused."""
+    tied: bool = False
+    """Whether embedding and head share their weight."""
 
 
 def step(case: Case) -> Step:
@@ -89,6 +94,7 @@ def _step(rank: int, size: int, case: Case) -> Step:
     cpu.enable()
     from megatron.core import parallel_state, tensor_parallel
 
+    from burst_mcore.megatron.fused_loss import fuse_loss
     from burst_mcore.megatron.layouts import use_layout
 
     parallel_state.initialize_model_parallel(
@@ -100,7 +106,11 @@ def _step(rank: int, size: int, case: Case) -> Step:
     torch.manual_seed(0)
     if case.layout != "zigzag":
         use_layout(case.layout)
+    if dict(case.fields).get("sequence_parallel"):
+        let_torchs_norms_be_sequence_parallel()
     model = build(case)
+    if case.fused:
+        fuse_loss(model)
     cp_group = parallel_state.get_context_parallel_group()
     losses, layout, real = (_packed if case.documents else _forwards)(model, case, cp_group)
     for loss in losses:
@@ -113,12 +123,31 @@ def _step(rank: int, size: int, case: Case) -> Step:
             continue
         gradient = parameter.grad.double()
         dist.all_reduce(gradient, group=cp_group)
+        if getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
         square = gradient.square().sum()
         if getattr(parameter, "tensor_model_parallel", False):
             dist.all_reduce(square, group=parallel_state.get_tensor_model_parallel_group())
         norms[name] = square.sqrt().item()
     cores = [type(m).__name__ for n, m in model.named_modules() if n.endswith("core_attention")]
     return Step(unshard(whole, 1, layout=layout)[:, real], norms, cores)
+
+
+def let_torchs_norms_be_sequence_parallel() -> None:
+    """Megatron refuses them under sequence parallelism, since it could not mark their weights; this does."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    make = WrappedTorchNorm.__new__
+
+    def marked(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        config = copy.copy(config)
+        config.sequence_parallel = False
+        norm = make(cls, config, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True
+        return norm
+
+    WrappedTorchNorm.__new__ = marked
 
 
 Forwards = tuple[list[torch.Tensor], Layout, torch.Tensor]
@@ -245,6 +274,7 @@ def build(case: Case) -> Any:
         "vocab_size": VOCAB,
         "max_sequence_length": N,
         "position_embedding_type": case.position,
+        "share_embeddings_and_output_weights": case.tied,
     }
     if case.model == "hybrid":
         from megatron.core.models.hybrid.hybrid_model import HybridModel

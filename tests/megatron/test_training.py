@@ -90,6 +90,10 @@ def test_a_ring_of_two_chosen_by_a_spec(data, alone, tmp_path):
     assert_equal(train(tmp_path, 2, data, *SPEC, *CP2, "--burst-backward", "kv"), alone)
 
 
+def test_with_the_fused_loss(data, alone, tmp_path):
+    assert_equal(train(tmp_path, 2, data, *BURST, *CP2, "--burst-fused-loss"), alone)
+
+
 @pytest.mark.parametrize("other", [["--tensor-model-parallel-size", "2"], []], ids=["tensor", "data"])
 def test_with_tensor_and_with_data_parallelism(data, alone, tmp_path, other):
     assert_equal(train(tmp_path, 4, data, *BURST, *CP2, *other), alone)

@@ -1,0 +1,194 @@
+"""The fused LM head and loss in Megatron's models: per-token losses as ever, and no logits.
+
+A model's forward with labels goes through `output_processor` where Megatron has that door (GPTModel, from
+0.18 on). Whatever else asks the output layer for logits in such a forward (HybridModel, heads of multi-token
+prediction, older versions) gets `DeferredLogits`, which `compute_language_model_loss` turns into losses.
+Without labels the output layer gives logits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_mcore.loss import fused_linear_cross_entropy
+from burst_mcore.megatron.patch import wrap
+
+
+class DeferredLogits:
+    """What logits would be made of: hidden states, the head's weight, and a factor."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor | None, factor: float = 1.0) -> None:
+        self.hidden, self.weight, self.factor = hidden, weight, factor
+        self.correct: Tensor | None = None
+        """[s, b], whether no logit was larger than the label's; there once the loss was made."""
+
+    def __mul__(self, factor: float) -> DeferredLogits:
+        return DeferredLogits(self.hidden, self.weight, self.factor * factor)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"the fused loss makes no logits, but something asks for their {name!r}: train without "
+            "--burst-fused-loss (burst_mcore.megatron.fused_loss)"
+        )
+
+
+def fuse_loss(model: Any) -> None:
+    """Make `model` (a GPTModel or HybridModel) compute its losses without logits; once is as good as twice.
+
+    Losses and gradients stay those of Megatron's vocab_parallel_cross_entropy. The gradient of the head's
+    weight goes straight into `main_grad` where DistributedDataParallel has given it one.
+
+    Raises:
+        ValueError: the model asks for something that this loss does not do.
+    """
+    if not model.post_process or isinstance(getattr(model, "_burst_loss", None), _FusedLoss):
+        return
+    reason = refusal(model.config)
+    if reason is not None:
+        raise ValueError(f"--burst-fused-loss does not go with {reason}")
+    if getattr(model.output_layer, "gtp_remat_size", 1) > 1:
+        raise ValueError("--burst-fused-loss does not go with an output layer that is dealt (gtp_remat)")
+    object.__setattr__(model, "_burst_loss", _FusedLoss(model))  # no submodule: it refers to the model
+
+
+def refusal(config: Any) -> str | None:
+    """What of a TransformerConfig the fused loss does not go with, and what to do instead."""
+    if getattr(config, "cross_entropy_loss_fusion", False):
+        return "--cross-entropy-loss-fusion: both replace the loss, drop one"
+    if getattr(config, "defer_embedding_wgrad_compute", False):
+        return "--defer-embedding-wgrad-compute: the gradient of the head is made with the loss"
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        return "--overlap-moe-expert-parallel-comm: its schedule calls the head by another way"
+    return None
+
+
+class _Given(NamedTuple):
+    labels: Tensor
+    loss_mask: Tensor | None
+
+
+class _FusedLoss:
+    """The fused loss of one model: what it puts in the place of the model's own functions."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._head = model, model.output_layer
+        self._given: _Given | None = None
+        """Of the forward that is under way."""
+        self._signature = inspect.signature(type(model).forward)
+        self._logits: Callable[..., Any] = model.output_layer.forward
+        self._loss: Callable[..., Tensor] = model.compute_language_model_loss
+        model.output_layer.forward = self._forward_head
+        model.compute_language_model_loss = self._language_model_loss
+        model.register_forward_pre_hook(self._before, with_kwargs=True)
+        model.register_forward_hook(self._after, always_call=True)
+        _count_without_logits()
+
+    def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = self._signature.bind(model, *args, **kwargs).arguments
+        labels, mask = given.get("labels"), given.get("loss_mask")
+        if labels is None:
+            return None
+        if given.get("output_processor") is not None:
+            raise ValueError("--burst-fused-loss does not go with an output_processor: it is one itself")
+        self._given = _Given(labels, mask if mask is not None and mask.shape == labels.shape else None)
+        if "output_processor" in self._signature.parameters:
+            kwargs = {**kwargs, "output_processor": self._process_output}
+        return args, kwargs
+
+    def _after(self, *_: Any) -> None:
+        self._given = None
+
+    def _process_output(
+        self,
+        *,
+        hidden_states: Tensor,
+        output_weight: Tensor | None,
+        labels: Tensor,
+        scale_logits: Any,
+        **_: Any,
+    ) -> Tensor:
+        return self._language_model_loss(labels, scale_logits(DeferredLogits(hidden_states, output_weight)))
+
+    def _forward_head(self, input_: Tensor, weight: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        if self._given is None:
+            return self._logits(input_, weight, *args, **kwargs)
+        return DeferredLogits(input_, weight), None
+
+    def _language_model_loss(self, labels: Tensor, logits: Any) -> Tensor:
+        """Per-token losses [b, s] of labels [b, s]."""
+        if not isinstance(logits, DeferredLogits):
+            return self._loss(labels, logits)
+        given, head = self._given, self._head
+        main = given is not None and labels is given.labels
+        weight = head.weight if logits.weight is None else logits.weight
+        mask = given.loss_mask if given is not None and main else None
+        main_grad = getattr(weight, "main_grad", None) if torch.is_grad_enabled() else None
+        if main_grad is not None and weight.requires_grad:
+            weight = _ToMainGrad.apply(weight, logits.weight is not None)  # type: ignore[no-untyped-call]
+        found = fused_linear_cross_entropy(
+            logits.hidden,
+            weight,
+            labels.transpose(0, 1).contiguous(),
+            None if mask is None else mask.transpose(0, 1),
+            None if head.skip_bias_add else head.bias,
+            ignore_index=_NOTHING,
+            reduction="none",
+            temperature=1.0 / logits.factor,
+            tp_group=head.tp_group,
+            sequence_parallel=head.sequence_parallel,
+            main_grad=main_grad if weight.requires_grad else None,
+            return_metrics=not main,
+        )
+        losses: Tensor
+        losses, logits.correct = (found, None) if main else (found[0], found[1].correct)
+        return losses.transpose(0, 1).contiguous()
+
+
+_NOTHING = -(2**31)
+"""No label is ignored: Megatron masks losses."""
+
+
+class _ToMainGrad(torch.autograd.Function):
+    """A weight whose gradient the loss adds to main_grad itself; tells DistributedDataParallel so.
+
+    Its hook on the parameter must still run, so autograd gets a gradient: zeros, which add nothing to what
+    other users of a tied weight send.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tied: bool) -> Tensor:
+        ctx.weight, ctx.tied = weight, tied
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, none: None) -> tuple[Tensor, None]:
+        weight = ctx.weight
+        alone = not ctx.tied or getattr(weight, "zero_out_wgrad", False)
+        if alone and hasattr(weight, "grad_added_to_main_grad"):
+            weight.grad_added_to_main_grad = True
+        return weight.new_zeros(()).expand_as(weight), None
+
+
+def _count_without_logits() -> None:
+    """From 0.19 on, heads of multi-token prediction count their hits on logits."""
+    from megatron.core.transformer import multi_token_prediction
+
+    if hasattr(multi_token_prediction, "_compute_mtp_acceptance_counts"):
+        wrap(multi_token_prediction, "_compute_mtp_acceptance_counts", _counting_deferred)
+
+
+def _counting_deferred(count: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(mtp_logits: Any, mtp_labels: Tensor, loss_mask: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(mtp_logits, DeferredLogits):
+            return count(mtp_logits, mtp_labels, loss_mask, *args, **kwargs)
+        assert mtp_logits.correct is not None
+        there = loss_mask.transpose(0, 1).bool()
+        return (mtp_logits.correct & there).sum().float(), there.sum().float()
+
+    return counted

@@ -1,0 +1,152 @@
+"""Losses and gradients with the fused loss equal those of Megatron's own, on every path that makes losses."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from models import BATCH, MTP, VERSION, VOCAB, Case, N, assert_equal, build, default, needs_019, step
+from ranks import processes
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from burst_mcore.megatron import cpu
+from burst_mcore.megatron.fused_loss import DeferredLogits, fuse_loss
+
+MUP = (("use_mup", True), ("mup_base_hidden_size", 32))
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_gpt(tp, cp, tied):
+    assert_equal(step(Case(tp=tp, cp=cp, fused=True, tied=tied)), default(tied=tied))
+
+
+def test_microbatches_in_flight():
+    assert_equal(step(Case(cp=2, fused=True, microbatches=3, recompute="full")), default(microbatches=3))
+
+
+@needs_019
+@pytest.mark.parametrize("tp", [1, 2])
+def test_multi_token_prediction(tp):
+    assert_equal(step(Case(model="mtp", tp=tp, fused=True, fields=MTP)), default(model="mtp", fields=MTP))
+
+
+@pytest.mark.skipif(VERSION < (0, 19), reason="HybridModel is there from 0.19 on")
+@pytest.mark.parametrize("tied", [False, True])
+def test_hybrid(tied):
+    got = step(Case(model="hybrid", tp=2, cp=2, fused=True, tied=tied))
+    assert_equal(got, default(model="hybrid", tied=tied))
+
+
+@needs_019
+def test_logits_that_are_scaled():
+    assert_equal(step(Case(cp=2, fused=True, fields=MUP)), default(fields=MUP))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_sequence_parallel(tied):
+    case = Case(tp=2, cp=2, fused=True, tied=tied, fields=(("sequence_parallel", True),))
+    assert_equal(step(case), default(tied=tied))
+
+
+def trained(rank, size, fused, tied, distributed, dtype):
+    """main_grads of all parameters after two microbatches under DistributedDataParallel, by name.
+
+    Also how many elements the largest tensor had that an operation of the head made, and the losses.
+    """
+    cpu.enable()
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(0)
+    model = build(Case(tied=tied, fields=(("params_dtype", dtype), ("bf16", dtype == torch.bfloat16)))).to(
+        dtype
+    )
+    how = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=True, use_distributed_optimizer=distributed
+    )
+    if fused:
+        fuse_loss(model)
+        fuse_loss(model)
+    ddp = DistributedDataParallel(model.config, how, model)
+    ddp.zero_grad_buffer()
+    at = torch.arange(N).expand(BATCH, N)
+    make = torch.Generator().manual_seed(rank)
+    largest, losses = 0, []
+    for last in (False, True):
+        tokens = torch.randint(0, VOCAB, (BATCH, N + 1), generator=make)
+        mask = (torch.rand(BATCH, N, generator=make) > 0.3).float()
+        with nullcontext() if last else ddp.no_sync(), Largest() as seen:
+            loss = ddp(tokens[:, :-1], at, None, labels=tokens[:, 1:], loss_mask=mask)
+            (64 * (loss * mask).sum() / mask.sum()).backward()
+        largest = max(largest, seen.logits)
+        losses.append(loss.detach())
+    ddp.finish_grad_sync()
+    with torch.no_grad():
+        logits = ddp(tokens[:, :-1], at, None)
+    assert logits.shape == (BATCH, N, VOCAB)
+    return {n: p.main_grad.clone() for n, p in model.named_parameters()}, largest, torch.stack(losses)
+
+
+class Largest(TorchDispatchMode):
+    """The most rows that a tensor had with as many columns as the vocabulary."""
+
+    logits = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for x in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(x, torch.Tensor) and x.ndim > 1 and x.shape[-1] == VOCAB and x.is_floating_point():
+                self.logits = max(self.logits, x.numel() // VOCAB)
+        return found
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed optimizer"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_main_grad(tied, distributed):
+    ours, theirs = (processes(2, trained, fused, tied, distributed, torch.float32) for fused in (True, False))
+    for rank in range(2):
+        for name, gradient in theirs[rank][0].items():
+            torch.testing.assert_close(ours[rank][0][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_no_logits_and_bfloat16():
+    (grads, rows, losses), *_ = processes(2, trained, True, False, True, torch.bfloat16)
+    (want, rows_of_megatron, want_losses), *_ = processes(2, trained, False, False, True, torch.bfloat16)
+    assert rows <= BATCH * N // 2 < rows_of_megatron
+    torch.testing.assert_close(losses, want_losses, rtol=1e-2, atol=1e-2)
+    for name, gradient in want.items():
+        assert (grads[name] - gradient).norm() <= 2e-2 * gradient.norm(), name
+
+
+def refused(rank, size, fields):
+    cpu.enable()
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    model = build(Case())
+    for name, value in fields.items():
+        setattr(model.config, name, value)
+    with pytest.raises(ValueError) as caught:
+        fuse_loss(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("cross_entropy_loss_fusion", "--cross-entropy-loss-fusion: both replace the loss"),
+        ("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute"),
+        ("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm"),
+    ],
+)
+def test_what_it_does_not_go_with_is_named(field, words):
+    (message,) = processes(1, refused, {field: True})
+    assert words in message
+
+
+def test_deferred_logits_are_no_logits():
+    with pytest.raises(AttributeError, match="the fused loss makes no logits.*'shape'"):
+        _ = DeferredLogits(torch.ones(1), None).shape
