@@ -35,6 +35,7 @@ from burst_mcore.attention.seen import Seen
 from burst_mcore.attention.tiles import tiles_of
 from burst_mcore.bench.virtual_ring import VirtualRank
 from burst_mcore.layout import Layout
+from burst_mcore.loss import fused_linear_cross_entropy
 
 RESULTS = Path(__file__).parent / "results"
 HEADS, DIM = 32, 128
@@ -220,6 +221,54 @@ def passes(tokens: int, repeats: int) -> list[Figure]:
     ]
 
 
+def heads_and_losses(tokens: int, repeats: int, hidden: int = 4096, vocabulary: int = 128256) -> list[Figure]:
+    """Forward and backward of the fused head and loss over its three products alone, ours and others'."""
+    h = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(vocabulary, hidden, device="cuda", dtype=torch.bfloat16).mul_(hidden**-0.5)
+    w.requires_grad_()
+    y = torch.randint(0, vocabulary, (tokens,), device="cuda")
+    chunk = min(tokens, 4096)
+    x = torch.empty(chunk, vocabulary, device="cuda", dtype=torch.bfloat16)
+    u, dw = torch.empty(chunk, hidden, device="cuda", dtype=torch.bfloat16), torch.empty_like(w)
+
+    def products() -> None:
+        for at in range(0, tokens, chunk):
+            part = h.detach()[at : at + chunk]
+            torch.mm(part, w.detach().t(), out=x)
+            torch.mm(x, w.detach(), out=u)
+            torch.mm(x.t(), part, out=dw)
+
+    def both_ways(loss: Callable[..., torch.Tensor]) -> Callable[[], None]:
+        def run() -> None:
+            h.grad = w.grad = None
+            loss().backward()
+
+        return run
+
+    methods = {"burst": both_ways(lambda: fused_linear_cross_entropy(h, w, y))}
+    try:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        methods["Liger"] = both_ways(lambda: LigerFusedLinearCrossEntropyLoss()(w, h, y))
+    except ImportError as error:
+        print(f"Liger is not measured: {error}")
+    try:
+        from cut_cross_entropy import linear_cross_entropy
+
+        methods["CCE"] = both_ways(lambda: linear_cross_entropy(h, w, y))
+    except ImportError as error:
+        print(f"CCE is not measured: {error}")
+    alone, *times = timed(products, *methods.values(), repeats=repeats)
+    name = f"head and loss, {tokens} x {hidden} x {vocabulary}"
+    found = [figure(f"{name}: three products alone", alone, "ms")]
+    for method, each in zip(methods, times, strict=True):
+        bar = 1.10 if method == "burst" else None
+        found.append(figure(f"{name}: {method} over three products", over(each, alone), "x", bar, True))
+        if method != "burst":
+            found.append(figure(f"{name}: {method} over burst", over(each, times[0]), "x", 1.0))
+    return found
+
+
 def main() -> None:
     """Measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -232,6 +281,8 @@ def main() -> None:
     alone = kernels(16384, args.repeats)
     best = best_of(alone)
     found = [*alone, *sparse(16384, args.repeats), *passes(args.tokens, args.repeats)]
+    for tokens in (4096, 32768):
+        found += heads_and_losses(tokens, args.repeats)
     for size, tokens in ((1, args.tokens), (2, args.tokens), (8, args.tokens), (64, args.tokens // 8)):
         for source in ("device", "host"):
             for direction in ("query", "kv") if size == 8 else ("query",):

@@ -10,6 +10,7 @@ from triton.compiler import ASTSource
 
 from burst_mcore.attention.kernels import triton_code
 from burst_mcore.attention.kernels.triton import launch
+from burst_mcore.loss import rows_triton
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED = 227 * 1024
@@ -45,6 +46,27 @@ def compiled(name: str, dim: int, dtype: str = "bf16", **options: bool):
     return triton.compile(source, HOPPER, {"num_warps": sizes.warps, "num_stages": sizes.stages})
 
 
+def compiled_rows(name: str, gradients: bool):
+    """The compiled kernel `name` of the loss's elementwise work, from float32 to bfloat16."""
+    function = getattr(rows_triton, name)
+    names = list(inspect.signature(function.fn).parameters)
+    constants = {"SOFTCAP": True, "GRADIENTS": gradients, "BLOCK": rows_triton.BLOCK}
+    constants = {name: value for name, value in constants.items() if name in names}
+    types = dict.fromkeys(("logits", "found", "scale", "columns", "lse"), "*fp32")
+    types |= {"out": "*bf16", "labels": "*i64"} | dict.fromkeys(constants, "constexpr")
+    types |= dict.fromkeys(("softcap", "temperature", "z_loss", "smoothing"), "fp32")
+    aligned = [
+        i for i, n in enumerate(names) if types.get(n, "*")[0] == "*" and not n.endswith(("lary", "tokens"))
+    ]
+    source = ASTSource(
+        fn=function,
+        signature={name: types.get(name, "i32") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    return triton.compile(source, HOPPER, {"num_warps": rows_triton.WARPS})
+
+
 def check() -> None:
     """AssertionError if a kernel does not fit a Hopper GPU, or misses its matrix units or wide copies."""
     for name in ("forward", "dq", "dkv"):
@@ -54,3 +76,5 @@ def check() -> None:
         assert kernel.metadata.shared <= SHARED, name
     for options in ({"SOFTCAP": True}, {"FRESH": True}):
         assert compiled("dkv", 64, **options).metadata.shared <= SHARED
+    for name, gradients in (("statistics_kernel", True), ("gradients_kernel", True)):
+        assert "ld.global.v4" in compiled_rows(name, gradients).asm["ptx"], name

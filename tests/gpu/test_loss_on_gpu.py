@@ -1,0 +1,69 @@
+"""The fused head and loss on a GPU: products into float32, Triton for the rest, against float64."""
+
+import pytest
+import torch
+
+from burst_mcore.loss import fused_linear_cross_entropy
+from burst_mcore.loss.reference import linear_cross_entropy
+
+OPTIONS = {
+    "plain": {},
+    "all": {"z_loss": 1e-3, "label_smoothing": 0.1, "softcap": 30.0, "temperature": 0.8},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+}
+
+
+def _draw(dtype, tokens=1000, d=256, v=5003):
+    hidden = torch.randn(tokens, d, device="cuda").to(dtype).requires_grad_()
+    weight = (torch.randn(v, d, device="cuda") / d**0.5).to(dtype).requires_grad_()
+    bias = torch.randn(v, device="cuda").to(dtype).requires_grad_()
+    labels = torch.randint(0, v, (tokens,), device="cuda")
+    labels[::7] = -100
+    return hidden, weight, bias, labels, torch.rand(tokens, device="cuda")
+
+
+def _distance(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("upstream", ["scaled", "any"])
+def test_against_float64(dtype, name, upstream):
+    hidden, weight, bias, labels, weights = _draw(dtype)
+    options = OPTIONS[name]
+    given = None
+    if name == "none":
+        given = 3 * weights if upstream == "scaled" else torch.randn_like(weights)
+
+    def run(function, as_, **more):
+        leaves = [x.detach().to(as_).requires_grad_() for x in (hidden, weight, bias)]
+        loss = function(leaves[0], leaves[1], labels, weights.to(as_), leaves[2], **options, **more)
+        with torch.no_grad():
+            up = None if given is None else given.to(loss.dtype)
+        return loss, *torch.autograd.grad(loss, leaves, up)
+
+    ours = run(fused_linear_cross_entropy, dtype, chunk_tokens=300)
+    plain, exact = run(linear_cross_entropy, dtype), run(linear_cross_entropy, torch.float64)
+    for a, b, c in zip(ours, plain, exact, strict=True):
+        assert _distance(a, c) <= 2 * max(_distance(b, c), torch.finfo(dtype).eps / 2)
+
+
+def test_metrics_and_errors():
+    hidden, weight, bias, labels, _ = _draw(torch.bfloat16)
+    _, found = fused_linear_cross_entropy(hidden, weight, labels, bias=bias, return_metrics=True)
+    log_p = torch.log_softmax(hidden.double() @ weight.double().t() + bias.double(), -1)
+    seen = labels != -100
+    entropy = (-(log_p.exp() * log_p).sum(-1)).where(seen, 0.0)
+    torch.testing.assert_close(found.entropy.double(), entropy, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="labels must be in"):
+        fused_linear_cross_entropy(hidden, weight, labels + 10000)
+
+
+def test_memory_is_that_of_a_chunk():
+    hidden, weight, _, labels, _ = _draw(torch.bfloat16, tokens=16384, d=64, v=32000)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    fused_linear_cross_entropy(hidden, weight, labels, chunk_tokens=256).backward()
+    assert torch.cuda.max_memory_allocated() - before < 16384 * 32000 * 2 / 4
