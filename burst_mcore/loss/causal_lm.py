@@ -1,0 +1,234 @@
+"""Causal LMs of Hugging Face transformers (5.x) whose forward with labels makes no logits."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import MethodType
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from burst_mcore.loss.deferred import DeferredLogits
+from burst_mcore.loss.function import fused_linear_cross_entropy
+
+Model = TypeVar("Model", bound=nn.Module)
+
+NAMES = ("ForCausalLM", "LMHeadModel")
+"""How the classes of causal LMs end."""
+
+
+def patch_causal_lm(
+    model: Model,
+    *,
+    chunk_tokens: int | str = "auto",
+    grad_weight_dtype: torch.dtype = torch.float32,
+) -> Model:
+    """Give this model a forward that, with `labels` or `shift_labels`, returns the loss without logits.
+
+    The model's own forward runs. Its head's logits are deferred: what is done to them on the way to torch's
+    cross_entropy (a cap, a scale, tokens shifted or flattened) `fused_linear_cross_entropy` does, within the
+    head's own forward, so that hooks which gather its weight there (ZeRO-3) do. Hence the loss is the model's
+    own, with `num_items_in_batch`, `ignore_index` or an auxiliary loss of experts, up to rounding; but a mean
+    over no label at all is 0 instead of NaN.
+
+    With `shift_labels` [..., tokens], already shifted, `labels` need not be given. The output's `logits` are
+    None; a tuple lacks them. Without labels, the forward is the model's own, and so is generate. Parameters,
+    state_dict, class and loss_function stay as they are; copies of the model are patched too.
+
+    Args:
+        model: Of a class named ...ForCausalLM or ...LMHeadModel, with a torch.nn.Linear as output embeddings;
+            patched in place. A second patch replaces the options of the first.
+        chunk_tokens: As `fused_linear_cross_entropy` has it.
+        grad_weight_dtype: The same.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: if it is no such model.
+        TypeError: in forward with labels, if the model does something else with its logits: it names it.
+
+    Source: issue 6; paper, "sequence-level fusion of LM head and loss".
+    """
+    head_of(model)
+    options = {"chunk_tokens": chunk_tokens, "grad_weight_dtype": grad_weight_dtype}
+    found = _patched(model)
+    if found is not None:
+        found[1].options = options
+    else:
+        model.forward = Forward(model, options)
+    return model
+
+
+def unpatch_causal_lm(model: Model) -> Model:
+    """Take back `patch_causal_lm`: the model is as it was before. One that is not patched stays as it is.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: if something else has wrapped the patched forward since; that must be taken back first.
+
+    Source: issue 6.
+    """
+    found = _patched(model)
+    if found is None:
+        return model
+    owner, patch = found
+    if owner.__dict__["forward"] is not patch:
+        raise ValueError(f"{type(owner).__name__}.forward was wrapped after it was patched: unwrap it first")
+    del owner.forward
+    if patch.instance:
+        owner.forward = patch.__wrapped__
+    return model
+
+
+def head_of(model: nn.Module) -> nn.Linear:
+    """The output embeddings of a model that can be patched.
+
+    Raises:
+        ValueError: if it cannot; it says why.
+    """
+    name = type(model).__name__
+    if not any(cls.__name__.endswith(NAMES) for cls in type(model).__mro__):
+        raise ValueError(f"{name} is no causal LM: its class is named neither ...{' nor ...'.join(NAMES)}")
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder and a decoder, not a causal LM")
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is None:
+        raise ValueError(f"{name} has no output embeddings (get_output_embeddings)")
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        raise ValueError(f"output embeddings of {name} must be a torch.nn.Linear, got {type(head).__name__}")
+    if "forward" in head.__dict__:
+        raise ValueError(f"the forward of {name}'s output embeddings has been replaced by something else")
+    return head
+
+
+class Forward:
+    """A patched model's forward, kept by the instance alone: it is copied and pickled with the model."""
+
+    def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
+        self.model, self.options = model, options
+        self.instance = "forward" in model.__dict__
+        """Whether the instance had a forward of its own before."""
+        own = model.forward if self.instance else MethodType(type(model).forward, model)
+        self.__wrapped__: Callable[..., Any] = own  # the name by which inspect.signature finds it
+        self.__doc__ = own.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        names = [*inspect.signature(self.__wrapped__).parameters]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        shift_labels = given.get("shift_labels")
+        if given.get("labels") is None:
+            if shift_labels is None:
+                return self.__wrapped__(*args, **kwargs)
+            at = names.index("labels") if "labels" in names else len(args)
+            if at < len(args):
+                args = (*args[:at], shift_labels, *args[at + 1 :])
+            else:
+                kwargs["labels"] = shift_labels  # without labels models ask for no loss
+        head = StandIn(head_of(self.model), type(self.model).__name__, self.options, shift_labels)
+        with _in_place(self.model, head):
+            out = self.__wrapped__(*args, **kwargs)
+        if not head.asked:
+            raise TypeError(
+                f"{head.model} cannot be patched: with labels its forward takes no cross_entropy of logits "
+                "that its output embeddings make"
+            )
+        return _without_logits(out)
+
+
+class StandIn:
+    """In the head's place while a forward with labels runs: calling it does not gather the weight."""
+
+    def __init__(
+        self, head: nn.Linear, model: str, options: dict[str, Any], shift_labels: Tensor | None
+    ) -> None:
+        self.head, self.model, self.options, self.shift_labels = head, model, options, shift_labels
+        self.columns = head.out_features
+        self.asked = 0
+        """Times that a loss was."""
+
+    def __call__(self, hidden: Tensor) -> DeferredLogits:
+        return DeferredLogits(hidden, self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.head, name)  # models look at weight.dtype
+
+    def loss(self, hidden: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        """Computed within the head's forward, between its hooks; tensors are positional, for them to see."""
+        self._check(labels)
+        self.asked += 1
+        with _shadowed(self.head, "forward", lambda *tensors: self._forward(*tensors, **options)):
+            loss: Tensor = self.head(hidden, labels)
+        return loss.clone()  # models add to it in place, which a view that hooks return does not allow
+
+    def _forward(self, hidden: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        head = self.head
+        if hasattr(head.weight, "placements") or head.weight.shape != (self.columns, head.in_features):
+            self.refuse("has spread the vocabulary over ranks, not for the loss to see, of")
+        loss = fused_linear_cross_entropy(
+            hidden, head.weight, labels, bias=head.bias, **options, **self.options
+        )
+        assert isinstance(loss, Tensor)
+        return loss
+
+    def _check(self, labels: Tensor) -> None:
+        """A model that knows nothing of shift_labels would shift them again, or ignore them."""
+        if self.shift_labels is None:
+            return
+        if not torch.equal(self.shift_labels.to(labels).flatten(), labels.flatten()):
+            self.refuse("does not take shift_labels as they are for")
+
+    def refuse(self, done: str) -> NoReturn:
+        raise TypeError(
+            f"{self.model} cannot be patched: with labels its forward {done} the logits, which are not made "
+            "(unpatch_causal_lm takes the patch back)"
+        )
+
+
+def _patched(model: nn.Module) -> tuple[nn.Module, Forward] | None:
+    """The module whose forward is patched, in model (adapters wrap it), and the patch, whoever wrapped it."""
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        while forward is not None and not isinstance(forward, Forward):
+            forward = getattr(forward, "__wrapped__", None)
+        if forward is not None:
+            return module, forward
+    return None
+
+
+@contextmanager
+def _in_place(model: nn.Module, stand_in: StandIn) -> Iterator[None]:
+    """Wherever the model names its head, it finds the stand-in; its modules stay as they are."""
+    with ExitStack() as stack:
+        for parent in model.modules():
+            for name, child in parent._modules.items():
+                if child is stand_in.head:
+                    stack.enter_context(_shadowed(parent, name, stand_in))
+        yield
+
+
+@contextmanager
+def _shadowed(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """An attribute of the instance, which Python finds before the module's submodules and methods."""
+    before = module.__dict__.get(name)
+    module.__dict__[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__[name]
+        else:
+            module.__dict__[name] = before
+
+
+def _without_logits(out: Any) -> Any:
+    if isinstance(out, Mapping):
+        return type(out)(**{key: x for key, x in out.items() if not isinstance(x, DeferredLogits)})
+    if isinstance(out, tuple):
+        return tuple(x for x in out if not isinstance(x, DeferredLogits))
+    return out
