@@ -100,7 +100,7 @@ $(VENV): pyproject.toml Makefile
 	fi
 	echo "setting up .venv with $$("$$python" --version) ($$python); the first time takes some minutes"
 	[ -x .venv/bin/python ] && .venv/bin/python -c '' 2>/dev/null || "$$python" -m venv --clear .venv
-	.venv/bin/python $(PIP) $(TORCH) $(MEGATRON) -e '.[megatron,bench,test]'
+	.venv/bin/python $(PIP) $(TORCH) $(MEGATRON) -e '.[megatron,bench,huggingface,test]'
 	touch $@
 
 $(VENV_311): pyproject.toml Makefile

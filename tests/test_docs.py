@@ -22,8 +22,9 @@ def _blocks():
 
 @pytest.mark.parametrize(("ranks", "code"), list(_blocks()))
 def test_python_blocks_run(ranks, code, tmp_path):
-    if "megatron" in code:
-        pytest.importorskip("megatron.core")
+    for name, module in (("megatron", "megatron.core"), ("transformers", "transformers")):
+        if name in code:
+            pytest.importorskip(module)
     script = tmp_path / "block.py"
     script.write_text(code)
     torchrun = (
