@@ -220,7 +220,7 @@ def test_logits_to_keep_keeps_so_many_labels():
     given = shifted(batch())
     kept = {**given, "shift_labels": given["shift_labels"][:, -5:].contiguous(), "logits_to_keep": 5}
     assert_alike(model, plain, kept, expected={**kept, "labels": kept["shift_labels"]})
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="labels must have the shape"):
         model(**batch(), logits_to_keep=5)
 
 
@@ -291,7 +291,7 @@ def test_an_error_leaves_the_model_usable():
     model = patch_causal_lm(build("Llama"))
     wrong = batch()
     wrong["labels"][0, 5] = VOCABULARY
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="labels must be in"):
         model(**wrong)
     assert model(batch()["input_ids"]).logits is not None
     assert model(**batch()).logits is None
