@@ -29,6 +29,7 @@ from burst_mcore.attention.volume import volume
 from burst_mcore.balance import imbalance, keys_per_query
 from burst_mcore.bench.problem import DTYPES, Problem
 from burst_mcore.bench.run import alternating, in_processes
+from burst_mcore.bench.verdict import Verdict, bars
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout, shard
 from burst_mcore.rates import DEFAULT
@@ -78,20 +79,6 @@ class Row:
     """What an all-gather of K and V, or a full ring, sends."""
     least_mb: float
     """Every row once to each rank that reads it (MagiAttention's zero-redundancy bound)."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A figure beside its bar."""
-
-    claim: str
-    value: float
-    bar: float
-    at_most: bool
-
-    @property
-    def reached(self) -> bool:
-        return self.value <= self.bar if self.at_most else self.value >= self.bar
 
 
 def cases(seq: int, heads: int) -> list[Case]:
@@ -280,20 +267,7 @@ HEADERS = {
 def report(rows: Sequence[Row], judged: Sequence[Verdict]) -> str:
     """The figures, and beside their bars."""
     table: str = tabulate([asdict(row) for row in rows], headers=HEADERS, floatfmt=".3g")
-    bars: str = tabulate(
-        [
-            {
-                "claim": v.claim,
-                "measured": v.value,
-                "bar": f"{'<=' if v.at_most else '>='} {v.bar:g}",
-                "": "reached" if v.reached else "MISSED",
-            }
-            for v in judged
-        ],
-        headers="keys",
-        floatfmt=".3g",
-    )
-    return f"{table}\n\n{bars}"
+    return f"{table}\n\n{bars(judged)}"
 
 
 def as_json(rows: Sequence[Row], judged: Sequence[Verdict], ranks: int) -> str:
