@@ -1,0 +1,75 @@
+"""How much memory a call takes at its worst moment, and the largest tensor that it makes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_PROCESS = Path("/proc/self")
+
+
+def peak_bytes(call: Callable[[], object], device: str) -> int | None:
+    """Memory that the call takes at its worst moment beyond what is taken before it; None where unknown.
+
+    On CPU the kernel counts it, of the whole process: what libraries take beside tensors is in it.
+    """
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    if not _reset_high_water():
+        call()
+        return None
+    before = _kilobytes("VmRSS")
+    call()
+    return 1024 * max(0, _kilobytes("VmHWM") - before)
+
+
+def _reset_high_water() -> bool:
+    if sys.platform != "linux":
+        return False
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed before must not serve the call for nothing
+    try:
+        (_PROCESS / "clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _kilobytes(name: str) -> int:
+    lines = (_PROCESS / "status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+class LargestMade(TorchDispatchMode):
+    """Within it, the elements of the largest tensor that any operator makes, or has a view of."""
+
+    def __init__(self, given: Iterable[Tensor]) -> None:
+        """given: tensors that are there already, which do not count."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._given = {x.untyped_storage().data_ptr() for x in given}
+        self.elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for x in tree_leaves(made):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in self._given:
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
+        return made
