@@ -267,6 +267,52 @@ def masks(
         raise typer.Exit(1)
 
 
+@bench.command()
+def loss(
+    shape: Annotated[
+        list[str] | None, typer.Option(help="Tokens x hidden x vocabulary; more than one may be given.")
+    ] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    methods: Annotated[str, typer.Option(help="Names, separated by commas; default all.")] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="Counted rounds, after one that is not.")] = 3,
+    threads: Annotated[int, typer.Option(min=0, help="On CPU; 0: as many as there are cores.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")] = "auto",
+    out: Annotated[Path, typer.Option(help="All figures, as JSON.")] = Path("loss.json"),
+) -> None:
+    """LM heads with their loss: time beside their three matrix products alone, peak memory, accuracy."""
+    import os
+
+    import torch
+
+    from burst_mcore.bench import head, head_report
+    from burst_mcore.bench.head_methods import METHODS
+
+    threads = threads or os.cpu_count() or 1
+    try:
+        if device not in ("auto", "cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+            raise ValueError(f"no device {device!r} here")
+        where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        problems = [
+            head.HeadProblem.of(a_shape, a_dtype)
+            for a_shape in shape or ["4096x1024x32000"]
+            for a_dtype in dtype or ["float32", "bfloat16"]
+        ]
+        names, rows = [name for name in methods.split(",") if name] or list(METHODS), []
+        for problem in problems:
+            for row in head.measure(problem, names, repeats, threads, where):
+                rows.append(row)
+                typer.echo(head_report.line(row))
+    except (ValueError, RuntimeError) as error:
+        _fail("bench loss", error)
+    judged, left_open = head_report.verdicts(rows)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(head_report.as_json(rows, judged, left_open, threads, repeats))
+    typer.echo(f"\n{head_report.report(rows, judged, left_open)}\n\nall figures: {out}")
+    ours_ran = all(row.of_products is not None for row in rows if row.method == head_report.OURS)
+    if not ours_ran or not all(verdict.reached for verdict in judged):
+        raise typer.Exit(1)
+
+
 def _rates(intra_gb: float, inter_gb: float, tflops: float, latency_us: float) -> Rates:
     return Rates(intra=intra_gb * 1e9, inter=inter_gb * 1e9, compute=tflops * 1e12, latency=latency_us * 1e-6)
 
