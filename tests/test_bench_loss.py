@@ -1,0 +1,165 @@
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("tabulate")
+
+from typer.testing import CliRunner
+
+from burst_mcore.bench import head, head_methods, head_report
+from burst_mcore.bench.head import Errors, HeadProblem, Row
+from burst_mcore.bench.head_memory import LargestMade, peak_bytes
+from burst_mcore.bench.head_methods import METHODS, Method
+from burst_mcore.cli import app
+
+SMALL = HeadProblem(96, 16, 200)
+HERE = [name for name, method in METHODS.items() if method.needs("cpu") is None and not method.compiled]
+RIGHT = Errors(loss=1e-7, d_hidden=1e-7, d_weight=1e-7, over="96x16x200")
+
+
+def _loss_of_twice_the_logits(device):
+    return lambda hidden, weight, labels: METHODS["naive"].build(device)(2 * hidden, weight, labels)
+
+
+def _refuses(device):
+    def loss(hidden, weight, labels):
+        raise RuntimeError("not on a Tuesday\nand more")
+
+    return loss
+
+
+def test_the_command_prints_a_table_and_writes_all_figures(tmp_path, monkeypatch):
+    wrong = Method("wrong", _loss_of_twice_the_logits)
+    monkeypatch.setitem(METHODS, "wrong", wrong)
+    out = tmp_path / "new" / "loss.json"
+    line = f"bench loss --device cpu --shape 96x16x200 --dtype float32 --repeats 2 --out {out}"
+    done = CliRunner().invoke(app, [*line.split(), "--methods", "burst,naive,torch,liger,wrong"])
+    assert done.exit_code == 0, done.output
+    assert "96 x 16 x 200 (tokens x hidden x vocabulary), float32" in done.stdout
+    assert "96x16x200, float32, wrong: wrong" in done.stdout
+    found = json.loads(out.read_text())
+    rows = {row["method"]: row for row in found["rows"]}
+    assert list(rows) == ["burst", "naive", "torch", "liger", "wrong"]
+    for name in ("burst", "naive", *(["torch"] if METHODS["torch"].needs("cpu") is None else [])):
+        row = rows[name]
+        assert row["seconds"] > 0
+        assert row["of_products"] > 0
+        assert row["why_not"] is None
+        assert 0 < row["errors"]["d_weight"] < 1e-5
+        assert row["errors"]["over"] == "96x16x200"
+    assert rows["naive"]["largest"] == 1.0
+    assert rows["torch"]["largest"] is None
+    assert rows["wrong"]["why_not"] == "wrong"
+    assert rows["wrong"]["seconds"] is None
+    assert rows["wrong"]["errors"]["d_hidden"] > head.WRONG
+    assert rows["liger"]["why_not"].startswith("needs a GPU")
+    assert found["verdicts"] == found["not judged"] == []  # no bar for this shape
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", HERE)
+def test_every_method_that_runs_here_is_right(name, dtype):
+    if (name, dtype) == ("torch", "float16"):
+        pytest.skip("torch's own has no float16 on CPU that is compared")
+    errors = head._errors(METHODS[name].build("cpu"), replace(SMALL, dtype=dtype), "cpu")
+    assert max(errors.loss, errors.d_hidden, errors.d_weight) < (1e-5 if dtype == "float32" else 2e-2)
+    assert not errors.wrong
+
+
+def test_what_cannot_run_gives_its_reason():
+    lacks = Method("lacks", _refuses, partial(head_methods._needs_package, "no_such_module", "no-such", True))
+    assert head._measured(lacks, SMALL, 1, 1, "cpu").why_not == "needs a GPU and the package no-such"
+    assert lacks.needs("cuda") == "the package no-such"
+    refuses = head._measured(Method("refuses", _refuses), SMALL, 1, 1, "cpu")
+    assert refuses.why_not == "RuntimeError: not on a Tuesday"
+    assert refuses.seconds is refuses.peak_bytes is refuses.errors is None
+
+
+def test_errors_that_are_not_numbers_are_wrong():
+    assert replace(RIGHT, d_hidden=float("nan")).wrong
+    assert not RIGHT.wrong
+
+
+def test_the_three_products_over_parts_are_those_of_the_whole(monkeypatch):
+    hidden, weight, _ = (x.detach() for x in SMALL.tensors("cpu"))
+    made = []
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda x: made.append(empty_like(x)) or made[-1])
+    head.three_products(hidden, weight)()
+    monkeypatch.setattr(head, "LARGE", 1)
+    monkeypatch.setitem(head.PRODUCT_TOKENS, "cpu", 40)
+    head.three_products(hidden, weight)()
+    torch.testing.assert_close(made[0], hidden @ weight.t() @ weight)
+    torch.testing.assert_close(made[1], (hidden @ weight.t()).t() @ hidden)
+    torch.testing.assert_close(made[2:], made[:2])
+
+
+def test_memory_is_what_a_call_takes_beyond_what_is_there():
+    given = torch.ones(2**24)
+    assert peak_bytes(lambda: None, "cpu") < 2**22
+    assert abs(peak_bytes(lambda: (given + 1, given + 2), "cpu") - 2**27) < 2**22
+    with LargestMade([given]) as seen:
+        made = given[:10].clone().expand(1000, 10)
+        given.t()
+    assert seen.elements == 10
+    assert made.numel() == 10000
+
+
+def _row(name, **figures):
+    return Row(name, "8192x1024x128256", "bfloat16", "cpu", errors=RIGHT, **figures)
+
+
+def test_bars_are_for_the_shapes_that_they_name_and_nothing_is_dropped():
+    rows = [
+        _row("burst", seconds=1.0, products_seconds=0.8, of_products=1.25, peak_bytes=10, largest=0.1),
+        _row("compiled-naive", seconds=1.0, products_seconds=0.8, of_products=1.2, peak_bytes=40),
+        _row("torch", seconds=1.0, products_seconds=0.8, of_products=2.0, peak_bytes=8),
+        _row("deepspeed", why_not="needs the package deepspeed"),
+    ]
+    judged, left_open = head_report.verdicts(rows)
+    at = "8192x1024x128256, bfloat16: "
+    assert {v.claim.removeprefix(at): v.reached for v in judged} == {
+        "time over the three products alone": True,
+        "time over that of compiled-naive": False,
+        "peak memory over that of torch": False,
+        "peak memory over that of compiled-naive": True,
+        "largest tensor made over N x V, below 1": True,
+    }
+    assert left_open == [f"{at}peak memory over that of deepspeed"]
+    text = head_report.report(rows, judged, left_open)
+    assert "needs the package deepspeed" in text
+    assert "MISSED" in text
+    assert "not judged, since not measured:" in text
+    whole = [replace(rows[0], largest=1.0)]
+    assert not next(v for v in head_report.verdicts(whole)[0] if "largest" in v.claim).reached
+    small = [replace(row, shape="96x16x200") for row in rows]
+    assert head_report.verdicts(small) == ([], [])
+    lesser = [replace(row, shape="4096x1024x32000") for row in rows]  # there memory has no bar
+    assert not any("memory" in v.claim for v in head_report.verdicts(lesser)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--shape 12x", "a shape is tokens x hidden x vocabulary, as 4096x1024x32000, got '12x'"),
+        ("--shape 0x16x200", "must be at least 1, got 0x16x200"),
+        ("--dtype int8", "dtype must be one of float32"),
+        ("--methods magic", "unknown method 'magic'; legal: burst, naive"),
+        ("--device tpu", "no device 'tpu' here"),
+    ],
+)
+def test_bad_options_are_one_line(options, words):
+    done = CliRunner().invoke(app, ["bench", "loss", *options.split()])
+    assert done.exit_code == 1
+    assert words in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_every_method_is_in_the_docs():
+    text = (Path(__file__).parent.parent / "docs" / "benchmark.md").read_text()
+    assert all(f"`{name}`" in text for name in METHODS)
