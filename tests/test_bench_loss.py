@@ -1,4 +1,6 @@
 import json
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +35,10 @@ def _refuses(device):
     return loss
 
 
+def _dies(device):
+    raise BrokenProcessPool
+
+
 def test_the_command_prints_a_table_and_writes_all_figures(tmp_path, monkeypatch):
     wrong = Method("wrong", _loss_of_twice_the_logits)
     monkeypatch.setitem(METHODS, "wrong", wrong)
@@ -64,20 +70,23 @@ def test_the_command_prints_a_table_and_writes_all_figures(tmp_path, monkeypatch
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", HERE)
 def test_every_method_that_runs_here_is_right(name, dtype):
-    if (name, dtype) == ("torch", "float16"):
-        pytest.skip("torch's own has no float16 on CPU that is compared")
     errors = head._errors(METHODS[name].build("cpu"), replace(SMALL, dtype=dtype), "cpu")
     assert max(errors.loss, errors.d_hidden, errors.d_weight) < (1e-5 if dtype == "float32" else 2e-2)
     assert not errors.wrong
 
 
-def test_what_cannot_run_gives_its_reason():
+def test_what_cannot_run_gives_its_reason(monkeypatch):
+    monkeypatch.setattr(head, "ProcessPoolExecutor", lambda size, mp_context: ThreadPoolExecutor(size))
+    measured = partial(
+        head._measured, problem=SMALL, repeats=1, threads=torch.get_num_threads(), device="cpu"
+    )
     lacks = Method("lacks", _refuses, partial(head_methods._needs_package, "no_such_module", "no-such", True))
-    assert head._measured(lacks, SMALL, 1, 1, "cpu").why_not == "needs a GPU and the package no-such"
+    assert measured(lacks).why_not == "needs a GPU and the package no-such"
     assert lacks.needs("cuda") == "the package no-such"
-    refuses = head._measured(Method("refuses", _refuses), SMALL, 1, 1, "cpu")
+    refuses = measured(Method("refuses", _refuses))
     assert refuses.why_not == "RuntimeError: not on a Tuesday"
     assert refuses.seconds is refuses.peak_bytes is refuses.errors is None
+    assert measured(Method("dies", _dies)).why_not == "its process was ended: too little memory?"
 
 
 def test_errors_that_are_not_numbers_are_wrong():
