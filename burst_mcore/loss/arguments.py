@@ -58,7 +58,9 @@ class Call:
         """The head of so many tokens."""
         dtype = torch.float64 if weight.dtype == torch.float64 else self.grad_weight_dtype
         head = Head(weight, bias, self.terms, self.vocabulary, self.ignore_index, 1, dtype)
-        chunk = self.chunk_tokens or automatic_chunk(tokens, self.vocabulary.rows, head.products)
+        chunk = self.chunk_tokens or automatic_chunk(
+            tokens, self.vocabulary.rows, head.products, weight.device.type
+        )
         return replace(head, chunk_tokens=chunk)
 
 

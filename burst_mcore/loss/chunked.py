@@ -20,8 +20,9 @@ from burst_mcore.loss.table import rows_for
 from burst_mcore.loss.terms import ENTROPY, LABEL, LARGEST, LSE, Terms, losses, wide
 from burst_mcore.loss.vocabulary import Vocabulary
 
-CHUNK_BYTES = 2**28
-"""Of a chunk's logits, where the caller does not say how many tokens a chunk has."""
+CHUNK_BYTES = {"cpu": 2**28, "cuda": 2**31}
+"""Of a chunk's logits at most, about, where the caller does not say how many tokens a chunk has. Each chunk
+reads and writes the weight's gradient once, which a GPU hides only behind products of thousands of tokens."""
 
 
 @dataclass(frozen=True)
@@ -88,15 +89,15 @@ class Weights(NamedTuple):
         return cls(torch.where(weights == 0, 1.0, 2 * mantissa), torch.where(weights == 0, 0.0, power))
 
 
-def automatic_chunk(tokens: int, head_rows: int, products: Products) -> int:
+def automatic_chunk(tokens: int, head_rows: int, products: Products, device: str) -> int:
     """Tokens of a chunk where none are given: of even chunks of logits of at most about CHUNK_BYTES.
 
     There are always several chunks: memory never grows with tokens x vocabulary.
     """
     itemsize = products.logits.itemsize
     itemsize += products.gradients.itemsize if products.gradients != products.logits else 0
-    most = max(256, CHUNK_BYTES // max(1, head_rows * itemsize))
-    chunks = max(4 if tokens >= 1024 else 2, -(-tokens // most))
+    most = max(256, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // max(1, head_rows * itemsize))
+    chunks = max(2, -(-tokens // most))
     return max(1, -(-tokens // chunks))
 
 
@@ -121,8 +122,12 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
     d_hidden = None
     if wanted.hidden:  # parts that are added up over ranks are rounded once, after that
         d_hidden = torch.empty_like(hidden, dtype=hidden.dtype if vocabulary.group is None else full)
-    d_weight = _zeros(head.weight, head.grad_weight_dtype) if wanted.weight else None
-    d_bias = _zeros(head.bias, full) if wanted.bias and head.bias is not None else None
+    d_weight = d_bias = None
+    if wanted.weight:  # written by the first chunk
+        make = torch.empty_like if tokens else torch.zeros_like
+        d_weight = make(head.weight, dtype=head.grad_weight_dtype, memory_format=torch.contiguous_format)
+    if wanted.bias and head.bias is not None:
+        d_bias = torch.zeros_like(head.bias, dtype=full)
     for first in range(0, tokens, head.chunk_tokens):
         at = slice(first, min(first + head.chunk_tokens, tokens))
         scale = None
@@ -139,7 +144,7 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
             metrics[2, at] = (z >= statistics[LARGEST]).logical_and(seen)
         if d_hidden is not None:
             chunk.hidden_gradient(d_hidden[at])
-        chunk.add_to(d_weight, d_bias, None if split is None else split.power[at])
+        chunk.add_to(d_weight, d_bias, None if split is None else split.power[at], fresh=first == 0)
     return Pass(found, lse, d_hidden, d_weight, d_bias, metrics)
 
 
@@ -175,7 +180,7 @@ def repair(
     for first in range(0, tokens, head.chunk_tokens):
         at = slice(first, min(first + head.chunk_tokens, tokens))
         chunk.run(hidden[at], columns[at], valid[at] * split.mantissa[at], False)
-        chunk.add_to(d_weight, d_bias, split.power[at], alpha)
+        chunk.add_to(d_weight, d_bias, split.power[at], alpha=alpha)
 
 
 class Chunk:
@@ -210,18 +215,22 @@ class Chunk:
         self._products.second(self._gradients, self._columns, self._labels, self._head.weight, out)
 
     def add_to(
-        self, d_weight: Tensor | None, d_bias: Tensor | None, power: Tensor | None, alpha: float = 1.0
+        self,
+        d_weight: Tensor | None,
+        d_bias: Tensor | None,
+        power: Tensor | None,
+        alpha: float = 1.0,
+        fresh: bool = False,
     ) -> None:
-        """d_weight += alpha (dlogits)^T (power hidden), d_bias += alpha (dlogits)^T power."""
+        """d_weight += alpha (dlogits)^T (power hidden), d_bias += alpha (dlogits)^T power.
+
+        A fresh d_weight holds nothing yet.
+        """
         dlogits, columns, labels, hidden = self._gradients, self._columns, self._labels, self._hidden
         if d_weight is not None:
             if power is not None:
                 hidden = (hidden * power[:, None]).to(self._products.gradients)
-            self._products.third(dlogits, columns, labels, hidden, d_weight, alpha)
+            self._products.third(dlogits, columns, labels, hidden, d_weight, alpha, fresh)
         if d_bias is not None:
             power = d_bias.new_ones(len(hidden)) if power is None else power.to(d_bias.dtype)
             self._products.bias(dlogits, columns, labels, alpha * power, d_bias)
-
-
-def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(like.shape, dtype=dtype, device=like.device)

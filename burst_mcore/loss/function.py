@@ -10,7 +10,7 @@ from torch import Tensor
 
 from burst_mcore.loss.arguments import Arguments, Call, checked
 from burst_mcore.loss.chunked import Wanted, Weights, forward, repair
-from burst_mcore.loss.products import blocks
+from burst_mcore.loss.products import CACHED_ROWS, blocks
 from burst_mcore.loss.terms import wide
 
 ULPS = 8
@@ -243,7 +243,7 @@ def _handed_over(d_weight: Tensor, c: Tensor, dtype: torch.dtype, main_grad: Ten
     if main_grad is None and dtype == d_weight.dtype:
         return _times(d_weight, c)
     out = torch.empty_like(d_weight, dtype=dtype) if main_grad is None else None
-    for at in blocks(d_weight):
+    for at in blocks(d_weight, CACHED_ROWS if d_weight.device.type == "cpu" else max(1, len(d_weight))):
         scaled = _times(d_weight[at], c)
         if main_grad is not None:
             main_grad[at].add_(scaled)

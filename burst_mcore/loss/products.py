@@ -18,6 +18,8 @@ from burst_mcore.loss.terms import wide
 
 VOCABULARY_BLOCK = 4096
 """Rows of the weight that are taken at once where its product needs memory of its own."""
+CACHED_ROWS = 512
+"""Rows of the weight's gradient over which several passes go: they stay in cache."""
 
 
 @dataclass(frozen=True)
@@ -89,16 +91,21 @@ class Products:
         hidden: Tensor,
         out: Tensor,
         alpha: float = 1.0,
+        fresh: bool = False,
     ) -> None:
-        """Out += alpha dlogits^T hidden, [v, d] in at least float32."""
-        alpha = alpha / self.gain
+        """Out += alpha dlogits^T hidden, [v, d] in at least float32; a fresh `out` holds nothing."""
+        alpha, beta = alpha / self.gain, 0.0 if fresh else 1.0
         if self.gradients == out.dtype:
-            torch.addmm(out, dlogits.t(), hidden.to(out.dtype), alpha=alpha, out=out)
+            torch.addmm(out, dlogits.t(), hidden.to(out.dtype), alpha=alpha, beta=beta, out=out)
         elif dlogits.is_cuda and out.dtype == torch.float32:
-            torch.addmm(out, dlogits.t(), hidden, out_dtype=out.dtype, alpha=alpha, out=out)
+            torch.addmm(out, dlogits.t(), hidden, out_dtype=out.dtype, alpha=alpha, beta=beta, out=out)
         else:
             for at in blocks(out):
-                out[at].add_(torch.mm(dlogits[:, at].t(), hidden), alpha=alpha)
+                product = torch.mm(dlogits[:, at].t(), hidden)
+                if fresh:
+                    out[at] = product if alpha == 1.0 else product.mul_(alpha)
+                else:
+                    out[at].add_(product, alpha=alpha)
         if self.apart:
             here = labels >= 0
             rows = columns[here, None] * hidden[here]
@@ -126,6 +133,6 @@ def products_for(dtype: torch.dtype, device: torch.device, temperature: float = 
     return Products(dtype, dtype, apart=True)
 
 
-def blocks(rows: Tensor) -> Iterator[slice]:
+def blocks(rows: Tensor, step: int = VOCABULARY_BLOCK) -> Iterator[slice]:
     """Blocks of the vocabulary."""
-    return (slice(i, i + VOCABULARY_BLOCK) for i in range(0, len(rows), VOCABULARY_BLOCK))
+    return (slice(i, i + step) for i in range(0, len(rows), step))

@@ -14,8 +14,8 @@ from torch import Tensor
 from burst_mcore.loss.terms import ENTROPY, LABEL, LARGEST, LSE, TOTAL, Terms, wide
 from burst_mcore.loss.vocabulary import Vocabulary
 
-BLOCK_BYTES = 2**19
-"""Of a block of rows in at least float32, per thread: half of what a core's second cache holds."""
+BLOCK_BYTES = 2**21
+"""Of a block of rows in at least float32, per thread: it stays in the caches, and calls are few."""
 LOW = -1e30
 """A logit of no weight; finite, so that nothing times it is NaN."""
 
@@ -101,6 +101,8 @@ class _Blocks:
         self._terms, self._vocabulary = terms, vocabulary
         self._full = wide(logits.dtype)
         self._memory: list[Tensor | None] = [None, None]
+        self._rest = torch.empty(len(logits), dtype=self._full, device=logits.device)
+        """lse of these columns but for the labels'."""
         if terms.softcap is None and logits.shape[1]:
             rows = (labels >= 0).nonzero()[:, 0]
             logits[rows, labels[rows]] = LOW
@@ -114,24 +116,23 @@ class _Blocks:
         if columns == 0:
             found[[LSE, LARGEST]] = -torch.inf
             return found
-        used_again = metrics or self._terms.softcap is not None  # z, after its powers are made
+        used_again = metrics or self._terms.softcap is not None  # z, after p is made
         for at in self._blocks():
             z = self._z(at)
             largest = z.amax(1)
             if self._terms.label_smoothing:
                 found[TOTAL, at] = self._sum(at) + found[LABEL, at]
             in_place = not used_again and (scale is not None or z.dtype != self._logits.dtype)
-            powers = torch.sub(z, largest[:, None], out=z if in_place else self._take(1, z)).exp_()
-            total = powers.sum(1)
-            lse = torch.logaddexp(largest + total.log(), z_label[at])
-            found[LSE, at] = lse
+            p = torch.softmax(z, 1, out=z if in_place else self._take(1, z))  # one pass, in cache
+            self._rest[at] = rest = largest - p.amax(1).log()
+            found[LSE, at] = lse = torch.logaddexp(rest, z_label[at])
             if metrics:
                 found[LARGEST, at] = torch.maximum(largest, z_label[at])
-                p, own = powers.mul(torch.exp(largest - lse)[:, None]), z_label[at] - lse
+                share, own = torch.exp(rest - lse), z_label[at] - lse
                 apart = (z - lse[:, None]).clamp_(min=LOW)  # a logit may be -inf
-                found[ENTROPY, at] = -torch.linalg.vecdot(p, apart) - own.exp() * own
+                found[ENTROPY, at] = -share * torch.linalg.vecdot(p, apart) - own.exp() * own
             if scale is not None:
-                self._finish(at, z, powers, largest - lse, lse, scale[at])
+                self._finish(at, z, p, lse, scale[at])
         return found
 
     def gradients(self, lse: Tensor, scale: Tensor) -> None:
@@ -141,25 +142,23 @@ class _Blocks:
         for at in self._blocks():
             z = self._z(at)
             to = z if self._terms.softcap is None else self._take(1, z)
-            powers = torch.sub(z, lse[at, None], out=to).exp_()
-            self._finish(at, z, powers, None, lse[at], scale[at])
+            self._finish(at, z, torch.softmax(z, 1, out=to), lse[at], scale[at])
 
-    def _finish(
-        self, at: slice, z: Tensor, powers: Tensor, shift: Tensor | None, lse: Tensor, scale: Tensor
-    ) -> None:
+    def _finish(self, at: slice, z: Tensor, p: Tensor, lse: Tensor, scale: Tensor) -> None:
+        """From p, the softmax of a block but for the labels, to its gradient."""
         terms = self._terms
         scale = scale / terms.temperature
-        factor = scale if shift is None else scale * shift.exp()
+        factor = scale * torch.exp(self._rest[at] - lse)
         if terms.z_loss:
             factor = factor * (1.0 + 2.0 * terms.z_loss * lse)
-        powers.mul_(factor[:, None])
+        p.mul_(factor[:, None])
         if terms.label_smoothing:
-            powers.sub_((scale * (terms.label_smoothing / self._vocabulary))[:, None])
+            p.sub_((scale * (terms.label_smoothing / self._vocabulary))[:, None])
         if terms.softcap is not None:
-            powers.mul_(_slope(z, terms))
+            p.mul_(_slope(z, terms))
         out = self._out[at]
-        if out.data_ptr() != powers.data_ptr():
-            out.copy_(powers)
+        if out.data_ptr() != p.data_ptr():
+            out.copy_(p)
         if terms.label_smoothing or terms.softcap is not None:
             self._to_labels(out, at, 0.0)
 
