@@ -133,10 +133,10 @@ class _FusedLoss:
         found = fused_linear_cross_entropy(
             logits.hidden,
             weight,
-            labels.transpose(0, 1).contiguous(),
+            labels.transpose(0, 1).clamp(min=_IGNORED),
             None if mask is None else mask.transpose(0, 1),
             None if head.skip_bias_add else head.bias,
-            ignore_index=_NOTHING,
+            ignore_index=_IGNORED,
             reduction="none",
             temperature=1.0 / logits.factor,
             tp_group=head.tp_group,
@@ -149,8 +149,8 @@ class _FusedLoss:
         return losses.transpose(0, 1).contiguous()
 
 
-_NOTHING = -(2**31)
-"""No label is ignored: Megatron masks losses."""
+_IGNORED = -1
+"""Datasets mark what has no label by negative numbers, and mask its loss: here it is 0 before."""
 
 
 class _ToMainGrad(torch.autograd.Function):

@@ -150,3 +150,31 @@ def test_what_it_does_not_go_with_is_named(field, words):
 def test_deferred_logits_are_no_logits():
     with pytest.raises(AttributeError, match="the fused loss makes no logits.*'shape'"):
         _ = DeferredLogits(torch.ones(1), None).shape
+
+
+def _negative_labels(rank, size):
+    cpu.enable()
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(0)
+    model = build(Case())
+    tokens, at = torch.randint(0, VOCAB, (BATCH, N + 1)), torch.arange(N).expand(BATCH, N)
+    labels, mask = tokens[:, 1:].clone(), torch.ones(BATCH, N)
+    labels[:, :9], mask[:, :9] = -100, 0
+    found = []
+    for fused in (False, True):
+        if fused:
+            fuse_loss(model)
+        model.zero_grad()
+        loss = (model(tokens[:, :-1], at, None, labels=labels, loss_mask=mask) * mask).sum()
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    return found
+
+
+def test_labels_that_datasets_ignore():
+    ((plain, fused),) = processes(1, _negative_labels)
+    for a, b in zip(fused, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
