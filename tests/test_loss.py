@@ -97,13 +97,18 @@ def upstreams(tokens, weights):
     arbitrary = torch.randn(tokens, generator=generator, dtype=weights.dtype)
     some = scaled.clone()
     some[::4] = 0
+    slightly = scaled.clone()
+    slightly[5] *= 1 + 1e-4
+    most = scaled.clone()
+    most[: tokens * 5 // 8] += 1 + torch.rand(tokens * 5 // 8, generator=generator, dtype=weights.dtype)
     return {
+        "one slightly off": (slightly, 1),
         "scaled": (scaled, 0),
         "zero": (0 * scaled, 0),
         "one off": (one_off, 1),
         "normalised before": (normalised, 0),
         "a quarter without": (some, (tokens + 3) // 4),
-        "arbitrary": (arbitrary, tokens),
+        "arbitrary": (arbitrary, tokens - 1),  # one is the scalar itself
     }
 
 
@@ -128,6 +133,71 @@ def test_any_upstream_gradient_and_the_products_that_it_costs(name, masked):
         (hidden.grad, weight.grad), torch.autograd.grad(want, (hidden, weight), upstream), strict=True
     ):
         assert distance(ours, theirs) < 5e-6
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("share", [0.1, 0.6, 0.9])
+def test_ignored_labels_cost_nothing_more(share, weighted):
+    hidden, weight, labels, _ = draw(torch.float32, (200,))
+    make = torch.Generator().manual_seed(4)
+    labels = torch.randint(0, V, (200,), generator=make)
+    labels[torch.rand(200, generator=make) < share] = -100
+    weights = torch.rand(200, generator=make) if weighted else None
+    with FlopCounterMode(display=False) as counter:
+        losses = fused_linear_cross_entropy(hidden, weight, labels, weights, reduction="none")
+        (losses.sum() if weights is None else (losses * weights).sum()).backward()
+    assert counter.get_total_flops() == 3 * 2 * 200 * D * V
+
+
+def test_an_infinite_upstream_gradient_is_not_lost():
+    for which in (slice(0, 1), slice(None)):
+        hidden, weight, labels, _ = draw(torch.float32, (10,))
+        upstream = torch.ones(10)
+        upstream[1:][which] = torch.inf
+        fused_linear_cross_entropy(hidden, weight, labels, reduction="none").backward(upstream)
+        assert not weight.grad.isfinite().all() and not hidden.grad.isfinite().all()
+
+
+def test_weights_at_the_ends_of_their_dtype():
+    hidden, weight, labels, _ = draw(torch.float32, (10,))
+    for scale in (3e38, 1e-36):
+        weights = scale * torch.linspace(0.1, 1, 10)
+        loss = fused_linear_cross_entropy(hidden, weight, labels, weights)
+        want = linear_cross_entropy(hidden, weight, labels, weights / scale)
+        torch.testing.assert_close(loss, want)
+    with pytest.raises(ValueError, match="finite and at least 0"):
+        fused_linear_cross_entropy(hidden, weight, labels, torch.full((10,), 1e39, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_weights_gradient_in_its_own_dtype(dtype):
+    hidden, weight, labels, _ = draw(dtype, (64,))
+    errors = []
+    exact = torch.autograd.grad(linear_cross_entropy(hidden.double(), weight.double(), labels), weight)[0]
+    for kind in (torch.float32, dtype):
+        main_grad = torch.zeros(V, D)
+        loss = fused_linear_cross_entropy(
+            hidden, weight, labels, grad_weight_dtype=kind, main_grad=main_grad, chunk_tokens=4
+        )
+        loss.backward()
+        errors.append(distance(main_grad, exact))
+    assert errors[0] < errors[1] < 0.05
+
+
+def test_columns_of_minus_infinity():
+    hidden, weight, labels, bias = draw(torch.float32, bias=True)
+    with torch.no_grad():
+        bias[40:] = -torch.inf
+    labels.clamp_(max=39)
+    for ours, theirs in both((hidden, weight, labels, bias), None, {"chunk_tokens": 10}):
+        assert distance(ours, theirs) < 5e-6
+
+
+def test_chunks_are_chosen():
+    hidden, weight, labels, _ = draw(torch.float32, (512,), v=1000)
+    with Largest() as seen:
+        fused_linear_cross_entropy(hidden, weight, labels).backward()
+    assert seen.numel <= 256 * 1000
 
 
 def test_upstream_gradients_that_are_no_numbers_are_not_lost():
@@ -342,6 +412,55 @@ def test_triton_does_the_same(monkeypatch):
     )
 
 
+def test_triton_in_two_parts_of_the_vocabulary():
+    """As ranks do it: statistics of each part, then gradients from those of the whole; one part is empty."""
+    pytest.importorskip("triton")
+    from burst_mcore.loss import rows, rows_triton
+    from burst_mcore.loss.terms import Terms, combined
+    from burst_mcore.loss.vocabulary import Vocabulary
+
+    class Part(Vocabulary):
+        def whole(self, statistics):
+            return found
+
+    torch.manual_seed(0)
+    logits, labels, scale = 3 * torch.randn(6, 70), torch.randint(0, 70, (6,)), torch.rand(6)
+    labels[2] = -1
+    terms = Terms(z_loss=0.1, label_smoothing=0.1, softcap=5.0, temperature=0.9)
+    want = torch.empty(6, 70)
+    rows.logits_to_gradients(logits.clone(), labels, None, scale, terms, Vocabulary(70, 0, 70), want, True)
+    parts = [(0, 40), (40, 70), (70, 70)]
+
+    def mine(a, b):
+        return labels.sub(a).where((labels >= a) & (labels < b), -1)
+
+    statistics = [
+        rows_triton.logits_to_gradients(
+            logits[:, a:b].contiguous(),
+            mine(a, b),
+            None,
+            None,
+            terms,
+            Vocabulary(70, a, b - a),
+            want[:, a:b],
+            True,
+        )[0]
+        for a, b in parts
+    ]
+    found = combined(torch.stack(statistics))
+    z = 5 * torch.tanh(logits / 5) / 0.9
+    p = torch.softmax(z, -1)
+    torch.testing.assert_close(found[0], torch.logsumexp(z, -1))
+    torch.testing.assert_close(found[4], -(p * p.log()).sum(-1))
+    for a, b in parts:
+        out = torch.empty(6, b - a, dtype=torch.bfloat16)  # as on CUDA: another dtype, another place
+        part = Part(70, a, b - a, object())
+        rows_triton.logits_to_gradients(
+            logits[:, a:b].contiguous(), mine(a, b), None, scale, terms, part, out, True
+        )
+        torch.testing.assert_close(out.float(), want[:, a:b], rtol=1e-2, atol=1e-4)
+
+
 def test_float16_where_products_are_scaled(monkeypatch):
     """As on CUDA, where dlogits are float16: they are scaled against underflow, and the results back."""
     from burst_mcore.loss import chunked
@@ -377,7 +496,12 @@ BAD = {
     "softcap": (lambda a: a.update(softcap=0.0), "softcap must be a finite number above 0"),
     "temperature": (lambda a: a.update(temperature=0), "temperature must be a finite number above 0"),
     "group": (lambda a: a.update(sequence_parallel=True), "sequence_parallel needs tp_group"),
-    "grad dtype": (lambda a: a.update(grad_weight_dtype=torch.int8), "grad_weight_dtype must be a floating"),
+    "grad dtype": (
+        lambda a: a.update(grad_weight_dtype=torch.float64),
+        "grad_weight_dtype must be torch.float32",
+    ),
+    "least label": (lambda a: a["labels"].__setitem__((0, 1), -(2**63)), r"labels must be in \[0, 53\)"),
+    "huge": (lambda a: a.update(z_loss=10**400), "too large"),
     "no tensor": (lambda a: a.update(labels=[1, 2]), "labels must be a tensor, got list"),
 }
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from burst_mcore.loss.agreement import agree, fingerprint, refusal
 from burst_mcore.loss.chunked import Head, automatic_chunk
-from burst_mcore.loss.terms import Terms
+from burst_mcore.loss.terms import Terms, wide
 from burst_mcore.loss.vocabulary import Vocabulary, shard
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -58,9 +58,8 @@ class Call:
         """The head of so many tokens."""
         dtype = torch.float64 if weight.dtype == torch.float64 else self.grad_weight_dtype
         head = Head(weight, bias, self.terms, self.vocabulary, self.ignore_index, 1, dtype)
-        chunk = self.chunk_tokens or automatic_chunk(
-            tokens, self.vocabulary.rows, head.products, weight.device.type
-        )
+        most = self.vocabulary.most_rows  # every rank must come to the same number of chunks
+        chunk = self.chunk_tokens or automatic_chunk(tokens, most, head.products, weight.device.type)
         return replace(head, chunk_tokens=chunk)
 
 
@@ -74,11 +73,16 @@ def checked(a: Arguments) -> Call:
     tp_group = a.tp_group if a.tp_group in groups else None
     numbers, error = [0, 0, 0, 0], _wrong(a, tp_group)
     if error is None:
-        numbers = [len(a.weight), *_range_of(a), fingerprint(a.weight[:1].flatten())]
-    facts = _facts(a)
+        *labels, negative = _values(a)
+        error = _wrong_weights(a.weights) if negative else None
+        numbers = [len(a.weight), *labels, 0]
+    facts = all_facts = _facts(a)
+    if tp_group is not None and error is None:
+        numbers[3] = fingerprint(a.weight[:1].flatten())
+        all_facts = f"{facts}, {_tokens(a)}"
     failed, same, everyones = error is not None, True, [numbers]
     if tp_group is not None:
-        failed, same, everyones = agree(tp_group, error, f"{facts}, {_tokens(a)}", numbers)
+        failed, same, everyones = agree(tp_group, error, all_facts, numbers)
     if not failed:
         error = _wrong_together(a, everyones)
     wrong = failed or not same or error is not None
@@ -89,7 +93,7 @@ def checked(a: Arguments) -> Call:
     if wrong and not groups:
         raise ValueError(error)
     if wrong:
-        raise ValueError(refusal(groups, error, f"{facts}, {_tokens(a)}"))
+        raise ValueError(refusal(groups, error, all_facts))
     rank = 0 if tp_group is None else dist.get_rank(tp_group)
     rows = [mine[0] for mine in everyones]
     return Call(
@@ -115,7 +119,7 @@ def _wrong(a: Arguments, tp_group: dist.ProcessGroup | None) -> str | None:
             if text is not None:
                 return text
         return _wrong_shapes(a, 1 if tp_group is None else dist.get_world_size(tp_group))
-    except ValueError as error:
+    except (ValueError, TypeError, OverflowError) as error:
         return str(error)
 
 
@@ -149,8 +153,8 @@ def _wrong_words(a: Arguments) -> str | None:
     whole = isinstance(a.chunk_tokens, int) and not isinstance(a.chunk_tokens, bool) and a.chunk_tokens > 0
     if a.chunk_tokens != "auto" and not whole:
         return f"chunk_tokens must be a number of tokens, at least 1, or 'auto', got {a.chunk_tokens!r}"
-    if not (isinstance(a.grad_weight_dtype, torch.dtype) and a.grad_weight_dtype.is_floating_point):
-        return f"grad_weight_dtype must be a floating dtype, got {a.grad_weight_dtype!r}"
+    if a.grad_weight_dtype not in (torch.float32, a.weight.dtype):
+        return f"grad_weight_dtype must be torch.float32 or the weight's, got {a.grad_weight_dtype!r}"
     if a.sequence_parallel and a.tp_group is None:
         return "sequence_parallel needs tp_group: the ranks over which hidden is dealt"
     return None
@@ -173,26 +177,34 @@ def _wrong_shapes(a: Arguments, tp_size: int) -> str | None:
         return f"bias must have the shape {(len(a.weight),)}, got {tuple(a.bias.shape)}"
     if a.main_grad is not None and a.main_grad.shape != a.weight.shape:
         return f"main_grad must have the shape {tuple(a.weight.shape)}, got {tuple(a.main_grad.shape)}"
-    return _wrong_weights(a.weights)
+    if a.main_grad is not None and not a.main_grad.is_floating_point():
+        return f"main_grad must be of a floating dtype, got {a.main_grad.dtype}"
+    return None
 
 
-def _wrong_weights(weights: Tensor | None) -> str | None:
-    if weights is None or _capturing(weights):
-        return None
-    if not weights.dtype.is_floating_point:
-        return None if not bool((weights < 0).any()) else "weights must be at least 0"
-    if bool((weights.isfinite() & (weights >= 0)).all()):
-        return None
+def _values(a: Arguments) -> tuple[int, int, int]:
+    """The largest label that is not ignored, minus the smallest, and whether a weight is not as it must be.
+
+    In one transfer from the device; nothing is looked at while a CUDA graph is being captured.
+    """
+    if a.labels.numel() == 0 or (a.labels.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return 0, 0, 0
+    labels = a.labels.long().clamp(min=-(2**62))
+    seen = labels.where(labels != a.ignore_index, 0)
+    wrong = labels.new_zeros(()) if a.weights is None else ~_right(a).all()
+    most, minus_least, negative = torch.stack([seen.max(), -seen.min(), wrong.long()]).tolist()
+    return most, minus_least, negative
+
+
+def _right(a: Arguments) -> Tensor:
+    assert a.weights is not None
+    weights = a.weights.to(wide(a.hidden.dtype))
+    return weights.isfinite() & (weights >= 0)
+
+
+def _wrong_weights(weights: Tensor | None) -> str:
+    assert weights is not None
     return f"weights must be finite and at least 0, got {weights.min().item()} to {weights.max().item()}"
-
-
-def _range_of(a: Arguments) -> tuple[int, int]:
-    """The largest label, and minus the smallest, of those that are not ignored."""
-    if a.labels.numel() == 0 or _capturing(a.labels):
-        return 0, 0
-    seen = torch.where(a.labels == a.ignore_index, 0, a.labels)
-    most, minus_least = torch.stack([seen.max(), -seen.min()]).tolist()
-    return most, minus_least
 
 
 def _wrong_together(a: Arguments, everyones: list[list[int]]) -> str | None:
@@ -217,26 +229,31 @@ def _wrong_together(a: Arguments, everyones: list[list[int]]) -> str | None:
 def _facts(a: Arguments) -> str:
     """What must be the same on all ranks of both groups."""
     dtype, dim = getattr(a.hidden, "dtype", None), getattr(a.hidden, "shape", (None,))[-1:]
+    learn = [bool(getattr(x, "requires_grad", False)) for x in (a.hidden, a.weight, a.bias)]
     return (
         f"{dtype}, d = {[*dim]}, {a.reduction}, {a.terms}, ignore_index = {a.ignore_index}, "
-        f"bias: {a.bias is not None}, metrics: {a.return_metrics}, gradients: {torch.is_grad_enabled()}"
+        f"bias: {a.bias is not None}, metrics: {a.return_metrics}, autograd: {torch.is_grad_enabled()}, "
+        f"hidden, weight, bias require gradients: {learn}"
     )
 
 
 def _tokens(a: Arguments) -> str:
     """What must be the same on all ranks of tp_group besides."""
-    labels = getattr(a.labels, "shape", None)
-    total = None
-    if isinstance(a.labels, Tensor) and not _capturing(a.labels):
-        total = int(
-            (a.labels.flatten() * torch.arange(1, a.labels.numel() + 1, device=a.labels.device)).sum()
-        )
+    given = [a.labels] if a.weights is None else [a.labels, a.weights]
+    sums = [
+        float((x.flatten().double() * torch.arange(1, x.numel() + 1, device=x.device)).sum()) for x in given
+    ]
     return (
-        f"labels {labels} (checksum {total}), chunk_tokens = {a.chunk_tokens}, "
-        f"sequence_parallel: {a.sequence_parallel}"
+        f"labels {[*a.labels.shape]}, checksums of labels and weights {sums}, "
+        f"chunk_tokens = {a.chunk_tokens}, sequence_parallel: {a.sequence_parallel}"
     )
 
 
-def _capturing(x: Tensor) -> bool:
-    """Whether a CUDA graph is being captured: values cannot be looked at."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+def autocast(*tensors: Any) -> tuple[Any, ...]:
+    """As torch.autocast has them for products, if it is on; what is no floating tensor stays as it is."""
+    first = tensors[0]
+    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    cast = [isinstance(x, Tensor) and x.dtype in DTYPES and x.dtype != torch.float64 for x in tensors]
+    return tuple(x.to(dtype) if floating else x for x, floating in zip(tensors, cast, strict=True))

@@ -39,7 +39,7 @@ class Head:
 
     @property
     def products(self) -> Products:
-        return products_for(self.weight.dtype, self.weight.device, self.terms.temperature)
+        return products_for(self.weight.dtype, self.weight.device, self.terms)
 
 
 class Wanted(NamedTuple):

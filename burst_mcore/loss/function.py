@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.loss.arguments import Arguments, Call, checked
+from burst_mcore.loss.agreement import same_on_all
+from burst_mcore.loss.arguments import Arguments, Call, autocast, checked
 from burst_mcore.loss.chunked import Wanted, Weights, forward, repair
 from burst_mcore.loss.products import CACHED_ROWS, blocks
 from burst_mcore.loss.terms import wide
@@ -62,7 +63,8 @@ def fused_linear_cross_entropy(
     Gradients are exact for every upstream gradient. Those that are a scalar times `weights` are cheap: of the
     means and sums here, and with "none" of a masked sum of the caller's, c * weights (Megatron's contract).
     With "none", tokens whose upstream gradient is another are done again, at two products each; there on CUDA
-    the host waits for the device in backward.
+    the host waits for the device in backward. In forward it waits once, for what is checked of labels and
+    weights, and for the groups' agreement.
 
     Args:
         hidden: [..., d]; float32, bfloat16, float16 or float64. With `sequence_parallel`, this rank's part,
@@ -71,7 +73,7 @@ def fused_linear_cross_entropy(
             order of ranks, fewer at the end.
         labels: [...], integers in [0, V) or `ignore_index`. The same on all ranks of `tp_group`.
         weights: [...], at least 0 and finite. With "none" they do not weight: they say which upstream
-            gradients to expect. They get no gradient.
+            gradients to expect. They get no gradient. The same on all ranks of `tp_group`.
         bias: [V], or this rank's.
         ignore_index: Of labels without loss.
         reduction: "mean", "sum" or "none". Where all weights are 0 the mean is 0.
@@ -79,15 +81,16 @@ def fused_linear_cross_entropy(
         label_smoothing: As in torch's cross_entropy.
         softcap: Cap of the logits.
         temperature: Divisor of the logits.
-        tp_group: Ranks that share the vocabulary. All get the same loss; the gradient of hidden is summed
-            over them.
+        tp_group: Ranks that share the vocabulary. All get the same loss, and must give it the same upstream
+            gradient; the gradient of hidden is summed over them.
         cp_group: Ranks that share the sequence: "mean" divides by the weights of all of them, so that the
             means of the ranks add up to that of the whole. Nothing else changes.
         sequence_parallel: hidden is dealt over `tp_group`: it is gathered here, its gradient scattered.
         chunk_tokens: Tokens whose logits are alive at once.
-        grad_weight_dtype: In which the weight's gradient is summed over tokens (float64 for float64).
-        main_grad: [V, d], or this rank's: in backward the weight's gradient is added to it, and autograd gets
-            none for the weight.
+        grad_weight_dtype: In which the weight's gradient is summed over tokens: float32 (float64 for
+            float64), or the weight's own.
+        main_grad: [V, d], or this rank's: in backward the gradient of a weight that requires one is added to
+            it, and autograd gets none for the weight.
         return_metrics: Return (loss, `Metrics`).
 
     Returns:
@@ -95,15 +98,12 @@ def fused_linear_cross_entropy(
 
     Raises:
         ValueError: on every rank of both groups, if an argument of any of them is not as above.
-        RuntimeError: in backward with create_graph: there is no second derivative.
+        RuntimeError: in backward with create_graph, as there is no second derivative; or where upstream
+            gradients differ between ranks of `tp_group`.
 
     Source: paper, "sequence-level fusion of LM head and loss"; DESIGN section 4; issue 6.
     """
-    tensors = isinstance(hidden, Tensor) and isinstance(weight, Tensor)
-    if tensors and torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    hidden, weight, bias = autocast(hidden, weight, bias)
     terms = {
         "z_loss": z_loss,
         "label_smoothing": label_smoothing,
@@ -138,8 +138,7 @@ class _FusedLoss(torch.autograd.Function):
         call: Call,
     ) -> tuple[Tensor, ...]:
         of_hidden, of_weight, of_bias, *_ = (needed and call.gradients for needed in ctx.needs_input_grad)
-        whole = call.vocabulary.gathered(hidden) if call.sequence_parallel else hidden
-        flat, y = whole.reshape(-1, whole.shape[-1]), labels.reshape(-1)
+        flat, y = _tokens_of(hidden, call), labels.reshape(-1).long()
         unit, w = _over_a_power_of_two(weights, wide(hidden.dtype))
         head = call.head(weight, bias, len(flat))
         done = forward(flat, y, w, head, Wanted(of_hidden, of_weight, of_bias, call.metrics))
@@ -149,7 +148,7 @@ class _FusedLoss(torch.autograd.Function):
             d_hidden = call.vocabulary.summed(d_hidden, call.sequence_parallel).to(hidden.dtype)
         ctx.call, ctx.main_grad = call, main_grad
         ctx.save_for_backward(
-            flat if call.reduction == "none" and (of_weight or of_bias) else None,
+            hidden if call.reduction == "none" and (of_weight or of_bias) else None,
             weight, bias, y, w, share, done.lse, d_hidden, done.weight, done.bias,
         )  # fmt: skip
         ctx.shape = hidden.shape
@@ -166,12 +165,16 @@ class _FusedLoss(torch.autograd.Function):
             )
         if upstream is None:
             return (None,) * 7
-        flat, weight, bias, y, w, share, lse, d_hidden, d_weight, d_bias = ctx.saved_tensors
+        hidden, weight, bias, y, w, share, lse, d_hidden, d_weight, d_bias = ctx.saved_tensors
         call: Call = ctx.call
         upstream = upstream.to(lse.dtype)
         if call.reduction == "none":
-            each = upstream.reshape(-1).where(y != call.ignore_index, 0.0)
-            c, others = _scalar_and_others(each, w)
+            valid = (y != call.ignore_index).to(lse.dtype)
+            expected = valid if w is None else valid * w
+            each = upstream.reshape(-1).where(valid != 0, 0.0)
+            if call.vocabulary.group is not None and not same_on_all(call.vocabulary.group, each):
+                raise RuntimeError("upstream gradients of a loss differ between ranks of its tp_group")
+            c, others = _scalar_and_others(each, expected)
         else:
             c, others = upstream * share, None
             each = c.expand(len(lse)) if w is None else c * w
@@ -180,17 +183,23 @@ class _FusedLoss(torch.autograd.Function):
             if call.sequence_parallel:
                 factor = call.vocabulary.part(factor)
             d_hidden = (d_hidden * factor[:, None]).to(d_hidden.dtype).view(ctx.shape)
-        if others is not None and flat is not None:
+        if others is not None and hidden is not None:
             d_weight, d_bias = (None if x is None else _times(x, c) for x in (d_weight, d_bias))
-            missing = each[others] - (c if w is None else c * w[others])
-            head = call.head(weight, bias, len(others))
-            repair(d_weight, d_bias, flat[others], y[others], lse[others], missing, head)
+            missing, head = each[others] - c * expected[others], call.head(weight, bias, len(others))
+            tokens = _tokens_of(hidden, call)[others]
+            repair(d_weight, d_bias, tokens, y[others], lse[others], missing, head)
             c = torch.ones_like(c)
         if d_bias is not None:
             d_bias = (d_bias * c).to(bias.dtype)
         if d_weight is not None:
             d_weight = _handed_over(d_weight, c, weight.dtype, ctx.main_grad)
         return d_hidden, d_weight, d_bias, None, None, None, None
+
+
+def _tokens_of(hidden: Tensor, call: Call) -> Tensor:
+    """Hidden states [tokens, d] of all tokens that this rank computes."""
+    whole = call.vocabulary.gathered(hidden) if call.sequence_parallel else hidden
+    return whole.reshape(-1, whole.shape[-1])
 
 
 def _over_a_power_of_two(weights: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
@@ -215,26 +224,25 @@ def _reduced(
     if call.reduction == "sum":
         return total.sum() * unit, unit
     valid = y != call.ignore_index
-    weights = (valid.to(losses.dtype) if w is None else w.where(valid, 0.0)).sum() * unit
+    weights = (valid if w is None else w.where(valid, 0.0)).sum(dtype=torch.float64) * unit.double()
     if call.cp_group is not None:
         dist.all_reduce(weights, group=call.cp_group)
-    share = torch.where(weights == 0, 0.0, unit / weights)
+    share = torch.where(weights == 0, 0.0, unit.double() / weights).to(losses.dtype)
     return torch.where(weights == 0, 0.0, total.sum() * share), share
 
 
-def _scalar_and_others(each: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """(c, the tokens whose upstream gradient is not c w_i, None if there are none).
+def _scalar_and_others(each: Tensor, expected: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(c, the tokens whose upstream gradient is not c times the expected one, None if there are none).
 
-    c is the median of g_i / w_i, so that it is found where less than half of the tokens differ; else it is 0.
+    c is the median of their ratios, or 0 if that leaves fewer tokens to do again.
     """
-    expected = torch.ones_like(each) if w is None else w
     c = torch.nanmedian(torch.where(expected != 0, each / expected, torch.nan)) if len(each) else each.sum()
     c = c.where(c.isfinite(), 0.0)
     near = ULPS * torch.finfo(each.dtype).eps * torch.maximum(each.abs(), (c * expected).abs())
-    others = ~((each - c * expected).abs() <= near)  # also where one is NaN
-    found = others.nonzero()[:, 0]
-    if 2 * len(found) > len(each):
-        c, found = torch.zeros_like(c), (each != 0).nonzero()[:, 0]
+    others = ~((each - c * expected).abs() <= near) | ~each.isfinite()
+    found, anything = others.nonzero()[:, 0], (each != 0).nonzero()[:, 0]
+    if len(found) >= len(anything):
+        c, found = torch.zeros_like(c), anything
     return c, found if len(found) else None
 
 

@@ -8,13 +8,14 @@ apart and done in float32. CPUs are slow with float16: there it is multiplied as
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from burst_mcore.loss.terms import wide
+from burst_mcore.loss.terms import Terms, wide
 
 VOCABULARY_BLOCK = 4096
 """Rows of the weight that are taken at once where its product needs memory of its own."""
@@ -101,7 +102,7 @@ class Products:
             torch.addmm(out, dlogits.t(), hidden, out_dtype=out.dtype, alpha=alpha, beta=beta, out=out)
         else:
             for at in blocks(out):
-                product = torch.mm(dlogits[:, at].t(), hidden)
+                product = torch.mm(dlogits[:, at].t(), hidden.to(dlogits.dtype))
                 if fresh:
                     out[at] = product if alpha == 1.0 else product.mul_(alpha)
                 else:
@@ -121,12 +122,13 @@ class Products:
             out.index_add_(0, labels[here], (columns * weights)[here])
 
 
-def products_for(dtype: torch.dtype, device: torch.device, temperature: float = 1.0) -> Products:
+def products_for(dtype: torch.dtype, device: torch.device, terms: Terms) -> Products:
     """The products for hidden states and weights of this dtype on this device."""
     if wide(dtype) == dtype:
         return Products(dtype, dtype)
     if device.type == "cuda":
-        gain = 2.0**10 if dtype == torch.float16 and temperature >= 1.0 else 1.0
+        largest = (1.0 + 2.0 * 64.0 * terms.z_loss) / terms.temperature  # of dlogits, about: lse <= 64
+        gain = 2.0 ** math.floor(math.log2(2.0**12 / largest)) if dtype == torch.float16 else 1.0
         return Products(torch.float32, dtype, gain=gain)
     if dtype == torch.float16:
         return Products(torch.float32, torch.float32)

@@ -124,7 +124,11 @@ class _Blocks:
                 found[TOTAL, at] = self._sum(at) + found[LABEL, at]
             in_place = not used_again and (scale is not None or z.dtype != self._logits.dtype)
             p = torch.softmax(z, 1, out=z if in_place else self._take(1, z))  # one pass, in cache
-            self._rest[at] = rest = largest - p.amax(1).log()
+            rest = largest - p.amax(1).log()
+            nothing = largest == -torch.inf  # all of a rank's columns may be so, as padding of a vocabulary
+            if bool(nothing.any()):
+                p[nothing], rest = 0.0, rest.where(~nothing, -torch.inf)
+            self._rest[at] = rest
             found[LSE, at] = lse = torch.logaddexp(rest, z_label[at])
             if metrics:
                 found[LARGEST, at] = torch.maximum(largest, z_label[at])
@@ -142,7 +146,11 @@ class _Blocks:
         for at in self._blocks():
             z = self._z(at)
             to = z if self._terms.softcap is None else self._take(1, z)
-            self._finish(at, z, torch.softmax(z, 1, out=to), lse[at], scale[at])
+            p = torch.softmax(z, 1, out=to)
+            nothing = self._rest[at] == -torch.inf
+            if bool(nothing.any()):
+                p[nothing] = 0.0
+            self._finish(at, z, p, lse[at], scale[at])
 
     def _finish(self, at: slice, z: Tensor, p: Tensor, lse: Tensor, scale: Tensor) -> None:
         """From p, the softmax of a block but for the labels, to its gradient."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ def statistics_kernel(
     tl.store(found + tokens + row, own)
     tl.store(found + 2 * tokens + row, total)
     tl.store(found + 3 * tokens + row, most)
-    tl.store(found + 4 * tokens + row, tl.log(powers) - weighted / powers)
+    tl.store(found + 4 * tokens + row, tl.log(powers) - weighted / tl.where(powers == 0.0, 1.0, powers))
     if GRADIENTS:
         _row_gradient(
             logits, out, columns, row, label, lse, scale, softcap, temperature, z_loss, smoothing, vocabulary,
@@ -122,18 +123,21 @@ def logits_to_gradients(
     }
     strides = logits.stride(0), out.stride(0)
     alone = scale is not None and vocabulary.group is None
-    if tokens:
-        given = columns if scale is None else scale  # not read without gradients
-        statistics_kernel[(tokens,)](
-            logits, labels, found, given, out, columns, *numbers, size, tokens, *strides,
-            GRADIENTS=alone, **flags,
-        )  # fmt: skip
+    here = torch.cuda.device(logits.device) if logits.is_cuda else nullcontext()
+    with here:
+        if tokens:
+            given = columns if scale is None else scale  # not read without gradients
+            statistics_kernel[(tokens,)](
+                logits, labels, found, given, out, columns, *numbers, size, tokens, *strides,
+                GRADIENTS=alone, **flags,
+            )  # fmt: skip
     found = vocabulary.whole(found)
     if scale is None:
         return found, None
-    if tokens and not alone:
-        lse = found[LSE].contiguous()
-        gradients_kernel[(tokens,)](
-            logits, labels, lse, scale, out, columns, *numbers, size, *strides, **flags
-        )
+    with here:
+        if tokens and not alone:
+            lse = found[LSE].contiguous()
+            gradients_kernel[(tokens,)](
+                logits, labels, lse, scale, out, columns, *numbers, size, *strides, **flags
+            )
     return found, columns

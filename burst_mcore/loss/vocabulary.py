@@ -21,6 +21,11 @@ class Vocabulary:
     group: dist.ProcessGroup | None = None
     """None where one rank holds all."""
 
+    @property
+    def most_rows(self) -> int:
+        """Of any rank."""
+        return self.rows if self.group is None else -(-self.size // dist.get_world_size(self.group))
+
     def columns(self, labels: Tensor, ignore_index: int) -> Tensor:
         """Labels as columns of this rank's logits, -1 where they are another rank's, or ignored."""
         column = labels - self.first

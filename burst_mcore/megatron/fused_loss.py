@@ -128,13 +128,15 @@ class _FusedLoss:
         weight = head.weight if logits.weight is None else logits.weight
         mask = given.loss_mask if given is not None and main else None
         main_grad = getattr(weight, "main_grad", None) if torch.is_grad_enabled() else None
+        if getattr(weight, "__fsdp_param__", False):
+            main_grad = None  # Megatron-FSDP makes it anew in backward
         if main_grad is not None and weight.requires_grad:
             weight = _ToMainGrad.apply(weight, logits.weight is not None)  # type: ignore[no-untyped-call]
         found = fused_linear_cross_entropy(
             logits.hidden,
             weight,
             labels.transpose(0, 1).clamp(min=_IGNORED),
-            None if mask is None else mask.transpose(0, 1),
+            None if mask is None else mask.transpose(0, 1).clamp(min=0),  # they only say what to expect
             None if head.skip_bias_add else head.bias,
             ignore_index=_IGNORED,
             reduction="none",
