@@ -7,6 +7,7 @@ import torch
 from models import BATCH, MTP, VERSION, VOCAB, Case, N, assert_equal, build, default, needs_019, step
 from ranks import processes
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from burst_mcore.megatron import cpu
 from burst_mcore.megatron.fused_loss import DeferredLogits, fuse_loss
@@ -51,7 +52,7 @@ def test_sequence_parallel(tied):
 def trained(rank, size, fused, tied, distributed, dtype):
     """main_grads of all parameters after two microbatches under DistributedDataParallel, by name.
 
-    Also how many elements the largest tensor had that an operation of the head made, and the losses.
+    Also how many rows of logits the largest tensor had, the losses, and FLOPs.
     """
     cpu.enable()
     from megatron.core import parallel_state, tensor_parallel
@@ -73,20 +74,24 @@ def trained(rank, size, fused, tied, distributed, dtype):
     ddp.zero_grad_buffer()
     at = torch.arange(N).expand(BATCH, N)
     make = torch.Generator().manual_seed(rank)
-    largest, losses = 0, []
+    head = model.embedding.word_embeddings.weight if tied else model.output_layer.weight
+    largest, flops, losses = 0, 0, []
     for last in (False, True):
         tokens = torch.randint(0, VOCAB, (BATCH, N + 1), generator=make)
         mask = (torch.rand(BATCH, N, generator=make) > 0.3).float()
-        with nullcontext() if last else ddp.no_sync(), Largest() as seen:
+        counter = FlopCounterMode(display=False)
+        with nullcontext() if last else ddp.no_sync(), Largest() as seen, counter:
             loss = ddp(tokens[:, :-1], at, None, labels=tokens[:, 1:], loss_mask=mask)
             (64 * (loss * mask).sum() / mask.sum()).backward()
-        largest = max(largest, seen.logits)
+        largest, flops = max(largest, seen.logits), flops + counter.get_total_flops()
+        assert head.grad_added_to_main_grad == bool(fused)
         losses.append(loss.detach())
     ddp.finish_grad_sync()
     with torch.no_grad():
         logits = ddp(tokens[:, :-1], at, None)
     assert logits.shape == (BATCH, N, VOCAB)
-    return {n: p.main_grad.clone() for n, p in model.named_parameters()}, largest, torch.stack(losses)
+    main_grads = {n: p.main_grad.clone() for n, p in model.named_parameters()}
+    return main_grads, largest, torch.stack(losses), flops
 
 
 class Largest(TorchDispatchMode):
@@ -107,13 +112,14 @@ class Largest(TorchDispatchMode):
 def test_main_grad(tied, distributed):
     ours, theirs = (processes(2, trained, fused, tied, distributed, torch.float32) for fused in (True, False))
     for rank in range(2):
+        assert ours[rank][3] == theirs[rank][3]  # three products a token of the head, as without fusion
         for name, gradient in theirs[rank][0].items():
             torch.testing.assert_close(ours[rank][0][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_no_logits_and_bfloat16():
-    (grads, rows, losses), *_ = processes(2, trained, True, False, True, torch.bfloat16)
-    (want, rows_of_megatron, want_losses), *_ = processes(2, trained, False, False, True, torch.bfloat16)
+    (grads, rows, losses, _), *_ = processes(2, trained, True, False, True, torch.bfloat16)
+    (want, rows_of_megatron, want_losses, _), *_ = processes(2, trained, False, False, True, torch.bfloat16)
     assert rows <= BATCH * N // 2 < rows_of_megatron
     torch.testing.assert_close(losses, want_losses, rtol=1e-2, atol=1e-2)
     for name, gradient in want.items():
