@@ -275,7 +275,7 @@ def keep_freed_memory() -> None:
     """Freed memory stays in the process, as in torch's allocator for GPUs, for whatever is measured in it.
 
     Otherwise glibc returns large tensors to the kernel and gets them back page by page, which on virtual
-    machines takes about 10 us a page: up to a sixth of a short attention call, and nothing of what is compared.
+    machines takes about 10 us a page: up to a sixth of a short attention call, and nothing that is compared.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # another C library
