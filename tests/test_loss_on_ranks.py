@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from heads import distance
 from ranks import processes
 
 from burst_mcore.loss import fused_linear_cross_entropy
@@ -75,10 +76,6 @@ def reference(v, labels, given, dtype, **options):
     loss = linear_cross_entropy(leaves[0], leaves[1], labels, weights, leaves[2], **options)
     upstream = torch.linspace(-1, 1, 2 * S * BATCH, dtype=loss.dtype).view(2 * S, BATCH)
     return loss.detach(), *torch.autograd.grad(loss, leaves, upstream if loss.ndim else None)
-
-
-def distance(a, b):
-    return ((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-300)).item()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

@@ -22,7 +22,7 @@ from burst_mcore.loss.vocabulary import Vocabulary
 
 CHUNK_BYTES = {"cpu": 2**28, "cuda": 2**31}
 """Of a chunk's logits at most, about, where the caller does not say how many tokens a chunk has. Each chunk
-reads and writes the weight's gradient once, which a GPU hides only behind products of thousands of tokens."""
+reads and writes the weight's gradient once; CUDA's figure is an estimate of what hides that, not measured."""
 
 
 @dataclass(frozen=True)
