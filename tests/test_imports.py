@@ -9,14 +9,14 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "burst_mcore"
 FLOORS = [
-    {"version", "config", "layout", "handles", "bands", "mask", "balance", "rates", "loss"},
+    {"version", "config", "layout", "handles", "bands", "mask", "balance", "segments", "rates", "loss"},
     {"attention"},
     {"checkpointing", "bench"},
     {"megatron", "deepspeed", "planner"},
     {"cli"},
 ]
 WITHIN_ATTENTION = [
-    {"rows", "communicators", "buffers", "piece", "staging", "elementwise", "elementwise_triton"},
+    {"rows", "communicators", "buffers", "piece", "staging", "elementwise", "elementwise_triton", "recompute"},
     {"merge", "actions", "seen"},
     {"plan", "topology", "double_ring", "direct", "prune", "head_exchange", "trace"},
     {"schedule", "tiles"},
@@ -24,7 +24,7 @@ WITHIN_ATTENTION = [
     {"ring", "timeline"},
     {"heads"},
     {"passes", "choice"},
-    {"arguments"},
+    {"arguments", "front"},
     {"function"},
 ]
 FRAMEWORKS = {"megatron": {"megatron"}, "deepspeed": {"deepspeed"}, "transformers": {"deepspeed"}}

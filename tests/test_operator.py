@@ -26,7 +26,14 @@ def _checked(rank, size, options, sunk):
     topology, mask, config = Topology.single(), Mask.causal(), BurstConfig()
     sinks = torch.randn(4, requires_grad=True) if sunk else None
     given = topology.handle, mask.handle, config.handle, *options, True
-    torch.library.opcheck(attention_forward, (q, k, v, sinks, *given))
+    for keep in (0.0, 0.5, 1.0):
+        arguments = (q, k, v, sinks, [], keep, False, *given)
+        torch.library.opcheck(attention_forward, arguments)
+        out, lse, _, _, kept = attention_forward(*arguments)
+        kept = [out, lse] if keep == 1 else kept
+        if kept:  # the recomputation
+            kept = [x.detach() for x in kept]
+            torch.library.opcheck(attention_forward, (q, k, v, sinks, kept, keep, False, *given))
     return True
 
 

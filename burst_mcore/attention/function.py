@@ -22,15 +22,18 @@ from burst_mcore.attention.arguments import (
 )
 from burst_mcore.attention.choice import Ranks, route_for, why_not_placed
 from burst_mcore.attention.elementwise import row_delta, wide
+from burst_mcore.attention.front import behind, forward_of_front
 from burst_mcore.attention.heads import pooled_like
 from burst_mcore.attention.kernels.table import taking_delta
-from burst_mcore.attention.passes import Call, Keys, Queries, backward, forward
+from burst_mcore.attention.passes import Attended, Call, Keys, Queries, backward, forward
+from burst_mcore.attention.recompute import Kept, Made, recordings, replays
 from burst_mcore.attention.ring import ProcessGroups
 from burst_mcore.attention.schedule import PASSES
 from burst_mcore.attention.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.handles import find, known
 from burst_mcore.mask import Mask
+from burst_mcore.segments import check_keep, cut_for
 
 
 def burst_attention(
@@ -87,8 +90,29 @@ def burst_attention(
         _check(topology, mask, softmax_scale, softcap, config, return_lse, tensors)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     given = topology.handle, mask.handle, config.handle, softmax_scale, softcap, bool(return_lse), wanted
-    out, lse, _, _ = attention_forward(*tensors, *given)
+    made = Made(tuple(q.shape), v.shape[-1], q.dtype)
+    kept = _kept_of(made, topology)
+    if kept is not None:
+        out, lse, _, _, _ = attention_forward(*tensors, kept.tensors, kept.keep, kept.at_most, *given)
+    else:
+        keep, at_most = max([(0.0, False), *[each.share(made) for each in recordings()]])
+        out, lse, shared, _, behind = attention_forward(*tensors, [], keep, at_most, *given)
+        if keep == 1:  # all: as they are, without a copy
+            home = [lse] if shared and (return_lse or sinks is not None) else []
+            behind = [out, shared[3] if shared else lse, *home]
+        kept = Kept(keep, at_most, [x.detach() for x in behind])
+    for forward_of in recordings():
+        forward_of.record(made, kept)
     return (out, lse.transpose(1, 2)) if return_lse else out
+
+
+def _kept_of(made: Made, topology: Topology) -> Kept | None:
+    """What the forward kept of this call, if it is made in a recomputation."""
+    if not replays():
+        return None
+    with _refusing(agreement(topology)):
+        found = [recomputation.replay(made) for recomputation in replays()]
+    return next((kept for kept in found if kept is not None), None)
 
 
 Scale = float | None
@@ -184,6 +208,9 @@ def attention_forward(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
+    kept: list[Tensor],
+    keep: float,
+    at_most: bool,
     topology: str,
     mask: str,
     config: str,
@@ -191,29 +218,45 @@ def attention_forward(
     softcap: float | None,
     return_lse: bool,
     wanted: bool,
-) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
+) -> tuple[Tensor, Tensor, list[Tensor], Tensor, list[Tensor]]:
     """`burst_attention` as an operator: topology, mask and config are handles.
 
-    wanted: whether a backward will follow. Returns out, lse [B, H, S], and for the backward q, k, v and lse
-    as they are on the ring, if that is not as they came, and what the ranks agreed on (int64, on the CPU).
+    kept: in a recomputation, what the forward returned last, or all there is to keep. keep, at_most: the
+    share of the sequence of which it returns that (`segments.cut_for`), if some but not all. wanted: whether
+    a backward will follow.
+
+    Returns out, lse [B, H, S], and for the backward q, k, v and lse as they are on the ring, if that is not
+    as they came, and what the ranks agreed on (int64, on the CPU); and what is kept: `recompute.Kept`.
     """
     ring = find(topology)
     peers = agreement(ring)
     with _refusing(peers):
         options = softmax_scale, softcap, sinks, find(config), return_lse
         asked = checked(q, k, v, ring, find(mask), *options)
-        sign = signature(asked, wanted)
+        sign = {**signature(asked, wanted), **_of_segments(kept, check_keep(keep), at_most)}
     call, number, lengths = _agreed(asked, peers, sign)
+    at = (
+        cut_for(keep, asked.layout, asked.mask, call.plan.n, ring.size, at_most=at_most).at if keep < 1 else 0
+    )
     with torch.autocast(q.device.type, enabled=False), _on(q.device), _in_ring(peers):
+        held = lengths[call.rank]
         call.transport.connect("forward")
         q, k, v = (_on_ring(x, call.rows) for x in (q, k, v))
-        done = forward(call, q, k, v, sinks)
-    held = lengths[call.rank]
+        if kept:
+            done = forward_of_front(call, at, kept, q, k, v, sinks, held)
+        else:
+            done = forward(call, q, k, v, sinks)
+        pieces = [] if kept or keep in (0, 1) else behind(call, at, done, held)
     nowhere = q.new_empty(0, dtype=done.ring_lse.dtype)
     lse = nowhere if done.lse is None else done.lse[..., :held].contiguous()
     shared = [done.q, done.k, done.v, done.ring_lse] if call.route.heads > 1 else []
     agreed = torch.tensor([number, *lengths], dtype=torch.int64)
-    return done.out[:, :held].contiguous(), lse, shared, agreed
+    return done.out[:, :held].contiguous(), lse, shared, agreed, pieces
+
+
+def _of_segments(kept: list[Tensor], keep: float, at_most: bool) -> Signature:
+    """What the ranks must have in common of what they keep, and have kept."""
+    return {"keeps": f"{'at most ' * at_most}{keep!r}", "recomputes": str(bool(kept))}
 
 
 @attention_forward.register_fake
@@ -222,27 +265,41 @@ def _(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
+    kept: list[Tensor],
+    keep: float,
+    at_most: bool,
     topology: str,
     mask: str,
     config: str,
     *options: Any,
-) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
+) -> tuple[Tensor, Tensor, list[Tensor], Tensor, list[Tensor]]:
     ring, batch, rows, heads = find(topology), *q.shape[:3]
     out, statistics = q.new_empty((batch, rows, heads, v.shape[-1])), wide(q.dtype)
     lse = q.new_empty((batch, heads, rows), dtype=statistics)
     agreed = torch.empty(1 + ring.size, dtype=torch.int64, device="cpu")
-    if find(config).head_parallel == 1:
-        return out, lse, [], agreed
-    # Ranks that hold different numbers of tokens pool another number of rows than what is said here.
+    some = not kept and keep not in (0, 1)
+    if find(config).head_parallel == 1 and not some:
+        return out, lse, [], agreed, []
+    # Ranks that hold different numbers of tokens pool and keep other numbers of rows than are said here.
     softmax_scale, softcap, return_lse, _ = options
-    found = ring, find(mask), softmax_scale, softcap, sinks, find(config), return_lse
-    call = call_for(checked(q, k, v, *found), [int(rows)] * ring.size)
-    if call.route.heads == 1:
-        return out, lse, [], agreed
-    shapes = [pooled_like(x, call.head_group) for x in (q, k, v)]
-    shared = [q.new_empty(shape) for shape in shapes]
-    shared.append(q.new_empty((batch, shapes[0][2], shapes[0][1]), dtype=statistics))
-    return out, lse if call.lse_at_home else q.new_empty(0, dtype=statistics), shared, agreed
+    shape = Shape(*(int(size) for size in (*q.shape[:3], k.shape[2], q.shape[3], v.shape[3])))
+    found = ring, find(mask), softmax_scale, softcap, sinks is not None, find(config), return_lse
+    asked = asked_of(shape, q.dtype, q.device.type, *found)
+    call = call_for(asked, [shape.tokens] * ring.size)
+    shared, ring_lse = [], lse
+    if call.route.heads > 1:
+        shapes = [pooled_like(x, call.head_group) for x in (q, k, v)]
+        ring_lse = q.new_empty((batch, shapes[0][2], shapes[0][1]), dtype=statistics)
+        shared = [*(q.new_empty(shape) for shape in shapes), ring_lse]
+    pieces = []
+    if some:
+        at = cut_for(keep, asked.layout, asked.mask, call.plan.n, ring.size, at_most=at_most).at
+        pieces = behind(
+            call, at, Attended(out, lse if call.lse_at_home else None, q, k, v, ring_lse), shape.tokens
+        )
+    if call.route.heads > 1 and not call.lse_at_home:
+        lse = q.new_empty(0, dtype=statistics)
+    return out, lse, shared, agreed, pieces
 
 
 @torch.library.custom_op("burst_mcore::attention_backward", mutates_args=())
@@ -318,9 +375,9 @@ def _(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     """Save what the backward needs; hold what the handles stand for."""
-    q, k, v, sinks, *ctx.given, _ = inputs
-    out, lse, shared, agreed = output
-    ctx.kv_heads = k.shape[2]
+    q, k, v, sinks, kept, _, _, *ctx.given, _ = inputs
+    out, lse, shared, agreed, _ = output
+    ctx.kv_heads, ctx.pieces = k.shape[2], len(kept)
     ctx.kept = [find(handle) for handle in ctx.given[:3]]
     ctx.save_for_backward(*(shared or (q, k, v, lse)), sinks, out, lse, agreed)
     ctx.set_materialize_grads(False)
@@ -332,7 +389,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *unused: Any)
     dq, dk, dv, dsinks = attention_backward(
         dout, dlse, on_ring, sinks, out, lse, agreed, ctx.kv_heads, *ctx.given
     )
-    return dq, dk, dv, None if sinks is None else dsinks, *(None for _ in range(7))
+    return dq, dk, dv, None if sinks is None else dsinks, [None] * ctx.pieces, *(None for _ in range(9))
 
 
 def _no_second_derivative(ctx: Any, *gradients: Tensor | None) -> None:

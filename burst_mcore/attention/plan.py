@@ -26,6 +26,7 @@ from burst_mcore.attention.rows import Rows, union
 from burst_mcore.bands import UNBOUNDED, tightened
 from burst_mcore.layout import Layout, joined
 from burst_mcore.mask import Mask
+from burst_mcore.segments import front
 
 Runs = tuple[range, ...]
 T = TypeVar("T")
@@ -123,6 +124,21 @@ class Plan:
         ends = self.segments(position, member)
         return tuple(range(segment.start, segment.start + len(segment.runs[0])) for segment in ends)
 
+    def front(self, at: int) -> Plan:
+        """The same for queries before global position `at` alone; the others meet nothing."""
+        if at >= self.n:
+            return self
+        key = "front", at
+        if key not in self.kept:
+            self.kept[key] = plan(self.layout, self.mask & front(at, self.n), self.n, self.size, self.heads)
+        found: Plan = self.kept[key]
+        return found
+
+    def rows_from(self, position: int, at: int) -> Rows:
+        """The rows of a position from global position `at` on."""
+        ends = self.segments(position)
+        return union([range(each.rows_before(at), each.offsets[-1]) for each in ends])
+
     def pieces(
         self, q_at: int, k_at: int, *, q_part: int | None = None, k_part: int | None = None
     ) -> list[Piece]:
@@ -147,8 +163,12 @@ class Plan:
         return self._needed[key]
 
     def _rows_needed(self, at: int, by: int, of_queries: bool) -> Rows:
-        if self.everything or self._coarse:
+        if self.everything:
             return (range(self.rows),)
+        if self._coarse:
+            first, last = (0, 1) if of_queries else (2, 3)
+            hull = int(self.bands[:, first].amin()), int(self.bands[:, last].amax())
+            return union([range(*map(each.rows_before, hull)) for each in self.segments(at)])
         pieces = self.pieces(at, by) if of_queries else self.pieces(by, at)
         return union([range(p.m0, p.m1) if of_queries else range(p.n0, p.n1) for p in pieces])
 

@@ -1,0 +1,109 @@
+"""What attention keeps for its own recomputation, and what it is given back there.
+
+A checkpointed layer runs twice: its forward drops what it computed, and its recomputation, in the middle of
+backward, computes that again. Both runs are announced on the thread that makes them, and each attention call
+asks those that it finds itself in. Who announces them is `burst_mcore.checkpointing`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class RecomputeError(RuntimeError):
+    """A recomputation does not repeat its forward, so that its gradients would be wrong."""
+
+
+class Made(NamedTuple):
+    """What a call is, for its recomputation to be told from another call."""
+
+    q: tuple[int, ...]
+    """[B, S, H, D]."""
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Of its results on this rank: O, and LSE in at least float32."""
+        batch, rows, heads, _ = self.q
+        return batch * rows * heads * (self.value_dim * self.dtype.itemsize + max(4, self.dtype.itemsize))
+
+
+@dataclass
+class Kept:
+    """The end of the sequence that a call has kept of its results."""
+
+    keep: float
+    """The share that was asked for; the cut follows from it (`segments.cut_for`)."""
+    at_most: bool
+    tensors: list[Tensor]
+    """Of this rank's rows behind the cut: out [B, rows, H, D], lse [B, H, rows]; under head x ring lse of the
+    pooled rows and own heads, and, if the call wants it at home, lse [B, H, rows] of its own rows as well."""
+
+
+class Recording(Protocol):
+    """The forward of one call of a checkpointed function."""
+
+    def share(self, made: Made) -> tuple[float, bool]:
+        """Which share of the sequence to keep of this call, and whether no more than that."""
+        ...
+
+    def record(self, made: Made, kept: Kept) -> None:
+        """Hold this."""
+        ...
+
+
+class Replay(Protocol):
+    """The recomputation of one call of a checkpointed function."""
+
+    def replay(self, made: Made) -> Kept | None:
+        """What the forward has kept of this call, once; None if it is used up.
+
+        Raises:
+            RecomputeError: the forward did not make this call.
+        """
+        ...
+
+
+_entered = threading.local()
+
+
+def recordings() -> tuple[Recording, ...]:
+    """The forwards that this thread is in, outermost first."""
+    found: tuple[Recording, ...] = getattr(_entered, "recordings", ())
+    return found
+
+
+def replays() -> tuple[Replay, ...]:
+    """The recomputations that this thread is in, outermost first."""
+    found: tuple[Replay, ...] = getattr(_entered, "replays", ())
+    return found
+
+
+@contextlib.contextmanager
+def recording(scope: Recording) -> Iterator[None]:
+    """Be in this forward."""
+    before = recordings()
+    _entered.recordings = (*before, scope)
+    try:
+        yield
+    finally:
+        _entered.recordings = before
+
+
+@contextlib.contextmanager
+def replaying(scope: Replay) -> Iterator[None]:
+    """Be in this recomputation."""
+    before = replays()
+    _entered.replays = (*before, scope)
+    try:
+        yield
+    finally:
+        _entered.replays = before

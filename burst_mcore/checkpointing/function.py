@@ -1,0 +1,89 @@
+"""checkpoint: torch.utils.checkpoint.checkpoint, with a policy; and the same for other implementations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.utils.checkpoint
+
+from burst_mcore.attention.recompute import RecomputeError
+from burst_mcore.checkpointing.policy import Full, Policy
+from burst_mcore.checkpointing.scope import Record, in_backward
+
+T = TypeVar("T")
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    policy: Policy | None = None,
+    use_reentrant: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """`function(*args)`, computed again in backward, but for what `policy` keeps of its attention.
+
+    Args:
+        function: a layer, or several: whatever makes calls of `burst_attention`, the same ones each time.
+        policy: default `Full()`.
+        use_reentrant: as in torch, where False is what is recommended.
+        kwargs: the other options of `torch.utils.checkpoint.checkpoint` (preserve_rng_state, context_fn,
+            determinism_check, debug, early_stop), and, unless it is reentrant, keyword arguments of the
+            function.
+
+    Raises:
+        ValueError: policy is not one.
+        RecomputeError: in backward, if the recomputation does not repeat the forward.
+    """
+    run = recorded(function, Full() if policy is None else policy)
+    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **kwargs)
+
+
+def recorded(function: Callable[..., T], policy: Policy) -> Callable[..., T]:
+    """`function` for ONE call of any implementation of checkpointing: Megatron's, DeepSpeed's, ...
+
+    Its first call is the forward, which records; those that follow, in backward, are recomputations::
+
+        y = deepspeed.checkpointing.checkpoint(recorded(layer, policy), x)
+
+    Raises:
+        ValueError: policy is not one.
+        RecomputeError: it is called again outside of a backward; or as `checkpoint`.
+    """
+    if not isinstance(policy, Policy):
+        raise ValueError(
+            f"policy must be Full(), KeepAttention(), Segment(keep=...) or Offload(...), got {policy!r}"
+        )
+    if policy.keeps_nothing or not torch.is_grad_enabled():  # no recomputation will follow
+        return function
+    record, called = Record(policy, _name(function)), False
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> T:
+        nonlocal called
+        if not called:
+            called = True
+            with record.forward():
+                return function(*args, **kwargs)
+        if not in_backward():
+            raise RecomputeError(
+                f"a second forward of what was recorded for one ({record.name}): call recorded(function, "
+                f"policy) once for each call of the checkpoint function"
+            )
+        with record.recomputation():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _name(function: Any) -> str:
+    """What to call a checkpointed function in messages."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = getattr(function, "__self__", function)
+    for number in ("layer_number", "layer_idx"):
+        if hasattr(owner, number):
+            return f"{type(owner).__name__} {getattr(owner, number)}"
+    return getattr(function, "__qualname__", type(owner).__name__)

@@ -1,0 +1,86 @@
+"""Custody of what is kept: where it is, or in pinned host memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from burst_mcore.attention.recompute import Kept, RecomputeError
+
+
+class OnDevice:
+    """Kept where it is."""
+
+    def __init__(self, kept: Kept) -> None:
+        self._kept = kept
+        self._versions = _versions(kept.tensors)
+
+    def take(self) -> Kept:
+        """What was kept.
+
+        Raises:
+            RecomputeError: somebody has written to it.
+        """
+        if _versions(self._kept.tensors) != self._versions:
+            raise RecomputeError(
+                "the output of burst_attention was modified in place, but a recompute policy keeps it for "
+                "backward: do not write to it"
+            )
+        return self._kept
+
+
+class Moved:
+    """Kept in pinned host memory, and fetched when what was kept after it is taken."""
+
+    def __init__(self, kept: Kept, before: weakref.ref[Moved] | None) -> None:
+        self._keep, self._at_most, self._before = kept.keep, kept.at_most, before
+        whole = kept.keep == 1  # not a copy, but what others use, and might write to
+        self._there = [(_sent(x.clone() if whole else x), x.device) for x in kept.tensors]
+        self._here: list[Tensor] | None = None
+
+    def fetch(self) -> None:
+        """Begin to bring it back."""
+        if self._here is None:
+            self._here = [_fetched(x, device) for x, device in self._there]
+
+    def take(self) -> Kept:
+        """It, back on its device."""
+        self.fetch()
+        assert self._here is not None
+        for x in self._here:
+            current = torch.cuda.current_stream(x.device)
+            current.wait_stream(_stream(x.device))
+            x.record_stream(current)
+        before = None if self._before is None else self._before()
+        if before is not None:
+            before.fetch()
+        return Kept(self._keep, self._at_most, self._here)
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [] if torch.compiler.is_compiling() else [x._version for x in tensors if not x.is_inference()]
+
+
+def _sent(x: Tensor) -> Tensor:
+    """Its copy in host memory, on its way."""
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    stream = _stream(x.device)
+    stream.wait_stream(torch.cuda.current_stream(x.device))
+    with torch.cuda.stream(stream):
+        host.copy_(x, non_blocking=True)
+    x.record_stream(stream)
+    return host
+
+
+def _fetched(host: Tensor, device: torch.device) -> Tensor:
+    with torch.cuda.stream(_stream(device)):  # behind the copy to the host, which is on the same stream
+        return host.to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=16)
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -1,0 +1,197 @@
+"""Recompute policies: which share of the sequence each attention call of a checkpointed layer keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+
+from burst_mcore.attention.recompute import Kept
+from burst_mcore.checkpointing.offload import Moved, OnDevice
+from burst_mcore.checkpointing.scope import Held, Record
+from burst_mcore.segments import check_keep
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is kept of the O and LSE of attention; all else of a checkpointed layer is computed again."""
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether it is plain checkpointing."""
+        return False
+
+    def share(self, size: int) -> tuple[float, bool]:
+        """(share of the sequence, no more than that) to keep of a call; size: bytes of its O and LSE here."""
+        raise NotImplementedError
+
+    def hold(self, kept: Kept) -> Held:
+        """Keep this until the recomputation takes it."""
+        held = OnDevice(kept)
+        self.watch(held, kept)
+        return held
+
+    def watch(self, held: Held, kept: Kept) -> None:
+        """Learn that this is held, and when it no longer is."""
+
+    def contexts(
+        self,
+    ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+        """What torch.utils.checkpoint, not reentrant, takes as `context_fn`, for those who call it for you.
+
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": policy.contexts})
+        """
+        if self.keeps_nothing or not torch.is_grad_enabled():  # no recomputation will follow
+            return contextlib.nullcontext(), contextlib.nullcontext()
+        record = Record(self, "a checkpointed call")
+        return record.forward(), _Again(record)
+
+
+class _Again(contextlib.AbstractContextManager[None]):
+    """The context of a recomputation, which may be entered once for each backward."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._entered: list[contextlib.AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(self._record.recomputation())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *exception: object) -> bool | None:
+        return self._entered.pop().__exit__(*exception)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Full(Policy):
+    """Keep nothing: compute all of attention again."""
+
+    @property
+    def keeps_nothing(self) -> bool:
+        return True
+
+    def share(self, size: int) -> tuple[float, bool]:
+        return 0.0, False
+
+
+@dataclass(frozen=True)
+class KeepAttention(Policy):
+    """Keep O and LSE of everything: attention is computed once (selective checkpointing ++ of the paper)."""
+
+    def share(self, size: int) -> tuple[float, bool]:
+        return 1.0, False
+
+
+@dataclass(frozen=True)
+class Segment(Policy):
+    """Keep O and LSE of the last tokens of the global sequence; compute those of the front again.
+
+    keep: the share to keep, from 0 (`Full`) to 1 (`KeepAttention`); of a causal forward (1 - keep)^2 is
+        computed again. It is moved to the nearest cut that the layout balances (`segments.cut_for`). Or
+        "auto": the largest that fits `memory_gb`.
+    memory_gb: with "auto", GB (10^9 bytes) that all that is kept on this rank may take at once. How many
+        calls share it is learnt in the first step, in which nothing is kept: use one Segment for all steps.
+
+    Raises ValueError where a field is not legal.
+    """
+
+    keep: float | str = 0.5
+    memory_gb: float | None = None
+    _live: _Live = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.keep, str):
+            if self.keep != "auto":
+                raise ValueError(
+                    f"keep must be a share of the sequence, from 0 to 1, or 'auto', got {self.keep!r}"
+                )
+            budget = self.memory_gb
+            if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget < math.inf:
+                raise ValueError(
+                    f"keep='auto' needs memory_gb, the GB that may be kept at once, above 0; got {budget!r}"
+                )
+        else:
+            check_keep(self.keep)
+            if self.memory_gb is not None:
+                raise ValueError(
+                    f"memory_gb is for keep='auto', got memory_gb={self.memory_gb!r}, keep={self.keep!r}"
+                )
+        object.__setattr__(self, "_live", _Live())
+
+    @property
+    def keeps_nothing(self) -> bool:
+        return self.keep == 0
+
+    def share(self, size: int) -> tuple[float, bool]:
+        if not isinstance(self.keep, str):
+            return float(self.keep), False
+        assert self.memory_gb is not None
+        return self._live.share(self.memory_gb * 1e9, size), True
+
+    def watch(self, held: Held, kept: Kept) -> None:
+        if isinstance(self.keep, str):
+            self._live.count(held, sum(x.numel() * x.element_size() for x in kept.tensors))
+
+
+class _Live:
+    """How many calls are kept at once, of one step after another, and how many bytes now."""
+
+    def __init__(self) -> None:
+        self.calls = self.bytes = 0
+        self.most_calls: int | None = None
+        """In the steps that are over; None in the first."""
+        self._most = 0
+
+    def share(self, budget: float, size: int) -> float:
+        """The largest share of each call whose results take `size` bytes, for as many calls as there were."""
+        if self.most_calls is None:
+            return 0.0
+        share = min(1.0, budget / (self.most_calls * size))
+        return share if self.bytes + share * size <= budget * (1 + 1e-9) else 0.0
+
+    def count(self, held: Held, size: int) -> None:
+        """One more, until `held` is gone."""
+        self.calls, self.bytes = self.calls + 1, self.bytes + size
+        self._most = max(self._most, self.calls)
+        weakref.finalize(held, self._gone, size).atexit = False
+
+    def _gone(self, size: int) -> None:
+        self.calls, self.bytes = self.calls - 1, self.bytes - size
+        if self.calls == 0:  # a step is over
+            self.most_calls, self._most = max(self.most_calls or 0, self._most), 0
+
+
+@dataclass(frozen=True)
+class Offload(Policy):
+    """As `policy`, with what it keeps in pinned host memory, from where it comes back ahead of its use.
+
+    CUDA tensors leave on a stream of their own while the forward goes on; when a call takes its own, the one
+    that was kept before it, which backward needs next, is already sent for. CPU tensors stay where they are.
+    """
+
+    policy: Policy
+    _last: list[weakref.ref[Moved]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.policy, Policy) or isinstance(self.policy, Offload):
+            raise ValueError(f"Offload takes Full(), KeepAttention() or Segment(...), got {self.policy!r}")
+        object.__setattr__(self, "_last", [])
+
+    @property
+    def keeps_nothing(self) -> bool:
+        return self.policy.keeps_nothing
+
+    def share(self, size: int) -> tuple[float, bool]:
+        return self.policy.share(size)
+
+    def hold(self, kept: Kept) -> Held:
+        if not any(x.is_cuda for x in kept.tensors):
+            return self.policy.hold(kept)
+        before = self._last.pop() if self._last else None
+        moved = Moved(kept, before)
+        self._last.append(weakref.ref(moved))
+        self.policy.watch(moved, kept)
+        return moved

@@ -1,0 +1,106 @@
+"""The attention calls of one checkpointed call: its forward records them, its recomputation replays them.
+
+There is one `Record` for each checkpointed call, and calls are numbered within it, so that microbatches in
+flight, in whatever order they come back, and forwards that never come back cannot mix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from burst_mcore.attention.recompute import Kept, Made, RecomputeError, recording, replaying
+
+
+class Keeper(Protocol):
+    """Decides how much of a call is kept, and holds it: `policy.Policy`."""
+
+    def share(self, size: int) -> tuple[float, bool]:
+        """(keep, at most) of a call whose results take `size` bytes on this rank."""
+        ...
+
+    def hold(self, kept: Kept) -> Held:
+        """Take what is kept into custody."""
+        ...
+
+
+class Held(Protocol):
+    """What is kept, wherever it is."""
+
+    def take(self) -> Kept:
+        """It, out of custody. Once."""
+        ...
+
+
+class Record:
+    """What one checkpointed call made and kept."""
+
+    def __init__(self, keeper: Keeper, name: str) -> None:
+        self.keeper, self.name = keeper, name
+        self.made: list[Made] = []
+        self.held: list[Held | None] = []
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the forward: what is called in here is recorded, from the beginning."""
+        self.made, self.held = [], []
+        with recording(_Forward(self)):
+            yield
+
+    @contextlib.contextmanager
+    def recomputation(self) -> Iterator[None]:
+        """Around the recomputation.
+
+        Raises:
+            RecomputeError: it came to its end, and made fewer calls than the forward.
+        """
+        again = _Recomputation(self)
+        with replaying(again):
+            yield
+        if again.calls < len(self.made):
+            raise RecomputeError(
+                f"the recomputation of {self.name} made {again.calls} calls of burst_attention, but its "
+                f"forward made {len(self.made)}: a checkpointed function must do the same both times"
+            )
+
+
+class _Forward:
+    def __init__(self, record: Record) -> None:
+        self._record = record
+
+    def share(self, made: Made) -> tuple[float, bool]:
+        return self._record.keeper.share(made.bytes)
+
+    def record(self, made: Made, kept: Kept) -> None:
+        self._record.made.append(made)
+        self._record.held.append(self._record.keeper.hold(kept))
+
+
+class _Recomputation:
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self.calls = 0
+
+    def replay(self, made: Made) -> Kept | None:
+        number, record = self.calls, self._record
+        self.calls += 1
+        if number >= len(record.made):
+            raise RecomputeError(
+                f"call {number + 1} of burst_attention in the recomputation of {record.name} has no record: "
+                f"its forward made {len(record.made)}; a checkpointed function must do the same both times"
+            )
+        if made != record.made[number]:
+            raise RecomputeError(
+                f"call {number + 1} of burst_attention in the recomputation of {record.name} has {made}, but "
+                f"in its forward it had {record.made[number]}"
+            )
+        held, record.held[number] = record.held[number], None
+        return None if held is None else held.take()
+
+
+def in_backward() -> bool:
+    """Whether this thread is in the middle of a backward, where recomputations take place."""
+    return bool(torch._C._current_graph_task_id() != -1)

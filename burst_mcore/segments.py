@@ -1,0 +1,153 @@
+"""Where to cut a sequence whose end is kept and whose front is computed again. Pure functions.
+
+Of a checkpointed layer, O and LSE of the last tokens may be kept: under a causal mask these cost the most to
+compute (BurstEngine, sequence-level selective checkpointing). What is kept of all ranks is one end of the
+GLOBAL sequence, so that the front is a smaller problem of the same kind; how even the front's work is, and
+whether a cut is worth its memory, depends on how the layout deals it.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from burst_mcore.balance import keys_per_query
+from burst_mcore.layout import Layout, joined
+from burst_mcore.mask import Mask
+
+logger = logging.getLogger("burst_mcore")
+
+EVEN = 1.05
+"""Work of the slowest rank over the mean, relative to that of the whole sequence, of a balanced cut."""
+LOOKED_AT = 2**22
+"""Cuts times ranks, at most, that are weighed; of more, those nearest to what was asked for."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Queries before position `at` of n are computed again."""
+
+    at: int
+    n: int
+    time: float
+    """Query-key pairs of the slowest rank in the front over those of the slowest in the whole sequence: of
+    the time of a forward, what computing the front takes."""
+    imbalance: float
+    """Pairs of the slowest rank in the front over the mean."""
+
+    @property
+    def keep(self) -> float:
+        """The share of the sequence that is kept."""
+        return 1 - self.at / self.n
+
+    @property
+    def pays(self) -> bool:
+        """Whether it saves at least the share of time that it takes of the memory, as whole layers do."""
+        return 1 - self.time >= self.keep - 1e-9
+
+
+def check_keep(keep: float) -> float:
+    """`keep`, if it is a share; ValueError if not."""
+    if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 <= keep <= 1:
+        raise ValueError(f"keep must be a share of the sequence, from 0 to 1, got {keep!r}")
+    return float(keep)
+
+
+@lru_cache(maxsize=256)
+def cut_for(keep: float, layout: Layout, mask: Mask, n: int, size: int, *, at_most: bool = False) -> Cut:
+    """The legal cut nearest to keeping `keep` of n tokens that `layout` deals over `size` ranks.
+
+    Legal are the ends (keep nothing, keep all), and the cuts that pay (`Cut.pays`) and that the layout
+    balances as well as it does the whole sequence (within `EVEN`); where there are none, as on plain zigzag,
+    all that pay. Striped deals everything evenly. Of two cuts as near, the one that keeps less.
+
+    Args:
+        keep: from 0 to 1.
+        at_most: do not keep more than `keep`.
+
+    Raises:
+        ValueError: keep is no such share; or the mask does not go with n tokens, or the layout not with so
+            many ranks.
+    """
+    keep = check_keep(keep)
+    asked = n - round(keep * n)
+    found = _weighed(_positions(layout, n, size, asked), layout, mask, n, size)
+    if layout.kind == "striped" and size > 1:  # to a key per query
+        legal = [cut for cut in found if cut.at == _nearest_multiple(asked, size, n)]
+    else:
+        whole = found[-1].imbalance
+        paying = [cut for cut in found if 0 < cut.at < n and cut.pays]
+        legal = [cut for cut in paying if cut.imbalance <= EVEN * whole] or paying
+    legal += [found[0], found[-1]]
+    if at_most:
+        legal = [cut for cut in legal if cut.at >= asked]
+    chosen = min(legal, key=lambda cut: (abs(cut.at - asked), -cut.at))
+    if abs(chosen.keep - keep) > 0.01 and not at_most:
+        _say_moved(keep, chosen.keep, layout, size)
+    return chosen
+
+
+def front(at: int, n: int) -> Mask:
+    """The mask under which only queries before position `at` of n see anything."""
+    return Mask.ranges([[0, at]], [[0, n]]) if at else Mask.ranges([], [])
+
+
+@lru_cache(maxsize=256)
+def _say_moved(keep: float, chosen: float, layout: Layout, size: int) -> None:
+    """Once for each."""
+    logger.warning(
+        "segment recompute: keep=%.3g is moved to %.3g, the nearest cut that is worth its memory on layout "
+        "%s over %d ranks (layouts %s)",
+        keep,
+        chosen,
+        layout,
+        size,
+        "striped and stacked-zigzag:4 have more" if layout.kind == "zigzag" else "striped has all",
+    )
+
+
+def _positions(layout: Layout, n: int, size: int, asked: int) -> list[int]:
+    """Cuts to look at, ascending: the ends, what was asked for, and the edges of what the layout deals."""
+    if layout.kind == "striped" or size == 1:
+        return sorted({0, asked, _nearest_multiple(asked, size, n), n})
+    if layout.ends:
+        return sorted({0, n, *layout.ends})
+    edges = torch.arange(0, n, layout.block or layout.padded(n, size) // layout.divisor(size))
+    most = max(8, LOOKED_AT // (size * len(layout.runs(n, 0, size))))
+    if len(edges) > most:
+        edges = edges[(edges - asked).abs().argsort(stable=True)[:most]]
+    return sorted({0, asked, n, *edges.tolist()})
+
+
+def _nearest_multiple(at: int, step: int, n: int) -> int:
+    return min(n, (at + step // 2) // step * step)
+
+
+def _weighed(at: list[int], layout: Layout, mask: Mask, n: int, size: int) -> list[Cut]:
+    """A `Cut` of each position, the last of which is n."""
+    per_query = keys_per_query(mask, n)
+    cuts = torch.tensor(at)
+    if layout.kind == "striped" and size > 1:
+        work = torch.stack([torch.stack([per_query[r:c:size].sum() for r in range(size)]) for c in at])
+    else:
+        sums = torch.cat([torch.zeros(1, dtype=torch.int64), per_query.cumsum(0)])
+        if layout.ends:  # each document is dealt evenly
+            work = sums[cuts][:, None].expand(-1, size)
+        else:
+            work = torch.stack([_held(layout.runs(n, r, size), sums, cuts) for r in range(size)], 1)
+    slowest, mean = work.amax(1), work.double().mean(1)
+    time = slowest.double() / slowest[-1].clamp(min=1)
+    imbalance = torch.where(mean > 0, slowest / mean, 1.0)
+    rows = zip(at, time.tolist(), imbalance.tolist(), strict=True)
+    return [Cut(position, n, share, uneven) for position, share, uneven in rows]
+
+
+def _held(runs: tuple[range, ...], sums: Tensor, cuts: Tensor) -> Tensor:
+    """Pairs of a rank's queries before each cut."""
+    edges = torch.tensor([[run.start, run.stop] for run in joined(runs)])
+    first, last = (torch.minimum(edge[None], cuts[:, None]) for edge in edges.unbind(1))
+    return (sums[last] - sums[first]).sum(1)
