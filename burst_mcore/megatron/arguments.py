@@ -6,9 +6,13 @@ import argparse
 from typing import Any
 
 from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.checkpointing import Full, KeepAttention, Offload, Policy, Segment
 from burst_mcore.config import BACKWARDS, RINGS, BurstConfig
 from burst_mcore.layout import NAMES, Layout
 from burst_mcore.rates import Rates
+from burst_mcore.segments import check_keep
+
+POLICIES = ("full", "attention", "segment")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -69,7 +73,71 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         action="store_true",
         help="Fuse the LM head with its loss: no logits in training, gradients in one pass.",
     )
+    group.add_argument(
+        "--burst-recompute",
+        choices=POLICIES,
+        help="What checkpointed layers keep of attention: nothing (full), all (attention), or the end of the "
+        "sequence (segment). Without --recompute-granularity, checkpoints every layer.",
+    )
+    group.add_argument(
+        "--burst-recompute-keep",
+        type=_share,
+        metavar="F",
+        help="For segment: the share of the sequence to keep, from 0 to 1, or auto.",
+    )
+    group.add_argument(
+        "--burst-recompute-memory-gb",
+        type=float,
+        metavar="GB",
+        help="For --burst-recompute-keep auto: GB of a rank that may be kept at once.",
+    )
+    group.add_argument(
+        "--burst-recompute-offload",
+        action="store_true",
+        help="Keep it in pinned host memory.",
+    )
     return parser
+
+
+def recompute_policy(arguments: argparse.Namespace) -> Policy:
+    """The recompute policy that the flags ask for; `Full()` where there are none.
+
+    Raises:
+        ValueError: flags that contradict each other, or that Megatron's would leave without effect.
+    """
+    name, keep = getattr(arguments, "burst_recompute", None), getattr(arguments, "burst_recompute_keep", None)
+    memory_gb = getattr(arguments, "burst_recompute_memory_gb", None)
+    offload = getattr(arguments, "burst_recompute_offload", False)
+    if (keep is None) == (name == "segment"):
+        raise ValueError(
+            "--burst-recompute segment and --burst-recompute-keep F go together, got --burst-recompute "
+            f"{name} and --burst-recompute-keep {keep}"
+        )
+    if name is None or name == "full":
+        if memory_gb is not None or offload:
+            raise ValueError(
+                "--burst-recompute-memory-gb and --burst-recompute-offload are for --burst-recompute "
+                f"attention or segment, got {name}"
+            )
+        return Full()
+    if arguments.context_parallel_attention_backend != "burst" and not _by_a_spec(arguments):
+        raise ValueError(
+            f"--burst-recompute {name} needs --context-parallel-attention-backend burst: other attention "
+            "keeps nothing"
+        )
+    granularity, modules = arguments.recompute_granularity, arguments.recompute_modules
+    if granularity == "selective" and modules is not None and "core_attn" not in modules:
+        raise ValueError(
+            f"--burst-recompute {name} would have no effect: --recompute-granularity selective with "
+            f"--recompute-modules {' '.join(modules)} does not recompute attention (core_attn)"
+        )
+    policy = KeepAttention() if name == "attention" else Segment(keep, memory_gb)
+    return Offload(policy) if offload else policy
+
+
+def _by_a_spec(arguments: argparse.Namespace) -> bool:
+    spec = getattr(arguments, "spec", None)
+    return bool(spec) and str(spec[0]).startswith("burst_mcore")
 
 
 def burst_config(arguments: argparse.Namespace) -> BurstConfig:
@@ -119,6 +187,16 @@ def _degree(text: str) -> int | str:
     if text == "auto" or (text.isdigit() and int(text) > 0):
         return text if text == "auto" else int(text)
     raise argparse.ArgumentTypeError(f"must be a number of ranks, at least 1, or auto, got {text!r}")
+
+
+def _share(text: str) -> float | str:
+    """A share of the sequence, or auto."""
+    if text == "auto":
+        return text
+    try:
+        return check_keep(float(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 1, or auto, got {text!r}") from None
 
 
 def _layout(text: str) -> str:

@@ -27,7 +27,7 @@ USAGE = """usage: python -m burst_mcore.megatron SCRIPT ARGS...
 
 Runs a Megatron training script, such as Megatron-LM's pretrain_gpt.py, with its own arguments and
   --context-parallel-attention-backend {default,burst}   --burst-layout   --burst-backward   --burst-kernel
-  --burst-fused-loss
+  --burst-fused-loss   --burst-recompute   --burst-recompute-keep
 One process for each rank: start it with torchrun, as in
   torchrun --nproc-per-node 4 -m burst_mcore.megatron pretrain_gpt.py --context-parallel-size 4 ..."""
 
@@ -48,6 +48,7 @@ def launch(command: Sequence[str]) -> None:
 
     if not torch.cuda.is_available():
         _run_on_cpu()
+    sys.argv += _checkpointing(sys.argv)
     install()
     runpy.run_path(str(script), run_name="__main__")
 
@@ -58,6 +59,22 @@ def _run_on_cpu() -> None:
     os.environ.setdefault("RANK", "0")
     cpu.enable_training()
     sys.argv += _not_given(cpu.CPU_ARGUMENTS, sys.argv)
+
+
+def _checkpointing(argv: Sequence[str]) -> list[str]:
+    """Megatron's flags that checkpoint every layer, where ours asks for a policy and no other does."""
+    given = {argument.split("=")[0] for argument in argv}
+    if "--burst-recompute" not in given or given & {"--recompute-granularity", "--recompute-activations"}:
+        return []
+    every = [
+        "--recompute-granularity",
+        "full",
+        "--recompute-method",
+        "uniform",
+        "--recompute-num-layers",
+        "1",
+    ]
+    return _not_given(every, argv)
 
 
 def _not_given(flags: Sequence[str], argv: Sequence[str]) -> list[str]:
@@ -140,6 +157,19 @@ def _use_the_layout_of_the_command_line() -> None:
         use_layout(layout)
 
 
+def _use_the_recompute_of_the_command_line() -> None:
+    from burst_mcore.checkpointing import Full
+    from burst_mcore.megatron.arguments import megatron_arguments, recompute_policy
+    from burst_mcore.megatron.recompute import use_recompute
+
+    try:
+        policy = recompute_policy(megatron_arguments())
+    except RuntimeError:
+        return
+    if policy != Full():  # Megatron's own, or that of a script which called use_recompute itself
+        use_recompute(policy)
+
+
 def _with_our_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
     from burst_mcore.megatron.arguments import add_arguments
 
@@ -154,6 +184,7 @@ def _with_burst_specs(init: Callable[..., None]) -> Callable[..., None]:
 
     def wrapped(*args: Any, **kwargs: Any) -> None:
         _use_the_layout_of_the_command_line()
+        _use_the_recompute_of_the_command_line()
         if burst_is_chosen():
             bound = signature.bind(*args, **kwargs)
             for name in ("transformer_layer_spec", "mtp_block_spec", "hybrid_stack_spec"):

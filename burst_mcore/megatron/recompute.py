@@ -1,0 +1,51 @@
+"""Recompute policies under Megatron's activation checkpointing.
+
+Megatron checkpoints layers (full recompute, uniform or block) and core attention (selective) through one
+function, `tensor_parallel.checkpoint`, or TransformerEngine's where weights are in FP8. `use_recompute` puts a
+function around the ones that these are given; what to checkpoint stays Megatron's choice.
+
+This can go when Megatron asks for a recompute policy in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from burst_mcore.checkpointing import Full, Policy, recorded
+from burst_mcore.megatron.patch import wrap_everywhere
+
+_in_effect: Policy = Full()
+
+
+def use_recompute(policy: Policy) -> None:
+    """From now on layers that Megatron checkpoints in this process keep what `policy` says of attention.
+
+    On every rank alike; the launcher does it for `--burst-recompute`. `Full()` is Megatron's own behaviour.
+
+    Raises:
+        ValueError: policy is not one.
+    """
+    global _in_effect
+    if not isinstance(policy, Policy):
+        raise ValueError(f"policy must be one of burst_mcore.checkpointing, got {policy!r}")
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.tensor_parallel import random
+
+    wrap_everywhere(random, "checkpoint", _keeping)
+    wrap_everywhere(transformer_engine, "te_checkpoint", _keeping)
+    _in_effect = policy
+
+
+def recompute_in_effect() -> Policy:
+    """What layers that Megatron checkpoints in this process keep of attention."""
+    return _in_effect
+
+
+def _keeping(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's function, of a function whose attention is recorded."""
+
+    def keeping(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(recorded(function, _in_effect), *args, **kwargs)
+
+    return keeping
