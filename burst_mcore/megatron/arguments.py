@@ -105,7 +105,8 @@ def recompute_policy(arguments: argparse.Namespace) -> Policy:
     Raises:
         ValueError: flags that contradict each other, or that Megatron's would leave without effect.
     """
-    name, keep = getattr(arguments, "burst_recompute", None), getattr(arguments, "burst_recompute_keep", None)
+    name: str | None = getattr(arguments, "burst_recompute", None)
+    keep: float | str | None = getattr(arguments, "burst_recompute_keep", None)
     memory_gb = getattr(arguments, "burst_recompute_memory_gb", None)
     offload = getattr(arguments, "burst_recompute_offload", False)
     if (keep is None) == (name == "segment"):
@@ -131,13 +132,13 @@ def recompute_policy(arguments: argparse.Namespace) -> Policy:
             f"--burst-recompute {name} would have no effect: --recompute-granularity selective with "
             f"--recompute-modules {' '.join(modules)} does not recompute attention (core_attn)"
         )
-    policy = KeepAttention() if name == "attention" else Segment(keep, memory_gb)
+    policy = KeepAttention() if keep is None else Segment(keep, memory_gb)
     return Offload(policy) if offload else policy
 
 
 def _by_a_spec(arguments: argparse.Namespace) -> bool:
-    spec = getattr(arguments, "spec", None)
-    return bool(spec) and str(spec[0]).startswith("burst_mcore")
+    spec: list[str] = getattr(arguments, "spec", None) or [""]
+    return str(spec[0]).startswith("burst_mcore")
 
 
 def burst_config(arguments: argparse.Namespace) -> BurstConfig:

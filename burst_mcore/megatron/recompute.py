@@ -1,8 +1,8 @@
 """Recompute policies under Megatron's activation checkpointing.
 
 Megatron checkpoints layers (full recompute, uniform or block) and core attention (selective) through one
-function, `tensor_parallel.checkpoint`, or TransformerEngine's where weights are in FP8. `use_recompute` puts a
-function around the ones that these are given; what to checkpoint stays Megatron's choice.
+function, `tensor_parallel.checkpoint`, or TransformerEngine's where weights are in FP8. `use_recompute` puts
+a function around the ones that these are given; what to checkpoint stays Megatron's choice.
 
 This can go when Megatron asks for a recompute policy in one place.
 """
