@@ -9,6 +9,7 @@ whether a cut is worth its memory, depends on how the layout deals it.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -74,10 +75,13 @@ def cut_for(keep: float, layout: Layout, mask: Mask, n: int, size: int, *, at_mo
             many ranks.
     """
     keep = check_keep(keep)
-    asked = n - round(keep * n)
+    asked = n - (math.floor(keep * n + 1e-9) if at_most else round(keep * n))
+    if layout.kind == "striped":
+        up = size - 1 if at_most else size // 2
+        asked = min(n, (asked + up) // size * size)
     found = _weighed(_positions(layout, n, size, asked), layout, mask, n, size)
     if layout.kind == "striped" and size > 1:  # to a key per query
-        legal = [cut for cut in found if cut.at == _nearest_multiple(asked, size, n)]
+        legal = [cut for cut in found if cut.at == asked]
     else:
         whole = found[-1].imbalance
         paying = [cut for cut in found if 0 < cut.at < n and cut.pays]
@@ -86,7 +90,7 @@ def cut_for(keep: float, layout: Layout, mask: Mask, n: int, size: int, *, at_mo
     if at_most:
         legal = [cut for cut in legal if cut.at >= asked]
     chosen = min(legal, key=lambda cut: (abs(cut.at - asked), -cut.at))
-    if abs(chosen.keep - keep) > 0.01 and not at_most:
+    if abs(chosen.at - asked) > max(size, 0.01 * n) and not at_most:
         _say_moved(keep, chosen.keep, layout, size)
     return chosen
 
@@ -101,19 +105,18 @@ def _say_moved(keep: float, chosen: float, layout: Layout, size: int) -> None:
     """Once for each."""
     logger.warning(
         "segment recompute: keep=%.3g is moved to %.3g, the nearest cut that is worth its memory on layout "
-        "%s over %d ranks (layouts %s)",
+        "%s over %d ranks; striped can be cut anywhere, stacked-zigzag:4 at every quarter",
         keep,
         chosen,
         layout,
         size,
-        "striped and stacked-zigzag:4 have more" if layout.kind == "zigzag" else "striped has all",
     )
 
 
 def _positions(layout: Layout, n: int, size: int, asked: int) -> list[int]:
     """Cuts to look at, ascending: the ends, what was asked for, and the edges of what the layout deals."""
     if layout.kind == "striped" or size == 1:
-        return sorted({0, asked, _nearest_multiple(asked, size, n), n})
+        return sorted({0, asked, n})
     if layout.ends:
         return sorted({0, n, *layout.ends})
     edges = torch.arange(0, n, layout.block or layout.padded(n, size) // layout.divisor(size))
@@ -121,10 +124,6 @@ def _positions(layout: Layout, n: int, size: int, asked: int) -> list[int]:
     if len(edges) > most:
         edges = edges[(edges - asked).abs().argsort(stable=True)[:most]]
     return sorted({0, asked, n, *edges.tolist()})
-
-
-def _nearest_multiple(at: int, step: int, n: int) -> int:
-    return min(n, (at + step // 2) // step * step)
 
 
 def _weighed(at: list[int], layout: Layout, mask: Mask, n: int, size: int) -> list[Cut]:

@@ -16,7 +16,16 @@ FLOORS = [
     {"cli"},
 ]
 WITHIN_ATTENTION = [
-    {"rows", "communicators", "buffers", "piece", "staging", "elementwise", "elementwise_triton", "recompute"},
+    {
+        "rows",
+        "communicators",
+        "buffers",
+        "piece",
+        "staging",
+        "elementwise",
+        "elementwise_triton",
+        "recompute",
+    },
     {"merge", "actions", "seen"},
     {"plan", "topology", "double_ring", "direct", "prune", "head_exchange", "trace"},
     {"schedule", "tiles"},

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from burst_mcore.attention.agreement import Agreement, Signature, agreement
 from burst_mcore.attention.arguments import (
@@ -96,8 +97,12 @@ def burst_attention(
         out, lse, _, _, _ = attention_forward(*tensors, kept.tensors, kept.keep, kept.at_most, *given)
     else:
         keep, at_most = max([(0.0, False), *[each.share(made) for each in recordings()]])
-        out, lse, shared, _, behind = attention_forward(*tensors, [], keep, at_most, *given)
-        if keep == 1:  # all: as they are, without a copy
+        # All is kept as it is, without a copy; but what a compiled layer returns besides moves what its graph
+        # saves, and recomputation matches that by place.
+        uncopied = keep == 1 and not torch.compiler.is_compiling()
+        copied = 0.0 if uncopied else keep
+        out, lse, shared, _, behind = attention_forward(*tensors, [], copied, at_most, *given)
+        if uncopied:
             home = [lse] if shared and (return_lse or sinks is not None) else []
             behind = [out, shared[3] if shared else lse, *home]
         kept = Kept(keep, at_most, [x.detach() for x in behind])
@@ -221,9 +226,8 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor, list[Tensor], Tensor, list[Tensor]]:
     """`burst_attention` as an operator: topology, mask and config are handles.
 
-    kept: in a recomputation, what the forward returned last, or all there is to keep. keep, at_most: the
-    share of the sequence of which it returns that (`segments.cut_for`), if some but not all. wanted: whether
-    a backward will follow.
+    kept: in a recomputation, what the forward kept. keep, at_most: the share of the sequence of which that
+    is, or is to be returned last (`segments.cut_for`). wanted: whether a backward will follow.
 
     Returns out, lse [B, H, S], and for the backward q, k, v and lse as they are on the ring, if that is not
     as they came, and what the ranks agreed on (int64, on the CPU); and what is kept: `recompute.Kept`.
@@ -236,7 +240,9 @@ def attention_forward(
         sign = {**signature(asked, wanted), **_of_segments(kept, check_keep(keep), at_most)}
     call, number, lengths = _agreed(asked, peers, sign)
     at = (
-        cut_for(keep, asked.layout, asked.mask, call.plan.n, ring.size, at_most=at_most).at if keep < 1 else 0
+        cut_for(keep, asked.layout, asked.mask, call.plan.n, ring.size, at_most=at_most).at
+        if 0 < keep < 1
+        else 0
     )
     with torch.autocast(q.device.type, enabled=False), _on(q.device), _in_ring(peers):
         held = lengths[call.rank]
@@ -246,7 +252,7 @@ def attention_forward(
             done = forward_of_front(call, at, kept, q, k, v, sinks, held)
         else:
             done = forward(call, q, k, v, sinks)
-        pieces = [] if kept or keep in (0, 1) else behind(call, at, done, held)
+        pieces = [] if kept or keep == 0 else behind(call, at, done, held)
     nowhere = q.new_empty(0, dtype=done.ring_lse.dtype)
     lse = nowhere if done.lse is None else done.lse[..., :held].contiguous()
     shared = [done.q, done.k, done.v, done.ring_lse] if call.route.heads > 1 else []
@@ -277,15 +283,18 @@ def _(
     out, statistics = q.new_empty((batch, rows, heads, v.shape[-1])), wide(q.dtype)
     lse = q.new_empty((batch, heads, rows), dtype=statistics)
     agreed = torch.empty(1 + ring.size, dtype=torch.int64, device="cpu")
-    some = not kept and keep not in (0, 1)
+    some = not kept and keep > 0
     if find(config).head_parallel == 1 and not some:
         return out, lse, [], agreed, []
     # Ranks that hold different numbers of tokens pool and keep other numbers of rows than are said here.
     softmax_scale, softcap, return_lse, _ = options
     shape = Shape(*(int(size) for size in (*q.shape[:3], k.shape[2], q.shape[3], v.shape[3])))
     found = ring, find(mask), softmax_scale, softcap, sinks is not None, find(config), return_lse
-    asked = asked_of(shape, q.dtype, q.device.type, *found)
-    call = call_for(asked, [shape.tokens] * ring.size)
+    with unset_fake_temporarily():  # plans are made of real tensors, and kept
+        asked = asked_of(shape, q.dtype, q.device.type, *found)
+        call = call_for(asked, [shape.tokens] * ring.size)
+        n = call.plan.n
+        at = cut_for(keep, asked.layout, asked.mask, n, ring.size, at_most=at_most).at if some else n
     shared, ring_lse = [], lse
     if call.route.heads > 1:
         shapes = [pooled_like(x, call.head_group) for x in (q, k, v)]
@@ -293,7 +302,6 @@ def _(
         shared = [*(q.new_empty(shape) for shape in shapes), ring_lse]
     pieces = []
     if some:
-        at = cut_for(keep, asked.layout, asked.mask, call.plan.n, ring.size, at_most=at_most).at
         pieces = behind(
             call, at, Attended(out, lse if call.lse_at_home else None, q, k, v, ring_lse), shape.tokens
         )
