@@ -18,7 +18,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train compare test test-all lint bench bench-masks bench-loss bench-topology gpu-check gpu-sanitize clean
+.PHONY: help train compare test test-all lint bench bench-masks bench-loss bench-recompute bench-topology gpu-check gpu-sanitize clean
 
 help:
 	@echo 'make train [ARGS="..."]    train a GPT on Megatron-Core with a burst ring (4 CPU processes)'
@@ -28,6 +28,7 @@ help:
 	@echo 'make bench                 attention, measured beside other methods'
 	@echo 'make bench-masks           what masks save, in CPU time and bytes'
 	@echo 'make bench-loss            the LM head and its loss beside other methods: time, memory, accuracy'
+	@echo 'make bench-recompute       recompute policies beside Megatron, torch and none: time, memory'
 	@echo 'make gpu-check             tests and figures of a GPU (needs torch, triton, pytest; no environment is made)'
 	@echo 'make bench-topology        rings and overlap on an emulated cluster (needs root and iproute2)'
 
@@ -58,6 +59,9 @@ bench-masks: $(VENV)
 
 bench-loss: $(VENV)
 	@.venv/bin/burst-mcore bench loss --shape 4096x1024x32000 --shape 8192x1024x128256 --out benchmarks/results/loss.json $(ARGS)
+
+bench-recompute: $(VENV)
+	@.venv/bin/burst-mcore bench recompute --out benchmarks/results/recompute.json $(ARGS)
 
 bench-topology: $(VENV)
 	@.venv/bin/burst-mcore bench topology --out benchmarks/results/topology.json $(ARGS)

@@ -313,6 +313,41 @@ def loss(
         raise typer.Exit(1)
 
 
+@bench.command()
+def recompute(
+    ranks: Annotated[int, typer.Option(min=1, help="Processes of the ring.")] = 2,
+    seq: Annotated[int, typer.Option(help="Tokens in the global sequence.")] = 16384,
+    hidden: Annotated[int, typer.Option(help="Hidden size.")] = 512,
+    heads: Heads = 8,
+    layers: Annotated[int, typer.Option(help="Layers, each checkpointed.")] = 4,
+    layout: Annotated[str, typer.Option(help="striped, stacked-zigzag:K, zigzag, ...")] = "striped",
+    dtype: str = "float32",
+    repeats: Annotated[int, typer.Option(min=1, help="Counted rounds, after one that is not.")] = 3,
+    out: Annotated[Path, typer.Option(help="All figures, as JSON; the curve lies beside it, as PNG.")] = Path(
+        "recompute.json"
+    ),
+) -> None:
+    """Recompute policies beside Megatron's, torch's and none: time, peak memory, FLOPs of a step."""
+    from burst_mcore.bench import recompute as bench_recompute
+    from burst_mcore.bench import recompute_report
+    from burst_mcore.bench.recompute_methods import Stack
+
+    try:
+        stack = Stack(seq=seq, hidden=hidden, heads=heads, layers=layers, layout=layout, dtype=dtype)
+        rows = bench_recompute.measure(stack, ranks, repeats)
+        judged = recompute_report.verdicts(rows)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(recompute_report.as_json(stack, ranks, repeats, rows, judged))
+        curve = out.with_suffix(".png")
+        recompute_report.save_curve(rows, f"{stack.words}, {ranks} ranks", curve)
+    except (ValueError, RuntimeError, OSError) as error:
+        _fail("bench recompute", error)
+    typer.echo(f"{stack.words}, {ranks} ranks\n\n{recompute_report.report(rows, judged)}")
+    typer.echo(f"\nall figures: {out}\ncurve:       {curve}")
+    if not all(verdict.reached for verdict in judged):
+        raise typer.Exit(1)
+
+
 def _rates(intra_gb: float, inter_gb: float, tflops: float, latency_us: float) -> Rates:
     return Rates(intra=intra_gb * 1e9, inter=inter_gb * 1e9, compute=tflops * 1e12, latency=latency_us * 1e-6)
 

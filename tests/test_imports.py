@@ -11,8 +11,9 @@ PACKAGE = Path(__file__).parent.parent / "burst_mcore"
 FLOORS = [
     {"version", "config", "layout", "handles", "bands", "mask", "balance", "segments", "rates", "loss"},
     {"attention"},
-    {"checkpointing", "bench"},
+    {"checkpointing"},
     {"megatron", "deepspeed", "planner"},
+    {"bench"},
     {"cli"},
 ]
 WITHIN_ATTENTION = [

@@ -252,18 +252,30 @@ def alternating(functions: Sequence[Callable[[], object]], repeats: int) -> list
     return clocks
 
 
-def in_processes(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """function(rank, size, *args) on `size` gloo ranks of this machine, one thread each."""
+def in_processes(size: int, function: Callable[..., Any], *args: Any, keep_freed: bool = True) -> list[Any]:
+    """function(rank, size, *args) on `size` gloo ranks of this machine, one thread each.
+
+    keep_freed: see `keep_freed_memory`; not where memory is what is measured.
+    """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(size, mp_context=context) as pool:
-        ranks = [pool.submit(_rank, rank, size, f"{folder}/store", function, args) for rank in range(size)]
+        store = f"{folder}/store"
+        ranks = [pool.submit(_rank, rank, size, store, keep_freed, function, args) for rank in range(size)]
         return [rank.result() for rank in ranks]
 
 
-def _rank(rank: int, size: int, store: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _rank(
+    rank: int,
+    size: int,
+    store: str,
+    keep_freed: bool,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> Any:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     torch.set_num_threads(1)
-    keep_freed_memory()
+    if keep_freed:
+        keep_freed_memory()
     dist.init_process_group("gloo", rank=rank, world_size=size, store=dist.FileStore(store, size))  # type: ignore[attr-defined]
     try:
         return function(rank, size, *args)
