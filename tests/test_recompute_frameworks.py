@@ -1,0 +1,116 @@
+"""Recompute policies under transformers' and DeepSpeed's checkpointing."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks import processes
+
+from burst_mcore import BurstConfig, Mask, Topology, burst_attention
+from burst_mcore.attention.kernels.table import KERNELS, choose
+from burst_mcore.checkpointing import Full, KeepAttention, Segment, recorded
+
+N = 32
+
+
+def _rows_of_kernel_calls():
+    """The rows of queries that each call of the kernel attends, from now on in this process."""
+    rows, kernel = [], KERNELS["aten-cpu"]
+
+    def forward(q, *args):
+        rows.append(q.shape[1])
+        return kernel.forward(q, *args)
+
+    KERNELS["aten-cpu"] = replace(kernel, forward=forward)
+    choose.cache_clear()
+    return rows
+
+
+def _attend(q, k, v):
+    config = BurstConfig(kernel="aten-cpu")
+    return burst_attention(q, k, v, topology=Topology.single(), mask=Mask.causal(), config=config)
+
+
+def _llama(rank, size, policy):
+    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+
+    def attention(module, q, k, v, attention_mask=None, **kwargs):
+        return _attend(*(x.transpose(1, 2) for x in (q, k, v))), None
+
+    AttentionInterface.register("burst-test", attention)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=50,
+            attn_implementation="burst-test",
+        )
+    )
+    model.train()
+    rows, ids, found = _rows_of_kernel_calls(), torch.randint(0, 50, (1, N)), []
+    for checkpointed in (False, True):
+        if checkpointed:
+            options = {"use_reentrant": False, "context_fn": policy.contexts}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        model.zero_grad()
+        loss = model(ids, labels=ids, use_cache=False).loss
+        rows.clear()
+        loss.backward()
+        found.append((loss.detach(), [p.grad.clone() for p in model.parameters()], list(rows)))
+    (loss, want, none), (again, got, recomputed) = found
+    assert none == []
+    torch.testing.assert_close(again, loss)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    return recomputed
+
+
+@pytest.mark.parametrize(
+    ("policy", "rows"), [(Full(), [N, N]), (KeepAttention(), []), (Segment(0.5), [N // 2, N // 2])], ids=str
+)
+def test_transformers_gradient_checkpointing(policy, rows):
+    pytest.importorskip("transformers")
+    assert processes(1, _llama, policy) == [rows]
+
+
+def _deepspeed(rank, size, policy):
+    import deepspeed
+    from deepspeed.ops import __compatible_ops__
+
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", verbose=False)
+    deepspeed.checkpointing.configure(None, partition_activations=False)
+    layer, rows = torch.nn.Linear(32, 96), _rows_of_kernel_calls()
+
+    def attend(x):
+        return x + _attend(*layer(x).unflatten(-1, (3, 4, 8)).unbind(2)).flatten(2)
+
+    inputs = [torch.randn(1, N, 32, requires_grad=True) for _ in range(2)]
+    found = []
+    for run in (
+        lambda x: attend(x),
+        lambda x: deepspeed.checkpointing.checkpoint(recorded(attend, policy), x),
+    ):
+        layer.zero_grad()
+        for x in inputs:
+            x.grad = None
+        outs = [run(x) for x in inputs]
+        rows.clear()
+        for out in reversed(outs):
+            out.square().sum().backward()
+        found.append([layer.weight.grad.clone(), *(x.grad.clone() for x in inputs)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    return rows
+
+
+@pytest.mark.parametrize(("policy", "rows"), [(KeepAttention(), []), (Segment(0.5), [N // 2] * 2)], ids=str)
+def test_deepspeeds_checkpointing(policy, rows, monkeypatch, tmp_path):
+    pytest.importorskip("deepspeed")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert processes(1, _deepspeed, policy, start="spawn") == [rows]
