@@ -1,5 +1,7 @@
 """Recompute policies on a GPU: gradients, memory, and what is kept in host memory."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,7 +29,7 @@ def _layers(topology, config, width):
         out = burst_attention(q, k, v, topology=topology, mask=Mask.causal(), config=config)
         return x + out.flatten(2)
 
-    return [(lambda x, w=weight.requires_grad_(): layer(w, x)) for weight in weights], weights
+    return [partial(layer, weight.requires_grad_()) for weight in weights], weights
 
 
 def _step(policy, layers, weights, x):
