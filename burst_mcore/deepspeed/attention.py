@@ -1,0 +1,230 @@
+"""Attention and masks of Hugging Face transformers, by BurstAttention: attn_implementation="burst".
+
+transformers describes a layer's mask to `mask_of` as a function of indices; what comes back, a `LayerMask`, travels
+through the model as its attention_mask (and through whatever checkpoints its layers) to `attend`. A mask of any
+other kind is refused: nothing is attended to by a mask that was not understood.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from burst_mcore.attention.function import burst_attention
+from burst_mcore.attention.kernels.kernel import Scores
+from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
+from burst_mcore.attention.seen import Seen as Table
+from burst_mcore.attention.topology import Topology
+from burst_mcore.config import BurstConfig
+from burst_mcore.deepspeed.refusals import RefusedError
+from burst_mcore.mask import Mask
+
+NAME = "burst"
+"""The attn_implementation."""
+UNDERSTOOD = ("position_ids", "cache_position", "num_items_in_batch", "shift_labels", "labels", "s_aux")
+"""Tensors that models hand to attention beside q, k and v, and which are known not to change the mask."""
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """The sequences of one forward, of which this rank has a shard."""
+
+    topology: Topology
+    config: BurstConfig
+    tokens: int
+    """Of the whole sequence."""
+    ends: tuple[tuple[int, ...], ...] = ()
+    """cu_seqlens of each row; () where no row has more than one document."""
+    reached: set[nn.Module] = field(default_factory=set, compare=False, repr=False)
+    """The attention modules that came here for it."""
+
+    def masks(self, window: int | None) -> tuple[Mask, ...]:
+        """By row, or one for all rows: causal, within documents and window (tokens, the query's own included)."""
+        seen = Mask.causal()
+        if window is not None and window < self.tokens:
+            seen = Mask.window(window - 1, 0)
+        if len(set(self.ends)) > 1:
+            return tuple(seen & Mask.documents(ends) if len(ends) > 2 else seen for ends in self.ends)
+        return (seen & Mask.documents(self.ends[0]),) if self.ends else (seen,)
+
+
+@dataclass(frozen=True)
+class LayerMask:
+    """What the queries of a layer see, as its attention_mask."""
+
+    sequence: Sequence
+    masks: tuple[Mask, ...]
+    window: int | None
+    offset: int = 0
+    """Tokens in the cache before the first query."""
+
+
+_current: list[Sequence] = []
+"""The sequence whose forward runs; set around the model's own forward by `SequenceParallel`."""
+
+
+class running:  # noqa: N801  # a context manager, used like a function
+    """Within, masks are those of `sequence`."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self._sequence = sequence
+
+    def __enter__(self) -> None:
+        _current.append(self._sequence)
+
+    def __exit__(self, *_: object) -> None:
+        _current.pop()
+
+
+def register() -> None:
+    """Make attn_implementation="burst" known to transformers. As often as you like."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, mask_of)
+
+
+def mask_of(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable | None = None,
+    attention_mask: Tensor | None = None,
+    **_: Any,
+) -> LayerMask:
+    """transformers' mask interface: the mask of a kind of layers, from the function that describes it.
+
+    Raises:
+        RefusedError: it is not causal, a causal window, or packed documents of these.
+    """
+    if not _current:
+        raise RefusedError(
+            "attention outside of an engine",
+            'attn_implementation="burst" works in models that burst_mcore.deepspeed.initialize has prepared',
+        )
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise RefusedError("attention_mask", "padding must be taken out by the loader (burst.shard_loader)")
+    kinds = set(_terms(mask_function))
+    window = min((size for kind, size in kinds if kind == "window"), default=None)
+    if ("causal", 0) not in kinds:
+        raise RefusedError("mask", "the model asks for attention that is not causal")
+    sequence = _current[-1]
+    return LayerMask(sequence, sequence.masks(window), window, int(q_offset))
+
+
+def _terms(function: Any) -> Iterator[tuple[str, int]]:
+    """What a mask function of transformers is an intersection of, found by the names of its parts."""
+    name = getattr(function, "__qualname__", repr(function))
+    code, closure = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
+    held = dict(zip(code.co_freevars, (cell.cell_contents for cell in closure), strict=True)) if code else {}
+    match name.split(".<locals>")[0]:
+        case "causal_mask_function":
+            yield "causal", 0
+        case "sliding_window_overlay":
+            yield "window", int(held["sliding_window"])
+        case "and_masks":
+            for part in held["mask_functions"]:
+                yield from _terms(part)
+        case "packed_sequence_mask_function":
+            return  # found in this rank's shard alone; `Sequence` has the documents of the whole
+        case "remap_positions_for_packed_sequence" | "add_offsets_to_mask_function":
+            yield from _terms(held["mask_function"])
+        case "padding_mask_function":
+            return  # checked to hide nothing
+        case _:
+            raise RefusedError("mask", f"the model asks for a mask that is not served: {name}")
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: LayerMask | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface.
+
+    Args:
+        query: [batch, heads, local sequence, head_dim], after rotary embedding. key, value: of the K/V heads.
+        attention_mask: what `mask_of` made.
+
+    Returns:
+        [batch, local sequence, heads, value_dim], and None.
+
+    Raises:
+        RefusedError: the model asks for what this attention does not do; it is named.
+    """
+    name = type(module).__name__
+    if not isinstance(attention_mask, LayerMask):
+        what = "no mask" if attention_mask is None else f"a {type(attention_mask).__name__}"
+        raise RefusedError(
+            "model",
+            f"{name} got {what} that does not come from transformers' mask interface: what it may see is unknown",
+        )
+    if dropout:
+        raise RefusedError(
+            "dropout", f"{name} asks for attention dropout {dropout}: set attention_dropout to 0"
+        )
+    if others.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise RefusedError("mask", f"{name} asks for attention that is not causal")
+    if others.get("output_attentions"):
+        raise RefusedError("output_attentions", "attention weights are never made")
+    if sliding_window is not None and sliding_window != attention_mask.window:
+        raise RefusedError(
+            "mask",
+            f"{name} has a sliding_window of {sliding_window}, its mask one of {attention_mask.window}",
+        )
+    odd = [k for k, x in others.items() if isinstance(x, Tensor) and k not in UNDERSTOOD]
+    if odd:
+        raise RefusedError("model", f"{name} hands {', '.join(odd)} to its attention, which is not served")
+    attention_mask.sequence.reached.add(module)
+    sinks = others.get("s_aux")
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    asked = {"softmax_scale": scaling, "softcap": softcap, "sinks": sinks}
+    if attention_mask.offset or q.shape[1] != k.shape[1]:
+        return _from_cache(q, k, v, attention_mask, **asked), None
+    sequence, masks = attention_mask.sequence, attention_mask.masks
+    rows = [slice(None)] if len(masks) == 1 else [slice(row, row + 1) for row in range(len(q))]
+    outs = [
+        burst_attention(
+            q[at], k[at], v[at], topology=sequence.topology, mask=mask, config=sequence.config, **asked
+        )
+        for at, mask in zip(rows, masks, strict=True)
+    ]
+    return outs[0] if len(outs) == 1 else torch.cat(outs), None  # type: ignore[arg-type, return-value]
+
+
+def _from_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: LayerMask,
+    *,
+    softmax_scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """A few new tokens over all keys of a cache, which every rank has: by the kernel of plain torch."""
+    last = seen.offset + q.shape[1]
+    queries = torch.arange(seen.offset, last, device=q.device)
+    keys = torch.arange(last - k.shape[1], last, device=q.device)  # a cache of a window forgets the first
+    ahead = keys[None, :] - queries[:, None]
+    allowed = (ahead <= 0) if seen.window is None else (ahead <= 0) & (ahead > -seen.window)
+    how = Scores(1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale, softcap)
+    out, lse = REFERENCE.forward(q, k, v, Table.by(allowed), how)
+    if sinks is not None:  # a logit of no value: it takes its share of the softmax
+        out = out * torch.sigmoid(lse - sinks.to(lse.dtype)[:, None]).transpose(1, 2)[..., None].to(out.dtype)
+    return out

@@ -1,0 +1,193 @@
+"""Batches of a whole sequence -> what a rank is given: pure functions.
+
+A batch is a dict of tensors [rows, tokens, ...]; what has no such shape goes to every rank as it is. Labels are
+shifted before the sequence is dealt, and one index deals tokens, positions and labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from burst_mcore.deepspeed.refusals import RefusedError
+from burst_mcore.layout import Layout, shard
+
+IGNORED = -100
+CUMULATED = ("cu_seqlens", "cu_seq_lens_q")
+"""Names under which a batch may say where its documents begin; Hugging Face's has one for keys too."""
+REPLACED = (
+    *CUMULATED,
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+    "attention_mask",
+    "labels",
+)
+"""What positions and shifted labels say as well, and what no rank gets."""
+
+
+def collated(samples: Sequence[Any], pad_token_id: int = 0) -> dict[str, Any]:
+    """Samples of any lengths as one batch, padded on the right.
+
+    Args:
+        samples: dicts of sequences of numbers (lists, arrays, tensors), or the token ids alone.
+    """
+    rows = [sample if isinstance(sample, Mapping) else {"input_ids": sample} for sample in samples]
+    rows = [{name: torch.as_tensor(value) for name, value in row.items()} for row in rows]
+    lengths = [len(row["input_ids"]) for row in rows]
+    longest = max(lengths)
+    fill = {"input_ids": pad_token_id, "labels": IGNORED, "shift_labels": IGNORED}
+    batch: dict[str, Any] = {}
+    for name in rows[0]:
+        if name in CUMULATED and len(rows) > 1:
+            raise RefusedError(
+                "packed rows", f"{name} describes one row: batches of {len(rows)} need position_ids"
+            )
+        values = [
+            pad(row[name], (0, longest - n), value=fill.get(name, 0))
+            if row[name].dim() == 1 and len(row[name]) == n and name not in CUMULATED
+            else row[name]
+            for row, n in zip(rows, lengths, strict=True)
+        ]
+        batch[name] = values[0] if name in CUMULATED else torch.stack(values)
+    if "attention_mask" not in batch and min(lengths) < longest:
+        at = torch.arange(longest)
+        batch["attention_mask"] = torch.stack([(at < n).long() for n in lengths])
+    return batch
+
+
+def prepared(
+    batch: Mapping[str, Any],
+    *,
+    multiple: int,
+    pad_token_id: int = 0,
+    max_positions: int | None = None,
+) -> dict[str, Any]:
+    """The whole sequence as it is dealt: input_ids, position_ids, shift_labels, and what else came.
+
+    Documents are what `cu_seqlens` says (one row), or begin where given position_ids restart; padding in front
+    of tokens (attention_mask 0) is one of its own. The first token of a document is nobody's label.
+
+    Args:
+        batch: input_ids [rows, tokens]; labels as Hugging Face has them (not shifted; without, the tokens
+            themselves), or shift_labels.
+        multiple: of which the number of tokens is made one, by padding at the end: the layout's divisor.
+        max_positions: no position may be as high; padding that would go there starts again from 0.
+
+    Raises:
+        RefusedError: shapes that do not fit, or a mask that is more than padding.
+    """
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] == 0:
+        came = tuple(ids.shape) if isinstance(ids, Tensor) else repr(ids)
+        raise RefusedError("batch", f"input_ids must be a tensor [rows, tokens], got {came}")
+    real = _real(batch.get("attention_mask"), ids)
+    positions = _positions(batch, ids, real)
+    if batch.get("shift_labels") is not None:
+        shift_labels = batch["shift_labels"]
+    else:
+        labels = ids if batch.get("labels") is None else batch["labels"]
+        labels = labels.masked_fill(~real | starts(positions), IGNORED)
+        shift_labels = pad(labels, (0, 1), value=IGNORED)[:, 1:]
+    n = ids.shape[1]
+    more = -n % multiple
+    whole = {
+        name: pad(x, (0,) * (2 * x.dim() - 3) + (more,)) if is_dealt(x, n) else x
+        for name, x in batch.items()
+        if name not in (*REPLACED, "input_ids", "position_ids", "shift_labels")
+    }
+    beyond = positions[:, -1:] + torch.arange(1, more + 1)
+    if max_positions is not None and more and int(beyond.max()) >= max_positions:
+        beyond = torch.arange(more).expand(len(ids), -1)
+    return {
+        "input_ids": pad(ids, (0, more), value=pad_token_id),
+        "position_ids": torch.cat([positions, beyond], 1),
+        "shift_labels": pad(shift_labels, (0, more), value=IGNORED),
+        **whole,
+    }
+
+
+def dealt(whole: Mapping[str, Any], *, rank: int, size: int, layout: Layout | str) -> dict[str, Any]:
+    """What `rank` of `size` gets of a prepared batch: every [rows, tokens, ...] by the same index."""
+    n = whole["input_ids"].shape[1]
+    return {
+        name: shard(x, 1, rank=rank, size=size, layout=layout) if is_dealt(x, n) else x
+        for name, x in whole.items()
+    }
+
+
+def is_dealt(x: Any, n: int) -> bool:
+    """Whether a value of a batch of n tokens has one entry for each of them."""
+    return isinstance(x, Tensor) and x.dim() >= 2 and x.shape[1] == n
+
+
+def starts(position_ids: Tensor) -> Tensor:
+    """Bool [rows, tokens]: where documents begin, which is where positions do not go on by one."""
+    first = torch.ones_like(position_ids[:, :1], dtype=torch.bool)
+    return torch.cat([first, position_ids.diff(dim=1) != 1], 1)
+
+
+def documents(position_ids: Tensor) -> tuple[tuple[int, ...], ...]:
+    """cu_seqlens of each row of whole-sequence positions [rows, tokens].
+
+    Raises:
+        RefusedError: a document after the first of a row does not begin at position 0.
+    """
+    found = []
+    for row, begins in zip(position_ids, starts(position_ids), strict=True):
+        at = begins.nonzero().flatten()
+        odd = at[1:][row[at[1:]] != 0]
+        if len(odd):
+            token = int(odd[0])
+            raise RefusedError(
+                "position_ids",
+                f"they must go on by one, or start again at 0; over the whole sequence, {int(row[token - 1])} "
+                f"at token {token - 1} is followed by {int(row[token])}. Was the batch dealt by another layout, "
+                f"or numbered after it was dealt?",
+            )
+        found.append((*at.tolist(), len(row)))
+    return tuple(found)
+
+
+def _real(attention_mask: Tensor | None, ids: Tensor) -> Tensor:
+    if attention_mask is None:
+        return torch.ones_like(ids, dtype=torch.bool)
+    if attention_mask.shape != ids.shape or not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
+        raise RefusedError(
+            "attention_mask",
+            f"it may say which tokens are padding: 0 or 1, {tuple(ids.shape)}, got {tuple(attention_mask.shape)} "
+            f"{attention_mask.dtype}. Documents are said by position_ids that restart, or by cu_seqlens",
+        )
+    return attention_mask.bool()
+
+
+def _positions(batch: Mapping[str, Any], ids: Tensor, real: Tensor) -> Tensor:
+    rows, n = ids.shape
+    ends = next((batch[name] for name in CUMULATED if batch.get(name) is not None), None)
+    given = batch.get("position_ids")
+    if given is not None and given.shape != ids.shape:
+        raise RefusedError("position_ids", f"they must be {tuple(ids.shape)}, got {tuple(given.shape)}")
+    at = torch.arange(n)
+    begins = torch.zeros(rows, n, dtype=torch.bool)
+    begins[:, 0] = True
+    if ends is not None:
+        ends = torch.as_tensor(ends).flatten().tolist()
+        if rows != 1 or not ends or ends[0] != 0 or ends != sorted(ends) or ends[-1] > n:
+            raise RefusedError(
+                "cu_seqlens", f"it must ascend from 0 to at most {n}, for one row; got {ends[:8]}"
+            )
+        begins[0, [end for end in ends if end < n]] = True
+    elif given is not None:
+        return given.long()
+    # Padding in front would be seen by the tokens behind it: it is a document of its own.
+    after_padding = real & ~pad(real, (1, 0), value=True)[:, :-1]
+    if bool((after_padding & (real.cumsum(1) > 1)).any()):
+        raise RefusedError("attention_mask", "padding between tokens of a row is not supported")
+    begins |= after_padding
+    start = torch.where(begins, at, 0).cummax(1).values
+    return at - start

@@ -1,0 +1,52 @@
+"""DeepSpeed on a CPU, over gloo, with no compiler: what it would otherwise build is replaced or left out."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+logger = logging.getLogger("burst_mcore")
+
+ADAMS = ("adam", "adamw")
+
+
+def on_cpu() -> bool:
+    """Whether DeepSpeed's accelerator is the CPU."""
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator().device_name() == "cpu")
+
+
+def prepare() -> None:
+    """Before DeepSpeed initialises torch.distributed: no shared-memory all-reduce is built for it."""
+    if not on_cpu():
+        return
+    from deepspeed.ops import __compatible_ops__
+
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    os.environ.setdefault(
+        "TORCH_EXTENSIONS_DIR", os.path.join(tempfile.gettempdir(), f"burst_mcore-{os.getuid()}")
+    )
+
+
+def without_builds(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with torch's Adam in the place of one that DeepSpeed would compile; said once."""
+    config = copy.deepcopy(dict(config))
+    if not on_cpu():
+        return config
+    optimizer = config.get("optimizer", {})
+    changed = []
+    if str(optimizer.get("type", "")).lower() in ADAMS:
+        optimizer["params"] = {**optimizer.get("params", {}), "torch_adam": True}
+        changed.append("torch_adam")
+    config["zero_allow_untested_optimizer"] = True
+    if config.get("zero_optimization", {}).get("offload_optimizer"):
+        config["zero_force_ds_cpu_optimizer"] = False
+        changed.append("zero_force_ds_cpu_optimizer off")
+    if changed:
+        logger.info("on a CPU, so that nothing is compiled: %s", ", ".join(changed))
+    return config

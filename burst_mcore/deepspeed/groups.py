@@ -1,0 +1,74 @@
+"""The sequence groups, and the mpu that DeepSpeed gets: right on ZeRO 0 to 3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from burst_mcore.attention.topology import Topology
+
+
+class SequenceParallelUnit:
+    """DeepSpeed's mpu for sequence groups: consecutive ranks share a sequence, ZeRO deals over all ranks.
+
+    It has no get_data_parallel_*, as DeepSpeed's own parallel_state_sp has none: then DeepSpeed takes the
+    sequence-data group, all ranks, for ZeRO, and world / SP for batch sizes. Its model-parallel group is this
+    rank alone, not the sequence group: nothing is sharded as tensor parallelism shards it.
+    """
+
+    def __init__(self, size: int) -> None:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        groups = {first: dist.new_group([*range(first, first + size)]) for first in range(0, world, size)}
+        self._sequence = groups[rank - rank % size]
+        alone = groups if size == 1 else {each: dist.new_group([each]) for each in range(world)}
+        self._alone = alone[rank]
+        self._all = dist.new_group([*range(world)])
+
+    def initialize_sequence_parallel(self, sequence_parallel_size: int) -> None:
+        """The marker by which DeepSpeed knows this kind of mpu; the groups are there already."""
+
+    def get_sequence_parallel_group(self) -> Any:
+        return self._sequence
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._sequence)
+
+    def get_sequence_parallel_rank(self) -> int:
+        return dist.get_rank(self._sequence)
+
+    def get_sequence_data_parallel_group(self) -> Any:
+        return self._all
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._all)
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        return dist.get_rank(self._all)
+
+    def get_model_parallel_group(self) -> Any:
+        return self._alone
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+
+_UNITS: dict[int, tuple[Any, SequenceParallelUnit]] = {}
+"""By size, with the world that they were made in."""
+
+
+def unit_of(size: int) -> SequenceParallelUnit:
+    """The unit of `size` ranks a sequence; groups are made once in a world. Collective over the world."""
+    world = dist.group.WORLD
+    if size not in _UNITS or _UNITS[size][0] is not world:
+        _UNITS[size] = world, SequenceParallelUnit(size)
+    return _UNITS[size][1]
+
+
+def topology_of(mpu: Any) -> Topology:
+    """The ring of a sequence group: double where its ranks are on several hosts. Collective over it."""
+    group = mpu.get_sequence_parallel_group()
+    return Topology.from_group(group) if dist.get_world_size(group) > 1 else Topology.single()

@@ -1,0 +1,206 @@
+"""initialize: an unmodified model, DeepSpeed's JSON -> an engine that trains over sharded sequences."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import nn
+
+from burst_mcore.attention.function import connect
+from burst_mcore.deepspeed import cpu
+from burst_mcore.deepspeed.checkpointing import attach_checkpointing
+from burst_mcore.deepspeed.groups import topology_of, unit_of
+from burst_mcore.deepspeed.loader import ShardedLoader, loader_for
+from burst_mcore.deepspeed.loss import gradient_scale, refuse_large_parameters
+from burst_mcore.deepspeed.models import checked_loss, use_burst
+from burst_mcore.deepspeed.refusals import (
+    RefusedError,
+    refuse_config,
+    refuse_mpu,
+    refuse_versions,
+    sequence_parallel_size,
+)
+from burst_mcore.deepspeed.section import Section, SectionError, config_dict, section_of
+from burst_mcore.deepspeed.sequence import SequenceParallel
+from burst_mcore.loss import patch_causal_lm
+
+logger = logging.getLogger("burst_mcore")
+
+
+def initialize(
+    model: nn.Module,
+    config: str | Path | Mapping[str, Any],
+    training_data: Any = None,
+    *,
+    mpu: Any = None,
+    collate_fn: Callable | None = None,
+    pad_token_id: int | None = None,
+    mesh_param: Any = None,
+    **options: Any,
+) -> tuple[Any, Any, ShardedLoader | None, Any]:
+    """deepspeed.initialize for long sequences: the same results, and every sequence shared by SP ranks.
+
+    What the JSON must have is "sequence_parallel_size" (1 without it), which divides the world; what the section
+    "burst_attention" may have, see docs/deepspeed-section.md. Collective over all ranks.
+
+    The returned engine's loss is the mean over the valid labels of the whole sequence, the same on all ranks of a
+    sequence group; losses, gradients, clipping and norms are those of SP 1 with as many data-parallel ranks.
+
+    Args:
+        model: a causal LM of transformers, unmodified, dealt by zero.Init or not. It is prepared in place:
+            attn_implementation, the fused loss, hooks around its forward.
+        config: DeepSpeed's JSON, as a path or a dict; it is not changed.
+        training_data: a dataset, or a DataLoader, or anything that yields batches: see `loader_for`.
+        mpu: sequence groups that exist; by default they are made, consecutive ranks sharing a sequence.
+        collate_fn: as DataLoader has it; by default samples are padded on the right.
+        pad_token_id: default the model's, or 0.
+        options: what deepspeed.initialize takes besides (optimizer, model_parameters, lr_scheduler, ...).
+
+    Returns:
+        engine, optimizer, loader (None without training_data), scheduler.
+
+    Raises:
+        SectionError: the section is not legal: on all ranks.
+        RefusedError: something would go wrong in training: on all ranks, each with its name.
+    """
+    import deepspeed
+
+    cpu.prepare()
+    found, problem = None, None
+    try:
+        found = _read(config, mesh_param)
+    except (SectionError, RefusedError) as error:
+        problem = error
+    deepspeed.init_distributed(deepspeed.get_accelerator().communication_backend_name(), verbose=False)
+    section, settings, size = _agreed(found, problem)
+    unit = unit_of(size) if mpu is None else mpu
+    if mpu is not None:
+        refuse_mpu(settings, mpu, size)
+    sequence = prepare_model(model, section, settings, unit)
+    settings["sequence_parallel_size"] = size
+    engine, optimizer, _, scheduler = deepspeed.initialize(
+        model=model, config=settings, mpu=unit, **_with_parameters(model, options)
+    )
+    if training_data is None:
+        return engine, optimizer, None, scheduler
+    loader = shard_loader(
+        training_data,
+        engine,
+        collate_fn=collate_fn,
+        drop_last=engine.dataloader_drop_last(),
+        pad_token_id=pad_token_id,
+        sequence=sequence,
+    )
+    return engine, optimizer, loader, scheduler
+
+
+def shard_loader(
+    data: Any,
+    engine: Any,
+    *,
+    sequence: SequenceParallel | None = None,
+    pad_token_id: int | None = None,
+    **options: Any,
+) -> ShardedLoader:
+    """A loader for an engine of `initialize`: of evaluation data, say. `options` are those of `loader_for`."""
+    sequence = sequence or sequence_of(engine.module)
+    text = _text_config(engine.module)
+    if pad_token_id is None:
+        pad_token_id = getattr(text, "pad_token_id", None)
+    return loader_for(
+        data,
+        batch_size=engine.train_micro_batch_size_per_gpu(),
+        group=sequence.group,
+        layout=sequence.config.layout,
+        pad_token_id=pad_token_id or 0,
+        max_positions=getattr(text, "max_position_embeddings", None),
+        device=engine.device,
+        **options,
+    )
+
+
+def prepare_model(
+    model: nn.Module, section: Section, config: Mapping[str, Any], unit: Any
+) -> SequenceParallel:
+    """All that is done to a model, in place. `config`: DeepSpeed's. Preparing twice is preparing once."""
+    refuse_large_parameters(config, model.parameters())
+    size = unit.get_sequence_parallel_world_size()
+    inner = use_burst(model, size)
+    checked_loss(inner, size)
+    if section.fused_loss:
+        patch_causal_lm(inner)
+    attach_checkpointing(inner, section.checkpointing)
+    topology, burst = topology_of(unit), section.burst_config()
+    connect(topology, burst)
+    found = _SEQUENCES.get(model)
+    if found is None:
+        found = SequenceParallel(model, topology, None, burst).attach()
+        _SEQUENCES[model] = found
+    found.topology, found.config = topology, burst
+    found.group = unit.get_sequence_parallel_group() if size > 1 else None
+    found.scale = gradient_scale(config, size)
+    return found
+
+
+def sequence_of(model: nn.Module) -> SequenceParallel:
+    """What `prepare_model` made for a model.
+
+    Raises:
+        RefusedError: it was not prepared.
+    """
+    found = _SEQUENCES.get(model)
+    if found is None:
+        raise RefusedError("model", "it was not prepared by burst_mcore.deepspeed.initialize")
+    return found
+
+
+_SEQUENCES: WeakKeyDictionary[nn.Module, SequenceParallel] = WeakKeyDictionary()
+
+
+def _read(config: str | Path | Mapping[str, Any], mesh_param: Any) -> tuple[Section, dict[str, Any]]:
+    refuse_versions()
+    settings = config_dict(config)
+    section = section_of(settings)
+    refuse_config(settings, mesh_param)
+    return section, cpu.without_builds(settings)
+
+
+def _agreed(
+    found: tuple[Section, dict[str, Any]] | None, problem: Exception | None
+) -> tuple[Section, dict[str, Any], int]:
+    """Section, settings and SP that all ranks have; an error of one rank is one of all."""
+    size = 0
+    if found is not None:
+        try:
+            size = sequence_parallel_size(found[1], dist.get_world_size())
+        except RefusedError as error:
+            problem = error
+    mine = (None if problem is None else str(problem), repr(found and found[0]), size)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    if problem is not None:
+        raise problem
+    wrong = [f"rank {rank}: {words}" for rank, (words, *_) in enumerate(every) if words is not None]
+    if wrong:
+        raise RefusedError("another rank", "; ".join(wrong))
+    if len({repr(rest) for _, *rest in every}) > 1:
+        raise RefusedError("configuration", "ranks have different sections, or sequence_parallel_size")
+    assert found is not None
+    return *found, size
+
+
+def _with_parameters(model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed makes an optimizer of the JSON for `model_parameters` alone."""
+    if options.get("optimizer") is None:
+        options.setdefault("model_parameters", [p for p in model.parameters() if p.requires_grad])
+    return options
+
+
+def _text_config(model: Any) -> Any:
+    config = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config

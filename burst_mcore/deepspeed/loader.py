@@ -1,0 +1,170 @@
+"""Loaders of whole sequences -> loaders of shards."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from burst_mcore.deepspeed.batches import collated, dealt, prepared
+from burst_mcore.deepspeed.refusals import RefusedError
+from burst_mcore.layout import Layout
+
+END, FAILED = -1, -2
+"""What a rank tells the others of a batch that it has not."""
+
+
+class ShardedLoader:
+    """Goes over a loader of whole sequences and yields this rank's part of each batch.
+
+    Every rank of the sequence group must load the same batches (`own=False`); that is checked, batch by batch. Or
+    each loads its own (`own=True`, the way of UlyssesSPDataLoaderAdapter, for loaders that deal samples over all
+    ranks): then they are gathered, and all ranks work on each of them in turn.
+
+    Yields: input_ids, position_ids, shift_labels [rows, local tokens], on `device`, and what else came.
+
+    Raises:
+        RefusedError: on all ranks of the group, where a rank's batch is not legal or differs.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        group: dist.ProcessGroup | None,
+        layout: Layout | str = "zigzag",
+        own: bool = False,
+        pad_token_id: int = 0,
+        max_positions: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.loader, self.group, self.own, self.device = loader, group, own, device
+        self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        self.layout = Layout.of(layout)
+        self._prepare = partial(
+            prepared,
+            multiple=self.layout.divisor(self.size),
+            pad_token_id=pad_token_id,
+            max_positions=max_positions,
+        )
+
+    def __len__(self) -> int:
+        return len(self.loader) * (self.size if self.own else 1)  # type: ignore[arg-type]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Of the loader's sampler: another order of samples."""
+        sampler = getattr(self.loader, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        batches = iter(self.loader)
+        while True:
+            batch, state, problem = None, END, None
+            try:
+                batch = self._prepare(_mapping(next(batches)))
+                state = _digest(batch)
+            except StopIteration:
+                pass
+            except RefusedError as error:
+                state, problem = FAILED, error
+            states = self._everyones(state)
+            if problem is not None:
+                raise problem
+            if FAILED in states:
+                raise RefusedError(
+                    "another rank", f"rank {states.index(FAILED)} of the sequence group refused its batch"
+                )
+            if END in states:
+                if set(states) != {END}:
+                    ended = [rank for rank, state in enumerate(states) if state == END]
+                    raise RefusedError(
+                        "loader", f"it ended on ranks {ended} of the sequence group before others"
+                    )
+                return
+            assert batch is not None
+            for whole in self._wholes(batch, states):
+                part = dealt(whole, rank=self.rank, size=self.size, layout=self.layout)
+                yield {k: x.to(self.device) if isinstance(x, torch.Tensor) else x for k, x in part.items()}
+
+    def _wholes(self, batch: dict[str, Any], states: list[int]) -> list[dict[str, Any]]:
+        if self.own and self.group is not None:
+            every: list[dict[str, Any]] = [{} for _ in range(self.size)]
+            dist.all_gather_object(every, batch, group=self.group)
+            return every
+        if len(set(states)) > 1:
+            raise RefusedError(
+                "loader",
+                "the ranks of a sequence group loaded different batches. Deal samples over data-parallel ranks, "
+                "DistributedSampler(num_replicas=world // SP, rank=rank // SP), with the same seed on all; or, if "
+                "every rank shall bring its own, pass own=True",
+            )
+        return [batch]
+
+    def _everyones(self, state: int) -> list[int]:
+        if self.group is None:
+            return [state]
+        device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
+        mine = torch.tensor([state], dtype=torch.int64, device=device)
+        every = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(every, mine, group=self.group)
+        return [int(x) for x in every]
+
+
+def loader_for(
+    data: Any,
+    *,
+    batch_size: int,
+    group: dist.ProcessGroup | None,
+    collate_fn: Callable | None = None,
+    drop_last: bool = False,
+    pad_token_id: int = 0,
+    **options: Any,
+) -> ShardedLoader:
+    """The loader of a dataset, dealt over data-parallel ranks as DeepSpeed deals it, or of a DataLoader.
+
+    A DataLoader keeps its sampler; one whose DistributedSampler deals over all ranks brings each rank's own.
+    """
+    size = 1 if group is None else dist.get_world_size(group)
+    if not isinstance(data, Dataset | DataLoader) and not hasattr(data, "__getitem__"):
+        return ShardedLoader(data, group=group, pad_token_id=pad_token_id, **options)
+    if isinstance(data, DataLoader):
+        replicas = getattr(data.sampler, "num_replicas", None)
+        own = size > 1 and replicas == dist.get_world_size()
+        return ShardedLoader(data, group=group, own=own, pad_token_id=pad_token_id, **options)
+    sampler = None
+    if not isinstance(data, IterableDataset):
+        dp, rank = dist.get_world_size() // size, dist.get_rank() // size
+        sampler = DistributedSampler(data, num_replicas=dp, rank=rank)
+    collate = collate_fn or partial(collated, pad_token_id=pad_token_id)
+    loader: DataLoader[Any] = DataLoader(
+        data, batch_size=batch_size, sampler=sampler, collate_fn=collate, drop_last=drop_last
+    )
+    return ShardedLoader(loader, group=group, pad_token_id=pad_token_id, **options)
+
+
+def _mapping(batch: Any) -> Mapping[str, Any]:
+    """A batch of tokens alone is one of input_ids."""
+    if isinstance(batch, Mapping):
+        return batch
+    if isinstance(batch, list | tuple) and len(batch) == 1:
+        batch = batch[0]
+    if isinstance(batch, torch.Tensor):
+        return {"input_ids": batch}
+    raise RefusedError(
+        "batch", f"it must be a dict with input_ids, or a tensor of them; got {type(batch).__name__}"
+    )
+
+
+def _digest(batch: Mapping[str, Any]) -> int:
+    """Of what is dealt; not negative."""
+    found = hashlib.blake2b(digest_size=7)
+    for name in ("input_ids", "position_ids", "shift_labels"):
+        found.update(str(tuple(batch[name].shape)).encode())
+        found.update(batch[name].contiguous().cpu().numpy().tobytes())
+    return int.from_bytes(found.digest(), "little")

@@ -1,0 +1,61 @@
+"""The loss of a whole sequence, of which every rank has some tokens, and the gradient that ZeRO expects of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from burst_mcore.deepspeed.refusals import RefusedError
+
+
+class WholeLoss(torch.autograd.Function):
+    """A rank's part of a loss -> the loss, on all ranks; backward goes to this rank's part alone, times `scale`."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup | None, scale: float) -> Tensor:
+        ctx.scale = scale
+        whole = part.detach().clone()
+        if group is not None:
+            dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        return upstream * ctx.scale, None, None
+
+
+def gradient_scale(config: Mapping[str, Any], size: int) -> float:
+    """By which a rank's part of the gradient is multiplied before DeepSpeed reduces it.
+
+    ZeRO 0 to 2 divide by DP alone and so sum over the sequence group, as parts must be. ZeRO-3 divides by all
+    ranks where it reduces by reduce-scatter, and by DP where it all-reduces contiguous gradients, which it does
+    with reduce_scatter off.
+    """
+    zero = config.get("zero_optimization", {})
+    scattered = zero.get("reduce_scatter", True) or not zero.get("contiguous_gradients", True)
+    return float(size) if zero.get("stage", 0) == 3 and scattered else 1.0
+
+
+def refuse_large_parameters(config: Mapping[str, Any], parameters: Iterable[nn.Parameter]) -> None:
+    """RefusedError where ZeRO-3 would take one scale for some parameters and the other for the rest."""
+    zero = config.get("zero_optimization", {})
+    bucket = zero.get("reduce_bucket_size", 500_000_000)
+    if (
+        zero.get("stage", 0) != 3
+        or zero.get("reduce_scatter", True)
+        or not zero.get("contiguous_gradients", True)
+    ):
+        return
+    sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad]
+    largest = max(sizes, default=0)
+    if isinstance(bucket, int | float) and largest > bucket:
+        raise RefusedError(
+            "reduce_bucket_size",
+            f"with reduce_scatter false ZeRO-3 averages parameters larger than a bucket over all ranks, others "
+            f"over DP: the largest here has {largest} entries, reduce_bucket_size is {bucket:g}. Raise it, or "
+            f"leave reduce_scatter on",
+        )

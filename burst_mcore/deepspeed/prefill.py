@@ -1,0 +1,82 @@
+"""The prompt of `generate` over a sequence group: dealt, attended to by the ring, and its cache gathered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from burst_mcore.attention.topology import Topology
+from burst_mcore.config import BurstConfig
+from burst_mcore.deepspeed.refusals import RefusedError
+from burst_mcore.layout import Layout, positions, shard, unshard
+
+
+class Prefill:
+    """One prompt of n tokens, which every rank has whole before and behind; the work between is dealt.
+
+    Every rank ends with the keys and values of all tokens in its cache, and with the logits of the last one: what
+    a forward over the whole prompt leaves. Later tokens are then computed by every rank alike.
+    """
+
+    def __init__(self, topology: Topology, group: dist.ProcessGroup, config: BurstConfig, n: int) -> None:
+        self.topology, self.group, self.n = topology, group, n
+        self.layout = Layout.of(config.layout)
+        self.padded = self.layout.padded(n, topology.size)
+        """Tokens that are dealt; those from n on are dropped again, and causal attention never sees them."""
+        self._cache: Any = None
+
+    def begin(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of this rank's part of the forward."""
+        from transformers import DynamicCache
+
+        mask = given.get("attention_mask")
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):
+            raise RefusedError(
+                "attention_mask", "prompts of a batch must be of one length: padding is not served"
+            )
+        if given.get("input_ids") is None:
+            raise RefusedError("inputs_embeds", "generate under sequence parallelism needs input_ids")
+        ids = given["input_ids"]
+        self._cache = given["past_key_values"]
+        at = torch.arange(self.padded, device=ids.device).expand(ids.shape[0], -1)
+        given = {
+            **given,
+            "input_ids": self._dealt(torch.nn.functional.pad(ids, (0, self.padded - self.n))),
+            "position_ids": self._dealt(at.where(at < self.n, 0)),
+            "attention_mask": None,
+            "past_key_values": DynamicCache(),  # without a model's config: it keeps all that it is given
+            "logits_to_keep": torch.tensor([self._last()[1]], device=ids.device),
+        }
+        given.pop("cache_position", None)
+        return given
+
+    def finish(self, out: Any) -> Any:
+        """The output as a forward over the whole prompt has it."""
+        for layer, held in enumerate(out.past_key_values.layers):
+            self._cache.update(self._whole(held.keys), self._whole(held.values), layer)
+        logits = out.logits.contiguous()
+        dist.broadcast(logits, dist.get_global_rank(self.group, self._last()[0]), group=self.group)
+        out.logits, out.past_key_values = logits, self._cache
+        return out
+
+    def _dealt(self, x: Tensor) -> Tensor:
+        return shard(x, 1, rank=self.topology.rank, size=self.topology.size, layout=self.layout)
+
+    def _last(self) -> tuple[int, int]:
+        """(rank that holds the prompt's last token, where this rank keeps logits: there, or its first row)."""
+        size = self.topology.size
+        for rank in range(size):
+            held = (positions(self.padded, rank=rank, size=size, layout=self.layout) == self.n - 1).nonzero()
+            if len(held):
+                return rank, int(held[0]) if rank == self.topology.rank else 0
+        raise AssertionError("every token is dealt to a rank")
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """Keys or values [batch, heads, n, head_dim] of all tokens, in order."""
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.topology.size)]
+        dist.all_gather(parts, x, group=self.group)
+        return unshard(parts, 2, layout=self.layout)[:, :, : self.n]

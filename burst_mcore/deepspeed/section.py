@@ -1,0 +1,183 @@
+"""The section "burst_attention" of DeepSpeed's JSON: its schema, its errors, its reference page."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.config import BurstConfig
+from burst_mcore.layout import NAMES
+
+KEY = "burst_attention"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class SectionError(ValueError):
+    """The section is not legal: says which key, what came, and what is legal."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Checkpointing(_Strict):
+    """What of a layer is stored for backward, and what is recomputed there."""
+
+    policy: Literal["none", "full", "keep_attention", "segment"] = Field(
+        "none",
+        description="`none`: everything is stored. `full`: layers are recomputed. `keep_attention`: layers are "
+        "recomputed, their attention is not. `segment`: the attention of the last part of the sequence is not.",
+    )
+    keep: float = Field(
+        0.5,
+        ge=0.0,
+        le=1.0,
+        description="Of `segment`: the share of the sequence, at its end, whose attention is stored.",
+    )
+
+    @model_validator(mode="after")
+    def _keep_is_for_segments(self) -> Checkpointing:
+        if "keep" in self.model_fields_set and self.policy != "segment":
+            raise ValueError(f'keep is for policy "segment" only, got it with "{self.policy}"')
+        return self
+
+
+class Section(_Strict):
+    """The section "burst_attention"."""
+
+    layout: str = Field("zigzag", description=f"How sequences are dealt over the ranks: {NAMES}.")
+    backward: Literal["auto", "query", "kv"] = Field(
+        "auto", description="What travels in backward: queries, keys and values, or what the cost model says."
+    )
+    ring: Literal["auto", "double", "flat", "direct"] = Field(
+        "auto", description="Over several nodes: rings within and between them at once, one ring, no ring."
+    )
+    head_parallel: int | Literal["auto"] = Field(
+        "auto",
+        description="Ranks that share heads between them (Ulysses), around a ring over the rest; 1: ring.",
+    )
+    overlap: bool = Field(True, description="Communicate while computing. `false` is for ablations.")
+    kernel: str = Field(
+        "auto", description=f"Local kernel: `auto`, {', '.join(f'`{name}`' for name in KERNELS)}."
+    )
+    deterministic: bool = Field(False, description="Attention gradients are bitwise equal between runs.")
+    grad_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="In which travelling gradients are summed and sent."
+    )
+    fused_loss: bool = Field(True, description="Fuse the LM head with its loss: no logits in training.")
+    checkpointing: Checkpointing = Field(
+        default_factory=lambda: Checkpointing(), description="Recompute in backward, see below."
+    )
+
+    @model_validator(mode="after")
+    def _the_ring_takes_it(self) -> Section:
+        if self.kernel not in ("auto", *KERNELS):
+            raise ValueError(f"kernel must be one of auto, {', '.join(KERNELS)}, got {self.kernel!r}")
+        self.burst_config()
+        return self
+
+    def burst_config(self) -> BurstConfig:
+        """The configuration of attention calls that the section asks for."""
+        return BurstConfig(
+            layout=self.layout,
+            backward=self.backward,
+            ring=self.ring,
+            head_parallel=self.head_parallel,
+            overlap=self.overlap,
+            kernel=self.kernel,
+            deterministic=self.deterministic,
+            grad_dtype=DTYPES[self.grad_dtype],
+        )
+
+
+def section_of(config: Mapping[str, Any]) -> Section:
+    """The section of a DeepSpeed configuration; all defaults where it is missing.
+
+    Raises:
+        SectionError: a key or a value is not legal.
+    """
+    given = config.get(KEY, {})
+    if not isinstance(given, Mapping):
+        raise SectionError(f'"{KEY}" must be a JSON object, got {given!r}')
+    for key in config:  # a typing error in the section's own name would turn all of it off
+        if KEY not in config and difflib.get_close_matches(key, [KEY], cutoff=0.8):
+            raise SectionError(f'unknown section "{key}": did you mean "{KEY}"?')
+    try:
+        return Section.model_validate(dict(given))
+    except ValidationError as error:
+        raise SectionError("; ".join(_words(error))) from None
+
+
+def config_dict(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's configuration, from a path or a mapping, as a copy.
+
+    Raises:
+        SectionError: there is no such file, or it is no JSON object.
+    """
+    if isinstance(config, Mapping):
+        return dict(config)
+    try:
+        found = json.loads(Path(config).read_text())
+    except (OSError, ValueError) as error:
+        raise SectionError(f"config must be a JSON file or a dict: {config}: {error}") from None
+    if not isinstance(found, dict):
+        raise SectionError(f"config must hold a JSON object, {config} holds {type(found).__name__}")
+    return found
+
+
+def _words(error: ValidationError) -> Iterator[str]:
+    for found in error.errors():
+        path = [str(part) for part in found["loc"] if part not in ("int", "literal['auto']")]
+        where = ".".join([KEY, *path])
+        if found["type"] == "extra_forbidden":
+            legal = [*(Checkpointing if len(path) > 1 else Section).model_fields]
+            near = difflib.get_close_matches(path[-1], legal, 1, 0.0)[0]
+            yield f'unknown key "{where}": did you mean "{near}"? Legal: {", ".join(legal)}'
+        else:
+            words = found["msg"].removeprefix("Value error, ")
+            came = "" if isinstance(found["input"], Mapping | BaseModel) else f", got {found['input']!r}"
+            yield f'"{where}": {words}{came}'
+
+
+def reference() -> str:
+    """The reference page of the section, in Markdown: made of the schema."""
+    lines = [
+        '# The section "burst_attention"',
+        "",
+        "Made from the schema (`burst-mcore doctor --reference`); every key is optional, an unknown one is an error that",
+        "names the nearest legal one. What the section is for is in [deepspeed.md](deepspeed.md).",
+        "",
+        *_table(Section),
+        "",
+        '## "checkpointing"',
+        "",
+        *_table(Checkpointing),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _table(model: type[BaseModel]) -> Iterator[str]:
+    yield "| key | legal | default | meaning |"
+    yield "|---|---|---|---|"
+    for name, field in model.model_fields.items():
+        default = "{}" if field.default_factory else json.dumps(field.default)
+        yield f"| `{name}` | {_legal(field.annotation)} | `{default}` | {field.description} |"
+
+
+def _legal(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return ", ".join(f'`"{value}"`' for value in get_args(kind))
+    if isinstance(kind, UnionType) or get_args(kind):
+        return ", ".join(_legal(part) for part in get_args(kind))
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return "an object"
+    return {str: "a word", bool: "`true`, `false`", int: "a number, at least 1", float: "0 to 1"}[kind]

@@ -1,0 +1,210 @@
+"""A model whose forwards see a shard of each sequence: what happens around the model's own forward."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from burst_mcore.attention.topology import Topology
+from burst_mcore.config import BurstConfig
+from burst_mcore.deepspeed.attention import Sequence, running
+from burst_mcore.deepspeed.batches import IGNORED, documents
+from burst_mcore.deepspeed.loss import WholeLoss
+from burst_mcore.deepspeed.models import attention_modules
+from burst_mcore.deepspeed.prefill import Prefill
+from burst_mcore.deepspeed.refusals import RefusedError
+from burst_mcore.layout import unshard
+
+
+@dataclass(eq=False)
+class SequenceParallel:
+    """Hooks around a causal LM's forward, one object for each model.
+
+    Before it: the ranks of the sequence group exchange positions and numbers of labels, a few bytes a token once
+    a forward, from which every rank knows the documents of the whole sequence and by how many labels the loss is
+    divided. Behind it: the loss of the whole sequence stands where the model's own was.
+    """
+
+    model: nn.Module
+    topology: Topology
+    group: dist.ProcessGroup | None
+    """The sequence group; None for one rank."""
+    config: BurstConfig
+    scale: float = 1.0
+    """Of gradients: `loss.gradient_scale`."""
+    _open: list[tuple[ExitStack, Sequence, Prefill | None, bool]] = field(default_factory=list)
+    _names: list[str] = field(default_factory=list)
+    _checked: bool = False
+
+    def attach(self) -> SequenceParallel:
+        """Add the hooks."""
+        self._names = [*inspect.signature(self.model.forward).parameters]
+        self.model.register_forward_pre_hook(self._before, with_kwargs=True)
+        self.model.register_forward_hook(self._behind, with_kwargs=True, always_call=True)
+        return self
+
+    def _before(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        prefill, has_loss = None, False
+        if given.get("past_key_values") is not None:
+            sequence, given, prefill = self._generating(given)
+        else:
+            sequence, given, has_loss = self._sharded(given)
+        stack = ExitStack()
+        stack.enter_context(running(sequence))
+        self._open.append((stack, sequence, prefill, has_loss))
+        return (), given
+
+    def _behind(self, _: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+        if not self._open:  # the hook before it raised
+            return out
+        stack, sequence, prefill, has_loss = self._open.pop()
+        stack.close()
+        if out is None:  # the forward raised
+            return None
+        self._refuse_other_attention(sequence)
+        if prefill is not None:
+            return prefill.finish(out)
+        if not has_loss:
+            return out
+        key = "loss" if isinstance(out, dict) else 0
+        if isinstance(out, dict) and out.get("aux_loss") is not None:
+            raise RefusedError(
+                "auxiliary loss", "a loss that balances experts is no sum over tokens of a shard"
+            )
+        whole = WholeLoss.apply(out[key], self.group, self.scale)  # type: ignore[no-untyped-call]
+        if isinstance(out, dict):
+            out[key] = whole
+            return out
+        return (whole, *out[1:])
+
+    def _refuse_other_attention(self, sequence: Sequence) -> None:
+        """Once: attention that did not come to us attended to this rank's shard alone."""
+        if self._checked:
+            return
+        self._checked = True
+        others = [
+            f"{path} ({type(m).__name__})"
+            for path, m in attention_modules(self.model).items()
+            if m not in sequence.reached
+        ]
+        if others or not sequence.reached:
+            raise RefusedError(
+                "model",
+                f"{type(self.model).__name__} attends elsewhere than by transformers' interface: "
+                f"{', '.join(others[:3]) or 'no attention module was found'}",
+            )
+
+    def _sharded(self, given: dict[str, Any]) -> tuple[Sequence, dict[str, Any], bool]:
+        """A forward over a shard: with labels in training and evaluation, or without."""
+        problem, positions, valid = None, None, 0
+        try:
+            given, positions, valid = self._own(given)
+        except RefusedError as error:  # the others must not wait for this rank
+            problem = error
+        lengths, valid = self._exchange(problem, positions, valid)
+        assert positions is not None
+        whole = self._whole(positions, lengths)
+        ends = documents(whole.cpu())
+        has_loss = given.get("shift_labels") is not None
+        if has_loss:
+            given["labels"] = given["shift_labels"]
+            given["num_items_in_batch"] = positions.new_tensor(max(valid, 1))
+            given.setdefault("use_cache", False)
+        packed = ends if any(len(row) > 2 for row in ends) else ()
+        return Sequence(self.topology, self.config, whole.shape[1], packed), given, has_loss
+
+    def _own(self, given: dict[str, Any]) -> tuple[dict[str, Any], Tensor, int]:
+        """This rank's part of a batch, checked: its arguments, its positions, how many labels it has."""
+        ids = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+        positions, labels, shifted = (given.get(x) for x in ("position_ids", "labels", "shift_labels"))
+        if not isinstance(ids, Tensor) or not isinstance(positions, Tensor):
+            raise RefusedError(
+                "position_ids",
+                "a forward over sharded sequences needs input_ids (or inputs_embeds) and position_ids: without, "
+                "every rank would count from 0. Wrap the loader (burst.shard_loader), or deal them with the ids",
+            )
+        positions = positions.expand(ids.shape[0], -1) if positions.dim() == 2 else positions
+        if positions.shape != ids.shape[:2]:
+            raise RefusedError(
+                "position_ids",
+                f"they must be {tuple(ids.shape[:2])} as the tokens are, got {tuple(positions.shape)}",
+            )
+        if shifted is None and labels is not None:
+            if self.topology.size > 1:
+                raise RefusedError(
+                    "labels",
+                    "labels must be shifted before the sequence is dealt: give shift_labels (burst.shard_loader "
+                    "does). Shifted in a shard they lose one token at every seam",
+                )
+            shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+        mask = given.get("attention_mask")
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):
+            raise RefusedError(
+                "attention_mask", "padding must be taken out by the loader (burst.shard_loader)"
+            )
+        given = {**given, "position_ids": positions, "attention_mask": None, "shift_labels": shifted}
+        if shifted is None:
+            return {name: x for name, x in given.items() if name != "shift_labels"}, positions, 0
+        return given, positions, int((shifted != IGNORED).sum())
+
+    def _exchange(
+        self, problem: RefusedError | None, positions: Tensor | None, valid: int
+    ) -> tuple[list[int], int]:
+        """(how many tokens each rank holds, how many labels all hold); an error of one rank is one of all."""
+        rows, tokens = (0, 0) if positions is None else positions.shape
+        if self.group is None:
+            if problem is not None:
+                raise problem
+            return [tokens], valid
+        device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
+        mine = torch.tensor([problem is not None, rows, tokens, valid], dtype=torch.int64, device=device)
+        every = [torch.empty_like(mine) for _ in range(self.topology.size)]
+        dist.all_gather(every, mine, group=self.group)
+        failed, batch, lengths, labels = (list(x) for x in zip(*(x.tolist() for x in every), strict=True))
+        if problem is not None:
+            raise problem
+        if any(failed):
+            raise RefusedError(
+                "another rank", f"ranks {_where(failed)} of the sequence group refused their batch"
+            )
+        if len(set(batch)) > 1:
+            raise RefusedError("batch", f"the ranks of the sequence group have {batch} rows of one batch")
+        return lengths, sum(labels)
+
+    def _whole(self, positions: Tensor, lengths: list[int]) -> Tensor:
+        """The positions of the whole sequence, [rows, tokens]."""
+        if self.group is None:
+            return positions
+        longest = max(lengths)
+        mine = nn.functional.pad(positions, (0, longest - positions.shape[1])).contiguous()
+        every = [torch.empty_like(mine) for _ in lengths]
+        dist.all_gather(every, mine, group=self.group)
+        parts = [x[:, :n] for x, n in zip(every, lengths, strict=True)]
+        try:
+            return unshard(parts, 1, layout=self.config.layout)
+        except ValueError as error:
+            raise RefusedError("layout", str(error)) from None
+
+    def _generating(self, given: dict[str, Any]) -> tuple[Sequence, dict[str, Any], Prefill | None]:
+        """A forward with a cache, of `generate`: every rank has all tokens. The prompt is dealt in here."""
+        if given.get("labels") is not None or given.get("shift_labels") is not None:
+            raise RefusedError("labels", "a forward with a cache (past_key_values) has no loss")
+        new = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+        before, n = int(given["past_key_values"].get_seq_length()), new.shape[1]
+        if before or n == 1 or self.group is None:
+            return Sequence(Topology.single(), self.config, before + n), given, None
+        prefill = Prefill(self.topology, self.group, self.config, n)
+        return Sequence(self.topology, self.config, prefill.padded), prefill.begin(given), prefill
+
+
+def _where(flags: list[int]) -> list[int]:
+    return [rank for rank, flag in enumerate(flags) if flag]

@@ -1,0 +1,4 @@
+import pytest
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("transformers")
