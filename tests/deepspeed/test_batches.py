@@ -1,0 +1,99 @@
+"""Batches: what a rank gets of a sequence. Pure functions."""
+
+import pytest
+import torch
+from burst_mcore.deepspeed.batches import collated, dealt, documents, prepared
+from burst_mcore.deepspeed.loader import ShardedLoader
+from burst_mcore.deepspeed.refusals import RefusedError
+from burst_mcore.layout import unshard
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def _ids(*rows):
+    return torch.tensor(rows)
+
+
+@given(
+    n=st.integers(1, 40),
+    size=st.integers(1, 5),
+    layout=st.sampled_from(["zigzag", "striped", "contiguous", "stacked-zigzag:2"]),
+    rows=st.integers(1, 3),
+)
+def test_shards_are_the_sequence_and_labels_were_shifted_before(n, size, layout, rows):
+    from burst_mcore.layout import Layout
+
+    ids = torch.arange(1, rows * n + 1).view(rows, n)
+    whole = prepared({"input_ids": ids}, multiple=Layout.of(layout).divisor(size))
+    parts = [dealt(whole, rank=r, size=size, layout=layout) for r in range(size)]
+    together = {name: unshard([part[name] for part in parts], 1, layout=layout) for name in whole}
+    assert torch.equal(together["input_ids"][:, :n], ids)
+    assert torch.equal(together["position_ids"][:, :n], torch.arange(n).expand(rows, -1))
+    assert torch.equal(together["shift_labels"][:, : n - 1], ids[:, 1:])
+    assert (together["shift_labels"][:, n - 1 :] == -100).all()
+    assert len({part["input_ids"].shape for part in parts}) == 1
+
+
+def test_no_document_predicts_the_first_token_of_the_next():
+    whole = prepared({"input_ids": _ids([5, 6, 7, 8, 9]), "cu_seqlens": torch.tensor([0, 2, 5])}, multiple=4)
+    assert whole["shift_labels"].tolist() == [[6, -100, 8, 9, -100, -100, -100, -100]]
+    assert whole["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3, 4, 5]]
+    assert documents(whole["position_ids"]) == ((0, 2, 8),)
+
+
+def test_padding_that_would_have_too_high_a_position_starts_again():
+    whole = prepared({"input_ids": _ids([5, 6, 7])}, multiple=4, max_positions=3)
+    assert whole["position_ids"].tolist() == [[0, 1, 2, 0]]
+
+
+def test_given_labels_positions_and_others_are_kept_and_dealt():
+    batch = {
+        "input_ids": _ids([1, 2, 3, 4]),
+        "labels": _ids([-100, -100, 3, 4]),
+        "weights": torch.rand(1, 4, 2),
+        "name": "x",
+        "attention_mask": _ids([1, 1, 1, 1]),
+    }
+    part = dealt(prepared(batch, multiple=4), rank=1, size=2, layout="zigzag")
+    assert part["input_ids"].tolist() == [[2, 3]] and part["shift_labels"].tolist() == [[3, 4]]
+    assert torch.equal(part["weights"], batch["weights"][:, 1:3]) and part["name"] == "x"
+    assert "attention_mask" not in part and "labels" not in part
+
+
+def test_samples_of_any_length_are_padded_on_the_right():
+    batch = collated([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4], "labels": [4]}], 9)
+    assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 9, 9]]
+    assert batch["labels"].tolist() == [[1, 2, 3], [4, -100, -100]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert collated([torch.tensor([1, 2])])["input_ids"].tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("batch", "name"),
+    [
+        ({"input_ids": torch.ones(4, dtype=torch.int64)}, "batch"),
+        ({"input_ids": _ids([1, 2, 3]), "attention_mask": _ids([1, 1, 2])}, "attention_mask"),
+        ({"input_ids": _ids([1, 2, 3]), "attention_mask": _ids([1, 0, 1])}, "attention_mask"),
+        ({"input_ids": _ids([1, 2, 3]), "position_ids": _ids([0, 1])}, "position_ids"),
+        ({"input_ids": _ids([1, 2], [3, 4]), "cu_seqlens": torch.tensor([0, 2])}, "cu_seqlens"),
+        ({"input_ids": _ids([1, 2, 3]), "cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens"),
+    ],
+)
+def test_what_is_refused_of_a_batch(batch, name):
+    with pytest.raises(RefusedError) as error:
+        prepared(batch, multiple=1)
+    assert error.value.name == name
+
+
+def test_positions_that_were_dealt_otherwise_are_found():
+    with pytest.raises(RefusedError, match="5 at token 1 is followed by 2"):
+        documents(_ids([4, 5, 2, 3]))
+    assert documents(_ids([4, 5, 6, 0, 1])) == ((0, 3, 5),)
+
+
+def test_a_loader_of_one_rank_goes_on_for_epochs():
+    loader = ShardedLoader([{"input_ids": _ids([1, 2])}, _ids([3, 4])], group=None)
+    for _ in range(2):
+        assert [part["input_ids"].tolist() for part in loader] == [[[1, 2]], [[3, 4]]]
+    with pytest.raises(RefusedError, match="a dict with input_ids"):
+        list(ShardedLoader([3], group=None))

@@ -1,0 +1,47 @@
+"""save_checkpoint and load_checkpoint, also with another number of ranks for each sequence."""
+
+import burst_mcore.deepspeed as burst
+import pytest
+import torch
+from engines import config_of, dataset, in_order, start, trained, worst
+from ranks import processes
+
+
+def _steps(engine, data, sp, first, last):
+    loader = burst.shard_loader(in_order(data, sp), engine)
+    losses = []
+    for number, batch in enumerate(loader):
+        if first <= number < last:
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return losses
+
+
+def _resumed(rank, size, folder):
+    found = {}
+    data = dataset(8)
+    doubled = [x for x in data for _ in range(2)]  # DP 2 over them: both ranks get the same
+    for stage in (0, 2, 3):
+        config = config_of(stage, size)
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
+        engine, _ = start(config)
+        straight = _steps(engine, data, size, 0, 2)
+        engine.save_checkpoint(f"{folder}/{stage}", tag="two", client_state={"seen": 2})
+        straight += _steps(engine, data, size, 2, 4)
+        engine.destroy()
+        for sp in (size, size // 2):
+            engine, _ = start({**config, "sequence_parallel_size": sp})
+            _, client = engine.load_checkpoint(f"{folder}/{stage}")
+            again = _steps(engine, data if sp == size else doubled, sp, 2, 4)
+            found[stage, sp] = client["seen"], straight[2:], again
+            engine.destroy()
+    return found
+
+
+def test_resumed_at_this_and_at_another_sp(tmp_path):
+    for found in processes(4, _resumed, str(tmp_path)):
+        for cell, (seen, straight, again) in found.items():
+            assert seen == 2
+            assert again == pytest.approx(straight, rel=1e-4), cell

@@ -1,0 +1,169 @@
+"""What is refused is refused by name, on every rank, and before anything is trained."""
+
+import burst_mcore.deepspeed as burst
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from burst_mcore.deepspeed import refusals
+from burst_mcore.deepspeed.refusals import RefusedError, refuse_config
+from engines import TINY, config_of, dataset, model_of, quiet, start
+from ranks import processes
+
+
+class Unit:
+    """An mpu whose groups are what a test says."""
+
+    def __init__(self, sequence, data=None, model=None, *, megatron=False):
+        self.get_sequence_parallel_group = lambda: sequence
+        self.get_sequence_parallel_world_size = lambda: dist.get_world_size(sequence)
+        self.get_sequence_data_parallel_group = lambda: dist.group.WORLD
+        self.get_model_parallel_group = lambda: model or sequence
+        if megatron:
+            self.get_data_parallel_group = lambda: data
+
+
+def _refused(do, *args, **kwargs):
+    try:
+        do(*args, **kwargs)
+    except RefusedError as error:
+        return error.name, str(error)
+    return None, "not refused"
+
+
+def _model(kind, **options):
+    config = getattr(transformers, f"{kind}Config")(**{**TINY, "num_attention_heads": 2, **options})
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def _initialize(rank, size, _):
+    quiet()
+    found = {}
+
+    def attempt(name, model=None, config=None, **options):
+        model = model_of() if model is None else model
+        found[name] = _refused(burst.initialize, model, config or config_of(3, size), **options)
+
+    attempt("mesh", config={**config_of(2, size), "data_parallel_size": 1})
+    attempt("mesh", mesh_param=(1, size))
+    attempt("sequence_parallel_size", config=config_of(2, 3))
+    attempt("another rank" if rank == 0 else "sequence_parallel_size", config=config_of(2, 2 if rank == 0 else 3))
+    attempt("configuration", config=config_of(2, 2 if rank == 0 else 1))
+    whole, alone = dist.group.WORLD, [dist.new_group([r]) for r in range(size)][rank]
+    found["contradicts"] = _refused(burst.initialize, model_of(), config_of(3, 1), mpu=Unit(whole))
+    attempt("data-parallel group", mpu=Unit(whole, alone, alone, megatron=True))
+    partitioned = {**config_of(2, size), "activation_checkpointing": {"partition_activations": True}}
+    attempt("partition_activations", config=partitioned, mpu=Unit(whole))
+    attempt("mpu", mpu=object())
+    attempt("checkpointing", config=config_of(2, size, checkpointing={"policy": "segment"}))
+    small = {"reduce_scatter": False, "reduce_bucket_size": 100}
+    attempt("reduce_bucket_size", config=config_of(3, size, zero=small))
+    for kind, options in {
+        "Mamba": {"num_hidden_layers": 2},
+        "RecurrentGemma": {"num_hidden_layers": 3},
+        "Jamba": {"num_experts": 1, "use_mamba_kernels": False},
+        "Lfm2": {"layer_types": ["conv", "full_attention"]},
+    }.items():
+        found[f"model {kind}"] = _refused(burst.initialize, _model(kind, **options), config_of(3, size))
+    experts = {"num_local_experts": 2, "output_router_logits": True}
+    attempt("auxiliary loss", _model("Mixtral", **experts))
+    attempt("model", torch.nn.Linear(2, 2))
+    return found
+
+
+def test_initialize():
+    for found in processes(2, _initialize, None):
+        for name, (refused, words) in found.items():
+            want = {"contradicts": "sequence_parallel_size"}.get(name, name)
+            assert refused == want.split()[0] or refused == want, (name, words)
+        assert 'write "sequence_parallel_size": 2' in found["contradicts"][1]
+        for kind in ("Mamba", "RecurrentGemma", "Jamba", "Lfm2"):
+            assert f"{kind}ForCausalLM" in found[f"model {kind}"][1]
+
+
+class Plain(torch.nn.Module):
+    def __init__(self, own):
+        super().__init__()
+        self.o_proj = own.o_proj
+
+    def forward(self, hidden_states, **_):
+        return self.o_proj(hidden_states.repeat_interleave(4, -1)[..., : self.o_proj.in_features]), None
+
+
+class PlainAttention(Plain):
+    """Attention that does not come to the interface."""
+
+
+def _forward(rank, size, _):
+    engine, _ = start(config_of(2, size))
+    (batch,) = burst.shard_loader(dataset(1), engine)
+    found = {"another rank" if rank else "position_ids": _refused(engine, **(
+        {**batch, "position_ids": None} if rank == 0 else batch))}  # fmt: skip
+    ids, labels = batch["input_ids"], batch["shift_labels"]
+    found["labels"] = _refused(engine, input_ids=ids, position_ids=batch["position_ids"], labels=labels)
+    local = torch.arange(ids.shape[1])[None] * 1
+    found["position_ids numbered in the shard"] = _refused(engine, **{**batch, "position_ids": local + 1})
+    masked = torch.ones_like(ids)
+    masked[:, -1] = 0
+    found["attention_mask"] = _refused(engine, **batch, attention_mask=masked)
+    found["output_attentions"] = _refused(engine, **batch, output_attentions=True)
+    found["loader differs"] = _refused(list, burst.shard_loader(dataset(1, seed=rank), engine))
+    longer = dataset(1 + rank)
+    found["loader ends"] = _refused(list, burst.shard_loader(iter([x["input_ids"][None] for x in longer]), engine))
+    assert engine(**batch).loss.item() > 0  # the ring is as good as before
+    engine.destroy()
+    dropping = start(config_of(2, size), attention_dropout=0.1)[0]
+    found["dropout"] = _refused(dropping, **batch)
+    dropping.destroy()
+    model = model_of()
+    model.model.layers[1].self_attn = PlainAttention(model.model.layers[1].self_attn)
+    found["model"] = _refused(start(config_of(2, size), model=model)[0], **batch)
+    return found
+
+
+def test_forward():
+    for found in processes(2, _forward, None):
+        for name, (refused, words) in found.items():
+            assert refused is not None and name.startswith(refused.split()[0]), (name, words)
+        assert "model.layers.1.self_attn (PlainAttention)" in found["model"][1]
+
+
+def test_configurations():
+    for name, config in {
+        "mesh": {"data_parallel_size": 2},
+        "pipeline": {"pipeline": {"stages": 2}},
+        "tensor_parallel": {"tensor_parallel": {"autotp_size": 2}},
+    }.items():
+        with pytest.raises(RefusedError) as error:
+            refuse_config(config)
+        assert error.value.name == name
+
+
+def test_versions(monkeypatch):
+    refusals.refuse_versions()
+    monkeypatch.setattr(refusals, "version", lambda package: "0.18.9")
+    with pytest.raises(RefusedError, match="deepspeed 0.18.9 is installed, tested are releases from 0.19 to below"):
+        refusals.refuse_versions()
+
+
+def test_masks_that_are_not_understood_are_refused():
+    from burst_mcore.deepspeed.attention import Sequence, attend, mask_of, running
+    from burst_mcore import BurstConfig, Topology
+    from transformers import masking_utils as hf
+
+    own = {"batch_size": 1, "q_length": 8, "kv_length": 8}
+    with pytest.raises(RefusedError, match="attention outside of an engine"):
+        mask_of(**own, mask_function=hf.causal_mask_function)
+    with running(Sequence(Topology.single(), BurstConfig(), 8)):
+        assert mask_of(**own, mask_function=hf.sliding_window_causal_mask_function(3)).window == 3
+        for function in (
+            hf.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64)),
+            hf.bidirectional_mask_function,
+            hf.or_masks(hf.causal_mask_function, hf.blockwise_overlay(torch.zeros(1, 8))),
+            lambda b, h, q, k: k <= q,
+        ):
+            with pytest.raises(RefusedError, match="mask"):
+                mask_of(**own, mask_function=function)
+    q = torch.randn(1, 2, 8, 4)
+    with pytest.raises(RefusedError, match="Linear got no mask"):
+        attend(torch.nn.Linear(1, 1), q, q, q, None)

@@ -1,0 +1,62 @@
+"""The section's schema: what is legal, what an error says, what the reference page has."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from burst_mcore.deepspeed.section import Section, SectionError, config_dict, reference, section_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "deepspeed-section.md"
+
+
+def test_all_defaults_without_a_section():
+    assert section_of({}) == Section()
+    assert section_of({"burst_attention": {}}).burst_config().head_parallel == "auto"
+
+
+def test_a_section_makes_the_configuration_of_calls():
+    given = {"layout": "stacked-zigzag:4", "backward": "kv", "head_parallel": 2, "grad_dtype": "bfloat16"}
+    config = section_of({"burst_attention": given}).burst_config()
+    assert str(config.layout) == "stacked-zigzag:4"
+    assert (config.backward, config.head_parallel, config.grad_dtype) == ("kv", 2, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"layuot": "zigzag"}, 'unknown key "burst_attention.layuot": did you mean "layout"?'),
+        ({"checkpointing": {"polcy": "full"}}, 'did you mean "policy"? Legal: policy, keep'),
+        ({"checkpointing": {"policy": "segments"}}, "'none', 'full', 'keep_attention' or 'segment', got 'segments'"),
+        ({"checkpointing": {"policy": "segment", "keep": 1.5}}, "less than or equal to 1, got 1.5"),
+        ({"checkpointing": {"policy": "full", "keep": 0.5}}, 'keep is for policy "segment" only'),
+        ({"layout": "zigzags"}, "unknown layout 'zigzags'"),
+        ({"kernel": "flash9"}, "kernel must be one of auto, "),
+        ({"head_parallel": 0}, "head_parallel must be a number of ranks"),
+        ({"head_parallel": "all"}, '"burst_attention.head_parallel"'),
+        ({"fused_loss": "yes"}, "a valid boolean, got 'yes'"),
+        ([], "must be a JSON object, got []"),
+    ],
+)
+def test_errors_name_the_key_and_what_is_legal(given, words):
+    with pytest.raises(SectionError) as error:
+        section_of({"burst_attention": given})
+    assert words in str(error.value)
+
+
+def test_a_section_with_a_typing_error_in_its_name_is_not_ignored():
+    with pytest.raises(SectionError, match='unknown section "burst_atention": did you mean "burst_attention"'):
+        section_of({"burst_atention": {}})
+
+
+def test_a_file_that_is_not_there_or_no_object(tmp_path):
+    (tmp_path / "ds.json").write_text("[1]")
+    for path in (tmp_path / "ds.json", tmp_path / "none.json"):
+        with pytest.raises(SectionError):
+            config_dict(path)
+    (tmp_path / "ds.json").write_text(json.dumps({"a": 1}))
+    assert config_dict(tmp_path / "ds.json") == {"a": 1}
+
+
+def test_the_reference_page_is_that_of_the_schema():
+    assert PAGE.read_text() == reference(), "write it again: burst-mcore doctor --reference > docs/deepspeed-section.md"
