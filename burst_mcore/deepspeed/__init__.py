@@ -1,15 +1,27 @@
 """DeepSpeed and Hugging Face: an unmodified causal LM trains over sharded sequences, from DeepSpeed's JSON."""
 
+from burst_mcore.deepspeed.distributed_attention import BurstDistributedAttention
 from burst_mcore.deepspeed.initialize import initialize, shard_loader
 from burst_mcore.deepspeed.loader import ShardedLoader
 from burst_mcore.deepspeed.refusals import RefusedError
 from burst_mcore.deepspeed.section import Section, SectionError
+from burst_mcore.deepspeed.ulysses import (
+    BurstSPAttentionHF,
+    BurstSPDataLoaderAdapter,
+    replace_ulysses,
+    restore_ulysses,
+)
 
 __all__ = [
+    "BurstDistributedAttention",
+    "BurstSPAttentionHF",
+    "BurstSPDataLoaderAdapter",
     "RefusedError",
     "Section",
     "SectionError",
     "ShardedLoader",
     "initialize",
+    "replace_ulysses",
+    "restore_ulysses",
     "shard_loader",
 ]

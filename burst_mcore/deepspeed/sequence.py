@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from burst_mcore.attention.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.deepspeed.attention import Sequence, running
-from burst_mcore.deepspeed.batches import IGNORED, documents
+from burst_mcore.deepspeed.batches import IGNORED, documents, prepared
 from burst_mcore.deepspeed.loss import WholeLoss
 from burst_mcore.deepspeed.models import attention_modules
 from burst_mcore.deepspeed.prefill import Prefill
@@ -38,6 +38,8 @@ class SequenceParallel:
     config: BurstConfig
     scale: float = 1.0
     """Of gradients: `loss.gradient_scale`."""
+    evaluates_whole: bool = False
+    """In evaluation every rank has whole sequences of its own."""
     _open: list[tuple[ExitStack, Sequence, Prefill | None, bool]] = field(default_factory=list)
     _names: list[str] = field(default_factory=list)
     _checked: bool = False
@@ -54,7 +56,9 @@ class SequenceParallel:
     ) -> tuple[Any, dict[str, Any]]:
         given = dict(zip(self._names, args, strict=False)) | kwargs
         prefill, has_loss = None, False
-        if given.get("past_key_values") is not None:
+        if self.evaluates_whole and not self.model.training:
+            sequence = self._alone(given)
+        elif given.get("past_key_values") is not None:
             sequence, given, prefill = self._generating(given)
         else:
             sequence, given, has_loss = self._sharded(given)
@@ -122,10 +126,29 @@ class SequenceParallel:
         packed = ends if any(len(row) > 2 for row in ends) else ()
         return Sequence(self.topology, self.config, whole.shape[1], packed), given, has_loss
 
+    def _alone(self, given: dict[str, Any]) -> Sequence:
+        """A forward of this rank alone, over whole sequences; the loss is the model's own."""
+        new = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+        cache, positions = given.get("past_key_values"), given.get("position_ids")
+        before = 0 if cache is None else int(cache.get_seq_length())
+        mask = given.get("attention_mask")
+        ends: tuple[tuple[int, ...], ...] = ()
+        if not before:  # of a batch that is padded on the right, or packed
+            real = {} if mask is None else {"attention_mask": mask}
+            place = {} if positions is None else {"position_ids": positions.expand(new.shape[:2])}
+            ids = torch.zeros(new.shape[:2], dtype=torch.int64)
+            whole = prepared({"input_ids": ids, **{k: x.cpu() for k, x in {**real, **place}.items()}}, multiple=1)
+            ends = documents(whole["position_ids"])
+            given["attention_mask"] = None
+        packed = ends if any(len(row) > 2 for row in ends) else ()
+        return Sequence(Topology.single(), self.config, before + new.shape[1], packed)
+
     def _own(self, given: dict[str, Any]) -> tuple[dict[str, Any], Tensor, int]:
         """This rank's part of a batch, checked: its arguments, its positions, how many labels it has."""
         ids = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
         positions, labels, shifted = (given.get(x) for x in ("position_ids", "labels", "shift_labels"))
+        if positions is None and isinstance(ids, Tensor) and self.topology.size == 1:
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
         if not isinstance(ids, Tensor) or not isinstance(positions, Tensor):
             raise RefusedError(
                 "position_ids",

@@ -98,7 +98,12 @@ def plain(samples, clip=0.0, **kind):
 def quiet():
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp()
-    os.environ.setdefault("LOCAL_RANK", os.environ.get("RANK", "0"))
+    os.environ.update(
+        LOCAL_RANK=os.environ["RANK"],
+        LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"],
+        MASTER_ADDR="127.0.0.1",  # asked for, not used: the process group is there
+        MASTER_PORT="29500",
+    )
     deepspeed.utils.logger.setLevel("ERROR")
 
 

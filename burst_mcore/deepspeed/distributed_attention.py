@@ -1,0 +1,112 @@
+"""In the place of deepspeed.sequence.layer.DistributedAttention, for Megatron-DeepSpeed and others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from burst_mcore.attention.function import burst_attention
+from burst_mcore.attention.topology import Topology
+from burst_mcore.config import BurstConfig
+from burst_mcore.deepspeed.refusals import RefusedError
+from burst_mcore.layout import shard
+from burst_mcore.mask import Mask
+
+CONTIGUOUS = BurstConfig(layout="contiguous", head_parallel="auto")
+"""How such callers deal sequences."""
+
+
+class BurstDistributedAttention(nn.Module):
+    """Attention over a sequence group, with DistributedAttention's constructor and forward, for any heads.
+
+    Args:
+        local_attention: what DistributedAttention would call on whole sequences of some heads. It is kept, for its
+            parameters and its place in the state_dict, and not called: attention is scaled by 1 / sqrt(head_dim)
+            and masked by `mask`.
+        sequence_process_group: the ranks that share sequences.
+        scatter_idx, gather_idx: where q, k, v have their heads, 2, and their tokens, 0 or 1.
+        sp_stream, num_kv_heads: not used.
+        mask: over the whole sequence.
+        config: its layout must be the caller's; by default sequences are dealt in contiguous parts.
+
+    Raises:
+        RefusedError: dimensions, dropout, or further arguments that it cannot serve.
+    """
+
+    def __init__(
+        self,
+        local_attention: Any,
+        sequence_process_group: Any,
+        scatter_idx: int = 2,
+        gather_idx: int = 0,
+        sp_stream: Any = None,
+        num_kv_heads: int | None = None,
+        *,
+        mask: Mask | None = None,
+        config: BurstConfig = CONTIGUOUS,
+    ) -> None:
+        super().__init__()
+        if scatter_idx != 2 or gather_idx not in (0, 1):
+            raise RefusedError(
+                "dimensions", f"scatter_idx must be 2, gather_idx 0 or 1, got {scatter_idx}, {gather_idx}"
+            )
+        _refuse_dropout(local_attention)
+        self.local_attn, self.spg, self.gather_idx = local_attention, sequence_process_group, gather_idx
+        self.mask, self.config = Mask.causal() if mask is None else mask, config
+        size = torch.distributed.get_world_size(sequence_process_group)
+        self.topology = Topology.from_group(sequence_process_group) if size > 1 else Topology.single()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch_dim_idx: int,
+        rotary_pos_emb: tuple[Tensor, Tensor] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [local tokens, batch, heads, head_dim], or batch first, as gather_idx and batch_dim_idx say.
+                key, value: of the K/V heads.
+            rotary_pos_emb: (cos, sin) [tokens of the whole sequence, 1, 1, head_dim], with the batch first.
+            args, kwargs: of the local attention: none that says something.
+
+        Returns:
+            As query.
+        """
+        if {batch_dim_idx, self.gather_idx} != {0, 1}:
+            raise RefusedError("dimensions", f"tokens are in {self.gather_idx}, the batch in {batch_dim_idx}")
+        given = [f"argument {i + 6}" for i, x in enumerate(args) if x is not None]
+        given += [name for name, x in kwargs.items() if x is not None]
+        if given:
+            raise RefusedError(
+                "arguments", f"{', '.join(given)} for the local attention, which is not called: give mask= instead"
+            )
+        if rotary_pos_emb is not None:
+            query, key = self._rotated(query, key, rotary_pos_emb)
+        q, k, v = (x if batch_dim_idx == 0 else x.transpose(0, 1) for x in (query, key, value))
+        out = burst_attention(q, k, v, topology=self.topology, mask=self.mask, config=self.config)
+        assert isinstance(out, Tensor)
+        return out if batch_dim_idx == 0 else out.transpose(0, 1)
+
+    def _rotated(self, query: Tensor, key: Tensor, embedding: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        from deepspeed.sequence.layer import apply_rotary_pos_emb
+
+        if self.gather_idx != 1:
+            raise RefusedError("dimensions", "rotary_pos_emb needs q, k, v with the batch first (gather_idx 1)")
+        at = {"rank": self.topology.rank, "size": self.topology.size, "layout": self.config.layout}
+        cos, sin = (shard(x, 0, **at).permute(1, 0, 2, 3) for x in embedding)
+        return apply_rotary_pos_emb(query, cos, sin), apply_rotary_pos_emb(key, cos, sin)
+
+
+def _refuse_dropout(local_attention: Any) -> None:
+    modules = local_attention.modules() if isinstance(local_attention, nn.Module) else [local_attention]
+    for module in modules:
+        found = module.p if isinstance(module, nn.Dropout) else getattr(module, "dropout_p", 0.0)
+        if isinstance(found, int | float) and found:
+            raise RefusedError("dropout", f"{type(module).__name__} has attention dropout {found}: set it to 0")

@@ -1,0 +1,143 @@
+"""In the place of DeepSpeed's Ulysses where Accelerate and the Trainer look for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from burst_mcore.deepspeed import cpu
+from burst_mcore.deepspeed.groups import unit_of
+from burst_mcore.deepspeed.initialize import prepare_model
+from burst_mcore.deepspeed.loader import ShardedLoader
+from burst_mcore.deepspeed.refusals import RefusedError, refuse_config, refuse_versions
+from burst_mcore.deepspeed.section import section_of
+
+
+class BurstSPAttentionHF:
+    """Stands where deepspeed's UlyssesSPAttentionHF stands: `register_with_transformers` makes a model ready."""
+
+    @classmethod
+    def register_with_transformers(
+        cls,
+        model_name_or_path: Any,
+        core_attn_implementation: str | None,
+        sequence_parallel_size: int,
+        micro_batch_size: int,
+        seq_length: int | None = None,
+        seq_length_is_variable: bool = True,
+        disable_in_eval: bool = False,
+        max_length: int | None = None,
+    ) -> Any:
+        """Prepare a model, in place, as `initialize` does; DeepSpeed's configuration is Accelerate's.
+
+        Args:
+            model_name_or_path: the model; a name cannot be prepared.
+            core_attn_implementation: not used, nor are lengths and micro_batch_size: any kernel, any length.
+            disable_in_eval: in evaluation every rank has whole sequences of its own, as the Trainer deals them.
+
+        Returns:
+            The mpu for deepspeed.initialize; None for one rank.
+
+        Raises:
+            RefusedError, SectionError: as `initialize`.
+        """
+        if sequence_parallel_size == 1:
+            return None
+        if isinstance(model_name_or_path, str):
+            raise RefusedError("model", f"give the model itself, not its name {model_name_or_path!r}")
+        refuse_versions()
+        config = _configuration()
+        refuse_config(config)
+        written = config.get("sequence_parallel_size", sequence_parallel_size)
+        if written != sequence_parallel_size:
+            raise RefusedError(
+                "sequence_parallel_size",
+                f"the JSON says {written!r}, Accelerate's ParallelismConfig has sp_size={sequence_parallel_size}",
+            )
+        unit = unit_of(sequence_parallel_size)
+        sequence = prepare_model(model_name_or_path, section_of(config), config, unit)
+        sequence.evaluates_whole = disable_in_eval
+        _layouts[id(unit.get_sequence_parallel_group())] = sequence.config.layout
+        return unit
+
+
+class BurstSPDataLoaderAdapter(ShardedLoader):
+    """Stands where UlyssesSPDataLoaderAdapter stands: every rank loads its own, and all work on each in turn.
+
+    Batches need no position_ids and may be of any length; labels are shifted here.
+    """
+
+    def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
+        super().__init__(dl, group=sp_group, layout=_layouts.get(id(sp_group), "zigzag"), own=True, device=device)
+        self.dl = dl
+        self._batches: Any = None
+
+    def __next__(self) -> dict[str, Any]:
+        """The next of the epoch; the adapter that it stands for is an iterator."""
+        self._batches = self._batches or iter(self)
+        try:
+            return next(self._batches)  # type: ignore[no-any-return]
+        except StopIteration:
+            self._batches = None
+            raise
+
+
+def whole_loss(accelerator: Any, model: Any, inputs: dict[str, Any], return_outputs: bool, pc: Any) -> Any:
+    """The Trainer's loss over a sequence group: that of the model's forward, which is the whole sequence's.
+
+    transformers 5.23 gathers it once more, by a gather whose gradient is a sum: SP times too large on ZeRO 0-2.
+    """
+    outputs = model(**inputs)
+    loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+    return (loss, outputs) if return_outputs else loss
+
+
+def replace_ulysses() -> None:
+    """Make Accelerate and the Trainer use BurstAttention where they would use DeepSpeed's Ulysses.
+
+    Call it before Accelerator or Trainer prepare a model. Twice is once; `restore_ulysses` takes it back. It sets
+    three names, which those packages import when they need them, and changes no file.
+    """
+    refuse_versions()
+    cpu.prepare()
+    for module, name, ours in _places():
+        if (module, name) not in _originals:
+            _originals[module, name] = getattr(module, name)
+            setattr(module, name, ours)
+
+
+def restore_ulysses() -> None:
+    """Take `replace_ulysses` back, for models that are prepared later."""
+    while _originals:
+        (module, name), own = _originals.popitem()
+        setattr(module, name, own)
+
+
+_originals: dict[tuple[Any, str], Any] = {}
+_layouts: dict[int, Any] = {}
+"""By sequence group; they live as long as the process."""
+
+
+def _places() -> list[tuple[Any, str, Callable]]:
+    from deepspeed.runtime.sequence_parallel import ulysses_sp
+
+    places: list[tuple[Any, str, Callable]] = [
+        (ulysses_sp, "UlyssesSPAttentionHF", BurstSPAttentionHF),
+        (ulysses_sp, "UlyssesSPDataLoaderAdapter", BurstSPDataLoaderAdapter),
+    ]
+    try:
+        from transformers import trainer
+    except ImportError:  # no Accelerate, no Trainer
+        return places
+    return [*places, (trainer, "deepspeed_sp_compute_loss", whole_loss)]
+
+
+def _configuration() -> dict[str, Any]:
+    """DeepSpeed's configuration, as Accelerate is about to hand it over."""
+    from accelerate.state import AcceleratorState
+
+    plugin = AcceleratorState().deepspeed_plugin
+    if plugin is None:
+        raise RefusedError("configuration", "Accelerate does not use DeepSpeed: give it a DeepSpeedPlugin")
+    found: dict[str, Any] = plugin.deepspeed_config
+    return found
