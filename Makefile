@@ -18,11 +18,12 @@ PIP := -m pip install --quiet --disable-pip-version-check
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train compare test test-all lint bench bench-masks bench-loss bench-recompute bench-topology gpu-check gpu-sanitize clean
+.PHONY: help train finetune compare test test-all lint bench bench-masks bench-loss bench-recompute bench-topology gpu-check gpu-sanitize clean
 
 help:
 	@echo 'make train [ARGS="..."]    train a GPT on Megatron-Core with a burst ring (4 CPU processes)'
 	@echo 'make compare [ARGS="..."]  the same training on 1 process and on a ring of 4: must agree'
+	@echo 'make finetune              train a small Llama by DeepSpeed, ZeRO-3 with SP 4, then ZeRO-2 with DP 2 x SP 2'
 	@echo 'make test                  lint, types and tests; also with Megatron-Core 0.16.1 where Python 3.11 is'
 	@echo 'make test-all              the same, and the slow cells'
 	@echo 'make bench                 attention, measured beside other methods'
@@ -37,6 +38,11 @@ train: $(VENV)
 
 compare: $(VENV)
 	@$(RUN) examples/compare.py $(ARGS)
+
+finetune: $(VENV)
+	@for way in zero3_sp4 zero2_dp2_sp2; do
+	  $(RUN) examples/finetune_hf.py --config examples/deepspeed/$$way.json --out runs/finetune/$$way --goal 2.9 $(ARGS)
+	done
 
 test: lint
 	@.venv/bin/python -m pytest -m 'not slow'
@@ -108,7 +114,7 @@ $(VENV): pyproject.toml Makefile
 	fi
 	echo "setting up .venv with $$("$$python" --version) ($$python); the first time takes some minutes"
 	[ -x .venv/bin/python ] && .venv/bin/python -c '' 2>/dev/null || "$$python" -m venv --clear .venv
-	.venv/bin/python $(PIP) $(TORCH) $(MEGATRON) -e '.[megatron,bench,huggingface,test]'
+	.venv/bin/python $(PIP) $(TORCH) $(MEGATRON) -e '.[megatron,bench,huggingface,deepspeed,test]'
 	touch $@
 
 $(VENV_311): pyproject.toml Makefile

@@ -37,7 +37,7 @@ WITHIN_ATTENTION = [
     {"arguments", "front"},
     {"function"},
 ]
-FRAMEWORKS = {"megatron": {"megatron"}, "deepspeed": {"deepspeed"}, "transformers": {"deepspeed"}}
+FRAMEWORKS = {"megatron": {"megatron"}, "deepspeed": {"deepspeed"}, "transformers": {"deepspeed"}, "accelerate": {"deepspeed"}}
 
 
 def _modules():

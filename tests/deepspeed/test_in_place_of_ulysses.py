@@ -119,7 +119,7 @@ def _close(found, truth):
     assert worst(parameters, want_parameters) < 1e-5
 
 
-@pytest.mark.parametrize("sp", [4, 2], ids=["SP4", "DP2xSP2"])
+@pytest.mark.parametrize("sp", [4, pytest.param(2, marks=pytest.mark.slow)], ids=["SP4", "DP2xSP2"])
 def test_accelerate(sp):
     pytest.importorskip("accelerate")
     for found, truth in processes(4, _accelerate, sp, [1, 3]):
@@ -153,7 +153,7 @@ def _trainer(rank, size, sp, stages, folder):
     return found, _truth(data, sp)
 
 
-@pytest.mark.parametrize("sp", [4, 2], ids=["SP4", "DP2xSP2"])
+@pytest.mark.parametrize("sp", [pytest.param(4, marks=pytest.mark.slow), 2], ids=["SP4", "DP2xSP2"])
 def test_trainer(sp, tmp_path):
     pytest.importorskip("accelerate")
     for found, truth in processes(4, _trainer, sp, [2, 3], str(tmp_path)):

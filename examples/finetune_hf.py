@@ -1,0 +1,236 @@
+"""Trains or fine-tunes a causal LM of transformers on long texts, over sequence groups, by DeepSpeed's JSON.
+
+    python examples/finetune_hf.py --config ds.json --data FILE_OR_FOLDER [--model FOLDER]     (make finetune)
+
+Without --model a small Llama is built from its config, and a token is a byte; with it, weights, config and
+tokenizer come from that folder (a config alone: weights are random). Started alone it starts --processes ranks
+here; under torchrun or Slurm (finetune.slurm) it is one of theirs. It leaves metrics.jsonl, loss.png and a
+checkpoint in --out, from which a second run resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+BYTES = 256
+EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+SMALL = {
+    "vocab_size": BYTES + 1,
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    "bos_token_id": BYTES,
+    "eos_token_id": BYTES,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+
+def arguments_of(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, required=True, help="DeepSpeed's JSON, with burst_attention")
+    parser.add_argument(
+        "--data", type=Path, default=Path(sysconfig.get_path("stdlib")), help="text file, or folder of text"
+    )
+    parser.add_argument("--pattern", default="*.py", help="which files of a folder")
+    parser.add_argument("--model", type=Path, help="folder of config and weights; default a small Llama")
+    parser.add_argument("--tokens", type=int, default=1024, help="of a sample")
+    parser.add_argument("--steps", type=int, default=120, help="of the optimizer, in all")
+    parser.add_argument("--save-every", type=int, default=40, metavar="STEPS")
+    parser.add_argument("--out", type=Path, default=Path("runs/finetune"))
+    parser.add_argument("--processes", type=int, default=4, help="ranks to start here")
+    parser.add_argument("--goal", type=float, help="fail unless the mean loss of the last 10 steps is below")
+    return parser.parse_args(argv)
+
+
+def texts(path: Path, pattern: str) -> Iterator[str]:
+    """The text of a file, or of the files of a folder in the order of their names."""
+    files = [path] if path.is_file() else sorted(path.rglob(pattern))
+    for file in files:
+        if path.is_file() or EXCLUDED.isdisjoint(file.relative_to(path).parts):
+            yield file.read_text(errors="replace")
+
+
+def bytes_of(text: str) -> torch.Tensor:
+    """A token for each byte."""
+    return torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+
+
+class Samples(torch.utils.data.Dataset[dict[str, Any]]):
+    """Texts as samples of `tokens` tokens; position_ids restart with each text.
+
+    The last sample of a data set is shorter: any length will do.
+    """
+
+    def __init__(self, documents: Iterator[torch.Tensor], tokens: int, end: int) -> None:
+        parts = [torch.cat([document.to(torch.int32), torch.tensor([end])]) for document in documents]
+        if not parts:
+            raise SystemExit("the data holds no text: look at --data and --pattern")
+        self.ids, self.tokens = torch.cat(parts), tokens
+        self.positions = torch.cat([torch.arange(len(part), dtype=torch.int32) for part in parts])
+
+    def __len__(self) -> int:
+        return -(-len(self.ids) // self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index >= len(self):
+            raise IndexError(index)
+        part = slice(index * self.tokens, (index + 1) * self.tokens)
+        positions = self.positions[part].long()
+        # A text that was cut begins again at 0.
+        positions = torch.minimum(positions, torch.arange(len(positions)))
+        return {"input_ids": self.ids[part].long(), "position_ids": positions}
+
+
+def model_and_samples(arguments: argparse.Namespace) -> tuple[Any, Samples]:
+    """The model in float32 on every rank, and its data."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+    torch.manual_seed(1234)
+    found = texts(arguments.data, arguments.pattern)
+    if arguments.model is None:
+        config = LlamaConfig(**SMALL, max_position_embeddings=arguments.tokens)
+        model = AutoModelForCausalLM.from_config(config)
+        return model, Samples(map(bytes_of, found), arguments.tokens, BYTES)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    if any(arguments.model.glob("*.safetensors")) or any(arguments.model.glob("*.bin")):
+        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    else:
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(arguments.model))
+    tokens = (torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in found)
+    return model, Samples(tokens, arguments.tokens, tokenizer.eos_token_id)
+
+
+def batches(loader: Any, skip: int) -> Iterator[dict[str, Any]]:
+    """Batches of all epochs, each shuffled anew, without the first `skip`: as if they had been taken."""
+    for epoch in itertools.count():
+        loader.set_epoch(epoch)
+        for batch in loader:
+            if skip:
+                skip -= 1
+                continue
+            yield batch
+
+
+def train(arguments: argparse.Namespace) -> int:
+    import burst_mcore.deepspeed as burst
+    from tqdm import tqdm
+
+    model, samples = model_and_samples(arguments)
+    engine, _, loader, _ = burst.initialize(model=model, config=arguments.config, training_data=samples)
+    rank, gas = torch.distributed.get_rank(), engine.gradient_accumulation_steps()
+    checkpoint = arguments.out / "checkpoint"
+    done = 0
+    if (checkpoint / "latest").exists():
+        _, client = engine.load_checkpoint(str(checkpoint))
+        done = client["step"]
+    if done >= arguments.steps:
+        if rank == 0:
+            print(f"all {done} steps are done: ask for more (--steps), or remove {arguments.out}")
+        return 0
+    stream = batches(loader, done * gas)
+    losses: list[float] = []
+    last = time.monotonic()
+    with (
+        (arguments.out / "metrics.jsonl").open("a") as metrics,
+        tqdm(total=arguments.steps, initial=done, unit="step", disable=rank > 0, dynamic_ncols=True) as bar,
+    ):
+        for step in range(done + 1, arguments.steps + 1):
+            total, tokens = torch.zeros(()), 0
+            for _ in range(gas):
+                batch = next(stream)
+                loss = engine(**batch).loss
+                engine.backward(loss)
+                engine.step()
+                total += loss.detach().cpu() / gas
+                tokens += batch["input_ids"].numel()
+            figures = torch.tensor([total.item() / torch.distributed.get_world_size(), tokens])
+            _sum_over_ranks(figures, engine.device)
+            now = time.monotonic()
+            seconds, last = now - last, now
+            losses.append(figures[0].item())
+            row = {
+                "step": step,
+                "loss": losses[-1],
+                "grad_norm": float(engine.get_global_grad_norm() or 0.0),
+                "tokens": int(figures[1]),
+                "seconds": seconds,
+            }
+            if rank == 0:
+                metrics.write(json.dumps(row) + "\n")
+                metrics.flush()
+            bar.set_postfix_str(f"loss {losses[-1]:.3f}, {row['tokens'] / seconds:,.0f} tokens/s")
+            bar.update()
+            if step % arguments.save_every == 0 or step == arguments.steps:
+                engine.save_checkpoint(str(checkpoint), client_state={"step": step})
+    final = mean(losses[-10:])
+    if rank == 0:
+        plot(arguments.out)
+        print(f"loss of the last {len(losses[-10:])} steps: {final:.3f} nats a token")
+        print(f"metrics, curve, checkpoint: {arguments.out}/metrics.jsonl, loss.png, checkpoint")
+    if arguments.goal is not None and final >= arguments.goal:
+        print(f"the loss should have fallen below {arguments.goal}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _sum_over_ranks(figures: torch.Tensor, device: Any) -> None:
+    """Over all ranks, in place."""
+    there = figures.to(device)
+    torch.distributed.all_reduce(there)
+    figures.copy_(there)
+
+
+def plot(folder: Path) -> None:
+    """Draw the loss of every step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = {row["step"]: row["loss"] for row in rows}
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    axes.plot(list(lines), list(lines.values()), linewidth=1)
+    axes.set(xlabel="step", ylabel="nats a token", title="Loss, over sequence groups")
+    axes.grid(alpha=0.3)
+    figure.savefig(folder / "loss.png", dpi=120)
+
+
+def main(argv: list[str]) -> int:
+    arguments = arguments_of(argv)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if "RANK" in os.environ:
+        try:
+            return train(arguments)
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+    threads = max(1, (os.cpu_count() or 1) // arguments.processes)
+    path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
+    quiet = {"PYTHONWARNINGS": "ignore", "DS_LOG_LEVEL": "error", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    environment = {"OMP_NUM_THREADS": str(threads), **quiet, **os.environ, "PYTHONPATH": path}
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.processes)]
+    return subprocess.run([sys.executable, *start, __file__, *argv], env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
