@@ -348,6 +348,87 @@ def recompute(
         raise typer.Exit(1)
 
 
+@bench.command()
+def deepspeed(
+    ranks: Annotated[int, typer.Option(min=2, help="Processes, all in one sequence group.")] = 4,
+    seq: Seq = "4096",
+    heads: Heads = 8,
+    kv_heads: KVHeads = 4,
+    head_dim: int = 32,
+    layers: int = 2,
+    stage: Annotated[int, typer.Option(min=0, max=3, help="Of ZeRO.")] = 3,
+    methods: Annotated[str, typer.Option(help="Names, separated by semicolons; default all.")] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="Counted steps, after one that is not.")] = 5,
+    cannot: Annotated[bool, typer.Option(help="Also the cases in which heads do not divide.")] = True,
+    out: Annotated[Path, typer.Option(help="All figures, as JSON.")] = Path("deepspeed.json"),
+) -> None:
+    """A training step beside DeepSpeed's Ulysses: time, bytes, peak memory, on this machine's CPU."""
+    import json
+
+    from burst_mcore.bench.masks import tokens
+    from burst_mcore.bench.verdict import bars
+    from burst_mcore.deepspeed import compare
+
+    names = [name.strip() for name in methods.split(";") if name.strip()] or list(compare.METHODS)
+    try:
+        if unknown := [name for name in names if name not in compare.METHODS]:
+            raise ValueError(f"unknown methods {unknown}; legal: {'; '.join(compare.METHODS)}")
+        job = compare.Job(
+            ranks=ranks, seq=tokens(seq), heads=heads, kv_heads=kv_heads or heads, head_dim=head_dim,
+            layers=layers, stage=stage,
+        )  # fmt: skip
+        found, judged = {}, []
+        for each in (job, *(compare.CANNOT if cannot else ())):
+            rows = compare.measure(each, names, repeats)
+            judged += compare.verdicts(each, rows)
+            found[str(each)] = compare.figures(rows)
+            typer.echo(compare.table(each, rows) + "\n")
+    except (ValueError, RuntimeError) as error:
+        _fail("bench deepspeed", error)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(found, indent=2) + "\n")
+    typer.echo(f"{bars(judged) if judged else 'nothing to judge'}\n\nall figures: {out}")
+    if not all(verdict.reached for verdict in judged):
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Argument(help="DeepSpeed's JSON, with burst_attention.")] = None,
+    world: Annotated[int, typer.Option(help="Ranks in all; default as many as a sequence has.")] = 0,
+    per_node: Annotated[int, typer.Option(help="Ranks of a node; default all, at most 8.")] = 0,
+    seq: Seq = "128K",
+    heads: Heads = 32,
+    kv_heads: KVHeads = 8,
+    head_dim: int = 128,
+    layers: int = 32,
+    vocabulary: int = 128256,
+    reference: Annotated[bool, typer.Option(help="Print the reference page of the section instead.")] = False,
+) -> None:
+    """What a DeepSpeed configuration will do on this machine. Bytes and times are predicted."""
+    from burst_mcore.bench.masks import tokens
+    from burst_mcore.deepspeed import doctor as examiner
+    from burst_mcore.deepspeed.section import config_dict
+    from burst_mcore.deepspeed.section import reference as page
+
+    if reference:
+        typer.echo(page(), nl=False)
+        return
+    if config is None:
+        _fail("doctor", ValueError("name a configuration: burst-mcore doctor ds.json"))
+    try:
+        shape = examiner.Shape(
+            seq=tokens(seq), layers=layers, heads=heads, kv_heads=kv_heads or heads, head_dim=head_dim,
+            vocabulary=vocabulary,
+        )  # fmt: skip
+        world = world or config_dict(config).get("sequence_parallel_size", 1)
+        lines = examiner.examine(config, world=world, per_node=per_node or min(world, 8), shape=shape)
+        for line in lines:
+            typer.echo(line)
+    except ValueError as error:
+        _fail("doctor", error)
+
+
 def _rates(intra_gb: float, inter_gb: float, tflops: float, latency_us: float) -> Rates:
     return Rates(intra=intra_gb * 1e9, inter=inter_gb * 1e9, compute=tflops * 1e12, latency=latency_us * 1e-6)
 

@@ -131,8 +131,9 @@ def batches(loader: Any, skip: int) -> Iterator[dict[str, Any]]:
 
 
 def train(arguments: argparse.Namespace) -> int:
-    import burst_mcore.deepspeed as burst
     from tqdm import tqdm
+
+    import burst_mcore.deepspeed as burst
 
     model, samples = model_and_samples(arguments)
     engine, _, loader, _ = burst.initialize(model=model, config=arguments.config, training_data=samples)

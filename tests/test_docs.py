@@ -22,7 +22,11 @@ def _blocks():
 
 @pytest.mark.parametrize(("ranks", "code"), list(_blocks()))
 def test_python_blocks_run(ranks, code, tmp_path):
-    for name, module in (("megatron", "megatron.core"), ("transformers", "transformers")):
+    for name, module in (
+        ("megatron", "megatron.core"),
+        ("transformers", "transformers"),
+        ("deepspeed", "deepspeed"),
+    ):
         if name in code:
             pytest.importorskip(module)
     script = tmp_path / "block.py"

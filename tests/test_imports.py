@@ -37,7 +37,12 @@ WITHIN_ATTENTION = [
     {"arguments", "front"},
     {"function"},
 ]
-FRAMEWORKS = {"megatron": {"megatron"}, "deepspeed": {"deepspeed"}, "transformers": {"deepspeed"}, "accelerate": {"deepspeed"}}
+FRAMEWORKS = {
+    "megatron": {"megatron"},
+    "deepspeed": {"deepspeed"},
+    "transformers": {"deepspeed"},
+    "accelerate": {"deepspeed"},
+}
 
 
 def _modules():

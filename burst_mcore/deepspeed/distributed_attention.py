@@ -85,7 +85,8 @@ class BurstDistributedAttention(nn.Module):
         given += [name for name, x in kwargs.items() if x is not None]
         if given:
             raise RefusedError(
-                "arguments", f"{', '.join(given)} for the local attention, which is not called: give mask= instead"
+                "arguments",
+                f"{', '.join(given)} for the local attention, which is not called: give mask= instead",
             )
         if rotary_pos_emb is not None:
             query, key = self._rotated(query, key, rotary_pos_emb)
@@ -98,7 +99,9 @@ class BurstDistributedAttention(nn.Module):
         from deepspeed.sequence.layer import apply_rotary_pos_emb
 
         if self.gather_idx != 1:
-            raise RefusedError("dimensions", "rotary_pos_emb needs q, k, v with the batch first (gather_idx 1)")
+            raise RefusedError(
+                "dimensions", "rotary_pos_emb needs q, k, v with the batch first (gather_idx 1)"
+            )
         at = {"rank": self.topology.rank, "size": self.topology.size, "layout": self.config.layout}
         cos, sin = (shard(x, 0, **at).permute(1, 0, 2, 3) for x in embedding)
         return apply_rotary_pos_emb(query, cos, sin), apply_rotary_pos_emb(key, cos, sin)
@@ -109,4 +112,6 @@ def _refuse_dropout(local_attention: Any) -> None:
     for module in modules:
         found = module.p if isinstance(module, nn.Dropout) else getattr(module, "dropout_p", 0.0)
         if isinstance(found, int | float) and found:
-            raise RefusedError("dropout", f"{type(module).__name__} has attention dropout {found}: set it to 0")
+            raise RefusedError(
+                "dropout", f"{type(module).__name__} has attention dropout {found}: set it to 0"
+            )

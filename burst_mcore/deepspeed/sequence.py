@@ -137,7 +137,9 @@ class SequenceParallel:
             real = {} if mask is None else {"attention_mask": mask}
             place = {} if positions is None else {"position_ids": positions.expand(new.shape[:2])}
             ids = torch.zeros(new.shape[:2], dtype=torch.int64)
-            whole = prepared({"input_ids": ids, **{k: x.cpu() for k, x in {**real, **place}.items()}}, multiple=1)
+            whole = prepared(
+                {"input_ids": ids, **{k: x.cpu() for k, x in {**real, **place}.items()}}, multiple=1
+            )
             ends = documents(whole["position_ids"])
             given["attention_mask"] = None
         packed = ends if any(len(row) > 2 for row in ends) else ()

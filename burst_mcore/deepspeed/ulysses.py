@@ -68,7 +68,9 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
     """
 
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
-        super().__init__(dl, group=sp_group, layout=_layouts.get(id(sp_group), "zigzag"), own=True, device=device)
+        super().__init__(
+            dl, group=sp_group, layout=_layouts.get(id(sp_group), "zigzag"), own=True, device=device
+        )
         self.dl = dl
         self._batches: Any = None
 

@@ -1,12 +1,12 @@
 """Models with windows, soft caps, sinks; packed and padded batches; evaluation and generate: against themselves."""
 
-import burst_mcore.deepspeed as burst
 import deepspeed
-import pytest
 import torch
-from burst_mcore.deepspeed.batches import collated
 from engines import VOCABULARY, config_of, dataset, model_of, plain, plain_loss, start, worst
 from ranks import processes
+
+import burst_mcore.deepspeed as burst
+from burst_mcore.deepspeed.batches import collated
 
 MODELS = {
     "Mistral": {"sliding_window": 7},
@@ -58,13 +58,18 @@ def _alone(batch, lengths, **kind):
         for document in ids.split(row):
             if len(document) > 1:
                 sample = {"input_ids": document, "labels": document}
-                total, labels = total + plain_loss(model, sample) * (len(document) - 1), labels + len(document) - 1
+                total, labels = (
+                    total + plain_loss(model, sample) * (len(document) - 1),
+                    labels + len(document) - 1,
+                )
     (total / labels).backward()
     return (total / labels).item(), {name: p.grad for name, p in model.named_parameters()}
 
 
 def _forward(batch, size, stage=2, **kind):
-    engine, _ = start(config_of(stage, size, micro=len(batch["input_ids"]), **kind.pop("section", {})), **kind)
+    engine, _ = start(
+        config_of(stage, size, micro=len(batch["input_ids"]), **kind.pop("section", {})), **kind
+    )
     (part,) = burst.shard_loader(iter([batch]), engine)
     loss = engine(**part).loss
     engine.backward(loss)
@@ -87,7 +92,9 @@ def _batches(rank, size, _):
     loss, gradients = _forward(one, size)
     found["cu_seqlens"] = abs(loss / want - 1), worst(gradients, want_gradients)
     samples = [{"input_ids": batch["input_ids"][0, :n]} for n in (11, 30)]
-    want, want_gradients = _alone({"input_ids": torch.cat([x["input_ids"] for x in samples])[None]}, [[11, 30]])
+    want, want_gradients = _alone(
+        {"input_ids": torch.cat([x["input_ids"] for x in samples])[None]}, [[11, 30]]
+    )
     loss, gradients = _forward(collated(samples), size)
     found["right padding"] = abs(loss / want - 1), worst(gradients, want_gradients)
     rows = collated(samples)

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
 from burst_mcore.deepspeed.batches import collated, dealt, documents, prepared
 from burst_mcore.deepspeed.loader import ShardedLoader
 from burst_mcore.deepspeed.refusals import RefusedError
 from burst_mcore.layout import unshard
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 def _ids(*rows):

@@ -1,10 +1,10 @@
 """save_checkpoint and load_checkpoint, also with another number of ranks for each sequence."""
 
-import burst_mcore.deepspeed as burst
 import pytest
-import torch
-from engines import config_of, dataset, in_order, start, trained, worst
+from engines import config_of, dataset, in_order, start
 from ranks import processes
+
+import burst_mcore.deepspeed as burst
 
 
 def _steps(engine, data, sp, first, last):

@@ -2,10 +2,11 @@
 
 import itertools
 
-import burst_mcore.deepspeed as burst
 import pytest
 from engines import config_of, dataset, in_order, model_of, plain, start, trained, worst
 from ranks import processes
+
+import burst_mcore.deepspeed as burst
 
 CLIP = 0.5
 STAGES = (0, 1, 2, 3)
@@ -56,7 +57,12 @@ def _cells(rank, size, sp, cells):
 def check(size, sp, cells):
     for rank, found in enumerate(processes(size, _cells, sp, cells, timeout=60 + 30 * len(cells))):
         for cell, of in zip(cells, found, strict=True):
-            bars = {"losses": 1e-5, "gradients": 1e-5, "norm": 1e-5, "step": 1e-4}  # differences of rounded numbers
+            bars = {
+                "losses": 1e-5,
+                "gradients": 1e-5,
+                "norm": 1e-5,
+                "step": 1e-4,
+            }  # differences of rounded numbers
             wrong = {name: error for name, error in of.items() if not error <= bars[name]}
             assert not wrong, f"rank {rank}, SP {sp}, cell {cell}: {wrong}"
 

@@ -2,18 +2,18 @@
 
 import copy
 
-import burst_mcore.deepspeed as burst
 import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from burst_mcore.deepspeed.batches import collated
-from burst_mcore.deepspeed.refusals import RefusedError
 from dense import dense, problem
 from engines import SMALL, dataset, model_of, plain_loss, quiet, worst
 from ranks import processes
 
+import burst_mcore.deepspeed as burst
 from burst_mcore import Mask, shard, unshard
+from burst_mcore.deepspeed.batches import collated
+from burst_mcore.deepspeed.refusals import RefusedError
 
 STEPS, GAS = 2, 2
 
@@ -177,7 +177,9 @@ def _drop_in(rank, size, _):
         out = attention(*leaves, 1 - first)
         out.backward(dout)
         want = dense(p, Mask.window(6, 0))
-        for got, whole in zip([out, *(x.grad for x in leaves)], [want.out, want.dq, want.dk, want.dv], strict=True):
+        for got, whole in zip(
+            [out, *(x.grad for x in leaves)], [want.out, want.dq, want.dk, want.dv], strict=True
+        ):
             got = got.detach() if first else got.detach().transpose(0, 1)
             parts = [torch.empty_like(got.contiguous()) for _ in range(size)]
             dist.all_gather(parts, got.contiguous())

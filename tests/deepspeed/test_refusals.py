@@ -1,14 +1,15 @@
 """What is refused is refused by name, on every rank, and before anything is trained."""
 
-import burst_mcore.deepspeed as burst
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from burst_mcore.deepspeed import refusals
-from burst_mcore.deepspeed.refusals import RefusedError, refuse_config
 from engines import TINY, config_of, dataset, model_of, quiet, start
 from ranks import processes
+
+import burst_mcore.deepspeed as burst
+from burst_mcore.deepspeed import refusals
+from burst_mcore.deepspeed.refusals import RefusedError, refuse_config
 
 
 class Unit:
@@ -47,7 +48,9 @@ def _initialize(rank, size, _):
     attempt("mesh", config={**config_of(2, size), "data_parallel_size": 1})
     attempt("mesh", mesh_param=(1, size))
     attempt("sequence_parallel_size", config=config_of(2, 3))
-    attempt("another rank" if rank == 0 else "sequence_parallel_size", config=config_of(2, 2 if rank == 0 else 3))
+    attempt(
+        "another rank" if rank == 0 else "sequence_parallel_size", config=config_of(2, 2 if rank == 0 else 3)
+    )
     attempt("configuration", config=config_of(2, 2 if rank == 0 else 1))
     whole, alone = dist.group.WORLD, [dist.new_group([r]) for r in range(size)][rank]
     found["contradicts"] = _refused(burst.initialize, model_of(), config_of(3, 1), mpu=Unit(whole))
@@ -109,7 +112,9 @@ def _forward(rank, size, _):
     found["output_attentions"] = _refused(engine, **batch, output_attentions=True)
     found["loader differs"] = _refused(list, burst.shard_loader(dataset(1, seed=rank), engine))
     longer = dataset(1 + rank)
-    found["loader ends"] = _refused(list, burst.shard_loader(iter([x["input_ids"][None] for x in longer]), engine))
+    found["loader ends"] = _refused(
+        list, burst.shard_loader(iter([x["input_ids"][None] for x in longer]), engine)
+    )
     assert engine(**batch).loss.item() > 0  # the ring is as good as before
     engine.destroy()
     dropping = start(config_of(2, size), attention_dropout=0.1)[0]
@@ -142,14 +147,17 @@ def test_configurations():
 def test_versions(monkeypatch):
     refusals.refuse_versions()
     monkeypatch.setattr(refusals, "version", lambda package: "0.18.9")
-    with pytest.raises(RefusedError, match="deepspeed 0.18.9 is installed, tested are releases from 0.19 to below"):
+    with pytest.raises(
+        RefusedError, match="deepspeed 0.18.9 is installed, tested are releases from 0.19 to below"
+    ):
         refusals.refuse_versions()
 
 
 def test_masks_that_are_not_understood_are_refused():
-    from burst_mcore.deepspeed.attention import Sequence, attend, mask_of, running
-    from burst_mcore import BurstConfig, Topology
     from transformers import masking_utils as hf
+
+    from burst_mcore import BurstConfig, Topology
+    from burst_mcore.deepspeed.attention import Sequence, attend, mask_of, running
 
     own = {"batch_size": 1, "q_length": 8, "kv_length": 8}
     with pytest.raises(RefusedError, match="attention outside of an engine"):

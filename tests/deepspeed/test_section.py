@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from burst_mcore.deepspeed.section import Section, SectionError, config_dict, reference, section_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "deepspeed-section.md"
@@ -27,7 +28,10 @@ def test_a_section_makes_the_configuration_of_calls():
     [
         ({"layuot": "zigzag"}, 'unknown key "burst_attention.layuot": did you mean "layout"?'),
         ({"checkpointing": {"polcy": "full"}}, 'did you mean "policy"? Legal: policy, keep'),
-        ({"checkpointing": {"policy": "segments"}}, "'none', 'full', 'keep_attention' or 'segment', got 'segments'"),
+        (
+            {"checkpointing": {"policy": "segments"}},
+            "'none', 'full', 'keep_attention' or 'segment', got 'segments'",
+        ),
         ({"checkpointing": {"policy": "segment", "keep": 1.5}}, "less than or equal to 1, got 1.5"),
         ({"checkpointing": {"policy": "full", "keep": 0.5}}, 'keep is for policy "segment" only'),
         ({"layout": "zigzags"}, "unknown layout 'zigzags'"),
@@ -45,7 +49,9 @@ def test_errors_name_the_key_and_what_is_legal(given, words):
 
 
 def test_a_section_with_a_typing_error_in_its_name_is_not_ignored():
-    with pytest.raises(SectionError, match='unknown section "burst_atention": did you mean "burst_attention"'):
+    with pytest.raises(
+        SectionError, match='unknown section "burst_atention": did you mean "burst_attention"'
+    ):
         section_of({"burst_atention": {}})
 
 
@@ -59,4 +65,6 @@ def test_a_file_that_is_not_there_or_no_object(tmp_path):
 
 
 def test_the_reference_page_is_that_of_the_schema():
-    assert PAGE.read_text() == reference(), "write it again: burst-mcore doctor --reference > docs/deepspeed-section.md"
+    assert PAGE.read_text() == reference(), (
+        "write it again: burst-mcore doctor --reference > docs/deepspeed-section.md"
+    )

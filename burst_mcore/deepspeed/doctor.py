@@ -1,0 +1,118 @@
+"""What a DeepSpeed configuration will do on this machine, in words: groups, kernels, bytes, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from burst_mcore.attention.choice import RINGS, Ranks, best, candidates, legal_degrees, reason
+from burst_mcore.attention.cost import Shard
+from burst_mcore.attention.kernels.kernel import Problem
+from burst_mcore.attention.kernels.table import choose
+from burst_mcore.deepspeed.loss import gradient_scale
+from burst_mcore.deepspeed.refusals import refuse_config, refuse_versions, sequence_parallel_size
+from burst_mcore.deepspeed.section import config_dict, section_of
+from burst_mcore.layout import Layout
+from burst_mcore.mask import Mask
+from burst_mcore.rates import DEFAULT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Of the model and the batch that a configuration is explained for; the configuration has none of it."""
+
+    seq: int = 131072
+    """Tokens of a sequence."""
+    layers: int = 32
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    vocabulary: int = 128256
+
+
+def examine(path: Path, *, world: int, per_node: int, shape: Shape) -> Iterator[str]:
+    """Lines on what `path` asks for, over `world` ranks, `per_node` of them on a node.
+
+    Bytes and times are the cost model's, for rates of this kind of device; memory is arithmetic.
+
+    Raises:
+        SectionError, RefusedError: what `initialize` would raise of the configuration.
+        ValueError: no kernel, or no way over the ranks, serves it.
+    """
+    refuse_versions()
+    config = config_dict(path)
+    section = section_of(config)
+    refuse_config(config)
+    size = sequence_parallel_size(config, world)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = _dtype(config)
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    yield f"groups: {world // size} data-parallel x {size} ranks that share a sequence, consecutive ones"
+    intra = min(per_node, size)
+    if size % intra or per_node % intra:
+        raise ValueError(f"groups of {size} ranks do not go evenly on nodes of {per_node}")
+    nodes = size // intra
+    yield f"ring: over {nodes} node{'s' * (nodes > 1)}, {intra} ranks a node, layout {section.layout}"
+    yield (
+        f"ZeRO-{stage}: each rank's part of a gradient is multiplied by {gradient_scale(config, size):g} "
+        f"before DeepSpeed reduces it"
+    )
+    micro = config.get("train_micro_batch_size_per_gpu", 1)
+    micro = micro if isinstance(micro, int) else 1
+    layout = Layout.of(section.layout)
+    padded = layout.padded(shape.seq, size)
+    yield f"sequence: {shape.seq} tokens, dealt as {padded}: {padded // size} a rank"
+    problem = Problem(device, dtype, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim)
+    problem = replace(problem, deterministic=section.deterministic)
+    yield f"kernel on this {device}, {_name(dtype)}: {choose(section.kernel, problem).name}"
+    grad = 2 if section.grad_dtype == "bfloat16" else 4
+    heads = shape.heads, shape.kv_heads
+    shard = Shard(micro, padded // size, *heads, shape.head_dim, shape.head_dim, dtype.itemsize, grad)
+    if size > 1:
+        ranks = Ranks(size, intra)
+        degrees = (
+            [section.head_parallel]
+            if isinstance(section.head_parallel, int)
+            else legal_degrees(ranks, *heads)
+        )
+        found = candidates(
+            shard,
+            layout,
+            Mask.causal(),
+            shape.seq,
+            ranks,
+            DEFAULT[device],
+            overlap=section.overlap,
+            rings=RINGS if section.ring == "auto" else (section.ring,),
+            degrees=tuple(degrees),
+            directions=("query", "kv") if section.backward == "auto" else (section.backward,),
+        )
+        chosen = best(found)
+        times = shape.layers * config.get("gradient_accumulation_steps", 1)
+        yield f"way: {chosen.route}, backward {chosen.direction}: {reason(chosen, found)}"
+        yield (
+            f"bytes of attention a step and rank, {shape.layers} layers: "
+            f"{chosen.intra_bytes * times / 1e9:.3g} GB within nodes, {chosen.inter_bytes * times / 1e9:.3g} GB between"
+        )
+    kv = 2 * micro * shard.tokens * shape.kv_heads * shape.head_dim * dtype.itemsize
+    yield f"memory of a ring: {2 * kv / 1e9:.3g} GB of keys and values in flight{' (4 bundles: twice that)' * (nodes > 1)}"
+    logits = micro * shard.tokens * shape.vocabulary * 4
+    yield (
+        f"logits: never whole; unfused they were {logits / 1e9:.3g} GB a rank, and their gradient as much"
+        if section.fused_loss
+        else f"logits: {logits / 1e9:.3g} GB a rank, and their gradient as much (fused_loss is off)"
+    )
+    yield f"recompute: {section.checkpointing.policy}"
+
+
+def _dtype(config: dict) -> torch.dtype:
+    if config.get("bf16", {}).get("enabled") is True:
+        return torch.bfloat16
+    return torch.float16 if config.get("fp16", {}).get("enabled") is True else torch.float32
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
