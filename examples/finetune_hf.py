@@ -3,9 +3,9 @@
     python examples/finetune_hf.py --config ds.json --data FILE_OR_FOLDER [--model FOLDER]     (make finetune)
 
 Without --model a small Llama is built from its config, and a token is a byte; with it, weights, config and
-tokenizer come from that folder (a config alone: weights are random). Started alone it starts --processes ranks
-here; under torchrun or Slurm (finetune.slurm) it is one of theirs. It leaves metrics.jsonl, loss.png and a
-checkpoint in --out, from which a second run resumes.
+tokenizer come from that folder (a config alone: weights are random). Started alone it starts --processes
+ranks here; under torchrun or Slurm (finetune.slurm) it is one of theirs. It leaves metrics.jsonl, loss.png
+and a checkpoint in --out, from which a second run resumes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DeepSpeed and Hugging Face: an unmodified causal LM trains over sharded sequences, from DeepSpeed's JSON."""
+"""DeepSpeed and Hugging Face: unmodified causal LMs train over sharded sequences, by DeepSpeed's JSON."""
 
 from burst_mcore.deepspeed.distributed_attention import BurstDistributedAttention
 from burst_mcore.deepspeed.initialize import initialize, shard_loader

@@ -1,8 +1,8 @@
 """Attention and masks of Hugging Face transformers, by BurstAttention: attn_implementation="burst".
 
-transformers describes a layer's mask to `mask_of` as a function of indices; what comes back, a `LayerMask`, travels
-through the model as its attention_mask (and through whatever checkpoints its layers) to `attend`. A mask of any
-other kind is refused: nothing is attended to by a mask that was not understood.
+transformers describes a layer's mask to `mask_of` as a function of indices; what comes back, a `LayerMask`,
+travels through the model as its attention_mask (and through whatever checkpoints its layers) to `attend`. A
+mask of any other kind is refused: nothing is attended to by a mask that was not understood.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Sequence:
     """The attention modules that came here for it."""
 
     def masks(self, window: int | None) -> tuple[Mask, ...]:
-        """By row, or one for all rows: causal, within documents and window (tokens, the query's own included)."""
+        """By row, or one for all rows: causal, in documents and window (tokens, the query's own included)."""
         seen = Mask.causal()
         if window is not None and window < self.tokens:
             seen = Mask.window(window - 1, 0)
@@ -172,7 +172,8 @@ def attend(
         what = "no mask" if attention_mask is None else f"a {type(attention_mask).__name__}"
         raise RefusedError(
             "model",
-            f"{name} got {what} that does not come from transformers' mask interface: what it may see is unknown",
+            f"{name} got {what} that does not come from transformers' mask interface: what it may see is "
+            f"unknown",
         )
     if dropout:
         raise RefusedError(
@@ -193,7 +194,7 @@ def attend(
     attention_mask.sequence.reached.add(module)
     sinks = others.get("s_aux")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    asked = {"softmax_scale": scaling, "softcap": softcap, "sinks": sinks}
+    asked: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap, "sinks": sinks}
     if attention_mask.offset or q.shape[1] != k.shape[1]:
         return _from_cache(q, k, v, attention_mask, **asked), None
     sequence, masks = attention_mask.sequence, attention_mask.masks

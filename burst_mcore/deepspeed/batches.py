@@ -1,7 +1,7 @@
 """Batches of a whole sequence -> what a rank is given: pure functions.
 
-A batch is a dict of tensors [rows, tokens, ...]; what has no such shape goes to every rank as it is. Labels are
-shifted before the sequence is dealt, and one index deals tokens, positions and labels.
+A batch is a dict of tensors [rows, tokens, ...]; what has no such shape goes to every rank as it is. Labels
+are shifted before the sequence is dealt, and one index deals tokens, positions and labels.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def prepared(
 ) -> dict[str, Any]:
     """The whole sequence as it is dealt: input_ids, position_ids, shift_labels, and what else came.
 
-    Documents are what `cu_seqlens` says (one row), or begin where given position_ids restart; padding in front
-    of tokens (attention_mask 0) is one of its own. The first token of a document is nobody's label.
+    Documents are what `cu_seqlens` says (one row), or begin where given position_ids restart; padding in
+    front of tokens (attention_mask 0) is one of its own. The first token of a document is nobody's label.
 
     Args:
         batch: input_ids [rows, tokens]; labels as Hugging Face has them (not shifted; without, the tokens
@@ -146,8 +146,10 @@ def documents(position_ids: Tensor) -> tuple[tuple[int, ...], ...]:
             token = int(odd[0])
             raise RefusedError(
                 "position_ids",
-                f"they must go on by one, or start again at 0; over the whole sequence, {int(row[token - 1])} "
-                f"at token {token - 1} is followed by {int(row[token])}. Was the batch dealt by another layout, "
+                f"they must go on by one, or start again at 0; over the whole sequence, "
+                f"{int(row[token - 1])} "
+                f"at token {token - 1} is followed by {int(row[token])}. Was the batch dealt by another "
+                f"layout, "
                 f"or numbered after it was dealt?",
             )
         found.append((*at.tolist(), len(row)))
@@ -160,7 +162,8 @@ def _real(attention_mask: Tensor | None, ids: Tensor) -> Tensor:
     if attention_mask.shape != ids.shape or not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
         raise RefusedError(
             "attention_mask",
-            f"it may say which tokens are padding: 0 or 1, {tuple(ids.shape)}, got {tuple(attention_mask.shape)} "
+            f"it may say which tokens are padding: 0 or 1, {tuple(ids.shape)}, got "
+            f"{tuple(attention_mask.shape)} "
             f"{attention_mask.dtype}. Documents are said by position_ids that restart, or by cu_seqlens",
         )
     return attention_mask.bool()
@@ -190,4 +193,5 @@ def _positions(batch: Mapping[str, Any], ids: Tensor, real: Tensor) -> Tensor:
         raise RefusedError("attention_mask", "padding between tokens of a row is not supported")
     begins |= after_padding
     start = torch.where(begins, at, 0).cummax(1).values
-    return at - start
+    counted: Tensor = at - start
+    return counted

@@ -1,4 +1,4 @@
-"""A training step of DeepSpeed with one attention or another: time, bytes, memory, beside DeepSpeed's Ulysses."""
+"""A training step of DeepSpeed with one attention or another: time, bytes, memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import nn
 from burst_mcore.bench.head_memory import peak_bytes
 from burst_mcore.bench.run import in_processes
 from burst_mcore.bench.verdict import Verdict
-from burst_mcore.deepspeed import cpu
+from burst_mcore.deepspeed.cpu import prepare_cpu
 from burst_mcore.deepspeed.initialize import initialize, sequence_of, shard_loader
 
 VOCABULARY = 2048
@@ -39,7 +39,8 @@ class Job:
 
     def __str__(self) -> str:
         return (
-            f"{self.ranks} ranks, {self.seq} tokens, {self.layers} layers, {self.heads} heads, {self.kv_heads} K/V "
+            f"{self.ranks} ranks, {self.seq} tokens, {self.layers} layers, {self.heads} heads, "
+            f"{self.kv_heads} K/V "
             f"heads of {self.head_dim}, ZeRO-{self.stage}"
         )
 
@@ -113,6 +114,7 @@ def table(job: Job, rows: Sequence[Row]) -> str:
 
 
 def figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """For programs."""
     return [asdict(row) for row in rows]
 
 
@@ -124,7 +126,7 @@ def _measure(rank: int, size: int, job: Job, names: tuple[str, ...], repeats: in
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    cpu.prepare()
+    prepare_cpu()
     deepspeed.init_distributed("gloo", verbose=False)
     sample = {
         "input_ids": torch.randint(3, VOCABULARY, (1, job.seq), generator=torch.Generator().manual_seed(1))

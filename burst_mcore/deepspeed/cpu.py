@@ -21,7 +21,7 @@ def on_cpu() -> bool:
     return bool(get_accelerator().device_name() == "cpu")
 
 
-def prepare() -> None:
+def prepare_cpu() -> None:
     """Before DeepSpeed initialises torch.distributed: no shared-memory all-reduce is built for it."""
     if not on_cpu():
         return
@@ -35,18 +35,18 @@ def prepare() -> None:
 
 def without_builds(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with torch's Adam in the place of one that DeepSpeed would compile; said once."""
-    config = copy.deepcopy(dict(config))
+    found = copy.deepcopy(dict(config))
     if not on_cpu():
-        return config
-    optimizer = config.get("optimizer", {})
+        return found
+    optimizer = found.get("optimizer", {})
     changed = []
     if str(optimizer.get("type", "")).lower() in ADAMS:
         optimizer["params"] = {**optimizer.get("params", {}), "torch_adam": True}
         changed.append("torch_adam")
-    config["zero_allow_untested_optimizer"] = True
-    if config.get("zero_optimization", {}).get("offload_optimizer"):
-        config["zero_force_ds_cpu_optimizer"] = False
+    found["zero_allow_untested_optimizer"] = True
+    if found.get("zero_optimization", {}).get("offload_optimizer"):
+        found["zero_force_ds_cpu_optimizer"] = False
         changed.append("zero_force_ds_cpu_optimizer off")
     if changed:
         logger.info("on a CPU, so that nothing is compiled: %s", ", ".join(changed))
-    return config
+    return found

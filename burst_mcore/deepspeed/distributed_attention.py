@@ -22,9 +22,10 @@ class BurstDistributedAttention(nn.Module):
     """Attention over a sequence group, with DistributedAttention's constructor and forward, for any heads.
 
     Args:
-        local_attention: what DistributedAttention would call on whole sequences of some heads. It is kept, for its
-            parameters and its place in the state_dict, and not called: attention is scaled by 1 / sqrt(head_dim)
-            and masked by `mask`.
+        local_attention: what DistributedAttention would call on whole sequences of some heads. It is kept,
+        for its
+            parameters and its place in the state_dict, and not called: attention is scaled by 1 /
+            sqrt(head_dim) and masked by `mask`.
         sequence_process_group: the ranks that share sequences.
         scatter_idx, gather_idx: where q, k, v have their heads, 2, and their tokens, 0 or 1.
         sp_stream, num_kv_heads: not used.
@@ -71,7 +72,8 @@ class BurstDistributedAttention(nn.Module):
         """Attend.
 
         Args:
-            query: [local tokens, batch, heads, head_dim], or batch first, as gather_idx and batch_dim_idx say.
+            query: [local tokens, batch, heads, head_dim], or batch first, as gather_idx and batch_dim_idx
+            say.
                 key, value: of the K/V heads.
             rotary_pos_emb: (cos, sin) [tokens of the whole sequence, 1, 1, head_dim], with the batch first.
             args, kwargs: of the local attention: none that says something.
@@ -102,7 +104,8 @@ class BurstDistributedAttention(nn.Module):
             raise RefusedError(
                 "dimensions", "rotary_pos_emb needs q, k, v with the batch first (gather_idx 1)"
             )
-        at = {"rank": self.topology.rank, "size": self.topology.size, "layout": self.config.layout}
+        ring = self.topology
+        at: dict[str, Any] = {"rank": ring.rank, "size": ring.size, "layout": self.config.layout}
         cos, sin = (shard(x, 0, **at).permute(1, 0, 2, 3) for x in embedding)
         return apply_rotary_pos_emb(query, cos, sin), apply_rotary_pos_emb(key, cos, sin)
 

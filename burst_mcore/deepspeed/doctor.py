@@ -95,10 +95,12 @@ def examine(path: Path, *, world: int, per_node: int, shape: Shape) -> Iterator[
         yield f"way: {chosen.route}, backward {chosen.direction}: {reason(chosen, found)}"
         yield (
             f"bytes of attention a step and rank, {shape.layers} layers: "
-            f"{chosen.intra_bytes * times / 1e9:.3g} GB within nodes, {chosen.inter_bytes * times / 1e9:.3g} GB between"
+            f"{chosen.intra_bytes * times / 1e9:.3g} GB within nodes, "
+            f"{chosen.inter_bytes * times / 1e9:.3g} GB between"
         )
     kv = 2 * micro * shard.tokens * shape.kv_heads * shape.head_dim * dtype.itemsize
-    yield f"memory of a ring: {2 * kv / 1e9:.3g} GB of keys and values in flight{' (4 bundles: twice that)' * (nodes > 1)}"
+    bundles = 4 if nodes > 1 else 2
+    yield f"memory of a ring: {bundles * kv / 1e9:.3g} GB of keys and values in flight ({bundles} bundles)"
     logits = micro * shard.tokens * shape.vocabulary * 4
     yield (
         f"logits: never whole; unfused they were {logits / 1e9:.3g} GB a rank, and their gradient as much"

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from burst_mcore.attention.function import connect
-from burst_mcore.deepspeed import cpu
 from burst_mcore.deepspeed.checkpointing import attach_checkpointing
+from burst_mcore.deepspeed.cpu import prepare_cpu, without_builds
 from burst_mcore.deepspeed.groups import topology_of, unit_of
 from burst_mcore.deepspeed.loader import ShardedLoader, loader_for
 from burst_mcore.deepspeed.loss import gradient_scale, refuse_large_parameters
@@ -45,11 +45,12 @@ def initialize(
 ) -> tuple[Any, Any, ShardedLoader | None, Any]:
     """deepspeed.initialize for long sequences: the same results, and every sequence shared by SP ranks.
 
-    What the JSON must have is "sequence_parallel_size" (1 without it), which divides the world; what the section
-    "burst_attention" may have, see docs/deepspeed-section.md. Collective over all ranks.
+    What the JSON must have is "sequence_parallel_size" (1 without it), which divides the world; what the
+    section "burst_attention" may have, see docs/deepspeed-section.md. Collective over all ranks.
 
-    The returned engine's loss is the mean over the valid labels of the whole sequence, the same on all ranks of a
-    sequence group; losses, gradients, clipping and norms are those of SP 1 with as many data-parallel ranks.
+    The returned engine's loss is the mean over the valid labels of the whole sequence, the same on all ranks
+    of a sequence group; losses, gradients, clipping and norms are those of SP 1 with as many data-parallel
+    ranks.
 
     Args:
         model: a causal LM of transformers, unmodified, dealt by zero.Init or not. It is prepared in place:
@@ -70,7 +71,7 @@ def initialize(
     """
     import deepspeed
 
-    cpu.prepare()
+    prepare_cpu()
     found, problem = None, None
     try:
         found = _read(config, mesh_param)
@@ -107,7 +108,7 @@ def shard_loader(
     pad_token_id: int | None = None,
     **options: Any,
 ) -> ShardedLoader:
-    """A loader for an engine of `initialize`: of evaluation data, say. `options` are those of `loader_for`."""
+    """A loader for an engine of `initialize`: of evaluation data, say. `options`: those of `loader_for`."""
     sequence = sequence or sequence_of(engine.module)
     text = _text_config(engine.module)
     if pad_token_id is None:
@@ -167,7 +168,7 @@ def _read(config: str | Path | Mapping[str, Any], mesh_param: Any) -> tuple[Sect
     settings = config_dict(config)
     section = section_of(settings)
     refuse_config(settings, mesh_param)
-    return section, cpu.without_builds(settings)
+    return section, without_builds(settings)
 
 
 def _agreed(
@@ -202,5 +203,5 @@ def _with_parameters(model: nn.Module, options: dict[str, Any]) -> dict[str, Any
 
 
 def _text_config(model: Any) -> Any:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config

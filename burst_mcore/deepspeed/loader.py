@@ -22,9 +22,9 @@ END, FAILED = -1, -2
 class ShardedLoader:
     """Goes over a loader of whole sequences and yields this rank's part of each batch.
 
-    Every rank of the sequence group must load the same batches (`own=False`); that is checked, batch by batch. Or
-    each loads its own (`own=True`, the way of UlyssesSPDataLoaderAdapter, for loaders that deal samples over all
-    ranks): then they are gathered, and all ranks work on each of them in turn.
+    Every rank of the sequence group must load the same batches (`own=False`); that is checked, batch by
+    batch. Or each loads its own (`own=True`, the way of UlyssesSPDataLoaderAdapter, for loaders that deal
+    samples over all ranks): then they are gathered, and all ranks work on each of them in turn.
 
     Yields: input_ids, position_ids, shift_labels [rows, local tokens], on `device`, and what else came.
 
@@ -58,7 +58,7 @@ class ShardedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Of the loader's sampler: another order of samples."""
-        sampler = getattr(self.loader, "sampler", None)
+        sampler: Any = getattr(self.loader, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
 
@@ -100,8 +100,10 @@ class ShardedLoader:
         if len(set(states)) > 1:
             raise RefusedError(
                 "loader",
-                "the ranks of a sequence group loaded different batches. Deal samples over data-parallel ranks, "
-                "DistributedSampler(num_replicas=world // SP, rank=rank // SP), with the same seed on all; or, if "
+                "the ranks of a sequence group loaded different batches. Deal samples over data-parallel "
+                "ranks, "
+                "DistributedSampler(num_replicas=world // SP, rank=rank // SP), with the same seed on all; "
+                "or, if "
                 "every rank shall bring its own, pass own=True",
             )
         return [batch]
@@ -137,7 +139,7 @@ def loader_for(
         replicas = getattr(data.sampler, "num_replicas", None)
         own = size > 1 and replicas == dist.get_world_size()
         return ShardedLoader(data, group=group, own=own, pad_token_id=pad_token_id, **options)
-    sampler = None
+    sampler: Any = None
     if not isinstance(data, IterableDataset):
         dp, rank = dist.get_world_size() // size, dist.get_rank() // size
         sampler = DistributedSampler(data, num_replicas=dp, rank=rank)

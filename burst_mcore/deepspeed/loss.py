@@ -1,4 +1,4 @@
-"""The loss of a whole sequence, of which every rank has some tokens, and the gradient that ZeRO expects of it."""
+"""The loss of a whole sequence, of which every rank has some tokens, and the gradient that ZeRO expects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from burst_mcore.deepspeed.refusals import RefusedError
 
 
 class WholeLoss(torch.autograd.Function):
-    """A rank's part of a loss -> the loss, on all ranks; backward goes to this rank's part alone, times `scale`."""
+    """A rank's part of a loss -> the loss, on all ranks; backward goes to this part alone, times `scale`."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup | None, scale: float) -> Tensor:
@@ -32,8 +32,8 @@ def gradient_scale(config: Mapping[str, Any], size: int) -> float:
     """By which a rank's part of the gradient is multiplied before DeepSpeed reduces it.
 
     ZeRO 0 to 2 divide by DP alone and so sum over the sequence group, as parts must be. ZeRO-3 divides by all
-    ranks where it reduces by reduce-scatter, and by DP where it all-reduces contiguous gradients, which it does
-    with reduce_scatter off.
+    ranks where it reduces by reduce-scatter, and by DP where it all-reduces contiguous gradients, which it
+    does with reduce_scatter off.
     """
     zero = config.get("zero_optimization", {})
     scattered = zero.get("reduce_scatter", True) or not zero.get("contiguous_gradients", True)
@@ -55,7 +55,9 @@ def refuse_large_parameters(config: Mapping[str, Any], parameters: Iterable[nn.P
     if isinstance(bucket, int | float) and largest > bucket:
         raise RefusedError(
             "reduce_bucket_size",
-            f"with reduce_scatter false ZeRO-3 averages parameters larger than a bucket over all ranks, others "
-            f"over DP: the largest here has {largest} entries, reduce_bucket_size is {bucket:g}. Raise it, or "
+            f"with reduce_scatter false ZeRO-3 averages parameters larger than a bucket over all ranks, "
+            f"others "
+            f"over DP: the largest here has {largest} entries, reduce_bucket_size is {bucket:g}. Raise it, "
+            f"or "
             f"leave reduce_scatter on",
         )

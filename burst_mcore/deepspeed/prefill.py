@@ -17,8 +17,8 @@ from burst_mcore.layout import Layout, positions, shard, unshard
 class Prefill:
     """One prompt of n tokens, which every rank has whole before and behind; the work between is dealt.
 
-    Every rank ends with the keys and values of all tokens in its cache, and with the logits of the last one: what
-    a forward over the whole prompt leaves. Later tokens are then computed by every rank alike.
+    Every rank ends with the keys and values of all tokens in its cache, and with the logits of the last one:
+    what a forward over the whole prompt leaves. Later tokens are then computed by every rank alike.
     """
 
     def __init__(self, topology: Topology, group: dist.ProcessGroup, config: BurstConfig, n: int) -> None:
@@ -66,7 +66,7 @@ class Prefill:
         return shard(x, 1, rank=self.topology.rank, size=self.topology.size, layout=self.layout)
 
     def _last(self) -> tuple[int, int]:
-        """(rank that holds the prompt's last token, where this rank keeps logits: there, or its first row)."""
+        """(rank that holds the prompt's last token, which row this rank keeps logits of: that, or 0)."""
         size = self.topology.size
         for rank in range(size):
             held = (positions(self.padded, rank=rank, size=size, layout=self.layout) == self.n - 1).nonzero()

@@ -41,7 +41,7 @@ def refuse_versions() -> None:
 
 
 def sequence_parallel_size(config: Mapping[str, Any], world: int) -> int:
-    """ "sequence_parallel_size" of a configuration, for `world` ranks; 1 where it is missing."""
+    """The "sequence_parallel_size" of a configuration, for `world` ranks; 1 where it is missing."""
     size = config.get("sequence_parallel_size", 1)
     if type(size) is not int or size < 1 or world % size:
         legal = [d for d in range(1, world + 1) if world % d == 0]
@@ -56,7 +56,7 @@ def refuse_config(config: Mapping[str, Any], mesh_param: Any = None) -> None:
     if mesh_param is not None or "data_parallel_size" in config:
         raise RefusedError(
             "mesh",
-            '"data_parallel_size" (or mesh_param) makes DeepSpeed build a device mesh, with which ZeRO leaves '
+            '"data_parallel_size" (or mesh_param) makes DeepSpeed build a device mesh: then ZeRO leaves '
             'gradients unreduced over the sequence groups: give "sequence_parallel_size" alone',
         )
     if config.get("pipeline", {}).get("stages") not in (None, "auto", 1):

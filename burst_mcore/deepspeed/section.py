@@ -33,8 +33,10 @@ class Checkpointing(_Strict):
 
     policy: Literal["none", "full", "keep_attention", "segment"] = Field(
         "none",
-        description="`none`: everything is stored. `full`: layers are recomputed. `keep_attention`: layers are "
-        "recomputed, their attention is not. `segment`: the attention of the last part of the sequence is not.",
+        description="`none`: everything is stored. `full`: layers are recomputed. `keep_attention`: layers "
+        "are "
+        "recomputed, their attention is not. `segment`: the attention of the last part of the sequence is "
+        "not.",
     )
     keep: float = Field(
         0.5,
@@ -74,7 +76,7 @@ class Section(_Strict):
     )
     fused_loss: bool = Field(True, description="Fuse the LM head with its loss: no logits in training.")
     checkpointing: Checkpointing = Field(
-        default_factory=lambda: Checkpointing(), description="Recompute in backward, see below."
+        default_factory=Checkpointing.model_construct, description="Recompute in backward, see below."
     )
 
     @model_validator(mode="after")
@@ -152,7 +154,8 @@ def reference() -> str:
     lines = [
         '# The section "burst_attention"',
         "",
-        "Made from the schema (`burst-mcore doctor --reference`); every key is optional, an unknown one is an error that",
+        "Made from the schema (`burst-mcore doctor --reference`); every key is optional, an unknown one is "
+        "an error that",
         "names the nearest legal one. What the section is for is in [deepspeed.md](deepspeed.md).",
         "",
         *_table(Section),

@@ -26,9 +26,9 @@ from burst_mcore.layout import unshard
 class SequenceParallel:
     """Hooks around a causal LM's forward, one object for each model.
 
-    Before it: the ranks of the sequence group exchange positions and numbers of labels, a few bytes a token once
-    a forward, from which every rank knows the documents of the whole sequence and by how many labels the loss is
-    divided. Behind it: the loss of the whole sequence stands where the model's own was.
+    Before it: the ranks of the sequence group exchange positions and numbers of labels, a few bytes a token
+    once a forward, from which every rank knows the documents of the whole sequence and by how many labels the
+    loss is divided. Behind it: the loss of the whole sequence stands where the model's own was.
     """
 
     model: nn.Module
@@ -154,8 +154,10 @@ class SequenceParallel:
         if not isinstance(ids, Tensor) or not isinstance(positions, Tensor):
             raise RefusedError(
                 "position_ids",
-                "a forward over sharded sequences needs input_ids (or inputs_embeds) and position_ids: without, "
-                "every rank would count from 0. Wrap the loader (burst.shard_loader), or deal them with the ids",
+                "a forward over sharded sequences needs input_ids (or inputs_embeds) and position_ids: "
+                "without, "
+                "every rank would count from 0. Wrap the loader (burst.shard_loader), or deal them with "
+                "the ids",
             )
         positions = positions.expand(ids.shape[0], -1) if positions.dim() == 2 else positions
         if positions.shape != ids.shape[:2]:
@@ -167,7 +169,8 @@ class SequenceParallel:
             if self.topology.size > 1:
                 raise RefusedError(
                     "labels",
-                    "labels must be shifted before the sequence is dealt: give shift_labels (burst.shard_loader "
+                    "labels must be shifted before the sequence is dealt: give shift_labels "
+                    "(burst.shard_loader "
                     "does). Shifted in a shard they lose one token at every seam",
                 )
             shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from burst_mcore.deepspeed import cpu
+from burst_mcore.deepspeed.cpu import prepare_cpu
 from burst_mcore.deepspeed.groups import unit_of
 from burst_mcore.deepspeed.initialize import prepare_model
 from burst_mcore.deepspeed.loader import ShardedLoader
@@ -14,7 +14,7 @@ from burst_mcore.deepspeed.section import section_of
 
 
 class BurstSPAttentionHF:
-    """Stands where deepspeed's UlyssesSPAttentionHF stands: `register_with_transformers` makes a model ready."""
+    """Stands where UlyssesSPAttentionHF stands: `register_with_transformers` makes a model ready."""
 
     @classmethod
     def register_with_transformers(
@@ -33,7 +33,8 @@ class BurstSPAttentionHF:
         Args:
             model_name_or_path: the model; a name cannot be prepared.
             core_attn_implementation: not used, nor are lengths and micro_batch_size: any kernel, any length.
-            disable_in_eval: in evaluation every rank has whole sequences of its own, as the Trainer deals them.
+            disable_in_eval: in evaluation every rank has whole sequences of its own, as the Trainer deals
+            them.
 
         Returns:
             The mpu for deepspeed.initialize; None for one rank.
@@ -52,7 +53,8 @@ class BurstSPAttentionHF:
         if written != sequence_parallel_size:
             raise RefusedError(
                 "sequence_parallel_size",
-                f"the JSON says {written!r}, Accelerate's ParallelismConfig has sp_size={sequence_parallel_size}",
+                f"the JSON says {written!r}, Accelerate's ParallelismConfig has "
+                f"sp_size={sequence_parallel_size}",
             )
         unit = unit_of(sequence_parallel_size)
         sequence = prepare_model(model_name_or_path, section_of(config), config, unit)
@@ -78,7 +80,7 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         """The next of the epoch; the adapter that it stands for is an iterator."""
         self._batches = self._batches or iter(self)
         try:
-            return next(self._batches)  # type: ignore[no-any-return]
+            return next(self._batches)
         except StopIteration:
             self._batches = None
             raise
@@ -87,7 +89,8 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
 def whole_loss(accelerator: Any, model: Any, inputs: dict[str, Any], return_outputs: bool, pc: Any) -> Any:
     """The Trainer's loss over a sequence group: that of the model's forward, which is the whole sequence's.
 
-    transformers 5.23 gathers it once more, by a gather whose gradient is a sum: SP times too large on ZeRO 0-2.
+    transformers 5.23 gathers it once more, by a gather whose gradient is a sum: SP times too large on ZeRO
+    0-2.
     """
     outputs = model(**inputs)
     loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
@@ -97,11 +100,11 @@ def whole_loss(accelerator: Any, model: Any, inputs: dict[str, Any], return_outp
 def replace_ulysses() -> None:
     """Make Accelerate and the Trainer use BurstAttention where they would use DeepSpeed's Ulysses.
 
-    Call it before Accelerator or Trainer prepare a model. Twice is once; `restore_ulysses` takes it back. It sets
-    three names, which those packages import when they need them, and changes no file.
+    Call it before Accelerator or Trainer prepare a model. Twice is once; `restore_ulysses` takes it back. It
+    sets three names, which those packages import when they need them, and changes no file.
     """
     refuse_versions()
-    cpu.prepare()
+    prepare_cpu()
     for module, name, ours in _places():
         if (module, name) not in _originals:
             _originals[module, name] = getattr(module, name)

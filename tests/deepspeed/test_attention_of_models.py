@@ -1,4 +1,4 @@
-"""Models with windows, soft caps, sinks; packed and padded batches; evaluation and generate: against themselves."""
+"""Windows, soft caps, sinks; packed and padded batches; evaluation, generate: against one process."""
 
 import deepspeed
 import torch
@@ -12,7 +12,8 @@ MODELS = {
     "Mistral": {"sliding_window": 7},
     "Gemma2": {"sliding_window": 7, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 3.0,
                "query_pre_attn_scalar": 8},
-    "Gemma3Text": {"sliding_window": 7, "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "Gemma3Text": {"sliding_window": 7, "query_pre_attn_scalar": 8,
+                   "layer_types": ["sliding_attention", "full_attention"]},
     "Qwen3": {},
     "GptOss": {"sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 1,
                "layer_types": ["sliding_attention", "full_attention"]},

@@ -138,9 +138,10 @@ def _trainer(rank, size, sp, stages, folder):
         arguments = TrainingArguments(
             f"{folder}/{rank}", use_cpu=True, deepspeed=_config(stage, GAS), max_steps=STEPS,
             parallelism_config=_parallelism(sp, size), per_device_train_batch_size=1,
-            gradient_accumulation_steps=GAS, max_grad_norm=0.5, learning_rate=0.1, lr_scheduler_type="constant",
-            optim="sgd", weight_decay=0.0, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
-            remove_unused_columns=False, train_sampling_strategy="sequential",
+            gradient_accumulation_steps=GAS, max_grad_norm=0.5, learning_rate=0.1,
+            lr_scheduler_type="constant", optim="sgd", weight_decay=0.0, logging_steps=1, save_strategy="no",
+            report_to=[], disable_tqdm=True, remove_unused_columns=False,
+            train_sampling_strategy="sequential",
         )  # fmt: skip
         trainer = Trainer(model, arguments, train_dataset=data, data_collator=collated)
         trainer.train()
