@@ -172,7 +172,7 @@ def _real(attention_mask: Tensor | None, ids: Tensor) -> Tensor:
 def _positions(batch: Mapping[str, Any], ids: Tensor, real: Tensor) -> Tensor:
     rows, n = ids.shape
     ends = next((batch[name] for name in CUMULATED if batch.get(name) is not None), None)
-    given = batch.get("position_ids")
+    given: Tensor | None = batch.get("position_ids")
     if given is not None and given.shape != ids.shape:
         raise RefusedError("position_ids", f"they must be {tuple(ids.shape)}, got {tuple(given.shape)}")
     at = torch.arange(n)
@@ -192,6 +192,5 @@ def _positions(batch: Mapping[str, Any], ids: Tensor, real: Tensor) -> Tensor:
     if bool((after_padding & (real.cumsum(1) > 1)).any()):
         raise RefusedError("attention_mask", "padding between tokens of a row is not supported")
     begins |= after_padding
-    start = torch.where(begins, at, 0).cummax(1).values
-    counted: Tensor = at - start
-    return counted
+    start: Tensor = torch.where(begins, at, 0).cummax(1).values
+    return at - start

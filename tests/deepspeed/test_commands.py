@@ -1,0 +1,68 @@
+"""The doctor, and the benchmark beside Ulysses, as they are started."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from engines import config_of
+from typer.testing import CliRunner
+
+from burst_mcore.cli import app
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_doctor_explains_the_examples():
+    for name, groups in (("zero3_sp4", "4 data-parallel x 4"), ("zero2_dp2_sp2", "8 data-parallel x 2")):
+        path = str(ROOT / "examples" / "deepspeed" / f"{name}.json")
+        done = CliRunner().invoke(app, ["doctor", path, "--world", "16", "--seq", "8K"])
+        assert done.exit_code == 0, done.output
+        assert (
+            groups in done.output and "kernel on this" in done.output and "bytes of attention" in done.output
+        )
+
+
+def test_the_doctor_says_what_initialize_would_refuse(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps(config_of(2, 2, layuot="zigzag")))
+    done = CliRunner().invoke(app, ["doctor", str(tmp_path / "ds.json")])
+    assert done.exit_code == 1 and 'did you mean "layout"' in done.output
+    (tmp_path / "ds.json").write_text(json.dumps(config_of(2, 2)))
+    done = CliRunner().invoke(app, ["doctor", str(tmp_path / "ds.json"), "--world", "3"])
+    assert done.exit_code == 1 and "refused (sequence_parallel_size)" in done.output
+
+
+@pytest.mark.slow
+def test_the_benchmark_where_heads_do_not_divide():
+    from burst_mcore.deepspeed import compare
+
+    job = compare.Job(ranks=2, heads=3, kv_heads=3, seq=64, layers=1, head_dim=8)
+    rows = {row.method: row for row in compare.measure(job, list(compare.METHODS), 1)}
+    assert rows["burst auto"].seconds is not None
+    assert "not divisible" in rows["ulysses (UlyssesSPAttentionHF)"].cannot
+
+
+@pytest.mark.slow
+def test_the_example_trains_and_resumes(tmp_path):
+    import subprocess
+
+    (tmp_path / "text.py").write_text("def f(x):\n    return x\n" * 400)
+    out = tmp_path / "out"
+    start = [
+        *(sys.executable, "-W", "ignore", str(ROOT / "examples" / "finetune_hf.py")),
+        *("--config", str(ROOT / "examples" / "deepspeed" / "zero3_sp4.json"), "--tokens", "120"),
+        *("--data", str(tmp_path), "--out", str(out), "--save-every", "100"),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    for name in ("RANK", "LOCAL_RANK"):
+        environment.pop(name, None)
+    for steps in (3, 5, 5):
+        done = subprocess.run(
+            [*start, "--steps", str(steps)], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    assert "all 5 steps are done" in done.stdout
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
