@@ -365,9 +365,9 @@ def deepspeed(
     """A training step beside DeepSpeed's Ulysses: time, bytes, peak memory, on this machine's CPU."""
     import json
 
+    from burst_mcore.bench import deepspeed_steps as compare
     from burst_mcore.bench.masks import tokens
     from burst_mcore.bench.verdict import bars
-    from burst_mcore.deepspeed import compare
 
     names = [name.strip() for name in methods.split(";") if name.strip()] or list(compare.METHODS)
     try:
