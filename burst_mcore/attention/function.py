@@ -27,7 +27,7 @@ from burst_mcore.attention.front import behind, forward_of_front
 from burst_mcore.attention.heads import pooled_like
 from burst_mcore.attention.kernels.table import taking_delta
 from burst_mcore.attention.passes import Attended, Call, Keys, Queries, backward, forward
-from burst_mcore.attention.recompute import Kept, Made, recordings, replays
+from burst_mcore.attention.recompute import Kept, Made, layer, recordings, replays
 from burst_mcore.attention.ring import ProcessGroups
 from burst_mcore.attention.schedule import PASSES
 from burst_mcore.attention.topology import Topology
@@ -91,7 +91,7 @@ def burst_attention(
         _check(topology, mask, softmax_scale, softcap, config, return_lse, tensors)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     given = topology.handle, mask.handle, config.handle, softmax_scale, softcap, bool(return_lse), wanted
-    made = Made(tuple(q.shape), v.shape[-1], q.dtype)
+    made = Made(tuple(q.shape), v.shape[-1], q.dtype, layer())
     kept = _kept_of(made, topology)
     if kept is not None:
         out, lse, _, _, _ = attention_forward(*tensors, kept.tensors, kept.keep, kept.at_most, *given)

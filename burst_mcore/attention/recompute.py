@@ -28,6 +28,13 @@ class Made(NamedTuple):
     """[B, S, H, D]."""
     value_dim: int
     dtype: torch.dtype
+    layer: str | None = None
+    """Whose it is, where somebody said so: see `of_layer`."""
+
+    def __str__(self) -> str:
+        """For messages."""
+        whose = "" if self.layer is None else f" of {self.layer}"
+        return f"a call{whose} with q {list(self.q)} {self.dtype}, value_dim {self.value_dim}"
 
     @property
     def bytes(self) -> int:
@@ -85,6 +92,23 @@ def replays() -> tuple[Replay, ...]:
     """The recomputations that this thread is in, outermost first."""
     found: tuple[Replay, ...] = getattr(_entered, "replays", ())
     return found
+
+
+def layer() -> str | None:
+    """The layer that this thread is in, where somebody said so."""
+    found: str | None = getattr(_entered, "layer", None)
+    return found
+
+
+@contextlib.contextmanager
+def of_layer(name: str) -> Iterator[None]:
+    """Calls in here are this layer's: its recomputation is not mistaken for another's, and errors name it."""
+    before = layer()
+    _entered.layer = name
+    try:
+        yield
+    finally:
+        _entered.layer = before
 
 
 @contextlib.contextmanager

@@ -63,7 +63,8 @@ class Record:
         if again.calls < len(self.made):
             raise RecomputeError(
                 f"the recomputation of {self.name} made {again.calls} calls of burst_attention, but its "
-                f"forward made {len(self.made)}: a checkpointed function must do the same both times"
+                f"forward made {len(self.made)}; the next was {self.made[again.calls]}: a checkpointed "
+                f"function must do the same both times"
             )
 
 
@@ -89,16 +90,20 @@ class _Recomputation:
         self.calls += 1
         if number >= len(record.made):
             raise RecomputeError(
-                f"call {number + 1} of burst_attention in the recomputation of {record.name} has no record: "
-                f"its forward made {len(record.made)}; a checkpointed function must do the same both times"
+                f"call {number + 1} of burst_attention in the recomputation of {record.name}, {made}, has no "
+                f"record: its forward made {len(record.made)}; a checkpointed function must do the same both "
+                f"times"
             )
         if made != record.made[number]:
             raise RecomputeError(
-                f"call {number + 1} of burst_attention in the recomputation of {record.name} has {made}, but "
-                f"in its forward it had {record.made[number]}"
+                f"call {number + 1} of burst_attention in the recomputation of {record.name} is {made}, but "
+                f"in its forward it was {record.made[number]}"
             )
         held, record.held[number] = record.held[number], None
-        return None if held is None else held.take()
+        try:
+            return None if held is None else held.take()
+        except RecomputeError as error:
+            raise RecomputeError(f"{made} in {record.name}: {error}") from error
 
 
 def in_backward() -> bool:

@@ -20,7 +20,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 
 from burst_mcore.attention.function import burst_attention, connect
-from burst_mcore.attention.recompute import RecomputeError
+from burst_mcore.attention.recompute import of_layer
 from burst_mcore.attention.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import positions
@@ -136,7 +136,7 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         if is_packed:
             found = self._packing(packed_seq_params, n, topology.size)
             mask, config = mask & found.documents, replace(config, layout=found.layout)
-        try:
+        with of_layer(f"layer {self.layer_number}"):
             out = burst_attention(
                 *(_batch_first(x, is_packed) for x in (query, key, value)),
                 topology=topology,
@@ -145,8 +145,6 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
                 sinks=self.softmax_offset,
                 config=config,
             )
-        except RecomputeError as error:
-            raise RecomputeError(f"layer {self.layer_number}: {error}") from error
         assert isinstance(out, Tensor)
         return out[0].flatten(1) if query.dim() == 3 else out.transpose(0, 1).flatten(2)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from functools import lru_cache
+from collections import Counter
+from dataclasses import replace
+from functools import lru_cache, partial
 from importlib.metadata import version
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -14,6 +16,10 @@ import torch.distributed as dist
 from ranks import processes
 
 from burst_mcore import BurstConfig, Layout, shard, unshard
+from burst_mcore.attention.kernels.table import KERNELS, by_rank
+from burst_mcore.attention.tiles import Tile
+from burst_mcore.checkpointing import Full, Policy
+from burst_mcore.checkpointing.scope import in_backward
 from burst_mcore.megatron import cpu
 
 VERSION = tuple(int(part) for part in version("megatron-core").split(".")[:2])
@@ -45,6 +51,10 @@ class Step(NamedTuple):
     losses: torch.Tensor
     norms: dict[str, float]
     core_attentions: list[str]
+    gradients: dict[str, torch.Tensor]
+    """Of this rank, by parameter."""
+    recomputed: int
+    """Query-key pairs that burst attention's forward met in backward, on all ranks."""
 
 
 class Case(NamedTuple):
@@ -53,8 +63,14 @@ class Case(NamedTuple):
     tp: int = 1
     cp: int = 1
     backward: str = "auto"
-    recompute: str | None = None
+    recompute: str | tuple[str, int] | None = None
+    """"selective" (core attention), or full: "full" (each layer), or method and number of layers."""
+    policy: Policy = Full()  # noqa: RUF009
     microbatches: int = 1
+    lifo: bool = False
+    """Whether the last microbatch goes back first."""
+    strays: bool = False
+    """Whether forwards without a backward come in between: without gradients, and dropped."""
     fields: tuple[tuple[str, Any], ...] = ()
     burst: tuple[tuple[str, Any], ...] = ()
     hierarchy: tuple[int, ...] | None = None
@@ -72,7 +88,13 @@ class Case(NamedTuple):
 
 def step(case: Case) -> Step:
     """One step of `case` over as many processes as it needs; what rank 0 saw."""
-    return processes(case.tp * case.cp, _step, case, timeout=300)[0]
+    return steps(case)[0][0]
+
+
+def steps(*cases: Case) -> list[list[Step]]:
+    """One step of each of `cases`, in turn, over the same processes; what each rank saw."""
+    (size,) = {case.tp * case.cp for case in cases}
+    return list(map(list, zip(*processes(size, _steps, cases, timeout=300), strict=True)))
 
 
 @lru_cache
@@ -90,37 +112,73 @@ def assert_equal(got: Step, want: Step, attention: str = "BurstCoreAttention") -
         assert got.norms[name] == pytest.approx(norm, rel=2e-5, abs=1e-9), name
 
 
-def _step(rank: int, size: int, case: Case) -> Step:
+def _steps(rank: int, size: int, cases: tuple[Case, ...]) -> list[Step]:
     cpu.enable()
+    from megatron.core import parallel_state
+
+    ((tp, cp, hierarchy),) = {(case.tp, case.cp, case.hierarchy) for case in cases}
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        hierarchical_context_parallel_sizes=list(hierarchy) if hierarchy else None,
+    )
+    attended = count_pairs()
+    return [_step(case, attended) for case in cases]
+
+
+def count_pairs() -> Counter[str]:
+    """From now on, query-key pairs that burst attention's forward meets in this process.
+
+    By "forward", and "backward", where it meets them again.
+    """
+    attended: Counter[str] = Counter()
+
+    def counting(forward: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Any, how: Any) -> Any:
+        rows, columns = seen.shape
+        tile = Tile((range(rows),), (range(columns),), seen.low, seen.high, seen.parts)
+        attended["backward" if in_backward() else "forward"] += len(q) * tile.pairs
+        return forward(q, k, v, seen, how)
+
+    for kernel in by_rank("cpu"):
+        KERNELS[kernel.name] = replace(kernel, forward=partial(counting, kernel.forward))
+    return attended
+
+
+def _step(case: Case, attended: Counter[str]) -> Step:
     from megatron.core import parallel_state, tensor_parallel
 
     from burst_mcore.megatron.fused_loss import fuse_loss
     from burst_mcore.megatron.layouts import use_layout
+    from burst_mcore.megatron.recompute import use_recompute
 
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=case.tp,
-        context_parallel_size=case.cp,
-        hierarchical_context_parallel_sizes=list(case.hierarchy) if case.hierarchy else None,
-    )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(0)
-    if case.layout != "zigzag":
-        use_layout(case.layout)
+    use_layout(case.layout)
+    use_recompute(case.policy)
     if dict(case.fields).get("sequence_parallel"):
         let_torchs_norms_be_sequence_parallel()
     model = build(case)
     if case.fused:
         fuse_loss(model)
     cp_group = parallel_state.get_context_parallel_group()
-    losses, layout, real = (_packed if case.documents else _forwards)(model, case, cp_group)
-    for loss in losses:
+    forwards = _packed if case.documents else _forwards
+    losses, layout, real = forwards(model, case, cp_group)
+    if case.strays:
+        with torch.no_grad():
+            forwards(model, case, cp_group)
+        forwards(model, case, cp_group)
+    attended.clear()
+    for loss in reversed(losses) if case.lifo else losses:
         (loss.sum() / (len(loss) * real.sum() * case.microbatches)).backward()
+    recomputed = torch.tensor(attended["backward"])
+    dist.all_reduce(recomputed)
     whole = [torch.empty_like(losses[0]) for _ in range(case.cp)]
     dist.all_gather(whole, losses[0].detach().contiguous(), group=cp_group)
-    norms = {}
+    norms, gradients = {}, {}
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue
+        gradients[name] = parameter.grad
         gradient = parameter.grad.double()
         dist.all_reduce(gradient, group=cp_group)
         if getattr(parameter, "sequence_parallel", False):
@@ -130,7 +188,8 @@ def _step(rank: int, size: int, case: Case) -> Step:
             dist.all_reduce(square, group=parallel_state.get_tensor_model_parallel_group())
         norms[name] = square.sqrt().item()
     cores = [type(m).__name__ for n, m in model.named_modules() if n.endswith("core_attention")]
-    return Step(unshard(whole, 1, layout=layout)[:, real], norms, cores)
+    losses_of_all = unshard(whole, 1, layout=layout)[:, real]
+    return Step(losses_of_all, norms, cores, gradients, int(recomputed))
 
 
 def let_torchs_norms_be_sequence_parallel() -> None:
@@ -253,9 +312,10 @@ def transformer_config(case: Case) -> Any:
         "calculate_per_token_loss": True,
     }
     if case.recompute is not None:
-        fields["recompute_granularity"] = case.recompute
-        if case.recompute == "full":
-            fields.update(recompute_method="uniform", recompute_num_layers=1)
+        method = ("uniform", 1) if case.recompute == "full" else case.recompute
+        fields["recompute_granularity"] = "selective" if method == "selective" else "full"
+        if method != "selective":
+            fields.update(recompute_method=method[0], recompute_num_layers=method[1])
     fields.update(case.fields)
     make = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
     return make(**fields)
