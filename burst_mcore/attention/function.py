@@ -91,7 +91,7 @@ def burst_attention(
         _check(topology, mask, softmax_scale, softcap, config, return_lse, tensors)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     given = topology.handle, mask.handle, config.handle, softmax_scale, softcap, bool(return_lse), wanted
-    made = Made(tuple(q.shape), v.shape[-1], q.dtype, layer())
+    made = Made(tuple(q.shape), v.shape[-1], q.dtype, layer(), topology.handle)
     kept = _kept_of(made, topology)
     if kept is not None:
         out, lse, _, _, _ = attention_forward(*tensors, kept.tensors, kept.keep, kept.at_most, *given)

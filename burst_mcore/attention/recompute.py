@@ -30,6 +30,8 @@ class Made(NamedTuple):
     dtype: torch.dtype
     layer: str | None = None
     """Whose it is, where somebody said so: see `of_layer`."""
+    topology: str | None = None
+    """The handle of its ring."""
 
     def __str__(self) -> str:
         """For messages."""

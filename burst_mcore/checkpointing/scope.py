@@ -12,7 +12,9 @@ from typing import Protocol
 
 import torch
 
+from burst_mcore.attention.agreement import agreement
 from burst_mcore.attention.recompute import Kept, Made, RecomputeError, recording, replaying
+from burst_mcore.handles import find
 
 
 class Keeper(Protocol):
@@ -61,11 +63,16 @@ class Record:
         with replaying(again):
             yield
         if again.calls < len(self.made):
-            raise RecomputeError(
+            missing = self.made[again.calls]
+            error = RecomputeError(
                 f"the recomputation of {self.name} made {again.calls} calls of burst_attention, but its "
-                f"forward made {len(self.made)}; the next was {self.made[again.calls]}: a checkpointed "
-                f"function must do the same both times"
+                f"forward made {len(self.made)}; the next was {missing}: a checkpointed function must do the "
+                f"same both times"
             )
+            peers = None if missing.topology is None else agreement(find(missing.topology))
+            if peers is not None:  # the other ranks may wait for the call
+                peers.refuse(error)
+            raise error
 
 
 class _Forward:

@@ -65,7 +65,7 @@ class Case(NamedTuple):
     backward: str = "auto"
     recompute: str | tuple[str, int] | None = None
     """"selective" (core attention), or full: "full" (each layer), or method and number of layers."""
-    policy: Policy = Full()  # noqa: RUF009
+    policy: Policy = Full()
     microbatches: int = 1
     lifo: bool = False
     """Whether the last microbatch goes back first."""
