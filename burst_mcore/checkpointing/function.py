@@ -86,4 +86,5 @@ def _name(function: Any) -> str:
     for number in ("layer_number", "layer_idx"):
         if hasattr(owner, number):
             return f"{type(owner).__name__} {getattr(owner, number)}"
-    return getattr(function, "__qualname__", type(owner).__name__)
+    name: str = getattr(function, "__qualname__", type(owner).__name__)
+    return name.replace(".<locals>", "")

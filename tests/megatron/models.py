@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from importlib.metadata import version
@@ -18,7 +19,7 @@ from ranks import processes
 from burst_mcore import BurstConfig, Layout, shard, unshard
 from burst_mcore.attention.kernels.table import KERNELS, by_rank
 from burst_mcore.attention.tiles import Tile
-from burst_mcore.checkpointing import Full, Policy
+from burst_mcore.checkpointing import Full, Policy, Segment
 from burst_mcore.checkpointing.scope import in_backward
 from burst_mcore.megatron import cpu
 
@@ -110,6 +111,19 @@ def assert_equal(got: Step, want: Step, attention: str = "BurstCoreAttention") -
     assert got.norms.keys() == want.norms.keys()
     for name, norm in want.norms.items():
         assert got.norms[name] == pytest.approx(norm, rel=2e-5, abs=1e-9), name
+
+
+FEW_ULP = 8 * torch.finfo(torch.float32).eps
+"""Of the largest gradient of a parameter, where a front is tiled in another way than the whole."""
+
+
+def assert_same_gradients(got: Sequence[Any], want: Sequence[Any], policy: Policy) -> None:
+    """Those of every parameter, on every rank: to the bit, if attention is tiled in one way."""
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.gradients.keys() == theirs.gradients.keys()
+        for name, gradient in theirs.gradients.items():
+            off = (ours.gradients[name] - gradient).abs().max()
+            assert off <= (FEW_ULP * gradient.abs().max() if isinstance(policy, Segment) else 0), name
 
 
 def _steps(rank: int, size: int, cases: tuple[Case, ...]) -> list[Step]:
@@ -321,8 +335,8 @@ def transformer_config(case: Case) -> Any:
     return make(**fields)
 
 
-def build(case: Case) -> Any:
-    """The model of `case`: Megatron's own spec, or ours."""
+def build(case: Case, **stage: Any) -> Any:
+    """The model of `case`: Megatron's own spec, or ours. stage: of a pipeline, for GPTModel."""
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -354,7 +368,7 @@ def build(case: Case) -> Any:
     if case.attention == "burst":
         layer = spec.layer_spec(config, burst)
         mtp = None if mtp is None else spec.with_burst_attention(mtp, burst)
-    return GPTModel(config, layer, mtp_block_spec=mtp, **common)
+    return GPTModel(config, layer, mtp_block_spec=mtp, **common, **stage)
 
 
 def with_stock_attention(hybrid: Any) -> Any:

@@ -13,6 +13,7 @@ from models import (
     Case,
     N,
     assert_equal,
+    assert_same_gradients,
     build,
     default,
     needs_019,
@@ -38,26 +39,11 @@ CELLS = [
     for layout, policies in POLICIES.items()
     for recompute, policy in product(LAYERS, policies)
 ]
-FEW_ULP = 8 * torch.finfo(torch.float32).eps
-"""Of the largest gradient of a parameter, where a front is tiled in another way than the whole."""
 
 
 def pairs(n=N):
     """Of a query and a key under a causal mask."""
     return n * (n + 1) // 2
-
-
-def assert_same_gradients(got, want, policy):
-    """Those of every parameter, on every rank: to the bit, if attention is tiled in one way."""
-    for ours, theirs in zip(got, want, strict=True):
-        assert ours.keys() == theirs.keys()
-        for name, gradient in theirs.items():
-            off = (ours[name] - gradient).abs().max()
-            assert off <= (FEW_ULP * gradient.abs().max() if isinstance(policy, Segment) else 0), name
-
-
-def gradients(ranks):
-    return [step.gradients for step in ranks]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +62,7 @@ def found():
 def test_gpt_with_microbatches_in_flight_and_forwards_in_between(found, layout, recompute, policy):
     got, plain = found[layout, recompute, policy], found[layout, None, None]
     assert_equal(got[0], default(microbatches=MICROBATCHES))
-    assert_same_gradients(gradients(got), gradients(plain), policy)
+    assert_same_gradients(got, plain, policy)
     front = round(N * (1 - policy.share(0)[0]))
     assert got[0].recomputed == MICROBATCHES * BATCH * LAYERS[recompute] * pairs(front)
     assert plain[0].recomputed == 0
@@ -111,7 +97,7 @@ def kinds():
 )
 def test_other_models(kinds, kind, policy):
     got, plain = kinds[kind, policy], kinds[kind, None]
-    assert_same_gradients(gradients(got), gradients(plain), policy)
+    assert_same_gradients(got, plain, policy)
     torch.testing.assert_close(got[0].losses, plain[0].losses, rtol=0, atol=0)
     assert got[0].recomputed == BATCH * KINDS[kind][1] * pairs(0 if policy == KeepAttention() else N // 2)
 
@@ -129,7 +115,7 @@ def test_on_four_ranks(case):
     plain, *found = steps(case, *(case._replace(recompute="full", policy=policy) for policy in policies))
     for policy, got in zip(policies, found, strict=True):
         assert_equal(got[0], default())
-        assert_same_gradients(gradients(got), gradients(plain), policy)
+        assert_same_gradients(got, plain, policy)
     kept, segment = found
     assert kept[0].recomputed == 0
     heads_apart = case.tp if case.tp > 1 else 2
@@ -143,7 +129,7 @@ def test_packed_documents():
     plain, *found = steps(case, *(case._replace(recompute="full", policy=policy) for policy in policies))
     for policy, got in zip(policies, found, strict=True):
         assert_equal(got[0], default(documents=documents))
-        assert_same_gradients(gradients(got), gradients(plain), policy)
+        assert_same_gradients(got, plain, policy)
     assert [got[0].recomputed for got in found] == [0, 2 * (pairs(16) + pairs(24))]
 
 
