@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import statistics
 import time
@@ -18,7 +17,7 @@ from torch import Tensor
 from burst_mcore.bench.head_memory import LargestMade, peak_bytes
 from burst_mcore.bench.head_methods import IGNORED, METHODS, HeadLoss, Method
 from burst_mcore.bench.problem import DTYPES
-from burst_mcore.bench.run import keep_freed_memory
+from burst_mcore.bench.run import fresh_processes, keep_freed_memory
 from burst_mcore.loss import reference
 
 MASKED = 1 / 16
@@ -140,8 +139,7 @@ def _measured(method: Method, problem: HeadProblem, repeats: int, threads: int, 
     lacking = method.needs(device)
     if lacking is not None:
         return _row(method, problem, device, f"needs {lacking}")
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
+    with ProcessPoolExecutor(1, mp_context=fresh_processes()) as pool:
         try:
             return pool.submit(_alone, method, problem, repeats, threads, device).result()
         except BrokenProcessPool:

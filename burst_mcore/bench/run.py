@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
@@ -257,11 +258,20 @@ def in_processes(size: int, function: Callable[..., Any], *args: Any, keep_freed
 
     keep_freed: see `keep_freed_memory`; not where memory is what is measured.
     """
-    context = multiprocessing.get_context("spawn")
+    context = fresh_processes()
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(size, mp_context=context) as pool:
         store = f"{folder}/store"
         ranks = [pool.submit(_rank, rank, size, store, keep_freed, function, args) for rank in range(size)]
         return [rank.result() for rank in ranks]
+
+
+def fresh_processes() -> BaseContext:
+    """Processes in which nothing ran but imports: those are made once, where the system can fork."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["burst_mcore.bench.run", "burst_mcore.bench.head"])
+    return context
 
 
 def _rank(
