@@ -457,7 +457,7 @@ def _trained_by_zero3(deepspeed, rank, name):
 
 
 def test_zero3(tmp_path):
-    pytest.importorskip("deepspeed")
+    pytest.importorskip("deepspeed")  # imported here, once for both ranks
     names = ["Llama", "Qwen2", "Mixtral"]  # plain, tied, and with a loss that is added in place
     ranks = processes(2, _zero3, names, str(tmp_path))
     for name, *trained in zip(names, *ranks, strict=True):

@@ -1,12 +1,10 @@
 """README and docs are run: every python block, every command and every link that they name."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -31,20 +29,9 @@ def test_python_blocks_run(ranks, code, tmp_path):
             pytest.importorskip(module)
     script = tmp_path / "block.py"
     script.write_text(code)
-    torchrun = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *torchrun, str(script)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("holds tokens") == ranks
+    well, printed, errors = forked.run(tmp_path, script, max(1, ranks))
+    assert well, errors
+    assert printed.count("holds tokens") == ranks
 
 
 def test_the_schedule_in_the_docs_is_the_one_that_prints():

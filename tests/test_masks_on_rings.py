@@ -72,7 +72,8 @@ def _samples(rank, size, intra, seeds):
         words = f"seed {seed}: n={p.q.shape[1]} {mask} {config} {tuple(p.k.shape)} {p.q.dtype}"
         try:
             got = _attend(p, mask, rank, size, config, topology)
-            assert_as_exact_as(got, single_kernel(p, KERNEL, mask), dense(p, mask))
+            if seed % size == rank:  # all hold the same, and one of them looks at it
+                assert_as_exact_as(got, single_kernel(p, KERNEL, mask), dense(p, mask))
         except Exception as error:
             raise AssertionError(f"{words}: {error}") from error
 

@@ -5,6 +5,8 @@ import pickle
 
 import pytest
 import torch
+import torch._dynamo
+import torch._functorch.aot_autograd  # both here once, for all that is forked
 from dense import dense, error, problem
 from ranks import processes
 

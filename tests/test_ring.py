@@ -40,13 +40,16 @@ def _gathered(local, size, layout):
 
 def _grid(rank, size, dtype):
     kernel = KERNELS["aten-cpu"]
-    for layout, kind, direction, kv in itertools.product(layouts(size), MASKS, ("query", "kv"), GQA):
+    cases = itertools.product(layouts(size), MASKS, ("query", "kv"), GQA)
+    for i, (layout, kind, direction, kv) in enumerate(cases):
         n = 16 * layout.divisor(size)
         p = problem(size, n, batch=2, kv_heads=GQA[kv], head_dim=32, dtype=dtype)
         config = BurstConfig(layout=layout, backward=direction)
         got = _gathered(_attend(p, MASKS[kind], size, rank, config), size, layout)
         assert got.out.dtype == got.dq.dtype == got.dk.dtype == got.dv.dtype == dtype
         assert got.lse.dtype == torch.float32
+        if i % size != rank:  # all hold the same, and one of them looks at it
+            continue
         bar = single_kernel(p, kernel, MASKS[kind])
         try:
             assert_as_exact_as(got, bar, dense(p, MASKS[kind]))
@@ -81,6 +84,8 @@ def _random(rank, size, seeds):
         )
         config = BurstConfig(layout=layout, backward=direction)
         got = _gathered(_attend(p, MASKS[kind], size, rank, config), size, layout)
+        if seed % size != rank:
+            continue
         bar = single_kernel(p, KERNELS["aten-cpu"], MASKS[kind])
         try:
             assert_as_exact_as(got, bar, dense(p, MASKS[kind]))

@@ -102,8 +102,7 @@ def test_every_ring_and_double_ring_up_to_32_ranks_equals_dense_attention(direct
             assert max(error(g, w) for g, w in zip(got, dense(p, Mask.causal()), strict=True)) <= 1e-12, route
 
 
-@settings(max_examples=150, deadline=None)
-@given(
+ANYTHING = given(
     draw=randoms,
     nodes=st.integers(1, 3),
     intra=st.integers(1, 4),
@@ -119,7 +118,14 @@ def test_every_ring_and_double_ring_up_to_32_ranks_equals_dense_attention(direct
     dims=st.sampled_from([(8, 8), (4, 12), (16, 8)]),
     kernel=st.sampled_from(["reference", "aten-cpu"]),
 )
-def test_any_mask_layout_shape_and_route(
+
+
+@pytest.mark.parametrize("examples", [50, pytest.param(150, marks=pytest.mark.slow)])
+def test_any_mask_layout_shape_and_route(examples):
+    settings(max_examples=examples, deadline=None)(ANYTHING(_equals_dense_attention))()
+
+
+def _equals_dense_attention(
     draw, nodes, intra, degree, ring, mirrored, overlap, n, direction, batch, kv_heads, group, dims, kernel
 ):
     ranks, heads = Ranks(nodes * intra, intra), kv_heads * group
