@@ -8,9 +8,8 @@ import pytest
 import torch
 from dense import dense, error, problem, seen_of
 
-from burst_mcore import Mask
+from burst_mcore import Mask, packages
 from burst_mcore.attention.elementwise import row_delta
-from burst_mcore.attention.kernels import packages
 from burst_mcore.attention.kernels.kernel import Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.table import KERNELS, RANKS, by_rank, choose

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.loss.products import Products, products_for
-from burst_mcore.loss.table import rows_for
+from burst_mcore.loss.rows import rows_for
 from burst_mcore.loss.terms import ENTROPY, LABEL, LARGEST, LSE, Terms, losses, wide
 from burst_mcore.loss.vocabulary import Vocabulary
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from burst_mcore.loss.agreement import same_on_all
 from burst_mcore.loss.arguments import Arguments, Call, autocast, checked
-from burst_mcore.loss.chunked import Wanted, Weights, forward, repair
+from burst_mcore.loss.chunked import Wanted, Weights, repair
 from burst_mcore.loss.products import CACHED_ROWS, blocks
+from burst_mcore.loss.table import asked
 from burst_mcore.loss.terms import wide
 
 ULPS = 8
@@ -113,7 +114,7 @@ def fused_linear_cross_entropy(
     call = checked(
         Arguments(
             hidden, weight, labels, weights, bias, ignore_index, reduction, terms, tp_group, cp_group,
-            sequence_parallel, chunk_tokens, grad_weight_dtype, main_grad, return_metrics,
+            sequence_parallel, chunk_tokens, grad_weight_dtype, main_grad, return_metrics, asked(),
         )
     )  # fmt: skip
     loss: Tensor
@@ -141,7 +142,7 @@ class _FusedLoss(torch.autograd.Function):
         flat, y = _tokens_of(hidden, call), labels.reshape(-1).long()
         unit, w = _over_a_power_of_two(weights, wide(hidden.dtype))
         head = call.head(weight, bias, len(flat))
-        done = forward(flat, y, w, head, Wanted(of_hidden, of_weight, of_bias, call.metrics))
+        done = call.kernel.forward(flat, y, w, head, Wanted(of_hidden, of_weight, of_bias, call.metrics))
         loss, share = _reduced(done.losses, y, w, unit, call)
         d_hidden = done.hidden
         if d_hidden is not None:

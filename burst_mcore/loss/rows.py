@@ -6,13 +6,18 @@ vectors in at least float32, whatever the dtype of the logits; in their place LO
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from burst_mcore.loss.terms import ENTROPY, LABEL, LARGEST, LSE, TOTAL, Terms, wide
 from burst_mcore.loss.vocabulary import Vocabulary
+
+logger = logging.getLogger("burst_mcore")
 
 BLOCK_BYTES = 2**21
 """Of a block of rows in at least float32, per thread: it stays in the caches, and calls are few."""
@@ -207,3 +212,20 @@ class _Blocks:
     def _blocks(self) -> Iterator[slice]:
         tokens, step = len(self._logits), self._step()
         return (slice(first, min(first + step, tokens)) for first in range(0, tokens, step))
+
+
+def rows_for(weight: Tensor) -> Callable[..., Any]:
+    """`logits_to_gradients`, or what does the same faster for logits of this weight."""
+    if weight.is_cuda and weight.dtype != torch.float64:
+        return _triton() or logits_to_gradients
+    return logits_to_gradients
+
+
+@lru_cache
+def _triton() -> Callable[..., Any] | None:
+    try:
+        import burst_mcore.loss.rows_triton as rows_triton
+    except ImportError as error:
+        logger.warning("no Triton (%s): the elementwise work of the loss takes several passes", error)
+        return None
+    return rows_triton.logits_to_gradients

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.kernels import packages
+from burst_mcore import packages
 from burst_mcore.attention.kernels.aten import half_on_cuda
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.padding import takes_any_value_dim

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from functools import lru_cache
 
-from burst_mcore.attention.kernels import aten, flash, packages, reference, te, triton
+from burst_mcore import packages
+from burst_mcore.attention.kernels import aten, flash, reference, te, triton
 from burst_mcore.attention.kernels.kernel import Kernel, Problem
 from burst_mcore.attention.kernels.padding import takes_delta
 

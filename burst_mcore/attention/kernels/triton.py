@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from burst_mcore import packages
 from burst_mcore.attention.elementwise import wide
-from burst_mcore.attention.kernels import packages
 from burst_mcore.attention.kernels.blocks import Blocks, blocks
 from burst_mcore.attention.kernels.kernel import InPlace, Kernel, Problem, RowGradients, Scores
 from burst_mcore.attention.seen import Abilities, Seen
