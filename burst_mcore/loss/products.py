@@ -108,8 +108,8 @@ class Products:
                 if fresh:
                     out[at] = product if alpha == 1.0 else product.mul_(alpha)
                 else:
-                    for rows in blocks(product, CACHED_ROWS):  # each is made float32 first
-                        out[at][rows].add_(product[rows], alpha=alpha)
+                    for part in blocks(product, CACHED_ROWS):  # each is made float32 first
+                        out[at][part].add_(product[part], alpha=alpha)
         if self.apart:
             here = labels >= 0
             rows = columns[here, None] * hidden[here]

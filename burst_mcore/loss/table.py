@@ -8,16 +8,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 
-from burst_mcore.loss import chunked, libraries
-from burst_mcore.loss.libraries import Kernel, Problem
+from burst_mcore.loss.chunked import forward
+from burst_mcore.loss.libraries import CCE, LIGER, TORCH, Kernel, Problem
 
 logger = logging.getLogger("burst_mcore")
 
 KERNELS = {
-    "burst": Kernel(lambda problem: None, chunked.forward),
-    "torch": libraries.TORCH,
-    "liger": libraries.LIGER,
-    "cce": libraries.CCE,
+    "burst": Kernel(lambda problem: None, forward),
+    "torch": TORCH,
+    "liger": LIGER,
+    "cce": CCE,
 }
 """All by name; `burst-mcore bench loss` measures them under the same names."""
 
