@@ -114,11 +114,16 @@ def recompute_policy(arguments: argparse.Namespace) -> Policy:
             "--burst-recompute segment and --burst-recompute-keep F go together, got --burst-recompute "
             f"{name} and --burst-recompute-keep {keep}"
         )
+    if (memory_gb is None) == (keep == "auto"):
+        raise ValueError(
+            "--burst-recompute-keep auto and --burst-recompute-memory-gb GB go together, got "
+            f"--burst-recompute-keep {keep} and --burst-recompute-memory-gb {memory_gb}"
+        )
     if name is None or name == "full":
-        if memory_gb is not None or offload:
+        if offload:
             raise ValueError(
-                "--burst-recompute-memory-gb and --burst-recompute-offload are for --burst-recompute "
-                f"attention or segment, got {name}"
+                "--burst-recompute-offload is for --burst-recompute attention or segment, got "
+                f"--burst-recompute {name}, which keeps nothing"
             )
         return Full()
     if arguments.context_parallel_attention_backend != "burst" and not _by_a_spec(arguments):
@@ -127,6 +132,11 @@ def recompute_policy(arguments: argparse.Namespace) -> Policy:
             "keeps nothing"
         )
     granularity, modules = arguments.recompute_granularity, arguments.recompute_modules
+    if granularity is None:
+        raise ValueError(
+            f"--burst-recompute {name} would have no effect: without --recompute-granularity nothing is "
+            "checkpointed"
+        )
     if granularity == "selective" and modules is not None and "core_attn" not in modules:
         raise ValueError(
             f"--burst-recompute {name} would have no effect: --recompute-granularity selective with "

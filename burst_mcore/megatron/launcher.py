@@ -27,7 +27,7 @@ USAGE = """usage: python -m burst_mcore.megatron SCRIPT ARGS...
 
 Runs a Megatron training script, such as Megatron-LM's pretrain_gpt.py, with its own arguments and
   --context-parallel-attention-backend {default,burst}   --burst-layout   --burst-backward   --burst-kernel
-  --burst-fused-loss   --burst-recompute   --burst-recompute-keep
+  --burst-fused-loss   --burst-recompute {full,attention,segment}   --burst-recompute-keep F
 One process for each rank: start it with torchrun, as in
   torchrun --nproc-per-node 4 -m burst_mcore.megatron pretrain_gpt.py --context-parallel-size 4 ..."""
 

@@ -103,6 +103,23 @@ def test_with_the_fused_loss(data, alone, tmp_path):
     assert_equal(train(tmp_path, 2, data, *BURST, *CP2, "--burst-fused-loss"), alone)
 
 
+def test_with_a_recompute_policy(data, alone, tmp_path):
+    segment = ["--burst-recompute", "segment", "--burst-recompute-keep", "0.3", "--burst-layout", "striped"]
+    assert_equal(train(tmp_path, 2, data, *BURST, *CP2, *segment), alone)
+    said = [log.read_text() for log in (tmp_path / "log").rglob("stdout.log")]
+    assert len(said) == 2
+    for words in said:  # it is in effect: 0.3 of 64 tokens is not the same number on both ranks
+        assert "segment recompute: keep=0.3 is moved to 0.281" in words
+
+
+@pytest.mark.slow
+def test_with_a_recompute_policy_and_pipeline_parallelism(data, tmp_path):
+    stages = ["--pipeline-model-parallel-size", "2", "--global-batch-size", "8", "--split", "50,50,0"]
+    plain = train(tmp_path / "plain", 2, data, *stages)
+    policy = ["--burst-recompute", "attention", "--eval-iters", "1", "--eval-interval", "2"]
+    assert_equal(train(tmp_path / "policy", 4, data, *BURST, *CP2, *stages, *policy), plain)
+
+
 @pytest.mark.parametrize("other", [["--tensor-model-parallel-size", "2"], []], ids=["tensor", "data"])
 def test_with_tensor_and_with_data_parallelism(data, alone, tmp_path, other):
     assert_equal(train(tmp_path, 4, data, *BURST, *CP2, *other), alone)
@@ -169,6 +186,11 @@ def test_a_killed_rank_ends_the_run_with_a_message_and_the_checkpoint_resumes(da
         ([*BURST, "--burst-kernel", "flash9"], "invalid choice: 'flash9'.*aten-cpu"),
         ([*BURST, "--burst-kernel", "cudnn"], "kernel 'cudnn' cannot serve.*not on cuda"),
         ([*BURST, "--reset-attention-mask"], "--reset-attention-mask"),
+        pytest.param(
+            [*BURST, "--burst-recompute", "segment"],
+            "--burst-recompute-keep F go together",
+            marks=pytest.mark.slow,
+        ),
         (["--context-parallel-attention-backend", "ring"], "invalid choice: 'ring'.*default.*burst"),
     ],
 )

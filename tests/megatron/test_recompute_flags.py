@@ -1,0 +1,98 @@
+"""The flags of recompute: which policy they make, and what they refuse."""
+
+import argparse
+
+import pytest
+
+from burst_mcore.checkpointing import Full, KeepAttention, Offload, Segment
+from burst_mcore.megatron.arguments import add_arguments, recompute_policy
+from burst_mcore.megatron.launcher import _checkpointing
+
+BURST = ["--context-parallel-attention-backend", "burst"]
+FULL = ["--recompute-granularity", "full"]
+SELECTIVE = ["--recompute-granularity", "selective"]
+SEGMENT = ["--burst-recompute", "segment"]
+ATTENTION = ["--burst-recompute", "attention"]
+KEEP = ["--burst-recompute-keep", "0.5"]
+AUTO = ["--burst-recompute-keep", "auto"]
+MEMORY = ["--burst-recompute-memory-gb", "2"]
+OFFLOAD = ["--burst-recompute-offload"]
+
+
+def parsed(*flags):
+    """Our flags, and those of Megatron's that matter."""
+    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--recompute-granularity")
+    parser.add_argument("--recompute-modules", nargs="*")
+    parser.add_argument("--spec", nargs="*")
+    return add_arguments(parser).parse_args(flags)
+
+
+def in_words(value):
+    return " ".join(value) if isinstance(value, list) else ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "policy"),
+    [
+        ([], Full()),
+        ([*BURST, *FULL], Full()),
+        (["--burst-recompute", "full", *FULL], Full()),
+        ([*BURST, *FULL, *ATTENTION], KeepAttention()),
+        ([*BURST, *SELECTIVE, *ATTENTION], KeepAttention()),
+        ([*BURST, *SELECTIVE, "--recompute-modules", "mlp", "core_attn", *ATTENTION], KeepAttention()),
+        ([*BURST, *FULL, *SEGMENT, *KEEP], Segment(0.5)),
+        ([*BURST, *FULL, *SEGMENT, *AUTO, *MEMORY], Segment("auto", 2.0)),
+        ([*BURST, *FULL, *SEGMENT, *KEEP, *OFFLOAD], Offload(Segment(0.5))),
+        (["--spec", "burst_mcore.megatron.spec", "x", *FULL, *ATTENTION], KeepAttention()),
+    ],
+    ids=in_words,
+)
+def test_flags_make_a_policy(flags, policy):
+    assert recompute_policy(parsed(*flags)) == policy
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([*BURST, *FULL, *SEGMENT], "--burst-recompute segment and --burst-recompute-keep F go together"),
+        ([*BURST, *FULL, *ATTENTION, *KEEP], "go together, got --burst-recompute attention.* 0.5"),
+        ([*BURST, *FULL, *KEEP], "go together, got --burst-recompute None"),
+        ([*BURST, *FULL, *SEGMENT, *AUTO], "auto and --burst-recompute-memory-gb GB go together"),
+        ([*BURST, *FULL, *SEGMENT, *KEEP, *MEMORY], "go together, got --burst-recompute-keep 0.5.* 2.0"),
+        ([*BURST, *FULL, *ATTENTION, *MEMORY], "go together, got --burst-recompute-keep None"),
+        ([*BURST, *FULL, *OFFLOAD], "--burst-recompute-offload is for .* attention or segment"),
+        (
+            [*BURST, *FULL, *SEGMENT, *AUTO, "--burst-recompute-memory-gb", "-1"],
+            "memory_gb.* above 0; got -1",
+        ),
+        ([*FULL, *ATTENTION], "needs --context-parallel-attention-backend burst"),
+        ([*BURST, *SELECTIVE, "--recompute-modules", "mlp", *ATTENTION], "no effect.*core_attn"),
+        ([*BURST, *ATTENTION], "no effect: without --recompute-granularity"),
+    ],
+    ids=in_words,
+)
+def test_flags_that_contradict_each_other_are_named(flags, words):
+    with pytest.raises(ValueError, match=words):
+        recompute_policy(parsed(*flags))
+
+
+@pytest.mark.parametrize("keep", ["1.5", "-0.1", "nan", "half"])
+def test_a_share_is_from_0_to_1(keep):
+    with pytest.raises(argparse.ArgumentError, match=f"from 0 to 1, or auto, got '{keep}'"):
+        parsed(*SEGMENT, f"--burst-recompute-keep={keep}")
+
+
+def test_the_policy_is_one_of_three():
+    with pytest.raises(argparse.ArgumentError, match="invalid choice: 'some'"):
+        parsed("--burst-recompute", "some")
+
+
+def test_a_policy_checkpoints_every_layer_unless_megatron_is_told_what_to():
+    every = [*FULL, "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    assert _checkpointing(["x.py", *ATTENTION]) == every
+    assert _checkpointing(["x.py", "--burst-recompute=attention"]) == every
+    assert _checkpointing(["x.py", *ATTENTION, "--recompute-num-layers", "2"]) == every[:-2]
+    for chosen in (SELECTIVE, ["--recompute-activations"], ["--recompute-granularity=full"]):
+        assert _checkpointing(["x.py", *ATTENTION, *chosen]) == []
+    assert _checkpointing(["x.py", *BURST]) == []
