@@ -68,14 +68,22 @@ def test_gpt_with_microbatches_in_flight_and_forwards_in_between(found, layout, 
     assert plain[0].recomputed == 0
 
 
+def modules(*others):
+    """Under selective recompute; layernorm and mla_up_proj need TransformerEngine."""
+    return (("recompute_modules", ["core_attn", *others]),)
+
+
 KINDS = {
-    "sinks": (Case(fields=(("softmax_type", "learnable"),)), 2),
-    "mla": (Case(fields=MLA), 2),
-    "moe": (Case(model="moe", fields=MOE), 2),
-    "mtp": (Case(model="mtp", fields=MTP), 3),
-    "hybrid": (Case(model="hybrid"), 2),
+    "sinks": (Case(recompute="full", fields=(("softmax_type", "learnable"),)), 2),
+    "mlp too": (Case(recompute="selective", fields=modules("mlp")), 2),
+    "mla": (Case(recompute="full", fields=MLA), 2),
+    "moe": (Case(model="moe", recompute="full", fields=MOE), 2),
+    "moe, experts too": (Case(model="moe", recompute="selective", fields=(*MOE, *modules("moe"))), 2),
+    "mtp": (Case(model="mtp", recompute="full", fields=MTP), 3),
+    "hybrid": (Case(model="hybrid", recompute="full"), 2),
 }
-"""Models, and how many layers of attention they have."""
+"""Models and what is checkpointed, and how many layers of attention they have."""
+ON_ALL_VERSIONS = "sinks", "mlp too"
 
 
 @pytest.fixture(scope="module")
@@ -84,16 +92,15 @@ def kinds():
     cases = {}
     for kind, policy in product(KINDS, (None, KeepAttention(), Segment(0.5))):
         case = KINDS[kind][0]._replace(cp=2)
-        if policy is not None:
-            case = case._replace(recompute="full", policy=policy)
-        if VERSION >= (0, 19) or kind == "sinks":
-            cases[kind, policy] = case
+        if VERSION >= (0, 19) or kind in ON_ALL_VERSIONS:
+            alone = policy is None
+            cases[kind, policy] = case._replace(recompute=None) if alone else case._replace(policy=policy)
     return dict(zip(cases, steps(*cases.values()), strict=True))
 
 
 @pytest.mark.parametrize("policy", [KeepAttention(), Segment(0.5)], ids=str)
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == "sinks" else needs_019) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=() if kind in ON_ALL_VERSIONS else needs_019) for kind in KINDS]
 )
 def test_other_models(kinds, kind, policy):
     got, plain = kinds[kind, policy], kinds[kind, None]
@@ -106,9 +113,12 @@ def test_other_models(kinds, kind, policy):
     "case",
     [
         Case(tp=2, cp=2, fields=(("sequence_parallel", True),)),
+        pytest.param(
+            Case(tp=2, cp=2, fields=(("distribute_saved_activations", True),)), marks=pytest.mark.slow
+        ),
         pytest.param(Case(cp=4, hierarchy=(2, 2), burst=(("head_parallel", 2),)), marks=pytest.mark.slow),
     ],
-    ids=["tensor and sequence parallel", "head x ring"],
+    ids=["tensor and sequence parallel", "activations distributed over tensor parallel", "head x ring"],
 )
 def test_on_four_ranks(case):
     policies = KeepAttention(), Segment(0.5)
@@ -118,7 +128,7 @@ def test_on_four_ranks(case):
         assert_same_gradients(got, plain, policy)
     kept, segment = found
     assert kept[0].recomputed == 0
-    heads_apart = case.tp if case.tp > 1 else 2
+    heads_apart = 2  # each half of the heads is attended on other ranks
     assert segment[0].recomputed == heads_apart * 2 * BATCH * pairs(N // 2)
 
 
