@@ -36,7 +36,8 @@ class Made(NamedTuple):
     def __str__(self) -> str:
         """For messages."""
         whose = "" if self.layer is None else f" of {self.layer}"
-        return f"a call{whose} with q {list(self.q)} {self.dtype}, value_dim {self.value_dim}"
+        ring = "" if self.topology is None else f", on {self.topology}"
+        return f"a call{whose} with q {list(self.q)} {self.dtype}, value_dim {self.value_dim}{ring}"
 
     @property
     def bytes(self) -> int:
