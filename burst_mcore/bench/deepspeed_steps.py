@@ -40,8 +40,7 @@ class Job:
     def __str__(self) -> str:
         return (
             f"{self.ranks} ranks, {self.seq} tokens, {self.layers} layers, {self.heads} heads, "
-            f"{self.kv_heads} K/V "
-            f"heads of {self.head_dim}, ZeRO-{self.stage}"
+            f"{self.kv_heads} K/V heads of {self.head_dim}, ZeRO-{self.stage}"
         )
 
 
@@ -217,7 +216,7 @@ def _stepper(job: Job, method: dict[str, Any], sample: dict[str, Any]) -> Callab
 
         AttentionInterface.register(f"burst_mcore_bench_{theirs}", attention)
         model.set_attn_implementation(f"burst_mcore_bench_{theirs}")
-        sequence_of(engine.module)._checked = True  # its attention does not come to us
+        sequence_of(engine.module).trust_attention()
     (batch,) = shard_loader(iter([sample]), engine)
 
     def step() -> float:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from burst_mcore.attention.choice import Ranks
+from burst_mcore.attention.cost import Shard
 from burst_mcore.attention.function import burst_attention
 from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
@@ -22,7 +24,10 @@ from burst_mcore.attention.seen import Seen as Table
 from burst_mcore.attention.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.deepspeed.refusals import RefusedError
+from burst_mcore.deepspeed.ways import within_nodes
+from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
+from burst_mcore.rates import DEFAULT
 
 NAME = "burst"
 """The attn_implementation."""
@@ -201,11 +206,36 @@ def attend(
     rows = [slice(None)] if len(masks) == 1 else [slice(row, row + 1) for row in range(len(q))]
     outs = [
         burst_attention(
-            q[at], k[at], v[at], topology=sequence.topology, mask=mask, config=sequence.config, **asked
+            q[at],
+            k[at],
+            v[at],
+            topology=sequence.topology,
+            mask=mask,
+            config=_within_nodes(sequence, q[at], k, v, mask),
+            **asked,
         )
         for at, mask in zip(rows, masks, strict=True)
     ]
     return outs[0] if len(outs) == 1 else torch.cat(outs), None  # type: ignore[arg-type, return-value]
+
+
+def _within_nodes(sequence: Sequence, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> BurstConfig:
+    """The configuration of a call, which shares heads between ranks of one node if it is free to choose."""
+    topology, config, n = sequence.topology, sequence.config, sequence.tokens
+    if topology.nodes == 1:
+        return config
+    shard = Shard(
+        q.shape[0],
+        Layout.of(config.layout).padded(n, topology.size) // topology.size,
+        q.shape[2],
+        k.shape[2],
+        q.shape[3],
+        v.shape[3],
+        q.dtype.itemsize,
+        config.grad_dtype.itemsize,
+    )
+    rates = topology.rates or DEFAULT.get(q.device.type, DEFAULT["cpu"])
+    return within_nodes(config, shard, mask, n, Ranks(topology.size, topology.intra_size), rates)
 
 
 def _from_cache(

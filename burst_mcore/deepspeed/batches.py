@@ -147,10 +147,8 @@ def documents(position_ids: Tensor) -> tuple[tuple[int, ...], ...]:
             raise RefusedError(
                 "position_ids",
                 f"they must go on by one, or start again at 0; over the whole sequence, "
-                f"{int(row[token - 1])} "
-                f"at token {token - 1} is followed by {int(row[token])}. Was the batch dealt by another "
-                f"layout, "
-                f"or numbered after it was dealt?",
+                f"{int(row[token - 1])} at token {token - 1} is followed by {int(row[token])}. Was the "
+                f"batch dealt by another layout, or numbered after it was dealt?",
             )
         found.append((*at.tolist(), len(row)))
     return tuple(found)
@@ -163,8 +161,8 @@ def _real(attention_mask: Tensor | None, ids: Tensor) -> Tensor:
         raise RefusedError(
             "attention_mask",
             f"it may say which tokens are padding: 0 or 1, {tuple(ids.shape)}, got "
-            f"{tuple(attention_mask.shape)} "
-            f"{attention_mask.dtype}. Documents are said by position_ids that restart, or by cu_seqlens",
+            f"{tuple(attention_mask.shape)} {attention_mask.dtype}. Documents are said by position_ids that "
+            f"restart, or by cu_seqlens",
         )
     return attention_mask.bool()
 

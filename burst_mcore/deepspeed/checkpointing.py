@@ -1,25 +1,49 @@
-"""Where segment recompute is attached to a model: the section's "checkpointing"."""
+"""Where recompute policies are attached to a model: the section's "checkpointing"."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
 
 from burst_mcore.deepspeed.refusals import RefusedError
 from burst_mcore.deepspeed.section import Checkpointing
 
 
 def attach_checkpointing(model: Any, asked: Checkpointing) -> None:
-    """Make the layers of a model of transformers recompute what `asked` says.
+    """Make the layers of a model of transformers recompute what `asked` says, in place of what was before.
+
+    With "none" the model has again what its user had set (`gradient_checkpointing_enable`), or nothing.
 
     Raises:
-        RefusedError: for policies that keep attention, which need burst_mcore.checkpointing.
+        RefusedError: the model does not support checkpointing.
     """
-    if asked.policy == "none":
+    _detach(model)
+    policy = asked.recomputed()
+    if policy is None:
         return
-    if asked.policy == "full":
-        model.gradient_checkpointing_enable()
-        return
-    raise RefusedError(
-        "checkpointing",
-        f'policy "{asked.policy}" is not available in this version: use "full", or "none"',
-    )
+    if not model.supports_gradient_checkpointing:
+        raise RefusedError(
+            "checkpointing",
+            f"{type(model).__name__} does not support gradient checkpointing: leave the policy at none",
+        )
+    _USERS[model] = {
+        module: (module.gradient_checkpointing, getattr(module, "_gradient_checkpointing_func", None))
+        for module in model.modules()
+        if hasattr(module, "gradient_checkpointing")
+    }
+    with warnings.catch_warnings():  # its newer name is not in all releases that are served
+        warnings.filterwarnings("ignore", ".*gradient_checkpointing_enable. is deprecated", FutureWarning)
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": policy.contexts})
+
+
+_USERS: WeakKeyDictionary[nn.Module, dict[Any, tuple[bool, Any]]] = WeakKeyDictionary()
+"""By model: what its modules had before ours, (whether they are checkpointed, by which function)."""
+
+
+def _detach(model: nn.Module) -> None:
+    for module, (on, function) in _USERS.pop(model, {}).items():
+        module.gradient_checkpointing = on
+        module._gradient_checkpointing_func = function

@@ -23,9 +23,8 @@ class BurstDistributedAttention(nn.Module):
 
     Args:
         local_attention: what DistributedAttention would call on whole sequences of some heads. It is kept,
-        for its
-            parameters and its place in the state_dict, and not called: attention is scaled by 1 /
-            sqrt(head_dim) and masked by `mask`.
+            for its parameters and its place in the state_dict, and not called: attention is scaled by
+            1 / sqrt(head_dim) and masked by `mask`.
         sequence_process_group: the ranks that share sequences.
         scatter_idx, gather_idx: where q, k, v have their heads, 2, and their tokens, 0 or 1.
         sp_stream, num_kv_heads: not used.
@@ -72,9 +71,8 @@ class BurstDistributedAttention(nn.Module):
         """Attend.
 
         Args:
-            query: [local tokens, batch, heads, head_dim], or batch first, as gather_idx and batch_dim_idx
-            say.
-                key, value: of the K/V heads.
+            query: [local tokens, batch, heads, head_dim], or with the batch first (gather_idx 1).
+            key, value: the same, of the K/V heads.
             rotary_pos_emb: (cos, sin) [tokens of the whole sequence, 1, 1, head_dim], with the batch first.
             args, kwargs: of the local attention: none that says something.
 

@@ -8,16 +8,18 @@ from pathlib import Path
 
 import torch
 
-from burst_mcore.attention.choice import RINGS, Ranks, best, candidates, legal_degrees, reason
+from burst_mcore.attention.choice import Ranks, best, reason
 from burst_mcore.attention.cost import Shard
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.deepspeed.loss import gradient_scale
 from burst_mcore.deepspeed.refusals import refuse_config, refuse_versions, sequence_parallel_size
-from burst_mcore.deepspeed.section import config_dict, section_of
+from burst_mcore.deepspeed.section import Checkpointing, config_dict, section_of
+from burst_mcore.deepspeed.ways import ways
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.rates import DEFAULT
+from burst_mcore.segments import cut_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,27 +70,12 @@ def examine(path: Path, *, world: int, per_node: int, shape: Shape) -> Iterator[
     problem = Problem(device, dtype, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim)
     problem = replace(problem, deterministic=section.deterministic)
     yield f"kernel on this {device}, {_name(dtype)}: {choose(section.kernel, problem).name}"
-    grad = 2 if section.grad_dtype == "bfloat16" else 4
+    grad = section.burst_config().grad_dtype.itemsize
     heads = shape.heads, shape.kv_heads
     shard = Shard(micro, padded // size, *heads, shape.head_dim, shape.head_dim, dtype.itemsize, grad)
     if size > 1:
-        ranks = Ranks(size, intra)
-        degrees = (
-            [section.head_parallel]
-            if isinstance(section.head_parallel, int)
-            else legal_degrees(ranks, *heads)
-        )
-        found = candidates(
-            shard,
-            layout,
-            Mask.causal(),
-            shape.seq,
-            ranks,
-            DEFAULT[device],
-            overlap=section.overlap,
-            rings=RINGS if section.ring == "auto" else (section.ring,),
-            degrees=tuple(degrees),
-            directions=("query", "kv") if section.backward == "auto" else (section.backward,),
+        found = ways(
+            section.burst_config(), shard, Mask.causal(), shape.seq, Ranks(size, intra), DEFAULT[device]
         )
         chosen = best(found)
         times = shape.layers * config.get("gradient_accumulation_steps", 1)
@@ -107,7 +94,29 @@ def examine(path: Path, *, world: int, per_node: int, shape: Shape) -> Iterator[
         if section.fused_loss
         else f"logits: {logits / 1e9:.3g} GB a rank, and their gradient as much (fused_loss is off)"
     )
-    yield f"recompute: {section.checkpointing.policy}"
+    yield f"recompute: {_recompute(section.checkpointing, layout, shape, shard, size)}"
+
+
+def _recompute(asked: Checkpointing, layout: Layout, shape: Shape, shard: Shard, size: int) -> str:
+    """What checkpointed layers keep of causal attention and compute again; one micro-batch in flight."""
+    if asked.policy in ("none", "full"):
+        return asked.policy
+    rows = shard.batch * shard.tokens
+    whole = rows * shard.heads * (shard.value_dim * shard.itemsize + shard.statistic)
+    keep, at_most = (asked.keep if asked.policy == "segment" else 1.0), False
+    if isinstance(keep, str):
+        assert asked.memory_gb is not None
+        keep, at_most = min(1.0, asked.memory_gb * 1e9 / (shape.layers * whole)), True
+    cut = cut_for(keep, layout, Mask.causal(), shape.seq, size, at_most=at_most)
+    kept = f"the last {cut.keep:.3g} of the sequence" if cut.at else "the whole sequence"
+    moved = f" (asked for: the last {keep:.3g})" if cut.keep != keep else ""
+    where = ", in pinned host memory" if asked.offload else ""
+    layer = cut.keep * whole
+    return (
+        f"{asked.policy}: O and LSE of {kept}{moved} are kept, on average {layer / 1e6:.3g} MB a layer and "
+        f"rank, {layer * shape.layers / 1e9:.3g} GB in all{where}; {cut.time:.0%} of attention's forward is "
+        f"computed again"
+    )
 
 
 def _dtype(config: dict) -> torch.dtype:

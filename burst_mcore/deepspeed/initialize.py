@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from burst_mcore.attention.function import connect
+from burst_mcore.deepspeed.agreement import on_all_ranks, refuse_differences
 from burst_mcore.deepspeed.checkpointing import attach_checkpointing
 from burst_mcore.deepspeed.cpu import prepare_cpu, without_builds
 from burst_mcore.deepspeed.groups import topology_of, unit_of
@@ -25,11 +26,14 @@ from burst_mcore.deepspeed.refusals import (
     refuse_versions,
     sequence_parallel_size,
 )
-from burst_mcore.deepspeed.section import Section, SectionError, config_dict, section_of
+from burst_mcore.deepspeed.section import Section, config_dict, section_of
 from burst_mcore.deepspeed.sequence import SequenceParallel
 from burst_mcore.loss import patch_causal_lm
 
 logger = logging.getLogger("burst_mcore")
+
+OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3}}
+"""Where there is data to train on, and neither JSON nor caller has an optimizer: torch's default."""
 
 
 def initialize(
@@ -56,7 +60,8 @@ def initialize(
         model: a causal LM of transformers, unmodified, dealt by zero.Init or not. It is prepared in place:
             attn_implementation, the fused loss, hooks around its forward.
         config: DeepSpeed's JSON, as a path or a dict; it is not changed.
-        training_data: a dataset, or a DataLoader, or anything that yields batches: see `loader_for`.
+        training_data: a dataset, or a DataLoader, or anything that yields batches: see `loader_for`. With it,
+            an optimizer that neither the JSON nor the caller has is `OPTIMIZER`; a warning says so.
         mpu: sequence groups that exist; by default they are made, consecutive ranks sharing a sequence.
         collate_fn: as DataLoader has it; by default samples are padded on the right.
         pad_token_id: default the model's, or 0.
@@ -72,16 +77,13 @@ def initialize(
     import deepspeed
 
     prepare_cpu()
-    found, problem = None, None
-    try:
-        found = _read(config, mesh_param)
-    except (SectionError, RefusedError) as error:
-        problem = error
     deepspeed.init_distributed(deepspeed.get_accelerator().communication_backend_name(), verbose=False)
-    section, settings, size = _agreed(found, problem)
-    unit = unit_of(size) if mpu is None else mpu
+    optimized = training_data is None or options.get("optimizer") is not None
+    section, settings, size = on_all_ranks(lambda: _read(config, mesh_param, optimized))
+    refuse_differences("configuration", (section, size))
     if mpu is not None:
-        refuse_mpu(settings, mpu, size)
+        on_all_ranks(lambda: refuse_mpu(settings, mpu, size))
+    unit = unit_of(size) if mpu is None else mpu
     sequence = prepare_model(model, section, settings, unit)
     settings["sequence_parallel_size"] = size
     engine, optimizer, _, scheduler = deepspeed.initialize(
@@ -128,14 +130,12 @@ def shard_loader(
 def prepare_model(
     model: nn.Module, section: Section, config: Mapping[str, Any], unit: Any
 ) -> SequenceParallel:
-    """All that is done to a model, in place. `config`: DeepSpeed's. Preparing twice is preparing once."""
-    refuse_large_parameters(config, model.parameters())
+    """All that is done to a model, in place. `config`: DeepSpeed's. Preparing twice is preparing once.
+
+    Collective over all ranks.
+    """
     size = unit.get_sequence_parallel_world_size()
-    inner = use_burst(model, size)
-    checked_loss(inner, size)
-    if section.fused_loss:
-        patch_causal_lm(inner)
-    attach_checkpointing(inner, section.checkpointing)
+    on_all_ranks(lambda: _change(model, section, config, size))
     topology, burst = topology_of(unit), section.burst_config()
     connect(topology, burst)
     found = _SEQUENCES.get(model)
@@ -146,6 +146,16 @@ def prepare_model(
     found.group = unit.get_sequence_parallel_group() if size > 1 else None
     found.scale = gradient_scale(config, size)
     return found
+
+
+def _change(model: nn.Module, section: Section, config: Mapping[str, Any], size: int) -> None:
+    """Attention, loss and recompute of a model; nothing is communicated."""
+    refuse_large_parameters(config, model.parameters())
+    inner = use_burst(model, size)
+    checked_loss(inner, size)
+    if section.fused_loss:
+        patch_causal_lm(inner)
+    attach_checkpointing(inner, section.checkpointing)
 
 
 def sequence_of(model: nn.Module) -> SequenceParallel:
@@ -163,36 +173,18 @@ def sequence_of(model: nn.Module) -> SequenceParallel:
 _SEQUENCES: WeakKeyDictionary[nn.Module, SequenceParallel] = WeakKeyDictionary()
 
 
-def _read(config: str | Path | Mapping[str, Any], mesh_param: Any) -> tuple[Section, dict[str, Any]]:
+def _read(
+    config: str | Path | Mapping[str, Any], mesh_param: Any, optimized: bool
+) -> tuple[Section, dict[str, Any], int]:
+    """Section, DeepSpeed's settings, ranks that share a sequence. optimized: the caller sees to that."""
     refuse_versions()
     settings = config_dict(config)
     section = section_of(settings)
     refuse_config(settings, mesh_param)
-    return section, without_builds(settings)
-
-
-def _agreed(
-    found: tuple[Section, dict[str, Any]] | None, problem: Exception | None
-) -> tuple[Section, dict[str, Any], int]:
-    """Section, settings and SP that all ranks have; an error of one rank is one of all."""
-    size = 0
-    if found is not None:
-        try:
-            size = sequence_parallel_size(found[1], dist.get_world_size())
-        except RefusedError as error:
-            problem = error
-    mine = (None if problem is None else str(problem), repr(found and found[0]), size)
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    if problem is not None:
-        raise problem
-    wrong = [f"rank {rank}: {words}" for rank, (words, *_) in enumerate(every) if words is not None]
-    if wrong:
-        raise RefusedError("another rank", "; ".join(wrong))
-    if len({repr(rest) for _, *rest in every}) > 1:
-        raise RefusedError("configuration", "ranks have different sections, or sequence_parallel_size")
-    assert found is not None
-    return *found, size
+    if not optimized and "optimizer" not in settings:
+        logger.warning("the JSON names no optimizer: %s", OPTIMIZER)
+        settings["optimizer"] = OPTIMIZER
+    return section, without_builds(settings), sequence_parallel_size(settings, dist.get_world_size())
 
 
 def _with_parameters(model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:

@@ -101,10 +101,8 @@ class ShardedLoader:
             raise RefusedError(
                 "loader",
                 "the ranks of a sequence group loaded different batches. Deal samples over data-parallel "
-                "ranks, "
-                "DistributedSampler(num_replicas=world // SP, rank=rank // SP), with the same seed on all; "
-                "or, if "
-                "every rank shall bring its own, pass own=True",
+                "ranks, DistributedSampler(num_replicas=world // SP, rank=rank // SP), with the same seed "
+                "on all; or, if every rank shall bring its own, pass own=True",
             )
         return [batch]
 

@@ -36,28 +36,26 @@ def gradient_scale(config: Mapping[str, Any], size: int) -> float:
     does with reduce_scatter off.
     """
     zero = config.get("zero_optimization", {})
-    scattered = zero.get("reduce_scatter", True) or not zero.get("contiguous_gradients", True)
-    return float(size) if zero.get("stage", 0) == 3 and scattered else 1.0
+    return float(size) if zero.get("stage", 0) == 3 and _scatters(zero) else 1.0
+
+
+def _scatters(zero: Mapping[str, Any]) -> bool:
+    """Whether ZeRO-3 reduces by reduce-scatter."""
+    return bool(zero.get("reduce_scatter", True) or not zero.get("contiguous_gradients", True))
 
 
 def refuse_large_parameters(config: Mapping[str, Any], parameters: Iterable[nn.Parameter]) -> None:
     """RefusedError where ZeRO-3 would take one scale for some parameters and the other for the rest."""
     zero = config.get("zero_optimization", {})
-    bucket = zero.get("reduce_bucket_size", 500_000_000)
-    if (
-        zero.get("stage", 0) != 3
-        or zero.get("reduce_scatter", True)
-        or not zero.get("contiguous_gradients", True)
-    ):
+    if zero.get("stage", 0) != 3 or _scatters(zero):
         return
+    bucket = zero.get("reduce_bucket_size", 500_000_000)
     sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad]
     largest = max(sizes, default=0)
     if isinstance(bucket, int | float) and largest > bucket:
         raise RefusedError(
             "reduce_bucket_size",
             f"with reduce_scatter false ZeRO-3 averages parameters larger than a bucket over all ranks, "
-            f"others "
-            f"over DP: the largest here has {largest} entries, reduce_bucket_size is {bucket:g}. Raise it, "
-            f"or "
-            f"leave reduce_scatter on",
+            f"others over DP: the largest here has {largest} entries, reduce_bucket_size is {bucket:g}. "
+            f"Raise it, or leave reduce_scatter on",
         )

@@ -21,9 +21,8 @@ def use_burst(model: nn.Module, size: int) -> nn.Module:
         The model of transformers, where `model` wraps one.
 
     Raises:
-        RefusedError: not a model of transformers, or one whose tokens meet elsewhere than in attention that
-        we
-            serve.
+        RefusedError: not a model of transformers, or one whose tokens meet elsewhere than in the attention
+            that is served.
     """
     inner = _of_transformers(model)
     name, config = type(inner).__name__, inner.config.get_text_config()
@@ -50,8 +49,7 @@ def use_burst(model: nn.Module, size: int) -> nn.Module:
     if size > 1 and getattr(config, "output_router_logits", False):
         raise RefusedError(
             "auxiliary loss",
-            f"{name}'s loss that balances experts is no sum over tokens of a shard: set "
-            f"output_router_logits to False",
+            f"{name}'s loss that balances experts is no sum over tokens: set output_router_logits to False",
         )
     parameters = inspect.signature(inner.forward).parameters.values()
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):

@@ -13,11 +13,16 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.checkpointing import Full, KeepAttention, Offload, Policy, Segment
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import NAMES
 
 KEY = "burst_attention"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+ONLY_FOR = {"keep": ("segment",), "memory_gb": ("segment",), "offload": ("attention", "segment")}
+"""Keys of "checkpointing" that do not go with every policy."""
 
 
 class SectionError(ValueError):
@@ -29,27 +34,54 @@ class _Strict(BaseModel):
 
 
 class Checkpointing(_Strict):
-    """What of a layer is stored for backward, and what is recomputed there."""
+    """What of a layer is stored for backward, and what is computed again there."""
 
-    policy: Literal["none", "full", "keep_attention", "segment"] = Field(
+    policy: Literal["none", "full", "attention", "segment"] = Field(
         "none",
-        description="`none`: everything is stored. `full`: layers are recomputed. `keep_attention`: layers "
-        "are "
-        "recomputed, their attention is not. `segment`: the attention of the last part of the sequence is "
-        "not.",
+        description="`none`: layers are not recomputed, unless the model was before. `full`: they are. "
+        "`attention`: all but their attention is, of which O and LSE are kept. `segment`: O and LSE of the "
+        "last part of the sequence are kept.",
     )
-    keep: float = Field(
+    keep: float | Literal["auto"] = Field(
         0.5,
-        ge=0.0,
-        le=1.0,
-        description="Of `segment`: the share of the sequence, at its end, whose attention is stored.",
+        description="Of `segment`: the share of the sequence, at its end, that is kept, from 0 to 1; `auto`: "
+        "the largest that fits `memory_gb`.",
+    )
+    memory_gb: float | None = Field(
+        None,
+        description="With `auto`: GB (10^9 bytes), above 0, that all that is kept on a rank may take.",
+    )
+    offload: bool = Field(
+        False, description="Of `attention` and `segment`: what is kept waits in pinned host memory."
     )
 
     @model_validator(mode="after")
-    def _keep_is_for_segments(self) -> Checkpointing:
-        if "keep" in self.model_fields_set and self.policy != "segment":
-            raise ValueError(f'keep is for policy "segment" only, got it with "{self.policy}"')
+    def _is_for_its_policy(self) -> Checkpointing:
+        for name, policies in ONLY_FOR.items():
+            value = getattr(self, name)
+            given = name in self.model_fields_set and value is not None and value is not False
+            if given and self.policy not in policies:
+                legal = " and ".join(f'"{policy}"' for policy in policies)
+                raise ValueError(f'{name} is for policy {legal}, got it with "{self.policy}"')
+        self.recomputed()
         return self
+
+    def recomputed(self) -> Policy | None:
+        """The policy of checkpointed layers; None where there are none.
+
+        Raises:
+            ValueError: keep and memory_gb are not legal, or not together.
+        """
+        match self.policy:
+            case "none":
+                return None
+            case "full":
+                return Full()
+            case "attention":
+                policy: Policy = KeepAttention()
+            case "segment":
+                policy = Segment(self.keep, self.memory_gb)
+        return Offload(policy) if self.offload else policy
 
 
 class Section(_Strict):
@@ -137,7 +169,7 @@ def config_dict(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 def _words(error: ValidationError) -> Iterator[str]:
     for found in error.errors():
-        path = [str(part) for part in found["loc"] if part not in ("int", "literal['auto']")]
+        path = [str(part) for part in found["loc"] if part not in ("int", "float", "literal['auto']")]
         where = ".".join([KEY, *path])
         if found["type"] == "extra_forbidden":
             legal = [*(Checkpointing if len(path) > 1 else Section).model_fields]
@@ -152,11 +184,10 @@ def _words(error: ValidationError) -> Iterator[str]:
 def reference() -> str:
     """The reference page of the section, in Markdown: made of the schema."""
     lines = [
-        '# The section "burst_attention"',
+        f'# The section "{KEY}"',
         "",
-        "Made from the schema (`burst-mcore doctor --reference`); every key is optional, an unknown one is "
-        "an error that",
-        "names the nearest legal one. What the section is for is in [deepspeed.md](deepspeed.md).",
+        "Made from the schema (`burst-mcore doctor --reference`). Every key is optional; an unknown one is",
+        "an error that names the nearest legal one. What it is for is in [deepspeed.md](deepspeed.md).",
         "",
         *_table(Section),
         "",
@@ -183,4 +214,5 @@ def _legal(kind: Any) -> str:
         return ", ".join(_legal(part) for part in get_args(kind))
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return "an object"
-    return {str: "a word", bool: "`true`, `false`", int: "a number, at least 1", float: "0 to 1"}[kind]
+    words = {str: "a word", bool: "`true`, `false`", int: "a whole number", float: "a number"}
+    return {**words, type(None): "`null`"}[kind]

@@ -42,7 +42,8 @@ class SequenceParallel:
     """In evaluation every rank has whole sequences of its own."""
     _open: list[tuple[ExitStack, Sequence, Prefill | None, bool]] = field(default_factory=list)
     _names: list[str] = field(default_factory=list)
-    _checked: bool = False
+    _trusted: bool = False
+    """Whether attention need not be looked for in the next forward."""
 
     def attach(self) -> SequenceParallel:
         """Add the hooks."""
@@ -50,6 +51,10 @@ class SequenceParallel:
         self.model.register_forward_pre_hook(self._before, with_kwargs=True)
         self.model.register_forward_hook(self._behind, with_kwargs=True, always_call=True)
         return self
+
+    def trust_attention(self) -> None:
+        """Do not refuse attention that does not come here: it is the caller's, and knows of shards."""
+        self._trusted = True
 
     def _before(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -92,9 +97,9 @@ class SequenceParallel:
 
     def _refuse_other_attention(self, sequence: Sequence) -> None:
         """Once: attention that did not come to us attended to this rank's shard alone."""
-        if self._checked:
+        if self._trusted:
             return
-        self._checked = True
+        self._trusted = True
         others = [
             f"{path} ({type(m).__name__})"
             for path, m in attention_modules(self.model).items()
@@ -123,8 +128,7 @@ class SequenceParallel:
             given["labels"] = given["shift_labels"]
             given["num_items_in_batch"] = positions.new_tensor(max(valid, 1))
             given.setdefault("use_cache", False)
-        packed = ends if any(len(row) > 2 for row in ends) else ()
-        return Sequence(self.topology, self.config, whole.shape[1], packed), given, has_loss
+        return Sequence(self.topology, self.config, whole.shape[1], _packed(ends)), given, has_loss
 
     def _alone(self, given: dict[str, Any]) -> Sequence:
         """A forward of this rank alone, over whole sequences; the loss is the model's own."""
@@ -142,8 +146,7 @@ class SequenceParallel:
             )
             ends = documents(whole["position_ids"])
             given["attention_mask"] = None
-        packed = ends if any(len(row) > 2 for row in ends) else ()
-        return Sequence(Topology.single(), self.config, before + new.shape[1], packed)
+        return Sequence(Topology.single(), self.config, before + new.shape[1], _packed(ends))
 
     def _own(self, given: dict[str, Any]) -> tuple[dict[str, Any], Tensor, int]:
         """This rank's part of a batch, checked: its arguments, its positions, how many labels it has."""
@@ -155,9 +158,8 @@ class SequenceParallel:
             raise RefusedError(
                 "position_ids",
                 "a forward over sharded sequences needs input_ids (or inputs_embeds) and position_ids: "
-                "without, "
-                "every rank would count from 0. Wrap the loader (burst.shard_loader), or deal them with "
-                "the ids",
+                "without, every rank would count from 0. Wrap the loader (burst.shard_loader), or deal them "
+                "with the ids",
             )
         positions = positions.expand(ids.shape[0], -1) if positions.dim() == 2 else positions
         if positions.shape != ids.shape[:2]:
@@ -170,8 +172,7 @@ class SequenceParallel:
                 raise RefusedError(
                     "labels",
                     "labels must be shifted before the sequence is dealt: give shift_labels "
-                    "(burst.shard_loader "
-                    "does). Shifted in a shard they lose one token at every seam",
+                    "(burst.shard_loader does). Shifted in a shard they lose one token at every seam",
                 )
             shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         mask = given.get("attention_mask")
@@ -232,6 +233,11 @@ class SequenceParallel:
             return Sequence(Topology.single(), self.config, before + n), given, None
         prefill = Prefill(self.topology, self.group, self.config, n)
         return Sequence(self.topology, self.config, prefill.padded), prefill.begin(given), prefill
+
+
+def _packed(ends: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """cu_seqlens of the rows; () where no row has more than one document."""
+    return ends if any(len(row) > 2 for row in ends) else ()
 
 
 def _where(flags: list[int]) -> list[int]:

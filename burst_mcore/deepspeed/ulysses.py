@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from burst_mcore.deepspeed.agreement import on_all_ranks
 from burst_mcore.deepspeed.cpu import prepare_cpu
 from burst_mcore.deepspeed.groups import unit_of
 from burst_mcore.deepspeed.initialize import prepare_model
 from burst_mcore.deepspeed.loader import ShardedLoader
 from burst_mcore.deepspeed.refusals import RefusedError, refuse_config, refuse_versions
-from burst_mcore.deepspeed.section import section_of
+from burst_mcore.deepspeed.section import Section, section_of
 
 
 class BurstSPAttentionHF:
@@ -33,8 +34,7 @@ class BurstSPAttentionHF:
         Args:
             model_name_or_path: the model; a name cannot be prepared.
             core_attn_implementation: not used, nor are lengths and micro_batch_size: any kernel, any length.
-            disable_in_eval: in evaluation every rank has whole sequences of its own, as the Trainer deals
-            them.
+            disable_in_eval: in evaluation every rank has whole sequences, as the Trainer deals them.
 
         Returns:
             The mpu for deepspeed.initialize; None for one rank.
@@ -46,18 +46,9 @@ class BurstSPAttentionHF:
             return None
         if isinstance(model_name_or_path, str):
             raise RefusedError("model", f"give the model itself, not its name {model_name_or_path!r}")
-        refuse_versions()
-        config = _configuration()
-        refuse_config(config)
-        written = config.get("sequence_parallel_size", sequence_parallel_size)
-        if written != sequence_parallel_size:
-            raise RefusedError(
-                "sequence_parallel_size",
-                f"the JSON says {written!r}, Accelerate's ParallelismConfig has "
-                f"sp_size={sequence_parallel_size}",
-            )
+        section, config = on_all_ranks(lambda: _read(sequence_parallel_size))
         unit = unit_of(sequence_parallel_size)
-        sequence = prepare_model(model_name_or_path, section_of(config), config, unit)
+        sequence = prepare_model(model_name_or_path, section, config, unit)
         sequence.evaluates_whole = disable_in_eval
         _layouts[id(unit.get_sequence_parallel_group())] = sequence.config.layout
         return unit
@@ -89,8 +80,7 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
 def whole_loss(accelerator: Any, model: Any, inputs: dict[str, Any], return_outputs: bool, pc: Any) -> Any:
     """The Trainer's loss over a sequence group: that of the model's forward, which is the whole sequence's.
 
-    transformers 5.23 gathers it once more, by a gather whose gradient is a sum: SP times too large on ZeRO
-    0-2.
+    transformers 5.23 gathers it once more, and the gradient of that is a sum, SP times too large.
     """
     outputs = model(**inputs)
     loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
@@ -137,12 +127,20 @@ def _places() -> list[tuple[Any, str, Callable]]:
     return [*places, (trainer, "deepspeed_sp_compute_loss", whole_loss)]
 
 
-def _configuration() -> dict[str, Any]:
-    """DeepSpeed's configuration, as Accelerate is about to hand it over."""
+def _read(size: int) -> tuple[Section, dict[str, Any]]:
+    """The section, and DeepSpeed's configuration as Accelerate is about to hand it over."""
     from accelerate.state import AcceleratorState
 
+    refuse_versions()
     plugin = AcceleratorState().deepspeed_plugin
     if plugin is None:
         raise RefusedError("configuration", "Accelerate does not use DeepSpeed: give it a DeepSpeedPlugin")
-    found: dict[str, Any] = plugin.deepspeed_config
-    return found
+    config: dict[str, Any] = plugin.deepspeed_config
+    refuse_config(config)
+    written = config.get("sequence_parallel_size", size)
+    if written != size:
+        raise RefusedError(
+            "sequence_parallel_size",
+            f"the JSON says {written!r}, Accelerate's ParallelismConfig has sp_size={size}",
+        )
+    return section_of(config), config

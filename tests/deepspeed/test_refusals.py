@@ -37,51 +37,63 @@ def _model(kind, **options):
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
+class Unsupported(transformers.LlamaForCausalLM):
+    supports_gradient_checkpointing = False
+
+
 def _initialize(rank, size, _):
     quiet()
-    found = {}
+    found = []
 
-    def attempt(name, model=None, config=None, **options):
+    def attempt(name, model=None, config=None, words="", **options):
         model = model_of() if model is None else model
-        found[name] = _refused(burst.initialize, model, config or config_of(3, size), **options)
+        found.append(
+            (name, words, *_refused(burst.initialize, model, config or config_of(3, size), **options))
+        )
+
+    def here(refusing, name):
+        """What this rank should be told, where rank `refusing` alone has a reason."""
+        return name if rank == refusing else "another rank"
 
     attempt("mesh", config={**config_of(2, size), "data_parallel_size": 1})
     attempt("mesh", mesh_param=(1, size))
     attempt("sequence_parallel_size", config=config_of(2, 3))
-    attempt(
-        "another rank" if rank == 0 else "sequence_parallel_size", config=config_of(2, 2 if rank == 0 else 3)
-    )
+    attempt(here(1, "sequence_parallel_size"), config=config_of(2, 3 if rank == 1 else 2))
     attempt("configuration", config=config_of(2, 2 if rank == 0 else 1))
     whole, alone = dist.group.WORLD, [dist.new_group([r]) for r in range(size)][rank]
-    found["contradicts"] = _refused(burst.initialize, model_of(), config_of(3, 1), mpu=Unit(whole))
+    contradicts = 'write "sequence_parallel_size": 2'
+    attempt("sequence_parallel_size", config=config_of(3, 1), mpu=Unit(whole), words=contradicts)
     attempt("data-parallel group", mpu=Unit(whole, alone, alone, megatron=True))
     partitioned = {**config_of(2, size), "activation_checkpointing": {"partition_activations": True}}
     attempt("partition_activations", config=partitioned, mpu=Unit(whole))
     attempt("mpu", mpu=object())
-    attempt("checkpointing", config=config_of(2, size, checkpointing={"policy": "segment"}))
+    attempt(here(1, "mpu"), mpu=object() if rank == 1 else Unit(whole))
     small = {"reduce_scatter": False, "reduce_bucket_size": 100}
     attempt("reduce_bucket_size", config=config_of(3, size, zero=small))
+    recomputed = config_of(2, size, checkpointing={"policy": "segment"})
+    attempt("checkpointing", Unsupported(model_of().config), recomputed, words="Unsupported does not support")
     for kind, options in {
         "Mamba": {"num_hidden_layers": 2},
         "RecurrentGemma": {"num_hidden_layers": 3},
         "Jamba": {"num_experts": 1, "use_mamba_kernels": False},
         "Lfm2": {"layer_types": ["conv", "full_attention"]},
     }.items():
-        found[f"model {kind}"] = _refused(burst.initialize, _model(kind, **options), config_of(3, size))
+        attempt("model", _model(kind, **options), words=f"{kind}ForCausalLM")
     experts = {"num_local_experts": 2, "output_router_logits": True}
     attempt("auxiliary loss", _model("Mixtral", **experts))
     attempt("model", torch.nn.Linear(2, 2))
+    attempt(here(0, "model"), torch.nn.Linear(2, 2) if rank == 0 else None)
+    model = model_of()
+    if rank == 1:
+        model.loss_function = test_initialize
+    attempt(here(1, "loss"), model, words="test_initialize")
     return found
 
 
 def test_initialize():
     for found in processes(2, _initialize, None):
-        for name, (refused, words) in found.items():
-            want = {"contradicts": "sequence_parallel_size"}.get(name, name)
-            assert refused == want.split()[0] or refused == want, (name, words)
-        assert 'write "sequence_parallel_size": 2' in found["contradicts"][1]
-        for kind in ("Mamba", "RecurrentGemma", "Jamba", "Lfm2"):
-            assert f"{kind}ForCausalLM" in found[f"model {kind}"][1]
+        for name, words, refused, said in found:
+            assert refused == name and words in said, (name, words, refused, said)
 
 
 class Plain(torch.nn.Module):

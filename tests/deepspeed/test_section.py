@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from burst_mcore.checkpointing import Full, KeepAttention, Offload, Segment
 from burst_mcore.deepspeed.section import Section, SectionError, config_dict, reference, section_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "deepspeed-section.md"
@@ -24,16 +25,45 @@ def test_a_section_makes_the_configuration_of_calls():
 
 
 @pytest.mark.parametrize(
+    ("given", "policy"),
+    [
+        ({}, None),
+        ({"policy": "full", "offload": False}, Full()),
+        ({"policy": "attention", "offload": True}, Offload(KeepAttention())),
+        ({"policy": "segment"}, Segment(0.5)),
+        ({"policy": "segment", "keep": 1}, Segment(1.0)),
+        ({"policy": "segment", "keep": "auto", "memory_gb": 4}, Segment("auto", 4.0)),
+    ],
+)
+def test_checkpointing_makes_a_recompute_policy(given, policy):
+    assert section_of({"burst_attention": {"checkpointing": given}}).checkpointing.recomputed() == policy
+
+
+@pytest.mark.parametrize(
     ("given", "words"),
     [
         ({"layuot": "zigzag"}, 'unknown key "burst_attention.layuot": did you mean "layout"?'),
         ({"checkpointing": {"polcy": "full"}}, 'did you mean "policy"? Legal: policy, keep'),
         (
             {"checkpointing": {"policy": "segments"}},
-            "'none', 'full', 'keep_attention' or 'segment', got 'segments'",
+            "'none', 'full', 'attention' or 'segment', got 'segments'",
         ),
-        ({"checkpointing": {"policy": "segment", "keep": 1.5}}, "less than or equal to 1, got 1.5"),
-        ({"checkpointing": {"policy": "full", "keep": 0.5}}, 'keep is for policy "segment" only'),
+        ({"checkpointing": {"policy": "segment", "keep": 1.5}}, "from 0 to 1, got 1.5"),
+        ({"checkpointing": {"policy": "segment", "keep": "most"}}, "Input should be 'auto', got 'most'"),
+        ({"checkpointing": {"policy": "segment", "keep": "auto"}}, "keep='auto' needs memory_gb"),
+        ({"checkpointing": {"policy": "segment", "keep": "auto", "memory_gb": 0}}, "above 0; got 0"),
+        ({"checkpointing": {"policy": "segment", "memory_gb": 2}}, "memory_gb is for keep='auto'"),
+        (
+            {"checkpointing": {"policy": "full", "keep": 0.5}},
+            'keep is for policy "segment", got it with "full"',
+        ),
+        ({"checkpointing": {"policy": "attention", "keep": 0.0}}, 'keep is for policy "segment"'),
+        ({"checkpointing": {"policy": "attention", "memory_gb": 2}}, 'memory_gb is for policy "segment"'),
+        (
+            {"checkpointing": {"offload": True}},
+            'offload is for policy "attention" and "segment", got it with "none"',
+        ),
+        ({"checkpointing": {"policy": "full", "offload": True}}, "offload is for policy"),
         ({"layout": "zigzags"}, "unknown layout 'zigzags'"),
         ({"kernel": "flash9"}, "kernel must be one of auto, "),
         ({"head_parallel": 0}, "head_parallel must be a number of ranks"),

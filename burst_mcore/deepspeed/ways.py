@@ -1,0 +1,47 @@
+"""The ways over the ranks that a section leaves open; heads are shared within a node. Pure functions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from burst_mcore.attention.choice import RINGS, Candidate, Ranks, best, candidates, legal_degrees
+from burst_mcore.attention.cost import Shard
+from burst_mcore.config import BurstConfig
+from burst_mcore.layout import Layout
+from burst_mcore.mask import Mask
+from burst_mcore.rates import Rates
+
+
+def ways(
+    config: BurstConfig, shard: Shard, mask: Mask, n: int, ranks: Ranks, rates: Rates
+) -> tuple[Candidate, ...]:
+    """What `config` allows for a sequence of n tokens; "auto" shares heads between ranks of one node only.
+
+    Between nodes a ring needs neighbours alone, an all-to-all all pairs, whose contention the cost model does
+    not know.
+    """
+    degree = config.head_parallel
+    legal = legal_degrees(ranks, shard.heads, shard.kv_heads)
+    return candidates(
+        shard,
+        Layout.of(config.layout),
+        mask,
+        n,
+        ranks,
+        rates,
+        overlap=config.overlap,
+        rings=RINGS if config.ring == "auto" else (config.ring,),
+        degrees=(degree,) if isinstance(degree, int) else tuple(d for d in legal if d <= ranks.intra),
+        directions=("query", "kv") if config.backward == "auto" else (config.backward,),
+    )
+
+
+@lru_cache(maxsize=64)
+def within_nodes(
+    config: BurstConfig, shard: Shard, mask: Mask, n: int, ranks: Ranks, rates: Rates
+) -> BurstConfig:
+    """`config` with the best degree that stays in a node, where it leaves the degree open over several."""
+    if config.head_parallel != "auto" or ranks.size == ranks.intra:
+        return config
+    return replace(config, head_parallel=best(ways(config, shard, mask, n, ranks, rates)).route.heads)

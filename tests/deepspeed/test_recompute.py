@@ -1,0 +1,154 @@
+"""Recompute policies of the section: the same gradients, and no more attention than a policy leaves."""
+
+from dataclasses import replace
+
+import deepspeed
+import pytest
+import torch
+from engines import config_of, dataset, model_of, plain, quiet, start, worst
+from ranks import poison, processes
+
+import burst_mcore.deepspeed as burst
+from burst_mcore.attention.kernels.table import KERNELS, choose
+from burst_mcore.deepspeed.checkpointing import attach_checkpointing
+from burst_mcore.deepspeed.section import Checkpointing
+
+TOKENS, LAYERS = 32, 2
+SEGMENT = {"policy": "segment", "keep": 0.5}
+
+
+def _rows_of_kernel_calls():
+    """The rows of queries that each call of the kernel attends, from now on in this process."""
+    rows, kernel = [], KERNELS["aten-cpu"]
+
+    def forward(q, *args):
+        rows.append(q.shape[1])
+        return kernel.forward(q, *args)
+
+    KERNELS["aten-cpu"] = replace(kernel, forward=forward)
+    choose.cache_clear()
+    return rows
+
+
+def _step(engine, batch, rows):
+    """(loss, gradients, rows attended in the forward, rows attended again in backward)."""
+    rows.clear()
+    loss = engine(**batch).loss
+    forward = sum(rows)
+    engine.backward(loss)
+    again = sum(rows) - forward
+    get = deepspeed.utils.safe_get_full_grad
+    gradients = {name: get(p).clone() for name, p in engine.module.named_parameters()}
+    engine.step()
+    return loss.item(), gradients, forward, again
+
+
+def _packed():
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 61, (1, TOKENS), generator=generator)
+    return {"input_ids": ids, "cu_seqlens": torch.tensor([0, 9, 10, TOKENS])}
+
+
+def _policies(rank, size, stage, policies):
+    """By policy and batch: errors of loss and gradients beside no recompute, rows attended and again."""
+    rows, found, without = _rows_of_kernel_calls(), {}, {}
+    model = model_of()
+    for name, (layout, checkpointing) in policies.items():
+        section = {"layout": layout, "kernel": "aten-cpu", "head_parallel": 1, "backward": "query"}
+        config = config_of(stage, size, checkpointing=checkpointing, **section)
+        config["optimizer"]["params"]["lr"] = 0.0
+        engine, _ = start(config, model=model if stage < 3 else None)  # the same, set to another policy
+        for batch in ("one", "packed") if layout == "striped" else ("one",):
+            data = dataset(1, TOKENS) if batch == "one" else iter([_packed()])
+            (part,) = burst.shard_loader(data, engine)
+            for _ in range(2 if name == "auto" else 1):  # it learns in the first step
+                loss, gradients, forward, again = _step(engine, part, rows)
+            want_loss, want = without.setdefault((layout, batch), (loss, gradients))
+            found[name, batch] = abs(loss / want_loss - 1), worst(gradients, want), forward, again
+        engine.destroy()
+    return found
+
+
+HALF = LAYERS * TOKENS * 4 * (8 * 4 + 4) / 2 / 2 / 1e9
+"""GB of half of O and LSE of a rank of two."""
+ZERO_2 = {
+    "none": ("striped", {"policy": "none"}),
+    "segment": ("striped", SEGMENT),
+    "auto": ("striped", {"policy": "segment", "keep": "auto", "memory_gb": HALF}),
+    "full": ("striped", {"policy": "full"}),
+    "none again": ("striped", {"policy": "none"}),
+}
+ZERO_3 = {
+    "none": ("striped", {"policy": "none"}),
+    "attention": ("striped", {"policy": "attention"}),
+    "offload": ("striped", {**SEGMENT, "offload": True}),
+    "none, zigzag": ("zigzag", {"policy": "none"}),
+    "segment, zigzag": ("zigzag", SEGMENT),
+}
+
+
+@pytest.mark.parametrize(("stage", "policies"), [(2, ZERO_2), (3, ZERO_3)], ids=["ZeRO-2", "ZeRO-3"])
+def test_gradients_and_rows(stage, policies):
+    kept = 2 * LAYERS * TOKENS // 4  # the last half of the queries of a rank attends in both hops of two
+    for found in processes(2, _policies, stage, policies):
+        for (name, batch), (loss, gradients, forward, again) in found.items():
+            assert max(loss, gradients) < 1e-5, (name, batch)
+            assert forward > kept, (name, batch)
+            kind = policies[name][1]["policy"]
+            want = {"none": 0, "attention": 0, "full": forward, "segment": forward - kept}[kind]
+            assert again == want, (name, batch, forward)
+
+
+def test_policies_replace_each_other_and_leave_what_the_user_had():
+    def checkpointed(model):
+        layer = model.model.layers[0]
+        return layer.gradient_checkpointing, getattr(layer, "_gradient_checkpointing_func", None)
+
+    model = model_of()
+    attach_checkpointing(model, Checkpointing())
+    assert checkpointed(model) == (False, None)
+    attach_checkpointing(model, Checkpointing(policy="full"))
+    assert checkpointed(model)[0]
+    attach_checkpointing(model, Checkpointing())
+    assert not checkpointed(model)[0]
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    users = checkpointed(model)
+    assert users[0]
+    for policy in ("attention", "segment"):
+        attach_checkpointing(model, Checkpointing(policy=policy))
+        on, function = checkpointed(model)
+        assert on and function is not users[1] and not function.keywords["use_reentrant"]
+    for _ in range(2):
+        attach_checkpointing(model, Checkpointing())
+        assert checkpointed(model) == users
+
+
+DOCUMENTED = """
+{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "sequence_parallel_size": 4,
+ "burst_attention": {"layout": "zigzag", "backward": "auto", "head_parallel": "auto", "kernel": "auto",
+                     "fused_loss": true, "checkpointing": {"policy": "segment", "keep": 0.5}}}
+"""
+
+
+def _documented(rank, size, path):
+    poison(False)  # buffers of DeepSpeed's default sizes are never touched
+    quiet()
+    data = dataset(1)
+    engine, _, loader, _ = burst.initialize(model=model_of(), config=path, training_data=data)
+    (batch,) = loader
+    loss = engine(**batch).loss
+    engine.backward(loss)
+    get = deepspeed.utils.safe_get_full_grad
+    gradients = {name: get(p).clone() for name, p in engine.module.named_parameters()}
+    before = deepspeed.utils.safe_get_full_fp32_param(engine.module.lm_head.weight).clone()
+    engine.step()
+    after = deepspeed.utils.safe_get_full_fp32_param(engine.module.lm_head.weight)
+    assert (after - before).abs().max() == pytest.approx(1e-3, rel=0.01)  # AdamW's first step
+    (want,), truth, *_ = plain(data)
+    return abs(loss.item() / want - 1), worst(gradients, truth)
+
+
+def test_the_documented_section_word_for_word(tmp_path):
+    (tmp_path / "ds.json").write_text(DOCUMENTED)
+    for errors in processes(4, _documented, str(tmp_path / "ds.json")):
+        assert max(errors) < 1e-5
