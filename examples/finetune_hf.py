@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -135,6 +136,9 @@ def train(arguments: argparse.Namespace) -> int:
 
     import burst_mcore.deepspeed as burst
 
+    if int(os.environ["RANK"]):
+        for name in ("DeepSpeed", "burst_mcore"):  # rank 0 says it for all
+            logging.getLogger(name).setLevel(logging.ERROR)
     model, samples = model_and_samples(arguments)
     engine, _, loader, _ = burst.initialize(model=model, config=arguments.config, training_data=samples)
     rank, gas = torch.distributed.get_rank(), engine.gradient_accumulation_steps()
@@ -188,7 +192,8 @@ def train(arguments: argparse.Namespace) -> int:
         print(f"loss of the last {len(losses[-10:])} steps: {final:.3f} nats a token")
         print(f"metrics, curve, checkpoint: {arguments.out}/metrics.jsonl, loss.png, checkpoint")
     if arguments.goal is not None and final >= arguments.goal:
-        print(f"the loss should have fallen below {arguments.goal}", file=sys.stderr)
+        if rank == 0:
+            print(f"the loss should have fallen below {arguments.goal}", file=sys.stderr)
         return 1
     return 0
 
@@ -227,7 +232,9 @@ def main(argv: list[str]) -> int:
                 torch.distributed.destroy_process_group()
     threads = max(1, (os.cpu_count() or 1) // arguments.processes)
     path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
-    quiet = {"PYTHONWARNINGS": "ignore", "DS_LOG_LEVEL": "error", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    quiet = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    if not torch.cuda.is_available():
+        quiet["DS_ACCELERATOR"] = "cpu"  # which DeepSpeed would find out too, with a warning on every rank
     environment = {"OMP_NUM_THREADS": str(threads), **quiet, **os.environ, "PYTHONPATH": path}
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.processes)]
     return subprocess.run([sys.executable, *start, __file__, *argv], env=environment, check=False).returncode

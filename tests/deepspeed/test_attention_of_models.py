@@ -1,6 +1,7 @@
 """Windows, soft caps, sinks; packed and padded batches; evaluation, generate: against one process."""
 
 import deepspeed
+import pytest
 import torch
 from engines import VOCABULARY, config_of, dataset, model_of, plain, plain_loss, start, worst
 from ranks import processes
@@ -80,14 +81,36 @@ def _forward(batch, size, stage=2, **kind):
     return loss.item(), gradients
 
 
+WINDOW = {"kind": "Mistral", "sliding_window": 7}
+
+
+def _packed(rank, size, cells):
+    found = {}
+    batch, lengths = _packed_rows()
+    for layout, window in cells:
+        loss, gradients = _forward(batch, size, section={"layout": layout}, **window)
+        want, want_gradients = _alone(batch, lengths, **window)
+        found[layout, *window] = abs(loss / want - 1), worst(gradients, want_gradients)
+    return found
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        [("zigzag", {}), ("striped", WINDOW)],
+        pytest.param([("striped", {}), ("zigzag", WINDOW)], marks=pytest.mark.slow),
+    ],
+    ids=["", "more"],
+)
+def test_packed_batches(cells):
+    for found in processes(3, _packed, cells):
+        for name, errors in found.items():
+            assert max(errors) < 1e-5, (name, errors)
+
+
 def _batches(rank, size, _):
     found = {}
     batch, lengths = _packed_rows()
-    for layout in ("zigzag", "striped"):
-        for window in ({}, {"kind": "Mistral", "sliding_window": 7}):
-            loss, gradients = _forward(batch, size, section={"layout": layout}, **window)
-            want, want_gradients = _alone(batch, lengths, **window)
-            found[layout, "packed", *window] = abs(loss / want - 1), worst(gradients, want_gradients)
     one = {"input_ids": batch["input_ids"][:1], "cu_seqlens": torch.tensor([0, 9, 10, 30, 37])}
     want, want_gradients = _alone(one, lengths[:1])
     loss, gradients = _forward(one, size)
@@ -106,8 +129,8 @@ def _batches(rank, size, _):
     return found
 
 
-def test_packed_and_padded_batches():
-    for found in processes(4, _batches, None):
+def test_padded_batches():
+    for found in processes(3, _batches, None):
         for name, errors in found.items():
             assert max(errors) < 1e-5, (name, errors)
 
@@ -134,7 +157,10 @@ def _evaluated(rank, size, names):
     return found
 
 
-def test_evaluation_and_generate():
-    for found in processes(3, _evaluated, ["Llama", "Mistral", "GptOss"]):
+@pytest.mark.parametrize(
+    "names", [["GptOss"], pytest.param(["Llama", "Mistral"], marks=pytest.mark.slow)], ids=" ".join
+)
+def test_evaluation_and_generate(names):
+    for found in processes(3, _evaluated, names):
         for name, (evaluated, trained, same) in found.items():
             assert max(evaluated, trained) < 1e-5 and same, (name, evaluated, trained, same)

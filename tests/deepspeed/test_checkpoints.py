@@ -40,9 +40,11 @@ def _resumed(rank, size, folder, stages):
     return found
 
 
-@pytest.mark.parametrize("stages", [(3,), pytest.param((0, 2), marks=pytest.mark.slow)], ids=["3", "0, 2"])
-def test_resumed_at_this_and_at_another_sp(tmp_path, stages):
-    for found in processes(4, _resumed, str(tmp_path), stages):
+@pytest.mark.parametrize(
+    ("size", "stages"), [(2, (3,)), pytest.param(4, (0, 2, 3), marks=pytest.mark.slow)], ids=["2", "4"]
+)
+def test_resumed_at_this_and_at_another_sp(tmp_path, size, stages):
+    for found in processes(size, _resumed, str(tmp_path), stages):
         for cell, (seen, straight, again) in found.items():
             assert seen == 2
             assert again == pytest.approx(straight, rel=1e-4), cell

@@ -35,7 +35,7 @@ def test_the_doctor_says_what_initialize_would_refuse(tmp_path):
 
 @pytest.mark.slow
 def test_the_benchmark_where_heads_do_not_divide():
-    from burst_mcore.deepspeed import compare
+    from burst_mcore.bench import deepspeed_steps as compare
 
     job = compare.Job(ranks=2, heads=3, kv_heads=3, seq=64, layers=1, head_dim=8)
     rows = {row.method: row for row in compare.measure(job, list(compare.METHODS), 1)}

@@ -154,10 +154,18 @@ def _trainer(rank, size, sp, stages, folder):
     return found, _truth(data, sp)
 
 
-@pytest.mark.parametrize("sp", [pytest.param(4, marks=pytest.mark.slow), 2], ids=["SP4", "DP2xSP2"])
-def test_trainer(sp, tmp_path):
+@pytest.mark.parametrize(
+    ("sp", "stages"),
+    [
+        (2, [3]),
+        pytest.param(2, [2], marks=pytest.mark.slow),
+        pytest.param(4, [2, 3], marks=pytest.mark.slow),
+    ],
+    ids=["DP2xSP2 3", "DP2xSP2 2", "SP4"],
+)
+def test_trainer(sp, stages, tmp_path):
     pytest.importorskip("accelerate")
-    for found, truth in processes(4, _trainer, sp, [2, 3], str(tmp_path)):
+    for found, truth in processes(4, _trainer, sp, stages, str(tmp_path)):
         for of in found.values():
             _close(of, truth)
 
