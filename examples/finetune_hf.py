@@ -37,6 +37,7 @@ SMALL = {
     "num_attention_heads": 6,
     "num_key_value_heads": 3,
     "head_dim": 16,
+    "initializer_range": 0.1,  # 1 / sqrt(hidden_size)
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
     "bos_token_id": BYTES,
     "eos_token_id": BYTES,
@@ -53,12 +54,12 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--pattern", default="*.py", help="which files of a folder")
     parser.add_argument("--model", type=Path, help="folder of config and weights; default a small Llama")
-    parser.add_argument("--tokens", type=int, default=1024, help="of a sample")
-    parser.add_argument("--steps", type=int, default=120, help="of the optimizer, in all")
+    parser.add_argument("--tokens", type=int, default=2048, help="of a sample")
+    parser.add_argument("--steps", type=int, default=160, help="of the optimizer, in all")
     parser.add_argument("--save-every", type=int, default=40, metavar="STEPS")
     parser.add_argument("--out", type=Path, default=Path("runs/finetune"))
     parser.add_argument("--processes", type=int, default=4, help="ranks to start here")
-    parser.add_argument("--goal", type=float, help="fail unless the mean loss of the last 10 steps is below")
+    parser.add_argument("--goal", type=float, help="fail unless the mean loss of the last 20 steps is below")
     return parser.parse_args(argv)
 
 
@@ -132,16 +133,17 @@ def batches(loader: Any, skip: int) -> Iterator[dict[str, Any]]:
 
 
 def train(arguments: argparse.Namespace) -> int:
-    from tqdm import tqdm
+    """On every rank: 0, or 1 if the goal was not reached."""
+    import deepspeed
 
     import burst_mcore.deepspeed as burst
 
-    if int(os.environ["RANK"]):
-        for name in ("DeepSpeed", "burst_mcore"):  # rank 0 says it for all
-            logging.getLogger(name).setLevel(logging.ERROR)
+    rank = int(os.environ["RANK"])
+    if rank:  # rank 0 says it for all
+        deepspeed.utils.logger.setLevel(logging.ERROR)
+        logging.getLogger("burst_mcore").setLevel(logging.ERROR)
     model, samples = model_and_samples(arguments)
     engine, _, loader, _ = burst.initialize(model=model, config=arguments.config, training_data=samples)
-    rank, gas = torch.distributed.get_rank(), engine.gradient_accumulation_steps()
     checkpoint = arguments.out / "checkpoint"
     done = 0
     if (checkpoint / "latest").exists():
@@ -151,14 +153,27 @@ def train(arguments: argparse.Namespace) -> int:
         if rank == 0:
             print(f"all {done} steps are done: ask for more (--steps), or remove {arguments.out}")
         return 0
+    losses = []
+    with (arguments.out / "metrics.jsonl").open("a") as metrics:
+        for row in steps_of(engine, loader, done, arguments.steps):
+            losses.append(row["loss"])
+            if rank == 0:
+                metrics.write(json.dumps(row) + "\n")
+                metrics.flush()
+            if row["step"] % arguments.save_every == 0 or row["step"] == arguments.steps:
+                engine.save_checkpoint(str(checkpoint), client_state={"step": row["step"]})
+    return report(arguments, losses[-20:]) if rank == 0 else 0
+
+
+def steps_of(engine: Any, loader: Any, done: int, end: int) -> Iterator[dict[str, Any]]:
+    """Train from step `done` to `end`: after each, its figures over all ranks."""
+    from tqdm import tqdm
+
+    gas, rank = engine.gradient_accumulation_steps(), torch.distributed.get_rank()
     stream = batches(loader, done * gas)
-    losses: list[float] = []
     last = time.monotonic()
-    with (
-        (arguments.out / "metrics.jsonl").open("a") as metrics,
-        tqdm(total=arguments.steps, initial=done, unit="step", disable=rank > 0, dynamic_ncols=True) as bar,
-    ):
-        for step in range(done + 1, arguments.steps + 1):
+    with tqdm(total=end, initial=done, unit="step", disable=rank > 0, dynamic_ncols=True) as bar:
+        for step in range(done + 1, end + 1):
             total, tokens = torch.zeros(()), 0
             for _ in range(gas):
                 batch = next(stream)
@@ -171,29 +186,26 @@ def train(arguments: argparse.Namespace) -> int:
             _sum_over_ranks(figures, engine.device)
             now = time.monotonic()
             seconds, last = now - last, now
-            losses.append(figures[0].item())
             row = {
                 "step": step,
-                "loss": losses[-1],
+                "loss": figures[0].item(),
                 "grad_norm": float(engine.get_global_grad_norm() or 0.0),
                 "tokens": int(figures[1]),
                 "seconds": seconds,
             }
-            if rank == 0:
-                metrics.write(json.dumps(row) + "\n")
-                metrics.flush()
-            bar.set_postfix_str(f"loss {losses[-1]:.3f}, {row['tokens'] / seconds:,.0f} tokens/s")
+            bar.set_postfix_str(f"loss {row['loss']:.3f}, {row['tokens'] / seconds:,.0f} tokens/s")
             bar.update()
-            if step % arguments.save_every == 0 or step == arguments.steps:
-                engine.save_checkpoint(str(checkpoint), client_state={"step": step})
-    final = mean(losses[-10:])
-    if rank == 0:
-        plot(arguments.out)
-        print(f"loss of the last {len(losses[-10:])} steps: {final:.3f} nats a token")
-        print(f"metrics, curve, checkpoint: {arguments.out}/metrics.jsonl, loss.png, checkpoint")
+            yield row
+
+
+def report(arguments: argparse.Namespace, losses: list[float]) -> int:
+    """Say what came out; 1 if the goal was not reached."""
+    plot(arguments.out)
+    final = mean(losses)
+    print(f"loss of the last {len(losses)} steps: {final:.3f} nats a token")
+    print(f"metrics, curve, checkpoint: {arguments.out}/metrics.jsonl, loss.png, checkpoint")
     if arguments.goal is not None and final >= arguments.goal:
-        if rank == 0:
-            print(f"the loss should have fallen below {arguments.goal}", file=sys.stderr)
+        print(f"the loss should have fallen below {arguments.goal}", file=sys.stderr)
         return 1
     return 0
 

@@ -13,7 +13,9 @@ T = TypeVar("T")
 
 
 def on_all_ranks(do: Callable[[], T]) -> T:
-    """`do()`, which communicates nothing, if it succeeds on every rank. Collective over all ranks.
+    """`do()`, if it succeeds on every rank. Collective over all ranks.
+
+    It may wait for a group of ranks only where what fails on one of them fails on all of them.
 
     Raises:
         RefusedError: named "another rank", where it failed on others only. Where it failed: what it raised.

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from burst_mcore.attention.function import connect
+from burst_mcore.attention.topology import Topology
+from burst_mcore.config import BurstConfig
 from burst_mcore.deepspeed.agreement import on_all_ranks, refuse_differences
 from burst_mcore.deepspeed.checkpointing import attach_checkpointing
 from burst_mcore.deepspeed.cpu import prepare_cpu, without_builds
@@ -80,7 +82,7 @@ def initialize(
     deepspeed.init_distributed(deepspeed.get_accelerator().communication_backend_name(), verbose=False)
     optimized = training_data is None or options.get("optimizer") is not None
     section, settings, size = on_all_ranks(lambda: _read(config, mesh_param, optimized))
-    refuse_differences("configuration", (section, size))
+    refuse_differences("configuration", (section, size, "no mpu" if mpu is None else "an mpu"))
     if mpu is not None:
         on_all_ranks(lambda: refuse_mpu(settings, mpu, size))
     unit = unit_of(size) if mpu is None else mpu
@@ -136,8 +138,8 @@ def prepare_model(
     """
     size = unit.get_sequence_parallel_world_size()
     on_all_ranks(lambda: _change(model, section, config, size))
-    topology, burst = topology_of(unit), section.burst_config()
-    connect(topology, burst)
+    burst = section.burst_config()
+    topology = on_all_ranks(lambda: _connected(unit, burst))
     found = _SEQUENCES.get(model)
     if found is None:
         found = SequenceParallel(model, topology, None, burst).attach()
@@ -146,6 +148,12 @@ def prepare_model(
     found.group = unit.get_sequence_parallel_group() if size > 1 else None
     found.scale = gradient_scale(config, size)
     return found
+
+
+def _connected(unit: Any, config: BurstConfig) -> Topology:
+    topology = topology_of(unit)
+    connect(topology, config)
+    return topology
 
 
 def _change(model: nn.Module, section: Section, config: Mapping[str, Any], size: int) -> None:

@@ -60,6 +60,7 @@ def _initialize(rank, size, _):
     attempt("sequence_parallel_size", config=config_of(2, 3))
     attempt(here(1, "sequence_parallel_size"), config=config_of(2, 3 if rank == 1 else 2))
     attempt("configuration", config=config_of(2, 2 if rank == 0 else 1))
+    attempt("configuration", mpu=object() if rank else None, words="rank 1 has")
     whole, alone = dist.group.WORLD, [dist.new_group([r]) for r in range(size)][rank]
     contradicts = 'write "sequence_parallel_size": 2'
     attempt("sequence_parallel_size", config=config_of(3, 1), mpu=Unit(whole), words=contradicts)
