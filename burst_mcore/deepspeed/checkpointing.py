@@ -30,8 +30,8 @@ def attach_checkpointing(model: Any, asked: Checkpointing) -> None:
             f"{type(model).__name__} does not support gradient checkpointing: leave the policy at none",
         )
     _USERS[model] = {
-        module: (module.gradient_checkpointing, getattr(module, "_gradient_checkpointing_func", None))
-        for module in model.modules()
+        path: (module.gradient_checkpointing, getattr(module, "_gradient_checkpointing_func", None))
+        for path, module in model.named_modules()
         if hasattr(module, "gradient_checkpointing")
     }
     with warnings.catch_warnings():  # its newer name is not in all releases that are served
@@ -39,11 +39,12 @@ def attach_checkpointing(model: Any, asked: Checkpointing) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": policy.contexts})
 
 
-_USERS: WeakKeyDictionary[nn.Module, dict[Any, tuple[bool, Any]]] = WeakKeyDictionary()
-"""By model: what its modules had before ours, (whether they are checkpointed, by which function)."""
+_USERS: WeakKeyDictionary[nn.Module, dict[str, tuple[bool, Any]]] = WeakKeyDictionary()
+"""By model and path of a module: what it had before ours, (whether it is checkpointed, by which function)."""
 
 
 def _detach(model: nn.Module) -> None:
-    for module, (on, function) in _USERS.pop(model, {}).items():
+    for path, (on, function) in _USERS.pop(model, {}).items():
+        module: Any = model.get_submodule(path)
         module.gradient_checkpointing = on
         module._gradient_checkpointing_func = function

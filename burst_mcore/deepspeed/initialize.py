@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
@@ -34,6 +33,8 @@ from burst_mcore.loss import patch_causal_lm
 
 logger = logging.getLogger("burst_mcore")
 
+SEQUENCE = "_burst_mcore_sequence"
+"""The attribute of a prepared model that has its `SequenceParallel`."""
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3}}
 """Where there is data to train on, and neither JSON nor caller has an optimizer: torch's default."""
 
@@ -140,13 +141,13 @@ def prepare_model(
     on_all_ranks(lambda: _change(model, section, config, size))
     burst = section.burst_config()
     topology = on_all_ranks(lambda: _connected(unit, burst))
-    found = _SEQUENCES.get(model)
+    found = vars(model).get(SEQUENCE)
     if found is None:
-        found = SequenceParallel(model, topology, None, burst).attach()
-        _SEQUENCES[model] = found
+        vars(model)[SEQUENCE] = found = SequenceParallel(model, topology, None, burst).attach()
     found.topology, found.config = topology, burst
     found.group = unit.get_sequence_parallel_group() if size > 1 else None
     found.scale = gradient_scale(config, size)
+    assert isinstance(found, SequenceParallel)
     return found
 
 
@@ -172,13 +173,10 @@ def sequence_of(model: nn.Module) -> SequenceParallel:
     Raises:
         RefusedError: it was not prepared.
     """
-    found = _SEQUENCES.get(model)
-    if found is None:
+    found = vars(model).get(SEQUENCE)
+    if not isinstance(found, SequenceParallel):
         raise RefusedError("model", "it was not prepared by burst_mcore.deepspeed.initialize")
     return found
-
-
-_SEQUENCES: WeakKeyDictionary[nn.Module, SequenceParallel] = WeakKeyDictionary()
 
 
 def _read(

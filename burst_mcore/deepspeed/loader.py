@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from burst_mcore.deepspeed.batches import collated, dealt, prepared
+from burst_mcore.deepspeed.groups import exchanged
 from burst_mcore.deepspeed.refusals import RefusedError
 from burst_mcore.layout import Layout
 
@@ -73,7 +74,7 @@ class ShardedLoader:
                 pass
             except RefusedError as error:
                 state, problem = FAILED, error
-            states = self._everyones(state)
+            states = [state] if self.group is None else [x for (x,) in exchanged([state], self.group)]
             if problem is not None:
                 raise problem
             if FAILED in states:
@@ -105,15 +106,6 @@ class ShardedLoader:
                 "on all; or, if every rank shall bring its own, pass own=True",
             )
         return [batch]
-
-    def _everyones(self, state: int) -> list[int]:
-        if self.group is None:
-            return [state]
-        device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
-        mine = torch.tensor([state], dtype=torch.int64, device=device)
-        every = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(every, mine, group=self.group)
-        return [int(x) for x in every]
 
 
 def loader_for(

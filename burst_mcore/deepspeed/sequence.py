@@ -15,6 +15,7 @@ from burst_mcore.attention.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.deepspeed.attention import Sequence, running
 from burst_mcore.deepspeed.batches import IGNORED, documents, prepared
+from burst_mcore.deepspeed.groups import exchanged
 from burst_mcore.deepspeed.loss import WholeLoss
 from burst_mcore.deepspeed.models import attention_modules
 from burst_mcore.deepspeed.prefill import Prefill
@@ -132,7 +133,7 @@ class SequenceParallel:
 
     def _alone(self, given: dict[str, Any]) -> Sequence:
         """A forward of this rank alone, over whole sequences; the loss is the model's own."""
-        new = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+        new = _tokens(given)
         cache, positions = given.get("past_key_values"), given.get("position_ids")
         before = 0 if cache is None else int(cache.get_seq_length())
         mask = given.get("attention_mask")
@@ -150,7 +151,7 @@ class SequenceParallel:
 
     def _own(self, given: dict[str, Any]) -> tuple[dict[str, Any], Tensor, int]:
         """This rank's part of a batch, checked: its arguments, its positions, how many labels it has."""
-        ids = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+        ids = _tokens(given)
         positions, labels, shifted = (given.get(x) for x in ("position_ids", "labels", "shift_labels"))
         if positions is None and isinstance(ids, Tensor) and self.topology.size == 1:
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
@@ -194,11 +195,8 @@ class SequenceParallel:
             if problem is not None:
                 raise problem
             return [tokens], valid
-        device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
-        mine = torch.tensor([problem is not None, rows, tokens, valid], dtype=torch.int64, device=device)
-        every = [torch.empty_like(mine) for _ in range(self.topology.size)]
-        dist.all_gather(every, mine, group=self.group)
-        failed, batch, lengths, labels = (list(x) for x in zip(*(x.tolist() for x in every), strict=True))
+        every = exchanged([problem is not None, rows, tokens, valid], self.group)
+        failed, batch, lengths, labels = (list(x) for x in zip(*every, strict=True))
         if problem is not None:
             raise problem
         if any(failed):
@@ -227,12 +225,17 @@ class SequenceParallel:
         """A forward with a cache, of `generate`: every rank has all tokens. The prompt is dealt in here."""
         if given.get("labels") is not None or given.get("shift_labels") is not None:
             raise RefusedError("labels", "a forward with a cache (past_key_values) has no loss")
-        new = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+        new = _tokens(given)
         before, n = int(given["past_key_values"].get_seq_length()), new.shape[1]
         if before or n == 1 or self.group is None:
             return Sequence(Topology.single(), self.config, before + n), given, None
         prefill = Prefill(self.topology, self.group, self.config, n)
         return Sequence(self.topology, self.config, prefill.padded), prefill.begin(given), prefill
+
+
+def _tokens(given: dict[str, Any]) -> Any:
+    """input_ids, or the embeddings that were given instead."""
+    return given["input_ids"] if given.get("input_ids") is not None else given.get("inputs_embeds")
 
 
 def _packed(ends: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:

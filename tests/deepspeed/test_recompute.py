@@ -1,5 +1,8 @@
 """Recompute policies of the section: the same gradients, and no more attention than a policy leaves."""
 
+import gc
+import os
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,7 +113,8 @@ def test_policies_replace_each_other_and_leave_what_the_user_had():
     assert checkpointed(model)[0]
     attach_checkpointing(model, Checkpointing())
     assert not checkpointed(model)[0]
-    model.gradient_checkpointing_enable({"use_reentrant": True})
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": True})
     users = checkpointed(model)
     assert users[0]
     for policy in ("attention", "segment"):
@@ -120,11 +124,17 @@ def test_policies_replace_each_other_and_leave_what_the_user_had():
     for _ in range(2):
         attach_checkpointing(model, Checkpointing())
         assert checkpointed(model) == users
+    attach_checkpointing(model, Checkpointing(policy="segment"))
+    gone = weakref.ref(model)
+    del model, enable
+    gc.collect()
+    assert gone() is None  # nothing of ours keeps a model alive
 
 
 def _documented(rank, size, path):
     poison(False)  # buffers of DeepSpeed's default sizes are never touched
     quiet()
+    os.environ["PATH"] = "/nowhere"  # no compiler is found, and none is needed
     data = dataset(1)
     engine, _, loader, _ = burst.initialize(model=model_of(), config=path, training_data=data)
     (batch,) = loader
@@ -136,6 +146,7 @@ def _documented(rank, size, path):
     engine.step()
     after = deepspeed.utils.safe_get_full_fp32_param(engine.module.lm_head.weight)
     assert (after - before).abs().max() == pytest.approx(1e-3, rel=0.01)  # AdamW's first step
+    assert os.listdir(os.environ["TORCH_EXTENSIONS_DIR"]) == []
     (want,), truth, *_ = plain(data)
     return abs(loss.item() / want - 1), worst(gradients, truth)
 
