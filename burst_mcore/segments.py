@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import numbers
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -53,7 +54,7 @@ class Cut:
 
 def check_keep(keep: float) -> float:
     """`keep`, if it is a share; ValueError if not."""
-    if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 <= keep <= 1:
+    if isinstance(keep, bool) or not isinstance(keep, numbers.Real) or not 0 <= keep <= 1:
         raise ValueError(f"keep must be a share of the sequence, from 0 to 1, got {keep!r}")
     return float(keep)
 

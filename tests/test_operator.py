@@ -29,13 +29,12 @@ def _checked(rank, size, options, sunk):
     sinks = torch.randn(4, requires_grad=True) if sunk else None
     given = topology.handle, mask.handle, config.handle, *options, True
     for keep in (0.0, 0.5, 1.0):
-        arguments = (q, k, v, sinks, [], keep, False, *given)
+        arguments = (q, k, v, sinks, [], 0, keep, False, *given)
         torch.library.opcheck(attention_forward, arguments)
-        out, lse, _, _, kept = attention_forward(*arguments)
-        kept = [out, lse] if keep == 1 else kept
+        *_, agreed, kept = attention_forward(*arguments)
         if kept:  # the recomputation
-            kept = [x.detach() for x in kept]
-            torch.library.opcheck(attention_forward, (q, k, v, sinks, kept, keep, False, *given))
+            kept, at = [x.detach() for x in kept], int(agreed[1])
+            torch.library.opcheck(attention_forward, (q, k, v, sinks, kept, at, 0.0, False, *given))
     return True
 
 

@@ -92,6 +92,12 @@ class Agreement:
             )
         return self._call, self._everyones(rows) if differs[2] else None
 
+    def least(self, value: float) -> float:
+        """The least of all ranks' values. In a call that all have agreed to make."""
+        found = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._group)
+        return float(found)
+
     def _everyones(self, rows: int) -> list[int]:
         found = torch.zeros(self._size, dtype=torch.int64)
         found[self._rank] = rows

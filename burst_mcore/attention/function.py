@@ -27,7 +27,7 @@ from burst_mcore.attention.front import behind, forward_of_front
 from burst_mcore.attention.heads import pooled_like
 from burst_mcore.attention.kernels.table import taking_delta
 from burst_mcore.attention.passes import Attended, Call, Keys, Queries, backward, forward
-from burst_mcore.attention.recompute import Kept, Made, layer, recordings, replays
+from burst_mcore.attention.recompute import Kept, Made, in_checkpoint, layer, recordings, replays
 from burst_mcore.attention.ring import ProcessGroups
 from burst_mcore.attention.schedule import PASSES
 from burst_mcore.attention.topology import Topology
@@ -91,35 +91,69 @@ def burst_attention(
         _check(topology, mask, softmax_scale, softcap, config, return_lse, tensors)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     given = topology.handle, mask.handle, config.handle, softmax_scale, softcap, bool(return_lse), wanted
-    made = Made(tuple(q.shape), v.shape[-1], q.dtype, layer(), topology.handle)
-    kept = _kept_of(made, topology)
-    if kept is not None:
-        out, lse, _, _, _ = attention_forward(*tensors, kept.tensors, kept.keep, kept.at_most, *given)
+    if in_checkpoint():
+        out, lse = _checkpointed(topology, mask, config, *given[3:], tensors)
     else:
-        keep, at_most = max([(0.0, False), *[each.share(made) for each in recordings()]])
-        # All is kept as it is, without a copy; but what a compiled layer returns besides moves what its graph
-        # saves, and recomputation matches that by place.
-        uncopied = keep == 1 and not torch.compiler.is_compiling()
-        copied = 0.0 if uncopied else keep
-        out, lse, shared, _, behind = attention_forward(*tensors, [], copied, at_most, *given)
-        if uncopied:
-            home = [lse] if shared and (return_lse or sinks is not None) else []
-            behind = [out, shared[3] if shared else lse, *home]
-        kept = Kept(keep, at_most, [x.detach() for x in behind])
-    for forward_of in recordings():
-        forward_of.record(made, kept)
+        out, lse, *_ = attention_forward(*tensors, [], 0, 0.0, False, *given)
     return (out, lse.transpose(1, 2)) if return_lse else out
 
 
-def _kept_of(made: Made, topology: Topology) -> Kept | None:
-    """What the forward kept of this call, if it is made in a recomputation."""
-    if not replays():
-        return None
-    with _refusing(agreement(topology)):
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _checkpointed(
+    topology: Topology,
+    mask: Mask,
+    config: BurstConfig,
+    softmax_scale: Scale,
+    softcap: Scale,
+    return_lse: bool,
+    wanted: bool,
+    tensors: Tensors,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call that is made in a checkpointed function.
+
+    Not compiled: a forward that keeps something and its recomputation would be two graphs, and torch matches
+    what they save by its place.
+    """
+    q, k, v, sinks = tensors
+    options = softmax_scale, softcap, return_lse, wanted
+    given = topology.handle, mask.handle, config.handle, *options
+    made = Made(
+        q=tuple(q.shape),
+        kv_heads=k.shape[2],
+        value_dim=v.shape[-1],
+        dtype=q.dtype,
+        layer=layer(),
+        topology=topology.handle,
+        mask=mask.handle,
+        config=config.handle,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        sinks=sinks is not None,
+        return_lse=return_lse,
+    )
+    peers = agreement(topology)
+    with _refusing(peers):
         found = [recomputation.replay(made) for recomputation in replays()]
-    return next((kept for kept in found if kept is not None), None)
+        kept = next((kept for kept in found if kept is not None), None)
+        share = max([(0.0, False), *(each.share(made) for each in recordings())])
+    if kept is not None:
+        out, lse, *_ = attention_forward(*tensors, kept.tensors, kept.at, 0.0, False, *given)
+    else:
+        keep, at_most = share
+        uncopied = keep == 1 and not at_most  # all: as it is, without a copy
+        share = (0.0, False) if uncopied else share
+        out, lse, shared, agreed, pieces = attention_forward(*tensors, [], 0, *share, *given)
+        if uncopied:
+            home = [lse] if shared and (return_lse or sinks is not None) else []
+            pieces = [out, shared[3] if shared else lse, *home]
+        kept = Kept(int(agreed[1]), [x.detach() for x in pieces], copied=not uncopied)
+    with _refusing(peers):
+        for forward_of in recordings():
+            forward_of.record(made, kept)
+    return out, lse
 
 
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
 Scale = float | None
 
 
@@ -130,7 +164,7 @@ def _check(
     softcap: Scale,
     config: BurstConfig,
     return_lse: bool,
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    tensors: Tensors,
 ) -> None:
     """Refuse what is not legal, and tell the other ranks; what is legal can be found by its handle."""
     if not isinstance(topology, Topology):
@@ -214,6 +248,7 @@ def attention_forward(
     v: Tensor,
     sinks: Tensor | None,
     kept: list[Tensor],
+    at: int,
     keep: float,
     at_most: bool,
     topology: str,
@@ -226,8 +261,9 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor, list[Tensor], Tensor, list[Tensor]]:
     """`burst_attention` as an operator: topology, mask and config are handles.
 
-    kept: in a recomputation, what the forward kept. keep, at_most: the share of the sequence of which that
-    is, or is to be returned last (`segments.cut_for`). wanted: whether a backward will follow.
+    kept, at: in a recomputation, what the forward kept, from that position on. keep, at_most: the share of
+    the sequence whose results are to be returned last (`segments.cut_for`; of at_most, the least of all
+    ranks). wanted: whether a backward will follow.
 
     Returns out, lse [B, H, S], and for the backward q, k, v and lse as they are on the ring, if that is not
     as they came, and what the ranks agreed on (int64, on the CPU); and what is kept: `recompute.Kept`.
@@ -237,13 +273,11 @@ def attention_forward(
     with _refusing(peers):
         options = softmax_scale, softcap, sinks, find(config), return_lse
         asked = checked(q, k, v, ring, find(mask), *options)
-        sign = {**signature(asked, wanted), **_of_segments(kept, check_keep(keep), at_most)}
+        sign = {**signature(asked, wanted), **_of_segments(kept, at, check_keep(keep), at_most)}
     call, number, lengths = _agreed(asked, peers, sign)
-    at = (
-        cut_for(keep, asked.layout, asked.mask, call.plan.n, ring.size, at_most=at_most).at
-        if 0 < keep < 1
-        else 0
-    )
+    if keep > 0:
+        keep = keep if peers is None or not at_most else peers.least(keep)
+        at = cut_for(keep, asked.layout, asked.mask, call.plan.n, ring.size, at_most=at_most).at
     with torch.autocast(q.device.type, enabled=False), _on(q.device), _in_ring(peers):
         held = lengths[call.rank]
         call.transport.connect("forward")
@@ -256,13 +290,13 @@ def attention_forward(
     nowhere = q.new_empty(0, dtype=done.ring_lse.dtype)
     lse = nowhere if done.lse is None else done.lse[..., :held].contiguous()
     shared = [done.q, done.k, done.v, done.ring_lse] if call.route.heads > 1 else []
-    agreed = torch.tensor([number, *lengths], dtype=torch.int64)
+    agreed = torch.tensor([number, at, *lengths], dtype=torch.int64)
     return done.out[:, :held].contiguous(), lse, shared, agreed, pieces
 
 
-def _of_segments(kept: list[Tensor], keep: float, at_most: bool) -> Signature:
+def _of_segments(kept: list[Tensor], at: int, keep: float, at_most: bool) -> Signature:
     """What the ranks must have in common of what they keep, and have kept."""
-    return {"keeps": f"{'at most ' * at_most}{keep!r}", "recomputes": str(bool(kept))}
+    return {"keeps": "what fits" if at_most else repr(keep), "recomputes": f"before {at}" if kept else "all"}
 
 
 @attention_forward.register_fake
@@ -272,6 +306,7 @@ def _(
     v: Tensor,
     sinks: Tensor | None,
     kept: list[Tensor],
+    at: int,
     keep: float,
     at_most: bool,
     topology: str,
@@ -282,7 +317,7 @@ def _(
     ring, batch, rows, heads = find(topology), *q.shape[:3]
     out, statistics = q.new_empty((batch, rows, heads, v.shape[-1])), wide(q.dtype)
     lse = q.new_empty((batch, heads, rows), dtype=statistics)
-    agreed = torch.empty(1 + ring.size, dtype=torch.int64, device="cpu")
+    agreed = torch.empty(2 + ring.size, dtype=torch.int64, device="cpu")
     some = not kept and keep > 0
     if find(config).head_parallel == 1 and not some:
         return out, lse, [], agreed, []
@@ -331,7 +366,7 @@ def attention_backward(
 
     on_ring: q, k, v and lse as the forward had them on the ring.
     """
-    number, *lengths = agreed.tolist()
+    number, _, *lengths = agreed.tolist()
     q, k, v, ring_lse = on_ring
     ring, held = find(topology), out.shape[1]
     peers = agreement(ring)
@@ -383,7 +418,7 @@ def _(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     """Save what the backward needs; hold what the handles stand for."""
-    q, k, v, sinks, kept, _, _, *ctx.given, _ = inputs
+    q, k, v, sinks, kept, _, _, _, *ctx.given, _ = inputs
     out, lse, shared, agreed, _ = output
     ctx.kv_heads, ctx.pieces = k.shape[2], len(kept)
     ctx.kept = [find(handle) for handle in ctx.given[:3]]
@@ -397,7 +432,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *unused: Any)
     dq, dk, dv, dsinks = attention_backward(
         dout, dlse, on_ring, sinks, out, lse, agreed, ctx.kv_heads, *ctx.given
     )
-    return dq, dk, dv, None if sinks is None else dsinks, [None] * ctx.pieces, *(None for _ in range(9))
+    return dq, dk, dv, None if sinks is None else dsinks, [None] * ctx.pieces, *(None for _ in range(10))
 
 
 def _no_second_derivative(ctx: Any, *gradients: Tensor | None) -> None:

@@ -26,18 +26,29 @@ class Made(NamedTuple):
 
     q: tuple[int, ...]
     """[B, S, H, D]."""
+    kv_heads: int
     value_dim: int
     dtype: torch.dtype
-    layer: str | None = None
+    layer: str | None
     """Whose it is, where somebody said so: see `of_layer`."""
-    topology: str | None = None
+    topology: str
     """The handle of its ring."""
+    mask: str
+    config: str
+    softmax_scale: float | None
+    softcap: float | None
+    sinks: bool
+    return_lse: bool
 
     def __str__(self) -> str:
         """For messages."""
         whose = "" if self.layer is None else f" of {self.layer}"
-        ring = "" if self.topology is None else f", on {self.topology}"
-        return f"a call{whose} with q {list(self.q)} {self.dtype}, value_dim {self.value_dim}{ring}"
+        return f"a call{whose} with q {list(self.q)} {self.dtype}, value_dim {self.value_dim}, {self.mask}"
+
+    def unlike(self, other: Made) -> str:
+        """What differs, this one's first."""
+        pairs = zip(self._fields, self, other, strict=True)
+        return "; ".join(f"{name} {mine}, not {theirs}" for name, mine, theirs in pairs if mine != theirs)
 
     @property
     def bytes(self) -> int:
@@ -50,12 +61,14 @@ class Made(NamedTuple):
 class Kept:
     """The end of the sequence that a call has kept of its results."""
 
-    keep: float
-    """The share that was asked for; the cut follows from it (`segments.cut_for`)."""
-    at_most: bool
+    at: int
+    """The global position from which on it is kept."""
     tensors: list[Tensor]
     """Of this rank's rows behind the cut: out [B, rows, H, D], lse [B, H, rows]; under head x ring lse of the
-    pooled rows and own heads, and, if the call wants it at home, lse [B, H, rows] of its own rows as well."""
+    pooled rows and own heads, and, if the call wants it at home, lse [B, H, rows] of its own rows as well.
+    None at all: nothing is kept."""
+    copied: bool
+    """Into memory of their own; else they are the results themselves, which others use as well."""
 
 
 class Recording(Protocol):
@@ -95,6 +108,11 @@ def replays() -> tuple[Replay, ...]:
     """The recomputations that this thread is in, outermost first."""
     found: tuple[Replay, ...] = getattr(_entered, "replays", ())
     return found
+
+
+def in_checkpoint() -> bool:
+    """Whether this thread is in either."""
+    return bool(recordings() or replays())
 
 
 def layer() -> str | None:

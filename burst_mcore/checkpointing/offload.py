@@ -37,9 +37,8 @@ class Moved:
     """Kept in pinned host memory, and fetched when what was kept after it is taken."""
 
     def __init__(self, kept: Kept, before: weakref.ref[Moved] | None) -> None:
-        self._keep, self._at_most, self._before = kept.keep, kept.at_most, before
-        whole = kept.keep == 1  # not a copy, but what others use, and might write to
-        self._there = [(_sent(x.clone() if whole else x), x.device) for x in kept.tensors]
+        self._at, self._before = kept.at, before
+        self._there = [(_sent(x if kept.copied else x.clone()), x.device) for x in kept.tensors]
         self._here: list[Tensor] | None = None
 
     def fetch(self) -> None:
@@ -58,11 +57,11 @@ class Moved:
         before = None if self._before is None else self._before()
         if before is not None:
             before.fetch()
-        return Kept(self._keep, self._at_most, self._here)
+        return Kept(self._at, self._here, copied=True)
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    return [] if torch.compiler.is_compiling() else [x._version for x in tensors if not x.is_inference()]
+    return [x._version for x in tensors if not x.is_inference()]
 
 
 def _sent(x: Tensor) -> Tensor:

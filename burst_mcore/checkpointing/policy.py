@@ -142,13 +142,15 @@ class _Live:
     def __init__(self) -> None:
         self.calls = self.bytes = 0
         self.most_calls: int | None = None
-        """In the steps that are over; None in the first."""
+        """In the last step; None in the first."""
         self._most = 0
 
     def share(self, budget: float, size: int) -> float:
         """The largest share of each call whose results take `size` bytes, for as many calls as there were."""
         if self.most_calls is None:
             return 0.0
+        if not size:  # of a rank without tokens
+            return 1.0
         share = min(1.0, budget / (self.most_calls * size))
         return share if self.bytes + share * size <= budget * (1 + 1e-9) else 0.0
 
@@ -161,7 +163,11 @@ class _Live:
     def _gone(self, size: int) -> None:
         self.calls, self.bytes = self.calls - 1, self.bytes - size
         if self.calls == 0:  # a step is over
-            self.most_calls, self._most = max(self.most_calls or 0, self._most), 0
+            self.most_calls, self._most = self._most, 0
+
+    def __reduce__(self) -> tuple[type[_Live], tuple[()]]:
+        """A copy of a policy begins anew: what is kept is kept for the original."""
+        return _Live, ()
 
 
 @dataclass(frozen=True)
@@ -173,12 +179,12 @@ class Offload(Policy):
     """
 
     policy: Policy
-    _last: list[weakref.ref[Moved]] = field(init=False, repr=False, compare=False)
+    _chain: _Chain = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, Policy) or isinstance(self.policy, Offload):
             raise ValueError(f"Offload takes Full(), KeepAttention() or Segment(...), got {self.policy!r}")
-        object.__setattr__(self, "_last", [])
+        object.__setattr__(self, "_chain", _Chain())
 
     @property
     def keeps_nothing(self) -> bool:
@@ -190,8 +196,17 @@ class Offload(Policy):
     def hold(self, kept: Kept) -> Held:
         if not any(x.is_cuda for x in kept.tensors):
             return self.policy.hold(kept)
-        before = self._last.pop() if self._last else None
-        moved = Moved(kept, before)
-        self._last.append(weakref.ref(moved))
+        moved = Moved(kept, self._chain.last)
+        self._chain.last = weakref.ref(moved)
         self.policy.watch(moved, kept)
         return moved
+
+
+class _Chain:
+    """What was kept last, which is taken before all else."""
+
+    def __init__(self) -> None:
+        self.last: weakref.ref[Moved] | None = None
+
+    def __reduce__(self) -> tuple[type[_Chain], tuple[()]]:
+        return _Chain, ()

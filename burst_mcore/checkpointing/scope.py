@@ -69,7 +69,7 @@ class Record:
                 f"forward made {len(self.made)}; the next was {missing}: a checkpointed function must do the "
                 f"same both times"
             )
-            peers = None if missing.topology is None else agreement(find(missing.topology))
+            peers = agreement(find(missing.topology))
             if peers is not None:  # the other ranks may wait for the call
                 peers.refuse(error)
             raise error
@@ -103,8 +103,8 @@ class _Recomputation:
             )
         if made != record.made[number]:
             raise RecomputeError(
-                f"call {number + 1} of burst_attention in the recomputation of {record.name} is {made}, but "
-                f"in its forward it was {record.made[number]}"
+                f"call {number + 1} of burst_attention in the recomputation of {record.name}, {made}, is "
+                f"another than in its forward: {made.unlike(record.made[number])}"
             )
         held, record.held[number] = record.held[number], None
         try:

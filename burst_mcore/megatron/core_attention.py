@@ -6,6 +6,7 @@ documents.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from dataclasses import replace
@@ -20,7 +21,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 
 from burst_mcore.attention.function import burst_attention, connect
-from burst_mcore.attention.recompute import of_layer
+from burst_mcore.attention.recompute import in_checkpoint, of_layer
 from burst_mcore.attention.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import positions
@@ -136,7 +137,8 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         if is_packed:
             found = self._packing(packed_seq_params, n, topology.size)
             mask, config = mask & found.documents, replace(config, layout=found.layout)
-        with of_layer(f"layer {self.layer_number}"):
+        # Only there: compiled, layers that say their number are code of their own.
+        with of_layer(f"layer {self.layer_number}") if in_checkpoint() else contextlib.nullcontext():
             out = burst_attention(
                 *(_batch_first(x, is_packed) for x in (query, key, value)),
                 topology=topology,
