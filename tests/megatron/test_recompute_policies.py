@@ -192,10 +192,10 @@ NEVER, FORWARD, RECOMPUTATION = (), ("forward",), ("recomputation",)
 @pytest.mark.parametrize(
     ("recompute", "first", "second", "words"),
     [
-        (("uniform", 2), FORWARD, NEVER, ["call 1", "of layer 1", "was a call of layer 2"]),
+        (("uniform", 2), FORWARD, NEVER, ["call 1", "of layer 1", "layer 1, not layer 2"]),
         ("full", FORWARD, NEVER, ["call 1", "of layer 1", "has no record"]),
         (("uniform", 2), NEVER, RECOMPUTATION, ["made 1 calls", "made 2", "of layer 2"]),
-        (("uniform", 2), FORWARD, RECOMPUTATION, ["call 1", "of layer 1", "was a call of layer 2"]),
+        (("uniform", 2), FORWARD, RECOMPUTATION, ["call 1", "of layer 1", "layer 1, not layer 2"]),
     ],
     ids=["one more", "one more, alone", "one fewer", "another one"],
 )
