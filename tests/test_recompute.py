@@ -325,7 +325,8 @@ def test_the_layer_is_named_and_another_shape_is_an_error():
             return super().forward(x[:, : N // self.runs])
 
     out = checkpoint(Shrinking(number=17), _input(0), policy=Segment(0.5), use_reentrant=True)
-    with pytest.raises(RecomputeError, match=r"call 1 .* of Shrinking 17, .* another than in its forward: q \(1, 16, .*, not \(1, 32"):
+    words = r"call 1 .* of Shrinking 17, .* another than in its forward: q \(1, 16, .*, not \(1, 32"
+    with pytest.raises(RecomputeError, match=words):
         out.sum().backward()
 
 
