@@ -306,6 +306,8 @@ _TORCH = (
     _Patch("torch.cuda", "current_device", _returns(torch.device("cpu"))),
     # To Megatron 0 means: no model parallel groups, no seed.
     _Patch("torch.cuda", "device_count", _returns(1)),
+    # Where DeepSpeed was imported (PYTORCH_NVML_BASED_CUDA_CHECK), torch takes a count above 0 for an answer.
+    _Patch("torch.cuda", "is_available", _returns(False)),
     _Patch("torch.cuda", "set_device", _returns(None)),
     _Patch("torch.cuda", "get_device_properties", _returns(_PROPERTIES)),
     _Patch("torch.cuda", "get_device_capability", _returns((0, 0))),
