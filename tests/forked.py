@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import runpy
 import socket
@@ -60,6 +61,7 @@ def _python(*command: str) -> None:
     atexit._clear()
     poison(False)
     warnings.simplefilter("ignore")
+    logging.getLogger().handlers.clear()  # pytest's, which would keep what is logged
     module = command[0] == "-m"
     sys.argv = [*command[module:]]
     try:

@@ -104,12 +104,12 @@ def test_with_the_fused_loss(data, alone, tmp_path):
 
 
 def test_with_a_recompute_policy(data, alone, tmp_path):
-    segment = ["--burst-recompute", "segment", "--burst-recompute-keep", "0.3", "--burst-layout", "striped"]
+    segment = ["--burst-recompute", "segment", "--burst-recompute-keep", "0.3"]
     assert_equal(train(tmp_path, 2, data, *BURST, *CP2, *segment), alone)
-    said = [log.read_text() for log in (tmp_path / "log").rglob("stdout.log")]
-    assert len(said) == 2
-    for words in said:  # it is in effect: 0.3 of 64 tokens is not the same number on both ranks
-        assert "segment recompute: keep=0.3 is moved to 0.281" in words
+    errors = [log.read_text() for log in (tmp_path / "log").rglob("stderr.log")]
+    assert len(errors) == 2
+    for said in errors:  # it is in effect: on zigzag such a cut does not pay
+        assert "segment recompute: keep=0.3 is moved to 0.5" in said
 
 
 @pytest.mark.slow
