@@ -20,9 +20,9 @@ from burst_mcore.attention.tiles import tiles, tiles_of
 def _rows(what, position):
     """Global position of each local row of a position."""
     at = torch.empty(what.rows, dtype=torch.int64)
-    for segment in what.segments(position):
-        held = torch.cat([torch.arange(r.start, r.stop, r.step) for r in segment.runs])
-        at[segment.start : segment.start + len(held)] = held
+    for stretch in what.stretches(position):
+        held = torch.cat([torch.arange(r.start, r.stop, r.step) for r in stretch.runs])
+        at[stretch.start : stretch.start + len(held)] = held
     return at
 
 

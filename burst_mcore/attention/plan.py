@@ -38,7 +38,7 @@ EVERYWHERE = ("striped", "block-striped")
 
 
 @dataclass(frozen=True)
-class Segment:
+class Stretch:
     """Rows of a position, ascending in global position: runs of one step, from local row `start` on."""
 
     runs: Runs
@@ -87,24 +87,24 @@ class Plan:
         """What follows from the plan and is asked for again: see `kept`."""
         self._pieces: dict[tuple[int | None, ...], list[Piece]] = {}
         self._needed: dict[tuple[int, int, bool], Rows] = {}
-        self._tables: dict[Segment, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        self._tables: dict[Stretch, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
     def runs(self, position: int, member: int) -> Runs:
         """Global positions that a rank holds."""
         return self.layout.runs(self.n, position * self.heads + member, self.size * self.heads)
 
-    def segments(self, position: int, part: int | None = None) -> tuple[Segment, ...]:
+    def stretches(self, position: int, part: int | None = None) -> tuple[Stretch, ...]:
         """The rows of a position, or of one member of its head group (each of its runs).
 
         The members' rows are pooled: in ascending order where runs are without gaps, else run after run.
         """
-        key = "segments", position, part
+        key = "stretches", position, part
         if key not in self.kept:
             self.kept[key] = self._pooled(position, part)
-        found: tuple[Segment, ...] = self.kept[key]
+        found: tuple[Stretch, ...] = self.kept[key]
         return found
 
-    def _pooled(self, position: int, part: int | None) -> tuple[Segment, ...]:
+    def _pooled(self, position: int, part: int | None) -> tuple[Stretch, ...]:
         runs = sorted(
             (run for member in range(self.heads) for run in self.runs(position, member)),
             key=lambda run: run.start,
@@ -113,16 +113,16 @@ class Plan:
         if part is not None:
             own = set(self.runs(position, part))
             return tuple(
-                Segment((run,), start) for run, start in zip(runs, starts, strict=False) if run in own
+                Stretch((run,), start) for run, start in zip(runs, starts, strict=False) if run in own
             )
         if self.mask.stride > 1 or any(run.step > 1 for run in runs):
-            return tuple(Segment((run,), start) for run, start in zip(runs, starts, strict=False))
-        return (Segment(joined(runs), 0),)
+            return tuple(Stretch((run,), start) for run, start in zip(runs, starts, strict=False))
+        return (Stretch(joined(runs), 0),)
 
     def member_rows(self, position: int, member: int) -> Rows:
         """Where the rows of a member lie among its position's, in the order of its own rows."""
-        ends = self.segments(position, member)
-        return tuple(range(segment.start, segment.start + len(segment.runs[0])) for segment in ends)
+        ends = self.stretches(position, member)
+        return tuple(range(stretch.start, stretch.start + len(stretch.runs[0])) for stretch in ends)
 
     def front(self, at: int) -> Plan:
         """The same for queries before global position `at` alone; the others meet nothing."""
@@ -136,7 +136,7 @@ class Plan:
 
     def rows_from(self, position: int, at: int) -> Rows:
         """The rows of a position from global position `at` on."""
-        ends = self.segments(position)
+        ends = self.stretches(position)
         return union([range(each.rows_before(at), each.offsets[-1]) for each in ends])
 
     def pieces(
@@ -149,8 +149,8 @@ class Plan:
         if key not in self._pieces:
             self._pieces[key] = [
                 piece
-                for q in self.segments(q_at, q_part)
-                for k in self.segments(k_at, k_part)
+                for q in self.stretches(q_at, q_part)
+                for k in self.stretches(k_at, k_part)
                 for piece in self._meet(q, k)
             ]
         return self._pieces[key]
@@ -168,7 +168,7 @@ class Plan:
         if self._coarse:
             first, last = (0, 1) if of_queries else (2, 3)
             hull = int(self.bands[:, first].amin()), int(self.bands[:, last].amax())
-            return union([range(*map(each.rows_before, hull)) for each in self.segments(at)])
+            return union([range(*map(each.rows_before, hull)) for each in self.stretches(at)])
         pieces = self.pieces(at, by) if of_queries else self.pieces(by, at)
         return union([range(p.m0, p.m1) if of_queries else range(p.n0, p.n1) for p in pieces])
 
@@ -187,19 +187,19 @@ class Plan:
         """Bool [size, size]: whether queries of one position and keys of another are in a band together."""
         if len(self.bands) == 1:
             return torch.ones(self.size, self.size, dtype=torch.bool)
-        tables = [[self._table(segment) for segment in self.segments(at)] for at in range(self.size)]
+        tables = [[self._table(stretch) for stretch in self.stretches(at)] for at in range(self.size)]
         q = torch.stack([torch.stack([m1 > m0 for m0, m1, _, _ in of]).any(0) for of in tables])
         k = torch.stack([torch.stack([n1 > n0 for _, _, n0, n1 in of]).any(0) for of in tables])
         return q.float() @ k.float().T > 0
 
-    def _table(self, segment: Segment) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _table(self, stretch: Stretch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The rectangles of all bands in local rows: first and last query rows, first and last key rows."""
-        if segment not in self._tables:
-            q0, q1, k0, k1 = map(segment.rows_before_each, self.bands[:, :4].T.contiguous())
-            self._tables[segment] = q0, q1, k0, k1
-        return self._tables[segment]
+        if stretch not in self._tables:
+            q0, q1, k0, k1 = map(stretch.rows_before_each, self.bands[:, :4].T.contiguous())
+            self._tables[stretch] = q0, q1, k0, k1
+        return self._tables[stretch]
 
-    def _meet(self, q: Segment, k: Segment) -> list[Piece]:
+    def _meet(self, q: Stretch, k: Stretch) -> list[Piece]:
         shift, step = 0, self.mask.stride
         if step > 1:  # both are one run
             q_run, k_run = q.runs[0], k.runs[0]
@@ -255,7 +255,7 @@ def plan(layout: Layout, mask: Mask, n: int, size: int, heads: int = 1) -> Plan:
     return Plan(layout, mask, n, size, heads)
 
 
-def _straight(local: Tensor, limits: Tensor, q: Segment, k: Segment, step: int, shift: int) -> list[Piece]:
+def _straight(local: Tensor, limits: Tensor, q: Stretch, k: Stretch, step: int, shift: int) -> list[Piece]:
     """Pieces where each side is one run: n - m is j - i, divided by the step of the runs."""
     (q_run,), (k_run,) = q.runs, k.runs
     apart = (k_run.start - q_run.start) - q_run.step * (k.start - q.start)  # j - i where n = m
@@ -276,7 +276,7 @@ def _from_corner(m0: int, m1: int, n0: int, n1: int, low: int, high: int) -> Pie
     return Piece(m0, m1, n0, n1, low, high if high == UNBOUNDED else high - apart)
 
 
-def _cut(q: Segment, k: Segment, m0: int, m1: int, n0: int, n1: int, low: int, high: int) -> list[Piece]:
+def _cut(q: Stretch, k: Stretch, m0: int, m1: int, n0: int, n1: int, low: int, high: int) -> list[Piece]:
     """Cut a rectangle of local rows, with diagonals over global positions, into pieces."""
     for _ in range(2):  # columns, rows, and columns again for the rows that are left
         first, last = q.position(m0), q.position(m1 - 1)
