@@ -18,9 +18,13 @@ class Rates:
     """FLOPs a second of the local attention kernel, forward and backward."""
     latency: float = 10e-6
     """Seconds that a message takes besides its bytes."""
+    hidden: bool = True
+    """Whether messages travel while a rank computes; sockets take the cores that compute."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
+            if name == "hidden":
+                continue
             legal = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
             if not legal or value < 0 or (value == 0 and name != "latency"):
                 raise ValueError(f"Rates.{name} must be a positive number, got {value!r}")
@@ -31,6 +35,6 @@ DEFAULT = {
     # (section 5), its peak 312 TFLOP/s; half of the peak is what flash kernels sustain there.
     "cuda": Rates(intra=200e9, inter=25e9, compute=156e12),
     # Processes of one machine over loopback, and a 10 Gbit/s network between machines; one core.
-    "cpu": Rates(intra=1e9, inter=1e9, compute=50e9, latency=200e-6),
+    "cpu": Rates(intra=1e9, inter=1e9, compute=50e9, latency=200e-6, hidden=False),
 }
 """By device type, where the user gives none."""

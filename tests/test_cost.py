@@ -1,5 +1,7 @@
 """Bytes, time and the choices that follow: pure functions, no process."""
 
+from dataclasses import replace
+
 import pytest
 
 from burst_mcore import Layout, Mask
@@ -15,7 +17,7 @@ from burst_mcore.attention.choice import (
 from burst_mcore.attention.cost import Shard, Sizes, allowed_pairs, link_bytes, message_bytes, pass_flops
 from burst_mcore.attention.schedule import Route, program, schedule
 from burst_mcore.attention.timeline import play, play_one
-from burst_mcore.rates import Rates
+from burst_mcore.rates import DEFAULT, Rates
 
 
 def _shard(heads, kv_heads, *, tokens=64, head_dim=128, s=2, g=4):
@@ -180,6 +182,20 @@ def test_short_sequences_share_heads_and_long_ones_move_the_fewest_bytes():
     assert long.compute_seconds / long.seconds > 0.9
     assert long.seconds <= 1.01 * min(c.seconds for c in found)
     assert "%" in reason(long, found)
+
+
+def test_messages_that_take_the_cores_are_not_hidden():
+    shard, ranks = _shard(8, 4, tokens=1024), Ranks(4, 4)
+    sockets = replace(DEFAULT["cpu"], hidden=True)
+    chosen, every = _choose(shard, ranks, DEFAULT["cpu"])
+    assert chosen.route.heads == 4 and not chosen.route.overlap  # the fewest bytes, one tile
+    _, hiding = _choose(shard, ranks, sockets)
+    for one, other in zip(every, hiding, strict=True):
+        assert one.seconds >= other.seconds and one.intra_bytes == other.intra_bytes
+    ring = next(c for c in every if c.route.heads == 1 and c.direction == "kv")
+    alone = next(c for c in _choose(shard, ranks, sockets, overlap=False)[1]
+                 if c.route.heads == 1 and c.direction == "kv")  # fmt: skip
+    assert ring.route.overlap and ring.seconds == pytest.approx(alone.seconds)
 
 
 def test_work_is_counted():

@@ -23,6 +23,7 @@ from burst_mcore.attention.choice import (
     best,
     candidates,
     legal_degrees,
+    overlaps,
     reason,
     route_for,
     why_not_degree,
@@ -197,7 +198,8 @@ def _way(
     directions = ("query", "kv") if config.backward == "auto" else (config.backward,)
     rings = RINGS if config.ring == "auto" else (config.ring,)
     if ranks.size == 1 or (degrees == (ranks.size,) and len(directions) == 1):
-        return route_for(degrees[0], ranks, ring=rings[0], overlap=config.overlap), directions[0]
+        overlap = overlaps(config.overlap, degrees[0], ranks, rates)
+        return route_for(degrees[0], ranks, ring=rings[0], overlap=overlap), directions[0]
     found = candidates(
         shard,
         Layout.of(config.layout),

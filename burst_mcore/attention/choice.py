@@ -93,6 +93,15 @@ def route_for(degree: int, ranks: Ranks, *, ring: str, overlap: bool) -> Route:
     return Route(nodes, ranks.size // degree // nodes, degree, overlap)
 
 
+def overlaps(overlap: bool, degree: int, ranks: Ranks, rates: Rates) -> bool:
+    """Whether to communicate while computing, if `overlap` allows it.
+
+    Not where all ranks share heads and messages take the cores that compute: nothing would be hidden, and
+    computing member by member cuts tiles.
+    """
+    return overlap and (rates.hidden or degree < ranks.size or degree == 1)
+
+
 @lru_cache(maxsize=64)
 def candidates(
     shard: Shard,
@@ -113,7 +122,7 @@ def candidates(
     """
     found: list[Candidate] = []
     for ring, degree, direction in itertools.product(rings, degrees, directions):
-        forwards = route_for(degree, ranks, ring=ring, overlap=overlap)
+        forwards = route_for(degree, ranks, ring=ring, overlap=overlaps(overlap, degree, ranks, rates))
         what = plan(layout, mask, n, forwards.positions, degree)
         if "direct" in rings and ring != "direct" and _sparse(what):
             continue
@@ -179,8 +188,9 @@ def _candidate(
     rank = ranks.intra - 1
     pairs = allowed_pairs(what.mask, what.n) // (ranks.size * route.positions)
     seconds, sent, compute = [], {"intra": 0.0, "inter": 0.0}, 0.0
+    played = route if rates.hidden else replace(route, overlap=False)
     for name in ("forward", direction):
-        steps = program(rank, route, name)
+        steps = program(rank, played, name)
         sizes = message_bytes(shard, route, name)
         # A position has the tokens of `heads` ranks, and each of them that share of the heads.
         step = pass_flops(shard, pairs, name) / rates.compute

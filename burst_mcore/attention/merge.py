@@ -42,6 +42,7 @@ class OnlineSoftmax:
                 out_at.copy_(out_new)
                 lse_at.copy_(lse_new)
             else:
+                self._fill(empty)
                 merge_(out_at, lse_at, out_new, lse_new)
 
     def running(self, rows: Rows) -> tuple[Tensor, Tensor, bool] | None:
@@ -57,20 +58,36 @@ class OnlineSoftmax:
             return out, lse, True
         out, lse = self._wide()
         empty = self._visited.visit(rows[0])
-        fresh = count(empty) == len(rows[0])  # what is only partly empty holds 0 and -inf there
+        fresh = count(empty) == len(rows[0])
+        if not fresh:
+            self._fill(empty)
         return take(out, rows), take(lse, rows), fresh
 
     def result(self) -> tuple[Tensor, Tensor]:
         """(out [B, S, H, D] in the queries' dtype, lse [B, H, S] in at least float32)."""
-        if self._out is None:
-            self._wide()
-        assert self._out is not None and self._lse is not None
-        return self._out.to(self._q.dtype), self._lse
+        out, lse = self._complete(range(self._q.shape[1]))
+        return out.to(self._q.dtype), lse
 
     def rows(self, at: range) -> tuple[Tensor, Tensor]:
         """(out, lse) of these rows, so far."""
-        out, lse = self.result() if self._out is None or self._lse is None else (self._out, self._lse)
+        out, lse = self._complete(at)
         return out[:, at.start : at.stop], lse[:, :, at.start : at.stop]
+
+    def _complete(self, at: range) -> tuple[Tensor, Tensor]:
+        """(out, lse) of all rows, of which these hold something by now."""
+        if self._out is None or self._lse is None:
+            self._wide()
+        assert self._out is not None and self._lse is not None
+        if at:
+            self._fill(self._visited.visit(at))
+        return self._out, self._lse
+
+    def _fill(self, gaps: Rows) -> None:
+        """Say of these rows that they have seen no key."""
+        assert self._out is not None and self._lse is not None
+        for gap in gaps:
+            take(self._out, (gap,)).zero_()
+            take(self._lse, (gap,)).fill_(-torch.inf)
 
     def _room(self) -> tuple[Tensor, Tensor]:
         batch, rows, heads, _ = self._q.shape
@@ -82,11 +99,9 @@ class OnlineSoftmax:
     def _wide(self) -> tuple[Tensor, Tensor]:
         dtype = wide(self._q.dtype)
         if self._out is None or self._lse is None:
-            out, lse = self._room()
-            out.zero_()
-            lse.fill_(-torch.inf)
-            self._out, self._lse = out, lse
+            self._out, self._lse = self._room()
             if self._sinks is not None:
+                self._out.zero_()
                 self._lse.copy_(self._sinks[:, None])
         self._out = self._out.to(dtype)
         return self._out, self._lse

@@ -6,6 +6,7 @@ import logging
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,6 +55,8 @@ class Row:
     """By a rank, to sockets and files, in a step: what is sent over gloo, ZeRO's part included."""
     peak_bytes: int | None = None
     """Of a step, beyond what is held between steps."""
+    over_ulysses: float | None = None
+    """Seconds over those of the faster of the two Ulysses, round by round; the median."""
     loss: float | None = None
     cannot: str = ""
 
@@ -88,10 +91,9 @@ def verdicts(job: Job, rows: Sequence[Row]) -> list[Verdict]:
     """Auto beside the faster of the two Ulysses; none where neither ran."""
     by_name = {row.method: row for row in rows}
     ours = by_name.get("burst auto")
-    theirs = [row.seconds for name, row in by_name.items() if name.startswith("ulysses") and row.seconds]
-    if ours is None or ours.seconds is None or not theirs:
+    if ours is None or ours.over_ulysses is None:
         return []
-    return [Verdict(f"{job}: auto's step over Ulysses'", ours.seconds / min(theirs), 1.05, at_most=True)]
+    return [Verdict(f"{job}: auto's step over Ulysses'", ours.over_ulysses, 1.05, at_most=True)]
 
 
 def table(job: Job, rows: Sequence[Row]) -> str:
@@ -102,13 +104,16 @@ def table(job: Job, rows: Sequence[Row]) -> str:
         else [
             row.method,
             f"{row.seconds:.3f}",
+            "" if row.over_ulysses is None else f"{row.over_ulysses:.2f}",
             _mega(row.written_bytes),
             _mega(row.peak_bytes),
             f"{row.loss:.5f}",
         ]
         for row in rows
     ]
-    found = tabulate(lines, headers=["method", "s a step", "MB written by a rank", "peak MB", "first loss"])
+    found = tabulate(
+        lines, headers=["method", "s a step", "/ Ulysses", "MB written by a rank", "peak MB", "first loss"]
+    )
     return f"{job}\n{found}"
 
 
@@ -125,6 +130,7 @@ def _measure(rank: int, size: int, job: Job, names: tuple[str, ...], repeats: in
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # of its calls
     prepare_cpu()
     deepspeed.init_distributed("gloo", verbose=False)
     sample = {
@@ -157,15 +163,24 @@ def _measure(rank: int, size: int, job: Job, names: tuple[str, ...], repeats: in
             step()
             seconds[name].append(time.perf_counter() - start)
             written[name].append(_written() - before)
+    seconds = {name: _slowest(values) for name, values in seconds.items()}
+    theirs = [values for name, values in seconds.items() if name.startswith("ulysses")]
+    rival = min(theirs, key=statistics.median, default=None)
     for name, step in steps.items():
         dist.barrier()
-        peak = peak_bytes(step, "cpu")
-        found = torch.tensor([statistics.median(seconds[name]), statistics.median(written[name]), peak or 0])
-        found = found.double()
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        slowest, most, highest = found.tolist()
-        rows[name] = Row(name, slowest, round(most), round(highest) or None, rows[name].loss)
+        most, highest = _slowest([statistics.median(written[name]), peak_bytes(step, "cpu") or 0])
+        over = rival and statistics.median(a / b for a, b in zip(seconds[name], rival, strict=True))
+        rows[name] = Row(
+            name, statistics.median(seconds[name]), round(most), round(highest) or None, over, rows[name].loss
+        )
     return [rows[name] for name in names]
+
+
+def _slowest(values: Sequence[float]) -> list[float]:
+    """Of all ranks, one by one."""
+    found = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return [float(x) for x in found]
 
 
 def _model(job: Job) -> Any:
@@ -223,7 +238,7 @@ def _stepper(job: Job, method: dict[str, Any], sample: dict[str, Any]) -> Callab
         loss = engine(**batch).loss
         engine.backward(loss)
         engine.step()
-        return float(loss)
+        return loss.item()
 
     return step
 

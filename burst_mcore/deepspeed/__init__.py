@@ -1,9 +1,9 @@
 """DeepSpeed and Hugging Face: unmodified causal LMs train over sharded sequences, by DeepSpeed's JSON."""
 
 from burst_mcore.deepspeed.distributed_attention import BurstDistributedAttention
+from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.initialize import initialize, shard_loader
 from burst_mcore.deepspeed.loader import ShardedLoader
-from burst_mcore.deepspeed.refusals import RefusedError
 from burst_mcore.deepspeed.section import Section, SectionError
 from burst_mcore.deepspeed.ulysses import (
     BurstSPAttentionHF,

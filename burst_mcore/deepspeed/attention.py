@@ -23,7 +23,7 @@ from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.seen import Seen as Table
 from burst_mcore.attention.topology import Topology
 from burst_mcore.config import BurstConfig
-from burst_mcore.deepspeed.refusals import RefusedError
+from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.ways import within_nodes
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
@@ -45,6 +45,8 @@ class Sequence:
     """Of the whole sequence."""
     ends: tuple[tuple[int, ...], ...] = ()
     """cu_seqlens of each row; () where no row has more than one document."""
+    last: int | None = None
+    """The highest position of the whole sequence, where this rank has a shard of it."""
     reached: set[nn.Module] = field(default_factory=set, compare=False, repr=False)
     """The attention modules that came here for it."""
 
@@ -86,6 +88,11 @@ class running:  # noqa: N801  # a context manager, used like a function
         _current.pop()
 
 
+def current() -> Sequence | None:
+    """The sequence of the forward that runs."""
+    return _current[-1] if _current else None
+
+
 def register() -> None:
     """Make attn_implementation="burst" known to transformers. As often as you like."""
     from transformers import AttentionInterface
@@ -110,7 +117,8 @@ def mask_of(
     Raises:
         RefusedError: it is not causal, a causal window, or packed documents of these.
     """
-    if not _current:
+    sequence = current()
+    if sequence is None:
         raise RefusedError(
             "attention outside of an engine",
             'attn_implementation="burst" works in models that burst_mcore.deepspeed.initialize has prepared',
@@ -121,7 +129,6 @@ def mask_of(
     window = min((size for kind, size in kinds if kind == "window"), default=None)
     if ("causal", 0) not in kinds:
         raise RefusedError("mask", "the model asks for attention that is not causal")
-    sequence = _current[-1]
     return LayerMask(sequence, sequence.masks(window), window, int(q_offset))
 
 
@@ -195,8 +202,15 @@ def attend(
         )
     odd = [k for k, x in others.items() if isinstance(x, Tensor) and k not in UNDERSTOOD]
     if odd:
-        raise RefusedError("model", f"{name} hands {', '.join(odd)} to its attention, which is not served")
+        raise RefusedError(
+            "model",
+            f"{name} hands {', '.join(odd)} to its attention, which is not served. What the model need not "
+            f"have, leave out of the batch",
+        )
     attention_mask.sequence.reached.add(module)
+    if torch.is_autocast_enabled(query.device.type):  # rotary embedding leaves q and k in float32
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
     sinks = others.get("s_aux")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     asked: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap, "sinks": sinks}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from burst_mcore.deepspeed.refusals import RefusedError
+from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.layout import Layout, shard
 
 IGNORED = -100
@@ -83,9 +83,11 @@ def prepared(
         RefusedError: shapes that do not fit, or a mask that is more than padding.
     """
     ids = batch.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] == 0:
-        came = tuple(ids.shape) if isinstance(ids, Tensor) else repr(ids)
-        raise RefusedError("batch", f"input_ids must be a tensor [rows, tokens], got {came}")
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel() or ids.is_floating_point():
+        came = f"{tuple(ids.shape)} {ids.dtype}" if isinstance(ids, Tensor) else repr(ids)
+        raise RefusedError("batch", f"input_ids must be a tensor of integers [rows, tokens], got {came}")
+    for name in ("labels", "shift_labels"):
+        _check_labels(name, batch.get(name), ids)
     real = _real(batch.get("attention_mask"), ids)
     positions = _positions(batch, ids, real)
     if batch.get("shift_labels") is not None:
@@ -154,6 +156,13 @@ def documents(position_ids: Tensor) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
+def _check_labels(name: str, labels: Any, ids: Tensor) -> None:
+    if labels is None or (isinstance(labels, Tensor) and labels.shape == ids.shape):
+        return
+    came = tuple(labels.shape) if isinstance(labels, Tensor) else repr(labels)
+    raise RefusedError("labels", f"{name} must be {tuple(ids.shape)} as input_ids are, got {came}")
+
+
 def _real(attention_mask: Tensor | None, ids: Tensor) -> Tensor:
     if attention_mask is None:
         return torch.ones_like(ids, dtype=torch.bool)
@@ -173,22 +182,43 @@ def _positions(batch: Mapping[str, Any], ids: Tensor, real: Tensor) -> Tensor:
     given: Tensor | None = batch.get("position_ids")
     if given is not None and given.shape != ids.shape:
         raise RefusedError("position_ids", f"they must be {tuple(ids.shape)}, got {tuple(given.shape)}")
+    after_padding = real & ~pad(real, (1, 0), value=True)[:, :-1]
+    if bool((after_padding & (real.cumsum(1) > 1)).any()):
+        raise RefusedError("attention_mask", "padding between tokens of a row is not supported")
     at = torch.arange(n)
     begins = torch.zeros(rows, n, dtype=torch.bool)
     begins[:, 0] = True
     if ends is not None:
-        ends = torch.as_tensor(ends).flatten().tolist()
+        ends = torch.as_tensor(ends).flatten()
+        if ends.is_floating_point():
+            raise RefusedError("cu_seqlens", f"it must be whole numbers, got {ends.tolist()[:8]}")
+        ends = ends.tolist()
         if rows != 1 or not ends or ends[0] != 0 or ends != sorted(ends) or ends[-1] > n:
             raise RefusedError(
                 "cu_seqlens", f"it must ascend from 0 to at most {n}, for one row; got {ends[:8]}"
             )
         begins[0, [end for end in ends if end < n]] = True
     elif given is not None:
-        return given.long()
-    # Padding in front would be seen by the tokens behind it: it is a document of its own.
-    after_padding = real & ~pad(real, (1, 0), value=True)[:, :-1]
-    if bool((after_padding & (real.cumsum(1) > 1)).any()):
-        raise RefusedError("attention_mask", "padding between tokens of a row is not supported")
-    begins |= after_padding
+        return _beside_padding(given.long(), real)
+    begins |= after_padding  # padding in front would be seen by the tokens behind it: a document of its own
     start: Tensor = torch.where(begins, at, 0).cummax(1).values
     return at - start
+
+
+def _beside_padding(positions: Tensor, real: Tensor) -> Tensor:
+    """Given positions; padding in front becomes a document of its own, padding behind goes on."""
+    at = torch.arange(real.shape[1]).expand_as(positions)
+    first = real.long().argmax(1, keepdim=True)
+    last = real.shape[1] - 1 - real.flip(1).long().argmax(1, keepdim=True)
+    begin = positions.gather(1, first)
+    if bool(((first > 0) & (begin != 0)).any()):
+        row = int(((first > 0) & (begin != 0)).flatten().nonzero()[0])
+        raise RefusedError(
+            "position_ids",
+            f"behind padding in front they must begin at 0: in row {row}, {int(first[row])} tokens of "
+            f"padding are followed by position {int(begin[row])}. Number the tokens from 0, or leave "
+            f"position_ids out",
+        )
+    behind = positions.gather(1, last) + at - last
+    found = torch.where(at < first, at, torch.where(at > last, behind, positions))
+    return torch.where(real.any(1, keepdim=True), found, at)

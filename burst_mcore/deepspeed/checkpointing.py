@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from burst_mcore.deepspeed.refusals import RefusedError
+from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.section import Checkpointing
 
 

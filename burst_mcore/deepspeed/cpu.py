@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+from burst_mcore.deepspeed.settings import part, zero
+
 logger = logging.getLogger("burst_mcore")
 
 ADAMS = ("adam", "adamw")
@@ -38,13 +40,14 @@ def without_builds(config: Mapping[str, Any]) -> dict[str, Any]:
     found = copy.deepcopy(dict(config))
     if not on_cpu():
         return found
-    optimizer = found.get("optimizer", {})
+    optimizer = dict(part(found, "optimizer"))
     changed = []
     if str(optimizer.get("type", "")).lower() in ADAMS:
-        optimizer["params"] = {**optimizer.get("params", {}), "torch_adam": True}
+        optimizer["params"] = {**part(optimizer, "params"), "torch_adam": True}
+        found["optimizer"] = optimizer
         changed.append("torch_adam")
     found["zero_allow_untested_optimizer"] = True
-    if found.get("zero_optimization", {}).get("offload_optimizer"):
+    if zero(found).offload_optimizer:
         found["zero_force_ds_cpu_optimizer"] = False
         changed.append("zero_force_ds_cpu_optimizer off")
     if changed:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from burst_mcore.attention.function import burst_attention
 from burst_mcore.attention.topology import Topology
 from burst_mcore.config import BurstConfig
-from burst_mcore.deepspeed.refusals import RefusedError
+from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.layout import shard
 from burst_mcore.mask import Mask
 

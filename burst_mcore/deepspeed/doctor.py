@@ -15,6 +15,7 @@ from burst_mcore.attention.kernels.table import choose
 from burst_mcore.deepspeed.loss import gradient_scale
 from burst_mcore.deepspeed.refusals import refuse_config, refuse_versions, sequence_parallel_size
 from burst_mcore.deepspeed.section import Checkpointing, config_dict, section_of
+from burst_mcore.deepspeed.settings import part, zero
 from burst_mcore.deepspeed.ways import ways
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
@@ -51,7 +52,7 @@ def examine(path: Path, *, world: int, per_node: int, shape: Shape) -> Iterator[
     size = sequence_parallel_size(config, world)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = _dtype(config)
-    stage = config.get("zero_optimization", {}).get("stage", 0)
+    stage = int(zero(config).stage)
     yield f"groups: {world // size} data-parallel x {size} ranks that share a sequence, consecutive ones"
     intra = min(per_node, size)
     if size % intra or per_node % intra:
@@ -120,9 +121,9 @@ def _recompute(asked: Checkpointing, layout: Layout, shape: Shape, shard: Shard,
 
 
 def _dtype(config: dict) -> torch.dtype:
-    if config.get("bf16", {}).get("enabled") is True:
+    if part(config, "bf16").get("enabled") is True:
         return torch.bfloat16
-    return torch.float16 if config.get("fp16", {}).get("enabled") is True else torch.float32
+    return torch.float16 if part(config, "fp16").get("enabled") is True else torch.float32
 
 
 def _name(dtype: torch.dtype) -> str:

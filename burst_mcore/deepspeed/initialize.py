@@ -16,17 +16,18 @@ from burst_mcore.config import BurstConfig
 from burst_mcore.deepspeed.agreement import on_all_ranks, refuse_differences
 from burst_mcore.deepspeed.checkpointing import attach_checkpointing
 from burst_mcore.deepspeed.cpu import prepare_cpu, without_builds
+from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.groups import topology_of, unit_of
 from burst_mcore.deepspeed.loader import ShardedLoader, loader_for
 from burst_mcore.deepspeed.loss import gradient_scale, refuse_large_parameters
 from burst_mcore.deepspeed.models import checked_loss, use_burst
 from burst_mcore.deepspeed.refusals import (
-    RefusedError,
     refuse_config,
     refuse_mpu,
     refuse_versions,
     sequence_parallel_size,
 )
+from burst_mcore.deepspeed.rotary import attach_rotary, depends_on_length
 from burst_mcore.deepspeed.section import Section, config_dict, section_of
 from burst_mcore.deepspeed.sequence import SequenceParallel
 from burst_mcore.loss import patch_causal_lm
@@ -115,19 +116,22 @@ def shard_loader(
 ) -> ShardedLoader:
     """A loader for an engine of `initialize`: of evaluation data, say. `options`: those of `loader_for`."""
     sequence = sequence or sequence_of(engine.module)
-    text = _text_config(engine.module)
-    if pad_token_id is None:
-        pad_token_id = getattr(text, "pad_token_id", None)
-    return loader_for(
-        data,
-        batch_size=engine.train_micro_batch_size_per_gpu(),
-        group=sequence.group,
-        layout=sequence.config.layout,
-        pad_token_id=pad_token_id or 0,
-        max_positions=getattr(text, "max_position_embeddings", None),
-        device=engine.device,
-        **options,
-    )
+    how = dealing(engine.module, sequence)
+    if pad_token_id is not None:
+        how["pad_token_id"] = pad_token_id
+    size = engine.train_micro_batch_size_per_gpu()
+    return loader_for(data, batch_size=size, group=sequence.group, device=engine.device, **how, **options)
+
+
+def dealing(model: nn.Module, sequence: SequenceParallel) -> dict[str, Any]:
+    """How batches are dealt that a model is given: keyword arguments of `ShardedLoader`."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    most = getattr(text, "max_position_embeddings", None)
+    if any(map(depends_on_length, model.modules())):
+        most = 0  # padding must not make the sequence look longer: its positions start again from 0
+    pad_token_id = getattr(text, "pad_token_id", None) or 0
+    return {"layout": sequence.config.layout, "pad_token_id": pad_token_id, "max_positions": most}
 
 
 def prepare_model(
@@ -162,6 +166,7 @@ def _change(model: nn.Module, section: Section, config: Mapping[str, Any], size:
     refuse_large_parameters(config, model.parameters())
     inner = use_burst(model, size)
     checked_loss(inner, size)
+    attach_rotary(inner)
     if section.fused_loss:
         patch_causal_lm(inner)
     attach_checkpointing(inner, section.checkpointing)
@@ -198,8 +203,3 @@ def _with_parameters(model: nn.Module, options: dict[str, Any]) -> dict[str, Any
     if options.get("optimizer") is None:
         options.setdefault("model_parameters", [p for p in model.parameters() if p.requires_grad])
     return options
-
-
-def _text_config(model: Any) -> Any:
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from burst_mcore.deepspeed.batches import collated, dealt, prepared
+from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.groups import exchanged
-from burst_mcore.deepspeed.refusals import RefusedError
 from burst_mcore.layout import Layout
+
+logger = logging.getLogger("burst_mcore")
 
 END, FAILED = -1, -2
 """What a rank tells the others of a batch that it has not."""
@@ -66,20 +76,22 @@ class ShardedLoader:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         batches = iter(self.loader)
         while True:
-            batch, state, problem = None, END, None
+            batch, state = None, END
+            problem: Exception | None = None
             try:
                 batch = self._prepare(_mapping(next(batches)))
                 state = _digest(batch)
             except StopIteration:
                 pass
-            except RefusedError as error:
+            except Exception as error:  # of any kind: the others must not wait for this rank
                 state, problem = FAILED, error
             states = [state] if self.group is None else [x for (x,) in exchanged([state], self.group)]
             if problem is not None:
                 raise problem
             if FAILED in states:
                 raise RefusedError(
-                    "another rank", f"rank {states.index(FAILED)} of the sequence group refused its batch"
+                    "another rank",
+                    f"rank {states.index(FAILED)} of the sequence group has no batch",
                 )
             if END in states:
                 if set(states) != {END}:
@@ -121,8 +133,11 @@ def loader_for(
     """The loader of a dataset, dealt over data-parallel ranks as DeepSpeed deals it, or of a DataLoader.
 
     A DataLoader keeps its sampler; one whose DistributedSampler deals over all ranks brings each rank's own.
+    What deals nothing itself, a plain DataLoader or an IterableDataset, is the same on every data-parallel
+    rank; a warning says so.
     """
     size = 1 if group is None else dist.get_world_size(group)
+    _warn_of_repeated(data, dist.get_world_size() // size)
     if not isinstance(data, Dataset | DataLoader) and not hasattr(data, "__getitem__"):
         return ShardedLoader(data, group=group, pad_token_id=pad_token_id, **options)
     if isinstance(data, DataLoader):
@@ -138,6 +153,20 @@ def loader_for(
         data, batch_size=batch_size, sampler=sampler, collate_fn=collate, drop_last=drop_last
     )
     return ShardedLoader(loader, group=group, pad_token_id=pad_token_id, **options)
+
+
+def _warn_of_repeated(data: Any, replicas: int) -> None:
+    dataset = data.dataset if isinstance(data, DataLoader) else data
+    whole = isinstance(data, DataLoader) and type(data.sampler) in (SequentialSampler, RandomSampler)
+    if replicas > 1 and (whole or isinstance(dataset, IterableDataset)) and dist.get_rank() == 0:
+        logger.warning(
+            "%d data-parallel ranks each take all samples of this %s, which does not deal them: train on a "
+            "dataset, on a DataLoader with DistributedSampler(num_replicas=%d, rank=rank // SP), or on an "
+            "IterableDataset that yields each data-parallel rank its own",
+            replicas,
+            type(data).__name__,
+            replicas,
+        )
 
 
 def _mapping(batch: Any) -> Mapping[str, Any]:

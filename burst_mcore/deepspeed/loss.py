@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from burst_mcore.deepspeed.refusals import RefusedError
+from burst_mcore.deepspeed.errors import RefusedError
+from burst_mcore.deepspeed.settings import zero
 
 
 class WholeLoss(torch.autograd.Function):
@@ -35,24 +36,24 @@ def gradient_scale(config: Mapping[str, Any], size: int) -> float:
     ranks where it reduces by reduce-scatter, and by DP where it all-reduces contiguous gradients, which it
     does with reduce_scatter off.
     """
-    zero = config.get("zero_optimization", {})
-    return float(size) if zero.get("stage", 0) == 3 and _scatters(zero) else 1.0
+    settings = zero(config)
+    return float(size) if settings.stage == 3 and _scatters(settings) else 1.0
 
 
-def _scatters(zero: Mapping[str, Any]) -> bool:
+def _scatters(settings: Any) -> bool:
     """Whether ZeRO-3 reduces by reduce-scatter."""
-    return bool(zero.get("reduce_scatter", True) or not zero.get("contiguous_gradients", True))
+    return bool(settings.reduce_scatter or not settings.contiguous_gradients)
 
 
 def refuse_large_parameters(config: Mapping[str, Any], parameters: Iterable[nn.Parameter]) -> None:
     """RefusedError where ZeRO-3 would take one scale for some parameters and the other for the rest."""
-    zero = config.get("zero_optimization", {})
-    if zero.get("stage", 0) != 3 or _scatters(zero):
+    settings = zero(config)
+    if settings.stage != 3 or _scatters(settings):
         return
-    bucket = zero.get("reduce_bucket_size", 500_000_000)
+    bucket = settings.reduce_bucket_size
     sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad]
     largest = max(sizes, default=0)
-    if isinstance(bucket, int | float) and largest > bucket:
+    if largest > bucket:
         raise RefusedError(
             "reduce_bucket_size",
             f"with reduce_scatter false ZeRO-3 averages parameters larger than a bucket over all ranks, "

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from burst_mcore.deepspeed.attention import NAME, register
-from burst_mcore.deepspeed.refusals import RefusedError
+from burst_mcore.deepspeed.errors import RefusedError
 
 LAYERS = ("full_attention", "sliding_attention")
 """Kinds of layers (config.layer_types) that are served."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from burst_mcore.attention.topology import Topology
 from burst_mcore.config import BurstConfig
-from burst_mcore.deepspeed.refusals import RefusedError
+from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.layout import Layout, positions, shard, unshard
 
 

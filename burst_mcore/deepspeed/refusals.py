@@ -9,25 +9,11 @@ from typing import Any
 import torch.distributed as dist
 from packaging.version import Version
 
+from burst_mcore.deepspeed.errors import RefusedError
+from burst_mcore.deepspeed.settings import part, zero
+
 SUPPORTED = {"deepspeed": ("0.19", "0.20"), "transformers": ("5", "6")}
 """Releases from the first on, below the second: those whose contracts were read and tested."""
-
-
-class RefusedError(ValueError):
-    """Something would train wrongly, or not at all. `name` says what: see docs/deepspeed.md."""
-
-    def __init__(self, name: str, why: str) -> None:
-        super().__init__(f"refused ({name}): {why}")
-        self.name = name
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _again, (self.name, str(self))
-
-
-def _again(name: str, text: str) -> RefusedError:
-    error = RefusedError(name, "")
-    error.args = (text,)
-    return error
 
 
 def refuse_versions() -> None:
@@ -59,9 +45,9 @@ def refuse_config(config: Mapping[str, Any], mesh_param: Any = None) -> None:
             '"data_parallel_size" (or mesh_param) makes DeepSpeed build a device mesh: then ZeRO leaves '
             'gradients unreduced over the sequence groups: give "sequence_parallel_size" alone',
         )
-    if config.get("pipeline", {}).get("stages") not in (None, "auto", 1):
+    if part(config, "pipeline").get("stages") not in (None, "auto", 1):
         raise RefusedError("pipeline", "pipeline stages are not supported beside sequence groups")
-    tensor = config.get("tensor_parallel", {}).get("autotp_size", 0)
+    tensor = part(config, "tensor_parallel").get("autotp_size", 0)
     if tensor and tensor > 1:
         raise RefusedError(
             "tensor_parallel", f'"autotp_size": {tensor} is not supported beside sequence groups'
@@ -83,8 +69,7 @@ def refuse_mpu(config: Mapping[str, Any], mpu: Any, size: int) -> None:
             f'write "sequence_parallel_size": {found} (zero.Init reads it before there is an mpu)',
         )
     sequence = set(dist.get_process_group_ranks(group))
-    stage = config.get("zero_optimization", {}).get("stage", 0)
-    if stage == 3 and hasattr(mpu, "get_data_parallel_group"):
+    if zero(config).stage == 3 and hasattr(mpu, "get_data_parallel_group"):
         data = set(dist.get_process_group_ranks(mpu.get_data_parallel_group()))
         if not sequence <= data:
             raise RefusedError(
@@ -94,7 +79,7 @@ def refuse_mpu(config: Mapping[str, Any], mpu: Any, size: int) -> None:
                 f"group {sorted(sequence)}",
             )
     aliased = found > 1 and sequence <= set(dist.get_process_group_ranks(mpu.get_model_parallel_group()))
-    if aliased and config.get("activation_checkpointing", {}).get("partition_activations"):
+    if aliased and part(config, "activation_checkpointing").get("partition_activations"):
         raise RefusedError(
             "partition_activations",
             "the mpu's model-parallel group is its sequence group, whose ranks hold different tokens: "

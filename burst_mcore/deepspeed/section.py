@@ -142,7 +142,8 @@ def section_of(config: Mapping[str, Any]) -> Section:
     if not isinstance(given, Mapping):
         raise SectionError(f'"{KEY}" must be a JSON object, got {given!r}')
     for key in config:  # a typing error in the section's own name would turn all of it off
-        if KEY not in config and difflib.get_close_matches(key, [KEY], cutoff=0.8):
+        near = "burst" in key.lower() or difflib.get_close_matches(key, [KEY], cutoff=0.8)
+        if KEY not in config and near:
             raise SectionError(f'unknown section "{key}": did you mean "{KEY}"?')
     try:
         return Section.model_validate(dict(given))
@@ -154,12 +155,14 @@ def config_dict(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """DeepSpeed's configuration, from a path or a mapping, as a copy.
 
     Raises:
-        SectionError: there is no such file, or it is no JSON object.
+        SectionError: there is no such file, or it is no JSON object, or has a key twice.
     """
     if isinstance(config, Mapping):
         return dict(config)
+    from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys as no_key_twice
+
     try:
-        found = json.loads(Path(config).read_text())
+        found = json.loads(Path(config).read_text(), object_pairs_hook=no_key_twice)
     except (OSError, ValueError) as error:
         raise SectionError(f"config must be a JSON file or a dict: {config}: {error}") from None
     if not isinstance(found, dict):

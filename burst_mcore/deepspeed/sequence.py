@@ -15,11 +15,11 @@ from burst_mcore.attention.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.deepspeed.attention import Sequence, running
 from burst_mcore.deepspeed.batches import IGNORED, documents, prepared
+from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.groups import exchanged
 from burst_mcore.deepspeed.loss import WholeLoss
 from burst_mcore.deepspeed.models import attention_modules
 from burst_mcore.deepspeed.prefill import Prefill
-from burst_mcore.deepspeed.refusals import RefusedError
 from burst_mcore.layout import unshard
 
 
@@ -115,21 +115,23 @@ class SequenceParallel:
 
     def _sharded(self, given: dict[str, Any]) -> tuple[Sequence, dict[str, Any], bool]:
         """A forward over a shard: with labels in training and evaluation, or without."""
-        problem, positions, valid = None, None, 0
+        problem: Exception | None = None
+        positions, valid = None, 0
         try:
             given, positions, valid = self._own(given)
-        except RefusedError as error:  # the others must not wait for this rank
+        except Exception as error:  # of any kind: the others must not wait for this rank
             problem = error
-        lengths, valid = self._exchange(problem, positions, valid)
-        assert positions is not None
-        whole = self._whole(positions, lengths)
-        ends = documents(whole.cpu())
         has_loss = given.get("shift_labels") is not None
+        lengths, valid = self._exchange(problem, positions, valid, has_loss)
+        assert positions is not None
+        whole = self._whole(positions, lengths).cpu()
+        ends = documents(whole)
         if has_loss:
             given["labels"] = given["shift_labels"]
             given["num_items_in_batch"] = positions.new_tensor(max(valid, 1))
             given.setdefault("use_cache", False)
-        return Sequence(self.topology, self.config, whole.shape[1], _packed(ends)), given, has_loss
+        last = int(whole.max())
+        return Sequence(self.topology, self.config, whole.shape[1], _packed(ends), last), given, has_loss
 
     def _alone(self, given: dict[str, Any]) -> Sequence:
         """A forward of this rank alone, over whole sequences; the loss is the model's own."""
@@ -162,7 +164,8 @@ class SequenceParallel:
                 "without, every rank would count from 0. Wrap the loader (burst.shard_loader), or deal them "
                 "with the ids",
             )
-        positions = positions.expand(ids.shape[0], -1) if positions.dim() == 2 else positions
+        if positions.dim() == 2 and len(positions) == 1:
+            positions = positions.expand(ids.shape[0], -1)
         if positions.shape != ids.shape[:2]:
             raise RefusedError(
                 "position_ids",
@@ -187,7 +190,7 @@ class SequenceParallel:
         return given, positions, int((shifted != IGNORED).sum())
 
     def _exchange(
-        self, problem: RefusedError | None, positions: Tensor | None, valid: int
+        self, problem: Exception | None, positions: Tensor | None, valid: int, has_loss: bool
     ) -> tuple[list[int], int]:
         """(how many tokens each rank holds, how many labels all hold); an error of one rank is one of all."""
         rows, tokens = (0, 0) if positions is None else positions.shape
@@ -195,8 +198,8 @@ class SequenceParallel:
             if problem is not None:
                 raise problem
             return [tokens], valid
-        every = exchanged([problem is not None, rows, tokens, valid], self.group)
-        failed, batch, lengths, labels = (list(x) for x in zip(*every, strict=True))
+        every = exchanged([problem is not None, rows, tokens, valid, has_loss], self.group)
+        failed, batch, lengths, labels, losses = (list(x) for x in zip(*every, strict=True))
         if problem is not None:
             raise problem
         if any(failed):
@@ -205,6 +208,10 @@ class SequenceParallel:
             )
         if len(set(batch)) > 1:
             raise RefusedError("batch", f"the ranks of the sequence group have {batch} rows of one batch")
+        if len(set(losses)) > 1:
+            raise RefusedError(
+                "labels", f"ranks {_where(losses)} of the sequence group have shift_labels, the others none"
+            )
         return lengths, sum(labels)
 
     def _whole(self, positions: Tensor, lengths: list[int]) -> Tensor:
@@ -219,7 +226,9 @@ class SequenceParallel:
         try:
             return unshard(parts, 1, layout=self.config.layout)
         except ValueError as error:
-            raise RefusedError("layout", str(error)) from None
+            raise RefusedError(
+                "layout", f"{error}. Was the batch dealt by another, or is this generate without its cache?"
+            ) from None
 
     def _generating(self, given: dict[str, Any]) -> tuple[Sequence, dict[str, Any], Prefill | None]:
         """A forward with a cache, of `generate`: every rank has all tokens. The prompt is dealt in here."""
@@ -230,7 +239,8 @@ class SequenceParallel:
         if before or n == 1 or self.group is None:
             return Sequence(Topology.single(), self.config, before + n), given, None
         prefill = Prefill(self.topology, self.group, self.config, n)
-        return Sequence(self.topology, self.config, prefill.padded), prefill.begin(given), prefill
+        sequence = Sequence(self.topology, self.config, prefill.padded, last=n - 1)
+        return sequence, prefill.begin(given), prefill
 
 
 def _tokens(given: dict[str, Any]) -> Any:

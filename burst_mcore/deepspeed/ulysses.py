@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from burst_mcore.deepspeed.agreement import on_all_ranks
 from burst_mcore.deepspeed.cpu import prepare_cpu
+from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.groups import unit_of
-from burst_mcore.deepspeed.initialize import prepare_model
+from burst_mcore.deepspeed.initialize import dealing, prepare_model
 from burst_mcore.deepspeed.loader import ShardedLoader
-from burst_mcore.deepspeed.refusals import RefusedError, refuse_config, refuse_versions
+from burst_mcore.deepspeed.refusals import refuse_config, refuse_versions
 from burst_mcore.deepspeed.section import Section, section_of
 
 
@@ -50,7 +52,7 @@ class BurstSPAttentionHF:
         unit = unit_of(sequence_parallel_size)
         sequence = prepare_model(model_name_or_path, section, config, unit)
         sequence.evaluates_whole = disable_in_eval
-        _layouts[id(unit.get_sequence_parallel_group())] = sequence.config.layout
+        _dealing[id(unit.get_sequence_parallel_group())] = dealing(model_name_or_path, sequence)
         return unit
 
 
@@ -61,9 +63,8 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
     """
 
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
-        super().__init__(
-            dl, group=sp_group, layout=_layouts.get(id(sp_group), "zigzag"), own=True, device=device
-        )
+        how = _dealing.get(id(sp_group), {})
+        super().__init__(dl, group=sp_group, own=True, device=device, **how)
         self.dl = dl
         self._batches: Any = None
 
@@ -87,11 +88,32 @@ def whole_loss(accelerator: Any, model: Any, inputs: dict[str, Any], return_outp
     return (loss, outputs) if return_outputs else loss
 
 
+def _of_the_model(compute_loss: Callable) -> Callable:
+    """Trainer.compute_loss, which over a sequence group takes no loss but the model's."""
+
+    @wraps(compute_loss)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        pc = getattr(self.accelerator, "parallelism_config", None)
+        if pc is not None and pc.sp_enabled and self.model.training:
+            for name, own in (
+                ("label_smoothing_factor", self.label_smoother),
+                ("compute_loss_func", self.compute_loss_func),
+            ):
+                if own is not None:
+                    raise RefusedError(
+                        "loss",
+                        f"the Trainer's {name} is not served: the loss is the model's own",
+                    )
+        return compute_loss(self, *args, **kwargs)
+
+    return checked
+
+
 def replace_ulysses() -> None:
     """Make Accelerate and the Trainer use BurstAttention where they would use DeepSpeed's Ulysses.
 
     Call it before Accelerator or Trainer prepare a model. Twice is once; `restore_ulysses` takes it back. It
-    sets three names, which those packages import when they need them, and changes no file.
+    sets a few names, which those packages look up when they need them, and changes no file.
     """
     refuse_versions()
     prepare_cpu()
@@ -109,8 +131,8 @@ def restore_ulysses() -> None:
 
 
 _originals: dict[tuple[Any, str], Any] = {}
-_layouts: dict[int, Any] = {}
-"""By sequence group; they live as long as the process."""
+_dealing: dict[int, dict[str, Any]] = {}
+"""Of the last model that was prepared, by sequence group; groups live as long as the process."""
 
 
 def _places() -> list[tuple[Any, str, Callable]]:
@@ -124,7 +146,12 @@ def _places() -> list[tuple[Any, str, Callable]]:
         from transformers import trainer
     except ImportError:  # no Accelerate, no Trainer
         return places
-    return [*places, (trainer, "deepspeed_sp_compute_loss", whole_loss)]
+    checked = _of_the_model(trainer.Trainer.compute_loss)
+    return [
+        *places,
+        (trainer, "deepspeed_sp_compute_loss", whole_loss),
+        (trainer.Trainer, "compute_loss", checked),
+    ]
 
 
 def _read(size: int) -> tuple[Section, dict[str, Any]]:

@@ -18,6 +18,12 @@ MODELS = {
     "Qwen3": {},
     "GptOss": {"sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 1,
                "layer_types": ["sliding_attention", "full_attention"]},
+    # Frequencies that depend on how long a sequence is; 41 tokens are past the first length.
+    "Llama, dynamic": {"max_position_embeddings": 32,
+                       "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
+    "Llama, longrope": {"rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 2.0,
+                                            "original_max_position_embeddings": 40,
+                                            "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]}},
 }  # fmt: skip
 
 
@@ -25,14 +31,15 @@ def _models(rank, size, names):
     found = {}
     for name in names:
         data = dataset(1, tokens=41)
-        engine, loader = start(config_of(2, size), data, model=model_of(name, **MODELS[name]))
+        kind = {"kind": name.partition(",")[0], **MODELS[name]}
+        engine, loader = start(config_of(2, size), data, model=model_of(**kind))
         (batch,) = loader
         loss = engine(**batch).loss
         engine.backward(loss)
         get = deepspeed.utils.safe_get_full_grad
         gradients = {n: get(p).clone() for n, p in engine.module.named_parameters() if p.requires_grad}
         engine.destroy()
-        want_losses, want, *_ = plain(data, kind=name, **MODELS[name])
+        want_losses, want, *_ = plain(data, **kind)
         want = {n: g for n, g in want.items() if g.norm() > 1e-7}
         found[name] = abs(loss.item() / want_losses[0] - 1), worst({n: gradients[n] for n in want}, want)
     return found

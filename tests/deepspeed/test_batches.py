@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burst_mcore.deepspeed.batches import collated, dealt, documents, prepared
+from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.loader import ShardedLoader
-from burst_mcore.deepspeed.refusals import RefusedError
 from burst_mcore.layout import unshard
 
 
@@ -70,9 +70,45 @@ def test_samples_of_any_length_are_padded_on_the_right():
 
 
 @pytest.mark.parametrize(
+    ("mask", "positions", "want"),
+    [
+        ([1, 1, 1, 0, 0], [0, 1, 2, 2, 2], [0, 1, 2, 3, 4]),  # behind: they go on
+        ([0, 0, 1, 1, 1], [1, 1, 0, 1, 2], [0, 1, 0, 1, 2]),  # as transformers numbers padding in front
+        ([0, 1, 1, 1, 0], [0, 0, 1, 0, 7], [0, 0, 1, 0, 1]),  # and two documents
+        ([0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0, 1, 2, 3, 4]),
+    ],
+)
+def test_padding_beside_given_positions(mask, positions, want):
+    batch = {
+        "input_ids": _ids([5, 6, 7, 8, 9]),
+        "attention_mask": _ids(mask),
+        "position_ids": _ids(positions),
+    }
+    whole = prepared(batch, multiple=1)
+    assert whole["position_ids"].tolist() == [want]
+    documents(whole["position_ids"])  # are legal
+    labels = whole["shift_labels"][0]
+    assert all(label == -100 for label, real in zip(labels, mask[1:], strict=False) if not real)
+
+
+@pytest.mark.parametrize(
     ("batch", "name"),
     [
         ({"input_ids": torch.ones(4, dtype=torch.int64)}, "batch"),
+        ({"input_ids": torch.ones(1, 4)}, "batch"),
+        ({"input_ids": torch.ones(0, 4, dtype=torch.int64)}, "batch"),
+        ({"input_ids": _ids([1, 2, 3]), "labels": _ids([1, 2])}, "labels"),
+        ({"input_ids": _ids([1, 2, 3]), "labels": torch.tensor([1, 2, 3])}, "labels"),
+        ({"input_ids": _ids([1, 2, 3]), "shift_labels": _ids([1, 2])}, "labels"),
+        ({"input_ids": _ids([1, 2, 3]), "cu_seqlens": torch.tensor([0.0, 1.5, 3.0])}, "cu_seqlens"),
+        (
+            {
+                "input_ids": _ids([1, 2, 3]),
+                "attention_mask": _ids([0, 1, 1]),
+                "position_ids": _ids([0, 1, 2]),
+            },
+            "position_ids",
+        ),
         ({"input_ids": _ids([1, 2, 3]), "attention_mask": _ids([1, 1, 2])}, "attention_mask"),
         ({"input_ids": _ids([1, 2, 3]), "attention_mask": _ids([1, 0, 1])}, "attention_mask"),
         ({"input_ids": _ids([1, 2, 3]), "position_ids": _ids([0, 1])}, "position_ids"),

@@ -3,8 +3,10 @@
 import itertools
 from dataclasses import replace
 
+import deepspeed
 import pytest
-from engines import config_of, dataset, in_order, model_of, plain, start, trained, worst
+import torch
+from engines import config_of, dataset, in_order, model_of, plain, plain_loss, start, trained, worst
 from ranks import processes
 
 import burst_mcore.deepspeed as burst
@@ -115,6 +117,58 @@ def test_options(options):
     for found in processes(4, _options, options):
         for name, of in found.items():
             assert all(error <= BARS[what] for what, error in of.items()), (name, of)
+
+
+BFLOAT16 = {"bf16": {"enabled": True}}
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+HALVES = {
+    "ZeRO-1": (1, BFLOAT16, {"layout": "striped"}),
+    "ZeRO-3": (3, BFLOAT16, {}),
+    "autocast": (2, AUTOCAST, {}),
+}
+MORE_HALVES = {
+    "ZeRO-0": (0, BFLOAT16, {}),
+    "ZeRO-2, unfused": (2, BFLOAT16, {"fused_loss": False}),
+    "ZeRO-3, segment": (3, BFLOAT16, {"layout": "striped", "checkpointing": {"policy": "segment"}}),
+    "autocast, ZeRO-3, unfused": (3, AUTOCAST, {"fused_loss": False}),
+}
+
+
+def _halves(rank, size, cells):
+    """(error of the engine's gradients, of one process's in the same precision; of the losses)."""
+    found, (sample,) = {}, dataset(1)
+    (exact,), gradients, *_ = plain([sample])
+    whole = torch.cat([gradients[name].flatten() for name in sorted(gradients)])
+
+    def error(of):
+        together = torch.cat([of[name].flatten() for name in sorted(of)]).float()
+        return ((together - whole).norm() / whole.norm()).item()
+
+    for name, (stage, precision, section) in cells.items():
+        engine, _ = start({**config_of(stage, size, **section), **precision})
+        (batch,) = burst.shard_loader(in_order([sample], size), engine)
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        get = deepspeed.utils.safe_get_full_grad
+        ours = error({n: get(p).clone() for n, p in engine.module.named_parameters()})
+        engine.destroy()
+        model = model_of() if precision is AUTOCAST else model_of().bfloat16()
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision is AUTOCAST):
+            alone = plain_loss(model, sample)
+        alone.backward()
+        bar = error({n: p.grad for n, p in model.named_parameters()})
+        found[name] = ours, bar, abs(loss.item() / exact - 1), abs(alone.item() / exact - 1)
+    return found
+
+
+@pytest.mark.parametrize(
+    "cells", [HALVES, pytest.param(MORE_HALVES, marks=pytest.mark.slow)], ids=["", "more"]
+)
+def test_bfloat16_is_as_exact_as_one_process(cells):
+    for found in processes(2, _halves, cells):
+        for name, (ours, bar, loss, loss_bar) in found.items():
+            assert bar > 1e-4 and ours <= 2 * bar, (name, ours, bar)
+            assert loss <= 2 * max(loss_bar, torch.finfo(torch.bfloat16).eps / 2), (name, loss, loss_bar)
 
 
 def _nodes(rank, size, _):

@@ -13,7 +13,7 @@ from ranks import processes
 import burst_mcore.deepspeed as burst
 from burst_mcore import Mask, shard, unshard
 from burst_mcore.deepspeed.batches import collated
-from burst_mcore.deepspeed.refusals import RefusedError
+from burst_mcore.deepspeed.errors import RefusedError
 
 STEPS, GAS = 2, 2
 
@@ -149,6 +149,11 @@ def _trainer(rank, size, sp, stages, folder):
         get = deepspeed.utils.safe_get_full_fp32_param
         parameters = {n: get(p) for n, p in trainer.model.named_parameters()}
         found[stage] = [entry["loss"] for entry in log], [entry["grad_norm"] for entry in log], parameters
+        for name, own in (("label_smoothing_factor", "label_smoother"), ("compute_loss_func",) * 2):
+            setattr(trainer, own, print)
+            with pytest.raises(RefusedError, match=f"Trainer's {name} is not served"):
+                trainer.compute_loss(trainer.model, {})
+            setattr(trainer, own, None)
         trainer.model_wrapped.destroy()
         _forget()
     return found, _truth(data, sp)

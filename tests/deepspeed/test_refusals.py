@@ -9,7 +9,10 @@ from ranks import processes
 
 import burst_mcore.deepspeed as burst
 from burst_mcore.deepspeed import refusals
-from burst_mcore.deepspeed.refusals import RefusedError, refuse_config
+from burst_mcore.deepspeed.cpu import without_builds
+from burst_mcore.deepspeed.errors import RefusedError
+from burst_mcore.deepspeed.loss import gradient_scale
+from burst_mcore.deepspeed.refusals import refuse_config
 
 
 class Unit:
@@ -29,6 +32,8 @@ def _refused(do, *args, **kwargs):
         do(*args, **kwargs)
     except RefusedError as error:
         return error.name, str(error)
+    except OSError as error:  # its own, where it fails
+        return str(error), type(error).__name__
     return None, "not refused"
 
 
@@ -110,6 +115,21 @@ class PlainAttention(Plain):
     """Attention that does not come to the interface."""
 
 
+class _Broken(torch.utils.data.Dataset):
+    """A disk that fails on one rank: there it is its own error, elsewhere it is named."""
+
+    def __init__(self, broken):
+        self.broken = broken
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, _):
+        if self.broken:
+            raise OSError("disk is broken")
+        return {"input_ids": torch.arange(3, 19)}
+
+
 def _forward(rank, size, _):
     engine, _ = start(config_of(2, size))
     (batch,) = burst.shard_loader(dataset(1), engine)
@@ -123,6 +143,15 @@ def _forward(rank, size, _):
     masked[:, -1] = 0
     found["attention_mask"] = _refused(engine, **batch, attention_mask=masked)
     found["output_attentions"] = _refused(engine, **batch, output_attentions=True)
+    found["labels of one rank"] = _refused(
+        engine, **(batch if rank else {k: x for k, x in batch.items() if k != "shift_labels"})
+    )
+    broken = burst.shard_loader(_Broken(rank == 1), engine)
+    found["another rank" if rank == 0 else "disk"] = _refused(list, broken)
+    wide = batch["position_ids"].repeat(3, 1)
+    found["another rank" if rank else "position_ids of three rows"] = _refused(
+        engine, **{**batch, "position_ids": batch["position_ids"] if rank else wide}
+    )
     found["loader differs"] = _refused(list, burst.shard_loader(dataset(1, seed=rank), engine))
     longer = dataset(1 + rank)
     found["loader ends"] = _refused(
@@ -155,6 +184,25 @@ def test_configurations():
         with pytest.raises(RefusedError) as error:
             refuse_config(config)
         assert error.value.name == name
+
+
+@pytest.mark.parametrize("name", ["pipeline", "tensor_parallel", "optimizer", "zero_optimization"])
+@pytest.mark.parametrize("value", [None, "auto", 3])
+def test_parts_that_are_no_objects(name, value):
+    with pytest.raises(RefusedError, match=f'"{name}" must be a JSON object, got {value!r}'):
+        refuse_config({name: value})
+        without_builds({name: value})
+
+
+def test_settings_are_read_as_deepspeed_reads_them():
+    for stage, scatter, scale in ((3, True, 4.0), ("3", "true", 4.0), ("3", "false", 1.0), (2, True, 1.0)):
+        config = {"zero_optimization": {"stage": stage, "reduce_scatter": scatter}}
+        assert gradient_scale(config, 4) == scale
+    assert gradient_scale({"zero_optimization": True}, 4) == gradient_scale({}, 4) == 1.0
+    accelerates = {"stage": 3, "reduce_bucket_size": "auto"}
+    assert gradient_scale({"zero_optimization": accelerates}, 4) == 4.0
+    with pytest.raises(RefusedError, match="zero_optimization"):
+        gradient_scale({"zero_optimization": {"stage": 7}}, 4)
 
 
 def test_versions(monkeypatch):

@@ -79,10 +79,9 @@ def test_errors_name_the_key_and_what_is_legal(given, words):
 
 
 def test_a_section_with_a_typing_error_in_its_name_is_not_ignored():
-    with pytest.raises(
-        SectionError, match='unknown section "burst_atention": did you mean "burst_attention"'
-    ):
-        section_of({"burst_atention": {}})
+    for name in ("burst_atention", "burst", "burst_mcore"):
+        with pytest.raises(SectionError, match=f'unknown section "{name}": did you mean "burst_attention"'):
+            section_of({name: {}})
 
 
 def test_a_file_that_is_not_there_or_no_object(tmp_path):
@@ -90,6 +89,9 @@ def test_a_file_that_is_not_there_or_no_object(tmp_path):
     for path in (tmp_path / "ds.json", tmp_path / "none.json"):
         with pytest.raises(SectionError):
             config_dict(path)
+    (tmp_path / "twice.json").write_text('{"sequence_parallel_size": 4, "sequence_parallel_size": 1}')
+    with pytest.raises(SectionError, match="sequence_parallel_size"):
+        config_dict(tmp_path / "twice.json")
     (tmp_path / "ds.json").write_text(json.dumps({"a": 1}))
     assert config_dict(tmp_path / "ds.json") == {"a": 1}
 

@@ -1,0 +1,22 @@
+"""What users of DeepSpeed are told, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class RefusedError(ValueError):
+    """Something would train wrongly, or not at all. `name` says what: see docs/deepspeed.md."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"refused ({name}): {why}")
+        self.name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (self.name, str(self))
+
+
+def _again(name: str, text: str) -> RefusedError:
+    error = RefusedError(name, "")
+    error.args = (text,)
+    return error

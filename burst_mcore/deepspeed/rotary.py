@@ -1,0 +1,57 @@
+"""Rotary embeddings whose frequencies depend on how long the sequence is are told of the whole one.
+
+transformers takes the length from the highest position that it is given: of a shard, which every rank would
+rotate in its own way. Here they are given the highest position of all as one more token, and the sine and
+cosine of that are dropped again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from burst_mcore.deepspeed.attention import current
+from burst_mcore.deepspeed.errors import RefusedError
+
+
+def attach_rotary(model: nn.Module) -> bool:
+    """Add the hooks, once; returns whether there are such embeddings in the model."""
+    found = [module for module in model.modules() if depends_on_length(module)]
+    for module in found:
+        if not getattr(module, "_burst_mcore_whole", False):
+            module._burst_mcore_whole = True  # type: ignore[assignment]
+            module.register_forward_pre_hook(_with_last, with_kwargs=True)
+            module.register_forward_hook(_without_last)
+    return bool(found)
+
+
+def depends_on_length(module: nn.Module) -> bool:
+    """Whether a module is a rotary embedding of transformers of kind "dynamic" or "longrope"."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any("dynamic" in str(kind) or kind == "longrope" for kind in kinds)
+
+
+def _with_last(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    sequence = current()
+    if sequence is None or sequence.last is None:
+        return None
+    given = dict(zip(("x", "position_ids"), args, strict=False)) | kwargs
+    at = given.get("position_ids")
+    if len(args) > 2 or not isinstance(at, torch.Tensor) or at.dim() != 2:
+        raise RefusedError(
+            "model",
+            f"{type(module).__name__} depends on the length of the sequence, and takes it from elsewhere "
+            f"than position_ids [rows, tokens]",
+        )
+    last = at.new_full((at.shape[0], 1), sequence.last)
+    return (), {**given, "position_ids": torch.cat([at, last], 1)}
+
+
+def _without_last(module: nn.Module, args: Any, out: Any) -> Any:
+    sequence = current()
+    if sequence is None or sequence.last is None:
+        return None
+    return tuple(x[:, :-1] for x in out)

@@ -1,0 +1,42 @@
+"""DeepSpeed's own settings, read as DeepSpeed reads them: "3" is 3 there, and true is ZeRO-1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from burst_mcore.deepspeed.errors import RefusedError
+
+
+def part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """An object of the configuration; empty where it is missing.
+
+    Raises:
+        RefusedError: it is no object.
+    """
+    found = config.get(name, {})
+    if not isinstance(found, Mapping):
+        raise RefusedError(
+            "configuration", f'"{name}" must be a JSON object, got {found!r}: correct it, or leave it out'
+        )
+    return found
+
+
+def zero(config: Mapping[str, Any]) -> Any:
+    """The part "zero_optimization", as DeepSpeed's DeepSpeedZeroConfig.
+
+    What says "auto" is left at DeepSpeed's default: Accelerate fills it in later, and none of it is asked
+    for here.
+
+    Raises:
+        RefusedError: DeepSpeed does not take it.
+    """
+    from deepspeed.runtime.zero.config import get_zero_config
+
+    given = config.get("zero_optimization", {})
+    if not isinstance(given, bool):
+        given = {name: x for name, x in part(config, "zero_optimization").items() if x != "auto"}
+    try:
+        return get_zero_config({**config, "zero_optimization": given})
+    except (TypeError, ValueError) as error:
+        raise RefusedError("configuration", f'"zero_optimization": {error}') from None
