@@ -270,6 +270,7 @@ def _dies(rank, size, intra, config, at):
 
         return call
 
+    table.choose.cache_clear()  # of the process that this one was forked from
     table.KERNELS["reference"] = type(real)(
         "reference", real.supports, counted(real.forward), counted(real.backward), real.takes_delta
     )
@@ -310,6 +311,7 @@ def _fails_once(rank, size, config, at):
 
         return call
 
+    table.choose.cache_clear()  # of the process that this one was forked from
     table.KERNELS["reference"] = type(real)(
         "reference", real.supports, counted(real.forward), counted(real.backward), real.takes_delta
     )
@@ -340,6 +342,7 @@ def _stopped(rank, size, config):
             os.kill(os.getpid(), signal.SIGSTOP)
         return real.forward(*args, **kwargs)
 
+    table.choose.cache_clear()  # of the process that this one was forked from
     table.KERNELS["reference"] = type(real)(
         "reference", real.supports, forward, real.backward, real.takes_delta
     )
