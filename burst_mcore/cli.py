@@ -245,8 +245,13 @@ def masks(
         int, typer.Option(min=16384, help="Tokens; 64 documents are measured on twice as many.")
     ] = 32768,
     heads: Annotated[int, typer.Option(min=1, help="Query heads, and K/V heads.")] = 2,
-    ranks: Annotated[int, typer.Option(min=2, help="Processes of the ring.")] = 4,
-    repeats: Annotated[int, typer.Option(min=1, help="Counted rounds, after one that is not.")] = 3,
+    ranks: Annotated[
+        int, typer.Option(min=2, help="Processes of the ring; more than cores measure how cores are shared.")
+    ] = 2,
+    repeats: Annotated[
+        int,
+        typer.Option(min=1, help="Counted rounds, after one that is not; thrice as many of short cases."),
+    ] = 3,
     out: Annotated[Path, typer.Option(help="All figures, as JSON.")] = Path("masks.json"),
 ) -> None:
     """What masks save: CPU seconds beside bare tiles and masked dense attention, and bytes."""

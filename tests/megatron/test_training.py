@@ -113,6 +113,14 @@ def test_with_a_recompute_policy(data, alone, tmp_path):
 
 
 @pytest.mark.slow
+def test_with_a_budget_of_memory_for_what_is_kept(data, alone, tmp_path):
+    # O and LSE of one layer of a micro-batch of 2 take 2 * 32 * (4 * 8 + 4) * 4 bytes on a rank: half of two
+    auto = ["--burst-recompute-keep", "auto", "--burst-recompute-memory-gb", "9.3e-6"]
+    segment = ["--burst-recompute", "segment", *auto, "--burst-layout", "striped"]
+    assert_equal(train(tmp_path, 2, data, *BURST, *CP2, *segment), alone)
+
+
+@pytest.mark.slow
 def test_with_a_recompute_policy_and_pipeline_parallelism(data, tmp_path):
     stages = ["--pipeline-model-parallel-size", "2", "--global-batch-size", "8", "--split", "50,50,0"]
     plain = train(tmp_path / "plain", 2, data, *stages)
