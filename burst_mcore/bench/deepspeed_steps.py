@@ -169,7 +169,9 @@ def _measure(rank: int, size: int, job: Job, names: tuple[str, ...], repeats: in
     for name, step in steps.items():
         dist.barrier()
         most, highest = _slowest([statistics.median(written[name]), peak_bytes(step, "cpu") or 0])
-        over = rival and statistics.median(a / b for a, b in zip(seconds[name], rival, strict=True))
+        over = None
+        if rival is not None:
+            over = statistics.median(a / b for a, b in zip(seconds[name], rival, strict=True))
         rows[name] = Row(
             name, statistics.median(seconds[name]), round(most), round(highest) or None, over, rows[name].loss
         )
@@ -238,7 +240,7 @@ def _stepper(job: Job, method: dict[str, Any], sample: dict[str, Any]) -> Callab
         loss = engine(**batch).loss
         engine.backward(loss)
         engine.step()
-        return loss.item()
+        return float(loss.detach())
 
     return step
 
