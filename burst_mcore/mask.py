@@ -366,6 +366,11 @@ class Mask(Named):
         return not others and isinstance(term, _Window) and term.left is not None
 
     @property
+    def is_sparse(self) -> bool:
+        """Whether it is block-sparse or dilated: what it leaves is small and scattered."""
+        return self.stride > 1 or any(isinstance(term, _Blocks) for term in self.terms)
+
+    @property
     def stride(self) -> int:
         """Only pairs whose distance is a multiple of this are allowed, besides what `bands` says."""
         return next((term.step for term in self.terms if isinstance(term, _Stride)), 1)

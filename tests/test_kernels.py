@@ -1,4 +1,5 @@
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,10 +7,11 @@ from dense import assert_as_exact_as, dense, error, problem, single_kernel
 from masks import MASKS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from burst_mcore import Mask
+from burst_mcore import BurstConfig, Mask, Topology, packages
+from burst_mcore.attention.arguments import Shape, asked_of, call_for
 from burst_mcore.attention.elementwise import output_stand_in, row_delta
 from burst_mcore.attention.kernels.kernel import Problem, RowGradients, Scores
-from burst_mcore.attention.kernels.table import KERNELS, choose
+from burst_mcore.attention.kernels.table import KERNELS, choose, taking_delta
 from burst_mcore.attention.seen import Seen
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -89,6 +91,46 @@ def test_auto_takes_the_first_that_serves_and_says_why_it_is_slow(caplog):
         assert choose("auto", _ask(softcap=True)).name == "reference"
     assert caplog.records[-1].levelno == logging.WARNING
     assert "softcap" in caplog.records[-1].message
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(packages, "capability", lambda: (9, 0))
+    choose.cache_clear()
+    yield
+    choose.cache_clear()
+
+
+def test_auto_takes_ours_first_for_a_sparse_mask_and_says_why(hopper, caplog):
+    ask = _ask(device="cuda", dtype=torch.bfloat16, head_dim=128, value_dim=128)
+    with caplog.at_level(logging.INFO, logger="burst_mcore"):
+        assert choose("auto", ask).name == "cudnn"  # the first of those that are here
+        assert "sparse mask" not in caplog.records[-1].message
+        assert choose("auto", replace(ask, sparse=True)).name == "triton"
+        assert "for a sparse mask tried first" in caplog.records[-1].message
+        assert choose("auto", replace(ask, sparse=True, dtype=torch.float64)).name == "reference"
+        assert "triton: dtype torch.float64" in caplog.records[-1].message
+    assert choose("cudnn", replace(ask, sparse=True)).name == "cudnn"  # as asked
+    assert choose("auto", _ask(sparse=True)).name == "aten-cpu"
+    assert taking_delta("auto", replace(ask, sparse=True)).name == "triton"
+
+
+@pytest.mark.parametrize(
+    ("mask", "name"),
+    [
+        (Mask.causal(), "cudnn"),
+        (Mask.window(8, 0), "cudnn"),
+        (Mask.causal() & Mask.documents([0, 20, 64]), "cudnn"),
+        (Mask.causal() & Mask.dilated(20, 3), "triton"),
+        (Mask.blocks(torch.eye(4, dtype=torch.bool), 16), "triton"),
+    ],
+    ids=str,
+)
+def test_a_call_on_a_gpu_knows_whether_its_mask_is_sparse(hopper, mask, name):
+    shape, config = Shape(1, 64, 4, 4, 128, 128), BurstConfig()
+    asked = asked_of(shape, torch.bfloat16, "cuda", Topology.single(), mask, None, None, False, config, False)
+    assert call_for(asked, [64]).kernel.name == name
 
 
 @pytest.mark.parametrize(

@@ -303,3 +303,6 @@ def test_every_rank_names_kernels_of_the_table_once():
         assert len(set(names)) == len(names) and set(names) <= set(KERNELS)
     assert [kernel.name for kernel in by_rank("cpu")] == ["aten-cpu", "reference"]
     assert by_rank("cuda")[-1].name == "reference"
+    assert by_rank("cpu", sparse=True) == by_rank("cpu")
+    names = [[kernel.name for kernel in by_rank("cuda", sparse)] for sparse in (True, False)]
+    assert names[0][0] == "triton" and sorted(names[0]) == sorted(names[1])

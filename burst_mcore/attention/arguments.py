@@ -152,6 +152,7 @@ def call_for(asked: Asked, lengths: Sequence[int]) -> Call:
         shard.value_dim,
         softcap=asked.scores.softcap is not None,
         deterministic=asked.scores.deterministic,
+        sparse=asked.mask.is_sparse,
     )
     return Call(
         rank=asked.topology.rank,

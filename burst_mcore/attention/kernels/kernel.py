@@ -29,6 +29,9 @@ class Problem:
     softcap: bool = False
     deterministic: bool = False
     """Gradients must be bitwise equal between runs."""
+    sparse: bool = False
+    """Its mask is (`Mask.is_sparse`). What a kernel can serve does not depend on it: "auto" tries kernels in
+    another order."""
 
 
 class Scores(NamedTuple):

@@ -45,11 +45,11 @@ def choose(name: str, problem: Problem) -> Kernel:
         logger.info("kernel %s for %s, as asked", name, problem)
         return KERNELS[name]
     refusals: list[str] = []
-    for kernel in by_rank(problem.device):
+    for kernel in by_rank(problem.device, problem.sparse):
         reason = kernel.supports(problem)
         if reason is None:
             level = logging.WARNING if kernel.name == "reference" else logging.INFO
-            logger.log(level, "kernel %s for %s%s", kernel.name, problem, _because(refusals))
+            logger.log(level, "kernel %s for %s%s", kernel.name, problem, _why(kernel, problem, refusals))
             return kernel
         refusals.append(f"{kernel.name}: {reason}")
     raise ValueError(f"no kernel serves this call{_because(refusals)}")
@@ -62,7 +62,7 @@ def taking_delta(name: str, problem: Problem) -> Kernel:
         ValueError: none does, or not the one of this name.
     """
     refusals = []
-    for kernel in by_rank(problem.device) if name == "auto" else [KERNELS[name]]:
+    for kernel in by_rank(problem.device, problem.sparse) if name == "auto" else [KERNELS[name]]:
         given = takes_delta(kernel)
         reason = given.supports(problem)
         if reason is None:
@@ -71,13 +71,25 @@ def taking_delta(name: str, problem: Problem) -> Kernel:
     raise ValueError(f"a gradient came through lse, which no kernel here takes{_because(refusals)}")
 
 
-def by_rank(device: str) -> list[Kernel]:
-    """The kernels in the order in which "auto" tries them; the reference is the last."""
+def by_rank(device: str, sparse: bool = False) -> list[Kernel]:
+    """The kernels in the order in which "auto" tries them; the reference is the last.
+
+    On CUDA a sparse mask has our own tried first: it takes the whole pattern in one launch, others are called
+    for each tile of it. A guess, as `RANKS` is.
+    """
     if device == "cpu":
         return [KERNELS["aten-cpu"], KERNELS["reference"]]
     found = packages.capability()
     ranked = RANKS.get(found[0] if found else None, RANKS[None])
+    if sparse:
+        ranked = ("triton", *(name for name in ranked if name != "triton"))
     return [KERNELS[name] for name in (*ranked, "reference")]
+
+
+def _why(kernel: Kernel, problem: Problem, refusals: list[str]) -> str:
+    if problem.sparse and kernel.name == "triton":
+        return ", for a sparse mask tried first: others would be called for each tile of it (not measured)"
+    return _because(refusals)
 
 
 def _because(refusals: list[str]) -> str:
