@@ -67,7 +67,10 @@ def main() -> None:
     given = parser.parse_args().results
     results = json.loads(given.read_text())
     save(results, given.with_suffix(".png"))
-    print(f"{table(results['figures'])}\n\npicture: {given.with_suffix('.png')}")
+    print(table(results["figures"]))
+    for error in results.get("errors", ()):
+        print(f"failed, and not in the table: {error['group']}: {error['error']}")
+    print(f"\npicture: {given.with_suffix('.png')}")
 
 
 if __name__ == "__main__":

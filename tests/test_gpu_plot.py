@@ -46,10 +46,12 @@ def test_the_picture_and_the_table(tmp_path, monkeypatch, capsys):
     plot = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(plot)
     results = tmp_path / "some-gpu.json"
-    results.write_text(json.dumps({"figures": FIGURES}))
+    errors = [{"group": "ring of 8", "error": "RuntimeError: gone"}]
+    results.write_text(json.dumps({"figures": FIGURES, "errors": errors}))
     monkeypatch.setattr(sys, "argv", ["plot.py", str(results)])
     plot.main()
     printed = capsys.readouterr().out
+    assert "failed, and not in the table: ring of 8: RuntimeError: gone" in printed
     assert "| forward | 0.97  | 1.0% | >= 0.95 | reached |" in printed
     assert "| copies | 1.05  | 2.0% | <= 1.03 | missed |" in printed
     assert "| kernel | 600 TFLOP/s | 0.0% |  |  |" in printed

@@ -1,28 +1,28 @@
 """The virtual ring runs a real rank's program; here on the CPU, where its copies are done at once."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from burst_mcore import Mask
-from burst_mcore.attention.actions import Recv
+from burst_mcore.attention.actions import DATA, Channel, Recv
 from burst_mcore.attention.arguments import Shape
+from burst_mcore.attention.kernels.kernel import RowGradients
+from burst_mcore.attention.rows import take
 from burst_mcore.attention.schedule import program
-from burst_mcore.bench.virtual_ring import VirtualRank
+from burst_mcore.bench.virtual_ring import Copies, VirtualRank
+
+
+def _rank(size, direction="query", *, source="device", dtype=torch.float32, **given):
+    shape, more = Shape(1, 32, 4, 2, 16, 16), {"mask": Mask.causal(), "device": "cpu", **given}
+    return VirtualRank(shape, size, source=source, direction=direction, dtype=dtype, **more)
 
 
 @pytest.mark.parametrize("direction", ["query", "kv"])
 @pytest.mark.parametrize("size", [1, 4])
 def test_it_receives_what_its_program_says(size, direction):
-    shape = Shape(1, 32, 4, 2, 16, 16)
-    rank = VirtualRank(
-        shape,
-        size,
-        mask=Mask.causal(),
-        source="device",
-        direction=direction,
-        dtype=torch.float32,
-        device="cpu",
-    )
+    rank = _rank(size, direction)
     assert rank.pairs == (32 * size) * (32 * size + 1) // 2 // size  # zigzag is even to the last pair
     done = rank.forward()
     per_row = 2 * 2 * 16 * 4  # K and V
@@ -33,11 +33,82 @@ def test_it_receives_what_its_program_says(size, direction):
     assert [x.shape for x in gradients] == [rank.q.shape, rank.k.shape, rank.v.shape]
     assert all(x.isfinite().all() for x in gradients)
     rank.bare_forward()
-    rank.bare_backward(done)
+    rank.bare_backward(rank.queries(done), done.out)
+
+
+def _told(rank):
+    """Names and shapes of tiles, as `rank`'s kernel is called with them from now on."""
+    tiles, kernel = [], rank.call.kernel
+
+    def tell(name):
+        def call(*args):
+            tiles.append((name, args[-2].shape))
+            return getattr(kernel, name)(*args)
+
+        return call
+
+    told = replace(kernel, forward=tell("forward"), backward=tell("backward"))
+    rank.call = replace(rank.call, kernel=told)
+    return tiles
+
+
+@pytest.mark.parametrize("direction", ["query", "kv"])
+def test_an_idle_kernel_is_called_as_one_that_works_is(direction):
+    found = []
+    for works in (True, False):
+        rank = _rank(4, direction, works=works)
+        found.append(_told(rank))
+        rank.backward(rank.forward())
+    assert found[0] == found[1] and len(found[0]) == 2 * 4  # causal zigzag: a tile for each pair of ranks
+
+
+@pytest.mark.parametrize("direction", ["query", "kv"])
+def test_around_an_idle_kernel_its_results_are_merged_and_summed(direction):
+    rank = _rank(4, direction, source="nowhere", dtype=torch.float64, works=False)
+    here, kernel, how = rank.call.position, rank.call.kernel, rank.call.scores
+    out, total = torch.zeros_like(rank.q), torch.zeros(1, 4, 32, dtype=torch.float64)
+    for source in range(4):
+        for tile in rank.call.tiles(here, source):
+            rows = take(rank.q, tile.q), take(rank.k, tile.k), take(rank.v, tile.k)
+            given, lse = kernel.forward(*rows, tile.seen, how)
+            weights = lse.exp()
+            take(total, tile.q).add_(weights)
+            take(out, tile.q).add_(weights.transpose(1, 2).unsqueeze(-1) * given)
+    done = rank.forward()
+    torch.testing.assert_close(done.ring_lse, total.log(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(done.out, out / total.transpose(1, 2).unsqueeze(-1), rtol=1e-12, atol=1e-12)
+    queries = rank.queries(done)
+    want = [torch.zeros_like(x) for x in (rank.q, rank.k, rank.v)]
+    for source in range(4):
+        for tile in rank.call.tiles(*((source, here) if direction == "query" else (here, source))):
+            of_q = [take(x, tile.q) for x in (queries.dout, queries.q)]
+            of_k = [take(x, tile.k) for x in (rank.k, rank.v)]
+            x = RowGradients(*of_q, *of_k, None, take(queries.lse, tile.q), take(queries.delta, tile.q))
+            given = kernel.backward(x, tile.seen, how)
+            for total, rows, gradient in zip(want, (tile.q, tile.k, tile.k), given, strict=True):
+                take(total, rows).add_(gradient)
+    got = rank.backward(done)
+    stays = (1, 2) if direction == "query" else (0,)  # what comes to the others' share is from nowhere
+    for index in stays:
+        torch.testing.assert_close(got[index], want[index], rtol=1e-12, atol=1e-12)
+
+
+def test_from_nowhere_memory_is_filled_once():
+    copies, channel = Copies("nowhere", torch.device("cpu")), Channel("intra", DATA)
+    buffers = [torch.full((1, 8, 2, 4), torch.nan) for _ in range(2)]
+
+    def receive(x):
+        copies.post(channel, [(Recv(0, channel, "data0", 1), (x,))])
+
+    for x in buffers:
+        receive(x)
+        assert x.isfinite().all() and x.std() > 0.1
+        x.zero_()
+        receive(x)
+        assert (x == 0).all()
+    assert copies.bytes == 4 * buffers[0].nbytes
 
 
 def test_an_unknown_source_is_refused():
     with pytest.raises(ValueError, match="device, host, nowhere, not 'moon'"):
-        VirtualRank(
-            Shape(1, 8, 1, 1, 8, 8), 2, mask=Mask.full(), source="moon", dtype=torch.float32, device="cpu"
-        )
+        _rank(2, source="moon")

@@ -8,26 +8,28 @@ stand-in for a network card. What is not: the values that arrive, and anybody at
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from burst_mcore.attention.actions import Channel, Recv, Send
 from burst_mcore.attention.arguments import Shape
-from burst_mcore.attention.elementwise import row_delta
-from burst_mcore.attention.kernels.kernel import Problem, RowGradients, Scores
+from burst_mcore.attention.elementwise import row_delta, wide
+from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.passes import Attended, Call, Keys, Queries, backward, forward
 from burst_mcore.attention.plan import plan
 from burst_mcore.attention.ring import Bundle
 from burst_mcore.attention.rows import take
 from burst_mcore.attention.schedule import Route
+from burst_mcore.attention.seen import Seen
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 
 FROM = ("device", "host", "nowhere")
-"""Where bundles come from; "nowhere": buffers are left as they are, for a ring without communication."""
+"""Where bundles come from; "nowhere": memory that is used as a buffer is filled the first time and left as it
+is from then on, for a ring without communication."""
 
 
 class Copies:
@@ -39,8 +41,9 @@ class Copies:
         self._source, self._cuda, self._poison = source, device.type == "cuda", poison
         self._stream = torch.cuda.Stream(device) if self._cuda else None
         self._kept: dict[tuple[object, ...], Tensor] = {}
+        self._filled: set[tuple[object, ...]] = set()
         self.bytes = 0
-        """That came."""
+        """That came, or would have come from "nowhere"."""
 
     def connect(self, name: str) -> None:
         """Nobody is there."""
@@ -49,20 +52,30 @@ class Copies:
         """Copy what is to be received; what is sent goes nowhere."""
         came = [x for action, bundle in messages if isinstance(action, Recv) for x in bundle]
         self.bytes += sum(x.nbytes for x in came)
+        written = [(x, self._values(x, index)) for index, x in enumerate(came) if self._comes(x)]
         if self._poison:  # who reads before the copy is waited for reads NaN
-            for x in came:
+            for x, _ in written:
                 x.fill_(torch.nan)
         if self._stream is None:
-            for index, x in enumerate(came):
-                x.copy_(self._values(x, index))
+            for x, values in written:
+                x.copy_(values)
             return [_Copied(None)]
-        if self._source != "nowhere":
+        if written:
             self._stream.wait_stream(torch.cuda.current_stream())  # who read these buffers before is done
             with torch.cuda.stream(self._stream):
-                for index, x in enumerate(came):
-                    x.copy_(self._values(x, index), non_blocking=True)
+                for x, values in written:
+                    x.copy_(values, non_blocking=True)
                     x.record_stream(self._stream)
         return [_Copied(self._stream.record_event())]
+
+    def _comes(self, x: Tensor) -> bool:
+        """Whether something is written to a buffer: always, or the first time that this memory is one."""
+        if self._source != "nowhere":
+            return True
+        memory = x.data_ptr(), x.shape, x.dtype
+        new = memory not in self._filled
+        self._filled.add(memory)
+        return new
 
     def _values(self, x: Tensor, index: int) -> Tensor:
         """What arrives: random numbers, made once for each shape and place in a bundle."""
@@ -84,8 +97,39 @@ class _Copied:
             torch.cuda.current_stream().wait_event(self.event)
 
 
+def idle(kernel: Kernel) -> Kernel:
+    """A kernel that is called as `kernel` is, and computes nothing: results are there already.
+
+    Each tile has random results of its own, made when it is met first; they are the caller's to write, as a
+    kernel's are, and come again as he left them. It neither merges nor adds in place, whatever `kernel` does:
+    what is done around it is what is done around a stock kernel.
+    """
+    outs: dict[Seen, tuple[Tensor, Tensor]] = {}
+    gradients: dict[Seen, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def random_like(x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(shape or x.shape, device=x.device).to(dtype or x.dtype)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
+        if seen not in outs:
+            batch, rows, heads, _ = q.shape
+            lse = random_like(q, batch, heads, rows, dtype=wide(q.dtype))
+            outs[seen] = random_like(q, batch, rows, heads, v.shape[-1]), lse
+        return outs[seen]
+
+    def backward(x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
+        if seen not in gradients:
+            gradients[seen] = random_like(x.q), random_like(x.k), random_like(x.v)
+        return gradients[seen]
+
+    return replace(kernel, forward=forward, backward=backward, in_place=None)
+
+
 class VirtualRank:
-    """A rank in the middle of a ring of `size`, with `shape.tokens` tokens of its own."""
+    """A rank in the middle of a ring of `size`, with `shape.tokens` tokens of its own.
+
+    With `works=False` its kernel is `idle`: what its passes take is what is done around kernels.
+    """
 
     def __init__(
         self,
@@ -95,6 +139,7 @@ class VirtualRank:
         mask: Mask,
         source: str,
         kernel: str = "auto",
+        works: bool = True,
         direction: str = "query",
         layout: str = "zigzag",
         dtype: torch.dtype = torch.bfloat16,
@@ -102,16 +147,18 @@ class VirtualRank:
         poison: bool = False,
     ) -> None:
         self.shape, self.device = shape, torch.device(device)
-        problem = Problem(device, dtype, shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim)
+        heads, dims = (shape.heads, shape.kv_heads), (shape.head_dim, shape.value_dim)
+        problem = Problem(device, dtype, *heads, *dims, sparse=mask.is_sparse)
         n = shape.tokens * size
         self.transport = Copies(source, self.device, poison)
+        chosen = choose(kernel, problem)
         self.call = Call(
             rank=size // 2,
             route=Route(nodes=1, intra=size),
             plan=plan(Layout.of(layout), mask, n, size),
             scores=Scores(shape.head_dim**-0.5),
             problem=problem,
-            kernel=choose(kernel, problem),
+            kernel=chosen if works else idle(chosen),
             direction=direction,
             grad_dtype=torch.float32,
             transport=self.transport,
@@ -128,11 +175,13 @@ class VirtualRank:
         """This rank's forward."""
         return forward(self.call, self.q, self.k, self.v)
 
+    def queries(self, done: Attended) -> Queries:
+        """The query side of its backward, for which D is formed."""
+        return Queries(done.q, self.dout, row_delta(self.dout, done.out), done.ring_lse)
+
     def backward(self, done: Attended) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's backward, with D."""
-        delta = row_delta(self.dout, done.out)
-        queries = Queries(done.q, self.dout, delta, done.ring_lse)
-        return backward(self.call, queries, Keys(done.k, done.v), done.out)
+        return backward(self.call, self.queries(done), Keys(done.k, done.v), done.out)
 
     @property
     def pairs(self) -> int:
@@ -147,19 +196,18 @@ class VirtualRank:
                 rows = take(self.q, tile.q), take(self.k, tile.k), take(self.v, tile.k)
                 self.call.kernel.forward(*rows, tile.seen, self.call.scores)
 
-    def bare_backward(self, done: Attended) -> None:
-        """The kernel alone on the tiles of the backward; out stands for itself."""
+    def bare_backward(self, queries: Queries, out: Tensor) -> None:
+        """The kernel alone on the tiles of the backward, given its `queries`; out stands for itself."""
         here, travels = self.call.position, self.call.direction == "query"
-        delta = row_delta(self.dout, done.out)
         for at in range(self.call.route.positions):
             for tile in self.call.tiles(*((at, here) if travels else (here, at))):
                 x = RowGradients(
-                    take(self.dout, tile.q),
-                    take(self.q, tile.q),
+                    take(queries.dout, tile.q),
+                    take(queries.q, tile.q),
                     take(self.k, tile.k),
                     take(self.v, tile.k),
-                    take(done.out, tile.q),
-                    take(done.ring_lse, tile.q),
-                    take(delta, tile.q),
+                    take(out, tile.q),
+                    take(queries.lse, tile.q),
+                    take(queries.delta, tile.q),
                 )
                 self.call.kernel.backward(x, tile.seen, self.call.scores)
