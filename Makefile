@@ -74,8 +74,10 @@ bench-topology: $(VENV)
 
 gpu-check:
 	@python3 -c 'import torch, triton, pytest, sys; sys.exit(not torch.cuda.is_available())' || { echo 'make gpu-check needs a GPU, and a python3 with torch, triton and pytest'; exit 1; }
-	PYTHONPATH=. python3 -m pytest -q tests/gpu
-	python3 benchmarks/gpu.py $(ARGS)
+	tests=0 figures=0
+	PYTHONPATH=. python3 -m pytest -q tests/gpu || tests=$$?
+	python3 benchmarks/gpu.py $(ARGS) || figures=$$?
+	exit $$((tests > figures ? tests : figures))
 
 gpu-sanitize:
 	PYTHONPATH=. compute-sanitizer --tool memcheck python3 -m pytest -q tests/gpu -k 'pattern or fused or virtual'
