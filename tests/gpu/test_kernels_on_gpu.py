@@ -19,6 +19,9 @@ from burst_mcore.layout import Layout
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 NAMES = [name for name in KERNELS if name not in ("aten-cpu", "reference")]
 SHAPES = {"MHA": (4, 4, 128, 128), "GQA": (8, 2, 64, 64), "MLA": (4, 4, 192, 128), "wide": (2, 1, 256, 256)}
+SMALL = ("MHA", "GQA")
+"""Those that float32 is tested with, too. Each dtype and shape is three kernels more for Triton to compile,
+and odd numbers of rows are three again: the others are tested in 16 bits and with even ones."""
 
 
 def _tensors(shape, rows, columns, dtype):
@@ -68,9 +71,13 @@ def test_what_comes_with_torch_is_there(name):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_causal_full_and_windows(name, shape, dtype):
+    if dtype == torch.float32 and shape not in SMALL:
+        pytest.skip("float32 is tested with other shapes")
     kernel = _kernel(name, SHAPES[shape], dtype)
     how = Scores(SHAPES[shape][2] ** -0.5)
-    tiles = [Seen((512, 512), high=0), Seen((384, 640)), Seen((200, 331))]
+    tiles = [Seen((512, 512), high=0), Seen((384, 640))]
+    if SHAPES[shape][2] <= 64:
+        tiles.append(Seen((200, 331)))
     if kernel.abilities.windows:
         tiles += [Seen((384, 512), -100, 200), Seen((384, 512), None, 129), Seen((384, 512), 5, None)]
     for seen in tiles:
@@ -103,15 +110,18 @@ def test_any_pattern_on_our_own(mask, layout, dtype):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_given_delta(name):
-    kernel = _kernel(name, SHAPES["MHA"], torch.bfloat16)
-    q, k, v, dout = _tensors(SHAPES["MHA"], 256, 256, torch.bfloat16)
+    kernel = takes_delta(KERNELS[name])  # with more head columns: asked whether it has room for them
+    reason = kernel.supports(Problem("cuda", torch.bfloat16, *SHAPES["GQA"]))
+    if reason is not None:
+        pytest.skip(reason)
+    q, k, v, dout = _tensors(SHAPES["GQA"], 256, 256, torch.bfloat16)
     seen, how = Seen((256, 256), high=0), Scores(0.1)
     lse = REFERENCE.forward(q.double(), k.double(), v.double(), seen, how)[1].float()
     dout[:, ::3] = 0
     delta = torch.randn_like(lse)  # not rowsum(dO * O) at all
     x = RowGradients(dout, q, k, v, None, lse, delta)
     want = REFERENCE.backward(RowGradients(*(None if t is None else t.double() for t in x)), seen, how)
-    for g, w in zip(takes_delta(kernel).backward(x, seen, how), want, strict=True):
+    for g, w in zip(kernel.backward(x, seen, how), want, strict=True):
         assert error(g, w) < 2e-2
 
 
@@ -133,7 +143,8 @@ def test_fused_passes_equal_the_unfused(dtype, monkeypatch):
     lse[..., :9], lse_t[..., 5:20] = -torch.inf, -torch.inf
 
     def run():
-        delta, total, statistics = row_delta(dout, out), out.float(), lse.clone()
+        delta = row_delta(dout, out)
+        total, statistics = out.to(torch.float32, copy=True), lse.clone()  # these are written
         merge_(total, statistics, dout, lse_t)
         return delta, output_stand_in(dout, delta), total, statistics
 
