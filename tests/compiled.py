@@ -17,15 +17,16 @@ SHARED = 227 * 1024
 """Bytes of shared memory that a block may have there."""
 
 
-def compiled(name: str, dim: int, dtype: str = "bf16", **options: bool):
-    """The compiled kernel `name` for tensors of this head dim and dtype."""
+def compiled(name: str, head_dim: int, value_dim: int, dtype: str = "bf16", **options: bool):
+    """The compiled kernel `name` for tensors of these head dims and this dtype."""
     function = getattr(triton_code, name)
     names = list(inspect.signature(function.fn).parameters)
-    sizes = launch(name, dim, 4 if dtype == "fp32" else 2)
+    wide, wide_value = (1 << (dim - 1).bit_length() for dim in (head_dim, value_dim))
+    sizes = launch(name, max(wide, wide_value), 4 if dtype == "fp32" else 2)
     constants = {
-        "USED": dim, "VALUE_USED": dim, "DIM": dim, "VALUE_DIM": dim, "ROWS": sizes.rows,
-        "COLUMNS": sizes.columns, "SOFTCAP": False, "FRESH": False, "lse_row": 1, "delta_row": 1,
-        "PRECISION": "ieee" if dtype == "fp32" else "tf32", **options,
+        "USED": head_dim, "VALUE_USED": value_dim, "DIM": wide, "VALUE_DIM": wide_value,
+        "ROWS": sizes.rows, "COLUMNS": sizes.columns, "SOFTCAP": False, "FRESH": False, "lse_row": 1,
+        "delta_row": 1, "PRECISION": "ieee" if dtype == "fp32" else "tf32", **options,
     }  # fmt: skip
     types = dict.fromkeys(("q", "k", "v", "dout"), f"*{dtype}")
     types |= dict.fromkeys(("out", "lse", "delta", "dq", "dk", "dv", "unused"), "*fp32")
@@ -70,11 +71,24 @@ def compiled_rows(name: str, gradients: bool):
 def check() -> None:
     """AssertionError if a kernel does not fit a Hopper GPU, or misses its matrix units or wide copies."""
     for name in ("forward", "dq", "dkv"):
-        kernel = compiled(name, 128)
+        kernel = compiled(name, 128, 128)
         assert "wgmma.mma_async" in kernel.asm["ptx"], name
         assert "cp.async.cg.shared.global" in kernel.asm["ptx"], name
         assert kernel.metadata.shared <= SHARED, name
     for options in ({"SOFTCAP": True}, {"FRESH": True}):
-        assert compiled("dkv", 64, **options).metadata.shared <= SHARED
+        assert compiled("dkv", 64, 64, **options).metadata.shared <= SHARED
     for name, gradients in (("statistics_kernel", True), ("gradients_kernel", True)):
         assert "ld.global.v4" in compiled_rows(name, gradients).asm["ptx"], name
+
+
+def check_others() -> None:
+    """The same for other head dims, and that float32 is multiplied as such."""
+    for name in ("forward", "dq", "dkv"):
+        for dims in ((256, 256), (192, 128)):
+            kernel = compiled(name, *dims)
+            assert "wgmma.mma_async" in kernel.asm["ptx"], (name, dims)
+            assert kernel.metadata.shared <= SHARED, (name, dims)
+        for dim in (64, 128, 256):
+            kernel = compiled(name, dim, dim, "fp32", FRESH=True)
+            assert "fma.rn.f32" in kernel.asm["ptx"] and "tf32" not in kernel.asm["ptx"], (name, dim)
+            assert kernel.metadata.shared <= SHARED, (name, dim)

@@ -45,6 +45,15 @@ def test_it_equals_float64_within_its_dtype(dtype, kind, dims):
         assert error(g, w) < bound, name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_head_dims_of_mla(dtype):
+    p = problem(0, 40, heads=2, kv_heads=2, head_dim=192, value_dim=128, dtype=dtype)
+    got = single_kernel(p, KERNEL, Mask.causal())
+    bound = 8 * torch.finfo(dtype).eps
+    for name, g, w in zip(got._fields, got, dense(p, Mask.causal()), strict=True):
+        assert error(g, w) < bound, name
+
+
 def _tile(seed):
     """Some tile of some plan for a kernel that takes pieces."""
     draw = random.Random(seed)
@@ -143,10 +152,10 @@ def test_on_a_ring_it_equals_dense_attention(mask, layout, route, direction, mon
         assert error(g, w) < 3e-6, name
 
 
-def test_kernels_compile_for_hopper_with_its_matrix_units():
-    code = "import compiled; compiled.check()"
+@pytest.mark.parametrize("check", ["check", pytest.param("check_others", marks=pytest.mark.slow)])
+def test_kernels_compile_for_hopper_with_its_matrix_units(check):
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", f"import compiled; compiled.{check}()"],
         capture_output=True, text=True, timeout=300, check=False,
         env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": ":".join(sys.path)},
     )  # fmt: skip
