@@ -87,7 +87,7 @@ def save_curve(rows: Sequence[Row], title: str, path: Path) -> None:
     panel.set_xlabel("peak memory of a step, MB a rank, beyond model and input")
     panel.set_ylabel("CPU seconds of a step, all ranks")
     panel.set_title(title, fontsize=10)
-    panel.margins(x=0.15, y=0.1)
+    panel.margins(x=0.2, y=0.1)
     panel.grid(alpha=0.3)
     panel.legend()
     figure.savefig(path, dpi=120)
