@@ -37,7 +37,7 @@ def _recorded(rank, size):
     topology = Topology.from_group(dist.group.WORLD, intra_size=2)
     q, k, v, dout = problem(0, 64)
     q.requires_grad_()
-    config = BurstConfig(backward="query")
+    config = BurstConfig(backward="query", ring="double")
     with record(rank) as events:
         out = burst_attention(q, k, v, topology=topology, mask=Mask.causal(), config=config)
         out.backward(dout)
