@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from burst_mcore.checkpointing import (
     RecomputeError,
     Segment,
     checkpoint,
+    offload,
     recorded,
 )
 from burst_mcore.checkpointing import policy as policies
@@ -435,3 +437,40 @@ def test_offload_sends_for_what_is_needed_next(monkeypatch):
     for one in reversed(made):
         one.take()
     assert fetched == [2, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("policy", [KeepAttention(), Segment(0.5)], ids=str)
+def test_what_is_offloaded_comes_back_one_call_ahead(policy, monkeypatch):
+    # With plain copies in the place of those between device and host: tests/gpu has the real ones.
+    layers, seeds, log = [Layer(i) for i in range(3)], [1, 2], []
+    want = _wanted(layers, seeds)
+    order = {}
+
+    def sent(x):
+        host = x.clone()
+        order[host.data_ptr()] = len(order)
+        x.fill_(torch.nan) if isinstance(policy, Segment) else None  # its memory may be used by others
+        return host
+
+    def fetched(host, device):
+        log.append(("fetched", order[host.data_ptr()]))
+        return host
+
+    monkeypatch.setattr(policies, "may_move", lambda kept: True)
+    monkeypatch.setattr(offload, "_sent", sent)
+    monkeypatch.setattr(offload, "_fetched", fetched)
+    monkeypatch.setattr(offload, "_await", lambda x: log.append(("used", order[x.data_ptr()])))
+    offloaded, inputs = Offload(policy), [_input(seed) for seed in seeds]
+    for x in inputs:
+        y = x
+        for layer in layers:
+            y = checkpoint(layer, y, policy=offloaded)
+        y.square().sum().backward()
+    for got, wanted in zip(_gradients(layers, inputs), want, strict=True):
+        torch.testing.assert_close(got, wanted)
+    assert sorted(n for what, n in log if what == "fetched") == [*range(len(order))]  # each once
+    calls = [[n for what, n in log if what == "used"][i : i + 2] for i in range(0, len(order), 2)]
+    assert calls == [[4, 5], [2, 3], [0, 1], [10, 11], [8, 9], [6, 7]]  # out and lse, backwards
+    for used, ahead in pairwise(calls[:3]):  # on its way before the next call asks for it
+        assert log.index(("fetched", ahead[0])) > log.index(("used", used[0]))
+        assert log.index(("fetched", ahead[1])) < log.index(("used", ahead[0]))

@@ -1,29 +1,14 @@
 """Recompute policies under transformers' and DeepSpeed's checkpointing."""
 
-from dataclasses import replace
-
 import pytest
 import torch
+from kernel_calls import rows_of_kernel_calls
 from ranks import processes
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention
-from burst_mcore.attention.kernels.table import KERNELS, choose
 from burst_mcore.checkpointing import Full, KeepAttention, Segment, recorded
 
 N = 32
-
-
-def _rows_of_kernel_calls():
-    """The rows of queries that each call of the kernel attends, from now on in this process."""
-    rows, kernel = [], KERNELS["aten-cpu"]
-
-    def forward(q, *args):
-        rows.append(q.shape[1])
-        return kernel.forward(q, *args)
-
-    KERNELS["aten-cpu"] = replace(kernel, forward=forward)
-    choose.cache_clear()
-    return rows
 
 
 def _attend(q, k, v):
@@ -51,7 +36,7 @@ def _llama(rank, size, policy):
         )
     )
     model.train()
-    rows, ids, found = _rows_of_kernel_calls(), torch.randint(0, 50, (1, N)), []
+    rows, ids, found = rows_of_kernel_calls(), torch.randint(0, 50, (1, N)), []
     for checkpointed in (False, True):
         if checkpointed:
             options = {"use_reentrant": False, "context_fn": policy.contexts}
@@ -84,7 +69,7 @@ def _deepspeed(rank, size, policy):
     __compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", verbose=False)
     deepspeed.checkpointing.configure(None, partition_activations=False)
-    layer, rows = torch.nn.Linear(32, 96), _rows_of_kernel_calls()
+    layer, rows = torch.nn.Linear(32, 96), rows_of_kernel_calls()
 
     def attend(x):
         return x + _attend(*layer(x).unflatten(-1, (3, 4, 8)).unbind(2)).flatten(2)

@@ -51,13 +51,16 @@ class Moved:
         self.fetch()
         assert self._here is not None
         for x in self._here:
-            current = torch.cuda.current_stream(x.device)
-            current.wait_stream(_stream(x.device))
-            x.record_stream(current)
+            _await(x)
         before = None if self._before is None else self._before()
         if before is not None:
             before.fetch()
         return Kept(self._at, self._here, copied=True)
+
+
+def may_move(kept: Kept) -> bool:
+    """Whether there is other memory to move it to: that of the host, of CUDA tensors."""
+    return any(x.is_cuda for x in kept.tensors)
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
@@ -78,6 +81,13 @@ def _sent(x: Tensor) -> Tensor:
 def _fetched(host: Tensor, device: torch.device) -> Tensor:
     with torch.cuda.stream(_stream(device)):  # behind the copy to the host, which is on the same stream
         return host.to(device, non_blocking=True)
+
+
+def _await(x: Tensor) -> None:
+    """Hold back the current stream until it is back."""
+    current = torch.cuda.current_stream(x.device)
+    current.wait_stream(_stream(x.device))
+    x.record_stream(current)
 
 
 @lru_cache(maxsize=16)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from burst_mcore.attention.recompute import Kept
-from burst_mcore.checkpointing.offload import Moved, OnDevice
+from burst_mcore.checkpointing.offload import Moved, OnDevice, may_move
 from burst_mcore.checkpointing.scope import Held, Record
 from burst_mcore.segments import check_keep
 
@@ -194,7 +194,7 @@ class Offload(Policy):
         return self.policy.share(size)
 
     def hold(self, kept: Kept) -> Held:
-        if not any(x.is_cuda for x in kept.tensors):
+        if not may_move(kept):
             return self.policy.hold(kept)
         moved = Moved(kept, self._chain.last)
         self._chain.last = weakref.ref(moved)

@@ -3,35 +3,21 @@
 import gc
 import os
 import weakref
-from dataclasses import replace
 from pathlib import Path
 
 import deepspeed
 import pytest
 import torch
 from engines import config_of, dataset, model_of, plain, quiet, start, worst
+from kernel_calls import rows_of_kernel_calls
 from ranks import poison, processes
 
 import burst_mcore.deepspeed as burst
-from burst_mcore.attention.kernels.table import KERNELS, choose
 from burst_mcore.deepspeed.checkpointing import attach_checkpointing
 from burst_mcore.deepspeed.section import Checkpointing
 
 TOKENS, LAYERS = 32, 2
 SEGMENT = {"policy": "segment", "keep": 0.5}
-
-
-def _rows_of_kernel_calls():
-    """The rows of queries that each call of the kernel attends, from now on in this process."""
-    rows, kernel = [], KERNELS["aten-cpu"]
-
-    def forward(q, *args):
-        rows.append(q.shape[1])
-        return kernel.forward(q, *args)
-
-    KERNELS["aten-cpu"] = replace(kernel, forward=forward)
-    choose.cache_clear()
-    return rows
 
 
 def _step(engine, batch, rows):
@@ -55,7 +41,7 @@ def _packed():
 
 def _policies(rank, size, stage, policies):
     """By policy and batch: errors of loss and gradients beside no recompute, rows attended and again."""
-    rows, found, without = _rows_of_kernel_calls(), {}, {}
+    rows, found, without = rows_of_kernel_calls(), {}, {}
     model = model_of()
     section = {"layout": "striped", "kernel": "aten-cpu", "head_parallel": 1, "backward": "query"}
     for name, checkpointing in policies.items():

@@ -1,0 +1,18 @@
+"""Counting what the local kernel is asked for."""
+
+from dataclasses import replace
+
+from burst_mcore.attention.kernels.table import KERNELS, choose
+
+
+def rows_of_kernel_calls():
+    """The rows of queries that each call of the kernel attends, from now on in this process."""
+    rows, kernel = [], KERNELS["aten-cpu"]
+
+    def forward(q, *args):
+        rows.append(q.shape[1])
+        return kernel.forward(q, *args)
+
+    KERNELS["aten-cpu"] = replace(kernel, forward=forward)
+    choose.cache_clear()
+    return rows
