@@ -444,11 +444,12 @@ def test_what_is_offloaded_comes_back_one_call_ahead(policy, monkeypatch):
     # With plain copies in the place of those between device and host: tests/gpu has the real ones.
     layers, seeds, log = [Layer(i) for i in range(3)], [1, 2], []
     want = _wanted(layers, seeds)
-    order = {}
+    order, alive = {}, []
 
     def sent(x):
         host = x.clone()
         order[host.data_ptr()] = len(order)
+        alive.append(host)  # so that no other has its address
         x.fill_(torch.nan) if isinstance(policy, Segment) else None  # its memory may be used by others
         return host
 
