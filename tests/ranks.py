@@ -25,6 +25,11 @@ def poison(on: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = on
 
 
+def spoil(tensor: torch.Tensor) -> None:
+    """NaN, in bytes as well: nobody may read it before it has arrived."""
+    tensor.fill_(torch.nan if tensor.is_floating_point() else 255)
+
+
 def processes(
     size: int, function: Callable[..., Any], *args: Any, timeout: float = 240, start: str = "fork"
 ) -> list[Any]:
@@ -128,7 +133,7 @@ class _Arrival:
     def __init__(self, box: queue.Queue[Any], into: Any) -> None:
         self.box, self.into = box, into
         for tensor in into:
-            tensor.fill_(torch.nan)  # nobody may read it before it has arrived
+            spoil(tensor)
 
     def wait(self) -> None:
         for tensor, message in zip(self.into, self.box.get(timeout=60), strict=True):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from dense import assert_as_exact_as, dense, error, problem, single_kernel
 from masks import MASKS, layouts
-from ranks import MailboxTransport, processes
+from ranks import MailboxTransport, processes, spoil
 from test_ring import _attend, _gathered
 from test_simulation import simulate
 
@@ -149,7 +149,7 @@ class ChaosTransport(MailboxTransport):
                 box.put((bundle, works[-1].taken))
             else:
                 for tensor in bundle:
-                    tensor.fill_(torch.nan)
+                    spoil(tensor)
                 works.append(_Late(box, bundle, self.draw.random() * 0.004))
         return works
 

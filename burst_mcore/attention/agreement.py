@@ -1,8 +1,9 @@
 """All ranks of a ring must make the same calls, in the same order: where they do not, everyone gets an error.
 
-Every call begins by an all-reduce of the hash of its signature, 56 bytes, over the CPU communicator: it goes
-ahead of the first hop. Where the hashes differ, the signatures follow through the store and the error names
-ranks and fields. A rank that refuses its call leaves word in the store, where the others, waiting, find it.
+Every call begins with an exchange of 32 bytes a rank, hashes of its signature, by way of rank 0 of the ring
+over the CPU communicator: it goes ahead of the first hop. Where the hashes differ, the signatures follow by
+the store and the error names ranks and fields. A rank that refuses its call leaves word in the store, where
+the others, waiting, find it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import contextlib
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from burst_mcore.attention.topology import Topology
@@ -24,9 +26,8 @@ LOOK_EVERY = timedelta(seconds=1)
 """How often a waiting rank looks for word of a refusal."""
 ANSWER_WITHIN = timedelta(seconds=20)
 """How long ranks that disagree wait for each other's signatures."""
-
-_LEAST = -(2**62)
-"""Below all that is exchanged."""
+_REFUSED = (1, 0, 0, 0)
+"""What a rank brings to the exchange of a call that it refused."""
 
 Signature = dict[str, str]
 
@@ -46,8 +47,9 @@ class Agreement:
         self._call = 0
         self._broken: str | None = None
         self._owed = 0
-        self._left: list[object] = []
-        """Exchanges that nobody waits for any more, kept alive until they end with the group."""
+        self._started: list[tuple[dist.Work, object]] = []
+        """Parts of exchanges, with their buffers, that were not complete when last looked at: after a refusal
+        nobody waits for them."""
 
     def agree(self, signature: Signature) -> int:
         """Return the number of the call once every rank of the ring has come with the same signature.
@@ -74,23 +76,19 @@ class Agreement:
             self.refuse(error)
             raise error
         for _ in range(self._owed):
-            self._left.append(self._exchange(None))
+            self._stay_in_step()
         self._owed = 0
         self._call += 1
         signature = {"call": str(self._call), **signature}
-        work, found = self._exchange((_hash(signature), _hash(if_even), rows))
-        self._wait(work, found)
-        refused, *ends = found.tolist()
-        if refused >= 0:
-            raise self._refusal(refused)
-        differs = [
-            largest != -minus_smallest for largest, minus_smallest in zip(ends[::2], ends[1::2], strict=True)
-        ]
-        if differs[0] or (differs[1] and not differs[2]):
+        refused, ours, if_evens, lengths = self._everyones(0, _hash(signature), _hash(if_even), rows)
+        if any(refused):
+            raise self._refusal()
+        uneven = len(set(lengths)) > 1
+        if len(set(ours)) > 1 or (len(set(if_evens)) > 1 and not uneven):
             raise ValueError(
                 f"the ranks of the ring make different calls: {self._differences(signature | if_even)}"
             )
-        return self._call, self._everyones(rows) if differs[2] else None
+        return self._call, lengths if uneven else None
 
     def least(self, value: float) -> float:
         """The least of all ranks' values. In a call that all have agreed to make."""
@@ -98,18 +96,13 @@ class Agreement:
         dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._group)
         return float(found)
 
-    def _everyones(self, rows: int) -> list[int]:
-        found = torch.zeros(self._size, dtype=torch.int64)
-        found[self._rank] = rows
-        dist.all_reduce(found, group=self._group)
-        lengths: list[int] = found.tolist()
-        return lengths
-
     def refuse(self, error: Exception) -> None:
         """Tell the ranks that may wait for this one that it refuses its call, and why. Waits for nobody."""
         self._call += 1
         self._owed += 1
-        self._store.set(self._key("refusal", self._rank), f"{type(error).__name__}: {error}")
+        self._store.set(
+            self._key("refusal"), f"rank {self._rank} of the ring refused this call: {_said(error)}"
+        )
 
     @contextlib.contextmanager
     def ring(self) -> Iterator[None]:
@@ -117,30 +110,56 @@ class Agreement:
         try:
             yield
         except BaseException as error:
-            self._broken = f"{type(error).__name__}: {error}"
+            self._broken = _said(error)
             raise
 
-    def _exchange(self, mine: tuple[int, ...] | None) -> tuple[dist.Work, torch.Tensor]:
-        """Start to find [a rank that refused, then largest and minus the smallest of each of `mine`].
+    def _everyones(self, *mine: int) -> Iterator[list[int]]:
+        """What every rank has brought, column by column, by way of rank 0.
 
-        None: this rank refused. An all-reduce, since gloo's all-gather takes 5 to 9 times as long where ranks
-        share cores.
+        Two messages a rank: an all-reduce is 2 (G - 1) of them on gloo, one after another.
         """
-        words = [self._rank, *[_LEAST] * 6] if mine is None else [-1, *(s * x for x in mine for s in (1, -1))]
-        found = torch.tensor(words)
-        work = dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        assert work is not None
-        return work, found
+        gathering, shares = self._gather(mine)
+        try:
+            if self._rank == 0:
+                self._wait(gathering)
+        except ValueError:
+            self._broadcast(_REFUSED * self._size)
+            raise
+        spreading, table = self._broadcast([x for share in shares for x in share.tolist()])
+        self._wait(spreading)
+        found: list[list[int]] = table.view(self._size, -1).T.tolist()
+        return iter(found)
 
-    def _wait(self, work: dist.Work, found: torch.Tensor) -> None:
+    def _stay_in_step(self) -> None:
+        """This rank's part in an exchange whose call it refused; the others may have left it by now."""
+        self._gather(_REFUSED)
+        self._broadcast(_REFUSED * self._size)
+
+    def _gather(self, mine: Sequence[int]) -> tuple[dist.Work, list[Tensor]]:
+        shares = [torch.empty(len(mine), dtype=torch.int64) for _ in range(self._size)]
+        work = dist.gather(
+            torch.tensor(mine), None if self._rank else shares, group=self._group, group_dst=0, async_op=True
+        )
+        return self._under_way(work, shares), shares
+
+    def _broadcast(self, table: Sequence[int]) -> tuple[dist.Work, Tensor]:
+        found = torch.tensor(table)
+        work = dist.broadcast(found, group=self._group, group_src=0, async_op=True)
+        return self._under_way(work, found), found
+
+    def _under_way(self, work: dist.Work | None, buffers: object) -> dist.Work:
+        assert work is not None
+        self._started = [each for each in self._started if not each[0].is_completed()]
+        self._started.append((work, buffers))
+        return work
+
+    def _wait(self, work: dist.Work) -> None:
         while not work.is_completed():
             try:
                 work.wait(LOOK_EVERY)
             except RuntimeError:  # LOOK_EVERY has passed, or the work failed and is complete
-                for rank in range(self._size):
-                    if self._store.check([self._key("refusal", rank)]):
-                        self._left.append((work, found))
-                        raise self._refusal(rank) from None
+                if self._store.check([self._key("refusal")]):
+                    raise self._refusal() from None
         try:
             work.wait()
         except RuntimeError as error:
@@ -149,13 +168,12 @@ class Agreement:
                 f"did not come; look for the first error among the other ranks ({error})"
             ) from error
 
-    def _refusal(self, rank: int) -> ValueError:
-        word = self._store.get(self._key("refusal", rank)).decode()
-        return ValueError(f"rank {rank} of the ring refused this call: {word}")
+    def _refusal(self) -> ValueError:
+        return ValueError(self._store.get(self._key("refusal")).decode())
 
     def _differences(self, signature: Signature) -> str:
         """Each field that differs, with who has what. Through the store: it works whoever comes or not."""
-        self._store.set(self._key("signature", self._rank), json.dumps(signature))
+        self._store.set(self._key(f"signature/{self._rank}"), json.dumps(signature))
         signatures = [self._signature(rank) for rank in range(self._size)]
         differences = []
         for field in dict.fromkeys(field for each in signatures for field in each):
@@ -168,7 +186,7 @@ class Agreement:
         return "; ".join(differences)
 
     def _signature(self, rank: int) -> Signature:
-        key = self._key("signature", rank)
+        key = self._key(f"signature/{rank}")
         try:
             self._store.wait([key], ANSWER_WITHIN)
         except RuntimeError:
@@ -176,8 +194,8 @@ class Agreement:
         signature: Signature = json.loads(self._store.get(key))
         return signature
 
-    def _key(self, kind: str, rank: int) -> str:
-        return f"{kind}/{self._call}/{rank}"
+    def _key(self, what: str) -> str:
+        return f"{what}/{self._call}"
 
 
 _KNOWN: dict[str, Agreement] = {}
@@ -195,4 +213,8 @@ def agreement(topology: Topology) -> Agreement | None:
 
 def _hash(signature: Signature) -> int:
     digest = hashlib.blake2b(json.dumps(signature, sort_keys=True).encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "little")  # 56 bits: it and its negative are above _LEAST
+    return int.from_bytes(digest, "little")
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

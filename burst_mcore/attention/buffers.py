@@ -51,7 +51,7 @@ class Lease:
         self._held: list[tuple[_Key, Tensor]] = []
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialised contiguous tensor (NaN where torch is told to fill uninitialised memory)."""
+        """An uninitialised contiguous tensor, of NaN or largest numbers where torch is told to fill such."""
         if device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=device)
         key = (tuple(shape), dtype, torch.is_inference_mode_enabled())
@@ -59,7 +59,7 @@ class Lease:
         if tensor is None:
             tensor = torch.empty(shape, dtype=dtype)
         elif torch.are_deterministic_algorithms_enabled() and deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
-            tensor.fill_(torch.nan)
+            tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
         if type(tensor) is Tensor:  # not one of a tracing mode
             self._held.append((key, tensor))
         return tensor

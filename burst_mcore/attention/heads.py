@@ -57,21 +57,25 @@ class Inward:
         self.pooled = pooled
 
     def pack(self, member: int) -> Bundle:
-        return tuple(_copy(piece, self._lease) for piece in self._heads_of(member))
+        pieces = self._heads_of(member)
+        parcel = self.empty()
+        for to, piece in zip(_opened(parcel, pieces), pieces, strict=True):
+            to.copy_(piece)
+        return parcel
 
     def empty(self) -> Bundle:
-        return tuple(self._lease.empty_like(piece) for piece in self._heads_of(self._group.member))
+        return _parcel(self._heads_of(self._group.member), self._lease)
 
-    def unpack(self, member: int, piece: Bundle | None) -> None:
-        pieces = self._heads_of(member) if piece is None else piece
-        for pooled, came in zip(self.pooled, pieces, strict=True):
+    def unpack(self, member: int, parcel: Bundle | None) -> None:
+        pieces = self._heads_of(self._group.member)
+        for pooled, came in zip(self.pooled, _opened(parcel, pieces) if parcel else pieces, strict=True):
             at = 0
             for rows in self._group.rows[member]:
                 _rows(pooled, rows).copy_(_rows(came, range(at, at + len(rows))))
                 at += len(rows)
 
     def _heads_of(self, member: int) -> Bundle:
-        return tuple(_heads(x, share_of_heads(_count(x), member, self._group.size)) for x in self._own)
+        return tuple(_share(x, member, self._group.size) for x in self._own)
 
 
 class Outward:
@@ -93,29 +97,45 @@ class Outward:
         self.own = own
 
     def pack(self, member: int) -> Bundle:
-        pieces = self.empty()
-        at = 0
+        parcel = self.empty()
+        pieces, at = _opened(parcel, self._heads_of(member)), 0
         for rows in self._group.rows[member]:
             for piece, result in zip(pieces, self._results(rows), strict=True):
                 _rows(piece, range(at, at + len(rows))).copy_(result)
             at += len(rows)
-        return pieces
+        return parcel
 
     def empty(self) -> Bundle:
-        return tuple(
-            self._lease.empty_like(_heads(x, share_of_heads(_count(x), self._group.member, self._group.size)))
-            for x in self.own
-        )
+        return _parcel(self._heads_of(self._group.member), self._lease)
 
-    def unpack(self, member: int, piece: Bundle | None) -> None:
-        pieces = self.pack(member) if piece is None else piece
-        for own, came in zip(self.own, pieces, strict=True):
-            heads = share_of_heads(_count(own), member, self._group.size)
-            to = _heads(own, heads)
+    def unpack(self, member: int, parcel: Bundle | None) -> None:
+        places = self._heads_of(member)
+        pieces = _opened(parcel or self.pack(member), places)
+        for own, to, came in zip(self.own, places, pieces, strict=True):
             if _count(own) < self._group.size:
                 to.add_(came)
             else:
                 to.copy_(came)
+
+    def _heads_of(self, member: int) -> Bundle:
+        return tuple(_share(x, member, self._group.size) for x in self.own)
+
+
+def _parcel(pieces: Bundle, lease: Lease) -> Bundle:
+    """Room for these tensors, uninitialised, as one message: bytes."""
+    size = sum(x.numel() * x.itemsize for x in pieces)
+    return (lease.empty((size,), torch.uint8, pieces[0].device),)
+
+
+def _opened(parcel: Bundle, like: Bundle) -> Bundle:
+    """The tensors in a parcel: the widest dtypes come first, so that all lie as their dtype must."""
+    (whole,), at = parcel, 0
+    found: dict[int, Tensor] = {}
+    for index, x in sorted(enumerate(like), key=lambda each: -each[1].itemsize):
+        size = x.numel() * x.itemsize
+        found[index] = whole[at : at + size].view(x.dtype).view(x.shape)
+        at += size
+    return tuple(found[index] for index in range(len(like)))
 
 
 def pooled_like(x: Tensor, group: HeadGroup) -> torch.Size:
@@ -140,9 +160,7 @@ def _rows(x: Tensor, rows: range) -> Tensor:
     return x.narrow(_axes(x)[0], rows.start, len(rows))
 
 
-def _heads(x: Tensor, heads: range) -> Tensor:
+def _share(x: Tensor, member: int, size: int) -> Tensor:
+    """The heads of x that a member of a head group of `size` attends with."""
+    heads = share_of_heads(_count(x), member, size)
     return x.narrow(_axes(x)[1], heads.start, len(heads))
-
-
-def _copy(x: Tensor, lease: Lease) -> Tensor:
-    return lease.empty_like(x).copy_(x)

@@ -147,14 +147,14 @@ class Exchange(Protocol):
     """One kind of message of the all-to-all over a head group."""
 
     def pack(self, member: int) -> Bundle:
-        """What `member` is to get, contiguous."""
+        """What `member` is to get, as one contiguous tensor: a message has a cost besides its bytes."""
         ...
 
     def empty(self) -> Bundle:
         """Room for what comes from another member."""
         ...
 
-    def unpack(self, member: int, piece: Bundle | None) -> None:
+    def unpack(self, member: int, parcel: Bundle | None) -> None:
         """Put what came from `member` where it belongs; None: this rank's own share."""
         ...
 
