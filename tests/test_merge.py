@@ -53,3 +53,55 @@ def test_gradients_are_summed_in_float32():
         total.add((range(2),), torch.full((1, 2, 1, 1), 0.5, dtype=torch.bfloat16))
     assert total.result().flatten().tolist() == [258, 258, 256, 256]
     assert GradientSum(torch.ones(1, 2, 1, 1)).result().tolist() == torch.zeros(1, 2, 1, 1).tolist()
+
+
+ROWS = 24
+
+
+@st.composite
+def _some_rows(draw):
+    """One to three ranges of rows that have none in common, ascending or descending, with any step."""
+    free, found = set(range(ROWS)), []
+    for _ in range(draw(st.integers(1, 3))):
+        first, step = draw(st.integers(0, ROWS - 1)), draw(st.integers(1, 7))
+        rows = range(first, draw(st.integers(first + 1, ROWS)), step)
+        if free.issuperset(rows):
+            free.difference_update(rows)
+            found.append(rows[::-1] if draw(st.booleans()) else rows)
+    return tuple(found)
+
+
+@given(st.lists(_some_rows(), max_size=6), st.integers(0, 1000))
+def test_any_rows_in_any_order_are_summed_and_merged(tiles, seed):
+    """What no tile touched is NaN in memory (conftest), and must never be seen."""
+    generator = torch.Generator().manual_seed(seed)
+    like = torch.zeros(1, ROWS, 2, 3)
+    total, softmax = GradientSum(like), OnlineSoftmax(like, value_dim=3)
+    sums, scores, values = torch.zeros(1, ROWS, 2, 3), [], []
+    for tile in tiles:
+        order = [row for rows in tile for row in rows]
+        gradient, out = torch.randn(2, 1, len(order), 2, 3, generator=generator)
+        lse = torch.randn(1, 2, len(order), generator=generator)
+        sums[:, order] += gradient
+        scores.append(torch.full((1, 2, ROWS), -torch.inf))
+        scores[-1][:, :, order] = lse
+        values.append(torch.zeros_like(like))
+        values[-1][:, order] = out
+        total.add(tile, gradient)
+        softmax.add(tile, out, lse)
+    torch.testing.assert_close(total.result(), sums)
+    got, got_lse = softmax.result()
+    if not tiles:
+        assert not got.any()
+        return
+    want_lse = torch.stack(scores).logsumexp(0)
+    weights = torch.exp(torch.stack(scores) - want_lse.masked_fill(want_lse == -torch.inf, 0.0))
+    torch.testing.assert_close(got_lse, want_lse)
+    torch.testing.assert_close(got, (weights.transpose(2, 3)[..., None] * torch.stack(values)).sum(0))
+
+
+def test_rows_of_which_many_apart_were_empty_are_filled_at_once():
+    total = GradientSum(torch.zeros(1, 32, 1, 1))
+    total.add((range(0, 32, 2),), torch.ones(1, 16, 1, 1))
+    total.add((range(32),), torch.ones(1, 32, 1, 1))
+    assert total.result().flatten().tolist() == [2, 1] * 16

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.elementwise import merge_, wide
-from burst_mcore.attention.rows import Rows, Visited, add_, count, pieces, take, view
+from burst_mcore.attention.rows import Rows, Visited, add_, count, fill, pieces, take, view
 
 
 class OnlineSoftmax:
@@ -23,7 +23,7 @@ class OnlineSoftmax:
         self._q, self._value_dim, self._sinks = q, value_dim, sinks
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
-        self._visited = Visited()
+        self._visited = Visited(q.shape[1])
         if sinks is not None:
             self._visited.visit(range(q.shape[1]))
 
@@ -37,12 +37,12 @@ class OnlineSoftmax:
         for at, (out_at, out_new), (lse_at, lse_new) in zip(
             rows, pieces(out, rows, out_t), pieces(lse, rows, lse_t), strict=True
         ):
-            empty = self._visited.visit(at)
-            if abs(at.step) == 1 and count(empty) == len(at):
+            held = self._visited.visit(at)
+            if 1 not in held:
                 out_at.copy_(out_new)
                 lse_at.copy_(lse_new)
             else:
-                self._fill(empty)
+                _blank(out_at, lse_at, held)
                 merge_(out_at, lse_at, out_new, lse_new)
 
     def running(self, rows: Rows) -> tuple[Tensor, Tensor, bool] | None:
@@ -56,12 +56,12 @@ class OnlineSoftmax:
             self._visited.visit(rows[0])  # nothing is read of what is set as a whole
             out, lse = self._room()
             return out, lse, True
-        out, lse = self._wide()
-        empty = self._visited.visit(rows[0])
-        fresh = count(empty) == len(rows[0])
+        out, lse = (take(x, rows) for x in self._wide())
+        held = self._visited.visit(rows[0])
+        fresh = 1 not in held
         if not fresh:
-            self._fill(empty)
-        return take(out, rows), take(lse, rows), fresh
+            _blank(out, lse, held)
+        return out, lse, fresh
 
     def result(self) -> tuple[Tensor, Tensor]:
         """(out [B, S, H, D] in the queries' dtype, lse [B, H, S] in at least float32)."""
@@ -79,15 +79,8 @@ class OnlineSoftmax:
             self._wide()
         assert self._out is not None and self._lse is not None
         if at:
-            self._fill(self._visited.visit(at))
+            _blank(take(self._out, (at,)), take(self._lse, (at,)), self._visited.visit(at))
         return self._out, self._lse
-
-    def _fill(self, gaps: Rows) -> None:
-        """Say of these rows that they have seen no key."""
-        assert self._out is not None and self._lse is not None
-        for gap in gaps:
-            take(self._out, (gap,)).zero_()
-            take(self._lse, (gap,)).fill_(-torch.inf)
 
     def _room(self) -> tuple[Tensor, Tensor]:
         batch, rows, heads, _ = self._q.shape
@@ -107,13 +100,19 @@ class OnlineSoftmax:
         return self._out, self._lse
 
 
+def _blank(out: Tensor, lse: Tensor, held: bytes) -> None:
+    """Say of the rows that hold nothing that they have seen no key."""
+    fill(out, held, 0.0)
+    fill(lse, held, -torch.inf)
+
+
 class GradientSum:
     """The running gradient of a tensor that stays on its rank, summed in at least float32."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
         self._sum: Tensor | None = None
-        self._visited = Visited()
+        self._visited = Visited(like.shape[1])
 
     def add(self, rows: Rows, gradient: Tensor) -> None:
         """Take in a tile's gradient [B, M, H, D] of these M rows; it may be kept and written."""
@@ -130,13 +129,12 @@ class GradientSum:
         """
         if view(self._like, rows) is None:
             return None
-        total = self._wide()
-        empty = self._visited.visit(rows[0])
-        if count(empty) == len(rows[0]):
-            return take(total, rows), True
-        for gap in empty:
-            take(total, (gap,)).zero_()
-        return take(total, rows), False
+        total = take(self._wide(), rows)
+        held = self._visited.visit(rows[0])
+        fresh = 1 not in held
+        if not fresh:
+            fill(total, held, 0.0)
+        return total, fresh
 
     def rows(self, at: range) -> Tensor:
         """The sum of these rows, so far."""
@@ -156,6 +154,5 @@ class GradientSum:
     def _whole(self) -> Tensor:
         if self._sum is None:
             return torch.zeros_like(self._like)
-        for gap in self._visited.visit(range(self._sum.shape[1])):
-            take(self._sum, (gap,)).zero_()
+        fill(self._sum, self._visited.visit(range(self._sum.shape[1])), 0.0)
         return self._sum

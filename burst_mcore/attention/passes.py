@@ -23,7 +23,7 @@ from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, 
 from burst_mcore.attention.merge import GradientSum, OnlineSoftmax
 from burst_mcore.attention.plan import Plan
 from burst_mcore.attention.ring import Bundle, Exchange, Ring, Transport
-from burst_mcore.attention.rows import Rows, Visited, add_, axis, count, pieces, take, within
+from burst_mcore.attention.rows import Rows, Visited, add_, axis, count, fill, pieces, take, within
 from burst_mcore.attention.schedule import Route, program
 from burst_mcore.attention.tiles import Tile, tiles_of
 
@@ -278,13 +278,13 @@ class _Backward:
                 total.copy_(gradient)
             return
         for index, total in enumerate(sums):
-            visited, rows = Visited(), total.shape[1]
+            rows = range(total.shape[1])
+            visited = Visited(len(rows))
             if not first:
-                visited.visit(range(rows))
+                visited.visit(rows)
             for at, gradients in shares:
                 add_(total, within(held, at), gradients[index], visited)
-            for gap in visited.visit(range(rows)):
-                take(total, (gap,)).zero_()
+            fill(total, visited.visit(rows), 0.0)
 
     def _in_place(self, x: RowGradients, tile: Tile, goes: Rows, stays: Rows) -> bool:
         """Let the kernel add to the staying sums itself, if it can and they lie so."""

@@ -7,6 +7,7 @@ are disjoint; to be taken, they may have gaps, and may descend.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -64,16 +65,38 @@ def pieces(x: Tensor, rows: Rows, values: Tensor) -> Iterator[tuple[Tensor, Tens
 class Visited:
     """Which rows of a tensor hold something; the rest is uninitialised."""
 
-    def __init__(self) -> None:
-        self.rows: Rows = ()
+    def __init__(self, rows: int) -> None:
+        self._held = bytearray(rows)
 
-    def visit(self, at: range) -> Rows:
-        """Mark these rows, and all between them; which of them were empty until now."""
-        hull = range(min(at[0], at[-1]), max(at[0], at[-1]) + 1)
-        before = [range(max(r.start, hull.start), min(r.stop, hull.stop)) for r in self.rows]
-        edges = [hull.start, *(edge for r in before if r for edge in (r.start, r.stop)), hull.stop]
-        self.rows = union([*self.rows, hull])
-        return tuple(range(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)
+    def visit(self, at: range) -> bytes:
+        """Mark these rows; by row, in ascending order, whether it held something until now (1 or 0)."""
+        where = slice(min(at[0], at[-1]), max(at[0], at[-1]) + 1, abs(at.step)) if at else slice(0)
+        before = bytes(self._held[where])
+        self._held[where] = b"\1" * len(at)
+        return before
+
+
+FEW = 4
+"""So many runs of rows are filled one by one; more of them at once, by a mask."""
+
+
+def fill(x: Tensor, held: bytes, value: float) -> None:
+    """Set the rows of x that hold nothing (0 in `held`)."""
+    gaps = list(islice(_gaps(held), FEW + 1))
+    if len(gaps) > FEW:
+        empty = torch.tensor(list(held), dtype=torch.bool).logical_not().to(x.device, non_blocking=True)
+        x.masked_fill_(empty.view(-1, *[1] * (x.dim() - 1 - axis(x))), value)
+        return
+    for first, last in gaps:
+        x.narrow(axis(x), first, last - first).fill_(value)
+
+
+def _gaps(held: bytes) -> Iterator[tuple[int, int]]:
+    last = 0
+    while (first := held.find(0, last)) >= 0:
+        last = held.find(1, first)
+        last = len(held) if last < 0 else last
+        yield first, last
 
 
 def view(x: Tensor, rows: Rows) -> Tensor | None:
@@ -84,12 +107,11 @@ def view(x: Tensor, rows: Rows) -> Tensor | None:
 def add_(total: Tensor, rows: Rows, values: Tensor, visited: Visited) -> None:
     """total[rows] += values, where what was not visited counts as zero."""
     for at, (to, share) in zip(rows, pieces(total, rows, values), strict=True):
-        empty = visited.visit(at)
-        if abs(at.step) == 1 and count(empty) == len(at):
+        held = visited.visit(at)
+        if 1 not in held:
             to.copy_(share)
             continue
-        for gap in empty:
-            take(total, (gap,)).zero_()
+        fill(to, held, 0.0)
         to += share
 
 
@@ -106,9 +128,11 @@ def _shifted(rows: range, by: int) -> range:
 
 
 def _views(x: Tensor, rows: Rows) -> Iterator[tuple[range, Tensor]]:
+    along = axis(x)
     for at in rows:
         up = at if at.step > 0 else at[::-1]
-        view = x.narrow(axis(x), up.start, up[-1] + 1 - up.start) if up else x.narrow(axis(x), 0, 0)
-        if up.step > 1:
-            view = view[:, :: up.step] if axis(x) == 1 else view[:, :, :: up.step]
-        yield at, view
+        if up.step == 1 or not up:
+            yield at, x.narrow(along, up.start if up else 0, len(up))
+        else:
+            spread = slice(up.start, up.stop, up.step)
+            yield at, x[:, spread] if along == 1 else x[:, :, spread]

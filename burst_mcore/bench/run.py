@@ -308,3 +308,12 @@ def keep_freed_memory() -> None:
                 (-2, 2**27),
             ):  # MMAP_MAX, TRIM_THRESHOLD, TOP_PAD
                 mallopt(parameter, value)
+
+
+def touch_memory(size: int) -> None:
+    """Take so many bytes from the system and free them: with `keep_freed_memory` they stay in the process.
+
+    Otherwise the heap takes new pages for as long as its blocks lie elsewhere in each call: for 15 calls
+    and more.
+    """
+    torch.empty(size, dtype=torch.uint8).fill_(0)

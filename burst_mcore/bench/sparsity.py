@@ -28,7 +28,7 @@ from burst_mcore.attention.topology import Topology
 from burst_mcore.attention.volume import volume
 from burst_mcore.balance import imbalance, keys_per_query
 from burst_mcore.bench.problem import DTYPES, Problem
-from burst_mcore.bench.run import alternating, in_processes
+from burst_mcore.bench.run import alternating, in_processes, touch_memory
 from burst_mcore.bench.verdict import Verdict, bars
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout, shard
@@ -36,6 +36,8 @@ from burst_mcore.rates import DEFAULT
 
 SHORT = 3
 """Times as many rounds of cases without masked dense attention, which takes the most time."""
+ROOM = 32
+"""Memory that a process takes before anything is measured, in tensors of the whole sequence."""
 DENSE_ROWS = 512
 """Query rows of a call of masked dense attention: its mask is as large as this times the sequence."""
 
@@ -121,6 +123,7 @@ def _measure(rank: int, size: int, case: Case, repeats: int) -> Row:
     assert group is not None
     topology, config = Topology.from_group(group), BurstConfig(layout=layout)
     tensors = problem.tensors()
+    touch_memory(ROOM * tensors[0].nbytes)
     local = [shard(x, 1, rank=rank, size=size, layout=layout) for x in tensors]
     kernel = choose("auto", problem.on_kernel)
 
