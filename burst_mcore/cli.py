@@ -363,7 +363,7 @@ def deepspeed(
     layers: int = 2,
     stage: Annotated[int, typer.Option(min=0, max=3, help="Of ZeRO.")] = 3,
     methods: Annotated[str, typer.Option(help="Names, separated by semicolons; default all.")] = "",
-    repeats: Annotated[int, typer.Option(min=1, help="Counted steps, after one that is not.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Counted steps, after one that is not.")] = 25,
     cannot: Annotated[bool, typer.Option(help="Also the cases in which heads do not divide.")] = True,
     out: Annotated[Path, typer.Option(help="All figures, as JSON.")] = Path("deepspeed.json"),
 ) -> None:

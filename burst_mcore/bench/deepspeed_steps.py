@@ -99,7 +99,7 @@ def verdicts(job: Job, rows: Sequence[Row]) -> list[Verdict]:
 def table(job: Job, rows: Sequence[Row]) -> str:
     """For people."""
     lines = [
-        [row.method, f"cannot: {row.cannot}"]
+        [row.method, "cannot"]
         if row.seconds is None
         else [
             row.method,
@@ -114,7 +114,8 @@ def table(job: Job, rows: Sequence[Row]) -> str:
     found = tabulate(
         lines, headers=["method", "s a step", "/ Ulysses", "MB written by a rank", "peak MB", "first loss"]
     )
-    return f"{job}\n{found}"
+    reasons = [f"{row.method} cannot: {row.cannot}" for row in rows if row.seconds is None]
+    return "\n".join([str(job), found, *reasons])
 
 
 def figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
