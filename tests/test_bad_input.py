@@ -1,5 +1,6 @@
 """What is not legal is refused before any communication; ranks that disagree all get an error, none hangs."""
 
+import os
 import time
 
 import pytest
@@ -280,3 +281,23 @@ def _one_goes_and_no_barrier(rank, size):
     result = _one_goes(rank, size)
     dist.barrier = lambda: None  # ranks.processes ends with one, and there is nobody left to meet
     return result
+
+
+def _one_goes_while_others_stay(rank, size):
+    topology = Topology.from_group(dist.group.WORLD)
+    dist.barrier = lambda: None  # ranks.processes ends with one
+    if rank == 2:
+        os._exit(0)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="has gone or did not come"):
+        _attend(topology=topology)
+    waited = time.monotonic() - start
+    time.sleep(5)  # nobody is told by the others' end
+    return waited
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ranks_that_stay_are_told_of_one_that_is_gone():
+    with pytest.raises(AssertionError, match=r"ranks \[2\] of 4 did not answer") as caught:
+        processes(4, _one_goes_while_others_stay, timeout=20)
+    assert len(caught.value.args[1]) == 3 and max(caught.value.args[1].values()) < 4

@@ -9,7 +9,7 @@ from dense import dense, error, problem
 from ranks import processes
 from test_ring import _attend, _gathered
 
-from burst_mcore import BurstConfig, Mask, Topology, burst_attention
+from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
 from burst_mcore.attention import topology as module
 from burst_mcore.attention.function import connect
 from burst_mcore.rates import Rates
@@ -98,6 +98,22 @@ def _on_groups(rank, size, intra, config):
 )
 def test_a_double_ring_over_groups_that_exist(size, intra, config):
     assert max(processes(size, _on_groups, intra, config)) < 1e-12
+
+
+def _in_another_order(rank, size):
+    """The ring is 0, 2, 1, 3: what the ranks tell one another, such as how much each holds, is by ring."""
+    inner, outer = _mine(rank, [[0, 2], [1, 3]]), _mine(rank, [[0, 1], [2, 3]])
+    topology, config = Topology.from_groups(intra=inner, inter=outer), BurstConfig()
+    assert topology.rank == [0, 2, 1, 3][rank]
+    p = problem(0, 27, heads=4, kv_heads=2)
+    want = dense(p, Mask.causal())
+    got = _attend(p, Mask.causal(), size, topology.rank, config, topology)
+    mine = [shard(x, 1, rank=topology.rank, size=size, layout=config.layout) for x in want]
+    return max(error(g, w) for g, w in zip(got, mine, strict=True))
+
+
+def test_a_ring_in_another_order_than_its_ranks_holds_what_is_dealt_to_it():
+    assert max(processes(4, _in_another_order)) < 1e-12
 
 
 def _no_grid(rank, size):

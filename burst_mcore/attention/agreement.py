@@ -1,9 +1,9 @@
 """All ranks of a ring must make the same calls, in the same order: where they do not, everyone gets an error.
 
-Every call begins with an exchange of 32 bytes a rank, hashes of its signature, by way of rank 0 of the ring
-over the CPU communicator: it goes ahead of the first hop. Where the hashes differ, the signatures follow by
-the store and the error names ranks and fields. A rank that refuses its call leaves word in the store, where
-the others, waiting, find it.
+Every call begins with a gather and a broadcast over the CPU communicator, ahead of the first hop: 32 bytes of
+each rank, hashes of its signature, go to all. Where the hashes differ, the signatures follow by the store and
+the error names ranks and fields. A rank that refuses its call leaves word in the store, where the others,
+waiting, find it.
 """
 
 from __future__ import annotations
@@ -37,19 +37,18 @@ class Agreement:
 
     Calls are numbered, refused ones too, so that ranks know which of them are the same. A refused call waits
     for nobody; its part in the exchange of hashes is made up for at the rank's next call, so that the ring
-    stays in step and can go on.
+    stays in step and can go on: no other collective on the control group may come between the two.
     """
 
     def __init__(self, topology: Topology) -> None:
         assert topology.communicators is not None
         self._rank, self._size, self._group = topology.rank, topology.size, topology.communicators.control
+        self._order = [dist.get_group_rank(self._group, rank) for rank in topology.communicators.ranks]
+        """Where the ranks of the ring stand in the group."""
         self._store = PrefixStore(f"burst_mcore/{self._group.group_name}", _get_default_store())
         self._call = 0
         self._broken: str | None = None
         self._owed = 0
-        self._started: list[tuple[dist.Work, object]] = []
-        """Parts of exchanges, with their buffers, that were not complete when last looked at: after a refusal
-        nobody waits for them."""
 
     def agree(self, signature: Signature) -> int:
         """Return the number of the call once every rank of the ring has come with the same signature.
@@ -82,7 +81,7 @@ class Agreement:
         signature = {"call": str(self._call), **signature}
         refused, ours, if_evens, lengths = self._everyones(0, _hash(signature), _hash(if_even), rows)
         if any(refused):
-            raise self._refusal()
+            raise self._word()
         uneven = len(set(lengths)) > 1
         if len(set(ours)) > 1 or (len(set(if_evens)) > 1 and not uneven):
             raise ValueError(
@@ -100,9 +99,7 @@ class Agreement:
         """Tell the ranks that may wait for this one that it refuses its call, and why. Waits for nobody."""
         self._call += 1
         self._owed += 1
-        self._store.set(
-            self._key("refusal"), f"rank {self._rank} of the ring refused this call: {_said(error)}"
-        )
+        self._leave_word(f"rank {self._rank} of the ring refused this call: {_said(error)}")
 
     @contextlib.contextmanager
     def ring(self) -> Iterator[None]:
@@ -113,63 +110,69 @@ class Agreement:
             self._broken = _said(error)
             raise
 
-    def _everyones(self, *mine: int) -> Iterator[list[int]]:
-        """What every rank has brought, column by column, by way of rank 0.
+    def _everyones(self, *mine: int) -> list[list[int]]:
+        """What every rank has brought, column by column, by way of the group's first.
 
-        Two messages a rank: an all-reduce is 2 (G - 1) of them on gloo, one after another.
+        An all-reduce takes 2 (G - 1) messages on gloo, one after another.
         """
-        gathering, shares = self._gather(mine)
+        gathering, table = self._gather(mine)
         try:
-            if self._rank == 0:
+            if self._order[self._rank] == 0:
                 self._wait(gathering)
-        except ValueError:
-            self._broadcast(_REFUSED * self._size)
+        except BaseException as error:  # the others have begun a broadcast
+            if not isinstance(error, ValueError):
+                self._leave_word(str(error) if isinstance(error, RuntimeError) else _said(error), gone=True)
+            self._broadcast(self._refused())
             raise
-        spreading, table = self._broadcast([x for share in shares for x in share.tolist()])
-        self._wait(spreading)
-        found: list[list[int]] = table.view(self._size, -1).T.tolist()
-        return iter(found)
+        self._wait(gathering, self._broadcast(table))
+        found: list[list[int]] = table[self._order].T.tolist()
+        return found
 
     def _stay_in_step(self) -> None:
         """This rank's part in an exchange whose call it refused; the others may have left it by now."""
         self._gather(_REFUSED)
-        self._broadcast(_REFUSED * self._size)
+        self._broadcast(self._refused())
 
-    def _gather(self, mine: Sequence[int]) -> tuple[dist.Work, list[Tensor]]:
-        shares = [torch.empty(len(mine), dtype=torch.int64) for _ in range(self._size)]
-        work = dist.gather(
-            torch.tensor(mine), None if self._rank else shares, group=self._group, group_dst=0, async_op=True
-        )
-        return self._under_way(work, shares), shares
+    def _gather(self, mine: Sequence[int]) -> tuple[dist.Work, Tensor]:
+        table = torch.empty(self._size, len(mine), dtype=torch.int64)
+        rows = list(table.unbind()) if self._order[self._rank] == 0 else None
+        work = dist.gather(torch.tensor(mine), rows, group=self._group, group_dst=0, async_op=True)
+        assert isinstance(work, dist.Work)
+        return work, table
 
-    def _broadcast(self, table: Sequence[int]) -> tuple[dist.Work, Tensor]:
-        found = torch.tensor(table)
-        work = dist.broadcast(found, group=self._group, group_src=0, async_op=True)
-        return self._under_way(work, found), found
-
-    def _under_way(self, work: dist.Work | None, buffers: object) -> dist.Work:
-        assert work is not None
-        self._started = [each for each in self._started if not each[0].is_completed()]
-        self._started.append((work, buffers))
+    def _broadcast(self, table: Tensor) -> dist.Work:
+        work = dist.broadcast(table, group=self._group, group_src=0, async_op=True)
+        assert isinstance(work, dist.Work)
         return work
 
-    def _wait(self, work: dist.Work) -> None:
-        while not work.is_completed():
+    def _refused(self) -> Tensor:
+        """A table of its own: a gather that nobody waits for may still write into its table."""
+        return torch.tensor([_REFUSED] * self._size)
+
+    def _wait(self, *works: dist.Work) -> None:
+        """Until the last is complete, a rank has left word, or one has failed."""
+        while not works[-1].is_completed() and not any(map(_failed, works)):
             try:
-                work.wait(LOOK_EVERY)
+                works[-1].wait(LOOK_EVERY)
             except RuntimeError:  # LOOK_EVERY has passed, or the work failed and is complete
-                if self._store.check([self._key("refusal")]):
-                    raise self._refusal() from None
+                if self._store.check([self._key("word")]):
+                    raise self._word() from None
         try:
-            work.wait()
+            for work in works:
+                work.wait()
         except RuntimeError as error:
             raise RuntimeError(
                 f"burst_attention on rank {self._rank} of {self._size}: another rank of the ring has gone or "
                 f"did not come; look for the first error among the other ranks ({error})"
             ) from error
 
-    def _refusal(self) -> ValueError:
-        return ValueError(self._store.get(self._key("refusal")).decode())
+    def _leave_word(self, text: str, *, gone: bool = False) -> None:
+        """One word a call: of ranks that leave one each, the last is heard."""
+        self._store.set(self._key("word"), json.dumps([gone, text]))
+
+    def _word(self) -> ValueError | RuntimeError:
+        gone, text = json.loads(self._store.get(self._key("word")))
+        return RuntimeError(text) if gone else ValueError(text)
 
     def _differences(self, signature: Signature) -> str:
         """Each field that differs, with who has what. Through the store: it works whoever comes or not."""
@@ -218,3 +221,10 @@ def _hash(signature: Signature) -> int:
 
 def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def _failed(work: dist.Work) -> bool:
+    try:
+        return bool(work.is_completed() and not work.wait())
+    except RuntimeError:
+        return True

@@ -64,10 +64,6 @@ class Lease:
             self._held.append((key, tensor))
         return tensor
 
-    def empty_like(self, x: Tensor) -> Tensor:
-        """As `empty`, with the shape, dtype and device of `x`."""
-        return self.empty(x.shape, x.dtype, x.device)
-
     def keep(self, tensor: Tensor) -> Tensor:
         """Let `tensor` go out of the pool, to be returned to the user."""
         self._held = [(key, held) for key, held in self._held if held is not tensor]

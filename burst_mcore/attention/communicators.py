@@ -36,7 +36,7 @@ class Communicators:
         self.control = control
         self.backends = dist.get_backend_config(next(iter(given.values())))  # such as "cpu:gloo,cuda:nccl"
         self._timeout = timeout_of(next(iter(given.values())))
-        self._ranks = tuple(ranks)
+        self.ranks = tuple(ranks)
         self._given = dict(given)
         self._made: dict[tuple[tuple[int, ...], str, str], Carrier] = {}
 
@@ -50,20 +50,20 @@ class Communicators:
         if key not in self._made:
             group = self._group(link, what, members)
             place = {world: at for at, world in enumerate(dist.get_process_group_ranks(group))}
-            reached = {rank: place[world] for rank, world in enumerate(self._ranks) if world in place}
+            reached = {rank: place[world] for rank, world in enumerate(self.ranks) if world in place}
             self._made[key] = group, reached
         return self._made[key]
 
     def _group(self, link: str, what: str, members: tuple[int, ...]) -> dist.ProcessGroup:
         given = self._given.get(link)
-        if given is None and link != "heads" and len(members) == len(self._ranks):
+        if given is None and link != "heads" and len(members) == len(self.ranks):
             given = self._given.get("whole")
         if "cuda:nccl" not in self.backends:
             return given or self._given.get("whole", self.control)
         if given is not None and what == "data":
             start(given)
             return given
-        return companion([self._ranks[rank] for rank in members], "nccl", self._timeout)
+        return companion([self.ranks[rank] for rank in members], "nccl", self._timeout)
 
 
 def companion(ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:

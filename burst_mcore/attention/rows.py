@@ -84,7 +84,7 @@ def fill(x: Tensor, held: bytes, value: float) -> None:
     """Set the rows of x that hold nothing (0 in `held`)."""
     gaps = list(islice(_gaps(held), FEW + 1))
     if len(gaps) > FEW:
-        empty = torch.tensor(list(held), dtype=torch.bool).logical_not().to(x.device, non_blocking=True)
+        empty = (torch.frombuffer(bytearray(held), dtype=torch.uint8) == 0).to(x.device, non_blocking=True)
         x.masked_fill_(empty.view(-1, *[1] * (x.dim() - 1 - axis(x))), value)
         return
     for first, last in gaps:
