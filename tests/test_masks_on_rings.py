@@ -186,7 +186,7 @@ def _with_communicators_of_its_own(rank, size):
 
     def group_of(self, link, what, members):
         made.append((link, what))
-        return communicators.companion([self._ranks[r] for r in members], "gloo", self._timeout)
+        return communicators.companion([self.ranks[r] for r in members], "gloo", self._timeout)
 
     communicators.Communicators._group = group_of
     topology = Topology.from_group(dist.group.WORLD, intra_size=2)

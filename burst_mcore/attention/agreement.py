@@ -159,7 +159,8 @@ class Agreement:
                     raise self._word() from None
         try:
             for work in works:
-                work.wait()
+                if work.is_completed():  # what waits for a rank that is gone may never be
+                    work.wait()
         except RuntimeError as error:
             raise RuntimeError(
                 f"burst_attention on rank {self._rank} of {self._size}: another rank of the ring has gone or "
