@@ -66,3 +66,45 @@ def test_the_example_trains_and_resumes(tmp_path):
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+SRUN = """#!/bin/bash
+# As Slurm: the command once on each node, one of them failing fails all.
+shift  # --kill-on-bad-exit=1
+for node in $(seq "$SLURM_JOB_NUM_NODES"); do "$@" & started+=($!); done
+for one in "${started[@]}"; do wait "$one" || exit 1; done
+"""
+
+
+@pytest.mark.slow
+def test_the_slurm_script_starts_a_launcher_on_each_node(tmp_path):
+    """Two nodes of two processes; srun and scontrol are stand-ins, and both nodes are this machine."""
+    import subprocess
+
+    tools, data = tmp_path / "bin", tmp_path / "data"
+    tools.mkdir(), data.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", "#!/bin/bash\necho 127.0.0.1\n")):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    (data / "text.py").write_text("def f(x):\n    return x\n" * 400)
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
+    environment |= {
+        "PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "SLURM_JOB_NODELIST": "here[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_GPUS_ON_NODE": "2",
+        "SLURM_JOB_ID": "1",
+    }
+    done = subprocess.run(
+        [
+            *("bash", "examples/finetune.slurm", "--tokens", "120", "--steps", "3"),
+            *("--config", "examples/deepspeed/zero3_sp4.json"),
+            *("--data", str(data), "--out", str(tmp_path / "out")),
+        ],
+        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
