@@ -225,7 +225,10 @@ def _said(error: BaseException) -> str:
 
 
 def _failed(work: dist.Work) -> bool:
+    """Whether it is complete, by an error."""
     try:
-        return bool(work.is_completed() and not work.wait())
+        if work.is_completed():
+            work.wait()
     except RuntimeError:
         return True
+    return False

@@ -48,6 +48,11 @@ class HeadGroup:
     def size(self) -> int:
         return len(self.rows)
 
+    def share(self, bundle: Bundle, member: int) -> Bundle:
+        """Of these tensors the heads that a member attends with."""
+        heads = (share_of_heads(_count(x), member, self.size) for x in bundle)
+        return tuple(x.narrow(_axes(x)[1], of.start, len(of)) for x, of in zip(bundle, heads, strict=True))
+
 
 class Inward:
     """Own rows of all heads -> pooled rows of own heads."""
@@ -57,25 +62,22 @@ class Inward:
         self.pooled = pooled
 
     def pack(self, member: int) -> Bundle:
-        pieces = self._heads_of(member)
+        pieces = self._group.share(self._own, member)
         parcel = self.empty()
         for to, piece in zip(_opened(parcel, pieces), pieces, strict=True):
             to.copy_(piece)
         return parcel
 
     def empty(self) -> Bundle:
-        return _parcel(self._heads_of(self._group.member), self._lease)
+        return _parcel(self._group.share(self._own, self._group.member), self._lease)
 
     def unpack(self, member: int, parcel: Bundle | None) -> None:
-        pieces = self._heads_of(self._group.member)
+        pieces = self._group.share(self._own, self._group.member)
         for pooled, came in zip(self.pooled, _opened(parcel, pieces) if parcel else pieces, strict=True):
             at = 0
             for rows in self._group.rows[member]:
                 _rows(pooled, rows).copy_(_rows(came, range(at, at + len(rows))))
                 at += len(rows)
-
-    def _heads_of(self, member: int) -> Bundle:
-        return tuple(_share(x, member, self._group.size) for x in self._own)
 
 
 class Outward:
@@ -98,7 +100,7 @@ class Outward:
 
     def pack(self, member: int) -> Bundle:
         parcel = self.empty()
-        pieces, at = _opened(parcel, self._heads_of(member)), 0
+        pieces, at = _opened(parcel, self._group.share(self.own, member)), 0
         for rows in self._group.rows[member]:
             for piece, result in zip(pieces, self._results(rows), strict=True):
                 _rows(piece, range(at, at + len(rows))).copy_(result)
@@ -106,19 +108,16 @@ class Outward:
         return parcel
 
     def empty(self) -> Bundle:
-        return _parcel(self._heads_of(self._group.member), self._lease)
+        return _parcel(self._group.share(self.own, self._group.member), self._lease)
 
     def unpack(self, member: int, parcel: Bundle | None) -> None:
-        places = self._heads_of(member)
+        places = self._group.share(self.own, member)
         pieces = _opened(parcel or self.pack(member), places)
         for own, to, came in zip(self.own, places, pieces, strict=True):
             if _count(own) < self._group.size:
                 to.add_(came)
             else:
                 to.copy_(came)
-
-    def _heads_of(self, member: int) -> Bundle:
-        return tuple(_share(x, member, self._group.size) for x in self.own)
 
 
 def _parcel(pieces: Bundle, lease: Lease) -> Bundle:
@@ -158,9 +157,3 @@ def _count(x: Tensor) -> int:
 
 def _rows(x: Tensor, rows: range) -> Tensor:
     return x.narrow(_axes(x)[0], rows.start, len(rows))
-
-
-def _share(x: Tensor, member: int, size: int) -> Tensor:
-    """The heads of x that a member of a head group of `size` attends with."""
-    heads = share_of_heads(_count(x), member, size)
-    return x.narrow(_axes(x)[1], heads.start, len(heads))
