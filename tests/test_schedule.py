@@ -175,6 +175,17 @@ def test_verify_finds_what_is_wrong(edit, words):
         verify(_broken(edit))
 
 
+def test_verify_wants_the_bundle_in_place_until_its_gradient_is_added():
+    def fetched_into_what_was_computed(rank, program):
+        at = next(i for i, a in enumerate(program) if isinstance(a, Recv) and a.step == 1)
+        compute = next(i for i, a in enumerate(program) if isinstance(a, Compute) and a.step == 1)
+        recv = dataclasses.replace(program[at], buffer=program[compute].buffer)
+        return [*program[:at], *program[at + 1 : compute + 1], recv, *program[compute + 1 :]]
+
+    with pytest.raises(ValueError, match="data1 is touched while a message arrives"):
+        verify(_broken(fetched_into_what_was_computed, Route(1, 3, direct=True)))
+
+
 @pytest.mark.parametrize(
     ("edit", "words"),
     [

@@ -14,6 +14,7 @@ from masks import random_layout, random_mask
 from test_simulation import simulate
 
 from burst_mcore import Mask
+from burst_mcore.attention import merge
 from burst_mcore.attention.elementwise import row_delta
 from burst_mcore.attention.kernels import triton as ours
 from burst_mcore.attention.kernels.kernel import InPlace, RowGradients, Scores
@@ -123,19 +124,10 @@ def test_rows_that_see_nothing_are_zero_and_stay_as_they_are():
     )
 
 
-@pytest.mark.parametrize("direction", ["query", "kv"])
-@pytest.mark.parametrize(
-    ("mask", "layout", "route"),
-    [
-        (Mask.causal(), "zigzag", Route(1, 3)),
-        (Mask.causal() & Mask.documents([0, 7, 30, 48]), "contiguous", Route(2, 2)),
-        (Mask.window(9, 3), "striped", Route(1, 2, direct=True)),
-        (Mask.causal() & Mask.dilated(20, 3), "zigzag", Route(1, 2, heads=2)),
-    ],
-    ids=str,
-)
-def test_on_a_ring_it_equals_dense_attention(mask, layout, route, direction, monkeypatch):
-    lock = threading.Lock()  # the ranks are threads, and the interpreter has one state for all
+@pytest.fixture
+def on_threads(monkeypatch):
+    """Ranks are threads, and the interpreter has one state for all: one at a time calls the kernel."""
+    lock = threading.Lock()
 
     def alone(function):
         def call(*args, **kwargs):
@@ -146,10 +138,40 @@ def test_on_a_ring_it_equals_dense_attention(mask, layout, route, direction, mon
 
     kernel = replace(KERNEL, in_place=InPlace(*map(alone, KERNEL.in_place)), forward=alone(KERNEL.forward))
     monkeypatch.setitem(KERNELS, "triton", replace(kernel, backward=alone(KERNEL.backward)))
+
+
+@pytest.mark.usefixtures("on_threads")
+@pytest.mark.parametrize("direction", ["query", "kv"])
+@pytest.mark.parametrize(
+    ("mask", "layout", "route"),
+    [
+        (Mask.causal(), "zigzag", Route(1, 3)),
+        (Mask.causal() & Mask.documents([0, 7, 30, 48]), "contiguous", Route(2, 2)),
+        (Mask.window(9, 3), "striped", Route(1, 2, direct=True)),
+        (Mask.causal() & Mask.dilated(20, 3), "zigzag", Route(1, 2, heads=2)),
+        (Mask.causal() & Mask.dilated(20, 3), "zigzag", Route(2, 1, overlap=False)),
+    ],
+    ids=str,
+)
+def test_on_a_ring_it_equals_dense_attention(mask, layout, route, direction):
     p = problem(3, 48, kv_heads=2, dtype=torch.float32)
     got, *_ = simulate(p, mask, layout, route, direction, "triton", dtype=torch.float32)
     for name, g, w in zip(("out", "lse", "dq", "dk", "dv"), got, dense(p, mask), strict=True):
         assert error(g, w) < 3e-6, name
+
+
+@pytest.mark.usefixtures("on_threads")
+@pytest.mark.parametrize("direction", ["query", "kv"])
+@pytest.mark.parametrize("route", [Route(1, 3), Route(2, 2), Route(1, 3, direct=True)], ids=str)
+def test_no_gradient_takes_a_pass_of_its_own(route, direction, monkeypatch):
+    """Ours adds to what stays and to what travels, where rows lie together; others have it done for them."""
+    passes, add_ = [], merge.add_
+    monkeypatch.setattr(merge, "add_", lambda *args: (passes.append(args), add_(*args)))
+    p = problem(3, 48, kv_heads=2, dtype=torch.float32)
+    simulate(p, Mask.causal(), "zigzag", route, direction, "triton", dtype=torch.float32)
+    assert not passes
+    simulate(p, Mask.causal(), "zigzag", route, direction, "reference", dtype=torch.float32)
+    assert passes
 
 
 @pytest.mark.parametrize("check", ["check", pytest.param("check_others", marks=pytest.mark.slow)])

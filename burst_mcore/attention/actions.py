@@ -99,7 +99,8 @@ class Compute:
 class Accumulate:
     """Add the gradients of the last Compute to the travelling sum in `buffer`; the `first` share is set.
 
-    Afterwards the buffer holds `rows`.
+    Afterwards the buffer holds `rows`. The bundle that was computed is still in place: a kernel that adds to
+    the sum itself reads it once more.
     """
 
     step: int

@@ -107,12 +107,14 @@ def _blank(out: Tensor, lse: Tensor, held: bytes) -> None:
 
 
 class GradientSum:
-    """The running gradient of a tensor that stays on its rank, summed in at least float32."""
+    """The running gradient of a tensor, in at least float32; or `total`, which is `fresh` or holds a sum."""
 
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
-        self._sum: Tensor | None = None
+    def __init__(self, like: Tensor, total: Tensor | None = None, *, fresh: bool = True) -> None:
+        self._like, self._sum = like, total
+        self._dtype = wide(like.dtype) if total is None else total.dtype
         self._visited = Visited(like.shape[1])
+        if not fresh:
+            self._visited.visit(range(like.shape[1]))
 
     def add(self, rows: Rows, gradient: Tensor) -> None:
         """Take in a tile's gradient [B, M, H, D] of these M rows; it may be kept and written."""
@@ -136,19 +138,23 @@ class GradientSum:
             fill(total, held, 0.0)
         return total, fresh
 
+    def apart(self, rows: Rows) -> Tensor:
+        """Room for a share of these rows, uninitialised."""
+        shape = (self._like.shape[0], count(rows), *self._like.shape[2:])
+        return self._like.new_empty(shape, dtype=self._dtype)
+
     def rows(self, at: range) -> Tensor:
         """The sum of these rows, so far."""
         return take(self._whole(), (at,))
 
     def result(self) -> Tensor:
-        """The sum, in the tensor's own dtype; zeros where nothing came."""
+        """The sum, in the dtype of `like`; zeros where nothing came."""
         return self._whole().to(self._like.dtype)
 
     def _wide(self) -> Tensor:
-        dtype = wide(self._like.dtype)
         if self._sum is None:
-            self._sum = torch.empty_like(self._like, dtype=dtype, memory_format=torch.contiguous_format)
-        self._sum = self._sum.to(dtype)
+            self._sum = torch.empty_like(self._like, dtype=self._dtype, memory_format=torch.contiguous_format)
+        self._sum = self._sum.to(self._dtype)
         return self._sum
 
     def _whole(self) -> Tensor:

@@ -7,8 +7,9 @@ pooled), H query heads, D head dim. Tensors are [B, S or P, H, D], the statistic
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, 
 from burst_mcore.attention.merge import GradientSum, OnlineSoftmax
 from burst_mcore.attention.plan import Plan
 from burst_mcore.attention.ring import Bundle, Exchange, Ring, Transport
-from burst_mcore.attention.rows import Rows, Visited, add_, axis, count, fill, pieces, take, within
+from burst_mcore.attention.rows import Rows, axis, count, pieces, take, within
 from burst_mcore.attention.schedule import Route, program
 from burst_mcore.attention.tiles import Tile, tiles_of
 
@@ -189,6 +190,10 @@ def backward(call: Call, queries: Queries, keys: Keys, out: Tensor) -> tuple[Ten
         return _Backward(call, queries, keys, out, lease).run()
 
 
+Share = Bundle | Callable[..., None]
+"""Gradients of a tile: there, or a kernel yet to be called, which adds them to the sums that it is given."""
+
+
 class _Backward:
     def __init__(self, call: Call, queries: Queries, keys: Keys, out: Tensor, lease: Lease) -> None:
         self.call, self.lease = call, lease
@@ -207,7 +212,7 @@ class _Backward:
         k_side: Bundle = (keys.k, keys.v)
         self.travelling, self.stays = (q_side, k_side) if self.query_travels else (k_side, q_side)
         self.staying = tuple(GradientSum(like=tensor) for tensor in self.stays)
-        self.shares: list[tuple[Rows, Bundle]] = []
+        self.shares: list[tuple[Rows, Share]] = []
         """Gradients of the travelling bundle from the last compute, by its rows."""
         self.went: Bundle | None = None
 
@@ -254,54 +259,45 @@ class _Backward:
             k_at = tile.k if self.query_travels else within(held, tile.k)
             x = self._rows(q_at, k_at, queries, keys, out)
             goes, stays = (tile.q, tile.k) if self.query_travels else (tile.k, tile.q)
-            if not self._in_place(x, tile, goes, stays):
-                dq, *dkv = self.call.kernel.backward(x, tile.seen, self.call.scores)
-                shares = ((dq,), tuple(dkv))
-                share, stay = shares if self.query_travels else shares[::-1]
-                self.shares.append((goes, share))
-                for total, gradient in zip(self.staying, stay, strict=True):
-                    total.add(stays, gradient)
+            share, stay = self._shares(x, tile)
+            self._add(stay, self.staying, stays)
+            self.shares.append((goes, share))
+
+    def _shares(self, x: RowGradients, tile: Tile) -> tuple[Share, Share]:
+        """A tile's gradients for the side that travels, and for the side that stays."""
+        given, kernel = (x, tile.seen, self.call.scores), self.call.kernel
+        of_queries: Share
+        of_keys: Share
+        if kernel.in_place:
+            of_queries = partial(kernel.in_place.add_dq, *given)
+            of_keys = partial(kernel.in_place.add_dkv, *given)
+        else:
+            dq, dk, dv = kernel.backward(*given)
+            of_queries, of_keys = (dq,), (dk, dv)
+        return (of_queries, of_keys) if self.query_travels else (of_keys, of_queries)
 
     def accumulate(self, sums: Bundle, held: Rows | None, first: bool) -> None:
-        """Add the shares of the last compute to the travelling sums."""
+        """Add the shares of the last compute to the travelling sums, which have come meanwhile."""
         shares, self.shares = self.shares, []
-        self._add(sums, held, first, shares)
-        for _, gradients in shares:
-            self.free(gradients)
+        totals = [GradientSum(total, total, fresh=first) for total in sums]
+        for rows, share in shares:
+            self._add(share, totals, within(held, rows))
+        for total in totals:
+            total.result()  # zeros where nothing came
 
-    def _add(
-        self, sums: Bundle, held: Rows | None, first: bool, shares: Sequence[tuple[Rows, Bundle]]
-    ) -> None:
-        whole = (range(sums[0].shape[1]),)
-        if first and len(shares) == 1 and within(held, shares[0][0]) == whole:
-            for total, gradient in zip(sums, shares[0][1], strict=True):
-                total.copy_(gradient)
+    def _add(self, share: Share, totals: Sequence[GradientSum], rows: Rows) -> None:
+        """Add a tile's gradients of these rows."""
+        if not callable(share):
+            for total, gradient in zip(totals, share, strict=True):
+                total.add(rows, gradient)
             return
-        for index, total in enumerate(sums):
-            rows = range(total.shape[1])
-            visited = Visited(len(rows))
-            if not first:
-                visited.visit(rows)
-            for at, gradients in shares:
-                add_(total, within(held, at), gradients[index], visited)
-            fill(total, visited.visit(rows), 0.0)
-
-    def _in_place(self, x: RowGradients, tile: Tile, goes: Rows, stays: Rows) -> bool:
-        """Let the kernel add to the staying sums itself, if it can and they lie so."""
-        kernel = self.call.kernel.in_place
-        running = [total.running(stays) for total in self.staying] if kernel else []
-        if kernel is None or None in running:
-            return False
-        sums, fresh = [each[0] for each in running if each], all(each[1] for each in running if each)
-        share = tuple(
-            self.lease.empty((y.shape[0], count(goes), *y.shape[2:]), self.call.grad_dtype, y.device)
-            for y in self.travelling
-        )
-        adds = {True: kernel.add_dq, False: kernel.add_dkv}  # by whether they are for the query side
-        adds[not self.query_travels](x, tile.seen, self.call.scores, *sums, fresh=fresh)
-        adds[self.query_travels](x, tile.seen, self.call.scores, *share, fresh=True)
-        self.shares.append((goes, share))
-        return True
+        running = [found for total in totals if (found := total.running(rows))]
+        if running:
+            share(*(total for total, _ in running), fresh=all(fresh for _, fresh in running))
+            return
+        apart = tuple(total.apart(rows) for total in totals)
+        share(*apart, fresh=True)
+        self._add(apart, totals, rows)
 
     def _rows(self, q_at: Rows, k_at: Rows, queries: Queries, keys: Keys, out: Tensor | None) -> RowGradients:
         """What a tile's backward needs."""

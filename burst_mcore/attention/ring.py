@@ -193,7 +193,7 @@ class Ring:
         """Execute `program`.
 
         compute(source, part, bundle, rows) attends to a bundle of these rows; accumulate(sums, rows, first)
-        then adds its gradients to the travelling sums, or sets them if `first`.
+        then, while the bundle is there, adds its gradients to the travelling sums, or sets them if `first`.
 
         Raises:
             RuntimeError: a hop failed: says at which step, between whom.

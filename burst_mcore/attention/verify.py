@@ -52,6 +52,8 @@ class _Rank:
     receiving: dict[Channel, list[Recv]] = field(default_factory=lambda: defaultdict(list))
     computed: list[tuple[int, int]] = field(default_factory=list)
     """(source, part)."""
+    attended: str = HOME
+    """Where the bundle lies that was computed last."""
     unpacked: list[tuple[str, int]] = field(default_factory=list)
 
     @property
@@ -250,6 +252,7 @@ def _compute(rank: _Rank, action: Compute) -> None:
     if not parts <= rank.has(ROWS):
         raise rank.fail(f"computes rows of members {sorted(parts)} before they came")
     rank.computed += [(action.source, part) for part in sorted(parts)]
+    rank.attended = action.buffer
 
 
 def _accumulate(rank: _Rank, action: Accumulate) -> None:
@@ -259,6 +262,8 @@ def _accumulate(rank: _Rank, action: Accumulate) -> None:
     last = rank.computed[-len(rank.members) :]
     if source != action.source or rank.position in shares or {s for s, _ in last} != {source}:
         raise rank.fail(f"gradient of {action.source} added to that of {source}: {shares}")
+    if rank.read(rank.attended)[:2] != ("data", source):  # kernels that add to the sum read it only now
+        raise rank.fail(f"{rank.attended} is lost before the gradient of {source} is added")
     if not _cover(action.rows, rows) or not _cover(action.rows, rank.reads[source]):
         raise rank.fail(f"{action.buffer} has no room for all rows of the gradient")
     rank.holds[action.buffer] = (kind, source, shares | {rank.position}, action.rows)
