@@ -73,7 +73,7 @@ bench-topology: $(VENV)
 	@.venv/bin/burst-mcore bench topology --out benchmarks/results/topology.json $(ARGS)
 
 gpu-check:
-	@python3 -c 'import torch, triton, pytest, sys; sys.exit(not torch.cuda.is_available())' || { echo 'make gpu-check needs a GPU, and a python3 with torch, triton and pytest'; exit 1; }
+	@python3 -c 'import torch, triton, pytest, sys; sys.exit(not torch.cuda.is_available())' && command -v "$${CC:-cc}" >/dev/null || { echo 'make gpu-check needs a GPU, a python3 with torch, triton and pytest, and a C compiler (for triton)'; exit 1; }
 	tests=0 figures=0
 	PYTHONPATH=. python3 -m pytest -q tests/gpu || tests=$$?
 	python3 benchmarks/gpu.py $(ARGS) || figures=$$?

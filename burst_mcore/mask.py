@@ -360,10 +360,14 @@ class Mask(Named):
         return " & ".join(map(str, self.terms)) or "full"
 
     @property
+    def has_window(self) -> bool:
+        """Whether a window that ends on the left is among its terms."""
+        return any(isinstance(term, _Window) and term.left is not None for term in self.terms)
+
+    @property
     def is_window(self) -> bool:
         """Whether it is a window that ends on the left, and nothing else."""
-        (term, *others) = self.terms or (None,)
-        return not others and isinstance(term, _Window) and term.left is not None
+        return self.has_window and len(self.terms) == 1
 
     @property
     def is_sparse(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -25,7 +26,8 @@ def loaded(module: str, package: str, at_least: str = "0", below: str = "1000") 
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        version = str(getattr(found, "__version__", "unknown"))
+        of = found if hasattr(found, "__version__") else sys.modules.get(package)  # built under another name
+        version = str(getattr(of, "__version__", "unknown"))
     if not (_number(at_least) <= _number(version) < _number(below)):
         return f"{package} {version} is not from {at_least} on and below {below}"
     return found

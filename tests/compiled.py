@@ -36,6 +36,7 @@ def compiled(name: str, head_dim: int, value_dim: int, dtype: str = "bf16", **op
         i
         for i, n in enumerate(names)
         if n not in constants
+        and not function.params[i].do_not_specialize
         and (types.get(n, "").startswith("*") or n.endswith(("_row", "_head", "_batch")))
     ]
     source = ASTSource(

@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from burst_mcore import BurstConfig, Mask, Topology, packages
 from burst_mcore.attention.arguments import Shape, asked_of, call_for
 from burst_mcore.attention.elementwise import output_stand_in, row_delta
-from burst_mcore.attention.kernels.kernel import Problem, RowGradients, Scores
+from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
+from burst_mcore.attention.kernels.small import leaves_small_tiles
 from burst_mcore.attention.kernels.table import KERNELS, choose, taking_delta
 from burst_mcore.attention.seen import Seen
 
@@ -102,7 +103,7 @@ def hopper(monkeypatch):
     choose.cache_clear()
 
 
-def test_auto_takes_ours_first_for_a_sparse_mask_and_says_why(hopper, caplog):
+def test_auto_takes_first_what_takes_the_mask_whole_and_says_why(hopper, caplog):
     ask = _ask(device="cuda", dtype=torch.bfloat16, head_dim=128, value_dim=128)
     with caplog.at_level(logging.INFO, logger="burst_mcore"):
         assert choose("auto", ask).name == "cudnn"  # the first of those that are here
@@ -111,6 +112,10 @@ def test_auto_takes_ours_first_for_a_sparse_mask_and_says_why(hopper, caplog):
         assert "for a sparse mask tried first" in caplog.records[-1].message
         assert choose("auto", replace(ask, sparse=True, dtype=torch.float64)).name == "reference"
         assert "triton: dtype torch.float64" in caplog.records[-1].message
+        assert choose("auto", replace(ask, window=True)).name == "aten-flash"
+        assert "for a window tried first" in caplog.records[-1].message
+        assert choose("auto", replace(ask, window=True, sparse=True)).name == "triton"
+        assert choose("auto", replace(ask, window=True, dtype=torch.float32)).name == "triton"
     assert choose("cudnn", replace(ask, sparse=True)).name == "cudnn"  # as asked
     assert choose("auto", _ask(sparse=True)).name == "aten-cpu"
     assert taking_delta("auto", replace(ask, sparse=True)).name == "triton"
@@ -120,14 +125,16 @@ def test_auto_takes_ours_first_for_a_sparse_mask_and_says_why(hopper, caplog):
     ("mask", "name"),
     [
         (Mask.causal(), "cudnn"),
-        (Mask.window(8, 0), "cudnn"),
+        (Mask.window(8, 0), "aten-flash"),
+        (Mask.window(8, 0) & Mask.documents([0, 20, 64]), "aten-flash"),
+        (Mask.window(None, 5), "cudnn"),
         (Mask.causal() & Mask.documents([0, 20, 64]), "cudnn"),
         (Mask.causal() & Mask.dilated(20, 3), "triton"),
         (Mask.blocks(torch.eye(4, dtype=torch.bool), 16), "triton"),
     ],
     ids=str,
 )
-def test_a_call_on_a_gpu_knows_whether_its_mask_is_sparse(hopper, mask, name):
+def test_a_call_on_a_gpu_knows_what_its_mask_is_like(hopper, mask, name):
     shape, config = Shape(1, 64, 4, 4, 128, 128), BurstConfig()
     asked = asked_of(shape, torch.bfloat16, "cuda", Topology.single(), mask, None, None, False, config, False)
     assert call_for(asked, [64]).kernel.name == name
@@ -161,15 +168,35 @@ def test_a_kernel_that_cannot_serve_says_why(name, ask, words):
         choose(name, _ask(**ask))
 
 
+@pytest.mark.parametrize("shape", [(64, 64), (63, 128), (128, 63), (1, 1)])
+def test_small_tiles_are_left_to_another(shape):
+    asked = []
+
+    def named(name):
+        def ask(*args):
+            asked.append(name)
+
+        return Kernel(name, lambda problem: None, ask, ask, False)
+
+    kernel = leaves_small_tiles(named("cudnn"), lambda how: named("exact" if how.deterministic else "fast"))
+    assert kernel.name == "cudnn"
+    for deterministic in (False, True):
+        given = Seen(shape), Scores(0.1, deterministic=deterministic)
+        kernel.forward(None, None, None, *given)
+        kernel.backward(None, *given)
+    assert asked == (["cudnn"] * 4 if min(shape) >= 64 else ["fast", "fast", "exact", "exact"])
+
+
+@pytest.mark.parametrize("tile", [Seen((64, 64), high=0), Seen((41, 1))], ids=["square", "thin"])
 @pytest.mark.parametrize("name", ["cudnn", "aten-flash"])
 @pytest.mark.parametrize("kv_heads", [8, 2])
-def test_cuda_kernels_call_their_operators_with_what_those_take(name, kv_heads):
+def test_cuda_kernels_call_their_operators_with_what_those_take(name, kv_heads, tile):
     # Shapes and signatures only, on tensors without data: no GPU is needed, and no number is checked.
     with FakeTensorMode(allow_non_fake_inputs=True):
-        q = torch.empty(2, 64, 8, 64, dtype=torch.bfloat16, device="cuda")
-        k = torch.empty(2, 64, kv_heads, 64, dtype=torch.bfloat16, device="cuda")
-        seen = Seen((64, 64), high=0)
-        out, lse = KERNELS[name].forward(q, k, k, seen, Scores(0.1))
-        assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 8, 64), torch.float32)
-        gradients = KERNELS[name].backward(RowGradients(q, q, k, k, out, lse, lse), seen, Scores(0.1))
+        rows, columns = tile.shape
+        q = torch.empty(2, rows, 8, 64, dtype=torch.bfloat16, device="cuda")
+        k = torch.empty(2, columns, kv_heads, 64, dtype=torch.bfloat16, device="cuda")
+        out, lse = KERNELS[name].forward(q, k, k, tile, Scores(0.1))
+        assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 8, rows), torch.float32)
+        gradients = KERNELS[name].backward(RowGradients(q, q, k, k, out, lse, lse), tile, Scores(0.1))
         assert [x.shape for x in gradients] == [q.shape, k.shape, k.shape]

@@ -10,6 +10,7 @@ from dense import dense, error, problem, seen_of
 
 from burst_mcore import Mask, packages
 from burst_mcore.attention.elementwise import row_delta
+from burst_mcore.attention.kernels import small
 from burst_mcore.attention.kernels.kernel import Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.table import KERNELS, RANKS, by_rank, choose
@@ -207,6 +208,7 @@ def stand_in(request, monkeypatch):
     real = metadata.version
     told = "3.0.0" if version == "old" else version
     monkeypatch.setattr(metadata, "version", lambda asked: told if asked == package else real(asked))
+    monkeypatch.setattr(small, "LEAST", 1)  # what is tested here is small
     packages.loaded.cache_clear()
     yield SimpleNamespace(kernel=KERNELS[name], version=version)
     packages.loaded.cache_clear()
@@ -303,6 +305,9 @@ def test_every_rank_names_kernels_of_the_table_once():
         assert len(set(names)) == len(names) and set(names) <= set(KERNELS)
     assert [kernel.name for kernel in by_rank("cpu")] == ["aten-cpu", "reference"]
     assert by_rank("cuda")[-1].name == "reference"
-    assert by_rank("cpu", sparse=True) == by_rank("cpu")
-    names = [[kernel.name for kernel in by_rank("cuda", sparse)] for sparse in (True, False)]
-    assert names[0][0] == "triton" and sorted(names[0]) == sorted(names[1])
+    assert by_rank("cpu", sparse=True, window=True) == by_rank("cpu")
+    dense, sparse, window = (by_rank("cuda", *mask) for mask in ((False,), (True,), (False, True)))
+    assert sparse[0].name == "triton"
+    with_windows = [kernel.abilities.windows for kernel in window[:-1]]
+    assert with_windows == sorted(with_windows, reverse=True) and not all(with_windows)
+    assert {k.name for k in dense} == {k.name for k in sparse} == {k.name for k in window}

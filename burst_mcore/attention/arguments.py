@@ -153,6 +153,7 @@ def call_for(asked: Asked, lengths: Sequence[int]) -> Call:
         softcap=asked.scores.softcap is not None,
         deterministic=asked.scores.deterministic,
         sparse=asked.mask.is_sparse,
+        window=asked.mask.has_window,
     )
     return Call(
         rank=asked.topology.rank,

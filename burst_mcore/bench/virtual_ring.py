@@ -148,7 +148,8 @@ class VirtualRank:
     ) -> None:
         self.shape, self.device = shape, torch.device(device)
         heads, dims = (shape.heads, shape.kv_heads), (shape.head_dim, shape.value_dim)
-        problem = Problem(device, dtype, *heads, *dims, sparse=mask.is_sparse)
+        of_mask = {"sparse": mask.is_sparse, "window": mask.has_window}
+        problem = Problem(device, dtype, *heads, *dims, **of_mask)
         n = shape.tokens * size
         self.transport = Copies(source, self.device, poison)
         chosen = choose(kernel, problem)

@@ -210,8 +210,9 @@ def _over_a_power_of_two(weights: Tensor | None, dtype: torch.dtype) -> tuple[Te
     w = weights.detach().to(dtype).reshape(-1)
     if w.numel() == 0:
         return w.new_ones(()), w
-    exponent = torch.frexp(w.max())[1] - 1
-    return torch.ldexp(w.new_ones(()), exponent), torch.ldexp(w, -exponent)
+    largest = w.max()
+    unit = torch.where(largest == 0, 1.0, Weights.of(largest).power)
+    return unit, w / unit
 
 
 def _reduced(
@@ -253,11 +254,10 @@ def _handed_over(d_weight: Tensor, c: Tensor, dtype: torch.dtype, main_grad: Ten
         return _times(d_weight, c)
     out = torch.empty_like(d_weight, dtype=dtype) if main_grad is None else None
     for at in blocks(d_weight, CACHED_ROWS if d_weight.device.type == "cpu" else max(1, len(d_weight))):
-        scaled = _times(d_weight[at], c)
         if main_grad is not None:
-            main_grad[at].add_(scaled)
+            main_grad[at].addcmul_(d_weight[at], c)
         elif out is not None:
-            out[at] = scaled
+            torch.mul(d_weight[at], c, out=out[at])
     return out
 
 

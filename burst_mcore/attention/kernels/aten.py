@@ -10,6 +10,7 @@ from torch import Tensor
 
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.padding import takes_any_value_dim
+from burst_mcore.attention.kernels.small import leaves_small_tiles
 from burst_mcore.attention.kernels.window import from_lower_right
 from burst_mcore.attention.seen import Abilities, Seen
 
@@ -125,7 +126,8 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> 
 
 def _cudnn_backward(x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
     assert x.out is not None
-    dout, q, k, v, out = _heads_first(x.dout, x.q, x.k, x.v, x.out)
+    # torch keeps the plan that it made for tensors of these sizes, whatever the strides of dout and out then.
+    dout, q, k, v, out = _heads_first(x.dout.contiguous(), x.q, x.k, x.v, x.out.contiguous())
     kv_heads = k.shape[1]
     k, v = _expanded(k, q.shape[1]), _expanded(v, q.shape[1])
     seed = _no_seed(q)
@@ -149,9 +151,7 @@ def _folded(gradient: Tensor, kv_heads: int) -> Tensor:
     return grouped.sum(2, dtype=torch.float32).to(gradient.dtype)
 
 
-_KERNELS = (
-    Kernel("aten-cpu", _cpu_supports, _cpu_forward, _cpu_backward, False, Abilities(masks=True)),
-    Kernel("cudnn", _cudnn_supports, _cudnn_forward, _cudnn_backward, False),
-    Kernel("aten-flash", _flash_supports, _flash_forward, _flash_backward, False, Abilities(windows=True)),
-)
-KERNELS = tuple(map(takes_any_value_dim, _KERNELS))
+CPU = Kernel("aten-cpu", _cpu_supports, _cpu_forward, _cpu_backward, False, Abilities(masks=True))
+CUDNN = Kernel("cudnn", _cudnn_supports, _cudnn_forward, _cudnn_backward, False)
+FLASH = Kernel("aten-flash", _flash_supports, _flash_forward, _flash_backward, False, Abilities(windows=True))
+KERNELS = tuple(map(takes_any_value_dim, (CPU, leaves_small_tiles(CUDNN, lambda how: FLASH), FLASH)))

@@ -30,8 +30,10 @@ class Problem:
     deterministic: bool = False
     """Gradients must be bitwise equal between runs."""
     sparse: bool = False
-    """Its mask is (`Mask.is_sparse`). What a kernel can serve does not depend on it: "auto" tries kernels in
-    another order."""
+    """Its mask is (`Mask.is_sparse`). What a kernel can serve does not depend on it, nor on the next: "auto"
+    tries kernels in another order."""
+    window: bool = False
+    """Its mask has one (`Mask.has_window`)."""
 
 
 class Scores(NamedTuple):

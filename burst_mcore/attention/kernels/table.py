@@ -45,7 +45,7 @@ def choose(name: str, problem: Problem) -> Kernel:
         logger.info("kernel %s for %s, as asked", name, problem)
         return KERNELS[name]
     refusals: list[str] = []
-    for kernel in by_rank(problem.device, problem.sparse):
+    for kernel in by_rank(problem.device, problem.sparse, problem.window):
         reason = kernel.supports(problem)
         if reason is None:
             level = logging.WARNING if kernel.name == "reference" else logging.INFO
@@ -62,7 +62,9 @@ def taking_delta(name: str, problem: Problem) -> Kernel:
         ValueError: none does, or not the one of this name.
     """
     refusals = []
-    for kernel in by_rank(problem.device, problem.sparse) if name == "auto" else [KERNELS[name]]:
+    for kernel in (
+        by_rank(problem.device, problem.sparse, problem.window) if name == "auto" else [KERNELS[name]]
+    ):
         given = takes_delta(kernel)
         reason = given.supports(problem)
         if reason is None:
@@ -71,24 +73,27 @@ def taking_delta(name: str, problem: Problem) -> Kernel:
     raise ValueError(f"a gradient came through lse, which no kernel here takes{_because(refusals)}")
 
 
-def by_rank(device: str, sparse: bool = False) -> list[Kernel]:
+def by_rank(device: str, sparse: bool = False, window: bool = False) -> list[Kernel]:
     """The kernels in the order in which "auto" tries them; the reference is the last.
 
-    On CUDA a sparse mask has our own tried first: it takes the whole pattern in one launch, others are called
-    for each tile of it. A guess, as `RANKS` is.
+    On CUDA those that take a mask in few launches come first: our own for a sparse one, which takes any
+    pattern whole; for a window those that have windows. Others are called for each tile that it is cut into.
+    A guess, as `RANKS` is.
     """
     if device == "cpu":
         return [KERNELS["aten-cpu"], KERNELS["reference"]]
     found = packages.capability()
-    ranked = RANKS.get(found[0] if found else None, RANKS[None])
-    if sparse:
-        ranked = ("triton", *(name for name in ranked if name != "triton"))
-    return [KERNELS[name] for name in (*ranked, "reference")]
+    ranked = [KERNELS[name] for name in RANKS.get(found[0] if found else None, RANKS[None])]
+    if sparse or window:
+        ranked.sort(key=lambda kernel: not (kernel.abilities.pieces if sparse else kernel.abilities.windows))
+    return [*ranked, KERNELS["reference"]]
 
 
 def _why(kernel: Kernel, problem: Problem, refusals: list[str]) -> str:
-    if problem.sparse and kernel.name == "triton":
-        return ", for a sparse mask tried first: others would be called for each tile of it (not measured)"
+    whole = kernel.abilities.pieces if problem.sparse else kernel.abilities.windows
+    if problem.device != "cpu" and whole and (problem.sparse or problem.window):
+        kind = "sparse mask" if problem.sparse else "window"
+        return f", for a {kind} tried first: others would be called for each tile of it (not measured)"
     return _because(refusals)
 
 

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from burst_mcore import packages
+from burst_mcore.attention.kernels import aten, reference
 from burst_mcore.attention.kernels.aten import half_on_cuda
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.padding import takes_any_value_dim
+from burst_mcore.attention.kernels.small import leaves_small_tiles
 from burst_mcore.attention.seen import Seen
 
 LAYOUT = "bshd_bshd_bshd"
@@ -75,4 +77,10 @@ def _te_dtype(dtype: torch.dtype) -> Any:
     return constants.TE_DType[dtype]
 
 
-KERNEL = takes_any_value_dim(Kernel("te", _supports, _forward, _backward, takes_delta=False))
+def _for_small_tiles(how: Scores) -> Kernel:
+    return reference.KERNEL if how.deterministic else aten.FLASH
+
+
+KERNEL = takes_any_value_dim(
+    leaves_small_tiles(Kernel("te", _supports, _forward, _backward, takes_delta=False), _for_small_tiles)
+)

@@ -15,6 +15,9 @@ UPCAST = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 """The interpreter multiplies the bits of bfloat16 as if they were integers."""
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+OF_ROWS = ("rows", "columns", "lse_batch", "lse_head")
+OF_ROWS_AND_DELTA = (*OF_ROWS, "delta_batch", "delta_head")
+"""Arguments that change with a tile's rows: a kernel is not compiled anew for those that 16 divides."""
 
 
 @triton.jit
@@ -32,11 +35,11 @@ def _dot(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
-    """[ROWS, COLUMNS], natural."""
-    s = _dot(q, tl.trans(k), PRECISION) * scale
+    """[ROWS, COLUMNS], of base 2."""
+    s = _dot(q, tl.trans(k), PRECISION)
     if SOFTCAP:
-        s = softcap * _tanh(s / softcap)
-    return s
+        return softcap * LOG2E * _tanh(s * (scale / softcap))
+    return s * (scale * LOG2E)
 
 
 @triton.jit
@@ -79,7 +82,7 @@ def _attend(
     """One block of columns more: the new (most, total, out)."""
     n = block * COLUMNS + tl.arange(0, COLUMNS)
     k = _rows(k_base, n, k_stride, columns, MASKED, USED, DIM)
-    s = _scores(q, k, scale, softcap, SOFTCAP, PRECISION) * LOG2E
+    s = _scores(q, k, scale, softcap, SOFTCAP, PRECISION)
     if MASKED:
         s = tl.where(_allowed(m, n, entry, firsts, parts, ROWS, COLUMNS), s, -float("inf"))
     greatest = tl.maximum(most, tl.max(s, 1))
@@ -91,7 +94,7 @@ def _attend(
     return greatest, total * shrink + tl.sum(p, 1), out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_ROWS)
 def forward(
     q, k, v, out, lse, starts, full, others, firsts, parts, scale, softcap, rows, columns, heads, group,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head,
@@ -100,7 +103,8 @@ def forward(
     FRESH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block of rows of one head: (out, lse) with all that it sees merged into them."""
-    block, batch, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # under a causal mask the last see most: first
+    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     batch, head = batch.to(tl.int64), head.to(tl.int64)  # offsets may be beyond 32 bits
     kv_head = head // group
     m = block * ROWS + tl.arange(0, ROWS)
@@ -143,22 +147,23 @@ def _weights(
 ):  # fmt: skip
     """(P, dS without the scale) of a block."""
     s = _scores(q, k, scale, softcap, SOFTCAP, PRECISION)
-    p = tl.exp2((s - lse[:, None]) * LOG2E)
+    p = tl.exp2(s - lse[:, None])
     if MASKED:
         p = tl.where(_allowed(m, n, entry, firsts, parts, ROWS, COLUMNS), p, 0.0)
     dp = _dot(dout, tl.trans(v), PRECISION)
     ds = p * (dp - delta[:, None])
     if SOFTCAP:
-        ds = ds * (1.0 - (s / softcap) * (s / softcap))
+        capped = s * (LN2 / softcap)
+        ds = ds * (1.0 - capped * capped)
     return p, ds
 
 
 @triton.jit
 def _statistics(lse, delta, m, lse_row, delta_row, rows):
-    """(lse, delta) of rows m; lse is infinite where there is no row, or it sees nothing: P is 0 there."""
+    """(lse of base 2, delta) of rows m; lse is infinite where there is no row or it sees nothing: P is 0."""
     there = m < rows
     found = tl.load(lse + m.to(tl.int64) * lse_row, mask=there, other=float("inf")).to(tl.float32)
-    found = tl.where(found == -float("inf"), float("inf"), found)
+    found = tl.where(found == -float("inf"), float("inf"), found * LOG2E)
     return found, tl.load(delta + m.to(tl.int64) * delta_row, mask=there, other=0.0).to(tl.float32)
 
 
@@ -169,7 +174,7 @@ def _put(to, values, inside, FRESH: tl.constexpr):
     tl.store(to, values.to(to.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_ROWS_AND_DELTA)
 def dq(
     q, k, v, dout, lse, delta, dq, unused, starts, full, others, firsts, parts, scale, softcap, rows,
     columns, heads, group, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
@@ -179,7 +184,8 @@ def dq(
     COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr, FRESH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block of rows of one head."""
-    block, batch, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # under a causal mask the last see most: first
+    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     batch, head = batch.to(tl.int64), head.to(tl.int64)  # offsets may be beyond 32 bits
     kv_head = head // group
     m = block * ROWS + tl.arange(0, ROWS)
@@ -209,7 +215,7 @@ def dq(
         _put(to, sums * scale, (m < rows)[:, None] & (d < USED)[None, :], FRESH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_ROWS_AND_DELTA)
 def dkv(
     q, k, v, dout, lse, delta, dk, dv, starts, full, others, firsts, parts, scale, softcap, rows, columns,
     heads, group, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch,

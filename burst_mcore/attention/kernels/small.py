@@ -1,0 +1,33 @@
+"""Tiles of a few rows or keys, at which cuDNN fails: another kernel does them.
+
+Its backward refuses one row with one key, and notes of its releases name more that small shapes break.
+Cutting a window leaves such tiles, and so do short documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor
+
+from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Scores
+from burst_mcore.attention.seen import Seen
+
+LEAST = 64
+"""Rows and keys of a tile that cuDNN is called for."""
+
+
+def leaves_small_tiles(kernel: Kernel, to: Callable[[Scores], Kernel]) -> Kernel:
+    """`kernel`, with tiles of fewer than LEAST rows or keys done by one that serves all that it does."""
+
+    def chosen(seen: Seen, how: Scores) -> Kernel:
+        return kernel if min(seen.shape) >= LEAST else to(how)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
+        return chosen(seen, how).forward(q, k, v, seen, how)
+
+    def backward(x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
+        return chosen(seen, how).backward(x, seen, how)
+
+    return replace(kernel, forward=forward, backward=backward)
