@@ -26,7 +26,7 @@ def loaded(module: str, package: str, at_least: str = "0", below: str = "1000") 
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        of = found if hasattr(found, "__version__") else sys.modules.get(package)  # built under another name
+        of = found if hasattr(found, "__version__") else sys.modules.get(package.replace("-", "_"))
         version = str(getattr(of, "__version__", "unknown"))
     if not (_number(at_least) <= _number(version) < _number(below)):
         return f"{package} {version} is not from {at_least} on and below {below}"

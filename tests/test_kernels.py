@@ -6,11 +6,13 @@ import torch
 from dense import assert_as_exact_as, dense, error, problem, single_kernel
 from masks import MASKS
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from burst_mcore import BurstConfig, Mask, Topology, packages
 from burst_mcore.attention.arguments import Shape, asked_of, call_for
 from burst_mcore.attention.elementwise import output_stand_in, row_delta
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
+from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.small import leaves_small_tiles
 from burst_mcore.attention.kernels.table import KERNELS, choose, taking_delta
 from burst_mcore.attention.seen import Seen
@@ -107,13 +109,16 @@ def test_auto_takes_first_what_takes_the_mask_whole_and_says_why(hopper, caplog)
     ask = _ask(device="cuda", dtype=torch.bfloat16, head_dim=128, value_dim=128)
     with caplog.at_level(logging.INFO, logger="burst_mcore"):
         assert choose("auto", ask).name == "cudnn"  # the first of those that are here
-        assert "sparse mask" not in caplog.records[-1].message
+        assert "whole" not in caplog.records[-1].message
         assert choose("auto", replace(ask, sparse=True)).name == "triton"
-        assert "for a sparse mask tried first" in caplog.records[-1].message
+        assert "which takes a sparse mask whole" in caplog.records[-1].message
         assert choose("auto", replace(ask, sparse=True, dtype=torch.float64)).name == "reference"
         assert "triton: dtype torch.float64" in caplog.records[-1].message
         assert choose("auto", replace(ask, window=True)).name == "aten-flash"
-        assert "for a window tried first" in caplog.records[-1].message
+        assert "which takes a window whole" in caplog.records[-1].message
+        assert "flash3:" in caplog.records[-1].message
+        assert choose("auto", replace(ask, window=True, dtype=torch.float64)).name == "reference"
+        assert "whole" not in caplog.records[-1].message and "triton:" in caplog.records[-1].message
         assert choose("auto", replace(ask, window=True, sparse=True)).name == "triton"
         assert choose("auto", replace(ask, window=True, dtype=torch.float32)).name == "triton"
     assert choose("cudnn", replace(ask, sparse=True)).name == "cudnn"  # as asked
@@ -187,12 +192,38 @@ def test_small_tiles_are_left_to_another(shape):
     assert asked == (["cudnn"] * 4 if min(shape) >= 64 else ["fast", "fast", "exact", "exact"])
 
 
+class Operators(TorchDispatchMode):
+    """The names of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **kwargs or {})
+
+
+def test_te_leaves_small_tiles_to_torch():
+    p = problem(0, 4, kv_heads=2, dtype=torch.float64)  # where TransformerEngine could not even be imported
+    seen, how = Seen((4, 4), high=0), Scores(0.25, deterministic=True)
+    out, lse = KERNELS["te"].forward(p.q, p.k, p.v, seen, how)
+    want = REFERENCE.forward(p.q, p.k, p.v, seen, how)
+    assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
+    x = RowGradients(p.dout, p.q, p.k, p.v, out, lse, row_delta(p.dout, out))
+    for got, exact in zip(
+        KERNELS["te"].backward(x, seen, how), REFERENCE.backward(x, seen, how), strict=True
+    ):
+        assert torch.equal(got, exact)
+
+
 @pytest.mark.parametrize("tile", [Seen((64, 64), high=0), Seen((41, 1))], ids=["square", "thin"])
 @pytest.mark.parametrize("name", ["cudnn", "aten-flash"])
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_cuda_kernels_call_their_operators_with_what_those_take(name, kv_heads, tile):
     # Shapes and signatures only, on tensors without data: no GPU is needed, and no number is checked.
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    called, small = Operators(), min(tile.shape) < 64
+    with FakeTensorMode(allow_non_fake_inputs=True), called:
         rows, columns = tile.shape
         q = torch.empty(2, rows, 8, 64, dtype=torch.bfloat16, device="cuda")
         k = torch.empty(2, columns, kv_heads, 64, dtype=torch.bfloat16, device="cuda")
@@ -200,3 +231,5 @@ def test_cuda_kernels_call_their_operators_with_what_those_take(name, kv_heads, 
         assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 8, rows), torch.float32)
         gradients = KERNELS[name].backward(RowGradients(q, q, k, k, out, lse, lse), tile, Scores(0.1))
         assert [x.shape for x in gradients] == [q.shape, k.shape, k.shape]
+    word = "cudnn_attention" if name == "cudnn" and not small else "_flash_attention"
+    assert [word in each for each in called.names if "attention" in each] == [True, True]

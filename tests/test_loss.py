@@ -251,6 +251,19 @@ def test_gradients_add_up_in_main_grad():
     torch.testing.assert_close(main_grad - 1, 6 * weight.grad.float(), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_main_grad_of_16_bits_gets_the_whole_scale(dtype):
+    """A scale that 16 bits would round, or lose, is multiplied in float32."""
+    hidden, weight, labels, _ = draw(dtype, (40,))
+    given = {"reduction": "sum", "grad_weight_dtype": dtype}
+    wide, narrow = torch.zeros(V, D), torch.zeros(V, D, dtype=dtype)
+    for main_grad in (wide, narrow):
+        (0.3003 * fused_linear_cross_entropy(hidden, weight, labels, **given, main_grad=main_grad)).backward()
+    ratio = (narrow.double() * wide).sum() / (wide.double() * wide).sum()
+    assert abs(ratio - 1) < 3e-4
+    assert (narrow == wide.to(dtype)).float().mean() > 0.99
+
+
 def test_tied_weights_and_changed_inputs():
     hidden, weight, labels, _ = draw(torch.float32, (40,))
     ids = labels.clamp(min=0)

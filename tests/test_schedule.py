@@ -185,6 +185,17 @@ def test_verify_wants_the_bundle_in_place_until_its_gradient_is_added():
     with pytest.raises(ValueError, match="data1 is touched while a message arrives"):
         verify(_broken(fetched_into_what_was_computed, Route(1, 3, direct=True)))
 
+    def fetched_and_there(rank, program):
+        program = fetched_into_what_was_computed(rank, program)
+        at = next(i for i, a in enumerate(program) if isinstance(a, Recv) and a.step == 1)
+        wait = next(
+            i for i, a in enumerate(program) if isinstance(a, Wait) and a.channel == program[at].channel
+        )
+        return [*program[: at + 1], program[wait], *program[at + 1 : wait], *program[wait + 1 :]]
+
+    with pytest.raises(ValueError, match="data1 is lost before the gradient of"):
+        verify(_broken(fetched_and_there, Route(1, 3, direct=True)))
+
 
 @pytest.mark.parametrize(
     ("edit", "words"),

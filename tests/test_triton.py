@@ -14,7 +14,7 @@ from masks import random_layout, random_mask
 from test_simulation import simulate
 
 from burst_mcore import Mask
-from burst_mcore.attention import merge
+from burst_mcore.attention import merge, passes
 from burst_mcore.attention.elementwise import row_delta
 from burst_mcore.attention.kernels import triton as ours
 from burst_mcore.attention.kernels.kernel import InPlace, RowGradients, Scores
@@ -150,6 +150,7 @@ def on_threads(monkeypatch):
         (Mask.window(9, 3), "striped", Route(1, 2, direct=True)),
         (Mask.causal() & Mask.dilated(20, 3), "zigzag", Route(1, 2, heads=2)),
         (Mask.causal() & Mask.dilated(20, 3), "zigzag", Route(2, 1, overlap=False)),
+        (Mask.causal() & Mask.documents([0, 7, 30, 48]), "striped", Route(1, 3)),
     ],
     ids=str,
 )
@@ -163,15 +164,32 @@ def test_on_a_ring_it_equals_dense_attention(mask, layout, route, direction):
 @pytest.mark.usefixtures("on_threads")
 @pytest.mark.parametrize("direction", ["query", "kv"])
 @pytest.mark.parametrize("route", [Route(1, 3), Route(2, 2), Route(1, 3, direct=True)], ids=str)
-def test_no_gradient_takes_a_pass_of_its_own(route, direction, monkeypatch):
+def test_no_share_of_a_gradient_takes_a_pass_of_its_own(route, direction, monkeypatch):
     """Ours adds to what stays and to what travels, where rows lie together; others have it done for them."""
-    passes, add_ = [], merge.add_
-    monkeypatch.setattr(merge, "add_", lambda *args: (passes.append(args), add_(*args)))
+    added, add_ = [], merge.add_
+    monkeypatch.setattr(merge, "add_", lambda *args: (added.append(args), add_(*args)))
     p = problem(3, 48, kv_heads=2, dtype=torch.float32)
     simulate(p, Mask.causal(), "zigzag", route, direction, "triton", dtype=torch.float32)
-    assert not passes
+    assert not added
     simulate(p, Mask.causal(), "zigzag", route, direction, "reference", dtype=torch.float32)
-    assert passes
+    assert added
+
+
+@pytest.mark.usefixtures("on_threads")
+@pytest.mark.parametrize("direction", ["query", "kv"])
+def test_it_adds_to_travelling_sums_in_their_dtype(direction, monkeypatch):
+    """Sums in float64 hold what float32 cannot: each adds up shares that differ in size."""
+    sums, accumulate = [], passes._Backward.accumulate
+
+    def seen(self, totals, held, first):
+        accumulate(self, totals, held, first)
+        sums.extend((total.clone(), first) for total in totals)
+
+    monkeypatch.setattr(passes._Backward, "accumulate", seen)
+    p = problem(3, 48, kv_heads=2, dtype=torch.float32)
+    simulate(p, Mask.causal(), "zigzag", Route(1, 3), direction, "triton", dtype=torch.float64)
+    assert all(total.dtype == torch.float64 for total, _ in sums)
+    assert any((total != total.float()).any() for total, first in sums if not first)
 
 
 @pytest.mark.parametrize("check", ["check", pytest.param("check_others", marks=pytest.mark.slow)])

@@ -6,6 +6,8 @@ Letters: B batch, S rows, H heads, D head dim.
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 from torch import Tensor
 
@@ -107,14 +109,22 @@ def _blank(out: Tensor, lse: Tensor, held: bytes) -> None:
 
 
 class GradientSum:
-    """The running gradient of a tensor, in at least float32; or `total`, which is `fresh` or holds a sum."""
+    """The running gradient of a tensor, in at least float32."""
 
-    def __init__(self, like: Tensor, total: Tensor | None = None, *, fresh: bool = True) -> None:
-        self._like, self._sum = like, total
-        self._dtype = wide(like.dtype) if total is None else total.dtype
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._sum: Tensor | None = None
+        self._dtype = wide(like.dtype)
         self._visited = Visited(like.shape[1])
+
+    @classmethod
+    def into(cls, total: Tensor, *, fresh: bool) -> Self:
+        """That in `total`, in its dtype: uninitialised if `fresh`, else a sum to go on with."""
+        found = cls(total)
+        found._sum, found._dtype = total, total.dtype
         if not fresh:
-            self._visited.visit(range(like.shape[1]))
+            found._visited.visit(range(total.shape[1]))
+        return found
 
     def add(self, rows: Rows, gradient: Tensor) -> None:
         """Take in a tile's gradient [B, M, H, D] of these M rows; it may be kept and written."""
@@ -145,11 +155,11 @@ class GradientSum:
 
     def rows(self, at: range) -> Tensor:
         """The sum of these rows, so far."""
-        return take(self._whole(), (at,))
+        return take(self.complete(), (at,))
 
     def result(self) -> Tensor:
         """The sum, in the dtype of `like`; zeros where nothing came."""
-        return self._whole().to(self._like.dtype)
+        return self.complete().to(self._like.dtype)
 
     def _wide(self) -> Tensor:
         if self._sum is None:
@@ -157,7 +167,8 @@ class GradientSum:
         self._sum = self._sum.to(self._dtype)
         return self._sum
 
-    def _whole(self) -> Tensor:
+    def complete(self) -> Tensor:
+        """The sum of all rows, zeros where nothing came."""
         if self._sum is None:
             return torch.zeros_like(self._like)
         fill(self._sum, self._visited.visit(range(self._sum.shape[1])), 0.0)

@@ -277,13 +277,16 @@ class _Backward:
         return (of_queries, of_keys) if self.query_travels else (of_keys, of_queries)
 
     def accumulate(self, sums: Bundle, held: Rows | None, first: bool) -> None:
-        """Add the shares of the last compute to the travelling sums, which have come meanwhile."""
+        """Add the shares of the last compute to the travelling sums, which have come meanwhile.
+
+        A kernel that adds to them computes its share only now, after what stays, behind which their hop hid.
+        """
         shares, self.shares = self.shares, []
-        totals = [GradientSum(total, total, fresh=first) for total in sums]
+        totals = [GradientSum.into(total, fresh=first) for total in sums]
         for rows, share in shares:
             self._add(share, totals, within(held, rows))
         for total in totals:
-            total.result()  # zeros where nothing came
+            total.complete()
 
     def _add(self, share: Share, totals: Sequence[GradientSum], rows: Rows) -> None:
         """Add a tile's gradients of these rows."""

@@ -102,9 +102,9 @@ def verify(schedule: Schedule) -> None:
 
     Raises:
         ValueError: rows and a bundle that meet twice or never, a wrong bundle computed or one without the
-            rows that are read, a buffer touched while in flight, a deadlock, a message left over or of rows
-            that its receiver does not expect, a gradient that does not end at home complete, or a share of
-            the head group that is missing, early or twice.
+            rows that are read, or lost before its gradient is added, a buffer touched while in flight, a
+            deadlock, a message left over or of rows that its receiver does not expect, a gradient that does
+            not end at home complete, or a share of the head group that is missing, early or twice.
     """
     members = frozenset(range(schedule.route.heads))
     reads = [_reads(schedule, position) for position in range(schedule.route.positions)]

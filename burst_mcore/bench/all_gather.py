@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +32,9 @@ class _AllGatherAttention(torch.autograd.Function):
     def forward(ctx: Any, group: dist.ProcessGroup, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         size, n = group.size(), q.shape[1] * group.size()
         heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
-        ctx.kernel = choose("auto", Problem(q.device.type, q.dtype, heads, kv_heads, head_dim, head_dim))
+        problem = Problem(q.device.type, q.dtype, heads, kv_heads, head_dim, head_dim)
+        problem = replace(problem, sparse=mask.is_sparse, window=mask.has_window)
+        ctx.kernel = choose("auto", problem)
         ctx.scores, ctx.size = Scores(head_dim**-0.5), size
         what = plan(Layout("zigzag"), mask, n, size)
         ctx.tiles = [tiles_of(what, group.rank(), source, ctx.kernel.abilities) for source in range(size)]

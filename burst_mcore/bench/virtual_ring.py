@@ -148,8 +148,7 @@ class VirtualRank:
     ) -> None:
         self.shape, self.device = shape, torch.device(device)
         heads, dims = (shape.heads, shape.kv_heads), (shape.head_dim, shape.value_dim)
-        of_mask = {"sparse": mask.is_sparse, "window": mask.has_window}
-        problem = Problem(device, dtype, *heads, *dims, **of_mask)
+        problem = Problem(device, dtype, *heads, *dims, sparse=mask.is_sparse, window=mask.has_window)
         n = shape.tokens * size
         self.transport = Copies(source, self.device, poison)
         chosen = choose(kernel, problem)

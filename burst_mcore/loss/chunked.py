@@ -169,7 +169,8 @@ def repair(
         head: As in `forward`.
     """
     alpha = 2.0 ** (torch.frexp(missing.abs().max())[1].item() - 1)
-    missing = missing / alpha  # float16 holds hidden states times 1, not times 1e-6
+    # float16 holds hidden states times 1, not times 1e-6. By a number, CUDA multiplies by its inverse.
+    missing = missing / torch.full_like(missing[:1], alpha)
     tokens = len(hidden)
     columns = head.vocabulary.columns(labels, head.ignore_index)
     valid = (labels != head.ignore_index).to(missing.dtype)

@@ -250,19 +250,22 @@ def _scalar_and_others(each: Tensor, expected: Tensor) -> tuple[Tensor, Tensor |
 
 def _handed_over(d_weight: Tensor, c: Tensor, dtype: torch.dtype, main_grad: Tensor | None) -> Tensor | None:
     """c d_weight, added to main_grad, or as a tensor of the weight's dtype; no other copy is made of it."""
-    if main_grad is None and dtype == d_weight.dtype:
-        return _times(d_weight, c)
-    out = torch.empty_like(d_weight, dtype=dtype) if main_grad is None else None
-    for at in blocks(d_weight, CACHED_ROWS if d_weight.device.type == "cpu" else max(1, len(d_weight))):
-        if main_grad is not None:
-            main_grad[at].addcmul_(d_weight[at], c)
-        elif out is not None:
-            torch.mul(d_weight[at], c, out=out[at])
-    return out
+    c, into = c.view(1, 1), main_grad  # of two dims: 16 bits are multiplied as float32
+    if into is None:
+        written = dtype == d_weight.dtype and not _graph_is_kept()
+        into = d_weight if written else torch.empty_like(d_weight, dtype=dtype)
+    step = CACHED_ROWS if d_weight.device.type == "cpu" else max(1, len(d_weight))
+    for at in blocks(d_weight, step):
+        if main_grad is None:
+            torch.mul(d_weight[at], c, out=into[at])
+        else:
+            into[at].addcmul_(d_weight[at], c)
+    return into if main_grad is None else None
 
 
 def _times(x: Tensor, c: Tensor) -> Tensor:
     """X c, in place if nobody will ask for x again."""
+    c = c.view([1] * x.dim()) if x.is_cuda else c  # 16 bits are multiplied as float32; on CPU they are
     return x * c if _graph_is_kept() else x.mul_(c)
 
 

@@ -20,7 +20,7 @@ from burst_mcore.loss.terms import Terms, wide
 VOCABULARY_BLOCK = 4096
 """Rows of the weight that are taken at once where its product needs memory of its own."""
 CACHED_ROWS = 512
-"""Rows of the weight's gradient over which several passes go: they stay in cache."""
+"""Rows of the weight's gradient that are taken at once where copies of them are made: those stay in cache."""
 
 
 @dataclass(frozen=True)

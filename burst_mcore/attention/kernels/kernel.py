@@ -82,12 +82,11 @@ class Backward(Protocol):
 
 
 class InPlace(NamedTuple):
-    """What a kernel can do besides: merge and add into running sums itself, which then cost no further pass.
+    """What a kernel can do besides: merge and add its results into running sums, with no further pass.
 
     Sums are views [B, M or N, H or Hkv, D], lse [B, H, M], in any dtype; `fresh` ones are uninitialised. Of
     a row of d elements, a tile then moves 8 d bytes in float32 (4 d if fresh); elsewhere the kernel writes
-    d s bytes, s to an element, and a pass moves d (s + 8) more. Gradients of the travelling bundle are
-    computed when their sum has come, after those that stay, behind which its hop hides.
+    d s bytes, s to an element, and a pass moves d (s + 8) more.
     """
 
     merge_forward: Callable[..., None]

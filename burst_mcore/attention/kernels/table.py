@@ -62,9 +62,8 @@ def taking_delta(name: str, problem: Problem) -> Kernel:
         ValueError: none does, or not the one of this name.
     """
     refusals = []
-    for kernel in (
-        by_rank(problem.device, problem.sparse, problem.window) if name == "auto" else [KERNELS[name]]
-    ):
+    ranked = by_rank(problem.device, problem.sparse, problem.window)
+    for kernel in ranked if name == "auto" else [KERNELS[name]]:
         given = takes_delta(kernel)
         reason = given.supports(problem)
         if reason is None:
@@ -90,11 +89,12 @@ def by_rank(device: str, sparse: bool = False, window: bool = False) -> list[Ker
 
 
 def _why(kernel: Kernel, problem: Problem, refusals: list[str]) -> str:
-    whole = kernel.abilities.pieces if problem.sparse else kernel.abilities.windows
-    if problem.device != "cpu" and whole and (problem.sparse or problem.window):
-        kind = "sparse mask" if problem.sparse else "window"
-        return f", for a {kind} tried first: others would be called for each tile of it (not measured)"
-    return _because(refusals)
+    words, can = _because(refusals), kernel.abilities
+    whole = can.pieces if problem.sparse else problem.window and can.windows
+    if not whole or problem.device == "cpu" or kernel.name == "reference":
+        return words
+    kind = "sparse mask" if problem.sparse else "window"
+    return f", which takes a {kind} whole: those that do are tried first (not measured){words}"
 
 
 def _because(refusals: list[str]) -> str:

@@ -15,8 +15,8 @@ UPCAST = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 """The interpreter multiplies the bits of bfloat16 as if they were integers."""
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-OF_ROWS = ("rows", "columns", "lse_batch", "lse_head")
-OF_ROWS_AND_DELTA = (*OF_ROWS, "delta_batch", "delta_head")
+OF_ROWS = ("rows", "columns", "lse", "lse_batch", "lse_head")
+OF_ROWS_AND_DELTA = (*OF_ROWS, "delta", "delta_batch", "delta_head")
 """Arguments that change with a tile's rows: a kernel is not compiled anew for those that 16 divides."""
 
 
@@ -35,11 +35,19 @@ def _dot(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
-    """[ROWS, COLUMNS], of base 2."""
+    """[ROWS, COLUMNS], of which one is `_unit`; under a softcap their tanh."""
     s = _dot(q, tl.trans(k), PRECISION)
     if SOFTCAP:
-        return softcap * LOG2E * _tanh(s * (scale / softcap))
-    return s * (scale * LOG2E)
+        s = _tanh(s * (scale / softcap))
+    return s
+
+
+@triton.jit
+def _unit(scale, softcap, SOFTCAP: tl.constexpr):
+    """What scores are multiplied by, of base 2."""
+    if SOFTCAP:
+        scale = softcap
+    return scale * LOG2E
 
 
 @triton.jit
@@ -82,7 +90,7 @@ def _attend(
     """One block of columns more: the new (most, total, out)."""
     n = block * COLUMNS + tl.arange(0, COLUMNS)
     k = _rows(k_base, n, k_stride, columns, MASKED, USED, DIM)
-    s = _scores(q, k, scale, softcap, SOFTCAP, PRECISION)
+    s = _scores(q, k, scale, softcap, SOFTCAP, PRECISION) * _unit(scale, softcap, SOFTCAP)
     if MASKED:
         s = tl.where(_allowed(m, n, entry, firsts, parts, ROWS, COLUMNS), s, -float("inf"))
     greatest = tl.maximum(most, tl.max(s, 1))
@@ -147,14 +155,13 @@ def _weights(
 ):  # fmt: skip
     """(P, dS without the scale) of a block."""
     s = _scores(q, k, scale, softcap, SOFTCAP, PRECISION)
-    p = tl.exp2(s - lse[:, None])
+    p = tl.exp2(s * _unit(scale, softcap, SOFTCAP) - lse[:, None])
     if MASKED:
         p = tl.where(_allowed(m, n, entry, firsts, parts, ROWS, COLUMNS), p, 0.0)
     dp = _dot(dout, tl.trans(v), PRECISION)
     ds = p * (dp - delta[:, None])
     if SOFTCAP:
-        capped = s * (LN2 / softcap)
-        ds = ds * (1.0 - capped * capped)
+        ds = ds * (1.0 - s * s)
     return p, ds
 
 
@@ -170,7 +177,7 @@ def _statistics(lse, delta, m, lse_row, delta_row, rows):
 @triton.jit
 def _put(to, values, inside, FRESH: tl.constexpr):
     if not FRESH:
-        values = values + tl.load(to, mask=inside, other=0.0).to(tl.float32)
+        values = values + tl.load(to, mask=inside, other=0.0)  # in float32, or in float64 if the sum is
     tl.store(to, values.to(to.dtype.element_ty), mask=inside)
 
 
