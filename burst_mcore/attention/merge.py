@@ -161,15 +161,15 @@ class GradientSum:
         """The sum, in the dtype of `like`; zeros where nothing came."""
         return self.complete().to(self._like.dtype)
 
-    def _wide(self) -> Tensor:
-        if self._sum is None:
-            self._sum = torch.empty_like(self._like, dtype=self._dtype, memory_format=torch.contiguous_format)
-        self._sum = self._sum.to(self._dtype)
-        return self._sum
-
     def complete(self) -> Tensor:
         """The sum of all rows, zeros where nothing came."""
         if self._sum is None:
             return torch.zeros_like(self._like)
         fill(self._sum, self._visited.visit(range(self._sum.shape[1])), 0.0)
+        return self._sum
+
+    def _wide(self) -> Tensor:
+        if self._sum is None:
+            self._sum = torch.empty_like(self._like, dtype=self._dtype, memory_format=torch.contiguous_format)
+        self._sum = self._sum.to(self._dtype)
         return self._sum
