@@ -107,8 +107,15 @@ def test_a_killed_run_leaves_nothing_behind(tmp_path):
 def test_a_configuration_is_timed_beside_its_prediction():
     case = topology.Case(2, 1, Rates(intra=4e6, inter=4e6, compute=1e18, latency=0.0), tokens=64)
     configs = [BurstConfig(kernel="timed", backward=b) for b in ("query", "kv")]
-    for timing in topology.measure([(case.with_compute(1), configs)], repeats=1)[0]:
-        assert 0.8 * timing.predicted < timing.measured < 2 * timing.predicted + 0.05
+    timings = []
+    for _ in range(3):  # other work beside makes a run longer, never shorter
+        timings.append(topology.measure([(case.with_compute(1), configs)], repeats=1)[0])
+        best = [min(each, key=lambda timing: timing.measured) for each in zip(*timings, strict=True)]
+        if all(timing.measured < 2 * timing.predicted + 0.05 for timing in best):
+            break
+    else:
+        pytest.fail(f"longer than predicted, each time: {timings}")
+    assert all(0.8 * timing.predicted < timing.measured for timing in best)
 
 
 @pytest.mark.parametrize(
