@@ -13,7 +13,7 @@ from burst_mcore.attention.arguments import Shape, asked_of, call_for
 from burst_mcore.attention.elementwise import output_stand_in, row_delta
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
-from burst_mcore.attention.kernels.small import leaves_small_tiles
+from burst_mcore.attention.kernels.small import _tell, leaves_small_tiles
 from burst_mcore.attention.kernels.table import KERNELS, choose, taking_delta
 from burst_mcore.attention.seen import Seen
 
@@ -174,8 +174,8 @@ def test_a_kernel_that_cannot_serve_says_why(name, ask, words):
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (63, 128), (128, 63), (1, 1)])
-def test_small_tiles_are_left_to_another(shape):
-    asked = []
+def test_small_tiles_are_left_to_another_and_it_is_said(shape, caplog):
+    asked, small = [], min(shape) < 64
 
     def named(name):
         def ask(*args):
@@ -185,11 +185,14 @@ def test_small_tiles_are_left_to_another(shape):
 
     kernel = leaves_small_tiles(named("cudnn"), lambda how: named("exact" if how.deterministic else "fast"))
     assert kernel.name == "cudnn"
-    for deterministic in (False, True):
-        given = Seen(shape), Scores(0.1, deterministic=deterministic)
-        kernel.forward(None, None, None, *given)
-        kernel.backward(None, *given)
-    assert asked == (["cudnn"] * 4 if min(shape) >= 64 else ["fast", "fast", "exact", "exact"])
+    _tell.cache_clear()
+    with caplog.at_level(logging.INFO, logger="burst_mcore"):
+        for deterministic in (False, True):
+            given = Seen(shape), Scores(0.1, deterministic=deterministic)
+            kernel.forward(None, None, None, *given)
+            kernel.backward(None, *given)
+    assert asked == (["fast", "fast", "exact", "exact"] if small else ["cudnn"] * 4)
+    assert [record.message.rsplit(maxsplit=1)[1] for record in caplog.records] == ["fast", "exact"] * small
 
 
 class Operators(TorchDispatchMode):

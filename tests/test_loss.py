@@ -253,7 +253,7 @@ def test_gradients_add_up_in_main_grad():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_main_grad_of_16_bits_gets_the_whole_scale(dtype):
-    """A scale that 16 bits would round, or lose, is multiplied in float32."""
+    """A scale that 16 bits would round is multiplied in float32."""
     hidden, weight, labels, _ = draw(dtype, (40,))
     given = {"reduction": "sum", "grad_weight_dtype": dtype}
     wide, narrow = torch.zeros(V, D), torch.zeros(V, D, dtype=dtype)

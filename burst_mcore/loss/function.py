@@ -252,8 +252,8 @@ def _handed_over(d_weight: Tensor, c: Tensor, dtype: torch.dtype, main_grad: Ten
     """c d_weight, added to main_grad, or as a tensor of the weight's dtype; no other copy is made of it."""
     c, into = c.view(1, 1), main_grad  # of two dims: 16 bits are multiplied as float32
     if into is None:
-        written = dtype == d_weight.dtype and not _graph_is_kept()
-        into = d_weight if written else torch.empty_like(d_weight, dtype=dtype)
+        reused = dtype == d_weight.dtype and not _graph_is_kept()
+        into = d_weight if reused else torch.empty_like(d_weight, dtype=dtype)
     step = CACHED_ROWS if d_weight.device.type == "cpu" else max(1, len(d_weight))
     for at in blocks(d_weight, step):
         if main_grad is None:

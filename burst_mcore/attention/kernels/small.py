@@ -6,23 +6,34 @@ Cutting a window leaves such tiles, and so do short documents.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 from torch import Tensor
 
 from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Scores
 from burst_mcore.attention.seen import Seen
 
+logger = logging.getLogger("burst_mcore")
+
 LEAST = 64
 """Rows and keys of a tile that cuDNN is called for."""
 
 
 def leaves_small_tiles(kernel: Kernel, to: Callable[[Scores], Kernel]) -> Kernel:
-    """`kernel`, with tiles of fewer than LEAST rows or keys done by one that serves all that it does."""
+    """`kernel`, with tiles of fewer than LEAST rows or keys done by one that serves all that it does.
+
+    The first of them is logged.
+    """
 
     def chosen(seen: Seen, how: Scores) -> Kernel:
-        return kernel if min(seen.shape) >= LEAST else to(how)
+        if min(seen.shape) >= LEAST:
+            return kernel
+        other = to(how)
+        _tell(kernel.name, other.name)
+        return other
 
     def forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
         return chosen(seen, how).forward(q, k, v, seen, how)
@@ -31,3 +42,9 @@ def leaves_small_tiles(kernel: Kernel, to: Callable[[Scores], Kernel]) -> Kernel
         return chosen(seen, how).backward(x, seen, how)
 
     return replace(kernel, forward=forward, backward=backward)
+
+
+@lru_cache
+def _tell(name: str, other: str) -> None:
+    """Once for each pair."""
+    logger.info("kernel %s: tiles of under %d rows or keys are left to %s", name, LEAST, other)
