@@ -46,7 +46,8 @@ def test_the_command_prints_a_table_and_writes_all_figures(tmp_path, monkeypatch
     line = f"bench loss --device cpu --shape 96x16x200 --dtype float32 --repeats 2 --out {out}"
     done = CliRunner().invoke(app, [*line.split(), "--methods", "burst,naive,torch,liger,wrong"])
     assert done.exit_code == 0, done.output
-    assert "96 x 16 x 200 (tokens x hidden x vocabulary), float32" in done.stdout
+    title = "96 x 16 x 200 (tokens x hidden x vocabulary), float32, 0.0625 of the tokens masked"
+    assert title in done.stdout
     assert "96x16x200, float32, wrong: wrong" in done.stdout
     found = json.loads(out.read_text())
     rows = {row["method"]: row for row in found["rows"]}
@@ -87,6 +88,13 @@ def test_what_cannot_run_gives_its_reason(monkeypatch):
     assert refuses.why_not == "RuntimeError: not on a Tuesday"
     assert refuses.seconds is refuses.peak_bytes is refuses.errors is None
     assert measured(Method("dies", _dies)).why_not == "its process was ended: too little memory?"
+
+
+@pytest.mark.parametrize(("masked", "least", "most"), [(0.0, 0, 0), (head.MASKED, 2, 14), (0.5, 30, 66)])
+def test_so_many_tokens_are_masked(masked, least, most):
+    labels = replace(SMALL, masked=masked).tensors("cpu")[2]
+    assert least <= (labels == head_methods.IGNORED).sum() <= most
+    assert labels[0] != head_methods.IGNORED  # a mean over nothing has no gradient
 
 
 def test_errors_that_are_not_numbers_are_wrong():
@@ -160,6 +168,7 @@ def test_bars_are_for_the_shapes_that_they_name_and_nothing_is_dropped():
         ("--dtype int8", "dtype must be one of float32"),
         ("--methods magic", "unknown method 'magic'; legal: burst, naive"),
         ("--device tpu", "no device 'tpu' here"),
+        ("--masked 1", "the masked share of tokens must be at least 0 and below 1, got 1.0"),
     ],
 )
 def test_bad_options_are_one_line(options, words):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from burst_mcore.bench.head_memory import LargestMade
-from burst_mcore.loss import fused_linear_cross_entropy
+from burst_mcore.loss import arguments, fused_linear_cross_entropy
 from burst_mcore.loss.reference import linear_cross_entropy
 
 
@@ -108,7 +108,7 @@ def test_any_upstream_gradient_and_the_products_that_it_costs(name, masked):
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("share", [0.1, 0.6, 0.9])
-def test_ignored_labels_cost_nothing_more(share, weighted):
+def test_ignored_labels_cost_nothing(share, weighted):
     hidden, weight, labels, _ = draw(torch.float32, (200,))
     make = torch.Generator().manual_seed(4)
     labels = torch.randint(0, V, (200,), generator=make)
@@ -117,7 +117,37 @@ def test_ignored_labels_cost_nothing_more(share, weighted):
     with FlopCounterMode(display=False) as counter:
         losses = fused_linear_cross_entropy(hidden, weight, labels, weights, reduction="none")
         (losses.sum() if weights is None else (losses * weights).sum()).backward()
-    assert counter.get_total_flops() == 3 * 2 * 200 * D * V
+    valid = (labels != -100).sum().item()
+    assert counter.get_total_flops() == 3 * 2 * valid * D * V
+
+
+def test_hidden_states_of_ignored_labels_are_not_read():
+    hidden, weight, labels, bias = draw(torch.float32, (40,), bias=True)
+    with torch.no_grad():
+        hidden[labels == -100] = torch.nan
+    loss, metrics = fused_linear_cross_entropy(
+        hidden, weight, labels, bias=bias, z_loss=0.1, chunk_tokens=7, return_metrics=True
+    )
+    loss.backward()
+    clean = hidden.detach().nan_to_num().requires_grad_()
+    w, b = weight.detach().requires_grad_(), bias.detach().requires_grad_()
+    want = linear_cross_entropy(clean, w, labels, bias=b, z_loss=0.1)
+    want.backward()
+    for ours, theirs in ((loss, want), (hidden.grad, clean.grad), (weight.grad, w.grad), (bias.grad, b.grad)):
+        assert distance(ours, theirs) < 5e-6
+    assert all(x.isfinite().all() for x in metrics)
+
+
+def test_where_the_host_cannot_know_how_many_labels_are_ignored(monkeypatch):
+    """As while a CUDA graph is captured: all tokens are computed, and the result is the same."""
+    values = arguments._values
+    tensors = draw(torch.float32, (40,))
+    known = [x.clone() for x, _ in both(tensors, None, {"chunk_tokens": 7})]
+    monkeypatch.setattr(arguments, "_values", lambda a: (*values(a)[:3], None))
+    with FlopCounterMode(display=False) as counter:
+        for now, (ours, theirs) in zip(known, both(tensors, None, {"chunk_tokens": 7}), strict=True):
+            assert distance(now, ours) < 5e-6 and distance(ours, theirs) < 5e-6
+    assert counter.get_total_flops() == 2 * 3 * 2 * 40 * D * V  # ours and the reference
 
 
 def test_an_infinite_upstream_gradient_is_not_lost():
@@ -231,7 +261,7 @@ def test_only_what_is_asked_for_is_done():
     def products(hidden, weight, run):
         with FlopCounterMode(display=False) as counter:
             run(fused_linear_cross_entropy(hidden, weight, labels))
-        return counter.get_total_flops() / (2 * 40 * D * V)
+        return counter.get_total_flops() / (2 * (labels != -100).sum().item() * D * V)
 
     hidden, weight, labels, _ = draw(torch.float32, (40,))
     assert products(hidden, weight, lambda loss: loss.backward()) == 3

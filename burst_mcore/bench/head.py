@@ -21,7 +21,7 @@ from burst_mcore.bench.run import fresh_processes, keep_freed_memory
 from burst_mcore.loss import reference
 
 MASKED = 1 / 16
-"""Of the tokens, at random, have no loss."""
+"""Of the tokens, at random, have no loss, where nothing else is asked for."""
 GATE_TOKENS = 512
 """Of the problem on which a method must be right before it is timed, at most."""
 WRONG = 0.1
@@ -41,21 +41,24 @@ class HeadProblem:
     hidden: int
     vocabulary: int
     dtype: str = "float32"
+    masked: float = MASKED
 
     def __post_init__(self) -> None:
         if min(self.sizes) < 1:
             raise ValueError(f"tokens, hidden size and vocabulary must be at least 1, got {self.shape}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if not 0.0 <= self.masked < 1.0:
+            raise ValueError(f"the masked share of tokens must be at least 0 and below 1, got {self.masked}")
 
     @classmethod
-    def of(cls, shape: str, dtype: str) -> HeadProblem:
+    def of(cls, shape: str, dtype: str, masked: float = MASKED) -> HeadProblem:
         """From a text such as 4096x1024x32000: tokens, hidden size, vocabulary."""
         parts = shape.split("x")
         if len(parts) != 3 or not all(part.isdecimal() for part in parts):
             raise ValueError(f"a shape is tokens x hidden x vocabulary, as 4096x1024x32000, got {shape!r}")
         tokens, hidden, vocabulary = map(int, parts)
-        return cls(tokens, hidden, vocabulary, dtype)
+        return cls(tokens, hidden, vocabulary, dtype, masked)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -76,7 +79,7 @@ class HeadProblem:
         weight = torch.empty(v, d, device=device).normal_(std=d**-0.5, generator=generator)
         hidden = torch.empty(n, d, device=device).normal_(generator=generator)
         labels = torch.empty(n, dtype=torch.int64, device=device).random_(v, generator=generator)
-        masked = torch.empty(n, device=device).uniform_(generator=generator) < MASKED
+        masked = torch.empty(n, device=device).uniform_(generator=generator) < self.masked
         masked[0] = False
         labels.masked_fill_(masked, IGNORED)
         dtype = DTYPES[self.dtype]
@@ -106,6 +109,7 @@ class Row:
     shape: str
     dtype: str
     device: str
+    masked: float = MASKED
     seconds: float | None = None
     """Median of the repeats."""
     products_seconds: float | None = None
@@ -150,7 +154,7 @@ def _measured(method: Method, problem: HeadProblem, repeats: int, threads: int, 
 
 
 def _row(method: Method, problem: HeadProblem, device: str, why_not: str | None = None) -> Row:
-    return Row(method.name, problem.shape, problem.dtype, device, why_not=why_not)
+    return Row(method.name, problem.shape, problem.dtype, device, problem.masked, why_not=why_not)
 
 
 def _alone(method: Method, problem: HeadProblem, repeats: int, threads: int, device: str) -> Row:

@@ -103,7 +103,8 @@ def line(row: Row) -> str:
 def report(rows: Sequence[Row], judged: Sequence[Verdict], left_open: Sequence[str]) -> str:
     """A table a problem, the bars, and what was not measured."""
     parts = [
-        f"{shape.replace('x', ' x ')} (tokens x hidden x vocabulary), {dtype}\n{_table(list(of_problem))}"
+        f"{shape.replace('x', ' x ')} (tokens x hidden x vocabulary), {dtype}, "
+        f"{rows[0].masked:.3g} of the tokens masked\n{_table(list(of_problem))}"
         for (shape, dtype), of_problem in _by_problem(rows)
     ]
     parts.append(bars(judged) if judged else "no claim has a bar here: bars are for the shapes in the docs")

@@ -57,11 +57,13 @@ class Call:
     gradients: bool
     """Whether autograd records."""
     kernel: Kernel
+    valid_tokens: int | None
+    """Of labels, how many are not ignored; None while a CUDA graph is captured."""
 
     def head(self, weight: Tensor, bias: Tensor | None, tokens: int) -> Head:
         """The head of so many tokens."""
         dtype = torch.float64 if weight.dtype == torch.float64 else self.grad_weight_dtype
-        head = Head(weight, bias, self.terms, self.vocabulary, self.ignore_index, 1, dtype)
+        head = Head(weight, bias, self.terms, self.vocabulary, self.ignore_index, 1, dtype, self.valid_tokens)
         most = self.vocabulary.most_rows  # every rank must come to the same number of chunks
         chunk = self.chunk_tokens or automatic_chunk(tokens, most, head.products, weight.device.type)
         return replace(head, chunk_tokens=chunk)
@@ -76,8 +78,9 @@ def checked(a: Arguments) -> Call:
     groups = [g for g in (a.tp_group, a.cp_group) if g is not None and dist.get_world_size(g) > 1]
     tp_group = a.tp_group if a.tp_group in groups else None
     numbers, error = [0, 0, 0, 0], _wrong(a, tp_group)
+    valid_tokens = None
     if error is None:
-        *labels, negative = _values(a)
+        *labels, negative, valid_tokens = _values(a)
         error = _wrong_weights(a.weights) if negative else None
         numbers = [len(a.weight), *labels, 0]
     facts = all_facts = _facts(a)
@@ -112,6 +115,7 @@ def checked(a: Arguments) -> Call:
         metrics=a.return_metrics,
         gradients=torch.is_grad_enabled(),
         kernel=choose(a.kernel, _problem(a, tp_group is not None)),
+        valid_tokens=valid_tokens,
     )
 
 
@@ -204,18 +208,23 @@ def _wrong_shapes(a: Arguments, tp_size: int) -> str | None:
     return None
 
 
-def _values(a: Arguments) -> tuple[int, int, int]:
-    """The largest label that is not ignored, minus the smallest, and whether a weight is not as it must be.
+def _values(a: Arguments) -> tuple[int, int, int, int | None]:
+    """The largest valid label, minus the smallest, whether a weight is not as it must be, valid labels.
 
     In one transfer from the device; nothing is looked at while a CUDA graph is being captured.
     """
-    if a.labels.numel() == 0 or (a.labels.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return 0, 0, 0
-    labels = a.labels.long().clamp(min=-(2**62))
-    seen = labels.where(labels != a.ignore_index, 0)
+    if a.labels.numel() == 0:
+        return 0, 0, 0, 0
+    if a.labels.is_cuda and torch.cuda.is_current_stream_capturing():
+        return 0, 0, 0, None
+    labels = a.labels.long()
+    valid = labels != a.ignore_index
+    seen = labels.clamp(min=-(2**62)).where(valid, 0)
     wrong = labels.new_zeros(()) if a.weights is None else ~_right(a).all()
-    most, minus_least, negative = torch.stack([seen.max(), -seen.min(), wrong.long()]).tolist()
-    return most, minus_least, negative
+    most, minus_least, negative, count = torch.stack(
+        [seen.max(), -seen.min(), wrong.long(), valid.sum()]
+    ).tolist()
+    return most, minus_least, negative, count
 
 
 def _right(a: Arguments) -> Tensor:

@@ -9,6 +9,7 @@ repaired: their logits are made again, and (g_i - c w_i) of theirs is added, at 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,6 +38,8 @@ class Head:
     ignore_index: int
     chunk_tokens: int
     grad_weight_dtype: torch.dtype
+    valid_tokens: int | None = None
+    """How many labels are not ignored; None where the host cannot know, while a CUDA graph is captured."""
 
     @property
     def products(self) -> Products:
@@ -104,6 +107,8 @@ def automatic_chunk(tokens: int, head_rows: int, products: Products, device: str
 def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, wanted: Wanted) -> Pass:
     """Losses of all tokens, and the gradients that are wanted.
 
+    Chunks are of valid tokens: nothing is computed of the others, if their number is known.
+
     Args:
         hidden: [tokens, d].
         labels: [tokens], of the whole vocabulary, or the ignored index.
@@ -114,22 +119,23 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
     tokens, vocabulary, full = len(hidden), head.vocabulary, wide(hidden.dtype)
     valid = labels != head.ignore_index
     columns = vocabulary.columns(labels, head.ignore_index)
-    chunk = Chunk(head, min(tokens, head.chunk_tokens), wanted.any_gradient)
+    chunks = _chunks(valid, head)
+    most = tokens if head.valid_tokens is None else head.valid_tokens
+    chunk = Chunk(head, min(most, head.chunk_tokens), wanted.any_gradient)
     split = None if weights is None else Weights.of(weights)
-    found = torch.empty(tokens, dtype=full, device=hidden.device)
-    lse = torch.empty_like(found)
+    found = torch.zeros(tokens, dtype=full, device=hidden.device)
+    lse = torch.zeros_like(found)
     metrics = torch.zeros((3, tokens), dtype=full, device=hidden.device) if wanted.metrics else None
     d_hidden = None
     if wanted.hidden:  # parts that are added up over ranks are rounded once, after that
-        d_hidden = torch.empty_like(hidden, dtype=hidden.dtype if vocabulary.group is None else full)
+        d_hidden = torch.zeros_like(hidden, dtype=hidden.dtype if vocabulary.group is None else full)
     d_weight = d_bias = None
     if wanted.weight:  # written by the first chunk
-        make = torch.empty_like if tokens else torch.zeros_like
+        make = torch.empty_like if chunks else torch.zeros_like
         d_weight = make(head.weight, dtype=head.grad_weight_dtype, memory_format=torch.contiguous_format)
     if wanted.bias and head.bias is not None:
         d_bias = torch.zeros_like(head.bias, dtype=full)
-    for first in range(0, tokens, head.chunk_tokens):
-        at = slice(first, min(first + head.chunk_tokens, tokens))
+    for number, at in enumerate(chunks):
         scale = None
         if wanted.any_gradient:
             scale = valid[at].to(full)
@@ -141,11 +147,23 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
             z, seen = statistics[LABEL], valid[at]
             metrics[0, at] = (z - lse[at]).where(seen, 0.0)
             metrics[1, at] = statistics[ENTROPY].where(seen, 0.0)
-            metrics[2, at] = (z >= statistics[LARGEST]).logical_and(seen)
+            metrics[2, at] = (z >= statistics[LARGEST]).logical_and(seen).to(full)
         if d_hidden is not None:
-            chunk.hidden_gradient(d_hidden[at])
-        chunk.add_to(d_weight, d_bias, None if split is None else split.power[at], fresh=first == 0)
+            rows = d_hidden[at]
+            chunk.hidden_gradient(rows)
+            if isinstance(at, Tensor):  # they were copied
+                d_hidden[at] = rows
+        chunk.add_to(d_weight, d_bias, None if split is None else split.power[at], fresh=number == 0)
     return Pass(found, lse, d_hidden, d_weight, d_bias, metrics)
+
+
+def _chunks(valid: Tensor, head: Head) -> Sequence[slice | Tensor]:
+    """Each chunk's tokens: ranges of all; places of the valid ones, if some are known not to be."""
+    tokens, size = len(valid), head.chunk_tokens
+    if head.valid_tokens is None or head.valid_tokens == tokens:
+        return [slice(first, min(first + size, tokens)) for first in range(0, tokens, size)]
+    places = torch.nonzero_static(valid, size=head.valid_tokens)[:, 0]  # nonzero() waits for the device
+    return places.split(size) if len(places) else ()
 
 
 def repair(

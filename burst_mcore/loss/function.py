@@ -76,7 +76,8 @@ def fused_linear_cross_entropy(
         weights: [...], at least 0 and finite. With "none" they do not weight: they say which upstream
             gradients to expect. They get no gradient. The same on all ranks of `tp_group`.
         bias: [V], or this rank's.
-        ignore_index: Of labels without loss.
+        ignore_index: Of labels without loss. Nothing is computed of their tokens, except while a CUDA graph
+            is captured, when the host cannot know how many there are.
         reduction: "mean", "sum" or "none". Where all weights are 0 the mean is 0.
         z_loss: Factor of logsumexp(z)^2.
         label_smoothing: As in torch's cross_entropy.
@@ -141,7 +142,7 @@ class _FusedLoss(torch.autograd.Function):
         of_hidden, of_weight, of_bias, *_ = (needed and call.gradients for needed in ctx.needs_input_grad)
         flat, y = _tokens_of(hidden, call), labels.reshape(-1).long()
         unit, w = _over_a_power_of_two(weights, wide(hidden.dtype))
-        head = call.head(weight, bias, len(flat))
+        head = call.head(weight, bias, len(flat) if call.valid_tokens is None else call.valid_tokens)
         done = call.kernel.forward(flat, y, w, head, Wanted(of_hidden, of_weight, of_bias, call.metrics))
         loss, share = _reduced(done.losses, y, w, unit, call)
         d_hidden = done.hidden
