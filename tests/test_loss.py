@@ -9,7 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from burst_mcore.bench.head_memory import LargestMade
 from burst_mcore.loss import arguments, fused_linear_cross_entropy
+from burst_mcore.loss.chunked import CHUNK_BYTES, automatic_chunk
+from burst_mcore.loss.products import TILE, products_for
 from burst_mcore.loss.reference import linear_cross_entropy
+from burst_mcore.loss.terms import Terms
 
 
 @settings(max_examples=150, deadline=None)
@@ -184,6 +187,17 @@ def test_chunks_are_chosen():
     with LargestMade([hidden, weight]) as seen:
         fused_linear_cross_entropy(hidden, weight, labels).backward()
     assert seen.elements <= 256 * 1000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("v", [1, 1000, 32000, 128256, 10**7])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 127, 128, 129, 255, 256, 257, 3844, 7707, 8192, 10**6])
+def test_chunks_are_several_small_and_of_whole_tiles(tokens, v, dtype):
+    made = products_for(dtype, torch.device("cpu"), Terms())
+    chunk = automatic_chunk(tokens, v, made, "cpu")
+    assert 1 <= chunk < max(2, tokens)
+    assert chunk * v * dtype.itemsize <= max(CHUNK_BYTES["cpu"], 2 * TILE * v * dtype.itemsize)
+    assert chunk % TILE == 0 or tokens <= TILE
 
 
 def test_upstream_gradients_that_are_no_numbers_are_not_lost():

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from burst_mcore.loss.products import Products, products_for
+from burst_mcore.loss.products import TILE, Products, products_for
 from burst_mcore.loss.rows import rows_for
 from burst_mcore.loss.terms import ENTROPY, LABEL, LARGEST, LSE, Terms, losses, wide
 from burst_mcore.loss.vocabulary import Vocabulary
@@ -95,13 +95,16 @@ class Weights(NamedTuple):
 def automatic_chunk(tokens: int, head_rows: int, products: Products, device: str) -> int:
     """Tokens of a chunk where none are given: of even chunks of logits of at most about CHUNK_BYTES.
 
-    There are always several chunks: memory never grows with tokens x vocabulary.
+    There are always several chunks: memory never grows with tokens x vocabulary. Where that leaves several,
+    they are of whole TILES, but for the last.
     """
     itemsize = products.logits.itemsize
     itemsize += products.gradients.itemsize if products.gradients != products.logits else 0
-    most = max(256, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // max(1, head_rows * itemsize))
+    most = max(2 * TILE, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // max(1, head_rows * itemsize))
     chunks = max(2, -(-tokens // most))
-    return max(1, -(-tokens // chunks))
+    even = max(1, -(-tokens // chunks))
+    whole = min(-(-even // TILE), most // TILE) * TILE
+    return whole if whole < tokens else even
 
 
 def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, wanted: Wanted) -> Pass:
@@ -215,9 +218,11 @@ class Chunk:
 
     def run(self, hidden: Tensor, columns: Tensor, scale: Tensor | None, metrics: bool) -> Tensor:
         """Statistics [5, tokens] of the logits; with `scale` they become scale_i dl_i/dlogits."""
-        head, made = self._head, self._products
-        logits, self._gradients = self._all_logits[: len(hidden)], self._all_gradients[: len(hidden)]
-        made.first(hidden, head.weight, head.bias, logits)
+        head, made, tokens = self._head, self._products, len(hidden)
+        padded = min(made.padded(tokens), len(self._all_logits))
+        logits, self._gradients = self._all_logits[:tokens], self._all_gradients[:tokens]
+        self._padded_gradients = self._all_gradients[:padded]
+        made.first(hidden, head.weight, head.bias, self._all_logits[:padded])
         own = made.own(hidden, head.weight, head.bias, columns)
         scale = None if scale is None else scale * made.gain
         statistics: Tensor
@@ -229,7 +234,7 @@ class Chunk:
 
     def hidden_gradient(self, out: Tensor) -> None:
         """out = dlogits weight."""
-        self._products.second(self._gradients, self._columns, self._labels, self._head.weight, out)
+        self._products.second(self._padded_gradients, self._columns, self._labels, self._head.weight, out)
 
     def add_to(
         self,

@@ -14,11 +14,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from burst_mcore.loss.terms import Terms, wide
 
 VOCABULARY_BLOCK = 4096
 """Rows of the weight that are taken at once where its product needs memory of its own."""
+TILE = 128
+"""Products of multiples of so many tokens are fastest: measured on a CPU; GPUs have tiles of this size."""
 CACHED_ROWS = 512
 """Rows of the weight's gradient that are taken at once where copies of them are made: those stay in cache."""
 
@@ -36,8 +39,17 @@ class Products:
     gain: float = 1.0
     """dlogits are multiplied by it, and what comes of them divided: float16 has no small numbers."""
 
+    def padded(self, tokens: int) -> int:
+        """Of how many tokens the first two products are rather made, where there is memory for them.
+
+        In bfloat16 1796 take a CPU 1.3 x as long as 1808 do; in float32 nothing of the kind was seen.
+        """
+        return -(-tokens // 16) * 16 if self.apart and tokens >= 512 else tokens
+
     def first(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """Out = hidden weight^T + bias, [tokens, v]."""
+        """Out = hidden weight^T + bias, [tokens, v]; rows that `out` has beyond those are padding."""
+        if len(out) > len(hidden):
+            hidden = functional.pad(hidden, (0, 0, 0, len(out) - len(hidden)))
         if self.logits == weight.dtype and bias is not None:
             torch.addmm(bias, hidden, weight.t(), out=out)  # rounded once
             return
@@ -65,7 +77,7 @@ class Products:
         return found.where(labels >= 0, 0.0)
 
     def second(self, dlogits: Tensor, columns: Tensor, labels: Tensor, weight: Tensor, out: Tensor) -> None:
-        """Out = dlogits weight, [tokens, d], rounded to its dtype."""
+        """Out = dlogits weight, [tokens, d], rounded to its dtype; further rows of dlogits are padding."""
         if self.gradients != weight.dtype:
             found = torch.zeros(out.shape, dtype=self.gradients, device=out.device)
             for at in blocks(weight):
@@ -73,9 +85,10 @@ class Products:
         elif dlogits.is_cuda and (out.dtype != weight.dtype or self.gain != 1.0):
             found = torch.mm(dlogits, weight, out_dtype=torch.float32)
         elif self.apart:
-            # As weight^T dlogits^T it took a CPU 0.83 to 0.95 of the time; more only at 256 x 64 x 1000.
-            found = torch.empty_like(out, dtype=wide(weight.dtype))
-            found.copy_(torch.mm(weight.t(), dlogits.t()).t())
+            # A CPU is 5 % faster at weight^T dlogits^T of whole tiles; of 1808 tokens it takes 1.4 x.
+            turned = len(dlogits) % TILE == 0
+            product = torch.mm(weight.t(), dlogits.t()).t() if turned else torch.mm(dlogits, weight)
+            found = torch.empty_like(out, dtype=wide(weight.dtype)).copy_(product[: len(out)])
             if len(weight):
                 found.addcmul_(columns[:, None], weight[labels.clamp(min=0)].to(found.dtype))
         else:
