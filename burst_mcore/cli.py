@@ -279,7 +279,9 @@ def loss(
     ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     methods: Annotated[str, typer.Option(help="Names, separated by commas; default all.")] = "",
-    masked: Annotated[float, typer.Option(help="Share of the tokens that have no loss, at random.")] = 1 / 16,
+    masked: Annotated[
+        float | None, typer.Option(help="Share of the tokens that have no loss, at random; default 1 in 16.")
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Counted rounds, after one that is not.")] = 3,
     threads: Annotated[int, typer.Option(min=0, help="On CPU; 0: as many as there are cores.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")] = "auto",
@@ -299,7 +301,7 @@ def loss(
             raise ValueError(f"no device {device!r} here")
         where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         problems = [
-            head.HeadProblem.of(a_shape, a_dtype, masked)
+            head.HeadProblem.of(a_shape, a_dtype, head.MASKED if masked is None else masked)
             for a_shape in shape or ["4096x1024x32000"]
             for a_dtype in dtype or ["float32", "bfloat16"]
         ]

@@ -56,7 +56,7 @@ def test_it_is_torchs_own_that_runs(monkeypatch):
     assert calls == []
     with loss_kernel("torch"):
         fused_linear_cross_entropy(hidden, weight, labels)
-    assert calls == [(39, D)]
+    assert calls == [(31, D)]  # of 39 labels every fifth is ignored
     fused_linear_cross_entropy(hidden, weight, labels)
     assert len(calls) == 1
 
@@ -82,6 +82,30 @@ def test_what_our_own_backward_does_is_done_for_it_too():
     for zero in (nothing, empty):
         (gradient,) = torch.autograd.grad(zero, weight)
         assert zero.item() == 0 and not gradient.any()
+
+
+@needs_torchs
+@pytest.mark.parametrize("valid", [1, 200, 600])
+def test_its_chunks_are_of_valid_tokens(valid, monkeypatch):
+    chunks = []
+    options = torch.nn.LinearCrossEntropyOptions
+    monkeypatch.setattr(
+        torch.nn,
+        "LinearCrossEntropyOptions",
+        lambda **given: chunks.append(given["batch_chunk_size"]) or options(**given),
+    )
+    hidden, weight, labels, bias = draw(torch.float32, (600,), bias=True)
+    labels = labels.clamp(min=0)
+    labels[: 600 - valid] = -100
+    with loss_kernel("torch"):
+        loss = fused_linear_cross_entropy(hidden, weight, labels, bias=bias)
+    assert chunks == [{1: 1, 200: 128, 600: 384}[valid]]
+    want = linear_cross_entropy(hidden, weight, labels, bias=bias)
+    leaves = (hidden, weight, bias)
+    for ours, theirs in zip(
+        torch.autograd.grad(loss, leaves), torch.autograd.grad(want, leaves), strict=True
+    ):
+        assert distance(ours, theirs) < 1e-5
 
 
 @needs_torchs

@@ -258,7 +258,7 @@ def _wait(device: str) -> None:
 
 
 def three_products(hidden: Tensor, weight: Tensor) -> Callable[[], object]:
-    """Logits, what they give hidden states, what they give the weight: no less can be computed.
+    """Logits, what they give hidden states, what they give the weight, of all tokens.
 
     In the dtype of hidden [N, d] and weight [V, d], into memory that is there before.
     """

@@ -57,15 +57,15 @@ class Call:
     gradients: bool
     """Whether autograd records."""
     kernel: Kernel
-    valid_tokens: int | None
-    """Of labels, how many are not ignored; None while a CUDA graph is captured."""
+    valid_tokens: int
+    """How many labels are not ignored; all, while a CUDA graph is captured."""
 
     def head(self, weight: Tensor, bias: Tensor | None, tokens: int) -> Head:
-        """The head of so many tokens."""
+        """The head of so many valid tokens."""
         dtype = torch.float64 if weight.dtype == torch.float64 else self.grad_weight_dtype
-        head = Head(weight, bias, self.terms, self.vocabulary, self.ignore_index, 1, dtype, self.valid_tokens)
-        most = self.vocabulary.most_rows  # every rank must come to the same number of chunks
-        chunk = self.chunk_tokens or automatic_chunk(tokens, most, head.products, weight.device.type)
+        head = Head(weight, bias, self.terms, self.vocabulary, self.ignore_index, 1, dtype, tokens)
+        width = max(self.vocabulary.most_rows, weight.shape[1])  # ranks must have the same number of chunks
+        chunk = self.chunk_tokens or automatic_chunk(tokens, width, head.products, weight.device.type)
         return replace(head, chunk_tokens=chunk)
 
 
@@ -78,7 +78,7 @@ def checked(a: Arguments) -> Call:
     groups = [g for g in (a.tp_group, a.cp_group) if g is not None and dist.get_world_size(g) > 1]
     tp_group = a.tp_group if a.tp_group in groups else None
     numbers, error = [0, 0, 0, 0], _wrong(a, tp_group)
-    valid_tokens = None
+    valid_tokens = 0
     if error is None:
         *labels, negative, valid_tokens = _values(a)
         error = _wrong_weights(a.weights) if negative else None
@@ -86,12 +86,12 @@ def checked(a: Arguments) -> Call:
     facts = all_facts = _facts(a)
     if tp_group is not None and error is None:
         numbers[3] = fingerprint(a.weight[:1].flatten())
-        all_facts = f"{facts}, {_tokens(a)}"
+        all_facts = f"{facts}, {_tokens(a)}, {valid_tokens} of them not ignored"
     failed, same, everyones = error is not None, True, [numbers]
     if tp_group is not None:
         failed, same, everyones = agree(tp_group, error, all_facts, numbers)
     if not failed:
-        error = _wrong_together(a, everyones)
+        error = _wrong_together(a, everyones, valid_tokens)
     wrong = failed or not same or error is not None
     for group in groups:
         if group is not tp_group:
@@ -174,8 +174,8 @@ def _wrong_tensors(a: Arguments) -> str | None:
 def _wrong_words(a: Arguments) -> str | None:
     if a.reduction not in REDUCTIONS:
         return f"reduction must be one of {REDUCTIONS}, got {a.reduction!r}"
-    if not isinstance(a.ignore_index, int):
-        return f"ignore_index must be an integer, got {a.ignore_index!r}"
+    if not isinstance(a.ignore_index, int) or not -(2**63) <= a.ignore_index < 2**63:
+        return f"ignore_index must be an integer of 64 bits, got {a.ignore_index!r}"
     whole = isinstance(a.chunk_tokens, int) and not isinstance(a.chunk_tokens, bool) and a.chunk_tokens > 0
     if a.chunk_tokens != "auto" and not whole:
         return f"chunk_tokens must be a number of tokens, at least 1, or 'auto', got {a.chunk_tokens!r}"
@@ -208,15 +208,14 @@ def _wrong_shapes(a: Arguments, tp_size: int) -> str | None:
     return None
 
 
-def _values(a: Arguments) -> tuple[int, int, int, int | None]:
+def _values(a: Arguments) -> tuple[int, int, int, int]:
     """The largest valid label, minus the smallest, whether a weight is not as it must be, valid labels.
 
-    In one transfer from the device; nothing is looked at while a CUDA graph is being captured.
+    In one transfer from the device. Nothing is looked at while a CUDA graph is being captured; then all
+    labels count as valid.
     """
-    if a.labels.numel() == 0:
-        return 0, 0, 0, 0
-    if a.labels.is_cuda and torch.cuda.is_current_stream_capturing():
-        return 0, 0, 0, None
+    if a.labels.numel() == 0 or (a.labels.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return 0, 0, 0, a.labels.numel()
     labels = a.labels.long()
     valid = labels != a.ignore_index
     seen = labels.clamp(min=-(2**62)).where(valid, 0)
@@ -238,7 +237,7 @@ def _wrong_weights(weights: Tensor | None) -> str:
     return f"weights must be finite and at least 0, got {weights.min().item()} to {weights.max().item()}"
 
 
-def _wrong_together(a: Arguments, everyones: list[list[int]]) -> str | None:
+def _wrong_together(a: Arguments, everyones: list[list[int]], valid_tokens: int) -> str | None:
     """What is wrong with the labels or with the vocabulary's parts; the same on all ranks of tp_group."""
     rows = [numbers[0] for numbers in everyones]
     size = sum(rows)
@@ -252,7 +251,7 @@ def _wrong_together(a: Arguments, everyones: list[list[int]]) -> str | None:
     if most >= max(1, size) or minus_least > 0:
         found = most if most >= size else -minus_least
         return f"labels must be in [0, {size}) or {a.ignore_index} (ignore_index), got {found}"
-    if size == 0 and a.labels.numel() and bool((a.labels != a.ignore_index).any()):
+    if size == 0 and valid_tokens:
         return "the vocabulary is empty, but labels are not all ignored"
     return None
 

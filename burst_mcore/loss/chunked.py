@@ -9,7 +9,6 @@ repaired: their logits are made again, and (g_i - c w_i) of theirs is added, at 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,8 +37,8 @@ class Head:
     ignore_index: int
     chunk_tokens: int
     grad_weight_dtype: torch.dtype
-    valid_tokens: int | None = None
-    """How many labels are not ignored; None where the host cannot know, while a CUDA graph is captured."""
+    valid_tokens: int
+    """How many labels are not ignored; all tokens where the host cannot know, while a graph is captured."""
 
     @property
     def products(self) -> Products:
@@ -65,6 +64,7 @@ class Pass(NamedTuple):
     losses: Tensor
     """[tokens], 0 where the label is ignored."""
     lse: Tensor
+    """logsumexp of the logits; 0 where nothing was computed."""
     hidden: Tensor | None
     """m_i u_i, the gradient of each token's loss, times the weight's mantissa [tokens, d]; where
     ranks share the vocabulary, this rank's part of it, in at least float32."""
@@ -92,18 +92,25 @@ class Weights(NamedTuple):
         return cls(mantissa, (weights / mantissa).nan_to_num(nan=1.0))  # exact; inf and NaN are mantissas
 
 
-def automatic_chunk(tokens: int, head_rows: int, products: Products, device: str) -> int:
-    """Tokens of a chunk where none are given: of even chunks of logits of at most about CHUNK_BYTES.
+def automatic_chunk(tokens: int, width: int, products: Products, device: str) -> int:
+    """Tokens of a chunk where none are given: of even chunks of at most CHUNK_BYTES, or two tiles.
 
-    There are always several chunks: memory never grows with tokens x vocabulary. Where that leaves several,
-    they are of whole TILES, but for the last.
+    There are always several chunks: memory never grows with tokens x vocabulary. But for the last they are
+    of whole tiles, unless one tile would hold all tokens.
+
+    Args:
+        tokens: That have a loss.
+        width: Columns of the logits, or the hidden size, if that is larger: chunks of both are made.
+        products: How they are made.
+        device: "cpu" or "cuda".
     """
     itemsize = products.logits.itemsize
     itemsize += products.gradients.itemsize if products.gradients != products.logits else 0
-    most = max(2 * TILE, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // max(1, head_rows * itemsize))
+    most = CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // max(1, width * itemsize)
+    most = max(2, most // TILE) * TILE
     chunks = max(2, -(-tokens // most))
     even = max(1, -(-tokens // chunks))
-    whole = min(-(-even // TILE), most // TILE) * TILE
+    whole = -(-even // TILE) * TILE
     return whole if whole < tokens else even
 
 
@@ -122,9 +129,8 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
     tokens, vocabulary, full = len(hidden), head.vocabulary, wide(hidden.dtype)
     valid = labels != head.ignore_index
     columns = vocabulary.columns(labels, head.ignore_index)
-    chunks = _chunks(valid, head)
-    most = tokens if head.valid_tokens is None else head.valid_tokens
-    chunk = Chunk(head, min(most, head.chunk_tokens), wanted.any_gradient)
+    places = valid_places(valid, head.valid_tokens)
+    chunk = Chunk(head, min(head.valid_tokens, head.chunk_tokens), wanted.any_gradient)
     split = None if weights is None else Weights.of(weights)
     found = torch.zeros(tokens, dtype=full, device=hidden.device)
     lse = torch.zeros_like(found)
@@ -134,11 +140,13 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
         d_hidden = torch.zeros_like(hidden, dtype=hidden.dtype if vocabulary.group is None else full)
     d_weight = d_bias = None
     if wanted.weight:  # written by the first chunk
-        make = torch.empty_like if chunks else torch.zeros_like
+        make = torch.empty_like if head.valid_tokens else torch.zeros_like
         d_weight = make(head.weight, dtype=head.grad_weight_dtype, memory_format=torch.contiguous_format)
     if wanted.bias and head.bias is not None:
         d_bias = torch.zeros_like(head.bias, dtype=full)
-    for number, at in enumerate(chunks):
+    for first in range(0, head.valid_tokens, head.chunk_tokens):
+        at: slice | Tensor = slice(first, min(first + head.chunk_tokens, head.valid_tokens))
+        at = at if places is None else places[at]
         scale = None
         if wanted.any_gradient:
             scale = valid[at].to(full)
@@ -152,21 +160,17 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
             metrics[1, at] = statistics[ENTROPY].where(seen, 0.0)
             metrics[2, at] = (z >= statistics[LARGEST]).logical_and(seen).to(full)
         if d_hidden is not None:
-            rows = d_hidden[at]
+            rows = d_hidden.new_empty(len(at), len(d_hidden[0])) if isinstance(at, Tensor) else d_hidden[at]
             chunk.hidden_gradient(rows)
-            if isinstance(at, Tensor):  # they were copied
+            if isinstance(at, Tensor):
                 d_hidden[at] = rows
-        chunk.add_to(d_weight, d_bias, None if split is None else split.power[at], fresh=number == 0)
+        chunk.add_to(d_weight, d_bias, None if split is None else split.power[at], fresh=first == 0)
     return Pass(found, lse, d_hidden, d_weight, d_bias, metrics)
 
 
-def _chunks(valid: Tensor, head: Head) -> Sequence[slice | Tensor]:
-    """Each chunk's tokens: ranges of all; places of the valid ones, if some are known not to be."""
-    tokens, size = len(valid), head.chunk_tokens
-    if head.valid_tokens is None or head.valid_tokens == tokens:
-        return [slice(first, min(first + size, tokens)) for first in range(0, tokens, size)]
-    places = torch.nonzero_static(valid, size=head.valid_tokens)[:, 0]  # nonzero() waits for the device
-    return places.split(size) if len(places) else ()
+def valid_places(valid: Tensor, count: int) -> Tensor | None:
+    """Where the valid ones are, if so many of them are not all; without waiting for the device."""
+    return None if count == len(valid) else torch.nonzero_static(valid, size=count)[:, 0]
 
 
 def repair(
@@ -209,8 +213,8 @@ class Chunk:
     def __init__(self, head: Head, tokens: int, gradients: bool) -> None:
         self._head, self._products = head, head.products
         self._rows = rows_for(head.weight)
-        shape = (tokens, head.vocabulary.rows)
         made = self._products
+        shape = (made.padded(tokens), head.vocabulary.rows)
         self._all_logits = torch.empty(shape, dtype=made.logits, device=head.weight.device)
         self._all_gradients = self._all_logits
         if gradients and made.gradients != made.logits:
@@ -219,10 +223,9 @@ class Chunk:
     def run(self, hidden: Tensor, columns: Tensor, scale: Tensor | None, metrics: bool) -> Tensor:
         """Statistics [5, tokens] of the logits; with `scale` they become scale_i dl_i/dlogits."""
         head, made, tokens = self._head, self._products, len(hidden)
-        padded = min(made.padded(tokens), len(self._all_logits))
         logits, self._gradients = self._all_logits[:tokens], self._all_gradients[:tokens]
-        self._padded_gradients = self._all_gradients[:padded]
-        made.first(hidden, head.weight, head.bias, self._all_logits[:padded])
+        self._padded_gradients = self._all_gradients[: made.padded(tokens)]
+        made.first(hidden, head.weight, head.bias, self._all_logits[: made.padded(tokens)])
         own = made.own(hidden, head.weight, head.bias, columns)
         scale = None if scale is None else scale * made.gain
         statistics: Tensor

@@ -142,7 +142,7 @@ class _FusedLoss(torch.autograd.Function):
         of_hidden, of_weight, of_bias, *_ = (needed and call.gradients for needed in ctx.needs_input_grad)
         flat, y = _tokens_of(hidden, call), labels.reshape(-1).long()
         unit, w = _over_a_power_of_two(weights, wide(hidden.dtype))
-        head = call.head(weight, bias, len(flat) if call.valid_tokens is None else call.valid_tokens)
+        head = call.head(weight, bias, call.valid_tokens)
         done = call.kernel.forward(flat, y, w, head, Wanted(of_hidden, of_weight, of_bias, call.metrics))
         loss, share = _reduced(done.losses, y, w, unit, call)
         d_hidden = done.hidden

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from burst_mcore import packages
-from burst_mcore.loss.chunked import Head, Pass, Wanted, forward
+from burst_mcore.loss.chunked import Head, Pass, Wanted, forward, valid_places
 from burst_mcore.loss.terms import Terms, wide
 
 DEVICE = "cuda"
@@ -56,17 +56,21 @@ def _kernel(loss: SumOfLosses, lacks: Callable[[Problem], str | None], can: Coll
         return _options(problem, can) or _rounding(problem) or lacks(problem)
 
     def run(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, wanted: Wanted) -> Pass:
-        if len(hidden) == 0:  # there is nothing to call them for
+        if head.valid_tokens == 0:  # there is nothing to call them for
             return forward(hidden, labels, weights, head, wanted)
+        places = valid_places(labels != head.ignore_index, head.valid_tokens)
         learn = wanted.any_gradient
-        h, w = (x.detach().requires_grad_(learn) for x in (hidden, head.weight))
+        h = (hidden if places is None else hidden[places]).detach().requires_grad_(learn)
+        w = head.weight.detach().requires_grad_(learn)
         b = None if head.bias is None else head.bias.detach().requires_grad_(learn)
         given = ((h, wanted.hidden), (w, wanted.weight), (b, wanted.bias))
         leaves = [x for x, want in given if want and x is not None]
         with torch.set_grad_enabled(learn):
-            total = loss(h, w, b, labels, head)
+            total = loss(h, w, b, labels if places is None else labels[places], head)
             found = iter(torch.autograd.grad(total, leaves) if learn else ())
         d_hidden, d_weight, d_bias = (next(found) if want and x is not None else None for x, want in given)
+        if places is not None and d_hidden is not None:
+            d_hidden = torch.zeros_like(hidden).index_copy_(0, places, d_hidden)
         full = wide(hidden.dtype)
         no_lse = hidden.new_zeros(len(hidden), dtype=full)
         return Pass(total.detach().to(full)[None], no_lse, d_hidden, d_weight, d_bias, None)

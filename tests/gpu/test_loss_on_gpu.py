@@ -1,9 +1,11 @@
 """The fused head and loss on a GPU: products into float32, Triton for the rest, against float64."""
 
 import math
+import warnings
 
 import pytest
 import torch
+from graphs import assert_capturable
 
 from burst_mcore.loss import fused_linear_cross_entropy
 from burst_mcore.loss.reference import linear_cross_entropy
@@ -73,6 +75,41 @@ def test_metrics_and_errors():
     torch.testing.assert_close(found.entropy.double(), entropy, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="labels must be in"):
         fused_linear_cross_entropy(hidden, weight, labels + 10000)
+
+
+def test_nothing_to_learn_from():
+    hidden, weight, bias, labels, _ = _draw(torch.bfloat16)
+    loss = fused_linear_cross_entropy(hidden, weight, torch.full_like(labels, -100), bias=bias)
+    assert loss.item() == 0
+    assert not any(x.any() for x in torch.autograd.grad(loss, (hidden, weight, bias)))
+
+
+def test_forward_waits_for_the_device_once():
+    hidden, weight, bias, labels, weights = _draw(torch.bfloat16)
+
+    def run():
+        return fused_linear_cross_entropy(hidden, weight, labels, weights, bias, chunk_tokens=300)
+
+    run()  # compiles
+    with warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            loss = run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert loss.isfinite()
+    assert len([w for w in waits if "synchroniz" in str(w.message)]) == 1
+
+
+def test_a_step_can_be_captured():
+    hidden, weight, bias, labels, _ = _draw(torch.bfloat16)
+
+    def step():
+        loss = fused_linear_cross_entropy(hidden, weight, labels, bias=bias, chunk_tokens=300)
+        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))
+
+    assert_capturable(step)
 
 
 def test_memory_is_that_of_a_chunk():

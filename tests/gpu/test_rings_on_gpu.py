@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense import Result, assert_as_exact_as, dense, error, problem
+from graphs import assert_capturable
 from ranks import processes
 
 from burst_mcore import BurstConfig, Mask, burst_attention
@@ -82,25 +83,6 @@ def test_a_virtual_rank_gives_the_same_every_time(source):
             torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)  # kernels may add up in any order
 
 
-def _assert_capturable(step):
-    """`step` returns tensors; replayed from a graph it must return the same."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # everything is compiled and made before the capture
-        for _ in range(2):
-            want = step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
-    for x in got:
-        x.fill_(torch.nan)
-    graph.replay()
-    torch.cuda.synchronize()
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
-
-
 def test_a_step_of_a_ring_can_be_captured():
     rank = VirtualRank(Shape(1, 1024, 4, 4, 128, 128), 4, mask=Mask.causal(), source="device")
 
@@ -108,7 +90,7 @@ def test_a_step_of_a_ring_can_be_captured():
         done = rank.forward()
         return done.out, *rank.backward(done)
 
-    _assert_capturable(step)
+    assert_capturable(step)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "triton"])
@@ -121,7 +103,7 @@ def test_the_operator_can_be_captured(kernel):
         out = burst_attention(*inputs, **given)
         return out.detach(), *torch.autograd.grad(out, inputs, dout)
 
-    _assert_capturable(step)
+    assert_capturable(step)
 
 
 class Layer(torch.nn.Module):
