@@ -204,6 +204,28 @@ def test_chunks_are_several_few_small_and_of_whole_tiles(tokens, v, dtype):
     assert chunk % TILE == 0 or tokens <= TILE
 
 
+@pytest.mark.parametrize(("d", "v"), [(500, 10), (10, 500)])
+def test_chunks_are_chosen_by_the_wider_of_logits_and_hidden_states(d, v, monkeypatch):
+    asked = []
+    monkeypatch.setattr(arguments, "automatic_chunk", lambda *given: asked.append(given[:2]) or 7)
+    hidden, weight, labels, _ = draw(torch.float32, (40,), d=d, v=v)
+    fused_linear_cross_entropy(hidden, weight, labels)
+    assert asked == [(32, 500)]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_weights_of_ignored_labels_do_not_matter(reduction):
+    hidden, weight, labels, _ = draw(torch.float32, (40,))
+    weights = 1e-8 * torch.rand(40)
+    found = []
+    for ignored in (0.0, 1e38):
+        given = weights.where(labels != -100, ignored)
+        loss = fused_linear_cross_entropy(hidden, weight, labels, given, reduction=reduction)
+        found.append([loss, *torch.autograd.grad(loss, (hidden, weight))])
+    assert found[0][0] > 0
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_upstream_gradients_that_are_no_numbers_are_not_lost():
     hidden, weight, labels, _ = draw(torch.float32, (10,))
     upstream = torch.ones(10)

@@ -17,6 +17,7 @@ from burst_mcore.bench.head import LARGE, MASKED, Row
 from burst_mcore.bench.verdict import Verdict, bars
 
 OURS = "burst"
+NO_BARS = "no claim has a bar here: bars are for the shapes in the docs, with few masked tokens"
 
 
 class Bars(NamedTuple):
@@ -110,7 +111,7 @@ def report(rows: Sequence[Row], judged: Sequence[Verdict], left_open: Sequence[s
         f"{masked:.3g} of the tokens masked\n{_table(list(of_problem))}"
         for (shape, dtype, masked), of_problem in _by_problem(rows)
     ]
-    parts.append(bars(judged) if judged else "no claim has a bar here: bars are for the shapes in the docs")
+    parts.append(bars(judged) if judged else NO_BARS)
     if left_open:
         parts.append("\n".join(["not judged, since not measured:", *(f"  {claim}" for claim in left_open)]))
     return "\n\n".join(parts)

@@ -65,7 +65,8 @@ def fused_linear_cross_entropy(
     means and sums here, and with "none" of a masked sum of the caller's, c * weights (Megatron's contract).
     With "none", tokens whose upstream gradient is another are done again, at two products each; there on CUDA
     the host waits for the device in backward. In forward it waits once, for what is checked of labels and
-    weights, and for the groups' agreement.
+    weights, and for the groups' agreement. A CUDA graph can hold "mean" and "sum" of one process, but for
+    float64; while it is captured, labels and weights are not checked.
 
     Args:
         hidden: [..., d]; float32, bfloat16, float16 or float64. With `sequence_parallel`, this rank's part,
@@ -141,7 +142,7 @@ class _FusedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         of_hidden, of_weight, of_bias, *_ = (needed and call.gradients for needed in ctx.needs_input_grad)
         flat, y = _tokens_of(hidden, call), labels.reshape(-1).long()
-        unit, w = _over_a_power_of_two(weights, wide(hidden.dtype))
+        unit, w = _over_a_power_of_two(weights, y != call.ignore_index, wide(hidden.dtype))
         head = call.head(weight, bias, call.valid_tokens)
         done = call.kernel.forward(flat, y, w, head, Wanted(of_hidden, of_weight, of_bias, call.metrics))
         loss, share = _reduced(done.losses, y, w, unit, call)
@@ -204,11 +205,13 @@ def _tokens_of(hidden: Tensor, call: Call) -> Tensor:
     return whole.reshape(-1, whole.shape[-1])
 
 
-def _over_a_power_of_two(weights: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+def _over_a_power_of_two(
+    weights: Tensor | None, valid: Tensor, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
     """(unit, weights [tokens] over it): the largest from 1 to 2, so that float16 holds all that matter."""
     if weights is None:
         return None, None
-    w = weights.detach().to(dtype).reshape(-1)
+    w = weights.detach().to(dtype).reshape(-1).where(valid, 0.0)
     if w.numel() == 0:
         return w.new_ones(()), w
     largest = w.max()
@@ -227,7 +230,7 @@ def _reduced(
     if call.reduction == "sum":
         return total.sum() * unit, unit
     valid = y != call.ignore_index
-    weights = (valid if w is None else w.where(valid, 0.0)).sum(dtype=torch.float64) * unit.double()
+    weights = (valid if w is None else w).sum(dtype=torch.float64) * unit.double()
     if call.cp_group is not None:
         dist.all_reduce(weights, group=call.cp_group)
     share = torch.where(weights == 0, 0.0, unit.double() / weights).to(losses.dtype)

@@ -48,7 +48,7 @@ def _row_gradient(
     tl.store(columns + row, at_label)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["labels"])
 def statistics_kernel(
     logits, labels, found, scale, out, columns, softcap, temperature, z_loss, smoothing, vocabulary, size,
     tokens, logits_row, out_row, SOFTCAP: tl.constexpr, GRADIENTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -87,7 +87,7 @@ def statistics_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["labels"])
 def gradients_kernel(
     logits, labels, lse, scale, out, columns, softcap, temperature, z_loss, smoothing, vocabulary, size,
     logits_row, out_row, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
