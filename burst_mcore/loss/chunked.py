@@ -178,7 +178,6 @@ def repair(
     d_bias: Tensor | None,
     hidden: Tensor,
     labels: Tensor,
-    lse: Tensor,
     missing: Tensor,
     head: Head,
 ) -> None:
@@ -189,7 +188,6 @@ def repair(
         d_bias: [v], or None.
         hidden: [tokens, d], of the tokens to repair.
         labels: [tokens].
-        lse: [tokens].
         missing: [tokens] in at least float32, of any sign.
         head: As in `forward`.
     """

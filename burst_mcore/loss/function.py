@@ -190,7 +190,7 @@ class _FusedLoss(torch.autograd.Function):
             d_weight, d_bias = (None if x is None else _times(x, c) for x in (d_weight, d_bias))
             missing, head = each[others] - c * expected[others], call.head(weight, bias, len(others))
             tokens = _tokens_of(hidden, call)[others]
-            repair(d_weight, d_bias, tokens, y[others], lse[others], missing, head)
+            repair(d_weight, d_bias, tokens, y[others], missing, head)
             c = torch.ones_like(c)
         if d_bias is not None:
             d_bias = (d_bias * c).to(bias.dtype)
