@@ -160,7 +160,7 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
             metrics[1, at] = statistics[ENTROPY].where(seen, 0.0)
             metrics[2, at] = (z >= statistics[LARGEST]).logical_and(seen).to(full)
         if d_hidden is not None:
-            rows = d_hidden.new_empty(len(at), len(d_hidden[0])) if isinstance(at, Tensor) else d_hidden[at]
+            rows = d_hidden.new_empty(len(at), hidden.shape[1]) if isinstance(at, Tensor) else d_hidden[at]
             chunk.hidden_gradient(rows)
             if isinstance(at, Tensor):
                 d_hidden[at] = rows
