@@ -65,8 +65,8 @@ def fused_linear_cross_entropy(
     means and sums here, and with "none" of a masked sum of the caller's, c * weights (Megatron's contract).
     With "none", tokens whose upstream gradient is another are done again, at two products each; there on CUDA
     the host waits for the device in backward. In forward it waits once, for what is checked of labels and
-    weights, and for the groups' agreement. "mean" and "sum" of one process are written so that a CUDA graph can
-    hold them, but for float64 (not run yet); while it is captured, labels and weights are not checked.
+    weights, and for the groups' agreement. "mean" and "sum" of one process, but for float64, are written so
+    that a CUDA graph can hold them (not run yet); while it is captured, labels and weights are not checked.
 
     Args:
         hidden: [..., d]; float32, bfloat16, float16 or float64. With `sequence_parallel`, this rank's part,
