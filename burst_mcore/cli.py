@@ -283,6 +283,7 @@ def loss(
         float | None, typer.Option(help="Share of the tokens that have no loss, at random; default 1 in 16.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Counted rounds, after one that is not.")] = 3,
+    processes: Annotated[int, typer.Option(min=1, help="Fresh ones for each method.")] = 1,
     threads: Annotated[int, typer.Option(min=0, help="On CPU; 0: as many as there are cores.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")] = "auto",
     out: Annotated[Path, typer.Option(help="All figures, as JSON.")] = Path("loss.json"),
@@ -293,7 +294,7 @@ def loss(
     import torch
 
     from burst_mcore.bench import head, head_report
-    from burst_mcore.bench.head_methods import METHODS
+    from burst_mcore.bench.head_methods import METHODS, OURS
 
     threads = threads or os.cpu_count() or 1
     try:
@@ -307,16 +308,16 @@ def loss(
         ]
         names, rows = [name for name in methods.split(",") if name] or list(METHODS), []
         for problem in problems:
-            for row in head.measure(problem, names, repeats, threads, where):
+            for row in head.measure(problem, names, repeats, processes, threads, where):
                 rows.append(row)
                 typer.echo(head_report.line(row))
     except (ValueError, RuntimeError) as error:
         _fail("bench loss", error)
     judged, left_open = head_report.verdicts(rows)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(head_report.as_json(rows, judged, left_open, threads, repeats))
+    out.write_text(head_report.as_json(rows, judged, left_open, threads, repeats, processes))
     typer.echo(f"\n{head_report.report(rows, judged, left_open)}\n\nall figures: {out}")
-    ours_ran = all(row.of_products is not None for row in rows if row.method == head_report.OURS)
+    ours_ran = all(row.of_products is not None for row in rows if row.method == OURS)
     if not ours_ran or not all(verdict.reached for verdict in judged):
         raise typer.Exit(1)
 

@@ -43,7 +43,7 @@ def test_the_command_prints_a_table_and_writes_all_figures(tmp_path, monkeypatch
     wrong = Method("wrong", _loss_of_twice_the_logits)
     monkeypatch.setitem(METHODS, "wrong", wrong)
     out = tmp_path / "new" / "loss.json"
-    line = f"bench loss --device cpu --shape 96x16x200 --dtype float32 --repeats 2 --out {out}"
+    line = f"bench loss --device cpu --shape 96x16x200 --dtype float32 --repeats 2 --processes 2 --out {out}"
     done = CliRunner().invoke(app, [*line.split(), "--methods", "burst,naive,torch,liger,wrong"])
     assert done.exit_code == 0, done.output
     title = "96 x 16 x 200 (tokens x hidden x vocabulary), float32, 0.0625 of the tokens masked"
@@ -56,6 +56,9 @@ def test_the_command_prints_a_table_and_writes_all_figures(tmp_path, monkeypatch
         row = rows[name]
         assert row["seconds"] > 0
         assert row["of_products"] > 0
+        assert len(row["times"]) == len(row["products_times"]) == 4
+        assert len(row["ours_times"]) == (0 if name == "burst" else 4)
+        assert (row["over_ours"] is None) == (name == "burst")
         assert row["why_not"] is None
         assert 0 < row["errors"]["d_weight"] < 1e-5
         assert row["errors"]["over"] == "96x16x200"
@@ -79,7 +82,7 @@ def test_every_method_that_runs_here_is_right(name, dtype):
 def test_what_cannot_run_gives_its_reason(monkeypatch):
     monkeypatch.setattr(head, "ProcessPoolExecutor", lambda size, mp_context: ThreadPoolExecutor(size))
     measured = partial(
-        head._measured, problem=SMALL, repeats=1, threads=torch.get_num_threads(), device="cpu"
+        head._measured, beside=None, problem=SMALL, repeats=1, threads=torch.get_num_threads(), device="cpu"
     )
     lacks = Method("lacks", _refuses, partial(head_methods._needs_package, "no_such_module", "no-such", True))
     assert measured(lacks).why_not == "needs a GPU and the package no-such"
@@ -131,18 +134,33 @@ def _row(name, **figures):
     return Row(name, "8192x1024x128256", "bfloat16", "cpu", errors=RIGHT, **figures)
 
 
+def _in_turn(*over_ours):
+    return {"times": over_ours, "products_times": (0.8,) * 3, "ours_times": (1.0,) * 3}
+
+
+def test_what_processes_found_is_joined():
+    first = _row("torch", times=(1.0, 3.0), products_times=(1.0, 1.0), ours_times=(2.0, 2.0), peak_bytes=7)
+    second = _row("torch", times=(8.0,), products_times=(2.0,), ours_times=(2.0,), peak_bytes=9)
+    both = first.joined(second)
+    assert (both.seconds, both.products_seconds, both.of_products, both.over_ours) == (3.0, 1.0, 3.0, 1.5)
+    assert both.peak_bytes == 9
+    died = _row("torch", why_not="its process was ended")
+    assert first.joined(died) is died
+    assert died.seconds is died.of_products is died.over_ours is None
+
+
 def test_bars_are_for_the_shapes_that_they_name_and_nothing_is_dropped():
     rows = [
-        _row("burst", seconds=1.0, products_seconds=0.8, of_products=1.25, peak_bytes=10, largest=0.1),
-        _row("compiled-naive", seconds=1.0, products_seconds=0.8, of_products=1.2, peak_bytes=40),
-        _row("torch", seconds=1.0, products_seconds=0.8, of_products=2.0, peak_bytes=8),
+        _row("burst", times=(1.0,), products_times=(0.8,), peak_bytes=10, largest=0.1),
+        _row("compiled-naive", **_in_turn(0.9, 0.98, 1.5), peak_bytes=40),
+        _row("torch", times=(1.6,), products_times=(0.8,), peak_bytes=8),
         _row("deepspeed", why_not="needs the package deepspeed"),
     ]
     judged, left_open = head_report.verdicts(rows)
     at = "8192x1024x128256, bfloat16: "
     assert {v.claim.removeprefix(at): v.reached for v in judged} == {
         "time over the three products alone": True,
-        "time over that of compiled-naive": False,
+        "time over that of compiled-naive, in turn": False,
         "peak memory over that of torch": False,
         "peak memory over that of compiled-naive": True,
         "largest tensor made over N x V, below 1": True,
@@ -152,6 +170,10 @@ def test_bars_are_for_the_shapes_that_they_name_and_nothing_is_dropped():
     assert "needs the package deepspeed" in text
     assert "MISSED" in text
     assert "not judged, since not measured:" in text
+    slower = [rows[0], replace(rows[1], **_in_turn(0.9, 1.02, 1.5))]
+    assert next(v for v in head_report.verdicts(slower)[0] if "in turn" in v.claim).reached
+    alone = [rows[0], replace(rows[1], ours_times=())]
+    assert f"{at}time over that of compiled-naive, in turn" in head_report.verdicts(alone)[1]
     whole = [replace(rows[0], largest=1.0)]
     assert not next(v for v in head_report.verdicts(whole)[0] if "largest" in v.claim).reached
     small = [replace(row, shape="96x16x200") for row in rows]
@@ -183,3 +205,15 @@ def test_bad_options_are_one_line(options, words):
 def test_every_method_is_in_the_docs():
     text = (Path(__file__).parent.parent / "docs" / "benchmark.md").read_text()
     assert all(f"`{name}`" in text for name in METHODS)
+
+
+def test_losses_are_timed_in_turn_forth_and_back():
+    order = []
+
+    def loss(which, hidden, weight, labels):
+        order.append(which)
+        return METHODS["naive"].build("cpu")(hidden, weight, labels)
+
+    clocks = head._times([partial(loss, "first"), partial(loss, "second")], SMALL, 2, "cpu")
+    assert order == ["second", "first", "first", "second", "second", "first"]
+    assert [len(clock) for clock in clocks] == [2, 2, 2]

@@ -1,4 +1,4 @@
-"""Runs LM heads side by side: each in a process of its own, beside its three matrix products alone."""
+"""Runs LM heads side by side: each in a process of its own, in turn with its matrix products and ours."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from burst_mcore.bench.head_memory import LargestMade, peak_bytes
-from burst_mcore.bench.head_methods import IGNORED, METHODS, HeadLoss, Method
+from burst_mcore.bench.head_methods import IGNORED, METHODS, OURS, HeadLoss, Method
 from burst_mcore.bench.problem import DTYPES
 from burst_mcore.bench.run import fresh_processes, keep_freed_memory
 from burst_mcore.loss import reference
@@ -110,12 +112,12 @@ class Row:
     dtype: str
     device: str
     masked: float = MASKED
-    seconds: float | None = None
-    """Median of the repeats."""
-    products_seconds: float | None = None
+    times: tuple[float, ...] = ()
+    """Seconds of each repeat, of all its processes; none if it was not timed."""
+    products_times: tuple[float, ...] = ()
     """Of the three matrix products alone, in turn with the method."""
-    of_products: float | None = None
-    """Median of the repeats' ratios."""
+    ours_times: tuple[float, ...] = ()
+    """Of our own method, in turn with this one; none where that was not asked for."""
     peak_bytes: int | None = None
     """Beyond the inputs; the gradients that are handed out are in it."""
     largest: float | None = None
@@ -124,11 +126,63 @@ class Row:
     why_not: str | None = None
     """Why it was not timed."""
 
+    @property
+    def seconds(self) -> float | None:
+        """Median of the repeats."""
+        return _median(self.times)
+
+    @property
+    def products_seconds(self) -> float | None:
+        """Median of the repeats."""
+        return _median(self.products_times)
+
+    @property
+    def of_products(self) -> float | None:
+        """Median of the repeats' ratios."""
+        return _median_ratio(self.times, self.products_times)
+
+    @property
+    def over_ours(self) -> float | None:
+        """Median of the repeats' ratios."""
+        return _median_ratio(self.times, self.ours_times)
+
+    def joined(self, other: Row) -> Row:
+        """This, and what another process found of the same; only that, if it could not time it."""
+        if other.why_not is not None:
+            return other
+        return replace(
+            self,
+            times=self.times + other.times,
+            products_times=self.products_times + other.products_times,
+            ours_times=self.ours_times + other.ours_times,
+            peak_bytes=_largest(self.peak_bytes, other.peak_bytes),
+        )
+
+
+def _median(found: Sequence[float]) -> float | None:
+    return statistics.median(found) if found else None
+
+
+def _median_ratio(found: Sequence[float], over: Sequence[float]) -> float | None:
+    return _median([a / b for a, b in zip(found, over, strict=True)]) if over else None
+
+
+def _largest(*found: int | None) -> int | None:
+    return max((x for x in found if x is not None), default=None)
+
 
 def measure(
-    problem: HeadProblem, names: Sequence[str], repeats: int, threads: int, device: str
+    problem: HeadProblem, names: Sequence[str], repeats: int, processes: int, threads: int, device: str
 ) -> Iterator[Row]:
     """Each method's figures, as they are found; also of those that cannot run, or are wrong, and why.
+
+    Args:
+        problem: To solve.
+        names: Of the methods. If ours is among them, each of the others is timed in turn with it.
+        repeats: Counted rounds in each process.
+        processes: Fresh ones for each method: one differs from the next by more than its repeats do.
+        threads: Of torch.
+        device: "cpu" or "cuda".
 
     Raises:
         ValueError: a method is unknown.
@@ -136,16 +190,36 @@ def measure(
     for name in names:
         if name not in METHODS:
             raise ValueError(f"unknown method {name!r}; legal: {', '.join(METHODS)}")
-    return (_measured(METHODS[name], problem, repeats, threads, device) for name in names)
+    beside = {name: METHODS[OURS] if OURS in names and name != OURS else None for name in names}
+    how = repeats, threads, device
+    return (_over_processes(METHODS[name], beside[name], problem, processes, *how) for name in names)
 
 
-def _measured(method: Method, problem: HeadProblem, repeats: int, threads: int, device: str) -> Row:
+def _over_processes(
+    method: Method,
+    beside: Method | None,
+    problem: HeadProblem,
+    processes: int,
+    repeats: int,
+    threads: int,
+    device: str,
+) -> Row:
+    found = _measured(method, beside, problem, repeats, threads, device)
+    for _ in range(processes - 1):
+        if found.why_not is None:
+            found = found.joined(_measured(method, beside, problem, repeats, threads, device))
+    return found
+
+
+def _measured(
+    method: Method, beside: Method | None, problem: HeadProblem, repeats: int, threads: int, device: str
+) -> Row:
     lacking = method.needs(device)
     if lacking is not None:
         return _row(method, problem, device, f"needs {lacking}")
     with ProcessPoolExecutor(1, mp_context=fresh_processes()) as pool:
         try:
-            return pool.submit(_alone, method, problem, repeats, threads, device).result()
+            return pool.submit(_alone, method, beside, problem, repeats, threads, device).result()
         except BrokenProcessPool:
             return _row(method, problem, device, "its process was ended: too little memory?")
         except Exception as error:  # whatever a rival may raise is a result, not the end of the run
@@ -157,8 +231,10 @@ def _row(method: Method, problem: HeadProblem, device: str, why_not: str | None 
     return Row(method.name, problem.shape, problem.dtype, device, problem.masked, why_not=why_not)
 
 
-def _alone(method: Method, problem: HeadProblem, repeats: int, threads: int, device: str) -> Row:
-    """All of a method, in a process where nothing else ran."""
+def _alone(
+    method: Method, beside: Method | None, problem: HeadProblem, repeats: int, threads: int, device: str
+) -> Row:
+    """All of a method, in a process where nothing else runs before its time is taken, beside another's."""
     torch.set_num_threads(threads)
     loss = method.build(device)
     peak, largest = _memory(method, loss, problem, device)
@@ -167,12 +243,13 @@ def _alone(method: Method, problem: HeadProblem, repeats: int, threads: int, dev
     if errors.wrong:
         return replace(found, why_not="wrong")
     keep_freed_memory()
-    times, products = _times(loss, problem, repeats, device)
+    losses = [loss] if beside is None else [loss, beside.build(device)]
+    products, times, *ours = _times(losses, problem, repeats, device)
     return replace(
         found,
-        seconds=statistics.median(times),
-        products_seconds=statistics.median(products),
-        of_products=statistics.median(a / b for a, b in zip(times, products, strict=True)),
+        times=tuple(times),
+        products_times=tuple(products),
+        ours_times=tuple(chain.from_iterable(ours)),
     )
 
 
@@ -230,26 +307,26 @@ def _gate_problem(problem: HeadProblem, device: str) -> HeadProblem:
     return replace(problem, tokens=tokens, vocabulary=min(problem.vocabulary, memory // 2 // of_a_row))
 
 
-def _times(
-    loss: HeadLoss, problem: HeadProblem, repeats: int, device: str
-) -> tuple[list[float], list[float]]:
-    """Seconds of the method and of the products alone, in turn, after a round that is not counted."""
+def _times(losses: Sequence[HeadLoss], problem: HeadProblem, repeats: int, device: str) -> list[list[float]]:
+    """Seconds of the products alone, then of each loss: in turn, after a round that is not counted.
+
+    Every other round goes backwards, so that a machine that slows down favours none.
+    """
     tensors = problem.tensors(device)
     runs: list[Callable[[], object]] = [
         three_products(tensors[0].detach(), tensors[1].detach()),
-        lambda: _step(loss, *tensors),
+        *(partial(_step, loss, *tensors) for loss in losses),
     ]
-    clocks: list[list[float]] = [[], []]
+    clocks: list[list[float]] = [[] for _ in runs]
     for repeat in range(-1, repeats):
-        for run, clock in zip(runs, clocks, strict=True):
+        for run, clock in list(zip(runs, clocks, strict=True))[:: -1 if repeat % 2 else 1]:
             _wait(device)
             start = time.perf_counter()
             run()
             _wait(device)
             if repeat >= 0:
                 clock.append(time.perf_counter() - start)
-    products, times = clocks
-    return times, products
+    return clocks
 
 
 def _wait(device: str) -> None:

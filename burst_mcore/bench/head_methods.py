@@ -16,6 +16,7 @@ from torch.nn import functional
 from burst_mcore.loss import fused_linear_cross_entropy
 from burst_mcore.loss.terms import wide
 
+OURS = "burst"
 IGNORED = -100
 """The label of tokens without loss: the one way to mask that every method has."""
 DEEPSPEED_SHARD_BYTES = 2**30
@@ -138,7 +139,7 @@ def _cce(device: str) -> HeadLoss:
 METHODS = {
     method.name: method
     for method in (
-        Method("burst", _burst),
+        Method(OURS, _burst),
         Method("naive", _naive),
         Method("compiled-naive", _compiled_naive, compiled=True, visible=False),
         Method("torch", _torch, _torch_needs, visible=False),
