@@ -1,6 +1,7 @@
 import json
+import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,8 +36,8 @@ def _refuses(device):
     return loss
 
 
-def _dies(device):
-    raise BrokenProcessPool
+def _is_killed(device):
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_the_command_prints_a_table_and_writes_all_figures(tmp_path, monkeypatch):
@@ -58,7 +59,7 @@ def test_the_command_prints_a_table_and_writes_all_figures(tmp_path, monkeypatch
         assert row["of_products"] > 0
         assert len(row["times"]) == len(row["products_times"]) == 4
         assert len(row["ours_times"]) == (0 if name == "burst" else 4)
-        assert (row["over_ours"] is None) == (name == "burst")
+        assert (row["ours_over"] is None) == (name == "burst")
         assert row["why_not"] is None
         assert 0 < row["errors"]["d_weight"] < 1e-5
         assert row["errors"]["over"] == "96x16x200"
@@ -79,18 +80,30 @@ def test_every_method_that_runs_here_is_right(name, dtype):
     assert not errors.wrong
 
 
+def _measured(method, beside=None):
+    return head._measured(method, beside, SMALL, repeats=1, threads=torch.get_num_threads(), device="cpu")
+
+
 def test_what_cannot_run_gives_its_reason(monkeypatch):
-    monkeypatch.setattr(head, "ProcessPoolExecutor", lambda size, mp_context: ThreadPoolExecutor(size))
-    measured = partial(
-        head._measured, beside=None, problem=SMALL, repeats=1, threads=torch.get_num_threads(), device="cpu"
-    )
     lacks = Method("lacks", _refuses, partial(head_methods._needs_package, "no_such_module", "no-such", True))
-    assert measured(lacks).why_not == "needs a GPU and the package no-such"
+    assert _measured(lacks).why_not == "needs a GPU and the package no-such"
     assert lacks.needs("cuda") == "the package no-such"
-    refuses = measured(Method("refuses", _refuses))
+    monkeypatch.setattr(head, "ProcessPoolExecutor", lambda size, mp_context: ThreadPoolExecutor(size))
+    refuses = _measured(Method("refuses", _refuses))
     assert refuses.why_not == "RuntimeError: not on a Tuesday"
     assert refuses.seconds is refuses.peak_bytes is refuses.errors is None
-    assert measured(Method("dies", _dies)).why_not == "its process was ended: too little memory?"
+
+
+@pytest.mark.parametrize("fails", [_refuses, _is_killed])
+def test_what_fails_beside_a_method_is_not_its_fault(fails):
+    torch_like = Method("theirs", METHODS["naive"].build)
+    alone = _measured(torch_like, beside=Method("ours", fails))
+    assert alone.why_not is None
+    assert alone.seconds > 0
+    assert alone.ours_over is None
+    killed = _measured(Method("killed", fails), beside=torch_like)
+    words = "not on a Tuesday" if fails is _refuses else "its process was ended: too little memory?"
+    assert words in killed.why_not
 
 
 @pytest.mark.parametrize(("masked", "least", "most"), [(0.0, 0, 0), (head.MASKED, 2, 14), (0.5, 30, 66)])
@@ -134,25 +147,25 @@ def _row(name, **figures):
     return Row(name, "8192x1024x128256", "bfloat16", "cpu", errors=RIGHT, **figures)
 
 
-def _in_turn(*over_ours):
-    return {"times": over_ours, "products_times": (0.8,) * 3, "ours_times": (1.0,) * 3}
+def _in_turn(*ours):
+    return {"times": (1.0,) * len(ours), "products_times": (0.8,) * len(ours), "ours_times": ours}
 
 
 def test_what_processes_found_is_joined():
-    first = _row("torch", times=(1.0, 3.0), products_times=(1.0, 1.0), ours_times=(2.0, 2.0), peak_bytes=7)
-    second = _row("torch", times=(8.0,), products_times=(2.0,), ours_times=(2.0,), peak_bytes=9)
+    first = _row("torch", times=(1.0, 3.0), products_times=(1.0, 1.0), ours_times=(2.0, 2.0))
+    second = _row("torch", times=(8.0,), products_times=(2.0,), ours_times=(2.0,))
     both = first.joined(second)
-    assert (both.seconds, both.products_seconds, both.of_products, both.over_ours) == (3.0, 1.0, 3.0, 1.5)
-    assert both.peak_bytes == 9
+    assert (both.seconds, both.products_seconds, both.of_products, both.ours_over) == (3.0, 1.0, 3.0, 2 / 3)
+    assert first.joined(replace(second, ours_times=())).ours_over is None  # ours failed beside it
     died = _row("torch", why_not="its process was ended")
     assert first.joined(died) is died
-    assert died.seconds is died.of_products is died.over_ours is None
+    assert died.seconds is died.of_products is died.ours_over is None
 
 
 def test_bars_are_for_the_shapes_that_they_name_and_nothing_is_dropped():
     rows = [
         _row("burst", times=(1.0,), products_times=(0.8,), peak_bytes=10, largest=0.1),
-        _row("compiled-naive", **_in_turn(0.9, 0.98, 1.5), peak_bytes=40),
+        _row("compiled-naive", **_in_turn(0.9, 1.02, 1.5), peak_bytes=40),
         _row("torch", times=(1.6,), products_times=(0.8,), peak_bytes=8),
         _row("deepspeed", why_not="needs the package deepspeed"),
     ]
@@ -170,8 +183,12 @@ def test_bars_are_for_the_shapes_that_they_name_and_nothing_is_dropped():
     assert "needs the package deepspeed" in text
     assert "MISSED" in text
     assert "not judged, since not measured:" in text
-    slower = [rows[0], replace(rows[1], **_in_turn(0.9, 1.02, 1.5))]
-    assert next(v for v in head_report.verdicts(slower)[0] if "in turn" in v.claim).reached
+    even = [rows[0], replace(rows[1], **_in_turn(0.8, 1.3))]  # the median of their inverses is above 1 too
+    assert not next(v for v in head_report.verdicts(even)[0] if "in turn" in v.claim).reached
+    faster = [rows[0], replace(rows[1], **_in_turn(0.9, 0.98, 1.5))]
+    assert next(v for v in head_report.verdicts(faster)[0] if "in turn" in v.claim).reached
+    failed = [_row("burst", why_not="wrong"), faster[1]]
+    assert f"{at}time over that of compiled-naive, in turn" in head_report.verdicts(failed)[1]
     alone = [rows[0], replace(rows[1], ours_times=())]
     assert f"{at}time over that of compiled-naive, in turn" in head_report.verdicts(alone)[1]
     whole = [replace(rows[0], largest=1.0)]

@@ -75,8 +75,10 @@ def upstreams(tokens, weights):
     some[::4] = 0
     slightly = scaled.clone()
     slightly[5] *= 1 + 1e-4
-    most = scaled.clone()
-    most[: tokens * 5 // 8] += 1 + torch.rand(tokens * 5 // 8, generator=generator, dtype=weights.dtype)
+    most = 1 + torch.rand(tokens, generator=generator, dtype=weights.dtype)
+    most[: tokens * 3 // 8] = 0
+    few = 0 * scaled
+    few[::4] = scaled[::4]
     return {
         "one slightly off": (slightly, 1),
         "scaled": (scaled, 0),
@@ -84,7 +86,9 @@ def upstreams(tokens, weights):
         "one off": (one_off, 1),
         "normalised before": (normalised, 0),
         "a quarter without": (some, (tokens + 3) // 4),
+        "a quarter": (few, (tokens + 3) // 4),
         "arbitrary": (arbitrary, tokens - 1),  # one is the scalar itself
+        "arbitrary and zeros": (most, tokens - tokens * 3 // 8),  # fewer than differ from their median
     }
 
 

@@ -11,7 +11,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -119,7 +118,7 @@ class Row:
     ours_times: tuple[float, ...] = ()
     """Of our own method, in turn with this one; none where that was not asked for."""
     peak_bytes: int | None = None
-    """Beyond the inputs; the gradients that are handed out are in it."""
+    """Beyond the inputs; the gradients that are handed out are in it. This and the next: of one process."""
     largest: float | None = None
     """Elements of the largest tensor that was made, as a part of N x V; None where it cannot be seen."""
     errors: Errors | None = None
@@ -142,20 +141,20 @@ class Row:
         return _median_ratio(self.times, self.products_times)
 
     @property
-    def over_ours(self) -> float | None:
-        """Median of the repeats' ratios."""
-        return _median_ratio(self.times, self.ours_times)
+    def ours_over(self) -> float | None:
+        """Ours over this: median of the repeats' ratios."""
+        return _median_ratio(self.ours_times, self.times)
 
     def joined(self, other: Row) -> Row:
-        """This, and what another process found of the same; only that, if it could not time it."""
+        """This, with the times of another process; only that other, if it could not time it."""
         if other.why_not is not None:
             return other
+        both = self.ours_times and other.ours_times
         return replace(
             self,
             times=self.times + other.times,
             products_times=self.products_times + other.products_times,
-            ours_times=self.ours_times + other.ours_times,
-            peak_bytes=_largest(self.peak_bytes, other.peak_bytes),
+            ours_times=self.ours_times + other.ours_times if both else (),
         )
 
 
@@ -164,11 +163,7 @@ def _median(found: Sequence[float]) -> float | None:
 
 
 def _median_ratio(found: Sequence[float], over: Sequence[float]) -> float | None:
-    return _median([a / b for a, b in zip(found, over, strict=True)]) if over else None
-
-
-def _largest(*found: int | None) -> int | None:
-    return max((x for x in found if x is not None), default=None)
+    return _median([a / b for a, b in zip(found, over, strict=True)]) if found and over else None
 
 
 def measure(
@@ -190,41 +185,40 @@ def measure(
     for name in names:
         if name not in METHODS:
             raise ValueError(f"unknown method {name!r}; legal: {', '.join(METHODS)}")
-    beside = {name: METHODS[OURS] if OURS in names and name != OURS else None for name in names}
+    ours = METHODS[OURS] if OURS in names else None
     how = repeats, threads, device
-    return (_over_processes(METHODS[name], beside[name], problem, processes, *how) for name in names)
+    return (
+        _over_processes(
+            partial(_measured, METHODS[name], None if name == OURS else ours, problem, *how), processes
+        )
+        for name in names
+    )
 
 
-def _over_processes(
-    method: Method,
-    beside: Method | None,
-    problem: HeadProblem,
-    processes: int,
-    repeats: int,
-    threads: int,
-    device: str,
-) -> Row:
-    found = _measured(method, beside, problem, repeats, threads, device)
+def _over_processes(once: Callable[[], Row], processes: int) -> Row:
+    found = once()
     for _ in range(processes - 1):
-        if found.why_not is None:
-            found = found.joined(_measured(method, beside, problem, repeats, threads, device))
+        if found.why_not is not None:
+            break
+        found = found.joined(once())
     return found
 
 
 def _measured(
     method: Method, beside: Method | None, problem: HeadProblem, repeats: int, threads: int, device: str
 ) -> Row:
+    """In a process of its own; if that fails with ours beside it, in another alone: ours may be to blame."""
     lacking = method.needs(device)
     if lacking is not None:
         return _row(method, problem, device, f"needs {lacking}")
     with ProcessPoolExecutor(1, mp_context=fresh_processes()) as pool:
         try:
-            return pool.submit(_alone, method, beside, problem, repeats, threads, device).result()
+            found = pool.submit(_alone, method, beside, problem, repeats, threads, device).result()
         except BrokenProcessPool:
-            return _row(method, problem, device, "its process was ended: too little memory?")
-        except Exception as error:  # whatever a rival may raise is a result, not the end of the run
-            lines = str(error).strip().splitlines() or [""]
-            return _row(method, problem, device, f"{type(error).__name__}: {lines[0][:200]}")
+            found = _row(method, problem, device, "its process was ended: too little memory?")
+    if found.why_not is None or found.errors is not None or beside is None:
+        return found
+    return _measured(method, None, problem, repeats, threads, device)
 
 
 def _row(method: Method, problem: HeadProblem, device: str, why_not: str | None = None) -> Row:
@@ -234,7 +228,17 @@ def _row(method: Method, problem: HeadProblem, device: str, why_not: str | None 
 def _alone(
     method: Method, beside: Method | None, problem: HeadProblem, repeats: int, threads: int, device: str
 ) -> Row:
-    """All of a method, in a process where nothing else runs before its time is taken, beside another's."""
+    """All of a method, in a process where no other ran before. Whatever it may raise is a result."""
+    try:
+        return _found(method, beside, problem, repeats, threads, device)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        return _row(method, problem, device, f"{type(error).__name__}: {lines[0][:200]}")
+
+
+def _found(
+    method: Method, beside: Method | None, problem: HeadProblem, repeats: int, threads: int, device: str
+) -> Row:
     torch.set_num_threads(threads)
     loss = method.build(device)
     peak, largest = _memory(method, loss, problem, device)
@@ -245,12 +249,7 @@ def _alone(
     keep_freed_memory()
     losses = [loss] if beside is None else [loss, beside.build(device)]
     products, times, *ours = _times(losses, problem, repeats, device)
-    return replace(
-        found,
-        times=tuple(times),
-        products_times=tuple(products),
-        ours_times=tuple(chain.from_iterable(ours)),
-    )
+    return replace(found, times=tuple(times), products_times=tuple(products), ours_times=tuple(*ours))
 
 
 def _memory(
@@ -310,22 +309,22 @@ def _gate_problem(problem: HeadProblem, device: str) -> HeadProblem:
 def _times(losses: Sequence[HeadLoss], problem: HeadProblem, repeats: int, device: str) -> list[list[float]]:
     """Seconds of the products alone, then of each loss: in turn, after a round that is not counted.
 
-    Every other round goes backwards, so that a machine that slows down favours none.
+    The losses' order is turned round every time, so that a machine that slows down favours none.
     """
     tensors = problem.tensors(device)
-    runs: list[Callable[[], object]] = [
-        three_products(tensors[0].detach(), tensors[1].detach()),
-        *(partial(_step, loss, *tensors) for loss in losses),
+    products = three_products(tensors[0].detach(), tensors[1].detach())
+    steps: list[tuple[int, Callable[[], object]]] = [
+        (at, partial(_step, loss, *tensors)) for at, loss in enumerate(losses, 1)
     ]
-    clocks: list[list[float]] = [[] for _ in runs]
+    clocks: list[list[float]] = [[], *([] for _ in losses)]
     for repeat in range(-1, repeats):
-        for run, clock in list(zip(runs, clocks, strict=True))[:: -1 if repeat % 2 else 1]:
+        for at, run in [(0, products), *steps[:: -1 if repeat % 2 else 1]]:
             _wait(device)
             start = time.perf_counter()
             run()
             _wait(device)
             if repeat >= 0:
-                clock.append(time.perf_counter() - start)
+                clocks[at].append(time.perf_counter() - start)
     return clocks
 
 

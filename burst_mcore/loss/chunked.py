@@ -63,8 +63,6 @@ class Pass(NamedTuple):
 
     losses: Tensor
     """[tokens], 0 where the label is ignored."""
-    lse: Tensor
-    """logsumexp of the logits; 0 where nothing was computed."""
     hidden: Tensor | None
     """m_i u_i, the gradient of each token's loss, times the weight's mantissa [tokens, d]; where
     ranks share the vocabulary, this rank's part of it, in at least float32."""
@@ -133,7 +131,6 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
     chunk = Chunk(head, min(head.valid_tokens, head.chunk_tokens), wanted.any_gradient)
     split = None if weights is None else Weights.of(weights)
     found = torch.zeros(tokens, dtype=full, device=hidden.device)
-    lse = torch.zeros_like(found)
     metrics = torch.zeros((3, tokens), dtype=full, device=hidden.device) if wanted.metrics else None
     d_hidden = None
     if wanted.hidden:  # parts that are added up over ranks are rounded once, after that
@@ -152,11 +149,10 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
             scale = valid[at].to(full)
             scale = scale if split is None else scale * split.mantissa[at]
         statistics = chunk.run(hidden[at], columns[at], scale, wanted.metrics)
-        lse[at] = statistics[LSE]
         found[at] = losses(statistics, head.terms, vocabulary.size).where(valid[at], 0.0)
         if metrics is not None:
             z, seen = statistics[LABEL], valid[at]
-            metrics[0, at] = (z - lse[at]).where(seen, 0.0)
+            metrics[0, at] = (z - statistics[LSE]).where(seen, 0.0)
             metrics[1, at] = statistics[ENTROPY].where(seen, 0.0)
             metrics[2, at] = (z >= statistics[LARGEST]).logical_and(seen).to(full)
         if d_hidden is not None:
@@ -165,7 +161,7 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
             if isinstance(at, Tensor):
                 d_hidden[at] = rows
         chunk.add_to(d_weight, d_bias, None if split is None else split.power[at], fresh=first == 0)
-    return Pass(found, lse, d_hidden, d_weight, d_bias, metrics)
+    return Pass(found, d_hidden, d_weight, d_bias, metrics)
 
 
 def valid_places(valid: Tensor, count: int) -> Tensor | None:

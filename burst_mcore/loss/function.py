@@ -152,7 +152,7 @@ class _FusedLoss(torch.autograd.Function):
         ctx.call, ctx.main_grad = call, main_grad
         ctx.save_for_backward(
             hidden if call.reduction == "none" and (of_weight or of_bias) else None,
-            weight, bias, y, w, share, done.lse, d_hidden, done.weight, done.bias,
+            weight, bias, y, w, share, d_hidden, done.weight, done.bias,
         )  # fmt: skip
         ctx.shape = hidden.shape
         metrics = () if done.metrics is None else done.metrics.view(3, *labels.shape).unbind()
@@ -168,11 +168,10 @@ class _FusedLoss(torch.autograd.Function):
             )
         if upstream is None:
             return (None,) * 7
-        hidden, weight, bias, y, w, share, lse, d_hidden, d_weight, d_bias = ctx.saved_tensors
+        hidden, weight, bias, y, w, share, d_hidden, d_weight, d_bias = ctx.saved_tensors
         call: Call = ctx.call
-        upstream = upstream.to(lse.dtype)
         if call.reduction == "none":
-            valid = (y != call.ignore_index).to(lse.dtype)
+            valid = (y != call.ignore_index).to(upstream.dtype)
             expected = valid if w is None else valid * w
             each = upstream.reshape(-1).where(valid != 0, 0.0)
             if call.vocabulary.group is not None and not same_on_all(call.vocabulary.group, each):
@@ -180,7 +179,7 @@ class _FusedLoss(torch.autograd.Function):
             c, others = _scalar_and_others(each, expected)
         else:
             c, others = upstream * share, None
-            each = c.expand(len(lse)) if w is None else c * w
+            each = c.expand(len(y)) if w is None else c * w
         if d_hidden is not None:
             factor = each if w is None else each / Weights.of(w).mantissa
             if call.sequence_parallel:

@@ -44,7 +44,7 @@ class Kernel(NamedTuple):
     supports: Callable[[Problem], str | None]
     """Why it cannot serve, None if it can."""
     forward: Callable[[Tensor, Tensor, Tensor | None, Head, Wanted], Pass]
-    """As `chunked.forward`; of a library `losses` is [1], their sum, and `lse` holds zeros."""
+    """As `chunked.forward`; of a library `losses` is [1], their sum."""
 
 
 SumOfLosses = Callable[[Tensor, Tensor, Tensor | None, Tensor, Head], Tensor]
@@ -71,9 +71,7 @@ def _kernel(loss: SumOfLosses, lacks: Callable[[Problem], str | None], can: Coll
         d_hidden, d_weight, d_bias = (next(found) if want and x is not None else None for x, want in given)
         if places is not None and d_hidden is not None:
             d_hidden = torch.zeros_like(hidden).index_copy_(0, places, d_hidden)
-        full = wide(hidden.dtype)
-        no_lse = hidden.new_zeros(len(hidden), dtype=full)
-        return Pass(total.detach().to(full)[None], no_lse, d_hidden, d_weight, d_bias, None)
+        return Pass(total.detach().to(wide(hidden.dtype))[None], d_hidden, d_weight, d_bias, None)
 
     return Kernel(supports, run)
 
