@@ -368,6 +368,17 @@ def test_autocast_and_compile():
     torch.testing.assert_close(body(hidden), linear_cross_entropy(2 * hidden, weight, labels) + 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_upstream_gradients_may_be_of_another_dtype(dtype):
+    hidden, weight, labels, _ = draw(torch.bfloat16)
+    upstream = torch.full(labels.shape, 0.3, dtype=dtype)
+    loss = fused_linear_cross_entropy(hidden, weight, labels, reduction="none")
+    got = torch.autograd.grad(loss, (hidden, weight), upstream)
+    loss = fused_linear_cross_entropy(hidden, weight, labels, reduction="none")
+    want = torch.autograd.grad(loss, (hidden, weight), upstream.float())
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 BAD = {
     "outside": (lambda a: a["labels"].__setitem__((0, 1), V), r"labels must be in \[0, 53\) or -100.*got 53"),
     "negative": (lambda a: a["labels"].__setitem__((0, 1), -7), r"labels must be in \[0, 53\).*got -7"),
@@ -392,6 +403,7 @@ BAD = {
     "softcap": (lambda a: a.update(softcap=0.0), "softcap must be a finite number above 0"),
     "temperature": (lambda a: a.update(temperature=0), "temperature must be a finite number above 0"),
     "group": (lambda a: a.update(sequence_parallel=True), "sequence_parallel needs tp_group"),
+    "no group": (lambda a: a.update(cp_group="cp"), "cp_group must be a process group that .* got 'cp'"),
     "grad dtype": (
         lambda a: a.update(grad_weight_dtype=torch.float64),
         "grad_weight_dtype must be torch.float32",

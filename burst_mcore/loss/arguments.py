@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.loss.agreement import agree, fingerprint, refusal
+from burst_mcore.loss.agreement import agree, digest, fingerprint, refusal
 from burst_mcore.loss.chunked import Head, automatic_chunk
 from burst_mcore.loss.libraries import Kernel, Problem
+from burst_mcore.loss.products import products_for
 from burst_mcore.loss.table import choose
 from burst_mcore.loss.terms import Terms, wide
 from burst_mcore.loss.vocabulary import Vocabulary, shard
@@ -63,10 +64,10 @@ class Call:
     def head(self, weight: Tensor, bias: Tensor | None, tokens: int) -> Head:
         """The head of so many valid tokens."""
         dtype = torch.float64 if weight.dtype == torch.float64 else self.grad_weight_dtype
-        head = Head(weight, bias, self.terms, self.vocabulary, self.ignore_index, 1, dtype, tokens)
+        products = products_for(weight.dtype, weight.device, self.terms)
         width = max(self.vocabulary.most_rows, weight.shape[1])  # ranks must have the same number of chunks
-        chunk = self.chunk_tokens or automatic_chunk(tokens, width, head.products, weight.device.type)
-        return replace(head, chunk_tokens=chunk)
+        chunk = self.chunk_tokens or automatic_chunk(tokens, width, products, weight.device.type)
+        return Head(weight, bias, self.terms, self.vocabulary, self.ignore_index, chunk, dtype, tokens)
 
 
 def checked(a: Arguments) -> Call:
@@ -75,7 +76,8 @@ def checked(a: Arguments) -> Call:
     Raises:
         ValueError: on all of those ranks, if any of them gives what it must not; it names rank and argument.
     """
-    groups = [g for g in (a.tp_group, a.cp_group) if g is not None and dist.get_world_size(g) > 1]
+    given = [g for g in (a.tp_group, a.cp_group) if isinstance(g, dist.ProcessGroup)]
+    groups = [g for g in given if dist.get_world_size(g) > 1]
     tp_group = a.tp_group if a.tp_group in groups else None
     numbers, error = [0, 0, 0, 0], _wrong(a, tp_group)
     valid_tokens = 0
@@ -85,17 +87,18 @@ def checked(a: Arguments) -> Call:
         numbers = [len(a.weight), *labels, 0]
     facts = all_facts = _facts(a)
     if tp_group is not None and error is None:
-        numbers[3] = fingerprint(a.weight[:1].flatten())
-        all_facts = f"{facts}, {_tokens(a)}, {valid_tokens} of them not ignored"
+        numbers[3] = fingerprint(a.weight)
+        all_facts = f"{facts}, {_tokens(a)}"
+    device = a.hidden.device if isinstance(a.hidden, Tensor) and a.hidden.is_cuda else torch.device("cuda")
     failed, same, everyones = error is not None, True, [numbers]
     if tp_group is not None:
-        failed, same, everyones = agree(tp_group, error, all_facts, numbers)
+        failed, same, everyones = agree(tp_group, error, all_facts, numbers, device)
     if not failed:
         error = _wrong_together(a, everyones, valid_tokens)
     wrong = failed or not same or error is not None
     for group in groups:
         if group is not tp_group:
-            failed, same, _ = agree(group, "" if wrong else None, facts, [])
+            failed, same, _ = agree(group, "" if wrong else None, facts, [], device)
             wrong = wrong or failed or not same
     if wrong and not groups:
         raise ValueError(error)
@@ -166,12 +169,22 @@ def _wrong_tensors(a: Arguments) -> str | None:
             return f"{name} is {given.dtype}, hidden {a.hidden.dtype}: they must be alike (or use autocast)"
     if a.labels.dtype not in (torch.int64, torch.int32):
         return f"labels must be int64 or int32, got {a.labels.dtype}"
-    if a.weights is not None and a.weights.requires_grad:
+    return None if a.weights is None else _wrong_kind(a.weights)
+
+
+def _wrong_kind(weights: Tensor) -> str | None:
+    if weights.is_complex():
+        return f"weights must be real numbers, got {weights.dtype}"
+    if weights.requires_grad:
         return "weights require a gradient, which is not there: detach them, or weight the losses of 'none'"
     return None
 
 
 def _wrong_words(a: Arguments) -> str | None:
+    for name in ("tp_group", "cp_group"):
+        group = getattr(a, name)
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            return f"{name} must be a process group that this rank is in, or None, got {group!r}"
     if a.reduction not in REDUCTIONS:
         return f"reduction must be one of {REDUCTIONS}, got {a.reduction!r}"
     if not isinstance(a.ignore_index, int) or not -(2**63) <= a.ignore_index < 2**63:
@@ -271,11 +284,9 @@ def _facts(a: Arguments) -> str:
 def _tokens(a: Arguments) -> str:
     """What must be the same on all ranks of tp_group besides."""
     given = [a.labels] if a.weights is None else [a.labels, a.weights]
-    sums = [
-        float((x.flatten().double() * torch.arange(1, x.numel() + 1, device=x.device)).sum()) for x in given
-    ]
     return (
-        f"labels {[*a.labels.shape]}, checksums of labels and weights {sums}, "
+        f"labels {[*a.labels.shape]}, checksums of labels and weights "
+        f"{torch.stack([digest(x) for x in given]).tolist()}, "
         f"chunk_tokens = {a.chunk_tokens}, sequence_parallel: {a.sequence_parallel}"
     )
 

@@ -63,10 +63,12 @@ def fused_linear_cross_entropy(
 
     Gradients are exact for every upstream gradient. Those that are a scalar times `weights` are cheap: of the
     means and sums here, and with "none" of a masked sum of the caller's, c * weights (Megatron's contract).
-    With "none", tokens whose upstream gradient is another are done again, at two products each; there on CUDA
-    the host waits for the device in backward. In forward it waits once, for what is checked of labels and
-    weights, and for the groups' agreement. "mean" and "sum" of one process, but for float64, are written so
-    that a CUDA graph can hold them (not run yet); while it is captured, labels and weights are not checked.
+    With "none", tokens whose upstream gradient is another are done again, at two products each.
+
+    On CUDA the host waits for the device once in forward, for what is checked of labels and weights, and in
+    backward of "none". With groups it also waits for what their ranks tell each other: in forward, and with
+    `tp_group` in backward. "mean" and "sum" of one process, but for float64, are written so that a CUDA graph
+    can hold them (not run yet); while it is captured, labels and weights are not checked.
 
     Args:
         hidden: [..., d]; float32, bfloat16, float16 or float64. With `sequence_parallel`, this rank's part,
@@ -170,16 +172,12 @@ class _FusedLoss(torch.autograd.Function):
             return (None,) * 7
         hidden, weight, bias, y, w, share, d_hidden, d_weight, d_bias = ctx.saved_tensors
         call: Call = ctx.call
-        if call.reduction == "none":
-            valid = (y != call.ignore_index).to(upstream.dtype)
-            expected = valid if w is None else valid * w
-            each = upstream.reshape(-1).where(valid != 0, 0.0)
-            if call.vocabulary.group is not None and not same_on_all(call.vocabulary.group, each):
-                raise RuntimeError("upstream gradients of a loss differ between ranks of its tp_group")
-            c, others = _scalar_and_others(each, expected)
-        else:
-            c, others = upstream * share, None
-            each = c.expand(len(y)) if w is None else c * w
+        valid = y != call.ignore_index
+        expected = valid.to(upstream.dtype) if w is None else w
+        each = upstream.reshape(-1).where(valid, 0.0) if share is None else upstream * share * expected
+        if call.vocabulary.group is not None and not same_on_all(call.vocabulary.group, each):
+            raise RuntimeError("upstream gradients of a loss differ between ranks of its tp_group")
+        c, others = _scalar_and_others(each, expected) if share is None else (upstream * share, None)
         if d_hidden is not None:
             factor = each if w is None else each / Weights.of(w).mantissa
             if call.sequence_parallel:
@@ -187,9 +185,8 @@ class _FusedLoss(torch.autograd.Function):
             d_hidden = (d_hidden * factor[:, None]).to(d_hidden.dtype).view(ctx.shape)
         if others is not None and hidden is not None:
             d_weight, d_bias = (None if x is None else _times(x, c) for x in (d_weight, d_bias))
-            missing, head = each[others] - c * expected[others], call.head(weight, bias, len(others))
-            tokens = _tokens_of(hidden, call)[others]
-            repair(d_weight, d_bias, tokens, y[others], missing, head)
+            tokens, head = _tokens_of(hidden, call)[others], call.head(weight, bias, len(others))
+            repair(d_weight, d_bias, tokens, y[others], (each - c * expected)[others], head)
             c = torch.ones_like(c)
         if d_bias is not None:
             d_bias = (d_bias * c).to(bias.dtype)

@@ -60,9 +60,9 @@ def _kernel(loss: SumOfLosses, lacks: Callable[[Problem], str | None], can: Coll
             return forward(hidden, labels, weights, head, wanted)
         places = valid_places(labels != head.ignore_index, head.valid_tokens)
         learn = wanted.any_gradient
-        h = (hidden if places is None else hidden[places]).detach().requires_grad_(learn)
-        w = head.weight.detach().requires_grad_(learn)
-        b = None if head.bias is None else head.bias.detach().requires_grad_(learn)
+        h = (hidden if places is None else hidden[places]).detach().requires_grad_(wanted.hidden)
+        w = head.weight.detach().requires_grad_(wanted.weight)
+        b = None if head.bias is None else head.bias.detach().requires_grad_(wanted.bias)
         given = ((h, wanted.hidden), (w, wanted.weight), (b, wanted.bias))
         leaves = [x for x, want in given if want and x is not None]
         with torch.set_grad_enabled(learn):

@@ -26,9 +26,11 @@ def test_microbatches_in_flight():
 
 
 @needs_019
-@pytest.mark.parametrize("tp", [1, 2])
-def test_multi_token_prediction(tp):
-    assert_equal(step(Case(model="mtp", tp=tp, fused=True, fields=MTP)), default(model="mtp", fields=MTP))
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_multi_token_prediction(tp, cp):
+    dealt = (("sequence_parallel", tp > 1),)
+    got = step(Case(model="mtp", tp=tp, cp=cp, fused=True, fields=MTP + dealt))
+    assert_equal(got, default(model="mtp", fields=MTP))
 
 
 @pytest.mark.skipif(VERSION < (0, 19), reason="HybridModel is there from 0.19 on")
@@ -124,6 +126,29 @@ def test_no_logits_and_bfloat16():
     torch.testing.assert_close(losses, want_losses, rtol=1e-2, atol=1e-2)
     for name, gradient in want.items():
         assert (grads[name] - gradient).norm() <= 2e-2 * gradient.norm(), name
+
+
+def unlabelled(rank, size, kind, fields):
+    """The logits of a model without labels, before its loss is fused and after."""
+    cpu.enable()
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    model = build(Case(model=kind, fields=fields)).eval()
+    tokens, at = torch.randint(0, VOCAB, (BATCH, N)), torch.arange(N).expand(BATCH, N)
+    with torch.no_grad():
+        before = model(tokens, at, None)
+        fuse_loss(model)
+        return before, model(tokens, at, None)
+
+
+@needs_019
+@pytest.mark.parametrize(("kind", "fields"), [("hybrid", ()), ("mtp", MTP)])
+def test_logits_come_back_where_there_are_no_labels(kind, fields):
+    ((before, after),) = processes(1, unlabelled, kind, fields)
+    assert before.shape == (BATCH, N, VOCAB)
+    assert torch.equal(before, after)
 
 
 def refused(rank, size, fields):
