@@ -68,6 +68,7 @@ def test_what_our_own_backward_does_is_done_for_it_too():
     with loss_kernel("torch"):
         loss = fused_linear_cross_entropy(hidden, weight, labels, main_grad=main_grad)
         frozen = fused_linear_cross_entropy(hidden.detach(), weight, labels)
+        frozen_head = fused_linear_cross_entropy(hidden, weight.detach(), labels)
         with torch.no_grad():
             assert not fused_linear_cross_entropy(hidden, weight, labels).requires_grad
         nothing = fused_linear_cross_entropy(hidden, weight, torch.full_like(labels, -100))
@@ -79,6 +80,7 @@ def test_what_our_own_backward_does_is_done_for_it_too():
     assert distance(hidden.grad, 4 * want[0]) < 1e-6
     assert distance(main_grad - 1, 4 * want[1]) < 1e-6
     assert distance(*torch.autograd.grad(frozen, weight), want[1]) < 1e-6
+    assert distance(*torch.autograd.grad(frozen_head, hidden), want[0]) < 1e-6
     for zero in (nothing, empty):
         (gradient,) = torch.autograd.grad(zero, weight)
         assert zero.item() == 0 and not gradient.any()
