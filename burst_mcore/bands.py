@@ -7,6 +7,7 @@ A list of bands is an int64 tensor [bands, 6]:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
@@ -19,6 +20,11 @@ UNBOUNDED = 2**40
 def everything(n: int) -> Tensor:
     """All pairs of n tokens."""
     return torch.tensor([[0, n, 0, n, -UNBOUNDED, UNBOUNDED]])
+
+
+def transposed(bands: Tensor) -> Tensor:
+    """The same with queries and keys exchanged."""
+    return bands[:, (2, 3, 0, 1, 5, 4)] * torch.tensor([1, 1, 1, 1, -1, -1])
 
 
 def tightened(bands: Tensor) -> Tensor:
@@ -36,16 +42,33 @@ def intersected(a: Tensor, b: Tensor) -> Tensor:
     """The bands of the intersection of two lists of disjoint bands."""
     if len(a) > len(b):
         a, b = b, a
-    if len(a) * len(b) <= 2**20:
+    if len(a) * len(b) <= 2**14:
         return _met(a.repeat_interleave(len(b), 0), b.repeat(len(a), 1))
     b = b[b[:, 0].argsort(stable=True)]
     if bool((b[:, 1].diff() >= 0).all()):  # then those that meet a row of `a` stand together
-        first = torch.searchsorted(b[:, 1].contiguous(), a[:, 0].contiguous(), right=True).tolist()
-        last = torch.searchsorted(b[:, 0].contiguous(), a[:, 1].contiguous()).tolist()
-        found = [b[i:j] for i, j in zip(first, last, strict=True)]
-    else:
-        found = [_near(row, b) for row in a]
-    return torch.cat([_met(row.expand_as(near), near) for row, near in zip(a, found, strict=True)])
+        first = torch.searchsorted(b[:, 1].contiguous(), a[:, 0].contiguous(), right=True)
+        last = torch.searchsorted(b[:, 0].contiguous(), a[:, 1].contiguous())
+        return torch.cat([_met(a[i], b[j]) for i, j in pairs_of_runs(first, last)] or [a[:0]])
+    return torch.cat([_met(row.expand_as(near := _near(row, b)), near) for row in a])
+
+
+BLOCK = 2**18
+"""Rows of a table that are worked on at once: more would cost memory."""
+
+
+def pairs_of_runs(first: Tensor, last: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every (i, j) with first[i] <= j < last[i], block by block, as two lists of indices."""
+    lengths = (last - first).clamp(min=0)
+    ends = lengths.cumsum(0)
+    start = 0
+    while start < len(first):
+        before = int(ends[start - 1]) if start else 0
+        stop = max(start + 1, int(torch.searchsorted(ends, before + BLOCK, right=True)))
+        of = lengths[start:stop]
+        i = torch.arange(start, stop).repeat_interleave(of)
+        place = torch.arange(int(of.sum())) - (of.cumsum(0) - of).repeat_interleave(of)
+        yield i, first[i] + place
+        start = stop
 
 
 def _near(row: Tensor, bands: Tensor) -> Tensor:

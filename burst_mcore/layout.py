@@ -186,6 +186,46 @@ class Layout:
         length = n // size // len(chunks)
         return joined([range(chunk * length, (chunk + 1) * length) for chunk in chunks])
 
+    def run_table(self, n: int, size: int) -> Tensor:
+        """The runs of all ranks at once, int64 [runs, 4]: rank, start, stop, step; ordered by rank and start.
+
+        Raises:
+            ValueError: as `padded`.
+        """
+        n = self.padded(n, size)
+        ranks = torch.arange(size)[:, None]
+        chunks = self.chunk_table(n, size)
+        if chunks is not None:
+            start = chunks.sort(1).values * (n // chunks.numel())
+            return _joined_table(ranks.expand_as(start), start, start + n // chunks.numel())
+        if size == 1 or self.kind == "striped":
+            table = [ranks, ranks, torch.full_like(ranks, n), torch.full_like(ranks, size)]
+            return torch.cat(table, 1)
+        ends = torch.tensor(self.ends)
+        length = (ends.diff() // (2 * size))[None, :, None]
+        of_document = torch.stack([ranks, 2 * size - 1 - ranks], 2)  # [size, 1, 2]: its two chunks
+        start = (ends[None, :-1, None] + of_document * length).flatten(1)
+        stop = start + length.expand(size, -1, 2).flatten(1)
+        return _joined_table(ranks.expand_as(start), start, stop)
+
+    def chunk_table(self, n: int, size: int) -> Tensor | None:
+        """Which of the equal chunks of the padded sequence each rank holds, int64 [size, chunks of a rank].
+
+        None where a layout does not deal equal chunks.
+        """
+        if size == 1 or self.kind in ("striped", "zigzag-documents"):
+            return None
+        n = self.padded(n, size)
+        ranks = torch.arange(size)[:, None]
+        if self.kind == "chunks":
+            return torch.tensor(self.chunks)
+        if self.kind == "contiguous":
+            return ranks
+        if self.kind == "block-striped":
+            return ranks + torch.arange(n // self.block)[None] * size
+        stacks = torch.arange(self.stacks)[None, :, None] * 2 * size
+        return (stacks + torch.stack([ranks, 2 * size - 1 - ranks], 2)).flatten(1)
+
     def _chunks(self, n: int, rank: int, size: int) -> Sequence[int]:
         """Which of the equal chunks of the sequence `rank` holds, in order."""
         if self.kind == "chunks":
@@ -254,6 +294,16 @@ def joined(runs: Sequence[range]) -> tuple[range, ...]:
         else:
             found.append(run)
     return tuple(found)
+
+
+def _joined_table(ranks: Tensor, start: Tensor, stop: Tensor) -> Tensor:
+    """Runs of step 1, ascending within each rank [size, runs of a rank], with neighbours as one."""
+    filled = (stop > start).flatten()
+    ranks, start, stop = (x.flatten()[filled] for x in (ranks, start, stop))
+    begins = torch.ones_like(start, dtype=torch.bool)
+    begins[1:] = (ranks[1:] != ranks[:-1]) | (start[1:] != stop[:-1])
+    ends = torch.cat([begins[1:], begins.new_ones(1)])
+    return torch.stack([ranks[begins], start[begins], stop[ends], torch.ones_like(start[begins])], 1)
 
 
 def positions(n: int, *, rank: int, size: int, layout: Layout | str = "zigzag") -> Tensor:

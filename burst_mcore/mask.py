@@ -375,6 +375,17 @@ class Mask(Named):
         return self.stride > 1 or any(isinstance(term, _Blocks) for term in self.terms)
 
     @property
+    def document_ends(self) -> Tensor | None:
+        """cu_seqlens of its documents, int64; None if it has none. Of several, those cut finest."""
+        ends = [term.ends for term in self.terms if isinstance(term, _Documents)]
+        return max(ends, key=len, default=None)
+
+    def with_documents(self, ends: Tensor) -> Mask:
+        """The same with other documents in the place of its own."""
+        others = tuple(term for term in self.terms if not isinstance(term, _Documents))
+        return Mask(others) & Mask.documents(ends)
+
+    @property
     def stride(self) -> int:
         """Only pairs whose distance is a multiple of this are allowed, besides what `bands` says."""
         return next((term.step for term in self.terms if isinstance(term, _Stride)), 1)

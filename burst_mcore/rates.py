@@ -34,7 +34,7 @@ DEFAULT = {
     # A node of 8 with NVLink at 400 GB/s both ways and a 200 Gbit/s NIC a GPU: the paper's cluster
     # (section 5), its peak 312 TFLOP/s; half of the peak is what flash kernels sustain there.
     "cuda": Rates(intra=200e9, inter=25e9, compute=156e12),
-    # Processes of one machine over loopback, and a 10 Gbit/s network between machines; one core.
-    "cpu": Rates(intra=1e9, inter=1e9, compute=50e9, latency=200e-6, hidden=False),
+    # Processes of one machine over loopback; between machines 10 Gbit/s that ten of them share.
+    "cpu": Rates(intra=1e9, inter=125e6, compute=50e9, latency=200e-6, hidden=False),
 }
-"""By device type, where the user gives none."""
+"""By device type, where the user gives none. Links between nodes are never as fast as those within."""

@@ -3,6 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from masks import random_layout, random_mask, randoms
 
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.choice import (
@@ -13,10 +16,22 @@ from burst_mcore.attention.choice import (
     reason,
     route_for,
     why_not_degree,
+    work_of,
 )
-from burst_mcore.attention.cost import Shard, Sizes, allowed_pairs, link_bytes, message_bytes, pass_flops
-from burst_mcore.attention.schedule import Route, program, schedule
-from burst_mcore.attention.timeline import play, play_one
+from burst_mcore.attention.cost import (
+    Shard,
+    Sizes,
+    allowed_pairs,
+    link_bytes,
+    mean_bytes,
+    message_bytes,
+    pass_flops,
+)
+from burst_mcore.attention.lockstep import Pass, play_all
+from burst_mcore.attention.plan import plan
+from burst_mcore.attention.reading import pairs_between
+from burst_mcore.attention.schedule import PASSES, Route, program, schedule
+from burst_mcore.attention.timeline import play
 from burst_mcore.rates import DEFAULT, Rates
 
 
@@ -115,33 +130,79 @@ def test_time_of_a_forward_is_the_formula(nodes, intra, compute):
     assert _play(Route(nodes, intra), "forward", compute, data=data, intra=intra) == pytest.approx(double)
     # Flat: every bundle crosses the slow links, and in the steady state all wait for them.
     flat = (size - 1) * max(compute, between) + compute
-    steps = program(intra - 1, Route(1, size), "forward")
-    one = play_one(steps, intra - 1, Sizes({"data": data}, 1), lambda rank, action: compute, intra, RATES)
-    assert one == pytest.approx(flat)
-    alone = play_one(
-        program(0, Route(nodes, intra, overlap=False), "forward"),
-        0,
-        Sizes({"data": data}, 1),
-        lambda rank, action: compute,
-        intra,
-        RATES,
-    )
+    assert _play(Route(1, size), "forward", compute, data=data, intra=intra) == pytest.approx(flat)
+    alone = _play(Route(nodes, intra, overlap=False), "forward", compute, data=data, intra=intra)
     assert alone == pytest.approx(size * compute + nodes * (intra - 1) * within + (nodes - 1) * between)
 
 
-@pytest.mark.parametrize("name", ["forward", "query", "kv"])
-@pytest.mark.parametrize("route", [Route(2, 4), Route(3, 2, 2), Route(1, 1, 4), Route(2, 2, overlap=False)])
-def test_one_rank_played_against_itself_is_all_of_them(route, name):
-    intra = route.size // route.nodes
-    sizes = message_bytes(_shard(8, 4, tokens=8), route, name)
-    rates = Rates(intra=1e6, inter=1e5, compute=1.0, latency=1e-3)
+def _played_both_ways(layout, mask, n, route, node, rates, kv_heads=4):
+    """(played for all at once, the last event where every rank is played, bytes a rank), by pass."""
+    what = plan(layout, mask, n, route.positions, route.heads)
+    shard = _shard(4 * route.heads, kv_heads, tokens=layout.padded(n, route.size) // route.size, head_dim=16)
+    pairs, passes = pairs_between(layout, mask, n, route.size), []
+    for name in PASSES:
+        if not route.direct or bool(what.reading(of_queries=name == "query").meets.all()):
+            for way in (route,) if route.direct else (route, replace(route, mirrored=True)):
+                stays = pairs.T if name == "query" else pairs
+                sizes = message_bytes(shard, way, name)
+                passes.append(Pass(way, name, sizes, work_of(shard, stays, way, name, rates)))
+    for each, played in zip(passes, play_all(what, passes, node, rates), strict=True):
+        drawn = schedule(each.route, each.name, what)
+        events = play(drawn, each.sizes, each.work.of_action, node, rates)
+        yield played, max(event.end for event in events), mean_bytes(drawn.programs, each.sizes, node)
 
-    def seconds(rank, action):
-        return 0.05 if action.part is None else 0.05 / route.heads
 
-    events = play(schedule(route, name), sizes, seconds, intra, rates)
-    one = play_one(program(0, route, name), 0, sizes, seconds, intra, rates)
-    assert one == pytest.approx(max(event.end for event in events), rel=0.02)
+@settings(max_examples=150, deadline=None)
+@given(
+    draw=randoms,
+    route=st.builds(
+        Route, st.integers(1, 3), st.integers(1, 8), st.sampled_from([1, 1, 2, 3, 4]), st.booleans()
+    ).filter(lambda route: route.size <= 32),
+    direct=st.booleans(),
+    chunks=st.integers(1, 6),
+    regular=st.sampled_from([None, None, Mask.causal(), Mask.full()]),
+)
+def test_played_at_once_is_every_rank_played(draw, route, direct, chunks, regular):
+    """Random routes, masks, layouts, placements and rates: the time is that of the slowest rank."""
+    route = replace(route, direct=True, nodes=1) if direct else route
+    n = 2 * chunks * route.size + draw.choice([0, 0, 1])
+    layout, mask = random_layout(draw, route.size, n), regular or random_mask(draw, n)
+    fits = [
+        d
+        for d in range(1, route.size + 1)
+        if not route.size % d and not (d % route.heads and route.heads % d)
+    ]
+    rates = Rates(
+        intra=draw.choice([1e6, 1e7]),
+        inter=draw.choice([1e5, 1e6]),
+        compute=draw.choice([1e5, 1e7, 1e9]),
+        latency=draw.choice([0.0, 1e-3]),
+    )
+    kv_heads = route.heads * draw.choice([1, 4])
+    for played, end, sent in _played_both_ways(layout, mask, n, route, draw.choice(fits), rates, kv_heads):
+        assert played.seconds == pytest.approx(end, rel=1e-6)
+        for link, size in sent.items():
+            assert played.sent[link] == pytest.approx(size, rel=1e-5, abs=64)
+
+
+@pytest.mark.parametrize("size", [64, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask.causal(),
+        Mask.window(300, 0),
+        Mask.causal() & Mask.documents([*range(0, 256 * 128, 1000), 256 * 128]),
+    ],
+    ids=["causal", "window", "documents"],
+)
+@pytest.mark.parametrize("route", ["double", "flat", "head x ring"])
+def test_large_rings_played_at_once_are_every_rank_played(size, mask, route):
+    route = {"double": Route(size // 8, 8), "flat": Route(1, size), "head x ring": Route(size // 8, 2, 4)}[
+        route
+    ]
+    rates = Rates(intra=1e8, inter=1e7, compute=1e10, latency=1e-4)
+    for played, end, _ in _played_both_ways(Layout("zigzag"), mask, 256 * 128, route, 8, rates, 16):
+        assert played.seconds == pytest.approx(end, rel=1e-5)
 
 
 def _choose(shard, ranks, rates, *, mask=None, degrees=None, directions=("query", "kv"), **way):

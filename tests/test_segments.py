@@ -96,11 +96,11 @@ def test_a_front_is_a_mask():
     assert not front(0, 10).allows(at, at).any()
 
 
-def test_rows_that_are_read_of_coarsely_planned_masks_end_at_the_cut():
+def test_rows_that_are_read_end_at_the_cut():
     n = 8192
     many = CAUSAL & Mask.documents(range(0, n + 1, 4))
     what = plan(Layout("striped"), many, n, 4)
-    assert what._coarse
+    assert what.needed(0, 1, of_queries=False) == (range(n // 4),)
     assert what.front(n // 2).needed(0, 1, of_queries=False) == (range(n // 8),)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from burst_mcore.attention.rows import Rows
 
@@ -39,7 +39,7 @@ class Channel(NamedTuple):
         return f"{self.link} {self.what}{f' {self.part}' if self.part else ''}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Send:
     """Start sending `rows` of `buffer` to rank `peer`. Until its channel's Wait it may not be written."""
 
@@ -47,14 +47,15 @@ class Send:
     channel: Channel
     buffer: str
     peer: int
-    rows: Rows | None = None
-    """Of the rows of the bundle's own position; None: all."""
+    rows: Any = None
+    """Of the rows of the bundle's own position (`Rows`); None: all. In the program of all ranks at once
+    (`lockstep`) `carried.Counted`."""
 
     def __str__(self) -> str:
         return f"{self.buffer}>{self.peer}{_of(self.rows)}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Recv:
     """Start receiving from rank `peer` into `buffer`; it may not be touched until the channel's Wait."""
 
@@ -68,7 +69,7 @@ class Recv:
         return f"{self.buffer}<{self.peer}{_of(self.rows)}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Wait:
     """Everything started on `channel` is complete."""
 
@@ -79,7 +80,7 @@ class Wait:
         return f"wait {self.channel}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Compute:
     """Attend this rank's own tensors to the bundle of position `source`, which lies in `buffer`.
 
@@ -95,7 +96,7 @@ class Compute:
         return f"[{self.source}{'' if self.part is None else f'.{self.part}'}]"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Accumulate:
     """Add the gradients of the last Compute to the travelling sum in `buffer`; the `first` share is set.
 
@@ -113,7 +114,7 @@ class Accumulate:
         return f"{self.buffer}{'=' if self.first else '+='}d[{self.source}]"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Add:
     """Add the sum in `other`, of the same bundle, to that in `buffer`; if `first`, there is none yet.
 
@@ -130,7 +131,7 @@ class Add:
         return f"{self.buffer}{'' if self.first else '+'}={self.other}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Return:
     """The gradient of the rank's own bundle is complete, in `buffer`; None: nobody reads the bundle."""
 
@@ -141,7 +142,7 @@ class Return:
         return f"done {self.buffer or 'nothing'}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Pack:
     """Copy what member `member` of the head group is to get into `buffer`."""
 
@@ -154,7 +155,7 @@ class Pack:
         return f"pack {self.buffer}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Unpack:
     """Copy what came from member `member` of the head group from `buffer` to where it belongs."""
 

@@ -26,6 +26,7 @@ from burst_mcore.attention.choice import (
     overlaps,
     reason,
     route_for,
+    typical,
     why_not_degree,
 )
 from burst_mcore.attention.cost import Shard
@@ -191,11 +192,25 @@ def _listed(lengths: Sequence[int]) -> str:
     return str(list(lengths)) if len(lengths) <= 16 else f"[{', '.join(map(str, lengths[:16]))}, ...]"
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _way(
     config: BurstConfig, ranks: Ranks, rates: Rates, shard: Shard, mask: Mask, n: int
 ) -> tuple[Route, str]:
-    """The route, and what travels in backward; what is "auto" by the cost model, said once."""
+    """The route, and what travels in backward: decided for the kind of layout and mask, not for each."""
+    layout, mask = typical(Layout.of(config.layout), mask, n, ranks.size)
+    return _way_of_kind(_of_any_layout(config), layout, ranks, rates, shard, mask, n)
+
+
+@lru_cache(maxsize=64)
+def _of_any_layout(config: BurstConfig) -> BurstConfig:
+    return replace(config, layout="zigzag")
+
+
+@lru_cache(maxsize=64)
+def _way_of_kind(
+    config: BurstConfig, layout: Layout, ranks: Ranks, rates: Rates, shard: Shard, mask: Mask, n: int
+) -> tuple[Route, str]:
+    """What is "auto" by the cost model, said once; the layout of `config` is not used."""
     degrees = _degrees(config, ranks, shard)
     directions = ("query", "kv") if config.backward == "auto" else (config.backward,)
     rings = RINGS if config.ring == "auto" else (config.ring,)
@@ -204,7 +219,7 @@ def _way(
         return route_for(degrees[0], ranks, ring=rings[0], overlap=overlap), directions[0]
     found = candidates(
         shard,
-        Layout.of(config.layout),
+        layout,
         mask,
         n,
         ranks,

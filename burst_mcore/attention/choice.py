@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from burst_mcore.attention.actions import DATA, GRADIENT, Compute, Program, Send
-from burst_mcore.attention.cost import (
-    Shard,
-    Sizes,
-    allowed_pairs,
-    link_bytes,
-    message_bytes,
-    pass_flops,
-)
+import torch
+from torch import Tensor
+
+from burst_mcore.attention.cost import Shard, mean_bytes, message_bytes, pass_flops
 from burst_mcore.attention.heads import why_not_heads
-from burst_mcore.attention.plan import Plan, plan
-from burst_mcore.attention.schedule import Route, program
-from burst_mcore.attention.timeline import play_one
-from burst_mcore.attention.volume import Volume, read_elsewhere, volume
+from burst_mcore.attention.lockstep import Pass, Played, Work, play_all
+from burst_mcore.attention.plan import Plan
+from burst_mcore.attention.reading import pairs_between
+from burst_mcore.attention.schedule import Route, schedule
+from burst_mcore.attention.timeline import play
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
 
 AS_FAST = 1.01
-"""Candidates within this factor of the fastest are as fast; among them the one that moves fewest bytes wins,
-since the rest of the training uses the links as well."""
-WORTH_IT = 0.8
-"""What a direct exchange must move at most of what a ring moves, to be taken instead of one as fast: a ring
-needs neighbours only."""
+"""Candidates within this factor of the fastest are as fast: the model knows no better. Nor does it where
+communication that is exposed differs by less than that share of the time."""
 RINGS = ("double", "flat", "direct")
-SPARSE = 0.15
-"""Where positions read less than this share of each other, only the direct exchange is costed."""
+PARTNERS = 2**14
+"""Pairs of positions that exchange rows, at most, for a direct exchange to be considered beside rings: every
+pair is a connection, and is looked at one by one."""
 
 
 @dataclass(frozen=True)
@@ -46,22 +40,39 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run a call, and its predicted cost on one rank."""
+    """A way to run a call, and its predicted cost."""
 
     ring: str
     route: Route
     direction: str
     forward_seconds: float
     backward_seconds: float
+    """Until the slowest rank is done."""
+    compute_seconds: float
+    """Of the kernel alone, on the busiest rank."""
     intra_bytes: int
     inter_bytes: int
-    """Sent in forward and backward."""
-    compute_seconds: float
-    """Of the kernel alone."""
+    """Sent in forward and backward by a rank, on average."""
+    tied: int
+    """Ranks that one exchange across nodes ties together: each waits for the others; 0 where none crosses."""
 
     @property
     def seconds(self) -> float:
         return self.forward_seconds + self.backward_seconds
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Time in which the busiest rank's kernel does not run: communication that is not hidden."""
+        return max(0.0, self.seconds - self.compute_seconds)
+
+    @property
+    def crosses_flat(self) -> bool:
+        """Whether one ring goes over all ranks of several nodes."""
+        return self.ring == "flat" and self.tied > 0
+
+    def __str__(self) -> str:
+        ring = f"{self.ring}{', mirrored' * self.route.mirrored}"
+        return f"{ring}, head_parallel={self.route.heads}, {self.direction}"
 
 
 def why_not_placed(degree: int, ranks: Ranks) -> str | None:
@@ -118,40 +129,135 @@ def candidates(
 ) -> tuple[Candidate, ...]:
     """Every combination of ring, degree and direction, costed; rings the better way round.
 
+    A direct exchange between very many (`PARTNERS`) is left out where there is a ring as well.
+
     n: tokens in the global sequence.
     """
     found: list[Candidate] = []
-    for ring, degree, direction in itertools.product(rings, degrees, directions):
-        forwards = route_for(degree, ranks, ring=ring, overlap=overlaps(overlap, degree, ranks, rates))
-        what = plan(layout, mask, n, forwards.positions, degree)
-        if "direct" in rings and ring != "direct" and _sparse(what):
-            continue
-        both = forwards.positions > 1 and not forwards.direct and not what.everything
-        ways = (forwards, replace(forwards, mirrored=True)) if both else (forwards,)
-        if all((other.route, other.direction) != (route, direction) for other in found for route in ways):
-            found.append(best([_candidate(shard, what, ranks, rates, ring, r, direction) for r in ways]))
+    for degree in degrees:
+        costs = _Costs(shard, layout, mask, n, ranks, rates, degree)
+        ways: dict[tuple[Route, str], str] = {}
+        for ring, direction in itertools.product(rings, directions):
+            route = route_for(degree, ranks, ring=ring, overlap=overlaps(overlap, degree, ranks, rates))
+            if len(rings) == 1 or not route.direct or costs.partners(direction) <= PARTNERS:
+                ways.setdefault((route, direction), ring)
+        costs.play(ways)
+        for (route, direction), ring in ways.items():
+            found.append(best([costs.candidate(ring, way, direction) for way in costs.ways(route)]))
     return tuple(found)
 
 
-def _sparse(what: Plan) -> bool:
-    return read_elsewhere(what, of_queries=False) < SPARSE
+class _Costs:
+    """What the passes of a call cost, at one degree of head parallelism."""
+
+    def __init__(
+        self, shard: Shard, layout: Layout, mask: Mask, n: int, ranks: Ranks, rates: Rates, degree: int
+    ) -> None:
+        self.shard, self.ranks, self.rates, self.degree = shard, ranks, rates, degree
+        self.plan = Plan(layout, mask, n, ranks.size // degree, degree)
+        self.pairs = pairs_of(layout, mask, n, ranks.size)
+        self.pairs_of_keys = self.pairs.T.contiguous()
+        self.works: dict[str, Work] = {}
+        self.played: dict[tuple[Route, str], Played] = {}
+        """By way and pass."""
+
+    def ways(self, route: Route) -> tuple[Route, ...]:
+        """Both ways round, where they differ."""
+        both = route.positions > 1 and not route.direct and not self.plan.everything
+        return (route, replace(route, mirrored=True)) if both else (route,)
+
+    def partners(self, direction: str) -> int:
+        """Pairs of positions that exchange rows in the pass with most."""
+        names = ("forward", direction)
+        return max(int(self.plan.reading(of_queries=x == "query").meets.sum()) for x in names)
+
+    def candidate(self, ring: str, route: Route, direction: str) -> Candidate:
+        forward, backward = self.played[route, "forward"], self.played[route, direction]
+        sent = {link: forward.sent[link] + backward.sent[link] for link in ("intra", "inter")}
+        return Candidate(
+            ring,
+            route,
+            direction,
+            forward.seconds,
+            backward.seconds,
+            forward.compute + backward.compute,
+            round(sent["intra"]),
+            round(sent["inter"]),
+            self.tied(route),
+        )
+
+    def play(self, ways: Iterable[tuple[Route, str]]) -> None:
+        """Play the passes of these ways, and of the rings the other way round."""
+        wanted: dict[tuple[Route, str], Pass] = {}
+        for route, direction in ways:
+            for way, name in itertools.product(self.ways(route), ("forward", direction)):
+                # Not hidden: messages take the cores that compute.
+                played = way if self.rates.hidden else replace(way, overlap=False)
+                sizes = message_bytes(self.shard, route, name)
+                work = self.work(route, name)
+                wanted.setdefault((way, name), Pass(played, name, sizes, work))
+        at_once = {key: each for key, each in wanted.items() if self.in_lockstep(each)}
+        played_all = play_all(self.plan, [*at_once.values()], self.ranks.intra, self.rates)
+        self.played = dict(zip(at_once, played_all, strict=True))
+        for key, each in wanted.items():
+            if key not in at_once:
+                self.played[key] = self.one_by_one(each)
+
+    def work(self, route: Route, name: str) -> Work:
+        if name not in self.works:
+            pairs = self.pairs_of_keys if name == "query" else self.pairs
+            self.works[name] = work_of(self.shard, pairs, route, name, self.rates)
+        return self.works[name]
+
+    def in_lockstep(self, each: Pass) -> bool:
+        meets = self.plan.reading(of_queries=each.of_queries).meets
+        return not each.route.direct or bool(meets.all())
+
+    def one_by_one(self, each: Pass) -> Played:
+        drawn = schedule(each.route, each.name, self.plan)
+        events = play(drawn, each.sizes, each.work.of_action, self.ranks.intra, self.rates)
+        sent = mean_bytes(drawn.programs, each.sizes, self.ranks.intra)
+        return Played(max(event.end for event in events), each.work.busiest, sent)
+
+    def tied(self, route: Route) -> int:
+        """See `Candidate.tied`."""
+        if self.ranks.size == self.ranks.intra:
+            return 0
+        of_heads = route.heads if route.heads > self.ranks.intra else 0
+        if route.direct:
+            return max(of_heads, int(self.plan.reading(of_queries=False).meets.sum(1).max()))
+        return max(
+            of_heads, route.nodes if route.nodes > 1 else route.positions if route.positions > 1 else 0
+        )
+
+
+@lru_cache(maxsize=4)
+def pairs_of(layout: Layout, mask: Mask, n: int, ranks: int) -> Tensor:
+    """Query-key pairs of each rank's queries and each rank's keys, [ranks, ranks]. Kept."""
+    return pairs_between(layout, mask, n, ranks)
+
+
+def work_of(shard: Shard, pairs: Tensor, route: Route, name: str, rates: Rates) -> Work:
+    """Seconds of the kernel in a pass; pairs: of what stays with what travels, [ranks, ranks]."""
+    per_pair = pass_flops(shard.pooled(route.heads), 1, name) / rates.compute
+    return Work(pairs, route.heads, per_pair)
 
 
 def best(found: Sequence[Candidate]) -> Candidate:
-    """The fastest; among those as fast, the one whose bytes need the links for the shortest time."""
+    """The fastest way; of those as fast (`AS_FAST`) the one that comes first in the order of ties.
+
+    That is: least communication exposed, as far as the model can tell; fewest ranks tied together by an
+    exchange across nodes, and no ring over all; fewest bytes between nodes, then within; the simplest.
+    """
     fastest = min(candidate.seconds for candidate in found)
-    as_fast = [candidate for candidate in found if candidate.seconds <= AS_FAST * fastest]
-    chosen = min(as_fast, key=_order)
-    rings = [c for c in as_fast if not c.route.direct and WORTH_IT * _bytes(c) < _bytes(chosen)]
-    return min(rings, key=_order) if chosen.route.direct and rings else chosen
+    as_fast = [c for c in found if c.seconds <= AS_FAST * fastest]
+    exposed = min(c.exposed_seconds for c in as_fast) + (AS_FAST - 1) * fastest
 
+    def order(c: Candidate) -> tuple[float, ...]:
+        across = c.tied, c.crosses_flat, c.inter_bytes
+        return *across, c.intra_bytes, c.route.direct, c.route.heads, _second(c), c.route.mirrored
 
-def _order(c: Candidate) -> tuple[float, ...]:
-    return c.inter_bytes, c.intra_bytes, c.route.heads, _second(c), c.route.mirrored
-
-
-def _bytes(candidate: Candidate) -> int:
-    return candidate.inter_bytes + candidate.intra_bytes
+    return min((c for c in as_fast if c.exposed_seconds <= exposed), key=order)
 
 
 def _second(candidate: Candidate) -> bool:
@@ -164,66 +270,59 @@ def _second(candidate: Candidate) -> bool:
 
 def reason(chosen: Candidate, found: Sequence[Candidate]) -> str:
     """Why it was chosen, in words."""
+    if chosen.seconds == 0:
+        return "nothing is to be done"
     bound = chosen.compute_seconds / chosen.seconds
     what = f"{bound:.0%} of its {chosen.seconds:.3g} s is kernel time"
     others = [c for c in found if c is not chosen]
     if not others:
         return f"the only one; {what}"
     rival = min(others, key=lambda c: c.seconds)
-    ring = f"{rival.ring}{', mirrored' * rival.route.mirrored}"
-    name = f"{ring}, head_parallel={rival.route.heads}, {rival.direction}"
     slower = rival.seconds / chosen.seconds
     if slower > AS_FAST:
-        return f"fastest: the next, {name}, takes {slower - 1:.0%} longer; {what}"
-    return f"as fast as any (within {AS_FAST - 1:.0%}), and of these it moves the fewest bytes; {what}"
+        return f"fastest: the next, {rival}, takes {slower - 1:.0%} longer; {what}"
+    if slower >= 1:
+        return f"fastest, with {rival} {slower - 1:.2%} behind; {_saved(chosen, rival)}; {what}"
+    return (
+        f"as fast as {rival} ({1 / slower - 1:.2%} slower, which the model cannot tell); "
+        f"{_saved(chosen, rival)}; {what}"
+    )
 
 
-def _candidate(
-    shard: Shard, what: Plan, ranks: Ranks, rates: Rates, ring: str, route: Route, direction: str
-) -> Candidate:
-    """Cost a call as the rank at the end of its node sees it: in a flat ring the one with the slow hop.
+def _saved(chosen: Candidate, rival: Candidate) -> str:
+    """What a way that is as fast saves beside another, and by how much."""
+    saved = []
+    if chosen.exposed_seconds < rival.exposed_seconds:
+        less = rival.exposed_seconds - chosen.exposed_seconds
+        saved.append(f"exposes {less * 1e3:.3g} ms less communication")
+    if chosen.tied < rival.tied:
+        saved.append(f"ties {chosen.tied} ranks together across nodes instead of {rival.tied}")
+    for link, ours, theirs in (
+        ("between nodes", chosen.inter_bytes, rival.inter_bytes),
+        ("within nodes", chosen.intra_bytes, rival.intra_bytes),
+    ):
+        if ours < theirs:
+            saved.append(f"moves {1 - ours / theirs:.0%} fewer bytes {link}")
+    return f"it {', '.join(saved)}" if saved else "it is the simpler"
 
-    Where the mask takes rows out of messages, every message counts as smaller by what all lose together.
+
+@lru_cache(maxsize=256)
+def typical(layout: Layout, mask: Mask, n: int, size: int) -> tuple[Layout, Mask]:
+    """The kind of a layout and a mask: what is decided for one is decided for all of a kind.
+
+    Documents become as many of one length, that of a typical token's document rounded to a power of two; the
+    chunks of a layout that was made for documents are dealt in turn.
     """
-    rank = ranks.intra - 1
-    pairs = allowed_pairs(what.mask, what.n) // (ranks.size * route.positions)
-    seconds, sent, compute = [], {"intra": 0.0, "inter": 0.0}, 0.0
-    played = route if rates.hidden else replace(route, overlap=False)
-    for name in ("forward", direction):
-        steps = program(rank, played, name)
-        sizes = message_bytes(shard, route, name)
-        # A position has the tokens of `heads` ranks, and each of them that share of the heads.
-        step = pass_flops(shard, pairs, name) / rates.compute
-
-        def compute_seconds(_: int, action: Compute, step: float = step) -> float:
-            return step if action.part is None else step / route.heads
-
-        moved = volume(what, route, name == "query", max(1, ranks.intra // route.heads))
-        left = _left(moved, sizes, steps, route.positions)
-        seconds.append(play_one(steps, rank, left, compute_seconds, ranks.intra, rates))
-        for link, size in _sent(moved, sizes, steps, rank, ranks.intra, route.positions).items():
-            sent[link] += size
-        compute += step * route.positions
-    intra, inter = round(sent["intra"]), round(sent["inter"])
-    return Candidate(ring, route, direction, seconds[0], seconds[1], intra, inter, compute)
-
-
-def _left(moved: Volume, sizes: Sizes, steps: Program, positions: int) -> Sizes:
-    """The sizes of messages between positions, less what the mask takes out, as if from all alike."""
-    whole = dict(sizes.whole)
-    for kind, rows in ((DATA, moved.data), (GRADIENT, moved.gradient)):
-        dense = sum(isinstance(action, Send) and action.channel.what == kind for action in steps)
-        whole[kind] = whole[kind] * sum(rows.values()) // (dense * positions * sizes.rows) if dense else 0
-    return Sizes(whole, sizes.rows)
-
-
-def _sent(
-    moved: Volume, sizes: Sizes, steps: Program, rank: int, intra_size: int, positions: int
-) -> dict[str, float]:
-    """Bytes that a rank sends on each link, on average."""
-    heads = tuple(a for a in steps if isinstance(a, Send) and a.channel.link == "heads")
-    sent = {link: float(size) for link, size in link_bytes(heads, rank, sizes, intra_size).items()}
-    for kind, rows in ((DATA, moved.data), (GRADIENT, moved.gradient)):
-        for link, total in rows.items():
-            sent[link] += total * sizes.whole[kind] / (sizes.rows * positions)
-    return sent
+    ends = mask.document_ends
+    if ends is None:
+        return layout, mask
+    lengths = ends.diff().double()
+    length = min(n, 2 ** round(float(((lengths**2).sum() / lengths.sum()).log2())))
+    if layout.kind == "zigzag-documents":
+        length = max(1, round(length / (2 * size))) * 2 * size
+        even = torch.tensor([*range(0, n, length), n])
+        return Layout("zigzag-documents", ends=tuple(even.tolist())), mask.with_documents(even)
+    if layout.kind == "chunks":
+        each = len(layout.chunks[0])
+        layout = Layout("chunks", chunks=tuple(tuple(range(r, size * each, size)) for r in range(size)))
+    return layout, mask.with_documents(torch.tensor([*range(0, n, length), n]))

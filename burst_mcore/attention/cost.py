@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from burst_mcore.attention.actions import BUNDLE, DATA, GRADIENT, RESULT, ROWS, SUM, Program, Recv, Send
@@ -87,6 +88,15 @@ def link_bytes(program: Program, rank: int, sizes: Sizes, intra_size: int) -> di
         if isinstance(action, Send):
             sent[link_class(rank, action.peer, intra_size)] += sizes.of(action)
     return sent
+
+
+def mean_bytes(programs: Sequence[Program], sizes: Sizes, intra_size: int) -> dict[str, float]:
+    """`link_bytes` of a rank, on average."""
+    total = {"intra": 0.0, "inter": 0.0}
+    for rank, program in enumerate(programs):
+        for link, size in link_bytes(program, rank, sizes, intra_size).items():
+            total[link] += size / len(programs)
+    return total
 
 
 def link_class(rank: int, peer: int, intra_size: int) -> str:

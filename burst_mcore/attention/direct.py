@@ -5,7 +5,7 @@ Where masks leave little to read, this moves least: every row to its readers and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from burst_mcore.attention.actions import (
     DATA,
@@ -25,35 +25,48 @@ from burst_mcore.attention.actions import (
     Send,
     Wait,
 )
-
-Meet = Callable[[int, int], bool]
-"""(position that owns a bundle, another) -> whether the other reads any of it."""
+from burst_mcore.attention.carried import EVERYTHING, Carried, Hops, nothing
 
 
-def direct(position: int, size: int, meet: Meet, *, gradients: bool) -> Program:
+def direct(position: int, size: int, *, gradients: bool, hops: Hops = EVERYTHING) -> Program:
     """Every row that is read comes while what was read before is computed; its gradient goes back meanwhile.
 
     Bundles are read in the order of the distance to their owners, so that at any time all positions send the
     same way. Positions that are not read, or do not read, are passed over.
+
+    Args:
+        position: whose program it is, of `size`.
+        gradients: whether they go back.
+        hops: who reads which rows.
     """
-    return tuple(_Position(position, size, meet, gradients).actions())
+    return tuple(_Position(position, size, hops, gradients).actions())
 
 
 class _Position:
-    def __init__(self, position: int, size: int, meet: Meet, gradients: bool) -> None:
-        self.position, self.size, self.gradients = position, size, gradients
-        self.reads = [0, *(t for t in range(1, size) if meet(self.before(t), position))]
+    def __init__(self, position: int, size: int, hops: Hops, gradients: bool) -> None:
+        self.position, self.size, self.hops, self.gradients = position, size, hops, gradients
+        self.reads = [0, *(t for t in range(1, size) if hops.reads(self.before(t)))]
         """Distances of the owners whose bundles are read; its own first."""
-        self.read_by = {t for t in range(1, size) if meet(position, self.after(t))}
+        self.read_by = {t for t in range(1, size) if hops.read_by(self.after(t))}
         """Distances of the readers."""
         self.coming: list[tuple[int, str | None]] = []
         """Gradients under way: (distance, buffer of what comes back)."""
+        self.summed: Carried = ()
+        """The rows of the sum at home."""
 
     def before(self, t: int) -> int:
         return (self.position - t) % self.size
 
     def after(self, t: int) -> int:
         return (self.position + t) % self.size
+
+    def fetched(self, t: int) -> Carried:
+        """The rows that are read over distance t."""
+        return self.hops.between(self.before(t), self.position)
+
+    def lent(self, t: int) -> Carried:
+        """The rows that are read by the position at distance t."""
+        return self.hops.between(self.position, self.after(t))
 
     def actions(self) -> Iterator[Action]:
         following = [*self.reads[1:], self.size - 1]
@@ -70,23 +83,25 @@ class _Position:
                     yield from self.exchange(t, u, None)
         if self.gradients:
             yield from self.take_in(self.size)
-            yield Return(self.size, HOME_SUM)
+            yield Return(self.size, None if nothing(self.summed) else HOME_SUM)
 
     def fetch(self, step: int, u: int, into: str) -> Iterator[Action]:
         """Start the messages over distance u."""
         channel = Channel("direct", DATA, u)
         if u in self.reads:
-            yield Recv(step, channel, into, self.before(u))
+            yield Recv(step, channel, into, self.before(u), self.fetched(u))
         if u in self.read_by:
-            yield Send(step, channel, HOME, self.after(u))
+            yield Send(step, channel, HOME, self.after(u), self.lent(u))
 
     def give_back(self, i: int, t: int) -> Iterator[Action]:
         """Sum the gradients of the bundle just computed, and send them home."""
         if t == 0:
-            yield Accumulate(t, self.position, HOME_SUM, first=True)
+            if self.hops.reads(self.position):
+                own = self.grown(self.fetched(0))
+                yield Accumulate(t, self.position, HOME_SUM, first=True, rows=own)
             return
         share = f"{SUM}{i % 2}"
-        yield Accumulate(t, self.before(t), share, first=True)
+        yield Accumulate(t, self.before(t), share, first=True, rows=self.fetched(t))
         yield from self.take_in(t)
         yield from self.exchange(t, t, share)
 
@@ -95,9 +110,9 @@ class _Position:
         channel, comes = Channel("direct", GRADIENT, u), None
         if u in self.read_by:
             comes = f"{PARTIAL}{len(self.coming)}"
-            yield Recv(step, channel, comes, self.after(u))
+            yield Recv(step, channel, comes, self.after(u), self.lent(u))
         if share is not None:
-            yield Send(step, channel, share, self.before(u))
+            yield Send(step, channel, share, self.before(u), self.fetched(u))
         self.coming.append((u, comes))
 
     def take_in(self, step: int) -> Iterator[Action]:
@@ -105,5 +120,11 @@ class _Position:
         for u, comes in self.coming:
             yield Wait(step, Channel("direct", GRADIENT, u))
             if comes is not None:
-                yield Add(step, HOME_SUM, comes)
+                first, rows = nothing(self.summed), self.grown(self.lent(u))
+                yield Add(step, HOME_SUM, comes, first=first, rows=rows)
         self.coming = []
+
+    def grown(self, rows: Carried) -> Carried:
+        """The rows of the sum at home, with these."""
+        self.summed = self.hops.together(self.summed, rows)
+        return self.summed

@@ -9,6 +9,7 @@ from burst_mcore.attention.actions import (
     DATA,
     GRADIENT,
     HOME,
+    HOME_SUM,
     PARTIAL,
     SUM,
     Accumulate,
@@ -23,12 +24,15 @@ from burst_mcore.attention.actions import (
     Wait,
     hops,
 )
+from burst_mcore.attention.carried import EVERYTHING, Carried, Hops, nothing
 
 _INTRA_DATA, _INTER_DATA = Channel("intra", DATA), Channel("inter", DATA)
 _INTRA_GRADIENT, _INTER_GRADIENT = Channel("intra", GRADIENT), Channel("inter", GRADIENT)
 
 
-def double_ring(position: int, nodes: int, intra: int, *, gradients: bool) -> Program:
+def double_ring(
+    position: int, nodes: int, intra: int, *, gradients: bool, hops: Hops = EVERYTHING, turn: int = 1
+) -> Program:
     """Overlapped rings over nodes x intra positions (paper appendix, algorithms 1 and 2, corrected).
 
     Data: the bundle that a round begins with is on its way to the next node for all of that round, and the
@@ -38,51 +42,63 @@ def double_ring(position: int, nodes: int, intra: int, *, gradients: bool) -> Pr
     node, one position before the place where the bundle came in. There the sum of the nodes before, under way
     for all of that round, is added, and the total leaves for the next node. After the last round it makes one
     more hop between nodes and one within the node, and is at home.
+
+    Args:
+        position: whose program it is, of nodes * intra.
+        gradients: whether they follow.
+        hops: what each hop carries; what carries nothing is left out.
+        turn: 1: bundles go to higher positions; -1: to lower ones.
     """
-    return _Position(position, nodes, intra, gradients).program()
+    return _Position(position, nodes, intra, gradients, hops, turn).program()
 
 
 class _Position:
     """Position (m, l): writes down one round after another."""
 
-    def __init__(self, position: int, nodes: int, intra: int, gradients: bool) -> None:
-        self.nodes, self.intra, self.gradients = nodes, intra, gradients
+    def __init__(self, position: int, nodes: int, intra: int, gradients: bool, hops: Hops, turn: int) -> None:
+        self.position, self.nodes, self.intra = position, nodes, intra
+        self.gradients, self.hops, self.turn = gradients, hops, turn
         self.m, self.l = divmod(position, intra)
         self.actions: list[Action] = []
         self.start = HOME
         """The bundle that the round began with."""
         self.total, self.leaving = "", ""
         """The sum that grows, and the one on its way to the next node."""
+        self.started: set[Channel] = set()
+        """Channels with something to wait for."""
 
     def program(self) -> Program:
         for i in range(self.nodes):
             self.round(i)
         if self.gradients:
             self.bring_home()
-            self.actions.append(Return(self.nodes * self.intra, self.total))
         return tuple(self.actions)
 
     def round(self, i: int) -> None:
         current, incoming, last_round = self.start, "", i == self.nodes - 1
         if not last_round:
             incoming = _free(DATA, self.start)
-            self.hop(i * self.intra, _INTER_DATA, incoming, self.start)
+            comes, goes = (self.hops.ahead_of_round(self.held(at, 0), i + 1) for at in (i + 1, i))
+            self.hop(i * self.intra, _INTER_DATA, incoming, self.start, comes, goes)
         for j in range(self.intra):
-            step, source, arriving = i * self.intra + j, self.at(self.m - i, self.l - j), ""
+            step, source, arriving = i * self.intra + j, self.held(i, j), ""
             if j < self.intra - 1:
                 arriving = _free(DATA, current, incoming, "" if last_round else self.start)
-                self.hop(step, _INTRA_DATA, arriving, current)
-            self.actions.append(Compute(step, source, current))
+                comes, goes = (self.hops.ahead(self.held(i, at), i, j + 1) for at in (j + 1, j))
+                self.hop(step, _INTRA_DATA, arriving, current, comes, goes)
+            if current == HOME or self.hops.reads(source):
+                self.actions.append(Compute(step, source, current))
             if self.gradients:
                 self.follow(i, j, step, source)
             if arriving:
-                self.actions.append(Wait(step, _INTRA_DATA))
+                self.wait(step, _INTRA_DATA)
                 current = arriving
         if self.gradients and self.nodes > 1:
-            self.hop(step, _INTER_GRADIENT, PARTIAL, self.total)
+            comes, goes = (self.hops.so_far_in_rounds(self.held(at, self.intra - 1), i) for at in (i + 1, i))
+            self.hop(step, _INTER_GRADIENT, PARTIAL, self.total, comes, goes)
             self.leaving = self.total
         if incoming:
-            self.actions.append(Wait(step, _INTER_DATA))
+            self.wait(step, _INTER_DATA)
             self.start = incoming
 
     def follow(self, i: int, j: int, step: int, source: int) -> None:
@@ -90,34 +106,76 @@ class _Position:
         if j == 0:
             self.total = _free(SUM, self.leaving)
         else:
-            self.actions.append(Wait(step, _INTRA_GRADIENT))
-        self.actions.append(Accumulate(step, source, self.total, first=j == 0))
+            self.wait(step, _INTRA_GRADIENT)
+        self.accumulate(i, j, step, source)
         if j < self.intra - 1:
-            self.pass_on(step)
+            comes, goes = (self.hops.so_far(self.held(i, at), i, j) for at in (j + 1, j))
+            self.pass_on(step, comes, goes)
         elif i > 0:
-            self.actions += [Wait(step, _INTER_GRADIENT), Add(step, self.total, PARTIAL)]
+            self.wait(step, _INTER_GRADIENT)
+            if not nothing(self.hops.so_far_in_rounds(source, i - 1)):
+                first = nothing(self.hops.so_far(source, i, j))
+                total = self.hops.so_far_in_rounds(source, i)
+                self.actions.append(Add(step, self.total, PARTIAL, first=first, rows=total))
+
+    def accumulate(self, i: int, j: int, step: int, source: int) -> None:
+        if not self.hops.reads(source):
+            return
+        if source == self.position and self.hops.alone:
+            own = self.hops.between(source, source)
+            self.actions.append(Accumulate(step, source, HOME_SUM, first=True, rows=own))
+            return
+        first = nothing(self.hops.so_far(source, i, j - 1))
+        rows = self.hops.so_far(source, i, j)
+        self.actions.append(Accumulate(step, source, self.total, first=first, rows=rows))
 
     def bring_home(self) -> None:
-        step = self.nodes * self.intra
+        step, last = self.nodes * self.intra, self.nodes - 1
         if self.nodes > 1:
-            self.actions.append(Wait(step, _INTER_GRADIENT))
+            self.wait(step, _INTER_GRADIENT)
             self.total = PARTIAL
         if self.intra > 1:
-            self.pass_on(step)
-            self.actions.append(Wait(step, _INTRA_GRADIENT))
+            comes, goes = (
+                self.hops.so_far_in_rounds(owner, last)
+                for owner in (self.position, self.at(self.m, self.l + self.turn))
+            )
+            self.pass_on(step, comes, goes)
+            self.wait(step, _INTRA_GRADIENT)
+        self.actions.append(Return(step, self.at_home()))
 
-    def pass_on(self, step: int) -> None:
+    def at_home(self) -> str | None:
+        """Where the gradient of the position's own bundle ends."""
+        if self.hops.alone:
+            return HOME_SUM if self.hops.reads(self.position) else None
+        return self.total
+
+    def pass_on(self, step: int, comes: Carried, goes: Carried) -> None:
         following = _free(SUM, self.total, self.leaving)
-        self.hop(step, _INTRA_GRADIENT, following, self.total)
+        self.hop(step, _INTRA_GRADIENT, following, self.total, comes, goes)
         self.total = following
 
-    def hop(self, step: int, channel: Channel, into: str, out: str) -> None:
-        m, l = self.m, self.l  # noqa: E741
+    def hop(self, step: int, channel: Channel, into: str, out: str, comes: Carried, goes: Carried) -> None:
+        """Receive `comes` and send `goes`: rows."""
+        m, l, turn = self.m, self.l, self.turn  # noqa: E741
         if channel.link == "inter":
-            before, after = self.at(m - 1, l), self.at(m + 1, l)
+            before, after = self.at(m - turn, l), self.at(m + turn, l)
         else:
-            before, after = self.at(m, l - 1), self.at(m, l + 1)
-        self.actions += [Recv(step, channel, into, before), Send(step, channel, out, after)]
+            before, after = self.at(m, l - turn), self.at(m, l + turn)
+        if not nothing(comes):
+            self.actions.append(Recv(step, channel, into, before, comes))
+            self.started.add(channel)
+        if not nothing(goes):
+            self.actions.append(Send(step, channel, out, after, goes))
+            self.started.add(channel)
+
+    def wait(self, step: int, channel: Channel) -> None:
+        if channel in self.started:
+            self.started.remove(channel)
+            self.actions.append(Wait(step, channel))
+
+    def held(self, i: int, j: int) -> int:
+        """Whose bundle it has at round i and step j."""
+        return self.at(self.m - self.turn * i, self.l - self.turn * j)
 
     def at(self, node: int, local: int) -> int:
         return node % self.nodes * self.intra + local % self.intra
@@ -136,20 +194,6 @@ def kind_of(buffer: str) -> str:
 def home_sum(program: Program) -> str | None:
     """Where a rank's own gradient, complete, lies when its program of the ring ends; None: nobody read it."""
     return next(action.buffer for action in program if isinstance(action, Return))
-
-
-def mirrored(program: Program, size: int) -> Program:
-    """The program of position size - 1 - p, from that of position p: the ring the other way round."""
-    changed: list[Action] = []
-    for action in program:
-        match action:
-            case Send() | Recv():
-                changed.append(replace(action, peer=size - 1 - action.peer))
-            case Compute() | Accumulate():
-                changed.append(replace(action, source=size - 1 - action.source))
-            case _:
-                changed.append(action)
-    return tuple(changed)
 
 
 def without_overlap(program: Program) -> Program:

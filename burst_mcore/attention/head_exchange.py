@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from burst_mcore.attention.actions import (
     Unpack,
     Wait,
 )
+from burst_mcore.attention.carried import Carried
 
 
 class Pass(NamedTuple):
@@ -35,7 +36,15 @@ class Pass(NamedTuple):
     """So do the rows that stay."""
 
 
-def with_heads(ring: Program, rank: int, heads: int, moves: Pass, *, by_part: bool) -> Program:
+def with_heads(
+    ring: Program,
+    rank: int,
+    heads: int,
+    moves: Pass,
+    *,
+    by_part: bool,
+    leaving: Mapping[int, Carried] | None = None,
+) -> Program:
     """Put the all-to-all of `heads` neighbours around the ring of the position that they share.
 
     What travels comes first, in whole, so that the ring can start; the rows that stay come from one member
@@ -49,15 +58,25 @@ def with_heads(ring: Program, rank: int, heads: int, moves: Pass, *, by_part: bo
         heads: ranks of a head group.
         moves: what the pass moves.
         by_part: compute the first and last step member by member; else all rows at once.
+        leaving: the steps after which results leave, and how many rows of them; default the last, all.
     """
-    return tuple(_Member(ring, rank, heads, moves, by_part).actions())
+    if leaving is None:
+        leaving = {max(action.step for action in ring if isinstance(action, Compute)): None}
+    return tuple(_Member(ring, rank, heads, moves, by_part, leaving).actions())
 
 
 class _Member:
-    def __init__(self, ring: Program, rank: int, heads: int, moves: Pass, by_part: bool) -> None:
-        self.ring, self.heads, self.moves, self.by_part = ring, heads, moves, by_part
+    def __init__(
+        self,
+        ring: Program,
+        rank: int,
+        heads: int,
+        moves: Pass,
+        by_part: bool,
+        leaving: Mapping[int, Carried],
+    ) -> None:
+        self.ring, self.heads, self.moves, self.by_part, self.leaving = ring, heads, moves, by_part, leaving
         self.member, self.first_rank = rank % heads, rank - rank % heads
-        self.last_step = max(action.step for action in ring if isinstance(action, Compute))
         self.others = range(1, heads)
         """Shifts: what goes to the member so many places on comes from the one as many places before."""
 
@@ -79,7 +98,7 @@ class _Member:
             yield from self.arrive(action.step, what)
 
     def compute(self, action: Compute) -> Iterator[Action]:
-        entering, leaving = action.step == 0 and self.moves.rows, action.step == self.last_step
+        entering, leaving = action.step == 0 and self.moves.rows, action.step in self.leaving
         if self.by_part and (entering or leaving):
             yield from self.compute_by_part(action, entering, leaving)
             return
@@ -111,7 +130,8 @@ class _Member:
         channel = Channel("heads", what, shift)
         yield Pack(step, what, f"{what}.to{to}", to)
         yield Recv(step, channel, f"{what}.from{source}", self.first_rank + source)
-        yield Send(step, channel, f"{what}.to{to}", self.first_rank + to)
+        rows = self.leaving[step] if what == RESULT else None
+        yield Send(step, channel, f"{what}.to{to}", self.first_rank + to, rows)
 
     def arrive_from(self, step: int, what: str, shift: int) -> Iterator[Action]:
         source = (self.member - shift) % self.heads

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from burst_mcore.bands import UNBOUNDED
 
 
@@ -60,3 +63,15 @@ def _below(rows: int, columns: int, high: int) -> int:
     if first >= last:
         return columns * max(0, rows - max(0, columns - high - 1))
     return (first + last - 1 + 2 * (high + 1)) * (last - first) // 2 + columns * (rows - last)
+
+
+def band_pairs_of(rows: Tensor, columns: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """`band_pairs` of many rectangles."""
+    return _below_of(rows, columns, high) - _below_of(rows, columns, low - 1)
+
+
+def _below_of(rows: Tensor, columns: Tensor, high: Tensor) -> Tensor:
+    first, full = (-high).clamp(min=0), columns - high - 1
+    last = torch.minimum(rows, full)
+    ramp = (first + last - 1 + 2 * (high + 1)) * (last - first) // 2 + columns * (rows - last)
+    return torch.where(first < last, ramp, columns * (rows - full.clamp(min=0)).clamp(min=0))

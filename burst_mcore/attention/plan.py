@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.piece import Piece
+from burst_mcore.attention.reading import Reading, reading
 from burst_mcore.attention.rows import Rows, union
 from burst_mcore.bands import UNBOUNDED, tightened
 from burst_mcore.layout import Layout, joined
@@ -30,11 +31,6 @@ from burst_mcore.segments import front
 
 Runs = tuple[range, ...]
 T = TypeVar("T")
-
-COARSE = 1024
-"""Where layouts give every rank rows of every band, and bands times runs are more than this, all rows are
-taken as read everywhere, instead of looking for gaps that there hardly are."""
-EVERYWHERE = ("striped", "block-striped")
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,6 @@ class Plan:
         self.kept: dict[tuple[Any, ...], Any] = {}
         """What follows from the plan and is asked for again: see `kept`."""
         self._pieces: dict[tuple[int | None, ...], list[Piece]] = {}
-        self._needed: dict[tuple[int, int, bool], Rows] = {}
         self._tables: dict[Stretch, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
     def runs(self, position: int, member: int) -> Runs:
@@ -144,7 +139,7 @@ class Plan:
     ) -> list[Piece]:
         """How queries of position `q_at`, or of a member there, meet keys of `k_at`: disjoint pieces."""
         key = q_at, k_at, q_part, k_part
-        if not self._common[q_at, k_at]:
+        if not self.reading(of_queries=False).meets[k_at, q_at]:
             return []
         if key not in self._pieces:
             self._pieces[key] = [
@@ -155,42 +150,24 @@ class Plan:
             ]
         return self._pieces[key]
 
+    def reading(self, *, of_queries: bool) -> Reading:
+        """Who reads which keys, or which queries, of all positions."""
+        key = "reading", of_queries
+        if key not in self.kept:
+            self.kept[key] = reading(
+                self.layout, self.mask, self.n, self.size, self.heads, of_queries=of_queries
+            )
+        found: Reading = self.kept[key]
+        return found
+
     def needed(self, at: int, by: int, *, of_queries: bool) -> Rows:
         """Rows of position `at` that `by` reads: its keys, or its queries (then `by` has the keys)."""
-        key = at, by, of_queries
-        if key not in self._needed:
-            self._needed[key] = self._rows_needed(at, by, of_queries)
-        return self._needed[key]
-
-    def _rows_needed(self, at: int, by: int, of_queries: bool) -> Rows:
-        if self.everything:
-            return (range(self.rows),)
-        if self._coarse:
-            first, last = (0, 1) if of_queries else (2, 3)
-            hull = int(self.bands[:, first].amin()), int(self.bands[:, last].amax())
-            return union([range(*map(each.rows_before, hull)) for each in self.stretches(at)])
-        pieces = self.pieces(at, by) if of_queries else self.pieces(by, at)
-        return union([range(p.m0, p.m1) if of_queries else range(p.n0, p.n1) for p in pieces])
+        return self.reading(of_queries=of_queries).needed(at, by)
 
     @property
     def everything(self) -> bool:
         """Whether every position reads all of every other."""
         return not self.mask.terms and self.n == self.rows * self.size
-
-    @cached_property
-    def _coarse(self) -> bool:
-        pieces = len(self.bands) * len(self.runs(0, 0))
-        return self.layout.kind in EVERYWHERE and self.mask.stride == 1 and pieces > COARSE
-
-    @cached_property
-    def _common(self) -> Tensor:
-        """Bool [size, size]: whether queries of one position and keys of another are in a band together."""
-        if len(self.bands) == 1:
-            return torch.ones(self.size, self.size, dtype=torch.bool)
-        tables = [[self._table(stretch) for stretch in self.stretches(at)] for at in range(self.size)]
-        q = torch.stack([torch.stack([m1 > m0 for m0, m1, _, _ in of]).any(0) for of in tables])
-        k = torch.stack([torch.stack([n1 > n0 for _, _, n0, n1 in of]).any(0) for of in tables])
-        return q.float() @ k.float().T > 0
 
     def _table(self, stretch: Stretch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The rectangles of all bands in local rows: first and last query rows, first and last key rows."""

@@ -15,23 +15,22 @@ step behind it and ends at home: see `double_ring`. Where a position is a group 
 `without_overlap` is the same program with every hop waited for at once.
 
 Masks leave some bundles, or rows of them, without a reader. Then a ring may be better the other way round
-(`mirrored`), or not be one (`direct`: every row from its owner to its readers), and `prune` takes out of
-either what nobody reads.
+(`mirrored`), or not be one (`direct`: every row from its owner to its readers), and either leaves out what
+nobody reads: see `carried`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 
 from burst_mcore.attention.actions import Program
-from burst_mcore.attention.direct import Meet, direct
-from burst_mcore.attention.double_ring import double_ring, mirrored, without_overlap
+from burst_mcore.attention.carried import EVERYTHING, Hops, Itinerary, OfPosition
+from burst_mcore.attention.direct import direct
+from burst_mcore.attention.double_ring import double_ring, without_overlap
 from burst_mcore.attention.head_exchange import Pass, with_heads
 from burst_mcore.attention.plan import Plan, kept
-from burst_mcore.attention.prune import pruned
-from burst_mcore.attention.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,11 @@ class Route:
     def positions(self) -> int:
         """The size of the ring."""
         return self.nodes * self.intra
+
+    @property
+    def turn(self) -> int:
+        """1: to higher positions; -1: to lower ones."""
+        return -1 if self.mirrored else 1
 
     @property
     def size(self) -> int:
@@ -83,14 +87,21 @@ def program(rank: int, route: Route, name: str, plan: Plan | None = None) -> Pro
 
 @lru_cache(maxsize=256)
 def _of_all(rank: int, route: Route, name: str) -> Program:
-    return _around(_dense(rank // route.heads, route, PASSES[name].gradients), rank, route, name)
+    return _around(on_ring(rank // route.heads, route, name), rank, route, name)
 
 
 @kept
 def _of_plan(plan: Plan, rank: int, route: Route, name: str) -> Program:
-    on_ring = replace(route, heads=1, overlap=True)
-    rings = _pruned(plan, on_ring, PASSES[name].gradients, name == "query")
-    return _around(rings[rank // route.heads], rank, route, name)
+    position = rank // route.heads
+    reading = plan.reading(of_queries=name == "query")
+    way = None if route.direct else itinerary(plan, route.nodes, route.intra, route.turn, name == "query")
+    return _around(on_ring(position, route, name, OfPosition(reading, position, way)), rank, route, name)
+
+
+@kept
+def itinerary(plan: Plan, nodes: int, intra: int, turn: int, of_queries: bool) -> Itinerary:
+    """Where on its way each row is read."""
+    return Itinerary(plan.reading(of_queries=of_queries), nodes, intra, turn)
 
 
 def _around(ring: Program, rank: int, route: Route, name: str) -> Program:
@@ -100,27 +111,12 @@ def _around(ring: Program, rank: int, route: Route, name: str) -> Program:
     return ring if route.overlap else without_overlap(ring)
 
 
-def _dense(position: int, route: Route, gradients: bool, meet: Meet = lambda at, by: True) -> Program:
-    """Everything to everybody, but that a direct exchange leaves out positions that do not meet."""
+def on_ring(position: int, route: Route, name: str, hops: Hops = EVERYTHING) -> Program:
+    """What a position does, between positions; what nobody reads is left out (`hops`)."""
+    gradients = PASSES[name].gradients
     if route.direct:
-        return direct(position, route.positions, meet, gradients=gradients)
-    if not route.mirrored:
-        return double_ring(position, route.nodes, route.intra, gradients=gradients)
-    last = route.positions - 1
-    ring = double_ring(last - position, route.nodes, route.intra, gradients=gradients)
-    return mirrored(ring, route.positions)
-
-
-@kept
-def _pruned(plan: Plan, route: Route, gradients: bool, of_queries: bool) -> tuple[Program, ...]:
-    def needed(at: int, by: int) -> Rows:
-        return plan.needed(at, by, of_queries=of_queries)
-
-    def meet(at: int, by: int) -> bool:
-        return bool(needed(at, by))
-
-    dense = [_dense(position, route, gradients, meet) for position in range(route.positions)]
-    return pruned(dense, needed, plan.rows)
+        return direct(position, route.positions, gradients=gradients, hops=hops)
+    return double_ring(position, route.nodes, route.intra, gradients=gradients, hops=hops, turn=route.turn)
 
 
 @dataclass(frozen=True)

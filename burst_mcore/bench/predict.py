@@ -9,7 +9,6 @@ from typing import Any
 
 from tabulate import tabulate
 
-from burst_mcore.attention.actions import Compute
 from burst_mcore.attention.choice import (
     RINGS,
     Candidate,
@@ -17,12 +16,14 @@ from burst_mcore.attention.choice import (
     best,
     candidates,
     legal_degrees,
+    pairs_of,
     reason,
+    typical,
     why_not_degree,
+    work_of,
 )
-from burst_mcore.attention.cost import Shard, Sizes, link_bytes, message_bytes, pass_flops
+from burst_mcore.attention.cost import Shard, Sizes, link_bytes, message_bytes
 from burst_mcore.attention.plan import Plan, plan
-from burst_mcore.attention.rows import count
 from burst_mcore.attention.schedule import Schedule, schedule
 from burst_mcore.attention.timeline import play
 from burst_mcore.attention.trace import Event
@@ -30,6 +31,7 @@ from burst_mcore.balance import imbalance, work
 from burst_mcore.bench.masks import document_ends
 from burst_mcore.bench.problem import DTYPES, Problem
 from burst_mcore.layout import Layout
+from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
 
 GRAD_ITEMSIZE = 4
@@ -85,10 +87,11 @@ def explain(
         ValueError: as `layout_of`.
     """
     dealt = layout_of(layout, problem, ranks)
+    of_kind, mask = typical(dealt, problem.seen, problem.seq, ranks.size)
     found = candidates(
         shard_of(problem, ranks, dealt),
-        dealt,
-        problem.seen,
+        of_kind,
+        mask,
         problem.seq,
         ranks,
         rates,
@@ -98,30 +101,32 @@ def explain(
         directions=("query", "kv"),
     )
     chosen = best(found)
-    ordered = sorted(_one_way_round(found, chosen), key=lambda candidate: candidate.seconds)
+    ordered = sorted(found, key=lambda candidate: (candidate.seconds, candidate is not chosen))
     table: str = tabulate([_row(c, chosen) for c in ordered], headers="keys", floatfmt=".4g")
     uneven = imbalance(dealt, problem.seen, problem.seq, ranks.size)
+    kind = f"documents count as {_length(mask)} tokens each, for any batch of this kind\n"
     return (
         f"{table}\n\nchosen: ring={chosen.ring!r}, head_parallel={chosen.route.heads}, "
         f"backward={chosen.direction!r} "
         f"({chosen.route}): {reason(chosen, found)}\n"
-        f"mask {problem.mask}, layout {dealt}: the busiest rank has {uneven:.2f} x the mean work; times are "
-        f"for the mean\n"
+        f"mask {problem.mask}, layout {dealt}: the busiest rank has {uneven:.2f} x the mean work\n"
+        f"{kind if mask.document_ends is not None else ''}"
+        f"times are those of the slowest rank, MB those that a rank sends on average; exposed: time in which "
+        f"the busiest rank does not compute;\ntied: ranks that wait for each other in one exchange across "
+        f"nodes\n"
         f"(predicted, not measured: {rates.intra / 1e9:g} GB/s within a node, {rates.inter / 1e9:g} GB/s a "
         f"rank between nodes, {rates.compute / 1e12:g} TFLOP/s, {rates.latency * 1e6:g} us a message)"
     )
 
 
+def _length(mask: Mask) -> int:
+    """Tokens of the first document."""
+    ends = mask.document_ends
+    return 0 if ends is None else int(ends[1])
+
+
 def _rings(ring: str) -> tuple[str, ...]:
     return RINGS if ring == "auto" else (ring,)
-
-
-def _one_way_round(found: Sequence[Candidate], chosen: Candidate) -> list[Candidate]:
-    """Of each ring and its mirror image the better one."""
-    pairs: dict[tuple[object, ...], list[Candidate]] = {}
-    for c in found:
-        pairs.setdefault((c.ring, c.direction, c.route.heads), []).append(c)
-    return [chosen if chosen in pair else best(pair) for pair in pairs.values()]
 
 
 def _row(candidate: Candidate, chosen: Candidate) -> dict[str, Any]:
@@ -135,8 +140,10 @@ def _row(candidate: Candidate, chosen: Candidate) -> dict[str, Any]:
         "backward ms": candidate.backward_seconds * 1e3,
         "total ms": candidate.seconds * 1e3,
         "kernel ms": candidate.compute_seconds * 1e3,
-        "intra MB": candidate.intra_bytes / 1e6,
+        "exposed ms": candidate.exposed_seconds * 1e3,
+        "tied": candidate.tied,
         "inter MB": candidate.inter_bytes / 1e6,
+        "intra MB": candidate.intra_bytes / 1e6,
     }
 
 
@@ -196,15 +203,8 @@ def draw(
     route = chosen.route
     what = plan(dealt, problem.seen, problem.seq, route.positions, route.heads)
 
-    def seconds(rank: int, action: Compute) -> float:
-        here, part = rank // route.heads, action.part
-        if name == "query":
-            met = what.pieces(action.source, here, k_part=part)
-        else:
-            met = what.pieces(here, action.source, q_part=part)
-        pairs = sum(piece.pairs for piece in met)
-        return pass_flops(shard.pooled(route.heads), pairs, name) / rates.compute
-
+    pairs = pairs_of(dealt, problem.seen, problem.seq, ranks.size)
+    seconds = work_of(shard, pairs.T if name == "query" else pairs, route, name, rates).of_action
     drawn, sizes = schedule(route, name, what), message_bytes(shard, route, name)
     return Drawing(
         drawn,
@@ -229,9 +229,8 @@ def summary(drawing: Drawing, ranks: Ranks) -> str:
     what, of_queries = drawing.plan, drawing.schedule.queries_travel
     sides = work(what.layout, what.mask, what.n, ranks.size)
     queries, keys = (float(x.max()) * ranks.size / max(1.0, float(x.sum())) for x in sides)
-    pairs = [(at, by) for at in range(what.size) for by in range(what.size) if at != by]
-    read = sum(count(what.needed(at, by, of_queries=of_queries)) for at, by in pairs)
-    whole = max(1, what.rows * len(pairs))
+    read = what.reading(of_queries=of_queries).elsewhere
+    whole = max(1, what.rows * what.size * (what.size - 1))
     sent = ", ".join(
         f"{link} {_short(size)} of {_short(dense)}"
         for link, size in drawing.sent.items()

@@ -14,18 +14,19 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor
 
+from burst_mcore.attention.actions import Send
 from burst_mcore.attention.choice import Ranks, best, candidates
 from burst_mcore.attention.cost import Shard
 from burst_mcore.attention.elementwise import row_delta
 from burst_mcore.attention.function import burst_attention
 from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Scores
 from burst_mcore.attention.kernels.table import choose
-from burst_mcore.attention.plan import plan
+from burst_mcore.attention.plan import Plan, plan
 from burst_mcore.attention.rows import count, take
+from burst_mcore.attention.schedule import Route, program
 from burst_mcore.attention.seen import Seen
 from burst_mcore.attention.tiles import tiles_of
 from burst_mcore.attention.topology import Topology
-from burst_mcore.attention.volume import volume
 from burst_mcore.balance import imbalance, keys_per_query
 from burst_mcore.bench.problem import DTYPES, Problem
 from burst_mcore.bench.run import alternating, in_processes, touch_memory
@@ -165,10 +166,7 @@ def _row(case: Case, layout: Layout, size: int, ours: list[float], others: list[
             overlap=True, rings=("double", "flat", "direct"), degrees=(1,), directions=("query", "kv"),
         )
     )  # fmt: skip
-    moved = volume(what, way.route, False, size).data
-    least = sum(
-        count(what.needed(at, by, of_queries=False)) for at in range(size) for by in range(size) if at != by
-    )
+    moved, least = _rows_sent(what, way.route), what.reading(of_queries=False).elsewhere
     return Row(
         mask=case.name,
         layout=str(layout),
@@ -181,10 +179,17 @@ def _row(case: Case, layout: Layout, size: int, ours: list[float], others: list[
         ideal=case.ideal,
         per_pair=over(others[2]) * dense_pairs / pairs,
         way=f"{way.route}, {way.direction}",
-        forward_mb=sum(moved.values()) * width,
+        forward_mb=moved * width,
         all_gather_mb=(size - 1) * size * what.rows * width,
         least_mb=least * width,
     )
+
+
+def _rows_sent(what: Plan, route: Route) -> int:
+    """Rows that all ranks send in a forward."""
+    programs = [program(rank, route, "forward", what) for rank in range(route.size)]
+    sends = [action for steps in programs for action in steps if isinstance(action, Send)]
+    return sum(what.rows if action.rows is None else count(action.rows) for action in sends)
 
 
 def _bare_tiles(problem: Problem, layout: Layout, size: int, kernel: Kernel) -> Callable[[int], None]:

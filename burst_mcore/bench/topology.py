@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +19,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor
 
-from burst_mcore.attention.choice import Candidate, Ranks, best, candidates, legal_degrees
+from burst_mcore.attention.choice import RINGS, Candidate, Ranks, best, candidates, legal_degrees
 from burst_mcore.attention.cost import Shard, allowed_pairs, pass_flops
 from burst_mcore.attention.function import burst_attention
 from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Scores
@@ -29,6 +27,7 @@ from burst_mcore.attention.kernels.table import KERNELS, choose
 from burst_mcore.attention.seen import Seen
 from burst_mcore.attention.topology import Topology
 from burst_mcore.bench import cluster
+from burst_mcore.bench.provenance import made_by
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
@@ -78,10 +77,14 @@ class Case:
             self.ranks,
             self.rates,
             overlap=config.overlap,
-            rings=("double", "flat") if config.ring == "auto" else (config.ring,),
+            rings=RINGS if config.ring == "auto" else (config.ring,),
             degrees=tuple(degrees) if degree == "auto" else (int(degree),),
             directions=("query", "kv") if backward == "auto" else (backward,),
         )
+
+    def predicted(self, config: BurstConfig) -> float:
+        """Seconds of the way that runs with `config`."""
+        return best(self.candidates(config)).seconds
 
     def with_compute(self, of_hop: float) -> Case:
         """The same with a kernel whose forward of one round takes `of_hop` hops of K, V between nodes."""
@@ -113,9 +116,28 @@ class Timing:
             "head_parallel": self.config.head_parallel,
             "backward": self.config.backward,
             "overlap": self.config.overlap,
+            "tokens a rank": c.tokens,
+            "head_dim": c.head_dim,
+            "latency us": c.rates.latency * 1e6,
             "measured ms": self.measured * 1e3,
             "predicted ms": self.predicted * 1e3,
         }
+
+
+def timing_of(row: Mapping[str, Any]) -> Timing:
+    """The timing of which `Timing.row` made a row, with what today's code predicts."""
+    nodes, intra = (int(x) for x in row["cluster"].split(" x "))
+    heads, kv_heads = (int(x) for x in row["heads"].split(":"))
+    kernel = row["kernel GFLOP/s"]
+    rates = Rates(
+        intra=row["intra MB/s"] * 1e6,
+        inter=row["inter MB/s"] * 1e6,
+        compute=FREE if kernel is None else kernel * 1e9,
+        latency=row["latency us"] / 1e6,
+    )
+    case = Case(nodes, intra, rates, heads, kv_heads, row["tokens a rank"], row["head_dim"])
+    config = BurstConfig(**{name: row[name] for name in ("ring", "head_parallel", "backward", "overlap")})
+    return Timing(case, config, row["measured ms"] / 1e3, case.predicted(config))
 
 
 @dataclass(frozen=True)
@@ -154,10 +176,13 @@ def double_against_flat(repeats: int) -> Iterator[Verdict]:
 def overlap_on_against_off(repeats: int) -> Verdict:
     """The double ring with and without overlap, at the compute where the model says that it matters most."""
     links = Rates(intra=LINKS[0][0], inter=LINKS[0][1], compute=FREE, latency=0.0)
-    on, off = (BurstConfig(kernel="timed", backward="kv", overlap=overlap) for overlap in (True, False))
+    on, off = (
+        BurstConfig(kernel="timed", ring="double", backward="kv", overlap=overlap)
+        for overlap in (True, False)
+    )
 
     def gain(case: Case) -> float:
-        return case.candidates(off)[0].seconds / case.candidates(on)[0].seconds
+        return case.predicted(off) / case.predicted(on)
 
     case = Case(2, 4, links, tokens=128)
     case = max((case.with_compute(n / 8) for n in range(2, 25)), key=gain)
@@ -166,8 +191,12 @@ def overlap_on_against_off(repeats: int) -> Verdict:
     return Verdict(claim, without.measured / with_overlap.measured, BARS[claim], (with_overlap, without))
 
 
+AUTO = BurstConfig(kernel="timed", ring="auto", head_parallel="auto", backward="auto")
+"""All left to the cost model."""
+
+
 def choices(repeats: int, say: Callable[[str], None]) -> Verdict:
-    """Over a grid of clusters, links, shapes and kernels: is the cost model's choice the fastest?"""
+    """Over a grid of clusters, links, shapes and kernels: is what "auto" takes the fastest?"""
     timings, right, cells = [], 0, 0
     for (nodes, intra), (within, between) in itertools.product(((2, 2), (2, 4)), LINKS):
         links = Rates(intra=within, inter=between, compute=FREE, latency=0.0)
@@ -175,19 +204,18 @@ def choices(repeats: int, say: Callable[[str], None]) -> Verdict:
             Case(nodes, intra, links, kv_heads=kv_heads).with_compute(of_hop)
             for kv_heads, of_hop in itertools.product((8, 2), (0, 0.5))
         ]
-        for found in measure([(case, [_config(way) for way in _ways(case)]) for case in cases], repeats):
-            pick = _config(best(_ways(found[0].case)))
-            chosen = next(timing for timing in found if timing.config == pick)
-            fastest = min(found, key=lambda timing: timing.measured)
+        work = [(case, [AUTO, *(_config(way) for way in _ways(case))]) for case in cases]
+        for auto, *others in measure(work, repeats):
+            fastest = min(others, key=lambda timing: timing.measured)
             cells += 1
-            right += chosen.measured <= WITHIN * fastest.measured
-            timings += found
-            say(_line(chosen, fastest))
+            right += auto.measured <= WITHIN * fastest.measured
+            timings += [auto, *others]
+            say(_line(auto, fastest))
     return Verdict("choice", right / cells, BARS["choice"], timings)
 
 
 def _ways(case: Case) -> list[Candidate]:
-    """All ways but flat rings that share heads, which are slow everywhere and would take half of the time."""
+    """All but flat rings and direct exchanges that share heads: slow everywhere, and half of the time."""
     every = case.candidates(BurstConfig(ring="auto", head_parallel="auto"))
     return [way for way in every if way.ring == "double" or way.route.heads == 1]
 
@@ -196,15 +224,15 @@ def _config(way: Candidate) -> BurstConfig:
     return BurstConfig(kernel="timed", ring=way.ring, head_parallel=way.route.heads, backward=way.direction)
 
 
-def _line(chosen: Timing, fastest: Timing) -> str:
-    row, slower = chosen.row(), chosen.measured / fastest.measured - 1
+def _line(auto: Timing, fastest: Timing) -> str:
+    row, slower = auto.row(), auto.measured / fastest.measured - 1
     where = f"{row['cluster']}, {row['intra MB/s']:g} and {row['inter MB/s']:g} MB/s, heads {row['heads']}"
-    picked = f"{chosen.config.ring}, head_parallel={chosen.config.head_parallel}, {chosen.config.backward}"
-    times = f"{chosen.measured * 1e3:.0f} ms, predicted {chosen.predicted * 1e3:.0f}"
-    if chosen is fastest:
-        return f"{where}: {picked} ({times}) is the fastest"
+    times = f"{auto.measured * 1e3:.0f} ms, predicted {auto.predicted * 1e3:.0f}"
+    picked = f"auto takes {best(auto.case.candidates(auto.config))} ({times})"
     other = f"{fastest.config.ring}, head_parallel={fastest.config.head_parallel}, {fastest.config.backward}"
-    return f"{where}: {picked} ({times}); fastest {other}, by {slower:.1%}"
+    return (
+        f"{where}: {picked}; the fastest, {other}, {abs(slower):.1%} {'faster' if slower > 0 else 'slower'}"
+    )
 
 
 def measure(work: Sequence[tuple[Case, Sequence[BurstConfig]]], repeats: int) -> list[list[Timing]]:
@@ -219,7 +247,7 @@ def measure(work: Sequence[tuple[Case, Sequence[BurstConfig]]], repeats: int) ->
         case = replace(case, rates=replace(case.rates, latency=latency))
         timings.append(
             [
-                Timing(case, config, statistics.median(wall), case.candidates(config)[0].seconds)
+                Timing(case, config, statistics.median(wall), case.predicted(config))
                 for config, wall in zip(configs, walls, strict=True)
             ]
         )
@@ -231,7 +259,8 @@ def _measure(
 ) -> tuple[float, list[list[list[float]]]]:
     """(latency, wall seconds by case, configuration and repeat); the same on every rank."""
     latency = _latency(rank, size)
-    return latency, [_time_in_turn(rank, case, configs, repeats) for case, configs in work]
+    known = [(replace(case, rates=replace(case.rates, latency=latency)), configs) for case, configs in work]
+    return latency, [_time_in_turn(rank, case, configs, repeats) for case, configs in known]
 
 
 def _latency(rank: int, size: int) -> float:
@@ -257,7 +286,11 @@ def _time_in_turn(rank: int, case: Case, configs: Sequence[BurstConfig], repeats
     """Wall seconds by configuration and repeat, the slowest rank's. The first round is not counted."""
     KERNELS["timed"] = timed_kernel(case.rates.compute)
     choose.cache_clear()  # it remembers the kernel of the case before
-    topology = Topology.from_group(dist.group.WORLD, intra_size=case.intra)  # type: ignore[arg-type]
+    topology = Topology.from_group(
+        dist.group.WORLD,  # type: ignore[arg-type]
+        intra_size=case.intra,
+        rates=case.rates,
+    )
     generator = torch.Generator().manual_seed(rank)
 
     def draw(heads: int) -> Tensor:
@@ -322,8 +355,7 @@ def as_json(verdicts: Sequence[Verdict]) -> str:
     found = {
         "what": "wall time of burst_attention, forward and backward, on an emulated cluster: gloo over "
         "shaped links between network namespaces, a timed wait in the place of the kernel",
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, "
-        f"torch {torch.__version__}",
+        **made_by(),
         "verdicts": [
             {
                 "claim": verdict.claim,

@@ -1,0 +1,340 @@
+"""How long passes take, played for all ranks at once: the same as `timeline.play`, but quick for large rings.
+
+Before anything is left out, the programs of all ranks are one program, moved (`carried.Moved`). So one is
+enough: every rank does its n-th action together, clocks and numbers of rows are vectors over the ranks, and a
+message that carries no row is none. Passes whose programs differ by numbers alone, such as both backwards,
+and a ring and its mirror image, are played together. Where a rank's messages to several receivers meet on a
+link, they share it as in `timeline`.
+
+Letters: W passes (ways), G ranks, P positions.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from burst_mcore.attention.actions import Channel, Compute, Program, Send, Wait
+from burst_mcore.attention.carried import NEVER, Counted, OfAll, Seen, moved
+from burst_mcore.attention.cost import Sizes
+from burst_mcore.attention.double_ring import without_overlap
+from burst_mcore.attention.head_exchange import with_heads
+from burst_mcore.attention.plan import Plan
+from burst_mcore.attention.schedule import PASSES, Route, itinerary, on_ring
+from burst_mcore.rates import Rates
+
+
+@dataclass(frozen=True)
+class Played:
+    """What a pass costs."""
+
+    seconds: float
+    """Until the slowest rank is done."""
+    compute: float
+    """Seconds of the kernel on the busiest rank."""
+    sent: dict[str, float]
+    """Bytes that a rank sends to its own node ("intra") and to others ("inter"), on average."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """A pass to play."""
+
+    route: Route
+    """If `direct`, all positions must read each other (`Reading.meets`)."""
+    name: str
+    """ "forward", "kv" or "query"."""
+    sizes: Sizes
+    work: Work
+
+    @property
+    def of_queries(self) -> bool:
+        return self.name == "query"
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Passes of one kind have the same program but for numbers.
+
+        On a ring that shares no heads a forward is a backward whose gradients have no rows.
+        """
+        route, moves = self.route, PASSES[self.name]
+        alike = route.heads == 1 and not route.direct
+        exchange = () if alike else (moves.gradients, moves.bundle, moves.rows)
+        return (route.nodes, route.intra, route.heads, route.overlap, route.direct, exchange)
+
+
+class Work:
+    """Seconds of the kernel, by rank and source.
+
+    Args:
+        pairs: [ranks, ranks], of the rows that stay and those that travel.
+        heads: ranks of a position.
+        per_pair: seconds of a query-key pair.
+    """
+
+    def __init__(self, pairs: Tensor, heads: int, per_pair: float) -> None:
+        self.pairs, self._heads, self.per_pair = pairs, heads, per_pair
+
+    @cached_property
+    def parts(self) -> Tensor:
+        """Pairs, [position, member, source]."""
+        positions = len(self.pairs) // self._heads
+        return self.pairs.reshape(positions, self._heads, positions, self._heads).sum(3)
+
+    @cached_property
+    def whole(self) -> Tensor:
+        """Pairs, [position, source]; contiguous."""
+        return (self.parts.sum(1) if self._heads > 1 else self.pairs).contiguous()
+
+    def of_action(self, rank: int, action: Compute) -> float:
+        """Of one rank, as its own program says it."""
+        position = rank // self._heads
+        if action.part is None:
+            return float(self.whole[position, action.source]) * self.per_pair
+        return float(self.parts[position, action.part, action.source]) * self.per_pair
+
+    @property
+    def busiest(self) -> float:
+        """Of the rank with most, all sources together."""
+        return float(self.whole.sum(1).max()) * self.per_pair
+
+
+def play_all(plan: Plan, passes: Sequence[Pass], intra_size: int, rates: Rates) -> list[Played]:
+    """Play passes over the positions of `plan`, on nodes of `intra_size` ranks."""
+    kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for index, each in enumerate(passes):
+        kinds[each.kind].append(index)
+    found: dict[int, Played] = {}
+    for of_kind in kinds.values():
+        played = _Lockstep(plan, [passes[index] for index in of_kind], intra_size, rates).play()
+        found.update(zip(of_kind, played, strict=True))
+    return [found[index] for index in range(len(passes))]
+
+
+@dataclass(eq=False)
+class _Peers:
+    """Whom every rank sends to with one action, and over which link."""
+
+    to: Tensor
+    back: Tensor
+    """From whom it receives."""
+    inter: Tensor
+    """Whether the link is one between nodes."""
+    rate: Tensor
+    carried: Tensor
+    """Bytes, [G, W]."""
+    busy: Tensor
+    """Until when messages that are alone on the link take it."""
+
+    def meets(self, other: _Peers) -> bool:
+        """Whether some rank uses the same link for both."""
+        return bool((self.inter == other.inter).any())
+
+
+@dataclass(eq=False)
+class _Message:
+    """What every rank sends with one action, [G, W]."""
+
+    peers: _Peers
+    begin: Tensor
+    left: Tensor
+    """Bytes that are still to be carried."""
+    end: Tensor
+    """When it is through: `NEVER` where there is none, inf as long as it is not known."""
+
+
+class _Lockstep:
+    def __init__(self, plan: Plan, passes: Sequence[Pass], intra: int, rates: Rates) -> None:
+        self.passes, self.route, self.intra, self.rates = passes, passes[0].route, intra, rates
+        self.heads, self.positions = self.route.heads, self.route.positions
+        self.moved = moved(self.route.nodes, self.route.intra)
+        self.rank, self.here = torch.arange(self.route.size), torch.arange(self.positions)
+        self.clock = torch.zeros(self.route.size, len(passes), dtype=torch.float64)
+        self.seen = [self.seen_in(plan, each) for each in passes]
+        self.program = self.of_all(plan)
+        self.row = self.here * self.positions
+        self.keys = [(id(each.work.pairs), each.route.mirrored) for each in passes]
+        self.pairs = {
+            key: (each.work.whole.view(-1), each.route.mirrored)
+            for key, each in zip(self.keys, passes, strict=True)
+        }
+        self.per_pair = torch.tensor([each.work.per_pair for each in passes], dtype=torch.float64)
+        self.scale = {
+            kind: torch.tensor([each.sizes.whole.get(kind, 0) for each in passes], dtype=torch.float64)
+            for kind in {kind for each in passes for kind in each.sizes.whole}
+        }
+        """Bytes of a message of all rows, by kind."""
+        self.peers: dict[int, _Peers] = {}
+        self.together = self.rivals()
+        self.links = torch.zeros(2, *self.clock.shape, dtype=torch.float64)
+        """Until when the links of each rank, within its node and between nodes, are worked out."""
+        self.under_way: dict[Channel, list[_Message]] = defaultdict(list)
+        self.pending: list[_Message] = []
+        """Messages that share links, not through yet, in the order in which they were sent."""
+
+    def seen_in(self, plan: Plan, each: Pass) -> Seen:
+        """What is read in a pass; a mirrored ring is seen in a mirror, where it is none."""
+        route, way = each.route, None
+        if not route.direct:
+            way = itinerary(plan, route.nodes, route.intra, route.turn, each.of_queries)
+        reading, gradients = plan.reading(of_queries=each.of_queries), PASSES[each.name].gradients
+        return Seen(reading, way, mirrored=route.mirrored, gradients=gradients)
+
+    def of_all(self, plan: Plan) -> Program:
+        """The program of rank 0 in which everything is there, with numbers of rows for all ranks."""
+        route, names = self.route, [each.name for each in self.passes]
+        name = next((name for name in names if PASSES[name].gradients), names[0])
+        route = Route(route.nodes, route.intra, route.heads, route.overlap, route.direct)
+        ring = on_ring(0, route, name, OfAll(self.seen))
+        if self.heads > 1:
+            last = torch.stack([seen.last_steps(route.nodes, route.intra) for seen in self.seen], 1)
+            leaving = {
+                step: Counted(torch.where(last == step, plan.rows, NEVER)[None], 0, 0)
+                for step in last.unique().tolist()
+            }
+            ring = with_heads(ring, 0, self.heads, PASSES[name], by_part=route.overlap, leaving=leaving)
+        return ring if route.overlap else without_overlap(ring)
+
+    def rivals(self) -> set[int]:
+        """The sends (by index) that may meet others of the same rank, to another receiver, on a link."""
+        open_: dict[Channel, list[int]] = defaultdict(list)
+        peers: dict[int, _Peers] = {}
+        after: list[tuple[int, int]] = []
+        found: set[int] = set()
+        for index, action in enumerate(self.program):
+            if isinstance(action, Send):
+                peers[index] = self.peers_of(action.peer)
+                for other in (i for indices in open_.values() for i in indices):
+                    if peers[other] is peers[index]:
+                        after.append((other, index))
+                    elif peers[index].meets(peers[other]):
+                        found |= {other, index}
+                open_[action.channel].append(index)
+            elif isinstance(action, Wait):
+                open_.pop(action.channel, None)
+        grew = bool(found)
+        while grew:  # what queues with one that shares its link shares it as well
+            more = {i for pair in after if found & {*pair} for i in pair} - found
+            found, grew = found | more, bool(more)
+        return found
+
+    def peers_of(self, peer: int) -> _Peers:
+        """Whom all ranks send to where rank 0 sends to `peer`."""
+        if peer not in self.peers:
+            position, member = self.rank // self.heads, self.rank % self.heads
+            to = self.moved.to(peer // self.heads)[position] * self.heads + (member + peer) % self.heads
+            back = torch.empty_like(to)
+            back[to] = self.rank
+            inter = to // self.intra != self.rank // self.intra
+            rate = torch.where(inter, self.rates.inter, self.rates.intra).double()[:, None]
+            none = torch.zeros_like(self.clock)
+            self.peers[peer] = _Peers(to, back, inter, rate, none, none.clone())
+        return self.peers[peer]
+
+    def play(self) -> list[Played]:
+        for index, action in enumerate(self.program):
+            match action:
+                case Send():
+                    self.post(action, shares=index in self.together)
+                case Wait(channel=channel):
+                    self.wait(channel)
+                case Compute():
+                    self.clock = self.clock + self.seconds(action)
+        sent = torch.zeros(2, len(self.passes), dtype=torch.float64)
+        for peers in self.peers.values():
+            between = peers.carried * peers.inter[:, None]
+            sent += torch.stack([peers.carried - between, between]).mean(1)
+        slowest = self.clock.amax(0).tolist()
+        return [
+            Played(slowest[index], each.work.busiest, {"intra": intra, "inter": inter})
+            for index, (each, (intra, inter)) in enumerate(zip(self.passes, sent.T.tolist(), strict=True))
+        ]
+
+    def seconds(self, action: Compute) -> Tensor:
+        """Of every rank and pass."""
+        source = self.moved.to(action.source)
+        if action.part is None:
+            return self.of_ranks(self.whole(source))
+        member, found = (self.rank + action.part) % self.heads, []
+        for each in self.passes:
+            position, other = (x[self.rank // self.heads] for x in self.seen_from(each, source))
+            found.append(each.work.parts[position, member, other] * each.work.per_pair)
+        return torch.stack(found, 1)
+
+    def whole(self, source: Tensor) -> Tensor:
+        """Seconds of all rows that stay, [P, W]: looked up once for passes that differ by a factor."""
+        at = self.row + source
+        found = {
+            key: pairs.index_select(0, (len(pairs) - 1) - at if mirrored else at)
+            for key, (pairs, mirrored) in self.pairs.items()
+        }
+        return torch.stack([found[key] for key in self.keys], 1).mul_(self.per_pair)
+
+    def seen_from(self, each: Pass, source: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions, and others, as they really are: where the pass is mirrored, from the other end."""
+        last = self.positions - 1
+        return (last - self.here, last - source) if each.route.mirrored else (self.here, source)
+
+    def of_ranks(self, of_positions: Tensor) -> Tensor:
+        return of_positions if self.heads == 1 else of_positions.repeat_interleave(self.heads, 0)
+
+    def bytes_of(self, send: Send) -> Tensor:
+        """[G, W]; below zero where there is no message."""
+        whole = self.scale[send.channel.what]
+        if send.rows is None:
+            return whole.expand_as(self.clock)
+        return self.of_ranks(send.rows.of_all(self.moved)) * (whole / self.passes[0].sizes.rows)
+
+    def post(self, send: Send, *, shares: bool) -> None:
+        """Both ends start together: each rank receives with the same action as it sends."""
+        peers, size = self.peers_of(send.peer), self.bytes_of(send)
+        peers.carried += size.clamp(min=0)
+        begin = torch.maximum(self.clock, self.clock.index_select(0, peers.to))
+        if shares:
+            message = _Message(peers, begin, size, torch.where(size > 0, torch.inf, NEVER))
+            self.pending.append(message)
+        else:
+            end = torch.maximum(begin, peers.busy).add_(size / peers.rate)
+            peers.busy = torch.maximum(peers.busy, end)
+            message = _Message(peers, begin, size, end)
+        self.under_way[send.channel].append(message)
+
+    def wait(self, channel: Channel) -> None:
+        for message in self.under_way.pop(channel, ()):
+            while message in self.pending:
+                self.share(message)
+            arrived = message.end + self.rates.latency
+            received = arrived.index_select(0, message.peers.back)
+            self.clock = torch.maximum(self.clock, torch.maximum(arrived, received, out=received))
+
+    def share(self, message: _Message) -> None:
+        """Work out when a message is through: those to one receiver in turn, receivers in equal shares."""
+        every = self.pending
+        at = every.index(message)
+        begin, left, end = (torch.stack([getattr(m, x) for m in every]) for x in ("begin", "left", "end"))
+        inter = torch.stack([m.peers.inter for m in every])[:, :, None]
+        behind = torch.tensor(
+            [[a.peers is b.peers and j < i for j, b in enumerate(every)] for i, a in enumerate(every)]
+        ).double()
+        for link, rate in ((0, self.rates.intra), (1, self.rates.inter)):
+            on, now = (inter == bool(link)) & (end == torch.inf), self.links[link].clone()
+            while bool((wanted := on[at]).any()):
+                ready = on & (begin <= now)
+                first = ready & ~((behind @ ready.double().flatten(1)).view(ready.shape) > 0)
+                share = rate / first.sum(0).clamp(min=1)
+                through = torch.where(first, now + left / share, torch.inf)
+                following = torch.where(on & (begin > now), begin, torch.inf)
+                until = torch.where(wanted, torch.minimum(through, following).amin(0), now)
+                left = left - torch.where(first, (until - now) * share, 0.0)
+                done = wanted & (through <= until)
+                end = torch.where(done, until, end)
+                on, now = on & ~done, until
+            self.links[link] = now
+        for row, other in enumerate(every):
+            other.left, other.end = left[row], end[row]
+        self.pending = [other for other in every if bool((other.end == torch.inf).any())]

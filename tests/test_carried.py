@@ -1,0 +1,125 @@
+"""Who reads what of whom, and what hops carry, against the pieces of the plan."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from masks import brute, random_layout, random_mask, randoms
+
+from burst_mcore import Layout, Mask, positions
+from burst_mcore.attention import reading as readings
+from burst_mcore.attention.actions import Send
+from burst_mcore.attention.plan import Plan, plan
+from burst_mcore.attention.reading import pairs_between
+from burst_mcore.attention.rows import count, union
+from burst_mcore.attention.schedule import PASSES, Route, program, schedule
+from burst_mcore.attention.verify import verify
+
+PLACES = {"size": st.integers(1, 4), "heads": st.sampled_from([1, 1, 2, 3]), "n": st.integers(1, 90)}
+
+
+@settings(max_examples=200, deadline=None)
+@given(draw=randoms, **PLACES)
+def test_what_is_read_are_the_rows_of_the_pieces(draw, size, heads, n):
+    layout, mask = random_layout(draw, size * heads, n), random_mask(draw, n)
+    what = plan(layout, mask, n, size, heads)
+    for of_queries in (False, True):
+        reading = what.reading(of_queries=of_queries)
+        for at in range(size):
+            for by in range(size):
+                pieces = what.pieces(at, by) if of_queries else what.pieces(by, at)
+                rows = [range(p.m0, p.m1) if of_queries else range(p.n0, p.n1) for p in pieces]
+                needed = reading.needed(at, by)
+                if not what.everything:
+                    assert needed == union(rows)
+                assert bool(reading.meets[at, by]) == bool(needed)
+                assert reading.counts[at, by] == count(needed)
+
+
+@settings(max_examples=200, deadline=None)
+@given(draw=randoms, size=st.integers(1, 6), n=st.integers(1, 90))
+def test_pairs_between_ranks_are_counted(draw, size, n):
+    layout, mask = random_layout(draw, size, n), random_mask(draw, n)
+    found, want = pairs_between(layout, mask, n, size), brute(mask, n)
+    held = [positions(n, rank=rank, size=size, layout=layout) for rank in range(size)]
+    for q in range(size):
+        for k in range(size):
+            assert found[q, k] == want[held[q]][:, held[k]].sum()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    draw=randoms,
+    n=st.integers(1, 120),
+    route=st.builds(Route, st.integers(1, 3), st.integers(1, 4), st.sampled_from([1, 1, 2])),
+    mirrored=st.booleans(),
+    direct=st.booleans(),
+)
+def test_programs_carry_what_is_read_and_are_verified(draw, n, route, mirrored, direct):
+    route = replace(route, direct=True, nodes=1) if direct else replace(route, mirrored=mirrored)
+    layout, mask = random_layout(draw, route.size, n), random_mask(draw, n)
+    what = plan(layout, mask, n, route.positions, route.heads)
+    for name in PASSES:
+        verify(schedule(route, name, what))
+
+
+@pytest.mark.parametrize("limit", ["MOST", "STRIPES"])
+@settings(max_examples=60, deadline=None)
+@given(draw=randoms, n=st.integers(8, 120), size=st.integers(2, 4))
+def test_where_finding_out_costs_too_much_more_is_read_never_less(limit, draw, n, size):
+    layout, mask = random_layout(draw, size, n), random_mask(draw, n)
+    exact = Plan(layout, mask, n, size, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readings, limit, 8 * size)
+        coarse = Plan(layout, mask, n, size, 1)
+        for of_queries in (False, True):
+            coarse.reading(of_queries=of_queries)
+    for of_queries in (False, True):
+        for at in range(size):
+            for by in range(size):
+                more, less = (each.needed(at, by, of_queries=of_queries) for each in (coarse, exact))
+                assert union([*more, *less]) == more
+    for name in PASSES:
+        verify(schedule(Route(1, size), name, coarse))
+
+
+def _rows_sent(what, route, name="forward"):
+    programs = [program(rank, route, name, what) for rank in range(route.size)]
+    sends = [action for steps in programs for action in steps if isinstance(action, Send)]
+    return sum(what.rows if action.rows is None else count(action.rows) for action in sends)
+
+
+@pytest.mark.parametrize("size", [4, 8, 16])
+def test_a_mirrored_ring_drops_the_late_half_of_causal_zigzag(size):
+    what = plan(Layout("zigzag"), Mask.causal(), 16 * size, size)
+    dense = size * (size - 1) * what.rows
+    ring, mirrored, direct = (
+        _rows_sent(what, route)
+        for route in (Route(1, size), Route(1, size, mirrored=True), Route(1, size, direct=True))
+    )
+    assert mirrored == direct == what.reading(of_queries=False).elsewhere == dense * 3 / 4
+    assert mirrored < ring <= dense
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_a_window_moves_halos_whatever_the_length(layout):
+    size, window = 8, 32
+    moved = []
+    for n in (1024, 4096, 16384):
+        what = plan(Layout(layout), Mask.window(window, 0), n, size)
+        moved.append(_rows_sent(what, Route(1, size, direct=True)))
+    assert set(moved) == {(size - 1 if layout == "contiguous" else 2 * size - 2) * window}
+
+
+@pytest.mark.parametrize(
+    "layout", ["zigzag", "contiguous", "striped", "stacked-zigzag:2", "block-striped:64"]
+)
+@pytest.mark.parametrize("n", [1, 63, 64, 1000, 4096])
+def test_the_table_of_runs_is_that_of_each_rank(layout, n):
+    layout, size = Layout.of(layout), 8
+    table = layout.run_table(n, size).tolist()
+    runs = [(rank, run) for rank in range(size) for run in layout.runs(n, rank, size)]
+    assert [(rank, list(range(*run))) for rank, *run in table] == [(rank, list(run)) for rank, run in runs]
+    assert torch.equal(layout.run_table(n, 1), torch.tensor([[0, 0, n, 1]]))
