@@ -6,6 +6,7 @@ on that of the keys (backward where queries travel).
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, Protocol
@@ -22,6 +23,8 @@ EVEN_WINDOW = 1.10
 """The same for windows: contiguous, they exchange halos with neighbours only, which is worth some balance."""
 FINEST = 64
 """Chunks of a rank, at most, that `layout_for` deals."""
+LOOKED_AT = 8
+"""Ranks that a chunk may go to."""
 
 
 def keys_per_query(mask: Mask, n: int) -> Tensor:
@@ -85,7 +88,7 @@ def _count(bands: Tensor, n: int) -> Tensor:
 class Dealt(Protocol):
     """A layout: see `Layout`, which knows of this file."""
 
-    def runs(self, n: int, rank: int, size: int) -> tuple[range, ...]: ...
+    def run_table(self, n: int, size: int) -> Tensor: ...
 
 
 def work(layout: Dealt, mask: Mask, n: int, size: int) -> tuple[Tensor, Tensor]:
@@ -94,19 +97,25 @@ def work(layout: Dealt, mask: Mask, n: int, size: int) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: the mask does not go with n tokens, or the layout not with so many ranks.
     """
-    found = []
-    for per_row in (keys_per_query(mask, n), queries_per_key(mask, n)):
-        sums = torch.cat([torch.zeros(1, dtype=torch.int64), per_row.cumsum(0)])
-        held = (_held(layout.runs(n, rank, size), per_row, sums, n) for rank in range(size))
-        found.append(torch.tensor(list(held)))
-    return found[0], found[1]
+    table = layout.run_table(n, size)
+    return _held(table, mask, n, size, transposed=False), _held(table, mask, n, size, transposed=True)
 
 
-def _held(runs: tuple[range, ...], per_row: Tensor, sums: Tensor, n: int) -> int:
-    if any(run.step > 1 for run in runs):
-        return sum(int(per_row[run.start : run.stop : run.step].sum()) for run in runs)
-    edges = torch.tensor([[run.start, run.stop] for run in runs]).clamp(max=n)
-    return int((sums[edges[:, 1]] - sums[edges[:, 0]]).sum())
+def _held(table: Tensor, mask: Mask, n: int, size: int, *, transposed: bool) -> Tensor:
+    rank, start, stop, step = table.unbind(1)
+    if int(step[0]) > 1:  # all runs have that step, and begin before its end
+        rows = _per_row(mask, n, transposed)
+        rows = torch.nn.functional.pad(rows, (0, -n % int(step[0])))
+        return rows.view(-1, int(step[0])).sum(0)[start]
+    sums = _sums(mask, n, transposed)
+    pairs = sums[stop.clamp(max=n)] - sums[start.clamp(max=n)]
+    return torch.zeros(size, dtype=torch.int64).index_add_(0, rank, pairs)
+
+
+@lru_cache(maxsize=4)
+def _sums(mask: Mask, n: int, transposed: bool) -> Tensor:
+    """Pairs of the rows before each, and of all, int64 [n + 1]."""
+    return torch.cat([torch.zeros(1, dtype=torch.int64), _per_row(mask, n, transposed).cumsum(0)])
 
 
 def imbalance(layout: Dealt, mask: Mask, n: int, size: int) -> float:
@@ -157,22 +166,26 @@ def _candidates(mask: Mask, n: int, size: int) -> Iterator[dict[str, Any]]:
 
 
 def _dealt(mask: Mask, n: int, size: int, each: int) -> tuple[tuple[int, ...], ...]:
-    """Chunks, those with most work first, each to the rank that has least, up to `each` chunks a rank."""
+    """Chunks, those with most work first, each to the rank that then has least, up to `each` chunks a rank.
+
+    Looked at are the `LOOKED_AT` ranks that have least before.
+    """
     chunks = size * each
     edges = (torch.arange(chunks + 1) * -(-n // chunks)).clamp(max=n)
-    sides = []
-    for per_row in (keys_per_query(mask, n), queries_per_key(mask, n)):
-        sums = torch.cat([torch.zeros(1, dtype=torch.int64), per_row.cumsum(0)])
-        sides.append((sums[edges[1:]] - sums[edges[:-1]]).tolist())
-    load = [[0] * size for _ in sides]
+    sums = [_sums(mask, n, transposed) for transposed in (False, True)]
+    of_queries, of_keys = ((x[edges[1:]] - x[edges[:-1]]).tolist() for x in sums)
+    load = [(0, 0)] * size
     dealt: list[list[int]] = [[] for _ in range(size)]
-    for chunk in sorted(range(chunks), key=lambda c: -max(side[c] for side in sides)):
-        open_ = [rank for rank in range(size) if len(dealt[rank]) < each]
-        rank = min(
-            open_,
-            key=lambda r: (max(own[r] + side[chunk] for own, side in zip(load, sides, strict=True)), r),
-        )
+    least = [(0, rank) for rank in range(size)]
+    for chunk in sorted(range(chunks), key=lambda c: -max(of_queries[c], of_keys[c])):
+        q, k = of_queries[chunk], of_keys[chunk]
+        looked_at = [heapq.heappop(least) for _ in range(min(LOOKED_AT, len(least)))]
+        after, rank = min((max(load[r][0] + q, load[r][1] + k), r) for _, r in looked_at)
+        for entry in looked_at:
+            if entry[1] != rank:
+                heapq.heappush(least, entry)
         dealt[rank].append(chunk)
-        for own, side in zip(load, sides, strict=True):
-            own[rank] += side[chunk]
+        load[rank] = load[rank][0] + q, load[rank][1] + k
+        if len(dealt[rank]) < each:
+            heapq.heappush(least, (after, rank))
     return tuple(map(tuple, dealt))
