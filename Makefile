@@ -18,7 +18,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train finetune compare test test-all lint bench bench-masks bench-loss bench-recompute bench-topology gpu-check gpu-sanitize clean
+.PHONY: help train finetune compare test test-all lint bench bench-masks bench-loss bench-recompute bench-topology bench-planning gpu-check gpu-sanitize clean
 
 help:
 	@echo 'make train [ARGS="..."]    train a GPT on Megatron-Core with a burst ring (4 CPU processes)'
@@ -31,6 +31,7 @@ help:
 	@echo 'make bench-loss            the LM head and its loss beside other methods: time, memory, accuracy'
 	@echo 'make bench-recompute       recompute policies beside Megatron, torch and none: time, memory'
 	@echo 'make gpu-check             tests and figures of a GPU (needs torch, triton, pytest; no environment is made)'
+	@echo 'make bench-planning        what planning costs a rank, from 8 to 4096 ranks: CPU seconds, memory'
 	@echo 'make bench-topology        rings and overlap on an emulated cluster (needs root and iproute2)'
 
 train: $(VENV)
@@ -71,6 +72,9 @@ bench-recompute: $(VENV)
 
 bench-topology: $(VENV)
 	@.venv/bin/burst-mcore bench topology --out benchmarks/results/topology.json $(ARGS)
+
+bench-planning: $(VENV)
+	@.venv/bin/burst-mcore bench planning --out benchmarks/results/planning.json $(ARGS)
 
 gpu-check:
 	@python3 -c 'import torch, triton, pytest, sys; sys.exit(not torch.cuda.is_available())' && command -v "$${CC:-cc}" >/dev/null || { echo 'make gpu-check needs a GPU, a python3 with torch, triton and pytest, and a C compiler (for triton)'; exit 1; }

@@ -240,6 +240,40 @@ def topology(
 
 
 @bench.command()
+def planning(
+    ranks: Annotated[
+        list[int] | None, typer.Option(min=8, help="Multiples of 8; default 8, 64, 256, 1024, 4096.")
+    ] = None,
+    planned: Annotated[str, typer.Option(help="What, separated by semicolons; default all.")] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="Processes, of which the median counts.")] = 3,
+    out: Annotated[Path, typer.Option(help="All figures, as JSON.")] = Path("planning.json"),
+) -> None:
+    """What planning costs before the first message: CPU seconds and memory of one rank."""
+    from burst_mcore.bench import planning as bench_planning
+    from burst_mcore.bench.verdict import bars
+
+    names = [name.strip() for name in planned.split(";") if name.strip()] or list(bench_planning.PLANNED)
+    sizes = ranks or list(bench_planning.SIZES)
+    if unknown := [name for name in names if name not in bench_planning.PLANNED]:
+        legal = "; ".join(bench_planning.PLANNED)
+        _fail("bench planning", ValueError(f"unknown {unknown}; legal: {legal}"))
+    if odd := [size for size in sizes if size % bench_planning.NODE]:
+        _fail("bench planning", ValueError(f"ranks must be multiples of {bench_planning.NODE}, got {odd}"))
+    rows = []
+    for size in sizes:
+        for name in names:
+            rows.append(bench_planning.measure(name, size, repeats))
+            typer.echo(f"{name}, {size} ranks: {rows[-1].seconds:.3g} s, {rows[-1].megabytes:.0f} MB")
+    judged = bench_planning.verdicts(rows)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(bench_planning.as_json(rows, judged))
+    typer.echo(f"\n{bench_planning.report(rows)}\n\n{bars(judged) if judged else 'nothing to judge'}")
+    typer.echo(f"\nall figures: {out}")
+    if not all(verdict.reached for verdict in judged):
+        raise typer.Exit(1)
+
+
+@bench.command()
 def masks(
     seq: Annotated[
         int, typer.Option(min=16384, help="Tokens; 64 documents are measured on twice as many.")

@@ -380,10 +380,14 @@ class Mask(Named):
         ends = [term.ends for term in self.terms if isinstance(term, _Documents)]
         return max(ends, key=len, default=None)
 
+    @property
+    def without_documents(self) -> Mask:
+        """The same, but that documents see each other."""
+        return Mask(tuple(term for term in self.terms if not isinstance(term, _Documents)))
+
     def with_documents(self, ends: Tensor) -> Mask:
         """The same with other documents in the place of its own."""
-        others = tuple(term for term in self.terms if not isinstance(term, _Documents))
-        return Mask(others) & Mask.documents(ends)
+        return self.without_documents & Mask.documents(ends)
 
     @property
     def stride(self) -> int:

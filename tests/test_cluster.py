@@ -1,6 +1,8 @@
 """The emulated cluster: links as slow as asked for, and nothing left behind."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from burst_mcore.attention.choice import Ranks
+from burst_mcore.attention.choice import Ranks, best
 from burst_mcore.bench import cluster, topology
 from burst_mcore.cli import app
 from burst_mcore.config import BurstConfig
@@ -137,10 +139,59 @@ def test_a_machine_that_cannot_is_told_why(change, words, monkeypatch):
         cluster.run(Ranks(2, 1), RATES, fails)
 
 
-def test_the_committed_results_reach_their_bars():
-    import json
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "topology.json"
 
-    found = json.loads(Path(__file__).parent.parent.joinpath("benchmarks/results/topology.json").read_text())
+
+def test_the_committed_results_reach_their_bars():
+    found = json.loads(RESULTS.read_text())
+    assert re.fullmatch("[0-9a-f]{12}", found["commit"]), "made by a committed state, and says which"
+    assert "cores" in found["machine"]
     assert {verdict["claim"] for verdict in found["verdicts"]} == set(topology.BARS)
     for verdict in found["verdicts"]:
         assert verdict["value"] >= verdict["bar"] == topology.BARS[verdict["claim"]]
+
+
+def _rows():
+    return [row for verdict in json.loads(RESULTS.read_text())["verdicts"] for row in verdict["timings"]]
+
+
+def test_todays_predictions_are_within_15_per_cent_of_what_was_measured():
+    far = []
+    for row in _rows():
+        timing = topology.timing_of(row)
+        if not 1 / 1.15 <= timing.predicted / timing.measured <= 1.15:
+            far.append(f"{timing.predicted * 1e3:.0f} for {row}")
+    assert not far, f"{len(far)} of {len(_rows())}: {far[:4]}"
+
+
+def test_todays_choice_is_among_the_fastest_that_were_measured():
+    cells = {}
+    for row in json.loads(RESULTS.read_text())["verdicts"][-1]["timings"]:
+        cells.setdefault(tuple(list(row.values())[:5]), []).append(row)
+    right = 0
+    for rows in cells.values():
+        auto = topology.timing_of(next(row for row in rows if row["ring"] == "auto"))
+        ways = [topology.timing_of(row) for row in rows if row["ring"] != "auto"]
+        chosen = best(auto.case.candidates(auto.config))
+        same = [
+            way.measured
+            for way in ways
+            if (way.config.ring, way.config.head_parallel, way.config.backward)
+            == (chosen.ring, chosen.route.heads, chosen.direction)
+        ]
+        right += bool(same) and same[0] <= topology.WITHIN * min(way.measured for way in ways)
+    assert right >= topology.BARS["choice"] * len(cells)
+
+
+@needs_root
+def test_auto_is_what_the_model_says_and_nearly_the_best():
+    """2 x 2 nodes, the links' rates given: auto beside each ring, median of 5."""
+    case = topology.Case(2, 2, Rates(intra=20e6, inter=2e6, compute=1e18, latency=0.0), tokens=128)
+    rings = [BurstConfig(kernel="timed", ring=ring) for ring in ("auto", "flat", "double", "direct")]
+    for _ in range(3):  # other work beside makes a run longer, never shorter
+        auto, *others = topology.measure([(case, rings)], repeats=5)[0]
+        fastest = min(timing.measured for timing in others)
+        if abs(auto.measured / auto.predicted - 1) <= 0.15 and auto.measured <= 1.10 * fastest:
+            break
+    else:
+        pytest.fail(f"auto {auto.measured:.3f} s, predicted {auto.predicted:.3f}, the best {fastest:.3f}")

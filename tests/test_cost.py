@@ -9,12 +9,15 @@ from masks import random_layout, random_mask, randoms
 
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.choice import (
+    RINGS,
+    Candidate,
     Ranks,
     best,
     candidates,
     legal_degrees,
     reason,
     route_for,
+    typical,
     why_not_degree,
     work_of,
 )
@@ -32,6 +35,7 @@ from burst_mcore.attention.plan import plan
 from burst_mcore.attention.reading import pairs_between
 from burst_mcore.attention.schedule import PASSES, Route, program, schedule
 from burst_mcore.attention.timeline import play
+from burst_mcore.bench.planning import packed
 from burst_mcore.rates import DEFAULT, Rates
 
 
@@ -265,6 +269,78 @@ def test_work_is_counted():
     shard = _shard(4, 2, head_dim=16)
     assert pass_flops(shard, 36, "forward") == 4 * 36 * 4 * 16
     assert pass_flops(shard, 36, "kv") == pass_flops(shard, 36, "query") == 10 * 36 * 4 * 16
+
+
+CLUSTERS = [
+    (2, 8, 200, 2),
+    (2, 8, 200, 25),
+    (4, 8, 200, 25),
+    (8, 8, 450, 50),
+    (2, 4, 0.02, 0.001),
+    (16, 8, 25, 3),
+]
+
+
+@pytest.mark.parametrize(("nodes", "intra", "within", "between"), CLUSTERS)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (32, 8)])
+def test_a_causal_mask_never_gets_one_flat_ring_across_nodes(nodes, intra, within, between, heads, kv_heads):
+    rates = Rates(intra=within * 1e9, inter=between * 1e9, compute=4e14)
+    for tokens in (128, 4096, 32768):
+        shard, ranks = _shard(heads, kv_heads, tokens=tokens), Ranks(nodes * intra, intra)
+        chosen, found = _choose(shard, ranks, rates, rings=RINGS)
+        assert not chosen.crosses_flat
+        alone, _ = _choose(shard, ranks, rates, rings=RINGS, degrees=(1,))
+        assert alone.ring == "double"
+        assert chosen.seconds <= 1.01 * min(c.seconds for c in found)
+
+
+def test_ties_go_to_what_exposes_less_then_to_what_ties_fewer_ranks_then_to_fewer_bytes():
+    double = Candidate("double", Route(4, 8), "kv", 1.0, 1.0, 1.9, 100, 100, tied=4)
+    heads = replace(double, route=Route(1, 1, 32), tied=32, inter_bytes=50)
+    flat = replace(double, ring="flat", route=Route(1, 32), tied=32, inter_bytes=10)
+    assert best([flat, heads, double]) is double
+    assert best([flat, heads]) is heads  # an all-to-all across nodes before a ring over all ranks
+    assert best([replace(double, tied=8, inter_bytes=9), double]) is double
+    lean = replace(double, inter_bytes=99)
+    assert best([double, lean, replace(lean, intra_bytes=99)]) == replace(lean, intra_bytes=99)
+    busy = replace(flat, compute_seconds=1.99)  # 1 % of the time exposed, instead of 5 %
+    assert best([double, busy]) is busy
+    slower = replace(flat, forward_seconds=1.03, compute_seconds=2.03)
+    assert best([double, slower]) is double
+
+
+def test_what_is_as_fast_says_what_it_saves():
+    double = Candidate("double", Route(4, 8), "kv", 1.01, 1.0, 1.9, 100, 100, tied=4)
+    flat = Candidate("flat", Route(1, 32), "kv", 1.0, 1.0, 1.9, 120, 110, tied=32)
+    words = reason(double, [double, flat])
+    for part in (
+        "as fast as flat",
+        "0.50% slower",
+        "ties 4 ranks",
+        "instead of 32",
+        "9% fewer bytes between",
+    ):
+        assert part in words
+
+
+@pytest.mark.parametrize("device", DEFAULT)
+def test_links_between_nodes_never_count_as_fast_as_those_within(device):
+    assert DEFAULT[device].inter < DEFAULT[device].intra
+
+
+def test_one_decision_serves_all_documents_of_a_kind():
+    kinds = set()
+    for seed in range(20):
+        mask = packed(2**17, seed)
+        for layout in (Layout("zigzag"), Layout.for_mask(mask, 2**17, 8)):
+            of_kind, typical_mask = typical(layout, mask, 2**17, 8)
+            kinds.add((of_kind.kind, typical_mask))
+    assert len({mask for _, mask in kinds}) == 1
+    ends = tuple(range(0, 2**17 + 1, 2**12))
+    dealt = Layout("zigzag-documents", ends=ends)
+    mask = Mask.causal() & Mask.documents(ends)
+    assert typical(dealt, mask, 2**17, 8) == (dealt, mask)
+    assert typical(dealt, Mask.causal(), 2**17, 8) == (dealt, Mask.causal())
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "fast", True])

@@ -39,6 +39,7 @@ WITHIN_ATTENTION = [
     {"heads"},
     {"passes", "choice"},
     {"arguments", "front"},
+    {"prepare"},
     {"function"},
 ]
 FRAMEWORKS = {

@@ -1,16 +1,21 @@
 """A whole call is planned in time: cold once, and warm at every layer."""
 
 import random
+import sys
+import threading
 import time
 
 import pytest
 import torch
 
-from burst_mcore import BurstConfig, Layout, Mask, Topology
+from burst_mcore import BurstConfig, Layout, Mask, Topology, prepare
 from burst_mcore.attention import arguments
+from burst_mcore.attention import prepare as prepare_module
 from burst_mcore.attention.arguments import call_for, checked, signature, signature_of_call
+from burst_mcore.attention.choice import candidates
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.schedule import program
+from burst_mcore.bench import planning
 
 RANKS, TOKENS = 64, 2**20
 
@@ -72,3 +77,69 @@ def test_a_warm_call_is_planned_within_100_microseconds(layout):
         plan()
         took.append(time.perf_counter() - start)
     assert min(took) < 100e-6
+
+
+def _calls(function):
+    """How many functions are called, of Python and of torch."""
+    count = 0
+
+    def profile(frame, event, arg):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("planned", ["causal", "full", "window", "causal, striped", "new documents", "auto"])
+def test_what_is_done_grows_with_the_ranks_not_with_their_square(planned):
+    planning.PLANNED[planned](8)
+    small, large = (_calls(lambda size=size: planning.PLANNED[planned](size)) for size in (32, 128))
+    assert large <= 5 * small, f"{small} calls for 32 ranks, {large} for 128"
+
+
+def test_documents_of_a_kind_are_decided_once(monkeypatch):
+    decided = []
+    monkeypatch.setattr(arguments, "candidates", lambda *a, **k: decided.append(a) or candidates(*a, **k))
+    for seed in range(5):
+        _planned(planning.packed(TOKENS, seed), "zigzag")()
+    assert len(decided) <= 1
+
+
+def _remember(mask):
+    q = torch.empty(1, TOKENS // RANKS, 32, 128, dtype=torch.bfloat16, device="meta")
+    kv = torch.empty(1, TOKENS // RANKS, 8, 128, dtype=torch.bfloat16, device="meta")
+    topology = Topology(rank=3, size=RANKS, intra_size=8)
+    prepare_module.remember(checked(q, kv, kv, topology, mask, None, None, None, BurstConfig(), False))
+
+
+def test_a_plan_that_was_prepared_is_there():
+    mask, other = (_packed(100, seed) for seed in (1, 2))
+    _remember(mask)
+    futures = prepare(Mask.documents(other.document_ends), tokens=TOKENS, ranks=RANKS)
+    assert futures and all(future.exception() is None for future in futures)
+    call, _ = _planned(other, "zigzag")()
+    there = len(call.plan.kept)
+    prepare_module.plan_call(call)  # all that a forward and a backward ask for
+    assert there > 2 and len(call.plan.kept) == there
+
+
+def test_a_call_waits_for_the_plan_that_is_being_made(monkeypatch):
+    going, mask = threading.Event(), _packed(50, 3)
+    monkeypatch.setattr(prepare_module, "_plan", lambda *_: going.wait())
+    _remember(mask)
+    futures = prepare(Mask.documents(mask.document_ends), tokens=TOKENS, ranks=RANKS)
+    waiting = threading.Thread(target=prepare_module.await_plan, args=(mask,))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    going.set()
+    waiting.join(10)
+    assert not waiting.is_alive() and all(future.done() for future in futures)
+    assert prepare(mask, tokens=TOKENS, ranks=7) == []
+    with pytest.raises(ValueError, match="must be a Mask"):
+        prepare([0, 8], tokens=8, ranks=2)

@@ -176,16 +176,21 @@ def _check_lengths(layout: Layout, lengths: tuple[int, ...]) -> None:
     n, size = sum(lengths), len(lengths)
     if n < 1:
         raise ValueError("the sequence is empty: no rank holds a token")
-    legal = tuple(
-        sum(len(range(run.start, min(run.stop, n), run.step)) for run in layout.runs(n, rank, size))
-        for rank in range(size)
-    )
+    legal = legal_lengths(layout, n, size)
     if lengths != legal:
         raise ValueError(
             f"the ranks hold {_listed(lengths)} tokens, {n} in all, which layout {layout} over {size} ranks "
             f"deals as {_listed(legal)} (a multiple of {layout.divisor(size)} tokens in all is dealt evenly; "
             f"shard() deals any length)"
         )
+
+
+def legal_lengths(layout: Layout, n: int, size: int) -> tuple[int, ...]:
+    """How many of n tokens each rank holds. Raises ValueError as `Layout.padded`."""
+    rank, start, stop, step = layout.run_table(n, size).unbind(1)
+    held = -((start - stop.clamp(max=n)) // step)
+    lengths = torch.zeros(size, dtype=torch.int64).index_add_(0, rank, held.clamp(min=0))
+    return tuple(lengths.tolist())
 
 
 def _listed(lengths: Sequence[int]) -> str:
@@ -198,11 +203,12 @@ def _way(
 ) -> tuple[Route, str]:
     """The route, and what travels in backward: decided for the kind of layout and mask, not for each."""
     layout, mask = typical(Layout.of(config.layout), mask, n, ranks.size)
-    return _way_of_kind(_of_any_layout(config), layout, ranks, rates, shard, mask, n)
+    return _way_of_kind(without_layout(config), layout, ranks, rates, shard, mask, n)
 
 
 @lru_cache(maxsize=64)
-def _of_any_layout(config: BurstConfig) -> BurstConfig:
+def without_layout(config: BurstConfig) -> BurstConfig:
+    """The same for all configurations that differ in their layout alone."""
     return replace(config, layout="zigzag")
 
 

@@ -27,6 +27,7 @@ from burst_mcore.attention.front import behind, forward_of_front
 from burst_mcore.attention.heads import pooled_like
 from burst_mcore.attention.kernels.table import taking_delta
 from burst_mcore.attention.passes import Attended, Call, Keys, Queries, backward, forward
+from burst_mcore.attention.prepare import await_plan, remember
 from burst_mcore.attention.recompute import Kept, Made, in_checkpoint, layer, recordings, replays
 from burst_mcore.attention.ring import ProcessGroups
 from burst_mcore.attention.schedule import PASSES
@@ -193,7 +194,9 @@ def _agreed(asked: Asked, peers: Agreement | None, sign: Signature) -> tuple[Cal
     """The call that all ranks make, its number, and how many tokens each rank holds."""
     rows, size = asked.shard.tokens, asked.topology.size
     if peers is None:
+        await_plan(asked.mask)
         return call_for(asked, [rows]), 0, [rows]
+    await_plan(asked.mask)
     call, problem, details = None, None, {}
     try:  # as it is if all ranks hold as many tokens
         call = call_for(asked, [rows] * size)
@@ -215,7 +218,14 @@ def _agreed(asked: Asked, peers: Agreement | None, sign: Signature) -> tuple[Cal
     elif problem is not None:
         raise problem
     assert call is not None
+    if _REMEMBERED not in call.plan.kept:
+        call.plan.kept[_REMEMBERED] = True
+        remember(asked)
     return call, number, lengths or [rows] * size
+
+
+_REMEMBERED = ("remembered",)
+"""Of a plan: whether calls like its were said to `prepare`."""
 
 
 def connect(topology: Topology, config: BurstConfig) -> None:

@@ -173,7 +173,7 @@ def all_verdicts(repeats: int, say: Callable[[str], None]) -> list[Verdict]:
 def double_against_flat(repeats: int) -> Iterator[Verdict]:
     """Communication alone, inter-node links 20 x slower: as many bytes in data and in gradients.
 
-    Without a mask, under which all rows travel all the way: a causal one lets the flat ring drop more of them.
+    Without a mask, so that all rows travel all the way: under a causal one the flat ring drops more of them.
     """
     links = Rates(intra=LINKS[0][0], inter=LINKS[0][1], compute=FREE, latency=0.0)
     for nodes, intra in ((2, 2), (2, 4)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -19,10 +20,12 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from burst_mcore.deepspeed.batches import collated, dealt, prepared
+from burst_mcore.attention.prepare import prepare
+from burst_mcore.deepspeed.batches import collated, dealt, documents, prepared
 from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.groups import exchanged
 from burst_mcore.layout import Layout
+from burst_mcore.mask import Mask
 
 logger = logging.getLogger("burst_mcore")
 
@@ -74,6 +77,22 @@ class ShardedLoader:
             sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        """A batch is handed out once the next is there, whose plans are made meanwhile."""
+        parts, ready = self._parts(), deque[dict[str, Any]]()
+        while True:
+            ended: BaseException | None = None
+            try:
+                ready.append(next(parts))
+            except (StopIteration, Exception) as error:
+                ended = error
+            if len(ready) > 1 or (ended and ready):
+                yield ready.popleft()
+            if isinstance(ended, StopIteration):
+                return
+            if ended is not None:
+                raise ended
+
+    def _parts(self) -> Iterator[dict[str, Any]]:
         batches = iter(self.loader)
         while True:
             batch, state = None, END
@@ -102,8 +121,20 @@ class ShardedLoader:
                 return
             assert batch is not None
             for whole in self._wholes(batch, states):
+                self._plan(whole["position_ids"])
                 part = dealt(whole, rank=self.rank, size=self.size, layout=self.layout)
                 yield {k: x.to(self.device) if isinstance(x, torch.Tensor) else x for k, x in part.items()}
+
+    def _plan(self, position_ids: torch.Tensor) -> None:
+        """Have attention plan for the documents of a batch."""
+        try:
+            rows = set(documents(position_ids))
+        except RefusedError:  # the forward says so
+            return
+        if any(len(ends) > 2 for ends in rows):
+            for ends in rows:
+                mask = Mask.documents(ends) if len(ends) > 2 else Mask.full()
+                prepare(mask, tokens=position_ids.shape[1], ranks=self.size, layout=self.layout)
 
     def _wholes(self, batch: dict[str, Any], states: list[int]) -> list[dict[str, Any]]:
         if self.own and self.group is not None:

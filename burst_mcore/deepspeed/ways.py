@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from burst_mcore.attention.choice import RINGS, Candidate, Ranks, best, candidates, legal_degrees
+from burst_mcore.attention.choice import RINGS, Candidate, Ranks, best, candidates, legal_degrees, typical
 from burst_mcore.attention.cost import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
@@ -44,4 +44,11 @@ def within_nodes(
     """`config` with the best degree that stays in a node, where it leaves the degree open over several."""
     if config.head_parallel != "auto" or ranks.size == ranks.intra:
         return config
-    return replace(config, head_parallel=best(ways(config, shard, mask, n, ranks, rates)).route.heads)
+    layout, mask = typical(Layout.of(config.layout), mask, n, ranks.size)
+    degree = _degree_of_kind(replace(config, layout=layout), shard, mask, n, ranks, rates)
+    return replace(config, head_parallel=degree)
+
+
+@lru_cache(maxsize=64)
+def _degree_of_kind(config: BurstConfig, shard: Shard, mask: Mask, n: int, ranks: Ranks, rates: Rates) -> int:
+    return best(ways(config, shard, mask, n, ranks, rates)).route.heads
