@@ -200,14 +200,10 @@ class Seen:
         reading: who reads what.
         itinerary: where on its way; None for a direct exchange.
         mirrored: positions are counted from the other end.
-        gradients: whether they follow.
     """
 
-    def __init__(
-        self, reading: Reading, itinerary: Itinerary | None, *, mirrored: bool, gradients: bool
-    ) -> None:
-        self._reading, self._way = reading, itinerary
-        self._mirrored, self._gradients = mirrored, gradients
+    def __init__(self, reading: Reading, itinerary: Itinerary | None, *, mirrored: bool) -> None:
+        self._reading, self._way, self._mirrored = reading, itinerary, mirrored
 
     @property
     def between(self) -> Tensor:
@@ -223,10 +219,6 @@ class Seen:
 
     def by_place(self) -> tuple[Tensor, Tensor]:
         """Rows read from each place on, and up to it, [rounds, places, owners]."""
-        ahead, so_far = self._by_place()
-        return ahead, so_far if self._gradients else torch.zeros(1, 1, 1).expand_as(so_far)
-
-    def _by_place(self) -> tuple[Tensor, Tensor]:
         assert self._way is not None
         key = "by place", self._mirrored
         if key not in self._way.kept:
@@ -247,8 +239,7 @@ class Seen:
         last = self._summed((self._way.last_round + 1)[None], self._way.nodes + 1)[1:]
         first = self._summed(self._way.first_round[None], self._way.nodes + 1)[:-1]
         ahead = last.flip(0).cumsum(0).flip(0)
-        so_far = self._leaving(first.cumsum(0)) if self._gradients else torch.zeros_like(first)
-        return self._turned(ahead, -1), self._turned(so_far, -1)
+        return self._turned(ahead, -1), self._turned(self._leaving(first.cumsum(0)), -1)
 
     def _turned(self, x: Tensor, *positions: int) -> Tensor:
         return x.flip(*positions) if self._mirrored else x

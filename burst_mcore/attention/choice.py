@@ -54,7 +54,11 @@ class Candidate:
     inter_bytes: int
     """Sent in forward and backward by a rank, on average."""
     tied: int
-    """Ranks that one exchange across nodes ties together: each waits for the others; 0 where none crosses."""
+    """Ranks that one exchange across nodes ties together; 0 where none crosses.
+
+    A hop of the double ring ties its two ends. An all-to-all ties all that share heads, a direct exchange all
+    that read of one, and a ring over the ranks of several nodes all of them: they wait for its slow hop.
+    """
 
     @property
     def seconds(self) -> float:
@@ -68,7 +72,7 @@ class Candidate:
     @property
     def crosses_flat(self) -> bool:
         """Whether one ring goes over all ranks of several nodes."""
-        return self.ring == "flat" and self.tied > 0
+        return self.ring == "flat" and self.tied > 2
 
     def __str__(self) -> str:
         ring = f"{self.ring}{', mirrored' * self.route.mirrored}"
@@ -139,6 +143,8 @@ def candidates(
         ways: dict[tuple[Route, str], str] = {}
         for ring, direction in itertools.product(rings, directions):
             route = route_for(degree, ranks, ring=ring, overlap=overlaps(overlap, degree, ranks, rates))
+            if ring == "flat" and "double" in rings and degree >= ranks.intra:
+                continue  # between nodes that share all heads the two are one
             if len(rings) == 1 or not route.direct or costs.partners(direction) <= PARTNERS:
                 ways.setdefault((route, direction), ring)
         costs.play(ways)
@@ -224,11 +230,12 @@ class _Costs:
         if self.ranks.size == self.ranks.intra:
             return 0
         of_heads = route.heads if route.heads > self.ranks.intra else 0
+        if route.positions == 1:
+            return of_heads
         if route.direct:
             return max(of_heads, int(self.plan.reading(of_queries=False).meets.sum(1).max()))
-        return max(
-            of_heads, route.nodes if route.nodes > 1 else route.positions if route.positions > 1 else 0
-        )
+        every_rank_hops = route.nodes > 1 or route.heads >= self.ranks.intra
+        return max(of_heads, 2 if every_rank_hops else self.ranks.size)
 
 
 @lru_cache(maxsize=4)

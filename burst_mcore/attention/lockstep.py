@@ -19,10 +19,23 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.actions import Channel, Compute, Program, Send, Wait
+from burst_mcore.attention.actions import (
+    BUNDLE,
+    DATA,
+    GRADIENT,
+    RESULT,
+    ROWS,
+    SUM,
+    Channel,
+    Compute,
+    Program,
+    Send,
+    Wait,
+)
 from burst_mcore.attention.carried import NEVER, Counted, OfAll, Seen, moved
 from burst_mcore.attention.cost import Sizes
 from burst_mcore.attention.double_ring import without_overlap
+from burst_mcore.attention.head_exchange import Pass as Moves
 from burst_mcore.attention.head_exchange import with_heads
 from burst_mcore.attention.plan import Plan
 from burst_mcore.attention.schedule import PASSES, Route, itinerary, on_ring
@@ -58,14 +71,13 @@ class Pass:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Passes of one kind have the same program but for numbers.
+        """Passes of one kind have the same program, but for numbers and messages that some have not.
 
-        On a ring that shares no heads a forward is a backward whose gradients have no rows.
+        Where heads are shared, rows that come part by part change the order in which parts are computed.
         """
-        route, moves = self.route, PASSES[self.name]
-        alike = route.heads == 1 and not route.direct
-        exchange = () if alike else (moves.gradients, moves.bundle, moves.rows)
-        return (route.nodes, route.intra, route.heads, route.overlap, route.direct, exchange)
+        route = self.route
+        by_part = route.heads > 1 and PASSES[self.name].rows
+        return (route.nodes, route.intra, route.heads, route.overlap, route.direct, by_part)
 
 
 class Work:
@@ -102,6 +114,13 @@ class Work:
     def busiest(self) -> float:
         """Of the rank with most, all sources together."""
         return float(self.whole.sum(1).max()) * self.per_pair
+
+
+def _moves(name: str, kind: str) -> bool:
+    """Whether the pass `name` has messages of a kind."""
+    moves = PASSES[name]
+    sent = {GRADIENT: moves.gradients, SUM: moves.gradients, BUNDLE: moves.bundle, ROWS: moves.rows}
+    return sent.get(kind, True)
 
 
 def play_all(plan: Plan, passes: Sequence[Pass], intra_size: int, rates: Rates) -> list[Played]:
@@ -164,11 +183,7 @@ class _Lockstep:
             for key, each in zip(self.keys, passes, strict=True)
         }
         self.per_pair = torch.tensor([each.work.per_pair for each in passes], dtype=torch.float64)
-        self.scale = {
-            kind: torch.tensor([each.sizes.whole.get(kind, 0) for each in passes], dtype=torch.float64)
-            for kind in {kind for each in passes for kind in each.sizes.whole}
-        }
-        """Bytes of a message of all rows, by kind."""
+        self.scale, self.absent = self.of_kinds()
         self.peers: dict[int, _Peers] = {}
         self.together = self.rivals()
         self.links = torch.zeros(2, *self.clock.shape, dtype=torch.float64)
@@ -182,46 +197,62 @@ class _Lockstep:
         route, way = each.route, None
         if not route.direct:
             way = itinerary(plan, route.nodes, route.intra, route.turn, each.of_queries)
-        reading, gradients = plan.reading(of_queries=each.of_queries), PASSES[each.name].gradients
-        return Seen(reading, way, mirrored=route.mirrored, gradients=gradients)
+        return Seen(plan.reading(of_queries=each.of_queries), way, mirrored=route.mirrored)
 
     def of_all(self, plan: Plan) -> Program:
         """The program of rank 0 in which everything is there, with numbers of rows for all ranks."""
-        route, names = self.route, [each.name for each in self.passes]
-        name = next((name for name in names if PASSES[name].gradients), names[0])
+        route, moves = self.route, [PASSES[each.name] for each in self.passes]
+        every = Moves(
+            "all passes",
+            gradients=any(each.gradients for each in moves),
+            bundle=any(each.bundle for each in moves),
+            rows=any(each.rows for each in moves),
+        )
         route = Route(route.nodes, route.intra, route.heads, route.overlap, route.direct)
-        ring = on_ring(0, route, name, OfAll(self.seen))
+        ring = on_ring(0, route, every, OfAll(self.seen))
         if self.heads > 1:
             last = torch.stack([seen.last_steps(route.nodes, route.intra) for seen in self.seen], 1)
             leaving = {
                 step: Counted(torch.where(last == step, plan.rows, NEVER)[None], 0, 0)
                 for step in last.unique().tolist()
             }
-            ring = with_heads(ring, 0, self.heads, PASSES[name], by_part=route.overlap, leaving=leaving)
+            ring = with_heads(ring, 0, self.heads, every, by_part=route.overlap, leaving=leaving)
         return ring if route.overlap else without_overlap(ring)
+
+    def of_kinds(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """By kind of message: bytes of all rows, [W]; and `NEVER` for passes that have none, if there are."""
+        scale, absent = {}, {}
+        for kind in (DATA, GRADIENT, BUNDLE, ROWS, RESULT, SUM):
+            there = [_moves(each.name, kind) for each in self.passes]
+            whole = [each.sizes.whole.get(kind, 0) for each in self.passes]
+            scale[kind] = torch.tensor(whole, dtype=torch.float64)
+            if not all(there):
+                absent[kind] = torch.zeros_like(scale[kind]).masked_fill_(~torch.tensor(there), NEVER)
+        return scale, absent
 
     def rivals(self) -> set[int]:
         """The sends (by index) that may meet others of the same rank, to another receiver, on a link."""
-        open_: dict[Channel, list[int]] = defaultdict(list)
-        peers: dict[int, _Peers] = {}
-        after: list[tuple[int, int]] = []
-        found: set[int] = set()
+        open_: dict[int, _Peers] = {}
+        under_way: dict[Channel, list[int]] = defaultdict(list)
+        last_rival: dict[int, int] = {}
+        behind: list[tuple[int, int]] = []
         for index, action in enumerate(self.program):
             if isinstance(action, Send):
-                peers[index] = self.peers_of(action.peer)
-                for other in (i for indices in open_.values() for i in indices):
-                    if peers[other] is peers[index]:
-                        after.append((other, index))
-                    elif peers[index].meets(peers[other]):
-                        found |= {other, index}
-                open_[action.channel].append(index)
+                peers = self.peers_of(action.peer)
+                for other, its in open_.items():
+                    if its is peers:
+                        behind.append((other, index))
+                    elif peers.meets(its):
+                        last_rival[other] = last_rival[index] = index
+                open_[index] = peers
+                under_way[action.channel].append(index)
             elif isinstance(action, Wait):
-                open_.pop(action.channel, None)
-        grew = bool(found)
-        while grew:  # what queues with one that shares its link shares it as well
-            more = {i for pair in after if found & {*pair} for i in pair} - found
-            found, grew = found | more, bool(more)
-        return found
+                for other in under_way.pop(action.channel, ()):
+                    del open_[other]
+        for earlier, later in behind:  # in order: what queues behind one whose rivals are still to come
+            if last_rival.get(earlier, -1) > later:
+                last_rival[later] = max(last_rival.get(later, -1), last_rival[earlier])
+        return set(last_rival)
 
     def peers_of(self, peer: int) -> _Peers:
         """Whom all ranks send to where rank 0 sends to `peer`."""
@@ -285,10 +316,13 @@ class _Lockstep:
 
     def bytes_of(self, send: Send) -> Tensor:
         """[G, W]; below zero where there is no message."""
-        whole = self.scale[send.channel.what]
+        kind = send.channel.what
         if send.rows is None:
-            return whole.expand_as(self.clock)
-        return self.of_ranks(send.rows.of_all(self.moved)) * (whole / self.passes[0].sizes.rows)
+            size = self.scale[kind].expand_as(self.clock)
+        else:
+            rows = self.of_ranks(send.rows.of_all(self.moved))
+            size = rows * (self.scale[kind] / self.passes[0].sizes.rows)
+        return size + self.absent[kind] if kind in self.absent else size
 
     def post(self, send: Send, *, shares: bool) -> None:
         """Both ends start together: each rank receives with the same action as it sends."""
@@ -296,9 +330,13 @@ class _Lockstep:
         peers.carried += size.clamp(min=0)
         begin = torch.maximum(self.clock, self.clock.index_select(0, peers.to))
         if shares:
-            message = _Message(peers, begin, size, torch.where(size > 0, torch.inf, NEVER))
+            begin = torch.maximum(begin, peers.busy)
+            end = torch.full_like(begin, torch.inf).masked_fill_(size <= 0, NEVER)
+            message = _Message(peers, begin, size, end)
             self.pending.append(message)
         else:
+            for other in [other for other in self.pending if other.peers is peers]:
+                self.deliver(other)
             end = torch.maximum(begin, peers.busy).add_(size / peers.rate)
             peers.busy = torch.maximum(peers.busy, end)
             message = _Message(peers, begin, size, end)
@@ -306,32 +344,39 @@ class _Lockstep:
 
     def wait(self, channel: Channel) -> None:
         for message in self.under_way.pop(channel, ()):
-            while message in self.pending:
-                self.share(message)
+            self.deliver(message)
             arrived = message.end + self.rates.latency
             received = arrived.index_select(0, message.peers.back)
             self.clock = torch.maximum(self.clock, torch.maximum(arrived, received, out=received))
 
+    def deliver(self, message: _Message) -> None:
+        """Work out when a message is through, if that is not known yet."""
+        while message in self.pending:
+            self.share(message)
+            message.peers.busy = torch.maximum(message.peers.busy, message.end)
+
     def share(self, message: _Message) -> None:
-        """Work out when a message is through: those to one receiver in turn, receivers in equal shares."""
+        """Let time pass until it is through: those to one receiver in turn, receivers in equal shares."""
         every = self.pending
         at = every.index(message)
         begin, left, end = (torch.stack([getattr(m, x) for m in every]) for x in ("begin", "left", "end"))
         inter = torch.stack([m.peers.inter for m in every])[:, :, None]
         behind = torch.tensor(
             [[a.peers is b.peers and j < i for j, b in enumerate(every)] for i, a in enumerate(every)]
-        ).double()
+        )
+        queues = bool(behind.any())
         for link, rate in ((0, self.rates.intra), (1, self.rates.inter)):
             on, now = (inter == bool(link)) & (end == torch.inf), self.links[link].clone()
             while bool((wanted := on[at]).any()):
-                ready = on & (begin <= now)
-                first = ready & ~((behind @ ready.double().flatten(1)).view(ready.shape) > 0)
+                first = on & (begin <= now)
+                following = begin.masked_fill(~on | first, torch.inf).amin(0)
+                if queues:
+                    first &= ~((behind.double() @ first.double().flatten(1)).view(first.shape) > 0)
                 share = rate / first.sum(0).clamp(min=1)
-                through = torch.where(first, now + left / share, torch.inf)
-                following = torch.where(on & (begin > now), begin, torch.inf)
-                until = torch.where(wanted, torch.minimum(through, following).amin(0), now)
-                left = left - torch.where(first, (until - now) * share, 0.0)
-                done = wanted & (through <= until)
+                through = (now + left / share).masked_fill_(~first, torch.inf)
+                until = torch.where(wanted, torch.minimum(through.amin(0), following), now)
+                left = left.addcmul_(first.double(), (until - now) * share, value=-1)
+                done = (through <= until) & wanted
                 end = torch.where(done, until, end)
                 on, now = on & ~done, until
             self.links[link] = now

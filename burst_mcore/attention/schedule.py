@@ -87,7 +87,7 @@ def program(rank: int, route: Route, name: str, plan: Plan | None = None) -> Pro
 
 @lru_cache(maxsize=256)
 def _of_all(rank: int, route: Route, name: str) -> Program:
-    return _around(on_ring(rank // route.heads, route, name), rank, route, name)
+    return _around(on_ring(rank // route.heads, route, PASSES[name]), rank, route, name)
 
 
 @kept
@@ -95,7 +95,8 @@ def _of_plan(plan: Plan, rank: int, route: Route, name: str) -> Program:
     position = rank // route.heads
     reading = plan.reading(of_queries=name == "query")
     way = None if route.direct else itinerary(plan, route.nodes, route.intra, route.turn, name == "query")
-    return _around(on_ring(position, route, name, OfPosition(reading, position, way)), rank, route, name)
+    ring = on_ring(position, route, PASSES[name], OfPosition(reading, position, way))
+    return _around(ring, rank, route, name)
 
 
 @kept
@@ -111,12 +112,13 @@ def _around(ring: Program, rank: int, route: Route, name: str) -> Program:
     return ring if route.overlap else without_overlap(ring)
 
 
-def on_ring(position: int, route: Route, name: str, hops: Hops = EVERYTHING) -> Program:
+def on_ring(position: int, route: Route, moves: Pass, hops: Hops = EVERYTHING) -> Program:
     """What a position does, between positions; what nobody reads is left out (`hops`)."""
-    gradients = PASSES[name].gradients
     if route.direct:
-        return direct(position, route.positions, gradients=gradients, hops=hops)
-    return double_ring(position, route.nodes, route.intra, gradients=gradients, hops=hops, turn=route.turn)
+        return direct(position, route.positions, gradients=moves.gradients, hops=hops)
+    return double_ring(
+        position, route.nodes, route.intra, gradients=moves.gradients, hops=hops, turn=route.turn
+    )
 
 
 @dataclass(frozen=True)
