@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -137,7 +139,34 @@ def candidates(
 
     n: tokens in the global sequence.
     """
-    found: list[Candidate] = []
+    with _no_collection():
+        return tuple(_candidates(shard, layout, mask, n, ranks, rates, overlap, rings, degrees, directions))
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage is not looked for meanwhile: what is made here is kept, and torch's own objects are many."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _candidates(
+    shard: Shard,
+    layout: Layout,
+    mask: Mask,
+    n: int,
+    ranks: Ranks,
+    rates: Rates,
+    overlap: bool,
+    rings: tuple[str, ...],
+    degrees: tuple[int, ...],
+    directions: tuple[str, ...],
+) -> Iterator[Candidate]:
     for degree in degrees:
         costs = _Costs(shard, layout, mask, n, ranks, rates, degree)
         ways: dict[tuple[Route, str], str] = {}
@@ -149,8 +178,7 @@ def candidates(
                 ways.setdefault((route, direction), ring)
         costs.play(ways)
         for (route, direction), ring in ways.items():
-            found.append(best([costs.candidate(ring, way, direction) for way in costs.ways(route)]))
-    return tuple(found)
+            yield best([costs.candidate(ring, way, direction) for way in costs.ways(route)])
 
 
 class _Costs:

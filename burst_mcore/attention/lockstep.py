@@ -359,27 +359,30 @@ class _Lockstep:
         """Let time pass until it is through: those to one receiver in turn, receivers in equal shares."""
         every = self.pending
         at = every.index(message)
+        since = min(float(m.begin.min()) for m in every)  # from there on half the precision is enough
         begin, left, end = (torch.stack([getattr(m, x) for m in every]) for x in ("begin", "left", "end"))
+        begin, left, end = (begin - since).float(), left.float(), (end - since).float()
         inter = torch.stack([m.peers.inter for m in every])[:, :, None]
         behind = torch.tensor(
             [[a.peers is b.peers and j < i for j, b in enumerate(every)] for i, a in enumerate(every)]
         )
         queues = bool(behind.any())
         for link, rate in ((0, self.rates.intra), (1, self.rates.inter)):
-            on, now = (inter == bool(link)) & (end == torch.inf), self.links[link].clone()
+            on = (inter == bool(link)) & (end == torch.inf)
+            now = (self.links[link] - since).float()
             while bool((wanted := on[at]).any()):
                 first = on & (begin <= now)
                 following = begin.masked_fill(~on | first, torch.inf).amin(0)
                 if queues:
-                    first &= ~((behind.double() @ first.double().flatten(1)).view(first.shape) > 0)
+                    first &= ~((behind.float() @ first.float().flatten(1)).view(first.shape) > 0)
                 share = rate / first.sum(0).clamp(min=1)
                 through = (now + left / share).masked_fill_(~first, torch.inf)
                 until = torch.where(wanted, torch.minimum(through.amin(0), following), now)
-                left = left.addcmul_(first.double(), (until - now) * share, value=-1)
+                left = left.addcmul_(first.float(), (until - now) * share, value=-1)
                 done = (through <= until) & wanted
                 end = torch.where(done, until, end)
                 on, now = on & ~done, until
-            self.links[link] = now
+            self.links[link] = now.double() + since
         for row, other in enumerate(every):
-            other.left, other.end = left[row], end[row]
+            other.left, other.end = left[row].double(), end[row].double() + since
         self.pending = [other for other in every if bool((other.end == torch.inf).any())]

@@ -7,6 +7,7 @@ comes with the next batch is documents, and where they end. So a loader that has
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -109,3 +110,12 @@ def _forget(mask: Mask, done: Future[None]) -> None:
 @lru_cache(maxsize=1)
 def _worker() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="burst-plans")
+
+
+def _start_anew() -> None:
+    """In a forked process: the thread that would have planned has stayed behind."""
+    _pending.clear()
+    _worker.cache_clear()
+
+
+os.register_at_fork(after_in_child=_start_anew)

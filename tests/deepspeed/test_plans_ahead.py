@@ -1,0 +1,93 @@
+"""Packed documents, other ones in every batch: the loader plans ahead, and steps do not wait."""
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+from engines import VOCABULARY, config_of, in_order, start
+from ranks import processes
+
+from burst_mcore.attention import function, passes
+from burst_mcore.attention import prepare as prepare_module
+from burst_mcore.deepspeed.loader import ShardedLoader
+
+TOKENS, STEPS = 4096, 8
+
+
+def _packed(count):
+    """Samples of documents of 128 to 384 tokens, which end elsewhere in each."""
+    draw, samples = random.Random(0), []
+    for _ in range(count):
+        positions: list[int] = []
+        while len(positions) < TOKENS:
+            positions += range(draw.randint(128, 384))
+        ids = torch.tensor([draw.randrange(3, VOCABULARY) for _ in range(TOKENS)])
+        samples.append({"input_ids": ids, "position_ids": torch.tensor(positions[:TOKENS])})
+    return samples
+
+
+class _Clock:
+    """Seconds that the main thread spends in functions that it was put around."""
+
+    def __init__(self):
+        self.seconds, self.depth = 0.0, 0
+
+    def around(self, inner):
+        def timed(*args, **kwargs):
+            if threading.current_thread() is not threading.main_thread() or self.depth:
+                return inner(*args, **kwargs)
+            self.depth, begin = 1, time.perf_counter()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.depth, self.seconds = 0, self.seconds + time.perf_counter() - begin
+
+        return timed
+
+
+def _waiting(rank, size):
+    """(seconds of the steps, those of them in which the main thread planned or waited for plans)."""
+    clock = _Clock()
+    for module, names in ((function, ("await_plan", "call_for")), (passes, ("program", "tiles_of"))):
+        for name in names:
+            setattr(module, name, clock.around(getattr(module, name)))
+    torch.set_num_threads(1)
+    engine, loader = start(config_of(2, size), in_order(_packed(STEPS), size), max_position_embeddings=TOKENS)
+    begin = None
+    for step, batch in enumerate(loader):
+        if step == 2:  # the first finds out what calls are like
+            begin, clock.seconds = time.perf_counter(), 0.0
+        engine.backward(engine(**batch).loss)
+        engine.step()
+    return time.perf_counter() - begin, clock.seconds
+
+
+@pytest.mark.slow
+def test_steps_wait_less_than_1_per_cent_for_plans():
+    found = processes(4, _waiting)
+    waited = [waiting / total for total, waiting in found]
+    assert max(waited) < 0.01, found
+
+
+def test_a_batch_is_handed_out_once_the_next_is_planned(monkeypatch):
+    planned = []
+    monkeypatch.setattr("burst_mcore.deepspeed.loader.prepare", lambda mask, **how: planned.append(mask))
+    batches = [{name: x[None] for name, x in sample.items()} for sample in _packed(3)]
+    seen = []
+    for batch in ShardedLoader(batches, group=None):
+        seen.append((len(planned), torch.equal(batch["input_ids"], batches[len(seen)]["input_ids"])))
+    assert seen == [(2, True), (3, True), (3, True)]
+    assert prepare_module.prepare(planned[0], tokens=TOKENS, ranks=97) == []
+
+
+def test_a_loader_that_fails_hands_out_what_it_had():
+    def batches():
+        yield {"input_ids": torch.ones(1, 8, dtype=torch.int64)}
+        raise OSError("the disk is gone")
+
+    loader = iter(ShardedLoader(batches(), group=None))
+    assert next(loader)["input_ids"].shape == (1, 8)
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(loader)
