@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from masks import random_layout, random_mask, randoms
@@ -341,6 +342,36 @@ def test_one_decision_serves_all_documents_of_a_kind():
     mask = Mask.causal() & Mask.documents(ends)
     assert typical(dealt, mask, 2**17, 8) == (dealt, mask)
     assert typical(dealt, Mask.causal(), 2**17, 8) == (dealt, Mask.causal())
+
+
+@pytest.mark.parametrize(("size", "inter"), [(16, 25e9), (64, 25e9), (16, 2e9)])
+def test_what_is_decided_for_a_kind_of_documents_is_nearly_the_best_for_each(size, inter):
+    rates, n = replace(A800, inter=inter), 4096 * size
+    shard, ranks, layout = _shard(32, 8, tokens=4096), Ranks(size, 8), Layout("zigzag")
+
+    def costed(mask):
+        return candidates(
+            shard, layout, mask, n, ranks, rates,
+            overlap=True, rings=RINGS, degrees=(1,), directions=("query", "kv"),
+        )  # fmt: skip
+
+    for seed in range(3):
+        mask = packed(n, seed)
+        pick, real = best(costed(typical(layout, mask, n, size)[1])), costed(mask)
+        same = next(c for c in real if (c.ring, c.direction) == (pick.ring, pick.direction))
+        assert same.seconds <= 1.1 * min(c.seconds for c in real)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_changes_nothing(dtype):
+    shard, ranks = _shard(8, 8, tokens=512), Ranks(8, 4)
+    want, before = _choose(shard, ranks, A800, rings=RINGS), torch.get_default_dtype()
+    candidates.cache_clear()
+    torch.set_default_dtype(dtype)
+    try:
+        assert _choose(shard, ranks, A800, rings=RINGS) == want
+    finally:
+        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "fast", True])

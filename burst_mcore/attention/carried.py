@@ -8,7 +8,7 @@ at once, for playing them against the clock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -37,8 +37,12 @@ class Hops(Protocol):
         """Whether the position reads the bundle of `owner`."""
         ...
 
-    def read_by(self, reader: int) -> bool:
-        """Whether `reader` reads the position's own bundle."""
+    def owners(self, size: int) -> Iterable[int]:
+        """Those of `size` positions whose bundles the position reads."""
+        ...
+
+    def readers(self, size: int) -> Iterable[int]:
+        """Those that read the position's own bundle."""
         ...
 
     def between(self, owner: int, by: int) -> Carried:
@@ -74,8 +78,11 @@ class Everything:
     def reads(self, owner: int) -> bool:
         return True
 
-    def read_by(self, reader: int) -> bool:
-        return True
+    def owners(self, size: int) -> Iterable[int]:
+        return range(size)
+
+    def readers(self, size: int) -> Iterable[int]:
+        return range(size)
 
     def between(self, owner: int, by: int) -> Carried:
         return None
@@ -140,15 +147,20 @@ class OfPosition:
         self._reading, self._way = reading, itinerary
         self._alone = reading.alone
         self.alone = position in self._alone
+        self._meets, self._position = reading.meets, position
         self._reads: list[bool] = reading.meets[:, position].tolist()
-        self._read_by: list[bool] = reading.meets[position].tolist()
         self._columns: dict[tuple[str, int, int], list[int]] = {}
 
     def reads(self, owner: int) -> bool:
         return self._reads[owner]
 
-    def read_by(self, reader: int) -> bool:
-        return self._read_by[reader]
+    def owners(self, size: int) -> Iterable[int]:
+        found: list[int] = self._meets[:, self._position].nonzero().flatten().tolist()
+        return found
+
+    def readers(self, size: int) -> Iterable[int]:
+        found: list[int] = self._meets[self._position].nonzero().flatten().tolist()
+        return found
 
     def between(self, owner: int, by: int) -> Carried:
         return self._some(self._reading.needed(owner, by))
@@ -251,7 +263,7 @@ class Seen:
 
     def _summed(self, at: Tensor, size: int) -> Tensor:
         """Rows of segments [lists of segments], summed by place and owner."""
-        found = torch.zeros(size * self._reading.size)
+        found = torch.zeros(size * self._reading.size, dtype=torch.float32)
         length = self._reading.length.float()
         for of in at:
             found.index_add_(0, of * self._reading.size + self._reading.owner, length)
@@ -308,8 +320,11 @@ class OfAll:
     def reads(self, owner: int) -> bool:
         return True
 
-    def read_by(self, reader: int) -> bool:
-        return True
+    def owners(self, size: int) -> Iterable[int]:
+        return range(size)
+
+    def readers(self, size: int) -> Iterable[int]:
+        return range(size)
 
     def between(self, owner: int, by: int) -> Carried:
         return Counted(self._between, (by - owner) % len(self._between), owner)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -139,34 +137,7 @@ def candidates(
 
     n: tokens in the global sequence.
     """
-    with _no_collection():
-        return tuple(_candidates(shard, layout, mask, n, ranks, rates, overlap, rings, degrees, directions))
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Garbage is not looked for meanwhile: what is made here is kept, and torch's own objects are many."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
-def _candidates(
-    shard: Shard,
-    layout: Layout,
-    mask: Mask,
-    n: int,
-    ranks: Ranks,
-    rates: Rates,
-    overlap: bool,
-    rings: tuple[str, ...],
-    degrees: tuple[int, ...],
-    directions: tuple[str, ...],
-) -> Iterator[Candidate]:
+    found: list[Candidate] = []
     for degree in degrees:
         costs = _Costs(shard, layout, mask, n, ranks, rates, degree)
         ways: dict[tuple[Route, str], str] = {}
@@ -178,7 +149,8 @@ def _candidates(
                 ways.setdefault((route, direction), ring)
         costs.play(ways)
         for (route, direction), ring in ways.items():
-            yield best([costs.candidate(ring, way, direction) for way in costs.ways(route)])
+            found.append(best([costs.candidate(ring, way, direction) for way in costs.ways(route)]))
+    return tuple(found)
 
 
 class _Costs:
@@ -345,7 +317,8 @@ def _saved(chosen: Candidate, rival: Candidate) -> str:
 def typical(layout: Layout, mask: Mask, n: int, size: int) -> tuple[Layout, Mask]:
     """The kind of a layout and a mask: what is decided for one is decided for all of a kind.
 
-    Documents become as many of one length, that of a typical token's document rounded to a power of two; the
+    Documents become others, the same for all of a kind: about as long as a typical token's document, to a
+    power of two, but of different lengths, so that they end anywhere in a rank's share, as real ones do. The
     chunks of a layout that was made for documents are dealt in turn.
     """
     ends = mask.document_ends
@@ -360,4 +333,12 @@ def typical(layout: Layout, mask: Mask, n: int, size: int) -> tuple[Layout, Mask
     if layout.kind == "chunks":
         each = len(layout.chunks[0])
         layout = Layout("chunks", chunks=tuple(tuple(range(r, size * each, size)) for r in range(size)))
-    return layout, mask.with_documents(torch.tensor([*range(0, n, length), n]))
+    return layout, mask.with_documents(_uneven(n, length))
+
+
+def _uneven(n: int, length: int) -> Tensor:
+    """cu_seqlens of documents of half to one and a half times `length`; always the same."""
+    several = torch.randint(length // 2, length + length // 2 + 1, (2 * n // length + 2,),
+                            generator=torch.Generator().manual_seed(0))  # fmt: skip
+    ends = several.clamp(min=1).cumsum(0)
+    return torch.cat([torch.zeros(1, dtype=torch.int64), ends[ends < n], torch.tensor([n])])

@@ -45,9 +45,10 @@ def direct(position: int, size: int, *, gradients: bool, hops: Hops = EVERYTHING
 class _Position:
     def __init__(self, position: int, size: int, hops: Hops, gradients: bool) -> None:
         self.position, self.size, self.hops, self.gradients = position, size, hops, gradients
-        self.reads = [0, *(t for t in range(1, size) if hops.reads(self.before(t)))]
+        owners, readers = hops.owners(size), hops.readers(size)
+        self.reads = [0, *sorted(t for owner in owners if (t := (position - owner) % size))]
         """Distances of the owners whose bundles are read; its own first."""
-        self.read_by = {t for t in range(1, size) if hops.read_by(self.after(t))}
+        self.read_by = {t for reader in readers if (t := (reader - position) % size)}
         """Distances of the readers."""
         self.coming: list[tuple[int, str | None]] = []
         """Gradients under way: (distance, buffer of what comes back)."""
@@ -70,8 +71,9 @@ class _Position:
 
     def actions(self) -> Iterator[Action]:
         following = [*self.reads[1:], self.size - 1]
+        meets = sorted({*self.reads[1:], *self.read_by})
         for i, (t, upto) in enumerate(zip(self.reads, following, strict=True)):
-            hops = [u for u in range(t + 1, upto + 1) if u in self.read_by or u in self.reads]
+            hops = [u for u in meets if t < u <= upto]
             for u in hops:
                 yield from self.fetch(t, u, f"{DATA}{(i + 1) % 2}")
             yield Compute(t, self.before(t), f"{DATA}{i % 2}" if t else HOME)

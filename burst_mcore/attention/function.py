@@ -195,7 +195,7 @@ def _agreed(asked: Asked, peers: Agreement | None, sign: Signature) -> tuple[Cal
     rows, size = asked.shard.tokens, asked.topology.size
     if peers is None:
         await_plan(asked.mask)
-        return call_for(asked, [rows]), 0, [rows]
+        return _remembered(asked, call_for(asked, [rows])), 0, [rows]
     await_plan(asked.mask)
     call, problem, details = None, None, {}
     try:  # as it is if all ranks hold as many tokens
@@ -218,14 +218,18 @@ def _agreed(asked: Asked, peers: Agreement | None, sign: Signature) -> tuple[Cal
     elif problem is not None:
         raise problem
     assert call is not None
-    if _REMEMBERED not in call.plan.kept:
-        call.plan.kept[_REMEMBERED] = True
-        remember(asked)
-    return call, number, lengths or [rows] * size
+    return _remembered(asked, call), number, lengths or [rows] * size
 
 
 _REMEMBERED = ("remembered",)
 """Of a plan: whether calls like its were said to `prepare`."""
+
+
+def _remembered(asked: Asked, call: Call) -> Call:
+    if _REMEMBERED not in call.plan.kept:
+        call.plan.kept[_REMEMBERED] = True
+        remember(asked)
+    return call
 
 
 def connect(topology: Topology, config: BurstConfig) -> None:

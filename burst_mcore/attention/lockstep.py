@@ -212,8 +212,9 @@ class _Lockstep:
         ring = on_ring(0, route, every, OfAll(self.seen))
         if self.heads > 1:
             last = torch.stack([seen.last_steps(route.nodes, route.intra) for seen in self.seen], 1)
+            none = torch.full(last.shape, NEVER, dtype=torch.float64)
             leaving = {
-                step: Counted(torch.where(last == step, plan.rows, NEVER)[None], 0, 0)
+                step: Counted(none.masked_fill(last == step, plan.rows)[None], 0, 0)
                 for step in last.unique().tolist()
             }
             ring = with_heads(ring, 0, self.heads, every, by_part=route.overlap, leaving=leaving)
@@ -262,7 +263,8 @@ class _Lockstep:
             back = torch.empty_like(to)
             back[to] = self.rank
             inter = to // self.intra != self.rank // self.intra
-            rate = torch.where(inter, self.rates.inter, self.rates.intra).double()[:, None]
+            rates = torch.tensor([self.rates.intra, self.rates.inter], dtype=torch.float64)
+            rate = rates[inter.long()][:, None]
             none = torch.zeros_like(self.clock)
             self.peers[peer] = _Peers(to, back, inter, rate, none, none.clone())
         return self.peers[peer]

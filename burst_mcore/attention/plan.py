@@ -218,8 +218,9 @@ def kept(function: Callable[..., T]) -> Callable[..., T]:
     return found
 
 
-PLANS = 16
-"""Plans that are kept: of the masks, layouts and lengths used last."""
+PLANS = 64
+"""Plans that are kept, of the masks, layouts and lengths used last: a batch of several rows and kinds of
+layers has as many as their product, and the next batch, which is planned meanwhile, as many again."""
 
 
 @lru_cache(maxsize=PLANS)

@@ -12,6 +12,7 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import torch
@@ -87,7 +88,7 @@ def _new_documents(size: int) -> None:
 
 
 def _auto(size: int) -> None:
-    """What "auto" does in the first call: a causal mask, 32 heads, 8 K/V heads, bfloat16."""
+    """What "auto" does in the first call, head_parallel=1: causal, 32 heads, 8 K/V heads, bfloat16."""
     shard = Shard(1, TOKENS, 32, 8, 128, 128, itemsize=2, grad_itemsize=4)
     best(
         candidates(
@@ -117,22 +118,25 @@ def measure(name: str, size: int, repeats: int) -> Row:
 
 def _in_a_process(name: str, size: int) -> Row:
     context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=_run, args=(name, size, queue))
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(name, size, theirs))
     process.start()
-    seconds, megabytes = queue.get()
+    wait([ours, process.sentinel])
     process.join()
+    if not ours.poll():
+        raise RuntimeError(f"planning {name} for {size} ranks ended with exit code {process.exitcode}")
+    seconds, megabytes = ours.recv()
     return Row(name, size, seconds, megabytes)
 
 
-def _run(name: str, size: int, queue: multiprocessing.Queue[tuple[float, float]]) -> None:
+def _run(name: str, size: int, answer: Connection) -> None:
     torch.set_num_threads(1)
     Layout.for_mask(packed(64, seed=2), 64, 2)  # what torch does at its first operations is not planning
     before, start = _resident(), time.process_time()
     PLANNED[name](size)
     took = time.process_time() - start
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    queue.put((took, max(0.0, most - before)))
+    answer.send((took, max(0.0, most - before)))
 
 
 def _resident() -> float:

@@ -104,7 +104,7 @@ def explain(
     ordered = sorted(found, key=lambda candidate: (candidate.seconds, candidate is not chosen))
     table: str = tabulate([_row(c, chosen) for c in ordered], headers="keys", floatfmt=".4g")
     uneven = imbalance(dealt, problem.seen, problem.seq, ranks.size)
-    kind = f"documents count as {_length(mask)} tokens each, for any batch of this kind\n"
+    kind = f"documents count as {_length(mask)} tokens on average, for any batch of this kind\n"
     return (
         f"{table}\n\nchosen: ring={chosen.ring!r}, head_parallel={chosen.route.heads}, "
         f"backward={chosen.direction!r} "
@@ -120,9 +120,9 @@ def explain(
 
 
 def _length(mask: Mask) -> int:
-    """Tokens of the first document."""
+    """Tokens of a document, on average."""
     ends = mask.document_ends
-    return 0 if ends is None else int(ends[1])
+    return 0 if ends is None else int(ends[-1]) // (len(ends) - 1)
 
 
 def _rings(ring: str) -> tuple[str, ...]:
@@ -187,10 +187,11 @@ def draw(
         raise ValueError(f"head_parallel={degree} is not legal here: {why_not}; legal: {legal}")
     dealt = layout_of(layout, problem, ranks)
     shard = shard_of(problem, ranks, dealt)
+    of_kind, mask = typical(dealt, problem.seen, problem.seq, ranks.size)
     found = candidates(
         shard,
-        dealt,
-        problem.seen,
+        of_kind,
+        mask,
         problem.seq,
         ranks,
         rates,

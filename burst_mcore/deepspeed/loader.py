@@ -77,15 +77,21 @@ class ShardedLoader:
             sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """A batch is handed out once the next is there, whose plans are made meanwhile."""
+        """A batch is handed out once the next is there, whose plans are made meanwhile.
+
+        Not of loaders that have a state to be saved: that would be one batch ahead.
+        """
+        if hasattr(self.loader, "state_dict"):
+            yield from self._parts()
+            return
         parts, ready = self._parts(), deque[dict[str, Any]]()
         while True:
-            ended: BaseException | None = None
+            ended: Exception | None = None
             try:
                 ready.append(next(parts))
-            except (StopIteration, Exception) as error:
+            except Exception as error:
                 ended = error
-            if len(ready) > 1 or (ended and ready):
+            if len(ready) > 1 or (ended is not None and ready):
                 yield ready.popleft()
             if isinstance(ended, StopIteration):
                 return
