@@ -377,7 +377,7 @@ class _Lockstep:
                 following = begin.masked_fill(~on | first, torch.inf).amin(0)
                 if queues:
                     first &= ~((behind.float() @ first.float().flatten(1)).view(first.shape) > 0)
-                share = rate / first.sum(0).clamp(min=1)
+                share = rate / first.sum(0).clamp(min=1).float()
                 through = (now + left / share).masked_fill_(~first, torch.inf)
                 until = torch.where(wanted, torch.minimum(through.amin(0), following), now)
                 left = left.addcmul_(first.float(), (until - now) * share, value=-1)

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 
 from burst_mcore.attention.actions import Compute
 from burst_mcore.attention.arguments import Asked, call_for, legal_lengths, without_layout
@@ -51,14 +51,16 @@ def prepare(mask: Mask, *, tokens: int, ranks: int, layout: Layout | str | None 
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a Mask, got {mask!r}: Mask.documents(cu_seqlens), ...")
     dealt = None if layout is None else Layout.of(layout)
+    worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="burst-plans")
     found = []
     for asked in [kind for kind in _remembered.values() if kind.topology.size == ranks]:
         config = asked.config if dealt is None else replace(asked.config, layout=dealt)
         asked = replace(asked, mask=asked.mask & mask, config=config)
-        future = _worker().submit(_plan, asked, tokens)
+        future = worker.submit(_plan, asked, tokens)
         _pending[asked.mask] = future
         future.add_done_callback(partial(_forget, asked.mask))
         found.append(future)
+    worker.shutdown(wait=False)  # its thread ends with the last plan: none is left for forks to trip over
     return found
 
 
@@ -107,15 +109,4 @@ def _forget(mask: Mask, done: Future[None]) -> None:
         del _pending[mask]
 
 
-@lru_cache(maxsize=1)
-def _worker() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="burst-plans")
-
-
-def _start_anew() -> None:
-    """In a forked process: the thread that would have planned has stayed behind."""
-    _pending.clear()
-    _worker.cache_clear()
-
-
-os.register_at_fork(after_in_child=_start_anew)
+os.register_at_fork(after_in_child=_pending.clear)  # the thread that would have planned stays behind
