@@ -31,7 +31,7 @@ WITHIN_ATTENTION = [
         "elementwise_triton",
         "recompute",
     },
-    {"merge", "actions", "seen", "carried"},
+    {"merge", "actions", "seen", "carried", "counted"},
     {"plan", "topology", "double_ring", "direct", "head_exchange", "trace"},
     {"schedule", "tiles"},
     {"cost", "verify", "kernels", "agreement"},

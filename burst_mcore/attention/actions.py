@@ -49,7 +49,7 @@ class Send:
     peer: int
     rows: Any = None
     """Of the rows of the bundle's own position (`Rows`); None: all. In the program of all ranks at once
-    (`lockstep`) `carried.Counted`."""
+    (`lockstep`) `counted.Counted`."""
 
     def __str__(self) -> str:
         return f"{self.buffer}>{self.peer}{_of(self.rows)}"

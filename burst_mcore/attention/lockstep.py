@@ -1,6 +1,6 @@
 """How long passes take, played for all ranks at once: the same as `timeline.play`, but quick for large rings.
 
-Before anything is left out, the programs of all ranks are one program, moved (`carried.Moved`). So one is
+Before anything is left out, the programs of all ranks are one program, moved (`counted.Moved`). So one is
 enough: every rank does its n-th action together, clocks and numbers of rows are vectors over the ranks, and a
 message that carries no row is none. Passes whose programs differ by numbers alone, such as both backwards,
 and a ring and its mirror image, are played together. Where a rank's messages to several receivers meet on a
@@ -32,8 +32,8 @@ from burst_mcore.attention.actions import (
     Send,
     Wait,
 )
-from burst_mcore.attention.carried import NEVER, Counted, OfAll, Seen, moved
 from burst_mcore.attention.cost import Sizes
+from burst_mcore.attention.counted import NEVER, Counted, OfAll, Seen, moved
 from burst_mcore.attention.double_ring import without_overlap
 from burst_mcore.attention.head_exchange import Pass as Moves
 from burst_mcore.attention.head_exchange import with_heads

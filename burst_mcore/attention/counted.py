@@ -1,0 +1,182 @@
+"""How many rows each hop carries, of all positions at once: for playing passes against the clock.
+
+The program of every position is that of position 0, moved. So a hop is looked up once, for position 0, and
+the answer is a column of a table: the rows that each owner's bundle, or its gradient, has there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_mcore.attention.carried import Carried, Everything, Itinerary
+from burst_mcore.attention.reading import Reading
+
+
+class Seen:
+    """How many rows each hop of a pass carries, by owner.
+
+    Args:
+        reading: who reads what.
+        itinerary: where on its way; None for a direct exchange.
+        mirrored: positions are counted from the other end.
+    """
+
+    def __init__(self, reading: Reading, itinerary: Itinerary | None, *, mirrored: bool) -> None:
+        self._reading, self._way, self._mirrored = reading, itinerary, mirrored
+
+    @property
+    def between(self) -> Tensor:
+        """Rows by owner and reader."""
+        return self._turned(self._reading.counts.float(), 0, 1)
+
+    def last_steps(self, nodes: int, intra: int) -> Tensor:
+        """The step at which each position computes last."""
+        here = torch.arange(nodes * intra)
+        m, l = here // intra, here % intra  # noqa: E741
+        step = (m - m[:, None]) % nodes * intra + (l - l[:, None]) % intra
+        return (self._turned(self._reading.meets, 0, 1) * step).amax(0)
+
+    def by_place(self) -> tuple[Tensor, Tensor]:
+        """Rows read from each place on, and up to it, [rounds, places, owners]."""
+        assert self._way is not None
+        key = "by place", self._mirrored
+        if key not in self._way.kept:
+            self._way.kept[key] = self._counted_by_place(self._way)
+        return self._way.kept[key]
+
+    def _counted_by_place(self, way: Itinerary) -> tuple[Tensor, Tensor]:
+        places = way.intra + 1
+        row = torch.arange(way.nodes) * places
+        last = self._summed((row + way.last + 1).T, way.nodes * places).view(way.nodes, places, -1)
+        first = self._summed((row + way.first).T, way.nodes * places).view(way.nodes, places, -1)
+        ahead = last[:, 1:].flip(1).cumsum(1).flip(1)  # the first column is of rows that nobody reads
+        return self._turned(ahead, -1), self._turned(self._leaving(first[:, :-1].cumsum(1)), -1)
+
+    def by_round(self) -> tuple[Tensor, Tensor]:
+        """Rows read from each round on, and up to it, [rounds, owners]."""
+        assert self._way is not None
+        last = self._summed((self._way.last_round + 1)[None], self._way.nodes + 1)[1:]
+        first = self._summed(self._way.first_round[None], self._way.nodes + 1)[:-1]
+        ahead = last.flip(0).cumsum(0).flip(0)
+        return self._turned(ahead, -1), self._turned(self._leaving(first.cumsum(0)), -1)
+
+    def _turned(self, x: Tensor, *positions: int) -> Tensor:
+        return x.flip(*positions) if self._mirrored else x
+
+    def _leaving(self, rows: Tensor) -> Tensor:
+        """Less the sums that stay at home."""
+        rows[..., list(self._reading.alone)] = 0
+        return rows
+
+    def _summed(self, at: Tensor, size: int) -> Tensor:
+        """Rows of segments [lists of segments], summed by place and owner."""
+        found = torch.zeros(size * self._reading.size, dtype=torch.float32)
+        length = self._reading.length.float()
+        for of in at:
+            found.index_add_(0, of * self._reading.size + self._reading.owner, length)
+        return found.view(size, -1)
+
+
+NEVER = -torch.inf
+"""When a message that carries nothing arrives; and its rows, where it would only be in the way."""
+
+
+class Counted(NamedTuple):
+    """Rows for all positions, which are looked up when they are needed."""
+
+    table: Tensor
+    """[entries, owners, passes]."""
+    entry: int
+    owner: int
+
+    def of_all(self, moved: Moved) -> Tensor:
+        """[positions, passes]."""
+        return self.table[self.entry].index_select(0, moved.to(self.owner))
+
+
+class OfAll(Everything):
+    """How many rows, for all positions at once (`Counted`), as written for position 0: every hop is there.
+
+    What is said of `owner` is said of each position's own counterpart: see `Moved`.
+    """
+
+    def __init__(self, passes: Sequence[Seen]) -> None:
+        self._passes = passes
+
+    @cached_property
+    def _between(self) -> Tensor:
+        """By distance, [distances, owners, passes]."""
+        between = torch.stack([each.between for each in self._passes], 2)
+        here = torch.arange(len(between))
+        return _or_never(between[here, (here + here[:, None]) % len(here)])
+
+    @cached_property
+    def _by_place(self) -> tuple[Tensor, ...]:
+        each = zip(*(seen.by_place() for seen in self._passes), strict=True)
+        tables = [torch.stack(x, -1) for x in each]
+        self._places = tables[0].shape[1]
+        return tuple(_or_never(table.flatten(0, 1)) for table in tables)
+
+    @cached_property
+    def _by_round(self) -> tuple[Tensor, ...]:
+        each = zip(*(seen.by_round() for seen in self._passes), strict=True)
+        return tuple(_or_never(torch.stack(x, -1)) for x in each)
+
+    def between(self, owner: int, by: int) -> Carried:
+        return Counted(self._between, (by - owner) % len(self._between), owner)
+
+    def together(self, some: Carried, others: Carried) -> Carried:
+        return others
+
+    def ahead(self, owner: int, i: int, j: int) -> Carried:
+        table = self._by_place[0]
+        return Counted(table, i * self._places + j, owner)
+
+    def ahead_of_round(self, owner: int, i: int) -> Carried:
+        return Counted(self._by_round[0], i, owner)
+
+    def so_far(self, owner: int, i: int, j: int) -> Carried:
+        table = self._by_place[1]
+        return Counted(table, i * self._places + j, owner) if j >= 0 else ()
+
+    def so_far_in_rounds(self, owner: int, i: int) -> Carried:
+        return Counted(self._by_round[1], i, owner) if i >= 0 else ()
+
+
+def _or_never(rows: Tensor) -> Tensor:
+    return rows.masked_fill_(rows == 0, NEVER)
+
+
+class Moved:
+    """Programs are those of position 0, moved: what it does with p, position q does with `to(p)[q]`."""
+
+    def __init__(self, nodes: int, intra: int) -> None:
+        self._nodes, self._intra = nodes, intra
+        self._twice: dict[int, Tensor] = {}
+
+    def to(self, position: int) -> Tensor:
+        """Int64 [positions]. A view: all moves over as many nodes lie in one table."""
+        m, l = divmod(position, self._intra)  # noqa: E741
+        size = self._nodes * self._intra
+        if self._nodes == 1:
+            m, l = l, 0  # noqa: E741  # one node of many positions moves as many nodes of one do
+            return self._of_local(0, 1, size)[m : m + size]
+        return self._of_local(l, self._intra, self._nodes)[m * self._intra :][:size]
+
+    def _of_local(self, l: int, intra: int, nodes: int) -> Tensor:  # noqa: E741
+        """Every position moved by `l` within its node, twice over."""
+        if l not in self._twice:
+            once = torch.arange(nodes)[:, None] * intra + (torch.arange(intra) + l) % intra
+            self._twice[l] = once.flatten().repeat(2)
+        return self._twice[l]
+
+
+@lru_cache(maxsize=64)
+def moved(nodes: int, intra: int) -> Moved:
+    """The moves of a ring of nodes x intra positions. Kept."""
+    return Moved(nodes, intra)
