@@ -17,7 +17,7 @@ from burst_mcore.attention.reading import Reading
 from burst_mcore.attention.rows import Rows, union
 
 Carried = Any
-"""Rows that a message carries: `Rows`, or None for all; or how many, for each position (`counted.Counted`)."""
+"""Rows that a message carries: `Rows`, or None for all; for all positions at once `counted.Counted`."""
 
 
 def nothing(carried: Carried) -> bool:
