@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -47,8 +47,8 @@ def with_heads(
 ) -> Program:
     """Put the all-to-all of `heads` neighbours around the ring of the position that they share.
 
-    What travels comes first, in whole, so that the ring can start; the rows that stay come from one member
-    after another and are computed as they come (own first), while the ring makes its first hop. In the last
+    What travels comes first, in whole, so that the ring can start; the rows that stay come from two members
+    at a time and are computed as they come (own first), while the ring makes its first hop. In the last
     step the rows are computed member by member (own last), and what they became leaves for its member while
     the next are computed. What followed the bundle leaves in whole, at the very end.
 
@@ -77,8 +77,13 @@ class _Member:
     ) -> None:
         self.ring, self.heads, self.moves, self.by_part, self.leaving = ring, heads, moves, by_part, leaving
         self.member, self.first_rank = rank % heads, rank - rank % heads
-        self.others = range(1, heads)
-        """Shifts: what goes to the member so many places on comes from the one as many places before."""
+        self.arrived: set[Channel] = set()
+        """What was waited for."""
+        self.shifts = [sorted({shift, heads - shift}) for shift in range(1, heads // 2 + 1)]
+        """What goes to the member so many places on comes from the one as many places before. The two shifts
+        between the same two members start together: on gloo a receiver's word that it is ready, without which
+        nothing is sent to it, would otherwise queue behind all that it sends to the same member."""
+        self.others = [shift for pair in self.shifts for shift in pair]
 
     def actions(self) -> Iterator[Action]:
         for what in (BUNDLE,) * self.moves.bundle + (ROWS,) * self.moves.rows:
@@ -112,29 +117,41 @@ class _Member:
         for shift in (0, *self.others) if entering else (*self.others, 0):
             if entering:
                 yield from self.arrive_from(action.step, ROWS, shift)
-            yield replace(action, part=(self.member - shift) % self.heads)
+            yield replace(action, part=self.after(-shift))
             if leaving and shift:
-                yield from self.exchange(action.step, RESULT, self.heads - shift)
+                yield from self.exchange(action.step, RESULT, [self.heads - shift])
 
     def leave(self, step: int, what: str) -> Iterator[Action]:
-        for shift in self.others:
-            yield from self.exchange(step, what, shift)
+        for shifts in self.shifts:
+            yield from self.exchange(step, what, shifts)
 
     def arrive(self, step: int, what: str) -> Iterator[Action]:
         for shift in (0, *self.others):
             yield from self.arrive_from(step, what, shift)
 
-    def exchange(self, step: int, what: str, shift: int) -> Iterator[Action]:
-        """Send to the member `shift` places on, receive from the one as many places before."""
-        to, source = (self.member + shift) % self.heads, (self.member - shift) % self.heads
-        channel = Channel("heads", what, shift)
-        yield Pack(step, what, f"{what}.to{to}", to)
-        yield Recv(step, channel, f"{what}.from{source}", self.first_rank + source)
+    def exchange(self, step: int, what: str, shifts: Sequence[int]) -> Iterator[Action]:
+        """Send to the members so many places on, receive from those as many places before."""
+        for shift in shifts:
+            to = self.after(shift)
+            yield Pack(step, what, f"{what}.to{to}", to)
+        for shift in shifts:
+            source = self.after(-shift)
+            yield Recv(step, self.channel(what, shift), f"{what}.from{source}", self.first_rank + source)
         rows = self.leaving[step] if what == RESULT else None
-        yield Send(step, channel, f"{what}.to{to}", self.first_rank + to, rows)
+        for shift in shifts:
+            to = self.after(shift)
+            yield Send(step, self.channel(what, shift), f"{what}.to{to}", self.first_rank + to, rows)
 
     def arrive_from(self, step: int, what: str, shift: int) -> Iterator[Action]:
-        source = (self.member - shift) % self.heads
-        if shift:
-            yield Wait(step, Channel("heads", what, shift))
+        source, channel = self.after(-shift), self.channel(what, shift)
+        if shift and channel not in self.arrived:
+            self.arrived.add(channel)
+            yield Wait(step, channel)
         yield Unpack(step, what, f"{what}.from{source}", source)
+
+    def after(self, shift: int) -> int:
+        """The member so many places on."""
+        return (self.member + shift) % self.heads
+
+    def channel(self, what: str, shift: int) -> Channel:
+        return Channel("heads", what, min(shift, self.heads - shift))

@@ -190,9 +190,16 @@ def _shape(rank: int, ranks: Ranks, rates: Rates) -> None:
     _ip(
         "link set lo up",
         f"addr add {_NETWORK}.{node}.{local + 1}/16 dev eth0",
-        "link set eth0 mtu 9000 up",
+        # One packet at a time: large ones of several connections, queued before a slow link, keep each other
+        # waiting until their senders take them for lost and send them again.
+        "link set eth0 mtu 9000 gso_max_segs 1 up",
     )
-    for name, value in (("tcp_congestion_control", "reno"), ("tcp_slow_start_after_idle", "0")):
+    for name, value in (
+        ("tcp_congestion_control", "reno"),
+        ("tcp_slow_start_after_idle", "0"),
+        # A message that is sent is on its way, not in a large buffer: else the next would share its link.
+        ("tcp_wmem", "4096 32768 32768"),
+    ):
         Path(f"/proc/sys/net/ipv4/{name}").write_text(value)
     # Classes: the own node, the others, and short packets (acknowledgements), which must not queue.
     intra, inter = (f"{int(rate * 8)}bit" for rate in (rates.intra, rates.inter))

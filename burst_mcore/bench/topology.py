@@ -37,11 +37,16 @@ WITHIN = 1.05
 """The choice of the cost model is right if it is at most so much slower than the fastest measured."""
 BARS = {"double ring, 2 x 2": 2.2, "double ring, 2 x 4": 4.5, "overlap, 2 x 4": 1.5, "choice": 0.9}
 """What the measurements must reach: flat / double, off / on, and the share of right choices."""
+CLEARLY = 1.5
+"""A way that takes so many times as long as the fastest is measured once: more would change nothing."""
 FREE = 1e18
 """FLOP/s at which compute takes no time."""
 LINKS = ((20e6, 1e6), (10e6, 2e6), (2e6, 2e6))
 """Bytes a second, (within the node, between nodes), that the grid covers: slow beside the cores, which copy
 and merge for all ranks."""
+SHAPES = ((8, 512), (2, 1024))
+"""(K/V heads, tokens of a rank) that the grid covers: large enough for links to take longer than the host,
+which serves a call of 8 ranks on 2 cores in about 0.2 s."""
 
 
 @dataclass(frozen=True)
@@ -212,8 +217,8 @@ def choices(repeats: int, say: Callable[[str], None]) -> Verdict:
     for (nodes, intra), (within, between) in itertools.product(((2, 2), (2, 4)), LINKS):
         links = Rates(intra=within, inter=between, compute=FREE, latency=0.0)
         cases = [
-            Case(nodes, intra, links, kv_heads=kv_heads).with_compute(of_hop)
-            for kv_heads, of_hop in itertools.product((8, 2), (0, 0.5))
+            Case(nodes, intra, links, kv_heads=kv_heads, tokens=tokens).with_compute(of_hop)
+            for (kv_heads, tokens), of_hop in itertools.product(SHAPES, (0, 0.5))
         ]
         work = [(case, [AUTO, *(_config(way) for way in _ways(case))]) for case in cases]
         for auto, *others in measure(work, repeats):
@@ -249,7 +254,8 @@ def _line(auto: Timing, fastest: Timing) -> str:
 def measure(work: Sequence[tuple[Case, Sequence[BurstConfig]]], repeats: int) -> list[list[Timing]]:
     """Run all cases, which must have the same cluster and links, with all their configurations in turn.
 
-    The time that a message takes besides its bytes is measured first, and given to the cost model.
+    The time that a message takes besides its bytes is measured first, and given to the cost model. Of a
+    configuration that is clearly slower than another (`CLEARLY`) the first round alone counts.
     """
     first = work[0][0]
     latency, seconds = cluster.run(first.ranks, first.rates, _measure, work, repeats)[0]
@@ -294,7 +300,7 @@ def _latency(rank: int, size: int) -> float:
 
 
 def _time_in_turn(rank: int, case: Case, configs: Sequence[BurstConfig], repeats: int) -> list[list[float]]:
-    """Wall seconds by configuration and repeat, the slowest rank's. The first round is not counted."""
+    """Wall seconds by configuration and repeat, the slowest rank's; after a small round, not counted."""
     KERNELS["timed"] = timed_kernel(case.rates.compute)
     choose.cache_clear()  # it remembers the kernel of the case before
     topology = Topology.from_group(
@@ -302,25 +308,34 @@ def _time_in_turn(rank: int, case: Case, configs: Sequence[BurstConfig], repeats
         intra_size=case.intra,
         rates=case.rates,
     )
+    walls: list[list[float]] = [[] for _ in configs]
+    small = replace(case, tokens=max(16, case.tokens // 8))
+    for config in configs:
+        _time(rank, small, config, topology)
+    for _ in range(repeats):
+        fastest = min(min(wall, default=0.0) for wall in walls)
+        for config, wall in zip(configs, walls, strict=True):
+            if not wall or min(wall) <= CLEARLY * fastest:
+                wall.append(_time(rank, case, config, topology))
+    return walls
+
+
+def _time(rank: int, case: Case, config: BurstConfig, topology: Topology) -> float:
+    """Wall seconds of a forward and backward, the slowest rank's."""
     generator = torch.Generator().manual_seed(rank)
 
     def draw(heads: int) -> Tensor:
         return torch.randn(1, case.tokens, heads, case.head_dim, generator=generator).requires_grad_()
 
     q, k, v = draw(case.heads), draw(case.kv_heads), draw(case.kv_heads)
-    walls: list[list[float]] = [[] for _ in configs]
-    for repeat in range(-1, repeats):
-        for config, wall in zip(configs, walls, strict=True):
-            dist.barrier()
-            start = time.perf_counter()
-            out = burst_attention(q, k, v, topology=topology, mask=case.seen, config=config)
-            assert isinstance(out, Tensor)
-            out.backward(torch.ones_like(out))
-            slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            if repeat >= 0:
-                wall.append(slowest.item())
-    return walls
+    dist.barrier()
+    start = time.perf_counter()
+    out = burst_attention(q, k, v, topology=topology, mask=case.seen, config=config)
+    assert isinstance(out, Tensor)
+    out.backward(torch.ones_like(out))
+    slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
 
 
 def timed_kernel(rate: float) -> Kernel:
