@@ -181,9 +181,12 @@ class _Position:
         return node % self.nodes * self.intra + local % self.intra
 
 
+_NAMES = {kind: tuple(f"{kind}{index}" for index in range(4)) for kind in (DATA, SUM)}
+
+
 def _free(kind: str, *taken: str) -> str:
     """The first buffer of this kind that is not taken."""
-    return next(name for index in range(4) if (name := f"{kind}{index}") not in taken)
+    return next(name for name in _NAMES[kind] if name not in taken)
 
 
 def kind_of(buffer: str) -> str:

@@ -177,12 +177,6 @@ class _Lockstep:
         self.seen = [self.seen_in(plan, each) for each in passes]
         self.program = self.of_all(plan)
         self.row = self.here * self.positions
-        self.keys = [(id(each.work.pairs), each.route.mirrored) for each in passes]
-        self.pairs = {
-            key: (each.work.whole.view(-1), each.route.mirrored)
-            for key, each in zip(self.keys, passes, strict=True)
-        }
-        self.per_pair = torch.tensor([each.work.per_pair for each in passes], dtype=torch.float64)
         self.scale, self.absent = self.of_kinds()
         self.peers: dict[int, _Peers] = {}
         self.together = self.rivals()
@@ -219,6 +213,11 @@ class _Lockstep:
             }
             ring = with_heads(ring, 0, self.heads, every, by_part=route.overlap, leaving=leaving)
         return ring if route.overlap else without_overlap(ring)
+
+    @cached_property
+    def a_row(self) -> dict[str, Tensor]:
+        """Bytes of a row by kind of message, [W]."""
+        return {kind: whole / self.passes[0].sizes.rows for kind, whole in self.scale.items()}
 
     def of_kinds(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """By kind of message: bytes of all rows, [W]; and `NEVER` for passes that have none, if there are."""
@@ -300,13 +299,24 @@ class _Lockstep:
         return torch.stack(found, 1)
 
     def whole(self, source: Tensor) -> Tensor:
-        """Seconds of all rows that stay, [P, W]: looked up once for passes that differ by a factor."""
-        at = self.row + source
-        found = {
-            key: pairs.index_select(0, (len(pairs) - 1) - at if mirrored else at)
-            for key, (pairs, mirrored) in self.pairs.items()
-        }
-        return torch.stack([found[key] for key in self.keys], 1).mul_(self.per_pair)
+        """Seconds of all rows that stay, [P, W]."""
+        table, columns, per_pair = self.pairs
+        return table.index_select(0, self.row + source).index_select(1, columns).mul_(per_pair)
+
+    @cached_property
+    def pairs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Pairs by position and source, [P * P, columns]; of each pass the column, and its seconds a pair.
+
+        Passes that differ by a factor share a column.
+        """
+        columns: dict[tuple[int, bool], Tensor] = {}
+        for each in self.passes:
+            pairs, mirrored = each.work.whole.view(-1), each.route.mirrored
+            columns.setdefault((id(each.work.pairs), mirrored), pairs.flip(0) if mirrored else pairs)
+        keys = list(columns)
+        found = [keys.index((id(each.work.pairs), each.route.mirrored)) for each in self.passes]
+        per_pair = torch.tensor([each.work.per_pair for each in self.passes], dtype=torch.float64)
+        return torch.stack([*columns.values()], 1), torch.tensor(found), per_pair
 
     def seen_from(self, each: Pass, source: Tensor) -> tuple[Tensor, Tensor]:
         """Positions, and others, as they really are: where the pass is mirrored, from the other end."""
@@ -323,7 +333,7 @@ class _Lockstep:
             size = self.scale[kind].expand_as(self.clock)
         else:
             rows = self.of_ranks(send.rows.of_all(self.moved))
-            size = rows * (self.scale[kind] / self.passes[0].sizes.rows)
+            size = rows * self.a_row[kind]
         return size + self.absent[kind] if kind in self.absent else size
 
     def post(self, send: Send, *, shares: bool) -> None:
