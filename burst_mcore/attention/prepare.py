@@ -8,11 +8,12 @@ comes with the next batch is documents, and where they end. So a loader that has
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
-from collections.abc import Hashable
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from burst_mcore.attention.actions import Compute
 from burst_mcore.attention.arguments import Asked, call_for, legal_lengths, without_layout
@@ -21,6 +22,8 @@ from burst_mcore.attention.schedule import program
 from burst_mcore.attention.topology import Topology
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
+
+Batch = TypeVar("Batch")
 
 KINDS = 32
 """Kinds of calls that are remembered."""
@@ -62,6 +65,26 @@ def prepare(mask: Mask, *, tokens: int, ranks: int, layout: Layout | str | None 
         found.append(future)
     worker.shutdown(wait=False)  # its thread ends with the last plan: none is left for forks to trip over
     return found
+
+
+def one_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The same batches, each handed out once the next was taken, whose plans are made meanwhile.
+
+    An error of `batches` comes behind the batches before it.
+    """
+    ready: deque[Batch] = deque()
+    while True:
+        ended: Exception | None = None
+        try:
+            ready.append(next(batches))
+        except Exception as error:
+            ended = error
+        if len(ready) > 1 or (ended is not None and ready):
+            yield ready.popleft()
+        if isinstance(ended, StopIteration):
+            return
+        if ended is not None:
+            raise ended
 
 
 def remember(asked: Asked) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from burst_mcore.attention.prepare import prepare
+from burst_mcore.attention.prepare import one_ahead, prepare
 from burst_mcore.deepspeed.batches import collated, dealt, documents, prepared
 from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.groups import exchanged
@@ -84,19 +83,7 @@ class ShardedLoader:
         if hasattr(self.loader, "state_dict"):
             yield from self._parts()
             return
-        parts, ready = self._parts(), deque[dict[str, Any]]()
-        while True:
-            ended: Exception | None = None
-            try:
-                ready.append(next(parts))
-            except Exception as error:
-                ended = error
-            if len(ready) > 1 or (ended is not None and ready):
-                yield ready.popleft()
-            if isinstance(ended, StopIteration):
-                return
-            if ended is not None:
-                raise ended
+        yield from one_ahead(self._parts())
 
     def _parts(self) -> Iterator[dict[str, Any]]:
         batches = iter(self.loader)

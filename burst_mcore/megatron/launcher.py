@@ -1,13 +1,14 @@
 """Runs an unmodified Megatron training script with our flags: no fork, no edit.
 
-Three kinds of functions of Megatron are wrapped here, each because there is no official door:
+Four kinds of functions of Megatron are wrapped here, each because there is no official door:
 
 * its argument parser, to which a script's own `extra_args_provider` may be the only other addition;
 * the constructors of GPTModel and HybridModel, which every builder ends at: their specs pass through
   `with_burst_attention` where the flag asks for it, and the models through `fuse_loss`; those of other
   language models refuse to be built beside --burst-fused-loss;
 * the constructors of the stock core attentions, which refuse to be built beside the flag, so that a model of
-  another class cannot train with another attention unnoticed.
+  another class cannot train with another attention unnoticed;
+* its builder of data loaders, whose packed batches are planned one ahead.
 
 They can go when Megatron registers attention backends by name. What another layout than zigzag needs is in
 `layouts`.
@@ -94,7 +95,7 @@ def install() -> None:
     Exits with a message where megatron.training cannot be imported.
     """
     try:
-        from megatron.training import arguments
+        from megatron.training import arguments, training
     except ImportError as error:
         sys.exit(
             f"burst_mcore.megatron: megatron.training cannot be imported ({error}). It comes with "
@@ -107,6 +108,7 @@ def install() -> None:
     from burst_mcore.megatron.spec import STOCK
 
     wrap(arguments, "add_megatron_arguments", _with_our_flags)
+    wrap(training, "build_pretraining_data_loader", _planned_ahead)
     models = [GPTModel]
     try:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -174,6 +176,14 @@ def _with_our_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[...,
     from burst_mcore.megatron.arguments import add_arguments
 
     return lambda parser: add_arguments(add_megatron_arguments(parser))
+
+
+def _planned_ahead(build: Callable[..., Any]) -> Callable[..., Any]:
+    """The builder of data loaders, whose batches are planned ahead where burst attention is asked for."""
+    from burst_mcore.megatron.ahead import reading_ahead
+
+    ahead = reading_ahead(build)
+    return lambda *args, **kwargs: (ahead if burst_is_chosen() else build)(*args, **kwargs)
 
 
 def _with_burst_specs(init: Callable[..., None]) -> Callable[..., None]:

@@ -57,6 +57,11 @@ def packing(params: Any, tokens: int, size: int) -> Packing:
     return read.packing
 
 
+def packing_of(ends: Tensor | None, slots: Tensor | None, tokens: int, size: int) -> Packing:
+    """The documents that end at `ends` (cu_seqlens), of the slots `slots` (cu_seqlens_padded) if given."""
+    return _packing((ends, None, slots, None), tokens, size)
+
+
 @dataclass(frozen=True)
 class _Read:
     """A packing, and what it was made of."""

@@ -336,3 +336,75 @@ def _spec_without_arguments():
 
     with pytest.raises(RuntimeError, match="has not parsed its arguments"):
         _ = burst_layer_spec.submodules
+
+
+PACKED = ((16, 48), (32, 32), (8, 24, 32), (24, 40))
+"""Lengths of the documents of four batches of 64 tokens."""
+
+
+def _batches():
+    """As Megatron's datasets give them: the ends padded to one length."""
+    for lengths in PACKED:
+        ends = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+        cu_seqlens = torch.tensor([ends + [64] * (65 - len(ends))], dtype=torch.int32)
+        yield {"tokens": torch.zeros(1, 64, dtype=torch.int64), "cu_seqlens": cu_seqlens}
+
+
+def _masks_planned_and_called(window):
+    """(masks planned ahead when each batch is there, and the mask of its call)."""
+    from burst_mcore.attention import function, prepare
+    from burst_mcore.megatron.ahead import planned_ahead
+
+    plan, wait = prepare._plan, function.await_plan
+    planned, called, found = [], [], []
+
+    def planning(asked, tokens):
+        plan(asked, tokens)  # first: what cannot be planned is not
+        planned.append(asked.mask)
+
+    prepare._plan = planning
+    function.await_plan = lambda mask: (called.append(mask), wait(mask))
+    core = _core(transformer_config(Case(cp=2, fields=(("window_size", window),) if window else ())))
+    for batch in planned_ahead(_batches(), 2):
+        qkv = torch.randn(3, 32, 4, 16)
+        core(*qkv, None, packed_seq_params=_params(batch["cu_seqlens"][0].unique().tolist()))
+        found.append((list(planned), called[-1]))
+    return found
+
+
+@pytest.mark.parametrize("window", [None, (9, 0)])
+def test_packed_batches_are_planned_ahead(window):
+    for found in in_megatron(_masks_planned_and_called, window, cp=2):
+        assert [mask in planned for planned, mask in found] == [False, False, True, True]
+        assert len({str(mask) for _, mask in found}) == len(PACKED)
+
+
+def test_batches_pass_in_order_and_only_packed_ones_are_read_ahead(monkeypatch):
+    from burst_mcore.megatron import ahead
+
+    planned, read = [], []
+    monkeypatch.setattr(
+        ahead, "prepare", lambda mask, **how: planned.append((mask.document_ends, how["tokens"]))
+    )
+
+    def logged(batches):
+        for index, batch in enumerate(batches):
+            read.append(index)
+            yield batch
+
+    plain = [{"tokens": torch.full((2, 64), i)} for i in range(3)]
+    assert [(x is plain[i], len(read)) for i, x in enumerate(ahead.planned_ahead(logged(plain), 2))] == [
+        (True, 1),
+        (True, 2),
+        (True, 3),
+    ]
+    read.clear()
+    packed = list(_batches())
+    got = [(x is packed[i], len(read)) for i, x in enumerate(ahead.planned_ahead(logged(packed), 2))]
+    assert got == [(True, 2), (True, 3), (True, 4), (True, 4)]
+    assert [ends.tolist() for ends, _ in planned] == [[0, 16, 64], [0, 32, 64], [0, 8, 32, 64], [0, 24, 64]]
+    both = {"tokens": torch.zeros(2, 64), "cu_seqlens": torch.cat([x["cu_seqlens"] for x in packed[:2]])}
+    assert list(ahead.planned_ahead([both], 2)) == [both]
+    assert (planned[-1][0].tolist(), planned[-1][1]) == ([0, 16, 64, 96, 128], 128)
+    odd = {"tokens": torch.zeros(1, 64), "cu_seqlens": torch.tensor([0, 7, 64])}
+    assert list(ahead.planned_ahead([odd], 2)) == [odd]  # the forward refuses it

@@ -1,0 +1,87 @@
+"""Megatron's batches of packed documents, planned while the batch before each is trained on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_mcore.attention.prepare import one_ahead, prepare
+from burst_mcore.megatron.packed import packing_of
+
+
+def planned_ahead(batches: Iterable[dict[str, Any]], ranks: int) -> Iterator[dict[str, Any]]:
+    """The same batches; where these are packed, the next is read and planned before one is handed out.
+
+    For the tensor-parallel ranks that read data, the first of each group; others plan when a batch comes.
+
+    Args:
+        batches: of Megatron's datasets, with `tokens` [B, S] and, where they are packed, `cu_seqlens` (and
+            perhaps `cu_seqlens_padded`) [B, entries] or [entries].
+        ranks: context-parallel ranks.
+    """
+    rest = iter(batches)
+    for first in rest:
+        every = itertools.chain([first], rest)
+        yield from one_ahead(_planned(every, ranks)) if _is_packed(first) else every
+
+
+def _is_packed(batch: Any) -> bool:
+    return isinstance(batch, dict) and isinstance(batch.get("cu_seqlens"), Tensor)
+
+
+def _planned(batches: Iterable[dict[str, Any]], ranks: int) -> Iterator[dict[str, Any]]:
+    for batch in batches:
+        if _is_packed(batch):
+            _plan(batch, ranks)
+        yield batch
+
+
+def _plan(batch: dict[str, Any], ranks: int) -> None:
+    rows, length = batch["tokens"].shape
+    ends, slots = (_merged(batch.get(name), length) for name in ("cu_seqlens", "cu_seqlens_padded"))
+    try:
+        found = packing_of(ends, slots, rows * length, ranks)
+    except ValueError:  # the forward says so
+        return
+    prepare(found.documents, tokens=rows * length, ranks=ranks, layout=found.layout)
+
+
+def _merged(ends: Tensor | None, length: int) -> Tensor | None:
+    """cu_seqlens of all samples in a row, without what pads them to one length."""
+    if ends is None:
+        return None
+    rows = [row.unique() + index * length for index, row in enumerate(ends.reshape(-1, ends.shape[-1]).cpu())]
+    return torch.cat([rows[0], *(row[1:] for row in rows[1:])])
+
+
+class Ahead:
+    """A data loader of Megatron's whose batches are planned ahead."""
+
+    def __init__(self, loader: Any, ranks: int) -> None:
+        self._loader, self._ranks = loader, ranks
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return planned_ahead(self._loader, self._ranks)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def reading_ahead(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's builder of data loaders, whose batches are planned ahead."""
+
+    def built(*args: Any, **kwargs: Any) -> Any:
+        from megatron.core import parallel_state
+
+        loader = build(*args, **kwargs)
+        ranks = parallel_state.get_context_parallel_world_size()
+        return loader if loader is None or ranks == 1 else Ahead(loader, ranks)
+
+    return built
