@@ -1,11 +1,15 @@
 """burst_mcore: BurstAttention, context-parallel attention as a plugin for Megatron-Core."""
 
-from burst_mcore.attention.function import burst_attention
+from typing import TYPE_CHECKING, Any
+
 from burst_mcore.attention.prepare import prepare
 from burst_mcore.attention.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout, positions, shard, unshard
 from burst_mcore.mask import Mask
+
+if TYPE_CHECKING:
+    from burst_mcore.attention.function import burst_attention
 
 __all__ = [
     "BurstConfig",
@@ -18,3 +22,20 @@ __all__ = [
     "shard",
     "unshard",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`burst_attention`, at its first use: torch.compile, which must know of it, takes a second to import.
+
+    What only plans or explains need not wait for that.
+    """
+    if name != "burst_attention":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from burst_mcore.attention.function import burst_attention
+
+    globals()[name] = burst_attention
+    return burst_attention
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

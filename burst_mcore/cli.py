@@ -406,9 +406,8 @@ def deepspeed(
     out: Annotated[Path, typer.Option(help="All figures, as JSON.")] = Path("deepspeed.json"),
 ) -> None:
     """A training step beside DeepSpeed's Ulysses: time, bytes, peak memory, on this machine's CPU."""
-    import json
-
     from burst_mcore.bench import deepspeed_steps as compare
+    from burst_mcore.bench import provenance
     from burst_mcore.bench.masks import tokens
     from burst_mcore.bench.verdict import bars
 
@@ -429,7 +428,7 @@ def deepspeed(
     except (ValueError, RuntimeError) as error:
         _fail("bench deepspeed", error)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found, indent=2) + "\n")
+    out.write_text(provenance.as_json("a training step beside DeepSpeed's Ulysses, on CPU", cases=found))
     typer.echo(f"{bars(judged) if judged else 'nothing to judge'}\n\nall figures: {out}")
     if not all(verdict.reached for verdict in judged):
         raise typer.Exit(1)

@@ -1,5 +1,7 @@
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -132,3 +134,14 @@ def test_what_masks_save_is_measured_and_judged():
 def test_the_cases_are_legal():
     for case in sparsity.cases(16384, 2):
         assert case.problem.seen.bands(case.problem.seq) is not None
+
+
+def test_committed_results_say_the_commit_and_the_machine():
+    folder = Path(__file__).parent.parent / "benchmarks" / "results"
+    files = sorted(folder.glob("*.json"))
+    assert files
+    for file in files:
+        found = json.loads(file.read_text())
+        words = found["commit"]
+        assert re.fullmatch("[0-9a-f]{12}", words) or re.search("committed with [0-9a-f]{7,}$", words), file
+        assert "cores" in found["machine"], file

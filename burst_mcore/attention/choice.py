@@ -57,7 +57,8 @@ class Candidate:
     """Ranks that one exchange across nodes ties together; 0 where none crosses.
 
     A hop of the double ring ties its two ends. An all-to-all ties all that share heads, a direct exchange all
-    that read of one, and a ring over the ranks of several nodes all of them: they wait for its slow hop.
+    that read of one rank, some of them on another node, and a ring over the ranks of several nodes all of
+    them: they wait for its slow hop.
     """
 
     @property
@@ -233,7 +234,10 @@ class _Costs:
         if route.positions == 1:
             return of_heads
         if route.direct:
-            return max(of_heads, int(self.plan.reading(of_queries=False).meets.sum(1).max()))
+            reads = self.plan.reading(of_queries=False).meets
+            node = torch.arange(len(reads)) * route.heads // self.ranks.intra
+            across = (reads & (node[:, None] != node)).any(1)
+            return max(of_heads, int((reads.sum(1) * across).max()))
         every_rank_hops = route.nodes > 1 or route.heads >= self.ranks.intra
         return max(of_heads, 2 if every_rank_hops else self.ranks.size)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -13,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from tabulate import tabulate
 
+from burst_mcore.bench import provenance
 from burst_mcore.bench.head import LARGE, MASKED, Row
 from burst_mcore.bench.head_methods import OURS
 from burst_mcore.bench.verdict import Verdict, bars
@@ -158,14 +156,12 @@ def as_json(
 ) -> str:
     """All figures, and what they are of."""
     device = torch.cuda.get_device_name() if rows and rows[0].device == "cuda" else f"{threads} threads"
-    found = {
-        "what": "forward and backward of an LM head with the mean loss of its tokens, each method in fresh "
+    return provenance.as_json(
+        "forward and backward of an LM head with the mean loss of its tokens, each method in fresh "
         f"processes ({processes}), {repeats} times in each, in turn with its three matrix products, and with "
         "ours where that is asked for; medians",
-        "machine": f"{device}, {os.cpu_count()} cores, {platform.machine()}, "
-        f"Python {platform.python_version()}, torch {torch.__version__}",
-        "rows": [{**asdict(row), **{name: getattr(row, name) for name in MEDIANS}} for row in rows],
-        "verdicts": [{**asdict(v), "reached": v.reached} for v in judged],
-        "not judged": list(left_open),
-    }
-    return json.dumps(found, indent=1) + "\n"
+        device,
+        rows=[{**asdict(row), **{name: getattr(row, name) for name in MEDIANS}} for row in rows],
+        verdicts=[{**asdict(v), "reached": v.reached} for v in judged],
+        **{"not judged": list(left_open)},
+    )

@@ -5,7 +5,6 @@ Every figure is of a process of its own, in which nothing was planned before.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import random
 import resource
@@ -18,13 +17,13 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from burst_mcore.attention.choice import RINGS, Ranks, best, candidates
+from burst_mcore.attention.choice import RINGS, Ranks, best, candidates, typical
 from burst_mcore.attention.cost import Shard
 from burst_mcore.attention.kernels.aten import CPU
 from burst_mcore.attention.plan import plan
 from burst_mcore.attention.schedule import Route, program
 from burst_mcore.attention.tiles import tiles_of
-from burst_mcore.bench.provenance import made_by
+from burst_mcore.bench import provenance
 from burst_mcore.bench.verdict import Verdict
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
@@ -41,7 +40,7 @@ SIZES = (8, 64, 256, 1024, 4096)
 BARS = {
     ("causal", 64): 0.05, ("full", 64): 0.05, ("window", 64): 0.05,
     ("causal", 1024): 1.0, ("full", 1024): 1.0, ("window", 1024): 1.0,
-    ("auto", 1024): 2.0, ("for_mask", 1024): 2.0,
+    ("auto", 1024): 2.0, ("auto, window", 1024): 2.0, ("auto, documents", 1024): 2.0, ("for_mask", 1024): 2.0,
     ("new documents", 8): 0.02, ("new documents", 64): 0.06, ("new documents", 256): 0.5,
 }  # fmt: skip
 """Seconds, at most, by what is planned and ranks."""
@@ -87,12 +86,13 @@ def _new_documents(size: int) -> None:
         tiles_of(what, 3, source, CPU.abilities)
 
 
-def _auto(size: int) -> None:
-    """What "auto" does in the first call, head_parallel=1: causal, 32 heads, 8 K/V heads, bfloat16."""
+def _auto(size: int, mask: Mask) -> None:
+    """What "auto" does in the first call, head_parallel=1: 32 heads, 8 K/V heads, bfloat16."""
+    layout, mask = typical(Layout("zigzag"), mask, TOKENS * size, size)
     shard = Shard(1, TOKENS, 32, 8, 128, 128, itemsize=2, grad_itemsize=4)
     best(
         candidates(
-            shard, Layout("zigzag"), Mask.causal(), TOKENS * size, Ranks(size, NODE), DEFAULT["cuda"],
+            shard, layout, mask, TOKENS * size, Ranks(size, NODE), DEFAULT["cuda"],
             overlap=True, rings=RINGS, degrees=(1,), directions=("query", "kv"),
         )
     )  # fmt: skip
@@ -104,7 +104,9 @@ PLANNED: dict[str, Callable[[int], object]] = {
     "window": lambda size: _program(Mask.window(TOKENS - 1, 0), Layout("zigzag"), size),
     "causal, striped": lambda size: _program(Mask.causal(), Layout("striped"), size),
     "new documents": _new_documents,
-    "auto": _auto,
+    "auto": lambda size: _auto(size, Mask.causal()),
+    "auto, window": lambda size: _auto(size, Mask.window(TOKENS - 1, 0)),
+    "auto, documents": lambda size: _auto(size, packed(TOKENS * size, seed=0)),
     "for_mask": lambda size: Layout.for_mask(packed(TOKENS * size, seed=0), TOKENS * size, size),
 }
 """By what is planned."""
@@ -167,10 +169,8 @@ def report(rows: Sequence[Row]) -> str:
 
 def as_json(rows: Sequence[Row], judged: Sequence[Verdict]) -> str:
     """All figures, and what they are of."""
-    found = {
-        "what": f"CPU seconds and memory of one rank that plans, cold; {TOKENS} tokens a rank, {NODE} a node",
-        **made_by(),
-        "rows": [asdict(row) for row in rows],
-        "verdicts": [asdict(verdict) | {"reached": verdict.reached} for verdict in judged],
-    }
-    return json.dumps(found, indent=1) + "\n"
+    return provenance.as_json(
+        f"CPU seconds and memory of one rank that plans, cold; {TOKENS} tokens a rank, {NODE} a node",
+        rows=[asdict(row) for row in rows],
+        verdicts=[asdict(verdict) | {"reached": verdict.reached} for verdict in judged],
+    )

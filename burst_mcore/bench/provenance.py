@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
 
 
-def made_by() -> dict[str, str]:
-    """The commit of this code, if it lies in a git checkout, and the machine."""
-    return {"commit": commit(), "machine": machine()}
+def as_json(what: Any, device: str = "", **figures: Any) -> str:
+    """A file of results: what was measured, the commit and the machine that made it, and the figures."""
+    machines = f"{device}, {machine()}" if device else machine()
+    return json.dumps({"what": what, "commit": commit(), "machine": machines, **figures}, indent=1) + "\n"
 
 
 def machine() -> str:
@@ -27,6 +30,7 @@ def commit() -> str:
     """As git names it, with "-dirty" where files of the package were changed since."""
     here = Path(__file__).parent.parent
     try:
+        _git(here, "ls-files", "--error-unmatch", __file__)  # not a package installed inside another checkout
         head = _git(here, "rev-parse", "--short=12", "HEAD")
         changed = _git(here, "status", "--porcelain", "--untracked-files=no", "--", ".")
     except (OSError, subprocess.CalledProcessError):

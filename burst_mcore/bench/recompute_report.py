@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from tabulate import tabulate
 
+from burst_mcore.bench import provenance
 from burst_mcore.bench.recompute import Row
 from burst_mcore.bench.recompute_methods import Stack
 from burst_mcore.bench.verdict import Verdict, bars
@@ -53,14 +53,13 @@ def report(rows: Sequence[Row], judged: Sequence[Verdict]) -> str:
 
 def as_json(stack: Stack, ranks: int, repeats: int, rows: Sequence[Row], judged: Sequence[Verdict]) -> str:
     """All figures, and what they are of."""
-    found = {
-        "what": asdict(stack),
-        "ranks": ranks,
-        "repeats": repeats,
-        "rows": [row.row() for row in rows],
-        "verdicts": [{**asdict(verdict), "reached": verdict.reached} for verdict in judged],
-    }
-    return json.dumps(found, indent=1) + "\n"
+    return provenance.as_json(
+        asdict(stack),
+        ranks=ranks,
+        repeats=repeats,
+        rows=[row.row() for row in rows],
+        verdicts=[{**asdict(verdict), "reached": verdict.reached} for verdict in judged],
+    )
 
 
 def save_curve(rows: Sequence[Row], title: str, path: Path) -> None:

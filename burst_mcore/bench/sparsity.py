@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -28,6 +25,7 @@ from burst_mcore.attention.seen import Seen
 from burst_mcore.attention.tiles import tiles_of
 from burst_mcore.attention.topology import Topology
 from burst_mcore.balance import imbalance, keys_per_query
+from burst_mcore.bench import provenance
 from burst_mcore.bench.problem import DTYPES, Problem
 from burst_mcore.bench.run import alternating, in_processes, touch_memory
 from burst_mcore.bench.verdict import Verdict, bars
@@ -282,11 +280,8 @@ def report(rows: Sequence[Row], judged: Sequence[Verdict]) -> str:
 
 def as_json(rows: Sequence[Row], judged: Sequence[Verdict], ranks: int) -> str:
     """All figures, and what they are of."""
-    found = {
-        "what": f"CPU seconds of burst_attention, forward and backward, summed over {ranks} gloo processes",
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, "
-        f"torch {torch.__version__}",
-        "rows": [asdict(row) for row in rows],
-        "verdicts": [{**asdict(v), "reached": v.reached} for v in judged],
-    }
-    return json.dumps(found, indent=1) + "\n"
+    return provenance.as_json(
+        f"CPU seconds of burst_attention, forward and backward, summed over {ranks} gloo processes",
+        rows=[asdict(row) for row in rows],
+        verdicts=[{**asdict(v), "reached": v.reached} for v in judged],
+    )

@@ -7,7 +7,6 @@ wait in its place, as long as its FLOPs take at a given rate, since two cores ca
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,8 +25,7 @@ from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Scores
 from burst_mcore.attention.kernels.table import KERNELS, choose
 from burst_mcore.attention.seen import Seen
 from burst_mcore.attention.topology import Topology
-from burst_mcore.bench import cluster
-from burst_mcore.bench.provenance import made_by
+from burst_mcore.bench import cluster, provenance
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
@@ -378,19 +376,18 @@ def report(verdicts: Sequence[Verdict]) -> str:
 
 def as_json(verdicts: Sequence[Verdict]) -> str:
     """All figures, and what they are of."""
-    found = {
-        "what": "wall time of burst_attention, forward and backward, on an emulated cluster: gloo over "
-        "shaped links between network namespaces, a timed wait in the place of the kernel",
-        **made_by(),
-        "verdicts": [
-            {
-                "claim": verdict.claim,
-                "value": verdict.value,
-                "bar": verdict.bar,
-                "reached": verdict.reached,
-                "timings": [timing.row() for timing in verdict.timings],
-            }
-            for verdict in verdicts
-        ],
-    }
-    return json.dumps(found, indent=1) + "\n"
+    judged = [
+        {
+            "claim": verdict.claim,
+            "value": verdict.value,
+            "bar": verdict.bar,
+            "reached": verdict.reached,
+            "timings": [timing.row() for timing in verdict.timings],
+        }
+        for verdict in verdicts
+    ]
+    return provenance.as_json(
+        "wall time of burst_attention, forward and backward, on an emulated cluster: gloo over shaped links "
+        "between network namespaces, a timed wait in the place of the kernel",
+        verdicts=judged,
+    )
