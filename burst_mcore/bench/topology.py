@@ -252,8 +252,8 @@ def _line(auto: Timing, fastest: Timing) -> str:
 def measure(work: Sequence[tuple[Case, Sequence[BurstConfig]]], repeats: int) -> list[list[Timing]]:
     """Run all cases, which must have the same cluster and links, with all their configurations in turn.
 
-    The time that a message takes besides its bytes is measured first, and given to the cost model. Of a
-    configuration that is clearly slower than another (`CLEARLY`) the first round alone counts.
+    The time that a message takes besides its bytes is measured first, and given to the cost model. A
+    configuration that is clearly slower than another (`CLEARLY`) is measured once.
     """
     first = work[0][0]
     latency, seconds = cluster.run(first.ranks, first.rates, _measure, work, repeats)[0]
@@ -298,7 +298,10 @@ def _latency(rank: int, size: int) -> float:
 
 
 def _time_in_turn(rank: int, case: Case, configs: Sequence[BurstConfig], repeats: int) -> list[list[float]]:
-    """Wall seconds by configuration and repeat, the slowest rank's; after a small round, not counted."""
+    """Wall seconds by configuration and repeat, the slowest rank's.
+
+    Before them a small round, and a first that counts for ways that are clearly slower alone: it plans.
+    """
     KERNELS["timed"] = timed_kernel(case.rates.compute)
     choose.cache_clear()  # it remembers the kernel of the case before
     topology = Topology.from_group(
@@ -306,15 +309,18 @@ def _time_in_turn(rank: int, case: Case, configs: Sequence[BurstConfig], repeats
         intra_size=case.intra,
         rates=case.rates,
     )
-    walls: list[list[float]] = [[] for _ in configs]
     small = replace(case, tokens=max(16, case.tokens // 8))
     for config in configs:
         _time(rank, small, config, topology)
+    first = [_time(rank, case, config, topology) for config in configs]
+    near = [
+        index for index, wall in enumerate(first)
+        if wall <= CLEARLY * min(first) or configs[index].ring == "auto"  # whose first call decides
+    ]  # fmt: skip
+    walls = [[] if index in near else [wall] for index, wall in enumerate(first)]
     for _ in range(repeats):
-        fastest = min(min(wall, default=0.0) for wall in walls)
-        for config, wall in zip(configs, walls, strict=True):
-            if not wall or min(wall) <= CLEARLY * fastest:
-                wall.append(_time(rank, case, config, topology))
+        for index in near:
+            walls[index].append(_time(rank, case, configs[index], topology))
     return walls
 
 

@@ -113,8 +113,10 @@ class ShardedLoader:
                     )
                 return
             assert batch is not None
-            for whole in self._wholes(batch, states):
+            wholes = self._wholes(batch, states)
+            for whole in wholes:
                 self._plan(whole["position_ids"])
+            for whole in wholes:
                 part = dealt(whole, rank=self.rank, size=self.size, layout=self.layout)
                 yield {k: x.to(self.device) if isinstance(x, torch.Tensor) else x for k, x in part.items()}
 

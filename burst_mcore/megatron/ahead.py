@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from burst_mcore.attention.prepare import one_ahead, prepare
 from burst_mcore.megatron.packed import packing_of
@@ -23,14 +24,20 @@ def planned_ahead(batches: Iterable[dict[str, Any]], ranks: int) -> Iterator[dic
             perhaps `cu_seqlens_padded`) [B, entries] or [entries].
         ranks: context-parallel ranks.
     """
-    rest = iter(batches)
+    return _ahead(iter(batches), ranks)  # at once: workers of a loader start when Megatron expects it
+
+
+def _ahead(rest: Iterator[dict[str, Any]], ranks: int) -> Iterator[dict[str, Any]]:
     for first in rest:
         every = itertools.chain([first], rest)
-        yield from one_ahead(_planned(every, ranks)) if _is_packed(first) else every
+        yield from one_ahead(_planned(every, ranks)) if _is_packed(first) else [first]
 
 
 def _is_packed(batch: Any) -> bool:
-    return isinstance(batch, dict) and isinstance(batch.get("cu_seqlens"), Tensor)
+    if not isinstance(batch, dict) or not isinstance(batch.get("cu_seqlens"), Tensor):
+        return False
+    tokens = batch.get("tokens")
+    return isinstance(tokens, Tensor) and tokens.dim() == 2
 
 
 def _planned(batches: Iterable[dict[str, Any]], ranks: int) -> Iterator[dict[str, Any]]:
@@ -82,6 +89,7 @@ def reading_ahead(build: Callable[..., Any]) -> Callable[..., Any]:
 
         loader = build(*args, **kwargs)
         ranks = parallel_state.get_context_parallel_world_size()
-        return loader if loader is None or ranks == 1 else Ahead(loader, ranks)
+        # Only Megatron's own: one that a script made ("external") may be an iterator, with a state.
+        return Ahead(loader, ranks) if isinstance(loader, DataLoader) and ranks > 1 else loader
 
     return built

@@ -379,6 +379,21 @@ def test_packed_batches_are_planned_ahead(window):
         assert len({str(mask) for _, mask in found}) == len(PACKED)
 
 
+def test_only_megatrons_own_loaders_are_read_ahead(monkeypatch):
+    from megatron.core import parallel_state
+
+    from burst_mcore.megatron.ahead import Ahead, reading_ahead
+
+    monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 2)
+    external = iter([1])
+    assert reading_ahead(lambda: external)() is external
+    assert reading_ahead(lambda: None)() is None
+    own = torch.utils.data.DataLoader(list(range(4)), batch_size=2)
+    built = reading_ahead(lambda: own)()
+    assert isinstance(built, Ahead) and len(built) == 2 and built.batch_size == 2
+    assert [batch.tolist() for batch in built] == [[0, 1], [2, 3]]
+
+
 def test_batches_pass_in_order_and_only_packed_ones_are_read_ahead(monkeypatch):
     from burst_mcore.megatron import ahead
 
