@@ -56,7 +56,7 @@ def prepare(mask: Mask, *, tokens: int, ranks: int, layout: Layout | str | None 
     dealt = None if layout is None else Layout.of(layout)
     worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="burst-plans")
     found = []
-    for asked in [kind for kind in _remembered.values() if kind.topology.size == ranks]:
+    for asked in [kind for kind in list(_remembered.values()) if kind.topology.size == ranks]:
         config = asked.config if dealt is None else replace(asked.config, layout=dealt)
         asked = replace(asked, mask=asked.mask & mask, config=config)
         future = worker.submit(_plan, asked, tokens)
