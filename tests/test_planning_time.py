@@ -5,13 +5,14 @@ import random
 import sys
 import threading
 import time
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
 
 from burst_mcore import BurstConfig, Layout, Mask, Topology, prepare
-from burst_mcore.attention import arguments
+from burst_mcore.attention import arguments, function
 from burst_mcore.attention import prepare as prepare_module
 from burst_mcore.attention.arguments import call_for, checked, signature, signature_of_call
 from burst_mcore.attention.choice import candidates
@@ -141,6 +142,17 @@ def _remember(mask):
     kv = torch.empty(1, TOKENS // RANKS, 8, 128, dtype=torch.bfloat16, device="meta")
     topology = Topology(rank=3, size=RANKS, intra_size=8)
     prepare_module.remember(checked(q, kv, kv, topology, mask, None, None, None, BurstConfig(), False))
+
+
+def test_kinds_of_layers_that_share_a_plan_are_all_remembered(monkeypatch):
+    monkeypatch.setattr(prepare_module, "_remembered", OrderedDict())
+    topology, plans = Topology(rank=3, size=RANKS, intra_size=8), []
+    for heads in (32, 16, 32):
+        q = torch.empty(1, TOKENS // RANKS, heads, 128, dtype=torch.bfloat16, device="meta")
+        asked = checked(q, q, q, topology, _packed(50, 4), None, None, None, BurstConfig(), False)
+        plans.append(function._remembered(asked, call_for(asked, [TOKENS // RANKS] * RANKS)).plan)
+    assert plans[0] is plans[1] is plans[2]
+    assert [asked.shard.heads for asked in prepare_module._remembered.values()] == [32, 16]
 
 
 def test_a_plan_that_was_prepared_is_there():

@@ -221,13 +221,11 @@ def _agreed(asked: Asked, peers: Agreement | None, sign: Signature) -> tuple[Cal
     return _remembered(asked, call), number, lengths or [rows] * size
 
 
-_REMEMBERED = ("remembered",)
-"""Of a plan: whether calls like its were said to `prepare`."""
-
-
 def _remembered(asked: Asked, call: Call) -> Call:
-    if _REMEMBERED not in call.plan.kept:
-        call.plan.kept[_REMEMBERED] = True
+    """The call, of which `prepare` was told: once for each plan and kind of layer, which may share a plan."""
+    kind = "remembered", asked.shard, asked.config
+    if kind not in call.plan.kept:
+        call.plan.kept[kind] = True
         remember(asked)
     return call
 
