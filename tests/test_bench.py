@@ -141,7 +141,7 @@ def test_committed_results_say_the_commit_and_the_machine():
     files = sorted(folder.glob("*.json"))
     assert files
     for file in files:
-        found = json.loads(file.read_text())
-        words = found["commit"]
+        results = json.loads(file.read_text())
+        words = results["commit"]
         assert re.fullmatch("[0-9a-f]{12}", words) or re.search("committed with [0-9a-f]{7,}$", words), file
-        assert "cores" in found["machine"], file
+        assert "cores" in results["machine"], file

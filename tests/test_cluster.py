@@ -143,11 +143,11 @@ RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "topology.js
 
 
 def test_the_committed_results_reach_their_bars():
-    found = json.loads(RESULTS.read_text())
-    assert re.fullmatch("[0-9a-f]{12}", found["commit"]), "made by a committed state, and says which"
-    assert "cores" in found["machine"]
-    assert {verdict["claim"] for verdict in found["verdicts"]} == set(topology.BARS)
-    for verdict in found["verdicts"]:
+    results = json.loads(RESULTS.read_text())
+    assert re.fullmatch("[0-9a-f]{12}", results["commit"]), "made by a committed state, and says which"
+    assert "cores" in results["machine"]
+    assert {verdict["claim"] for verdict in results["verdicts"]} == set(topology.BARS)
+    for verdict in results["verdicts"]:
         assert verdict["bar"] == topology.BARS[verdict["claim"]]
         assert verdict["reached"] == (verdict["value"] >= verdict["bar"])
         assert verdict["reached"], verdict["claim"]
@@ -157,17 +157,26 @@ def _rows():
     return [row for verdict in json.loads(RESULTS.read_text())["verdicts"] for row in verdict["timings"]]
 
 
-FAR = 6
-"""Rows of the committed run that are further off, all of them all-to-alls: see docs/benchmark.md."""
+FAR = {
+    ("2 x 2", 20, 1, "8:2", "double", 4, "kv"),
+    ("2 x 4", 20, 1, "8:8", "double", 8, "query"),
+    ("2 x 4", 20, 1, "8:2", "double", 8, "query"),
+    ("2 x 4", 10, 2, "8:8", "double", 8, "query"),
+    ("2 x 4", 10, 2, "8:8", "auto", "auto", "auto"),
+    ("2 x 4", 2, 2, "8:8", "auto", "auto", "auto"),
+}
+"""Rows without compute that are further off in the committed run, all all-to-alls: see docs/benchmark.md."""
+NAME = ("cluster", "intra MB/s", "inter MB/s", "heads", "ring", "head_parallel", "backward")
 
 
 def test_todays_predictions_are_within_15_per_cent_of_what_was_measured():
-    far = []
+    far = set()
     for row in _rows():
         timing = topology.timing_of(row)
         if not 1 / 1.15 <= timing.predicted / timing.measured <= 1.15:
-            far.append(f"{timing.predicted * 1e3:.0f} for {row}")
-    assert len(far) <= FAR, f"{len(far)} of {len(_rows())}: {far[:4]}"
+            assert row["kernel GFLOP/s"] is None and row["overlap"], row
+            far.add(tuple(row[name] for name in NAME))
+    assert far == FAR
 
 
 @needs_root

@@ -120,10 +120,9 @@ MISSED = {("auto, window", 1024), ("auto, documents", 1024)}
 
 
 def test_the_committed_planning_results_reach_their_bars():
-    found = json.loads(
-        (Path(__file__).parent.parent / "benchmarks" / "results" / "planning.json").read_text()
-    )
-    seconds = {(row["planned"], row["ranks"]): row["seconds"] for row in found["rows"]}
+    folder = Path(__file__).parent.parent / "benchmarks" / "results"
+    results = json.loads((folder / "planning.json").read_text())
+    seconds = {(row["planned"], row["ranks"]): row["seconds"] for row in results["rows"]}
     assert set(seconds) == {(name, size) for name in planning.PLANNED for size in planning.SIZES}
     assert {key for key, bar in planning.BARS.items() if seconds[key] > bar} == MISSED
 

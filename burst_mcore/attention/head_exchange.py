@@ -78,11 +78,12 @@ class _Member:
         self.ring, self.heads, self.moves, self.by_part, self.leaving = ring, heads, moves, by_part, leaving
         self.member, self.first_rank = rank % heads, rank - rank % heads
         self.arrived: set[Channel] = set()
-        """What was waited for."""
+        """Channels that were waited for."""
         self.shifts = [sorted({shift, heads - shift}) for shift in range(1, heads // 2 + 1)]
         """What goes to the member so many places on comes from the one as many places before. The two shifts
         between the same two members start together: on gloo a receiver's word that it is ready, without which
-        nothing is sent to it, would otherwise queue behind all that it sends to the same member."""
+        nothing is sent to it, would otherwise queue behind all that it sends to the same member. Results that
+        leave while others are computed start one by one all the same."""
         self.others = [shift for pair in self.shifts for shift in pair]
 
     def actions(self) -> Iterator[Action]:

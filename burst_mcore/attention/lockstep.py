@@ -313,10 +313,10 @@ class _Lockstep:
         for each in self.passes:
             pairs, mirrored = each.work.whole.view(-1), each.route.mirrored
             columns.setdefault((id(each.work.pairs), mirrored), pairs.flip(0) if mirrored else pairs)
-        keys = list(columns)
-        found = [keys.index((id(each.work.pairs), each.route.mirrored)) for each in self.passes]
+        order = list(columns)
+        column_of = [order.index((id(each.work.pairs), each.route.mirrored)) for each in self.passes]
         per_pair = torch.tensor([each.work.per_pair for each in self.passes], dtype=torch.float64)
-        return torch.stack([*columns.values()], 1), torch.tensor(found), per_pair
+        return torch.stack([*columns.values()], 1), torch.tensor(column_of), per_pair
 
     def seen_from(self, each: Pass, source: Tensor) -> tuple[Tensor, Tensor]:
         """Positions, and others, as they really are: where the pass is mirrored, from the other end."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -51,10 +52,10 @@ def _plan(batch: dict[str, Any], ranks: int) -> None:
     rows, length = batch["tokens"].shape
     ends, slots = (_merged(batch.get(name), length) for name in ("cu_seqlens", "cu_seqlens_padded"))
     try:
-        found = packing_of(ends, slots, rows * length, ranks)
-    except ValueError:  # the forward says so
+        packing = packing_of(ends, slots, rows * length, ranks)
+    except ValueError:  # the forward raises it
         return
-    prepare(found.documents, tokens=rows * length, ranks=ranks, layout=found.layout)
+    prepare(packing.documents, tokens=rows * length, ranks=ranks, layout=packing.layout)
 
 
 def _merged(ends: Tensor | None, length: int) -> Tensor | None:
@@ -81,15 +82,10 @@ class Ahead:
         return getattr(self._loader, name)
 
 
-def reading_ahead(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's builder of data loaders, whose batches are planned ahead."""
+def read_ahead(loader: Any) -> Any:
+    """The loader, its batches planned ahead if it is Megatron's own and sequences are shared by ranks.
 
-    def built(*args: Any, **kwargs: Any) -> Any:
-        from megatron.core import parallel_state
-
-        loader = build(*args, **kwargs)
-        ranks = parallel_state.get_context_parallel_world_size()
-        # Only Megatron's own: one that a script made ("external") may be an iterator, with a state.
-        return Ahead(loader, ranks) if isinstance(loader, DataLoader) and ranks > 1 else loader
-
-    return built
+    Loaders that a script made (--dataloader-type external) may be iterators, or have a state to be saved.
+    """
+    ranks = parallel_state.get_context_parallel_world_size()
+    return Ahead(loader, ranks) if isinstance(loader, DataLoader) and ranks > 1 else loader

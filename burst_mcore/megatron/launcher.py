@@ -180,10 +180,13 @@ def _with_our_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[...,
 
 def _planned_ahead(build: Callable[..., Any]) -> Callable[..., Any]:
     """The builder of data loaders, whose batches are planned ahead where burst attention is asked for."""
-    from burst_mcore.megatron.ahead import reading_ahead
+    from burst_mcore.megatron.ahead import read_ahead
 
-    ahead = reading_ahead(build)
-    return lambda *args, **kwargs: (ahead if burst_is_chosen() else build)(*args, **kwargs)
+    def built(*args: Any, **kwargs: Any) -> Any:
+        loader = build(*args, **kwargs)
+        return read_ahead(loader) if burst_is_chosen() else loader
+
+    return built
 
 
 def _with_burst_specs(init: Callable[..., None]) -> Callable[..., None]:
