@@ -65,6 +65,8 @@ def explain(
     latency_us: Latency = 10.0,
 ) -> None:
     """What "auto" chooses (head_parallel, backward, ring) on a cluster, and why. Predicted, not measured."""
+    import torch
+
     from burst_mcore.bench import predict
     from burst_mcore.bench.masks import tokens
     from burst_mcore.bench.problem import Problem
@@ -83,6 +85,7 @@ def explain(
         )
         rates = _rates(intra_gb, inter_gb, tflops, latency_us)
         where = predict.cluster(cluster)
+        torch.set_num_threads(1)  # many small operations: threads would wait for each other
         typer.echo(predict.explain(problem, where, rates, ring=ring, overlap=config.overlap, layout=layout))
     except ValueError as error:
         _fail("explain", error)

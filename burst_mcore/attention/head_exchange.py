@@ -49,8 +49,8 @@ def with_heads(
 
     What travels comes first, in whole, so that the ring can start; the rows that stay come from two members
     at a time and are computed as they come (own first), while the ring makes its first hop. In the last
-    step the rows are computed member by member (own last), and what they became leaves for its member while
-    the next are computed. What followed the bundle leaves in whole, at the very end.
+    step the rows are computed member by member (own last), and what those of two members became leaves for
+    them while the next are computed. What followed the bundle leaves in whole, at the very end.
 
     Args:
         ring: the program of the position, between positions.
@@ -82,8 +82,7 @@ class _Member:
         self.shifts = [sorted({shift, heads - shift}) for shift in range(1, heads // 2 + 1)]
         """What goes to the member so many places on comes from the one as many places before. The two shifts
         between the same two members start together: on gloo a receiver's word that it is ready, without which
-        nothing is sent to it, would otherwise queue behind all that it sends to the same member. Results that
-        leave while others are computed start one by one all the same."""
+        nothing is sent to it, would otherwise queue behind all that it sends to the same member."""
         self.others = [shift for pair in self.shifts for shift in pair]
 
     def actions(self) -> Iterator[Action]:
@@ -115,12 +114,13 @@ class _Member:
             yield from self.leave(action.step, RESULT)
 
     def compute_by_part(self, action: Compute, entering: bool, leaving: bool) -> Iterator[Action]:
-        for shift in (0, *self.others) if entering else (*self.others, 0):
-            if entering:
-                yield from self.arrive_from(action.step, ROWS, shift)
-            yield replace(action, part=self.after(-shift))
-            if leaving and shift:
-                yield from self.exchange(action.step, RESULT, [self.heads - shift])
+        for shifts in ([0], *self.shifts) if entering else (*self.shifts, [0]):
+            for shift in shifts:
+                if entering:
+                    yield from self.arrive_from(action.step, ROWS, shift)
+                yield replace(action, part=self.after(-shift))
+            if leaving and shifts != [0]:
+                yield from self.exchange(action.step, RESULT, shifts)
 
     def leave(self, step: int, what: str) -> Iterator[Action]:
         for shifts in self.shifts:

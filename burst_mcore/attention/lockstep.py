@@ -269,14 +269,18 @@ class _Lockstep:
         return self.peers[peer]
 
     def play(self) -> list[Played]:
+        waited: list[Channel] = []  # for all of them at once, if nothing else is done between
         for index, action in enumerate(self.program):
             match action:
-                case Send():
-                    self.post(action, shares=index in self.together)
                 case Wait(channel=channel):
-                    self.wait(channel)
+                    waited.append(channel)
+                case Send():
+                    self.wait(waited)
+                    self.post(action, shares=index in self.together)
                 case Compute():
+                    self.wait(waited)
                     self.clock = self.clock + self.seconds(action)
+        self.wait(waited)
         sent = torch.zeros(2, len(self.passes), dtype=torch.float64)
         for peers in self.peers.values():
             between = peers.carried * peers.inter[:, None]
@@ -347,46 +351,50 @@ class _Lockstep:
             message = _Message(peers, begin, size, end)
             self.pending.append(message)
         else:
-            for other in [other for other in self.pending if other.peers is peers]:
-                self.deliver(other)
+            self.deliver([other for other in self.pending if other.peers is peers])
             end = torch.maximum(begin, peers.busy).add_(size / peers.rate)
             peers.busy = torch.maximum(peers.busy, end)
             message = _Message(peers, begin, size, end)
         self.under_way[send.channel].append(message)
 
-    def wait(self, channel: Channel) -> None:
-        for message in self.under_way.pop(channel, ()):
-            self.deliver(message)
+    def wait(self, channels: list[Channel]) -> None:
+        messages = [message for channel in channels for message in self.under_way.pop(channel, ())]
+        channels.clear()
+        self.deliver(messages)
+        for message in messages:
             arrived = message.end + self.rates.latency
             received = arrived.index_select(0, message.peers.back)
             self.clock = torch.maximum(self.clock, torch.maximum(arrived, received, out=received))
 
-    def deliver(self, message: _Message) -> None:
-        """Work out when a message is through, if that is not known yet."""
-        while message in self.pending:
-            self.share(message)
+    def deliver(self, messages: list[_Message]) -> None:
+        """Work out when messages are through, where that is not known yet."""
+        unknown = [message for message in messages if message in self.pending]
+        if unknown:
+            self.share(unknown)
+        for message in unknown:
             message.peers.busy = torch.maximum(message.peers.busy, message.end)
 
-    def share(self, message: _Message) -> None:
-        """Let time pass until it is through: those to one receiver in turn, receivers in equal shares."""
+    def share(self, messages: list[_Message]) -> None:
+        """Let time pass until they are through: those to one receiver in turn, receivers in equal shares."""
         every = self.pending
-        at = every.index(message)
+        awaited = [every.index(message) for message in messages]
         since = min(float(m.begin.min()) for m in every)  # from there on half the precision is enough
         begin, left, end = (torch.stack([getattr(m, x) for m in every]) for x in ("begin", "left", "end"))
         begin, left, end = (begin - since).float(), left.float(), (end - since).float()
         inter = torch.stack([m.peers.inter for m in every])[:, :, None]
-        behind = torch.tensor(
-            [[a.peers is b.peers and j < i for j, b in enumerate(every)] for i, a in enumerate(every)]
-        )
-        queues = bool(behind.any())
+        queues = len({id(m.peers) for m in every}) < len(every)
+        if queues:
+            behind = torch.tensor(
+                [[a.peers is b.peers and j < i for j, b in enumerate(every)] for i, a in enumerate(every)]
+            ).float()
         for link, rate in ((0, self.rates.intra), (1, self.rates.inter)):
             on = (inter == bool(link)) & (end == torch.inf)
             now = (self.links[link] - since).float()
-            while bool((wanted := on[at]).any()):
+            while bool((wanted := on[awaited].any(0)).any()):
                 first = on & (begin <= now)
                 following = begin.masked_fill(~on | first, torch.inf).amin(0)
                 if queues:
-                    first &= ~((behind.float() @ first.float().flatten(1)).view(first.shape) > 0)
+                    first &= ~((behind @ first.float().flatten(1)).view(first.shape) > 0)
                 share = rate / first.sum(0).clamp(min=1).float()
                 through = (now + left / share).masked_fill_(~first, torch.inf)
                 until = torch.where(wanted, torch.minimum(through.amin(0), following), now)

@@ -43,6 +43,7 @@ class Reading:
     def __init__(self, size: int, rows: int, owner: Tensor, first: Tensor, length: Tensor, read: Tensor):
         self.size, self.rows = size, rows
         self.owner, self.first, self.length, self.read = owner, first, length, read
+        self._needed: dict[tuple[int, int], Rows] = {}
 
     @cached_property
     def bounds(self) -> list[int]:
@@ -74,9 +75,11 @@ class Reading:
         return int(self.counts.sum() - self.counts.diagonal().sum())
 
     def needed(self, at: int, by: int) -> Rows:
-        """The rows of position `at` that `by` reads."""
-        own = slice(self.bounds[at], self.bounds[at + 1])
-        return self.joined(at, self.read[by, own].tolist())
+        """The rows of position `at` that `by` reads. Kept: both of them ask, and more than once."""
+        if (at, by) not in self._needed:
+            own = slice(self.bounds[at], self.bounds[at + 1])
+            self._needed[at, by] = self.joined(at, self.read[by, own].tolist())
+        return self._needed[at, by]
 
     @cached_property
     def _edges(self) -> list[int]:
