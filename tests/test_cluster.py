@@ -158,14 +158,11 @@ def _rows():
 
 
 FAR = {
-    ("2 x 2", 20, 1, "8:2", "double", 4, "kv"),
-    ("2 x 4", 20, 1, "8:8", "double", 8, "query"),
-    ("2 x 4", 20, 1, "8:2", "double", 8, "query"),
-    ("2 x 4", 10, 2, "8:8", "double", 8, "query"),
-    ("2 x 4", 10, 2, "8:8", "auto", "auto", "auto"),
+    ("2 x 4", 10, 2, "8:8", "double", 4, "query"),
+    ("2 x 4", 2, 2, "8:8", "double", 8, "query"),
     ("2 x 4", 2, 2, "8:8", "auto", "auto", "auto"),
 }
-"""Rows without compute that are further off in the committed run, all all-to-alls: see docs/benchmark.md."""
+"""Rows without compute that are up to 1.20 off in the committed run, all all-to-alls: see docs/benchmark.md."""
 NAME = ("cluster", "intra MB/s", "inter MB/s", "heads", "ring", "head_parallel", "backward")
 
 
