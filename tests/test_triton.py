@@ -13,7 +13,7 @@ from dense import dense, error, problem, seen_of, single_kernel
 from masks import random_layout, random_mask
 from test_simulation import simulate
 
-from burst_mcore import Mask
+from burst_mcore import Layout, Mask
 from burst_mcore.attention import merge, passes
 from burst_mcore.attention.elementwise import row_delta
 from burst_mcore.attention.kernels import triton as ours
@@ -122,6 +122,30 @@ def test_rows_that_see_nothing_are_zero_and_stay_as_they_are():
     assert (
         (dq[:, :30] == 0).all() and (dk[:, 10:] == 0).all() and all(g.isfinite().all() for g in (dq, dk, dv))
     )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_not_finite_stays_in_its_document(seed):
+    draw = random.Random(seed)
+    n = draw.randint(40, 90)
+    ends = sorted({0, n, *(draw.randint(1, n) for _ in range(6))})
+    mask = Mask.documents(ends) & (Mask.causal() if seed % 2 else Mask.full())
+    (tile,) = tiles_of(plan(Layout("zigzag"), mask, n, 1), 0, 0, KERNEL.abilities)
+    at = draw.randrange(len(ends) - 1)
+    others, how = torch.ones(n, dtype=torch.bool), Scores(0.3)
+    others[ends[at] : ends[at + 1]] = False
+    p = problem(seed, n, heads=2, kv_heads=1, head_dim=16, dtype=torch.float32)
+    for name in ("q", "k", "v", "dout"):
+        spoilt = p._replace(**{name: getattr(p, name).clone()})
+        getattr(spoilt, name)[:, ~others] = draw.choice((torch.nan, torch.inf))
+        found = []
+        for x in (p, spoilt):
+            out, lse = KERNEL.forward(x.q, x.k, x.v, tile.seen, how)
+            row = RowGradients(x.dout, x.q, x.k, x.v, None, lse, row_delta(x.dout, out))
+            found.append([out, *KERNEL.backward(row, tile.seen, how)])
+        assert any(not x[:, ~others].isfinite().all() for x in found[1]), name
+        for want, got in zip(*found, strict=True):
+            torch.testing.assert_close(got[:, others], want[:, others], msg=name)
 
 
 @pytest.fixture

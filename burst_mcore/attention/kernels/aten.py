@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from burst_mcore.attention.kernels.finite import keeps_nan_where_seen
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.padding import takes_any_value_dim
 from burst_mcore.attention.kernels.small import leaves_small_tiles
@@ -154,4 +155,6 @@ def _folded(gradient: Tensor, kv_heads: int) -> Tensor:
 CPU = Kernel("aten-cpu", _cpu_supports, _cpu_forward, _cpu_backward, False, Abilities(masks=True))
 CUDNN = Kernel("cudnn", _cudnn_supports, _cudnn_forward, _cudnn_backward, False)
 FLASH = Kernel("aten-flash", _flash_supports, _flash_forward, _flash_backward, False, Abilities(windows=True))
-KERNELS = tuple(map(takes_any_value_dim, (CPU, leaves_small_tiles(CUDNN, lambda how: FLASH), FLASH)))
+KERNELS = tuple(
+    map(takes_any_value_dim, (keeps_nan_where_seen(CPU), leaves_small_tiles(CUDNN, lambda how: FLASH), FLASH))
+)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.elementwise import wide
+from burst_mcore.attention.kernels.finite import keeps_nan_where_seen
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
 from burst_mcore.attention.seen import Abilities, Seen
 
@@ -66,4 +67,6 @@ def _backward(x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor,
     return dq.to(x.q.dtype), dk.to(x.k.dtype), dv.to(x.v.dtype)
 
 
-KERNEL = Kernel("reference", _supports, _forward, _backward, True, Abilities(windows=True, masks=True))
+KERNEL = keeps_nan_where_seen(
+    Kernel("reference", _supports, _forward, _backward, True, Abilities(windows=True, masks=True))
+)

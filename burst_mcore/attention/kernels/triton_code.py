@@ -81,6 +81,18 @@ def _rows(base, at, stride, limit, CHECKED: tl.constexpr, USED: tl.constexpr, DI
 
 
 @triton.jit
+def _spoil(x):
+    """[rows]: 0, or NaN where a row of a matrix is not finite."""
+    return tl.sum(x.to(tl.float32) * 0.0, 1)
+
+
+@triton.jit
+def _cleaned(x, spoil):
+    """The matrix with zeros for its spoilt rows: 0 x NaN is NaN, and P is 0 where nothing is seen."""
+    return tl.where((spoil == 0.0)[:, None], x, 0.0)
+
+
+@triton.jit
 def _attend(
     q, k_base, v_base, k_stride, v_stride, most, total, out, m, block, entry, columns, firsts, parts, scale,
     softcap, USED: tl.constexpr, VALUE_USED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -92,13 +104,19 @@ def _attend(
     k = _rows(k_base, n, k_stride, columns, MASKED, USED, DIM)
     s = _scores(q, k, scale, softcap, SOFTCAP, PRECISION) * _unit(scale, softcap, SOFTCAP)
     if MASKED:
-        s = tl.where(_allowed(m, n, entry, firsts, parts, ROWS, COLUMNS), s, -float("inf"))
+        allowed = _allowed(m, n, entry, firsts, parts, ROWS, COLUMNS)
+        s = tl.where(allowed, s, -float("inf"))
     greatest = tl.maximum(most, tl.max(s, 1))
     finite = tl.where(greatest == -float("inf"), 0.0, greatest)
     p = tl.exp2(s - finite[:, None])
     shrink = tl.exp2(most - finite)
     v = _rows(v_base, n, v_stride, columns, MASKED, VALUE_USED, VALUE_DIM)
-    out = out * shrink[:, None] + _dot(p.to(v.dtype), v, PRECISION)
+    out = out * shrink[:, None]
+    if MASKED:  # a value that is not finite reaches the rows that see it, and no other
+        spoil = _spoil(v)
+        out += tl.sum(tl.where(allowed, spoil[None, :], 0.0), 1)[:, None]
+        v = _cleaned(v, spoil)
+    out += _dot(p.to(v.dtype), v, PRECISION)
     return greatest, total * shrink + tl.sum(p, 1), out
 
 
@@ -153,15 +171,18 @@ def _weights(
     q, k, v, dout, lse, delta, m, n, entry, firsts, parts, scale, softcap, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(P, dS without the scale) of a block."""
+    """(P, dS without the scale) of a block, NaN where a pair that is seen is not finite."""
     s = _scores(q, k, scale, softcap, SOFTCAP, PRECISION)
     p = tl.exp2(s * _unit(scale, softcap, SOFTCAP) - lse[:, None])
-    if MASKED:
-        p = tl.where(_allowed(m, n, entry, firsts, parts, ROWS, COLUMNS), p, 0.0)
     dp = _dot(dout, tl.trans(v), PRECISION)
     ds = p * (dp - delta[:, None])
     if SOFTCAP:
         ds = ds * (1.0 - s * s)
+    if MASKED:
+        allowed = _allowed(m, n, entry, firsts, parts, ROWS, COLUMNS)
+        spoil = _spoil(q)[:, None] + _spoil(k)[None, :]
+        p = tl.where(allowed, p + spoil + _spoil(dout)[:, None], 0.0)
+        ds = tl.where(allowed, ds + spoil, 0.0)
     return p, ds
 
 
@@ -215,6 +236,8 @@ def dq(
                 q_rows, k_rows, v_rows, dout_rows, lse_rows, delta_rows, m, n, entry, firsts, parts, scale,
                 softcap, ROWS, COLUMNS, SOFTCAP, MASKED, PRECISION,
             )  # fmt: skip
+            if MASKED:
+                k_rows = _cleaned(k_rows, _spoil(k_rows))
             sums += _dot(ds.to(k_rows.dtype), k_rows, PRECISION)
     if FRESH or start < stop:
         d = tl.arange(0, DIM)
@@ -257,6 +280,9 @@ def dkv(
                     q_rows, k_rows, v_rows, dout_rows, lse_rows, delta_rows, m, n, entry, firsts, parts,
                     scale, softcap, ROWS, COLUMNS, SOFTCAP, MASKED, PRECISION,
                 )  # fmt: skip
+                if MASKED:
+                    q_rows = _cleaned(q_rows, _spoil(q_rows))
+                    dout_rows = _cleaned(dout_rows, _spoil(dout_rows))
                 v_sums += _dot(tl.trans(p.to(dout_rows.dtype)), dout_rows, PRECISION)
                 k_sums += _dot(tl.trans(ds.to(q_rows.dtype)), q_rows, PRECISION)
     if FRESH or start < stop:

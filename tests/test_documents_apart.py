@@ -1,0 +1,112 @@
+"""NaN and infinity stay in their document, whatever tiles, rings and kernels make of it."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from dense import Problem, problem
+from masks import random_layout
+from ranks import processes
+
+from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard, unshard
+from burst_mcore.attention.choice import Ranks, legal_degrees
+
+INPUTS = ("q", "k", "v", "dout")
+
+
+def _attend(p, mask, config, topology):
+    """out, dq, dk, dv of the whole sequence."""
+    rank, size = topology.rank, topology.size
+    q, k, v, dout = (shard(x, 1, rank=rank, size=size, layout=config.layout) for x in p)
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = burst_attention(*inputs, topology=topology, mask=mask, config=config)
+    out.backward(dout)
+    return [_whole(x, size, config.layout) for x in (out.detach(), *(x.grad for x in inputs))]
+
+
+def _whole(x, size, layout):
+    if size == 1:
+        return unshard([x], 1, layout=layout)
+    parts = [None] * size
+    dist.all_gather_object(parts, x)
+    return unshard(parts, 1, layout=layout)
+
+
+def _documents(draw, n):
+    ends = sorted({0, n, *(draw.randint(1, n) for _ in range(draw.randint(1, 12)))})
+    mask = Mask.documents(ends)
+    kind = draw.choice(("full", "causal", "causal", "window"))
+    if kind == "window":
+        mask &= Mask.window(draw.randint(0, n), 0)
+    return ends, mask & Mask.causal() if kind == "causal" else mask
+
+
+def _poisoned(draw, p, first, last):
+    """The problem with values of tokens first to last that are not finite, and where they are."""
+    names = draw.sample(INPUTS, draw.randint(1, 3))
+    value = draw.choice((torch.nan, torch.nan, torch.inf, -torch.inf))
+    tensors = {name: x.clone() for name, x in p._asdict().items()}
+    for name in names:
+        rows = slice(first, last) if draw.random() < 0.5 else draw.randrange(first, last)
+        tensors[name][:, rows] = value
+    return Problem(**tensors), names, value
+
+
+def _stay(rank, size, intra, seeds):
+    topology = Topology.single() if size == 1 else Topology.from_group(dist.group.WORLD, intra_size=intra)
+    reached = 0
+    for seed in seeds:
+        draw = random.Random(seed)
+        n = draw.choice((draw.randint(8, 64), draw.randint(64, 300)))
+        ends, mask = _documents(draw, n)
+        config = BurstConfig(
+            layout=random_layout(draw, size, n),
+            backward=draw.choice(("query", "kv")),
+            ring=draw.choice(("double", "flat", "direct")),
+            head_parallel=draw.choice(legal_degrees(Ranks(size, intra), 4, 2)),
+            kernel=draw.choice(("aten-cpu", "aten-cpu", "reference")),
+        )
+        dtype = draw.choice((torch.float32, torch.bfloat16))
+        p = problem(seed, n, batch=2, heads=4, kv_heads=2, head_dim=8, dtype=dtype)
+        at = draw.randrange(len(ends) - 1)
+        first, last = ends[at], ends[at + 1]
+        spoilt, names, value = _poisoned(draw, p, first, last)
+        words = f"seed {seed}: n={n} {mask} {ends} {config}, {value} in {names} of {first} to {last}"
+        clean, got = (_attend(x, mask, config, topology) for x in (p, spoilt))
+        others = torch.ones(n, dtype=torch.bool)
+        others[first:last] = False
+        for x, want in zip(got, clean, strict=True):
+            limit = dict(rtol=1e-4, atol=1e-5) if dtype == torch.float32 else dict(rtol=4e-2, atol=2e-2)
+            torch.testing.assert_close(x[:, others], want[:, others], **limit, msg=words)
+        reached += any(not x[:, first:last].isfinite().all() for x in got)
+        if value != value and {"q", "k", "v"} & set(names):
+            assert not got[0][:, first:last].isfinite().all(), f"{words}: unnoticed"
+    assert reached > len(seeds) / 2
+
+
+@pytest.mark.parametrize(
+    ("size", "intra"), [(1, 1), (2, 2), (4, 2), pytest.param(3, 1, marks=pytest.mark.slow)]
+)
+def test_what_is_not_finite_stays_in_its_document(size, intra):
+    processes(size, _stay, intra, range(40), timeout=500)
+
+
+def _padding(rank, size):
+    """Rows that no range names are padding: never written, or whatever was there before."""
+    topology = Topology.from_group(dist.group.WORLD)
+    p = problem(0, 96, heads=4, kv_heads=2, head_dim=8, dtype=torch.float32)
+    mask = Mask.ranges([(0, 20), (20, 31), (31, 70)], [(0, 20), (20, 31), (31, 70)], "causal")
+    spoilt = Problem(*(x.clone() for x in p))
+    for x in spoilt:
+        x[:, 70:] = torch.nan
+    for layout in ("contiguous", "zigzag", "striped"):
+        for config in (BurstConfig(layout=layout), BurstConfig(layout=layout, backward="kv", ring="direct")):
+            for x, want in zip(
+                _attend(spoilt, mask, config, topology), _attend(p, mask, config, topology), strict=True
+            ):
+                torch.testing.assert_close(x[:, :70], want[:, :70])
+
+
+def test_what_lies_in_padding_stays_there():
+    processes(2, _padding)
