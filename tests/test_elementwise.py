@@ -46,7 +46,7 @@ def test_one_pass_each(code, dtype, monkeypatch):
     stand_in = output_stand_in(dout, delta)
     assert stand_in.dtype == dtype and (stand_in[:, 5] == 0).all()
     again = (dout.double() * stand_in.double()).sum(-1).transpose(1, 2)
-    torch.testing.assert_close(again, want, rtol=0, atol=4 * torch.finfo(dtype).eps * want.abs().max().item())
+    torch.testing.assert_close(again, want, rtol=0, atol=2e-6 * want.abs().max().item())
 
     running, statistics = out.float().clone(), lse.clone()
     want_out, want_lse = _merged(running, lse, dout, lse_t)

@@ -20,6 +20,9 @@ logger = logging.getLogger("burst_mcore")
 
 BLOCK_BYTES = 2**18
 """Of a block of rows: a few of them fit into a core's cache."""
+FAINT = 2.0**-8
+"""Of a third of a row, the share of all squares under which it carries nothing: its values would have to be
+multiplied by too much."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -43,20 +46,28 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
 def output_stand_in(dout: Tensor, delta: Tensor) -> Tensor:
     """A tensor that stands in for O in kernels that read O only to form D: O projected on dO, row by row.
 
-    out' = D dO / |dO|^2, 0 where dO = 0, has rowsum(dO * out') = D and |out'| <= |O|, so that O need not
-    travel and no kernel be changed (DESIGN section 3). Rows are first scaled to max |dO| = 1, so that
-    squares neither vanish nor overflow, however small the loss scale.
+    out' = D dO / |dO|^2, 0 where dO = 0, has rowsum(dO * out') = D and is at most a few times as large as O,
+    so that O need not travel and no kernel be changed. In half precision out' is rounded, and D with it, by
+    2^-9 in bfloat16: too much for a row that sees a single key, whose dS = dP - D is 0. So the first third of
+    the columns carries D, and each other third what rounding those before took from it; thirds that are
+    nearly empty carry nothing. Rows are first scaled to max |dO| = 1, so that squares neither vanish nor
+    overflow, however small the loss scale.
     """
     stand_in = torch.empty_like(dout, memory_format=torch.contiguous_format)
     if _fused(dout, stand_in):
-        _code().stand_in_rows(dout, delta, stand_in)
+        _code().stand_in_rows(dout, delta, stand_in, FAINT)
         return stand_in
     for at in _blocks(dout):
         rows = dout[:, at].to(wide(dout.dtype))
         largest = rows.abs().amax(-1, keepdim=True)
-        unit = rows / largest
-        along = delta[:, :, at].transpose(1, 2).unsqueeze(-1) / largest / unit.square().sum(-1, keepdim=True)
-        stand_in[:, at] = unit.mul_(along).masked_fill_(largest == 0, 0.0)
+        unit = rows / largest.masked_fill_(largest == 0, 1.0)
+        left = delta[:, :, at].transpose(1, 2).unsqueeze(-1) / largest
+        faint = FAINT * torch.linalg.vecdot(unit, unit).unsqueeze(-1)
+        thirds = (whole.tensor_split(3, dim=-1) for whole in (unit, stand_in[:, at]))
+        for x, found in zip(*thirds, strict=True):
+            squares = torch.linalg.vecdot(x, x).unsqueeze(-1)
+            found.copy_(x * (left / squares).masked_fill_(squares <= faint, 0.0))
+            left = left - torch.linalg.vecdot(x, found.to(x.dtype)).unsqueeze(-1)
     return stand_in
 
 
@@ -64,7 +75,7 @@ def merge_(out: Tensor, lse: Tensor, out_t: Tensor, lse_t: Tensor) -> None:
     """Merge softmax(S_t) V_t into (out, lse) in place, without overflow.
 
     out, out_t [B, S, H, D] and lse, lse_t [B, H, S], where lse = -inf marks a row that has seen no key yet
-    (its out must be finite). Equals softmax over the union of the keys (paper algorithm 4, DESIGN's form):
+    (its out must be finite). Equals softmax over the union of the keys (paper algorithm 4):
     out -= sigmoid(lse_t - lse) * (out - out_t); lse = log(exp(lse) + exp(lse_t)).
     """
     if _fused(out, out_t):

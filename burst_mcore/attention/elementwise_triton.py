@@ -39,7 +39,7 @@ def _delta(
 @triton.jit
 def _stand_in(
     dout, delta, out, count, rows, heads, dout_b, dout_r, dout_h, delta_b, delta_h, delta_r, out_b, out_r,
-    out_h, USED: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+    out_h, FAINT: tl.constexpr, USED: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     ids, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
     there = ids < count
@@ -51,9 +51,17 @@ def _stand_in(
     empty = largest == 0.0
     largest = tl.where(empty, 1.0, largest)
     unit = x / largest[:, None]
-    squares = tl.where(empty, 1.0, tl.sum(unit * unit, 1))
-    given = tl.load(delta + _at(ids, rows, heads, delta_b, delta_r, delta_h), mask=there, other=0.0)
-    found = unit * tl.where(empty, 0.0, given / largest / squares)[:, None]
+    left = tl.load(delta + _at(ids, rows, heads, delta_b, delta_r, delta_h), mask=there, other=0.0) / largest
+    faint = tl.sum(unit * unit, 1) * FAINT
+    found = unit * 0.0
+    for third in tl.static_range(3):
+        x = tl.where((d * 3 // USED == third)[None, :], unit, 0.0)
+        squares = tl.sum(x * x, 1)
+        bears = squares > faint
+        factor = tl.where(bears, left / tl.where(bears, squares, 1.0), 0.0)
+        rounded = (x * factor[:, None]).to(out.dtype.element_ty).to(tl.float32)
+        left -= tl.sum(x * rounded, 1)
+        found += rounded
     to = out + _at(ids, rows, heads, out_b, out_r, out_h)[:, None] + d[None, :]
     tl.store(to, found.to(out.dtype.element_ty), mask=inside)
 
@@ -88,9 +96,9 @@ def delta_rows(dout: Tensor, out: Tensor, delta: Tensor) -> None:
     _launch(_delta, dout, (dout, out, delta))
 
 
-def stand_in_rows(dout: Tensor, delta: Tensor, out: Tensor) -> None:
-    """out = dout scaled so that rowsum(dout * out) = delta."""
-    _launch(_stand_in, dout, (dout, delta, out))
+def stand_in_rows(dout: Tensor, delta: Tensor, out: Tensor, faint: float) -> None:
+    """out = dout scaled by thirds, so that rowsum(dout * out) = delta; thirds below `faint` stay zero."""
+    _launch(_stand_in, dout, (dout, delta, out), FAINT=faint)
 
 
 def merge_rows(out: Tensor, lse: Tensor, out_t: Tensor, lse_t: Tensor) -> None:
@@ -98,11 +106,11 @@ def merge_rows(out: Tensor, lse: Tensor, out_t: Tensor, lse_t: Tensor) -> None:
     _launch(_merge, out, (out, lse, out_t, lse_t))
 
 
-def _launch(kernel: Any, like: Tensor, tensors: tuple[Tensor, ...]) -> None:
+def _launch(kernel: Any, like: Tensor, tensors: tuple[Tensor, ...], **constants: float) -> None:
     batch, rows, heads, dim = like.shape
     count = batch * rows * heads
     strides = [stride for x in tensors for stride in x.stride()[:3]]
     if count:
         grid = (triton.cdiv(count, ROWS),)
         sizes = {"USED": dim, "DIM": triton.next_power_of_2(dim), "ROWS": ROWS}
-        kernel[grid](*tensors, count, rows, heads, *strides, **sizes)
+        kernel[grid](*tensors, count, rows, heads, *strides, **sizes, **constants)
