@@ -54,12 +54,12 @@ class _Window:
         return f"window({self.left}, {self.right})"
 
     def check(self, n: int) -> None:
-        for name, value in (("left", self.left), ("right", self.right)):
-            if value is not None and value >= n:
-                raise ValueError(
-                    f"the mask is a window of {name}={value}, but the sequence has {n} tokens: legal are "
-                    f"0 to {n - 1}, and None for unbounded"
-                )
+        pass
+
+    def clipped(self, n: int) -> _Window | None:
+        """What ends it in n tokens; None if nothing does."""
+        left, right = (None if side is None or side >= n else side for side in (self.left, self.right))
+        return None if left is right is None else _Window(left, right)
 
     def bands(self, n: int) -> Tensor:
         low = -UNBOUNDED if self.left is None else -self.left
@@ -398,11 +398,18 @@ class Mask(Named):
         """Check that the mask goes with a sequence of n tokens.
 
         Raises:
-            ValueError: documents that do not end at n, block matrices of another size, ranges beyond n,
-                windows that are not shorter than n.
+            ValueError: documents that do not end at n, block matrices of another size, ranges beyond n.
         """
         for term in self.terms:
             term.check(n)
+
+    def clipped(self, n: int) -> Mask:
+        """The same over n tokens: a window at least as long as the sequence has no end there."""
+        long = [t for t in self.terms if isinstance(t, _Window) and t.clipped(n) != t]
+        if not long:
+            return self
+        shorter = (t.clipped(n) if isinstance(t, _Window) else t for t in self.terms)
+        return Mask(tuple(term for term in shorter if term is not None))
 
     def bands(self, n: int) -> Tensor:
         """The mask over n tokens as disjoint bands, int64 [bands, 6]: see `burst_mcore.bands`. Cached."""

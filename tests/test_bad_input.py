@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from dense import problem
 from ranks import processes
+from torch.autograd import forward_ad
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention
 
@@ -22,7 +23,7 @@ def _attend(
     if rest.pop("requires_grad", False):
         tensors[0].requires_grad_()
     return burst_attention(
-        *tensors, topology=topology or Topology.single(), mask=mask or Mask.causal(), **rest
+        *tensors, topology=topology or Topology.single(), mask=Mask.causal() if mask is None else mask, **rest
     )
 
 
@@ -33,7 +34,6 @@ RING = Topology(rank=1, size=4)
     ("call", "words"),
     [
         ({"mask": Mask.documents([0, 9])}, "documents of the mask end at 9.*8 tokens"),
-        ({"mask": Mask.window(8, 0)}, "left=8.*8 tokens"),
         ({"mask": Mask.blocks([[True]], 4)}, r"must be \[2, 2\], got \[1, 1\]"),
         ({"mask": Mask.ranges([(0, 4)], [(2, 12)])}, "beyond the sequence of 8"),
         ({"topology": RING, "config": BurstConfig(layout="block-striped:6")}, "multiple of 4"),
@@ -76,7 +76,8 @@ RING = Topology(rank=1, size=4)
             r"6 K/V heads and 4 do not divide one another; legal: \[1, 2\]",
         ),
         ({"config": BurstConfig(head_parallel=2)}, r"does not divide the 1 ranks; legal: \[1\]"),
-        ({"mask": "causal"}, "Mask.causal"),
+        ({"mask": "causal"}, r"got 'causal': Mask.causal\(\)"),
+        ({"mask": torch.ones(8, 8)}, r"got a tensor \[8, 8\]: Mask.causal"),
         ({"config": {"layout": "zigzag"}}, "BurstConfig"),
         ({"config": BurstConfig(kernel="flash9")}, "unknown kernel 'flash9'; legal"),
         ({"config": BurstConfig(kernel="cudnn")}, "cudnn.*not on cuda"),
@@ -86,6 +87,67 @@ RING = Topology(rank=1, size=4)
 def test_bad_arguments(call, words):
     with pytest.raises(ValueError, match=words):
         _attend(**call)
+
+
+def _of_a_dual(function, q):
+    with forward_ad.dual_level():
+        return function(forward_ad.make_dual(q, torch.ones_like(q)))
+
+
+FORWARD_MODE = {
+    "jvp": lambda function, q: torch.func.jvp(function, (q,), (torch.ones_like(q),)),
+    "linearize": lambda function, q: torch.func.linearize(function, q),
+    "make_dual": lambda function, q: _of_a_dual(function, q),
+}
+NOT_SERVED = {
+    "jacfwd": lambda function, q: torch.func.jacfwd(function)(q),
+    "func.grad": lambda function, q: torch.func.grad(lambda x: function(x).sum())(q),
+    "vmap": lambda function, q: torch.vmap(function)(q[None]),
+    "hessian": lambda function, q: torch.autograd.functional.hessian(lambda x: function(x).sum(), q),
+    "double backward": lambda function, q: torch.autograd.functional.jvp(function, q, torch.ones_like(q)),
+}
+
+
+def _asked_of_torch(rank, size):
+    p = problem(0, 8, dtype=torch.float32)
+
+    def attend(q):
+        return burst_attention(q, p.k, p.v, topology=Topology.single(), mask=Mask.causal())
+
+    for ask in FORWARD_MODE.values():
+        with pytest.raises(ValueError, match="q has a tangent.*forward-mode"):
+            ask(attend, p.q)
+    for name, ask in NOT_SERVED.items():
+        try:
+            ask(attend, p.q)
+        except (RuntimeError, ValueError, NotImplementedError):
+            continue
+        raise AssertionError(f"{name} is not served, and no error")
+
+
+def test_derivatives_that_are_not_served_are_errors():
+    processes(1, _asked_of_torch)
+
+
+def test_tensors_must_be_dense():
+    with pytest.raises(ValueError, match="k must be a dense tensor.*sparse_coo"):
+        q = torch.ones(1, 8, 4, 16)
+        burst_attention(q, q.to_sparse(), q, topology=Topology.single(), mask=Mask.causal())
+
+
+def test_a_softcap_of_0_is_none_and_long_windows_are_clipped():
+    p = problem(0, 8, dtype=torch.float32)
+
+    def attend(mask, softcap):
+        return burst_attention(p.q, p.k, p.v, topology=Topology.single(), mask=mask, softcap=softcap)
+
+    plain = attend(Mask.causal(), None)
+    for window in (Mask.window(8, 0), Mask.window(4095, 0), Mask.causal() & Mask.window(7, 99)):
+        assert torch.equal(attend(window, 0.0), plain)
+    both = Mask.full()
+    assert torch.equal(attend(Mask.window(10**12, 10**12), None), attend(both, None))
+    with pytest.raises(ValueError, match="softcap must be positive"):
+        attend(both, -1.0)
 
 
 def test_topology_has_no_default():

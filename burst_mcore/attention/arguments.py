@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from burst_mcore.attention.agreement import Signature
 from burst_mcore.attention.choice import (
@@ -118,9 +119,10 @@ def asked_of(
 ) -> Asked:
     """As `checked`, of legal tensors of this shape."""
     if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a Mask, got {mask!r}: Mask.causal(), Mask.full(), ...")
+        raise ValueError(f"mask must be a Mask, got {_named(mask)}: {_nearest(mask)}")
     if not isinstance(config, BurstConfig):
         raise ValueError(f"config must be a BurstConfig, got {config!r}")
+    softcap = None if softcap == 0 else softcap  # none, as flash-attn has it
     for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
         if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
             raise ValueError(f"{name} must be positive and finite, got {value!r}")
@@ -135,31 +137,31 @@ def asked_of(
     return Asked(topology, mask, config, shard, scores, dtype, device, grad_dtype, return_lse, sinks)
 
 
+def _named(value: object) -> str:
+    """A value in few words: a tensor by its shape."""
+    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def _nearest(mask: object) -> str:
+    if isinstance(mask, str) and mask in ("causal", "full"):
+        return f"Mask.{mask}()"
+    return "Mask.causal(), Mask.full(), Mask.window(left, right), Mask.documents(cu_seqlens), ..."
+
+
 def call_for(asked: Asked, lengths: Sequence[int]) -> Call:
     """The call, once it is known how many tokens each rank holds; ValueError, on all ranks, if none."""
     n, size = sum(lengths), asked.topology.size
     _check_lengths(asked.layout, tuple(lengths))
     asked.mask.check(n)
+    mask = asked.mask.clipped(n)
     shard = replace(asked.shard, tokens=asked.layout.padded(n, size) // size)
     rates = asked.topology.rates or DEFAULT.get(asked.device, DEFAULT["cpu"])
-    route, direction = _way(asked.config, asked.ranks, rates, shard, asked.mask, n)
-    on_ring = shard.pooled(route.heads)
-    problem = Problem(
-        asked.device,
-        asked.dtype,
-        on_ring.heads,
-        on_ring.kv_heads,
-        shard.head_dim,
-        shard.value_dim,
-        softcap=asked.scores.softcap is not None,
-        deterministic=asked.scores.deterministic,
-        sparse=asked.mask.is_sparse,
-        window=asked.mask.has_window,
-    )
+    route, direction = _way(asked.config, asked.ranks, rates, shard, mask, n)
+    problem = problem_of(asked, mask, route.heads)
     return Call(
         rank=asked.topology.rank,
         route=route,
-        plan=plan(asked.layout, asked.mask, n, route.positions, route.heads),
+        plan=plan(asked.layout, mask, n, route.positions, route.heads),
         scores=asked.scores,
         problem=problem,
         kernel=choose(asked.config.kernel, problem),
@@ -169,6 +171,29 @@ def call_for(asked: Asked, lengths: Sequence[int]) -> Call:
         kv_heads=shard.kv_heads,
         lse_at_home=asked.return_lse or asked.sinks,
     )
+
+
+def problem_of(asked: Asked, mask: Mask, degree: int) -> Problem:
+    """What a kernel is asked to serve where `degree` ranks share the heads."""
+    shard = asked.shard.pooled(degree)
+    return Problem(
+        asked.device,
+        asked.dtype,
+        shard.heads,
+        shard.kv_heads,
+        shard.head_dim,
+        shard.value_dim,
+        softcap=asked.scores.softcap is not None,
+        deterministic=asked.scores.deterministic,
+        sparse=mask.is_sparse,
+        window=mask.has_window,
+    )
+
+
+def check_served(asked: Asked) -> None:
+    """ValueError if no kernel serves such calls, whatever the length of their sequences."""
+    degree = _degrees(asked.config, asked.ranks, asked.shard)[0]
+    choose(asked.config.kernel, problem_of(asked, asked.mask, degree))
 
 
 @lru_cache(maxsize=1024)
@@ -263,6 +288,13 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, may_be_empty: bool) -> No
             raise ValueError(
                 f"{name} must be a tensor [batch, local sequence, heads, head_dim] without empty dimensions, "
                 f"got {what}"
+            )
+        if x.layout != torch.strided:
+            raise ValueError(f"{name} must be a dense tensor (torch.strided), got {x.layout}")
+        if forward_ad.unpack_dual(x).tangent is not None:
+            raise ValueError(
+                f"{name} has a tangent: burst_attention has no forward-mode derivative (torch.func.jvp, "
+                f"forward_ad.make_dual); take gradients by backward"
             )
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.shape[:2] == k.shape[:2] == v.shape[:2]:
