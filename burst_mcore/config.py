@@ -2,53 +2,102 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 import torch
 
 from burst_mcore.handles import Named, introduce
-from burst_mcore.layout import Layout
+from burst_mcore.layout import NAMES, Layout
 
 BACKWARDS = ("auto", "query", "kv")
-RINGS = ("double", "flat", "direct", "auto")
-GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+RINGS = ("auto", "double", "flat", "direct")
+GRAD_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class Setting(NamedTuple):
+    """A field of `BurstConfig` as a person writes it: Megatron's flag, the section's key and the docs."""
+
+    default: Any
+    legal: tuple[str, ...] | str
+    """All legal words, or, in words, what is legal."""
+    meaning: str
+    """A sentence."""
+
+
+def _told(legal: tuple[str, ...] | str, meaning: str) -> dict[str, Any]:
+    return {"legal": legal, "meaning": meaning}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BurstConfig(Named):
-    """Raises ValueError where a field is not legal.
+    """How attention is run. Each field is a flag of Megatron and a key of the section for DeepSpeed, too.
 
-    Names of kernels, and degrees of head parallelism, are checked where the call is known.
+    Raises ValueError where a field is not legal. Names of kernels, and degrees of head parallelism, are
+    checked where the call is known.
     """
 
-    layout: Layout | str = "zigzag"
-    """How tokens are dealt over the ranks (`Layout`, or its word, such as "striped")."""
+    layout: Layout | str = field(
+        default="zigzag", metadata=_told(NAMES, "How tokens are dealt over the ranks.")
+    )
+    """A `Layout`, or its word."""
 
-    backward: str = "auto"
-    """What travels in backward: "query" (Q, dO, D, LSE and dQ: BurstAttention, paper algorithm 2),
-    "kv" (K, V and dK, dV: RingAttention, paper algorithm 1), or "auto": whichever the cost model says."""
+    backward: str = field(
+        default="auto",
+        metadata=_told(
+            BACKWARDS, "What travels in backward: queries, keys and values, or whichever the cost model says."
+        ),
+    )
+    """"query" sends Q, dO, D, LSE and dQ (BurstAttention, paper algorithm 2), "kv" K, V and dK, dV
+    (RingAttention, paper algorithm 1)."""
 
-    ring: str = "auto"
-    """The way of the bundles: "double" (around the node, and from node to node, both at once), "flat" (one
-    ring over all ranks, which crosses nodes; on one node the same as "double"), "direct" (no ring: rows go
-    from their owner straight to the ranks that read them), or "auto": whatever the cost model says."""
+    ring: str = field(
+        default="auto",
+        metadata=_told(
+            RINGS,
+            "The way between ranks: rings within and between nodes at once, one ring over all ranks, no ring "
+            "but every row straight to its readers, or whichever the cost model says.",
+        ),
+    )
+    """On one node "double" and "flat" are the same."""
 
-    overlap: bool = True
-    """Communicate while computing. Without, every hop is waited for at once: for ablations."""
+    head_parallel: int | str = field(
+        default=1,
+        metadata=_told(
+            "a number of ranks, auto",
+            "Neighbours that share the heads between them, around a ring over the rest: 1 is the ring alone, "
+            "all ranks are Ulysses, auto is what the cost model says.",
+        ),
+    )
 
-    head_parallel: int | str = 1
-    """Ranks, neighbours, that share the heads between them, around a ring over the rest: 1 is the pure ring,
-    as many as there are ranks is Ulysses, "auto" is whatever the cost model says."""
+    overlap: bool = field(
+        default=True,
+        metadata=_told(
+            "true, false", "Communicate while computing; without, each hop is waited for: for ablations."
+        ),
+    )
 
-    kernel: str = "auto"
+    kernel: str = field(
+        default="auto", metadata=_told("auto, or a kernel's name", "The local attention kernel.")
+    )
     """A name in the kernel table (`burst_mcore.attention.kernels.table`), or "auto"."""
 
-    deterministic: bool = False
-    """Gradients are bitwise equal between runs (on one device, with one number of threads): kernels that
-    cannot promise that are not used."""
+    deterministic: bool = field(
+        default=False,
+        metadata=_told(
+            "true, false",
+            "Gradients are bitwise equal between runs: kernels that cannot promise it are not used.",
+        ),
+    )
+    """On one device, with one number of threads."""
 
-    grad_dtype: torch.dtype = torch.float32
-    """dtype in which the travelling gradients are summed and sent. float64 inputs always use float64."""
+    grad_dtype: torch.dtype = field(
+        default=torch.float32,
+        metadata=_told(
+            ("float32", "bfloat16"), "The dtype in which travelling gradients are summed and sent."
+        ),
+    )
+    """Or its name; kept as a torch.dtype. float64 inputs always use float64."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", Layout.of(self.layout))
@@ -66,6 +115,18 @@ class BurstConfig(Named):
             )
         if not isinstance(self.kernel, str):
             raise ValueError(f"kernel must be the name of a kernel or 'auto', got {self.kernel!r}")
-        if self.grad_dtype not in GRAD_DTYPES:
-            raise ValueError(f"grad_dtype must be one of {GRAD_DTYPES}, got {self.grad_dtype!r}")
+        dtype = GRAD_DTYPES.get(str(self.grad_dtype), self.grad_dtype)
+        if dtype not in GRAD_DTYPES.values():
+            raise ValueError(f"grad_dtype must be one of {', '.join(GRAD_DTYPES)}, got {self.grad_dtype!r}")
+        object.__setattr__(self, "grad_dtype", dtype)
         introduce(self, repr(self))
+
+
+def _word(default: Any) -> Any:
+    return str(default).removeprefix("torch.") if isinstance(default, torch.dtype) else default
+
+
+SETTINGS: dict[str, Setting] = {
+    each.name: Setting(_word(each.default), **each.metadata) for each in fields(BurstConfig)
+}
+"""Of each field of BurstConfig its default, what is legal, and a sentence: the only place for them."""

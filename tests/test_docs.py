@@ -85,3 +85,25 @@ def test_every_method_and_kernel_is_in_the_docs():
 
     assert all(f"`{name}`" in (ROOT / "docs" / "benchmark.md").read_text() for name in METHODS)
     assert all(f'`"{name}"`' in (ROOT / "docs" / "attention.md").read_text() for name in KERNELS)
+
+
+def test_tables_of_settings_are_made_from_the_configuration():
+    from burst_mcore.config import SETTINGS
+    from burst_mcore.megatron.arguments import flag_of
+
+    attention, megatron = ((ROOT / "docs" / f"{page}.md").read_text() for page in ("attention", "megatron"))
+    for name, (default, legal, meaning) in SETTINGS.items():
+        words = ", ".join(f"`{word}`" for word in legal) if isinstance(legal, tuple) else legal
+        assert f"| `{name}` | {words} | `{default}` | {meaning} |" in attention
+        shown = "" if isinstance(default, bool) else words
+        assert f"| `{flag_of(name)}` | {shown} | {meaning} |" in megatron
+
+
+def test_the_table_of_recompute_is_that_of_the_committed_run():
+    import json
+
+    text = (ROOT / "docs" / "recompute.md").read_text()
+    for row in json.loads((ROOT / "benchmarks" / "results" / "recompute.json").read_text())["rows"]:
+        assert f"| {row['cpu_seconds']:.1f} |" in text, row["method"]
+        if row["predicted_seconds"]:
+            assert f"| {row['saved_seconds'] / row['predicted_seconds']:.2f} |" in text, row["method"]

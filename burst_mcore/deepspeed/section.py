@@ -9,16 +9,13 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
-import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.checkpointing import Full, KeepAttention, Offload, Policy, Segment
-from burst_mcore.config import BurstConfig
-from burst_mcore.layout import NAMES
+from burst_mcore.config import SETTINGS, BurstConfig
 
 KEY = "burst_attention"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 ONLY_FOR = {"keep": ("segment",), "memory_gb": ("segment",), "offload": ("attention", "segment")}
@@ -84,28 +81,27 @@ class Checkpointing(_Strict):
         return Offload(policy) if self.offload else policy
 
 
-class Section(_Strict):
-    """The section "burst_attention"."""
+def _field(name: str) -> tuple[Any, Any]:
+    """A field of BurstConfig as a key of the section: (its type, its default and description)."""
+    default, legal, meaning = SETTINGS[name]
+    words = ("auto", *KERNELS) if name == "kernel" else legal
+    kind: Any = bool if isinstance(default, bool) else str
+    if isinstance(default, int) and not isinstance(default, bool):
+        kind = int | Literal["auto"]
+    elif isinstance(words, tuple):
+        kind = Literal[words]
+    else:
+        meaning = f"{meaning[:-1]}: {words}." if kind is str else meaning
+    return kind, Field(default, description=meaning)
 
-    layout: str = Field("zigzag", description=f"How sequences are dealt over the ranks: {NAMES}.")
-    backward: Literal["auto", "query", "kv"] = Field(
-        "auto", description="What travels in backward: queries, keys and values, or what the cost model says."
-    )
-    ring: Literal["auto", "double", "flat", "direct"] = Field(
-        "auto", description="Over several nodes: rings within and between them at once, one ring, no ring."
-    )
-    head_parallel: int | Literal["auto"] = Field(
-        "auto",
-        description="Ranks that share heads between them (Ulysses), around a ring over the rest; 1: ring.",
-    )
-    overlap: bool = Field(True, description="Communicate while computing. `false` is for ablations.")
-    kernel: str = Field(
-        "auto", description=f"Local kernel: `auto`, {', '.join(f'`{name}`' for name in KERNELS)}."
-    )
-    deterministic: bool = Field(False, description="Attention gradients are bitwise equal between runs.")
-    grad_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="In which travelling gradients are summed and sent."
-    )
+
+_FIELDS: dict[str, Any] = {name: _field(name) for name in SETTINGS}
+_Settings: Any = create_model("_Settings", __base__=_Strict, **_FIELDS)
+
+
+class Section(_Settings):  # type: ignore[misc]
+    """The section "burst_attention": every field of BurstConfig, and what is more than attention."""
+
     fused_loss: bool = Field(True, description="Fuse the LM head with its loss: no logits in training.")
     checkpointing: Checkpointing = Field(
         default_factory=Checkpointing.model_construct, description="Recompute in backward, see below."
@@ -113,23 +109,12 @@ class Section(_Strict):
 
     @model_validator(mode="after")
     def _the_ring_takes_it(self) -> Section:
-        if self.kernel not in ("auto", *KERNELS):
-            raise ValueError(f"kernel must be one of auto, {', '.join(KERNELS)}, got {self.kernel!r}")
         self.burst_config()
         return self
 
     def burst_config(self) -> BurstConfig:
         """The configuration of attention calls that the section asks for."""
-        return BurstConfig(
-            layout=self.layout,
-            backward=self.backward,
-            ring=self.ring,
-            head_parallel=self.head_parallel,
-            overlap=self.overlap,
-            kernel=self.kernel,
-            deterministic=self.deterministic,
-            grad_dtype=DTYPES[self.grad_dtype],
-        )
+        return BurstConfig(**{name: getattr(self, name) for name in SETTINGS})
 
 
 def section_of(config: Mapping[str, Any]) -> Section:
@@ -146,7 +131,8 @@ def section_of(config: Mapping[str, Any]) -> Section:
         if KEY not in config and near:
             raise SectionError(f'unknown section "{key}": did you mean "{KEY}"?')
     try:
-        return Section.model_validate(dict(given))
+        section: Section = Section.model_validate(dict(given))
+        return section
     except ValidationError as error:
         raise SectionError("; ".join(_words(error))) from None
 

@@ -51,7 +51,7 @@ def patch_causal_lm(
         ValueError: if it is no such model.
         TypeError: in forward with labels, if the model does something else with its logits: it names it.
 
-    Source: issue 6; paper, "sequence-level fusion of LM head and loss".
+    Source: paper, "sequence-level fusion of LM head and loss".
     """
     head_of(model)
     options = {"chunk_tokens": chunk_tokens, "grad_weight_dtype": grad_weight_dtype}
@@ -72,7 +72,6 @@ def unpatch_causal_lm(model: Model) -> Model:
     Raises:
         ValueError: if something else has wrapped the patched forward since; that must be taken back first.
 
-    Source: issue 6.
     """
     found = _patched(model)
     if found is None:

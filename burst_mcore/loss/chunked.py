@@ -1,6 +1,6 @@
 """The fused LM head and loss over chunks of tokens: no more than one chunk's logits are ever alive.
 
-Paper, section "sequence-level fusion of LM head and loss"; DESIGN section 4. A chunk's logits become their
+Paper, section "sequence-level fusion of LM head and loss". A chunk's logits become their
 own gradient, from which the gradients of hidden states and weight are taken at once: three products a token.
 The gradient u_i of a token's loss is kept unweighted, so that g_i u_i is exact whatever upstream gradient g_i
 comes; the weight's is summed with the weights w_i that are expected, g_i = c w_i. Tokens of another g_i are

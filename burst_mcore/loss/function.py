@@ -106,7 +106,7 @@ def fused_linear_cross_entropy(
         RuntimeError: in backward with create_graph, as there is no second derivative; or where upstream
             gradients differ between ranks of `tp_group`.
 
-    Source: paper, "sequence-level fusion of LM head and loss"; DESIGN section 4; issue 6.
+    Source: paper, "sequence-level fusion of LM head and loss".
     """
     hidden, weight, bias = autocast(hidden, weight, bias)
     terms = {
