@@ -162,7 +162,7 @@ FAR = {
     ("2 x 4", 2, 2, "8:8", "double", 8, "query"),
     ("2 x 4", 2, 2, "8:8", "auto", "auto", "auto"),
 }
-"""Rows without compute that are up to 1.20 off in the committed run, all all-to-alls: see docs/benchmark.md."""
+"""All-to-alls without compute that are up to 1.20 off in the committed run: see docs/benchmark.md."""
 NAME = ("cluster", "intra MB/s", "inter MB/s", "heads", "ring", "head_parallel", "backward")
 
 

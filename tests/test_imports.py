@@ -15,7 +15,7 @@ FLOORS = [
     },
     {"attention"},
     {"checkpointing"},
-    {"megatron", "deepspeed", "planner"},
+    {"megatron", "deepspeed"},
     {"bench"},
     {"cli"},
 ]
@@ -36,7 +36,7 @@ WITHIN_ATTENTION = [
     {"schedule", "tiles"},
     {"cost", "verify", "kernels", "agreement"},
     {"ring", "timeline", "lockstep"},
-    {"heads"},
+    {"heads", "cached"},
     {"passes", "choice"},
     {"arguments", "front"},
     {"prepare"},

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from burst_mcore.attention.cached import attend_to_cache
 from burst_mcore.attention.choice import Ranks
 from burst_mcore.attention.cost import Shard
 from burst_mcore.attention.function import burst_attention
 from burst_mcore.attention.kernels.kernel import Scores
-from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
-from burst_mcore.attention.seen import Seen as Table
 from burst_mcore.attention.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.deepspeed.errors import RefusedError
@@ -269,7 +268,4 @@ def _from_cache(
     ahead = keys[None, :] - queries[:, None]
     allowed = (ahead <= 0) if seen.window is None else (ahead <= 0) & (ahead > -seen.window)
     how = Scores(1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale, softcap)
-    out, lse = REFERENCE.forward(q, k, v, Table.by(allowed), how)
-    if sinks is not None:  # a logit of no value: it takes its share of the softmax
-        out = out * torch.sigmoid(lse - sinks.to(lse.dtype)[:, None]).transpose(1, 2)[..., None].to(out.dtype)
-    return out
+    return attend_to_cache(q, k, v, allowed, how, sinks)

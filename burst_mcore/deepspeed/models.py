@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 from torch import nn
@@ -39,6 +40,13 @@ def use_burst(model: nn.Module, size: int) -> nn.Module:
         )
     if getattr(config, "use_bidirectional_attention", None):
         raise RefusedError("model", f"{name} has attention that is not causal (use_bidirectional_attention)")
+    counts_from = next((type(m).__name__ for m in inner.modules() if _makes_positions_of_tokens(m)), None)
+    if counts_from is not None:
+        raise RefusedError(
+            "model",
+            f"{name} counts positions by its tokens ({counts_from}.{_POSITIONS}), from its padding token on: "
+            "those of a shard would be others",
+        )
     mixers = [
         f"{path} ({type(module).__name__})"
         for path, module in inner.named_modules()
@@ -60,6 +68,17 @@ def use_burst(model: nn.Module, size: int) -> nn.Module:
     inner.set_attn_implementation(NAME)
     found: nn.Module = inner
     return found
+
+
+_POSITIONS = "create_position_ids_from_input_ids"
+
+
+def _makes_positions_of_tokens(module: nn.Module) -> bool:
+    """Whether its positions are not 0, 1, 2, ... but begin at its padding token (RoBERTa's family)."""
+    return hasattr(module, _POSITIONS) or (
+        isinstance(getattr(module, "position_embeddings", None), nn.Embedding)
+        and hasattr(sys.modules[type(module).__module__], _POSITIONS)
+    )
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:

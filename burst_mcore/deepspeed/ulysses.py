@@ -159,7 +159,14 @@ def _read(size: int) -> tuple[Section, dict[str, Any]]:
     from accelerate.state import AcceleratorState
 
     refuse_versions()
-    plugin = AcceleratorState().deepspeed_plugin
+    try:
+        plugin = AcceleratorState().deepspeed_plugin
+    except ValueError:  # nobody made an Accelerator
+        raise RefusedError(
+            "Accelerate",
+            "replace_ulysses() serves Accelerate: make its Accelerator first. Without Accelerate use "
+            "burst_mcore.deepspeed.initialize",
+        ) from None
     if plugin is None:
         raise RefusedError("configuration", "Accelerate does not use DeepSpeed: give it a DeepSpeedPlugin")
     config: dict[str, Any] = plugin.deepspeed_config

@@ -7,8 +7,7 @@ from typing import Any
 
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.checkpointing import Full, KeepAttention, Offload, Policy, Segment
-from burst_mcore.config import BACKWARDS, RINGS, BurstConfig
-from burst_mcore.layout import NAMES, Layout
+from burst_mcore.config import SETTINGS, BurstConfig
 from burst_mcore.rates import Rates
 from burst_mcore.segments import check_keep
 
@@ -24,49 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default="default",
         help="Core attention under context parallelism: Megatron's own, or BurstAttention.",
     )
-    group.add_argument(
-        "--burst-layout",
-        type=_layout,
-        default="zigzag",
-        metavar="LAYOUT",
-        help=f"How sequences are dealt over the ranks: {NAMES}. Packed ones are always dealt zigzag.",
-    )
-    group.add_argument(
-        "--burst-backward",
-        choices=BACKWARDS,
-        default="auto",
-        help="What travels in backward: queries, keys and values, or what the cost model says.",
-    )
-    group.add_argument(
-        "--burst-ring",
-        choices=RINGS,
-        default="double",
-        help="Over several nodes: rings within and between them at once, one flat ring, or auto.",
-    )
-    group.add_argument(
-        "--burst-no-overlap",
-        action="store_true",
-        help="Wait for every hop at once instead of computing meanwhile: for ablations.",
-    )
-    group.add_argument(
-        "--burst-head-parallel",
-        type=_degree,
-        default=1,
-        metavar="H",
-        help="Ranks that share the heads between them, around a ring over the rest; or auto.",
-    )
+    for name in SETTINGS:
+        group.add_argument(flag_of(name), **_argument(name))
     group.add_argument(
         "--burst-rates",
         nargs=3,
         type=float,
         metavar=("INTRA", "INTER", "TFLOPS"),
         help="For auto: GB/s that a rank sends within its node and to others, TFLOP/s of the kernel.",
-    )
-    group.add_argument(
-        "--burst-kernel",
-        choices=("auto", *KERNELS),
-        default="auto",
-        help="Local attention kernel.",
     )
     group.add_argument(
         "--burst-fused-loss",
@@ -126,7 +90,7 @@ def recompute_policy(arguments: argparse.Namespace) -> Policy:
                 f"--burst-recompute {name}, which keeps nothing"
             )
         return Full()
-    if arguments.context_parallel_attention_backend != "burst" and not _by_a_spec(arguments):
+    if not burst_asked_for(arguments) and not _by_a_spec(arguments):
         raise ValueError(
             f"--burst-recompute {name} needs --context-parallel-attention-backend burst: other attention "
             "keeps nothing"
@@ -167,14 +131,22 @@ def burst_config(arguments: argparse.Namespace) -> BurstConfig:
             "it cuts packed sequences without regard to their documents, while rotary positions and "
             "attention expect each document dealt zigzag (as --sft does)"
         )
-    return BurstConfig(
-        layout=arguments.burst_layout,
-        backward=arguments.burst_backward,
-        ring=arguments.burst_ring,
-        overlap=not arguments.burst_no_overlap,
-        head_parallel=arguments.burst_head_parallel,
-        kernel=arguments.burst_kernel,
-    )
+    return BurstConfig(**{name: getattr(arguments, f"burst_{name}") for name in SETTINGS})
+
+
+def options_without_effect(arguments: argparse.Namespace) -> str | None:
+    """A flag of ours that only burst attention reads, where that is not asked for."""
+    if burst_asked_for(arguments) or _by_a_spec(arguments):
+        return None
+    if getattr(arguments, "burst_rates", None):
+        return "--burst-rates"
+    given = {name: getattr(arguments, f"burst_{name}", SETTINGS[name].default) for name in SETTINGS}
+    return next((flag_of(name) for name in given if given[name] != SETTINGS[name].default), None)
+
+
+def burst_asked_for(arguments: argparse.Namespace) -> bool:
+    """Whether the flag asks for burst attention."""
+    return getattr(arguments, "context_parallel_attention_backend", "default") == "burst"
 
 
 def rates_from_arguments() -> Rates | None:
@@ -193,13 +165,6 @@ def rates_from_arguments() -> Rates | None:
     return Rates(intra=intra * 1e9, inter=inter * 1e9, compute=teraflops * 1e12)
 
 
-def _degree(text: str) -> int | str:
-    """A degree of head parallelism."""
-    if text == "auto" or (text.isdigit() and int(text) > 0):
-        return text if text == "auto" else int(text)
-    raise argparse.ArgumentTypeError(f"must be a number of ranks, at least 1, or auto, got {text!r}")
-
-
 def _share(text: str) -> float | str:
     """A share of the sequence, or auto."""
     if text == "auto":
@@ -210,12 +175,35 @@ def _share(text: str) -> float | str:
         raise argparse.ArgumentTypeError(f"must be from 0 to 1, or auto, got {text!r}") from None
 
 
-def _layout(text: str) -> str:
-    """The word of a layout."""
+def flag_of(name: str) -> str:
+    """Megatron's flag for a field of BurstConfig; a switch turns off what is on by default."""
+    off = SETTINGS[name].default is True
+    return f"--burst-{'no-' * off}{name.replace('_', '-')}"
+
+
+def _argument(name: str) -> dict[str, Any]:
+    """What argparse is told of a field of BurstConfig."""
+    default, legal, meaning = SETTINGS[name]
+    told = {"dest": f"burst_{name}", "default": default, "help": f"{meaning} Default: {default}."}
+    if isinstance(default, bool):
+        return {**told, "action": "store_false" if default else "store_true"}
+    if name == "kernel":
+        legal = ("auto", *KERNELS)
+    words = ", ".join(legal) if isinstance(legal, tuple) else legal
+    told["help"] = f"{meaning} Legal: {words}. Default: {default}."
+    return {**told, "metavar": name.upper(), "type": lambda text: _value(name, text)}
+
+
+def _value(name: str, text: str) -> Any:
+    """What a flag says, as BurstConfig takes it."""
+    value: Any = int(text) if isinstance(SETTINGS[name].default, int) and text.isdigit() else text
     try:
-        return str(Layout.of(text))
+        BurstConfig(**{name: value})
+        if name == "kernel" and value not in ("auto", *KERNELS):
+            raise ValueError(f"unknown kernel {value!r}; legal: auto, {', '.join(KERNELS)}")
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    return value
 
 
 def _documents_are_cut(arguments: argparse.Namespace) -> bool:

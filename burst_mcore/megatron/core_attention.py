@@ -20,12 +20,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from burst_mcore.attention.arguments import Shape, asked_of, check_served, problem_of
+from burst_mcore.attention.cached import attend_to_cache
 from burst_mcore.attention.function import burst_attention, connect
+from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.recompute import in_checkpoint, of_layer
 from burst_mcore.attention.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import positions
 from burst_mcore.mask import Mask
+from burst_mcore.megatron.asked import configured, kernel_of, refusal
 from burst_mcore.megatron.layouts import ZIGZAG, refuse_other_layout
 from burst_mcore.megatron.packed import Packing, packing
 from burst_mcore.megatron.sinks import softmax_offset
@@ -71,13 +75,12 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
     ) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
-        self.burst_config = burst_config or BurstConfig()
         self.attn_mask_type = _legal(attn_mask_type, layer_number)
         self.window = _window(config, layer_number)
         head_dim = k_channels if k_channels is not None else config.kv_channels
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(head_dim)
-        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        refuse_unsupported(config, attention_type, dropout, cp_comm_type, layer_number)
+        _refuse_unsupported(config, attention_type, attention_dropout, layer_number)
+        self.burst_config = configured(burst_config or BurstConfig(), config, cp_comm_type)
         self.softmax_offset = softmax_offset(config, pg_collection)
         # Last: these may make communicators.
         self.group = _group(config, pg_collection)
@@ -87,6 +90,7 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         self._topologies_of_calls: dict[Any, Topology] = {}
         if self.topology.size > 1:
             refuse_other_layout(self.burst_config.layout, config)
+        self._choose_kernel(head_dim, head_dim if v_channels is None else v_channels)
         connect(self.topology, self.burst_config)
 
     def forward(
@@ -128,6 +132,8 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
                 f"format thd), which say what is padding; without padding use causal or no_mask"
             )
         topology = self._topology_of_call(packed_seq_params)
+        if query.shape[0] != key.shape[0] and not is_packed:
+            return self._decode(query, key, value, kind, topology)
         if topology.size > 1:
             refuse_other_layout(self.burst_config.layout, self.config)
         n = query.shape[0] * topology.size
@@ -142,13 +148,38 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
             out = burst_attention(
                 *(_batch_first(x, is_packed) for x in (query, key, value)),
                 topology=topology,
-                mask=mask & _shorter(self.window, n),
+                mask=mask & self.window,
                 softmax_scale=self.softmax_scale,
                 sinks=self.softmax_offset,
                 config=config,
             )
         assert isinstance(out, Tensor)
         return out[0].flatten(1) if query.dim() == 3 else out.transpose(0, 1).flatten(2)
+
+    def _choose_kernel(self, head_dim: int, value_dim: int) -> None:
+        """Take the kernel that --attention-backend asks for; ValueError if none can serve this layer."""
+        config, shards = self.config, self.config.tensor_model_parallel_size
+        groups = config.num_query_groups or config.num_attention_heads
+        heads = config.num_attention_heads // shards, max(1, groups // shards)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        mask = (Mask.causal() if self.attn_mask_type in CAUSAL else Mask.full()) & self.window
+        asked = asked_of(
+            Shape(1, 1, *heads, head_dim, value_dim),
+            config.params_dtype,
+            device,
+            self.topology,
+            mask,
+            self.softmax_scale,
+            None,
+            self.softmax_offset is not None,
+            self.burst_config,
+            False,
+        )
+        try:
+            self.burst_config = kernel_of(self.burst_config, config, problem_of(asked, mask, 1))
+            check_served(replace(asked, config=self.burst_config))
+        except ValueError as error:
+            raise ValueError(f"layer {self.layer_number}: {error}") from error
 
     def sharded_state_dict(
         self,
@@ -163,6 +194,24 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         return make_sharded_tensors_for_checkpoint(
             state, prefix, of_heads, sharded_offsets, dp_cp_group=group
         )
+
+    def _decode(
+        self, query: Tensor, key: Tensor, value: Tensor, kind: AttnMaskType, topology: Topology
+    ) -> Tensor:
+        """Attend the last tokens of a sequence to the cache of all its keys, as in generation."""
+        if topology.size > 1:
+            raise ValueError(
+                f"layer {self.layer_number}: burst attention does not decode with a cache under context "
+                f"parallelism (queries of {query.shape[0]} tokens, keys of {key.shape[0]}): generate at "
+                f"--context-parallel-size 1"
+            )
+        (new, n), device = (query.shape[0], key.shape[0]), query.device
+        # A single query of mask type no_mask is Megatron's way to say that it is the last one.
+        mask = (Mask.causal() if kind in CAUSAL or new == 1 else Mask.full()) & self.window
+        allowed = mask.allows(torch.arange(n - new, n, device=device), torch.arange(n, device=device))
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        out = attend_to_cache(q, k, v, allowed, Scores(self.softmax_scale), self.softmax_offset)
+        return out.transpose(0, 1).flatten(2)
 
     def _is_packed(self, params: Any) -> bool:
         """Whether queries, keys and values are [tokens, heads, dim] of documents; ValueError if unclear."""
@@ -185,6 +234,12 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
             raise ValueError(
                 f"layer {self.layer_number}: layout {self.burst_config.layout} does not go with packed "
                 f"sequences, whose documents Megatron deals zigzag: use zigzag"
+            )
+        mode = getattr(params, "cp_partition_mode", None) or "zigzag"
+        if size > 1 and mode != "zigzag":
+            raise ValueError(
+                f"layer {self.layer_number}: packed_seq_params have cp_partition_mode {mode!r}: burst "
+                f"attention takes packed documents that are dealt zigzag"
             )
         try:
             return packing(params, n, size)
@@ -244,43 +299,23 @@ def _batch_first(x: Tensor, is_packed: bool) -> Tensor:
     return x[None] if is_packed and x.dim() == 3 else x.transpose(0, 1)
 
 
-def _window(config: TransformerConfig, layer_number: int) -> tuple[int | None, int | None]:
-    """(left, right) of the layer's window, None where it has no end, by Megatron's own rule."""
+def _window(config: TransformerConfig, layer_number: int) -> Mask:
+    """The layer's window, by Megatron's own rule."""
     size, skipping = getattr(config, "window_size", None), getattr(config, "window_attn_skip_freq", None)
     if size is None or not is_layer_window_attention(size, skipping, layer_number):
-        return None, None
-    left, right = size
-    Mask.window(left, right)  # raises if it is none
-    return None if left == -1 else left, None if right == -1 else right
+        return Mask.full()
+    return Mask.window(*size)
 
 
-def _shorter(window: tuple[int | None, int | None], n: int) -> Mask:
-    """The window in a sequence of n tokens, where one that is not shorter has no end."""
-    left, right = (None if bound is None or bound >= n else bound for bound in window)
-    return Mask.window(left, right)
-
-
-def refuse_unsupported(
-    config: TransformerConfig,
-    attention_type: str,
-    dropout: float,
-    cp_comm_type: str | None,
-    layer_number: int,
+def _refuse_unsupported(
+    config: TransformerConfig, attention_type: str, dropout: float | None, layer_number: int
 ) -> None:
     """ValueError for what a model may ask of its core attention and this one does not do."""
-    asked = {
-        f"attention dropout {dropout} (pass --attention-dropout 0)": dropout > 0,
-        f"attention of type {attention_type!r}, it does self attention": attention_type != "self",
-        f"cp_comm_type {cp_comm_type!r}: the ring is its own way to communicate (leave out --cp-comm-type)": (
-            cp_comm_type not in (None, "p2p", "burst")  # "p2p" is Megatron's default
-        ),
-        "qk_clip and log_max_attention_logit: it does not keep the largest logits": (
-            getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False)
-        ),
-    }
-    for what, is_asked in asked.items():
-        if is_asked:
-            raise ValueError(f"layer {layer_number}: burst attention does not support {what}")
+    what = refusal(config, dropout)
+    if attention_type != "self":
+        what = f"attention of type {attention_type!r}, it does self attention"
+    if what is not None:
+        raise ValueError(f"layer {layer_number}: burst attention does not support {what}")
 
 
 def _legal(kind: AttnMaskType, layer_number: int) -> AttnMaskType:

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from burst_mcore.layout import Layout, positions
+
 logger = logging.getLogger(__name__)
 
 CPU_ARGUMENTS: tuple[str, ...] = (
@@ -58,6 +60,8 @@ def enable() -> None:
     _apply(_CORE)
     if importlib.util.find_spec("megatron.core.models.hybrid") is not None:
         _apply(_HYBRID)
+    if hasattr(importlib.import_module("megatron.core.utils"), "tex"):
+        _apply(_PACKED)
     if os.environ.get("RANK", "0") == "0":
         logger.warning("burst_mcore: CPU support is on: Megatron's CUDA calls run on the CPU")
 
@@ -296,6 +300,28 @@ def _unless_compiled(original: Callable) -> Callable:
     return compile_helpers
 
 
+def _moved_already(original: Callable) -> Callable:
+    """`maybe_move_tensor_to_cpu`, which does what it says to tensors on a GPU alone: counts stay tensors."""
+
+    @functools.wraps(original)
+    def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.detach().numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    return moved
+
+
+def _dealing_documents(original: Any) -> Any:
+    """TransformerEngine's module of kernels, or, where it is missing, the one that deals packed documents."""
+    return original or SimpleNamespace(thd_get_partitioned_indices=_rows_of_documents)
+
+
+def _rows_of_documents(cu_seqlens: torch.Tensor, tokens: int, size: int, rank: int) -> torch.Tensor:
+    """The tokens of a rank where each document is dealt zigzag."""
+    ends = torch.cat([cu_seqlens.long(), torch.tensor([tokens])]).unique()
+    layout = Layout("zigzag-documents", ends=tuple(ends.tolist()))
+    return positions(tokens, rank=rank, size=size, layout=layout)
+
+
 _DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _PROPERTIES = SimpleNamespace(name="cpu", major=0, minor=0, total_memory=0, multi_processor_count=0)
 
@@ -339,6 +365,8 @@ _TORCH = (
 _CORE = (
     # It defers to the start of CUDA as well, through functions that are imported by name.
     _Patch("megatron.core.tensor_parallel.random", "_set_cuda_rng_state", _is(_set_rng_state)),
+    # Splits of the all-to-all dispatcher of experts must be no tensors.
+    _Patch("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", _moved_already),
     # Resuming a DistributedOptimizer over torch's Adam (no Transformer Engine, no Apex) fails on any device:
     # it asks a fresh Adam for its step; then it loads into views of leaves that require a gradient (float32),
     # takes the step of the fresh Adam or none, and lets all parameters share one step, which grows by their
@@ -350,6 +378,11 @@ _CORE = (
 _HYBRID = (
     # HybridStack names TransformerEngine's norm itself, whatever its spec says.
     _Patch("megatron.core.models.hybrid.hybrid_block", "TENorm", _torch_norm),
+)
+
+_PACKED = (
+    # None without TransformerEngine, and asked for how packed documents are dealt. From 0.19 on.
+    _Patch("megatron.core.utils", "tex", _dealing_documents),
 )
 
 _TRAINING = (

@@ -1,13 +1,14 @@
 """Runs an unmodified Megatron training script with our flags: no fork, no edit.
 
-Four kinds of functions of Megatron are wrapped here, each because there is no official door:
+Five kinds of functions of Megatron are wrapped here, each because there is no official door:
 
 * its argument parser, to which a script's own `extra_args_provider` may be the only other addition;
+* its check of the arguments, behind which ours follows: one line on rank 0, and exit status 2;
 * the constructors of GPTModel and HybridModel, which every builder ends at: their specs pass through
-  `with_burst_attention` where the flag asks for it, and the models through `fuse_loss`; those of other
-  language models refuse to be built beside --burst-fused-loss;
-* the constructors of the stock core attentions, which refuse to be built beside the flag, so that a model of
-  another class cannot train with another attention unnoticed;
+  `with_burst_attention` where the flag asks for it, and the models through `fuse_loss`; a model in which a
+  stock self-attention is left is refused, and --burst-fused-loss with other language models;
+* its builder of models, which refuses one that has stock self-attentions alone: a vision tower beside a
+  language model, or a teacher, keeps its own attention;
 * its builder of data loaders, whose packed batches are planned one ahead.
 
 They can go when Megatron registers attention backends by name. What another layout than zigzag needs is in
@@ -16,42 +17,78 @@ They can go when Megatron registers attention backends by name. What another lay
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import inspect
 import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 USAGE = """usage: python -m burst_mcore.megatron SCRIPT ARGS...
+       python -m burst_mcore.megatron -m MODULE ARGS...
 
-Runs a Megatron training script, such as Megatron-LM's pretrain_gpt.py, with its own arguments and
-  --context-parallel-attention-backend {default,burst}   --burst-layout   --burst-backward   --burst-kernel
-  --burst-fused-loss   --burst-recompute {full,attention,segment}   --burst-recompute-keep F
+Runs a Megatron training script, such as Megatron-LM's pretrain_gpt.py, with its own arguments and ours:
+
+{flags}
+
 One process for each rank: start it with torchrun, as in
   torchrun --nproc-per-node 4 -m burst_mcore.megatron pretrain_gpt.py --context-parallel-size 4 ..."""
 
 
-def launch(command: Sequence[str]) -> None:
-    """Run `command`, a script and its arguments, in this process.
+def usage() -> str:
+    """How the launcher is called, with all its flags."""
+    from burst_mcore.megatron.arguments import add_arguments
 
-    Exits with a message if there is no script, or no Megatron to run it with.
+    parser = add_arguments(argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS))
+    return USAGE.format(flags=parser.format_help().strip())
+
+
+def launch(command: Sequence[str]) -> None:
+    """Run `command`, a script or `-m` and a module, with its arguments, in this process.
+
+    Exits with a message if there is no such script or module, or no Megatron to run it with.
     """
     if not command or command[0] in ("-h", "--help"):
-        sys.exit(USAGE)
-    script = Path(command[0])
-    if not script.is_file():
-        sys.exit(f"burst_mcore.megatron: no such script: {script}\n{USAGE}")
-    sys.argv = [str(script), *command[1:]]
-    sys.path.insert(0, str(script.resolve().parent))  # as python does for a script; Megatron may lie there
+        sys.exit(usage())
+    by_name = command[0] == "-m"
+    name, arguments = (command[1] if by_name and len(command) > 1 else command[0]), command[1 + by_name :]
+    if by_name:
+        sys.path.insert(0, os.getcwd())  # as python does for a module
+    else:
+        if not Path(name).is_file():
+            sys.exit(f"burst_mcore.megatron: no such script: {name}\n{usage()}")
+        sys.path.insert(0, str(Path(name).resolve().parent))  # as for a script; Megatron may lie there
+    if by_name and not _is_module(name):
+        sys.exit(f"burst_mcore.megatron: no such module: {name}\n{usage()}")
+    sys.argv = [name, *arguments]
+    _refuse_lost_flags(arguments)
     import torch
 
     if not torch.cuda.is_available():
         _run_on_cpu()
     sys.argv += _checkpointing(sys.argv)
     install()
-    runpy.run_path(str(script), run_name="__main__")
+    if by_name:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(name, run_name="__main__")
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _refuse_lost_flags(argv: Sequence[str]) -> None:
+    """A YAML file (--yaml-cfg) takes the place of all that the command line says."""
+    ours = [word for word in argv if word.startswith(("--burst-", "--context-parallel-attention-backend"))]
+    if ours and any(word.split("=")[0] == "--yaml-cfg" for word in argv):
+        _refuse(f"--yaml-cfg replaces the command line, and {ours[0]} with it: give flags alone")
 
 
 def _run_on_cpu() -> None:
@@ -104,10 +141,11 @@ def install() -> None:
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from burst_mcore.megatron.patch import wrap
-    from burst_mcore.megatron.spec import STOCK
+    from burst_mcore.megatron.patch import wrap, wrap_everywhere
 
     wrap(arguments, "add_megatron_arguments", _with_our_flags)
+    wrap_everywhere(arguments, "validate_args", _with_our_checks)
+    wrap_everywhere(training, "get_model", _refusing_stock_attention_alone)
     wrap(training, "build_pretraining_data_loader", _planned_ahead)
     models = [GPTModel]
     try:
@@ -120,9 +158,6 @@ def install() -> None:
         wrap(model, "__init__", _with_burst_specs)
         wrap(model, "__init__", _with_fused_loss)
     wrap(LanguageModule, "__init__", _refusing_a_fused_loss)
-    for attention in STOCK:
-        if isinstance(attention, type):  # without TransformerEngine, Megatron has a mock in its class's place
-            wrap(attention, "__init__", _refusing_beside_burst)
 
 
 def burst_is_chosen() -> bool:
@@ -178,6 +213,28 @@ def _with_our_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[...,
     return lambda parser: add_arguments(add_megatron_arguments(parser))
 
 
+def _with_our_checks(validate: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's check of its arguments, and behind it ours: all that follows from arguments alone."""
+    from burst_mcore.megatron.asked import check_arguments
+
+    def validated(args: Any, *others: Any, **kwargs: Any) -> Any:
+        found = validate(args, *others, **kwargs)
+        try:
+            check_arguments(args)
+        except ValueError as error:
+            _refuse(str(error))
+        return found
+
+    return validated
+
+
+def _refuse(what: str) -> NoReturn:
+    """End this process: one line on rank 0, exit status 2."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"burst_mcore.megatron: {what}\n")
+    sys.exit(2)
+
+
 def _planned_ahead(build: Callable[..., Any]) -> Callable[..., Any]:
     """The builder of data loaders, whose batches are planned ahead where burst attention is asked for."""
     from burst_mcore.megatron.ahead import read_ahead
@@ -205,6 +262,12 @@ def _with_burst_specs(init: Callable[..., None]) -> Callable[..., None]:
                     bound.arguments[name] = with_burst_attention(bound.arguments[name])
             args, kwargs = bound.args, bound.kwargs
         init(*args, **kwargs)
+        if burst_is_chosen() and (left := _stock_self_attentions([args[0]])):
+            raise ValueError(
+                f"--context-parallel-attention-backend burst was asked for, but {type(args[0]).__name__} "
+                f"keeps {type(left[0]).__name__}, which its spec builds by a way of its own: put "
+                "burst_mcore.megatron.spec.core_attention_spec() there"
+            )
 
     return wrapped
 
@@ -233,18 +296,33 @@ def _refusing_a_fused_loss(init: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def _refusing_beside_burst(init: Callable[..., None]) -> Callable[..., None]:
-    """A stock core attention's constructor, which refuses to be built where burst was asked for."""
-    signature = inspect.signature(init)
+def _refusing_stock_attention_alone(get_model: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's builder of models, which refuses one that burst attention has not reached at all."""
 
-    def wrapped(*args: Any, **kwargs: Any) -> None:
-        attention_type = signature.bind(*args, **kwargs).arguments.get("attention_type")
-        if attention_type == "self" and burst_is_chosen():
-            raise ValueError(
-                "--context-parallel-attention-backend burst was asked for, but this model builds "
-                f"{type(args[0]).__name__}: the flag serves GPTModel and HybridModel; for others put "
-                "burst_mcore.megatron.spec.core_attention_spec() into the model's spec"
-            )
-        init(*args, **kwargs)
+    def built(*args: Any, **kwargs: Any) -> Any:
+        from burst_mcore.megatron.core_attention import BurstCoreAttention
 
-    return wrapped
+        models = get_model(*args, **kwargs)
+        parts = models if isinstance(models, list) else [models]
+        if burst_is_chosen() and (left := _stock_self_attentions(parts)):
+            modules = [module for part in parts for module in part.modules()]
+            reached = any(isinstance(module, BurstCoreAttention) for module in modules)
+            vision = any(base.__name__ == "VisionModule" for m in modules for base in type(m).__mro__)
+            if not reached and not vision:
+                raise ValueError(
+                    "--context-parallel-attention-backend burst was asked for, but this model has "
+                    f"{type(left[0]).__name__} alone: the flag serves GPTModel and HybridModel; for others "
+                    "put burst_mcore.megatron.spec.core_attention_spec() into the model's spec"
+                )
+        return models
+
+    return built
+
+
+def _stock_self_attentions(models: Sequence[Any]) -> list[Any]:
+    """Megatron's own core attentions in these models, but for cross attention."""
+    from burst_mcore.megatron.spec import STOCK
+
+    stock = tuple(kind for kind in STOCK if isinstance(kind, type))  # without TransformerEngine one is a mock
+    found = [module for model in models for module in model.modules() if isinstance(module, stock)]
+    return [module for module in found if getattr(module, "attention_type", "self") == "self"]

@@ -2,15 +2,13 @@
 
 Megatron deals zigzag wherever it deals a sequence over context-parallel ranks. For a model of attention
 layers that goes through two functions, which slice a batch and choose rotary positions: `use_layout` puts
-ours in their place. Layers that assume zigzag elsewhere refuse to be built beside another layout.
+ours in their place. A model with any other module than those known to be blind to layouts is refused.
 
 This can go when Megatron asks for the layout in one place.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -21,14 +19,20 @@ from burst_mcore.megatron.patch import wrap, wrap_everywhere
 
 ZIGZAG = Layout("zigzag")
 
-ASSUME_ZIGZAG = {
-    "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock": "multi-token prediction",
-    "megatron.core.ssm.mamba_mixer:MambaMixer": "Mamba",
-    "megatron.core.ssm.gated_delta_net:GatedDeltaNet": "gated delta net (GDN)",
-    "megatron.core.transformer.experimental_attention_variant.dsa:DSAttention": "sparse attention (DSA)",
-    "megatron.core.extensions.transformer_engine:TEDotProductAttention": "TransformerEngine's attention",
-}
-"""Classes of layers that take their ranks' tokens for zigzag, and what they are called."""
+BLIND_TO_LAYOUTS = frozenset(
+    (
+        *("GPTModel", "HybridModel", "TransformerBlock", "HybridStack", "TransformerLayer"),
+        *("MoETransformerLayer", "MLPLayer", "SelfAttention", "MLASelfAttention", "BurstCoreAttention"),
+        *("MLP", "TEFusedMLP", "SharedExpertMLP", "MoELayer", "SequentialMLP", "GroupedMLP", "TEGroupedMLP"),
+        *("TopKRouter", "InferenceTopKRouter", "ColumnParallelLinear", "RowParallelLinear"),
+        *("VocabParallelEmbedding", "LanguageModelEmbedding", "RotaryEmbedding", "YarnRotaryEmbedding"),
+        *("TELinear", "TEColumnParallelLinear", "TERowParallelLinear", "TELayerNormColumnParallelLinear"),
+        *("TEGroupedLinear", "TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear", "TENorm"),
+        *("IdentityOp", "IdentityFuncOp", "FusedLayerNorm", "WrappedTorchNorm", "L2Norm"),
+    )
+)
+"""Classes of Megatron that work token by token, or deal through what `use_layout` replaces. Any other module
+of a model may assume zigzag, and is refused beside another layout; torch's own may not."""
 
 METADATA = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
 """What is in a batch and has no tokens."""
@@ -78,6 +82,11 @@ def refuse_other_layout(layout: Layout | str, config: Any) -> None:
             f"burst_mcore.megatron.layouts.use_layout('{layout}') before the model is built (the launcher "
             f"does for --burst-layout), and give both the same layout"
         )
+    refuse_assumed_zigzag(Layout.of(layout), config)
+
+
+def refuse_assumed_zigzag(layout: Layout, config: Any) -> None:
+    """ValueError where something that a TransformerConfig, or the arguments, ask for assumes zigzag."""
     if layout == ZIGZAG:
         return
     variant = getattr(config, "experimental_attention_variant", None)
@@ -100,20 +109,18 @@ def _install() -> None:
     slicing = inner if hasattr(utils, inner) else "get_batch_on_this_cp_rank"
     wrap_everywhere(utils, slicing, _slicing)
     wrap_everywhere(rope_utils, "get_pos_emb_on_this_cp_rank", _choosing_positions)
-    for path in ASSUME_ZIGZAG:
-        owner = _class(path)
-        if owner is not None:
-            wrap(owner, "__init__", _refusing_other_layouts)
+    for model in _models():
+        wrap(model, "__init__", _refusing_unknown_modules)
 
 
-def _class(path: str) -> type | None:
-    """The class, if this Megatron has it and what it needs is installed."""
-    module, _, name = path.partition(":")
+def _models() -> list[type]:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
     try:
-        found = getattr(importlib.import_module(module), name, None)
-    except ImportError:
-        return None
-    return found if isinstance(found, type) else None  # without TransformerEngine there is a mock
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+    except ImportError:  # before 0.19
+        return [GPTModel]
+    return [GPTModel, HybridModel]
 
 
 def _forget_rotary_positions() -> None:
@@ -166,19 +173,25 @@ def _dealt(x: Tensor, dim: int, group: Any) -> Tensor:
     return shard(x, dim, rank=group.rank(), size=size, layout=_in_effect)
 
 
-def _refusing_other_layouts(init: Callable[..., None]) -> Callable[..., None]:
-    """The constructor of a layer that assumes zigzag."""
-    signature = inspect.signature(init)
-    names = {path.partition(":")[2]: name for path, name in ASSUME_ZIGZAG.items()}
+def _refusing_unknown_modules(init: Callable[..., None]) -> Callable[..., None]:
+    """A model's constructor, which refuses modules that may assume zigzag beside another layout."""
 
-    def refusing(*args: Any, **kwargs: Any) -> None:
-        config = signature.bind(*args, **kwargs).arguments["config"]
-        if _in_effect != ZIGZAG and config.context_parallel_size > 1:
-            layer = next(base.__name__ for base in type(args[0]).__mro__ if base.__name__ in names)
-            raise ValueError(
-                f"layout {_in_effect} does not go with {names[layer]}: {layer} assumes that sequences are "
-                f"dealt zigzag; use zigzag"
-            )
-        init(*args, **kwargs)
+    def refusing(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if _in_effect == ZIGZAG or self.config.context_parallel_size == 1:
+            return
+        for name, module in self.named_modules():
+            if not _is_blind(type(module)):
+                raise ValueError(
+                    f"layout {_in_effect} does not go with {type(module).__name__} ({name}), which may "
+                    f"assume that sequences are dealt zigzag: use zigzag"
+                )
 
     return refusing
+
+
+def _is_blind(kind: type) -> bool:
+    """Whether modules of this class work on any layout."""
+    if kind.__module__.split(".")[0] == "torch":
+        return True
+    return kind.__name__ in BLIND_TO_LAYOUTS

@@ -230,3 +230,13 @@ def test_replaced_and_restored():
     assert burst.BurstSPAttentionHF.register_with_transformers("name", "sdpa", 1, 1) is None
     with pytest.raises(RefusedError, match="give the model itself"):
         burst.BurstSPAttentionHF.register_with_transformers("name", "sdpa", 2, 1)
+
+
+def test_without_accelerate_it_says_what_to_use_instead():
+    from accelerate.state import AcceleratorState
+
+    from burst_mcore.deepspeed.ulysses import _read
+
+    AcceleratorState._reset_state()
+    with pytest.raises(RefusedError, match="make its Accelerator first.*burst_mcore.deepspeed.initialize"):
+        _read(2)

@@ -12,6 +12,7 @@ from burst_mcore.deepspeed import refusals
 from burst_mcore.deepspeed.cpu import without_builds
 from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.loss import gradient_scale
+from burst_mcore.deepspeed.models import use_burst
 from burst_mcore.deepspeed.refusals import refuse_config
 
 
@@ -236,3 +237,25 @@ def test_masks_that_are_not_understood_are_refused():
     q = torch.randn(1, 2, 8, 4)
     with pytest.raises(RefusedError, match="Linear got no mask"):
         attend(torch.nn.Linear(1, 1), q, q, q, None)
+
+
+POSITIONS_BY_TOKENS = (
+    "Roberta",
+    "RobertaPreLayerNorm",
+    "Camembert",
+    "XLMRoberta",
+    "XLMRobertaXL",
+    "Data2VecText",
+)
+
+
+@pytest.mark.parametrize("family", POSITIONS_BY_TOKENS)
+def test_models_that_count_positions_by_their_tokens(family):
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = getattr(transformers, f"{family}Config")(vocab_size=32, is_decoder=True, **sizes)
+    with pytest.raises(RefusedError, match="counts positions by its tokens .*from its padding token on"):
+        use_burst(getattr(transformers, f"{family}ForCausalLM")(config), 1)
+    other = transformers.GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=32)
+    use_burst(transformers.GPT2LMHeadModel(other), 1)

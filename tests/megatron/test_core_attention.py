@@ -47,7 +47,6 @@ def _refusals():
         ({"window_size": (-2, 0)}, "window left"),
         ({"softmax_type": "off-by-two"}, "softmax_type vanilla, off-by-one, learnable, got 'off-by-two'"),
         ({"qk_clip": True}, "qk_clip"),
-        ({"cp_comm_type": "a2a"}, "cp_comm_type 'a2a'"),
         ({"mask_type": AttnMaskType.arbitrary}, "causal and no_mask.*got .*arbitrary"),
     ]
     for fields, words in cases:
@@ -92,12 +91,15 @@ def test_a_group_of_another_size_than_the_config_says_is_refused():
     in_megatron(_other_groups, cp=2)
 
 
-def _params(real, padded=None, keys=None, qkv_format="thd", **fields):
+def _params(real, padded=None, keys=None, qkv_format="thd", partition=None, **fields):
     from megatron.core.packed_seq_params import PackedSeqParams
 
     real, padded, keys = (None if x is None else torch.tensor(x) for x in (real, padded, keys))
     keys = real if keys is None else keys
-    return PackedSeqParams(qkv_format, real, keys, padded, padded, **fields)
+    params = PackedSeqParams(qkv_format, real, keys, padded, padded, **fields)
+    if partition is not None:  # a field from Megatron-Core 0.20 on
+        params.cp_partition_mode = partition
+    return params
 
 
 def _documents(slots, lengths, is_causal, qkv):
@@ -188,6 +190,7 @@ def _refused_packings():
         (_params([0, 10, 20], [0, 8, 20]), "document 0 has 10 tokens .*room for 8"),
         (_params([0, 8, 12, 20], [0, 20]), "one length, got 4 and 2"),
         (_params([0, 20], qkv_format="bshd"), "'thd', or 'sbhd' .*got 'bshd'"),
+        (_params([0, 8, 20], partition="contiguous"), "cp_partition_mode 'contiguous'.*zigzag"),
         (_params([0, 8, 20], qkv_format="sbhd"), "format thd, .*'sbhd' with 2 documents"),
     ]
     for params, words in cases:

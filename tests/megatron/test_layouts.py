@@ -5,12 +5,24 @@ from types import ModuleType
 
 import pytest
 import torch
-from models import MLA, MTP, VERSION, Case, assert_equal, default, needs_019, on_this_cp_rank, step
+from models import (
+    MLA,
+    MOE,
+    MTP,
+    VERSION,
+    Case,
+    assert_equal,
+    build,
+    default,
+    needs_019,
+    on_this_cp_rank,
+    step,
+)
 from models import transformer_config as config_of
 from test_core_attention import _core, _params, in_megatron
 
 from burst_mcore import BurstConfig, shard
-from burst_mcore.megatron.layouts import ASSUME_ZIGZAG, layout_in_effect, use_layout
+from burst_mcore.megatron.layouts import layout_in_effect, use_layout
 
 LAYOUTS = ["contiguous", "stacked-zigzag:2", "striped", "block-striped:16"]
 
@@ -117,28 +129,37 @@ def test_what_assumes_zigzag_is_refused():
     in_megatron(_refusals, cp=2)
 
 
-def _layers():
-    from importlib import import_module
-    from inspect import signature
+class _Assuming(torch.nn.Module):
+    """A layer of which nothing is known."""
 
-    config = config_of(Case(cp=2))
+
+def _models():
+    from megatron.core.models.gpt import gpt_model
+
     use_layout("striped")
-    refused = []
-    for path in ASSUME_ZIGZAG:
-        module, _, name = path.partition(":")
-        try:
-            layer = getattr(import_module(module), name)
-        except ImportError:  # Mamba needs triton
-            continue
-        if isinstance(layer, type):  # TransformerEngine's is a mock without it
-            refused.append(name)
-            others = list(signature(layer).parameters.values())[1:]
-            required = [None for p in others if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-            with pytest.raises(ValueError, match=f"striped does not go with .*: {name} assumes"):
-                layer(config, *required)
-    return refused
+    build(Case(cp=2, layout="striped"))
+    original = gpt_model.TransformerBlock
+
+    def with_another(*args, **kwargs):
+        block = original(*args, **kwargs)
+        block.layers[0].mlp.add_module("mixer", _Assuming())
+        return block
+
+    gpt_model.TransformerBlock = with_another
+    with pytest.raises(
+        ValueError, match=r"striped does not go with _Assuming \(decoder.layers.0.mlp.mixer\)"
+    ):
+        build(Case(cp=2, layout="striped"))
+    use_layout("zigzag")
+    build(Case(cp=2))
 
 
-def test_layers_that_assume_zigzag_are_not_built_beside_another_layout():
-    refused = in_megatron(_layers, cp=2)[0]
-    assert {"MultiTokenPredictionBlock", "GatedDeltaNet", "DSAttention"} <= set(refused)
+def test_a_module_that_is_not_known_is_refused_beside_another_layout():
+    in_megatron(_models, cp=2)
+
+
+@needs_019
+def test_experts_are_known_to_work_on_any_layout():
+    assert_equal(
+        step(Case(model="moe", cp=2, fields=MOE, layout="striped")), default(model="moe", fields=MOE)
+    )

@@ -18,7 +18,7 @@ from models import (
 )
 from ranks import processes
 
-from burst_mcore import unshard
+from burst_mcore import Layout, positions, unshard
 from burst_mcore.megatron import cpu
 
 WHOLE = {"documents": (16, 8, 40)}
@@ -118,3 +118,22 @@ def test_each_call_may_bring_its_own_group():
     for loss, gradient in found:
         torch.testing.assert_close(loss, found[2][0], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(gradient, found[2][1], rtol=1e-4, atol=1e-7)
+
+
+def _dealt_documents(rank, size):
+    cpu.enable()
+    from megatron.core import utils
+
+    tokens = torch.arange(24)[None]
+    batch = {"tokens": tokens, "labels": tokens + 1, "loss_mask": None, "position_ids": tokens}
+    batch |= {"cu_seqlens": torch.tensor([[0, 8, 20]], dtype=torch.int32), "cu_seqlens_padded": None}
+    utils._get_batch_on_this_cp_rank_per_document_balancing(batch, dist.group.WORLD)
+    layout = Layout("zigzag-documents", ends=(0, 8, 20, 24))
+    assert batch["tokens"][0].tolist() == positions(24, rank=rank, size=size, layout=layout).tolist()
+    assert torch.equal(batch["labels"], batch["tokens"] + 1)
+    assert batch["tokens"][0, :4].tolist() == ([0, 1, 6, 7] if rank == 0 else [2, 3, 4, 5])
+
+
+@needs_019
+def test_documents_of_a_batch_are_dealt_where_transformer_engine_is_missing():
+    processes(2, _dealt_documents)

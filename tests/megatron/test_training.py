@@ -150,6 +150,13 @@ def test_with_pipeline_parallelism(data, tmp_path):
     assert_equal(train(tmp_path / "ring", 4, data, *BURST, *CP2, *stages), alone)
 
 
+def test_experts_behind_an_all_to_all(data, tmp_path):
+    experts = ["--num-experts", "2", "--moe-router-topk", "1", "--moe-token-dispatcher-type", "alltoall"]
+    experts += ["--moe-router-pre-softmax", "--expert-model-parallel-size", "2"]
+    plain = train(tmp_path / "plain", 2, data, *experts)  # two data-parallel ranks, with an expert each
+    assert_equal(train(tmp_path / "ring", 2, data, *BURST, *CP2, *experts), plain)
+
+
 def test_under_torchrun(data, alone, tmp_path):
     script = Path(prepare_bytes.__file__).with_name("train_bytes_gpt.py")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -192,15 +199,8 @@ def test_a_killed_rank_ends_the_run_with_a_message_and_the_checkpoint_resumes(da
     ("arguments", "words"),
     [
         ([*BURST, "--burst-layout", "stripes"], "--burst-layout: unknown layout 'stripes'; legal: .*striped"),
-        ([*BURST, "--attention-dropout", "0.1"], "attention dropout 0.1"),
-        ([*BURST, "--burst-kernel", "flash9"], "invalid choice: 'flash9'.*aten-cpu"),
+        ([*BURST, "--burst-kernel", "flash9"], "unknown kernel 'flash9'.*aten-cpu"),
         ([*BURST, "--burst-kernel", "cudnn"], "kernel 'cudnn' cannot serve.*not on cuda"),
-        ([*BURST, "--reset-attention-mask"], "--reset-attention-mask"),
-        pytest.param(
-            [*BURST, "--burst-recompute", "segment"],
-            "--burst-recompute-keep F go together",
-            marks=pytest.mark.slow,
-        ),
         (["--context-parallel-attention-backend", "ring"], "invalid choice: 'ring'.*default.*burst"),
     ],
 )
@@ -209,12 +209,65 @@ def test_what_burst_cannot_do_stops_the_run_with_a_reason(data, tmp_path, argume
         train(tmp_path, 2, data, *CP2, *arguments)
 
 
+REFUSED = {
+    "--attention-dropout 0.1": ([*BURST, "--attention-dropout", "0.1"], "attention dropout 0.1"),
+    "--reset-attention-mask": ([*BURST, "--reset-attention-mask"], "--reset-attention-mask"),
+    "a flag without the backend": (["--burst-ring", "flat"], "--burst-ring has no effect"),
+    "--burst-recompute segment": ([*BURST, "--burst-recompute", "segment"], "--burst-recompute-keep F"),
+    "--cp-comm-type": ([*BURST, "--cp-comm-type", "a2a", "--burst-ring", "flat"], "give one of them"),
+    "--yaml-cfg": ([*BURST, "--yaml-cfg", "no.yaml"], "--yaml-cfg replaces the command line"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_follows_from_arguments_is_one_line_on_rank_0_and_exit_status_2(name, data, tmp_path):
+    arguments, words = REFUSED[name]
+    script = Path(prepare_bytes.__file__).with_name("train_bytes_gpt.py")
+    command = [sys.executable, "-W", "ignore", "-m", "burst_mcore.megatron", str(script), *MODEL, *data, *CP2]
+    for rank in ("0", "1"):
+        place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "MASTER_ADDR": "localhost"}
+        environment = {**os.environ, **place, "PYTHONPATH": str(script.parents[1]), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [*command, "--train-iters", "4", *arguments],
+            env=environment, capture_output=True, text=True, check=False, cwd=tmp_path,
+        )  # fmt: skip
+        said = [line for line in done.stderr.splitlines() if "CPU support is on" not in line]
+        assert done.returncode == 2, done.stderr[-3000:]
+        assert "Traceback" not in done.stderr
+        ours = [line for line in said if line.startswith("burst_mcore.megatron:")]
+        assert len(ours) == (rank == "0") and all(words in line for line in ours), said
+
+
+def test_a_script_is_also_found_by_its_modules_name(data, alone, tmp_path):
+    script = Path(prepare_bytes.__file__).with_name("train_bytes_gpt.py")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    launch = [sys.executable, "-W", "ignore", *torchrun, "-m", "burst_mcore.megatron", "-m", script.stem]
+    paths = os.pathsep.join([str(script.parent), str(script.parents[1])])
+    done = subprocess.run(
+        [*launch, *MODEL, *data, "--train-iters", "4", "--log-interval", "1", *BURST],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [float(loss) for loss in re.findall(r"lm loss: ([0-9.E+-]+)", done.stdout)]
+    assert losses[0] == pytest.approx(alone[0].loss, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", [["a2a"], ["all_gather"], ["p2p", "a2a"]], ids=" ".join)
+def test_megatrons_own_comm_types(kind, data, alone, tmp_path):
+    assert_equal(train(tmp_path, 2, data, *BURST, *CP2, "--cp-comm-type", *kind), alone)
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
-    [([], "usage: python -m burst_mcore.megatron"), (["no.py"], "no such script: no.py")],
+    [
+        ([], "usage: python -m burst_mcore.megatron.*--burst-grad-dtype"),
+        (["no.py"], "no such script: no.py"),
+        (["-m", "no.such.module"], "no such module: no.such.module"),
+    ],
 )
 def test_the_launcher_says_how_it_is_used(command, words):
-    with pytest.raises(SystemExit, match=words):
+    with pytest.raises(SystemExit, match=f"(?s){words}"):
         launcher.launch(command)
 
 

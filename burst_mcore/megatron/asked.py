@@ -1,0 +1,212 @@
+"""What Megatron's arguments ask of core attention: served by a BurstConfig, or refused by name.
+
+Every function takes a TransformerConfig or the parsed arguments, whose fields have the same names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from burst_mcore.attention.choice import Ranks, why_not_degree
+from burst_mcore.attention.kernels.kernel import Problem
+from burst_mcore.attention.kernels.table import KERNELS, by_rank
+from burst_mcore.config import SETTINGS, BurstConfig
+from burst_mcore.layout import Layout
+from burst_mcore.megatron import fused_loss
+from burst_mcore.megatron.arguments import (
+    burst_asked_for,
+    burst_config,
+    flag_of,
+    options_without_effect,
+    recompute_policy,
+)
+from burst_mcore.megatron.layouts import refuse_assumed_zigzag
+
+READ_BY_MEGATRON = {
+    "apply_query_key_layer_scaling": "served: Megatron divides scores and multiplies them again",
+    "attention_dropout": "refused above 0",
+    "attention_softmax_in_fp32": "served: softmax is always in float32",
+    "batch_invariant_mode": "refused",
+    "bf16": "served: the dtype of q counts",
+    "context_parallel_size": "served: the group must have that many ranks",
+    "deterministic_mode": "served: BurstConfig.deterministic",
+    "fp16": "served: the dtype of q counts",
+    "hierarchical_context_parallel_sizes": "served: ranks of a node, nodes",
+    "init_method": "served: of learnable sinks",
+    "kv_channels": "served: head dim",
+    "log_max_attention_logit": "refused",
+    "masked_softmax_fusion": "served: there is no softmax of its own to fuse",
+    "num_attention_heads": "served",
+    "num_query_groups": "served",
+    "params_dtype": "served: of learnable sinks",
+    "perform_initialization": "served: of learnable sinks",
+    "qk_clip": "refused",
+    "sequence_parallel": "served: concerns dropout alone",
+    "softmax_type": "served",
+    "tensor_model_parallel_size": "served",
+    "window_attn_skip_freq": "served",
+    "window_size": "served",
+}
+"""Fields of TransformerConfig that Megatron's own core attentions read, and what becomes of each here."""
+
+_BACKENDS = {"flash": ("flash2", "flash3", "flash4"), "fused": ("te", "cudnn")}
+"""Kernels that --attention-backend allows."""
+
+
+def check_arguments(arguments: Any) -> None:
+    """Refuse what follows from the arguments alone, before any process group is made.
+
+    Raises:
+        ValueError: options of burst attention without it, or that contradict others; what is asked of core
+            attention that burst attention does not do; heads or tokens that the ranks cannot share.
+    """
+    idle = options_without_effect(arguments)
+    if idle is not None:
+        raise ValueError(
+            f"{idle} has no effect without burst attention: add --context-parallel-attention-backend burst"
+        )
+    recompute_policy(arguments)
+    what = fused_loss.refusal(arguments) if getattr(arguments, "burst_fused_loss", False) else None
+    if what is not None:
+        raise ValueError(f"--burst-fused-loss does not go with {what}")
+    if not burst_asked_for(arguments):
+        return
+    what = refusal(arguments)
+    if what is not None:
+        raise ValueError(f"burst attention does not support {what}")
+    burst = burst_config(arguments)
+    for kind in layers_comm_types(arguments):
+        _check_heads(configured(burst, arguments, kind), arguments, kind)
+    _check_tokens(Layout.of(burst.layout), arguments)
+
+
+def _check_heads(burst: BurstConfig, arguments: Any, cp_comm_type: str | None) -> None:
+    size, degree, heads = arguments.context_parallel_size, burst.head_parallel, arguments.num_attention_heads
+    if not isinstance(degree, int) or not heads:
+        return
+    shards = arguments.tensor_model_parallel_size
+    groups = arguments.num_query_groups if getattr(arguments, "group_query_attention", False) else heads
+    of_rank = heads // shards, max(1, (groups or heads) // shards)
+    why_not = why_not_degree(degree, Ranks(size, size), *of_rank)
+    if why_not is not None:
+        is_ours = cp_comm_type in (None, "p2p")
+        asker = f"--burst-head-parallel {degree}" if is_ours else f"--cp-comm-type {cp_comm_type}"
+        raise ValueError(
+            f"{asker}: {degree} of {size} ranks cannot share {of_rank[0]} heads and {of_rank[1]} K/V heads, "
+            f"those of a tensor-parallel rank: {why_not}"
+        )
+
+
+def _check_tokens(layout: Layout, arguments: Any) -> None:
+    size, tokens = arguments.context_parallel_size, arguments.seq_length
+    if size == 1:
+        return
+    refuse_assumed_zigzag(layout, arguments)
+    divisor = layout.divisor(size)
+    if tokens and tokens % divisor:
+        raise ValueError(
+            f"--seq-length {tokens} is no multiple of {divisor}: layout {layout} over {size} ranks needs that"
+        )
+
+
+def refusal(config: Any, dropout: float | None = None) -> str | None:
+    """What is asked of core attention that burst attention does not do; None if nothing.
+
+    dropout: of the layer, if it has its own.
+    """
+    dropout = (getattr(config, "attention_dropout", 0) or 0) if dropout is None else dropout
+    graphs = getattr(config, "cuda_graph_impl", None) or "none"
+    backend = _backend(config)
+    asked = {
+        f"attention dropout {dropout} (pass --attention-dropout 0)": dropout > 0,
+        "qk_clip and log_max_attention_logit: it does not keep the largest logits": (
+            _is_set(config, "qk_clip") or _is_set(config, "log_max_attention_logit")
+        ),
+        "FP8 attention (fp8_dot_product_attention, fp8_multi_head_attention): it computes in q's dtype": (
+            _is_set(config, "fp8_dot_product_attention") or _is_set(config, "fp8_multi_head_attention")
+        ),
+        "--batch-invariant-mode: its kernels depend on the batch": _is_set(config, "batch_invariant_mode"),
+        "Kitchen's attention (--use-kitchen-attention)": _is_set(config, "use_kitchen_attention"),
+        "CUDA graphs: no GPU has shown yet that its messages can be captured (pass --cuda-graph-impl none)": (
+            graphs != "none" or _is_set(config, "enable_cuda_graph") or _is_set(config, "external_cuda_graph")
+        ),
+        f"--attention-backend {backend}: legal are auto, flash, fused": backend in ("unfused", "local"),
+    }
+    return next((what for what, is_asked in asked.items() if is_asked), None)
+
+
+def configured(burst: BurstConfig, config: Any, cp_comm_type: str | None) -> BurstConfig:
+    """`burst` with what `config` asks for: determinism, and --cp-comm-type of a layer.
+
+    p2p leaves the way to `burst`; a2a shares all heads, a2a+p2p those of the inner of two hierarchical
+    groups, all_gather is the direct exchange.
+
+    Raises:
+        ValueError: another cp_comm_type, a2a+p2p without hierarchical sizes, or one beside a ring or a
+            head_parallel of `burst` that is not its default.
+    """
+    if getattr(config, "deterministic_mode", False):
+        burst = replace(burst, deterministic=True)
+    size: int = getattr(config, "context_parallel_size", 1)
+    word = (cp_comm_type or "p2p").lower().replace("_", "")
+    if word == "p2p" or size == 1:
+        return burst
+    given = [name for name in ("ring", "head_parallel") if getattr(burst, name) != SETTINGS[name].default]
+    if given:
+        raise ValueError(
+            f"--cp-comm-type {cp_comm_type} says how ranks communicate, and so does {flag_of(given[0])} "
+            f"{getattr(burst, given[0])}: give one of them"
+        )
+    match word:
+        case "a2a":
+            return replace(burst, head_parallel=size)
+        case "allgather":
+            return replace(burst, ring="direct", head_parallel=1)
+        case "a2a+p2p":
+            sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
+            if not sizes:
+                raise ValueError("--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes")
+            return replace(burst, head_parallel=int(sizes[0]))
+    raise ValueError(f"unknown --cp-comm-type {cp_comm_type}; legal: p2p, a2a, a2a+p2p, all_gather")
+
+
+def layers_comm_types(config: Any) -> list[str | None]:
+    """--cp-comm-type as it was given: one for all layers, or one a layer."""
+    given = getattr(config, "cp_comm_type", None)
+    return list(given) if isinstance(given, list | tuple) and given else [given or None]
+
+
+def kernel_of(burst: BurstConfig, config: Any, problem: Problem) -> BurstConfig:
+    """`burst` with a kernel that --attention-backend allows.
+
+    Raises:
+        ValueError: none of them can serve the problem (with its reasons), or `burst` names a kernel as well.
+    """
+    backend = _backend(config)
+    if backend not in _BACKENDS:
+        return burst
+    allowed = _BACKENDS[backend]
+    if burst.kernel != "auto":
+        if burst.kernel in allowed:
+            return burst
+        raise ValueError(
+            f"--burst-kernel {burst.kernel} contradicts --attention-backend {backend}: give one of them"
+        )
+    refusals = []
+    ranked = [k.name for k in by_rank(problem.device, problem.sparse, problem.window) if k.name in allowed]
+    for name in ranked or allowed:
+        reason = KERNELS[name].supports(problem)
+        if reason is None:
+            return replace(burst, kernel=name)
+        refusals.append(f"{name}: {reason}")
+    raise ValueError(f"--attention-backend {backend}: no kernel serves it ({'; '.join(refusals)})")
+
+
+def _is_set(config: Any, name: str) -> bool:
+    return bool(getattr(config, name, False))
+
+
+def _backend(config: Any) -> str:
+    backend = getattr(config, "attention_backend", None)
+    return "auto" if backend is None else str(getattr(backend, "name", backend))

@@ -1,0 +1,245 @@
+"""What Megatron's config and arguments ask of core attention: served, or refused by name."""
+
+import ast
+import importlib.util
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from models import VERSION, Case, build, needs_019, transformer_config
+from test_core_attention import _core, in_megatron
+
+from burst_mcore import BurstConfig
+from burst_mcore.config import SETTINGS
+from burst_mcore.megatron import asked
+from burst_mcore.megatron.arguments import add_arguments, burst_config, flag_of
+
+CORES = (
+    ("megatron.core.transformer.dot_product_attention", "DotProductAttention"),
+    ("megatron.core.extensions.transformer_engine", "TEDotProductAttention"),
+)
+
+
+def _read_fields(module, name):
+    """The fields of the config that a class of Megatron reads."""
+    tree = ast.parse(Path(importlib.util.find_spec(module).origin).read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            for each in ast.walk(node):
+                if isinstance(each, ast.Attribute) and ast.unparse(each.value) in ("config", "self.config"):
+                    yield each.attr
+
+
+def test_every_field_that_megatrons_core_attentions_read_is_served_or_refused():
+    read = {field for core in CORES for field in _read_fields(*core)}
+    assert len(read) > 15
+    assert read <= set(asked.READ_BY_MEGATRON), "say what becomes of these"
+    if VERSION >= (0, 19):
+        assert {*asked.READ_BY_MEGATRON} - read <= {"hierarchical_context_parallel_sizes", "init_method"}
+
+
+REFUSED = {
+    "attention_dropout": (0.1, "attention dropout 0.1"),
+    "qk_clip": (True, "qk_clip"),
+    "log_max_attention_logit": (True, "log_max_attention_logit"),
+    "fp8_dot_product_attention": (True, "FP8"),
+    "fp8_multi_head_attention": (True, "FP8"),
+    "batch_invariant_mode": (True, "batch-invariant"),
+    "use_kitchen_attention": (True, "Kitchen"),
+    "cuda_graph_impl": ("local", "CUDA graphs"),
+    "enable_cuda_graph": (True, "CUDA graphs"),
+    "external_cuda_graph": (True, "CUDA graphs"),
+}
+
+
+def _with(config, **fields):
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return config
+
+
+def _refusals():
+    from megatron.core.transformer.enums import AttnBackend
+
+    for name, (value, words) in REFUSED.items():
+        with pytest.raises(ValueError, match=f"layer 1: burst attention does not support .*{words}"):
+            _core(_with(transformer_config(Case()), **{name: value}))
+    for backend in (AttnBackend.unfused, AttnBackend.local):
+        with pytest.raises(ValueError, match=f"--attention-backend {backend.name}: legal are auto, flash"):
+            _core(_with(transformer_config(Case()), attention_backend=backend))
+    for backend, tried in ((AttnBackend.flash, "flash2: .*flash3"), (AttnBackend.fused, "te: .*cudnn")):
+        with pytest.raises(
+            ValueError, match=f"layer 1: --attention-backend {backend.name}: no kernel.*{tried}"
+        ):
+            _core(_with(transformer_config(Case()), attention_backend=backend))
+    with pytest.raises(ValueError, match="--burst-kernel reference contradicts --attention-backend flash"):
+        config = _with(transformer_config(Case()), attention_backend=AttnBackend.flash)
+        _core(config, BurstConfig(kernel="reference"))
+    with pytest.raises(
+        ValueError, match="layer 1: kernel 'cudnn' cannot serve this call: tensors are on cpu"
+    ):
+        _core(burst=BurstConfig(kernel="cudnn"))
+    assert not _core().burst_config.deterministic
+    assert _core(_with(transformer_config(Case()), deterministic_mode=True)).burst_config.deterministic
+
+
+def test_what_burst_does_not_do_is_refused_by_the_constructor():
+    in_megatron(_refusals)
+
+
+def test_comm_types_fix_the_way():
+    config = Namespace(context_parallel_size=4, hierarchical_context_parallel_sizes=[2, 2])
+    way = {
+        kind: asked.configured(BurstConfig(), config, kind)
+        for kind in (None, "p2p", "a2a", "a2a+p2p", "all_gather", "allgather")
+    }
+    assert way[None] == way["p2p"] == BurstConfig()
+    assert way["a2a"] == BurstConfig(head_parallel=4)
+    assert way["a2a+p2p"] == BurstConfig(head_parallel=2)
+    assert way["all_gather"] == way["allgather"] == BurstConfig(ring="direct", head_parallel=1)
+    assert asked.configured(BurstConfig(head_parallel=2), config, "p2p").head_parallel == 2
+    for given in (BurstConfig(head_parallel=2), BurstConfig(ring="flat")):
+        with pytest.raises(ValueError, match=r"--cp-comm-type a2a .* and so does --burst-.*give one"):
+            asked.configured(given, config, "a2a")
+    with pytest.raises(ValueError, match="a2a.p2p needs --hierarchical-context-parallel-sizes"):
+        asked.configured(BurstConfig(), Namespace(context_parallel_size=4), "a2a+p2p")
+    with pytest.raises(ValueError, match="unknown --cp-comm-type ring; legal: p2p, a2a"):
+        asked.configured(BurstConfig(), config, "ring")
+    alone = Namespace(context_parallel_size=1)
+    assert asked.configured(BurstConfig(), alone, "a2a") == BurstConfig()
+
+
+def _arguments(*words, **others):
+    given = add_arguments(ArgumentParser()).parse_args(words)
+    defaults = dict(
+        context_parallel_size=2,
+        tensor_model_parallel_size=1,
+        num_attention_heads=4,
+        seq_length=64,
+        attention_dropout=0.0,
+        recompute_granularity=None,
+        recompute_modules=None,
+    )
+    return Namespace(**{**defaults, **vars(given), **others})
+
+
+BURST = ("--context-parallel-attention-backend", "burst")
+
+
+def test_flags_are_the_fields_of_the_config_with_its_defaults():
+    parsed = vars(add_arguments(ArgumentParser()).parse_args([]))
+    assert {name: parsed[f"burst_{name}"] for name in SETTINGS} == {n: s.default for n, s in SETTINGS.items()}
+    assert burst_config(_arguments()) == BurstConfig()
+    words = ["--burst-grad-dtype", "bfloat16", "--burst-deterministic", "--burst-no-overlap"]
+    words += ["--burst-layout", "striped", "--burst-head-parallel", "auto", "--burst-ring", "flat"]
+    assert burst_config(_arguments(*words)) == BurstConfig(
+        grad_dtype=torch.bfloat16,
+        deterministic=True,
+        overlap=False,
+        layout="striped",
+        head_parallel="auto",
+        ring="flat",
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "others", "said"),
+    [
+        (["--burst-layout", "striped"], {}, "--burst-layout has no effect without burst attention"),
+        (["--burst-deterministic"], {}, "--burst-deterministic has no effect"),
+        (["--burst-no-overlap"], {}, "--burst-no-overlap has no effect"),
+        (["--burst-rates", "1", "1", "1"], {}, "--burst-rates has no effect"),
+        (["--burst-recompute", "attention"], {}, "needs --context-parallel-attention-backend burst"),
+        (["--burst-fused-loss"], {"cross_entropy_loss_fusion": True}, "--cross-entropy-loss-fusion"),
+        (BURST, {"attention_dropout": 0.1}, "attention dropout 0.1 .pass --attention-dropout 0"),
+        (BURST, {"reset_attention_mask": True}, "--reset-attention-mask"),
+        (BURST, {"qk_clip": True}, "qk_clip"),
+        (BURST, {"cp_comm_type": ["p2p", "ring"]}, "unknown --cp-comm-type ring"),
+        ([*BURST, "--burst-ring", "flat"], {"cp_comm_type": ["a2a"]}, "give one of them"),
+        (
+            BURST,
+            {"cp_comm_type": ["a2a"], "num_attention_heads": 3},
+            "a2a: 2 of 2 ranks cannot share 3 heads",
+        ),
+        ([*BURST, "--burst-head-parallel", "3"], {}, "--burst-head-parallel 3: 3 of 2 ranks cannot share"),
+        (
+            [*BURST, "--burst-layout", "striped"],
+            {"mtp_num_layers": 1},
+            "striped does not go with multi-token",
+        ),
+        (BURST, {"seq_length": 66}, "--seq-length 66 is no multiple of 4"),
+        ([*BURST, "--burst-recompute", "segment"], {}, "--burst-recompute-keep F go together"),
+    ],
+)
+def test_what_follows_from_arguments_is_refused_with_them(words, others, said):
+    with pytest.raises(ValueError, match=said):
+        asked.check_arguments(_arguments(*words, **others))
+
+
+def test_legal_arguments_pass():
+    for words in ([], BURST, [*BURST, "--burst-layout", "striped"], ["--burst-fused-loss"]):
+        asked.check_arguments(_arguments(*words, cp_comm_type=["p2p"]))
+    asked.check_arguments(_arguments(*BURST, cp_comm_type=["p2p", "a2a"]))
+    a_spec = {"spec": ["burst_mcore.megatron.spec", "burst_layer_spec"]}
+    asked.check_arguments(_arguments("--burst-backward", "kv", **a_spec))
+    assert flag_of("overlap") == "--burst-no-overlap"
+
+
+def _generated(attention, fields=()):
+    """Logits of a prompt and of each token after it, with Megatron's static cache; two prompts at once."""
+    from megatron.core import tensor_parallel
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(0)
+    model = build(Case(attention=attention, fields=fields)).eval()
+    tokens = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(2))
+    context, found = StaticInferenceContext(2, 16), []
+    with torch.no_grad():
+        for first, last in ((0, 6), *((at, at + 1) for at in range(6, 12))):
+            at = torch.arange(first, last).expand(2, -1)
+            later = torch.ones(last - first, last, dtype=torch.bool).triu(1 + first)[None, None]
+            part = tokens[:, first:last]
+            logits = model(part, at, later if first == 0 else None, inference_context=context)
+            context.increment_sequence_len_offset(last - first)
+            found.append(logits[:, -1])
+    whole = torch.ones(12, 12, dtype=torch.bool).triu(1)[None, None]
+    with torch.no_grad():
+        found.append(model(tokens, torch.arange(12).expand(2, -1), whole)[:, -1])
+    return torch.stack(found, 1)
+
+
+def _generation(fields):
+    want, got = (_generated(attention, fields) for attention in ("default", "burst"))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got[:, -1], got[:, -2], rtol=1e-4, atol=1e-5)  # the whole at once
+
+
+@needs_019
+@pytest.mark.parametrize("fields", [(), (("softmax_type", "off-by-one"),)], ids=["plain", "sinks"])
+def test_generation_with_a_cache_equals_megatrons_own(fields):
+    in_megatron(_generation, fields)
+
+
+def _decoding_on_a_ring():
+    core = _core(transformer_config(Case(cp=2)))
+    q, k = torch.randn(1, 1, 4, 16), torch.randn(9, 1, 4, 16)
+    with pytest.raises(ValueError, match="does not decode with a cache under context parallelism.*1 tokens"):
+        core(q, k, k, None)
+
+
+def test_decoding_under_context_parallelism_is_refused():
+    in_megatron(_decoding_on_a_ring, cp=2)
+
+
+def _window_of_a_cache():
+    core = _core(window_size=(3, 0))
+    q, k, v = (torch.randn(9, 2, 4, 16) for _ in range(3))
+    whole = core(q, k, v, None)
+    torch.testing.assert_close(core(q[-1:], k, v, None), whole[-1:])
+    torch.testing.assert_close(core(q[-4:], k, v, None), whole[-4:])
+
+
+def test_a_window_of_a_cache_is_that_of_the_sequence():
+    in_megatron(_window_of_a_cache)
