@@ -181,7 +181,7 @@ def test_a_sink_of_minus_infinity_is_none():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"softcap": 0.0}, "softcap must be positive.*0.0"),
+        ({"softcap": -1.0}, "softcap must be positive.*-1.0"),
         ({"softcap": "30"}, "softcap.*'30'"),
         ({"sinks": torch.zeros(3)}, r"sinks must be.*\[heads\], here \[4\], got \(3,\)"),
         ({"sinks": [0.0] * 4}, "sinks must be a floating-point tensor"),

@@ -131,7 +131,7 @@ def asked_of(
     Layout.of(config.layout).divisor(topology.size)  # raises if it does not go with so many ranks
     grad_dtype = torch.promote_types(config.grad_dtype, dtype) if dtype.itemsize == 8 else config.grad_dtype
     shard = Shard(*shape, dtype.itemsize, grad_dtype.itemsize)
-    _degrees(config, Ranks(topology.size, topology.intra_size), shard)
+    degrees_of(config, Ranks(topology.size, topology.intra_size), shard)
     if topology.size > 1:
         _check_group(topology, device)
     return Asked(topology, mask, config, shard, scores, dtype, device, grad_dtype, return_lse, sinks)
@@ -157,7 +157,14 @@ def call_for(asked: Asked, lengths: Sequence[int]) -> Call:
     shard = replace(asked.shard, tokens=asked.layout.padded(n, size) // size)
     rates = asked.topology.rates or DEFAULT.get(asked.device, DEFAULT["cpu"])
     route, direction = _way(asked.config, asked.ranks, rates, shard, mask, n)
-    problem = problem_of(asked, mask, route.heads)
+    problem = problem_of(
+        shard.pooled(route.heads),
+        asked.dtype,
+        asked.device,
+        mask,
+        softcap=asked.scores.softcap is not None,
+        deterministic=asked.scores.deterministic,
+    )
     return Call(
         rank=asked.topology.rank,
         route=route,
@@ -173,27 +180,22 @@ def call_for(asked: Asked, lengths: Sequence[int]) -> Call:
     )
 
 
-def problem_of(asked: Asked, mask: Mask, degree: int) -> Problem:
-    """What a kernel is asked to serve where `degree` ranks share the heads."""
-    shard = asked.shard.pooled(degree)
+def problem_of(
+    shard: Shard, dtype: torch.dtype, device: str, mask: Mask, *, softcap: bool, deterministic: bool
+) -> Problem:
+    """What a kernel is asked to serve; shard: as it is on the ring."""
     return Problem(
-        asked.device,
-        asked.dtype,
+        device,
+        dtype,
         shard.heads,
         shard.kv_heads,
         shard.head_dim,
         shard.value_dim,
-        softcap=asked.scores.softcap is not None,
-        deterministic=asked.scores.deterministic,
+        softcap=softcap,
+        deterministic=deterministic,
         sparse=mask.is_sparse,
         window=mask.has_window,
     )
-
-
-def check_served(asked: Asked) -> None:
-    """ValueError if no kernel serves such calls, whatever the length of their sequences."""
-    degree = _degrees(asked.config, asked.ranks, asked.shard)[0]
-    choose(asked.config.kernel, problem_of(asked, asked.mask, degree))
 
 
 @lru_cache(maxsize=1024)
@@ -242,7 +244,7 @@ def _way_of_kind(
     config: BurstConfig, layout: Layout, ranks: Ranks, rates: Rates, shard: Shard, mask: Mask, n: int
 ) -> tuple[Route, str]:
     """What is "auto" by the cost model, said once; the layout of `config` is not used."""
-    degrees = _degrees(config, ranks, shard)
+    degrees = degrees_of(config, ranks, shard)
     directions = ("query", "kv") if config.backward == "auto" else (config.backward,)
     rings = RINGS if config.ring == "auto" else (config.ring,)
     if ranks.size == 1 or (degrees == (ranks.size,) and len(directions) == 1):
@@ -265,7 +267,7 @@ def _way_of_kind(
     return chosen.route, chosen.direction
 
 
-def _degrees(config: BurstConfig, ranks: Ranks, shard: Shard) -> tuple[int, ...]:
+def degrees_of(config: BurstConfig, ranks: Ranks, shard: Shard) -> tuple[int, ...]:
     """The degrees of head parallelism to choose from; ValueError if the one asked for is not legal."""
     degree = config.head_parallel
     if not isinstance(degree, int):

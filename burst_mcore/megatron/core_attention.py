@@ -20,10 +20,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from burst_mcore.attention.arguments import Shape, asked_of, check_served, problem_of
+from burst_mcore.attention.arguments import degrees_of, problem_of
 from burst_mcore.attention.cached import attend_to_cache
+from burst_mcore.attention.choice import Ranks
+from burst_mcore.attention.cost import Shard
 from burst_mcore.attention.function import burst_attention, connect
 from burst_mcore.attention.kernels.kernel import Scores
+from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.recompute import in_checkpoint, of_layer
 from burst_mcore.attention.topology import Topology
 from burst_mcore.config import BurstConfig
@@ -158,26 +161,20 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
 
     def _choose_kernel(self, head_dim: int, value_dim: int) -> None:
         """Take the kernel that --attention-backend asks for; ValueError if none can serve this layer."""
-        config, shards = self.config, self.config.tensor_model_parallel_size
+        config, burst, shards = self.config, self.burst_config, self.config.tensor_model_parallel_size
         groups = config.num_query_groups or config.num_attention_heads
         heads = config.num_attention_heads // shards, max(1, groups // shards)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = config.params_dtype
+        shard = Shard(1, 1, *heads, head_dim, value_dim, dtype.itemsize, burst.grad_dtype.itemsize)
         mask = (Mask.causal() if self.attn_mask_type in CAUSAL else Mask.full()) & self.window
-        asked = asked_of(
-            Shape(1, 1, *heads, head_dim, value_dim),
-            config.params_dtype,
-            device,
-            self.topology,
-            mask,
-            self.softmax_scale,
-            None,
-            self.softmax_offset is not None,
-            self.burst_config,
-            False,
-        )
+        device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            self.burst_config = kernel_of(self.burst_config, config, problem_of(asked, mask, 1))
-            check_served(replace(asked, config=self.burst_config))
+            degree = degrees_of(burst, Ranks(self.topology.size, self.topology.intra_size), shard)[0]
+            problem = problem_of(
+                shard.pooled(degree), dtype, device, mask, softcap=False, deterministic=burst.deterministic
+            )
+            self.burst_config = kernel_of(burst, config, problem)
+            choose(self.burst_config.kernel, problem)
         except ValueError as error:
             raise ValueError(f"layer {self.layer_number}: {error}") from error
 
