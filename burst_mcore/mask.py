@@ -221,7 +221,8 @@ class Mask(Named):
     def window(cls, left: int | None, right: int | None) -> Mask:
         """Key j is seen by query i iff i - left <= j <= i + right; None or -1: unbounded on that side.
 
-        flash-attn's and Megatron's convention; a Hugging Face sliding_window of W is window(W - 1, 0).
+        flash-attn's and Megatron's convention; a Hugging Face sliding_window of W is window(W - 1, 0). In a
+        sequence that is not longer than a bound, that side is unbounded.
 
         Raises:
             ValueError: a bound is neither a number >= 0 nor None or -1.
