@@ -157,23 +157,11 @@ def _rows():
     return [row for verdict in json.loads(RESULTS.read_text())["verdicts"] for row in verdict["timings"]]
 
 
-FAR = {
-    ("2 x 4", 10, 2, "8:8", "double", 4, "query"),
-    ("2 x 4", 2, 2, "8:8", "double", 8, "query"),
-    ("2 x 4", 2, 2, "8:8", "auto", "auto", "auto"),
-}
-"""All-to-alls without compute that are up to 1.20 off in the committed run: see docs/benchmark.md."""
-NAME = ("cluster", "intra MB/s", "inter MB/s", "heads", "ring", "head_parallel", "backward")
-
-
 def test_todays_predictions_are_within_15_per_cent_of_what_was_measured():
-    far = set()
+    assert len(_rows()) > 290
     for row in _rows():
         timing = topology.timing_of(row)
-        if not 1 / 1.15 <= timing.predicted / timing.measured <= 1.15:
-            assert row["kernel GFLOP/s"] is None and row["overlap"], row
-            far.add(tuple(row[name] for name in NAME))
-    assert far == FAR
+        assert 1 / 1.15 <= timing.predicted / timing.measured <= 1.15, row
 
 
 @needs_root
