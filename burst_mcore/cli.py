@@ -440,19 +440,28 @@ def deepspeed(
 @app.command()
 def doctor(
     config: Annotated[Path | None, typer.Argument(help="DeepSpeed's JSON, with burst_attention.")] = None,
-    world: Annotated[int, typer.Option(help="Ranks in all; default as many as a sequence has.")] = 0,
-    per_node: Annotated[int, typer.Option(help="Ranks of a node; default all, at most 8.")] = 0,
+    world: Annotated[
+        int | None, typer.Option(help="Ranks in all; default as many as a sequence has.")
+    ] = None,
+    per_node: Annotated[int | None, typer.Option(help="Ranks of a node; default all, at most 8.")] = None,
     seq: Seq = "128K",
     heads: Heads = 32,
     kv_heads: KVHeads = 8,
     head_dim: int = 128,
     layers: int = 32,
     vocabulary: int = 128256,
+    model: Annotated[
+        Path | None, typer.Option(help="Folder with a model's config.json, in the place of the shape above.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="Predict for a100, h100, h200 or b200; here: what this machine has.")
+    ] = "here",
     reference: Annotated[bool, typer.Option(help="Print the reference page of the section instead.")] = False,
 ) -> None:
-    """What a DeepSpeed configuration will do on this machine. Bytes and times are predicted."""
+    """What a DeepSpeed configuration will do: groups, kernel, memory, and predicted bytes and times."""
     from burst_mcore.bench.masks import tokens
     from burst_mcore.deepspeed import doctor as examiner
+    from burst_mcore.deepspeed.memory import Shape, shape_of
     from burst_mcore.deepspeed.section import config_dict
     from burst_mcore.deepspeed.section import reference as page
 
@@ -462,12 +471,13 @@ def doctor(
     if config is None:
         _fail("doctor", ValueError("name a configuration: burst-mcore doctor ds.json"))
     try:
-        shape = examiner.Shape(
+        shape = Shape(
             seq=tokens(seq), layers=layers, heads=heads, kv_heads=kv_heads or heads, head_dim=head_dim,
-            vocabulary=vocabulary,
-        )  # fmt: skip
+            vocabulary=vocabulary, hidden=heads * head_dim, intermediate=heads * head_dim * 7 // 2,
+        ) if model is None else shape_of(model, tokens(seq))  # fmt: skip
         world = world or config_dict(config).get("sequence_parallel_size", 1)
-        lines = examiner.examine(config, world=world, per_node=per_node or min(world, 8), shape=shape)
+        per_node = per_node or min(world, 8)
+        lines = examiner.examine(config, world=world, per_node=per_node, shape=shape, device=device)
         for line in lines:
             typer.echo(line)
     except ValueError as error:

@@ -38,3 +38,30 @@ DEFAULT = {
     "cpu": Rates(intra=1e9, inter=125e6, compute=50e9, latency=200e-6, hidden=False),
 }
 """By device type, where the user gives none. Links between nodes are never as fast as those within."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A kind of GPU, as its maker specifies it."""
+
+    rates: Rates
+    memory: float
+    """Bytes."""
+    capability: int
+    """Major compute capability."""
+
+
+def _gpu(*, tflops: float, nvlink: float, nic: float, memory: float, capability: int) -> Device:
+    """tflops: dense, in bfloat16, of which flash kernels sustain half; GB/s one way of all links; GB."""
+    rates = Rates(intra=nvlink * 1e9, inter=nic * 1e9, compute=tflops / 2 * 1e12)
+    return Device(rates=rates, memory=memory * 1e9, capability=capability)
+
+
+DEVICES = {
+    # Data sheets of NVIDIA's SXM modules, and the NIC of a GPU in its DGX systems.
+    "a100": _gpu(tflops=312, nvlink=300, nic=25, memory=80, capability=8),
+    "h100": _gpu(tflops=989, nvlink=450, nic=50, memory=80, capability=9),
+    "h200": _gpu(tflops=989, nvlink=450, nic=50, memory=141, capability=9),
+    "b200": _gpu(tflops=2250, nvlink=900, nic=50, memory=180, capability=10),
+}
+"""By name: for predictions on a machine that has none of them."""

@@ -155,17 +155,28 @@ class Agreement:
             try:
                 works[-1].wait(LOOK_EVERY)
             except RuntimeError:  # LOOK_EVERY has passed, or the work failed and is complete
-                if self._store.check([self._key("word")]):
+                if self._is_said():
                     raise self._word() from None
         try:
             for work in works:
                 if work.is_completed():  # what waits for a rank that is gone may never be
                     work.wait()
         except RuntimeError as error:
-            raise RuntimeError(
-                f"burst_attention on rank {self._rank} of {self._size}: another rank of the ring has gone or "
-                f"did not come; look for the first error among the other ranks ({error})"
-            ) from error
+            raise self._gone(error) from error
+
+    def _is_said(self) -> bool:
+        """Whether a rank has left word. The store goes with the process that keeps it."""
+        try:
+            return bool(self._store.check([self._key("word")]))
+        except RuntimeError as error:
+            raise self._gone(error) from error
+
+    def _gone(self, error: RuntimeError) -> RuntimeError:
+        return RuntimeError(
+            f"burst_attention on rank {self._rank} of {self._size}: another rank of the ring has gone or "
+            f"did not come to this call, before its first hop; look for the first error among the other "
+            f"ranks ({error})"
+        )
 
     def _leave_word(self, text: str, *, gone: bool = False) -> None:
         """One word a call: of ranks that leave one each, the last is heard."""

@@ -21,7 +21,8 @@ from burst_mcore.bench.head_memory import peak_bytes
 from burst_mcore.bench.run import in_processes
 from burst_mcore.bench.verdict import Verdict
 from burst_mcore.deepspeed.cpu import prepare_cpu
-from burst_mcore.deepspeed.initialize import initialize, sequence_of, shard_loader
+from burst_mcore.deepspeed.initialize import initialize, shard_loader
+from burst_mcore.deepspeed.prepare import sequence_of
 
 VOCABULARY = 2048
 

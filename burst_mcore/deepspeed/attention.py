@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,25 @@ class LayerMask:
     window: int | None
     offset: int = 0
     """Tokens in the cache before the first query."""
+
+    def __getitem__(self, key: Any) -> LayerMask:
+        """Itself, where all of it is asked for: some models slice their masks by what keeps everything."""
+        keys = key if isinstance(key, tuple) else (key,)
+        whole = (slice(None), slice(0, None))
+        if not all(k is Ellipsis or (isinstance(k, slice) and k in whole) for k in keys):
+            raise RefusedError("mask", f"the model takes a part of a layer's mask, [{key}]: not served")
+        return self
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)  # as Python asks for them, to see whether they are there
+        raise _NoTensorError(
+            "mask", f"the model works on a layer's mask as on a tensor ('{name}'), which burst never makes"
+        )
+
+
+class _NoTensorError(RefusedError, AttributeError):  # type: ignore[misc]  # both have a `name`
+    """Of a mask that is asked for what a tensor has: `hasattr` says no."""
 
 
 _current: list[Sequence] = []
@@ -206,7 +225,7 @@ def attend(
             f"{name} hands {', '.join(odd)} to its attention, which is not served. What the model need not "
             f"have, leave out of the batch",
         )
-    attention_mask.sequence.reached.add(module)
+    _arrived(attention_mask.sequence, module)
     if torch.is_autocast_enabled(query.device.type):  # rotary embedding leaves q and k in float32
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
@@ -230,6 +249,12 @@ def attend(
         for at, mask in zip(rows, masks, strict=True)
     ]
     return outs[0] if len(outs) == 1 else torch.cat(outs), None  # type: ignore[arg-type, return-value]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _arrived(sequence: Sequence, module: nn.Module) -> None:
+    """Note that a module attended here; a compiled frame, which serves many layers, would note the first."""
+    sequence.reached.add(module)
 
 
 def _within_nodes(sequence: Sequence, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> BurstConfig:

@@ -6,7 +6,10 @@ are shifted before the sequence is dealt, and one index deals tokens, positions 
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +18,8 @@ from torch.nn.functional import pad
 
 from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.layout import Layout, shard
+
+logger = logging.getLogger("burst_mcore")
 
 IGNORED = -100
 CUMULATED = ("cu_seqlens", "cu_seq_lens_q")
@@ -35,15 +40,21 @@ def collated(samples: Sequence[Any], pad_token_id: int = 0) -> dict[str, Any]:
     """Samples of any lengths as one batch, padded on the right.
 
     Args:
-        samples: dicts of sequences of numbers (lists, arrays, tensors), or the token ids alone.
+        samples: dicts of sequences of numbers (lists, arrays, tensors), or the token ids alone. Columns that
+            are no numbers (text, None, dicts) are left out, as the Trainer leaves them out; a warning names
+            them.
+
+    Raises:
+        RefusedError: a sample has no input_ids, or other columns than the first.
     """
-    rows = [sample if isinstance(sample, Mapping) else {"input_ids": sample} for sample in samples]
-    rows = [{name: torch.as_tensor(value) for name, value in row.items()} for row in rows]
+    rows = [_numbers(sample if isinstance(sample, Mapping) else {"input_ids": sample}) for sample in samples]
     lengths = [len(row["input_ids"]) for row in rows]
     longest = max(lengths)
     fill = {"input_ids": pad_token_id, "labels": IGNORED, "shift_labels": IGNORED}
     batch: dict[str, Any] = {}
-    for name in rows[0]:
+    for name in dict.fromkeys(name for row in rows for name in row):
+        if not all(name in row for row in rows):
+            raise RefusedError("batch", f"some samples of a batch have numbers as {name}, some have not")
         if name in CUMULATED and len(rows) > 1:
             raise RefusedError(
                 "packed rows", f"{name} describes one row: batches of {len(rows)} need position_ids"
@@ -59,6 +70,26 @@ def collated(samples: Sequence[Any], pad_token_id: int = 0) -> dict[str, Any]:
         at = torch.arange(longest)
         batch["attention_mask"] = torch.stack([(at < n).long() for n in lengths])
     return batch
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The columns of a sample that are numbers, as tensors."""
+    found, left_out = {}, []
+    for name, value in row.items():
+        try:
+            found[name] = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError):
+            left_out.append(name)
+    if "input_ids" not in found:
+        raise RefusedError("batch", f"a sample has no input_ids of numbers; its columns are {', '.join(row)}")
+    if left_out:
+        _warn_of_left_out(tuple(left_out))
+    return found
+
+
+@lru_cache(maxsize=64)  # once for each set of columns
+def _warn_of_left_out(names: tuple[str, ...]) -> None:
+    logger.warning("columns that are no numbers are left out of batches: %s", ", ".join(names))
 
 
 def prepared(
@@ -121,6 +152,17 @@ def dealt(whole: Mapping[str, Any], *, rank: int, size: int, layout: Layout | st
         name: shard(x, 1, rank=rank, size=size, layout=layout) if is_dealt(x, n) else x
         for name, x in whole.items()
     }
+
+
+def digest(batch: Mapping[str, Any]) -> int:
+    """A number for what is dealt, not negative: ranks compare theirs."""
+    found = hashlib.blake2b(digest_size=7)
+    for name in ("input_ids", "position_ids", "shift_labels"):
+        if name not in batch:
+            continue
+        found.update(str(tuple(batch[name].shape)).encode())
+        found.update(batch[name].contiguous().cpu().numpy().tobytes())
+    return int.from_bytes(found.digest(), "little")
 
 
 def is_dealt(x: Any, n: int) -> bool:

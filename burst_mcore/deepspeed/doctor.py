@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,46 +11,54 @@ import torch
 from burst_mcore.attention.choice import Ranks, best, reason
 from burst_mcore.attention.cost import Shard
 from burst_mcore.attention.kernels.kernel import Problem
-from burst_mcore.attention.kernels.table import choose
+from burst_mcore.attention.kernels.table import RANKS, choose
 from burst_mcore.deepspeed.loss import gradient_scale
-from burst_mcore.deepspeed.refusals import refuse_config, refuse_versions, sequence_parallel_size
+from burst_mcore.deepspeed.memory import Shape, activations, states
+from burst_mcore.deepspeed.refusals import (
+    refuse_batch,
+    refuse_config,
+    refuse_versions,
+    sequence_parallel_size,
+)
 from burst_mcore.deepspeed.section import Checkpointing, config_dict, section_of
 from burst_mcore.deepspeed.settings import part, zero
 from burst_mcore.deepspeed.ways import ways
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
-from burst_mcore.rates import DEFAULT
+from burst_mcore.rates import DEFAULT, DEVICES
 from burst_mcore.segments import cut_for
 
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Of the model and the batch that a configuration is explained for; the configuration has none of it."""
-
-    seq: int = 131072
-    """Tokens of a sequence."""
-    layers: int = 32
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    vocabulary: int = 128256
+HERE = "here"
+"""The device that this machine has, as a name beside those of `DEVICES`."""
 
 
-def examine(path: Path, *, world: int, per_node: int, shape: Shape) -> Iterator[str]:
+def examine(path: Path, *, world: int, per_node: int, shape: Shape, device: str = HERE) -> Iterator[str]:
     """Lines on what `path` asks for, over `world` ranks, `per_node` of them on a node.
 
     Bytes and times are the cost model's, for rates of this kind of device; memory is arithmetic.
 
+    Args:
+        device: `HERE`, or a name of `burst_mcore.rates.DEVICES`, which need not be in this machine.
+
     Raises:
         SectionError, RefusedError: what `initialize` would raise of the configuration.
-        ValueError: no kernel, or no way over the ranks, serves it.
+        ValueError: no kernel, or no way over the ranks, serves it; heads that do not group; no such device.
     """
+    if device != HERE and device not in DEVICES:
+        raise ValueError(f"unknown device {device!r}: one of {HERE}, {', '.join(DEVICES)}")
+    if shape.heads % shape.kv_heads:
+        raise ValueError(
+            f"{shape.heads} query heads do not group over {shape.kv_heads} K/V heads: their number must be "
+            "a divisor of the query heads'"
+        )
     refuse_versions()
     config = config_dict(path)
     section = section_of(config)
     refuse_config(config)
     size = sequence_parallel_size(config, world)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    refuse_batch(config, world // size)
+    kind = "cuda" if device != HERE or torch.cuda.is_available() else "cpu"
+    rates = DEFAULT[kind] if device == HERE else DEVICES[device].rates
     dtype = _dtype(config)
     stage = int(zero(config).stage)
     yield f"groups: {world // size} data-parallel x {size} ranks that share a sequence, consecutive ones"
@@ -68,16 +76,18 @@ def examine(path: Path, *, world: int, per_node: int, shape: Shape) -> Iterator[
     layout = Layout.of(section.layout)
     padded = layout.padded(shape.seq, size)
     yield f"sequence: {shape.seq} tokens, dealt as {padded}: {padded // size} a rank"
-    problem = Problem(device, dtype, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim)
+    problem = Problem(kind, dtype, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim)
     problem = replace(problem, deterministic=section.deterministic)
-    yield f"kernel on this {device}, {_name(dtype)}: {choose(section.kernel, problem).name}"
+    if device == HERE:
+        yield f"kernel on this {kind}, {_name(dtype)}: {choose(section.kernel, problem).name}"
+    elif section.kernel == "auto":
+        order = ", ".join(RANKS[DEVICES[device].capability])
+        yield f"kernel on {device}, {_name(dtype)}: the first installed that serves, of {order}"
     grad = section.burst_config().grad_dtype.itemsize
     heads = shape.heads, shape.kv_heads
     shard = Shard(micro, padded // size, *heads, shape.head_dim, shape.head_dim, dtype.itemsize, grad)
     if size > 1:
-        found = ways(
-            section.burst_config(), shard, Mask.causal(), shape.seq, Ranks(size, intra), DEFAULT[device]
-        )
+        found = ways(section.burst_config(), shard, Mask.causal(), shape.seq, Ranks(size, intra), rates)
         chosen = best(found)
         times = shape.layers * config.get("gradient_accumulation_steps", 1)
         yield f"way: {chosen.route}, backward {chosen.direction}: {reason(chosen, found)}"
@@ -95,13 +105,39 @@ def examine(path: Path, *, world: int, per_node: int, shape: Shape) -> Iterator[
         if section.fused_loss
         else f"logits: {logits / 1e9:.3g} GB a rank, and their gradient as much (fused_loss is off)"
     )
-    yield f"recompute: {_recompute(section.checkpointing, layout, shape, shard, size)}"
+    kept, told = recomputed(section.checkpointing, layout, shape, shard, size)
+    yield f"recompute: {told}"
+    parts = {
+        **states(config, shape.parameters, world, dtype.itemsize),
+        "activations": activations(section.checkpointing, shape, shard) + kept,
+        "ring": bundles * kv,
+        "logits": 0.0 if section.fused_loss else 2.0 * logits,
+    }
+    there = _memory(device)
+    yield (
+        f"memory of a rank: about {sum(parts.values()) / 1e9:.3g} GB "
+        f"({', '.join(f'{name} {size / 1e9:.3g}' for name, size in parts.items() if size)}), for "
+        f"{shape.parameters / 1e9:.3g} billion parameters"
+        + ("" if there is None else f"; there are {there / 1e9:.3g} GB")
+    )
 
 
-def _recompute(asked: Checkpointing, layout: Layout, shape: Shape, shard: Shard, size: int) -> str:
-    """What checkpointed layers keep of causal attention and compute again; one micro-batch in flight."""
+def _memory(device: str) -> float | None:
+    """Bytes of a device; None where that is the memory of the whole machine."""
+    if device != HERE:
+        return DEVICES[device].memory
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+def recomputed(
+    asked: Checkpointing, layout: Layout, shape: Shape, shard: Shard, size: int
+) -> tuple[float, str]:
+    """(bytes on the device, words): what checkpointed layers keep of causal attention and compute again.
+
+    One micro-batch is in flight.
+    """
     if asked.policy in ("none", "full"):
-        return asked.policy
+        return 0.0, asked.policy
     rows = shard.batch * shard.tokens
     whole = rows * shard.heads * (shard.value_dim * shard.itemsize + shard.statistic)
     keep, at_most = (asked.keep if asked.policy == "segment" else 1.0), False
@@ -113,7 +149,7 @@ def _recompute(asked: Checkpointing, layout: Layout, shape: Shape, shard: Shard,
     moved = f" (asked for: the last {keep:.3g})" if cut.keep != keep else ""
     where = ", in pinned host memory" if asked.offload else ""
     layer = cut.keep * whole
-    return (
+    return (0.0 if asked.offload else layer * shape.layers), (
         f"{asked.policy}: O and LSE of {kept}{moved} are kept, on average {layer / 1e6:.3g} MB a layer and "
         f"rank, {layer * shape.layers / 1e9:.3g} GB in all{where}; {cut.time:.0%} of attention's forward is "
         f"computed again"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -58,12 +60,42 @@ class SequenceParallelUnit:
         return 0
 
 
+def apart_from_other_engines() -> None:
+    """Have an engine that is made without an mpu take no sequence groups of an engine made before. Once.
+
+    DeepSpeed keeps the last mpu for the whole process (`deepspeed.utils.groups.mpu`): a plain engine made
+    after, such as a teacher's, would divide its gradients by too few ranks.
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.utils import groups
+
+    own = DeepSpeedEngine.__init__
+    if getattr(own, "burst_mcore", False):
+        return
+
+    @wraps(own)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807  # the constructor that it wraps
+        mpu = inspect.signature(own).bind(self, *args, **kwargs).arguments.get("mpu")
+        before = groups.mpu
+        if mpu is None and isinstance(before, SequenceParallelUnit):
+            groups.mpu = None
+        try:
+            own(self, *args, **kwargs)
+        finally:
+            if mpu is None:
+                groups.mpu = before
+
+    __init__.burst_mcore = True  # type: ignore[attr-defined]
+    DeepSpeedEngine.__init__ = __init__
+
+
 _UNITS: dict[int, tuple[Any, SequenceParallelUnit]] = {}
 """By size, with the world that they were made in."""
 
 
 def unit_of(size: int) -> SequenceParallelUnit:
     """The unit of `size` ranks a sequence; groups are made once in a world. Collective over the world."""
+    apart_from_other_engines()
     world = dist.group.WORLD
     if size not in _UNITS or _UNITS[size][0] is not world:
         _UNITS[size] = world, SequenceParallelUnit(size)

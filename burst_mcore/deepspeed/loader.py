@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -20,7 +19,7 @@ from torch.utils.data import (
 )
 
 from burst_mcore.attention.prepare import one_ahead, prepare
-from burst_mcore.deepspeed.batches import collated, dealt, documents, prepared
+from burst_mcore.deepspeed.batches import collated, dealt, digest, documents, prepared
 from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.groups import exchanged
 from burst_mcore.layout import Layout
@@ -58,22 +57,29 @@ class ShardedLoader:
     ) -> None:
         self.loader, self.group, self.own, self.device = loader, group, own, device
         self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        self.deal_as(layout=layout, pad_token_id=pad_token_id, max_positions=max_positions)
+
+    def deal_as(
+        self, *, layout: Layout | str = "zigzag", pad_token_id: int = 0, max_positions: int | None = None
+    ) -> None:
+        """How batches are padded and dealt from the next epoch on: as the constructor has it."""
         self.layout = Layout.of(layout)
-        self._prepare = partial(
-            prepared,
-            multiple=self.layout.divisor(self.size),
-            pad_token_id=pad_token_id,
-            max_positions=max_positions,
-        )
+        self._how: dict[str, Any] = {
+            "multiple": self.layout.divisor(self.size),
+            "pad_token_id": pad_token_id,
+            "max_positions": max_positions,
+        }
 
     def __len__(self) -> int:
         return len(self.loader) * (self.size if self.own else 1)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
-        """Of the loader's sampler: another order of samples."""
-        sampler: Any = getattr(self.loader, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
+        """Of the loader, or of its sampler: another order of samples."""
+        places: list[Any] = [self.loader, getattr(self.loader, "sampler", None)]
+        for of in places:
+            if hasattr(of, "set_epoch"):
+                of.set_epoch(epoch)
+                return
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """A batch is handed out once the next is there, whose plans are made meanwhile.
@@ -91,8 +97,8 @@ class ShardedLoader:
             batch, state = None, END
             problem: Exception | None = None
             try:
-                batch = self._prepare(_mapping(next(batches)))
-                state = _digest(batch)
+                batch = self._prepared(_mapping(next(batches)))
+                state = digest(batch)
             except StopIteration:
                 pass
             except Exception as error:  # of any kind: the others must not wait for this rank
@@ -115,13 +121,29 @@ class ShardedLoader:
             assert batch is not None
             wholes = self._wholes(batch, states)
             for whole in wholes:
-                self._plan(whole["position_ids"])
-            for whole in wholes:
-                part = dealt(whole, rank=self.rank, size=self.size, layout=self.layout)
-                yield {k: x.to(self.device) if isinstance(x, torch.Tensor) else x for k, x in part.items()}
+                self._plan(whole.get("position_ids"))
+            for whole in self._in_turn(wholes):
+                yield self._part(whole)
 
-    def _plan(self, position_ids: torch.Tensor) -> None:
+    def _prepared(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """A batch that was loaded, ready to be dealt."""
+        return prepared(batch, **self._how)
+
+    def _in_turn(self, wholes: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """The whole batches of a load, one after the other."""
+        return iter(wholes)
+
+    def _part(self, whole: dict[str, Any]) -> dict[str, Any]:
+        """What this rank is given of a whole batch."""
+        return self._on_device(dealt(whole, rank=self.rank, size=self.size, layout=self.layout))
+
+    def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {k: x.to(self.device) if isinstance(x, torch.Tensor) else x for k, x in batch.items()}
+
+    def _plan(self, position_ids: torch.Tensor | None) -> None:
         """Have attention plan for the documents of a batch."""
+        if position_ids is None:
+            return
         try:
             rows = set(documents(position_ids))
         except RefusedError:  # the forward says so
@@ -206,12 +228,3 @@ def _mapping(batch: Any) -> Mapping[str, Any]:
     raise RefusedError(
         "batch", f"it must be a dict with input_ids, or a tensor of them; got {type(batch).__name__}"
     )
-
-
-def _digest(batch: Mapping[str, Any]) -> int:
-    """Of what is dealt; not negative."""
-    found = hashlib.blake2b(digest_size=7)
-    for name in ("input_ids", "position_ids", "shift_labels"):
-        found.update(str(tuple(batch[name].shape)).encode())
-        found.update(batch[name].contiguous().cpu().numpy().tobytes())
-    return int.from_bytes(found.digest(), "little")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.settings import zero
+from burst_mcore.layout import Layout, shard, unshard
 
 
 class WholeLoss(torch.autograd.Function):
@@ -27,6 +28,27 @@ class WholeLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
         return upstream * ctx.scale, None, None
+
+
+class WholeTokens(torch.autograd.Function):
+    """A rank's part [rows, local, ...] of numbers a token -> the whole [rows, tokens, ...], on all ranks.
+
+    Backward takes this rank's part of the gradient, which is the same on all ranks, times `scale`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, part: Tensor, group: dist.ProcessGroup, layout: Layout | str, scale: float
+    ) -> Tensor:
+        ctx.group, ctx.layout, ctx.scale = group, layout, scale
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return unshard(parts, 1, layout=layout)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        rank, size = dist.get_rank(ctx.group), dist.get_world_size(ctx.group)
+        return shard(upstream, 1, rank=rank, size=size, layout=ctx.layout) * ctx.scale, None, None, None
 
 
 def gradient_scale(config: Mapping[str, Any], size: int) -> float:

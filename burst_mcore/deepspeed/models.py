@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from torch import nn
 
-from burst_mcore.deepspeed.attention import NAME, register
+from burst_mcore.deepspeed.attention import NAME, current, register
 from burst_mcore.deepspeed.errors import RefusedError
 
 LAYERS = ("full_attention", "sliding_attention")
 """Kinds of layers (config.layer_types) that are served."""
+TOWERS = ("vision_config", "audio_config")
+"""Of a configuration: models beside the language model."""
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+"""The names under which configurations have the dropout of attention weights."""
 
 
 def use_burst(model: nn.Module, size: int) -> nn.Module:
@@ -26,48 +32,78 @@ def use_burst(model: nn.Module, size: int) -> nn.Module:
             that is served.
     """
     inner = _of_transformers(model)
+    refused = next(chain(_where_tokens_meet(inner), _what_is_asked(inner, size)), None)
+    if refused is not None:
+        raise RefusedError(*refused)
+    register()
+    inner.set_attn_implementation(NAME)
+    found: nn.Module = inner
+    return found
+
+
+def _where_tokens_meet(inner: Any) -> Iterator[tuple[str, str]]:
+    """What a model has beside the attention that is served, the plainest first: (name, why it is refused)."""
     name, config = type(inner).__name__, inner.config.get_text_config()
-    if not inner._supports_attention_backend:
-        raise RefusedError("model", f"{name} does not take its attention from transformers' interface")
-    if getattr(config, "is_encoder_decoder", False):
-        raise RefusedError("model", f"{name} is an encoder and a decoder")
-    if getattr(inner, "_is_stateful", False):
-        raise RefusedError("model", f"{name} carries a state along the sequence, beside attention")
-    odd = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - {*LAYERS})
-    if odd:
-        raise RefusedError(
-            "model", f"{name} has layers of type {', '.join(odd)}; served are {', '.join(LAYERS)}"
-        )
-    if getattr(config, "use_bidirectional_attention", None):
-        raise RefusedError("model", f"{name} has attention that is not causal (use_bidirectional_attention)")
-    counts_from = next((type(m).__name__ for m in inner.modules() if _makes_positions_of_tokens(m)), None)
-    if counts_from is not None:
-        raise RefusedError(
+    towers = [tower for tower in TOWERS if getattr(inner.config, tower, None) is not None]
+    if towers:
+        yield (
             "model",
-            f"{name} counts positions by its tokens ({counts_from}.{_POSITIONS}), from its padding token on: "
-            "those of a shard would be others",
+            f"{name} is no text model: it has a {', '.join(towers)}, whose features are merged with the "
+            "tokens of a whole sequence. Give its language model alone",
         )
+    if getattr(config, "is_encoder_decoder", False):
+        yield "model", f"{name} is an encoder and a decoder"
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    odd = sorted({str(kind) for kind in kinds} - {*LAYERS})
+    if odd:
+        yield (
+            "model",
+            f"{name} has layers of type {', '.join(odd)}, in which tokens meet otherwise than in attention "
+            f"over the whole sequence; served are {', '.join(LAYERS)}",
+        )
+    if getattr(inner, "_is_stateful", False):
+        yield "model", f"{name} carries a state along the sequence, beside attention or in its place"
     mixers = [
         f"{path} ({type(module).__name__})"
         for path, module in inner.named_modules()
         if isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,))
     ]
     if mixers:
-        raise RefusedError("model", f"{name} mixes neighbouring tokens outside of attention: {mixers[0]}")
+        yield "model", f"{name} mixes neighbouring tokens outside of attention: {mixers[0]}"
+    if not inner._supports_attention_backend:
+        yield "model", f"{name} does not take its attention from transformers' interface"
+
+
+def _what_is_asked(inner: Any, size: int) -> Iterator[tuple[str, str]]:
+    """What a model asks for that attention over shards does not do: (name, why it is refused)."""
+    name, config = type(inner).__name__, inner.config.get_text_config()
+    if getattr(config, "use_bidirectional_attention", None):
+        yield "model", f"{name} has attention that is not causal (use_bidirectional_attention)"
+    counts_from = next((type(m).__name__ for m in inner.modules() if _makes_positions_of_tokens(m)), None)
+    if counts_from is not None:
+        yield (
+            "model",
+            f"{name} counts positions by its tokens ({counts_from}.{_POSITIONS}), from its padding token on: "
+            "those of a shard would be others",
+        )
     if size > 1 and getattr(config, "output_router_logits", False):
-        raise RefusedError(
+        yield (
             "auxiliary loss",
             f"{name}'s loss that balances experts is no sum over tokens: set output_router_logits to False",
         )
     parameters = inspect.signature(inner.forward).parameters.values()
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        raise RefusedError(
-            "model", f"{name}.forward takes no further arguments, so that no shift_labels reach its loss"
+        yield (
+            "model",
+            f"{name}.forward takes no further arguments, so that no shift_labels reach its loss",
         )
-    register()
-    inner.set_attn_implementation(NAME)
-    found: nn.Module = inner
-    return found
+    for option in DROPOUTS:
+        if getattr(config, option, None):
+            yield (
+                "dropout",
+                f"{name} drops attention weights ({option} is {getattr(config, option)}): set it to 0 in its "
+                "config before the model is made",
+            )
 
 
 _POSITIONS = "create_position_ids_from_input_ids"
@@ -79,6 +115,17 @@ def _makes_positions_of_tokens(module: nn.Module) -> bool:
         isinstance(getattr(module, "position_embeddings", None), nn.Embedding)
         and hasattr(sys.modules[type(module).__module__], _POSITIONS)
     )
+
+
+def has_head_of_trl(model: nn.Module) -> bool:
+    """Whether TRL (1.x) has put its fused LM head, `add_fused_lm_head`, in the way of the model's forward.
+
+    With labels that head makes per-token log-probabilities of hidden states, and their loss, of shards as
+    well (`shift_labels`): https://github.com/huggingface/trl, trl/trainer/utils.py.
+    """
+    forward = vars(model).get("forward")
+    made = getattr(getattr(forward, "__func__", forward), "__code__", None)
+    return made is not None and made.co_qualname.startswith("add_fused_lm_head.")
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -103,6 +150,10 @@ def checked_loss(model: Any, size: int) -> None:
         )
 
     def loss(*args: Any, **kwargs: Any) -> Any:
+        sequence = current()
+        shards = sequence is not None and sequence.last is not None
+        if not shards:  # whole sequences of this rank alone: the model's own affair
+            return own(*args, **kwargs)
         if kwargs.get("shift_labels") is None or kwargs.get("num_items_in_batch") is None:
             raise RefusedError(
                 "model", f"{name} does not hand shift_labels and num_items_in_batch to its loss"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -10,10 +11,13 @@ import torch.distributed as dist
 from packaging.version import Version
 
 from burst_mcore.deepspeed.errors import RefusedError
+from burst_mcore.deepspeed.section import KEY
 from burst_mcore.deepspeed.settings import part, zero
 
 SUPPORTED = {"deepspeed": ("0.19", "0.20"), "transformers": ("5", "6")}
 """Releases from the first on, below the second: those whose contracts were read and tested."""
+SIZE = "sequence_parallel_size"
+"""DeepSpeed's own key: how many ranks share a sequence."""
 
 
 def refuse_versions() -> None:
@@ -27,14 +31,33 @@ def refuse_versions() -> None:
 
 
 def sequence_parallel_size(config: Mapping[str, Any], world: int) -> int:
-    """The "sequence_parallel_size" of a configuration, for `world` ranks; 1 where it is missing."""
-    size = config.get("sequence_parallel_size", 1)
+    """The "sequence_parallel_size" of a configuration, for `world` ranks; 1 without it and a section.
+
+    Raises:
+        RefusedError: the section "burst_attention" is there and the size is not, or under another name; or
+            the size does not divide the ranks.
+    """
+    _refuse_missing_size(config)
+    size = config.get(SIZE, 1)
     if type(size) is not int or size < 1 or world % size:
         legal = [d for d in range(1, world + 1) if world % d == 0]
-        raise RefusedError(
-            "sequence_parallel_size", f"it must divide the {world} ranks: one of {legal}, got {size!r}"
-        )
+        raise RefusedError(SIZE, f"it must divide the {world} ranks: one of {legal}, got {size!r}")
     return size
+
+
+def _refuse_missing_size(config: Mapping[str, Any]) -> None:
+    """RefusedError where a typing error, or a key forgotten, would silently give every rank a sequence."""
+    if SIZE in config:
+        return
+    near = difflib.get_close_matches(SIZE, config, 1, 0.7)
+    if near:
+        raise RefusedError(SIZE, f'unknown key "{near[0]}": did you mean "{SIZE}"?')
+    if KEY in config:
+        raise RefusedError(
+            SIZE,
+            f'the JSON has the section "{KEY}" and no "{SIZE}": write beside the section how many ranks '
+            f'share a sequence ("{SIZE}": 1 for one)',
+        )
 
 
 def refuse_config(config: Mapping[str, Any], mesh_param: Any = None) -> None:
@@ -54,6 +77,47 @@ def refuse_config(config: Mapping[str, Any], mesh_param: Any = None) -> None:
         )
 
 
+def refuse_autos(config: Mapping[str, Any]) -> None:
+    """RefusedError for values "auto" that only the Trainer and Accelerate fill in."""
+    unknown = [path for path in _autos(config) if path not in (KEY, "pipeline.stages")]
+    if unknown:
+        raise RefusedError(
+            "configuration",
+            f'"auto" is filled in by the Trainer and Accelerate alone: give {", ".join(unknown)} a value, or '
+            "leave them out",
+        )
+
+
+def refuse_batch(config: Mapping[str, Any], replicas: int) -> None:
+    """RefusedError for batch sizes that contradict each other.
+
+    Args:
+        replicas: data-parallel ranks, world / sequence_parallel_size.
+    """
+    names = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+    train, micro, steps = (x if isinstance(x := config.get(name), int) else None for name in names)
+    if train is None:
+        return
+    least = (micro or 1) * (steps or 1) * replicas
+    if train % least or (micro and steps and train != least):
+        raise RefusedError(
+            "train_batch_size",
+            f"it is {train}, but micro-batches of {micro or 'any number of'} samples, "
+            f"{steps or 'any number of'} accumulation steps and {replicas} data-parallel ranks (world / SP) "
+            f"make {'' if micro and steps else 'a multiple of '}{least}: leave it out, and it is computed",
+        )
+
+
+def _autos(part: Any, path: str = "") -> Iterator[str]:
+    """Where a configuration says "auto", the section of our own left out."""
+    if part == "auto":
+        yield path
+    elif isinstance(part, Mapping):
+        for name, value in part.items():
+            if name != KEY:
+                yield from _autos(value, f"{path}.{name}".lstrip("."))
+
+
 def refuse_mpu(config: Mapping[str, Any], mpu: Any, size: int) -> None:
     """RefusedError for an mpu of the caller's that would go wrong; `size` is that of the JSON."""
     needed = ("get_sequence_parallel_group", "get_sequence_data_parallel_group", "get_model_parallel_group")
@@ -65,7 +129,7 @@ def refuse_mpu(config: Mapping[str, Any], mpu: Any, size: int) -> None:
     if found != size:
         raise RefusedError(
             "sequence_parallel_size",
-            f"the JSON says {size} (1 where it is missing), but the sequence groups have {found} ranks: "
+            f"the JSON says {size}, but the sequence groups have {found} ranks: "
             f'write "sequence_parallel_size": {found} (zero.Init reads it before there is an mpu)',
         )
     sequence = set(dist.get_process_group_ranks(group))

@@ -145,6 +145,8 @@ def config_dict(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """
     if isinstance(config, Mapping):
         return dict(config)
+    if not isinstance(config, str | Path):
+        raise SectionError(f"config must be a JSON file or a dict, got {config!r}")
     from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys as no_key_twice
 
     try:
@@ -157,13 +159,26 @@ def config_dict(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _words(error: ValidationError) -> Iterator[str]:
+    """A sentence for each key that is wrong: a key that may be of several types has one error for each."""
+    by_path: dict[tuple[str, ...], list[Any]] = {}
     for found in error.errors():
-        path = [str(part) for part in found["loc"] if part not in ("int", "float", "literal['auto']")]
-        where = ".".join([KEY, *path])
+        path = tuple(str(part) for part in found["loc"] if part not in ("int", "float", "literal['auto']"))
+        by_path.setdefault(path, []).append(found)
+    for path, errors in by_path.items():
+        found, where = errors[0], ".".join([KEY, *path])
+        owner = Checkpointing if path[:1] == ("checkpointing",) and len(path) > 1 else Section
         if found["type"] == "extra_forbidden":
-            legal = [*(Checkpointing if len(path) > 1 else Section).model_fields]
-            near = difflib.get_close_matches(path[-1], legal, 1, 0.0)[0]
-            yield f'unknown key "{where}": did you mean "{near}"? Legal: {", ".join(legal)}'
+            legal = [*owner.model_fields]
+            near = difflib.get_close_matches(path[-1], legal, 1, 0.6)
+            meant = f': did you mean "{near[0]}"?' if near else "."
+            if path[-1] == "sequence_parallel_size":
+                meant = f': write it beside "{KEY}", where DeepSpeed reads it.'
+            yield f'unknown key "{where}"{meant} Legal: {", ".join(legal)}'
+        elif found["type"] == "model_type":
+            yield f'"{where}" must be a JSON object, got {found["input"]!r}'
+        elif len(errors) > 1:
+            kinds = _legal(owner.model_fields[path[-1]].annotation).replace("`", "")
+            yield f'"{where}" must be one of: {kinds}; got {found["input"]!r}'
         else:
             words = found["msg"].removeprefix("Value error, ")
             came = "" if isinstance(found["input"], Mapping | BaseModel) else f", got {found['input']!r}"
@@ -176,7 +191,7 @@ def reference() -> str:
         f'# The section "{KEY}"',
         "",
         "Made from the schema (`burst-mcore doctor --reference`). Every key is optional; an unknown one is",
-        "an error that names the nearest legal one. What it is for is in [deepspeed.md](deepspeed.md).",
+        "an error that lists the legal ones. What the section is for is in [deepspeed.md](deepspeed.md).",
         "",
         *_table(Section),
         "",

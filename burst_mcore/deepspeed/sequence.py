@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,13 +15,16 @@ from torch import Tensor, nn
 from burst_mcore.attention.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.deepspeed.attention import Sequence, running
-from burst_mcore.deepspeed.batches import IGNORED, documents, prepared
+from burst_mcore.deepspeed.batches import IGNORED, dealt, digest, documents, prepared
 from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.groups import exchanged
-from burst_mcore.deepspeed.loss import WholeLoss
+from burst_mcore.deepspeed.loss import WholeLoss, WholeTokens
 from burst_mcore.deepspeed.models import attention_modules
 from burst_mcore.deepspeed.prefill import Prefill
-from burst_mcore.layout import unshard
+from burst_mcore.layout import Layout, unshard
+
+Finish = Callable[[Any], Any]
+"""A forward's own output -> what the caller gets."""
 
 
 @dataclass(eq=False)
@@ -29,7 +33,8 @@ class SequenceParallel:
 
     Before it: the ranks of the sequence group exchange positions and numbers of labels, a few bytes a token
     once a forward, from which every rank knows the documents of the whole sequence and by how many labels the
-    loss is divided. Behind it: the loss of the whole sequence stands where the model's own was.
+    loss is divided, where the caller (the Trainer) does not give `num_items_in_batch` itself. Behind it: the
+    loss of the whole sequence stands where the model's own was.
     """
 
     model: nn.Module
@@ -40,8 +45,10 @@ class SequenceParallel:
     scale: float = 1.0
     """Of gradients: `loss.gradient_scale`."""
     evaluates_whole: bool = False
-    """In evaluation every rank has whole sequences of its own."""
-    _open: list[tuple[ExitStack, Sequence, Prefill | None, bool]] = field(default_factory=list)
+    """In evaluation a batch without shift_labels is a whole one, of this rank alone."""
+    dealing: dict[str, Any] = field(default_factory=dict)
+    """How batches are dealt: keyword arguments of `ShardedLoader`."""
+    _open: list[tuple[ExitStack, Sequence, Finish]] = field(default_factory=list)
     _names: list[str] = field(default_factory=list)
     _trusted: bool = False
     """Whether attention need not be looked for in the next forward."""
@@ -61,30 +68,32 @@ class SequenceParallel:
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         given = dict(zip(self._names, args, strict=False)) | kwargs
-        prefill, has_loss = None, False
-        if self.evaluates_whole and not self.model.training:
+        finish: Finish = _unchanged
+        if _is_for_head_of_trl(given) and given.get("shift_labels") is None and self.group is not None:
+            sequence, given, finish = self._dealt_here(given)
+        elif self.evaluates_whole and not self.model.training and given.get("shift_labels") is None:
             sequence = self._alone(given)
         elif given.get("past_key_values") is not None:
-            sequence, given, prefill = self._generating(given)
+            sequence, given, finish = self._generating(given)
         else:
-            sequence, given, has_loss = self._sharded(given)
+            sequence, given, finish = self._sharded(given)
         stack = ExitStack()
         stack.enter_context(running(sequence))
-        self._open.append((stack, sequence, prefill, has_loss))
+        self._open.append((stack, sequence, finish))
         return (), given
 
     def _behind(self, _: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         if not self._open:  # the hook before it raised
             return out
-        stack, sequence, prefill, has_loss = self._open.pop()
+        stack, sequence, finish = self._open.pop()
         stack.close()
         if out is None:  # the forward raised
             return None
         self._refuse_other_attention(sequence)
-        if prefill is not None:
-            return prefill.finish(out)
-        if not has_loss:
-            return out
+        return finish(out)
+
+    def _with_whole_loss(self, out: Any) -> Any:
+        """The output of a shard's forward, with the loss of the whole sequence."""
         key = "loss" if isinstance(out, dict) else 0
         if isinstance(out, dict) and out.get("aux_loss") is not None:
             raise RefusedError(
@@ -95,6 +104,48 @@ class SequenceParallel:
             out[key] = whole
             return out
         return (whole, *out[1:])
+
+    def _with_whole_tokens(self, out: Any, local: int, tokens: int | None = None) -> Any:
+        """The output of TRL's head for a shard, with what it says of each token for the whole sequence.
+
+        Args:
+            local: tokens of the shard.
+            tokens: of a sequence that was dealt here: then as many as TRL expects, one fewer, are kept.
+        """
+        out = self._with_whole_loss(out)
+        if self.group is None:
+            return out
+        end = None if tokens is None else tokens - 1
+        for name, x in out.items():
+            if isinstance(x, Tensor) and x.dim() == 2 and x.shape[1] == local:
+                whole = WholeTokens.apply(x, self.group, self.config.layout, self.scale)  # type: ignore[no-untyped-call]
+                out[name] = whole[:, :end]
+        return out
+
+    def _dealt_here(self, given: dict[str, Any]) -> tuple[Sequence, dict[str, Any], Finish]:
+        """A forward that every rank of the group was given whole (TRL's DPO): its batch is dealt here."""
+        problem: Exception | None = None
+        mine, seen = 0, {}
+        batch = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+        try:
+            how = {name: x for name, x in self.dealing.items() if name != "layout"}
+            layout = Layout.of(self.config.layout)
+            seen = prepared(batch, multiple=layout.divisor(self.topology.size), **how)
+            mine = digest(seen)
+        except Exception as error:  # of any kind: the others must not wait for this rank
+            problem = error
+        assert self.group is not None
+        found = [x for (x,) in exchanged([-1 if problem is not None else mine], self.group)]
+        if problem is not None:
+            raise problem
+        if len(set(found)) > 1:
+            raise RefusedError("batch", "the ranks of a sequence group were given different whole batches")
+        part = dealt(seen, rank=self.topology.rank, size=self.topology.size, layout=layout)
+        tokens = given["input_ids"].shape[1]
+        given = {name: x for name, x in given.items() if name not in batch} | part
+        sequence, given, _ = self._sharded(given)
+        local = given["input_ids"].shape[1]
+        return sequence, given, lambda out: self._with_whole_tokens(out, local, tokens)
 
     def _refuse_other_attention(self, sequence: Sequence) -> None:
         """Once: attention that did not come to us attended to this rank's shard alone."""
@@ -113,7 +164,7 @@ class SequenceParallel:
                 f"{', '.join(others[:3]) or 'no attention module was found'}",
             )
 
-    def _sharded(self, given: dict[str, Any]) -> tuple[Sequence, dict[str, Any], bool]:
+    def _sharded(self, given: dict[str, Any]) -> tuple[Sequence, dict[str, Any], Finish]:
         """A forward over a shard: with labels in training and evaluation, or without."""
         problem: Exception | None = None
         positions, valid = None, 0
@@ -128,10 +179,15 @@ class SequenceParallel:
         ends = documents(whole)
         if has_loss:
             given["labels"] = given["shift_labels"]
-            given["num_items_in_batch"] = positions.new_tensor(max(valid, 1))
+            if given.get("num_items_in_batch") is None:
+                given["num_items_in_batch"] = positions.new_tensor(max(valid, 1))
             given.setdefault("use_cache", False)
-        last = int(whole.max())
-        return Sequence(self.topology, self.config, whole.shape[1], _packed(ends), last), given, has_loss
+        sequence = Sequence(self.topology, self.config, whole.shape[1], _packed(ends), int(whole.max()))
+        if not has_loss:
+            return sequence, given, _unchanged
+        if _is_for_head_of_trl(given):
+            return sequence, given, lambda out: self._with_whole_tokens(out, positions.shape[1])
+        return sequence, given, self._with_whole_loss
 
     def _alone(self, given: dict[str, Any]) -> Sequence:
         """A forward of this rank alone, over whole sequences; the loss is the model's own."""
@@ -230,17 +286,26 @@ class SequenceParallel:
                 "layout", f"{error}. Was the batch dealt by another, or is this generate without its cache?"
             ) from None
 
-    def _generating(self, given: dict[str, Any]) -> tuple[Sequence, dict[str, Any], Prefill | None]:
+    def _generating(self, given: dict[str, Any]) -> tuple[Sequence, dict[str, Any], Finish]:
         """A forward with a cache, of `generate`: every rank has all tokens. The prompt is dealt in here."""
         if given.get("labels") is not None or given.get("shift_labels") is not None:
             raise RefusedError("labels", "a forward with a cache (past_key_values) has no loss")
         new = _tokens(given)
         before, n = int(given["past_key_values"].get_seq_length()), new.shape[1]
         if before or n == 1 or self.group is None:
-            return Sequence(Topology.single(), self.config, before + n), given, None
+            return Sequence(Topology.single(), self.config, before + n), given, _unchanged
         prefill = Prefill(self.topology, self.group, self.config, n)
         sequence = Sequence(self.topology, self.config, prefill.padded, last=n - 1)
-        return sequence, prefill.begin(given), prefill
+        return sequence, prefill.begin(given), prefill.finish
+
+
+def _unchanged(out: Any) -> Any:
+    return out
+
+
+def _is_for_head_of_trl(given: dict[str, Any]) -> bool:
+    """Whether a forward is asked for TRL's per-token log-probabilities instead of logits."""
+    return bool(given.get("fused_lm_head"))
 
 
 def _tokens(given: dict[str, Any]) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 from burst_mcore.deepspeed.errors import RefusedError
 
 
@@ -38,5 +40,8 @@ def zero(config: Mapping[str, Any]) -> Any:
         given = {name: x for name, x in part(config, "zero_optimization").items() if x != "auto"}
     try:
         return get_zero_config({**config, "zero_optimization": given})
+    except ValidationError as error:
+        words = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise RefusedError("configuration", f'"zero_optimization": {words}') from None
     except (TypeError, ValueError) as error:
         raise RefusedError("configuration", f'"zero_optimization": {error}') from None

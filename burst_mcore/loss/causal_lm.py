@@ -85,6 +85,21 @@ def unpatch_causal_lm(model: Model) -> Model:
     return model
 
 
+@contextmanager
+def unpatched(model: nn.Module) -> Iterator[None]:
+    """Within, a model that `patch_causal_lm` has patched makes its logits and its own loss."""
+    found = _patched(model)
+    if found is None:
+        yield
+        return
+    _, patch = found
+    before, patch.paused = patch.paused, True
+    try:
+        yield
+    finally:
+        patch.paused = before
+
+
 def head_of(model: nn.Module) -> nn.Linear:
     """The output embeddings of a model that can be patched.
 
@@ -100,7 +115,8 @@ def head_of(model: nn.Module) -> nn.Linear:
     if head is None:
         raise ValueError(f"{name} has no output embeddings (get_output_embeddings)")
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        raise ValueError(f"output embeddings of {name} must be a torch.nn.Linear, got {type(head).__name__}")
+        kind = f"{type(head).__module__}.{type(head).__qualname__}"
+        raise ValueError(f"output embeddings of {name} must be a torch.nn.Linear, got a {kind}")
     if "forward" in head.__dict__:
         raise ValueError(f"the forward of {name}'s output embeddings has been replaced by something else")
     return head
@@ -111,6 +127,8 @@ class Forward:
 
     def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
         self.model, self.options = model, options
+        self.paused = False
+        """Whether the model's own forward runs: see `unpatched`."""
         self.instance = "forward" in model.__dict__
         """Whether the instance had a forward of its own before."""
         own = model.forward if self.instance else MethodType(type(model).forward, model)
@@ -118,6 +136,8 @@ class Forward:
         self.__doc__ = own.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.paused:
+            return self.__wrapped__(*args, **kwargs)
         names = [*inspect.signature(self.__wrapped__).parameters]
         given = dict(zip(names, args, strict=False)) | kwargs
         shift_labels = given.get("shift_labels")

@@ -1,4 +1,4 @@
-"""Accelerate, the Trainer and callers of DistributedAttention, over burst: against one process."""
+"""Accelerate and callers of DistributedAttention, over burst: against one process."""
 
 import copy
 
@@ -9,19 +9,21 @@ import torch.distributed as dist
 from dense import dense, problem
 from engines import SMALL, dataset, model_of, plain_loss, quiet, worst
 from ranks import processes
+from test_trainer import forget, parallelism
 
 import burst_mcore.deepspeed as burst
 from burst_mcore import Mask, shard, unshard
 from burst_mcore.deepspeed.batches import collated
 from burst_mcore.deepspeed.errors import RefusedError
 
-STEPS, GAS = 2, 2
+GAS, BATCHES = 3, 8
+"""Micro-batches a step, and in all; the last step has fewer."""
 
 
-def _config(stage, gas):
+def _config(stage):
     return {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": gas,
+        "gradient_accumulation_steps": GAS,
         "gradient_clipping": 0.5,
         "zero_optimization": {"stage": stage, **SMALL},
         "zero_allow_untested_optimizer": True,
@@ -29,70 +31,49 @@ def _config(stage, gas):
     }
 
 
-def _truth(data, sp):
-    """Losses, norms and parameters of steps over GAS times the sequence groups' samples, of one process."""
+def _truth(data, groups):
+    """(losses of micro-batches, norms, parameters, losses of the evaluation) of one process.
+
+    Micro-batch i of group g is sample i D + g, and a step ends at the end of the data as well.
+    """
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, norms = [], []
-    each = GAS * (4 // sp)
-    for step in range(STEPS):
+    for first in range(0, BATCHES, GAS):
         optimizer.zero_grad()
-        found = torch.stack([plain_loss(model, sample) for sample in data[step * each : (step + 1) * each]])
-        found.mean().backward()
+        step = range(first, min(first + GAS, BATCHES))
+        found = [[plain_loss(model, data[i * groups + g]) for g in range(groups)] for i in step]
+        (sum(x for row in found for x in row) / (GAS * groups)).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
         optimizer.step()
-        losses.append(found.mean().item())
-    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
-
-
-def _mean(losses):
-    """Over data-parallel ranks and micro-batches."""
-    total = torch.tensor(losses).mean()
-    dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
-
-
-def _parallelism(sp, world):
-    from accelerate.parallelism_config import ParallelismConfig
-    from accelerate.utils import DeepSpeedSequenceParallelConfig
-
-    dp = {"dp_shard_size": world // sp} if world > sp else {}
-    return ParallelismConfig(
-        sp_backend="deepspeed", sp_size=sp, sp_handler=DeepSpeedSequenceParallelConfig(), **dp
-    )
-
-
-def _forget():
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-    unset_hf_deepspeed_config()
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+        losses += [[x.item() for x in row] for row in found]
+    with torch.no_grad():
+        evaluated = [plain_loss(model, sample).item() for sample in data[:5]]
+    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}, evaluated
 
 
 def _accelerate(rank, size, sp, stages):
-    from accelerate import Accelerator
-    from accelerate.utils import DeepSpeedPlugin, GradientAccumulationPlugin
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DeepSpeedPlugin
 
     quiet()
     burst.replace_ulysses()
     found = {}
+    data = dataset(BATCHES * size // sp)
     for stage in stages:
         model = model_of()
-        plugin = DeepSpeedPlugin(hf_ds_config=_config(stage, GAS))
-        # A rank's own loader is at its end SP micro-batches before theirs is: that is no reason to step.
-        steps = GradientAccumulationPlugin(GAS, sync_with_dataloader=False)
+        PartialState(cpu=True)  # as the Trainer does, so that Accelerate counts processes without a GPU
+        plugin = DeepSpeedPlugin(hf_ds_config=_config(stage))
         accelerator = Accelerator(
             deepspeed_plugin=plugin,
-            parallelism_config=_parallelism(sp, size),
-            gradient_accumulation_plugin=steps,
+            parallelism_config=parallelism(sp),
+            gradient_accumulation_steps=GAS,
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        data = dataset(STEPS * GAS * size // sp)
-        mine = data[rank // sp :: size // sp]  # of this data-parallel rank; each rank of its group loads some
-        loader = torch.utils.data.DataLoader(mine[rank % sp :: sp], collate_fn=collated, batch_size=1)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        loaders = [
+            torch.utils.data.DataLoader(rows, collate_fn=collated, batch_size=1) for rows in (data, data[:5])
+        ]
+        model, optimizer, loader, evaluated = accelerator.prepare(model, optimizer, *loaders)
         losses, norms = [], []
         for batch in loader:
             with accelerator.accumulate(model):
@@ -103,76 +84,32 @@ def _accelerate(rank, size, sp, stages):
                     norms.append(float(model.get_global_grad_norm()))
                 optimizer.step()
                 optimizer.zero_grad()
+        model.eval()
+        seen = []
+        with torch.no_grad():
+            for batch in evaluated:
+                seen += accelerator.gather_for_metrics(model(**batch).loss[None]).tolist()
+            alone = model(**collated(data[rank : rank + 1])).loss.item()  # a whole batch, of this rank
         get = deepspeed.utils.safe_get_full_fp32_param
         parameters = {n: get(p) for n, p in accelerator.unwrap_model(model).named_parameters()}
-        means = [_mean(losses[i : i + GAS]) for i in range(0, len(losses), GAS)]
-        found[stage] = means, norms, parameters
+        found[stage] = losses, norms, parameters, seen, alone
         model.destroy()
-        _forget()
-    return found, _truth(data, sp)
-
-
-def _close(found, truth):
-    (losses, norms, parameters), (want_losses, want_norms, want_parameters) = found, truth
-    assert losses == pytest.approx(want_losses, rel=1e-5)
-    assert norms == pytest.approx(want_norms, rel=1e-5)
-    assert worst(parameters, want_parameters) < 1e-5
+        forget()
+    return found, _truth(data, size // sp)
 
 
 @pytest.mark.parametrize("sp", [4, pytest.param(2, marks=pytest.mark.slow)], ids=["SP4", "DP2xSP2"])
 def test_accelerate(sp):
+    """Training with Accelerate's own accumulation, then evaluation: every sample once, in order."""
     pytest.importorskip("accelerate")
-    for found, truth in processes(4, _accelerate, sp, [1, 3]):
-        for of in found.values():
-            _close(of, truth)
-
-
-def _trainer(rank, size, sp, stages, folder):
-    from transformers import Trainer, TrainingArguments
-
-    quiet()
-    burst.replace_ulysses()
-    found = {}
-    for stage in stages:
-        data, model = dataset(STEPS * GAS * size // sp), model_of()
-        arguments = TrainingArguments(
-            f"{folder}/{rank}", use_cpu=True, deepspeed=_config(stage, GAS), max_steps=STEPS,
-            parallelism_config=_parallelism(sp, size), per_device_train_batch_size=1,
-            gradient_accumulation_steps=GAS, max_grad_norm=0.5, learning_rate=0.1,
-            lr_scheduler_type="constant", optim="sgd", weight_decay=0.0, logging_steps=1, save_strategy="no",
-            report_to=[], disable_tqdm=True, remove_unused_columns=False,
-            train_sampling_strategy="sequential",
-        )  # fmt: skip
-        trainer = Trainer(model, arguments, train_dataset=data, data_collator=collated)
-        trainer.train()
-        log = [entry for entry in trainer.state.log_history if "loss" in entry]
-        get = deepspeed.utils.safe_get_full_fp32_param
-        parameters = {n: get(p) for n, p in trainer.model.named_parameters()}
-        found[stage] = [entry["loss"] for entry in log], [entry["grad_norm"] for entry in log], parameters
-        for name, own in (("label_smoothing_factor", "label_smoother"), ("compute_loss_func",) * 2):
-            setattr(trainer, own, print)
-            with pytest.raises(RefusedError, match=f"Trainer's {name} is not served"):
-                trainer.compute_loss(trainer.model, {})
-            setattr(trainer, own, None)
-        trainer.model_wrapped.destroy()
-        _forget()
-    return found, _truth(data, sp)
-
-
-@pytest.mark.parametrize(
-    ("sp", "stages"),
-    [
-        (2, [3]),
-        pytest.param(2, [2], marks=pytest.mark.slow),
-        pytest.param(4, [2, 3], marks=pytest.mark.slow),
-    ],
-    ids=["DP2xSP2 3", "DP2xSP2 2", "SP4"],
-)
-def test_trainer(sp, stages, tmp_path):
-    pytest.importorskip("accelerate")
-    for found, truth in processes(4, _trainer, sp, stages, str(tmp_path)):
-        for of in found.values():
-            _close(of, truth)
+    for rank, (found, truth) in enumerate(processes(4, _accelerate, sp, [1, 3])):
+        want_losses, want_norms, want_parameters, evaluated = truth
+        for losses, norms, parameters, seen, alone in found.values():
+            assert losses == pytest.approx([row[rank // sp] for row in want_losses], rel=1e-5)
+            assert norms == pytest.approx(want_norms, rel=1e-5)
+            assert worst(parameters, want_parameters) < 1e-5
+            assert seen == pytest.approx(evaluated, rel=1e-5)
+            assert alone == pytest.approx(evaluated[rank], rel=1e-5)
 
 
 class Local(torch.nn.Module):
@@ -235,7 +172,7 @@ def test_replaced_and_restored():
 def test_without_accelerate_it_says_what_to_use_instead():
     from accelerate.state import AcceleratorState
 
-    from burst_mcore.deepspeed.ulysses import _read
+    from burst_mcore.deepspeed.accelerate.model import _read
 
     AcceleratorState._reset_state()
     with pytest.raises(RefusedError, match="make its Accelerator first.*burst_mcore.deepspeed.initialize"):

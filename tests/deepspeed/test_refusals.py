@@ -160,7 +160,9 @@ def _forward(rank, size, _):
     )
     assert engine(**batch).loss.item() > 0  # the ring is as good as before
     engine.destroy()
-    dropping = start(config_of(2, size), attention_dropout=0.1)[0]
+    dropping = model_of()
+    dropping.model.layers[1].self_attn.attention_dropout = 0.1  # behind its configuration's back
+    dropping = start(config_of(2, size), model=dropping)[0]
     found["dropout"] = _refused(dropping, **batch)
     dropping.destroy()
     model = model_of()
@@ -257,5 +259,7 @@ def test_models_that_count_positions_by_their_tokens(family):
     config = getattr(transformers, f"{family}Config")(vocab_size=32, is_decoder=True, **sizes)
     with pytest.raises(RefusedError, match="counts positions by its tokens .*from its padding token on"):
         use_burst(getattr(transformers, f"{family}ForCausalLM")(config), 1)
-    other = transformers.GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=32)
+    other = transformers.GPT2Config(
+        vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=32, attn_pdrop=0.0
+    )
     use_burst(transformers.GPT2LMHeadModel(other), 1)

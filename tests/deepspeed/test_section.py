@@ -50,7 +50,10 @@ def test_checkpointing_makes_a_recompute_policy(given, policy):
             "'none', 'full', 'attention' or 'segment', got 'segments'",
         ),
         ({"checkpointing": {"policy": "segment", "keep": 1.5}}, "from 0 to 1, got 1.5"),
-        ({"checkpointing": {"policy": "segment", "keep": "most"}}, "Input should be 'auto', got 'most'"),
+        (
+            {"checkpointing": {"policy": "segment", "keep": "most"}},
+            "must be one of: a number, \"auto\"; got 'most'",
+        ),
         ({"checkpointing": {"policy": "segment", "keep": "auto"}}, "keep='auto' needs memory_gb"),
         ({"checkpointing": {"policy": "segment", "keep": "auto", "memory_gb": 0}}, "above 0; got 0"),
         ({"checkpointing": {"policy": "segment", "memory_gb": 2}}, "memory_gb is for keep='auto'"),

@@ -1,0 +1,7 @@
+"""Accelerate, the Trainer and TRL over sharded sequences: burst in the places where they look for Ulysses."""
+
+from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter
+from burst_mcore.deepspeed.accelerate.model import BurstSPAttentionHF
+from burst_mcore.deepspeed.accelerate.places import replace_ulysses, restore_ulysses
+
+__all__ = ["BurstSPAttentionHF", "BurstSPDataLoaderAdapter", "replace_ulysses", "restore_ulysses"]

@@ -1,0 +1,63 @@
+"""Which names of DeepSpeed, Accelerate and transformers burst sets, and how they are set back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from burst_mcore.deepspeed.accelerate import trainer as ours
+from burst_mcore.deepspeed.accelerate.gathered import gathering
+from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter, skipping
+from burst_mcore.deepspeed.accelerate.model import BurstSPAttentionHF
+from burst_mcore.deepspeed.cpu import prepare_cpu
+from burst_mcore.deepspeed.refusals import refuse_versions
+
+
+def replace_ulysses() -> None:
+    """Make Accelerate and the Trainer use BurstAttention where they would use DeepSpeed's Ulysses.
+
+    Call it before Accelerator or Trainer prepare a model. Twice is once; `restore_ulysses` takes it back. It
+    sets a few names, which those packages look up when they need them, and changes no file.
+    """
+    refuse_versions()
+    prepare_cpu()
+    for module, name, ours_of in _places():
+        if (module, name) not in _originals:
+            own = _originals[module, name] = getattr(module, name)
+            setattr(module, name, ours_of(own))
+
+
+def restore_ulysses() -> None:
+    """Take `replace_ulysses` back, for models that are prepared later."""
+    while _originals:
+        (module, name), own = _originals.popitem()
+        setattr(module, name, own)
+
+
+_originals: dict[tuple[Any, str], Any] = {}
+
+
+def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    """(where, which name, its own value -> ours)."""
+    from deepspeed.runtime.sequence_parallel import ulysses_sp
+
+    places: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        (ulysses_sp, "UlyssesSPAttentionHF", lambda _: BurstSPAttentionHF),
+        (ulysses_sp, "UlyssesSPDataLoaderAdapter", lambda _: BurstSPDataLoaderAdapter),
+    ]
+    try:
+        from accelerate import accelerator
+        from transformers import trainer
+    except ImportError:  # no Accelerate, no Trainer
+        return places
+    return [
+        *places,
+        (accelerator, "skip_first_batches", skipping),
+        (accelerator.Accelerator, "gather_for_metrics", gathering),
+        (trainer, "skip_first_batches", skipping),
+        (trainer.Trainer, "__init__", ours.counting_tokens),
+        (trainer.Trainer, "_get_num_items_in_batch", ours.labels_of_whole_sequences),
+        (trainer.Trainer, "compute_loss", ours.loss_of_whole_sequences),
+        (trainer.Trainer, "evaluation_loop", ours.over_shards),
+        (trainer.Trainer, "prediction_step", ours.with_whole_outputs),
+    ]

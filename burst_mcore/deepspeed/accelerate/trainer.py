@@ -1,0 +1,154 @@
+"""What transformers' Trainer does over sharded sequences, as it does it without: its loss, its evaluation.
+
+Each function here takes a method of the Trainer and returns the one that stands in its place. Without
+sequence parallelism the method itself is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import wraps
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from burst_mcore.deepspeed.accelerate.gathered import whole
+from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter, adapter_of
+from burst_mcore.deepspeed.batches import IGNORED
+from burst_mcore.deepspeed.errors import RefusedError
+from burst_mcore.deepspeed.groups import unit_of
+from burst_mcore.loss import unpatched
+
+Method = Callable[..., Any]
+
+
+def counting_tokens(init: Method) -> Method:
+    """Trainer.__init__: losses are divided by the labels of all micro-batches, as without sequence groups."""
+
+    @wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807  # the method that it stands for
+        init(self, *args, **kwargs)
+        if _size(self) > 1:
+            self.model_accepts_loss_kwargs = True  # which the Trainer takes back for DeepSpeed's Ulysses
+
+    return __init__
+
+
+def labels_of_whole_sequences(count: Method) -> Method:
+    """Trainer._get_num_items_in_batch: how many labels the sequences have, of which a rank has shards.
+
+    Over the accumulated micro-batches, and over all groups where the Trainer averages over devices.
+    """
+
+    @wraps(count)
+    def _get_num_items_in_batch(self: Any, batches: Sequence[Any], device: Any) -> Tensor | int | None:
+        if _size(self) == 1:
+            found: Tensor | int | None = count(self, batches, device)
+            return found
+        if not batches or "shift_labels" not in batches[0]:
+            return None
+        number = sum((batch["shift_labels"] != IGNORED).sum() for batch in batches)
+        assert isinstance(number, Tensor)
+        everywhere = self.args.average_tokens_across_devices
+        dist.all_reduce(number, group=None if everywhere else _unit(self).get_sequence_parallel_group())
+        # Sequences without a label: no gradient in training; in evaluation NaN, which the Trainer leaves out.
+        return (number.clamp(min=1) if self.model.training else number).to(device)
+
+    return _get_num_items_in_batch
+
+
+def loss_of_whole_sequences(compute_loss: Method) -> Method:
+    """Trainer.compute_loss: the loss that the model returns is the whole sequence's already.
+
+    transformers 5.23 gathers the losses of shards once more, and the gradient of that is a sum, SP times too
+    large.
+    """
+
+    @wraps(compute_loss)
+    def of_whole_sequences(
+        self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        shards = "shift_labels" in inputs
+        if _size(self) == 1 or not (shards or self.model.training):
+            return compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+        for name, own in (
+            ("label_smoothing_factor", self.label_smoother),
+            ("compute_loss_func", self.compute_loss_func),
+        ):
+            if own is not None:
+                raise RefusedError("loss", f"the Trainer's {name} is not served: the loss is the model's own")
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss * (self.accelerator.num_processes // _size(self))  # DeepSpeed divides by it
+        return (loss, outputs) if return_outputs else loss
+
+    return of_whole_sequences
+
+
+def over_shards(evaluation_loop: Method) -> Method:
+    """Trainer.evaluation_loop: batches are dealt to the ranks of a sequence group, as in training."""
+
+    @wraps(evaluation_loop)
+    def dealt(self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        if _size(self) > 1 and not isinstance(dataloader, BurstSPDataLoaderAdapter):
+            unit = _unit(self)
+            if self.compute_metrics is not None and not hasattr(self.prediction_step, "of_whole_sequences"):
+                raise RefusedError(
+                    "compute_metrics",
+                    f"{type(self).__name__} has a prediction_step of its own, which predicts for a shard: "
+                    "leave compute_metrics out",
+                )
+            rank, group = unit.get_sequence_parallel_rank(), unit.get_sequence_parallel_group()
+            dataloader = BurstSPDataLoaderAdapter(dataloader, rank, group, _size(self), self.args.device)
+            dataloader.evaluates = True
+        return evaluation_loop(self, dataloader, *args, **kwargs)
+
+    return dealt
+
+
+def with_whole_outputs(prediction_step: Method) -> Method:
+    """Trainer.prediction_step: predictions and labels of whole sequences, where they are asked for.
+
+    Then the model makes its logits, whether its loss is fused in training or not.
+    """
+
+    @wraps(prediction_step)
+    def step(
+        self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        loader = adapter_of(self.accelerator.gradient_state.active_dataloader)
+        if _size(self) == 1 or loader is None or "shift_labels" not in inputs:
+            return prediction_step(self, model, inputs, prediction_loss_only, *args, **kwargs)
+        with nullcontext() if prediction_loss_only else unpatched(self.model):
+            loss, *outputs = prediction_step(self, model, inputs, prediction_loss_only, *args, **kwargs)
+        local = inputs["input_ids"].shape[1]
+        if "inputs" in self.args.include_for_metrics:  # the loop reads them from the batch, after this
+            inputs["input_ids"] = whole(inputs["input_ids"], loader, local)
+        return loss, *whole(tuple(outputs), loader, local)
+
+    step.of_whole_sequences = True  # type: ignore[attr-defined]  # unless a subclass overrides it
+    return step
+
+
+def _size(trainer: Any) -> int:
+    """How many ranks share a sequence under a Trainer."""
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    if parallelism is None or parallelism.sp_backend != "deepspeed" or not parallelism.sp_enabled:
+        return 1
+    return int(parallelism.sp_size)
+
+
+def _unit(trainer: Any) -> Any:
+    return unit_of(_size(trainer))
+
+
+__all__ = [
+    "counting_tokens",
+    "labels_of_whole_sequences",
+    "loss_of_whole_sequences",
+    "over_shards",
+    "with_whole_outputs",
+]

@@ -1,0 +1,125 @@
+"""All that is done to a model before DeepSpeed makes an engine of it: attention, loss, recompute, hooks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from burst_mcore.attention.function import connect
+from burst_mcore.attention.topology import Topology
+from burst_mcore.config import BurstConfig
+from burst_mcore.deepspeed.agreement import on_all_ranks, refuse_differences
+from burst_mcore.deepspeed.checkpointing import attach_checkpointing
+from burst_mcore.deepspeed.errors import RefusedError
+from burst_mcore.deepspeed.groups import topology_of
+from burst_mcore.deepspeed.loss import gradient_scale, refuse_large_parameters
+from burst_mcore.deepspeed.models import checked_loss, has_head_of_trl, use_burst
+from burst_mcore.deepspeed.rotary import attach_rotary, depends_on_length
+from burst_mcore.deepspeed.section import Section
+from burst_mcore.deepspeed.sequence import SequenceParallel
+from burst_mcore.loss import patch_causal_lm
+
+SEQUENCE = "_burst_mcore_sequence"
+"""The attribute of a prepared model that has its `SequenceParallel`."""
+
+
+def prepare_model(
+    model: nn.Module, section: Section, config: Mapping[str, Any], unit: Any
+) -> SequenceParallel:
+    """All that is done to a model, in place. `config`: DeepSpeed's. Preparing twice is preparing once.
+
+    Collective over all ranks; the first logs how many of them share a sequence, and whose loss it is.
+
+    Raises:
+        RefusedError: the model cannot be served; or the ranks have different ones.
+    """
+    size = unit.get_sequence_parallel_world_size()
+    loss = on_all_ranks(lambda: _change(model, section, config, size))
+    refuse_differences("model", _fingerprint(model))
+    burst = section.burst_config()
+    topology = on_all_ranks(lambda: _connected(unit, burst))
+    found = vars(model).get(SEQUENCE)
+    if found is None:
+        vars(model)[SEQUENCE] = found = SequenceParallel(model, topology, None, burst).attach()
+    assert isinstance(found, SequenceParallel)
+    found.topology, found.config = topology, burst
+    found.group = unit.get_sequence_parallel_group() if size > 1 else None
+    found.scale = gradient_scale(config, size)
+    found.dealing = _dealing(model, burst)
+    _log(f"burst_mcore: {size} ranks share a sequence, {dist.get_world_size() // size} at a time; {loss}")
+    return found
+
+
+def sequence_of(model: nn.Module) -> SequenceParallel:
+    """What `prepare_model` made for a model.
+
+    Raises:
+        RefusedError: it was not prepared.
+    """
+    found = vars(model).get(SEQUENCE)
+    if not isinstance(found, SequenceParallel):
+        raise RefusedError("model", "it was not prepared by burst_mcore.deepspeed.initialize")
+    return found
+
+
+def _change(model: Any, section: Section, config: Mapping[str, Any], size: int) -> str:
+    """Attention, loss and recompute of a model; nothing is communicated. Says whose loss it is."""
+    if not isinstance(model, nn.Module):
+        raise RefusedError("model", f"give the model itself, got {model!r}")
+    refuse_large_parameters(config, model.parameters())
+    inner = use_burst(model, size)
+    checked_loss(inner, size)
+    attach_rotary(inner)
+    loss = "the loss is the model's own, of logits"
+    if has_head_of_trl(inner):
+        loss = "the loss is left to TRL's fused head"
+    elif section.fused_loss:
+        loss = "the loss is fused with the LM head"
+        try:
+            patch_causal_lm(inner)
+        except ValueError as error:
+            raise RefusedError(
+                "loss", f'{error}. With "fused_loss": false in the section the loss is left to the model'
+            ) from None
+    attach_checkpointing(inner, section.checkpointing)
+    return loss
+
+
+def _connected(unit: Any, config: BurstConfig) -> Topology:
+    topology = topology_of(unit)
+    try:
+        connect(topology, config)
+    except ValueError as error:
+        raise RefusedError("head_parallel", str(error)) from None
+    return topology
+
+
+def _dealing(model: nn.Module, config: BurstConfig) -> dict[str, Any]:
+    """How batches are dealt that a model is given: keyword arguments of `ShardedLoader`."""
+    settings: Any = getattr(model, "config", None)
+    text = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
+    most = getattr(text, "max_position_embeddings", None)
+    if any(map(depends_on_length, model.modules())):
+        most = 0  # padding must not make the sequence look longer: its positions start again from 0
+    pad_token_id = getattr(text, "pad_token_id", None) or 0
+    return {"layout": config.layout, "pad_token_id": pad_token_id, "max_positions": most}
+
+
+def _fingerprint(model: nn.Module) -> str:
+    """What is alike on all ranks where their models are: class, number of parameters, names and shapes."""
+    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+    settings: Any = getattr(model, "config", None)
+    told = settings.to_json_string() if hasattr(settings, "to_json_string") else ""
+    digest = hashlib.sha256(f"{shapes}{told}".encode()).hexdigest()[:8]
+    return f"a {type(model).__name__} of {len(shapes)} parameters (digest of shapes and config {digest})"
+
+
+def _log(line: str) -> None:
+    """At DeepSpeed's level and in its format, where its users look; of the first rank."""
+    from deepspeed.utils.logging import log_dist
+
+    log_dist(line, ranks=[0])

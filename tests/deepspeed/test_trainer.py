@@ -1,0 +1,221 @@
+"""transformers' Trainer over sequence groups, held to the plain Trainer in one process."""
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from engines import SMALL, dataset, model_of, quiet, worst
+from ranks import processes
+
+import burst_mcore.deepspeed as burst
+from burst_mcore.deepspeed.batches import collated
+
+pytest.importorskip("accelerate")
+
+
+def sections(stage=2, **section):
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": stage, **SMALL},
+        "zero_allow_untested_optimizer": True,
+        "burst_attention": {"layout": "striped", **section},
+    }
+
+
+def parallelism(sp):
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+    world = dist.get_world_size()
+    dp = {"dp_shard_size": world // sp} if world > sp else {}
+    return ParallelismConfig(
+        sp_backend="deepspeed", sp_size=sp, sp_handler=DeepSpeedSequenceParallelConfig(), **dp
+    )
+
+
+def forget():
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def arguments_of(folder, sp, *, kind=None, stage=2, section=None, **options):
+    """TrainingArguments: with sp None those of plain training in one process."""
+    from transformers import TrainingArguments
+
+    if sp is not None:
+        options["deepspeed"] = sections(stage, **(section or {}))
+        options["parallelism_config"] = parallelism(sp)
+    return (kind or TrainingArguments)(
+        **{
+            "output_dir": folder, "use_cpu": True, "max_steps": 3, "per_device_train_batch_size": 1,
+            "per_device_eval_batch_size": 1, "max_grad_norm": 0.5, "learning_rate": 0.1,
+            "lr_scheduler_type": "constant", "optim": "sgd", "weight_decay": 0.0, "logging_steps": 1,
+            "save_strategy": "no", "report_to": [], "disable_tqdm": True, "remove_unused_columns": False,
+            "seed": 7, **options,
+        }
+    )  # fmt: skip
+
+
+def weights(trainer):
+    import deepspeed
+
+    named = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
+    get = deepspeed.utils.safe_get_full_fp32_param
+    found = {name: (get(p), p) for name, p in named}
+    return {name: (p if full is None else full).detach().clone() for name, (full, p) in found.items()}
+
+
+def log_of(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def accuracy(predicted):
+    """Of the next token, with unshifted labels as the plain Trainer hands them over."""
+    said, labels = np.argmax(predicted.predictions[:, :-1], -1), predicted.label_ids[:, 1:]
+    return {
+        "accuracy": float((said == labels)[labels != -100].mean()),
+        "shape": predicted.predictions.shape[1],
+    }
+
+
+def trained(
+    folder, sp, data, *, evaluated=None, metrics=None, resume=None, data_collator=collated, **options
+):
+    """(losses, norms, weights, evaluations) of a Trainer."""
+    from transformers import Trainer
+
+    model = model_of()  # before ZeRO-3 is asked for, which would deal its parameters as they are made
+    trainer = Trainer(
+        model, arguments_of(folder, sp, **options), train_dataset=data, eval_dataset=evaluated,
+        data_collator=data_collator, compute_metrics=metrics,
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=resume)
+    if evaluated is not None:
+        trainer.evaluate()
+    found = log_of(trainer, "loss"), log_of(trainer, "grad_norm"), weights(trainer), trainer.state.log_history
+    if sp is not None:
+        trainer.model_wrapped.destroy()
+        forget()
+    return found
+
+
+def plain(rank, size, calls):
+    quiet()
+    return [trained(**call) for call in calls]
+
+
+def sharded(rank, size, sp, calls):
+    quiet()
+    burst.replace_ulysses()
+    return [trained(sp=sp, **{**call, "folder": f"{call['folder']}/{rank}"}) for call in calls]
+
+
+def _alike(found, want, *, count=3):
+    losses, norms, parameters, _ = found
+    assert len(losses) == count
+    assert losses == pytest.approx(want[0], rel=1e-5)
+    assert norms == pytest.approx(want[1], rel=1e-5)
+    assert worst(parameters, want[2]) < 1e-6
+    unlike = worst(parameters, dict(model_of().named_parameters()))
+    assert unlike > 1e-3  # it was trained
+
+
+def _compare(sp, size, calls, folder):
+    """Each call on sequence groups beside the same with as many more micro-batches in one process."""
+    replicas = size // sp
+    alone = []
+    for call in calls:
+        options = dict(call)
+        options["gradient_accumulation_steps"] = call.get("gradient_accumulation_steps", 1) * replicas
+        alone.append({**options, "sp": None, "folder": f"{folder}/plain"})
+    (want,) = processes(1, plain, alone)
+    every = processes(size, sharded, sp, [{**call, "folder": f"{folder}/sp"} for call in calls])
+    return [(found, want) for found in every]
+
+
+UNEQUAL = dataset(12, tokens=40)
+ROWS = [{name: x[: 20 + 3 * i] for name, x in row.items()} for i, row in enumerate(dataset(12, tokens=60))]
+
+
+CASES = [
+    {"data": UNEQUAL},
+    {"data": UNEQUAL, "gradient_accumulation_steps": 2, "stage": 3},
+    {"data": ROWS, "per_device_train_batch_size": 2, "section": {"fused_loss": False}},
+    {"data": UNEQUAL, "gradient_accumulation_steps": 3, "average_tokens_across_devices": False},
+]
+
+
+@pytest.mark.parametrize(
+    ("sp", "size", "cases"),
+    [
+        (2, 2, CASES),
+        (2, 4, CASES[:2]),
+        pytest.param(4, 4, CASES, marks=pytest.mark.slow),
+    ],
+    ids=["SP2", "DP2xSP2", "SP4"],
+)
+def test_tokens_are_averaged_as_without_groups(sp, size, cases, tmp_path):
+    for found, want in _compare(sp, size, cases, tmp_path):
+        for ours, theirs in zip(found, want, strict=True):
+            _alike(ours, theirs)
+
+
+EVALUATED = [
+    {
+        "data": UNEQUAL,
+        "evaluated": ROWS[:5],
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "eval_on_start": True,
+    },
+    {"data": UNEQUAL, "evaluated": ROWS[:7], "metrics": accuracy, "per_device_eval_batch_size": 2},
+    {"data": UNEQUAL, "evaluated": ROWS[:7], "metrics": accuracy, "section": {"fused_loss": False}},
+]
+
+
+@pytest.mark.parametrize(
+    ("sp", "size"), [(2, 2), pytest.param(2, 4, marks=pytest.mark.slow)], ids=["SP2", "DP2xSP2"]
+)
+def test_evaluation(sp, size, tmp_path):
+    cases = EVALUATED if size == sp else EVALUATED[2:]
+    for found, want in _compare(sp, size, cases, tmp_path):
+        for ours, theirs in zip(found, want, strict=True):
+            _alike(ours, theirs)
+            entries = [[e for e in log if "eval_loss" in e] for log in (ours[3], theirs[3])]
+            assert len(entries[0]) == len(entries[1]) > 0
+            for mine, own in zip(*entries, strict=True):
+                assert mine["eval_loss"] == pytest.approx(own["eval_loss"], rel=1e-5)
+                assert mine.get("eval_accuracy") == own.get("eval_accuracy")
+                assert mine.get("eval_shape") == own.get("eval_shape")
+
+
+RESUMED = {
+    "data": UNEQUAL,
+    "max_steps": 5,
+    "gradient_accumulation_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 3,
+}
+
+
+def _resumed(rank, size, sp, folder):
+    """Five steps at once, and three and two; after three the epoch (of six) is in its middle."""
+    quiet()
+    burst.replace_ulysses()
+    whole = trained(folder, sp, **RESUMED)
+    again = trained(folder, sp, **{**RESUMED, "resume": f"{folder}/checkpoint-3"})
+    return whole, again
+
+
+@pytest.mark.parametrize(
+    ("sp", "size"), [(2, 2), pytest.param(2, 4, marks=pytest.mark.slow)], ids=["SP2", "DP2xSP2"]
+)
+def test_resume_in_the_middle_of_an_epoch(sp, size, tmp_path):
+    for whole, again in processes(size, _resumed, sp, str(tmp_path)):
+        assert whole[0][-2:] == again[0][-2:] and len(again[0]) == 5  # the log is kept in the checkpoint
+        assert worst(again[2], whole[2]) == 0

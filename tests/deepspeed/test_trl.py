@@ -1,0 +1,137 @@
+"""TRL's SFT and DPO over sequence groups, held to the same in one process."""
+
+import pytest
+import torch
+from engines import VOCABULARY, model_of, quiet, worst
+from ranks import processes
+from test_trainer import arguments_of, forget, log_of, weights
+
+import burst_mcore.deepspeed as burst
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+
+
+def tokenizer():
+    """Words w3, w4, ... are tokens 3, 4, ..."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{f"w{i}": i for i in range(3, VOCABULARY)}}
+    made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", model_max_length=512
+    )
+
+
+def words(count, generator):
+    return " ".join(f"w{i}" for i in torch.randint(3, VOCABULARY, (count,), generator=generator).tolist())
+
+
+def texts(count):
+    """Samples for SFT, of unequal length."""
+    generator = torch.Generator().manual_seed(5)
+    return [{"text": words(12 + 7 * (i % 5), generator)} for i in range(count)]
+
+
+def preferences(count):
+    generator = torch.Generator().manual_seed(6)
+    return [
+        {
+            "prompt": words(5 + i % 3, generator) + " ",
+            "chosen": words(9 + 4 * (i % 4), generator),
+            "rejected": words(6 + 5 * (i % 3), generator),
+        }
+        for i in range(count)
+    ]
+
+
+def sft(folder, sp, **options):
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    model = model_of()
+    trainer = SFTTrainer(
+        model, arguments_of(folder, sp, kind=SFTConfig, bf16=False, **{"max_length": 48, **options}),
+        train_dataset=Dataset.from_list(texts(24)), eval_dataset=Dataset.from_list(texts(5)),
+        processing_class=tokenizer(),
+    )  # fmt: skip
+    return _trained(trainer, sp, "mean_token_accuracy")
+
+
+def dpo(folder, sp, *, lora=False, **options):
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    model, reference = model_of(), model_of()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.1)  # not the reference's, or every margin would be 0 at first
+    peft = None
+    if lora:
+        from peft import LoraConfig
+
+        reference = None
+        peft = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        torch.manual_seed(3)
+    trainer = DPOTrainer(
+        model, reference, arguments_of(folder, sp, kind=DPOConfig, bf16=False, max_length=48, **options),
+        train_dataset=Dataset.from_list(preferences(24)), eval_dataset=Dataset.from_list(preferences(5)),
+        processing_class=tokenizer(), peft_config=peft,
+    )  # fmt: skip
+    return _trained(trainer, sp, "rewards/margins")
+
+
+def _trained(trainer, sp, metric):
+    trainer.train()
+    evaluation = trainer.evaluate()
+    found = {
+        "loss": log_of(trainer, "loss"),
+        "grad_norm": log_of(trainer, "grad_norm"),
+        metric: log_of(trainer, metric),
+        "evaluation": [evaluation["eval_loss"], evaluation[f"eval_{metric}"]],
+    }
+    parameters = weights(trainer)
+    if sp is not None:
+        trainer.model_wrapped.destroy()
+        forget()
+    return found, parameters
+
+
+KINDS = {"sft": sft, "dpo": dpo}
+
+
+def alone(rank, size, calls):
+    quiet()
+    return [KINDS[kind](sp=None, **call) for kind, call in calls]
+
+
+def shared(rank, size, sp, calls):
+    quiet()
+    burst.replace_ulysses()
+    return [KINDS[kind](sp=sp, **{**call, "folder": f"{call['folder']}/{rank}"}) for kind, call in calls]
+
+
+ROWS = {"per_device_train_batch_size": 2}
+CASES = {
+    "SFT": ("sft", {"gradient_accumulation_steps": 2}),
+    "SFT, rows padded": ("sft", {**ROWS, "stage": 3}),
+    "SFT, packed": ("sft", {"packing": True}),
+    "SFT, padding-free": (
+        "sft",
+        {"padding_free": True, "max_length": None, **ROWS},
+    ),
+    "DPO": ("dpo", {"gradient_accumulation_steps": 2}),
+    "DPO, rows padded": ("dpo", {**ROWS, "beta": 0.5}),
+    "DPO, LoRA": ("dpo", {"lora": True}),
+}
+
+
+def test_trl(tmp_path):
+    calls = [(kind, {**options, "folder": str(tmp_path)}) for kind, options in CASES.values()]
+    (want,) = processes(1, alone, calls)
+    for found in processes(2, shared, 2, calls):
+        for name, (ours, parameters), (theirs, true) in zip(CASES, found, want, strict=True):
+            for key, values in theirs.items():
+                assert values and ours[key] == pytest.approx(values, rel=1e-4, abs=1e-6), (name, key)
+            assert worst(parameters, true) < 1e-6, name

@@ -1,0 +1,162 @@
+"""Every causal LM that transformers names, tiny: is it the same over a sequence group, or refused?"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from burst_mcore.deepspeed.errors import RefusedError
+from burst_mcore.deepspeed.groups import unit_of
+from burst_mcore.deepspeed.loader import ShardedLoader
+from burst_mcore.deepspeed.models import use_burst
+from burst_mcore.deepspeed.prepare import prepare_model
+from burst_mcore.deepspeed.section import Section
+
+NAMES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+TOKENS, ROWS, VOCABULARY = 64, 2, 80
+
+ALIKE: dict[int, str] = {
+    32: "hidden_size n_embd d_model dim embedding_size input_embedding_size d_embed hidden_dim",
+    2: "num_hidden_layers n_layer n_layers num_layers num_key_value_heads num_kv_heads swa_num_key_value_heads "
+    "num_global_key_value_heads num_experts_per_tok moe_k moe_topk top_k_experts num_mem_blocks moe_top_k",
+    1: "decoder_layers encoder_layers num_decoder_layers num_encoder_layers n_group topk_group n_shared_experts "
+    "num_shared_experts moe_num_shared_experts first_k_dense_replace",
+    4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads "
+    "swa_num_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim",
+    8: "head_dim global_head_dim kv_channels swa_head_dim d_head d_kv attention_head_dim q_lora_rank kv_lora_rank "
+    "qk_nope_head_dim v_head_dim swa_v_head_dim hidden_size_per_layer_input",
+    12: "qk_head_dim",
+    48: "intermediate_size n_inner ffn_dim d_inner ffn_hidden_size d_ff dff",
+    16: "decoder_ffn_dim encoder_ffn_dim moe_intermediate_size expert_ffn_hidden_size sliding_window window_size "
+    "shared_expert_intermediate_size moe_shared_expert_intermediate_size sliding_window_size",
+    512: "max_position_embeddings n_positions n_ctx max_seq_len max_source_positions",
+    VOCABULARY: "vocab_size vocab_size_per_layer_input",
+}
+SIZES: dict[str, Any] = {
+    **{name: size for size, names in ALIKE.items() for name in names.split()},
+    "num_kv_shared_layers": 0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "is_decoder": True,
+    "use_cache": False,
+}  # fmt: skip
+"""What configurations are given of the keys that they have; every key that drops something is 0."""
+PARTICULAR: dict[str, dict[str, Any]] = {}
+"""By name: what a configuration needs besides, to be built as small."""
+
+
+def config_of(name: str) -> Any:
+    """The tiny configuration of a name."""
+    kind = CONFIG_MAPPING[name]
+    own = kind()
+    text = own.get_text_config()
+    particular = PARTICULAR.get(name, {})
+    given = {key: value for key, value in SIZES.items() if _has(text, key)}
+    given |= {key: 0.0 for key in vars(text) if "drop" in key and isinstance(getattr(text, key), float)}
+    if getattr(text, "layer_types", None) and "layer_types" not in particular:
+        kinds = list(dict.fromkeys(text.layer_types))
+        kinds = kinds if len(kinds) > 1 else kinds * 2
+        given |= {"layer_types": kinds, "num_hidden_layers": len(kinds)}
+    given |= particular
+    if text is own:
+        return kind(**given)
+    where = next(key for key, value in vars(own).items() if value is text)
+    return kind(**{where: {**text.to_dict(), **given}})
+
+
+def _has(config: Any, key: str) -> bool:
+    """Whether a configuration has a key that is set, and is no other's name."""
+    return key in vars(config) and (
+        vars(config)[key] is not None or key in ("head_dim", "num_key_value_heads")
+    )
+
+
+def outcomes(rank: int, size: int, names: tuple[str, ...]) -> dict[str, tuple[str, str]]:
+    """Of each name (outcome, words): equal, wrong, refused, crashed, not built."""
+    torch.manual_seed(1)
+    torch.use_deterministic_algorithms(False)  # several models have operators that have no other way
+    ids = torch.randint(3, VOCABULARY, (ROWS, TOKENS))
+    labels = ids.masked_fill(torch.rand(ROWS, TOKENS) < 0.3, -100)
+    labels[0, : TOKENS * 3 // 4] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    return {name: _outcome(name, batch) for name in names}
+
+
+def _outcome(name: str, batch: dict[str, Any]) -> tuple[str, str]:
+    try:
+        config = config_of(name)
+        _refuse_large(config)
+        torch.manual_seed(2)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.normal_(std=0.2) if p.dim() > 1 else p.add_(torch.randn_like(p) * 0.1)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+    except Exception as error:
+        return _unbuilt(name, error)
+    other = copy.deepcopy(model)
+    try:
+        use_burst(other, 2)
+    except RefusedError as error:
+        return "refused", str(error)
+    try:
+        want = model(**batch).loss
+        want.backward()
+    except Exception as error:
+        return "not built", f"the plain model fails: {type(error).__name__}: {str(error)[:200]}"
+    try:
+        found = _sharded(other, batch)
+    except RefusedError as error:
+        return "refused", str(error)
+    except Exception as error:
+        return "crashed", f"{type(error).__name__}: {str(error)[:300]}"
+    loss = abs(found.item() / want.item() - 1)
+    ours, theirs = dict(other.named_parameters()), dict(model.named_parameters())
+    error = max(_error(ours[key].grad, p.grad) for key, p in theirs.items() if p.grad is not None)
+    return ("equal" if loss < 1e-4 and error < 2e-4 else "wrong"), f"loss {loss:.1e}, gradients {error:.1e}"
+
+
+def _sharded(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """The loss over a sequence group of all ranks, and gradients summed over it."""
+    unit = unit_of(dist.get_world_size())
+    sequence = prepare_model(model, Section(), {}, unit)
+    loader = ShardedLoader([batch], group=sequence.group, **sequence.dealing)
+    (part,) = loader
+    loss: torch.Tensor = model(**part).loss
+    loss.backward()
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(p.grad)
+    return loss
+
+
+def _error(found: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest difference, relative to the largest entry; 0 where there is nothing but rounding."""
+    largest = float(want.abs().max())
+    return 0.0 if largest < 1e-6 else float((found - want).abs().max()) / largest
+
+
+def _refuse_large(config: Any) -> None:
+    """ValueError for a configuration that is not tiny: without allocating anything."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    count = sum(p.numel() for p in model.parameters())
+    if count > 3e6:
+        largest = max(model.named_parameters(), key=lambda item: item[1].numel())
+        raise ValueError(f"{count:.3g} parameters, of which {largest[0]} {tuple(largest[1].shape)}")
+
+
+def _unbuilt(name: str, error: Exception) -> tuple[str, str]:
+    """Of a model that does not fit into a tiny configuration: refused by its configuration alone, or unknown."""
+    return "not built", f"{type(error).__name__}: {str(error)[:200]}"
