@@ -36,7 +36,7 @@ def on_all_ranks(do: Callable[[], T]) -> T:
 
 def refuse_differences(name: str, mine: Any) -> None:
     """RefusedError, named `name`, on all ranks, where their values print differently. Collective."""
-    found = _of_all_ranks(repr(mine))
+    found = _of_all_ranks(mine if isinstance(mine, str) else repr(mine))
     other = next((rank for rank, word in enumerate(found) if word != found[0]), None)
     if other is not None:
         raise RefusedError(name, f"rank 0 has {found[0]}, rank {other} has {found[other]}")

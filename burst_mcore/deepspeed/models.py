@@ -14,7 +14,19 @@ from burst_mcore.deepspeed.attention import NAME, current, register
 from burst_mcore.deepspeed.errors import RefusedError
 
 LAYERS = ("full_attention", "sliding_attention")
-"""Kinds of layers (config.layer_types) that are served."""
+"""Kinds of attention layers (config.layer_types) that are served."""
+APART = ("mlp", "moe")
+"""Kinds of layers in which tokens do not meet."""
+KINDS = {
+    "linear_attention": "a state runs along the sequence",
+    "mamba": "a state runs along the sequence",
+    "recurrent": "a state runs along the sequence",
+    "hybrid": "a state runs along the sequence beside attention",
+    "conv": "neighbouring tokens are mixed",
+    "chunked_attention": "attention within chunks",
+    "indexed_attention": "attention to keys that an indexer picks",
+}
+"""Some of the others, in words."""
 TOWERS = ("vision_config", "audio_config")
 """Of a configuration: models beside the language model."""
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
@@ -43,7 +55,12 @@ def use_burst(model: nn.Module, size: int) -> nn.Module:
 
 def _where_tokens_meet(inner: Any) -> Iterator[tuple[str, str]]:
     """What a model has beside the attention that is served, the plainest first: (name, why it is refused)."""
-    name, config = type(inner).__name__, inner.config.get_text_config()
+    name = type(inner).__name__
+    try:
+        config = inner.config.get_text_config()
+    except ValueError:  # it has several
+        yield "model", f"{name} is made of several language models"
+        return
     towers = [tower for tower in TOWERS if getattr(inner.config, tower, None) is not None]
     if towers:
         yield (
@@ -54,13 +71,10 @@ def _where_tokens_meet(inner: Any) -> Iterator[tuple[str, str]]:
     if getattr(config, "is_encoder_decoder", False):
         yield "model", f"{name} is an encoder and a decoder"
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    odd = sorted({str(kind) for kind in kinds} - {*LAYERS})
+    odd = sorted({str(kind) for kind in kinds} - {*LAYERS, *APART})
     if odd:
-        yield (
-            "model",
-            f"{name} has layers of type {', '.join(odd)}, in which tokens meet otherwise than in attention "
-            f"over the whole sequence; served are {', '.join(LAYERS)}",
-        )
+        told = ", ".join(f"{kind} ({KINDS[kind]})" if kind in KINDS else kind for kind in odd)
+        yield "model", f"{name} has layers of type {told}; served are {', '.join(LAYERS)}"
     if getattr(inner, "_is_stateful", False):
         yield "model", f"{name} carries a state along the sequence, beside attention or in its place"
     mixers = [

@@ -122,6 +122,22 @@ def test_what_is_refused_of_a_batch(batch, name):
     assert error.value.name == name
 
 
+def test_columns_that_are_no_numbers_are_left_out_and_named(caplog):
+    rows = [{"text": "a b", "input_ids": [3, 4 + n][: n + 1], "meta": {"n": n}, "none": None} for n in (0, 1)]
+    with caplog.at_level("WARNING", logger="burst_mcore"):
+        batch = collated(rows)
+    assert batch.keys() == {"input_ids", "attention_mask"} and batch["input_ids"].tolist() == [[3, 0], [3, 5]]
+    assert [r.message for r in caplog.records] == [
+        "columns that are no numbers are left out of batches: text, meta, none"
+    ]
+    with pytest.raises(
+        RefusedError, match="a sample has no input_ids of numbers; its columns are text, labels"
+    ):
+        collated([{"text": "a", "labels": [1]}])
+    with pytest.raises(RefusedError, match="some samples of a batch have numbers as labels, some have not"):
+        collated([{"input_ids": [1], "labels": [1]}, {"input_ids": [1], "labels": None}])
+
+
 def test_positions_that_were_dealt_otherwise_are_found():
     with pytest.raises(RefusedError, match="5 at token 1 is followed by 2"):
         documents(_ids([4, 5, 2, 3]))

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
-from engines import config_of
+import transformers
+from engines import config_of, model_of
 from typer.testing import CliRunner
 
 from burst_mcore.cli import app
@@ -31,6 +33,37 @@ def test_the_doctor_says_what_initialize_would_refuse(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps(config_of(2, 2)))
     done = CliRunner().invoke(app, ["doctor", str(tmp_path / "ds.json"), "--world", "3"])
     assert done.exit_code == 1 and "refused (sequence_parallel_size)" in done.output
+
+
+def _doctor(path, config, *options):
+    (path / "ds.json").write_text(json.dumps(config))
+    return CliRunner().invoke(app, ["doctor", str(path / "ds.json"), *options])
+
+
+def test_the_doctor_predicts_for_devices_that_are_not_there(tmp_path):
+    config = {**config_of(3, 8), "bf16": {"enabled": True}}
+    done = _doctor(tmp_path, config, "--device", "h100", "--seq", "1M", "--world", "64", "--per-node", "8")
+    assert done.exit_code == 0, done.output
+    assert "kernel on h100, bfloat16: the first installed that serves, of flash3" in done.output
+    assert re.search("memory of a rank: about .* GB .*8.03 billion parameters; there are 80 GB", done.output)
+    done = _doctor(tmp_path, config, "--device", "h1000")
+    assert done.exit_code == 1 and "one of here, a100, h100, h200, b200" in done.output
+    done = _doctor(tmp_path, config, "--heads", "12", "--kv-heads", "5")
+    assert done.exit_code == 1 and "12 query heads do not group over 5 K/V heads" in done.output
+
+
+def test_the_doctor_takes_the_shape_of_a_model(tmp_path):
+    config = config_of(2, 2)
+    model_of(heads=4, kv_heads=2).config.save_pretrained(tmp_path)
+    done = _doctor(tmp_path, config, "--model", str(tmp_path), "--seq", "4K")
+    count = sum(p.numel() for p in model_of().parameters())
+    assert done.exit_code == 0, done.output
+    assert f"for {count / 1e9:.3g} billion parameters" in done.output
+    done = _doctor(tmp_path, config, "--model", str(tmp_path / "none"))
+    assert done.exit_code == 1 and "no causal LM in" in done.output
+    transformers.MambaConfig(num_hidden_layers=1, hidden_size=16, vocab_size=32).save_pretrained(tmp_path)
+    done = _doctor(tmp_path, config, "--model", str(tmp_path))
+    assert done.exit_code == 1 and "a state" in done.output
 
 
 @pytest.mark.slow

@@ -94,7 +94,49 @@ def _initialize(rank, size, _):
     if rank == 1:
         model.loss_function = test_initialize
     attempt(here(1, "loss"), model, words="test_initialize")
+    attempt("dropout", _model("Llama", attention_dropout=0.1), words="attention_dropout is 0.1")
+    attempt("dropout", _model("GPT2", n_embd=16, n_head=2), words="attn_pdrop is 0.1")
+    attempt("model", "meta-llama/Llama-3.2-1B", words="give the model itself")
+    attempt("model", _with_a_tower(), words="it has a vision_config")
+    qwen = _model("Qwen3Next", linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8,
+                  linear_value_head_dim=8, num_experts=2)  # fmt: skip
+    attempt("model", qwen, words="linear_attention (a state runs along the sequence)")
+    attempt("model", model_of(heads=2 if rank else 4), words="rank 1 has a LlamaForCausalLM of")
+    attempt(
+        "model", model_of(sliding_window=7 + rank, kind="Mistral"), words="rank 1 has a MistralForCausalLM"
+    )
+    attempt("loss", _with_lora_on_the_head(), words='"fused_loss": false')
+    attempt("head_parallel", config=config_of(2, size, head_parallel=3), words="head_parallel=3")
+    section = config_of(2, size)
+    del section["sequence_parallel_size"]
+    attempt("sequence_parallel_size", config=section, words='no "sequence_parallel_size": write')
+    misspelt = {**section, "sequnce_parallel_size": size}
+    attempt("sequence_parallel_size", config=misspelt, words='did you mean "sequence_parallel_size"?')
+    del misspelt["burst_attention"]
+    attempt("sequence_parallel_size", config=misspelt, words='did you mean "sequence_parallel_size"?')
+    whole = {**config_of(2, size), "train_batch_size": 8, "gradient_accumulation_steps": 2}
+    attempt("train_batch_size", config=whole, words="it is 8, but micro-batches of 1 samples, 2 accumulation")
+    auto = {**config_of(2, size), "train_micro_batch_size_per_gpu": "auto"}
+    attempt("configuration", config=auto, words="give train_micro_batch_size_per_gpu a value")
+    odd = {**config_of(2, size), "zero_optimization": {"stage": 9}}
+    attempt("configuration", config=odd, words='"zero_optimization": stage: ')
     return found
+
+
+def _with_a_tower():
+    """A model that was built for images as well; none comes."""
+    config = transformers.Qwen2VLConfig(
+        text_config={**TINY, "num_attention_heads": 2, "num_key_value_heads": 2, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}},
+        vision_config={"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 24},
+    )  # fmt: skip
+    return transformers.Qwen2VLForConditionalGeneration(config)
+
+
+def _with_lora_on_the_head():
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model_of(), LoraConfig(r=2, target_modules=["lm_head", "q_proj"]))
 
 
 def test_initialize():

@@ -8,6 +8,7 @@ from ranks import processes
 
 import burst_mcore.deepspeed as burst
 from burst_mcore.deepspeed.batches import collated
+from burst_mcore.deepspeed.errors import RefusedError
 
 pytest.importorskip("accelerate")
 
@@ -71,7 +72,11 @@ def weights(trainer):
 
 
 def log_of(trainer, name):
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
+    return log_of_history(trainer.state.log_history, name)
+
+
+def log_of_history(history, name):
+    return [entry[name] for entry in history if name in entry]
 
 
 def accuracy(predicted):
@@ -97,6 +102,9 @@ def trained(
     trainer.train(resume_from_checkpoint=resume)
     if evaluated is not None:
         trainer.evaluate()
+    if metrics is not None:
+        said = trainer.predict(evaluated)
+        trainer.state.log_history.append({"predicted": (said.predictions, said.label_ids)})
     found = log_of(trainer, "loss"), log_of(trainer, "grad_norm"), weights(trainer), trainer.state.log_history
     if sp is not None:
         trainer.model_wrapped.destroy()
@@ -192,6 +200,40 @@ def test_evaluation(sp, size, tmp_path):
                 assert mine["eval_loss"] == pytest.approx(own["eval_loss"], rel=1e-5)
                 assert mine.get("eval_accuracy") == own.get("eval_accuracy")
                 assert mine.get("eval_shape") == own.get("eval_shape")
+            for mine, own in zip(*(log_of_history(x[3], "predicted") for x in (ours, theirs)), strict=True):
+                for row, (said, told) in enumerate(
+                    zip(mine[0], own[0], strict=True)
+                ):  # in the dataset's order
+                    tokens = len(ROWS[row]["input_ids"])
+                    assert np.abs(said[:tokens] - told[:tokens]).max() < 1e-4
+                assert (mine[1] == own[1]).all()
+
+
+def _refused(rank, size, folder):
+    from transformers import Trainer
+
+    quiet()
+    burst.replace_ulysses()
+    found = []
+    for options in ({"label_smoothing_factor": 0.1}, {}):
+        model = model_of()
+        own = None if options else (lambda outputs, labels, num_items_in_batch: outputs.loss)
+        trainer = Trainer(
+            model, arguments_of(folder, size, **options), train_dataset=UNEQUAL, data_collator=collated,
+            compute_loss_func=own,
+        )  # fmt: skip
+        try:
+            trainer.train()
+        except RefusedError as error:
+            found.append(str(error))
+        forget()
+    return found
+
+
+def test_losses_of_the_trainers_own_are_refused(tmp_path):
+    for found in processes(2, _refused, str(tmp_path)):
+        assert len(found) == 2
+        assert "label_smoothing_factor" in found[0] and "compute_loss_func" in found[1]
 
 
 RESUMED = {

@@ -47,7 +47,7 @@ def preferences(count):
     ]
 
 
-def sft(folder, sp, **options):
+def sft(folder, sp, *, compute_metrics=None, **options):
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -55,7 +55,7 @@ def sft(folder, sp, **options):
     trainer = SFTTrainer(
         model, arguments_of(folder, sp, kind=SFTConfig, bf16=False, **{"max_length": 48, **options}),
         train_dataset=Dataset.from_list(texts(24)), eval_dataset=Dataset.from_list(texts(5)),
-        processing_class=tokenizer(),
+        processing_class=tokenizer(), compute_metrics=compute_metrics,
     )  # fmt: skip
     return _trained(trainer, sp, "mean_token_accuracy")
 
@@ -125,6 +125,22 @@ CASES = {
     "DPO, rows padded": ("dpo", {**ROWS, "beta": 0.5}),
     "DPO, LoRA": ("dpo", {"lora": True}),
 }
+
+
+def _metrics(rank, size, folder):
+    from burst_mcore.deepspeed.errors import RefusedError
+
+    quiet()
+    burst.replace_ulysses()
+    try:
+        sft(f"{folder}/{rank}", size, compute_metrics=len)
+    except RefusedError as error:
+        return str(error)
+
+
+def test_predictions_of_a_shard_are_refused(tmp_path):
+    for words in processes(2, _metrics, str(tmp_path)):
+        assert "SFTTrainer has a prediction_step of its own" in words
 
 
 def test_trl(tmp_path):

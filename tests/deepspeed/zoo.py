@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import copy
+import re
+import sys
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as a program
 
 import torch
 import torch.distributed as dist
+from ranks import processes
 from transformers import AutoModelForCausalLM
+from transformers import __version__ as VERSION  # noqa: N812
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -23,18 +30,18 @@ TOKENS, ROWS, VOCABULARY = 64, 2, 80
 
 ALIKE: dict[int, str] = {
     32: "hidden_size n_embd d_model dim embedding_size input_embedding_size d_embed hidden_dim",
-    2: "num_hidden_layers n_layer n_layers num_layers num_key_value_heads num_kv_heads swa_num_key_value_heads "
-    "num_global_key_value_heads num_experts_per_tok moe_k moe_topk top_k_experts num_mem_blocks moe_top_k",
-    1: "decoder_layers encoder_layers num_decoder_layers num_encoder_layers n_group topk_group n_shared_experts "
-    "num_shared_experts moe_num_shared_experts first_k_dense_replace",
+    2: "num_hidden_layers n_layer n_layers num_layers num_key_value_heads num_kv_heads num_experts_per_tok "
+    "swa_num_key_value_heads num_global_key_value_heads moe_k moe_topk top_k_experts moe_top_k",
+    1: "decoder_layers encoder_layers num_decoder_layers num_encoder_layers n_group topk_group "
+    "n_shared_experts num_shared_experts moe_num_shared_experts first_k_dense_replace",
     4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads "
     "swa_num_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim",
-    8: "head_dim global_head_dim kv_channels swa_head_dim d_head d_kv attention_head_dim q_lora_rank kv_lora_rank "
-    "qk_nope_head_dim v_head_dim swa_v_head_dim hidden_size_per_layer_input",
+    8: "head_dim global_head_dim kv_channels swa_head_dim d_head d_kv attention_head_dim q_lora_rank "
+    "kv_lora_rank qk_nope_head_dim v_head_dim swa_v_head_dim hidden_size_per_layer_input",
     12: "qk_head_dim",
     48: "intermediate_size n_inner ffn_dim d_inner ffn_hidden_size d_ff dff",
-    16: "decoder_ffn_dim encoder_ffn_dim moe_intermediate_size expert_ffn_hidden_size sliding_window window_size "
-    "shared_expert_intermediate_size moe_shared_expert_intermediate_size sliding_window_size",
+    16: "decoder_ffn_dim encoder_ffn_dim moe_intermediate_size expert_ffn_hidden_size sliding_window "
+    "window_size shared_expert_intermediate_size moe_shared_expert_intermediate_size sliding_window_size",
     512: "max_position_embeddings n_positions n_ctx max_seq_len max_source_positions",
     VOCABULARY: "vocab_size vocab_size_per_layer_input",
 }
@@ -49,8 +56,32 @@ SIZES: dict[str, Any] = {
     "use_cache": False,
 }  # fmt: skip
 """What configurations are given of the keys that they have; every key that drops something is 0."""
-PARTICULAR: dict[str, dict[str, Any]] = {}
+LATENT = {"num_key_value_heads": 4, "head_dim": 4}
+"""Multi-head latent attention: as many K/V heads as heads, and positions in a head's rotary part."""
+PARTICULAR: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("axk1", "deepseek_v3", "longcat_flash", "minicpm3", "youtu"), LATENT),
+    "glm4_moe_lite": LATENT,
+    "deepseek_v2": {**LATENT, "num_experts_per_tok": 2, "topk_method": "greedy"},
+    "gemma4": {"per_layer_config": None},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+              "layer_types": ["full_attention"] * 2},
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "gemma4_text": {"num_kv_shared_layers": 1, "num_hidden_layers": 4, "layer_types": [
+        "sliding_attention", "full_attention", "sliding_attention", "full_attention"]},
+    "roc_bert": {"shape_embed_dim": 8, "pronunciation_embed_dim": 8, "shape_vocab_size": 90,
+                 "pronunciation_vocab_size": 90},
+    "xlm": {"emb_dim": 32, "n_words": VOCABULARY},
+    "reformer": {"axial_pos_embds_dim": [8, 24]},
+    "zaya": {"num_experts_per_tok": 1},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "cohere_compass_text": {"layer_types": ["sliding_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+}  # fmt: skip
 """By name: what a configuration needs besides, to be built as small."""
+
+
+RANDOM = ("phimoe",)
+"""Models whose experts are drawn at random in training: compared in evaluation."""
 
 
 def config_of(name: str) -> Any:
@@ -60,8 +91,9 @@ def config_of(name: str) -> Any:
     text = own.get_text_config()
     particular = PARTICULAR.get(name, {})
     given = {key: value for key, value in SIZES.items() if _has(text, key)}
-    given |= {key: 0.0 for key in vars(text) if "drop" in key and isinstance(getattr(text, key), float)}
-    if getattr(text, "layer_types", None) and "layer_types" not in particular:
+    random = [key for key in vars(text) if "drop" in key or "jitter" in key]
+    given |= {key: 0.0 for key in random if isinstance(getattr(text, key), float)}
+    if vars(text).get("layer_types") and "layer_types" not in particular:
         kinds = list(dict.fromkeys(text.layer_types))
         kinds = kinds if len(kinds) > 1 else kinds * 2
         given |= {"layer_types": kinds, "num_hidden_layers": len(kinds)}
@@ -95,7 +127,8 @@ def _outcome(name: str, batch: dict[str, Any]) -> tuple[str, str]:
         config = config_of(name)
         _refuse_large(config)
         torch.manual_seed(2)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model.train(name not in RANDOM)
         with torch.no_grad():
             for p in model.parameters():
                 p.normal_(std=0.2) if p.dim() > 1 else p.add_(torch.randn_like(p) * 0.1)
@@ -103,7 +136,7 @@ def _outcome(name: str, batch: dict[str, Any]) -> tuple[str, str]:
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
     except Exception as error:
-        return _unbuilt(name, error)
+        return _as_it_is(name, error)
     other = copy.deepcopy(model)
     try:
         use_burst(other, 2)
@@ -157,6 +190,70 @@ def _refuse_large(config: Any) -> None:
         raise ValueError(f"{count:.3g} parameters, of which {largest[0]} {tuple(largest[1].shape)}")
 
 
-def _unbuilt(name: str, error: Exception) -> tuple[str, str]:
-    """Of a model that does not fit into a tiny configuration: refused by its configuration alone, or unknown."""
+def _as_it_is(name: str, error: Exception) -> tuple[str, str]:
+    """Of a model that does not fit into a tiny configuration: whether its own, on no device, is refused."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](), attn_implementation="eager")
+        use_burst(model, 2)
+    except RefusedError as refused:
+        return "refused", str(refused)
+    except Exception as again:
+        return "not built", f"{type(again).__name__}: {str(again)[:200]}"
     return "not built", f"{type(error).__name__}: {str(error)[:200]}"
+
+
+def page(found: dict[str, tuple[str, str]]) -> str:
+    """The outcomes as a page of the docs."""
+    equal = [name for name, (outcome, _) in found.items() if outcome == "equal"]
+    lines = [
+        "# Causal LMs of transformers, one by one",
+        "",
+        f"All {len(found)} names that `AutoModelForCausalLM` of transformers {VERSION} knows, tiny and with",
+        "random weights, in float32, 2 rows of 64 tokens, unequal labels, on 2 processes that share each",
+        "sequence, beside the same model in one process with eager attention.",
+        "`python tests/deepspeed/zoo.py docs/models.md` makes this page; a slow test compares it.",
+        "",
+        f"**Equal ({len(equal)}):** loss to 1e-4 and every gradient to 2e-4 of its largest entry.",
+        "",
+        ", ".join(f"`{name}`" for name in equal),
+        "",
+        "**Refused** when the model is prepared, or in the first forward where the reason is a mask:",
+        "",
+        "| models | why |",
+        "|---|---|",
+    ]
+    for outcome, last in (("refused", ""), ("not built", "Not compared")):
+        reasons: dict[str, list[str]] = {}
+        for name, (what, words) in found.items():
+            if what == outcome:
+                reasons.setdefault(_reason(words), []).append(f"`{name}`")
+        if last and reasons:
+            lines += ["", f"**{last}**: no tiny model was built, for a reason of transformers' own:", ""]
+            lines += ["| models | what it says |", "|---|---|"]
+        lines += [f"| {', '.join(names)} | {reason} |" for reason, names in reasons.items()]
+    return "\n".join([*lines, ""])
+
+
+def _reason(words: str) -> str:
+    """What a refusal says, without the name of the class that it begins with."""
+    words = " ".join(words.split()).replace("|", "/")
+    head, _, rest = words.partition("): ")
+    if not head.startswith("refused ("):
+        return words
+    subject, _, reason = rest.partition(" ")
+    return re.sub(r" \(\w+Embeddings\.", " (", reason) if subject != subject.lower() else rest
+
+
+def everything() -> dict[str, tuple[str, str]]:
+    """The outcome of every name, on two processes; a few at a time, whose memory is freed between."""
+    found: dict[str, tuple[str, str]] = {}
+    for first in range(0, len(NAMES), 24):
+        mine, other = processes(2, outcomes, NAMES[first : first + 24], timeout=600)
+        assert {name: x[0] for name, x in mine.items()} == {name: x[0] for name, x in other.items()}
+        found |= mine
+    return found
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(page(everything()))

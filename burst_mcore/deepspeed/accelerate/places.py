@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from burst_mcore.deepspeed.accelerate import trainer as ours
 from burst_mcore.deepspeed.accelerate.gathered import gathering
 from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter, skipping
 from burst_mcore.deepspeed.accelerate.model import BurstSPAttentionHF
+from burst_mcore.deepspeed.accelerate.trainer import (
+    counting_tokens,
+    labels_of_whole_sequences,
+    loss_of_whole_sequences,
+    over_shards,
+    with_whole_outputs,
+)
 from burst_mcore.deepspeed.cpu import prepare_cpu
 from burst_mcore.deepspeed.refusals import refuse_versions
 
@@ -21,10 +27,10 @@ def replace_ulysses() -> None:
     """
     refuse_versions()
     prepare_cpu()
-    for module, name, ours_of in _places():
+    for module, name, replacing in _places():
         if (module, name) not in _originals:
             own = _originals[module, name] = getattr(module, name)
-            setattr(module, name, ours_of(own))
+            setattr(module, name, replacing(own))
 
 
 def restore_ulysses() -> None:
@@ -55,9 +61,9 @@ def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
         (accelerator, "skip_first_batches", skipping),
         (accelerator.Accelerator, "gather_for_metrics", gathering),
         (trainer, "skip_first_batches", skipping),
-        (trainer.Trainer, "__init__", ours.counting_tokens),
-        (trainer.Trainer, "_get_num_items_in_batch", ours.labels_of_whole_sequences),
-        (trainer.Trainer, "compute_loss", ours.loss_of_whole_sequences),
-        (trainer.Trainer, "evaluation_loop", ours.over_shards),
-        (trainer.Trainer, "prediction_step", ours.with_whole_outputs),
+        (trainer.Trainer, "__init__", counting_tokens),
+        (trainer.Trainer, "_get_num_items_in_batch", labels_of_whole_sequences),
+        (trainer.Trainer, "compute_loss", loss_of_whole_sequences),
+        (trainer.Trainer, "evaluation_loop", over_shards),
+        (trainer.Trainer, "prediction_step", with_whole_outputs),
     ]

@@ -1,0 +1,58 @@
+"""Engines in company: compiled ones, and plain ones that are made after."""
+
+import deepspeed
+import pytest
+from engines import config_of, dataset, model_of, plain, quiet, start, trained, worst
+from ranks import processes
+
+
+def _compiled(rank, size, cases):
+    found = {}
+    for how, stage in cases:
+        engine, loader = start(config_of(stage, size), dataset(1, tokens=41))
+        (engine if how == "engine" else engine.module).compile(backend="eager")
+        found[how, stage] = trained(engine, loader, 1)
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [[("engine", 3)], pytest.param([("model", 3), ("engine", 2), ("model", 2)], marks=pytest.mark.slow)],
+    ids=["ZeRO-3", "others"],
+)
+def test_compiled(cases):
+    losses, gradients, _, parameters = plain(dataset(1, tokens=41))
+    for found in processes(2, _compiled, cases):
+        for ours, their_gradients, _, theirs in found.values():
+            assert ours == pytest.approx(losses, rel=1e-5)
+            assert worst(their_gradients, gradients) < 1e-5
+            assert worst(theirs, parameters) < 1e-5
+
+
+def _plain_after(rank, size, stages):
+    """Gradients of a plain engine, of the same sample on both ranks, made while a burst engine lives."""
+    quiet()
+    burst_engine, _ = start(config_of(2, size))
+    found = {}
+    for stage in stages:
+        config = config_of(stage, 1)
+        del config["burst_attention"], config["sequence_parallel_size"]
+        model = model_of()
+        engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
+        (sample,) = dataset(1)
+        loss = engine(input_ids=sample["input_ids"][None], labels=sample["labels"][None]).loss
+        engine.backward(loss)
+        get = deepspeed.utils.safe_get_full_grad
+        found[stage] = {name: get(p).clone() for name, p in engine.module.named_parameters()}
+        engine.step()
+        engine.destroy()
+    burst_engine.destroy()
+    return found
+
+
+def test_a_plain_engine_beside_ours_keeps_its_own_groups():
+    _, want, *_ = plain(dataset(1))
+    for found in processes(2, _plain_after, [1, 2, 3]):
+        for gradients in found.values():
+            assert worst(gradients, want) < 1e-5
