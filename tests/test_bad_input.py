@@ -11,6 +11,7 @@ from ranks import processes
 from torch.autograd import forward_ad
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention
+from burst_mcore.attention.agreement import agreement
 
 
 def _attend(
@@ -342,6 +343,44 @@ def test_a_rank_that_is_gone_is_an_error_for_the_others():
 def _one_goes_and_no_barrier(rank, size):
     result = _one_goes(rank, size)
     dist.barrier = lambda: None  # ranks.processes ends with one, and there is nobody left to meet
+    return result
+
+
+class _LostStore:
+    """A store whose process has ended."""
+
+    def __init__(self, own):
+        self.own = own
+
+    def __getattr__(self, name):
+        return getattr(self.own, name)
+
+    def check(self, _):
+        raise RuntimeError("Connection reset by peer")
+
+
+def _the_store_goes(rank, size):
+    topology = Topology.from_group(dist.group.WORLD)
+    _attend(topology=topology)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(3)  # it does not come
+        return "late"
+    agreement(topology)._store = _LostStore(agreement(topology)._store)
+    with pytest.raises(RuntimeError, match="did not come to this call, before its first hop.*reset by peer"):
+        _attend(topology=topology)
+    dist.barrier = lambda: None
+    return "told"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_store_that_is_gone_is_the_same_error():
+    assert processes(2, _the_store_goes_and_no_barrier) == ["told", "late"]
+
+
+def _the_store_goes_and_no_barrier(rank, size):
+    result = _the_store_goes(rank, size)
+    dist.barrier = lambda: None
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +52,8 @@ def examine(path: Path, *, world: int, per_node: int, shape: Shape, device: str 
             f"{shape.heads} query heads do not group over {shape.kv_heads} K/V heads: their number must be "
             "a divisor of the query heads'"
         )
+    if not torch.cuda.is_available():  # else DeepSpeed would say at length that it looks for a GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     refuse_versions()
     config = config_dict(path)
     section = section_of(config)
