@@ -308,9 +308,9 @@ def test_models_that_cannot_be_patched():
     bart = transformers.BartForConditionalGeneration(transformers.BartConfig(**small))
     llama = build("Llama")
     for model, words in (
-        (bart, "BartForConditionalGeneration is no causal LM"),
-        (llama.model, "LlamaModel is no causal LM"),
-        (torch.nn.Linear(2, 2), "Linear is no causal LM"),
+        (bart, "BartForConditionalGeneration is an encoder and a decoder"),
+        (llama.model, "LlamaModel has no output embeddings"),
+        (torch.nn.Linear(2, 2), "Linear has no output embeddings"),
     ):
         with pytest.raises(ValueError, match=words):
             patch_causal_lm(model)
@@ -322,7 +322,10 @@ def test_models_that_cannot_be_patched():
     with pytest.raises(ValueError, match="has been replaced"):
         patch_causal_lm(llama)
     llama.lm_head = torch.nn.Embedding(2, 2)
-    with pytest.raises(ValueError, match="LlamaForCausalLM must be a torch.nn.Linear, got Embedding"):
+    with pytest.raises(
+        ValueError,
+        match="LlamaForCausalLM must be a torch.nn.Linear, got a torch.nn.modules.sparse.Embedding",
+    ):
         patch_causal_lm(llama)
     llama.lm_head = None
     with pytest.raises(ValueError, match="LlamaForCausalLM has no output embeddings"):

@@ -92,7 +92,8 @@ def examine(path: Path, *, world: int, per_node: int, shape: Shape, device: str 
     if size > 1:
         found = ways(section.burst_config(), shard, Mask.causal(), shape.seq, Ranks(size, intra), rates)
         chosen = best(found)
-        times = shape.layers * config.get("gradient_accumulation_steps", 1)
+        steps = config.get("gradient_accumulation_steps", 1)
+        times = shape.layers * (steps if isinstance(steps, int) else 1)  # "auto" is the Trainer's to say
         yield f"way: {chosen.route}, backward {chosen.direction}: {reason(chosen, found)}"
         yield (
             f"bytes of attention a step and rank, {shape.layers} layers: "

@@ -127,7 +127,8 @@ class ShardedLoader:
 
     def _prepared(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """A batch that was loaded, ready to be dealt."""
-        return prepared(batch, **self._how)
+        here = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+        return prepared(here, **self._how)
 
     def _in_turn(self, wholes: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """The whole batches of a load, one after the other."""

@@ -10,7 +10,7 @@ from typing import Any
 from burst_mcore.attention.cost import Shard
 from burst_mcore.deepspeed.models import use_burst
 from burst_mcore.deepspeed.section import Checkpointing
-from burst_mcore.deepspeed.settings import part, zero
+from burst_mcore.deepspeed.settings import zero
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +80,16 @@ def states(config: Mapping[str, Any], parameters: int, world: int, itemsize: int
     settings = zero(config)
     stage = int(settings.stage)
     adam = parameters * (8 if itemsize == 4 else 12)
-    offload = part(config, "zero_optimization") if stage else {}
+    elsewhere = {
+        name: found is not None and found.device not in (None, "none")
+        for name in ("offload_param", "offload_optimizer")
+        for found in [getattr(settings, name)]
+    }
+    weights = parameters * itemsize / (world if stage >= 3 else 1)
     return {
-        "weights": 0.0
-        if offload.get("offload_param")
-        else parameters * itemsize / (world if stage >= 3 else 1),
+        "weights": 0.0 if elsewhere["offload_param"] else weights,
         "gradients": parameters * itemsize / (world if stage >= 2 else 1),
-        "optimizer": 0.0 if offload.get("offload_optimizer") else adam / (world if stage >= 1 else 1),
+        "optimizer": 0.0 if elsewhere["offload_optimizer"] else adam / (world if stage >= 1 else 1),
     }
 
 

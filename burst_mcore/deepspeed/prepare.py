@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,7 +51,8 @@ def prepare_model(
     found.group = unit.get_sequence_parallel_group() if size > 1 else None
     found.scale = gradient_scale(config, size)
     found.dealing = _dealing(model, burst)
-    _log(f"burst_mcore: {size} ranks share a sequence, {dist.get_world_size() // size} at a time; {loss}")
+    groups = dist.get_world_size() // size
+    _log(f"burst_mcore: {size} ranks share each sequence, {groups} sequence group(s); {loss}")
     return found
 
 
@@ -119,7 +121,7 @@ def _fingerprint(model: nn.Module) -> str:
 
 
 def _log(line: str) -> None:
-    """At DeepSpeed's level and in its format, where its users look; of the first rank."""
+    """In DeepSpeed's log, of the first rank, at the level that its users see by default."""
     from deepspeed.utils.logging import log_dist
 
-    log_dist(line, ranks=[0])
+    log_dist(line, ranks=[0], level=logging.WARNING)

@@ -49,7 +49,7 @@ def _refuse_missing_size(config: Mapping[str, Any]) -> None:
     """RefusedError where a typing error, or a key forgotten, would silently give every rank a sequence."""
     if SIZE in config:
         return
-    near = difflib.get_close_matches(SIZE, config, 1, 0.7)
+    near = difflib.get_close_matches(SIZE, config, 1, 0.85)
     if near:
         raise RefusedError(SIZE, f'unknown key "{near[0]}": did you mean "{SIZE}"?')
     if KEY in config:

@@ -130,7 +130,8 @@ class SequenceParallel:
         try:
             how = {name: x for name, x in self.dealing.items() if name != "layout"}
             layout = Layout.of(self.config.layout)
-            seen = prepared(batch, multiple=layout.divisor(self.topology.size), **how)
+            here = {name: x.cpu() for name, x in batch.items()}
+            seen = prepared(here, multiple=layout.divisor(self.topology.size), **how)
             mine = digest(seen)
         except Exception as error:  # of any kind: the others must not wait for this rank
             problem = error
@@ -140,7 +141,9 @@ class SequenceParallel:
             raise problem
         if len(set(found)) > 1:
             raise RefusedError("batch", "the ranks of a sequence group were given different whole batches")
-        part = dealt(seen, rank=self.topology.rank, size=self.topology.size, layout=layout)
+        device = given["input_ids"].device
+        mine_of = dealt(seen, rank=self.topology.rank, size=self.topology.size, layout=layout)
+        part = {name: x.to(device) for name, x in mine_of.items()}
         tokens = given["input_ids"].shape[1]
         given = {name: x for name, x in given.items() if name not in batch} | part
         sequence, given, _ = self._sharded(given)

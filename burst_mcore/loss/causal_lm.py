@@ -16,9 +16,6 @@ from burst_mcore.loss.function import fused_linear_cross_entropy
 
 Model = TypeVar("Model", bound=nn.Module)
 
-NAMES = ("ForCausalLM", "LMHeadModel")
-"""How the classes of causal LMs end."""
-
 
 def patch_causal_lm(
     model: Model,
@@ -39,8 +36,8 @@ def patch_causal_lm(
     state_dict, class and loss_function stay as they are; copies of the model are patched too.
 
     Args:
-        model: Of a class named ...ForCausalLM or ...LMHeadModel, with a torch.nn.Linear as output embeddings;
-            patched in place. A second patch replaces the options of the first.
+        model: A decoder whose output embeddings are a torch.nn.Linear; patched in place. A second patch
+            replaces the options of the first.
         chunk_tokens: As `fused_linear_cross_entropy` has it.
         grad_weight_dtype: The same.
 
@@ -107,8 +104,6 @@ def head_of(model: nn.Module) -> nn.Linear:
         ValueError: if it cannot; it says why.
     """
     name = type(model).__name__
-    if not any(cls.__name__.endswith(NAMES) for cls in type(model).__mro__):
-        raise ValueError(f"{name} is no causal LM: its class is named neither ...{' nor ...'.join(NAMES)}")
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder and a decoder, not a causal LM")
     head = getattr(model, "get_output_embeddings", lambda: None)()

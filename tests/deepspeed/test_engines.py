@@ -1,9 +1,13 @@
 """Engines in company: compiled ones, and plain ones that are made after."""
 
+import logging
+
 import deepspeed
 import pytest
 from engines import config_of, dataset, model_of, plain, quiet, start, trained, worst
 from ranks import processes
+
+import burst_mcore.deepspeed as burst
 
 
 def _compiled(rank, size, cases):
@@ -49,6 +53,27 @@ def _plain_after(rank, size, stages):
         engine.destroy()
     burst_engine.destroy()
     return found
+
+
+def _said(rank, size, _):
+    lines = []
+
+    class Note(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+
+    quiet()
+    deepspeed.utils.logger.setLevel("WARNING")  # DeepSpeed's own
+    deepspeed.utils.logger.addHandler(Note())
+    engine = burst.initialize(model=model_of(), config=config_of(2, size))[0]
+    engine.destroy()
+    return [line for line in lines if "burst_mcore" in line]
+
+
+def test_the_first_rank_says_how_many_share_a_sequence():
+    first, second = processes(2, _said, None)
+    assert len(first) == 1 and not second
+    assert "2 ranks share each sequence, 1 sequence group(s); the loss is fused with the LM head" in first[0]
 
 
 def test_a_plain_engine_beside_ours_keeps_its_own_groups():

@@ -85,11 +85,22 @@ def _accelerate(rank, size, sp, stages):
                 optimizer.step()
                 optimizer.zero_grad()
         model.eval()
-        seen = []
+        seen, labels, names = [], [], []
         with torch.no_grad():
             for batch in evaluated:
                 seen += accelerator.gather_for_metrics(model(**batch).loss[None]).tolist()
+                padded = accelerator.pad_across_processes({"labels": batch["labels"]}, dim=1, pad_index=-100)
+                labels += accelerator.gather_for_metrics(padded)["labels"].unbind()
+                names += accelerator.gather_for_metrics([str(len(labels))])
             alone = model(**collated(data[rank : rank + 1])).loss.item()  # a whole batch, of this rank
+        whole = [a[: len(b["labels"])].equal(b["labels"]) for a, b in zip(labels, data[:5], strict=True)]
+        assert all(whole) and len(names) == 5, "every sequence once and whole, in order"
+        model.train()
+        batches = iter(loader)
+        next(batches)
+        model.eval()  # within a loop of training, over a loader that was not prepared
+        own = accelerator.gather_for_metrics(torch.tensor([float(rank)])).tolist()
+        assert own == [float(r) for r in range(size)]
         get = deepspeed.utils.safe_get_full_fp32_param
         parameters = {n: get(p) for n, p in accelerator.unwrap_model(model).named_parameters()}
         found[stage] = losses, norms, parameters, seen, alone

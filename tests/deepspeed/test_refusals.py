@@ -13,7 +13,7 @@ from burst_mcore.deepspeed.cpu import without_builds
 from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.loss import gradient_scale
 from burst_mcore.deepspeed.models import use_burst
-from burst_mcore.deepspeed.refusals import refuse_config
+from burst_mcore.deepspeed.refusals import refuse_config, sequence_parallel_size
 
 
 class Unit:
@@ -110,6 +110,9 @@ def _initialize(rank, size, _):
     section = config_of(2, size)
     del section["sequence_parallel_size"]
     attempt("sequence_parallel_size", config=section, words='no "sequence_parallel_size": write')
+    other = {**section, "expert_parallel_size": 1}
+    del other["burst_attention"]
+    found.append((None, "not refused", *_refused(lambda: sequence_parallel_size(other, size) and None)))
     misspelt = {**section, "sequnce_parallel_size": size}
     attempt("sequence_parallel_size", config=misspelt, words='did you mean "sequence_parallel_size"?')
     del misspelt["burst_attention"]

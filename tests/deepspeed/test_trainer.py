@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from engines import SMALL, dataset, model_of, quiet, worst
 from ranks import processes
@@ -236,28 +237,84 @@ def test_losses_of_the_trainers_own_are_refused(tmp_path):
         assert "label_smoothing_factor" in found[0] and "compute_loss_func" in found[1]
 
 
-RESUMED = {
-    "data": UNEQUAL,
-    "max_steps": 5,
-    "gradient_accumulation_steps": 2,
-    "save_strategy": "steps",
-    "save_steps": 3,
-}
+def _own_loss(rank, size, folder):
+    """A Trainer whose loss is made of logits: there are no labels, and it says so."""
+    from transformers import Trainer
 
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, **_):
+            labels = inputs.pop("labels")
+            logits = model(**inputs).logits
+            return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
-def _resumed(rank, size, sp, folder):
-    """Five steps at once, and three and two; after three the epoch (of six) is in its middle."""
     quiet()
     burst.replace_ulysses()
-    whole = trained(folder, sp, **RESUMED)
-    again = trained(folder, sp, **{**RESUMED, "resume": f"{folder}/checkpoint-3"})
-    return whole, again
+    arguments = arguments_of(folder, size, section={"fused_loss": False})
+    trainer = Own(model_of(), arguments, train_dataset=UNEQUAL, data_collator=collated)
+    with pytest.raises(KeyError, match="labels"):
+        trainer.train()
+    unlabelled = [{"input_ids": row["input_ids"]} for row in ROWS[:3]]
+    return Trainer.predict(trainer, unlabelled).predictions.shape
+
+
+def test_a_loss_of_logits_fails_and_data_without_labels_is_predicted(tmp_path):
+    for shape in processes(2, _own_loss, str(tmp_path)):
+        assert shape == (3, len(ROWS[2]["input_ids"]), 61)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """A dataset without a length."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        yield from self.rows
+
+
+STREAMED = {"data": Stream(UNEQUAL), "evaluated": Stream(UNEQUAL[:5])}  # of one length, as Accelerate needs
+
+
+def test_streamed_datasets(tmp_path):
+    for found, want in _compare(2, 2, [STREAMED], tmp_path):
+        _alike(found[0], want[0])
+        losses = [log_of_history(x[0][3], "eval_loss")[-1] for x in (found, want)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+RESUMED = {"data": dataset(20), "save_strategy": "steps", "save_only_model": False}
+RESUMES = [
+    # (steps, the checkpoint, accumulation): within a load of Accelerate's, between loads, in the second epoch
+    (5, 3, 1),
+    (6, 4, 2),
+    (14, 13, 2),
+]
+
+
+def _resumed(rank, size, sp, folder, resumes):
+    """Some steps at once, and the same from a checkpoint in the middle of an epoch."""
+    quiet()
+    burst.replace_ulysses()
+    found = []
+    for steps, checkpoint, gas in resumes:
+        here = f"{folder}/{steps}"
+        options = {"max_steps": steps, "save_steps": checkpoint, "gradient_accumulation_steps": gas}
+        whole = trained(here, sp, **RESUMED, **options)
+        again = trained(here, sp, **RESUMED, **options, resume=f"{here}/checkpoint-{checkpoint}")
+        found.append((steps, checkpoint, whole, again))
+    return found
 
 
 @pytest.mark.parametrize(
-    ("sp", "size"), [(2, 2), pytest.param(2, 4, marks=pytest.mark.slow)], ids=["SP2", "DP2xSP2"]
+    ("sp", "size", "resumes"),
+    [(2, 2, RESUMES), pytest.param(2, 4, [(4, 3, 1), (6, 4, 2)], marks=pytest.mark.slow)],
+    ids=["SP2", "DP2xSP2"],
 )
-def test_resume_in_the_middle_of_an_epoch(sp, size, tmp_path):
-    for whole, again in processes(size, _resumed, sp, str(tmp_path)):
-        assert whole[0][-2:] == again[0][-2:] and len(again[0]) == 5  # the log is kept in the checkpoint
-        assert worst(again[2], whole[2]) == 0
+def test_resume_in_the_middle_of_an_epoch(sp, size, resumes, tmp_path):
+    for found in processes(size, _resumed, sp, str(tmp_path), resumes):
+        for steps, checkpoint, whole, again in found:
+            rest = steps - checkpoint
+            assert (
+                whole[0][-rest:] == again[0][-rest:] and len(again[0]) == steps
+            )  # the log is in the checkpoint
+            assert worst(again[2], whole[2]) == 0, (steps, checkpoint)

@@ -6,6 +6,11 @@ import pytest
 from ranks import processes
 from zoo import NAMES, everything, outcomes, page
 
+NOT_BUILT = {
+    *("cohere_compass_text", "dbrx", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "musicgen"),
+    *("musicgen_melody", "qwen4_exp", "qwen4_exp_text"),
+}
+"""Names of which transformers itself builds no tiny model here."""
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
@@ -14,6 +19,8 @@ def test_every_causal_lm_is_equal_or_refused():
     found = everything()
     assert not {name: words for name, words in found.items() if words[0] in ("wrong", "crashed")}
     assert sum(outcome == "equal" for outcome, _ in found.values()) >= 90
+    not_built = {name for name, words in found.items() if words[0] == "not built"}
+    assert not_built <= NOT_BUILT
     assert page(found) == PAGE.read_text(), "write it again: python tests/deepspeed/zoo.py docs/models.md"
 
 

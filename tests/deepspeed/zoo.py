@@ -229,7 +229,7 @@ def page(found: dict[str, tuple[str, str]]) -> str:
             if what == outcome:
                 reasons.setdefault(_reason(words), []).append(f"`{name}`")
         if last and reasons:
-            lines += ["", f"**{last}**: no tiny model was built, for a reason of transformers' own:", ""]
+            lines += ["", f"**{last}**: no tiny model could be built here:", ""]
             lines += ["| models | what it says |", "|---|---|"]
         lines += [f"| {', '.join(names)} | {reason} |" for reason, names in reasons.items()]
     return "\n".join([*lines, ""])

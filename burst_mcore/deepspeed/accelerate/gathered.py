@@ -17,9 +17,10 @@ from burst_mcore.layout import unshard
 def gathering(own: Callable[..., Any]) -> Callable[..., Any]:
     """Accelerator.gather_for_metrics, for loaders of shards as well.
 
-    In evaluation all ranks of a sequence group report the same (a loss, or predictions for whole sequences):
-    those of its first rank are taken, and samples that Accelerate added to fill the last load are left out.
-    In training everything is gathered: ranks report of their shards there.
+    In evaluation all ranks of a sequence group report the same (a loss), or each its shard (predictions for
+    its tokens), which are put together: what the group's first rank then has is taken, and samples that
+    Accelerate added to fill the last load are left out. In training everything is gathered: ranks report of
+    their shards there.
     """
 
     @wraps(own)
@@ -27,24 +28,40 @@ def gathering(own: Callable[..., Any]) -> Callable[..., Any]:
         loader = adapter_of(self.gradient_state.active_dataloader)
         if loader is None:
             return own(self, input_data, use_gather_object)
-        evaluates = not any(getattr(model, "module", model).training for model in self._models)
+        evaluates = _evaluates(self, loader)
         if use_gather_object or not _is_of_tensors(input_data):
-            mine = input_data if not evaluates or loader.rank == 0 else type(input_data)()
             every: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(every, mine)
-            found = [x for part in every for x in part]
-            return found[: loader.valid(len(found))] if evaluates else found
-        found = self.gather(input_data)
-        return _applied(lambda x: _of_leaders(x, loader), found) if evaluates else found
+            dist.all_gather_object(every, list(input_data))
+            if not evaluates:
+                return [x for part in every for x in part]
+            leaders = enumerate(every[:: loader.size])
+            return [x for group, part in leaders for x in part[: _kept(loader, group, len(part))]]
+        if not evaluates:
+            return self.gather(input_data)
+        gathered = self.gather(whole(input_data, loader))
+        return _applied(lambda x: _of_leaders(x, loader), gathered)
 
     return gather_for_metrics
 
 
-def whole(x: Any, loader: BurstSPDataLoaderAdapter, local: int) -> Any:
+def padding(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Accelerator.pad_across_processes, which puts the shards of an evaluation together before."""
+
+    @wraps(own)
+    def pad_across_processes(self: Any, tensor: Any, dim: int = 0, *args: Any, **kwargs: Any) -> Any:
+        loader = adapter_of(self.gradient_state.active_dataloader)
+        if loader is not None and dim == 1 and _evaluates(self, loader):
+            tensor = whole(tensor, loader)
+        return own(self, tensor, dim, *args, **kwargs)
+
+    return pad_across_processes
+
+
+def whole(x: Any, loader: BurstSPDataLoaderAdapter) -> Any:
     """Shards [rows, local, ...] of all ranks of a group -> [rows, tokens, ...], in tensors however nested."""
 
     def of(x: Tensor) -> Tensor:
-        if x.dim() < 2 or x.shape[1] != local:
+        if x.dim() < 2 or x.shape[:2] != (loader.rows, loader.local):
             return x
         parts = [torch.empty_like(x) for _ in range(loader.size)]
         dist.all_gather(parts, x.contiguous(), group=loader.group)
@@ -54,24 +71,37 @@ def whole(x: Any, loader: BurstSPDataLoaderAdapter, local: int) -> Any:
     return _applied(of, x)
 
 
+def _evaluates(accelerator: Any, loader: BurstSPDataLoaderAdapter) -> bool:
+    """Whether what is reported is of a batch that the loader dealt for evaluation."""
+    training = any(getattr(model, "module", model).training for model in accelerator._models)
+    return loader.evaluates and not training
+
+
 def _of_leaders(x: Tensor, loader: BurstSPDataLoaderAdapter) -> Tensor:
     """Of rows gathered from all ranks, those of the first rank of each group that are of the dataset."""
     world = dist.get_world_size()
     if x.dim() == 0 or len(x) % world:
         return x
-    rows: Tensor = x.unflatten(0, (world // loader.size, loader.size, -1))[:, 0].flatten(0, 1)
-    return rows[: loader.valid(len(rows))]
+    leaders = x.unflatten(0, (world // loader.size, loader.size, -1))[:, 0]
+    return torch.cat([part[: _kept(loader, group, len(part))] for group, part in enumerate(leaders)])
+
+
+def _kept(loader: BurstSPDataLoaderAdapter, group: int, rows: int) -> int:
+    return loader.of_the_dataset(rows)[group]
 
 
 def _is_of_tensors(x: Any) -> bool:
-    if isinstance(x, dict):
-        return all(map(_is_of_tensors, x.values()))
-    return all(map(_is_of_tensors, x)) if isinstance(x, list | tuple) else isinstance(x, Tensor)
+    from accelerate.utils.operations import recursively_apply
+
+    try:
+        recursively_apply(lambda each: each, x, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
 
 
 def _applied(do: Callable[[Tensor], Tensor], x: Any) -> Any:
-    if isinstance(x, dict):
-        return {name: _applied(do, each) for name, each in x.items()}
-    if isinstance(x, list | tuple):
-        return type(x)(_applied(do, each) for each in x)
-    return do(x) if isinstance(x, Tensor) else x
+    """Of every tensor in lists, tuples, dicts and the like; anything else stays."""
+    from accelerate.utils.operations import recursively_apply
+
+    return recursively_apply(do, x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,27 +13,31 @@ from torch.nn.functional import pad
 
 from burst_mcore.deepspeed.batches import IGNORED
 from burst_mcore.deepspeed.loader import ShardedLoader
+from burst_mcore.deepspeed.sequence import SequenceParallel
 
 
 class BurstSPDataLoaderAdapter(ShardedLoader):
     """Stands where UlyssesSPDataLoaderAdapter stands: every rank loads its own, and all work on each in turn.
 
-    Batches need no position_ids and may be of any length; labels are shifted here, and handed out unshifted
-    as well. With D sequence groups, micro-batch i of group g is batch i D + g of the dataset: the batches
-    that D processes without sequence parallelism would work on. Batches of preferences (TRL's DPO, which
-    have a completion_mask) are not dealt: every rank of the group is given the whole batch, and the model
-    deals it.
+    Batches need no position_ids and may be of any length; labels are shifted here, and in evaluation handed
+    out unshifted as well. With D sequence groups, micro-batch i of group g is batch i D + g of the dataset:
+    the batches that D processes without sequence parallelism would work on. Batches of preferences (TRL's
+    DPO, which have a completion_mask) are not dealt: every rank of the group is given the whole batch, and
+    the model deals it.
     """
 
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
         self.dl = dl
         super().__init__(dl, group=sp_group, own=True, device=device)
-        self.turn, self.last, self.tokens = 0, False, 0
         self.evaluates = False
-        """Whether turns are left out that have only samples which Accelerate filled the last load up with."""
+        """Whether the epoch that runs is one of evaluation: the model was not training when it began."""
+        self.turn, self.last = 0, False
+        """Of the load that is dealt: whose batch, and whether the load is the last."""
+        self.rows, self.tokens, self.local = 0, 0, 0
+        """Of the batch that was handed out: rows, tokens before padding, tokens of a shard."""
         self._skipped = 0
         self._batches: Iterator[dict[str, Any]] | None = None
-        _take_turns(dl, self.size)
+        self._in_order = _take_turns(dl, self.size)
 
     def __getattr__(self, name: str) -> Any:
         """What is asked of a loader besides (its dataset, its samplers) is the inner loader's."""
@@ -42,8 +46,11 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         return getattr(self.dl, name)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        self.deal_as(**_dealing.get(id(self.group), {}))
-        _adapters[self.dl] = self
+        sequence = _sequences[id(self.group)]() if id(self.group) in _sequences else None
+        if sequence is not None:
+            self.deal_as(**sequence.dealing)
+            self.evaluates = not sequence.model.training
+        _adapters[self.dl] = ref(self)
         return super().__iter__()
 
     def __next__(self) -> dict[str, Any]:
@@ -55,17 +62,24 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
             self._batches = None
             raise
 
-    def valid(self, rows: int) -> int:
-        """How many of `rows` that the leading ranks of all groups gathered in this turn are of the dataset.
+    def of_the_dataset(self, rows: int) -> list[int]:
+        """Of each sequence group, how many of `rows` numbers that it reports in this turn count.
 
-        Accelerate fills the last load up with samples from the beginning; they come last.
+        Accelerate fills the last load up with samples from the beginning of the dataset, which do not.
+
+        Args:
+            rows: as many as a batch has, or 1 where a batch has one number.
         """
+        groups = dist.get_world_size() // self.size
         remainder = getattr(self.dl, "remainder", -1)
         if not self.last or remainder <= 0:
-            return rows
-        groups = dist.get_world_size() // self.size
-        mine = min(max(remainder - self.turn * self._samples, 0), self._samples)
-        return -(-mine * rows // self._samples) if rows % groups == 0 else rows
+            return [rows] * groups
+        places = [
+            self.turn * groups + group if self._in_order else group * self.size + self.turn
+            for group in range(groups)
+        ]
+        mine = [min(max(remainder - place * self.rows, 0), self.rows) for place in places]
+        return [-(-count * rows // self.rows) for count in mine]
 
     def without(self, batches: int, skip: Callable[[Any, int], Any]) -> BurstSPDataLoaderAdapter:
         """A loader that begins `batches` micro-batches later; `skip` does so for a loader of Accelerate's."""
@@ -76,53 +90,59 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
 
     def _prepared(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         if is_of_preferences(batch):
-            return dict(batch)
+            return {name: x.cpu() if isinstance(x, Tensor) else x for name, x in batch.items()}
         found, tokens = super()._prepared(batch), batch["input_ids"].shape[1]
-        if isinstance(batch.get("labels"), Tensor):
+        labels = batch.get("labels")
+        if self.evaluates and isinstance(labels, Tensor):  # in training a loss made of them would be wrong
             padding = found["input_ids"].shape[1] - tokens
-            found["labels"] = pad(batch["labels"], (0, padding), value=IGNORED)
+            found["labels"] = pad(labels.cpu(), (0, padding), value=IGNORED)
         return {**found, _TOKENS: tokens}
 
     def _part(self, whole: dict[str, Any]) -> dict[str, Any]:
+        self.rows = len(whole["input_ids"])
         if is_of_preferences(whole):
             return self._on_device(whole)
         self.tokens = whole.pop(_TOKENS)
-        return super()._part(whole)
+        part = super()._part(whole)
+        self.local = part["input_ids"].shape[1]
+        return part
 
     def _in_turn(self, wholes: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Accelerate is told of the end of its loader in the last turn, not when the last load comes."""
+        """Accelerate is told of the end of its loader in the last turn, not when the last load comes.
+
+        In evaluation turns are left out in which no group has a sample of the dataset.
+        """
         self.last = bool(getattr(self.dl, "end_of_dataloader", False))
-        first, self._skipped = self._skipped, 0
-        turns = len(wholes)
-        if self.evaluates and self.last and self.dl.remainder > 0:
-            turns = min(turns, -(-self.dl.remainder // self._samples))
-        for self.turn in range(first, turns):
+        turns, self._skipped = range(self._skipped, len(wholes)), 0
+        if self.evaluates and self.last:
+            turns = [turn for turn in turns if self._counts(turn, len(wholes[0]["input_ids"]))]  # type: ignore
+        for self.turn in turns:
             if self.last:
-                self.dl.end_of_dataloader = self.turn == turns - 1
+                self.dl.end_of_dataloader = self.turn == turns[-1]
             yield wholes[self.turn]
 
-    @property
-    def _samples(self) -> int:
-        """Of all groups, a turn."""
-        return int(self.dl.total_batch_size) // self.size
+    def _counts(self, turn: int, rows: int) -> bool:
+        self.turn, self.rows = turn, rows
+        return any(self.of_the_dataset(rows))
 
 
 _TOKENS = "burst_mcore_tokens"
 """The key under which a whole batch says how many tokens it had before padding."""
-_dealing: dict[int, dict[str, Any]] = {}
-"""How batches are dealt to the model that was prepared last, by sequence group, which is never freed."""
-_adapters: WeakKeyDictionary[Any, BurstSPDataLoaderAdapter] = WeakKeyDictionary()
+_sequences: dict[int, ref[SequenceParallel]] = {}
+"""By sequence group, which is never freed: the model that was prepared last, for which batches are dealt."""
+_adapters: WeakKeyDictionary[Any, ref[BurstSPDataLoaderAdapter]] = WeakKeyDictionary()
 """By the loader of Accelerate's that each goes over."""
 
 
-def deal_as(group: Any, dealing: dict[str, Any]) -> None:
-    """Deal the batches of a group's adapters so, from their next epoch on."""
-    _dealing[id(group)] = dealing
+def deal_for(sequence: SequenceParallel) -> None:
+    """Deal the batches of its group's adapters for a model, from their next epoch on."""
+    _sequences[id(sequence.group)] = ref(sequence)
 
 
 def adapter_of(loader: Any) -> BurstSPDataLoaderAdapter | None:
     """The adapter that goes over a loader of Accelerate's."""
-    return None if loader is None else _adapters.get(loader)
+    found = None if loader is None else _adapters.get(loader)
+    return None if found is None else found()
 
 
 def is_of_preferences(batch: Mapping[str, Any]) -> bool:
@@ -142,15 +162,21 @@ def skipping(own: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
     return skip_first_batches
 
 
-def _take_turns(loader: Any, size: int) -> None:
+def _take_turns(loader: Any, size: int) -> bool:
     """Have rank j of group g load the batches that the group works on in turn j, in the dataset's order.
 
     Accelerate gives process p of W batches p, p + W, ...; consecutive processes share a sequence here, and
     would work on batches that lie apart.
+
+    Returns:
+        Whether that is possible: not where one process reads for all (a dispatcher, of streamed datasets).
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     group, turn = divmod(rank, size)
-    index = turn * (world // size) + group
-    for dealer in (getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)):
+    dealers: list[Any] = [getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)]
+    dealers.append(getattr(dealers[0], "batch_sampler", None))  # of one that skips batches
+    for dealer in dealers:
         if getattr(dealer, "num_processes", None) == world and hasattr(dealer, "process_index"):
-            dealer.process_index = index  # type: ignore[union-attr]
+            dealer.process_index = turn * (world // size) + group
+            return True
+    return False

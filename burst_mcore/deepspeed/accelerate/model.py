@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from burst_mcore.deepspeed.accelerate.loader import deal_as
+from burst_mcore.deepspeed.accelerate.loader import deal_for
 from burst_mcore.deepspeed.agreement import on_all_ranks
 from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.groups import unit_of
@@ -50,7 +50,7 @@ class BurstSPAttentionHF:
         unit = unit_of(sequence_parallel_size)
         sequence = prepare_model(model_name_or_path, section, config, unit)
         sequence.evaluates_whole = disable_in_eval
-        deal_as(unit.get_sequence_parallel_group(), sequence.dealing)
+        deal_for(sequence)
         return unit
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from burst_mcore.deepspeed.accelerate.gathered import gathering
+from burst_mcore.deepspeed.accelerate.gathered import gathering, padding
 from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter, skipping
 from burst_mcore.deepspeed.accelerate.model import BurstSPAttentionHF
 from burst_mcore.deepspeed.accelerate.trainer import (
@@ -52,14 +52,16 @@ def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
         (ulysses_sp, "UlyssesSPDataLoaderAdapter", lambda _: BurstSPDataLoaderAdapter),
     ]
     try:
-        from accelerate import accelerator
+        import accelerate
+        from accelerate import accelerator, data_loader
         from transformers import trainer
     except ImportError:  # no Accelerate, no Trainer
         return places
     return [
         *places,
-        (accelerator, "skip_first_batches", skipping),
+        *((module, "skip_first_batches", skipping) for module in (accelerate, data_loader, accelerator)),
         (accelerator.Accelerator, "gather_for_metrics", gathering),
+        (accelerator.Accelerator, "pad_across_processes", padding),
         (trainer, "skip_first_batches", skipping),
         (trainer.Trainer, "__init__", counting_tokens),
         (trainer.Trainer, "_get_num_items_in_batch", labels_of_whole_sequences),

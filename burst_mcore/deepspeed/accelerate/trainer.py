@@ -6,6 +6,7 @@ sequence parallelism the method itself is called.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import wraps
@@ -53,8 +54,7 @@ def labels_of_whole_sequences(count: Method) -> Method:
         assert isinstance(number, Tensor)
         everywhere = self.args.average_tokens_across_devices
         dist.all_reduce(number, group=None if everywhere else _unit(self).get_sequence_parallel_group())
-        # Sequences without a label: no gradient in training; in evaluation NaN, which the Trainer leaves out.
-        return (number.clamp(min=1) if self.model.training else number).to(device)
+        return number.to(device)
 
     return _get_num_items_in_batch
 
@@ -79,6 +79,9 @@ def loss_of_whole_sequences(compute_loss: Method) -> Method:
         ):
             if own is not None:
                 raise RefusedError("loss", f"the Trainer's {name} is not served: the loss is the model's own")
+        if num_items_in_batch is not None and self.model.training:
+            # Without a label: no gradient. In evaluation the loss is NaN, which the Trainer leaves out.
+            num_items_in_batch = num_items_in_batch.clamp(min=1)
         outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
@@ -95,15 +98,17 @@ def over_shards(evaluation_loop: Method) -> Method:
     def dealt(self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         if _size(self) > 1 and not isinstance(dataloader, BurstSPDataLoaderAdapter):
             unit = _unit(self)
-            if self.compute_metrics is not None and not hasattr(self.prediction_step, "of_whole_sequences"):
+            asked = inspect.signature(evaluation_loop).bind(self, dataloader, *args, **kwargs).arguments
+            loss_only = asked.get("prediction_loss_only")
+            loss_only = self.args.prediction_loss_only if loss_only is None else loss_only
+            if not loss_only and not hasattr(self.prediction_step, "of_whole_sequences"):
                 raise RefusedError(
                     "compute_metrics",
                     f"{type(self).__name__} has a prediction_step of its own, which predicts for a shard: "
-                    "leave compute_metrics out",
+                    "leave compute_metrics out, and do not predict",
                 )
             rank, group = unit.get_sequence_parallel_rank(), unit.get_sequence_parallel_group()
             dataloader = BurstSPDataLoaderAdapter(dataloader, rank, group, _size(self), self.args.device)
-            dataloader.evaluates = True
         return evaluation_loop(self, dataloader, *args, **kwargs)
 
     return dealt
@@ -117,17 +122,22 @@ def with_whole_outputs(prediction_step: Method) -> Method:
 
     @wraps(prediction_step)
     def step(
-        self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
-    ) -> Any:
+        self: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Any, Any, Any]:
         loader = adapter_of(self.accelerator.gradient_state.active_dataloader)
         if _size(self) == 1 or loader is None or "shift_labels" not in inputs:
-            return prediction_step(self, model, inputs, prediction_loss_only, *args, **kwargs)
+            found: tuple[Any, Any, Any] = prediction_step(
+                self, model, inputs, prediction_loss_only, ignore_keys
+            )
+            return found
+        if "labels" not in inputs:  # then plain transformers has no loss, which here is one of the tokens
+            own = getattr(self.model.config, "keys_to_ignore_at_inference", ["past_key_values"])
+            ignore_keys = [*(own if ignore_keys is None else ignore_keys), "loss"]
         with nullcontext() if prediction_loss_only else unpatched(self.model):
-            loss, *outputs = prediction_step(self, model, inputs, prediction_loss_only, *args, **kwargs)
-        local = inputs["input_ids"].shape[1]
+            loss, logits, labels = prediction_step(self, model, inputs, prediction_loss_only, ignore_keys)
         if "inputs" in self.args.include_for_metrics:  # the loop reads them from the batch, after this
-            inputs["input_ids"] = whole(inputs["input_ids"], loader, local)
-        return loss, *whole(tuple(outputs), loader, local)
+            inputs["input_ids"] = whole(inputs["input_ids"], loader)
+        return loss, whole(logits, loader), whole(labels, loader)
 
     step.of_whole_sequences = True  # type: ignore[attr-defined]  # unless a subclass overrides it
     return step
