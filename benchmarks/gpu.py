@@ -34,13 +34,13 @@ import triton
 
 from burst_mcore import Mask
 from burst_mcore.attention.arguments import Shape
-from burst_mcore.attention.elementwise import merge_, output_stand_in, row_delta
+from burst_mcore.attention.geometry.pattern import Seen
+from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.geometry.rows import take
+from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.kernel import Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.attention.plan import plan
-from burst_mcore.attention.rows import take
-from burst_mcore.attention.seen import Seen
-from burst_mcore.attention.tiles import tiles_of
+from burst_mcore.attention.numerics.rowwise import merge_, output_stand_in, row_delta
 from burst_mcore.bench.virtual_ring import VirtualRank
 from burst_mcore.layout import Layout
 from burst_mcore.loss import fused_linear_cross_entropy

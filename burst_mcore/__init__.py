@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from burst_mcore.attention.prepare import prepare
-from burst_mcore.attention.topology import Topology
+from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout, positions, shard, unshard
 from burst_mcore.mask import Mask

@@ -124,8 +124,8 @@ def draw(
     The mask's picture shows the mask, the tiles that each rank computes, and the work of each rank.
     """
     from burst_mcore.attention.kernels.table import choose
-    from burst_mcore.attention.schedule import PASSES
-    from burst_mcore.attention.trace import chrome_trace
+    from burst_mcore.attention.schedule.route import PASSES
+    from burst_mcore.attention.schedule.trace import chrome_trace
     from burst_mcore.bench import predict
     from burst_mcore.bench.mask_picture import save_mask, tiles_summary
     from burst_mcore.bench.masks import tokens

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from burst_mcore import Mask
+from burst_mcore.attention.geometry.pattern import Seen
 from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Scores
-from burst_mcore.attention.seen import Seen
 
 
 class Problem(NamedTuple):

@@ -11,7 +11,7 @@ from ranks import processes
 from torch.autograd import forward_ad
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention
-from burst_mcore.attention.agreement import agreement
+from burst_mcore.attention.runtime.agreement import agreement
 
 
 def _attend(

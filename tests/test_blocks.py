@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from masks import random_layout, random_mask, randoms
 
+from burst_mcore.attention.geometry.pattern import Abilities, Seen
+from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.blocks import blocks
-from burst_mcore.attention.plan import plan
-from burst_mcore.attention.seen import Abilities, Seen
-from burst_mcore.attention.tiles import tiles_of
 
 
 def _walked(seen, block_m, block_n, by_columns):

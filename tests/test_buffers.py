@@ -3,8 +3,8 @@ import threading
 import pytest
 import torch
 
-from burst_mcore.attention import buffers
-from burst_mcore.attention.buffers import Lease
+from burst_mcore.attention.runtime import buffers
+from burst_mcore.attention.runtime.buffers import Lease
 
 CPU = torch.device("cpu")
 

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from masks import brute, random_layout, random_mask, randoms
 
 from burst_mcore import Layout, Mask, positions
-from burst_mcore.attention import reading as readings
-from burst_mcore.attention.actions import Send
-from burst_mcore.attention.plan import Plan, plan
-from burst_mcore.attention.reading import pairs_between
-from burst_mcore.attention.rows import count, union
-from burst_mcore.attention.schedule import PASSES, Route, program, schedule
-from burst_mcore.attention.verify import verify
+from burst_mcore.attention.geometry import reading as readings
+from burst_mcore.attention.geometry.plan import Plan, plan
+from burst_mcore.attention.geometry.reading import pairs_between
+from burst_mcore.attention.geometry.rows import count, union
+from burst_mcore.attention.schedule.actions import Send
+from burst_mcore.attention.schedule.route import PASSES, Route, program, schedule
+from burst_mcore.attention.schedule.verify import verify
 
 PLACES = {"size": st.integers(1, 4), "heads": st.sampled_from([1, 1, 2, 3]), "n": st.integers(1, 90)}
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from burst_mcore.attention.choice import Ranks
+from burst_mcore.attention.autotune.choose import Ranks
 from burst_mcore.bench import cluster, topology
 from burst_mcore.cli import app
 from burst_mcore.config import BurstConfig

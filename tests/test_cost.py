@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from masks import random_layout, random_mask, randoms
 
 from burst_mcore import Layout, Mask
-from burst_mcore.attention.choice import (
+from burst_mcore.attention.autotune.choose import (
     RINGS,
     Candidate,
     Ranks,
@@ -22,7 +22,7 @@ from burst_mcore.attention.choice import (
     why_not_degree,
     work_of,
 )
-from burst_mcore.attention.cost import (
+from burst_mcore.attention.autotune.cost import (
     Shard,
     Sizes,
     allowed_pairs,
@@ -31,11 +31,11 @@ from burst_mcore.attention.cost import (
     message_bytes,
     pass_flops,
 )
-from burst_mcore.attention.lockstep import Pass, play_all
-from burst_mcore.attention.plan import plan
-from burst_mcore.attention.reading import pairs_between
-from burst_mcore.attention.schedule import PASSES, Route, program, schedule
-from burst_mcore.attention.timeline import play
+from burst_mcore.attention.autotune.lockstep import Pass, play_all
+from burst_mcore.attention.autotune.simulate import play
+from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.geometry.reading import pairs_between
+from burst_mcore.attention.schedule.route import PASSES, Route, program, schedule
 from burst_mcore.bench.planning import packed
 from burst_mcore.rates import DEFAULT, Rates
 

@@ -35,7 +35,7 @@ def test_python_blocks_run(ranks, code, tmp_path):
 
 
 def test_the_schedule_in_the_docs_is_the_one_that_prints():
-    from burst_mcore.attention.schedule import Route, schedule
+    from burst_mcore.attention.schedule.route import Route, schedule
 
     printed = str(schedule(Route(nodes=1, intra=3), "query")).splitlines()
     shown = (ROOT / "docs" / "attention.md").read_text().split("```text\n")[1].split("```")[0].splitlines()

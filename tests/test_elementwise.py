@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from burst_mcore.attention import elementwise
-from burst_mcore.attention.elementwise import merge_, output_stand_in, row_delta
+from burst_mcore.attention.numerics import rowwise as elementwise
+from burst_mcore.attention.numerics.rowwise import merge_, output_stand_in, row_delta
 
 
 def _tensors(dtype, rows=37, dim=24):

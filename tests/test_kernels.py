@@ -10,12 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from burst_mcore import BurstConfig, Mask, Topology, packages
 from burst_mcore.attention.arguments import Shape, asked_of, call_for
-from burst_mcore.attention.elementwise import output_stand_in, row_delta
+from burst_mcore.attention.geometry.pattern import Seen
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.small import _tell, leaves_small_tiles
 from burst_mcore.attention.kernels.table import KERNELS, choose, taking_delta
-from burst_mcore.attention.seen import Seen
+from burst_mcore.attention.numerics.rowwise import output_stand_in, row_delta
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ON_CPU = ("reference", "aten-cpu")

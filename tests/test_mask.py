@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from masks import brute, random_mask, randoms
 
 from burst_mcore import Layout, Mask
-from burst_mcore.attention.cost import allowed_pairs
+from burst_mcore.attention.autotune.cost import allowed_pairs
 from burst_mcore.balance import imbalance, keys_per_query, queries_per_key, work
 from burst_mcore.layout import positions
 

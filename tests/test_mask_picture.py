@@ -17,10 +17,10 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from burst_mcore import Layout, Mask
-from burst_mcore.attention.choice import Ranks
+from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.attention.plan import plan
-from burst_mcore.attention.tiles import tiles_of
 from burst_mcore.balance import imbalance
 from burst_mcore.bench import mask_picture, predict
 from burst_mcore.bench.mask_picture import edges_of, outlines, owners, raster, save_mask, tiles_summary

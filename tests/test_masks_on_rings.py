@@ -11,11 +11,12 @@ from masks import random_layout, random_mask
 from ranks import processes
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard, unshard
-from burst_mcore.attention import communicators, function
-from burst_mcore.attention.choice import Ranks, legal_degrees
-from burst_mcore.attention.cost import Shard, link_bytes, message_bytes
+from burst_mcore.attention import function
+from burst_mcore.attention.autotune.choose import Ranks, legal_degrees
+from burst_mcore.attention.autotune.cost import Shard, link_bytes, message_bytes
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.attention.schedule import program
+from burst_mcore.attention.runtime import communicators
+from burst_mcore.attention.schedule.route import program
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KERNEL = KERNELS["aten-cpu"]

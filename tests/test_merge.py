@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burst_mcore.attention.merge import GradientSum, OnlineSoftmax
+from burst_mcore.attention.numerics.merge import GradientSum, OnlineSoftmax
 
 
 def _attend(scores, v):

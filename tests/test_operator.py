@@ -14,8 +14,8 @@ from burst_mcore import BurstConfig, Mask, burst_attention
 from burst_mcore import mask as mask_module
 from burst_mcore.attention import arguments
 from burst_mcore.attention.function import attention_forward
-from burst_mcore.attention.plan import plan
-from burst_mcore.attention.topology import Topology
+from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.handles import Named, find, introduce
 from burst_mcore.layout import shard
 

@@ -9,12 +9,12 @@ import torch
 from dense import dense, error, problem, seen_of
 
 from burst_mcore import Mask, packages
-from burst_mcore.attention.elementwise import row_delta
+from burst_mcore.attention.geometry.pattern import Seen
 from burst_mcore.attention.kernels import small
 from burst_mcore.attention.kernels.kernel import Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.table import KERNELS, RANKS, by_rank, choose
-from burst_mcore.attention.seen import Seen
+from burst_mcore.attention.numerics.rowwise import row_delta
 
 PACKAGES = ("flash2", "flash3", "flash4", "te")
 

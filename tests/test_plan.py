@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from masks import brute, layouts, random_layout, random_mask, randoms
 
 from burst_mcore import Layout, Mask, positions
-from burst_mcore.attention.piece import band_pairs
-from burst_mcore.attention.plan import Plan, plan
-from burst_mcore.attention.rows import count
-from burst_mcore.attention.seen import Abilities
-from burst_mcore.attention.tiles import tiles, tiles_of
+from burst_mcore.attention.geometry.pattern import Abilities
+from burst_mcore.attention.geometry.piece import band_pairs
+from burst_mcore.attention.geometry.plan import Plan, plan
+from burst_mcore.attention.geometry.rows import count
+from burst_mcore.attention.geometry.tiles import tiles, tiles_of
 
 
 def _rows(what, position):

@@ -15,9 +15,9 @@ from burst_mcore import BurstConfig, Layout, Mask, Topology, prepare
 from burst_mcore.attention import arguments, function
 from burst_mcore.attention import prepare as prepare_module
 from burst_mcore.attention.arguments import call_for, checked, signature, signature_of_call
-from burst_mcore.attention.choice import candidates
+from burst_mcore.attention.autotune.choose import candidates
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.attention.schedule import program
+from burst_mcore.attention.schedule.route import program
 from burst_mcore.bench import planning
 
 RANKS, TOKENS = 64, 2**20

@@ -3,7 +3,7 @@ from itertools import pairwise
 
 import pytest
 
-from burst_mcore.attention.actions import (
+from burst_mcore.attention.schedule.actions import (
     DATA,
     GRADIENT,
     RESULT,
@@ -18,8 +18,8 @@ from burst_mcore.attention.actions import (
     Unpack,
     Wait,
 )
-from burst_mcore.attention.schedule import PASSES, Route, Schedule, schedule
-from burst_mcore.attention.verify import verify
+from burst_mcore.attention.schedule.route import PASSES, Route, Schedule, schedule
+from burst_mcore.attention.schedule.verify import verify
 
 INTRA_DATA, INTRA_GRADIENT = Channel("intra", DATA), Channel("intra", GRADIENT)
 INTER_DATA, INTER_GRADIENT = Channel("inter", DATA), Channel("inter", GRADIENT)

@@ -9,12 +9,12 @@ from ranks import processes
 
 from burst_mcore import BurstConfig, Mask, burst_attention
 from burst_mcore.attention.arguments import call_for, checked
-from burst_mcore.attention.elementwise import row_delta
+from burst_mcore.attention.geometry.pattern import Seen
 from burst_mcore.attention.kernels.kernel import Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.padding import takes_delta
 from burst_mcore.attention.kernels.table import KERNELS, taking_delta
-from burst_mcore.attention.seen import Seen
-from burst_mcore.attention.topology import Topology
+from burst_mcore.attention.numerics.rowwise import row_delta
+from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.layout import shard
 
 

@@ -8,9 +8,9 @@ import torch
 from masks import random_layout, random_mask
 
 from burst_mcore import Layout, Mask
-from burst_mcore.attention.plan import plan
+from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.recompute.cuts import EVEN, cut_for, front
 from burst_mcore.balance import imbalance
-from burst_mcore.segments import EVEN, cut_for, front
 
 CAUSAL = Mask.causal()
 

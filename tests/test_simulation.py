@@ -13,15 +13,15 @@ from ranks import Mailboxes, MailboxTransport, threads
 from torch.nn.functional import pad
 
 from burst_mcore import Layout, Mask, shard, unshard
-from burst_mcore.attention.choice import Ranks, legal_degrees, route_for
-from burst_mcore.attention.cost import Shard, link_bytes, link_class, message_bytes
-from burst_mcore.attention.elementwise import row_delta
+from burst_mcore.attention.autotune.choose import Ranks, legal_degrees, route_for
+from burst_mcore.attention.autotune.cost import Shard, link_bytes, link_class, message_bytes
+from burst_mcore.attention.geometry.plan import plan
 from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.attention.passes import Call, Keys, Queries, backward, forward
-from burst_mcore.attention.plan import plan
-from burst_mcore.attention.schedule import Route, program, schedule
-from burst_mcore.attention.verify import verify
+from burst_mcore.attention.schedule.route import Route, program, schedule
+from burst_mcore.attention.schedule.verify import verify
 
 
 def simulate(

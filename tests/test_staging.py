@@ -5,9 +5,9 @@ from dense import dense, error, problem
 from ranks import processes
 
 from burst_mcore import BurstConfig, Mask, burst_attention
-from burst_mcore.attention import ring
-from burst_mcore.attention.communicators import Communicators
-from burst_mcore.attention.topology import Topology
+from burst_mcore.attention.runtime import executor as ring
+from burst_mcore.attention.runtime.communicators import Communicators
+from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.layout import shard
 
 

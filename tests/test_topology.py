@@ -10,8 +10,8 @@ from ranks import processes
 from test_ring import _attend, _gathered
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
-from burst_mcore.attention import topology as module
 from burst_mcore.attention.function import connect
+from burst_mcore.attention.runtime import topology as module
 from burst_mcore.rates import Rates
 
 
@@ -219,10 +219,10 @@ class _Group:
 
 
 def test_on_nccl_every_link_and_kind_of_message_has_a_communicator_of_its_own(monkeypatch):
-    from burst_mcore.attention import communicators
-    from burst_mcore.attention.actions import hops
-    from burst_mcore.attention.ring import ProcessGroups
-    from burst_mcore.attention.schedule import PASSES, Route, program
+    from burst_mcore.attention.runtime import communicators
+    from burst_mcore.attention.runtime.executor import ProcessGroups
+    from burst_mcore.attention.schedule.actions import hops
+    from burst_mcore.attention.schedule.route import PASSES, Route, program
 
     made, started = [], []
 

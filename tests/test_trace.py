@@ -10,10 +10,10 @@ from ranks import processes
 from typer.testing import CliRunner
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention
-from burst_mcore.attention.actions import Compute, Recv
-from burst_mcore.attention.choice import Ranks
-from burst_mcore.attention.schedule import Route, program
-from burst_mcore.attention.trace import Event, chrome_trace, record
+from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.attention.schedule.actions import Compute, Recv
+from burst_mcore.attention.schedule.route import Route, program
+from burst_mcore.attention.schedule.trace import Event, chrome_trace, record
 from burst_mcore.bench import predict
 from burst_mcore.bench.problem import Problem
 from burst_mcore.cli import app

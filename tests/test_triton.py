@@ -14,16 +14,17 @@ from masks import random_layout, random_mask
 from test_simulation import simulate
 
 from burst_mcore import Layout, Mask
-from burst_mcore.attention import merge, passes
-from burst_mcore.attention.elementwise import row_delta
+from burst_mcore.attention import passes
+from burst_mcore.attention.geometry.pattern import Seen
+from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels import triton as ours
 from burst_mcore.attention.kernels.kernel import InPlace, RowGradients, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.attention.plan import plan
-from burst_mcore.attention.schedule import Route
-from burst_mcore.attention.seen import Seen
-from burst_mcore.attention.tiles import tiles_of
+from burst_mcore.attention.numerics import merge
+from burst_mcore.attention.numerics.rowwise import row_delta
+from burst_mcore.attention.schedule.route import Route
 
 pytest.importorskip("triton")
 KERNEL = KERNELS["triton"]

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from burst_mcore import Mask
-from burst_mcore.attention.actions import DATA, Channel, Recv
 from burst_mcore.attention.arguments import Shape
+from burst_mcore.attention.geometry.rows import take
 from burst_mcore.attention.kernels.kernel import RowGradients
-from burst_mcore.attention.rows import take
-from burst_mcore.attention.schedule import program
+from burst_mcore.attention.schedule.actions import DATA, Channel, Recv
+from burst_mcore.attention.schedule.route import program
 from burst_mcore.bench.virtual_ring import Copies, VirtualRank
 
 

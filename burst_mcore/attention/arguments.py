@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from burst_mcore.attention.agreement import Signature
-from burst_mcore.attention.choice import (
+from burst_mcore.attention.autotune.choose import (
     RINGS,
     Ranks,
     best,
@@ -30,14 +29,15 @@ from burst_mcore.attention.choice import (
     typical,
     why_not_degree,
 )
-from burst_mcore.attention.cost import Shard
+from burst_mcore.attention.autotune.cost import Shard
+from burst_mcore.attention.geometry.plan import plan
 from burst_mcore.attention.kernels.kernel import Problem, Scores
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.passes import Call
-from burst_mcore.attention.plan import plan
-from burst_mcore.attention.ring import ProcessGroups
-from burst_mcore.attention.schedule import Route
-from burst_mcore.attention.topology import Topology
+from burst_mcore.attention.runtime.agreement import Signature
+from burst_mcore.attention.runtime.executor import ProcessGroups
+from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.schedule.route import Route
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from burst_mcore.attention.geometry.pattern import Seen
 from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.kernels.reference import PLAIN
-from burst_mcore.attention.seen import Seen
 
 
 def attend_to_cache(

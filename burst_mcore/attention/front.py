@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from burst_mcore.attention.geometry.rows import Rows, count, pieces, take
 from burst_mcore.attention.passes import Attended, Call, forward
-from burst_mcore.attention.rows import Rows, count, pieces, take
 
 
 def behind(call: Call, at: int, done: Attended, held: int) -> list[Tensor]:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from burst_mcore.attention.agreement import Agreement, Signature, agreement
 from burst_mcore.attention.arguments import (
     Asked,
     Shape,
@@ -21,21 +20,22 @@ from burst_mcore.attention.arguments import (
     signature,
     signature_of_call,
 )
-from burst_mcore.attention.choice import Ranks, route_for, why_not_placed
-from burst_mcore.attention.elementwise import row_delta, wide
+from burst_mcore.attention.autotune.choose import Ranks, route_for, why_not_placed
 from burst_mcore.attention.front import behind, forward_of_front
-from burst_mcore.attention.heads import pooled_like
 from burst_mcore.attention.kernels.table import taking_delta
+from burst_mcore.attention.numerics.rowwise import row_delta, wide
 from burst_mcore.attention.passes import Attended, Call, Keys, Queries, backward, forward
 from burst_mcore.attention.prepare import await_plan, remember
-from burst_mcore.attention.recompute import Kept, Made, in_checkpoint, layer, recordings, replays
-from burst_mcore.attention.ring import ProcessGroups
-from burst_mcore.attention.schedule import PASSES
-from burst_mcore.attention.topology import Topology
+from burst_mcore.attention.recompute.cuts import check_keep, cut_for
+from burst_mcore.attention.recompute.replay import Kept, Made, in_checkpoint, layer, recordings, replays
+from burst_mcore.attention.runtime.agreement import Agreement, Signature, agreement
+from burst_mcore.attention.runtime.executor import ProcessGroups
+from burst_mcore.attention.runtime.head_exchange import pooled_like
+from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.schedule.route import PASSES
 from burst_mcore.config import BurstConfig
 from burst_mcore.handles import find, known
 from burst_mcore.mask import Mask
-from burst_mcore.segments import check_keep, cut_for
 
 
 def burst_attention(

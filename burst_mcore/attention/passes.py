@@ -15,18 +15,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.actions import BUNDLE, DATA, RESULT, ROWS, SUM
-from burst_mcore.attention.buffers import Lease
-from burst_mcore.attention.double_ring import home_sum
-from burst_mcore.attention.elementwise import output_stand_in, wide
-from burst_mcore.attention.heads import HeadGroup, Inward, Outward, pooled_like
+from burst_mcore.attention.geometry.plan import Plan
+from burst_mcore.attention.geometry.rows import Rows, axis, count, pieces, take, within
+from burst_mcore.attention.geometry.tiles import Tile, tiles_of
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
-from burst_mcore.attention.merge import GradientSum, OnlineSoftmax
-from burst_mcore.attention.plan import Plan
-from burst_mcore.attention.ring import Bundle, Exchange, Ring, Transport
-from burst_mcore.attention.rows import Rows, axis, count, pieces, take, within
-from burst_mcore.attention.schedule import Route, program
-from burst_mcore.attention.tiles import Tile, tiles_of
+from burst_mcore.attention.numerics.merge import GradientSum, OnlineSoftmax
+from burst_mcore.attention.numerics.rowwise import output_stand_in, wide
+from burst_mcore.attention.runtime.buffers import Lease
+from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
+from burst_mcore.attention.runtime.head_exchange import HeadGroup, Inward, Outward, pooled_like
+from burst_mcore.attention.schedule.actions import BUNDLE, DATA, RESULT, ROWS, SUM
+from burst_mcore.attention.schedule.ring import home_sum
+from burst_mcore.attention.schedule.route import Route, program
 
 
 @dataclass(frozen=True)

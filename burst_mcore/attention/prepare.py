@@ -15,11 +15,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from burst_mcore.attention.actions import Compute
 from burst_mcore.attention.arguments import Asked, call_for, legal_lengths, without_layout
 from burst_mcore.attention.passes import Call
-from burst_mcore.attention.schedule import program
-from burst_mcore.attention.topology import Topology
+from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.schedule.actions import Compute
+from burst_mcore.attention.schedule.route import program
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from burst_mcore.attention.elementwise import output_stand_in, row_delta
+from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.geometry.rows import pieces, take
+from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.kernel import Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.table import choose
-from burst_mcore.attention.merge import GradientSum, OnlineSoftmax
-from burst_mcore.attention.plan import plan
-from burst_mcore.attention.rows import pieces, take
-from burst_mcore.attention.tiles import tiles_of
+from burst_mcore.attention.numerics.merge import GradientSum, OnlineSoftmax
+from burst_mcore.attention.numerics.rowwise import output_stand_in, row_delta
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 

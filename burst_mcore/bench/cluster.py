@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from burst_mcore.attention.choice import Ranks
+from burst_mcore.attention.autotune.choose import Ranks
 from burst_mcore.rates import Rates
 
 _PR_SET_PDEATHSIG = 1

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burst_mcore.attention.geometry.plan import Plan
+from burst_mcore.attention.geometry.tiles import Tile, tiles_of
 from burst_mcore.attention.kernels.kernel import Kernel
-from burst_mcore.attention.plan import Plan
-from burst_mcore.attention.tiles import Tile, tiles_of
 from burst_mcore.balance import work
 from burst_mcore.bands import UNBOUNDED
 from burst_mcore.mask import Mask

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_mcore.attention.function import burst_attention
-from burst_mcore.attention.heads import why_not_heads
-from burst_mcore.attention.topology import Topology
+from burst_mcore.attention.runtime.head_exchange import why_not_heads
+from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.bench.all_gather import all_gather_attention
 from burst_mcore.bench.problem import Problem
 from burst_mcore.config import BurstConfig

@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from burst_mcore.attention.choice import RINGS, Ranks, best, candidates, typical
-from burst_mcore.attention.cost import Shard
+from burst_mcore.attention.autotune.choose import RINGS, Ranks, best, candidates, typical
+from burst_mcore.attention.autotune.cost import Shard
+from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.aten import CPU
-from burst_mcore.attention.plan import plan
-from burst_mcore.attention.schedule import Route, program
-from burst_mcore.attention.tiles import tiles_of
+from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.bench import provenance
 from burst_mcore.bench.verdict import Verdict
 from burst_mcore.layout import Layout

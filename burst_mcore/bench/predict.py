@@ -9,7 +9,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from burst_mcore.attention.choice import (
+from burst_mcore.attention.autotune.choose import (
     RINGS,
     Candidate,
     Ranks,
@@ -22,11 +22,11 @@ from burst_mcore.attention.choice import (
     why_not_degree,
     work_of,
 )
-from burst_mcore.attention.cost import Shard, Sizes, link_bytes, message_bytes
-from burst_mcore.attention.plan import Plan, plan
-from burst_mcore.attention.schedule import Schedule, schedule
-from burst_mcore.attention.timeline import play
-from burst_mcore.attention.trace import Event
+from burst_mcore.attention.autotune.cost import Shard, Sizes, link_bytes, message_bytes
+from burst_mcore.attention.autotune.simulate import play
+from burst_mcore.attention.geometry.plan import Plan, plan
+from burst_mcore.attention.schedule.route import Schedule, schedule
+from burst_mcore.attention.schedule.trace import Event
 from burst_mcore.balance import imbalance, work
 from burst_mcore.bench.masks import document_ends
 from burst_mcore.bench.problem import DTYPES, Problem

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from burst_mcore.attention.cost import Shard, allowed_pairs, pass_flops
-from burst_mcore.attention.topology import Topology
+from burst_mcore.attention.autotune.cost import Shard, allowed_pairs, pass_flops
+from burst_mcore.attention.recompute.cuts import cut_for, front
+from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.bench.head_memory import peak_bytes
 from burst_mcore.bench.problem import DTYPES
 from burst_mcore.bench.recompute_methods import METHODS, Attend, Layer, Method, Stack
 from burst_mcore.bench.run import in_processes
 from burst_mcore.layout import Layout, positions
 from burst_mcore.mask import Mask
-from burst_mcore.segments import cut_for, front
 
 GATE_TOKENS = 256
 """A method must give the gradients of no recompute on as many tokens before it is measured, at most."""

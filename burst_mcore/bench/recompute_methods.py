@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from burst_mcore.attention.function import attention_forward, burst_attention
-from burst_mcore.attention.topology import Topology
+from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.bench.problem import DTYPES
 from burst_mcore.checkpointing import Full, KeepAttention, Policy, Segment, checkpoint
 from burst_mcore.config import BurstConfig

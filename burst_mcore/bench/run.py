@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.attention.choice import Ranks
-from burst_mcore.attention.elementwise import row_delta
+from burst_mcore.attention.autotune.choose import Ranks
 from burst_mcore.attention.function import burst_attention
+from burst_mcore.attention.geometry.pattern import Seen
 from burst_mcore.attention.kernels import kernel, reference, table
-from burst_mcore.attention.seen import Seen
-from burst_mcore.attention.topology import Topology
-from burst_mcore.attention.trace import Event, record
+from burst_mcore.attention.numerics.rowwise import row_delta
+from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.schedule.trace import Event, record
 from burst_mcore.bench.methods import METHODS, Method
 from burst_mcore.bench.problem import Problem
 from burst_mcore.config import BurstConfig

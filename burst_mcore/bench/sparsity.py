@@ -11,19 +11,19 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor
 
-from burst_mcore.attention.actions import Send
-from burst_mcore.attention.choice import Ranks, best, candidates
-from burst_mcore.attention.cost import Shard
-from burst_mcore.attention.elementwise import row_delta
+from burst_mcore.attention.autotune.choose import Ranks, best, candidates
+from burst_mcore.attention.autotune.cost import Shard
 from burst_mcore.attention.function import burst_attention
+from burst_mcore.attention.geometry.pattern import Seen
+from burst_mcore.attention.geometry.plan import Plan, plan
+from burst_mcore.attention.geometry.rows import count, take
+from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Scores
 from burst_mcore.attention.kernels.table import choose
-from burst_mcore.attention.plan import Plan, plan
-from burst_mcore.attention.rows import count, take
-from burst_mcore.attention.schedule import Route, program
-from burst_mcore.attention.seen import Seen
-from burst_mcore.attention.tiles import tiles_of
-from burst_mcore.attention.topology import Topology
+from burst_mcore.attention.numerics.rowwise import row_delta
+from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.schedule.actions import Send
+from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.balance import imbalance, keys_per_query
 from burst_mcore.bench import provenance
 from burst_mcore.bench.problem import DTYPES, Problem

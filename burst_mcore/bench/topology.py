@@ -18,13 +18,13 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor
 
-from burst_mcore.attention.choice import RINGS, Candidate, Ranks, best, candidates, legal_degrees
-from burst_mcore.attention.cost import Shard, allowed_pairs, pass_flops
+from burst_mcore.attention.autotune.choose import RINGS, Candidate, Ranks, best, candidates, legal_degrees
+from burst_mcore.attention.autotune.cost import Shard, allowed_pairs, pass_flops
 from burst_mcore.attention.function import burst_attention
+from burst_mcore.attention.geometry.pattern import Seen
 from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Scores
 from burst_mcore.attention.kernels.table import KERNELS, choose
-from burst_mcore.attention.seen import Seen
-from burst_mcore.attention.topology import Topology
+from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.bench import cluster, provenance
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout

@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.actions import Channel, Recv, Send
 from burst_mcore.attention.arguments import Shape
-from burst_mcore.attention.elementwise import row_delta, wide
+from burst_mcore.attention.geometry.pattern import Seen
+from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.geometry.rows import take
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.table import choose
+from burst_mcore.attention.numerics.rowwise import row_delta, wide
 from burst_mcore.attention.passes import Attended, Call, Keys, Queries, backward, forward
-from burst_mcore.attention.plan import plan
-from burst_mcore.attention.ring import Bundle
-from burst_mcore.attention.rows import take
-from burst_mcore.attention.schedule import Route
-from burst_mcore.attention.seen import Seen
+from burst_mcore.attention.runtime.executor import Bundle
+from burst_mcore.attention.schedule.actions import Channel, Recv, Send
+from burst_mcore.attention.schedule.route import Route
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.utils.checkpoint
 
-from burst_mcore.attention.recompute import RecomputeError
+from burst_mcore.attention.recompute.replay import RecomputeError
 from burst_mcore.checkpointing.policy import Full, Policy
 from burst_mcore.checkpointing.scope import Record, in_backward
 

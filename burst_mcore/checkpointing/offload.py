@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.recompute import Kept, RecomputeError
+from burst_mcore.attention.recompute.replay import Kept, RecomputeError
 
 
 class OnDevice:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from burst_mcore.attention.recompute import Kept
+from burst_mcore.attention.recompute.cuts import check_keep
+from burst_mcore.attention.recompute.replay import Kept
 from burst_mcore.checkpointing.offload import Moved, OnDevice, may_move
 from burst_mcore.checkpointing.scope import Held, Record
-from burst_mcore.segments import check_keep
 
 
 @dataclass(frozen=True)

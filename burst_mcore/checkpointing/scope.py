@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
-from burst_mcore.attention.agreement import agreement
-from burst_mcore.attention.recompute import Kept, Made, RecomputeError, recording, replaying
+from burst_mcore.attention.recompute.replay import Kept, Made, RecomputeError, recording, replaying
+from burst_mcore.attention.runtime.agreement import agreement
 from burst_mcore.handles import find
 
 

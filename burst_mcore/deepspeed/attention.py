@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.attention.autotune.cost import Shard
 from burst_mcore.attention.cached import attend_to_cache
-from burst_mcore.attention.choice import Ranks
-from burst_mcore.attention.cost import Shard
 from burst_mcore.attention.function import burst_attention
 from burst_mcore.attention.kernels.kernel import Scores
-from burst_mcore.attention.topology import Topology
+from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.ways import within_nodes

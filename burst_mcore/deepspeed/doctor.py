@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 
-from burst_mcore.attention.choice import Ranks, best, reason
-from burst_mcore.attention.cost import Shard
+from burst_mcore.attention.autotune.choose import Ranks, best, reason
+from burst_mcore.attention.autotune.cost import Shard
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import RANKS, choose
+from burst_mcore.attention.recompute.cuts import cut_for
 from burst_mcore.deepspeed.loss import gradient_scale
 from burst_mcore.deepspeed.memory import Shape, activations, states
 from burst_mcore.deepspeed.refusals import (
@@ -27,7 +28,6 @@ from burst_mcore.deepspeed.ways import ways
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.rates import DEFAULT, DEVICES
-from burst_mcore.segments import cut_for
 
 HERE = "here"
 """The device that this machine has, as a name beside those of `DEVICES`."""

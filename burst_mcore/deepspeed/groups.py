@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from burst_mcore.attention.topology import Topology
+from burst_mcore.attention.runtime.topology import Topology
 
 
 class SequenceParallelUnit:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from burst_mcore.attention.cost import Shard
+from burst_mcore.attention.autotune.cost import Shard
 from burst_mcore.deepspeed.models import use_burst
 from burst_mcore.deepspeed.section import Checkpointing
 from burst_mcore.deepspeed.settings import zero

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from burst_mcore.attention.function import connect
-from burst_mcore.attention.topology import Topology
+from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.deepspeed.agreement import on_all_ranks, refuse_differences
 from burst_mcore.deepspeed.checkpointing import attach_checkpointing

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from burst_mcore.attention.topology import Topology
+from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.deepspeed.attention import Sequence, running
 from burst_mcore.deepspeed.batches import IGNORED, dealt, digest, documents, prepared

@@ -5,8 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from burst_mcore.attention.choice import RINGS, Candidate, Ranks, best, candidates, legal_degrees, typical
-from burst_mcore.attention.cost import Shard
+from burst_mcore.attention.autotune.choose import (
+    RINGS,
+    Candidate,
+    Ranks,
+    best,
+    candidates,
+    legal_degrees,
+    typical,
+)
+from burst_mcore.attention.autotune.cost import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask

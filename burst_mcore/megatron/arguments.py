@@ -6,10 +6,10 @@ import argparse
 from typing import Any
 
 from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.attention.recompute.cuts import check_keep
 from burst_mcore.checkpointing import Full, KeepAttention, Offload, Policy, Segment
 from burst_mcore.config import SETTINGS, BurstConfig
 from burst_mcore.rates import Rates
-from burst_mcore.segments import check_keep
 
 POLICIES = ("full", "attention", "segment")
 

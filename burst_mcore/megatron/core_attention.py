@@ -21,14 +21,14 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 
 from burst_mcore.attention.arguments import degrees_of, problem_of
+from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.attention.autotune.cost import Shard
 from burst_mcore.attention.cached import attend_to_cache
-from burst_mcore.attention.choice import Ranks
-from burst_mcore.attention.cost import Shard
 from burst_mcore.attention.function import burst_attention, connect
 from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.kernels.table import choose
-from burst_mcore.attention.recompute import in_checkpoint, of_layer
-from burst_mcore.attention.topology import Topology
+from burst_mcore.attention.recompute.replay import in_checkpoint, of_layer
+from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import positions
 from burst_mcore.mask import Mask

@@ -11,9 +11,9 @@ from ranks import processes
 
 import burst_mcore.deepspeed as burst
 from burst_mcore import BurstConfig, Layout, Mask
-from burst_mcore.attention import topology
-from burst_mcore.attention.choice import Ranks, best, candidates
-from burst_mcore.attention.cost import Shard
+from burst_mcore.attention.autotune.choose import Ranks, best, candidates
+from burst_mcore.attention.autotune.cost import Shard
+from burst_mcore.attention.runtime import topology
 from burst_mcore.deepspeed import attention
 from burst_mcore.deepspeed.ways import within_nodes
 from burst_mcore.rates import DEFAULT

@@ -5,15 +5,15 @@ import torch
 from dense import error
 
 from burst_mcore import Mask
-from burst_mcore.attention import elementwise
-from burst_mcore.attention.elementwise import merge_, output_stand_in, row_delta
+from burst_mcore.attention.geometry.pattern import Seen
+from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.kernel import Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.padding import takes_delta
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.attention.plan import plan
-from burst_mcore.attention.seen import Seen
-from burst_mcore.attention.tiles import tiles_of
+from burst_mcore.attention.numerics import rowwise as elementwise
+from burst_mcore.attention.numerics.rowwise import merge_, output_stand_in, row_delta
 from burst_mcore.layout import Layout
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

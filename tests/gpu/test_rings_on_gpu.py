@@ -9,7 +9,7 @@ from ranks import processes
 
 from burst_mcore import BurstConfig, Mask, burst_attention
 from burst_mcore.attention.arguments import Shape
-from burst_mcore.attention.topology import Topology
+from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.bench.virtual_ring import VirtualRank
 from burst_mcore.layout import shard, unshard
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from ranks import processes
 
 from burst_mcore import BurstConfig, Layout, shard, unshard
+from burst_mcore.attention.geometry.tiles import Tile
 from burst_mcore.attention.kernels.table import KERNELS, by_rank
-from burst_mcore.attention.tiles import Tile
 from burst_mcore.checkpointing import Full, Policy, Segment
 from burst_mcore.checkpointing.scope import in_backward
 from burst_mcore.megatron import cpu

@@ -246,7 +246,7 @@ def test_documents_are_read_once_for_all_layers():
 def _ring_is_made_once():
     import torch.distributed as dist
 
-    from burst_mcore.attention import communicators, topology
+    from burst_mcore.attention.runtime import communicators, topology
 
     made, start = [], communicators.start
     communicators.start = dist.barrier

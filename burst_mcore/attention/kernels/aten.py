@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from burst_mcore.attention.geometry.pattern import Abilities, Seen
 from burst_mcore.attention.kernels.finite import keeps_nan_where_seen
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.padding import takes_any_value_dim
 from burst_mcore.attention.kernels.small import leaves_small_tiles
 from burst_mcore.attention.kernels.window import from_lower_right
-from burst_mcore.attention.seen import Abilities, Seen
 
 _aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)

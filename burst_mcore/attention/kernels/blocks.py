@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.seen import Seen
+from burst_mcore.attention.geometry.pattern import Seen
 
 FAR = 2**30
 """A diagonal beyond all others, in 32 bits."""

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from burst_mcore.attention.geometry.pattern import Seen
 from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Scores
-from burst_mcore.attention.seen import Seen
 
 
 def keeps_nan_where_seen(kernel: Kernel) -> Kernel:

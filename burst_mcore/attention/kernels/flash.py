@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from burst_mcore import packages
+from burst_mcore.attention.geometry.pattern import Abilities, Seen
 from burst_mcore.attention.kernels.aten import half_on_cuda
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.padding import takes_any_value_dim
 from burst_mcore.attention.kernels.window import from_lower_right
-from burst_mcore.attention.seen import Abilities, Seen
 
 WINDOWS = Abilities(windows=True)
 

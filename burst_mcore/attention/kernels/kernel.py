@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.seen import NONE, Abilities, Seen
+from burst_mcore.attention.geometry.pattern import NONE, Abilities, Seen
 
 
 @dataclass(frozen=True)

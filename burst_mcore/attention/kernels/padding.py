@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from burst_mcore.attention.geometry.pattern import Seen
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
-from burst_mcore.attention.seen import Seen
 
 COLUMNS = 8
 """Head columns that are added for D: kernels want multiples of 8."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.elementwise import wide
+from burst_mcore.attention.geometry.pattern import Abilities, Seen
 from burst_mcore.attention.kernels.finite import keeps_nan_where_seen
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
-from burst_mcore.attention.seen import Abilities, Seen
+from burst_mcore.attention.numerics.rowwise import wide
 
 
 def _supports(problem: Problem) -> str | None:

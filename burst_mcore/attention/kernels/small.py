@@ -13,8 +13,8 @@ from functools import lru_cache
 
 from torch import Tensor
 
+from burst_mcore.attention.geometry.pattern import Seen
 from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Scores
-from burst_mcore.attention.seen import Seen
 
 logger = logging.getLogger("burst_mcore")
 

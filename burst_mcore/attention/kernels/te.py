@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from burst_mcore import packages
+from burst_mcore.attention.geometry.pattern import Seen
 from burst_mcore.attention.kernels import aten, reference
 from burst_mcore.attention.kernels.aten import half_on_cuda
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.padding import takes_any_value_dim
 from burst_mcore.attention.kernels.small import leaves_small_tiles
-from burst_mcore.attention.seen import Seen
 
 LAYOUT = "bshd_bshd_bshd"
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from burst_mcore import packages
-from burst_mcore.attention.elementwise import wide
+from burst_mcore.attention.geometry.pattern import Abilities, Seen
 from burst_mcore.attention.kernels.blocks import Blocks, blocks
 from burst_mcore.attention.kernels.kernel import InPlace, Kernel, Problem, RowGradients, Scores
-from burst_mcore.attention.seen import Abilities, Seen
+from burst_mcore.attention.numerics.rowwise import wide
 
 LARGEST_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

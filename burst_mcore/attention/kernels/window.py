@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from burst_mcore.attention.seen import Seen
+from burst_mcore.attention.geometry.pattern import Seen
 
 
 def from_lower_right(seen: Seen) -> tuple[int, int]:

@@ -11,8 +11,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.elementwise import merge_, wide
-from burst_mcore.attention.rows import Rows, Visited, add_, count, fill, pieces, take, view
+from burst_mcore.attention.geometry.rows import Rows, Visited, add_, count, fill, pieces, take, view
+from burst_mcore.attention.numerics.rowwise import merge_, wide
 
 
 class OnlineSoftmax:

@@ -13,10 +13,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from burst_mcore.attention.actions import Channel, Compute, Program, Recv, Send, Wait
-from burst_mcore.attention.cost import Sizes, link_class
-from burst_mcore.attention.schedule import Schedule
-from burst_mcore.attention.trace import Event, lane
+from burst_mcore.attention.autotune.cost import Sizes, link_class
+from burst_mcore.attention.schedule.actions import Channel, Compute, Program, Recv, Send, Wait
+from burst_mcore.attention.schedule.route import Schedule
+from burst_mcore.attention.schedule.trace import Event, lane
 from burst_mcore.rates import Rates
 
 Seconds = Callable[[int, Compute], float]

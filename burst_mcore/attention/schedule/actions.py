@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from burst_mcore.attention.rows import Rows
+from burst_mcore.attention.geometry.rows import Rows
 
 HOME = "home"
 """The rank's own bundle: never written."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.buffers import Lease
-from burst_mcore.attention.ring import Bundle
+from burst_mcore.attention.runtime.buffers import Lease
+from burst_mcore.attention.runtime.executor import Bundle
 
 Rows = tuple[range, ...]
 

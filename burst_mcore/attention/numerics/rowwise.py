@@ -106,7 +106,7 @@ def _fused(*tensors: Tensor) -> bool:
 @lru_cache
 def _code() -> Any:
     try:
-        from burst_mcore.attention import elementwise_triton
+        from burst_mcore.attention.numerics import rowwise_triton as elementwise_triton
     except ImportError as error:
         logger.warning("no Triton (%s): D, the stand-in for O and the merge take several passes each", error)
         return None

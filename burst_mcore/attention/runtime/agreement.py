@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from burst_mcore.attention.topology import Topology
+from burst_mcore.attention.runtime.topology import Topology
 
 LOOK_EVERY = timedelta(seconds=1)
 """How often a waiting rank looks for word of a refusal."""

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from burst_mcore.attention.piece import Piece, band_pairs
-from burst_mcore.attention.plan import Plan, kept
-from burst_mcore.attention.rows import Rows, place, union
-from burst_mcore.attention.seen import Abilities, Seen
+from burst_mcore.attention.geometry.pattern import Abilities, Seen
+from burst_mcore.attention.geometry.piece import Piece, band_pairs
+from burst_mcore.attention.geometry.plan import Plan, kept
+from burst_mcore.attention.geometry.rows import Rows, place, union
 from burst_mcore.bands import UNBOUNDED
 
 CALL = 1024

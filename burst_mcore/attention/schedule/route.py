@@ -25,12 +25,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 
-from burst_mcore.attention.actions import Program
-from burst_mcore.attention.carried import EVERYTHING, Hops, Itinerary, OfPosition
-from burst_mcore.attention.direct import direct
-from burst_mcore.attention.double_ring import double_ring, without_overlap
-from burst_mcore.attention.head_exchange import Pass, with_heads
-from burst_mcore.attention.plan import Plan, kept
+from burst_mcore.attention.geometry.plan import Plan, kept
+from burst_mcore.attention.schedule.actions import Program
+from burst_mcore.attention.schedule.carried import EVERYTHING, Hops, Itinerary, OfPosition
+from burst_mcore.attention.schedule.direct import direct
+from burst_mcore.attention.schedule.heads import Pass, with_heads
+from burst_mcore.attention.schedule.ring import double_ring, without_overlap
 
 
 @dataclass(frozen=True)

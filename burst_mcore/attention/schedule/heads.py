@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from burst_mcore.attention.actions import (
+from burst_mcore.attention.schedule.actions import (
     BUNDLE,
     RESULT,
     ROWS,
@@ -21,7 +21,7 @@ from burst_mcore.attention.actions import (
     Unpack,
     Wait,
 )
-from burst_mcore.attention.carried import Carried
+from burst_mcore.attention.schedule.carried import Carried
 
 
 class Pass(NamedTuple):

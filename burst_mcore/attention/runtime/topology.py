@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from burst_mcore.attention.communicators import Communicators, companion, timeout_of
+from burst_mcore.attention.runtime.communicators import Communicators, companion, timeout_of
 from burst_mcore.handles import Named, introduce
 from burst_mcore.rates import Rates
 

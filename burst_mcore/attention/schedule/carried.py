@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.reading import Reading
-from burst_mcore.attention.rows import Rows, union
+from burst_mcore.attention.geometry.reading import Reading
+from burst_mcore.attention.geometry.rows import Rows, union
 
 Carried = Any
 """Rows that a message carries: `Rows`, or None for all; for all positions at once `counted.Counted`."""

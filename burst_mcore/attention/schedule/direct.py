@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from burst_mcore.attention.actions import (
+from burst_mcore.attention.schedule.actions import (
     DATA,
     GRADIENT,
     HOME,
@@ -25,7 +25,7 @@ from burst_mcore.attention.actions import (
     Send,
     Wait,
 )
-from burst_mcore.attention.carried import EVERYTHING, Carried, Hops, nothing
+from burst_mcore.attention.schedule.carried import EVERYTHING, Carried, Hops, nothing
 
 
 def direct(position: int, size: int, *, gradients: bool, hops: Hops = EVERYTHING) -> Program:

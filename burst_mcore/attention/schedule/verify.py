@@ -6,7 +6,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from burst_mcore.attention.actions import (
+from burst_mcore.attention.geometry.rows import Rows, union
+from burst_mcore.attention.schedule.actions import (
     BUNDLE,
     HOME,
     RESULT,
@@ -24,9 +25,8 @@ from burst_mcore.attention.actions import (
     Unpack,
     Wait,
 )
-from burst_mcore.attention.double_ring import home_sum
-from burst_mcore.attention.rows import Rows, union
-from burst_mcore.attention.schedule import Schedule
+from burst_mcore.attention.schedule.ring import home_sum
+from burst_mcore.attention.schedule.route import Schedule
 
 Token = tuple[Any, ...]
 """What a buffer holds: ("data", source, rows), ("sum", source, contributors, rows), in a head group (what,

@@ -19,7 +19,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.actions import (
+from burst_mcore.attention.autotune.cost import Sizes
+from burst_mcore.attention.geometry.plan import Plan
+from burst_mcore.attention.schedule.actions import (
     BUNDLE,
     DATA,
     GRADIENT,
@@ -32,13 +34,11 @@ from burst_mcore.attention.actions import (
     Send,
     Wait,
 )
-from burst_mcore.attention.cost import Sizes
-from burst_mcore.attention.counted import NEVER, Counted, OfAll, Seen, moved
-from burst_mcore.attention.double_ring import without_overlap
-from burst_mcore.attention.head_exchange import Pass as Moves
-from burst_mcore.attention.head_exchange import with_heads
-from burst_mcore.attention.plan import Plan
-from burst_mcore.attention.schedule import PASSES, Route, itinerary, on_ring
+from burst_mcore.attention.schedule.counted import NEVER, Counted, OfAll, Seen, moved
+from burst_mcore.attention.schedule.heads import Pass as Moves
+from burst_mcore.attention.schedule.heads import with_heads
+from burst_mcore.attention.schedule.ring import without_overlap
+from burst_mcore.attention.schedule.route import PASSES, Route, itinerary, on_ring
 from burst_mcore.rates import Rates
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from burst_mcore.attention.actions import (
+from burst_mcore.attention.schedule.actions import (
     COMES_LATE,
     DATA,
     GRADIENT,
@@ -24,7 +24,7 @@ from burst_mcore.attention.actions import (
     Wait,
     hops,
 )
-from burst_mcore.attention.carried import EVERYTHING, Carried, Hops, nothing
+from burst_mcore.attention.schedule.carried import EVERYTHING, Carried, Hops, nothing
 
 _INTRA_DATA, _INTER_DATA = Channel("intra", DATA), Channel("inter", DATA)
 _INTRA_GRADIENT, _INTER_GRADIENT = Channel("intra", GRADIENT), Channel("inter", GRADIENT)

@@ -10,13 +10,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.cost import Shard, mean_bytes, message_bytes, pass_flops
-from burst_mcore.attention.heads import why_not_heads
-from burst_mcore.attention.lockstep import Pass, Played, Work, play_all
-from burst_mcore.attention.plan import Plan
-from burst_mcore.attention.reading import pairs_between
-from burst_mcore.attention.schedule import Route, schedule
-from burst_mcore.attention.timeline import play
+from burst_mcore.attention.autotune.cost import Shard, mean_bytes, message_bytes, pass_flops
+from burst_mcore.attention.autotune.lockstep import Pass, Played, Work, play_all
+from burst_mcore.attention.autotune.simulate import play
+from burst_mcore.attention.geometry.plan import Plan
+from burst_mcore.attention.geometry.reading import pairs_between
+from burst_mcore.attention.runtime.head_exchange import why_not_heads
+from burst_mcore.attention.schedule.route import Route, schedule
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates

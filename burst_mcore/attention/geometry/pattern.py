@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.piece import Piece
+from burst_mcore.attention.geometry.piece import Piece
 
 
 class Abilities(NamedTuple):

@@ -15,8 +15,8 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.piece import band_pairs_of
-from burst_mcore.attention.rows import Rows
+from burst_mcore.attention.geometry.piece import band_pairs_of
+from burst_mcore.attention.geometry.rows import Rows
 from burst_mcore.balance import keys_per_query
 from burst_mcore.bands import UNBOUNDED, intersected, pairs_of_runs, tightened, transposed
 from burst_mcore.layout import Layout

@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from burst_mcore.attention.actions import BUNDLE, DATA, GRADIENT, RESULT, ROWS, SUM, Program, Recv, Send
-from burst_mcore.attention.rows import count
-from burst_mcore.attention.schedule import Route
+from burst_mcore.attention.geometry.rows import count
+from burst_mcore.attention.schedule.actions import (
+    BUNDLE,
+    DATA,
+    GRADIENT,
+    RESULT,
+    ROWS,
+    SUM,
+    Program,
+    Recv,
+    Send,
+)
+from burst_mcore.attention.schedule.route import Route
 from burst_mcore.balance import keys_per_query
 from burst_mcore.mask import Mask
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.carried import Carried, Everything, Itinerary
-from burst_mcore.attention.reading import Reading
+from burst_mcore.attention.geometry.reading import Reading
+from burst_mcore.attention.schedule.carried import Carried, Everything, Itinerary
 
 
 class Seen:

@@ -11,7 +11,17 @@ from typing import Any
 
 import torch
 
-from burst_mcore.attention.actions import Accumulate, Action, Add, Channel, Compute, Pack, Recv, Unpack, Wait
+from burst_mcore.attention.schedule.actions import (
+    Accumulate,
+    Action,
+    Add,
+    Channel,
+    Compute,
+    Pack,
+    Recv,
+    Unpack,
+    Wait,
+)
 
 
 @dataclass(frozen=True)

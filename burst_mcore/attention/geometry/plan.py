@@ -21,13 +21,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.piece import Piece
-from burst_mcore.attention.reading import Reading, reading
-from burst_mcore.attention.rows import Rows, union
+from burst_mcore.attention.geometry.piece import Piece
+from burst_mcore.attention.geometry.reading import Reading, reading
+from burst_mcore.attention.geometry.rows import Rows, union
+from burst_mcore.attention.recompute.cuts import front
 from burst_mcore.bands import UNBOUNDED, tightened
 from burst_mcore.layout import Layout, joined
 from burst_mcore.mask import Mask
-from burst_mcore.segments import front
 
 Runs = tuple[range, ...]
 T = TypeVar("T")

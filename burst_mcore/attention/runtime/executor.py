@@ -9,7 +9,11 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.attention.actions import (
+from burst_mcore.attention.geometry.rows import Rows, pieces, take, within
+from burst_mcore.attention.runtime.communicators import Carrier
+from burst_mcore.attention.runtime.staging import Arrival, Work, on_host
+from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.schedule.actions import (
     BUNDLE,
     DATA,
     GRADIENT,
@@ -31,13 +35,9 @@ from burst_mcore.attention.actions import (
     Wait,
     hops,
 )
-from burst_mcore.attention.communicators import Carrier
-from burst_mcore.attention.double_ring import kind_of
-from burst_mcore.attention.rows import Rows, pieces, take, within
-from burst_mcore.attention.schedule import Route, program
-from burst_mcore.attention.staging import Arrival, Work, on_host
-from burst_mcore.attention.topology import Topology
-from burst_mcore.attention.trace import Recorder, recorder
+from burst_mcore.attention.schedule.ring import kind_of
+from burst_mcore.attention.schedule.route import Route, program
+from burst_mcore.attention.schedule.trace import Recorder, recorder
 
 Bundle = tuple[Tensor, ...]
 OnCompute = Callable[[int, int | None, Bundle, Rows | None], None]

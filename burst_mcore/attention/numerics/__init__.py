@@ -1,0 +1,1 @@
+"""The maths around the kernels: merging partial outputs, summing gradients, row-wise passes."""

@@ -1,0 +1,1 @@
+"""Who does what when: rings, the direct exchange and the head exchange, as programs of actions."""
