@@ -460,10 +460,10 @@ def doctor(
 ) -> None:
     """What a DeepSpeed configuration will do: groups, kernel, memory, and predicted bytes and times."""
     from burst_mcore.bench.masks import tokens
-    from burst_mcore.deepspeed import doctor as examiner
-    from burst_mcore.deepspeed.memory import Shape, shape_of
-    from burst_mcore.deepspeed.section import config_dict
-    from burst_mcore.deepspeed.section import reference as page
+    from burst_mcore.deepspeed.config.section import config_dict
+    from burst_mcore.deepspeed.config.section import reference as page
+    from burst_mcore.deepspeed.engine import doctor as examiner
+    from burst_mcore.deepspeed.engine.memory import Shape, shape_of
 
     if reference:
         typer.echo(page(), nl=False)

@@ -20,9 +20,9 @@ from torch import nn
 from burst_mcore.bench.head_memory import peak_bytes
 from burst_mcore.bench.run import in_processes
 from burst_mcore.bench.verdict import Verdict
-from burst_mcore.deepspeed.cpu import prepare_cpu
-from burst_mcore.deepspeed.initialize import initialize, shard_loader
-from burst_mcore.deepspeed.prepare import sequence_of
+from burst_mcore.deepspeed.engine.initialize import initialize, shard_loader
+from burst_mcore.deepspeed.engine.prepare import sequence_of
+from burst_mcore.deepspeed.ranks.cpu import prepare_cpu
 
 VOCABULARY = 2048
 

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from burst_mcore.deepspeed.batches import collated, dealt, documents, prepared
+from burst_mcore.deepspeed.data.batches import collated, dealt, documents, prepared
+from burst_mcore.deepspeed.data.loader import ShardedLoader
 from burst_mcore.deepspeed.errors import RefusedError
-from burst_mcore.deepspeed.loader import ShardedLoader
 from burst_mcore.layout import unshard
 
 

@@ -14,8 +14,8 @@ from burst_mcore import BurstConfig, Layout, Mask
 from burst_mcore.attention.autotune.choose import Ranks, best, candidates
 from burst_mcore.attention.autotune.cost import Shard
 from burst_mcore.attention.runtime import topology
-from burst_mcore.deepspeed import attention
-from burst_mcore.deepspeed.ways import within_nodes
+from burst_mcore.deepspeed.config.ways import within_nodes
+from burst_mcore.deepspeed.models import attention
 from burst_mcore.rates import DEFAULT
 
 CLIP = 0.5

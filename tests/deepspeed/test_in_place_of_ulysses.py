@@ -13,7 +13,7 @@ from test_trainer import forget, parallelism
 
 import burst_mcore.deepspeed as burst
 from burst_mcore import Mask, shard, unshard
-from burst_mcore.deepspeed.batches import collated
+from burst_mcore.deepspeed.data.batches import collated
 from burst_mcore.deepspeed.errors import RefusedError
 
 GAS, BATCHES = 3, 8

@@ -11,7 +11,7 @@ from ranks import processes
 
 from burst_mcore.attention import function, passes
 from burst_mcore.attention import prepare as prepare_module
-from burst_mcore.deepspeed.loader import ShardedLoader
+from burst_mcore.deepspeed.data.loader import ShardedLoader
 
 TOKENS, STEPS = 4096, 8
 
@@ -73,7 +73,7 @@ def test_steps_wait_less_than_1_per_cent_for_plans():
 
 def test_a_batch_is_handed_out_once_the_next_is_planned(monkeypatch):
     planned = []
-    monkeypatch.setattr("burst_mcore.deepspeed.loader.prepare", lambda mask, **how: planned.append(mask))
+    monkeypatch.setattr("burst_mcore.deepspeed.data.loader.prepare", lambda mask, **how: planned.append(mask))
     batches = [{name: x[None] for name, x in sample.items()} for sample in _packed(3)]
     seen = []
     for batch in ShardedLoader(batches, group=None):

@@ -13,8 +13,8 @@ from kernel_calls import rows_of_kernel_calls
 from ranks import poison, processes
 
 import burst_mcore.deepspeed as burst
-from burst_mcore.deepspeed.checkpointing import attach_checkpointing
-from burst_mcore.deepspeed.section import Checkpointing
+from burst_mcore.deepspeed.config.section import Checkpointing
+from burst_mcore.deepspeed.models.checkpointing import attach_checkpointing
 
 TOKENS, LAYERS = 32, 2
 SEGMENT = {"policy": "segment", "keep": 0.5}

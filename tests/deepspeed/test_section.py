@@ -8,7 +8,7 @@ import torch
 
 from burst_mcore import BurstConfig
 from burst_mcore.checkpointing import Full, KeepAttention, Offload, Segment
-from burst_mcore.deepspeed.section import Section, SectionError, config_dict, reference, section_of
+from burst_mcore.deepspeed.config.section import Section, SectionError, config_dict, reference, section_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "deepspeed-section.md"
 

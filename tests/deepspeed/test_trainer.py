@@ -8,7 +8,7 @@ from engines import SMALL, dataset, model_of, quiet, worst
 from ranks import processes
 
 import burst_mcore.deepspeed as burst
-from burst_mcore.deepspeed.batches import collated
+from burst_mcore.deepspeed.data.batches import collated
 from burst_mcore.deepspeed.errors import RefusedError
 
 pytest.importorskip("accelerate")

@@ -18,12 +18,12 @@ from transformers import __version__ as VERSION  # noqa: N812
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from burst_mcore.deepspeed.config.section import Section
+from burst_mcore.deepspeed.data.loader import ShardedLoader
+from burst_mcore.deepspeed.engine.prepare import prepare_model
 from burst_mcore.deepspeed.errors import RefusedError
-from burst_mcore.deepspeed.groups import unit_of
-from burst_mcore.deepspeed.loader import ShardedLoader
-from burst_mcore.deepspeed.models import use_burst
-from burst_mcore.deepspeed.prepare import prepare_model
-from burst_mcore.deepspeed.section import Section
+from burst_mcore.deepspeed.models.served import use_burst
+from burst_mcore.deepspeed.ranks.groups import unit_of
 
 NAMES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 TOKENS, ROWS, VOCABULARY = 64, 2, 80

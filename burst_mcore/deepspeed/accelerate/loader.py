@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from burst_mcore.deepspeed.batches import IGNORED
-from burst_mcore.deepspeed.loader import ShardedLoader
-from burst_mcore.deepspeed.sequence import SequenceParallel
+from burst_mcore.deepspeed.data.batches import IGNORED
+from burst_mcore.deepspeed.data.loader import ShardedLoader
+from burst_mcore.deepspeed.models.sequence import SequenceParallel
 
 
 class BurstSPDataLoaderAdapter(ShardedLoader):

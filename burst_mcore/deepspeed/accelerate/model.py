@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from burst_mcore.deepspeed.accelerate.loader import deal_for
-from burst_mcore.deepspeed.agreement import on_all_ranks
+from burst_mcore.deepspeed.config.refusals import refuse_config, refuse_versions
+from burst_mcore.deepspeed.config.section import Section, section_of
+from burst_mcore.deepspeed.engine.prepare import prepare_model
 from burst_mcore.deepspeed.errors import RefusedError
-from burst_mcore.deepspeed.groups import unit_of
-from burst_mcore.deepspeed.prepare import prepare_model
-from burst_mcore.deepspeed.refusals import refuse_config, refuse_versions
-from burst_mcore.deepspeed.section import Section, section_of
+from burst_mcore.deepspeed.ranks.agreement import on_all_ranks
+from burst_mcore.deepspeed.ranks.groups import unit_of
 
 
 class BurstSPAttentionHF:

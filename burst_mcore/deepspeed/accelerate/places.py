@@ -15,8 +15,8 @@ from burst_mcore.deepspeed.accelerate.trainer import (
     over_shards,
     with_whole_outputs,
 )
-from burst_mcore.deepspeed.cpu import prepare_cpu
-from burst_mcore.deepspeed.refusals import refuse_versions
+from burst_mcore.deepspeed.config.refusals import refuse_versions
+from burst_mcore.deepspeed.ranks.cpu import prepare_cpu
 
 
 def replace_ulysses() -> None:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from burst_mcore.deepspeed.accelerate.gathered import whole
 from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter, adapter_of
-from burst_mcore.deepspeed.batches import IGNORED
+from burst_mcore.deepspeed.data.batches import IGNORED
 from burst_mcore.deepspeed.errors import RefusedError
-from burst_mcore.deepspeed.groups import unit_of
+from burst_mcore.deepspeed.ranks.groups import unit_of
 from burst_mcore.loss import unpatched
 
 Method = Callable[..., Any]

@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from burst_mcore.deepspeed.config.section import Checkpointing
 from burst_mcore.deepspeed.errors import RefusedError
-from burst_mcore.deepspeed.section import Checkpointing
 
 
 def attach_checkpointing(model: Any, asked: Checkpointing) -> None:

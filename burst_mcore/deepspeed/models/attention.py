@@ -22,8 +22,8 @@ from burst_mcore.attention.function import burst_attention
 from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
+from burst_mcore.deepspeed.config.ways import within_nodes
 from burst_mcore.deepspeed.errors import RefusedError
-from burst_mcore.deepspeed.ways import within_nodes
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.rates import DEFAULT

@@ -19,9 +19,9 @@ from torch.utils.data import (
 )
 
 from burst_mcore.attention.prepare import one_ahead, prepare
-from burst_mcore.deepspeed.batches import collated, dealt, digest, documents, prepared
+from burst_mcore.deepspeed.data.batches import collated, dealt, digest, documents, prepared
 from burst_mcore.deepspeed.errors import RefusedError
-from burst_mcore.deepspeed.groups import exchanged
+from burst_mcore.deepspeed.ranks.groups import exchanged
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 

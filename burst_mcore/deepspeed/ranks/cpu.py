@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from burst_mcore.deepspeed.settings import part, zero
+from burst_mcore.deepspeed.config.settings import part, zero
 
 logger = logging.getLogger("burst_mcore")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from burst_mcore.attention.autotune.cost import Shard
-from burst_mcore.deepspeed.models import use_burst
-from burst_mcore.deepspeed.section import Checkpointing
-from burst_mcore.deepspeed.settings import zero
+from burst_mcore.deepspeed.config.section import Checkpointing
+from burst_mcore.deepspeed.config.settings import zero
+from burst_mcore.deepspeed.models.served import use_burst
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ from typing import Any
 import torch.distributed as dist
 from packaging.version import Version
 
+from burst_mcore.deepspeed.config.section import KEY
+from burst_mcore.deepspeed.config.settings import part, zero
 from burst_mcore.deepspeed.errors import RefusedError
-from burst_mcore.deepspeed.section import KEY
-from burst_mcore.deepspeed.settings import part, zero
 
 SUPPORTED = {"deepspeed": ("0.19", "0.20"), "transformers": ("5", "6")}
 """Releases from the first on, below the second: those whose contracts were read and tested."""

@@ -14,17 +14,17 @@ from burst_mcore.attention.autotune.cost import Shard
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import RANKS, choose
 from burst_mcore.attention.recompute.cuts import cut_for
-from burst_mcore.deepspeed.loss import gradient_scale
-from burst_mcore.deepspeed.memory import Shape, activations, states
-from burst_mcore.deepspeed.refusals import (
+from burst_mcore.deepspeed.config.refusals import (
     refuse_batch,
     refuse_config,
     refuse_versions,
     sequence_parallel_size,
 )
-from burst_mcore.deepspeed.section import Checkpointing, config_dict, section_of
-from burst_mcore.deepspeed.settings import part, zero
-from burst_mcore.deepspeed.ways import ways
+from burst_mcore.deepspeed.config.section import Checkpointing, config_dict, section_of
+from burst_mcore.deepspeed.config.settings import part, zero
+from burst_mcore.deepspeed.config.ways import ways
+from burst_mcore.deepspeed.engine.memory import Shape, activations, states
+from burst_mcore.deepspeed.models.loss import gradient_scale
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.rates import DEFAULT, DEVICES

@@ -13,15 +13,15 @@ from torch import nn
 from burst_mcore.attention.function import connect
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
-from burst_mcore.deepspeed.agreement import on_all_ranks, refuse_differences
-from burst_mcore.deepspeed.checkpointing import attach_checkpointing
+from burst_mcore.deepspeed.config.section import Section
 from burst_mcore.deepspeed.errors import RefusedError
-from burst_mcore.deepspeed.groups import topology_of
-from burst_mcore.deepspeed.loss import gradient_scale, refuse_large_parameters
-from burst_mcore.deepspeed.models import checked_loss, has_head_of_trl, use_burst
-from burst_mcore.deepspeed.rotary import attach_rotary, depends_on_length
-from burst_mcore.deepspeed.section import Section
-from burst_mcore.deepspeed.sequence import SequenceParallel
+from burst_mcore.deepspeed.models.checkpointing import attach_checkpointing
+from burst_mcore.deepspeed.models.loss import gradient_scale, refuse_large_parameters
+from burst_mcore.deepspeed.models.rotary import attach_rotary, depends_on_length
+from burst_mcore.deepspeed.models.sequence import SequenceParallel
+from burst_mcore.deepspeed.models.served import checked_loss, has_head_of_trl, use_burst
+from burst_mcore.deepspeed.ranks.agreement import on_all_ranks, refuse_differences
+from burst_mcore.deepspeed.ranks.groups import topology_of
 from burst_mcore.loss import patch_causal_lm
 
 SEQUENCE = "_burst_mcore_sequence"

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from burst_mcore.deepspeed.config.settings import zero
 from burst_mcore.deepspeed.errors import RefusedError
-from burst_mcore.deepspeed.settings import zero
 from burst_mcore.layout import Layout, shard, unshard
 
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
-from burst_mcore.deepspeed.attention import Sequence, running
-from burst_mcore.deepspeed.batches import IGNORED, dealt, digest, documents, prepared
+from burst_mcore.deepspeed.data.batches import IGNORED, dealt, digest, documents, prepared
 from burst_mcore.deepspeed.errors import RefusedError
-from burst_mcore.deepspeed.groups import exchanged
-from burst_mcore.deepspeed.loss import WholeLoss, WholeTokens
-from burst_mcore.deepspeed.models import attention_modules
-from burst_mcore.deepspeed.prefill import Prefill
+from burst_mcore.deepspeed.models.attention import Sequence, running
+from burst_mcore.deepspeed.models.loss import WholeLoss, WholeTokens
+from burst_mcore.deepspeed.models.prefill import Prefill
+from burst_mcore.deepspeed.models.served import attention_modules
+from burst_mcore.deepspeed.ranks.groups import exchanged
 from burst_mcore.layout import Layout, unshard
 
 Finish = Callable[[Any], Any]

@@ -10,12 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from burst_mcore.deepspeed.agreement import on_all_ranks, refuse_differences
-from burst_mcore.deepspeed.cpu import prepare_cpu, without_builds
-from burst_mcore.deepspeed.groups import unit_of
-from burst_mcore.deepspeed.loader import ShardedLoader, loader_for
-from burst_mcore.deepspeed.prepare import prepare_model, sequence_of
-from burst_mcore.deepspeed.refusals import (
+from burst_mcore.deepspeed.config.refusals import (
     SIZE,
     refuse_autos,
     refuse_batch,
@@ -24,8 +19,13 @@ from burst_mcore.deepspeed.refusals import (
     refuse_versions,
     sequence_parallel_size,
 )
-from burst_mcore.deepspeed.section import Section, config_dict, section_of
-from burst_mcore.deepspeed.sequence import SequenceParallel
+from burst_mcore.deepspeed.config.section import Section, config_dict, section_of
+from burst_mcore.deepspeed.data.loader import ShardedLoader, loader_for
+from burst_mcore.deepspeed.engine.prepare import prepare_model, sequence_of
+from burst_mcore.deepspeed.models.sequence import SequenceParallel
+from burst_mcore.deepspeed.ranks.agreement import on_all_ranks, refuse_differences
+from burst_mcore.deepspeed.ranks.cpu import prepare_cpu, without_builds
+from burst_mcore.deepspeed.ranks.groups import unit_of
 
 logger = logging.getLogger("burst_mcore")
 

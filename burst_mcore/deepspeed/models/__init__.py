@@ -1,0 +1,1 @@
+"""Models of transformers over shards: which are served, their attention, positions, loss and recompute."""
