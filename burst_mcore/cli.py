@@ -67,10 +67,10 @@ def explain(
     """What "auto" chooses (head_parallel, backward, ring) on a cluster, and why. Predicted, not measured."""
     import torch
 
-    from burst_mcore.bench import predict
-    from burst_mcore.bench.masks import tokens
-    from burst_mcore.bench.problem import Problem
     from burst_mcore.config import BurstConfig
+    from burst_mcore.explain import predict
+    from burst_mcore.explain.problem import Problem
+    from burst_mcore.mask.words import tokens
 
     try:
         config = BurstConfig(ring=ring, overlap=overlap)
@@ -126,13 +126,13 @@ def draw(
     from burst_mcore.attention.kernels.table import choose
     from burst_mcore.attention.schedule.route import PASSES
     from burst_mcore.attention.schedule.trace import chrome_trace
-    from burst_mcore.bench import predict
-    from burst_mcore.bench.mask_picture import save_mask, tiles_summary
-    from burst_mcore.bench.masks import tokens
-    from burst_mcore.bench.picture import save_timelines
-    from burst_mcore.bench.problem import Problem
     from burst_mcore.bench.run import record_pass
     from burst_mcore.config import BurstConfig
+    from burst_mcore.explain import predict
+    from burst_mcore.explain.mask_picture import save_mask, tiles_summary
+    from burst_mcore.explain.picture import save_timelines
+    from burst_mcore.explain.problem import Problem
+    from burst_mcore.mask.words import tokens
 
     try:
         if direction not in PASSES:
@@ -198,9 +198,9 @@ def attention(
     repeats: Annotated[int, typer.Option(min=1, help="Counted rounds, after one that is not.")] = 3,
 ) -> None:
     """Forward and backward of one attention layer: CPU seconds, beside the bare kernel on one process."""
-    from burst_mcore.bench.problem import Problem
     from burst_mcore.bench.report import json_line, table
     from burst_mcore.bench.run import measure
+    from burst_mcore.explain.problem import Problem
 
     try:
         problem = Problem(
@@ -411,8 +411,8 @@ def deepspeed(
     """A training step beside DeepSpeed's Ulysses: time, bytes, peak memory, on this machine's CPU."""
     from burst_mcore.bench import deepspeed_steps as compare
     from burst_mcore.bench import provenance
-    from burst_mcore.bench.masks import tokens
     from burst_mcore.bench.verdict import bars
+    from burst_mcore.mask.words import tokens
 
     names = [name.strip() for name in methods.split(";") if name.strip()] or list(compare.METHODS)
     try:
@@ -459,11 +459,11 @@ def doctor(
     reference: Annotated[bool, typer.Option(help="Print the reference page of the section instead.")] = False,
 ) -> None:
     """What a DeepSpeed configuration will do: groups, kernel, memory, and predicted bytes and times."""
-    from burst_mcore.bench.masks import tokens
     from burst_mcore.deepspeed.config.section import config_dict
     from burst_mcore.deepspeed.config.section import reference as page
     from burst_mcore.deepspeed.engine import doctor as examiner
     from burst_mcore.deepspeed.engine.memory import Shape, shape_of
+    from burst_mcore.mask.words import tokens
 
     if reference:
         typer.echo(page(), nl=False)

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from burst_mcore import Mask
 from burst_mcore.bench import run, sparsity
 from burst_mcore.bench.methods import METHODS, Method
-from burst_mcore.bench.problem import Problem
 from burst_mcore.cli import app
+from burst_mcore.explain.problem import Problem
 
 SMALL = Problem(seq=96, heads=6, kv_heads=3, head_dim=16)
 

@@ -10,12 +10,13 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "burst_mcore"
 FLOORS = [
     {
-        *("version", "config", "layout", "handles", "bands", "mask", "balance", "rates"),
+        *("version", "config", "layout", "handles", "mask", "rates"),
         *("packages", "loss"),
     },
     {"attention"},
     {"checkpointing"},
     {"megatron", "deepspeed"},
+    {"explain"},
     {"bench"},
     {"cli"},
 ]
@@ -34,7 +35,7 @@ WITHIN = {
     "deepspeed": [{"errors"}, {"config"}, {"ranks"}, {"data"}, {"models"}, {"engine"}, {"accelerate"}],
 }
 """The maps of packages that have folders, in their __init__.py too, lowest first."""
-MOST = {"bench": 24}
+MOST = {"bench": 19}
 """Files of folders that are still too large."""
 FRAMEWORKS = {
     "megatron": {"megatron"},

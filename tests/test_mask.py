@@ -12,8 +12,8 @@ from masks import brute, random_mask, randoms
 
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.autotune.cost import allowed_pairs
-from burst_mcore.balance import imbalance, keys_per_query, queries_per_key, work
 from burst_mcore.layout import positions
+from burst_mcore.layout.balance import imbalance, keys_per_query, queries_per_key, work
 
 
 def _from_bands(mask, n):

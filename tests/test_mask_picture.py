@@ -21,12 +21,12 @@ from burst_mcore.attention.autotune.choose import Ranks
 from burst_mcore.attention.geometry.plan import plan
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.balance import imbalance
-from burst_mcore.bench import mask_picture, predict
-from burst_mcore.bench.mask_picture import edges_of, outlines, owners, raster, save_mask, tiles_summary
-from burst_mcore.bench.masks import document_ends, mask_of, shortened
-from burst_mcore.bench.problem import Problem
 from burst_mcore.cli import app
+from burst_mcore.explain import mask_picture, predict
+from burst_mcore.explain.mask_picture import edges_of, outlines, owners, raster, save_mask, tiles_summary
+from burst_mcore.explain.problem import Problem
+from burst_mcore.layout.balance import imbalance
+from burst_mcore.mask.words import document_ends, mask_of, shortened
 from burst_mcore.rates import Rates
 
 RATES = Rates(intra=50e9, inter=5e9, compute=1e14)

@@ -11,13 +11,13 @@ from dense import dense, error, problem
 from ranks import processes
 
 from burst_mcore import BurstConfig, Mask, burst_attention
-from burst_mcore import mask as mask_module
 from burst_mcore.attention import arguments
 from burst_mcore.attention.function import attention_forward
 from burst_mcore.attention.geometry.plan import plan
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.handles import Named, find, introduce
 from burst_mcore.layout import shard
+from burst_mcore.mask import mask as mask_module
 
 
 def _checked(rank, size, options, sunk):

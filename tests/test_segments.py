@@ -10,7 +10,7 @@ from masks import random_layout, random_mask
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.geometry.plan import plan
 from burst_mcore.attention.recompute.cuts import EVEN, cut_for, front
-from burst_mcore.balance import imbalance
+from burst_mcore.layout.balance import imbalance
 
 CAUSAL = Mask.causal()
 

@@ -14,9 +14,9 @@ from burst_mcore.attention.autotune.choose import Ranks
 from burst_mcore.attention.schedule.actions import Compute, Recv
 from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.attention.schedule.trace import Event, chrome_trace, record
-from burst_mcore.bench import predict
-from burst_mcore.bench.problem import Problem
 from burst_mcore.cli import app
+from burst_mcore.explain import predict
+from burst_mcore.explain.problem import Problem
 from burst_mcore.rates import Rates
 
 RATES = Rates(intra=50e9, inter=5e9, compute=1e14)

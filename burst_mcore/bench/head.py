@@ -17,8 +17,8 @@ from torch import Tensor
 
 from burst_mcore.bench.head_memory import LargestMade, peak_bytes
 from burst_mcore.bench.head_methods import IGNORED, METHODS, OURS, HeadLoss, Method
-from burst_mcore.bench.problem import DTYPES
 from burst_mcore.bench.run import fresh_processes, keep_freed_memory
+from burst_mcore.explain.problem import DTYPES
 from burst_mcore.loss import reference
 
 MASKED = 1 / 16

@@ -13,8 +13,8 @@ from burst_mcore.attention.function import burst_attention
 from burst_mcore.attention.runtime.head_exchange import why_not_heads
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.bench.all_gather import all_gather_attention
-from burst_mcore.bench.problem import Problem
 from burst_mcore.config import BurstConfig
+from burst_mcore.explain.problem import Problem
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Differentiable attention of local q, k, v [batch, local sequence, heads, head_dim]."""

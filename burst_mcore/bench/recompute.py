@@ -17,9 +17,9 @@ from burst_mcore.attention.autotune.cost import Shard, allowed_pairs, pass_flops
 from burst_mcore.attention.recompute.cuts import cut_for, front
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.bench.head_memory import peak_bytes
-from burst_mcore.bench.problem import DTYPES
 from burst_mcore.bench.recompute_methods import METHODS, Attend, Layer, Method, Stack
 from burst_mcore.bench.run import in_processes
+from burst_mcore.explain.problem import DTYPES
 from burst_mcore.layout import Layout, positions
 from burst_mcore.mask import Mask
 

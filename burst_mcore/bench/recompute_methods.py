@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from burst_mcore.attention.function import attention_forward, burst_attention
 from burst_mcore.attention.runtime.topology import Topology
-from burst_mcore.bench.problem import DTYPES
 from burst_mcore.checkpointing import Full, KeepAttention, Policy, Segment, checkpoint
 from burst_mcore.config import BurstConfig
+from burst_mcore.explain.problem import DTYPES
 from burst_mcore.mask import Mask
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

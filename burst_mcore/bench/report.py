@@ -8,8 +8,8 @@ from dataclasses import asdict
 
 from tabulate import tabulate
 
-from burst_mcore.bench.problem import Problem
 from burst_mcore.bench.run import Result
+from burst_mcore.explain.problem import Problem
 
 HEADERS = {
     "method": "method",

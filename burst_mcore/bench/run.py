@@ -29,8 +29,8 @@ from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.trace import Event, record
 from burst_mcore.bench.methods import METHODS, Method
-from burst_mcore.bench.problem import Problem
 from burst_mcore.config import BurstConfig
+from burst_mcore.explain.problem import Problem
 from burst_mcore.layout import shard, unshard
 from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates

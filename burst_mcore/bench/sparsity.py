@@ -24,13 +24,13 @@ from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Send
 from burst_mcore.attention.schedule.route import Route, program
-from burst_mcore.balance import imbalance, keys_per_query
 from burst_mcore.bench import provenance
-from burst_mcore.bench.problem import DTYPES, Problem
 from burst_mcore.bench.run import alternating, in_processes, touch_memory
 from burst_mcore.bench.verdict import Verdict, bars
 from burst_mcore.config import BurstConfig
+from burst_mcore.explain.problem import DTYPES, Problem
 from burst_mcore.layout import Layout, shard
+from burst_mcore.layout.balance import imbalance, keys_per_query
 from burst_mcore.rates import DEFAULT
 
 SHORT = 3

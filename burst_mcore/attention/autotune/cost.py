@@ -18,7 +18,7 @@ from burst_mcore.attention.schedule.actions import (
     Send,
 )
 from burst_mcore.attention.schedule.route import Route
-from burst_mcore.balance import keys_per_query
+from burst_mcore.layout.balance import keys_per_query
 from burst_mcore.mask import Mask
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from burst_mcore.bands import UNBOUNDED
+from burst_mcore.mask.bands import UNBOUNDED
 
 
 class Piece(NamedTuple):

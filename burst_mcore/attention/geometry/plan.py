@@ -25,9 +25,9 @@ from burst_mcore.attention.geometry.piece import Piece
 from burst_mcore.attention.geometry.reading import Reading, reading
 from burst_mcore.attention.geometry.rows import Rows, union
 from burst_mcore.attention.recompute.cuts import front
-from burst_mcore.bands import UNBOUNDED, tightened
 from burst_mcore.layout import Layout, joined
 from burst_mcore.mask import Mask
+from burst_mcore.mask.bands import UNBOUNDED, tightened
 
 Runs = tuple[range, ...]
 T = TypeVar("T")

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from burst_mcore.attention.geometry.piece import band_pairs_of
 from burst_mcore.attention.geometry.rows import Rows
-from burst_mcore.balance import keys_per_query
-from burst_mcore.bands import UNBOUNDED, intersected, pairs_of_runs, tightened, transposed
 from burst_mcore.layout import Layout
+from burst_mcore.layout.balance import keys_per_query
 from burst_mcore.mask import Mask
+from burst_mcore.mask.bands import UNBOUNDED, intersected, pairs_of_runs, tightened, transposed
 
 MOST = 2**27
 """Entries of the table, at most. Of more, whole runs count as read, or, if these are too many, everything:

@@ -16,7 +16,7 @@ from burst_mcore.attention.geometry.pattern import Abilities, Seen
 from burst_mcore.attention.geometry.piece import Piece, band_pairs
 from burst_mcore.attention.geometry.plan import Plan, kept
 from burst_mcore.attention.geometry.rows import Rows, place, union
-from burst_mcore.bands import UNBOUNDED
+from burst_mcore.mask.bands import UNBOUNDED
 
 CALL = 1024
 """What a call of a kernel costs besides its pairs, in pairs."""

@@ -17,8 +17,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from burst_mcore.balance import keys_per_query
 from burst_mcore.layout import Layout, joined
+from burst_mcore.layout.balance import keys_per_query
 from burst_mcore.mask import Mask
 
 logger = logging.getLogger("burst_mcore")

@@ -27,11 +27,11 @@ from burst_mcore.attention.autotune.simulate import play
 from burst_mcore.attention.geometry.plan import Plan, plan
 from burst_mcore.attention.schedule.route import Schedule, schedule
 from burst_mcore.attention.schedule.trace import Event
-from burst_mcore.balance import imbalance, work
-from burst_mcore.bench.masks import document_ends
-from burst_mcore.bench.problem import DTYPES, Problem
+from burst_mcore.explain.problem import DTYPES, Problem
 from burst_mcore.layout import Layout
+from burst_mcore.layout.balance import imbalance, work
 from burst_mcore.mask import Mask
+from burst_mcore.mask.words import document_ends
 from burst_mcore.rates import Rates
 
 GRAD_ITEMSIZE = 4

@@ -16,9 +16,9 @@ from torch import Tensor
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.geometry.tiles import Tile, tiles_of
 from burst_mcore.attention.kernels.kernel import Kernel
-from burst_mcore.balance import work
-from burst_mcore.bands import UNBOUNDED
+from burst_mcore.layout.balance import work
 from burst_mcore.mask import Mask
+from burst_mcore.mask.bands import UNBOUNDED
 
 CELLS = 512
 """Cells a side, at most, of the mask's picture."""

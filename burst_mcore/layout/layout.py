@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_mcore.balance import layout_for
+from burst_mcore.layout.balance import layout_for
 from burst_mcore.mask import Mask
 
 KINDS = ("contiguous", "zigzag", "stacked-zigzag", "striped", "block-striped", "chunks", "zigzag-documents")
@@ -113,7 +113,7 @@ class Layout:
         The first of contiguous, zigzag, stacked zigzag, chunks dealt one by one to the rank with the least
         work, finer and finer, and striped under which the busiest rank has at most 1.05 times the mean work
         (1.10 for a window alone), on the side of the queries and on that of the keys; where none does, the
-        most balanced: see `burst_mcore.balance`.
+        most balanced: see `burst_mcore.layout.balance`.
 
         Raises:
             ValueError: the mask does not go with n tokens, or size is not a number of ranks.

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.kernels.kernel import Problem as KernelProblem
-from burst_mcore.bench.masks import mask_of, shortened
 from burst_mcore.mask import Mask
+from burst_mcore.mask.words import mask_of, shortened
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -25,7 +25,7 @@ class Problem:
     head_dim: int
     batch: int = 1
     mask: str = "causal"
-    """In the words of `burst_mcore.bench.masks`."""
+    """In the words of `burst_mcore.mask.words`."""
     dtype: str = "float32"
 
     def __post_init__(self) -> None:

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from burst_mcore.bands import UNBOUNDED
 from burst_mcore.mask import Mask
+from burst_mcore.mask.bands import UNBOUNDED
 
 EVEN = 1.05
 """Work of the busiest rank over the mean, up to which a layout counts as balanced."""

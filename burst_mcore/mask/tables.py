@@ -1,0 +1,78 @@
+"""What users describe masks with (cu_seqlens, ranges, matrices) -> checked tables of integers."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import numbers
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from burst_mcore.mask.terms import Documents
+
+
+def documents_of(cu_seqlens: Sequence[int] | Tensor) -> Documents:
+    """The term of cu_seqlens, empty documents left out. Raises ValueError where they are not legal."""
+    ends = integers("cu_seqlens", cu_seqlens)
+    if ends.dim() != 1 or len(ends) < 2 or int(ends[0]) != 0:
+        raise ValueError(
+            f"cu_seqlens must be a list of integers that begins with 0 and ends with the sequence's length, "
+            f"got {short(ends)}"
+        )
+    down = (ends.diff() < 0).nonzero().flatten().tolist()
+    if down:
+        at = down[0]
+        raise ValueError(
+            f"cu_seqlens must not descend, got {int(ends[at])}, {int(ends[at + 1])} at places {at}, {at + 1}"
+        )
+    ends = ends.unique_consecutive()  # empty documents
+    if len(ends) < 2:
+        raise ValueError(f"cu_seqlens must hold at least one token, got {short(ends)}")
+    return Documents(digest(ends), ends)
+
+
+def pairs_of(name: str, ranges: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
+    """Ranges (start, stop) as a list. Raises ValueError, which names the argument, where they are none."""
+    table = integers(name, ranges)
+    table = table.reshape(0, 2) if table.shape == (0,) else table
+    if table.dim() != 2 or table.shape[1] != 2:
+        raise ValueError(f"{name} must be a list of (start, stop), got {short(table)}")
+    for start, stop in table.tolist():
+        if not 0 <= start <= stop:
+            raise ValueError(f"{name} must hold ranges 0 <= start <= stop, got ({start}, {stop})")
+    found: list[list[int]] = table.tolist()
+    return found
+
+
+def integers(name: str, values: object) -> Tensor:
+    """An int64 copy on the CPU. Raises ValueError, which names the argument, for other numbers."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            table = torch.as_tensor(values).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} must be integers ({error})") from None
+    if table.numel() and table.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        raise ValueError(f"{name} must be integers, got {table.dtype}")
+    return table.to(torch.int64).clone()
+
+
+def short(x: Tensor) -> str:
+    """A tensor in an error message: its first entries."""
+    words = str(x.tolist())
+    return words if len(words) < 80 else f"{words[:76]} ..."
+
+
+def is_int(value: object) -> bool:
+    """Whether a value is a whole number, of Python or numpy, and no bool."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def digest(x: Tensor) -> str:
+    """A short name of a table's content and shape, equal on all ranks."""
+    x = x.contiguous()
+    content = ctypes.string_at(x.data_ptr(), x.nbytes) if x.numel() else b""
+    return hashlib.blake2b(content + str(tuple(x.shape)).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,171 @@
+"""What a mask is made of: windows, strides, documents, blocks, ranges; a mask is their intersection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from burst_mcore.mask.bands import UNBOUNDED, disjoint, everything
+
+
+class Term(Protocol):
+    """One of the masks that an intersection is made of. Terms compare by value."""
+
+    def check(self, n: int) -> None:
+        """ValueError if it does not go with a sequence of n tokens."""
+        ...
+
+    def bands(self, n: int) -> Tensor: ...
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Window:
+    """Key j is seen by query i iff i - left <= j <= i + right; None is unbounded."""
+
+    left: int | None
+    right: int | None
+
+    def __str__(self) -> str:
+        if self == Window(None, 0):
+            return "causal"
+        return f"window({self.left}, {self.right})"
+
+    def check(self, n: int) -> None:
+        pass
+
+    def clipped(self, n: int) -> Window | None:
+        """What ends it in n tokens; None if nothing does."""
+        left, right = (None if side is None or side >= n else side for side in (self.left, self.right))
+        return None if left is right is None else Window(left, right)
+
+    def bands(self, n: int) -> Tensor:
+        low = -UNBOUNDED if self.left is None else -self.left
+        return torch.tensor([[0, n, 0, n, low, UNBOUNDED if self.right is None else self.right]])
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        ahead = k[None, :] - q[:, None]
+        seen = torch.ones_like(ahead, dtype=torch.bool)
+        if self.left is not None:
+            seen &= ahead >= -self.left
+        if self.right is not None:
+            seen &= ahead <= self.right
+        return seen
+
+
+@dataclass(frozen=True)
+class Stride:
+    """Key j is seen by query i iff i - j is a multiple of `step`. It has no bands: see `Mask.stride`."""
+
+    step: int
+
+    def __str__(self) -> str:
+        return f"every {self.step}"
+
+    def check(self, n: int) -> None:
+        pass
+
+    def bands(self, n: int) -> Tensor:
+        return everything(n)
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        return (k[None, :] - q[:, None]) % self.step == 0
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Packed documents; each sees itself alone."""
+
+    digest: str
+    ends: Tensor = field(compare=False)
+    """cu_seqlens, int64, from 0, without empty documents."""
+
+    def __str__(self) -> str:
+        return f"documents({len(self.ends) - 1}, #{self.digest})"
+
+    def check(self, n: int) -> None:
+        if int(self.ends[-1]) != n:
+            raise ValueError(
+                f"the documents of the mask end at {int(self.ends[-1])} (the last of cu_seqlens), but the "
+                f"sequence has {n} tokens"
+            )
+
+    def bands(self, n: int) -> Tensor:
+        first, last = self.ends[:-1], self.ends[1:]
+        open_ = torch.full_like(first, UNBOUNDED)
+        return torch.stack([first, last, first, last, -open_, open_], 1)
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        ends = self.ends.to(q.device)
+        of_q, of_k = (torch.searchsorted(ends, x, right=True) for x in (q, k))
+        return of_q[:, None] == of_k[None, :]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Query block a sees key block b iff matrix[a, b]."""
+
+    size: int
+    digest: str
+    matrix: Tensor = field(compare=False)
+
+    def __str__(self) -> str:
+        return f"blocks({self.matrix.shape[0]} x {self.matrix.shape[1]} of {self.size}, #{self.digest})"
+
+    def check(self, n: int) -> None:
+        needed = -(-n // self.size)
+        if tuple(self.matrix.shape) != (needed, needed):
+            raise ValueError(
+                f"a block matrix over {n} tokens in blocks of {self.size} must be [{needed}, {needed}], got "
+                f"{list(self.matrix.shape)}"
+            )
+
+    def bands(self, n: int) -> Tensor:
+        edge = torch.zeros(len(self.matrix), 1, dtype=torch.int8)
+        steps = torch.cat([edge, self.matrix.to(torch.int8), edge], 1).diff(dim=1)
+        row, first = (steps == 1).nonzero().unbind(1)  # neighbours in a row are one band
+        _, last = (steps == -1).nonzero().unbind(1)
+        columns = [x * self.size for x in (row, row + 1, first, last)]
+        open_ = torch.full_like(row, UNBOUNDED)
+        return torch.stack([*(x.clamp(max=n) for x in columns), -open_, open_], 1)
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        at_q, at_k = (x // self.size for x in (q, k))
+        return self.matrix.to(q.device)[at_q[:, None], at_k[None, :]]
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """The union of slices, given as bands that may overlap."""
+
+    digest: str
+    slices: Tensor = field(compare=False)
+    given: Tensor = field(compare=False)
+    """[slices, 4]: the ranges as they were given."""
+
+    def __str__(self) -> str:
+        return f"ranges({len(self.given)}, #{self.digest})"
+
+    def check(self, n: int) -> None:
+        beyond = (self.given[:, (1, 3)].amax(1) > n).nonzero().flatten().tolist() if len(self.given) else []
+        if beyond:
+            q0, q1, k0, k1 = self.given[beyond[0]].tolist()
+            raise ValueError(
+                f"slice {beyond[0]} of the mask, queries [{q0}, {q1}) x keys [{k0}, {k1}), goes beyond the "
+                f"sequence of {n} tokens"
+            )
+
+    def bands(self, n: int) -> Tensor:
+        return disjoint(self.slices)
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        seen = torch.zeros(len(q), len(k), dtype=torch.bool, device=q.device)
+        for q0, q1, k0, k1, low, high in self.slices.tolist():
+            ahead = k[None, :] - q[:, None]
+            inside = ((q >= q0) & (q < q1))[:, None] & ((k >= k0) & (k < k1))[None, :]
+            seen |= inside & (ahead >= low) & (ahead <= high)
+        return seen
