@@ -117,7 +117,7 @@ def draw(
     mask_out: Annotated[
         Path | None, typer.Option(help="The picture of the mask; default mask.png, beside the other picture.")
     ] = None,
-    kernel: Annotated[str, typer.Option(help="Whose tiles are shown; auto: this machine's CPU's.")] = "auto",
+    kernel: Annotated[str, typer.Option(help="Kernel to show tiles for; auto is the CPU's.")] = "auto",
 ) -> None:
     """One pass: its schedule as a step x rank grid, its timeline as picture and trace, its mask as picture.
 
@@ -195,7 +195,7 @@ def attention(
     methods: Annotated[str, typer.Option(help="Names, separated by commas.")] = (
         "burst,all-gather,deepspeed-ulysses"
     ),
-    repeats: Annotated[int, typer.Option(min=1, help="Counted rounds, after one that is not.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed repeats, after one warm-up.")] = 3,
 ) -> None:
     """Forward and backward of one attention layer: CPU seconds, beside the bare kernel on one process."""
     from burst_mcore.bench.report import json_line, table
@@ -221,7 +221,7 @@ def attention(
 
 @bench.command()
 def topology(
-    repeats: Annotated[int, typer.Option(min=1, help="Counted rounds, after one that is not.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed repeats, after one warm-up.")] = 3,
     out: Annotated[Path, typer.Option(help="All figures, as JSON.")] = Path("topology.json"),
 ) -> None:
     """Double ring, overlap and the cost model's choices, in wall time on an emulated cluster (needs root)."""
@@ -287,7 +287,7 @@ def masks(
     ] = 2,
     repeats: Annotated[
         int,
-        typer.Option(min=1, help="Counted rounds, after one that is not; thrice as many of short cases."),
+        typer.Option(min=1, help="Timed repeats, after one warm-up; short cases run three times as many."),
     ] = 3,
     out: Annotated[Path, typer.Option(help="All figures, as JSON.")] = Path("masks.json"),
 ) -> None:
@@ -319,8 +319,8 @@ def loss(
     masked: Annotated[
         float | None, typer.Option(help="Share of the tokens that have no loss, at random; default 1 in 16.")
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Counted rounds, after one that is not.")] = 3,
-    processes: Annotated[int, typer.Option(min=1, help="Fresh ones for each method.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed repeats, after one warm-up.")] = 3,
+    processes: Annotated[int, typer.Option(min=1, help="Processes per method.")] = 1,
     threads: Annotated[int, typer.Option(min=0, help="On CPU; 0: as many as there are cores.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")] = "auto",
     out: Annotated[Path, typer.Option(help="All figures, as JSON.")] = Path("loss.json"),
@@ -368,7 +368,7 @@ def recompute(
     layers: Annotated[int, typer.Option(help="Layers, each checkpointed.")] = 4,
     layout: Annotated[str, typer.Option(help="striped, stacked-zigzag:K, zigzag, ...")] = "striped",
     dtype: str = "float32",
-    repeats: Annotated[int, typer.Option(min=1, help="Counted rounds, after one that is not.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed repeats, after one warm-up.")] = 3,
     out: Annotated[Path, typer.Option(help="All figures, as JSON; the curve lies beside it, as PNG.")] = Path(
         "recompute.json"
     ),
@@ -402,7 +402,7 @@ def deepspeed(
     kv_heads: KVHeads = 4,
     head_dim: int = 32,
     layers: int = 2,
-    stage: Annotated[int, typer.Option(min=0, max=3, help="Of ZeRO.")] = 3,
+    stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 3,
     methods: Annotated[str, typer.Option(help="Names, separated by semicolons; default all.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Counted steps, after one that is not.")] = 25,
     cannot: Annotated[bool, typer.Option(help="Also the cases in which heads do not divide.")] = True,

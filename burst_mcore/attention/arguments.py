@@ -206,9 +206,9 @@ def _check_lengths(layout: Layout, lengths: tuple[int, ...]) -> None:
     legal = legal_lengths(layout, n, size)
     if lengths != legal:
         raise ValueError(
-            f"the ranks hold {_listed(lengths)} tokens, {n} in all, which layout {layout} over {size} ranks "
-            f"deals as {_listed(legal)} (a multiple of {layout.divisor(size)} tokens in all is dealt evenly; "
-            f"shard() deals any length)"
+            f"the ranks hold {_listed(lengths)} tokens, {n} in all, but layout {layout} on {size} ranks "
+            f"deals them as {_listed(legal)}: use burst_mcore.shard(), or pad the sequence to a multiple of "
+            f"{layout.divisor(size)} tokens"
         )
 
 

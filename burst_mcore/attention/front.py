@@ -1,6 +1,6 @@
-"""Attention of which the end of the sequence is known: the same ring, planned for the queries of the front.
+"""Computes attention again for the front of the sequence only; the results of its end were kept in forward.
 
-The tensors of what is kept are those of `recompute.Kept`.
+The kept tensors are those of `recompute.replay.Kept`.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def _check(
 
 @contextlib.contextmanager
 def _refusing(peers: Agreement | None) -> Iterator[None]:
-    """Errors in here are this rank's: the others, which may wait for it, are told."""
+    """If this block raises, tell the other ranks, so that none of them waits."""
     try:
         yield
     except Exception as error:

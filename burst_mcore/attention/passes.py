@@ -31,7 +31,7 @@ from burst_mcore.attention.schedule.route import Route, program
 
 @dataclass(frozen=True)
 class Call:
-    """All of a call that is not a tensor: what crosses autograd."""
+    """Everything that forward and backward need besides tensors."""
 
     rank: int
     route: Route
@@ -191,7 +191,7 @@ def backward(call: Call, queries: Queries, keys: Keys, out: Tensor) -> tuple[Ten
 
 
 Share = Bundle | Callable[..., None]
-"""Gradients of a tile: there, or a kernel yet to be called, which adds them to the sums that it is given."""
+"""A tile's gradients: tensors, or a deferred kernel call that accumulates into the buffers it is given."""
 
 
 class _Backward:

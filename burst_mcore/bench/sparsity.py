@@ -66,7 +66,7 @@ class Row:
     imbalance: float
     burst: float
     of_tiles: float
-    """Over its tiles called bare in one process; repeats in turn."""
+    """Time divided by that of the same kernel calls alone, in one process, measured alternately."""
     of_tiles_shared: float
     """The same with as many processes, each calling the tiles of its rank bare at the same time: what is left
     when both share the machine's caches and cores alike."""

@@ -64,8 +64,8 @@ class Pass(NamedTuple):
     losses: Tensor
     """[tokens], 0 where the label is ignored."""
     hidden: Tensor | None
-    """m_i u_i, the gradient of each token's loss, times the weight's mantissa [tokens, d]; where
-    ranks share the vocabulary, this rank's part of it, in at least float32."""
+    """[tokens, d], the gradient u_i of each token's loss with respect to its hidden state, times the mantissa
+    m_i of the token's weight. Where ranks share the vocabulary: this rank's part, in at least float32."""
     weight: Tensor | None
     """sum_i w_i dl_i/dW [v, d]."""
     bias: Tensor | None

@@ -22,7 +22,7 @@ ALL_OTHERS = (
 
 
 class Head(Protocol):
-    """What logits are made with, and who is to blame."""
+    """The LM head that a DeferredLogits stands for; raises errors that name the model."""
 
     columns: int
     """V, of the vocabulary."""

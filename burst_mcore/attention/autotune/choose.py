@@ -274,7 +274,8 @@ def best(found: Sequence[Candidate]) -> Candidate:
 def _second(candidate: Candidate) -> bool:
     """Whether the other direction is better where all else is equal.
 
-    That is the paper's, but for a ring of one: there "kv" takes in dO rank by rank, "query" at once.
+    Ties go to "query", the paper's choice, except on a ring of one: there "kv" can start before all of dO has
+    arrived.
     """
     return (candidate.direction == "query") == (candidate.route.positions == 1)
 

@@ -1,4 +1,4 @@
-"""What a tile's query rows see of its key rows, as kernels take it, and what of that a kernel can take."""
+"""The mask pattern of one tile, and which patterns a kernel supports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""More head columns: how kernels serve what they have no word for.
+"""Pads head dimensions, so that kernels serve shapes and gradients that they do not support themselves.
 
 Zeros change no score and no output, so that a kernel which wants values as wide as keys gets both padded.
 A column in which dO is 1 and V is 0 adds to D what `out` holds there, and nothing else: so a kernel that

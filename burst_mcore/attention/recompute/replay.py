@@ -30,7 +30,7 @@ class Made(NamedTuple):
     value_dim: int
     dtype: torch.dtype
     layer: str | None
-    """Whose it is, where somebody said so: see `of_layer`."""
+    """The name of the layer that owns the call, where it is known: see `of_layer`."""
     topology: str
     """The handle of its ring."""
     mask: str
@@ -134,7 +134,7 @@ def of_layer(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recording(scope: Recording) -> Iterator[None]:
-    """Be in this forward."""
+    """Mark this thread as inside a checkpointed forward."""
     before = recordings()
     _entered.recordings = (*before, scope)
     try:

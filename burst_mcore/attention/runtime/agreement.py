@@ -35,9 +35,9 @@ Signature = dict[str, str]
 class Agreement:
     """The agreements of one ring. Every rank keeps one for each control group.
 
-    Calls are numbered, refused ones too, so that ranks know which of them are the same. A refused call waits
-    for nobody; its part in the exchange of hashes is made up for at the rank's next call, so that the ring
-    stays in step and can go on: no other collective on the control group may come between the two.
+    Calls are numbered, refused ones too, so that ranks know which of them are the same. A rank that refuses a
+    call returns at once. It sends the exchange that it skipped before its next call, so that the ranks stay
+    in step: no other collective on the control group may come between the two.
     """
 
     def __init__(self, topology: Topology) -> None:

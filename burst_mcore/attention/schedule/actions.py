@@ -22,7 +22,7 @@ BUNDLE, ROWS, RESULT, SUM = "bundle", "rows", "result", "sum"
 """What the all-to-all over a head group carries: in, the bundle that will travel and the rows that stay; out,
 what the rows that stay became, and the gradient that travelled."""
 COMES_LATE = (GRADIENT, RESULT, SUM)
-"""What is computed before it is sent; the rest is there from the start."""
+"""Kinds of messages whose contents must be computed first; the others can be sent at once."""
 
 
 class Channel(NamedTuple):

@@ -71,7 +71,7 @@ def _name(kind: str, process: int, lane: int, name: str) -> dict[str, Any]:
 
 
 class Recorder:
-    """Takes no note of anything: what runs where nobody records."""
+    """The recorder that records nothing, for runs that are not traced."""
 
     def span(self, action: Action) -> contextlib.AbstractContextManager[None]:
         """Around an action."""
