@@ -230,8 +230,8 @@ def _disagree(rank, size, what):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("first", ["hold [8, 16, 8] tokens, 32 in all", "zigzag over 3 ranks deals as [8, 12, 12]"]),
-        ("length", ["hold [8, 16, 8] tokens, 32 in all", "zigzag over 3 ranks deals as [8, 12, 12]"]),
+        ("first", ["hold [8, 16, 8] tokens, 32 in all", "zigzag on 3 ranks deals them as [8, 12, 12]"]),
+        ("length", ["hold [8, 16, 8] tokens, 32 in all", "zigzag on 3 ranks deals them as [8, 12, 12]"]),
         ("short", ["hold [8, 7, 8] tokens, 23 in all", "multiple of 6"]),
         ("shape", ["q: [1, ., 4, 16] on ranks [0, 2], [2, ., 4, 16] on ranks [1]"]),
         ("documents", ["the documents of the mask end at 30", "the sequence has 24 tokens"]),
