@@ -12,7 +12,7 @@ from burst_mcore.layout import NAMES, Layout
 
 BACKWARDS = ("auto", "query", "kv")
 RINGS = ("auto", "double", "flat", "direct")
-GRAD_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+GRAD_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Setting(NamedTuple):
@@ -93,9 +93,7 @@ class BurstConfig(Named):
 
     grad_dtype: torch.dtype = field(
         default=torch.float32,
-        metadata=_told(
-            ("float32", "bfloat16"), "The dtype in which travelling gradients are summed and sent."
-        ),
+        metadata=_told(tuple(GRAD_DTYPES), "The dtype in which travelling gradients are summed and sent."),
     )
     """Or its name; kept as a torch.dtype. float64 inputs always use float64."""
 

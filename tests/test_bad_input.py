@@ -115,9 +115,15 @@ def _asked_of_torch(rank, size):
     def attend(q):
         return burst_attention(q, p.k, p.v, topology=Topology.single(), mask=Mask.causal())
 
+    def attend_with(sinks):
+        causal, alone = Mask.causal(), Topology.single()
+        return burst_attention(p.q, p.k, p.v, topology=alone, mask=causal, sinks=sinks)
+
     for ask in FORWARD_MODE.values():
         with pytest.raises(ValueError, match="q has a tangent.*forward-mode"):
             ask(attend, p.q)
+        with pytest.raises(ValueError, match="sinks has a tangent.*forward-mode"):
+            ask(attend_with, torch.zeros(p.q.shape[2]))
     for name, ask in NOT_SERVED.items():
         try:
             ask(attend, p.q)

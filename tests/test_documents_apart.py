@@ -106,6 +106,9 @@ def _padding(rank, size):
                 _attend(spoilt, mask, config, topology), _attend(p, mask, config, topology), strict=True
             ):
                 torch.testing.assert_close(x[:, :70], want[:, :70])
+    alone = Problem(p.q, p.k, p.v, spoilt.dout)  # dO of padding alone: it has no gradient to spoil
+    for x in _attend(alone, mask, BurstConfig(layout="zigzag"), topology)[1:]:
+        assert bool(x.isfinite().all()) and not bool(x[:, 70:].any())
 
 
 def test_what_lies_in_padding_stays_there():

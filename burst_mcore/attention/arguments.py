@@ -293,11 +293,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, may_be_empty: bool) -> No
             )
         if x.layout != torch.strided:
             raise ValueError(f"{name} must be a dense tensor (torch.strided), got {x.layout}")
-        if forward_ad.unpack_dual(x).tangent is not None:
-            raise ValueError(
-                f"{name} has a tangent: burst_attention has no forward-mode derivative (torch.func.jvp, "
-                f"forward_ad.make_dual); take gradients by backward"
-            )
+        _refuse_tangent(name, x)
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.shape[:2] == k.shape[:2] == v.shape[:2]:
         raise ValueError(f"q, k, v must have the same batch and local sequence, got {shapes}")
@@ -316,12 +312,21 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, may_be_empty: bool) -> No
         raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
 
 
+def _refuse_tangent(name: str, x: Tensor) -> None:
+    if forward_ad.unpack_dual(x).tangent is not None:
+        raise ValueError(
+            f"{name} has a tangent: burst_attention has no forward-mode derivative (torch.func.jvp, "
+            f"forward_ad.make_dual); take gradients by backward"
+        )
+
+
 def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     if sinks is None:
         return
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point() or sinks.shape != q.shape[2:3]:
         what = f"{tuple(sinks.shape)} of {sinks.dtype}" if isinstance(sinks, Tensor) else repr(sinks)
         raise ValueError(f"sinks must be a floating-point tensor [heads], here [{q.shape[2]}], got {what}")
+    _refuse_tangent("sinks", sinks)
     if sinks.device != q.device:
         raise ValueError(f"sinks must be on the device of q, {q.device}, got {sinks.device}")
 

@@ -90,7 +90,7 @@ def recompute_policy(arguments: argparse.Namespace) -> Policy:
                 f"--burst-recompute {name}, which keeps nothing"
             )
         return Full()
-    if not burst_asked_for(arguments) and not _by_a_spec(arguments):
+    if not uses_burst(arguments):
         raise ValueError(
             f"--burst-recompute {name} needs --context-parallel-attention-backend burst: other attention "
             "keeps nothing"
@@ -136,12 +136,17 @@ def burst_config(arguments: argparse.Namespace) -> BurstConfig:
 
 def options_without_effect(arguments: argparse.Namespace) -> str | None:
     """A flag of ours that only burst attention reads, where that is not asked for."""
-    if burst_asked_for(arguments) or _by_a_spec(arguments):
+    if uses_burst(arguments):
         return None
     if getattr(arguments, "burst_rates", None):
         return "--burst-rates"
     given = {name: getattr(arguments, f"burst_{name}", SETTINGS[name].default) for name in SETTINGS}
     return next((flag_of(name) for name in given if given[name] != SETTINGS[name].default), None)
+
+
+def uses_burst(arguments: argparse.Namespace) -> bool:
+    """Whether the flag, or a spec of this package, asks for burst attention."""
+    return burst_asked_for(arguments) or _by_a_spec(arguments)
 
 
 def burst_asked_for(arguments: argparse.Namespace) -> bool:
@@ -156,9 +161,14 @@ def rates_from_arguments() -> Rates | None:
         ValueError: as `Rates`.
     """
     try:
-        given = getattr(megatron_arguments(), "burst_rates", None)
+        return rates_of(megatron_arguments())
     except RuntimeError:
         return None
+
+
+def rates_of(arguments: argparse.Namespace) -> Rates | None:
+    """The rates of --burst-rates. Raises ValueError as `Rates`."""
+    given = getattr(arguments, "burst_rates", None)
     if given is None:
         return None
     intra, inter, teraflops = given
@@ -185,6 +195,8 @@ def _argument(name: str) -> dict[str, Any]:
     """What argparse is told of a field of BurstConfig."""
     default, legal, meaning = SETTINGS[name]
     told = {"dest": f"burst_{name}", "default": default, "help": f"{meaning} Default: {default}."}
+    if default is True:  # the flag turns it off
+        told["help"] = f"Turns off: {meaning[0].lower()}{meaning[1:]}"
     if isinstance(default, bool):
         return {**told, "action": "store_false" if default else "store_true"}
     if name == "kernel":

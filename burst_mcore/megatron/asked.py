@@ -15,13 +15,14 @@ from burst_mcore.config import SETTINGS, BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.megatron import fused_loss
 from burst_mcore.megatron.arguments import (
-    burst_asked_for,
     burst_config,
     flag_of,
     options_without_effect,
+    rates_of,
     recompute_policy,
+    uses_burst,
 )
-from burst_mcore.megatron.layouts import refuse_assumed_zigzag
+from burst_mcore.megatron.layouts import ZIGZAG, refuse_assumed_zigzag
 
 READ_BY_MEGATRON = {
     "apply_query_key_layer_scaling": "served: Megatron divides scores and multiplies them again",
@@ -64,21 +65,43 @@ def check_arguments(arguments: Any) -> None:
     idle = options_without_effect(arguments)
     if idle is not None:
         raise ValueError(
-            f"{idle} has no effect without burst attention: add --context-parallel-attention-backend burst"
+            f"{idle} has no effect without burst attention: add --context-parallel-attention-backend burst, "
+            "also beside a spec of your own that holds core_attention_spec()"
         )
     recompute_policy(arguments)
     what = fused_loss.refusal(arguments) if getattr(arguments, "burst_fused_loss", False) else None
     if what is not None:
         raise ValueError(f"--burst-fused-loss does not go with {what}")
-    if not burst_asked_for(arguments):
+    if not uses_burst(arguments):
         return
     what = refusal(arguments)
     if what is not None:
         raise ValueError(f"burst attention does not support {what}")
+    _check_combinations(arguments)
     burst = burst_config(arguments)
     for kind in layers_comm_types(arguments):
         _check_heads(configured(burst, arguments, kind), arguments, kind)
     _check_tokens(Layout.of(burst.layout), arguments)
+
+
+def _check_combinations(arguments: Any) -> None:
+    """What layers, their rings and their batches would refuse one by one, later."""
+    size, layout = arguments.context_parallel_size, getattr(arguments, "burst_layout", "zigzag")
+    if size > 1 and getattr(arguments, "flash_decode", False):
+        raise ValueError("--flash-decode goes past core attention: generate at --context-parallel-size 1")
+    if size > 1 and getattr(arguments, "sft", False) and Layout.of(layout) != ZIGZAG:
+        raise ValueError(f"--burst-layout {layout} does not go with --sft, whose documents are dealt zigzag")
+    sizes = getattr(arguments, "hierarchical_context_parallel_sizes", None)
+    if size > 1 and sizes and len(sizes) != 2:
+        raise ValueError(
+            f"--hierarchical-context-parallel-sizes must be two, ranks of a node and nodes, got {sizes}"
+        )
+    backend, kernel = _backend(arguments), getattr(arguments, "burst_kernel", "auto")
+    if backend in _BACKENDS and kernel not in ("auto", *_BACKENDS[backend]):
+        raise ValueError(
+            f"--burst-kernel {kernel} contradicts --attention-backend {backend}: give one of them"
+        )
+    rates_of(arguments)
 
 
 def _check_heads(burst: BurstConfig, arguments: Any, cp_comm_type: str | None) -> None:

@@ -136,7 +136,7 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
             )
         topology = self._topology_of_call(packed_seq_params)
         if query.shape[0] != key.shape[0] and not is_packed:
-            return self._decode(query, key, value, kind, topology)
+            return self._decode(query, key, value, attention_mask, topology)
         if topology.size > 1:
             refuse_other_layout(self.burst_config.layout, self.config)
         n = query.shape[0] * topology.size
@@ -164,7 +164,8 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         config, burst, shards = self.config, self.burst_config, self.config.tensor_model_parallel_size
         groups = config.num_query_groups or config.num_attention_heads
         heads = config.num_attention_heads // shards, max(1, groups // shards)
-        dtype = config.params_dtype
+        # With autocast and wrappers parameters may still be of another dtype than the calls.
+        dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else config.params_dtype
         shard = Shard(1, 1, *heads, head_dim, value_dim, dtype.itemsize, burst.grad_dtype.itemsize)
         mask = (Mask.causal() if self.attn_mask_type in CAUSAL else Mask.full()) & self.window
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -193,9 +194,12 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         )
 
     def _decode(
-        self, query: Tensor, key: Tensor, value: Tensor, kind: AttnMaskType, topology: Topology
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, topology: Topology
     ) -> Tensor:
-        """Attend the last tokens of a sequence to the cache of all its keys, as in generation."""
+        """Attend the last tokens of a sequence to the cache of all its keys, as in generation.
+
+        By the mask type of the layer: that of the call is no_mask there whatever the layer's.
+        """
         if topology.size > 1:
             raise ValueError(
                 f"layer {self.layer_number}: burst attention does not decode with a cache under context "
@@ -203,9 +207,13 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
                 f"--context-parallel-size 1"
             )
         (new, n), device = (query.shape[0], key.shape[0]), query.device
-        # A single query of mask type no_mask is Megatron's way to say that it is the last one.
-        mask = (Mask.causal() if kind in CAUSAL or new == 1 else Mask.full()) & self.window
+        mask = (Mask.causal() if self.attn_mask_type in CAUSAL or new == 1 else Mask.full()) & self.window
         allowed = mask.allows(torch.arange(n - new, n, device=device), torch.arange(n, device=device))
+        if attention_mask is not None and not bool((attention_mask.expand(1, 1, new, n) == ~allowed).all()):
+            raise ValueError(
+                f"layer {self.layer_number}: burst attention decodes by the layer's own mask "
+                f"({self.attn_mask_type}, window {self.window}): the attention_mask that came is another"
+            )
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         out = attend_to_cache(q, k, v, allowed, Scores(self.softmax_scale), self.softmax_offset)
         return out.transpose(0, 1).flatten(2)

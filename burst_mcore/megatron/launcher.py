@@ -23,7 +23,8 @@ import inspect
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -229,9 +230,14 @@ def _with_our_checks(validate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse(what: str) -> NoReturn:
-    """End this process: one line on rank 0, exit status 2."""
+    """End this process: one line on rank 0, exit status 2.
+
+    The other ranks wait a while: torchrun ends all as soon as one has ended, and rank 0 may be slower.
+    """
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"burst_mcore.megatron: {what}\n")
+    else:
+        time.sleep(5)
     sys.exit(2)
 
 
@@ -307,7 +313,9 @@ def _refusing_stock_attention_alone(get_model: Callable[..., Any]) -> Callable[.
         if burst_is_chosen() and (left := _stock_self_attentions(parts)):
             modules = [module for part in parts for module in part.modules()]
             reached = any(isinstance(module, BurstCoreAttention) for module in modules)
-            vision = any(base.__name__ == "VisionModule" for m in modules for base in type(m).__mro__)
+            roots = {id(root) for part in parts for root in _unwrapped(part)}
+            inner = (m for m in modules if id(m) not in roots)  # a tower beside something else
+            vision = any(base.__name__ == "VisionModule" for m in inner for base in type(m).__mro__)
             if not reached and not vision:
                 raise ValueError(
                     "--context-parallel-attention-backend burst was asked for, but this model has "
@@ -317,6 +325,13 @@ def _refusing_stock_attention_alone(get_model: Callable[..., Any]) -> Callable[.
         return models
 
     return built
+
+
+def _unwrapped(model: Any) -> Iterator[Any]:
+    """A model, and what its wrappers (DDP, Float16Module) hold."""
+    while model is not None:
+        yield model
+        model = getattr(model, "module", None)
 
 
 def _stock_self_attentions(models: Sequence[Any]) -> list[Any]:

@@ -26,13 +26,21 @@ BLIND_TO_LAYOUTS = frozenset(
         *("MLP", "TEFusedMLP", "SharedExpertMLP", "MoELayer", "SequentialMLP", "GroupedMLP", "TEGroupedMLP"),
         *("TopKRouter", "InferenceTopKRouter", "ColumnParallelLinear", "RowParallelLinear"),
         *("VocabParallelEmbedding", "LanguageModelEmbedding", "RotaryEmbedding", "YarnRotaryEmbedding"),
-        *("TELinear", "TEColumnParallelLinear", "TERowParallelLinear", "TELayerNormColumnParallelLinear"),
+        *("LayerNorm", "RMSNorm", "TEFusedResidualRMSNorm", "TELMHeadColumnParallelLinear", "TEActivationOp"),
+        *(
+            "TEFusedMLPWithGroupedLinear",
+            "TELinear",
+            "TEColumnParallelLinear",
+            "TERowParallelLinear",
+            "TELayerNormColumnParallelLinear",
+        ),
         *("TEGroupedLinear", "TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear", "TENorm"),
         *("IdentityOp", "IdentityFuncOp", "FusedLayerNorm", "WrappedTorchNorm", "L2Norm"),
     )
 )
-"""Classes of Megatron that work token by token, or deal through what `use_layout` replaces. Any other module
-of a model may assume zigzag, and is refused beside another layout; torch's own may not."""
+"""Classes of Megatron and TransformerEngine that work token by token, or deal through what `use_layout`
+replaces. Any other module of a model may assume zigzag, and is refused beside another layout; torch's own may
+not. (TransformerEngine's LayerNorm and RMSNorm are what Megatron's TENorm makes.)"""
 
 METADATA = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
 """What is in a batch and has no tokens."""
@@ -119,7 +127,9 @@ def _models() -> list[type]:
     try:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
     except ImportError:  # before 0.19
-        return [GPTModel]
+        from megatron.core.models.mamba import MambaModel
+
+        return [GPTModel, MambaModel]
     return [GPTModel, HybridModel]
 
 
@@ -191,7 +201,8 @@ def _refusing_unknown_modules(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_blind(kind: type) -> bool:
-    """Whether modules of this class work on any layout."""
-    if kind.__module__.split(".")[0] == "torch":
+    """Whether modules of this class work on any layout; a user's own class of the same name may not."""
+    package = kind.__module__.split(".")[0]
+    if package == "torch":
         return True
-    return kind.__name__ in BLIND_TO_LAYOUTS
+    return package in ("megatron", "transformer_engine", "burst_mcore") and kind.__name__ in BLIND_TO_LAYOUTS

@@ -169,12 +169,48 @@ def test_flags_are_the_fields_of_the_config_with_its_defaults():
             "striped does not go with multi-token",
         ),
         (BURST, {"seq_length": 66}, "--seq-length 66 is no multiple of 4"),
+        (BURST, {"flash_decode": True}, "--flash-decode goes past core attention"),
+        ([*BURST, "--burst-layout", "striped"], {"sft": True}, "striped does not go with --sft"),
+        (BURST, {"hierarchical_context_parallel_sizes": [2, 2, 2]}, "must be two, ranks of a node and nodes"),
+        (
+            [*BURST, "--burst-kernel", "reference"],
+            {"attention_backend": "flash"},
+            "contradicts --attention-b",
+        ),
+        ([*BURST, "--burst-rates", "-1", "1", "1"], {}, "Rates.intra must be a positive number"),
+        ([], {"spec": ["burst_mcore.megatron.spec"], "attention_dropout": 0.1}, "attention dropout 0.1"),
         ([*BURST, "--burst-recompute", "segment"], {}, "--burst-recompute-keep F go together"),
     ],
 )
 def test_what_follows_from_arguments_is_refused_with_them(words, others, said):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=said) as refused:
         asked.check_arguments(_arguments(*words, **others))
+    assert "\n" not in str(refused.value)
+
+
+class VisionModule(torch.nn.Module):
+    """As Megatron's, by name."""
+
+
+@pytest.mark.parametrize(
+    ("model", "refused"),
+    [
+        (torch.nn.Linear(1, 1), True),  # BERT, say
+        (VisionModule(), True),
+        (torch.nn.Sequential(VisionModule()), False),  # a tower beside a GPT
+    ],
+)
+def test_a_model_that_burst_attention_has_not_reached_is_refused(model, refused, monkeypatch):
+    from burst_mcore.megatron import launcher
+
+    monkeypatch.setattr(launcher, "burst_is_chosen", lambda: True)
+    monkeypatch.setattr(launcher, "_stock_self_attentions", lambda models: [torch.nn.Identity()])
+    build = launcher._refusing_stock_attention_alone(lambda: [model])
+    if refused:
+        with pytest.raises(ValueError, match="this model has Identity alone"):
+            build()
+    else:
+        assert build() == [model]
 
 
 def test_legal_arguments_pass():

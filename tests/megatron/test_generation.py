@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from megatron.core.transformer.enums import AttnMaskType
 from models import Case, build, needs_019, transformer_config
 from test_core_attention import _core, in_megatron
 
@@ -59,6 +60,15 @@ def _window_of_a_cache():
     whole = core(q, k, v, None)
     torch.testing.assert_close(core(q[-1:], k, v, None), whole[-1:])
     torch.testing.assert_close(core(q[-4:], k, v, None), whole[-4:])
+    none = AttnMaskType.no_mask  # what Megatron says of a call that decodes
+    torch.testing.assert_close(core(q[-4:], k, v, None, attn_mask_type=none), whole[-4:])
+    ahead = torch.arange(9)[None] - torch.arange(5, 9)[:, None]
+    own = ((ahead > 0) | (ahead < -3))[None, None]
+    torch.testing.assert_close(core(q[-4:], k, v, own, attn_mask_type=none), whole[-4:])
+    with pytest.raises(
+        ValueError, match="decodes by the layer's own mask.*attention_mask that came is another"
+    ):
+        core(q[-4:], k, v, torch.zeros_like(own), attn_mask_type=none)
 
 
 def test_a_window_of_a_cache_is_that_of_the_sequence():

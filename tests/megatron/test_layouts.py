@@ -154,6 +154,19 @@ def _models():
     build(Case(cp=2))
 
 
+def test_classes_are_known_by_package_and_name():
+    from burst_mcore.megatron.layouts import _is_blind
+
+    def made(name, module):
+        return type(name, (), {"__module__": module})
+
+    assert _is_blind(made("RMSNorm", "transformer_engine.pytorch.module.rmsnorm"))  # what TENorm makes
+    assert _is_blind(made("SelfAttention", "megatron.core.transformer.attention"))
+    assert _is_blind(torch.nn.Linear)
+    assert not _is_blind(made("SelfAttention", "my_models.attention"))
+    assert not _is_blind(made("MambaMixer", "megatron.core.ssm.mamba_mixer"))
+
+
 def test_a_module_that_is_not_known_is_refused_beside_another_layout():
     in_megatron(_models, cp=2)
 

@@ -18,16 +18,17 @@ from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Scores
 def keeps_nan_where_seen(kernel: Kernel) -> Kernel:
     """`kernel`, in which a row that is not finite spoils only the rows and keys that meet it.
 
-    In tiles with a table, such rows are computed as zeros; what meets them becomes NaN. Costs a sum over the
-    inputs of those tiles where all is finite.
+    In tiles with a table, such rows are computed as zeros; what meets them becomes NaN. A row that sees
+    nothing stays as it is computed. Costs a sum over the inputs of those tiles where all is finite.
     """
 
     def forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
         if not seen.masked or _finite(q, k, v):
             return kernel.forward(q, k, v, seen, how)
+        table = seen.table_on(q.device)
         rows, columns = _spoiled(q), _spoiled(k, v)
         out, lse = kernel.forward(_zeroed(q, rows), _zeroed(k, columns), _zeroed(v, columns), seen, how)
-        spoiled = rows | _meet(columns, seen.table_on(q.device).T)
+        spoiled = (rows & table.any(1)) | _meet(columns, table.T)
         out[spoiled] = torch.nan
         lse.masked_fill_(spoiled[:, None], torch.nan)
         return out, lse
@@ -51,9 +52,9 @@ def keeps_nan_where_seen(kernel: Kernel) -> Kernel:
             delta=x.delta.masked_fill(rows[:, None], 0.0),
         )
         dq, dk, dv = kernel.backward(clean, seen, how)
-        dq[rows | _meet(columns, table.T)] = torch.nan
+        dq[(rows & table.any(1)) | _meet(columns, table.T)] = torch.nan
         for gradient in (dk, dv):
-            gradient[columns | _meet(rows, table)] = torch.nan
+            gradient[(columns & table.any(0)) | _meet(rows, table)] = torch.nan
         return dq, dk, dv
 
     return replace(kernel, forward=forward, backward=backward)

@@ -46,7 +46,7 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
 def output_stand_in(dout: Tensor, delta: Tensor) -> Tensor:
     """A tensor that stands in for O in kernels that read O only to form D: O projected on dO, row by row.
 
-    out' = D dO / |dO|^2, 0 where dO = 0, has rowsum(dO * out') = D and is at most a few times as large as O,
+    out' = D dO / |dO|^2, 0 where dO = 0, has rowsum(dO * out') = D and is at most 16 times as large as O,
     so that O need not travel and no kernel be changed. In half precision out' is rounded, and D with it, by
     2^-9 in bfloat16: too much for a row that sees a single key, whose dS = dP - D is 0. So the first third of
     the columns carries D, and each other third what rounding those before took from it; thirds that are

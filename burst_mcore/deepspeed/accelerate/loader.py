@@ -113,9 +113,10 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         In evaluation turns are left out in which no group has a sample of the dataset.
         """
         self.last = bool(getattr(self.dl, "end_of_dataloader", False))
-        turns, self._skipped = range(self._skipped, len(wholes)), 0
+        turns = list(range(self._skipped, len(wholes)))
+        self._skipped = 0
         if self.evaluates and self.last:
-            turns = [turn for turn in turns if self._counts(turn, len(wholes[0]["input_ids"]))]  # type: ignore
+            turns = [turn for turn in turns if self._counts(turn, len(wholes[0]["input_ids"]))]
         for self.turn in turns:
             if self.last:
                 self.dl.end_of_dataloader = self.turn == turns[-1]
