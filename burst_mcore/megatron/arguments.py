@@ -131,7 +131,18 @@ def burst_config(arguments: argparse.Namespace) -> BurstConfig:
             "it cuts packed sequences without regard to their documents, while rotary positions and "
             "attention expect each document dealt zigzag (as --sft does)"
         )
-    return BurstConfig(**{name: getattr(arguments, f"burst_{name}") for name in SETTINGS})
+    return BurstConfig(**{name: setting(arguments, name) for name in SETTINGS})
+
+
+def setting(arguments: argparse.Namespace, name: str) -> Any:
+    """What the flag of a field of BurstConfig says; the default where it was not given."""
+    given = getattr(arguments, f"burst_{name}", None)
+    return SETTINGS[name].default if given is None else given
+
+
+def given_flags(arguments: argparse.Namespace, *names: str) -> list[str]:
+    """The flags of these fields that the command line has, with whatever value."""
+    return [flag_of(name) for name in names if getattr(arguments, f"burst_{name}", None) is not None]
 
 
 def options_without_effect(arguments: argparse.Namespace) -> str | None:
@@ -140,8 +151,7 @@ def options_without_effect(arguments: argparse.Namespace) -> str | None:
         return None
     if getattr(arguments, "burst_rates", None):
         return "--burst-rates"
-    given = {name: getattr(arguments, f"burst_{name}", SETTINGS[name].default) for name in SETTINGS}
-    return next((flag_of(name) for name in given if given[name] != SETTINGS[name].default), None)
+    return next(iter(given_flags(arguments, *SETTINGS)), None)
 
 
 def uses_burst(arguments: argparse.Namespace) -> bool:
@@ -194,7 +204,7 @@ def flag_of(name: str) -> str:
 def _argument(name: str) -> dict[str, Any]:
     """What argparse is told of a field of BurstConfig."""
     default, legal, meaning = SETTINGS[name]
-    told = {"dest": f"burst_{name}", "default": default, "help": f"{meaning} Default: {default}."}
+    told = {"dest": f"burst_{name}", "default": None, "help": f"{meaning} Default: {default}."}
     if default is True:  # the flag turns it off
         told["help"] = f"Turns off: {meaning[0].lower()}{meaning[1:]}"
     if isinstance(default, bool):

@@ -17,9 +17,11 @@ from burst_mcore.megatron import fused_loss
 from burst_mcore.megatron.arguments import (
     burst_config,
     flag_of,
+    given_flags,
     options_without_effect,
     rates_of,
     recompute_policy,
+    setting,
     uses_burst,
 )
 from burst_mcore.megatron.layouts import ZIGZAG, refuse_assumed_zigzag
@@ -86,7 +88,13 @@ def check_arguments(arguments: Any) -> None:
 
 def _check_combinations(arguments: Any) -> None:
     """What layers, their rings and their batches would refuse one by one, later."""
-    size, layout = arguments.context_parallel_size, getattr(arguments, "burst_layout", "zigzag")
+    size, layout = arguments.context_parallel_size, setting(arguments, "layout")
+    kinds = [kind for kind in layers_comm_types(arguments) if (kind or "p2p").lower() != "p2p"]
+    ways = given_flags(arguments, "ring", "head_parallel")
+    if size > 1 and kinds and ways:
+        raise ValueError(
+            f"--cp-comm-type {kinds[0]} says how ranks communicate, and so does {ways[0]}: give one of them"
+        )
     if size > 1 and getattr(arguments, "flash_decode", False):
         raise ValueError("--flash-decode goes past core attention: generate at --context-parallel-size 1")
     if size > 1 and getattr(arguments, "sft", False) and Layout.of(layout) != ZIGZAG:
@@ -96,7 +104,7 @@ def _check_combinations(arguments: Any) -> None:
         raise ValueError(
             f"--hierarchical-context-parallel-sizes must be two, ranks of a node and nodes, got {sizes}"
         )
-    backend, kernel = _backend(arguments), getattr(arguments, "burst_kernel", "auto")
+    backend, kernel = _backend(arguments), setting(arguments, "kernel")
     if backend in _BACKENDS and kernel not in ("auto", *_BACKENDS[backend]):
         raise ValueError(
             f"--burst-kernel {kernel} contradicts --attention-backend {backend}: give one of them"

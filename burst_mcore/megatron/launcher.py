@@ -184,11 +184,11 @@ def fused_loss_is_chosen() -> bool:
 
 def _use_the_layout_of_the_command_line() -> None:
     """Called before a model is built, and so before its first batch."""
-    from burst_mcore.megatron.arguments import megatron_arguments
+    from burst_mcore.megatron.arguments import megatron_arguments, setting
     from burst_mcore.megatron.layouts import use_layout
 
     try:
-        layout = getattr(megatron_arguments(), "burst_layout", "zigzag")
+        layout = setting(megatron_arguments(), "layout")
     except RuntimeError:
         return
     if layout != "zigzag":  # Megatron's own, or that of a script which called use_layout itself

@@ -13,7 +13,7 @@ from test_core_attention import _core, in_megatron
 from burst_mcore import BurstConfig
 from burst_mcore.config import SETTINGS
 from burst_mcore.megatron import asked
-from burst_mcore.megatron.arguments import add_arguments, burst_config, flag_of
+from burst_mcore.megatron.arguments import add_arguments, burst_config, flag_of, setting
 
 CORES = (
     ("megatron.core.transformer.dot_product_attention", "DotProductAttention"),
@@ -128,8 +128,8 @@ BURST = ("--context-parallel-attention-backend", "burst")
 
 
 def test_flags_are_the_fields_of_the_config_with_its_defaults():
-    parsed = vars(add_arguments(ArgumentParser()).parse_args([]))
-    assert {name: parsed[f"burst_{name}"] for name in SETTINGS} == {n: s.default for n, s in SETTINGS.items()}
+    parsed = add_arguments(ArgumentParser()).parse_args([])
+    assert {name: setting(parsed, name) for name in SETTINGS} == {n: s.default for n, s in SETTINGS.items()}
     assert burst_config(_arguments()) == BurstConfig()
     words = ["--burst-grad-dtype", "bfloat16", "--burst-deterministic", "--burst-no-overlap"]
     words += ["--burst-layout", "striped", "--burst-head-parallel", "auto", "--burst-ring", "flat"]
@@ -157,6 +157,8 @@ def test_flags_are_the_fields_of_the_config_with_its_defaults():
         (BURST, {"qk_clip": True}, "qk_clip"),
         (BURST, {"cp_comm_type": ["p2p", "ring"]}, "unknown --cp-comm-type ring"),
         ([*BURST, "--burst-ring", "flat"], {"cp_comm_type": ["a2a"]}, "give one of them"),
+        ([*BURST, "--burst-head-parallel", "1"], {"cp_comm_type": ["a2a"]}, "give one of them"),
+        (["--burst-layout", "zigzag"], {}, "--burst-layout has no effect without burst attention"),
         (
             BURST,
             {"cp_comm_type": ["a2a"], "num_attention_heads": 3},
