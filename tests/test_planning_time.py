@@ -75,7 +75,7 @@ def test_a_warm_call_is_planned_within_100_microseconds(layout):
     assert all(a is b for a, b in zip(steps, steps_again, strict=True))
     assert all(a is b for a, b in zip(_tiles(call), _tiles(again), strict=True))
     took = []
-    for _ in range(500):  # other work beside makes a call longer, never shorter
+    for _ in range(3000):  # other work beside makes a call longer, never shorter
         start = time.perf_counter()
         plan()
         took.append(time.perf_counter() - start)
