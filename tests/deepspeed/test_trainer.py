@@ -89,15 +89,33 @@ def accuracy(predicted):
     }
 
 
+def with_lora():
+    """The small model with random adapters, as PEFT makes it."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return get_peft_model(model_of(), lora)
+
+
 def trained(
-    folder, sp, data, *, evaluated=None, metrics=None, resume=None, data_collator=collated, **options
+    folder,
+    sp,
+    data,
+    *,
+    evaluated=None,
+    metrics=None,
+    resume=None,
+    data_collator=collated,
+    model=model_of,
+    **options,
 ):
     """(losses, norms, weights, evaluations) of a Trainer."""
     from transformers import Trainer
 
-    model = model_of()  # before ZeRO-3 is asked for, which would deal its parameters as they are made
+    made = model()  # before ZeRO-3 is asked for, which would deal its parameters as they are made
     trainer = Trainer(
-        model, arguments_of(folder, sp, **options), train_dataset=data, eval_dataset=evaluated,
+        made, arguments_of(folder, sp, **options), train_dataset=data, eval_dataset=evaluated,
         data_collator=data_collator, compute_metrics=metrics,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
@@ -172,6 +190,39 @@ def test_tokens_are_averaged_as_without_groups(sp, size, cases, tmp_path):
     for found, want in _compare(sp, size, cases, tmp_path):
         for ours, theirs in zip(found, want, strict=True):
             _alike(ours, theirs)
+
+
+def _flattened(rows):
+    from transformers import DataCollatorWithFlattening
+
+    return DataCollatorWithFlattening()([{k: x.tolist() for k, x in row.items()} for row in rows])
+
+
+OTHERS = {
+    "two epochs, linear schedule": {
+        "data": UNEQUAL, "max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 2,
+        "lr_scheduler_type": "linear",
+    },
+    "LoRA, gradient checkpointing": {
+        "data": UNEQUAL, "model": with_lora, "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    },
+    "flattened rows": {"data": ROWS, "data_collator": _flattened, "per_device_train_batch_size": 2},
+    "equal labels": {"data": [{"input_ids": r["input_ids"], "labels": r["input_ids"]} for r in UNEQUAL]},
+}  # fmt: skip
+
+
+def test_schedules_adapters_and_flattened_rows(tmp_path):
+    for found, want in _compare(2, 2, list(OTHERS.values()), tmp_path):
+        for name, ours, theirs in zip(OTHERS, found, want, strict=True):
+            assert ours[0] and ours[0] == pytest.approx(theirs[0], rel=1e-5), name
+            assert ours[1] == pytest.approx(theirs[1], rel=1e-5), name
+            assert worst(ours[2], theirs[2]) < 1e-6, name
+            rates, epochs = (
+                [log_of_history(x[3], key) for x in (ours, theirs)] for key in ("learning_rate", "epoch")
+            )
+            assert rates[0] == rates[1] and epochs[0] == epochs[1], name
+    assert len(want[0][0]) == 12 and want[0][3][-2]["epoch"] == 2
 
 
 EVALUATED = [

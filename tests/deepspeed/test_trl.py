@@ -1,5 +1,8 @@
 """TRL's SFT and DPO over sequence groups, held to the same in one process."""
 
+import logging
+
+import deepspeed
 import pytest
 import torch
 from engines import VOCABULARY, model_of, quiet, worst
@@ -47,7 +50,15 @@ def preferences(count):
     ]
 
 
-def sft(folder, sp, *, compute_metrics=None, **options):
+def _adapters(lora):
+    """PEFT's configuration of random adapters, or none."""
+    from peft import LoraConfig
+
+    torch.manual_seed(3)
+    return LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False) if lora else None
+
+
+def sft(folder, sp, *, compute_metrics=None, lora=False, **options):
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -55,7 +66,7 @@ def sft(folder, sp, *, compute_metrics=None, **options):
     trainer = SFTTrainer(
         model, arguments_of(folder, sp, kind=SFTConfig, bf16=False, **{"max_length": 48, **options}),
         train_dataset=Dataset.from_list(texts(24)), eval_dataset=Dataset.from_list(texts(5)),
-        processing_class=tokenizer(), compute_metrics=compute_metrics,
+        processing_class=tokenizer(), compute_metrics=compute_metrics, peft_config=_adapters(lora),
     )  # fmt: skip
     return _trained(trainer, sp, "mean_token_accuracy")
 
@@ -64,20 +75,13 @@ def dpo(folder, sp, *, lora=False, **options):
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
-    model, reference = model_of(), model_of()
+    model, reference = model_of(), None if lora else model_of()
     with torch.no_grad():
         model.lm_head.weight.mul_(1.1)  # not the reference's, or every margin would be 0 at first
-    peft = None
-    if lora:
-        from peft import LoraConfig
-
-        reference = None
-        peft = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        torch.manual_seed(3)
     trainer = DPOTrainer(
         model, reference, arguments_of(folder, sp, kind=DPOConfig, bf16=False, max_length=48, **options),
         train_dataset=Dataset.from_list(preferences(24)), eval_dataset=Dataset.from_list(preferences(5)),
-        processing_class=tokenizer(), peft_config=peft,
+        processing_class=tokenizer(), peft_config=_adapters(lora),
     )  # fmt: skip
     return _trained(trainer, sp, "rewards/margins")
 
@@ -121,6 +125,7 @@ CASES = {
         "sft",
         {"padding_free": True, "max_length": None, **ROWS},
     ),
+    "SFT, padding-free, LoRA": ("sft", {"padding_free": True, "max_length": None, "lora": True, **ROWS}),
     "DPO": ("dpo", {"gradient_accumulation_steps": 2}),
     "DPO, rows padded": ("dpo", {**ROWS, "beta": 0.5}),
     "DPO, LoRA": ("dpo", {"lora": True}),
@@ -130,16 +135,26 @@ CASES = {
 def _metrics(rank, size, folder):
     from burst_mcore.deepspeed.errors import RefusedError
 
+    lines = []
+
+    class Note(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+
     quiet()
+    deepspeed.utils.logger.setLevel("WARNING")  # DeepSpeed's own
+    deepspeed.utils.logger.addHandler(Note())
     burst.replace_ulysses()
     try:
         sft(f"{folder}/{rank}", size, compute_metrics=len)
     except RefusedError as error:
-        return str(error)
+        return str(error), [line for line in lines if "burst_mcore" in line]
 
 
-def test_predictions_of_a_shard_are_refused(tmp_path):
-    for words in processes(2, _metrics, str(tmp_path)):
+def test_predictions_of_a_shard_are_refused_and_the_log_says_whose_loss_it_is(tmp_path):
+    (one, first), (other, second) = processes(2, _metrics, str(tmp_path))
+    assert len(first) == 1 and "the loss is left to TRL's fused head" in first[0] and not second
+    for words in (one, other):
         assert "SFTTrainer has a prediction_step of its own" in words
 
 

@@ -1,4 +1,4 @@
-"""How long passes take, played for all ranks at once: the same as `timeline.play`, but quick for large rings.
+"""How long passes take, played for all ranks at once: the same as `simulate.play`, but quick for large rings.
 
 Before anything is left out, the programs of all ranks are one program, moved (`counted.Moved`). So one is
 enough: every rank does its n-th action together, clocks and numbers of rows are vectors over the ranks, and a

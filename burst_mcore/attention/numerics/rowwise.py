@@ -106,8 +106,8 @@ def _fused(*tensors: Tensor) -> bool:
 @lru_cache
 def _code() -> Any:
     try:
-        from burst_mcore.attention.numerics import rowwise_triton as elementwise_triton
+        from burst_mcore.attention.numerics import rowwise_triton
     except ImportError as error:
         logger.warning("no Triton (%s): D, the stand-in for O and the merge take several passes each", error)
         return None
-    return elementwise_triton
+    return rowwise_triton

@@ -1,4 +1,4 @@
-"""The passes of `elementwise` as Triton kernels: one program does a few rows of all tensors at once."""
+"""The passes of `rowwise` as Triton kernels: one program does a few rows of all tensors at once."""
 
 from __future__ import annotations
 

@@ -84,9 +84,9 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
     def without(self, batches: int, skip: Callable[[Any, int], Any]) -> BurstSPDataLoaderAdapter:
         """A loader that begins `batches` micro-batches later; `skip` does so for a loader of Accelerate's."""
         loads, turns = divmod(batches, self.size)
-        found = BurstSPDataLoaderAdapter(skip(self.dl, loads), self.rank, self.group, self.size, self.device)
-        found._skipped = turns
-        return found
+        later = BurstSPDataLoaderAdapter(skip(self.dl, loads), self.rank, self.group, self.size, self.device)
+        later._skipped = turns
+        return later
 
     def _prepared(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         if is_of_preferences(batch):
@@ -142,8 +142,8 @@ def deal_for(sequence: SequenceParallel) -> None:
 
 def adapter_of(loader: Any) -> BurstSPDataLoaderAdapter | None:
     """The adapter that goes over a loader of Accelerate's."""
-    found = None if loader is None else _adapters.get(loader)
-    return None if found is None else found()
+    adapter = None if loader is None else _adapters.get(loader)
+    return None if adapter is None else adapter()
 
 
 def is_of_preferences(batch: Mapping[str, Any]) -> bool:

@@ -153,12 +153,3 @@ def _size(trainer: Any) -> int:
 
 def _unit(trainer: Any) -> Any:
     return unit_of(_size(trainer))
-
-
-__all__ = [
-    "counting_tokens",
-    "labels_of_whole_sequences",
-    "loss_of_whole_sequences",
-    "over_shards",
-    "with_whole_outputs",
-]

@@ -156,13 +156,13 @@ def dealt(whole: Mapping[str, Any], *, rank: int, size: int, layout: Layout | st
 
 def digest(batch: Mapping[str, Any]) -> int:
     """A number for what is dealt, not negative: ranks compare theirs."""
-    found = hashlib.blake2b(digest_size=7)
+    hashed = hashlib.blake2b(digest_size=7)
     for name in ("input_ids", "position_ids", "shift_labels"):
         if name not in batch:
             continue
-        found.update(str(tuple(batch[name].shape)).encode())
-        found.update(batch[name].contiguous().cpu().numpy().tobytes())
-    return int.from_bytes(found.digest(), "little")
+        hashed.update(str(tuple(batch[name].shape)).encode())
+        hashed.update(batch[name].contiguous().cpu().numpy().tobytes())
+    return int.from_bytes(hashed.digest(), "little")
 
 
 def is_dealt(x: Any, n: int) -> bool:

@@ -1,4 +1,4 @@
-"""What a DeepSpeed configuration will do on this machine, in words: groups, kernels, bytes, memory."""
+"""Predicts in words what a DeepSpeed configuration will do: groups, kernel, bytes, memory."""
 
 from __future__ import annotations
 
@@ -86,15 +86,17 @@ def examine(path: Path, *, world: int, per_node: int, shape: Shape, device: str 
     elif section.kernel == "auto":
         order = ", ".join(RANKS[DEVICES[device].capability])
         yield f"kernel on {device}, {_name(dtype)}: the first installed that serves, of {order}"
+    else:
+        yield f"kernel on {device}, {_name(dtype)}: {section.kernel}, as the section asks (not checked here)"
     grad = section.burst_config().grad_dtype.itemsize
     heads = shape.heads, shape.kv_heads
     shard = Shard(micro, padded // size, *heads, shape.head_dim, shape.head_dim, dtype.itemsize, grad)
     if size > 1:
-        found = ways(section.burst_config(), shard, Mask.causal(), shape.seq, Ranks(size, intra), rates)
-        chosen = best(found)
+        candidates = ways(section.burst_config(), shard, Mask.causal(), shape.seq, Ranks(size, intra), rates)
+        chosen = best(candidates)
         steps = config.get("gradient_accumulation_steps", 1)
         times = shape.layers * (steps if isinstance(steps, int) else 1)  # "auto" is the Trainer's to say
-        yield f"way: {chosen.route}, backward {chosen.direction}: {reason(chosen, found)}"
+        yield f"way: {chosen.route}, backward {chosen.direction}: {reason(chosen, candidates)}"
         yield (
             f"bytes of attention a step and rank, {shape.layers} layers: "
             f"{chosen.intra_bytes * times / 1e9:.3g} GB within nodes, "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +18,8 @@ from burst_mcore.deepspeed.models.checkpointing import attach_checkpointing
 from burst_mcore.deepspeed.models.loss import gradient_scale, refuse_large_parameters
 from burst_mcore.deepspeed.models.rotary import attach_rotary, depends_on_length
 from burst_mcore.deepspeed.models.sequence import SequenceParallel
-from burst_mcore.deepspeed.models.served import checked_loss, has_head_of_trl, use_burst
+from burst_mcore.deepspeed.models.served import checked_loss, use_burst
+from burst_mcore.deepspeed.models.trl import has_fused_head
 from burst_mcore.deepspeed.ranks.agreement import on_all_ranks, refuse_differences
 from burst_mcore.deepspeed.ranks.groups import topology_of
 from burst_mcore.loss import patch_causal_lm
@@ -43,17 +43,18 @@ def prepare_model(
     refuse_differences("model", _fingerprint(model))
     burst = section.burst_config()
     topology = on_all_ranks(lambda: _connected(unit, burst))
-    found = vars(model).get(SEQUENCE)
-    if found is None:
-        vars(model)[SEQUENCE] = found = SequenceParallel(model, topology, None, burst).attach()
-    assert isinstance(found, SequenceParallel)
-    found.topology, found.config = topology, burst
-    found.group = unit.get_sequence_parallel_group() if size > 1 else None
-    found.scale = gradient_scale(config, size)
-    found.dealing = _dealing(model, burst)
+    sequence = vars(model).get(SEQUENCE)
+    if sequence is None:
+        sequence = SequenceParallel(model, topology, None, burst).attach()
+        vars(model)[SEQUENCE] = sequence
+    assert isinstance(sequence, SequenceParallel)
+    sequence.topology, sequence.config = topology, burst
+    sequence.group = unit.get_sequence_parallel_group() if size > 1 else None
+    sequence.scale = gradient_scale(config, size)
+    sequence.dealing = _dealing(model, burst)
     groups = dist.get_world_size() // size
     _log(f"burst_mcore: {size} ranks share each sequence, {groups} sequence group(s); {loss}")
-    return found
+    return sequence
 
 
 def sequence_of(model: nn.Module) -> SequenceParallel:
@@ -62,10 +63,10 @@ def sequence_of(model: nn.Module) -> SequenceParallel:
     Raises:
         RefusedError: it was not prepared.
     """
-    found = vars(model).get(SEQUENCE)
-    if not isinstance(found, SequenceParallel):
+    sequence = vars(model).get(SEQUENCE)
+    if not isinstance(sequence, SequenceParallel):
         raise RefusedError("model", "it was not prepared by burst_mcore.deepspeed.initialize")
-    return found
+    return sequence
 
 
 def _change(model: Any, section: Section, config: Mapping[str, Any], size: int) -> str:
@@ -77,7 +78,7 @@ def _change(model: Any, section: Section, config: Mapping[str, Any], size: int) 
     checked_loss(inner, size)
     attach_rotary(inner)
     loss = "the loss is the model's own, of logits"
-    if has_head_of_trl(inner):
+    if has_fused_head(inner):
         loss = "the loss is left to TRL's fused head"
     elif section.fused_loss:
         loss = "the loss is fused with the LM head"
@@ -121,7 +122,8 @@ def _fingerprint(model: nn.Module) -> str:
 
 
 def _log(line: str) -> None:
-    """In DeepSpeed's log, of the first rank, at the level that its users see by default."""
-    from deepspeed.utils.logging import log_dist
+    """In DeepSpeed's log, once for all ranks, at the level that its users see by default."""
+    from deepspeed.utils import logger
 
-    log_dist(line, ranks=[0], level=logging.WARNING)
+    if dist.get_rank() == 0:  # DeepSpeed's log_dist knows ranks only once an engine was made
+        logger.warning(line)

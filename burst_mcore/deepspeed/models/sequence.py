@@ -14,14 +14,15 @@ from torch import Tensor, nn
 
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
-from burst_mcore.deepspeed.data.batches import IGNORED, dealt, digest, documents, prepared
+from burst_mcore.deepspeed.data.batches import IGNORED, documents, prepared
 from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.models.attention import Sequence, running
-from burst_mcore.deepspeed.models.loss import WholeLoss, WholeTokens
+from burst_mcore.deepspeed.models.loss import WholeLoss
 from burst_mcore.deepspeed.models.prefill import Prefill
 from burst_mcore.deepspeed.models.served import attention_modules
+from burst_mcore.deepspeed.models.trl import asks_for_fused_head, gather_tokens, shard_of_whole_batch
 from burst_mcore.deepspeed.ranks.groups import exchanged
-from burst_mcore.layout import Layout, unshard
+from burst_mcore.layout import unshard
 
 Finish = Callable[[Any], Any]
 """A forward's own output -> what the caller gets."""
@@ -69,7 +70,7 @@ class SequenceParallel:
     ) -> tuple[Any, dict[str, Any]]:
         given = dict(zip(self._names, args, strict=False)) | kwargs
         finish: Finish = _unchanged
-        if _is_for_head_of_trl(given) and given.get("shift_labels") is None and self.group is not None:
+        if asks_for_fused_head(given) and given.get("shift_labels") is None and self.group is not None:
             sequence, given, finish = self._dealt_here(given)
         elif self.evaluates_whole and not self.model.training and given.get("shift_labels") is None:
             sequence = self._alone(given)
@@ -105,50 +106,22 @@ class SequenceParallel:
             return out
         return (whole, *out[1:])
 
-    def _with_whole_tokens(self, out: Any, local: int, tokens: int | None = None) -> Any:
-        """The output of TRL's head for a shard, with what it says of each token for the whole sequence.
-
-        Args:
-            local: tokens of the shard.
-            tokens: of a sequence that was dealt here: then as many as TRL expects, one fewer, are kept.
-        """
+    def _with_whole_tokens(self, out: Any, local: int, end: int | None = None) -> Any:
+        """The output of TRL's head for a shard of `local` tokens, with what the whole sequence has."""
         out = self._with_whole_loss(out)
         if self.group is None:
             return out
-        end = None if tokens is None else tokens - 1
-        for name, x in out.items():
-            if isinstance(x, Tensor) and x.dim() == 2 and x.shape[1] == local:
-                whole = WholeTokens.apply(x, self.group, self.config.layout, self.scale)  # type: ignore[no-untyped-call]
-                out[name] = whole[:, :end]
-        return out
+        layout, scale = self.config.layout, self.scale
+        return gather_tokens(out, local=local, end=end, group=self.group, layout=layout, scale=scale)
 
     def _dealt_here(self, given: dict[str, Any]) -> tuple[Sequence, dict[str, Any], Finish]:
         """A forward that every rank of the group was given whole (TRL's DPO): its batch is dealt here."""
-        problem: Exception | None = None
-        mine, seen = 0, {}
-        batch = {name: x for name, x in given.items() if isinstance(x, Tensor)}
-        try:
-            how = {name: x for name, x in self.dealing.items() if name != "layout"}
-            layout = Layout.of(self.config.layout)
-            here = {name: x.cpu() for name, x in batch.items()}
-            seen = prepared(here, multiple=layout.divisor(self.topology.size), **how)
-            mine = digest(seen)
-        except Exception as error:  # of any kind: the others must not wait for this rank
-            problem = error
         assert self.group is not None
-        found = [x for (x,) in exchanged([-1 if problem is not None else mine], self.group)]
-        if problem is not None:
-            raise problem
-        if len(set(found)) > 1:
-            raise RefusedError("batch", "the ranks of a sequence group were given different whole batches")
-        device = given["input_ids"].device
-        mine_of = dealt(seen, rank=self.topology.rank, size=self.topology.size, layout=layout)
-        part = {name: x.to(device) for name, x in mine_of.items()}
         tokens = given["input_ids"].shape[1]
-        given = {name: x for name, x in given.items() if name not in batch} | part
-        sequence, given, _ = self._sharded(given)
+        sequence, given, _ = self._sharded(shard_of_whole_batch(given, self.dealing, self.group))
         local = given["input_ids"].shape[1]
-        return sequence, given, lambda out: self._with_whole_tokens(out, local, tokens)
+        # Of labels that are not shifted TRL expects one number fewer than tokens.
+        return sequence, given, lambda out: self._with_whole_tokens(out, local, tokens - 1)
 
     def _refuse_other_attention(self, sequence: Sequence) -> None:
         """Once: attention that did not come to us attended to this rank's shard alone."""
@@ -188,7 +161,7 @@ class SequenceParallel:
         sequence = Sequence(self.topology, self.config, whole.shape[1], _packed(ends), int(whole.max()))
         if not has_loss:
             return sequence, given, _unchanged
-        if _is_for_head_of_trl(given):
+        if asks_for_fused_head(given):
             return sequence, given, lambda out: self._with_whole_tokens(out, positions.shape[1])
         return sequence, given, self._with_whole_loss
 
@@ -304,11 +277,6 @@ class SequenceParallel:
 
 def _unchanged(out: Any) -> Any:
     return out
-
-
-def _is_for_head_of_trl(given: dict[str, Any]) -> bool:
-    """Whether a forward is asked for TRL's per-token log-probabilities instead of logits."""
-    return bool(given.get("fused_lm_head"))
 
 
 def _tokens(given: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Which models of transformers can be served, by name; and what is set on those that can."""
+"""Checks whether a model of transformers can be served over shards, and gives it burst's attention."""
 
 from __future__ import annotations
 
@@ -129,17 +129,6 @@ def _makes_positions_of_tokens(module: nn.Module) -> bool:
         isinstance(getattr(module, "position_embeddings", None), nn.Embedding)
         and hasattr(sys.modules[type(module).__module__], _POSITIONS)
     )
-
-
-def has_head_of_trl(model: nn.Module) -> bool:
-    """Whether TRL (1.x) has put its fused LM head, `add_fused_lm_head`, in the way of the model's forward.
-
-    With labels that head makes per-token log-probabilities of hidden states, and their loss, of shards as
-    well (`shift_labels`): https://github.com/huggingface/trl, trl/trainer/utils.py.
-    """
-    forward = vars(model).get("forward")
-    made = getattr(getattr(forward, "__func__", forward), "__code__", None)
-    return made is not None and made.co_qualname.startswith("add_fused_lm_head.")
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
