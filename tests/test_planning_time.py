@@ -15,7 +15,7 @@ from burst_mcore import BurstConfig, Layout, Mask, Topology, prepare
 from burst_mcore.attention import arguments, function
 from burst_mcore.attention import prepare as prepare_module
 from burst_mcore.attention.arguments import call_for, checked, signature, signature_of_call
-from burst_mcore.attention.autotune.choose import candidates
+from burst_mcore.attention.autotune.choose import contenders
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.schedule.route import program
 from burst_mcore.bench import planning
@@ -130,7 +130,7 @@ def test_the_committed_planning_results_reach_their_bars():
 def test_documents_of_a_kind_are_decided_once(monkeypatch):
     _forget()
     decided = []
-    monkeypatch.setattr(arguments, "candidates", lambda *a, **k: decided.append(a) or candidates(*a, **k))
+    monkeypatch.setattr(arguments, "contenders", lambda *a, **k: decided.append(a) or contenders(*a, **k))
     for seed in range(5):
         _planned(planning.packed(TOKENS, seed), "zigzag")()
     assert len(decided) == 1
