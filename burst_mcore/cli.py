@@ -484,13 +484,43 @@ def doctor(
         _fail("doctor", error)
 
 
+@app.command()
+def patch(
+    check: Annotated[Path | None, typer.Option(metavar="DIR", help="Say what a tree is, and has.")] = None,
+    apply: Annotated[Path | None, typer.Option(metavar="DIR", help="Patch a tree; again is nothing.")] = None,
+    revert: Annotated[Path | None, typer.Option(metavar="DIR", help="Take all our lines out.")] = None,
+    show: Annotated[
+        Path | None,
+        typer.Option(
+            "--print", metavar="DIR", help="Print the patch for git apply --unidiff-zero in that tree."
+        ),
+    ] = None,
+    options: Annotated[
+        bool, typer.Option("--options", help="Also all options: layouts, recompute policies, the fused loss.")
+    ] = False,
+) -> None:
+    """Give a tree of Megatron's source the flag by itself. DIR holds megatron/core."""
+    from burst_mcore.megatron.patched import trees
+
+    name = trees.OPTIONS if options else trees.BACKEND
+    actions = {trees.check: check, trees.apply: apply, trees.revert: revert, trees.show: show}
+    asked = [(act, folder) for act, folder in actions.items() if folder is not None]
+    try:
+        if len(asked) != 1:
+            raise trees.UnknownTreeError(f"give one of --check, --apply, --revert, --print, got {len(asked)}")
+        ((act, folder),) = asked
+        typer.echo(act(trees.Tree(folder), name), nl=False)
+    except (trees.UnknownTreeError, OSError) as error:
+        _fail("patch", error, status=2)
+
+
 def _rates(intra_gb: float, inter_gb: float, tflops: float, latency_us: float) -> Rates:
     return Rates(intra=intra_gb * 1e9, inter=inter_gb * 1e9, compute=tflops * 1e12, latency=latency_us * 1e-6)
 
 
-def _fail(command: str, error: Exception) -> NoReturn:
+def _fail(command: str, error: Exception, status: int = 1) -> NoReturn:
     typer.echo(f"burst-mcore {command}: {error}", err=True)
-    raise typer.Exit(1) from None
+    raise typer.Exit(status) from None
 
 
 if __name__ == "__main__":

@@ -15,14 +15,17 @@ POLICIES = ("full", "attention", "segment")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the group "burst attention" to Megatron's parser."""
+    """Add the group "burst attention" to Megatron's parser, but for what a patched Megatron has by itself."""
+    if has_flag(parser, "--burst-recompute"):
+        return parser
     group = parser.add_argument_group(title="burst attention")
-    group.add_argument(
-        "--context-parallel-attention-backend",
-        choices=("default", "burst"),
-        default="default",
-        help="Core attention under context parallelism: Megatron's own, or BurstAttention.",
-    )
+    if not has_flag(parser, "--context-parallel-attention-backend"):
+        group.add_argument(
+            "--context-parallel-attention-backend",
+            choices=("default", "burst"),
+            default="default",
+            help="Core attention under context parallelism: Megatron's own, or BurstAttention.",
+        )
     for name in SETTINGS:
         group.add_argument(flag_of(name), **_argument(name))
     group.add_argument(
@@ -61,6 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Keep it in pinned host memory.",
     )
     return parser
+
+
+def has_flag(parser: argparse.ArgumentParser, flag: str) -> bool:
+    """Whether a parser knows a flag."""
+    return flag in parser._option_string_actions
 
 
 def recompute_policy(arguments: argparse.Namespace) -> Policy:
@@ -237,10 +245,9 @@ def _documents_are_cut(arguments: argparse.Namespace) -> bool:
 def burst_config_from_arguments() -> BurstConfig:
     """The configuration of Megatron's command line; the default one where there are no flags of ours."""
     try:
-        arguments = megatron_arguments()
+        return burst_config(megatron_arguments())
     except RuntimeError:
         return BurstConfig()
-    return burst_config(arguments) if hasattr(arguments, "burst_layout") else BurstConfig()
 
 
 def megatron_arguments() -> Any:

@@ -2,7 +2,8 @@
 
 Megatron checkpoints layers (full recompute, uniform or block) and core attention (selective) through one
 function, `tensor_parallel.checkpoint`, or TransformerEngine's where weights are in FP8. `use_recompute` puts
-a function around the ones that these are given; what to checkpoint stays Megatron's choice.
+a function around the ones that these are given; what to checkpoint stays Megatron's choice. A patched
+Megatron (see the folder patches/) has a hook there.
 
 This can go when Megatron asks for a recompute policy in one place.
 """
@@ -32,8 +33,11 @@ def use_recompute(policy: Policy) -> None:
     from megatron.core.extensions import transformer_engine
     from megatron.core.tensor_parallel import random
 
-    wrap_everywhere(random, "checkpoint", _keeping)
-    wrap_everywhere(transformer_engine, "te_checkpoint", _keeping)
+    if hasattr(random, "around_checkpointed"):  # in a patched Megatron
+        random.around_checkpointed = lambda function: recorded(function, _in_effect)
+    else:
+        wrap_everywhere(random, "checkpoint", _keeping)
+        wrap_everywhere(transformer_engine, "te_checkpoint", _keeping)
     _in_effect = policy
 
 

@@ -1,0 +1,131 @@
+"""What the lines call that a patch adds to Megatron (see the folder patches/): the launcher's work, by hooks.
+
+The names here are a contract with patched checkouts: keep them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+EVERY_LAYER = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+"""Megatron's arguments that checkpoint every layer."""
+
+
+def with_burst_attention(submodules: Any) -> Any:
+    """The submodules of an attention layer with burst attention in the place of Megatron's own.
+
+    Raises:
+        ValueError: the layer's core attention is another one (sparse, Kitchen's, ...), or the command line
+            asks for what burst attention does not do.
+    """
+    from burst_mcore.megatron import spec
+    from burst_mcore.megatron.arguments import megatron_arguments
+    from burst_mcore.megatron.asked import check_arguments
+    from burst_mcore.megatron.core_attention import BurstCoreAttention
+
+    with contextlib.suppress(RuntimeError):  # there is no command line
+        arguments = megatron_arguments()
+        if hasattr(arguments, "num_attention_heads"):  # a YAML file's are elsewhere
+            check_arguments(arguments)
+    core = submodules.core_attention
+    if getattr(core, "module", core) is BurstCoreAttention:
+        return submodules  # by a spec, perhaps with options of its own
+    return spec.with_burst_attention(submodules)
+
+
+def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Megatron's parser with the options of burst attention."""
+    from burst_mcore.megatron.arguments import add_arguments
+
+    refuse_lost_flags(sys.argv[1:])
+    return add_arguments(parser)
+
+
+def checkpoint_every_layer(arguments: argparse.Namespace) -> None:
+    """Let Megatron checkpoint every layer, unless a flag says what to checkpoint."""
+    if arguments.recompute_granularity is None and not arguments.recompute_activations:
+        vars(arguments).update(EVERY_LAYER)
+
+
+def use_options(arguments: argparse.Namespace) -> None:
+    """Check the options of burst attention, and put those in effect that concern no single model.
+
+    Ends this process with one line on rank 0 and exit status 2 where options are refused.
+    """
+    from burst_mcore.megatron.arguments import recompute_policy, setting, uses_burst
+    from burst_mcore.megatron.asked import check_arguments
+
+    try:
+        check_arguments(arguments)
+    except ValueError as error:
+        refuse(str(error))
+    if not uses_burst(arguments):
+        return
+    from megatron.training import training
+
+    from burst_mcore.checkpointing import Full
+    from burst_mcore.megatron.layouts import use_layout
+    from burst_mcore.megatron.patch import wrap
+    from burst_mcore.megatron.recompute import use_recompute
+
+    layout, policy = setting(arguments, "layout"), recompute_policy(arguments)
+    if layout != "zigzag":  # Megatron's own, or that of a script which called use_layout itself
+        use_layout(layout)
+    if policy != Full():  # Megatron's own, or that of a script which called use_recompute itself
+        use_recompute(policy)
+    wrap(training, "build_pretraining_data_loader", planned_ahead)
+
+
+def fuse_losses(models: Sequence[Any]) -> None:
+    """Fuse the LM head and loss of each language model in these.
+
+    Raises:
+        ValueError: a language model that is neither a GPTModel nor a HybridModel, or as `fuse_loss`.
+    """
+    from burst_mcore.megatron.fused_loss import fuse_loss
+
+    for module in [module for model in models for module in model.modules()]:
+        names = {base.__name__ for base in type(module).__mro__}
+        if names & {"GPTModel", "HybridModel"}:
+            fuse_loss(module)
+        elif "LanguageModule" in names:
+            raise ValueError(
+                f"--burst-fused-loss serves GPTModel and HybridModel, not {type(module).__name__}"
+            )
+
+
+def planned_ahead(build: Callable[..., Any]) -> Callable[..., Any]:
+    """The builder of data loaders, whose batches are planned ahead where burst attention is asked for."""
+    from burst_mcore.megatron.ahead import read_ahead
+    from burst_mcore.megatron.arguments import burst_asked_for, megatron_arguments
+
+    def built(*args: Any, **kwargs: Any) -> Any:
+        loader = build(*args, **kwargs)
+        return read_ahead(loader) if burst_asked_for(megatron_arguments()) else loader
+
+    return built
+
+
+def refuse_lost_flags(argv: Sequence[str]) -> None:
+    """A YAML file (--yaml-cfg) takes the place of all that the command line says."""
+    ours = [word for word in argv if word.startswith(("--burst-", "--context-parallel-attention-backend"))]
+    if ours and any(word.split("=")[0] == "--yaml-cfg" for word in argv):
+        refuse(f"--yaml-cfg replaces the command line, and {ours[0]} with it: give flags alone")
+
+
+def refuse(reason: str) -> NoReturn:
+    """End this process: one line on rank 0, exit status 2.
+
+    The other ranks wait a while: torchrun ends all as soon as one has ended, and rank 0 may be slower.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"burst_mcore.megatron: {reason}\n")
+    else:
+        time.sleep(5)
+    sys.exit(2)

@@ -1,0 +1,168 @@
+"""A patch as data: blocks of lines, each with the place in Megatron's source that it goes to.
+
+The patches are zero-context diffs with added lines alone, which `git apply --unidiff-zero` takes. That puts
+lines by their numbers, and numbers differ from version to version. So each hunk also names its place, behind
+the second @@:
+
+    @@ -381,0 +382,3 @@ Attention.__init__, before self.core_attention = [9f86d081]
+
+These lines go before the one statement of Attention.__init__ that begins so, and above the comment on that
+statement. In brackets are digests of the statement, without white space, in the versions that the lines were
+tried with: a statement that has changed since is not known.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+_HUNK = re.compile(
+    r"^@@ -\d+,0 \+\d+(?:,\d+)? @@ (?P<scope>[\w.]+), before (?P<start>.+) \[(?P<digests>[\w, ]*)\]$"
+)
+
+
+class UnknownSourceError(ValueError):
+    """A source file in which a block of lines has no known place."""
+
+
+@dataclass(frozen=True)
+class Insertion:
+    """A block of lines, and its place in a source file."""
+
+    file: str
+    """Path from the root of the tree."""
+    scope: str
+    """Qualified name of the function or class, or "module"."""
+    start: str
+    """How the statement begins that the lines go before."""
+    digests: tuple[str, ...]
+    """Of that statement, in the versions that are known."""
+    lines: tuple[str, ...]
+
+    @property
+    def place(self) -> str:
+        """The place in words, as behind the second @@."""
+        return f"{self.scope}, before {self.start}"
+
+    def line(self, source: Sequence[str]) -> int:
+        """The index of the line of `source` that the block goes before, whether or not it is there already.
+
+        Raises:
+            UnknownSourceError: no such statement, more than one, or one that is not known.
+        """
+        text = "\n".join(source)
+        try:
+            statements = [s for s in _statements(ast.parse(text), self.scope) if self._begins(source, s)]
+        except SyntaxError as error:
+            raise UnknownSourceError(f"{self.file} is no Python source: {error}") from error
+        if len(statements) != 1:
+            raise UnknownSourceError(
+                f"{self.file}: expected one statement {self.start!r} in {self.scope}, got {len(statements)}"
+            )
+        (statement,) = statements
+        indent = len(self.lines[0]) - len(self.lines[0].lstrip())
+        if statement.col_offset != indent or _digest(source, statement) not in self.digests:
+            raise UnknownSourceError(
+                f"{self.file}: {self.scope}, the statement {self.start!r} is not as in any version that is "
+                f"known (digest {_digest(source, statement)}, known are {', '.join(self.digests)})"
+            )
+        index = statement.lineno - 1
+        while source[index - 1].lstrip().startswith("#") and _indent(source[index - 1]) == indent:
+            index -= 1
+        return index
+
+    def is_in(self, source: Sequence[str]) -> bool:
+        """Whether the block stands in its place. Raises UnknownSourceError as `line`."""
+        end = self.line(source)
+        return tuple(source[max(0, end - len(self.lines)) : end]) == self.lines
+
+    def _begins(self, source: Sequence[str], statement: ast.stmt) -> bool:
+        return source[statement.lineno - 1].lstrip().startswith(self.start)
+
+
+def parse(patch: str) -> list[Insertion]:
+    """The insertions of a patch file, in its order.
+
+    Raises:
+        ValueError: a hunk that is anything but added lines with a named place.
+    """
+    insertions: list[Insertion] = []
+    file = ""
+    for line in patch.splitlines():
+        if line.startswith("+++ b/"):
+            file = line.removeprefix("+++ b/")
+        elif line.startswith("@@"):
+            hunk = _HUNK.match(line)
+            if hunk is None:
+                raise ValueError(f"a hunk must have added lines alone and a named place, got {line!r}")
+            digests = tuple(hunk["digests"].split(", "))
+            insertions.append(Insertion(file, hunk["scope"], hunk["start"], digests, ()))
+        elif file and line.startswith("+"):
+            insertions[-1] = replace(insertions[-1], lines=(*insertions[-1].lines, line[1:]))
+        elif file and not line.startswith(("diff ", "--- ")):
+            raise ValueError(f"a patch must have added lines alone, got {line!r}")
+    return insertions
+
+
+def added(insertions: Sequence[Insertion], source: Sequence[str]) -> list[str]:
+    """`source` with those blocks that are not in it yet; all insertions must be of this file."""
+    result = list(source)
+    for insertion in insertions:
+        if not insertion.is_in(result):
+            index = insertion.line(result)
+            result[index:index] = insertion.lines
+    return result
+
+
+def removed(insertions: Sequence[Insertion], source: Sequence[str]) -> list[str]:
+    """`source` without those blocks that are in it; all insertions must be of this file."""
+    result = list(source)
+    for insertion in insertions:
+        if insertion.is_in(result):
+            index = insertion.line(result)
+            del result[index - len(insertion.lines) : index]
+    return result
+
+
+def hunks(insertions: Sequence[Insertion], source: Sequence[str]) -> Iterator[str]:
+    """The lines of a zero-context diff that adds these blocks to `source`, which has none of them."""
+    places = sorted(((insertion.line(source), insertion) for insertion in insertions), key=lambda x: x[0])
+    before = 0
+    for index, insertion in places:
+        count = len(insertion.lines)
+        digests = ", ".join(insertion.digests)
+        yield f"@@ -{index},0 +{index + before + 1},{count} @@ {insertion.place} [{digests}]"
+        yield from (f"+{line}" for line in insertion.lines)
+        before += count
+
+
+def _statements(tree: ast.Module, scope: str) -> Iterator[ast.stmt]:
+    """The statements of a function or class, nested ones included, but for the bodies of inner functions."""
+    body: list[ast.stmt] = tree.body
+    for name in [] if scope == "module" else scope.split("."):
+        inner = [node for node in body if getattr(node, "name", None) == name]
+        if len(inner) != 1:
+            return
+        body = inner[0].body  # type: ignore[attr-defined]
+    waiting = list(body)
+    while waiting:
+        statement = waiting.pop(0)
+        yield statement
+        if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            waiting += [node for node in ast.iter_child_nodes(statement) if isinstance(node, ast.stmt)]
+
+
+def _digest(source: Sequence[str], statement: ast.stmt) -> str:
+    """Of a statement's text without white space; of a compound one's first lines, up to its body."""
+    end = statement.end_lineno or statement.lineno
+    if body := getattr(statement, "body", None):
+        end = max(statement.lineno, body[0].lineno - 1)
+    text = "".join("".join(source[statement.lineno - 1 : end]).split())
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
