@@ -11,8 +11,9 @@ Five kinds of functions of Megatron are wrapped here, each because there is no o
   language model, or a teacher, keeps its own attention;
 * its builder of data loaders, whose packed batches are planned one ahead.
 
-They can go when Megatron registers attention backends by name. What another layout than zigzag needs is in
-`layouts`.
+They can go when Megatron registers attention backends by name. A patched Megatron (see the folder patches/)
+chooses core attention by itself: its specs and its builder of models are left alone. What another layout than
+zigzag needs is in `layouts`.
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ import inspect
 import os
 import runpy
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 USAGE = """usage: python -m burst_mcore.megatron SCRIPT ARGS...
        python -m burst_mcore.megatron -m MODULE ARGS...
@@ -65,9 +65,11 @@ def launch(command: Sequence[str]) -> None:
     if by_name and not _is_module(name):
         sys.exit(f"burst_mcore.megatron: no such module: {name}\n{usage()}")
     sys.argv = [name, *arguments]
-    _refuse_lost_flags(arguments)
     import torch
 
+    from burst_mcore.megatron.patched.hooks import refuse_lost_flags
+
+    refuse_lost_flags(arguments)
     if not torch.cuda.is_available():
         _run_on_cpu()
     sys.argv += _checkpointing(sys.argv)
@@ -83,13 +85,6 @@ def _is_module(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
         return False
-
-
-def _refuse_lost_flags(argv: Sequence[str]) -> None:
-    """A YAML file (--yaml-cfg) takes the place of all that the command line says."""
-    ours = [word for word in argv if word.startswith(("--burst-", "--context-parallel-attention-backend"))]
-    if ours and any(word.split("=")[0] == "--yaml-cfg" for word in argv):
-        _refuse(f"--yaml-cfg replaces the command line, and {ours[0]} with it: give flags alone")
 
 
 def _run_on_cpu() -> None:
@@ -146,8 +141,6 @@ def install() -> None:
 
     wrap(arguments, "add_megatron_arguments", _with_our_flags)
     wrap_everywhere(arguments, "validate_args", _with_our_checks)
-    wrap_everywhere(training, "get_model", _refusing_stock_attention_alone)
-    wrap(training, "build_pretraining_data_loader", _planned_ahead)
     models = [GPTModel]
     try:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -156,9 +149,19 @@ def install() -> None:
     except ImportError:  # before 0.19
         pass
     for model in models:
-        wrap(model, "__init__", _with_burst_specs)
         wrap(model, "__init__", _with_fused_loss)
+        if not is_patched():
+            wrap(model, "__init__", _with_burst_specs)
+    if not is_patched():
+        wrap_everywhere(training, "get_model", _refusing_stock_attention_alone)
     wrap(LanguageModule, "__init__", _refusing_a_fused_loss)
+
+
+def is_patched() -> bool:
+    """Whether Megatron chooses core attention by a field of its configuration (patches/)."""
+    from megatron.core.model_parallel_config import ModelParallelConfig
+
+    return hasattr(ModelParallelConfig, "context_parallel_attention_backend")
 
 
 def burst_is_chosen() -> bool:
@@ -182,32 +185,6 @@ def fused_loss_is_chosen() -> bool:
         return False
 
 
-def _use_the_layout_of_the_command_line() -> None:
-    """Called before a model is built, and so before its first batch."""
-    from burst_mcore.megatron.arguments import megatron_arguments, setting
-    from burst_mcore.megatron.layouts import use_layout
-
-    try:
-        layout = setting(megatron_arguments(), "layout")
-    except RuntimeError:
-        return
-    if layout != "zigzag":  # Megatron's own, or that of a script which called use_layout itself
-        use_layout(layout)
-
-
-def _use_the_recompute_of_the_command_line() -> None:
-    from burst_mcore.checkpointing import Full
-    from burst_mcore.megatron.arguments import megatron_arguments, recompute_policy
-    from burst_mcore.megatron.recompute import use_recompute
-
-    try:
-        policy = recompute_policy(megatron_arguments())
-    except RuntimeError:
-        return
-    if policy != Full():  # Megatron's own, or that of a script which called use_recompute itself
-        use_recompute(policy)
-
-
 def _with_our_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
     from burst_mcore.megatron.arguments import add_arguments
 
@@ -216,40 +193,14 @@ def _with_our_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[...,
 
 def _with_our_checks(validate: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's check of its arguments, and behind it ours: all that follows from arguments alone."""
-    from burst_mcore.megatron.asked import check_arguments
+    from burst_mcore.megatron.patched.hooks import use_options
 
     def validated(args: Any, *others: Any, **kwargs: Any) -> Any:
-        found = validate(args, *others, **kwargs)
-        try:
-            check_arguments(args)
-        except ValueError as error:
-            _refuse(str(error))
-        return found
+        result = validate(args, *others, **kwargs)
+        use_options(args)
+        return result
 
     return validated
-
-
-def _refuse(what: str) -> NoReturn:
-    """End this process: one line on rank 0, exit status 2.
-
-    The other ranks wait a while: torchrun ends all as soon as one has ended, and rank 0 may be slower.
-    """
-    if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"burst_mcore.megatron: {what}\n")
-    else:
-        time.sleep(5)
-    sys.exit(2)
-
-
-def _planned_ahead(build: Callable[..., Any]) -> Callable[..., Any]:
-    """The builder of data loaders, whose batches are planned ahead where burst attention is asked for."""
-    from burst_mcore.megatron.ahead import read_ahead
-
-    def built(*args: Any, **kwargs: Any) -> Any:
-        loader = build(*args, **kwargs)
-        return read_ahead(loader) if burst_is_chosen() else loader
-
-    return built
 
 
 def _with_burst_specs(init: Callable[..., None]) -> Callable[..., None]:
@@ -259,8 +210,6 @@ def _with_burst_specs(init: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(init)
 
     def wrapped(*args: Any, **kwargs: Any) -> None:
-        _use_the_layout_of_the_command_line()
-        _use_the_recompute_of_the_command_line()
         if burst_is_chosen():
             bound = signature.bind(*args, **kwargs)
             for name in ("transformer_layer_spec", "mtp_block_spec", "hybrid_stack_spec"):
