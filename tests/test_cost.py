@@ -36,7 +36,7 @@ from burst_mcore.attention.autotune.simulate import play
 from burst_mcore.attention.geometry.plan import plan
 from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.schedule.route import PASSES, Route, program, schedule
-from burst_mcore.bench.planning import packed
+from burst_mcore.bench.subjects.planning import packed
 from burst_mcore.rates import DEFAULT, Rates
 
 

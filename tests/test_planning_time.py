@@ -1,6 +1,5 @@
 """A whole call is planned in time: cold once, and warm at every layer."""
 
-import json
 import random
 import sys
 import threading
@@ -18,7 +17,8 @@ from burst_mcore.attention.arguments import call_for, checked, signature, signat
 from burst_mcore.attention.autotune.choose import candidates
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.schedule.route import program
-from burst_mcore.bench import planning
+from burst_mcore.bench.results import read
+from burst_mcore.bench.subjects import planning
 
 RANKS, TOKENS = 64, 2**20
 
@@ -121,8 +121,9 @@ MISSED = {("auto, window", 1024), ("auto, documents", 1024)}
 
 def test_the_committed_planning_results_reach_their_bars():
     folder = Path(__file__).parent.parent / "benchmarks" / "results"
-    results = json.loads((folder / "planning.json").read_text())
-    seconds = {(row["planned"], row["ranks"]): row["seconds"] for row in results["rows"]}
+    results = read(folder / "planning.json")
+    cases = {name: (case["planned"], case["of_ranks"]) for name, case in results.cases.items()}
+    seconds = {cases[f.case]: f.samples[0] for f in results.figures if f.meter == "cpu"}
     assert set(seconds) == {(name, size) for name in planning.PLANNED for size in planning.SIZES}
     assert {key for key, bar in planning.BARS.items() if seconds[key] > bar} == MISSED
 

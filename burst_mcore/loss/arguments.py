@@ -11,9 +11,7 @@ from torch import Tensor
 
 from burst_mcore.loss.agreement import agree, digest, fingerprint, refusal
 from burst_mcore.loss.chunked import Head, automatic_chunk
-from burst_mcore.loss.libraries import Kernel, Problem
 from burst_mcore.loss.products import products_for
-from burst_mcore.loss.table import choose
 from burst_mcore.loss.terms import Terms, wide
 from burst_mcore.loss.vocabulary import Vocabulary, shard
 
@@ -39,7 +37,6 @@ class Arguments(NamedTuple):
     grad_weight_dtype: torch.dtype
     main_grad: Tensor | None
     return_metrics: bool
-    kernel: str
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,6 @@ class Call:
     metrics: bool
     gradients: bool
     """Whether autograd records."""
-    kernel: Kernel
     valid_tokens: int
     """How many labels are not ignored; all, while a CUDA graph is captured."""
 
@@ -117,7 +113,6 @@ def checked(a: Arguments) -> Call:
         grad_weight_dtype=a.grad_weight_dtype,
         metrics=a.return_metrics,
         gradients=torch.is_grad_enabled(),
-        kernel=choose(a.kernel, _problem(a, tp_group is not None)),
         valid_tokens=valid_tokens,
     )
 
@@ -130,26 +125,9 @@ def _wrong(a: Arguments, tp_group: dist.ProcessGroup | None) -> str | None:
             text = found(a)
             if text is not None:
                 return text
-        text = _wrong_shapes(a, 1 if tp_group is None else dist.get_world_size(tp_group))
-        if text is None:
-            choose(a.kernel, _problem(a, tp_group is not None))
-        return text
+        return _wrong_shapes(a, 1 if tp_group is None else dist.get_world_size(tp_group))
     except (ValueError, TypeError, OverflowError) as error:
         return str(error)
-
-
-def _problem(a: Arguments, shared: bool) -> Problem:
-    return Problem(
-        a.hidden.device.type,
-        a.hidden.dtype,
-        a.grad_weight_dtype,
-        Terms(**a.terms),
-        a.reduction,
-        bias=a.bias is not None,
-        weights=a.weights is not None,
-        metrics=a.return_metrics,
-        shared=shared,
-    )
 
 
 def _wrong_tensors(a: Arguments) -> str | None:
@@ -276,7 +254,6 @@ def _facts(a: Arguments) -> str:
     return (
         f"{dtype}, d = {[*dim]}, {a.reduction}, {a.terms}, ignore_index = {a.ignore_index}, "
         f"bias: {a.bias is not None}, metrics: {a.return_metrics}, autograd: {torch.is_grad_enabled()}, "
-        f"kernel = {a.kernel}, "
         f"hidden, weight, bias require gradients: {learn}"
     )
 

@@ -127,7 +127,7 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
     tokens, vocabulary, full = len(hidden), head.vocabulary, wide(hidden.dtype)
     valid = labels != head.ignore_index
     columns = vocabulary.columns(labels, head.ignore_index)
-    places = valid_places(valid, head.valid_tokens)
+    places = _valid_places(valid, head.valid_tokens)
     chunk = Chunk(head, min(head.valid_tokens, head.chunk_tokens), wanted.any_gradient)
     split = None if weights is None else Weights.of(weights)
     found = torch.zeros(tokens, dtype=full, device=hidden.device)
@@ -164,7 +164,7 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
     return Pass(found, d_hidden, d_weight, d_bias, metrics)
 
 
-def valid_places(valid: Tensor, count: int) -> Tensor | None:
+def _valid_places(valid: Tensor, count: int) -> Tensor | None:
     """Where the valid ones are, if so many of them are not all; without waiting for the device."""
     return None if count == len(valid) else torch.nonzero_static(valid, size=count)[:, 0]
 

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from burst_mcore.loss import chunked
 from burst_mcore.loss.agreement import same_on_all
 from burst_mcore.loss.arguments import Arguments, Call, autocast, checked
 from burst_mcore.loss.chunked import Wanted, Weights, repair
 from burst_mcore.loss.products import CACHED_ROWS, blocks
-from burst_mcore.loss.table import asked
 from burst_mcore.loss.terms import wide
 
 ULPS = 8
@@ -118,7 +118,7 @@ def fused_linear_cross_entropy(
     call = checked(
         Arguments(
             hidden, weight, labels, weights, bias, ignore_index, reduction, terms, tp_group, cp_group,
-            sequence_parallel, chunk_tokens, grad_weight_dtype, main_grad, return_metrics, asked(),
+            sequence_parallel, chunk_tokens, grad_weight_dtype, main_grad, return_metrics,
         )
     )  # fmt: skip
     loss: Tensor
@@ -146,7 +146,7 @@ class _FusedLoss(torch.autograd.Function):
         flat, y = _tokens_of(hidden, call), labels.reshape(-1).long()
         unit, w = _over_a_power_of_two(weights, y != call.ignore_index, wide(hidden.dtype))
         head = call.head(weight, bias, call.valid_tokens)
-        done = call.kernel.forward(flat, y, w, head, Wanted(of_hidden, of_weight, of_bias, call.metrics))
+        done = chunked.forward(flat, y, w, head, Wanted(of_hidden, of_weight, of_bias, call.metrics))
         loss, share = _reduced(done.losses, y, w, unit, call)
         d_hidden = done.hidden
         if d_hidden is not None:

@@ -53,7 +53,7 @@ def missing() -> str | None:
 @lru_cache
 def _why_not() -> str | None:
     """Try all that is needed once, in a process of its own."""
-    code = "from burst_mcore.bench import cluster; cluster._try()"
+    code = "from burst_mcore.bench import emulate; emulate._try()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return None

@@ -5,17 +5,10 @@ Every figure is of a process of its own, in which nothing was planned before.
 
 from __future__ import annotations
 
-import multiprocessing
 import random
-import resource
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
-
-import torch
-from tabulate import tabulate
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from burst_mcore.attention.autotune.choose import RINGS, Ranks, best, candidates, typical
 from burst_mcore.attention.autotune.cost import Shard
@@ -23,8 +16,7 @@ from burst_mcore.attention.geometry.plan import plan
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.aten import CPU
 from burst_mcore.attention.schedule.route import Route, program
-from burst_mcore.bench import provenance
-from burst_mcore.bench.verdict import Verdict
+from burst_mcore.bench.core import Bar, Case, Method, Stage, Subject, Trial, World
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.rates import DEFAULT
@@ -46,18 +38,6 @@ BARS = {
 """Seconds, at most, by what is planned and ranks."""
 MEGABYTES = 300
 """Memory that a plan of 1024 ranks may take beyond that of `import torch`."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one rank takes to plan."""
-
-    planned: str
-    ranks: int
-    seconds: float
-    """Of its CPU."""
-    megabytes: float
-    """The most memory that it took meanwhile, beyond what it had."""
 
 
 def packed(n: int, seed: int) -> Mask:
@@ -112,65 +92,64 @@ PLANNED: dict[str, Callable[[int], object]] = {
 """By what is planned."""
 
 
-def measure(name: str, size: int, repeats: int) -> Row:
-    """The median of `repeats` processes, one after another."""
-    rows = sorted((_in_a_process(name, size) for _ in range(repeats)), key=lambda row: row.seconds)
-    return rows[len(rows) // 2]
+@dataclass(frozen=True, kw_only=True)
+class PlanCase(Case):
+    """What one rank plans for a number of ranks. Raises ValueError where a field is not legal."""
+
+    planned: str = "causal"
+    of_ranks: int = 64
+
+    def __post_init__(self) -> None:
+        if self.planned not in PLANNED:
+            raise ValueError(f"unknown {self.planned!r}; legal: {', '.join(PLANNED)}")
+        if self.of_ranks < NODE or self.of_ranks % NODE:
+            raise ValueError(f"of_ranks must be a multiple of {NODE}, got {self.of_ranks}")
 
 
-def _in_a_process(name: str, size: int) -> Row:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(name, size, theirs))
-    process.start()
-    wait([ours, process.sentinel])
-    process.join()
-    if not ours.poll():
-        raise RuntimeError(f"planning {name} for {size} ranks ended with exit code {process.exitcode}")
-    seconds, megabytes = ours.recv()
-    return Row(name, size, seconds, megabytes)
+def _cases(device: str) -> Mapping[str, PlanCase]:
+    return {
+        f"{planned}, {size} ranks": PlanCase(planned=planned, of_ranks=size)
+        for size in SIZES
+        for planned in PLANNED
+    }
 
 
-def _run(name: str, size: int, answer: Connection) -> None:
-    torch.set_num_threads(1)
+def _stage(case: PlanCase, world: World) -> Stage:
     Layout.for_mask(packed(64, seed=2), 64, 2)  # what torch does at its first operations is not planning
-    before, start = _resident(), time.process_time()
-    PLANNED[name](size)
-    took = time.process_time() - start
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    answer.send((took, max(0.0, most - before)))
+
+    def plan_once() -> None:
+        PLANNED[case.planned](case.of_ranks)
+
+    return Stage(lambda method: Trial({"": plan_once}))
 
 
-def _resident() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 1e6
+def _build(case: Any, world: World) -> None:
+    """Nothing is made before it is measured."""
 
 
-def verdicts(rows: Sequence[Row]) -> list[Verdict]:
-    """The figures that have bars."""
-    found = []
-    for row in rows:
-        name = f"{row.planned}, {row.ranks} ranks"
-        if (row.planned, row.ranks) in BARS:
-            found.append(Verdict(f"{name}, seconds", row.seconds, BARS[row.planned, row.ranks], at_most=True))
-        if row.planned in ("causal", "full", "window") and row.ranks == 1024:
-            found.append(Verdict(f"{name}, MB", row.megabytes, MEGABYTES, at_most=True))
-    return found
+def _methods(case: PlanCase) -> Mapping[str, Method]:
+    return {"burst": Method("burst", _build)}
 
 
-def report(rows: Sequence[Row]) -> str:
-    """Seconds and MB, a line for what is planned and a column for each number of ranks."""
-    sizes = sorted({row.ranks for row in rows})
-    by = {(row.planned, row.ranks): f"{row.seconds:.3g} s, {row.megabytes:.0f} MB" for row in rows}
-    lines = [[name, *(by.get((name, size), "") for size in sizes)] for name in PLANNED]
-    text: str = tabulate(lines, headers=["planned", *(f"{size} ranks" for size in sizes)])
-    return text
+def _bars(name: str, case: PlanCase | None, device: str) -> Sequence[Bar]:
+    if case is None:
+        return ()
+    bars = []
+    if (case.planned, case.of_ranks) in BARS:
+        bars.append(Bar("seconds", "burst", "cpu", BARS[case.planned, case.of_ranks]))
+    if case.planned in ("causal", "full", "window") and case.of_ranks == 1024:
+        bars.append(Bar("bytes", "burst", "peak", MEGABYTES * 1e6))
+    return bars
 
 
-def as_json(rows: Sequence[Row], judged: Sequence[Verdict]) -> str:
-    """All figures, and what they are of."""
-    return provenance.as_json(
-        f"CPU seconds and memory of one rank that plans, cold; {TOKENS} tokens a rank, {NODE} a node",
-        rows=[asdict(row) for row in rows],
-        verdicts=[asdict(verdict) | {"reached": verdict.reached} for verdict in judged],
-    )
+SUBJECT = Subject(
+    name="planning",
+    about=f"CPU seconds and memory of one rank that plans, cold; {TOKENS} tokens a rank, {NODE} a node.",
+    case=PlanCase,
+    cases=_cases,
+    stage=_stage,
+    kind="",
+    methods=_methods,
+    cold=True,
+    bars=_bars,
+)

@@ -1,0 +1,185 @@
+"""One rank's share of a ring on one device: beside its kernel alone, and beside itself without copies."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from burst_mcore.attention.arguments import Shape
+from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.bench.core import Bar, Case, Derived, Method, Stage, Subject, Table, Trial, World, over
+from burst_mcore.bench.methods.kernels import others
+from burst_mcore.bench.subjects.kernels import KernelCase, Tiles
+from burst_mcore.bench.virtual_ring import FROM, VirtualRank
+from burst_mcore.explain.problem import DTYPES
+from burst_mcore.mask import Mask
+
+TOKENS = 32768
+"""Local tokens of a ring of 8, for which its bars are meant."""
+TFLOPS = 575
+"""That a ring's backward should reach where its kernel alone does, on an H200."""
+CHOOSING_TOKENS = 2048
+"""Of the square on which kernels are compared, where the fastest is asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VirtualCase(Case):
+    """A rank in the middle of a ring, its local tokens, and where its bundles come from."""
+
+    size: int = 8
+    """Ranks of the ring, of which one is there."""
+    tokens: int = TOKENS
+    source: str = "device"
+    """device, host or nowhere."""
+    direction: str = "query"
+    heads: int = 32
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.source not in FROM:
+            raise ValueError(f"source must be one of {', '.join(FROM)}, got {self.source!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+
+
+def _fastest(case: VirtualCase, world: World) -> str:
+    """The kernel of others that is the fastest both ways here, on a small causal square."""
+    n = min(case.tokens, CHOOSING_TOKENS)
+    square = KernelCase(tokens=n, heads=case.heads, head_dim=case.head_dim, dtype=case.dtype, passes="both")
+    tensors = square.tensors(world.device)
+    names = others(case, world.device)
+    if not names:
+        raise LookupError("no kernel of others is here")
+    return min(names, key=lambda name: _seconds(Tiles(KERNELS[name], square, tensors), world))
+
+
+def _seconds(calls: Tiles, world: World) -> float:
+    seconds = []
+    for _ in range(4):
+        start = time.perf_counter()
+        calls.both()
+        if world.device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
+
+
+def _build(case: VirtualCase, world: World) -> None:
+    """The stage makes the rank, which its units share."""
+
+
+def _methods(case: VirtualCase) -> Mapping[str, Method]:
+    return {"burst": Method("burst", _build)}
+
+
+def _stage(case: VirtualCase, world: World) -> Stage:
+    """Passes of a rank, and of what they are measured beside, all of the same kernel.
+
+    The idle rank's kernel does nothing: its passes are all that is not the kernel's. There the host is ahead
+    of the device, as where kernels take their time.
+    """
+    kernel, units = _fastest(case, world), {}
+    shape = Shape(1, case.tokens, case.heads, case.heads, case.head_dim, case.head_dim)
+    options: dict[str, Any] = {
+        "mask": Mask.causal(), "direction": case.direction, "kernel": kernel, "device": world.device,
+        "dtype": DTYPES[case.dtype],
+    }  # fmt: skip
+    rank, quiet = (VirtualRank(shape, case.size, source=s, **options) for s in (case.source, "nowhere"))
+    idle = VirtualRank(shape, case.size, source="nowhere", works=False, **options)
+    done = rank.forward()
+    queries = rank.queries(done)
+    units["kernel alone"] = _both(rank.bare_forward, lambda: rank.bare_backward(queries, done.out))
+    units["without copies"] = _both(quiet.forward, lambda: quiet.backward(done))
+    units["around the kernels"] = replace(_both(idle.forward, lambda: idle.backward(done)), ahead=True)
+    ring = _both(rank.forward, lambda: rank.backward(done))
+    return Stage(lambda method: ring, units, facts={("kernel alone", "pairs"): float(rank.pairs)})
+
+
+def _both(forward: Any, backward: Any) -> Trial:
+    def silent(run: Any) -> Any:
+        def step() -> None:
+            run()
+
+        return step
+
+    return Trial({"forward": silent(forward), "backward": silent(backward)})
+
+
+def _derive(case: VirtualCase, table: Table) -> Derived:
+    whole = {
+        name: [a + b for a, b in zip(table[name, "forward wall"], table[name, "backward wall"], strict=True)]
+        for name in ("burst", "kernel alone", "without copies", "around the kernels")
+    }
+    yield (
+        "burst",
+        "forward kernel / this",
+        over(table, ("kernel alone", "forward wall"), ("burst", "forward wall")),
+    )
+    for meter, a, b in (
+        ("kernel / this", "kernel alone", "burst"),
+        ("copies / without", "burst", "without copies"),
+        ("around kernels / whole", "around the kernels", "without copies"),
+    ):
+        yield "burst", meter, [x / y for x, y in zip(whole[a], whole[b], strict=True)]
+    flops = 2.5 * 4 * case.heads * case.head_dim * table["kernel alone", "pairs"][0]
+    for name in ("burst", "kernel alone"):
+        yield name, "backward TFLOP/s", [flops / seconds / 1e12 for seconds in table[name, "backward wall"]]
+    reach = statistics.median(flops / s / 1e12 for s in table["kernel alone", "backward wall"])
+    if reach >= TFLOPS:
+        yield (
+            "burst",
+            "backward of a kernel that reaches TFLOP/s",
+            [flops / s / 1e12 for s in table["burst", "backward wall"]],
+        )
+
+
+def _rings() -> Iterator[VirtualCase]:
+    """Fewer tokens where there are many ranks, to end in time."""
+    for size, fewer in ((1, 1), (2, 1), (4, 1), (8, 1), (16, 2), (32, 2), (64, 4)):
+        yield VirtualCase(size=size, tokens=TOKENS // fewer)
+    for source, direction in (("device", "kv"), ("host", "query"), ("host", "kv")):
+        yield VirtualCase(source=source, direction=direction)
+    yield VirtualCase(size=64, tokens=TOKENS // 4, source="host")
+
+
+def _cases(device: str) -> Mapping[str, VirtualCase]:
+    return {f"ring of {c.size}, {c.tokens} local tokens, from {c.source}, {c.direction}": c for c in _rings()}
+
+
+def _bars(name: str, case: VirtualCase | None, device: str) -> Sequence[Bar]:
+    if case is None or (case.size, case.source) != (8, "device") or case.tokens < TOKENS:
+        return ()
+    return [
+        Bar("forward, of the kernel's speed", "burst", "forward kernel / this", 0.95, at_most=False),
+        Bar("both, of the kernel's speed", "burst", "kernel / this", 0.92, at_most=False),
+        Bar("with copies over without", "burst", "copies / without", 1.03),
+        Bar("share of the time around the kernels", "burst", "around kernels / whole", 0.02),
+        Bar(
+            "backward, where the kernel reaches as much",
+            "burst",
+            "backward of a kernel that reaches TFLOP/s",
+            TFLOPS,
+            at_most=False,
+        ),
+    ]
+
+
+SUBJECT = Subject(
+    name="virtual-ring",
+    about="One rank's share of a ring on one device, bundles by asynchronous copies; bars are for an H200.",
+    case=VirtualCase,
+    cases=_cases,
+    stage=_stage,
+    kind="",
+    methods=_methods,
+    devices=("cpu", "cuda"),
+    repeats=5,
+    derive=_derive,
+    bars=_bars,
+)
