@@ -83,6 +83,18 @@ def test_a_wrong_method_is_not_timed_and_one_that_fails_is_no_others_fault(monke
     table = results.tables["small"]
     assert table["burst", "wall"][0] > 0 and table["wrong", "error"][0] > 2
     assert ("wrong", "wall") not in table
+    assert [error["error"].split(":")[0] for error in results.errors] == ["wrong", "fails"]  # as if ours
+
+
+def test_a_method_of_others_that_fails_is_a_result(monkeypatch, tmp_path):
+    monkeypatch.setitem(METHODS["attention"], "fails", Method("fails", _failing, ours=False))
+    case, out = "ranks=1; seq=96; heads=2; head_dim=16", tmp_path / "a.json"
+    words = ["--case", case, "--repeats", "1", "--out", str(out), "--methods"]
+    done = _bench("attention", *words, "fails,burst")
+    assert done.exit_code == 0, done.output
+    assert "fails was not timed: RuntimeError: not on a Tuesday" in done.stdout
+    monkeypatch.setitem(METHODS["attention"], "fails", Method("fails", _failing))
+    assert _bench("attention", *words, "fails,burst").exit_code == 1
 
 
 def test_an_error_that_is_no_number_is_wrong():

@@ -44,7 +44,7 @@ def _killed(case, world):
 
 
 def test_the_command_prints_a_table_and_writes_all_figures(tmp_path, monkeypatch):
-    monkeypatch.setitem(HEADS, "wrong", Method("wrong", _of_twice_the_logits))
+    monkeypatch.setitem(HEADS, "wrong", Method("wrong", _of_twice_the_logits, ours=False))
     out = tmp_path / "new" / "loss.json"
     words = ["--device", "cpu", "--case", TEXT, "--repeats", "2", "--out", str(out)]
     done = CliRunner().invoke(app, ["bench", "loss", *words, "--methods", "burst,naive,torch,liger,wrong"])

@@ -60,6 +60,8 @@ class Method:
     """(case, world) -> the method, ready to be called, in the form that its kind has. Collective."""
     needs: Callable[[Any, str], str | None] = nothing
     """(case, device) -> what the method lacks there, in words; None if nothing."""
+    ours: bool = True
+    """A failure is an error of the run, not a result."""
 
 
 @dataclass(frozen=True)
@@ -121,26 +123,6 @@ Derived = Iterable[tuple[str, str, Sequence[float]]]
 """(method, meter, samples) of figures that follow from others."""
 
 
-def no_methods(case: Any) -> Mapping[str, Method]:
-    """The methods of a subject that takes them from METHODS."""
-    return {}
-
-
-def no_figures(case: Any, table: Table) -> Derived:
-    """The figures of a subject that derives none."""
-    return ()
-
-
-def no_summary(tables: Mapping[str, Table]) -> Derived:
-    """The figures of a subject that derives none from all cases together."""
-    return ()
-
-
-def no_bars(name: str, case: Any, device: str) -> Sequence[Bar]:
-    """The bars of a subject without claims."""
-    return ()
-
-
 @dataclass(frozen=True)
 class Subject:
     """What is measured: `burst-mcore bench NAME`."""
@@ -155,7 +137,7 @@ class Subject:
     stage: Callable[[Any, World], Stage]
     kind: str
     """Of its methods in METHODS; "" if `methods` makes them."""
-    methods: Callable[[Any], Mapping[str, Method]] = no_methods
+    methods: Callable[[Any], Mapping[str, Method]] = lambda case: {}
     default: tuple[str, ...] = ()
     """Methods that are measured where none is asked for; all if empty."""
     devices: tuple[str, ...] = ("cpu",)
@@ -168,10 +150,10 @@ class Subject:
     """Every round is the first of a fresh process, and its peak memory counts."""
     clearly: float = float("inf")
     """A step that takes so many times as long as the fastest in the first round is not timed again."""
-    derive: Callable[[Any, Table], Derived] = no_figures
-    summary: Callable[[Mapping[str, Table]], Derived] = no_summary
+    derive: Callable[[Any, Table], Derived] = lambda case, table: ()
+    summary: Callable[[Mapping[str, Table]], Derived] = lambda tables: ()
     """Figures of all cases together, by the tables of the cases."""
-    bars: Callable[[str, Any, str], Sequence[Bar]] = no_bars
+    bars: Callable[[str, Any, str], Sequence[Bar]] = lambda name, case, device: ()
     """(name, case, device) -> bars; (ALL, None, device) -> those of the summary."""
     curve: tuple[str, str] | None = None
     """Meters of which a picture shows the second against the first."""

@@ -86,7 +86,11 @@ def run(
             table = outcome.samples
             measured = [(method, meter, samples) for (method, meter), samples in table.items()]
             results.figures += _figures(name, [*measured, *subject.derive(case, table)])
-            results.refused += [{"case": name, "method": m, "reason": w} for m, w in outcome.refused.items()]
+            for method in (method for method in methods if method.name in outcome.refused):
+                reason = outcome.refused[method.name]
+                results.refused.append({"case": name, "method": method.name, "reason": reason})
+                if method.ours:
+                    results.errors.append({"case": name, "error": f"{method.name}: {reason}"})
         except Exception as error:  # whatever it is, other cases may work
             results.errors.append({"case": name, "error": first_line(error)})
         results.judge(subject, cases)

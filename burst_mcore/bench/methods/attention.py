@@ -132,5 +132,5 @@ METHODS = (
     Method("burst-kv", partial(burst, backward="kv"), divisible),
     Method("burst-ulysses", partial(burst, ulysses=True), _ulysses_needs),
     Method("all-gather", _all_gather, divisible),
-    Method("deepspeed-ulysses", _deepspeed, _deepspeed_needs),
+    Method("deepspeed-ulysses", _deepspeed, _deepspeed_needs, ours=False),
 )

@@ -115,10 +115,10 @@ def _cce(case: Any, world: World) -> Head:
 
 METHODS = (
     Method("burst", _burst),
-    Method("naive", _naive),
-    Method("compiled-naive", _compiled_naive),
-    Method("torch", _torch, _torch_needs),
-    Method("deepspeed", _deepspeed, _deepspeed_needs),
-    Method("liger", _liger, partial(on_gpu, "liger_kernel", "liger-kernel")),
-    Method("cce", _cce, partial(on_gpu, "cut_cross_entropy", "cut-cross-entropy")),
+    Method("naive", _naive, ours=False),
+    Method("compiled-naive", _compiled_naive, ours=False),
+    Method("torch", _torch, _torch_needs, ours=False),
+    Method("deepspeed", _deepspeed, _deepspeed_needs, ours=False),
+    Method("liger", _liger, partial(on_gpu, "liger_kernel", "liger-kernel"), ours=False),
+    Method("cce", _cce, partial(on_gpu, "cut_cross_entropy", "cut-cross-entropy"), ours=False),
 )

@@ -31,5 +31,7 @@ def others(case: Any, device: str) -> list[str]:
 
 
 METHODS = tuple(
-    Method(name, partial(_kernel, name), partial(_needs, name)) for name in KERNELS if name != "reference"
+    Method(name, partial(_kernel, name), partial(_needs, name), ours=name == "triton")
+    for name in KERNELS
+    if name != "reference"
 )

@@ -79,7 +79,7 @@ METHODS = (
     Method("full", partial(_ours, Full())),
     *(Method(f"segment {share:g}", partial(_ours, Segment(share))) for share in SHARES),
     Method("attention", partial(_ours, KeepAttention())),
-    Method("torch selective", _torch),
-    Method("megatron full", partial(_megatron, "layer"), _megatron_needs),
-    Method("megatron selective", partial(_megatron, "attention"), _megatron_needs),
+    Method("torch selective", _torch, ours=False),
+    Method("megatron full", partial(_megatron, "layer"), _megatron_needs, ours=False),
+    Method("megatron selective", partial(_megatron, "attention"), _megatron_needs, ours=False),
 )

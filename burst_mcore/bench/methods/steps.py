@@ -72,8 +72,8 @@ def _hybrid_needs(case: Any, device: str) -> str | None:
 
 
 METHODS = (
-    Method("ulysses (UlyssesSPAttentionHF)", partial(_theirs, _ulysses_hf), _needs),
-    Method("ulysses (DistributedAttention)", partial(_theirs, _ulysses_layer), _needs),
+    Method("ulysses (UlyssesSPAttentionHF)", partial(_theirs, _ulysses_hf), _needs, ours=False),
+    Method("ulysses (DistributedAttention)", partial(_theirs, _ulysses_layer), _needs, ours=False),
     Method("burst ring", _ours, _needs),
     Method("burst hybrid", partial(_ours, head_parallel=2), _hybrid_needs),
     Method("burst auto", partial(_ours, head_parallel="auto"), _needs),
