@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from burst_mcore.bench import report
-from burst_mcore.bench.results import Figure, Judged, Results
+from burst_mcore.bench.core import Bar, Figure
+from burst_mcore.bench.results import Results
 
 RESULTS = Results(
     "virtual-ring",
@@ -22,8 +23,8 @@ RESULTS = Results(
     ],
     errors=[{"case": "ring of 16", "error": "RuntimeError: gone"}],
     bars=[
-        Judged("ring of 8", "both", "burst", "kernel / this", 0.97, 0.92, False),
-        Judged("ring of 8", "copies", "burst", "copies / without", 1.05, 1.03, True),
+        Bar("both", "burst", "kernel / this", 0.92, False, "ring of 8", 0.97),
+        Bar("copies", "burst", "copies / without", 1.03, True, "ring of 8", 1.05),
     ],
 )
 

@@ -26,16 +26,14 @@ def main(arguments: Sequence[str]) -> int:
         cases = cases_for(subject, options.case, device)
         names = [name for name in map(str.strip, options.methods.split(",")) if name]
 
-        def write(results: Results) -> None:
+        def note(results: Results) -> None:
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(results.as_json())
-
-        def note(results: Results) -> None:
-            write(results)
-            say(f"{report.line(results)}\n" if len(cases) > 1 else "")
+            if len(results.cases) < len(cases):
+                say(f"{report.table(results, [*results.cases][-1])}\n\n")
 
         results = run(subject, cases, names, options.repeats or subject.repeats, device, note)
-        write(results)
+        note(results)
     except (ValueError, RuntimeError, OSError) as error:
         sys.stderr.write(f"burst-mcore bench: {' '.join(str(error).split())}\n")
         return 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -36,34 +36,32 @@ def interleave(
     """
     steps = [(name, part, trial) for name, trial in trials.items() for part in trial.steps]
     samples: Samples = {}
+
+    def note(name: str, part: str, sample: Mapping[str, float]) -> None:
+        for meter, value in sample.items():
+            samples.setdefault((name, f"{part} {meter}".strip()), []).append(value)
+
     if not cold:
-        first = [one_round(*step, world) for step in steps]
-        fastest = min((sample["wall"] for sample in first), default=0.0)
-        for step, sample in zip(list(steps), first, strict=True):
-            if sample["wall"] > clearly * fastest:
-                _note(samples, *step, sample)
-                steps.remove(step)
+        first = [one_round(trial, part, world) for _, part, trial in steps]
+        slow = clearly * min((sample["wall"] for sample in first), default=0.0)
+        for (name, part, _), sample in zip(steps, first, strict=True):
+            if sample["wall"] > slow:
+                note(name, part, sample)
+        steps = [step for step, sample in zip(steps, first, strict=True) if sample["wall"] <= slow]
     for index in range(rounds):
-        for step in steps[:: -1 if index % 2 else 1]:
-            _note(samples, *step, one_round(*step, world, memory=cold))
+        for name, part, trial in steps[:: -1 if index % 2 else 1]:
+            note(name, part, one_round(trial, part, world, memory=cold))
     return samples
 
 
-def _note(samples: Samples, name: str, part: str, trial: Trial, sample: Mapping[str, float]) -> None:
-    for meter, value in sample.items():
-        samples.setdefault((name, f"{part} {meter}".strip()), []).append(value)
-
-
-def one_round(name: str, part: str, trial: Trial, world: World, *, memory: bool = False) -> dict[str, float]:
-    """All meters of one step, over all ranks."""
-    step = trial.steps[part]
+def one_round(trial: Trial, part: str, world: World, *, memory: bool = False) -> dict[str, float]:
+    """All meters of one step, over all ranks; with `memory` the peak as well."""
     if world.size > 1:
         dist.barrier()
-    clock = _cuda if world.device == "cuda" else _cpu
-    sample: dict[str, float] = {}
+    clock, sample = _cuda if world.device == "cuda" else _cpu, dict[str, float]()
 
     def run() -> None:
-        sample.update(clock(step, trial.ahead))
+        sample.update(clock(trial.steps[part], trial.ahead))
 
     if memory:
         peak = peak_bytes(run, world.device)
@@ -73,7 +71,7 @@ def one_round(name: str, part: str, trial: Trial, world: World, *, memory: bool 
     return over_ranks(sample, world)
 
 
-def _cpu(step: Callable[[], Mapping[str, float] | None], ahead: bool) -> dict[str, float]:
+def _cpu(step: Step, ahead: bool) -> dict[str, float]:
     cpu, wall = time.process_time(), time.perf_counter()
     more = step()
     return {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall, **(more or {})}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
@@ -115,6 +117,13 @@ class Bar:
     meter: str
     bound: float
     at_most: bool = True
+    case: str = ""
+    value: float = math.nan
+    """What was measured on the case; NaN where nothing was yet."""
+
+    @property
+    def reached(self) -> bool:
+        return self.value <= self.bound if self.at_most else self.value >= self.bound
 
 
 Table = Mapping[tuple[str, str], Sequence[float]]
@@ -171,38 +180,35 @@ def in_words(kind: type[T], text: str, **fixed: Any) -> T:
     Raises:
         ValueError: a field is unknown or its value is not legal; the message lists what is.
     """
-    changes = {}
+    hints, changes = typing.get_type_hints(kind), {}
     for part in filter(None, (part.strip() for part in text.split(";"))):
         name, equals, value = (word.strip() for word in part.partition("="))
-        if not equals or name not in (kinds := _kinds(kind)):
-            legal = ", ".join(_kinds(kind))
+        if not equals or name not in hints:
+            legal = ", ".join(hints)
             raise ValueError(f"unknown field {name!r} in {text!r}; legal: {legal}, as in 'ranks=2; ...'")
-        changes[name] = _value(name, value, kinds[name])
+        changes[name] = _value(name, value, typing.get_args(hints[name]) or (hints[name],))
     return kind(**fixed, **changes)
 
 
-def _kinds(kind: type) -> dict[str, tuple[type, ...]]:
-    """The types that each field may have."""
-    hints = typing.get_type_hints(kind)
-    return {f.name: typing.get_args(hints[f.name]) or (hints[f.name],) for f in fields(kind)}
+READERS: dict[type, Callable[[str], Any]] = {
+    bool: {"True": True, "False": False}.__getitem__,
+    int: lambda text: int(text) if text.lstrip("-").isdigit() else tokens(text),
+    float: float,
+    str: str,
+}
+"""What a word may be, the strictest first."""
 
 
 def _value(name: str, text: str, kinds: tuple[type, ...]) -> Any:
-    readers: dict[type, Callable[[str], Any]] = {
-        bool: {"True": True, "False": False}.__getitem__, int: _whole, float: float, str: str,
-    }  # fmt: skip
-    for kind, read in readers.items():
-        if kind in kinds:
-            try:
-                return read(text)
-            except (ValueError, KeyError):
-                continue
+    for kind in (kind for kind in READERS if kind in kinds):
+        with contextlib.suppress(ValueError, KeyError):
+            return READERS[kind](text)
     raise ValueError(f"{name} must be {' or '.join(kind.__name__ for kind in kinds)}, got {text!r}")
 
 
-def _whole(text: str) -> int:
-    """4096, or 128K."""
-    return int(text) if text.lstrip("-").isdigit() else tokens(text)
+def first_line(error: BaseException) -> str:
+    """The kind of an error, and its first line."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
 
 
 def package(module: str, name: str) -> str | None:

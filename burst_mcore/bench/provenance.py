@@ -34,29 +34,22 @@ def machine(device: str) -> str:
 
 def versions(device: str) -> dict[str, str]:
     """Of Python, torch, the libraries that are installed, and of the GPU's driver."""
-    known: dict[str, str] = {
-        "burst_mcore": __version__, "python": platform.python_version(), "torch": torch.__version__
-    }  # fmt: skip
+    known = {"burst_mcore": __version__, "python": platform.python_version(), "torch": torch.__version__}
     for package in LIBRARIES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             known[package] = metadata.version(package)
     if device == "cuda":
-        known |= {
-            "cuda": str(torch.version.cuda),
-            "cudnn": str(torch.backends.cudnn.version()),
-            "driver": driver(),
-        }
+        cudnn = torch.backends.cudnn.version()
+        known |= {"cuda": str(torch.version.cuda), "cudnn": str(cudnn), "driver": _driver()}
     return known
 
 
-def driver() -> str:
-    """The version of the GPU's driver, where nvidia-smi is there to say it."""
+def _driver() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return "unknown: no nvidia-smi"
-    return said.split()[0] if said.split() else "unknown"
 
 
 def commit() -> str:

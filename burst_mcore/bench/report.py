@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from burst_mcore.bench.results import Results, read, unit_of
 
@@ -16,17 +16,11 @@ SCALES = {"B": (1e6, "MB"), "FLOP": (1e12, "TFLOP")}
 
 def report(results: Results) -> str:
     """Everything: tables, what did not run, and the bars."""
-    parts = [f"{name}\n{_table(results, name)}" for name in results.tables]
+    parts = [table(results, name) for name in results.tables]
     parts += [f"{r['case']}: {r['method']} was not timed: {r['reason']}" for r in results.refused]
     parts += [f"{error['case']} failed: {error['error']}" for error in results.errors]
     parts.append(bars(results))
     return "\n\n".join(parts)
-
-
-def line(results: Results) -> str:
-    """The last case that was measured, in a table."""
-    name = list(results.tables)[-1] if results.tables else ""
-    return f"{name}\n{_table(results, name)}\n"
 
 
 def bars(results: Results) -> str:
@@ -49,13 +43,12 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join([shown[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *shown[1:]])
 
 
-def _table(results: Results, case: str) -> str:
-    """Medians: a row for each method and a column for each meter; the spread of what has one."""
-    table = results.tables.get(case, {})
-    meters = list(dict.fromkeys(meter for _, meter in table))
-    methods = list(dict.fromkeys(method for method, _ in table))
-    lines = [[m, *(_cell(table.get((m, meter), ()), meter) for meter in meters)] for m in methods]
-    return markdown(["", *(_title(meter) for meter in meters)], lines)
+def table(results: Results, case: str) -> str:
+    """A case's medians and spreads: a row for each method and a column for each meter."""
+    cells = results.tables.get(case, {})
+    methods, meters = (list(dict.fromkeys(key[index] for key in cells)) for index in (0, 1))
+    lines = [[m, *(_cell(cells.get((m, meter), ()), meter) for meter in meters)] for m in methods]
+    return f"{case}\n{markdown(['', *map(_title, meters)], lines)}"
 
 
 def _title(meter: str) -> str:
@@ -74,45 +67,38 @@ def _cell(samples: Sequence[float], meter: str) -> str:
 
 
 def save_bars(results: Results, path: Path) -> None:
-    """Write a PNG: every figure that has a bar, over the bar, below 1 where less is asked for."""
-    figure, panel = _panel(f"{results.subject}: measured over the bar", len(results.bars))
-    values = [b.value / b.bound for b in results.bars]
+    """Write a PNG: every figure that has a bar, over the bar."""
+    panel = _panel(f"{results.subject}: measured over the bar", len(results.bars))
     names = [f"{b.case}: {b.claim} ({'at most' if b.at_most else 'at least'})" for b in results.bars]
-    panel.barh(names, values, color=["#4c72b0" if b.reached else "#dd8452" for b in results.bars])
+    colors = ["#4c72b0" if b.reached else "#dd8452" for b in results.bars]
+    panel.barh(names, [b.value / b.bound for b in results.bars], color=colors)
     panel.axvline(1, color="#c44e52", linewidth=2)
     panel.invert_yaxis()
-    figure.savefig(path, dpi=110)
+    panel.figure.savefig(path, dpi=110)
 
 
 def save_curve(results: Results, meters: tuple[str, str], path: Path) -> None:
     """Write a PNG: medians of the second meter against those of the first, a point for each method."""
-    figure, panel = _panel(f"{results.subject}: {', '.join(results.tables)}", 12)
-    for case, table in results.tables.items():
-        both = [m for m in dict.fromkeys(m for m, _ in table) if all((m, meter) in table for meter in meters)]
-        scale = SCALES.get(unit_of(meters[0]), (1, ""))[0]
-        points = [
-            (statistics.median(table[m, meters[0]]) / scale, statistics.median(table[m, meters[1]]))
-            for m in both
-        ]
-        panel.plot(*zip(*points, strict=True), "o", label=case) if points else None
-        for method, point in zip(both, points, strict=True):
-            panel.annotate(method, point, textcoords="offset points", xytext=(6, 5), fontsize=9)
+    panel = _panel(f"{results.subject}: {', '.join(results.tables)}", 12)
+    scales = [SCALES.get(unit_of(meter), (1, ""))[0] for meter in meters]
+    for table in results.tables.values():
+        for method in dict.fromkeys(method for method, _ in table):
+            if all((method, meter) in table for meter in meters):
+                point = [statistics.median(table[method, m]) / s for m, s in zip(meters, scales, strict=True)]
+                panel.plot(*point, "o", color="#4c72b0")
+                panel.annotate(method, point, textcoords="offset points", xytext=(6, 5), fontsize=9)
     panel.set(xlabel=_title(meters[0]), ylabel=_title(meters[1]))
     panel.margins(x=0.2, y=0.1)
-    figure.savefig(path, dpi=120)
+    panel.figure.savefig(path, dpi=120)
 
 
-def _panel(title: str, rows: int):  # type: ignore[no-untyped-def]
-    import matplotlib
-
-    matplotlib.use("Agg")
+def _panel(title: str, rows: int) -> Any:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 1 + 0.3 * math.ceil(rows + 1)), layout="constrained")
-    panel = figure.subplots()
+    panel = Figure(figsize=(10, 1.5 + 0.3 * rows), layout="constrained").subplots()
     panel.set_title(title, fontsize=10)
     panel.grid(alpha=0.3)
-    return figure, panel
+    return panel
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +29,6 @@ def unit_of(meter: str) -> str:
     return next((unit for unit, meters in UNITS.items() if last in meters), last if "/s" in last else "")
 
 
-@dataclass(frozen=True)
-class Judged:
-    """A bar, and what was measured."""
-
-    case: str
-    claim: str
-    method: str
-    meter: str
-    value: float
-    bound: float
-    at_most: bool
-
-    @property
-    def reached(self) -> bool:
-        return self.value <= self.bound if self.at_most else self.value >= self.bound
-
-
 @dataclass
 class Results:
     """All that a run of a subject gave, complete after each case."""
@@ -62,7 +45,7 @@ class Results:
     """Methods that were not timed: case, method, reason."""
     errors: list[dict[str, str]] = field(default_factory=list)
     """Cases that failed: case, error."""
-    bars: list[Judged] = field(default_factory=list)
+    bars: list[Bar] = field(default_factory=list)
     not_judged: list[str] = field(default_factory=list)
     """Claims of which a figure is missing."""
     notes: list[str] = field(default_factory=list)
@@ -84,7 +67,7 @@ class Results:
             for bar in subject.bars(name, case, self.device):
                 samples = table.get((bar.method, bar.meter))
                 if samples:
-                    self.bars.append(_judged(name, bar, samples))
+                    self.bars.append(replace(bar, case=name, value=statistics.median(samples)))
                 else:
                     self.not_judged.append(f"{name}: {bar.claim}")
 
@@ -112,11 +95,6 @@ class Results:
         return f'{json.dumps(whole, indent=1)[:-2]},\n "figures": [\n  {lines}\n ]\n}}\n'
 
 
-def _judged(name: str, bar: Bar, samples: tuple[float, ...]) -> Judged:
-    value = statistics.median(samples)
-    return Judged(name, bar.claim, bar.method, bar.meter, value, bar.bound, bar.at_most)
-
-
 def read(path: Path) -> Results:
     """The results of a file.
 
@@ -128,6 +106,6 @@ def read(path: Path) -> Results:
         raise ValueError(f"{path} is not a file of `burst-mcore bench`, schema {SCHEMA}")
     names = ("subject", "about", "device", "repeats", "cases", "refused", "errors", "notes")
     figures = [Figure(f["case"], f["method"], f["meter"], tuple(f["samples"])) for f in whole["figures"]]
-    bars = [Judged(**{k: v for k, v in bar.items() if k != "reached"}) for bar in whole["bars"]]
+    bars = [Bar(**{k: v for k, v in bar.items() if k != "reached"}) for bar in whole["bars"]]
     given = {name: whole[name] for name in names}
     return Results(**given, figures=figures, bars=bars, not_judged=whole["not judged"])

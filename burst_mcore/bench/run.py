@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from burst_mcore.bench import emulate
-from burst_mcore.bench.core import ALL, Case, Derived, Figure, Method, Subject, in_words
+from burst_mcore.bench.core import ALL, Case, Derived, Figure, Method, Subject, first_line, in_words
 from burst_mcore.bench.launch import in_processes
 from burst_mcore.bench.methods import METHODS
 from burst_mcore.bench.results import Results
@@ -38,22 +38,8 @@ def cases_for(subject: Subject, texts: Sequence[str], device: str) -> dict[str, 
         ValueError: a text is neither a name nor legal fields.
     """
     named = subject.cases(device)
-    return {text: named[text] if text in named else in_words(subject.case, text) for text in texts} or {
-        **named
-    }
-
-
-def methods_for(subject: Subject, case: Case, names: Sequence[str]) -> list[Method]:
-    """The methods of these names, or those that the subject measures unasked.
-
-    Raises:
-        ValueError: a name is unknown.
-    """
-    known = METHODS[subject.kind] if subject.kind else subject.methods(case)
-    for name in names:
-        if name not in known:
-            raise ValueError(f"unknown method {name!r}; legal: {', '.join(known)}")
-    return [known[name] for name in names or subject.default or known]
+    asked = {text: named[text] if text in named else in_words(subject.case, text) for text in texts}
+    return asked or dict(named)
 
 
 def run(
@@ -100,11 +86,6 @@ def run(
     return results
 
 
-def first_line(error: BaseException) -> str:
-    """The kind of an error, and its first line."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
-
-
 def _figures(case: str, derived: Derived) -> list[Figure]:
     return [Figure(case, method, meter, tuple(samples)) for method, meter, samples in derived if len(samples)]
 
@@ -112,13 +93,15 @@ def _figures(case: str, derived: Derived) -> list[Figure]:
 def _able(
     subject: Subject, case: Case, names: Sequence[str], device: str
 ) -> tuple[list[Method], dict[str, str]]:
-    """Methods that lack nothing, and what the others lack; ValueError if every method lacks something."""
-    methods = methods_for(subject, case, names)
+    """Methods of these names, or all by default, that lack nothing; and what the others lack."""
+    known = METHODS[subject.kind] if subject.kind else subject.methods(case)
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"unknown method {unknown[0]!r}; legal: {', '.join(known)}")
+    methods = [known[name] for name in names or subject.default or known]
     lacking = {m.name: f"needs {why}" for m in methods if (why := m.needs(case, device)) is not None}
-    able = [method for method in methods if method.name not in lacking]
-    if not able:
+    if len(lacking) == len(methods):
         raise ValueError("; ".join(f"method {name} {why}" for name, why in lacking.items()))
-    return able, lacking
+    return [method for method in methods if method.name not in lacking], lacking
 
 
 def _measured(subject: Subject, case: Case, methods: Sequence[Method], repeats: int, device: str) -> Outcome:
@@ -168,16 +151,13 @@ def _joined(outcomes: Iterable[Outcome]) -> Outcome:
 
     Figures that one of the sets does not have are dropped: their rounds would not be those of the others.
     """
-    whole: Outcome | None = None
-    for outcome in outcomes:
-        if whole is None or outcome.refused:
+    whole = Outcome()
+    for number, outcome in enumerate(outcomes):
+        if number == 0 or outcome.refused:
             whole = outcome
         else:
-            both = whole.samples.keys() & outcome.samples.keys()
-            whole.samples = {
-                key: whole.samples[key] + outcome.samples[key] for key in whole.samples if key in both
-            }
+            both = [key for key in whole.samples if key in outcome.samples]
+            whole.samples = {key: whole.samples[key] + outcome.samples[key] for key in both}
         if whole.refused:
             break
-    assert whole is not None
     return whole

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from burst_mcore.bench.clock import Samples, interleave, over_ranks
-from burst_mcore.bench.core import Case, Method, Stage, Trial, World
+from burst_mcore.bench.core import Case, Method, Stage, Trial, World, first_line
 from burst_mcore.bench.launch import keep_freed_memory, touch_memory
 
 
@@ -49,10 +49,10 @@ def measure(rank: int, size: int, work: Work) -> Outcome:
     for method in work.methods:
         trial, found, reason = _tried(stage, method, world)
         outcome.samples |= {(method.name, meter): [value] for meter, value in found.items()}
-        if trial is not None and reason is None:
-            trials[method.name] = trial
-        elif reason is not None:
+        if reason is not None:
             outcome.refused[method.name] = reason
+        elif trial is not None:
+            trials[method.name] = trial
     if trials:
         if not work.cold:
             keep_freed_memory()
@@ -79,20 +79,16 @@ def _tried(
     trial, found, reason = None, {}, None
     try:
         trial = stage.trial(method)
-        found = rehearsed(trial, world)
+        if trial.warm is not None:
+            trial.warm()
+        found = {**(trial.memory() if trial.memory else {}), **(trial.check() if trial.check else {})}
     except Exception as error:  # whatever a method raises is a result of the measurement
-        first = (str(error).strip().splitlines() or [""])[0][:200]
-        reason = f"{type(error).__name__}: {first}"
+        reason = first_line(error)
     reason = _agreed(reason, world)
-    return trial, found, reason or (wrong(found, trial.bound) if trial is not None else None)
-
-
-def rehearsed(trial: Trial, world: World) -> dict[str, float]:
-    """Meters of a trial that are read before it is timed: memory and errors, the largest of all ranks."""
-    if trial.warm is not None:
-        trial.warm()
-    found = {**(trial.memory() if trial.memory else {}), **(trial.check() if trial.check else {})}
-    return over_ranks(found, world)
+    if trial is None or reason is not None:
+        return None, {}, reason
+    found = over_ranks(found, world)
+    return trial, found, wrong(found, trial.bound)
 
 
 def wrong(found: Mapping[str, float], bound: float) -> str | None:

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.loss import chunked
 from burst_mcore.loss.agreement import same_on_all
 from burst_mcore.loss.arguments import Arguments, Call, autocast, checked
 from burst_mcore.loss.chunked import Wanted, Weights, repair
+from burst_mcore.loss.chunked import forward as losses_and_gradients
 from burst_mcore.loss.products import CACHED_ROWS, blocks
 from burst_mcore.loss.terms import wide
 
@@ -146,7 +146,7 @@ class _FusedLoss(torch.autograd.Function):
         flat, y = _tokens_of(hidden, call), labels.reshape(-1).long()
         unit, w = _over_a_power_of_two(weights, y != call.ignore_index, wide(hidden.dtype))
         head = call.head(weight, bias, call.valid_tokens)
-        done = chunked.forward(flat, y, w, head, Wanted(of_hidden, of_weight, of_bias, call.metrics))
+        done = losses_and_gradients(flat, y, w, head, Wanted(of_hidden, of_weight, of_bias, call.metrics))
         loss, share = _reduced(done.losses, y, w, unit, call)
         d_hidden = done.hidden
         if d_hidden is not None:

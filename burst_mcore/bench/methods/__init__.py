@@ -10,17 +10,15 @@ A new method is a row in one of these files, and is measured by every subject of
 """
 
 from burst_mcore.bench.core import Method
-from burst_mcore.bench.methods import attention, heads, kernels, layers, steps
+from burst_mcore.bench.methods.attention import METHODS as ATTENTION
+from burst_mcore.bench.methods.heads import METHODS as HEADS
+from burst_mcore.bench.methods.kernels import METHODS as KERNELS
+from burst_mcore.bench.methods.layers import METHODS as LAYERS
+from burst_mcore.bench.methods.steps import METHODS as STEPS
 
+_KINDS = {"attention": ATTENTION, "heads": HEADS, "layers": LAYERS, "steps": STEPS, "kernels": KERNELS}
 METHODS: dict[str, dict[str, Method]] = {
-    kind: {method.name: method for method in methods}
-    for kind, methods in {
-        "attention": attention.METHODS,
-        "heads": heads.METHODS,
-        "layers": layers.METHODS,
-        "steps": steps.METHODS,
-        "kernels": kernels.METHODS,
-    }.items()
+    kind: {method.name: method for method in methods} for kind, methods in _KINDS.items()
 }
 """By kind and name."""
 
