@@ -74,7 +74,8 @@ def one_round(trial: Trial, part: str, world: World, *, memory: bool = False) ->
 def _cpu(step: Step, ahead: bool) -> dict[str, float]:
     cpu, wall = time.process_time(), time.perf_counter()
     more = step()
-    return {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall, **(more or {})}
+    seconds = {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall}
+    return {**seconds, **(more if isinstance(more, dict) else {})}
 
 
 def _cuda(step: Step, ahead: bool) -> dict[str, float]:
@@ -86,7 +87,7 @@ def _cuda(step: Step, ahead: bool) -> dict[str, float]:
     more = step()
     end.record()
     end.synchronize()
-    return {"wall": start.elapsed_time(end) / 1e3, **(more or {})}
+    return {"wall": start.elapsed_time(end) / 1e3, **(more if isinstance(more, dict) else {})}
 
 
 def over_ranks(sample: Mapping[str, float], world: World) -> dict[str, float]:

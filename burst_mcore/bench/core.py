@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from burst_mcore.mask.words import tokens
 
-Step = Callable[[], "Mapping[str, float] | None"]
-"""What is timed. A mapping that it returns has further meters of the same round."""
+Step = Callable[[], object]
+"""What is timed. If a step returns a mapping, that has further meters of the same round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +214,11 @@ def first_line(error: BaseException) -> str:
 def package(module: str, name: str) -> str | None:
     """What is lacking where a package is not installed."""
     return None if find_spec(module) else f"the package {name}"
+
+
+def column(table: Table, meter: str) -> dict[str, Sequence[float]]:
+    """The samples of one meter by method."""
+    return {method: samples for (method, name), samples in table.items() if name == meter}
 
 
 def over(table: Table, method: tuple[str, str], unit: tuple[str, str]) -> list[float]:

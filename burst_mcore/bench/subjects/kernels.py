@@ -15,7 +15,19 @@ from burst_mcore.attention.geometry.tiles import Tile, tiles_of
 from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Scores
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.numerics.rowwise import row_delta
-from burst_mcore.bench.core import Bar, Case, Derived, Method, Stage, Subject, Table, Trial, World, over
+from burst_mcore.bench.core import (
+    Bar,
+    Case,
+    Derived,
+    Method,
+    Stage,
+    Subject,
+    Table,
+    Trial,
+    World,
+    column,
+    over,
+)
 from burst_mcore.bench.gate import relative
 from burst_mcore.explain.problem import DTYPES
 from burst_mcore.layout import Layout
@@ -107,12 +119,12 @@ def _stage(case: KernelCase, world: World) -> Stage:
         inputs = list(calls.inputs(calls.forward())) if case.passes == "backward" else []
         steps = {"forward": calls.forward, "backward": lambda: calls.backward(inputs), "both": calls.both}
 
-        def step() -> None:
-            steps[case.passes]()
-
         check = _error(calls.kernel, case, world.device)
         return Trial(
-            {"": step}, check=lambda: {"error": check}, bound=WRONG[case.dtype], ahead=case.passes != "both"
+            {"": steps[case.passes]},
+            check=lambda: {"error": check},
+            bound=WRONG[case.dtype],
+            ahead=case.passes != "both",
         )
 
     return Stage(trial)
@@ -137,7 +149,7 @@ def _error(kernel: Kernel, case: KernelCase, device: str) -> float:
 
 def _derive(case: KernelCase, table: Table) -> Derived:
     """TFLOP/s of each, and the speed of ours over the best other's."""
-    walls = {method: samples for (method, meter), samples in table.items() if meter == "wall"}
+    walls = column(table, "wall")
     flops = (
         WORK[case.passes] * 4 * case.heads * case.head_dim * int(keys_per_query(case.seen, case.tokens).sum())
     )

@@ -6,11 +6,24 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from burst_mcore.bench.core import Bar, Case, Derived, Method, Stage, Subject, Table, Trial, World, over
+from burst_mcore.bench.core import (
+    Bar,
+    Case,
+    Derived,
+    Method,
+    Stage,
+    Subject,
+    Table,
+    Trial,
+    World,
+    column,
+    over,
+)
 from burst_mcore.bench.gate import relative
 from burst_mcore.bench.memory import LargestMade, peak_bytes
 from burst_mcore.bench.methods.heads import IGNORED, Head, HeadLoss
@@ -75,36 +88,26 @@ class HeadCase(Case):
 
 
 def _stage(case: HeadCase, world: World) -> Stage:
-    tensors: list[Tensor] = []
+    @cache  # made when they are first asked for: after memory was measured
+    def tensors() -> tuple[Tensor, ...]:
+        return case.tensors(world.device)
 
-    def timed() -> Sequence[Tensor]:
-        """Made when they are first asked for: after memory was measured."""
-        tensors.extend(case.tensors(world.device) if not tensors else ())
-        return tensors
+    @cache
+    def products() -> Callable[[], None]:
+        return three_products(*(x.detach() for x in tensors()[:2]))
 
     def trial(method: Method) -> Trial:
         head: Head = method.build(case, world)
         warm = case if head.compiled else replace(case, tokens=min(case.tokens, WARM_TOKENS))
         return Trial(
-            {"": lambda: _discard(step(head.loss, *timed()))},
-            warm=lambda: _discard(step(head.loss, *warm.tensors(world.device))),
+            {"": lambda: step(head.loss, *tensors())},
+            warm=lambda: step(head.loss, *warm.tensors(world.device)),
             memory=lambda: _memory(head, case, world.device),
             check=lambda: errors(head.loss, case, world.device),
             bound=WRONG,
         )
 
-    made: list[Callable[[], None]] = []
-
-    def products() -> None:
-        if not made:
-            made.append(three_products(*(x.detach() for x in timed()[:2])))
-        made[0]()
-
-    return Stage(trial, {"products": Trial({"": products})})
-
-
-def _discard(result: object) -> None:
-    """What a step has for the clock: no meters."""
+    return Stage(trial, {"products": Trial({"": lambda: products()()})})
 
 
 def step(loss: HeadLoss, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -182,7 +185,7 @@ def three_products(hidden: Tensor, weight: Tensor) -> Callable[[], None]:
 
 
 def _derive(case: HeadCase, table: Table) -> Derived:
-    peaks = {method: samples for (method, meter), samples in table.items() if meter == "peak"}
+    peaks = column(table, "peak")
     for method in dict.fromkeys(method for method, _ in table):
         yield method, "wall / products", over(table, (method, "wall"), (method, "products wall"))
         yield method, "burst / this", over(table, (method, f"{OURS} wall"), (method, "wall"))

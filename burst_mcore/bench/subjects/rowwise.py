@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from burst_mcore.attention.numerics.rowwise import merge_, output_stand_in, row_delta
-from burst_mcore.bench.core import Derived, Method, Stage, Subject, Table, Trial, World
+from burst_mcore.bench.core import Derived, Method, Stage, Subject, Table, Trial, World, column
 from burst_mcore.bench.subjects.kernels import KernelCase
 
 
@@ -45,20 +45,13 @@ def _stage(case: RowCase, world: World) -> Stage:
         "merge": lambda: merge_(out, lse, out_t, lse_t),
     }
 
-    def trial(method: Method) -> Trial:
-        def step() -> None:
-            steps[method.name]()
-
-        return Trial({"": step}, ahead=True)
-
-    return Stage(trial)
+    return Stage(lambda method: Trial({"": steps[method.name]}, ahead=True))
 
 
 def _derive(case: RowCase, table: Table) -> Derived:
-    for (method, meter), samples in table.items():
-        if meter == "wall":
-            size = BYTES[method](case) * case.tokens * case.heads
-            yield method, "GB/s", [size / seconds / 1e9 for seconds in samples]
+    for method, samples in column(table, "wall").items():
+        size = BYTES[method](case) * case.tokens * case.heads
+        yield method, "GB/s", [size / seconds / 1e9 for seconds in samples]
 
 
 def _cases(device: str) -> Mapping[str, RowCase]:

@@ -35,6 +35,7 @@ from burst_mcore.bench.core import (
     Table,
     Trial,
     World,
+    column,
     in_words,
 )
 from burst_mcore.bench.methods.attention import attended
@@ -241,7 +242,7 @@ def timed_kernel(rate: float) -> Kernel:
 def _derive(case: ClusterCase, table: Table) -> Derived:
     """What the cost model predicts for each way, and the ways beside each other."""
     latency = table["message", "hop"][0]
-    walls = {way: samples for (way, meter), samples in table.items() if meter == "wall"}
+    walls = column(table, "wall")
     for way, samples in walls.items():
         forecast = predicted(case, way, latency)
         yield way, "predicted", [forecast]

@@ -13,7 +13,19 @@ from typing import Any
 
 import torch
 
-from burst_mcore.bench.core import Bar, Case, Derived, Method, Stage, Subject, Table, Trial, World, over
+from burst_mcore.bench.core import (
+    Bar,
+    Case,
+    Derived,
+    Method,
+    Stage,
+    Subject,
+    Table,
+    Trial,
+    World,
+    column,
+    over,
+)
 from burst_mcore.bench.memory import peak_bytes
 from burst_mcore.bench.methods.steps import Recipe
 
@@ -137,7 +149,7 @@ def _written() -> int:
 
 def _derive(case: TrainingCase, table: Table) -> Derived:
     """Every method beside the faster of the two Ulysses, round by round."""
-    walls = {method: samples for (method, meter), samples in table.items() if meter == "wall"}
+    walls = column(table, "wall")
     theirs = [method for method in walls if method.startswith("ulysses")]
     if theirs:
         rival = min(theirs, key=lambda method: statistics.median(walls[method]))

@@ -5,14 +5,27 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from burst_mcore.attention.arguments import Shape
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.bench.core import Bar, Case, Derived, Method, Stage, Subject, Table, Trial, World, over
+from burst_mcore.bench.core import (
+    Bar,
+    Case,
+    Derived,
+    Method,
+    Stage,
+    Step,
+    Subject,
+    Table,
+    Trial,
+    World,
+    column,
+)
 from burst_mcore.bench.methods.kernels import others
 from burst_mcore.bench.subjects.kernels import KernelCase, Tiles
 from burst_mcore.bench.virtual_ring import FROM, VirtualRank
@@ -23,7 +36,9 @@ TOKENS = 32768
 """Local tokens of a ring of 8, for which its bars are meant."""
 TFLOPS = 575
 """That a ring's backward should reach where its kernel alone does, on an H200."""
-CHOOSING_TOKENS = 2048
+FULL = "backward of a kernel that reaches TFLOP/s"
+"""The meter of backwards whose kernel alone reaches as much."""
+CHOOSING_TOKENS = 8192
 """Of the square on which kernels are compared, where the fastest is asked for."""
 
 
@@ -84,7 +99,7 @@ def _stage(case: VirtualCase, world: World) -> Stage:
     The idle rank's kernel does nothing: its passes are all that is not the kernel's. There the host is ahead
     of the device, as where kernels take their time.
     """
-    kernel, units = _fastest(case, world), {}
+    kernel = _fastest(case, world)
     shape = Shape(1, case.tokens, case.heads, case.heads, case.head_dim, case.head_dim)
     options: dict[str, Any] = {
         "mask": Mask.causal(), "direction": case.direction, "kernel": kernel, "device": world.device,
@@ -94,49 +109,36 @@ def _stage(case: VirtualCase, world: World) -> Stage:
     idle = VirtualRank(shape, case.size, source="nowhere", works=False, **options)
     done = rank.forward()
     queries = rank.queries(done)
-    units["kernel alone"] = _both(rank.bare_forward, lambda: rank.bare_backward(queries, done.out))
-    units["without copies"] = _both(quiet.forward, lambda: quiet.backward(done))
-    units["around the kernels"] = replace(_both(idle.forward, lambda: idle.backward(done)), ahead=True)
-    ring = _both(rank.forward, lambda: rank.backward(done))
+    bare_backward = partial(rank.bare_backward, queries, done.out)
+    units = {
+        "kernel alone": _both(rank.bare_forward, bare_backward),
+        "without copies": _both(quiet.forward, partial(quiet.backward, done)),
+        "around the kernels": _both(idle.forward, partial(idle.backward, done), ahead=True),
+    }
+    ring = _both(rank.forward, partial(rank.backward, done))
     return Stage(lambda method: ring, units, facts={("kernel alone", "pairs"): float(rank.pairs)})
 
 
-def _both(forward: Any, backward: Any) -> Trial:
-    def silent(run: Any) -> Any:
-        def step() -> None:
-            run()
-
-        return step
-
-    return Trial({"forward": silent(forward), "backward": silent(backward)})
+def _both(forward: Step, backward: Step, ahead: bool = False) -> Trial:
+    return Trial({"forward": forward, "backward": backward}, ahead=ahead)
 
 
 def _derive(case: VirtualCase, table: Table) -> Derived:
-    whole = {
-        name: [a + b for a, b in zip(table[name, "forward wall"], table[name, "backward wall"], strict=True)]
-        for name in ("burst", "kernel alone", "without copies", "around the kernels")
-    }
-    yield (
-        "burst",
-        "forward kernel / this",
-        over(table, ("kernel alone", "forward wall"), ("burst", "forward wall")),
-    )
-    for meter, a, b in (
-        ("kernel / this", "kernel alone", "burst"),
-        ("copies / without", "burst", "without copies"),
-        ("around kernels / whole", "around the kernels", "without copies"),
+    forward, backward = column(table, "forward wall"), column(table, "backward wall")
+    whole = {name: [a + b for a, b in zip(forward[name], backward[name], strict=True)] for name in forward}
+    for meter, seconds, one, other in (
+        ("forward kernel / this", forward, "kernel alone", "burst"),
+        ("kernel / this", whole, "kernel alone", "burst"),
+        ("copies / without", whole, "burst", "without copies"),
+        ("around kernels / whole", whole, "around the kernels", "without copies"),
     ):
-        yield "burst", meter, [x / y for x, y in zip(whole[a], whole[b], strict=True)]
+        yield "burst", meter, [a / b for a, b in zip(seconds[one], seconds[other], strict=True)]
     flops = 2.5 * 4 * case.heads * case.head_dim * table["kernel alone", "pairs"][0]
-    for name in ("burst", "kernel alone"):
-        yield name, "backward TFLOP/s", [flops / seconds / 1e12 for seconds in table[name, "backward wall"]]
-    reach = statistics.median(flops / s / 1e12 for s in table["kernel alone", "backward wall"])
-    if reach >= TFLOPS:
-        yield (
-            "burst",
-            "backward of a kernel that reaches TFLOP/s",
-            [flops / s / 1e12 for s in table["burst", "backward wall"]],
-        )
+    rates = {name: [flops / s / 1e12 for s in backward[name]] for name in ("burst", "kernel alone")}
+    for name, samples in rates.items():
+        yield name, "backward TFLOP/s", samples
+    if statistics.median(rates["kernel alone"]) >= TFLOPS:
+        yield "burst", FULL, rates["burst"]
 
 
 def _rings() -> Iterator[VirtualCase]:
@@ -163,7 +165,7 @@ def _bars(name: str, case: VirtualCase | None, device: str) -> Sequence[Bar]:
         Bar(
             "backward, where the kernel reaches as much",
             "burst",
-            "backward of a kernel that reaches TFLOP/s",
+            FULL,
             TFLOPS,
             at_most=False,
         ),
