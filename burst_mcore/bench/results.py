@@ -61,9 +61,9 @@ class Results:
 
     def judge(self, subject: Subject, cases: Mapping[str, Case]) -> None:
         """Put every figure that has a bar beside it, and list the claims that have none."""
-        self.bars, self.not_judged = [], []
+        self.bars, self.not_judged, tables = [], [], self.tables
         for name, case in (*cases.items(), (ALL, None)):
-            table = self.tables.get(name, {})
+            table = tables.get(name, {})
             for bar in subject.bars(name, case, self.device):
                 samples = table.get((bar.method, bar.meter))
                 if samples:
@@ -89,9 +89,7 @@ class Results:
             "notes": self.notes,
         }
         whole = {**head, **made, "device": self.device, "repeats": self.repeats, **rest}
-        lines = ",\n  ".join(
-            json.dumps(figure) for figure in figures
-        )  # a figure a line: short, and easy to compare
+        lines = ",\n  ".join(map(json.dumps, figures))  # a figure a line: short, and easy to compare
         return f'{json.dumps(whole, indent=1)[:-2]},\n "figures": [\n  {lines}\n ]\n}}\n'
 
 
