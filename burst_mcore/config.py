@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from burst_mcore.dtypes import DTYPES
 from burst_mcore.handles import Named, introduce
 from burst_mcore.layout import NAMES, Layout
 
 BACKWARDS = ("auto", "query", "kv")
 RINGS = ("auto", "double", "flat", "direct")
-GRAD_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+GRAD_DTYPES = {name: DTYPES[name] for name in ("float32", "bfloat16")}
 
 
 class Setting(NamedTuple):

@@ -39,13 +39,12 @@ from burst_mcore.attention.runtime.executor import ProcessGroups
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.config import BurstConfig
+from burst_mcore.dtypes import DTYPES
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.rates import DEFAULT, Rates
 
 logger = logging.getLogger("burst_mcore")
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -303,9 +302,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, may_be_empty: bool) -> No
         )
     if q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k must have the same head_dim, got {shapes}")
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES.values():
         raise ValueError(
-            f"q, k, v must have one dtype, of {', '.join(map(str, DTYPES))}; "
+            f"q, k, v must have one dtype, of {', '.join(map(str, DTYPES.values()))}; "
             f"got {q.dtype}, {k.dtype}, {v.dtype}"
         )
     if not q.device == k.device == v.device:

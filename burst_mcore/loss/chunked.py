@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from burst_mcore.dtypes import wide
 from burst_mcore.loss.products import TILE, Products, products_for
 from burst_mcore.loss.rows import rows_for
-from burst_mcore.loss.terms import ENTROPY, LABEL, LARGEST, LSE, Terms, losses, wide
+from burst_mcore.loss.terms import ENTROPY, LABEL, LARGEST, LSE, Terms, losses
 from burst_mcore.loss.vocabulary import Vocabulary
 
 CHUNK_BYTES = {"cpu": 2**28, "cuda": 2**32}

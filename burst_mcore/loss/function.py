@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.loss.agreement import same_on_all
+from burst_mcore.dtypes import wide
 from burst_mcore.loss.arguments import Arguments, Call, autocast, checked
+from burst_mcore.loss.checksums import same_on_all
 from burst_mcore.loss.chunked import Wanted, Weights, repair
 from burst_mcore.loss.products import CACHED_ROWS, blocks
 from burst_mcore.loss.table import asked
-from burst_mcore.loss.terms import wide
 
 ULPS = 8
 """Upstream gradients so near to c w_i count as c w_i: weights may have been normalised before c came."""

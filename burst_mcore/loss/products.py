@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from burst_mcore.loss.terms import Terms, wide
+from burst_mcore.dtypes import wide
+from burst_mcore.loss.terms import Terms
 
 VOCABULARY_BLOCK = 4096
 """Rows of the weight that are taken at once where its product needs memory of its own."""

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_mcore.loss.terms import ENTROPY, LABEL, LARGEST, LSE, TOTAL, Terms, wide
+from burst_mcore.dtypes import wide
+from burst_mcore.loss.terms import ENTROPY, LABEL, LARGEST, LSE, TOTAL, Terms
 from burst_mcore.loss.vocabulary import Vocabulary
 
 logger = logging.getLogger("burst_mcore")

@@ -46,11 +46,6 @@ def _number(name: str, value: object, least: float, most: float, above: bool = F
         raise ValueError(f"{name} must be a finite number {words}, got {value!r}")
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of `dtype` are summed: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def combined(parts: Tensor) -> Tensor:
     """Statistics [5, tokens] of whole rows, from those of their parts [parts, 5, tokens]."""
     lse = torch.logsumexp(parts[:, LSE], 0)

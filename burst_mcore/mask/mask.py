@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from burst_mcore.digest import digest
 from burst_mcore.handles import Named, introduce
 from burst_mcore.mask.bands import UNBOUNDED, everything, intersected, tightened
-from burst_mcore.mask.tables import digest, documents_of, is_int, pairs_of
+from burst_mcore.mask.tables import documents_of, is_int, pairs_of
 from burst_mcore.mask.terms import Blocks, Documents, Ranges, Stride, Term, Window
 
 SLICES = ("full", "causal", "inverse-causal", "bi-causal")

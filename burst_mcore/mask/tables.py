@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import numbers
 import warnings
 from collections.abc import Sequence
@@ -11,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from burst_mcore.digest import digest
 from burst_mcore.mask.terms import Documents
 
 
@@ -69,10 +68,3 @@ def short(x: Tensor) -> str:
 def is_int(value: object) -> bool:
     """Whether a value is a whole number, of Python or numpy, and no bool."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def digest(x: Tensor) -> str:
-    """A short name of a table's content and shape, equal on all ranks."""
-    x = x.contiguous()
-    content = ctypes.string_at(x.data_ptr(), x.nbytes) if x.numel() else b""
-    return hashlib.blake2b(content + str(tuple(x.shape)).encode(), digest_size=8).hexdigest()

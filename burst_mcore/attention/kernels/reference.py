@@ -12,7 +12,7 @@ from torch import Tensor
 from burst_mcore.attention.geometry.pattern import Abilities, Seen
 from burst_mcore.attention.kernels.finite import keeps_nan_where_seen
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
-from burst_mcore.attention.numerics.rowwise import wide
+from burst_mcore.dtypes import wide
 
 
 def _supports(problem: Problem) -> str | None:

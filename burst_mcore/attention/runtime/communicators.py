@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -12,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+
+from burst_mcore.digest import digest
 
 Carrier = tuple[dist.ProcessGroup, Mapping[int, int]]
 """A process group, and the place in it of each rank of the ring that it reaches."""
@@ -118,9 +119,9 @@ def _same_name_on_all(ranks: Sequence[int]) -> Iterator[None]:
     """
     key = tuple(sorted(ranks))
     _MADE[key] += 1
-    digest = hashlib.sha1(repr((key, _MADE[key])).encode(), usedforsecurity=False).hexdigest()
+    name = c10d.GroupName(f"burst_mcore_{digest(repr((key, _MADE[key])))}")
     original = c10d._process_group_name
-    c10d._process_group_name = lambda ranks, use_hashed_name: c10d.GroupName(f"burst_mcore_{digest}")
+    c10d._process_group_name = lambda ranks, use_hashed_name: name
     try:
         yield
     finally:

@@ -6,7 +6,6 @@ are shifted before the sequence is dealt, and one index deals tokens, positions 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -16,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from burst_mcore.agreement import digest_of
 from burst_mcore.deepspeed.errors import RefusedError
+from burst_mcore.digest import digest
 from burst_mcore.layout import Layout, shard
 
 logger = logging.getLogger("burst_mcore")
@@ -154,15 +155,10 @@ def dealt(whole: Mapping[str, Any], *, rank: int, size: int, layout: Layout | st
     }
 
 
-def digest(batch: Mapping[str, Any]) -> int:
-    """A number for what is dealt, not negative: ranks compare theirs."""
-    hashed = hashlib.blake2b(digest_size=7)
-    for name in ("input_ids", "position_ids", "shift_labels"):
-        if name not in batch:
-            continue
-        hashed.update(str(tuple(batch[name].shape)).encode())
-        hashed.update(batch[name].contiguous().cpu().numpy().tobytes())
-    return int.from_bytes(hashed.digest(), "little")
+def digest_of_batch(batch: Mapping[str, Any]) -> int:
+    """Return a number for what is dealt, not negative: ranks compare theirs."""
+    names = [name for name in ("input_ids", "position_ids", "shift_labels") if name in batch]
+    return digest_of({name: digest(batch[name].cpu()) for name in names})
 
 
 def is_dealt(x: Any, n: int) -> bool:

@@ -18,10 +18,10 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from burst_mcore.agreement import Collective
 from burst_mcore.attention.prepare import one_ahead, prepare
-from burst_mcore.deepspeed.data.batches import collated, dealt, digest, documents, prepared
+from burst_mcore.deepspeed.data.batches import collated, dealt, digest_of_batch, documents, prepared
 from burst_mcore.deepspeed.errors import RefusedError
-from burst_mcore.deepspeed.ranks.groups import exchanged
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 
@@ -91,6 +91,11 @@ class ShardedLoader:
             return
         yield from one_ahead(self._parts())
 
+    def _states(self, mine: int) -> list[int]:
+        """The states of all ranks of the sequence group."""
+        table = [[mine]] if self.group is None else Collective(self.group).integers([mine])
+        return [state for (state,) in table]
+
     def _parts(self) -> Iterator[dict[str, Any]]:
         batches = iter(self.loader)
         while True:
@@ -98,12 +103,12 @@ class ShardedLoader:
             problem: Exception | None = None
             try:
                 batch = self._prepared(_mapping(next(batches)))
-                state = digest(batch)
+                state = digest_of_batch(batch)
             except StopIteration:
                 pass
             except Exception as error:  # of any kind: the others must not wait for this rank
                 state, problem = FAILED, error
-            states = [state] if self.group is None else [x for (x,) in exchanged([state], self.group)]
+            states = self._states(state)
             if problem is not None:
                 raise problem
             if FAILED in states:

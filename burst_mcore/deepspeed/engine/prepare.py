@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from burst_mcore.deepspeed.models.served import checked_loss, use_burst
 from burst_mcore.deepspeed.models.trl import has_fused_head
 from burst_mcore.deepspeed.ranks.agreement import on_all_ranks, refuse_differences
 from burst_mcore.deepspeed.ranks.groups import topology_of
+from burst_mcore.digest import digest
 from burst_mcore.loss import patch_causal_lm
 
 SEQUENCE = "_burst_mcore_sequence"
@@ -117,8 +117,8 @@ def _fingerprint(model: nn.Module) -> str:
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
     settings: Any = getattr(model, "config", None)
     told = settings.to_json_string() if hasattr(settings, "to_json_string") else ""
-    digest = hashlib.sha256(f"{shapes}{told}".encode()).hexdigest()[:8]
-    return f"a {type(model).__name__} of {len(shapes)} parameters (digest of shapes and config {digest})"
+    name = digest(f"{shapes}{told}")
+    return f"a {type(model).__name__} of {len(shapes)} parameters (digest of shapes and config {name})"
 
 
 def _log(line: str) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from burst_mcore.agreement import Collective
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.deepspeed.data.batches import IGNORED, documents, prepared
@@ -21,7 +22,6 @@ from burst_mcore.deepspeed.models.loss import WholeLoss
 from burst_mcore.deepspeed.models.prefill import Prefill
 from burst_mcore.deepspeed.models.served import attention_modules
 from burst_mcore.deepspeed.models.trl import asks_for_fused_head, gather_tokens, shard_of_whole_batch
-from burst_mcore.deepspeed.ranks.groups import exchanged
 from burst_mcore.layout import unshard
 
 Finish = Callable[[Any], Any]
@@ -230,7 +230,7 @@ class SequenceParallel:
             if problem is not None:
                 raise problem
             return [tokens], valid
-        every = exchanged([problem is not None, rows, tokens, valid, has_loss], self.group)
+        every = Collective(self.group).integers([problem is not None, rows, tokens, valid, has_loss])
         failed, batch, lengths, labels, losses = (list(x) for x in zip(*every, strict=True))
         if problem is not None:
             raise problem

@@ -13,10 +13,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from burst_mcore.deepspeed.data.batches import dealt, digest, prepared
+from burst_mcore.agreement import Collective
+from burst_mcore.deepspeed.data.batches import dealt, digest_of_batch, prepared
 from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.models.loss import WholeTokens
-from burst_mcore.deepspeed.ranks.groups import exchanged
 from burst_mcore.layout import Layout
 
 
@@ -54,10 +54,10 @@ def shard_of_whole_batch(
     try:
         on_host = {name: value.cpu() for name, value in batch.items()}
         whole = prepared(on_host, multiple=layout.divisor(size), **padding)
-        number = digest(whole)
+        number = digest_of_batch(whole)
     except Exception as error:  # of any kind: the others must not wait for this rank
         problem = error
-    numbers = [each for (each,) in exchanged([number], group)]
+    numbers = [each for (each,) in Collective(group).integers([number])]
     if problem is not None:
         raise problem
     if len(set(numbers)) > 1:

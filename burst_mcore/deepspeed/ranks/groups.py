@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from burst_mcore.attention.runtime.topology import Topology
@@ -100,15 +98,6 @@ def unit_of(size: int) -> SequenceParallelUnit:
     if size not in _UNITS or _UNITS[size][0] is not world:
         _UNITS[size] = world, SequenceParallelUnit(size)
     return _UNITS[size][1]
-
-
-def exchanged(numbers: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
-    """The whole numbers of each rank of a group, as many on all. Collective over it."""
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine, group=group)
-    return [x.tolist() for x in every]
 
 
 def topology_of(mpu: Any) -> Topology:
