@@ -97,19 +97,33 @@ def work(layout: Dealt, mask: Mask, n: int, size: int) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: the mask does not go with n tokens, or the layout not with so many ranks.
     """
-    table = layout.run_table(n, size)
-    return _held(table, mask, n, size, transposed=False), _held(table, mask, n, size, transposed=True)
+    whole = torch.tensor([n])
+    of_queries, of_keys = (
+        pairs_before(layout, mask, n, size, whole, transposed=transposed)[0] for transposed in (False, True)
+    )
+    return of_queries, of_keys
 
 
-def _held(table: Tensor, mask: Mask, n: int, size: int, *, transposed: bool) -> Tensor:
-    rank, start, stop, step = table.unbind(1)
-    if int(step[0]) > 1:  # all runs have that step, and begin before its end
+def pairs_before(
+    layout: Dealt, mask: Mask, n: int, size: int, cuts: Tensor, *, transposed: bool = False
+) -> Tensor:
+    """Return the query-key pairs of each rank's queries before each cut, int64 [cuts, size].
+
+    Args:
+        cuts: global positions, int64 [cuts], from 0 to n.
+        transposed: of each rank's keys, instead of its queries.
+
+    Raises:
+        ValueError: as `work`.
+    """
+    rank, start, stop, steps = layout.run_table(n, size).unbind(1)
+    if (step := int(steps[0])) > 1:  # all runs have that step, and begin before its end
         rows = _per_row(mask, n, transposed)
-        rows = torch.nn.functional.pad(rows, (0, -n % int(step[0])))
-        return rows.view(-1, int(step[0])).sum(0)[start]
+        padded = (torch.nn.functional.pad(rows[:cut], (0, -cut % step)) for cut in cuts.tolist())
+        return torch.stack([each.view(len(each) // step, step).sum(0)[start] for each in padded])
     sums = _sums(mask, n, transposed)
-    pairs = sums[stop.clamp(max=n)] - sums[start.clamp(max=n)]
-    return torch.zeros(size, dtype=torch.int64).index_add_(0, rank, pairs)
+    before = sums[torch.minimum(stop, cuts[:, None])] - sums[torch.minimum(start, cuts[:, None])]
+    return torch.zeros(len(cuts), size, dtype=torch.int64).index_add_(1, rank, before)
 
 
 @lru_cache(maxsize=4)

@@ -38,7 +38,7 @@ class Mask(Named):
 
     def __post_init__(self) -> None:
         terms = self.terms if isinstance(self.terms, tuple) else (self.terms,)
-        if not all(isinstance(term, (Window, Stride, Documents, Blocks, Ranges)) for term in terms):
+        if not all(isinstance(term, Term) for term in terms):
             raise ValueError(
                 f"{self.terms!r} is no mask: build one with Mask.causal(), full(), window(), dilated(), "
                 f"documents(), blocks(), ranges(), and `&`"

@@ -159,7 +159,7 @@ KERNEL = Kernel(
     _supports,
     _forward,
     _backward,
-    True,
-    Abilities(windows=True, pieces=True),
-    InPlace(merge_forward, add_dq, add_dkv),
+    takes_delta=True,
+    abilities=Abilities(windows=True, pieces=True),
+    in_place=InPlace(merge_forward, add_dq, add_dkv),
 )
