@@ -1,4 +1,4 @@
-"""BurstConfig: every choice of an attention call that is not the data, validated at construction."""
+"""BurstConfig: how attention is run, checked when it is made; every field is a flag and a key, too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Setting(NamedTuple):
 
     default: Any
     legal: tuple[str, ...] | str
-    """All legal words, or, in words, what is legal."""
+    """All legal words, or a description of the legal values."""
     meaning: str
     """A sentence."""
 
@@ -128,4 +128,4 @@ def _word(default: Any) -> Any:
 SETTINGS: dict[str, Setting] = {
     each.name: Setting(_word(each.default), **each.metadata) for each in fields(BurstConfig)
 }
-"""Of each field of BurstConfig its default, what is legal, and a sentence: the only place for them."""
+"""Of each field of BurstConfig the default, the legal values and a sentence: the only place for them."""

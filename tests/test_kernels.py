@@ -193,7 +193,7 @@ def test_small_tiles_are_left_to_another_and_it_is_said(shape, caplog):
         def ask(*args):
             asked.append(name)
 
-        return Kernel(name, lambda problem: None, ask, ask)
+        return Kernel(name, lambda problem: None, ask, ask, False)
 
     kernel = leaves_small_tiles(named("cudnn"), lambda how: named("exact" if how.deterministic else "fast"))
     assert kernel.name == "cudnn"

@@ -1,7 +1,8 @@
 """How ranks learn each other's claims: a few integers at every call, text where these differ.
 
-Two ways to exchange the integers. `Collective` takes part in one all-gather, which every rank must reach.
-`Gathering` can be interrupted: a rank that waits looks for an error that another rank has left for it.
+An exchange knows nothing of what its integers mean: `integers(mine)` returns those of every rank, by rank.
+`Collective` does so by one all-gather, which every rank must reach. `Gathering` can be interrupted: a rank
+that waits looks for an error that another rank has left for it.
 """
 
 from __future__ import annotations

@@ -335,19 +335,10 @@ def _check_group(topology: Topology, device: str) -> None:
         raise ValueError(
             f"a ring of {topology.size} ranks needs its process group: Topology.from_group(group)"
         )
-    carries = {"cpu": ("gloo",), "cuda": ("nccl", "gloo")}.get(device, ())
-    backends = topology.communicators.backends
-    found = next((backend for backend in carries if f"{device}:{backend}" in backends), None)
-    if found is None:
-        wanted = " or ".join(f"{device}:{backend}" for backend in carries) or "cpu or cuda tensors"
+    if not topology.communicators.reach(torch.device(device)):
+        wanted = {"cpu": "cpu:gloo", "cuda": "cuda:nccl"}.get(device, "cpu or cuda tensors")
+        backends = topology.communicators.backends
         raise ValueError(f"{device} tensors need a process group with {wanted}, got {backends}")
-    if (device, found) == ("cuda", "gloo"):
-        _say_staged()
-
-
-@lru_cache(maxsize=1)
-def _say_staged() -> None:
-    logger.warning("cuda tensors over gloo are staged through host memory: right, but slow; use nccl")
 
 
 def signature(asked: Asked, wanted: bool) -> Signature:

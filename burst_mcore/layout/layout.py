@@ -196,8 +196,8 @@ def positions(n: int, *, rank: int, size: int, layout: Layout | str = "zigzag") 
         ValueError: as `Layout.runs`.
     """
     runs = Layout.of(layout).runs(n, rank, size)
-    held = torch.cat([torch.arange(r.start, r.stop, r.step) for r in runs])
-    return held[held < n]
+    tokens = torch.cat([torch.arange(r.start, r.stop, r.step) for r in runs])
+    return tokens[tokens < n]
 
 
 def shard(x: Tensor, dim: int, *, rank: int, size: int, layout: Layout | str = "zigzag") -> Tensor:
@@ -210,8 +210,8 @@ def shard(x: Tensor, dim: int, *, rank: int, size: int, layout: Layout | str = "
     runs = Layout.of(layout).runs(n, rank, size)
     if any(run.step > 1 for run in runs):
         return x.index_select(dim, positions(n, rank=rank, size=size, layout=layout).to(x.device))
-    held = [x.narrow(dim, r.start, min(r.stop, n) - r.start) for r in runs if r.start < n]
-    return torch.cat(held or [x.narrow(dim, 0, 0)], dim=dim)
+    pieces = [x.narrow(dim, r.start, min(r.stop, n) - r.start) for r in runs if r.start < n]
+    return torch.cat(pieces or [x.narrow(dim, 0, 0)], dim=dim)
 
 
 def unshard(parts: Sequence[Tensor], dim: int, *, layout: Layout | str = "zigzag") -> Tensor:
@@ -229,7 +229,7 @@ def unshard(parts: Sequence[Tensor], dim: int, *, layout: Layout | str = "zigzag
         )
     size, lengths = len(parts), [part.shape[dim] for part in parts]
     dealt = [positions(sum(lengths), rank=r, size=size, layout=layout) for r in range(size)]
-    if lengths != (legal := [len(held) for held in dealt]):
+    if lengths != (legal := [len(tokens) for tokens in dealt]):
         raise ValueError(
             f"layout {Layout.of(layout)} deals {sum(lengths)} tokens over {size} ranks as {legal}, got "
             f"{lengths}"

@@ -144,11 +144,11 @@ def _agreed(
 
 
 def _wrong(a: Arguments, tp_group: dist.ProcessGroup | None) -> str | None:
-    """What is wrong with this rank's arguments, by themselves."""
+    """Return the error in this rank's arguments, taken alone; None: they are legal."""
     try:
         Terms(**a.terms)
-        for found in (_wrong_tensors, _wrong_words):
-            text = found(a)
+        for check in (_wrong_tensors, _wrong_words):
+            text = check(a)
             if text is not None:
                 return text
         text = _wrong_shapes(a, 1 if tp_group is None else dist.get_world_size(tp_group))
@@ -175,19 +175,19 @@ def _problem(a: Arguments, shared: bool) -> Problem:
 
 def _wrong_tensors(a: Arguments) -> str | None:
     for name in ("hidden", "weight", "labels", "weights", "bias", "main_grad"):
-        given = getattr(a, name)
-        if given is None and name in ("weights", "bias", "main_grad"):
+        value = getattr(a, name)
+        if value is None and name in ("weights", "bias", "main_grad"):
             continue
-        if not isinstance(given, Tensor):
-            return f"{name} must be a tensor, got {type(given).__name__}"
-        if given.device != a.hidden.device:
-            return f"{name} is on {given.device}, hidden on {a.hidden.device}"
+        if not isinstance(value, Tensor):
+            return f"{name} must be a tensor, got {type(value).__name__}"
+        if value.device != a.hidden.device:
+            return f"{name} is on {value.device}, hidden on {a.hidden.device}"
     if a.hidden.dtype not in DTYPES.values():
         return f"hidden must be one of {[str(d) for d in DTYPES.values()]}, got {a.hidden.dtype}"
     for name in ("weight", "bias"):
-        given = getattr(a, name)
-        if given is not None and given.dtype != a.hidden.dtype:
-            return f"{name} is {given.dtype}, hidden {a.hidden.dtype}: they must be alike (or use autocast)"
+        value = getattr(a, name)
+        if value is not None and value.dtype != a.hidden.dtype:
+            return f"{name} is {value.dtype}, hidden {a.hidden.dtype}: they must be alike (or use autocast)"
     if a.labels.dtype not in (torch.int64, torch.int32):
         return f"labels must be int64 or int32, got {a.labels.dtype}"
     return None if a.weights is None else _wrong_kind(a.weights)
@@ -272,7 +272,7 @@ def _wrong_weights(weights: Tensor | None) -> str:
 
 
 def _wrong_together(a: Arguments, everyones: list[list[int]], valid_tokens: int) -> str | None:
-    """What is wrong with the labels or with the vocabulary's parts; the same on all ranks of tp_group."""
+    """Return the error in labels or parts of the vocabulary, the same on all ranks of tp_group."""
     rows = [numbers[0] for numbers in everyones]
     size = sum(rows)
     prints = [numbers[3] for numbers in everyones if numbers[3]]
@@ -283,8 +283,8 @@ def _wrong_together(a: Arguments, everyones: list[list[int]], valid_tokens: int)
         return f"weights have {rows} rows by rank of tp_group; {size} must be dealt as {dealt}"
     most, minus_least = (max(numbers[i] for numbers in everyones) for i in (1, 2))
     if most >= max(1, size) or minus_least > 0:
-        found = most if most >= size else -minus_least
-        return f"labels must be in [0, {size}) or {a.ignore_index} (ignore_index), got {found}"
+        label = most if most >= size else -minus_least
+        return f"labels must be in [0, {size}) or {a.ignore_index} (ignore_index), got {label}"
     if size == 0 and valid_tokens:
         return "the vocabulary is empty, but labels are not all ignored"
     return None

@@ -41,7 +41,7 @@ class Window(Term):
         return f"window({self.left}, {self.right})"
 
     def clipped(self, n: int) -> Window | None:
-        """What ends it in n tokens; None if nothing does."""
+        """Return the window without sides that no token of n reaches; None if no side is left."""
         left, right = (None if side is None or side >= n else side for side in (self.left, self.right))
         return None if left is right is None else Window(left, right)
 
@@ -139,20 +139,20 @@ class Blocks(Term):
 
 @dataclass(frozen=True)
 class Ranges(Term):
-    """The union of slices, given as bands that may overlap."""
+    """The union of slices: bands that may overlap."""
 
     digest: str
     slices: Tensor = field(compare=False)
-    given: Tensor = field(compare=False)
-    """[slices, 4]: the ranges as they were given."""
+    ranges: Tensor = field(compare=False)
+    """[slices, 4]: first and last query, first and last key of each slice, as the user wrote them."""
 
     def __str__(self) -> str:
-        return f"ranges({len(self.given)}, #{self.digest})"
+        return f"ranges({len(self.ranges)}, #{self.digest})"
 
     def check(self, n: int) -> None:
-        beyond = (self.given[:, (1, 3)].amax(1) > n).nonzero().flatten().tolist() if len(self.given) else []
+        beyond = (self.ranges[:, (1, 3)].amax(1) > n).nonzero().flatten().tolist() if len(self.ranges) else []
         if beyond:
-            q0, q1, k0, k1 = self.given[beyond[0]].tolist()
+            q0, q1, k0, k1 = self.ranges[beyond[0]].tolist()
             raise ValueError(
                 f"slice {beyond[0]} of the mask, queries [{q0}, {q1}) x keys [{k0}, {k1}), goes beyond the "
                 f"sequence of {n} tokens"

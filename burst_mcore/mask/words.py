@@ -54,10 +54,10 @@ def legal() -> str:
 
 def tokens(text: str) -> int:
     """A length such as 4096, 128K or 1M, in tokens. Raises ValueError for others."""
-    found = re.fullmatch(r"(\d+)([KM]?)", text.upper())
-    if found is None or int(found[1]) == 0:
+    match = re.fullmatch(r"(\d+)([KM]?)", text.upper())
+    if match is None or int(match[1]) == 0:
         raise ValueError(f"a number of tokens looks like 4096, 128K or 1M, got {text!r}")
-    return int(found[1]) * SUFFIXES[found[2]]
+    return int(match[1]) * SUFFIXES[match[2]]
 
 
 @lru_cache(maxsize=64)
@@ -80,12 +80,12 @@ def document_ends(text: str, n: int) -> tuple[int, ...]:
     Raises:
         ValueError: as `mask_of`; or there are no documents, or twice.
     """
-    found = [word for word in _words(text) if word.partition(":")[0] == "documents"]
-    if len(found) != 1:
+    words = [word for word in _words(text) if word.partition(":")[0] == "documents"]
+    if len(words) != 1:
         raise ValueError(
             f"mask {text!r} must have documents, once: documents:L1,L2,... or documents:random,COUNT"
         )
-    return _ends(_numbers(found[0]), n)
+    return _ends(_numbers(words[0]), n)
 
 
 def shortened(text: str, n: int, to: int) -> str:

@@ -105,7 +105,7 @@ class Kernel:
     supports: Callable[[Problem], str | None]
     forward: Forward
     backward: Backward
-    _: KW_ONLY
     takes_delta: bool = False
+    _: KW_ONLY
     abilities: Abilities = NONE
     in_place: InPlace | None = None

@@ -28,11 +28,11 @@ from burst_mcore.mask import Mask
 logger = logging.getLogger("burst_mcore")
 
 END, FAILED = -1, -2
-"""What a rank tells the others of a batch that it has not."""
+"""States of a rank without a batch; states of batches are digests, which are not negative."""
 
 
 class ShardedLoader:
-    """Goes over a loader of whole sequences and yields this rank's part of each batch.
+    """Iterates over a loader of whole sequences and yields this rank's part of each batch.
 
     Every rank of the sequence group must load the same batches (`own=False`); that is checked, batch by
     batch. Or each loads its own (`own=True`, the way of UlyssesSPDataLoaderAdapter, for loaders that deal
@@ -140,7 +140,7 @@ class ShardedLoader:
         return iter(wholes)
 
     def _part(self, whole: dict[str, Any]) -> dict[str, Any]:
-        """What this rank is given of a whole batch."""
+        """Return this rank's part of a whole batch."""
         return self._on_device(dealt(whole, rank=self.rank, size=self.size, layout=self.layout))
 
     def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def loader_for(
     pad_token_id: int = 0,
     **options: Any,
 ) -> ShardedLoader:
-    """The loader of a dataset, dealt over data-parallel ranks as DeepSpeed deals it, or of a DataLoader.
+    """Return the loader of a dataset, dealt over data-parallel ranks as DeepSpeed does, or of a DataLoader.
 
     A DataLoader keeps its sampler; one whose DistributedSampler deals over all ranks brings each rank's own.
     What deals nothing itself, a plain DataLoader or an IterableDataset, is the same on every data-parallel

@@ -28,14 +28,14 @@ def has_fused_head(model: nn.Module) -> bool:
 
 
 def asks_for_fused_head(arguments: Mapping[str, Any]) -> bool:
-    """Whether a forward with these arguments returns numbers for each token instead of logits."""
+    """Whether a forward with these arguments returns numbers for each token, not logits."""
     return bool(arguments.get("fused_lm_head"))
 
 
 def shard_of_whole_batch(
     arguments: Mapping[str, Any], dealing: Mapping[str, Any], group: dist.ProcessGroup
 ) -> dict[str, Any]:
-    """A forward's arguments, which hold a whole batch -> the same with this rank's shard. Collective.
+    """Return a forward's arguments with this rank's shard of their whole batch. Collective.
 
     Args:
         arguments: input_ids, labels and attention_mask [rows, tokens], the same on all ranks of the group;
@@ -71,7 +71,7 @@ def shard_of_whole_batch(
 def gather_tokens(
     output: Any, *, local: int, end: int | None, group: dist.ProcessGroup, layout: Layout | str, scale: float
 ) -> Any:
-    """The output of TRL's head for a shard, in which numbers for each token become the whole sequence's.
+    """Return the output of TRL's head with numbers for each token of the whole sequence, not of a shard.
 
     Args:
         local: tokens of the shard; what has another shape than [rows, local] stays.
