@@ -277,19 +277,25 @@ from burst_mcore.attention.schedule.carried import EVERYTHING, nothing
 
 def eager(position, size, *, gradients, hops=EVERYTHING):
     """The program of a position."""
-    bundles = [*_exchange(0, DATA, HOME, position, size, hops)]
+    bundles = [*_exchange(position, size, hops)]
     waits = [Wait(0, action.channel) for action in bundles]
     return (*bundles, *dict.fromkeys(waits), *_compute(position, size, gradients, hops))
 
 
-def _exchange(step, kind, buffer, position, size, hops):
+def _messages(step, channel, comes, goes):
+    """comes, goes: (buffer, peer, rows)."""
+    if not nothing(comes[2]):
+        yield Recv(step, channel, *comes)
+    if not nothing(goes[2]):
+        yield Send(step, channel, *goes)
+
+
+def _exchange(position, size, hops):
     for t in range(1, size):
-        before, after, channel = (position - t) % size, (position + t) % size, Channel("direct", kind, t)
-        comes, goes = hops.between(before, position), hops.between(position, after)
-        if not nothing(comes):
-            yield Recv(step, channel, f"{DATA}{t}", before, comes)
-        if not nothing(goes):
-            yield Send(step, channel, buffer, after, goes)
+        before, after = (position - t) % size, (position + t) % size
+        comes = f"{DATA}{t}", before, hops.between(before, position)
+        goes = HOME, after, hops.between(position, after)
+        yield from _messages(0, Channel("direct", DATA, t), comes, goes)
 
 
 def _compute(position, size, gradients, hops):
@@ -307,15 +313,13 @@ def _bring_home(position, size, hops):
     summed = hops.between(position, position)
     for t in range(1, size):
         before, after, channel = (position - t) % size, (position + t) % size, Channel("direct", GRADIENT, t)
-        comes, goes = hops.between(position, after), hops.between(before, position)
-        if not nothing(comes):
-            yield Recv(size, channel, f"{PARTIAL}{t}", after, comes)
-        if not nothing(goes):
-            yield Send(size, channel, f"{SUM}{t}", before, goes)
-        if not (nothing(comes) and nothing(goes)):
+        comes = f"{PARTIAL}{t}", after, hops.between(position, after)
+        messages = [*_messages(size, channel, comes, (f"{SUM}{t}", before, hops.between(before, position)))]
+        yield from messages
+        if messages:
             yield Wait(size, channel)
-        if not nothing(comes):
-            first, summed = nothing(summed), hops.together(summed, comes)
+        if not nothing(comes[2]):
+            first, summed = nothing(summed), hops.together(summed, comes[2])
             yield Add(size, HOME_SUM, f"{PARTIAL}{t}", first=first, rows=summed)
     yield Return(size, None if nothing(summed) else HOME_SUM)
 '''

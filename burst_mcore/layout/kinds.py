@@ -221,8 +221,6 @@ class Chunks(Chunked):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chunks", _checked_chunks(self.chunks))
-        if not self.chunks:
-            raise ValueError("layout chunks, and no other, needs the chunks of each rank")
 
     def __str__(self) -> str:
         return f"chunks({len(self.chunks)} x {len(self.chunks[0])}, #{digest(torch.tensor(self.chunks))})"
@@ -256,8 +254,6 @@ class ZigzagDocuments(Kind):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ends", _checked_ends(self.ends))
-        if not self.ends:
-            raise ValueError("layout zigzag-documents, and no other, needs the ends of the documents")
 
     def __str__(self) -> str:
         return f"zigzag-documents({len(self.ends) - 1}, #{digest(torch.tensor(self.ends))})"
@@ -340,6 +336,8 @@ def _checked_chunks(chunks: Any) -> tuple[tuple[int, ...], ...]:
     every = sorted(chunk for of_rank in dealt for chunk in of_rank)
     if every != list(range(len(every))) or len({len(of_rank) for of_rank in dealt}) > 1 or () in dealt:
         raise ValueError("chunks must deal every chunk to one rank, and as many to each rank, at least one")
+    if not dealt:
+        raise ValueError("layout chunks, and no other, needs the chunks of each rank")
     return dealt
 
 
@@ -351,6 +349,8 @@ def _checked_ends(ends: Any) -> tuple[int, ...]:
         raise ValueError(f"ends of documents must be a list of numbers (cu_seqlens), got {ends!r}") from None
     if integers and (integers[0] != 0 or integers != sorted(integers) or integers[-1] == 0):
         raise ValueError(f"ends of documents must ascend from 0, got {integers[:8]}")
+    if not integers:
+        raise ValueError("layout zigzag-documents, and no other, needs the ends of the documents")
     return tuple(dict.fromkeys(integers))
 
 

@@ -23,9 +23,10 @@ def documents_of(cu_seqlens: Sequence[int] | Tensor) -> Documents:
         )
     down = (ends.diff() < 0).nonzero().flatten().tolist()
     if down:
-        at = down[0]
+        place = down[0]
         raise ValueError(
-            f"cu_seqlens must not descend, got {int(ends[at])}, {int(ends[at + 1])} at places {at}, {at + 1}"
+            f"cu_seqlens must not descend, got {int(ends[place])}, {int(ends[place + 1])} at places {place}, "
+            f"{place + 1}"
         )
     ends = ends.unique_consecutive()  # empty documents
     if len(ends) < 2:

@@ -67,13 +67,7 @@ def _backward(x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor,
     return dq.to(x.q.dtype), dk.to(x.k.dtype), dv.to(x.v.dtype)
 
 
-PLAIN = Kernel(
-    "reference",
-    _supports,
-    _forward,
-    _backward,
-    takes_delta=True,
-    abilities=Abilities(windows=True, masks=True),
-)
+ABILITIES = Abilities(windows=True, masks=True)
+PLAIN = Kernel("reference", _supports, _forward, _backward, takes_delta=True, abilities=ABILITIES)
 """As it is defined: where a table joins several documents, NaN of one reaches the others."""
 KERNEL = keeps_nan_where_seen(PLAIN)

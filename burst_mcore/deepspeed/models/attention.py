@@ -154,19 +154,21 @@ def _terms(function: Any) -> Iterator[tuple[str, int]]:
     """Yield the terms of a mask function of transformers, by the names of its parts."""
     name = getattr(function, "__qualname__", repr(function))
     code, closure = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
-    held = dict(zip(code.co_freevars, (cell.cell_contents for cell in closure), strict=True)) if code else {}
+    variables = (
+        dict(zip(code.co_freevars, (cell.cell_contents for cell in closure), strict=True)) if code else {}
+    )
     match name.split(".<locals>")[0]:
         case "causal_mask_function":
             yield "causal", 0
         case "sliding_window_overlay":
-            yield "window", int(held["sliding_window"])
+            yield "window", int(variables["sliding_window"])
         case "and_masks":
-            for part in held["mask_functions"]:
+            for part in variables["mask_functions"]:
                 yield from _terms(part)
         case "packed_sequence_mask_function":
             return  # found in this rank's shard alone; `Sequence` has the documents of the whole
         case "remap_positions_for_packed_sequence" | "add_offsets_to_mask_function":
-            yield from _terms(held["mask_function"])
+            yield from _terms(variables["mask_function"])
         case "padding_mask_function":
             return  # checked to hide nothing
         case _:
@@ -199,10 +201,10 @@ def attend(
     """
     name = type(module).__name__
     if not isinstance(attention_mask, LayerMask):
-        what = "no mask" if attention_mask is None else f"a {type(attention_mask).__name__}"
+        mask = "no mask" if attention_mask is None else f"a {type(attention_mask).__name__}"
         raise RefusedError(
             "model",
-            f"{name} got {what} that does not come from transformers' mask interface: what it may see is "
+            f"{name} got {mask} that does not come from transformers' mask interface: what it may see is "
             f"unknown",
         )
     if dropout:
@@ -292,5 +294,5 @@ def _from_cache(
     keys = torch.arange(last - k.shape[1], last, device=q.device)  # a cache of a window forgets the first
     ahead = keys[None, :] - queries[:, None]
     allowed = (ahead <= 0) if seen.window is None else (ahead <= 0) & (ahead > -seen.window)
-    how = Scores(1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale, softcap)
-    return attend_to_cache(q, k, v, allowed, how, sinks)
+    scores = Scores(1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale, softcap)
+    return attend_to_cache(q, k, v, allowed, scores, sinks)
