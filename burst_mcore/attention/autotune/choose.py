@@ -185,8 +185,11 @@ def contenders(
     slower: list[Slower] = []
     with _collector_paused():
         search = _Search(shard, layout, mask, n, ranks, rates, overlap, rings, degrees, directions)
-        for contest in sorted(search.contests, key=lambda contest: contest.bound):
-            if contest.bound <= AS_FAST * search.fastest:
+        # Rings are too alike for bounds to tell them apart; beside a direct exchange bounds pay.
+        sparse = any(route.direct for contest in search.contests for route, _ in contest.ways)
+        contests = sorted(search.contests, key=lambda contest: contest.bound) if sparse else search.contests
+        for contest in contests:
+            if not sparse or contest.bound <= AS_FAST * search.fastest:
                 search.play(contest)
             else:
                 slower += (
