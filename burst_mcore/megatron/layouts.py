@@ -117,11 +117,12 @@ def _install() -> None:
     slicing = inner if hasattr(utils, inner) else "get_batch_on_this_cp_rank"
     wrap_everywhere(utils, slicing, _slicing)
     wrap_everywhere(rope_utils, "get_pos_emb_on_this_cp_rank", _choosing_positions)
-    for model in _models():
+    for model in language_models():
         wrap(model, "__init__", _refusing_unknown_modules)
 
 
-def _models() -> list[type]:
+def language_models() -> list[type]:
+    """Megatron's models that this version has and burst attention serves as whole language models."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     try:
