@@ -219,6 +219,10 @@ REFUSED = {
 }
 
 
+BEFORE = re.compile(r"^[A-Z]\d{4} \d\d:|CPU support is on")
+"""Lines of torch's log, and that of CPU support, which every run has."""
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_follows_from_arguments_is_one_line_on_rank_0_and_exit_status_2(name, data, tmp_path):
     arguments, words = REFUSED[name]
@@ -231,11 +235,26 @@ def test_what_follows_from_arguments_is_one_line_on_rank_0_and_exit_status_2(nam
             [*command, "--train-iters", "4", *arguments],
             env=environment, capture_output=True, text=True, check=False, cwd=tmp_path,
         )  # fmt: skip
-        said = [line for line in done.stderr.splitlines() if "CPU support is on" not in line]
         assert done.returncode == 2, done.stderr[-3000:]
-        assert "Traceback" not in done.stderr
-        ours = [line for line in said if line.startswith("burst_mcore.megatron:")]
-        assert len(ours) == (rank == "0") and all(words in line for line in ours), said
+        said = [line for line in done.stderr.splitlines() if not BEFORE.search(line)]
+        assert len(said) == (rank == "0"), said
+        assert all(line.startswith("burst_mcore.megatron: ") and words in line for line in said), said
+
+
+def test_torchrun_shows_the_refusal_of_rank_0(data, tmp_path):
+    script = Path(prepare_bytes.__file__).with_name("train_bytes_gpt.py")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch = [sys.executable, "-W", "ignore", *torchrun, "-m", "burst_mcore.megatron", str(script)]
+    done = subprocess.run(
+        [*launch, *MODEL, *data, *CP2, *BURST, "--train-iters", "4", "--attention-dropout", "0.1"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[1])},
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode != 0
+    ours = [line for line in done.stderr.splitlines() if line.startswith("burst_mcore.megatron: ")]
+    assert len(ours) == 1 and "attention dropout 0.1" in ours[0], done.stderr[-3000:]
+    assert re.search(r"rank +: 0 .*\n +exitcode +: 2", done.stderr), done.stderr[-3000:]
+    assert done.stderr.count("Traceback") == 1 and "burst_mcore/" not in done.stderr  # torchrun's own
 
 
 def test_a_script_is_also_found_by_its_modules_name(data, alone, tmp_path):
@@ -256,6 +275,11 @@ def test_a_script_is_also_found_by_its_modules_name(data, alone, tmp_path):
 @pytest.mark.parametrize("kind", [["a2a"], ["all_gather"], ["p2p", "a2a"]], ids=" ".join)
 def test_megatrons_own_comm_types(kind, data, alone, tmp_path):
     assert_equal(train(tmp_path, 2, data, *BURST, *CP2, "--cp-comm-type", *kind), alone)
+
+
+def test_megatrons_comm_type_of_two_levels(data, alone, tmp_path):
+    levels = ["--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "2"]
+    assert_equal(train(tmp_path, 4, data, *BURST, "--context-parallel-size", "4", *levels), alone)
 
 
 @pytest.mark.parametrize(
