@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
@@ -257,10 +258,28 @@ def test_torchrun_shows_the_refusal_of_rank_0(data, tmp_path):
     assert done.stderr.count("Traceback") == 1 and "burst_mcore/" not in done.stderr  # torchrun's own
 
 
-def test_a_script_is_also_found_by_its_modules_name(data, alone, tmp_path):
+@pytest.mark.parametrize("name", ["train_bytes_gpt", "mine.scripts.train"])
+def test_a_script_is_also_found_by_its_modules_name(name, data, alone, tmp_path):
+    """A module of a package may import its neighbours, and Megatron's functions by name."""
     script = Path(prepare_bytes.__file__).with_name("train_bytes_gpt.py")
+    package = tmp_path / "mine" / "scripts"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").write_text("")
+    (package / "names.py").write_text(
+        "from megatron.training.arguments import validate_args\n"
+        "from megatron.training.training import get_model\n"
+    )
+    (package / "train.py").write_text(
+        "import megatron.training.training\n"
+        "from . import names\n"
+        "assert names.get_model is megatron.training.training.get_model\n"
+        "assert names.get_model._burst_makers and names.validate_args._burst_makers\n"
+        "import runpy\n"
+        "runpy.run_module('train_bytes_gpt', run_name='__main__')\n"
+    )
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    launch = [sys.executable, "-W", "ignore", *torchrun, "-m", "burst_mcore.megatron", "-m", script.stem]
+    launch = [sys.executable, "-W", "ignore", *torchrun, "-m", "burst_mcore.megatron", "-m", name]
     paths = os.pathsep.join([str(script.parent), str(script.parents[1])])
     done = subprocess.run(
         [*launch, *MODEL, *data, "--train-iters", "4", "--log-interval", "1", *BURST],
@@ -293,6 +312,27 @@ def test_megatrons_comm_type_of_two_levels(data, alone, tmp_path):
 def test_the_launcher_says_how_it_is_used(command, words):
     with pytest.raises(SystemExit, match=f"(?s){words}"):
         launcher.launch(command)
+
+
+def test_functions_that_were_imported_by_name_before_are_wrapped_too():
+    from burst_mcore.megatron.patch import wrap_everywhere
+
+    owner, before, twice = ModuleType("owner"), ModuleType("before"), ModuleType("twice")
+    owner.answer = before.answer = before.same = twice.other = lambda: 1
+    unrelated = before.unrelated = lambda: 1
+
+    def doubled(function):
+        return lambda: 2 * function()
+
+    sys.modules |= {"owner": owner, "before": before, "twice": twice}
+    try:
+        for _ in range(2):
+            wrap_everywhere(owner, "answer", doubled)
+        assert [owner.answer(), before.answer(), before.same(), twice.other()] == [2, 2, 2, 2]
+        assert before.unrelated is unrelated
+    finally:
+        for name in ("owner", "before", "twice"):
+            del sys.modules[name]
 
 
 def test_flags_that_are_given_are_kept():
