@@ -96,6 +96,10 @@ def _run_on_cpu() -> None:
     from burst_mcore.megatron import cpu
 
     os.environ.setdefault("RANK", "0")
+    given = {word.split("=")[0] for word in sys.argv}
+    for flag in ("--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2"):
+        if flag in given:
+            _refuse(f"{flag} needs CUDA: on the CPU use --use-distributed-optimizer")
     cpu.enable_training()
     sys.argv += _not_given(cpu.CPU_ARGUMENTS, sys.argv)
 

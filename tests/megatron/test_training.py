@@ -216,6 +216,7 @@ REFUSED = {
     "a flag without the backend": (["--burst-ring", "flat"], "--burst-ring has no effect"),
     "--burst-recompute segment": ([*BURST, "--burst-recompute", "segment"], "--burst-recompute-keep F"),
     "--cp-comm-type": ([*BURST, "--cp-comm-type", "a2a", "--burst-ring", "flat"], "give one of them"),
+    "FSDP": ([*BURST, "--use-megatron-fsdp"], "--use-megatron-fsdp needs CUDA"),
     "--yaml-cfg": ([*BURST, "--yaml-cfg", "no.yaml"], "--yaml-cfg replaces the command line"),
 }
 
