@@ -15,6 +15,7 @@ from burst_mcore.attention.autotune.choose import (
     Ranks,
     best,
     candidates,
+    contenders,
     legal_degrees,
     reason,
     route_for,
@@ -224,6 +225,52 @@ def _choose(shard, ranks, rates, *, mask=None, degrees=None, directions=("query"
         directions=directions,
     )
     return best(found), found
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    draw=randoms,
+    size=st.sampled_from([2, 4, 6, 8, 12, 16, 24]),
+    intra=st.sampled_from([1, 2, 3, 4, 8]),
+    chunks=st.integers(1, 6),
+    regular=st.sampled_from([None, None, Mask.causal(), Mask.causal() & Mask.window(3, 0)]),
+)
+def test_ways_that_are_not_played_are_slower_and_never_the_best(draw, size, intra, chunks, regular):
+    ranks = Ranks(size, intra if size % intra == 0 else size)
+    n = 2 * chunks * ranks.size
+    layout, mask = random_layout(draw, ranks.size, n), regular or random_mask(draw, n)
+    rates = Rates(
+        intra=draw.choice([1e6, 1e7]),
+        inter=draw.choice([1e5, 1e6]),
+        compute=draw.choice([1e5, 1e7, 1e9]),
+        latency=draw.choice([0.0, 1e-3]),
+        hidden=draw.choice([True, True, False]),
+    )
+    shard = _shard(16, draw.choice([4, 16]), tokens=n // ranks.size, head_dim=16)
+    degrees = legal_degrees(ranks, shard.heads, shard.kv_heads)
+    arguments = (shard, layout, mask, n, ranks, rates)
+    options = {"overlap": True, "rings": RINGS, "degrees": (*degrees,), "directions": ("query", "kv")}
+    every, (played, slower) = candidates(*arguments, **options), contenders(*arguments, **options)
+    seconds = {(c.ring, c.route.heads, c.direction): c.seconds for c in every}
+    one, other = best(played), best(every)
+    assert (one.route, one.direction) == (other.route, other.direction)
+    assert one.seconds == pytest.approx(other.seconds, rel=1e-6)
+    assert seconds.keys() == {(c.ring, c.route.heads, c.direction) for c in played} | {
+        (way.ring, way.heads, way.direction) for way in slower
+    }
+    for way in slower:
+        assert way.at_least <= seconds[way.ring, way.heads, way.direction] * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    "mask", [Mask.window(300, 0), Mask.causal() & Mask.documents([*range(0, 2**15 + 1, 512)])]
+)
+def test_rings_that_carry_rows_far_are_not_played(mask):
+    shard, ranks, n = _shard(32, 8, tokens=512), Ranks(64, 8), 2**15
+    options = {"overlap": True, "rings": RINGS, "degrees": (1,), "directions": ("query", "kv")}
+    played, slower = contenders(shard, Layout("zigzag"), mask, n, ranks, A800, **options)
+    assert best(played).ring == "direct" and {way.ring for way in slower} >= {"flat"}
+    assert "direct" in str(best(played)) and "longer" in reason(best(played), played, slower)
 
 
 A800 = Rates(intra=200e9, inter=25e9, compute=156e12)

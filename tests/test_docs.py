@@ -44,6 +44,40 @@ def test_the_schedule_in_the_docs_is_the_one_that_prints():
         assert whole.startswith(line.removesuffix("| ...").rstrip()), line
 
 
+def _busiest_nic(route, passes, kv_heads=32):
+    """GB between nodes of the rank that sends most, of the call in README's table."""
+    from burst_mcore.attention.autotune.cost import Shard, link_bytes, message_bytes
+    from burst_mcore.attention.schedule.route import schedule
+
+    shard = Shard(
+        batch=1, tokens=2**20 // 64, heads=32, kv_heads=kv_heads, head_dim=128, value_dim=128,
+        itemsize=2, grad_itemsize=4,
+    )  # fmt: skip
+    for name in passes:
+        sizes, programs = message_bytes(shard, route, name), schedule(route, name).programs
+        sent = [link_bytes(program, rank, sizes, 8)["inter"] for rank, program in enumerate(programs)]
+        yield max(sent) / 1e9
+
+
+@pytest.mark.parametrize(
+    ("row", "nodes", "intra", "travels"),
+    [
+        ("RingAttention, one ring over all GPUs", 1, 64, "kv"),
+        ("burst, double ring, K and V travel", 8, 8, "kv"),
+        ("burst, double ring, queries travel", 8, 8, "query"),
+    ],
+)
+def test_the_bytes_in_the_readme_are_those_of_the_schedules(row, nodes, intra, travels):
+    from burst_mcore.attention.schedule.route import Route
+
+    text = (ROOT / "README.md").read_text()
+    shown = re.search(rf"^\| {re.escape(row)} \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE).groups()
+    computed = _busiest_nic(Route(nodes, intra), ("forward", travels))
+    assert list(shown) == [f"{gigabytes:.2f}" for gigabytes in computed]
+    forward, backward = _busiest_nic(Route(8, 8), ("forward", "kv"), kv_heads=8)
+    assert f"takes {forward:.2f} and {backward:.2f}" in text
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_is_named_exists(page):
     text, makefile = page.read_text(), (ROOT / "Makefile").read_text()

@@ -223,10 +223,10 @@ def test_any_error_before_the_ring_is_a_refusal():
     assert len(set(processes(2, _fails_before_it_agrees))) == 1
 
 
-def _single_keys(rank, size):
+def _single_keys(rank, size, dtype):
     """Of rows that see one key alone dS is 0: what dq and dk are instead, beside one device."""
     topology, n, found = Topology.from_group(dist.group.WORLD), 64, {}
-    p = problem(5, n, heads=4, kv_heads=4, head_dim=64, dtype=torch.bfloat16)
+    p = problem(5, n, heads=4, kv_heads=4, head_dim=64, dtype=dtype)
     at = [(i, i + 1) for i in range(n)]
     masks = {"own": Mask.documents(range(n + 1)), "remote": Mask.ranges(at, at[n // 2 :] + at[: n // 2])}
     for (where, mask), degree, backward in itertools.product(masks.items(), (1, 2), ("query", "kv")):
@@ -238,7 +238,8 @@ def _single_keys(rank, size):
     return found
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("size", [2, 4])
-def test_rows_that_see_a_single_key_have_gradients_as_small_as_on_one_device(size):
-    for way, (ours, theirs) in processes(size, _single_keys)[0].items():
+def test_rows_that_see_a_single_key_have_gradients_as_small_as_on_one_device(size, dtype):
+    for way, (ours, theirs) in processes(size, _single_keys, dtype)[0].items():
         assert ours <= 2 * theirs, f"{way}: {ours:.2g} beside {theirs:.2g}"

@@ -21,7 +21,7 @@ from burst_mcore.attention.autotune.choose import (
     RINGS,
     Ranks,
     best,
-    candidates,
+    contenders,
     legal_degrees,
     overlaps,
     reason,
@@ -249,7 +249,7 @@ def _way_of_kind(
     if ranks.size == 1 or (degrees == (ranks.size,) and len(directions) == 1):
         overlap = overlaps(config.overlap, degrees[0], ranks, rates)
         return route_for(degrees[0], ranks, ring=rings[0], overlap=overlap), directions[0]
-    found = candidates(
+    found, slower = contenders(
         shard,
         layout,
         mask,
@@ -262,7 +262,7 @@ def _way_of_kind(
         directions=directions,
     )
     chosen = best(found)
-    logger.info("%s, backward %s: %s", chosen.route, chosen.direction, reason(chosen, found))
+    logger.info("%s, backward %s: %s", chosen.route, chosen.direction, reason(chosen, found, slower))
     return chosen.route, chosen.direction
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from burst_mcore.attention.autotune.choose import RINGS, Ranks, best, candidates, typical
+from burst_mcore.attention.autotune.choose import RINGS, Ranks, best, contenders, typical
 from burst_mcore.attention.autotune.cost import Shard
 from burst_mcore.attention.geometry.plan import plan
 from burst_mcore.attention.geometry.tiles import tiles_of
@@ -90,12 +90,11 @@ def _auto(size: int, mask: Mask) -> None:
     """What "auto" does in the first call, head_parallel=1: 32 heads, 8 K/V heads, bfloat16."""
     layout, mask = typical(Layout("zigzag"), mask, TOKENS * size, size)
     shard = Shard(1, TOKENS, 32, 8, 128, 128, itemsize=2, grad_itemsize=4)
-    best(
-        candidates(
-            shard, layout, mask, TOKENS * size, Ranks(size, NODE), DEFAULT["cuda"],
-            overlap=True, rings=RINGS, degrees=(1,), directions=("query", "kv"),
-        )
+    played, _ = contenders(
+        shard, layout, mask, TOKENS * size, Ranks(size, NODE), DEFAULT["cuda"],
+        overlap=True, rings=RINGS, degrees=(1,), directions=("query", "kv"),
     )  # fmt: skip
+    best(played)
 
 
 PLANNED: dict[str, Callable[[int], object]] = {

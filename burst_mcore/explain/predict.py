@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tabulate import tabulate
@@ -35,6 +39,8 @@ from burst_mcore.mask.words import document_ends
 from burst_mcore.rates import Rates
 
 GRAD_ITEMSIZE = 4
+LARGE = 512
+"""Ranks from which on several processes are worth their start."""
 
 
 def cluster(text: str) -> Ranks:
@@ -88,18 +94,11 @@ def explain(
     """
     dealt = layout_of(layout, problem, ranks)
     of_kind, mask = typical(dealt, problem.seen, problem.seq, ranks.size)
-    found = candidates(
-        shard_of(problem, ranks, dealt),
-        of_kind,
-        mask,
-        problem.seq,
-        ranks,
-        rates,
-        overlap=overlap,
-        rings=_rings(ring),
-        degrees=tuple(legal_degrees(ranks, problem.heads, problem.kv_heads)),
-        directions=("query", "kv"),
+    of_degree = partial(
+        _of_degree, shard_of(problem, ranks, dealt), of_kind, mask, problem.seq, ranks, rates, overlap, ring
     )
+    degrees = legal_degrees(ranks, problem.heads, problem.kv_heads)
+    found = [each for of_one in _in_parallel(of_degree, degrees, ranks) for each in of_one]
     chosen = best(found)
     ordered = sorted(found, key=lambda candidate: (candidate.seconds, candidate is not chosen))
     table: str = tabulate([_row(c, chosen) for c in ordered], headers="keys", floatfmt=".4g")
@@ -117,6 +116,34 @@ def explain(
         f"(predicted, not measured: {rates.intra / 1e9:g} GB/s within a node, {rates.inter / 1e9:g} GB/s a "
         f"rank between nodes, {rates.compute / 1e12:g} TFLOP/s, {rates.latency * 1e6:g} us a message)"
     )
+
+
+def _of_degree(
+    shard: Shard,
+    layout: Layout,
+    mask: Mask,
+    n: int,
+    ranks: Ranks,
+    rates: Rates,
+    overlap: bool,
+    ring: str,
+    degree: int,
+) -> tuple[Candidate, ...]:
+    """The candidates with one degree of head parallelism."""
+    return candidates(
+        shard, layout, mask, n, ranks, rates,
+        overlap=overlap, rings=_rings(ring), degrees=(degree,), directions=("query", "kv"),
+    )  # fmt: skip
+
+
+def _in_parallel(
+    of_degree: Callable[[int], tuple[Candidate, ...]], degrees: Sequence[int], ranks: Ranks
+) -> Iterable[tuple[Candidate, ...]]:
+    """Cost the degrees; on large clusters, where that takes seconds, in several processes."""
+    if ranks.size < LARGE:
+        return map(of_degree, degrees)
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as pool:
+        return list(pool.map(of_degree, degrees))
 
 
 def _length(mask: Mask) -> int:

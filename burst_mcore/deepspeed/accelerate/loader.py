@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from burst_mcore.deepspeed.data.batches import IGNORED
+from burst_mcore.deepspeed.data.batches import CUMULATED, IGNORED
 from burst_mcore.deepspeed.data.loader import ShardedLoader
+from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.models.sequence import SequenceParallel
 
 
@@ -38,6 +39,7 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         self._skipped = 0
         self._batches: Iterator[dict[str, Any]] | None = None
         self._in_order = _take_turns(dl, self.size)
+        self._newest = _Newest(dl)
 
     def __getattr__(self, name: str) -> Any:
         """What is asked of a loader besides (its dataset, its samplers) is the inner loader's."""
@@ -98,6 +100,25 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
             whole["labels"] = pad(labels.cpu(), (0, padding), value=IGNORED)
         return {**whole, _TOKENS: tokens}
 
+    def _wholes(self, batch: dict[str, Any], states: list[int]) -> list[dict[str, Any]]:
+        return super()._wholes({**batch, _UPCOMING: self._upcoming()}, states)
+
+    def _upcoming(self) -> Tensor | None:
+        """The position_ids of this rank's batch in the next load, if that was read and has documents.
+
+        All ranks of the group tell each other, and plan for it while they work on this load.
+        """
+        batch = self._newest.batch
+        if getattr(self.dl, "end_of_dataloader", False) or not isinstance(batch, Mapping):
+            return None
+        if not any(name in batch for name in (*CUMULATED, "position_ids")):
+            return None
+        try:
+            positions: Tensor = super()._prepared(batch)["position_ids"]
+        except RefusedError:  # that batch's own turn will say so
+            return None
+        return positions
+
     def _part(self, whole: dict[str, Any]) -> dict[str, Any]:
         self.rows = len(whole["input_ids"])
         if is_of_preferences(whole):
@@ -112,6 +133,8 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
 
         In evaluation turns are left out in which no group has a sample of the dataset.
         """
+        for upcoming in [whole.pop(_UPCOMING) for whole in wholes]:
+            self._plan(upcoming)
         self.last = bool(getattr(self.dl, "end_of_dataloader", False))
         turns = list(range(self._skipped, len(wholes)))
         self._skipped = 0
@@ -127,6 +150,24 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         return any(self.of_the_dataset(rows))
 
 
+class _Newest:
+    """The batch that a loader of Accelerate's read last, one ahead of the batch that it hands out."""
+
+    def __init__(self, loader: Any) -> None:
+        self.batch: Any = None
+        inner = getattr(loader, "base_dataloader", None)
+        if inner is not None:
+            own = inner.__iter__
+
+            def watched() -> Iterator[Any]:
+                for self.batch in own():
+                    yield self.batch
+
+            inner.__iter__ = watched  # what Accelerate calls, by this name
+
+
+_UPCOMING = "burst_mcore_upcoming"
+"""The key under which a rank's batch brings the positions of the batch after it."""
 _TOKENS = "burst_mcore_tokens"
 """The key of a whole batch for its number of tokens before padding."""
 _sequences: dict[int, ref[SequenceParallel]] = {}
