@@ -33,7 +33,6 @@ import torch
 import triton
 
 from burst_mcore import Mask
-from burst_mcore.attention.arguments import Shape
 from burst_mcore.attention.geometry.pattern import Seen
 from burst_mcore.attention.geometry.plan import plan
 from burst_mcore.attention.geometry.rows import take
@@ -41,6 +40,7 @@ from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.kernel import Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.numerics.rowwise import merge_, output_stand_in, row_delta
+from burst_mcore.attention.shard import Shard
 from burst_mcore.bench.virtual_ring import VirtualRank
 from burst_mcore.layout import Layout
 from burst_mcore.loss import fused_linear_cross_entropy
@@ -229,7 +229,15 @@ def ring(
     And, of the time without copies, how much is not the kernel's: that of the same passes when their kernel
     does nothing. The host is ahead of the device there, as it is where kernels take their time.
     """
-    shape = Shape(1, tokens, HEADS, HEADS, DIM, DIM)
+    shape = Shard(
+        batch=1,
+        tokens=tokens,
+        heads=HEADS,
+        kv_heads=HEADS,
+        head_dim=DIM,
+        value_dim=DIM,
+        dtype=torch.bfloat16,
+    )
     given = {"mask": Mask.causal(), "direction": direction, "kernel": best(), "device": DEVICE}
     rank, quiet = (VirtualRank(shape, size, source=s, **given) for s in (source, "nowhere"))
     idle = VirtualRank(shape, size, source="nowhere", works=False, **given)

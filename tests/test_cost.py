@@ -40,9 +40,21 @@ from burst_mcore.attention.schedule.route import PASSES, Route, program, schedul
 from burst_mcore.bench.planning import packed
 from burst_mcore.rates import DEFAULT, Rates
 
+DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+"""By bytes."""
+
 
 def _shard(heads, kv_heads, *, tokens=64, head_dim=128, s=2, g=4):
-    return Shard(1, tokens, heads, kv_heads, head_dim, head_dim, itemsize=s, grad_itemsize=g)
+    return Shard(
+        batch=1,
+        tokens=tokens,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        dtype=DTYPES[s],
+        grad_dtype=DTYPES[g],
+    )
 
 
 def _bytes(shard, route, name, rank=0, intra=None):

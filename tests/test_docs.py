@@ -46,12 +46,15 @@ def test_the_schedule_in_the_docs_is_the_one_that_prints():
 
 def _busiest_nic(route, passes, kv_heads=32):
     """GB between nodes of the rank that sends most, of the call in README's table."""
-    from burst_mcore.attention.autotune.cost import Shard, link_bytes, message_bytes
+    import torch
+
+    from burst_mcore.attention.autotune.cost import link_bytes, message_bytes
     from burst_mcore.attention.schedule.route import schedule
+    from burst_mcore.attention.shard import Shard
 
     shard = Shard(
         batch=1, tokens=2**20 // 64, heads=32, kv_heads=kv_heads, head_dim=128, value_dim=128,
-        itemsize=2, grad_itemsize=4,
+        dtype=torch.bfloat16,
     )  # fmt: skip
     for name in passes:
         sizes, programs = message_bytes(shard, route, name), schedule(route, name).programs

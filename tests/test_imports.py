@@ -22,15 +22,16 @@ FLOORS = [
 ]
 WITHIN = {
     "attention": [
-        {"recompute"},
+        {"recompute", "shard"},
         {"geometry"},
         {"schedule", "numerics"},
         {"kernels", "runtime"},
         {"autotune"},
-        {"cached", "passes"},
-        {"arguments", "front"},
+        {"cached", "call"},
+        {"forward", "backward", "request"},
         {"prepare"},
-        {"function"},
+        {"operator"},
+        {"api"},
     ],
     "deepspeed": [{"errors"}, {"config"}, {"ranks"}, {"data"}, {"models"}, {"engine"}, {"accelerate"}],
 }

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.attention.function import burst_attention
+from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.runtime.head_exchange import why_not_heads
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.bench.all_gather import all_gather_attention

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from burst_mcore.attention.autotune.cost import Shard, allowed_pairs, pass_flops
+from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
 from burst_mcore.attention.recompute.cuts import cut_for, front
 from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.shard import Shard
 from burst_mcore.bench.head_memory import peak_bytes
 from burst_mcore.bench.recompute_methods import METHODS, Attend, Layer, Method, Stack
 from burst_mcore.bench.run import in_processes
@@ -95,7 +96,15 @@ def _row(method: Method, stack: Stack, ranks: int, peak: int | None, timed: dict
     ours = method.policy is not None
     saved = statistics.median(a - b for a, b in zip(full.recompute, found.recompute, strict=True))
     dim = stack.hidden // stack.heads
-    shard = Shard(1, stack.seq // ranks, stack.heads, stack.heads, dim, dim, 4, 4)
+    shard = Shard(
+        batch=1,
+        tokens=stack.seq // ranks,
+        heads=stack.heads,
+        kv_heads=stack.heads,
+        head_dim=dim,
+        value_dim=dim,
+        dtype=torch.float32,
+    )
     flops = stack.layers * pass_flops(shard, allowed_pairs(Mask.causal(), stack.seq), "forward")
     return Row(
         method=method.name,

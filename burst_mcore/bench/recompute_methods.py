@@ -11,7 +11,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from burst_mcore.attention.function import attention_forward, burst_attention
+from burst_mcore.attention.api import burst_attention
+from burst_mcore.attention.operator import attention_forward
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.checkpointing import Full, KeepAttention, Policy, Segment, checkpoint
 from burst_mcore.config import BurstConfig

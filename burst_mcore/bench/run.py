@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.autotune.choose import Ranks
-from burst_mcore.attention.function import burst_attention
 from burst_mcore.attention.geometry.pattern import Seen
 from burst_mcore.attention.kernels import kernel, reference, table
 from burst_mcore.attention.numerics.rowwise import row_delta

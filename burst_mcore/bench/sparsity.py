@@ -11,9 +11,8 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor
 
+from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.autotune.choose import Ranks, best, candidates
-from burst_mcore.attention.autotune.cost import Shard
-from burst_mcore.attention.function import burst_attention
 from burst_mcore.attention.geometry.pattern import Seen
 from burst_mcore.attention.geometry.plan import Plan, plan
 from burst_mcore.attention.geometry.rows import count, take
@@ -24,6 +23,7 @@ from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Send
 from burst_mcore.attention.schedule.route import Route, program
+from burst_mcore.attention.shard import Shard
 from burst_mcore.bench import provenance
 from burst_mcore.bench.run import alternating, in_processes, touch_memory
 from burst_mcore.bench.verdict import Verdict, bars
@@ -157,7 +157,15 @@ def _row(case: Case, layout: Layout, size: int, ours: list[float], others: list[
     pairs, dense_pairs = int(keys_per_query(mask, n).sum()), min(n, DENSE_TOKENS) ** 2
     what = plan(layout, mask, n, size)
     width = 2 * problem.heads * problem.head_dim * DTYPES[problem.dtype].itemsize / 1e6
-    shape = Shard(1, what.rows, problem.heads, problem.kv_heads, problem.head_dim, problem.head_dim, 4, 4)
+    shape = Shard(
+        batch=1,
+        tokens=what.rows,
+        heads=problem.heads,
+        kv_heads=problem.kv_heads,
+        head_dim=problem.head_dim,
+        value_dim=problem.head_dim,
+        dtype=torch.float32,
+    )
     way = best(
         candidates(
             shape, layout, mask, n, Ranks(size, size), DEFAULT["cpu"],

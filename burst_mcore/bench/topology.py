@@ -18,13 +18,15 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor
 
+from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.autotune.choose import RINGS, Candidate, Ranks, best, candidates, legal_degrees
-from burst_mcore.attention.autotune.cost import Shard, allowed_pairs, pass_flops
-from burst_mcore.attention.function import burst_attention
+from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
 from burst_mcore.attention.geometry.pattern import Seen
 from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Scores
 from burst_mcore.attention.kernels.table import KERNELS, choose
+from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.shard import Shard
 from burst_mcore.bench import cluster, provenance
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
@@ -72,7 +74,15 @@ class Case:
 
     @property
     def shard(self) -> Shard:
-        return Shard(1, self.tokens, self.heads, self.kv_heads, self.head_dim, self.head_dim, 4, 4)
+        return Shard(
+            batch=1,
+            tokens=self.tokens,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            value_dim=self.head_dim,
+            dtype=torch.float32,
+        )
 
     def candidates(self, config: BurstConfig) -> tuple[Candidate, ...]:
         """What `config` leaves to choose from, costed."""
@@ -304,6 +314,7 @@ def _time_in_turn(rank: int, case: Case, configs: Sequence[BurstConfig], repeats
     """
     KERNELS["timed"] = timed_kernel(case.rates.compute)
     choose.cache_clear()  # it remembers the kernel of the case before
+    call_of.cache_clear()
     topology = Topology.from_group(
         dist.group.WORLD,  # type: ignore[arg-type]
         intra_size=case.intra,
@@ -349,7 +360,13 @@ def timed_kernel(rate: float) -> Kernel:
         rows, columns = q.shape[1], k.shape[1]
         pairs = rows * (rows + 1) // 2 if seen.causal else rows * columns
         shard = Shard(
-            q.shape[0], rows, q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.itemsize, q.itemsize
+            batch=q.shape[0],
+            tokens=rows,
+            heads=q.shape[2],
+            kv_heads=k.shape[2],
+            head_dim=q.shape[3],
+            value_dim=v.shape[3],
+            dtype=q.dtype,
         )
         time.sleep(pass_flops(shard, pairs, name) / rate)
 

@@ -24,15 +24,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from burst_mcore.attention.arguments import degrees_of, problem_of
+from burst_mcore.attention.api import burst_attention, connect
 from burst_mcore.attention.autotune.choose import Ranks
-from burst_mcore.attention.autotune.cost import Shard
 from burst_mcore.attention.cached import attend_to_cache
-from burst_mcore.attention.function import burst_attention, connect
 from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.recompute.replay import in_checkpoint, of_layer
+from burst_mcore.attention.request import degrees_of, problem_of
 from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import positions
 from burst_mcore.mask import Mask
@@ -172,13 +172,22 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         heads = config.num_attention_heads // shards, max(1, groups // shards)
         # With autocast and wrappers parameters may still be of another dtype than the calls.
         dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else config.params_dtype
-        shard = Shard(1, 1, *heads, head_dim, value_dim, dtype.itemsize, burst.grad_dtype.itemsize)
+        shard = Shard(
+            batch=1,
+            tokens=1,
+            heads=heads[0],
+            kv_heads=heads[1],
+            head_dim=head_dim,
+            value_dim=value_dim,
+            dtype=dtype,
+            grad_dtype=burst.grad_dtype,
+        )
         mask = (Mask.causal() if self.attn_mask_type in CAUSAL else Mask.full()) & self.window
         device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             degree = degrees_of(burst, Ranks(self.topology.size, self.topology.intra_size), shard)[0]
             problem = problem_of(
-                shard.pooled(degree), dtype, device, mask, softcap=False, deterministic=burst.deterministic
+                shard.pooled(degree), device, mask, softcap=False, deterministic=burst.deterministic
             )
             self.burst_config = kernel_of(burst, config, problem)
             choose(self.burst_config.kernel, problem)

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.autotune.bounds import at_least
-from burst_mcore.attention.autotune.cost import Shard, mean_bytes, message_bytes, pass_flops
+from burst_mcore.attention.autotune.cost import mean_bytes, message_bytes, pass_flops
 from burst_mcore.attention.autotune.lockstep import Pass, Played, Work, play_all
 from burst_mcore.attention.autotune.simulate import play
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.runtime.head_exchange import why_not_heads
 from burst_mcore.attention.schedule.route import Route, schedule
+from burst_mcore.attention.shard import Shard
 from burst_mcore.config import RINGS as LEGAL_RINGS
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask

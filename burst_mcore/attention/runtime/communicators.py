@@ -40,6 +40,8 @@ class Communicators:
         self.ranks = tuple(ranks)
         self._groups = dict(groups)
         self._made: dict[tuple[tuple[int, ...], str, str], Carrier] = {}
+        self.transports: dict[Any, Any] = {}
+        """By ranks of a node and route: see `executor.transport_of`."""
 
     def reach(self, device: torch.device) -> bool:
         """Whether messages can be sent from and received in memory of this device."""

@@ -121,6 +121,17 @@ class ProcessGroups:
         return ("whole", channel.what, everyone) if across else ("intra", channel.what, node)
 
 
+def transport_of(topology: Topology, route: Route) -> Transport:
+    """Return the transport of a route over the process groups of a topology, made at its first call."""
+    if topology.communicators is None:
+        return ProcessGroups(topology, route)
+    transports, key = topology.communicators.transports, (topology.intra_size, route)
+    if key not in transports:
+        transports[key] = ProcessGroups(topology, route)
+    transport: Transport = transports[key]
+    return transport
+
+
 @lru_cache(maxsize=1024)
 def _channels(rank: int, route: Route, name: str) -> tuple[Channel, ...]:
     """The kinds of messages of a pass in which everybody reads everything, in an order that all share."""

@@ -14,7 +14,7 @@ from burst_mcore.attention.autotune.choose import (
     legal_degrees,
     typical,
 )
-from burst_mcore.attention.autotune.cost import Shard
+from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burst_mcore.attention.function import burst_attention
+from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.deepspeed.errors import RefusedError

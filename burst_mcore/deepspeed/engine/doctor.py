@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from burst_mcore.attention.autotune.choose import Ranks, best, reason
-from burst_mcore.attention.autotune.cost import Shard
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import RANKS, choose
 from burst_mcore.attention.recompute.cuts import cut_for
+from burst_mcore.attention.shard import Shard
 from burst_mcore.deepspeed.config.refusals import (
     refuse_batch,
     refuse_config,
@@ -88,9 +88,16 @@ def examine(path: Path, *, world: int, per_node: int, shape: Shape, device: str 
         yield f"kernel on {device}, {_name(dtype)}: the first installed that serves, of {order}"
     else:
         yield f"kernel on {device}, {_name(dtype)}: {section.kernel}, as the section asks (not checked here)"
-    grad = section.burst_config().grad_dtype.itemsize
-    heads = shape.heads, shape.kv_heads
-    shard = Shard(micro, padded // size, *heads, shape.head_dim, shape.head_dim, dtype.itemsize, grad)
+    shard = Shard(
+        batch=micro,
+        tokens=padded // size,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        value_dim=shape.head_dim,
+        dtype=dtype,
+        grad_dtype=section.burst_config().grad_dtype,
+    )
     if size > 1:
         candidates = ways(section.burst_config(), shard, Mask.causal(), shape.seq, Ranks(size, intra), rates)
         chosen = best(candidates)

@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.autotune.choose import Ranks
-from burst_mcore.attention.autotune.cost import Shard
 from burst_mcore.attention.cached import attend_to_cache
-from burst_mcore.attention.function import burst_attention
 from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.deepspeed.config.ways import within_nodes
 from burst_mcore.deepspeed.errors import RefusedError
@@ -265,14 +265,14 @@ def _within_nodes(sequence: Sequence, q: Tensor, k: Tensor, v: Tensor, mask: Mas
     if topology.nodes == 1:
         return config
     shard = Shard(
-        q.shape[0],
-        Layout.of(config.layout).padded(n, topology.size) // topology.size,
-        q.shape[2],
-        k.shape[2],
-        q.shape[3],
-        v.shape[3],
-        q.dtype.itemsize,
-        config.grad_dtype.itemsize,
+        batch=q.shape[0],
+        tokens=Layout.of(config.layout).padded(n, topology.size) // topology.size,
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        value_dim=v.shape[3],
+        dtype=q.dtype,
+        grad_dtype=config.grad_dtype,
     )
     rates = topology.rates or DEFAULT.get(q.device.type, DEFAULT["cpu"])
     return within_nodes(config, shard, mask, n, Ranks(topology.size, topology.intra_size), rates)
