@@ -143,6 +143,9 @@ def draw(
     from burst_mcore.mask.words import tokens
 
     try:
+        for path in (out, trace, mask_out):
+            if path is not None and path.is_dir():
+                raise ValueError(f"{path} is a folder: give the name of a file")
         if direction not in PASSES:
             raise ValueError(f"unknown direction {direction!r}; legal: {', '.join(PASSES)}")
         config = BurstConfig(ring=ring, overlap=overlap, head_parallel=head_parallel)
@@ -168,7 +171,7 @@ def draw(
             layout=layout,
         )
         chosen = choose(kernel, problem.on_kernel)
-        runs = {"predicted": drawing.events}
+        runs = {"predicted": drawing.timeline.events}
         if measure:
             config = replace(config, layout=drawing.plan.layout, kernel=kernel)
             runs["measured"] = record_pass(problem, where, direction, config, rates)
@@ -178,6 +181,7 @@ def draw(
     shown, what = drawing.schedule, f"mask {mask} over {seq} tokens"
     typer.echo(f"{shown}\n\n{what}; {shown.route}: {drawing.why}")
     typer.echo(f"{predict.summary(drawing, where)}\n{tiles_summary(drawing.plan, direction, chosen)}")
+    typer.echo(predict.exposed(drawing))
     try:
         for path in (out, trace, mask_out):
             path.parent.mkdir(parents=True, exist_ok=True)
