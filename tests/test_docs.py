@@ -1,6 +1,7 @@
 """README and docs are run: every python block, every command and every link that they name."""
 
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -132,6 +133,13 @@ def test_tables_of_settings_are_made_from_the_configuration():
         shown = "" if isinstance(default, bool) else words
         told = f"Turns off: {meaning[0].lower()}{meaning[1:]}" if default is True else meaning
         assert f"| `{flag_of(name)}` | {shown} | {told} |" in megatron
+
+
+def test_tables_are_as_the_code_writes_them():
+    pages = runpy.run_path(str(ROOT / "docs" / "tables.py"))["pages"]()
+    assert len(pages) == 3
+    for name, text in pages.items():
+        assert (ROOT / "docs" / name).read_text() == text, f"make tables: {name} is not as the code says"
 
 
 def test_the_table_of_recompute_is_that_of_the_committed_run():

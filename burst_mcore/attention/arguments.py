@@ -39,13 +39,12 @@ from burst_mcore.attention.runtime.executor import ProcessGroups
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.config import BurstConfig
+from burst_mcore.dtypes import DTYPES
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.rates import DEFAULT, Rates
 
 logger = logging.getLogger("burst_mcore")
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -303,9 +302,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, may_be_empty: bool) -> No
         )
     if q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k must have the same head_dim, got {shapes}")
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES.values():
         raise ValueError(
-            f"q, k, v must have one dtype, of {', '.join(map(str, DTYPES))}; "
+            f"q, k, v must have one dtype, of {', '.join(map(str, DTYPES.values()))}; "
             f"got {q.dtype}, {k.dtype}, {v.dtype}"
         )
     if not q.device == k.device == v.device:
@@ -336,19 +335,10 @@ def _check_group(topology: Topology, device: str) -> None:
         raise ValueError(
             f"a ring of {topology.size} ranks needs its process group: Topology.from_group(group)"
         )
-    carries = {"cpu": ("gloo",), "cuda": ("nccl", "gloo")}.get(device, ())
-    backends = topology.communicators.backends
-    found = next((backend for backend in carries if f"{device}:{backend}" in backends), None)
-    if found is None:
-        wanted = " or ".join(f"{device}:{backend}" for backend in carries) or "cpu or cuda tensors"
+    if not topology.communicators.reach(torch.device(device)):
+        wanted = {"cpu": "cpu:gloo", "cuda": "cuda:nccl"}.get(device, "cpu or cuda tensors")
+        backends = topology.communicators.backends
         raise ValueError(f"{device} tensors need a process group with {wanted}, got {backends}")
-    if (device, found) == ("cuda", "gloo"):
-        _say_staged()
-
-
-@lru_cache(maxsize=1)
-def _say_staged() -> None:
-    logger.warning("cuda tensors over gloo are staged through host memory: right, but slow; use nccl")
 
 
 def signature(asked: Asked, wanted: bool) -> Signature:

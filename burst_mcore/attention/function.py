@@ -23,7 +23,7 @@ from burst_mcore.attention.arguments import (
 from burst_mcore.attention.autotune.choose import Ranks, route_for, why_not_placed
 from burst_mcore.attention.front import behind, forward_of_front
 from burst_mcore.attention.kernels.table import taking_delta
-from burst_mcore.attention.numerics.rowwise import row_delta, wide
+from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.attention.passes import Attended, Call, Keys, Queries, backward, forward
 from burst_mcore.attention.prepare import await_plan, remember
 from burst_mcore.attention.recompute.cuts import check_keep, cut_for
@@ -34,6 +34,7 @@ from burst_mcore.attention.runtime.head_exchange import pooled_like
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.route import PASSES
 from burst_mcore.config import BurstConfig
+from burst_mcore.dtypes import wide
 from burst_mcore.handles import find, known
 from burst_mcore.mask import Mask
 

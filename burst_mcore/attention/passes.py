@@ -20,13 +20,14 @@ from burst_mcore.attention.geometry.rows import Rows, axis, count, pieces, take,
 from burst_mcore.attention.geometry.tiles import Tile, tiles_of
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
 from burst_mcore.attention.numerics.merge import GradientSum, OnlineSoftmax
-from burst_mcore.attention.numerics.rowwise import output_stand_in, wide
+from burst_mcore.attention.numerics.rowwise import output_stand_in
 from burst_mcore.attention.runtime.buffers import Lease
 from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
 from burst_mcore.attention.runtime.head_exchange import HeadGroup, Inward, Outward, pooled_like
 from burst_mcore.attention.schedule.actions import BUNDLE, DATA, RESULT, ROWS, SUM
 from burst_mcore.attention.schedule.ring import home_sum
 from burst_mcore.attention.schedule.route import Route, program
+from burst_mcore.dtypes import wide
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from burst_mcore.dtypes import wide
 from burst_mcore.loss import fused_linear_cross_entropy
-from burst_mcore.loss.terms import wide
 
 OURS = "burst"
 IGNORED = -100

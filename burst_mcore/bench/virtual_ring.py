@@ -19,11 +19,12 @@ from burst_mcore.attention.geometry.plan import plan
 from burst_mcore.attention.geometry.rows import take
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.table import choose
-from burst_mcore.attention.numerics.rowwise import row_delta, wide
+from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.attention.passes import Attended, Call, Keys, Queries, backward, forward
 from burst_mcore.attention.runtime.executor import Bundle
 from burst_mcore.attention.schedule.actions import Channel, Recv, Send
 from burst_mcore.attention.schedule.route import Route
+from burst_mcore.dtypes import wide
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from burst_mcore import packages
+from burst_mcore.dtypes import wide
 from burst_mcore.loss.chunked import Head, Pass, Wanted, forward, valid_places
-from burst_mcore.loss.terms import Terms, wide
+from burst_mcore.loss.terms import Terms
 
 DEVICE = "cuda"
 """Of Liger's and CCE's kernels."""

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from dense import Result, assert_as_exact_as, dense, error, problem
 from graphs import assert_capturable
 from ranks import processes
+from staging import stage
 
 from burst_mcore import BurstConfig, Mask, burst_attention
 from burst_mcore.attention.arguments import Shape
@@ -38,6 +39,7 @@ def _ring(rank, size, mask, config):
 def _rings(rank, size):
     """What this rank has of each cell. After an error there are no more: later calls would be refused."""
     torch.cuda.set_device(0)
+    stage()
     found = {}
     for name, direction in CELLS:
         mask, kernel = MASKS[name]

@@ -21,6 +21,7 @@ from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.runtime.head_exchange import why_not_heads
 from burst_mcore.attention.schedule.route import Route, schedule
+from burst_mcore.config import RINGS as LEGAL_RINGS
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
@@ -28,7 +29,7 @@ from burst_mcore.rates import Rates
 AS_FAST = 1.01
 """Candidates within this factor of the fastest are as fast: the model knows no better. Nor does it where
 communication that is exposed differs by less than that share of the time."""
-RINGS = ("double", "flat", "direct")
+RINGS = LEGAL_RINGS[1:]  # all but "auto"
 PARTNERS = 2**14
 """Pairs of positions that exchange rows, at most, for a direct exchange to be considered beside rings: every
 pair is a connection, and is looked at one by one."""

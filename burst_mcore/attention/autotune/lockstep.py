@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -77,7 +77,7 @@ class Pass:
         """
         route = self.route
         by_part = route.heads > 1 and PASSES[self.name].rows
-        return (route.nodes, route.intra, route.heads, route.overlap, route.direct, by_part)
+        return replace(route, mirrored=False), by_part
 
 
 class Work:
@@ -209,7 +209,7 @@ class _Lockstep:
             bundle=any(each.bundle for each in moves),
             rows=any(each.rows for each in moves),
         )
-        route = Route(route.nodes, route.intra, route.heads, route.overlap, route.direct)
+        route = replace(route, mirrored=False)
         ring = on_ring(0, route, every, OfAll(self.seen))
         if self.heads > 1:
             last = torch.stack([seen.last_steps(route.nodes, route.intra) for seen in self.seen], 1)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from burst_mcore.attention.geometry.rows import Rows, pieces, take, within
 from burst_mcore.attention.runtime.communicators import Carrier
-from burst_mcore.attention.runtime.staging import Arrival, Work, on_host
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import (
     BUNDLE,
@@ -47,6 +46,12 @@ New = Callable[[str, Rows | None], Bundle]
 Free = Callable[[Bundle], None]
 
 
+class Work(Protocol):
+    """A message under way."""
+
+    def wait(self) -> object: ...
+
+
 class Transport(Protocol):
     """Carries bundles between the ranks of one ring."""
 
@@ -72,9 +77,7 @@ class ProcessGroups:
         """Start all messages as one batch, in their order (receives first is fastest on gloo)."""
         group, place = self.carrier(channel)
         first_tag = 64 * self._TAGS.index(channel.what)
-        sent = [(action, index, tensor) for action, bundle in messages for index, tensor in enumerate(bundle)]
-        carried = [self._carried(action, tensor) for action, _, tensor in sent]
-        works = dist.batch_isend_irecv(
+        return dist.batch_isend_irecv(
             [
                 dist.P2POp(
                     dist.isend if isinstance(action, Send) else dist.irecv,
@@ -83,22 +86,10 @@ class ProcessGroups:
                     group_peer=place[action.peer],
                     tag=first_tag + index,
                 )
-                for (action, index, _), tensor in zip(sent, carried, strict=True)
+                for action, bundle in messages
+                for index, tensor in enumerate(bundle)
             ]
         )
-        if all(host is tensor for host, (*_, tensor) in zip(carried, sent, strict=True)):
-            return works
-        return [
-            Arrival(work, host, tensor) if isinstance(action, Recv) else work
-            for work, host, (action, _, tensor) in zip(works, carried, sent, strict=True)
-        ]
-
-    def _carried(self, action: Send | Recv, tensor: Tensor) -> Tensor:
-        """The tensor itself, or host memory in its place where gloo carries what is on a GPU."""
-        assert self._topology.communicators is not None
-        if self._topology.communicators.reach(tensor.device):
-            return tensor
-        return on_host(tensor, filled=isinstance(action, Send))
 
     def connect(self, name: str) -> None:
         """Make what carries the messages of the pass `name`. Collective, and the same on all ranks.

@@ -34,7 +34,7 @@ HERE = "here"
 
 
 def examine(path: Path, *, world: int, per_node: int, shape: Shape, device: str = HERE) -> Iterator[str]:
-    """Lines on what `path` asks for, over `world` ranks, `per_node` of them on a node.
+    """Return lines that describe the configuration at `path` on `world` ranks, `per_node` of them a node.
 
     Bytes and times are the cost model's, for rates of this kind of device; memory is arithmetic.
 
@@ -129,7 +129,7 @@ def examine(path: Path, *, world: int, per_node: int, shape: Shape, device: str 
 
 
 def _memory(device: str) -> float | None:
-    """Bytes of a device; None where that is the memory of the whole machine."""
+    """Return the bytes of a device; None if its memory is that of the whole machine."""
     if device != HERE:
         return DEVICES[device].memory
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
