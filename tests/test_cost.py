@@ -134,8 +134,7 @@ RATES = Rates(intra=100.0, inter=10.0, compute=1.0, latency=0.0)
 
 def _play(route, name, compute, *, data, gradient=0, intra):
     sizes = Sizes({"data": data, "gradient": gradient}, 1)
-    events = play(schedule(route, name), sizes, lambda rank, action: compute, intra, RATES)
-    return max(event.end for event in events)
+    return play(schedule(route, name), sizes, lambda rank, action: compute, intra, RATES).seconds
 
 
 @pytest.mark.parametrize(("nodes", "intra"), [(2, 2), (2, 4), (3, 2), (4, 4)])
@@ -166,8 +165,8 @@ def _played_both_ways(layout, mask, n, route, node, rates, kv_heads=4):
                 passes.append(Pass(way, name, sizes, work_of(shard, stays, way, name, rates)))
     for each, played in zip(passes, play_all(what, passes, node, rates), strict=True):
         drawn = schedule(each.route, each.name, what)
-        events = play(drawn, each.sizes, each.work.of_action, node, rates)
-        yield played, max(event.end for event in events), mean_bytes(drawn.programs, each.sizes, node)
+        timeline = play(drawn, each.sizes, each.work.of_action, node, rates)
+        yield played, timeline.seconds, mean_bytes(drawn.programs, each.sizes, node)
 
 
 @settings(max_examples=150, deadline=None)
@@ -258,7 +257,8 @@ def test_ways_that_are_not_played_are_slower_and_never_the_best(draw, size, intr
         latency=draw.choice([0.0, 1e-3]),
         hidden=draw.choice([True, True, False]),
     )
-    shard = _shard(16, draw.choice([4, 16]), tokens=n // ranks.size, head_dim=16)
+    tokens = layout.padded(n, ranks.size) // ranks.size
+    shard = _shard(16, draw.choice([4, 16]), tokens=tokens, head_dim=16)
     degrees = legal_degrees(ranks, shard.heads, shard.kv_heads)
     arguments = (shard, layout, mask, n, ranks, rates)
     options = {"overlap": True, "rings": RINGS, "degrees": (*degrees,), "directions": ("query", "kv")}

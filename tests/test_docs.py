@@ -105,6 +105,8 @@ def test_commands_in_the_docs_run(command, tmp_path, monkeypatch):
     for line in lines:
         done = CliRunner().invoke(app, shlex.split(line))
         assert done.exit_code == 0, done.output
+        shown = re.search(rf"{re.escape(line)}\n```\n[^`]*```text\n(exposed: [^`]*)```", pages)
+        assert shown is None or shown[1] in done.output
 
 
 def test_every_flag_is_in_the_docs():

@@ -361,9 +361,9 @@ class _Costs:
 
     def one_by_one(self, each: Pass) -> Played:
         drawn = schedule(each.route, each.name, self.plan)
-        events = play(drawn, each.sizes, each.work.of_action, self.ranks.intra, self.rates)
+        timeline = play(drawn, each.sizes, each.work.of_action, self.ranks.intra, self.rates)
         sent = mean_bytes(drawn.programs, each.sizes, self.ranks.intra)
-        return Played(max(event.end for event in events), each.work.busiest, sent)
+        return Played(timeline.seconds, each.work.busiest, sent)
 
     def tied(self, route: Route) -> int:
         """See `Candidate.tied`."""

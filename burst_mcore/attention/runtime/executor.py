@@ -34,6 +34,7 @@ from burst_mcore.attention.schedule.actions import (
     Wait,
     hops,
 )
+from burst_mcore.attention.schedule.communicator import communicator_of
 from burst_mcore.attention.schedule.ring import kind_of
 from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.attention.schedule.trace import Recorder, recorder
@@ -102,23 +103,11 @@ class ProcessGroups:
         """The process group of a channel, made if it is not there yet."""
         kind = channel.link, channel.what
         if kind not in self._carriers:
-            assert self._topology.communicators is not None
-            self._carriers[kind] = self._topology.communicators.carrier(*self._reach(channel))
+            topology = self._topology
+            assert topology.communicators is not None
+            wanted = communicator_of(channel, topology.rank, self._route, topology.intra_size)
+            self._carriers[kind] = topology.communicators.carrier(*wanted)
         return self._carriers[kind]
-
-    def _reach(self, channel: Channel) -> tuple[str, str, tuple[int, ...]]:
-        """(link, what, the ranks that need one communicator) for the messages of a channel."""
-        topology = self._topology
-        rank, intra, everyone = topology.rank, topology.intra_size, tuple(range(topology.size))
-        node = everyone[rank - rank % intra :][:intra]
-        if channel.link == "heads":
-            return "heads", "data", node if self._route.heads <= intra else everyone
-        if channel.link == "inter":
-            return "inter", channel.what, everyone[rank % intra :: intra]
-        if channel.link == "direct" and topology.nodes > 1:
-            return "whole", channel.what, everyone
-        across = self._route.nodes == 1 < topology.nodes  # a flat ring
-        return ("whole", channel.what, everyone) if across else ("intra", channel.what, node)
 
 
 def transport_of(topology: Topology, route: Route) -> Transport:
