@@ -238,7 +238,7 @@ def _choose(shard, ranks, rates, *, mask=None, degrees=None, directions=("query"
     return best(found), found
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     draw=randoms,
     size=st.sampled_from([2, 4, 6, 8, 12, 16, 24]),
