@@ -18,7 +18,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train finetune compare test test-all lint bench bench-masks bench-loss bench-recompute bench-training bench-topology bench-planning gpu-check gpu-sanitize clean
+.PHONY: help train finetune compare test test-all tables lint bench bench-masks bench-loss bench-recompute bench-training bench-topology bench-planning gpu-check gpu-sanitize clean
 
 help:
 	@echo 'make train [ARGS="..."]    train a GPT on Megatron-Core with a burst ring (4 CPU processes)'
@@ -26,6 +26,7 @@ help:
 	@echo 'make finetune              train a small Llama by DeepSpeed, ZeRO-3 with SP 4, then ZeRO-2 with DP 2 x SP 2'
 	@echo 'make test                  lint, types and tests; also with Megatron-Core 0.16.1 where Python 3.11 is'
 	@echo 'make test-all              the same, and the slow cells'
+	@echo 'make tables                write the tables of the docs again, after a setting, layout or kernel was added'
 	@echo 'make bench                 attention, measured beside other methods'
 	@echo 'make bench-SUBJECT         masks, loss, recompute, training, planning, or topology (needs root and iproute2)'
 	@echo 'make gpu-check             tests and figures of a GPU (needs torch, triton, pytest; no environment is made)'
@@ -48,6 +49,9 @@ test: lint
 test-all: lint
 	@.venv/bin/python -m pytest
 	$(call test_311,)
+
+tables: $(VENV)
+	@PYTHONPATH=. $(RUN) docs/tables.py
 
 lint: $(VENV)
 	@.venv/bin/ruff check --quiet

@@ -10,38 +10,46 @@ from typing import Annotated, NoReturn
 try:
     import typer
 except ImportError:
-    sys.exit("burst-mcore needs its extra packages: pip install 'burst-mcore[bench]'")
+    sys.exit("burst-mcore needs the packages of its extra 'bench': pip install 'burst-mcore[bench]'")
 
 from burst_mcore.rates import Rates
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="BurstAttention: what it costs, and how it runs."
+    no_args_is_help=True,
+    add_completion=False,
+    help="Predict, draw and measure BurstAttention on a cluster, and check configurations of DeepSpeed.",
 )
 
 MEASURED_TOKENS = 16384
 """The longest sequence that `draw --measure` runs."""
 
-Heads = Annotated[int, typer.Option(help="Query heads.")]
-KVHeads = Annotated[int | None, typer.Option(help="K/V heads; default as many as heads.")]
-Seq = Annotated[str, typer.Option(help="Tokens in the global sequence: 4096, 128K, 1M.")]
-Cluster = Annotated[str, typer.Option(help="Nodes x ranks of a node.")]
+Heads = Annotated[int, typer.Option(help="Number of query heads.")]
+KVHeads = Annotated[int | None, typer.Option(help="Number of K/V heads; default: as many as query heads.")]
+Seq = Annotated[str, typer.Option(help="Tokens of the whole sequence, such as 4096, 128K or 1M.")]
+HeadDim = Annotated[int, typer.Option(help="Size of a head.")]
+Batch = Annotated[int, typer.Option(help="Sequences in a batch.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+Cluster = Annotated[str, typer.Option(help="Nodes x ranks of a node, such as 4x8.")]
 MaskText = Annotated[
-    str, typer.Option("--mask", help="causal, full, window:4096, 'causal & documents:random,64', ...")
+    str,
+    typer.Option("--mask", help="Mask, such as causal, full, window:4096 or 'causal & documents:random,64'."),
 ]
 LayoutText = Annotated[
     str,
     typer.Option(
         "--layout",
-        help="zigzag, contiguous, striped, stacked-zigzag:K, block-striped:B, zigzag-documents, or auto: by "
-        "the mask.",
+        help="zigzag, contiguous, striped, stacked-zigzag:K, block-striped:B or zigzag-documents; auto "
+        "balances the mask.",
     ),
 ]
-Ring = Annotated[str, typer.Option(help="double, flat, direct or auto.")]
-Overlap = Annotated[bool, typer.Option(help="Communicate while computing.")]
-IntraGB = Annotated[float, typer.Option(help="GB/s that a rank sends within its node.")]
-InterGB = Annotated[float, typer.Option(help="GB/s that a rank sends to other nodes.")]
-Tflops = Annotated[float, typer.Option(help="TFLOP/s of the attention kernel.")]
-Latency = Annotated[float, typer.Option(help="Microseconds of a message besides its bytes.")]
+Ring = Annotated[
+    str, typer.Option(help="Route between ranks: double, flat, direct, or auto for the cost model.")
+]
+Overlap = Annotated[bool, typer.Option(help="Communicate while ranks compute.")]
+IntraGB = Annotated[float, typer.Option(help="Bandwidth from a rank to ranks of its node, in GB/s.")]
+InterGB = Annotated[float, typer.Option(help="Bandwidth from a rank to other nodes, in GB/s.")]
+Tflops = Annotated[float, typer.Option(help="Speed of the attention kernel, in TFLOP/s.")]
+Latency = Annotated[float, typer.Option(help="Latency of a message, in microseconds.")]
 
 
 @app.command()
@@ -50,9 +58,9 @@ def explain(
     kv_heads: KVHeads = None,
     seq: Seq = "1M",
     cluster: Cluster = "4x8",
-    head_dim: int = 128,
-    batch: int = 1,
-    dtype: str = "bfloat16",
+    head_dim: HeadDim = 128,
+    batch: Batch = 1,
+    dtype: Dtype = "bfloat16",
     mask: MaskText = "causal",
     layout: LayoutText = "zigzag",
     ring: Ring = "auto",
@@ -62,7 +70,7 @@ def explain(
     tflops: Tflops = 156.0,
     latency_us: Latency = 10.0,
 ) -> None:
-    """What "auto" chooses (head_parallel, backward, ring) on a cluster, and why. Predicted, not measured."""
+    """Predict what "auto" chooses on a cluster for head_parallel, backward and ring, and say why."""
     import torch
 
     from burst_mcore.config import BurstConfig
@@ -133,6 +141,9 @@ def draw(
     from burst_mcore.mask.words import tokens
 
     try:
+        for path in (out, trace, mask_out):
+            if path is not None and path.is_dir():
+                raise ValueError(f"{path} is a folder: give the name of a file")
         if direction not in PASSES:
             raise ValueError(f"unknown direction {direction!r}; legal: {', '.join(PASSES)}")
         config = BurstConfig(ring=ring, overlap=overlap, head_parallel=head_parallel)
@@ -158,7 +169,7 @@ def draw(
             layout=layout,
         )
         chosen = choose(kernel, problem.on_kernel)
-        runs = {"predicted": drawing.events}
+        runs = {"predicted": drawing.timeline.events}
         if measure:
             config = replace(config, layout=drawing.plan.layout, kernel=kernel)
             runs["measured"] = record_pass(problem, where, direction, config, rates)
@@ -168,6 +179,7 @@ def draw(
     shown, what = drawing.schedule, f"mask {mask} over {seq} tokens"
     typer.echo(f"{shown}\n\n{what}; {shown.route}: {drawing.why}")
     typer.echo(f"{predict.summary(drawing, where)}\n{tiles_summary(drawing.plan, direction, chosen)}")
+    typer.echo(predict.exposed(drawing))
     try:
         for path in (out, trace, mask_out):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -192,26 +204,33 @@ def bench(context: typer.Context) -> None:
 
 @app.command()
 def doctor(
-    config: Annotated[Path | None, typer.Argument(help="DeepSpeed's JSON, with burst_attention.")] = None,
-    world: Annotated[
-        int | None, typer.Option(help="Ranks in all; default as many as a sequence has.")
+    config: Annotated[
+        Path | None, typer.Argument(help="DeepSpeed's JSON file, with a section burst_attention.")
     ] = None,
-    per_node: Annotated[int | None, typer.Option(help="Ranks of a node; default all, at most 8.")] = None,
+    world: Annotated[
+        int | None, typer.Option(help="Number of ranks; default: the ranks that share one sequence.")
+    ] = None,
+    per_node: Annotated[
+        int | None, typer.Option(help="Ranks of a node; default: all ranks, up to 8.")
+    ] = None,
     seq: Seq = "128K",
     heads: Heads = 32,
     kv_heads: KVHeads = 8,
-    head_dim: int = 128,
-    layers: int = 32,
-    vocabulary: int = 128256,
+    head_dim: HeadDim = 128,
+    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
+    vocabulary: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 128256,
     model: Annotated[
-        Path | None, typer.Option(help="Folder with a model's config.json, in the place of the shape above.")
+        Path | None,
+        typer.Option(help="Folder with a model's config.json; replaces --heads to --vocabulary."),
     ] = None,
     device: Annotated[
-        str, typer.Option(help="Predict for a100, h100, h200 or b200; here: what this machine has.")
+        str, typer.Option(help="GPU to predict for: a100, h100, h200 or b200; here: this machine's device.")
     ] = "here",
-    reference: Annotated[bool, typer.Option(help="Print the reference page of the section instead.")] = False,
+    reference: Annotated[
+        bool, typer.Option(help="Print the reference page of the section burst_attention, and stop.")
+    ] = False,
 ) -> None:
-    """What a DeepSpeed configuration will do: groups, kernel, memory, and predicted bytes and times."""
+    """Predict what a DeepSpeed configuration will do: groups, kernel, memory, bytes and times."""
     from burst_mcore.deepspeed.config.section import config_dict
     from burst_mcore.deepspeed.config.section import reference as page
     from burst_mcore.deepspeed.engine import doctor as examiner
@@ -222,7 +241,10 @@ def doctor(
         typer.echo(page(), nl=False)
         return
     if config is None:
-        _fail("doctor", ValueError("name a configuration: burst-mcore doctor ds.json"))
+        _fail(
+            "doctor",
+            ValueError("no configuration given; pass DeepSpeed's JSON file: burst-mcore doctor ds.json"),
+        )
     try:
         shape = Shape(
             seq=tokens(seq), layers=layers, heads=heads, kv_heads=kv_heads or heads, head_dim=head_dim,

@@ -15,6 +15,7 @@ from burst_mcore.attention.autotune.choose import (
     Ranks,
     best,
     candidates,
+    contenders,
     legal_degrees,
     reason,
     route_for,
@@ -39,9 +40,21 @@ from burst_mcore.attention.schedule.route import PASSES, Route, program, schedul
 from burst_mcore.bench.subjects.planning import packed
 from burst_mcore.rates import DEFAULT, Rates
 
+DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+"""By bytes."""
+
 
 def _shard(heads, kv_heads, *, tokens=64, head_dim=128, s=2, g=4):
-    return Shard(1, tokens, heads, kv_heads, head_dim, head_dim, itemsize=s, grad_itemsize=g)
+    return Shard(
+        batch=1,
+        tokens=tokens,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        dtype=DTYPES[s],
+        grad_dtype=DTYPES[g],
+    )
 
 
 def _bytes(shard, route, name, rank=0, intra=None):
@@ -121,8 +134,7 @@ RATES = Rates(intra=100.0, inter=10.0, compute=1.0, latency=0.0)
 
 def _play(route, name, compute, *, data, gradient=0, intra):
     sizes = Sizes({"data": data, "gradient": gradient}, 1)
-    events = play(schedule(route, name), sizes, lambda rank, action: compute, intra, RATES)
-    return max(event.end for event in events)
+    return play(schedule(route, name), sizes, lambda rank, action: compute, intra, RATES).seconds
 
 
 @pytest.mark.parametrize(("nodes", "intra"), [(2, 2), (2, 4), (3, 2), (4, 4)])
@@ -153,8 +165,8 @@ def _played_both_ways(layout, mask, n, route, node, rates, kv_heads=4):
                 passes.append(Pass(way, name, sizes, work_of(shard, stays, way, name, rates)))
     for each, played in zip(passes, play_all(what, passes, node, rates), strict=True):
         drawn = schedule(each.route, each.name, what)
-        events = play(drawn, each.sizes, each.work.of_action, node, rates)
-        yield played, max(event.end for event in events), mean_bytes(drawn.programs, each.sizes, node)
+        timeline = play(drawn, each.sizes, each.work.of_action, node, rates)
+        yield played, timeline.seconds, mean_bytes(drawn.programs, each.sizes, node)
 
 
 @settings(max_examples=150, deadline=None)
@@ -224,6 +236,53 @@ def _choose(shard, ranks, rates, *, mask=None, degrees=None, directions=("query"
         directions=directions,
     )
     return best(found), found
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    draw=randoms,
+    size=st.sampled_from([2, 4, 6, 8, 12, 16, 24]),
+    intra=st.sampled_from([1, 2, 3, 4, 8]),
+    chunks=st.integers(1, 6),
+    regular=st.sampled_from([None, None, Mask.causal(), Mask.causal() & Mask.window(3, 0)]),
+)
+def test_ways_that_are_not_played_are_slower_and_never_the_best(draw, size, intra, chunks, regular):
+    ranks = Ranks(size, intra if size % intra == 0 else size)
+    n = 2 * chunks * ranks.size
+    layout, mask = random_layout(draw, ranks.size, n), regular or random_mask(draw, n)
+    rates = Rates(
+        intra=draw.choice([1e6, 1e7]),
+        inter=draw.choice([1e5, 1e6]),
+        compute=draw.choice([1e5, 1e7, 1e9]),
+        latency=draw.choice([0.0, 1e-3]),
+        hidden=draw.choice([True, True, False]),
+    )
+    tokens = layout.padded(n, ranks.size) // ranks.size
+    shard = _shard(16, draw.choice([4, 16]), tokens=tokens, head_dim=16)
+    degrees = legal_degrees(ranks, shard.heads, shard.kv_heads)
+    arguments = (shard, layout, mask, n, ranks, rates)
+    options = {"overlap": True, "rings": RINGS, "degrees": (*degrees,), "directions": ("query", "kv")}
+    every, (played, slower) = candidates(*arguments, **options), contenders(*arguments, **options)
+    seconds = {(c.ring, c.route.heads, c.direction): c.seconds for c in every}
+    one, other = best(played), best(every)
+    assert (one.route, one.direction) == (other.route, other.direction)
+    assert one.seconds == pytest.approx(other.seconds, rel=1e-6)
+    assert seconds.keys() == {(c.ring, c.route.heads, c.direction) for c in played} | {
+        (way.ring, way.heads, way.direction) for way in slower
+    }
+    for way in slower:
+        assert way.at_least <= seconds[way.ring, way.heads, way.direction] * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    "mask", [Mask.window(300, 0), Mask.causal() & Mask.documents([*range(0, 2**15 + 1, 512)])]
+)
+def test_rings_that_carry_rows_far_are_not_played(mask):
+    shard, ranks, n = _shard(32, 8, tokens=512), Ranks(64, 8), 2**15
+    options = {"overlap": True, "rings": RINGS, "degrees": (1,), "directions": ("query", "kv")}
+    played, slower = contenders(shard, Layout("zigzag"), mask, n, ranks, A800, **options)
+    assert best(played).ring == "direct" and {way.ring for way in slower} >= {"flat"}
+    assert "direct" in str(best(played)) and "longer" in reason(best(played), played, slower)
 
 
 A800 = Rates(intra=200e9, inter=25e9, compute=156e12)

@@ -1,6 +1,7 @@
 """README and docs are run: every python block, every command and every link that they name."""
 
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -43,6 +44,43 @@ def test_the_schedule_in_the_docs_is_the_one_that_prints():
         assert whole.startswith(line.removesuffix("| ...").rstrip()), line
 
 
+def _busiest_nic(route, passes, kv_heads=32):
+    """GB between nodes of the rank that sends most, of the call in README's table."""
+    import torch
+
+    from burst_mcore.attention.autotune.cost import link_bytes, message_bytes
+    from burst_mcore.attention.schedule.route import schedule
+    from burst_mcore.attention.shard import Shard
+
+    shard = Shard(
+        batch=1, tokens=2**20 // 64, heads=32, kv_heads=kv_heads, head_dim=128, value_dim=128,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    for name in passes:
+        sizes, programs = message_bytes(shard, route, name), schedule(route, name).programs
+        sent = [link_bytes(program, rank, sizes, 8)["inter"] for rank, program in enumerate(programs)]
+        yield max(sent) / 1e9
+
+
+@pytest.mark.parametrize(
+    ("row", "nodes", "intra", "travels"),
+    [
+        ("RingAttention, one ring over all GPUs", 1, 64, "kv"),
+        ("burst, double ring, K and V travel", 8, 8, "kv"),
+        ("burst, double ring, queries travel", 8, 8, "query"),
+    ],
+)
+def test_the_bytes_in_the_readme_are_those_of_the_schedules(row, nodes, intra, travels):
+    from burst_mcore.attention.schedule.route import Route
+
+    text = (ROOT / "README.md").read_text()
+    shown = re.search(rf"^\| {re.escape(row)} \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE).groups()
+    computed = _busiest_nic(Route(nodes, intra), ("forward", travels))
+    assert list(shown) == [f"{gigabytes:.2f}" for gigabytes in computed]
+    forward, backward = _busiest_nic(Route(8, 8), ("forward", "kv"), kv_heads=8)
+    assert f"takes {forward:.2f} and {backward:.2f}" in text
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_is_named_exists(page):
     text, makefile = page.read_text(), (ROOT / "Makefile").read_text()
@@ -67,6 +105,8 @@ def test_commands_in_the_docs_run(command, tmp_path, monkeypatch):
     for line in lines:
         done = CliRunner().invoke(app, shlex.split(line))
         assert done.exit_code == 0, done.output
+        shown = re.search(rf"{re.escape(line)}\n```\n[^`]*```text\n(exposed: [^`]*)```", pages)
+        assert shown is None or shown[1] in done.output
 
 
 def test_every_flag_is_in_the_docs():
@@ -101,6 +141,13 @@ def test_tables_of_settings_are_made_from_the_configuration():
         shown = "" if isinstance(default, bool) else words
         told = f"Turns off: {meaning[0].lower()}{meaning[1:]}" if default is True else meaning
         assert f"| `{flag_of(name)}` | {shown} | {told} |" in megatron
+
+
+def test_tables_are_as_the_code_writes_them():
+    pages = runpy.run_path(str(ROOT / "docs" / "tables.py"))["pages"]()
+    assert len(pages) == 3
+    for name, text in pages.items():
+        assert (ROOT / "docs" / name).read_text() == text, f"make tables: {name} is not as the code says"
 
 
 def test_the_table_of_recompute_is_that_of_the_committed_run():

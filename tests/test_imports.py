@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "burst_mcore"
 FLOORS = [
     {
-        *("version", "config", "layout", "handles", "mask", "rates"),
+        *("version", "config", "layout", "handles", "mask", "rates", "digest", "dtypes", "agreement"),
         *("packages", "loss"),
     },
     {"attention"},
@@ -22,15 +22,16 @@ FLOORS = [
 ]
 WITHIN = {
     "attention": [
-        {"recompute"},
+        {"recompute", "shard"},
         {"geometry"},
         {"schedule", "numerics"},
         {"kernels", "runtime"},
         {"autotune"},
-        {"cached", "passes"},
-        {"arguments", "front"},
+        {"cached", "call"},
+        {"forward", "backward", "request"},
         {"prepare"},
-        {"function"},
+        {"operator"},
+        {"api"},
     ],
     "deepspeed": [{"errors"}, {"config"}, {"ranks"}, {"data"}, {"models"}, {"engine"}, {"accelerate"}],
 }

@@ -8,8 +8,8 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor
 
+from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.autotune.choose import Ranks
-from burst_mcore.attention.function import burst_attention
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.trace import Event, record
 from burst_mcore.bench.launch import in_processes, keep_freed_memory

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tabulate import tabulate
@@ -22,11 +26,12 @@ from burst_mcore.attention.autotune.choose import (
     why_not_degree,
     work_of,
 )
-from burst_mcore.attention.autotune.cost import Shard, Sizes, link_bytes, message_bytes
-from burst_mcore.attention.autotune.simulate import play
+from burst_mcore.attention.autotune.cost import Sizes, link_bytes, message_bytes
+from burst_mcore.attention.autotune.simulate import Timeline, play
 from burst_mcore.attention.geometry.plan import Plan, plan
 from burst_mcore.attention.schedule.route import Schedule, schedule
-from burst_mcore.attention.schedule.trace import Event
+from burst_mcore.attention.schedule.verify import verify
+from burst_mcore.attention.shard import Shard
 from burst_mcore.explain.problem import DTYPES, Problem
 from burst_mcore.layout import Layout
 from burst_mcore.layout.balance import imbalance, work
@@ -34,7 +39,8 @@ from burst_mcore.mask import Mask
 from burst_mcore.mask.words import document_ends
 from burst_mcore.rates import Rates
 
-GRAD_ITEMSIZE = 4
+LARGE = 512
+"""Ranks from which on several processes are worth their start."""
 
 
 def cluster(text: str) -> Ranks:
@@ -67,14 +73,13 @@ def layout_of(text: str, problem: Problem, ranks: Ranks) -> Layout:
 def shard_of(problem: Problem, ranks: Ranks, layout: Layout) -> Shard:
     """One rank's share. Raises ValueError if the sequence cannot be dealt."""
     return Shard(
-        problem.batch,
-        layout.padded(problem.seq, ranks.size) // ranks.size,
-        problem.heads,
-        problem.kv_heads,
-        problem.head_dim,
-        problem.head_dim,
-        DTYPES[problem.dtype].itemsize,
-        GRAD_ITEMSIZE,
+        batch=problem.batch,
+        tokens=layout.padded(problem.seq, ranks.size) // ranks.size,
+        heads=problem.heads,
+        kv_heads=problem.kv_heads,
+        head_dim=problem.head_dim,
+        value_dim=problem.head_dim,
+        dtype=DTYPES[problem.dtype],
     )
 
 
@@ -88,18 +93,11 @@ def explain(
     """
     dealt = layout_of(layout, problem, ranks)
     of_kind, mask = typical(dealt, problem.seen, problem.seq, ranks.size)
-    found = candidates(
-        shard_of(problem, ranks, dealt),
-        of_kind,
-        mask,
-        problem.seq,
-        ranks,
-        rates,
-        overlap=overlap,
-        rings=_rings(ring),
-        degrees=tuple(legal_degrees(ranks, problem.heads, problem.kv_heads)),
-        directions=("query", "kv"),
+    of_degree = partial(
+        _of_degree, shard_of(problem, ranks, dealt), of_kind, mask, problem.seq, ranks, rates, overlap, ring
     )
+    degrees = legal_degrees(ranks, problem.heads, problem.kv_heads)
+    found = [each for of_one in _in_parallel(of_degree, degrees, ranks) for each in of_one]
     chosen = best(found)
     ordered = sorted(found, key=lambda candidate: (candidate.seconds, candidate is not chosen))
     table: str = tabulate([_row(c, chosen) for c in ordered], headers="keys", floatfmt=".4g")
@@ -117,6 +115,34 @@ def explain(
         f"(predicted, not measured: {rates.intra / 1e9:g} GB/s within a node, {rates.inter / 1e9:g} GB/s a "
         f"rank between nodes, {rates.compute / 1e12:g} TFLOP/s, {rates.latency * 1e6:g} us a message)"
     )
+
+
+def _of_degree(
+    shard: Shard,
+    layout: Layout,
+    mask: Mask,
+    n: int,
+    ranks: Ranks,
+    rates: Rates,
+    overlap: bool,
+    ring: str,
+    degree: int,
+) -> tuple[Candidate, ...]:
+    """The candidates with one degree of head parallelism."""
+    return candidates(
+        shard, layout, mask, n, ranks, rates,
+        overlap=overlap, rings=_rings(ring), degrees=(degree,), directions=("query", "kv"),
+    )  # fmt: skip
+
+
+def _in_parallel(
+    of_degree: Callable[[int], tuple[Candidate, ...]], degrees: Sequence[int], ranks: Ranks
+) -> Iterable[tuple[Candidate, ...]]:
+    """Cost the degrees; on large clusters, where that takes seconds, in several processes."""
+    if ranks.size < LARGE:
+        return map(of_degree, degrees)
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as pool:
+        return list(pool.map(of_degree, degrees))
 
 
 def _length(mask: Mask) -> int:
@@ -152,7 +178,7 @@ class Drawing:
     """A schedule and its predicted timeline."""
 
     schedule: Schedule
-    events: Sequence[Event]
+    timeline: Timeline
     plan: Plan
     why: str
     """Why this way round, or this ring, and no other."""
@@ -207,6 +233,7 @@ def draw(
     pairs = pairs_of(dealt, problem.seen, problem.seq, ranks.size)
     seconds = work_of(shard, pairs.T if name == "query" else pairs, route, name, rates).of_action
     drawn, sizes = schedule(route, name, what), message_bytes(shard, route, name)
+    verify(drawn, ranks.intra)
     return Drawing(
         drawn,
         play(drawn, sizes, seconds, ranks.intra, rates),
@@ -214,6 +241,20 @@ def draw(
         reason(chosen, found),
         _sent(drawn, sizes, ranks.intra),
         _sent(schedule(route, name), sizes, ranks.intra),
+    )
+
+
+def exposed(drawing: Drawing, most: int = 5) -> str:
+    """Where communication is exposed: the longest waits of the rank that ends last."""
+    waits, seconds = drawing.timeline.exposed(), drawing.timeline.seconds
+    if not waits:
+        return "exposed: nothing: the rank that ends last never waits for a message"
+    total = sum(wait.seconds for wait in waits)
+    lines = "\n".join(f"  {wait}" for wait in waits[:most])
+    more = f"\n  and {len(waits) - most} shorter waits" if len(waits) > most else ""
+    return (
+        f"exposed: the rank that ends last waits {total * 1e3:.3g} of {seconds * 1e3:.3g} ms (predicted)\n"
+        f"{lines}{more}"
     )
 
 

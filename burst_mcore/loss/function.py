@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.loss.agreement import same_on_all
+from burst_mcore.dtypes import wide
 from burst_mcore.loss.arguments import Arguments, Call, autocast, checked
+from burst_mcore.loss.checksums import same_on_all
 from burst_mcore.loss.chunked import Wanted, Weights, repair
 from burst_mcore.loss.chunked import forward as losses_and_gradients
 from burst_mcore.loss.products import CACHED_ROWS, blocks
-from burst_mcore.loss.terms import wide
 
 ULPS = 8
 """Upstream gradients so near to c w_i count as c w_i: weights may have been normalised before c came."""
@@ -106,7 +106,7 @@ def fused_linear_cross_entropy(
         RuntimeError: in backward with create_graph, as there is no second derivative; or where upstream
             gradients differ between ranks of `tp_group`.
 
-    Source: paper, "sequence-level fusion of LM head and loss".
+    Source: BurstEngine (SC'25), "sequence-level fusion of LM head and loss".
     """
     hidden, weight, bias = autocast(hidden, weight, bias)
     terms = {
@@ -242,10 +242,10 @@ def _scalar_and_others(each: Tensor, expected: Tensor) -> tuple[Tensor, Tensor |
     c = c.where(c.isfinite(), 0.0)
     near = ULPS * torch.finfo(each.dtype).eps * torch.maximum(each.abs(), (c * expected).abs())
     others = ~((each - c * expected).abs() <= near) | ~each.isfinite()
-    found, anything = others.nonzero()[:, 0], (each != 0).nonzero()[:, 0]
-    if len(found) >= len(anything):
-        c, found = torch.zeros_like(c), anything
-    return c, found if len(found) else None
+    rows, nonzero = others.nonzero()[:, 0], (each != 0).nonzero()[:, 0]
+    if len(rows) >= len(nonzero):
+        c, rows = torch.zeros_like(c), nonzero
+    return c, rows if len(rows) else None
 
 
 def _handed_over(d_weight: Tensor, c: Tensor, dtype: torch.dtype, main_grad: Tensor | None) -> Tensor | None:

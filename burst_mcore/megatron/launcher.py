@@ -96,6 +96,10 @@ def _run_on_cpu() -> None:
     from burst_mcore.megatron import cpu
 
     os.environ.setdefault("RANK", "0")
+    given = {word.split("=")[0] for word in sys.argv}
+    for flag in ("--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2"):
+        if flag in given:
+            _refuse(f"{flag} needs CUDA: on the CPU use --use-distributed-optimizer")
     cpu.enable_training()
     sys.argv += _not_given(cpu.CPU_ARGUMENTS, sys.argv)
 
@@ -140,22 +144,15 @@ def install() -> None:
             f"megatron-core from 0.19 on; before, put a Megatron-LM checkout on PYTHONPATH."
         )
     from megatron.core.models.common.language_module.language_module import LanguageModule
-    from megatron.core.models.gpt.gpt_model import GPTModel
 
+    from burst_mcore.megatron.layouts import language_models
     from burst_mcore.megatron.patch import wrap, wrap_everywhere
 
     wrap(arguments, "add_megatron_arguments", _with_our_flags)
     wrap_everywhere(arguments, "validate_args", _with_our_checks)
     wrap_everywhere(training, "get_model", _refusing_stock_attention_alone)
     wrap(training, "build_pretraining_data_loader", _planned_ahead)
-    models = [GPTModel]
-    try:
-        from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-        models.append(HybridModel)
-    except ImportError:  # before 0.19
-        pass
-    for model in models:
+    for model in language_models():
         wrap(model, "__init__", _with_burst_specs)
         wrap(model, "__init__", _with_fused_loss)
     wrap(LanguageModule, "__init__", _refusing_a_fused_loss)
@@ -163,47 +160,36 @@ def install() -> None:
 
 def burst_is_chosen() -> bool:
     """Whether the command line asks for burst attention."""
-    from burst_mcore.megatron.arguments import megatron_arguments
+    from burst_mcore.megatron.arguments import burst_asked_for, from_command_line
 
-    try:
-        arguments = megatron_arguments()
-    except RuntimeError:
-        return False
-    return getattr(arguments, "context_parallel_attention_backend", "default") == "burst"
+    return from_command_line(burst_asked_for, otherwise=False)
 
 
 def fused_loss_is_chosen() -> bool:
     """Whether the command line asks for the fused loss."""
-    from burst_mcore.megatron.arguments import megatron_arguments
+    from burst_mcore.megatron.arguments import from_command_line
 
-    try:
-        return bool(getattr(megatron_arguments(), "burst_fused_loss", False))
-    except RuntimeError:
-        return False
+    return from_command_line(lambda arguments: bool(getattr(arguments, "burst_fused_loss", False)), False)
 
 
 def _use_the_layout_of_the_command_line() -> None:
     """Called before a model is built, and so before its first batch."""
-    from burst_mcore.megatron.arguments import megatron_arguments, setting
-    from burst_mcore.megatron.layouts import use_layout
+    from burst_mcore.layout import Layout
+    from burst_mcore.megatron.arguments import from_command_line, setting
+    from burst_mcore.megatron.layouts import ZIGZAG, use_layout
 
-    try:
-        layout = setting(megatron_arguments(), "layout")
-    except RuntimeError:
-        return
-    if layout != "zigzag":  # Megatron's own, or that of a script which called use_layout itself
+    layout = Layout.of(from_command_line(lambda arguments: setting(arguments, "layout"), ZIGZAG))
+    if layout != ZIGZAG:  # Megatron's own, or that of a script which called use_layout itself
         use_layout(layout)
 
 
 def _use_the_recompute_of_the_command_line() -> None:
-    from burst_mcore.checkpointing import Full
-    from burst_mcore.megatron.arguments import megatron_arguments, recompute_policy
+    from burst_mcore.checkpointing import Full, Policy
+    from burst_mcore.megatron.arguments import from_command_line, recompute_policy
     from burst_mcore.megatron.recompute import use_recompute
 
-    try:
-        policy = recompute_policy(megatron_arguments())
-    except RuntimeError:
-        return
+    default: Policy = Full()
+    policy = from_command_line(recompute_policy, default)
     if policy != Full():  # Megatron's own, or that of a script which called use_recompute itself
         use_recompute(policy)
 
@@ -263,7 +249,7 @@ def _with_burst_specs(init: Callable[..., None]) -> Callable[..., None]:
         _use_the_recompute_of_the_command_line()
         if burst_is_chosen():
             bound = signature.bind(*args, **kwargs)
-            for name in ("transformer_layer_spec", "mtp_block_spec", "hybrid_stack_spec"):
+            for name in ("transformer_layer_spec", "mtp_block_spec", "hybrid_stack_spec", "mamba_stack_spec"):
                 if bound.arguments.get(name) is not None:
                     bound.arguments[name] = with_burst_attention(bound.arguments[name])
             args, kwargs = bound.args, bound.kwargs

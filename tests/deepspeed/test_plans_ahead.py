@@ -3,13 +3,16 @@
 import random
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
-from engines import VOCABULARY, config_of, in_order, start
+from engines import VOCABULARY, config_of, in_order, model_of, quiet, start
 from ranks import processes
+from test_trainer import trained
 
-from burst_mcore.attention import function, passes
+from burst_mcore.attention import call as call_module
+from burst_mcore.attention import operator
 from burst_mcore.attention import prepare as prepare_module
 from burst_mcore.deepspeed.data.loader import ShardedLoader
 
@@ -50,7 +53,7 @@ class _Clock:
 def _waiting(rank, size):
     """(seconds of the steps, those of them in which the main thread planned or waited for plans)."""
     clock = _Clock()
-    for module, names in ((function, ("await_plan", "call_for")), (passes, ("program", "tiles_of"))):
+    for module, names in ((operator, ("call_of",)), (call_module, ("program", "tiles_of"))):
         for name in names:
             setattr(module, name, clock.around(getattr(module, name)))
     torch.set_num_threads(1)
@@ -80,6 +83,37 @@ def test_a_batch_is_handed_out_once_the_next_is_planned(monkeypatch):
         seen.append((len(planned), torch.equal(batch["input_ids"], batches[len(seen)]["input_ids"])))
     assert seen == [(2, True), (3, True), (3, True)]
     assert prepare_module.prepare(planned[0], tokens=TOKENS, ranks=97) == []
+
+
+def _order(rank, size, folder):
+    """Of each batch that a Trainer worked on, the documents; and those planned before it was handed out."""
+    import burst_mcore.deepspeed as burst
+    from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter
+    from burst_mcore.deepspeed.data import loader as loader_module
+
+    planned, before, own = [], [], BurstSPDataLoaderAdapter._part
+    loader_module.prepare = lambda mask, **how: planned.append(tuple(mask.document_ends.tolist()))
+
+    def part(self, whole):
+        ends = [*(whole["position_ids"][0] == 0).nonzero().flatten().tolist(), TOKENS]
+        before.append((tuple(ends), list(planned)))
+        return own(self, whole)
+
+    BurstSPDataLoaderAdapter._part = part
+    quiet()
+    burst.replace_ulysses()
+    long = partial(model_of, max_position_embeddings=TOKENS)
+    trained(f"{folder}/{rank}", size, _packed(6), model=long, max_steps=6)
+    return before
+
+
+def test_the_trainer_plans_the_next_load_while_it_works_on_one(tmp_path):
+    pytest.importorskip("accelerate")
+    for before in processes(2, _order, str(tmp_path)):
+        documents = [ends for ends, _ in before]
+        assert len(set(documents)) == 6
+        for index, (_, planned) in enumerate(before[:-1]):
+            assert documents[index + 1] in planned, index
 
 
 def test_a_loader_that_fails_hands_out_what_it_had():

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.autotune.cost import Shard, mean_bytes, message_bytes, pass_flops
+from burst_mcore.attention.autotune.bounds import at_least
+from burst_mcore.attention.autotune.cost import mean_bytes, message_bytes, pass_flops
 from burst_mcore.attention.autotune.lockstep import Pass, Played, Work, play_all
 from burst_mcore.attention.autotune.simulate import play
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.runtime.head_exchange import why_not_heads
 from burst_mcore.attention.schedule.route import Route, schedule
+from burst_mcore.attention.shard import Shard
+from burst_mcore.config import RINGS as LEGAL_RINGS
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
@@ -24,7 +30,7 @@ from burst_mcore.rates import Rates
 AS_FAST = 1.01
 """Candidates within this factor of the fastest are as fast: the model knows no better. Nor does it where
 communication that is exposed differs by less than that share of the time."""
-RINGS = ("double", "flat", "direct")
+RINGS = LEGAL_RINGS[1:]  # all but "auto"
 PARTNERS = 2**14
 """Pairs of positions that exchange rows, at most, for a direct exchange to be considered beside rings: every
 pair is a connection, and is looked at one by one."""
@@ -118,6 +124,20 @@ def overlaps(overlap: bool, degree: int, ranks: Ranks, rates: Rates) -> bool:
     return overlap and (rates.hidden or degree < ranks.size or degree == 1)
 
 
+@dataclass(frozen=True)
+class Slower:
+    """A way that was not played, since a lower bound on its time is above that of the fastest."""
+
+    ring: str
+    heads: int
+    direction: str
+    at_least: float
+    """Seconds."""
+
+    def __str__(self) -> str:
+        return f"{self.ring}, head_parallel={self.heads}, {self.direction}"
+
+
 @lru_cache(maxsize=64)
 def candidates(
     shard: Shard,
@@ -138,20 +158,119 @@ def candidates(
 
     n: tokens in the global sequence.
     """
-    found: list[Candidate] = []
-    for degree in degrees:
-        costs = _Costs(shard, layout, mask, n, ranks, rates, degree)
-        ways: dict[tuple[Route, str], str] = {}
-        for ring, direction in itertools.product(rings, directions):
-            route = route_for(degree, ranks, ring=ring, overlap=overlaps(overlap, degree, ranks, rates))
-            if ring == "flat" and "double" in rings and degree >= ranks.intra:
-                continue  # between nodes that share all heads the two are one
-            if len(rings) == 1 or not route.direct or costs.partners(direction) <= PARTNERS:
-                ways.setdefault((route, direction), ring)
-        costs.play(ways)
-        for (route, direction), ring in ways.items():
-            found.append(best([costs.candidate(ring, way, direction) for way in costs.ways(route)]))
-    return tuple(found)
+    with _collector_paused():
+        search = _Search(shard, layout, mask, n, ranks, rates, overlap, rings, degrees, directions)
+        for contest in search.contests:
+            search.play(contest)
+    return tuple(search.played)
+
+
+@lru_cache(maxsize=64)
+def contenders(
+    shard: Shard,
+    layout: Layout,
+    mask: Mask,
+    n: int,
+    ranks: Ranks,
+    rates: Rates,
+    *,
+    overlap: bool,
+    rings: tuple[str, ...],
+    degrees: tuple[int, ...],
+    directions: tuple[str, ...],
+) -> tuple[tuple[Candidate, ...], tuple[Slower, ...]]:
+    """The `candidates` that may be the best, costed, and those that are slower for certain, with a bound.
+
+    The best is the same: a way is passed over only where its lower bound is above `AS_FAST` times the time of
+    a way that was played.
+    """
+    slower: list[Slower] = []
+    with _collector_paused():
+        search = _Search(shard, layout, mask, n, ranks, rates, overlap, rings, degrees, directions)
+        # Rings are too alike for bounds to tell them apart; beside a direct exchange bounds pay.
+        sparse = any(route.direct for contest in search.contests for route, _ in contest.ways)
+        contests = sorted(search.contests, key=lambda contest: contest.bound) if sparse else search.contests
+        for contest in contests:
+            if not sparse or contest.bound <= AS_FAST * search.fastest:
+                search.play(contest)
+            else:
+                slower += (
+                    Slower(ring, route.heads, direction, contest.bound)
+                    for (route, direction), ring in contest.ways.items()
+                )
+    return tuple(search.played), tuple(slower)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pause Python's cyclic garbage collector: it would take as long as the plays, which make no cycles."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@dataclass(frozen=True)
+class _Contest:
+    """Ways that are played together, and the seconds that each of them takes at least."""
+
+    costs: _Costs
+    ways: dict[tuple[Route, str], str]
+    """The ring's word, by route and what travels in backward."""
+
+    @cached_property
+    def bound(self) -> float:
+        return min(self.costs.at_least(route, direction) for route, direction in self.ways)
+
+
+class _Search:
+    """All ways that a call may take, and the candidates of those that were played."""
+
+    def __init__(
+        self,
+        shard: Shard,
+        layout: Layout,
+        mask: Mask,
+        n: int,
+        ranks: Ranks,
+        rates: Rates,
+        overlap: bool,
+        rings: tuple[str, ...],
+        degrees: tuple[int, ...],
+        directions: tuple[str, ...],
+    ) -> None:
+        self.played: list[Candidate] = []
+        self.contests: list[_Contest] = []
+        for degree in degrees:
+            costs = _Costs(shard, layout, mask, n, ranks, rates, degree)
+            ways: dict[tuple[Route, str], str] = {}
+            for ring, direction in itertools.product(rings, directions):
+                route = route_for(degree, ranks, ring=ring, overlap=overlaps(overlap, degree, ranks, rates))
+                if ring == "flat" and "double" in rings and degree >= ranks.intra:
+                    continue  # between nodes that share all heads the two are one
+                if len(rings) == 1 or not route.direct or costs.partners(direction) <= PARTNERS:
+                    ways.setdefault((route, direction), ring)
+            together: dict[tuple[Route, str], dict[tuple[Route, str], str]] = {}
+            for (route, direction), ring in ways.items():
+                # Both directions of a ring are played at once, at little more than one's cost.
+                alone = direction if route.direct else ""
+                together.setdefault((route, alone), {})[route, direction] = ring
+            self.contests += (_Contest(costs, group) for group in together.values())
+
+    def play(self, contest: _Contest) -> None:
+        costs = contest.costs
+        costs.play(contest.ways)
+        self.played += (
+            best([costs.candidate(ring, way, direction) for way in costs.ways(route)])
+            for (route, direction), ring in contest.ways.items()
+        )
+
+    @property
+    def fastest(self) -> float:
+        return min((candidate.seconds for candidate in self.played), default=math.inf)
 
 
 class _Costs:
@@ -198,6 +317,8 @@ class _Costs:
         wanted: dict[tuple[Route, str], Pass] = {}
         for route, direction in ways:
             for way, name in itertools.product(self.ways(route), ("forward", direction)):
+                if (way, name) in self.played:
+                    continue
                 # Not hidden: messages take the cores that compute.
                 played = way if self.rates.hidden else replace(way, overlap=False)
                 sizes = message_bytes(self.shard, route, name)
@@ -205,10 +326,28 @@ class _Costs:
                 wanted.setdefault((way, name), Pass(played, name, sizes, work))
         at_once = {key: each for key, each in wanted.items() if self.in_lockstep(each)}
         played_all = play_all(self.plan, [*at_once.values()], self.ranks.intra, self.rates)
-        self.played = dict(zip(at_once, played_all, strict=True))
+        self.played |= zip(at_once, played_all, strict=True)
         for key, each in wanted.items():
             if key not in at_once:
                 self.played[key] = self.one_by_one(each)
+
+    def at_least(self, route: Route, direction: str) -> float:
+        """Seconds that the better way round takes at least, forward and backward."""
+        return min(
+            sum(
+                at_least(
+                    name,
+                    way,
+                    self.plan.reading(of_queries=name == "query"),
+                    self.work(route, name),
+                    message_bytes(self.shard, route, name),
+                    self.ranks.intra,
+                    self.rates,
+                )
+                for name in ("forward", direction)
+            )
+            for way in self.ways(route)
+        )
 
     def work(self, route: Route, name: str) -> Work:
         if name not in self.works:
@@ -222,9 +361,9 @@ class _Costs:
 
     def one_by_one(self, each: Pass) -> Played:
         drawn = schedule(each.route, each.name, self.plan)
-        events = play(drawn, each.sizes, each.work.of_action, self.ranks.intra, self.rates)
+        timeline = play(drawn, each.sizes, each.work.of_action, self.ranks.intra, self.rates)
         sent = mean_bytes(drawn.programs, each.sizes, self.ranks.intra)
-        return Played(max(event.end for event in events), each.work.busiest, sent)
+        return Played(timeline.seconds, each.work.busiest, sent)
 
     def tied(self, route: Route) -> int:
         """See `Candidate.tied`."""
@@ -280,23 +419,26 @@ def _second(candidate: Candidate) -> bool:
     return (candidate.direction == "query") == (candidate.route.positions == 1)
 
 
-def reason(chosen: Candidate, found: Sequence[Candidate]) -> str:
-    """Why it was chosen, in words."""
+def reason(chosen: Candidate, found: Sequence[Candidate], slower: Sequence[Slower] = ()) -> str:
+    """Why it was chosen, in words; slower: the ways that were not played."""
     if chosen.seconds == 0:
         return "nothing is to be done"
     bound = chosen.compute_seconds / chosen.seconds
     what = f"{bound:.0%} of its {chosen.seconds:.3g} s is kernel time"
     others = [c for c in found if c is not chosen]
+    if not others and slower:
+        least = min(way.at_least for way in slower) / chosen.seconds
+        return f"fastest: every other way takes at least {least - 1:.0%} longer; {what}"
     if not others:
         return f"the only one; {what}"
     rival = min(others, key=lambda c: c.seconds)
-    slower = rival.seconds / chosen.seconds
-    if slower > AS_FAST:
-        return f"fastest: the next, {rival}, takes {slower - 1:.0%} longer; {what}"
-    if slower >= 1:
-        return f"fastest, with {rival} {slower - 1:.2%} behind; {_saved(chosen, rival)}; {what}"
+    ratio = rival.seconds / chosen.seconds
+    if ratio > AS_FAST:
+        return f"fastest: the next, {rival}, takes {ratio - 1:.0%} longer; {what}"
+    if ratio >= 1:
+        return f"fastest, with {rival} {ratio - 1:.2%} behind; {_saved(chosen, rival)}; {what}"
     return (
-        f"as fast as {rival} ({1 / slower - 1:.2%} slower, which the model cannot tell); "
+        f"as fast as {rival} ({1 / ratio - 1:.2%} slower, which the model cannot tell); "
         f"{_saved(chosen, rival)}; {what}"
     )
 

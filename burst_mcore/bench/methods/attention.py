@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.attention.function import burst_attention
+from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.runtime.head_exchange import why_not_heads
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.bench.core import Case, Method, World, package

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from burst_mcore.bench.core import Method, World, package
+from burst_mcore.dtypes import wide
 from burst_mcore.loss import fused_linear_cross_entropy
-from burst_mcore.loss.terms import wide
 
 IGNORED = -100
 """The label of tokens without loss: the one way to mask that every method has."""

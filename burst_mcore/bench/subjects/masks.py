@@ -9,7 +9,6 @@ from functools import partial
 import torch
 
 from burst_mcore.attention.autotune.choose import Ranks, best, candidates
-from burst_mcore.attention.autotune.cost import Shard
 from burst_mcore.attention.geometry.pattern import Seen
 from burst_mcore.attention.geometry.plan import Plan, plan
 from burst_mcore.attention.geometry.rows import count, take
@@ -19,6 +18,7 @@ from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.attention.schedule.actions import Send
 from burst_mcore.attention.schedule.route import Route, program
+from burst_mcore.attention.shard import Shard
 from burst_mcore.bench.core import Bar, Derived, Stage, Subject, Table, Trial, World, over
 from burst_mcore.bench.methods.attention import RingCase
 from burst_mcore.bench.subjects.attention import on_first, ring_trial
@@ -154,7 +154,15 @@ def _derive(case: MaskCase, table: Table) -> Derived:
 
 def _route(case: MaskCase, planned: Plan) -> Route:
     """The way that "auto" takes."""
-    shape = Shard(1, planned.rows, case.heads, case.kv_heads, case.head_dim, case.head_dim, 4, 4)
+    shape = Shard(
+        batch=1,
+        tokens=planned.rows,
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        value_dim=case.head_dim,
+        dtype=torch.float32,
+    )
     return best(
         candidates(
             shape, case.dealt, case.seen, case.seq, Ranks(case.ranks, case.ranks), DEFAULT["cpu"],

@@ -10,12 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from burst_mcore.attention.autotune.choose import RINGS, Ranks, best, candidates, typical
-from burst_mcore.attention.autotune.cost import Shard
+import torch
+
+from burst_mcore.attention.autotune.choose import RINGS, Ranks, best, contenders, typical
 from burst_mcore.attention.geometry.plan import plan
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.aten import CPU
 from burst_mcore.attention.schedule.route import Route, program
+from burst_mcore.attention.shard import Shard
 from burst_mcore.bench.core import Bar, Case, Method, Stage, Subject, Trial, World
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
@@ -69,13 +71,14 @@ def _new_documents(size: int) -> None:
 def _auto(size: int, mask: Mask) -> None:
     """What "auto" does in the first call, head_parallel=1: 32 heads, 8 K/V heads, bfloat16."""
     layout, mask = typical(Layout("zigzag"), mask, TOKENS * size, size)
-    shard = Shard(1, TOKENS, 32, 8, 128, 128, itemsize=2, grad_itemsize=4)
-    best(
-        candidates(
-            shard, layout, mask, TOKENS * size, Ranks(size, NODE), DEFAULT["cuda"],
-            overlap=True, rings=RINGS, degrees=(1,), directions=("query", "kv"),
-        )
+    shard = Shard(
+        batch=1, tokens=TOKENS, heads=32, kv_heads=8, head_dim=128, value_dim=128, dtype=torch.bfloat16
+    )
+    played, _ = contenders(
+        shard, layout, mask, TOKENS * size, Ranks(size, NODE), DEFAULT["cuda"],
+        overlap=True, rings=RINGS, degrees=(1,), directions=("query", "kv"),
     )  # fmt: skip
+    best(played)
 
 
 PLANNED: dict[str, Callable[[int], object]] = {

@@ -10,9 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from burst_mcore.attention.autotune.cost import Shard, allowed_pairs, pass_flops
+from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
 from burst_mcore.attention.recompute.cuts import cut_for, front
 from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.shard import Shard
 from burst_mcore.bench.core import Bar, Case, Derived, Method, Stage, Subject, Table, Trial, World
 from burst_mcore.bench.gate import relative
 from burst_mcore.bench.memory import peak_bytes
@@ -197,7 +198,15 @@ def _derive(case: LayersCase, table: Table) -> Derived:
     The model: the time of attention's own forward, times the share that is not recomputed.
     """
     dim = case.hidden // case.heads
-    shard = Shard(1, case.seq // case.ranks, case.heads, case.heads, dim, dim, 4, 4)
+    shard = Shard(
+        batch=1,
+        tokens=case.seq // case.ranks,
+        heads=case.heads,
+        kv_heads=case.heads,
+        head_dim=dim,
+        value_dim=dim,
+        dtype=torch.float32,
+    )
     flops = case.layers * pass_flops(shard, allowed_pairs(Mask.causal(), case.seq), "forward")
     for name in (m for m, meter in table if meter == "error"):
         policy = policy_of(name) if name in METHODS["layers"] else None

@@ -19,11 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_mcore.attention.autotune.choose import RINGS, Candidate, Ranks, best, candidates, legal_degrees
-from burst_mcore.attention.autotune.cost import Shard, allowed_pairs, pass_flops
+from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
 from burst_mcore.attention.geometry.pattern import Seen
 from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Scores
 from burst_mcore.attention.kernels.table import KERNELS, choose
+from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.shard import Shard
 from burst_mcore.bench.core import (
     ALL,
     Bar,
@@ -101,7 +103,15 @@ class ClusterCase(Case):
 
     @property
     def shard(self) -> Shard:
-        return Shard(1, self.tokens, self.heads, self.kv_heads, self.head_dim, self.head_dim, 4, 4)
+        return Shard(
+            batch=1,
+            tokens=self.tokens,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            value_dim=self.head_dim,
+            dtype=torch.float32,
+        )
 
     def with_compute(self, of_hop: float) -> ClusterCase:
         """The same with a kernel whose forward of one round takes `of_hop` hops of K, V between nodes."""
@@ -163,7 +173,8 @@ def _methods(case: ClusterCase) -> Mapping[str, Method]:
 def _stage(case: ClusterCase, world: World) -> Stage:
     latency = _latency(world)
     KERNELS["timed"] = timed_kernel(case.compute)
-    choose.cache_clear()
+    choose.cache_clear()  # kernels and calls that are remembered name the kernel of the case before
+    call_of.cache_clear()
     rates = replace(case.rates, latency=latency)
     topology = Topology.from_group(world.group, intra_size=case.intra, rates=rates)
 
@@ -223,7 +234,13 @@ def timed_kernel(rate: float) -> Kernel:
         rows, columns = q.shape[1], k.shape[1]
         pairs = rows * (rows + 1) // 2 if seen.causal else rows * columns
         shard = Shard(
-            q.shape[0], rows, q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.itemsize, q.itemsize
+            batch=q.shape[0],
+            tokens=rows,
+            heads=q.shape[2],
+            kv_heads=k.shape[2],
+            head_dim=q.shape[3],
+            value_dim=v.shape[3],
+            dtype=q.dtype,
         )
         time.sleep(pass_flops(shard, pairs, name) / rate)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from burst_mcore.attention.arguments import Shape
 from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.attention.shard import Shard
 from burst_mcore.bench.core import (
     Bar,
     Case,
@@ -100,10 +100,17 @@ def _stage(case: VirtualCase, world: World) -> Stage:
     of the device, as where kernels take their time.
     """
     kernel = _fastest(case, world)
-    shape = Shape(1, case.tokens, case.heads, case.heads, case.head_dim, case.head_dim)
+    shape = Shard(
+        batch=1,
+        tokens=case.tokens,
+        heads=case.heads,
+        kv_heads=case.heads,
+        head_dim=case.head_dim,
+        value_dim=case.head_dim,
+        dtype=DTYPES[case.dtype],
+    )
     options: dict[str, Any] = {
         "mask": Mask.causal(), "direction": case.direction, "kernel": kernel, "device": world.device,
-        "dtype": DTYPES[case.dtype],
     }  # fmt: skip
     rank, quiet = (VirtualRank(shape, case.size, source=s, **options) for s in (case.source, "nowhere"))
     idle = VirtualRank(shape, case.size, source="nowhere", works=False, **options)

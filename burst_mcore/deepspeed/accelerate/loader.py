@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from burst_mcore.deepspeed.data.batches import IGNORED
+from burst_mcore.deepspeed.data.batches import CUMULATED, IGNORED
 from burst_mcore.deepspeed.data.loader import ShardedLoader
+from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.models.sequence import SequenceParallel
 
 
 class BurstSPDataLoaderAdapter(ShardedLoader):
-    """Stands where UlyssesSPDataLoaderAdapter stands: every rank loads its own, and all work on each in turn.
+    """Takes the place of UlyssesSPDataLoaderAdapter: every rank loads batches, and all work on each in turn.
 
     Batches need no position_ids and may be of any length; labels are shifted here, and in evaluation handed
     out unshifted as well. With D sequence groups, micro-batch i of group g is batch i D + g of the dataset:
@@ -38,6 +39,7 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         self._skipped = 0
         self._batches: Iterator[dict[str, Any]] | None = None
         self._in_order = _take_turns(dl, self.size)
+        self._newest = _Newest(dl)
 
     def __getattr__(self, name: str) -> Any:
         """What is asked of a loader besides (its dataset, its samplers) is the inner loader's."""
@@ -91,12 +93,31 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
     def _prepared(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         if is_of_preferences(batch):
             return {name: x.cpu() if isinstance(x, Tensor) else x for name, x in batch.items()}
-        found, tokens = super()._prepared(batch), batch["input_ids"].shape[1]
+        whole, tokens = super()._prepared(batch), batch["input_ids"].shape[1]
         labels = batch.get("labels")
         if self.evaluates and isinstance(labels, Tensor):  # in training a loss made of them would be wrong
-            padding = found["input_ids"].shape[1] - tokens
-            found["labels"] = pad(labels.cpu(), (0, padding), value=IGNORED)
-        return {**found, _TOKENS: tokens}
+            padding = whole["input_ids"].shape[1] - tokens
+            whole["labels"] = pad(labels.cpu(), (0, padding), value=IGNORED)
+        return {**whole, _TOKENS: tokens}
+
+    def _wholes(self, batch: dict[str, Any], states: list[int]) -> list[dict[str, Any]]:
+        return super()._wholes({**batch, _UPCOMING: self._upcoming()}, states)
+
+    def _upcoming(self) -> Tensor | None:
+        """The position_ids of this rank's batch in the next load, if that was read and has documents.
+
+        All ranks of the group tell each other, and plan for it while they work on this load.
+        """
+        batch = self._newest.batch
+        if getattr(self.dl, "end_of_dataloader", False) or not isinstance(batch, Mapping):
+            return None
+        if not any(name in batch for name in (*CUMULATED, "position_ids")):
+            return None
+        try:
+            positions: Tensor = super()._prepared(batch)["position_ids"]
+        except RefusedError:  # that batch's own turn will say so
+            return None
+        return positions
 
     def _part(self, whole: dict[str, Any]) -> dict[str, Any]:
         self.rows = len(whole["input_ids"])
@@ -112,6 +133,8 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
 
         In evaluation turns are left out in which no group has a sample of the dataset.
         """
+        for upcoming in [whole.pop(_UPCOMING) for whole in wholes]:
+            self._plan(upcoming)
         self.last = bool(getattr(self.dl, "end_of_dataloader", False))
         turns = list(range(self._skipped, len(wholes)))
         self._skipped = 0
@@ -127,12 +150,30 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         return any(self.of_the_dataset(rows))
 
 
+class _Newest:
+    """The batch that a loader of Accelerate's read last, one ahead of the batch that it hands out."""
+
+    def __init__(self, loader: Any) -> None:
+        self.batch: Any = None
+        inner = getattr(loader, "base_dataloader", None)
+        if inner is not None:
+            own = inner.__iter__
+
+            def watched() -> Iterator[Any]:
+                for self.batch in own():
+                    yield self.batch
+
+            inner.__iter__ = watched  # what Accelerate calls, by this name
+
+
+_UPCOMING = "burst_mcore_upcoming"
+"""The key under which a rank's batch brings the positions of the batch after it."""
 _TOKENS = "burst_mcore_tokens"
-"""The key under which a whole batch says how many tokens it had before padding."""
+"""The key of a whole batch for its number of tokens before padding."""
 _sequences: dict[int, ref[SequenceParallel]] = {}
-"""By sequence group, which is never freed: the model that was prepared last, for which batches are dealt."""
+"""By sequence group, which is never freed, the model that was prepared last: batches are dealt for it."""
 _adapters: WeakKeyDictionary[Any, ref[BurstSPDataLoaderAdapter]] = WeakKeyDictionary()
-"""By the loader of Accelerate's that each goes over."""
+"""Adapters, by the loader of Accelerate that each goes over."""
 
 
 def deal_for(sequence: SequenceParallel) -> None:
@@ -141,7 +182,7 @@ def deal_for(sequence: SequenceParallel) -> None:
 
 
 def adapter_of(loader: Any) -> BurstSPDataLoaderAdapter | None:
-    """The adapter that goes over a loader of Accelerate's."""
+    """Return the adapter that goes over a loader of Accelerate."""
     adapter = None if loader is None else _adapters.get(loader)
     return None if adapter is None else adapter()
 

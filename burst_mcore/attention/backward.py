@@ -1,4 +1,4 @@
-"""The two passes of distributed attention: tiles x kernel x merge, driven by the ring.
+"""Backward: one side travels, its gradient a step behind; the other side's gradient stays (algorithms 1, 2).
 
 Letters: B batch, S rows of this rank, P rows of its position on the ring (S, or those of its head group
 pooled), H query heads, D head dim. Tensors are [B, S or P, H, D], the statistics lse and delta
@@ -8,177 +8,28 @@ pooled), H query heads, D head dim. Tensors are [B, S or P, H, D], the statistic
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.geometry.plan import Plan
-from burst_mcore.attention.geometry.rows import Rows, axis, count, pieces, take, within
-from burst_mcore.attention.geometry.tiles import Tile, tiles_of
-from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
-from burst_mcore.attention.numerics.merge import GradientSum, OnlineSoftmax
-from burst_mcore.attention.numerics.rowwise import output_stand_in, wide
+from burst_mcore.attention.call import Call, Keys, Queries, room_like, sendable
+from burst_mcore.attention.geometry.rows import Rows, pieces, take, within
+from burst_mcore.attention.geometry.tiles import Tile
+from burst_mcore.attention.kernels.kernel import RowGradients
+from burst_mcore.attention.numerics.merge import GradientSum
+from burst_mcore.attention.numerics.rowwise import output_stand_in
 from burst_mcore.attention.runtime.buffers import Lease
 from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
-from burst_mcore.attention.runtime.head_exchange import HeadGroup, Inward, Outward, pooled_like
+from burst_mcore.attention.runtime.head_exchange import Inward, Outward, pooled_like
 from burst_mcore.attention.schedule.actions import BUNDLE, DATA, RESULT, ROWS, SUM
 from burst_mcore.attention.schedule.ring import home_sum
-from burst_mcore.attention.schedule.route import Route, program
 
 
-@dataclass(frozen=True)
-class Call:
-    """Everything that forward and backward need besides tensors."""
-
-    rank: int
-    route: Route
-    plan: Plan
-    """What meets what, by positions of the route."""
-    scores: Scores
-    problem: Problem
-    """What the kernel is asked to serve."""
-    kernel: Kernel
-    direction: str
-    """What travels in backward: "query" or "kv"."""
-    grad_dtype: torch.dtype
-    transport: Transport
-    kv_heads: int
-    """K/V heads in all."""
-    lse_at_home: bool = False
-    """Under head x ring lse, too, goes back to the rank that owns its rows."""
-
-    @property
-    def position(self) -> int:
-        """The place on the ring of this rank's head group."""
-        return self.rank // self.route.heads
-
-    def tiles(
-        self, q_at: int, k_at: int, *, q_part: int | None = None, k_part: int | None = None
-    ) -> tuple[Tile, ...]:
-        """Where the queries of one position, or of a member there, meet the keys of another."""
-        return tiles_of(self.plan, q_at, k_at, self.kernel.abilities, q_part=q_part, k_part=k_part)
-
-    @property
-    def rows(self) -> int:
-        """Rows of a rank, padding included."""
-        return self.plan.rows // self.route.heads
-
-    @property
-    def head_group(self) -> HeadGroup:
-        """The ranks that share heads with this one."""
-        h = self.route.heads
-        rows = (self.plan.member_rows(self.position, member) for member in range(h))
-        return HeadGroup(self.rank % h, tuple(rows))
-
-
-class Queries(NamedTuple):
-    """The query side of backward, in the order in which it travels."""
-
-    q: Tensor
-    dout: Tensor
-    delta: Tensor
-    lse: Tensor
-
-
-class Keys(NamedTuple):
-    """The key side."""
-
-    k: Tensor
-    v: Tensor
-
-
-class Attended(NamedTuple):
-    """What a forward returns, and what its backward needs besides."""
-
-    out: Tensor
-    """[B, S, H, D]."""
-    lse: Tensor | None
-    """[B, H, S]; under head x ring only if the call wants it at home."""
-    q: Tensor
-    """q, k, v and lse as they are on the ring: rows pooled, heads shared."""
-    k: Tensor
-    v: Tensor
-    ring_lse: Tensor
-
-
-def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Attended:
-    """Attention of this rank's queries over the whole sequence: K, V travel (paper algorithm 4).
-
-    sinks [H]: a score of each head that takes part in every row's softmax, and brings no value.
-    """
-    with Lease() as lease:
-        return _Forward(call, q, k, v, sinks, lease).run()
-
-
-class _Forward:
-    def __init__(
-        self, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lease: Lease
-    ) -> None:
-        self.call, self.lease = call, lease
-        self.own = q, k, v
-        if sinks is not None:
-            sinks = sinks.unflatten(0, (call.route.heads, -1))[call.rank % call.route.heads]
-        self.exchanges: dict[str, Exchange] = {}
-        if call.route.heads > 1:
-            group = call.head_group
-            q, k, v = (torch.empty(pooled_like(x, group), dtype=x.dtype, device=x.device) for x in (q, k, v))
-            self.exchanges = {
-                BUNDLE: Inward(group, self.own[1:], (k, v), lease),
-                ROWS: Inward(group, self.own[:1], (q,), lease),
-                RESULT: Outward(group, self.result_rows, self.new_results(), lease),
-            }
-        self.q, self.k, self.v = q, k, v
-        self.softmax = OnlineSoftmax(q, value_dim=v.shape[-1], sinks=sinks)
-
-    def run(self) -> Attended:
-        home = _sendable(self.call, (self.k, self.v))
-        ring = Ring(self.call.transport, self.call.rank, home, self.new, self.free, self.exchanges)
-        ring.run(program(self.call.rank, self.call.route, "forward", self.call.plan), self.compute)
-        out, lse = self.softmax.result()
-        if not self.exchanges:
-            return Attended(out, lse, self.q, self.k, self.v, lse)
-        own = self.results
-        return Attended(own[0], own[1] if self.call.lse_at_home else None, self.q, self.k, self.v, lse)
-
-    def compute(self, source: int, part: int | None, bundle: Bundle, held: Rows | None) -> None:
-        """Attend the queries, or a member's, to the keys of one bundle, tile by tile."""
-        k, v = bundle
-        for tile in self.call.tiles(self.call.position, source, q_part=part):
-            at = within(held, tile.k)
-            rows, kernel = (take(self.q, tile.q), take(k, at), take(v, at)), self.call.kernel
-            running = self.softmax.running(tile.q) if kernel.in_place else None
-            if kernel.in_place and running:
-                out, lse, fresh = running
-                kernel.in_place.merge_forward(*rows, tile.seen, self.call.scores, out, lse, fresh=fresh)
-                continue
-            out, lse = kernel.forward(*rows, tile.seen, self.call.scores)
-            self.softmax.add(tile.q, out, lse)
-
-    def new(self, kind: str, rows: Rows | None) -> Bundle:
-        assert kind == DATA
-        return _room(self.lease, (self.k, self.v), rows)
-
-    def free(self, bundle: Bundle) -> None:
-        for tensor in bundle:
-            self.lease.free(tensor)
-
-    def new_results(self) -> Bundle:
-        q, _, v = self.own
-        out = q.new_empty((*q.shape[:3], v.shape[-1]))
-        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide(q.dtype))
-        self.results: Bundle = (out, lse) if self.call.lse_at_home else (out,)
-        return self.results
-
-    def result_rows(self, at: range) -> Bundle:
-        out, lse = self.softmax.rows(at)
-        return (out, lse) if self.call.lse_at_home else (out,)
-
-
-def backward(call: Call, queries: Queries, keys: Keys, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv): one side travels, its gradient a step behind; the other stays (algorithms 1 and 2).
+def backward(
+    call: Call, transport: Transport, queries: Queries, keys: Keys, out: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv), in the dtypes of q, k and v.
 
     Args:
         call: that of the forward.
@@ -187,7 +38,7 @@ def backward(call: Call, queries: Queries, keys: Keys, out: Tensor) -> tuple[Ten
         out: of the rank's own rows; it never travels.
     """
     with Lease() as lease:
-        return _Backward(call, queries, keys, out, lease).run()
+        return _Backward(call, queries, keys, out, lease).run(transport)
 
 
 Share = Bundle | Callable[..., None]
@@ -216,19 +67,19 @@ class _Backward:
         """Gradients of the travelling bundle from the last compute, by its rows."""
         self.went: Bundle | None = None
 
-    def run(self) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
         home: Bundle = self.queries if self.query_travels else self.keys
         outward = self.outward() if self.heads_shared else {}
         ring = Ring(
-            self.call.transport,
+            transport,
             self.call.rank,
-            _sendable(self.call, home),
+            sendable(self.call, home),
             self.new,
             self.free,
             {**self.inward, **outward},
         )
         self.ring = ring
-        self.steps = program(self.call.rank, self.call.route, self.call.direction, self.call.plan)
+        self.steps = self.call.program(self.call.direction)
         ring.run(self.steps, self.compute, self.accumulate)
         if self.heads_shared:
             went, stayed = outward[SUM].own, outward[RESULT].own
@@ -322,8 +173,8 @@ class _Backward:
     def new(self, kind: str, rows: Rows | None) -> Bundle:
         """A buffer for these rows of a travelling bundle, or of its gradient."""
         if kind == DATA:
-            return _room(self.lease, self.queries if self.query_travels else self.keys, rows)
-        return _room(self.lease, self.travelling, rows, self.call.grad_dtype)
+            return room_like(self.lease, self.queries if self.query_travels else self.keys, rows)
+        return room_like(self.lease, self.travelling, rows, self.call.grad_dtype)
 
     def free(self, bundle: Bundle) -> None:
         """A buffer that is not needed any more."""
@@ -335,7 +186,7 @@ class _Backward:
         buffer = home_sum(self.steps)
         if buffer is not None and self.ring.rows(buffer) is None:
             return self.ring.buffer(buffer)
-        whole = _room(self.lease, self.travelling, None, self.call.grad_dtype)
+        whole = room_like(self.lease, self.travelling, None, self.call.grad_dtype)
         for total in whole:
             total.zero_()
         if buffer is not None:
@@ -371,19 +222,3 @@ class _Backward:
 
     def _stayed(self, at: range) -> Bundle:
         return tuple(total.rows(at) for total in self.staying)
-
-
-def _room(lease: Lease, like: Bundle, rows: Rows | None, dtype: torch.dtype | None = None) -> Bundle:
-    """Uninitialised tensors like these, but for `rows` of them alone."""
-    room = []
-    for x in like:
-        shape = list(x.shape)
-        if rows is not None:
-            shape[axis(x)] = count(rows)
-        room.append(lease.empty(shape, dtype or x.dtype, x.device))
-    return tuple(room)
-
-
-def _sendable(call: Call, bundle: Bundle) -> Bundle:
-    """Contiguous, as messages must be, if there is anybody to send to."""
-    return tuple(x.contiguous() for x in bundle) if call.route.positions > 1 else tuple(bundle)

@@ -1,7 +1,7 @@
-"""What the arguments of a call ask for: a `Call`, or a ValueError that says what is wrong.
+"""A request: what one rank asks of attention. It is checked here, and resolved to a `Call`, or refused.
 
-A rank cannot tell the length of the global sequence from its own share, so checking has two halves: `checked`
-before the ranks have met, `call_for` after.
+A rank cannot tell the length of the global sequence from its own share, so checking has two halves:
+`validate` before the ranks have met, `resolve` after.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from burst_mcore.agreement import Signature
 from burst_mcore.attention.autotune.choose import (
     RINGS,
     Ranks,
     best,
-    candidates,
+    contenders,
     legal_degrees,
     overlaps,
     reason,
@@ -29,51 +29,75 @@ from burst_mcore.attention.autotune.choose import (
     typical,
     why_not_degree,
 )
-from burst_mcore.attention.autotune.cost import Shard
+from burst_mcore.attention.call import Call
 from burst_mcore.attention.geometry.plan import plan
 from burst_mcore.attention.kernels.kernel import Problem, Scores
 from burst_mcore.attention.kernels.table import choose
-from burst_mcore.attention.passes import Call
-from burst_mcore.attention.runtime.agreement import Signature
-from burst_mcore.attention.runtime.executor import ProcessGroups
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.route import Route
+from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
+from burst_mcore.dtypes import DTYPES
+from burst_mcore.handles import find, known
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.rates import DEFAULT, Rates
 
 logger = logging.getLogger("burst_mcore")
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+REQUESTS = 256
+"""Requests that are remembered: of so many masks, configurations and shapes, those used last."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What is known of a call before the length of the global sequence is."""
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One rank's call before the global sequence's length is known, without tensors and process groups."""
 
-    topology: Topology
+    rank: int
+    ranks: Ranks
+    rates: Rates | None
     mask: Mask
     config: BurstConfig
+    device: str
     shard: Shard
     """`tokens` is what this rank holds: fewer than others, if the sequence does not divide."""
     scores: Scores
-    dtype: torch.dtype
-    device: str
-    grad_dtype: torch.dtype
     return_lse: bool
     sinks: bool
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     @property
     def layout(self) -> Layout:
         return Layout.of(self.config.layout)
 
-    @property
-    def ranks(self) -> Ranks:
-        return Ranks(self.topology.size, self.topology.intra_size)
+    @cached_property
+    def signature(self) -> Signature:
+        """What the ranks of a ring must have in common, whatever the length of the sequence."""
+        shard = self.shard
+        return {
+            "q": f"[{shard.batch}, ., {shard.heads}, {shard.head_dim}]",
+            "k": f"[{shard.batch}, ., {shard.kv_heads}, {shard.head_dim}]",
+            "v": f"[{shard.batch}, ., {shard.kv_heads}, {shard.value_dim}]",
+            "dtype": str(shard.dtype),
+            "device": self.device,
+            "mask": str(self.mask),
+            "softmax_scale": repr(self.scores.scale),
+            "softcap": repr(self.scores.softcap),
+            "topology": f"{self.ranks.size // self.ranks.intra} x {self.ranks.intra}",
+            "rates": str(self.rates),
+            **{field.name: str(getattr(self.config, field.name)) for field in fields(self.config)},
+            "lse wanted": str(self.return_lse),
+            "sinks": str(self.sinks),
+        }
 
 
-def checked(
+def validate(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -84,30 +108,44 @@ def checked(
     sinks: Tensor | None,
     config: BurstConfig,
     return_lse: bool,
-) -> Asked:
-    """What these arguments ask for; ValueError if they are not legal, whatever the other ranks have."""
+) -> Request:
+    """Return the request that these arguments make; ValueError if they are not legal on any other ranks."""
     _check_tensors(q, k, v, may_be_empty=topology.size > 1)
     _check_sinks(sinks, q)
-    sunk, (batch, tokens, heads, head_dim) = sinks is not None, q.shape
-    shape = Shape(batch, tokens, heads, k.shape[2], head_dim, v.shape[3])
-    options = softmax_scale, softcap, sunk, config, return_lse
-    return asked_of(shape, q.dtype, q.device.type, topology, mask, *options)
+    return request_of(
+        shard_of(q.shape, k.shape[2], v.shape[3], q.dtype, config),
+        q.device.type,
+        topology,
+        mask,
+        softmax_scale,
+        softcap,
+        sinks is not None,
+        config,
+        return_lse,
+    )
 
 
-class Shape(NamedTuple):
-    """Of the tensors of a rank."""
+def shard_of(
+    q_shape: Sequence[int], kv_heads: int, value_dim: int, dtype: torch.dtype, config: BurstConfig
+) -> Shard:
+    """Return the shapes of a rank's tensors; q_shape: [batch, tokens, heads, head_dim]."""
+    if not isinstance(config, BurstConfig):
+        raise ValueError(f"config must be a BurstConfig, got {config!r}")
+    batch, tokens, heads, head_dim = q_shape
+    return Shard(
+        batch=batch,
+        tokens=tokens,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        dtype=dtype,
+        grad_dtype=dtype if dtype == torch.float64 else config.grad_dtype,
+    )
 
-    batch: int
-    tokens: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
 
-
-def asked_of(
-    shape: Shape,
-    dtype: torch.dtype,
+def request_of(
+    shard: Shard,
     device: str,
     topology: Topology,
     mask: Mask,
@@ -116,25 +154,51 @@ def asked_of(
     sinks: bool,
     config: BurstConfig,
     return_lse: bool,
-) -> Asked:
-    """As `checked`, of legal tensors of this shape."""
+) -> Request:
+    """As `validate`, of legal tensors of these shapes."""
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a Mask, got {_named(mask)}: {_nearest(mask)}")
-    if not isinstance(config, BurstConfig):
-        raise ValueError(f"config must be a BurstConfig, got {config!r}")
     softcap = None if softcap == 0 else softcap  # none, as flash-attn has it
     for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
         if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
             raise ValueError(f"{name} must be positive and finite, got {value!r}")
-    scale = shape.head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
-    scores = Scores(scale, None if softcap is None else float(softcap), config.deterministic)
-    Layout.of(config.layout).divisor(topology.size)  # raises if it does not go with so many ranks
-    grad_dtype = torch.promote_types(config.grad_dtype, dtype) if dtype.itemsize == 8 else config.grad_dtype
-    shard = Shard(*shape, dtype.itemsize, grad_dtype.itemsize)
-    degrees_of(config, Ranks(topology.size, topology.intra_size), shard)
     if topology.size > 1:
         _check_group(topology, device)
-    return Asked(topology, mask, config, shard, scores, dtype, device, grad_dtype, return_lse, sinks)
+    handles = known(topology), known(mask), known(config)
+    return _request(shard, device, *handles, softmax_scale, softcap, sinks, return_lse)
+
+
+@lru_cache(maxsize=REQUESTS)
+def _request(
+    shard: Shard,
+    device: str,
+    topology: str,
+    mask: str,
+    config: str,
+    softmax_scale: float | None,
+    softcap: float | None,
+    sinks: bool,
+    return_lse: bool,
+) -> Request:
+    """The request, once for equal arguments: handles compare faster than what they stand for."""
+    place: Topology = find(topology)
+    options: BurstConfig = find(config)
+    ranks = Ranks(place.size, place.intra_size)
+    Layout.of(options.layout).divisor(ranks.size)  # raises if it does not go with so many ranks
+    degrees_of(options, ranks, shard)
+    scale = shard.head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
+    return Request(
+        rank=place.rank,
+        ranks=ranks,
+        rates=place.rates,
+        mask=find(mask),
+        config=options,
+        device=device,
+        shard=shard,
+        scores=Scores(scale, None if softcap is None else float(softcap), options.deterministic),
+        return_lse=return_lse,
+        sinks=sinks,
+    )
 
 
 def _named(value: object) -> str:
@@ -148,49 +212,45 @@ def _nearest(mask: object) -> str:
     return "Mask.causal(), Mask.full(), Mask.window(left, right), Mask.documents(cu_seqlens), ..."
 
 
-def call_for(asked: Asked, lengths: Sequence[int]) -> Call:
-    """The call, once it is known how many tokens each rank holds; ValueError, on all ranks, if none."""
-    n, size = sum(lengths), asked.topology.size
-    _check_lengths(asked.layout, tuple(lengths))
-    asked.mask.check(n)
-    mask = asked.mask.clipped(n)
-    shard = replace(asked.shard, tokens=asked.layout.padded(n, size) // size)
-    rates = asked.topology.rates or DEFAULT.get(asked.device, DEFAULT["cpu"])
-    route, direction = _way(asked.config, asked.ranks, rates, shard, mask, n)
+def resolve(request: Request, lengths: Sequence[int]) -> Call:
+    """Return the call where rank r holds lengths[r] tokens; ValueError, on all ranks, if it is not legal."""
+    n, size = sum(lengths), request.ranks.size
+    _check_lengths(request.layout, tuple(lengths))
+    request.mask.check(n)
+    mask = request.mask.clipped(n)
+    shard = replace(request.shard, tokens=request.layout.padded(n, size) // size)
+    rates = request.rates or DEFAULT.get(request.device, DEFAULT["cpu"])
+    route, direction = choose_route(request.config, request.ranks, rates, shard, mask, n)
     problem = problem_of(
         shard.pooled(route.heads),
-        asked.dtype,
-        asked.device,
+        request.device,
         mask,
-        softcap=asked.scores.softcap is not None,
-        deterministic=asked.scores.deterministic,
+        softcap=request.scores.softcap is not None,
+        deterministic=request.scores.deterministic,
     )
     return Call(
-        rank=asked.topology.rank,
+        rank=request.rank,
         route=route,
-        plan=plan(asked.layout, mask, n, route.positions, route.heads),
-        scores=asked.scores,
+        plan=plan(request.layout, mask, n, route.positions, route.heads),
+        scores=request.scores,
         problem=problem,
-        kernel=choose(asked.config.kernel, problem),
+        kernel=choose(request.config.kernel, problem),
         direction=direction,
-        grad_dtype=asked.grad_dtype,
-        transport=ProcessGroups(asked.topology, route),
+        grad_dtype=shard.grad_dtype,
         kv_heads=shard.kv_heads,
-        lse_at_home=asked.return_lse or asked.sinks,
+        lse_at_home=request.return_lse or request.sinks,
     )
 
 
-def problem_of(
-    shard: Shard, dtype: torch.dtype, device: str, mask: Mask, *, softcap: bool, deterministic: bool
-) -> Problem:
-    """What a kernel is asked to serve; shard: as it is on the ring."""
+def problem_of(shard: Shard, device: str, mask: Mask, *, softcap: bool, deterministic: bool) -> Problem:
+    """Return what a kernel is asked to serve; shard: as it is on the ring."""
     return Problem(
-        device,
-        dtype,
-        shard.heads,
-        shard.kv_heads,
-        shard.head_dim,
-        shard.value_dim,
+        device=device,
+        dtype=shard.dtype,
+        heads=shard.heads,
+        kv_heads=shard.kv_heads,
+        head_dim=shard.head_dim,
+        value_dim=shard.value_dim,
         softcap=softcap,
         deterministic=deterministic,
         sparse=mask.is_sparse,
@@ -225,12 +285,12 @@ def _listed(lengths: Sequence[int]) -> str:
 
 
 @lru_cache(maxsize=256)
-def _way(
+def choose_route(
     config: BurstConfig, ranks: Ranks, rates: Rates, shard: Shard, mask: Mask, n: int
 ) -> tuple[Route, str]:
-    """The route, and what travels in backward: decided for the kind of layout and mask, not for each."""
+    """Return the route, and what travels in backward: decided for each kind of layout and mask, once."""
     layout, mask = typical(Layout.of(config.layout), mask, n, ranks.size)
-    return _way_of_kind(without_layout(config), layout, ranks, rates, shard, mask, n)
+    return _route_of_kind(without_layout(config), layout, ranks, rates, shard, mask, n)
 
 
 @lru_cache(maxsize=64)
@@ -240,7 +300,7 @@ def without_layout(config: BurstConfig) -> BurstConfig:
 
 
 @lru_cache(maxsize=64)
-def _way_of_kind(
+def _route_of_kind(
     config: BurstConfig, layout: Layout, ranks: Ranks, rates: Rates, shard: Shard, mask: Mask, n: int
 ) -> tuple[Route, str]:
     """What is "auto" by the cost model, said once; the layout of `config` is not used."""
@@ -250,7 +310,7 @@ def _way_of_kind(
     if ranks.size == 1 or (degrees == (ranks.size,) and len(directions) == 1):
         overlap = overlaps(config.overlap, degrees[0], ranks, rates)
         return route_for(degrees[0], ranks, ring=rings[0], overlap=overlap), directions[0]
-    found = candidates(
+    found, slower = contenders(
         shard,
         layout,
         mask,
@@ -263,7 +323,7 @@ def _way_of_kind(
         directions=directions,
     )
     chosen = best(found)
-    logger.info("%s, backward %s: %s", chosen.route, chosen.direction, reason(chosen, found))
+    logger.info("%s, backward %s: %s", chosen.route, chosen.direction, reason(chosen, found, slower))
     return chosen.route, chosen.direction
 
 
@@ -303,9 +363,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, may_be_empty: bool) -> No
         )
     if q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k must have the same head_dim, got {shapes}")
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES.values():
         raise ValueError(
-            f"q, k, v must have one dtype, of {', '.join(map(str, DTYPES))}; "
+            f"q, k, v must have one dtype, of {', '.join(map(str, DTYPES.values()))}; "
             f"got {q.dtype}, {k.dtype}, {v.dtype}"
         )
     if not q.device == k.device == v.device:
@@ -336,47 +396,7 @@ def _check_group(topology: Topology, device: str) -> None:
         raise ValueError(
             f"a ring of {topology.size} ranks needs its process group: Topology.from_group(group)"
         )
-    carries = {"cpu": ("gloo",), "cuda": ("nccl", "gloo")}.get(device, ())
-    backends = topology.communicators.backends
-    found = next((backend for backend in carries if f"{device}:{backend}" in backends), None)
-    if found is None:
-        wanted = " or ".join(f"{device}:{backend}" for backend in carries) or "cpu or cuda tensors"
+    if not topology.communicators.reach(torch.device(device)):
+        wanted = {"cpu": "cpu:gloo", "cuda": "cuda:nccl"}.get(device, "cpu or cuda tensors")
+        backends = topology.communicators.backends
         raise ValueError(f"{device} tensors need a process group with {wanted}, got {backends}")
-    if (device, found) == ("cuda", "gloo"):
-        _say_staged()
-
-
-@lru_cache(maxsize=1)
-def _say_staged() -> None:
-    logger.warning("cuda tensors over gloo are staged through host memory: right, but slow; use nccl")
-
-
-def signature(asked: Asked, wanted: bool) -> Signature:
-    """What the ranks of a ring must have in common, whatever the length of the sequence."""
-    shard = asked.shard
-    return {
-        "q": f"[{shard.batch}, ., {shard.heads}, {shard.head_dim}]",
-        "k": f"[{shard.batch}, ., {shard.kv_heads}, {shard.head_dim}]",
-        "v": f"[{shard.batch}, ., {shard.kv_heads}, {shard.value_dim}]",
-        "dtype": str(asked.dtype),
-        "device": asked.device,
-        "mask": str(asked.mask),
-        "softmax_scale": repr(asked.scores.scale),
-        "softcap": repr(asked.scores.softcap),
-        "topology": str(asked.topology),
-        "rates": str(asked.topology.rates),
-        **{field.name: str(getattr(asked.config, field.name)) for field in fields(asked.config)},
-        "lse wanted": str(asked.return_lse),
-        "sinks": str(asked.sinks),
-        "gradient wanted": str(wanted),
-    }
-
-
-def signature_of_call(call: Call) -> Signature:
-    """What they must have in common besides, once the length is known."""
-    return {
-        "tokens": str(call.plan.n),
-        "route": str(call.route),
-        "travels in backward": call.direction,
-        "kernel used": call.kernel.name,
-    }
