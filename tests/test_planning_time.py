@@ -115,16 +115,12 @@ def test_what_is_done_grows_with_the_ranks_not_with_their_square(planned):
     assert large <= 1.5 * 8 * small, f"{small} calls for 32 ranks, {large} for 256"
 
 
-MISSED = {("auto, window", 1024), ("auto, documents", 1024)}
-"""What the committed run did not reach; docs/benchmark.md says so."""
-
-
 def test_the_committed_planning_results_reach_their_bars():
     folder = Path(__file__).parent.parent / "benchmarks" / "results"
     results = json.loads((folder / "planning.json").read_text())
     seconds = {(row["planned"], row["ranks"]): row["seconds"] for row in results["rows"]}
     assert set(seconds) == {(name, size) for name in planning.PLANNED for size in planning.SIZES}
-    assert {key for key, bar in planning.BARS.items() if seconds[key] > bar} == MISSED
+    assert not {key for key, bar in planning.BARS.items() if seconds[key] > bar}
 
 
 def test_documents_of_a_kind_are_decided_once(monkeypatch):
