@@ -18,7 +18,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train finetune compare test test-all lint bench bench-masks bench-loss bench-recompute bench-topology bench-planning gpu-check gpu-sanitize clean
+.PHONY: help train finetune compare test test-all tables lint bench bench-masks bench-loss bench-recompute bench-training bench-topology bench-planning gpu-check gpu-sanitize clean
 
 help:
 	@echo 'make train [ARGS="..."]    train a GPT on Megatron-Core with a burst ring (4 CPU processes)'
@@ -26,13 +26,10 @@ help:
 	@echo 'make finetune              train a small Llama by DeepSpeed, ZeRO-3 with SP 4, then ZeRO-2 with DP 2 x SP 2'
 	@echo 'make test                  lint, types and tests; also with Megatron-Core 0.16.1 where Python 3.11 is'
 	@echo 'make test-all              the same, and the slow cells'
+	@echo 'make tables                write the tables of the docs again, after a setting, layout or kernel was added'
 	@echo 'make bench                 attention, measured beside other methods'
-	@echo 'make bench-masks           what masks save, in CPU time and bytes'
-	@echo 'make bench-loss            the LM head and its loss beside other methods: time, memory, accuracy'
-	@echo 'make bench-recompute       recompute policies beside Megatron, torch and none: time, memory'
+	@echo 'make bench-SUBJECT         masks, loss, recompute, training, planning, or topology (needs root and iproute2)'
 	@echo 'make gpu-check             tests and figures of a GPU (needs torch, triton, pytest; no environment is made)'
-	@echo 'make bench-planning        what planning costs a rank, from 8 to 4096 ranks: CPU seconds, memory'
-	@echo 'make bench-topology        rings and overlap on an emulated cluster (needs root and iproute2)'
 
 train: $(VENV)
 	@$(RUN) examples/train.py $(ARGS)
@@ -53,35 +50,35 @@ test-all: lint
 	@.venv/bin/python -m pytest
 	$(call test_311,)
 
+tables: $(VENV)
+	@PYTHONPATH=. $(RUN) docs/tables.py
+
 lint: $(VENV)
 	@.venv/bin/ruff check --quiet
 	.venv/bin/ruff format --quiet --check
 	.venv/bin/mypy --no-error-summary
 
 bench: $(VENV)
-	@.venv/bin/burst-mcore bench attention $(ARGS)
+	@.venv/bin/burst-mcore bench attention --out runs/attention.json $(ARGS)
 
-bench-masks: $(VENV)
-	@.venv/bin/burst-mcore bench masks --out benchmarks/results/masks.json $(ARGS)
+bench-masks: subject-masks
+bench-loss: subject-loss
+bench-recompute: subject-recompute
+bench-training: subject-training
+bench-planning: subject-planning
+bench-topology: subject-topology
 
-bench-loss: $(VENV)
-	@.venv/bin/burst-mcore bench loss --shape 4096x1024x32000 --shape 8192x1024x128256 --out benchmarks/results/loss.json $(ARGS)
-
-bench-recompute: $(VENV)
-	@.venv/bin/burst-mcore bench recompute --out benchmarks/results/recompute.json $(ARGS)
-
-bench-topology: $(VENV)
-	@.venv/bin/burst-mcore bench topology --out benchmarks/results/topology.json $(ARGS)
-
-bench-planning: $(VENV)
-	@.venv/bin/burst-mcore bench planning --out benchmarks/results/planning.json $(ARGS)
+subject-%: $(VENV)
+	@.venv/bin/burst-mcore bench $* --out benchmarks/results/$*.json $(ARGS)
 
 gpu-check:
 	@python3 -c 'import torch, triton, pytest, sys; sys.exit(not torch.cuda.is_available())' && command -v "$${CC:-cc}" >/dev/null || { echo 'make gpu-check needs a GPU, a python3 with torch, triton and pytest, and a C compiler (for triton)'; exit 1; }
-	tests=0 figures=0
-	PYTHONPATH=. python3 -m pytest -q tests/gpu || tests=$$?
-	python3 benchmarks/gpu.py $(ARGS) || figures=$$?
-	exit $$((tests > figures ? tests : figures))
+	worst=0
+	PYTHONPATH=. python3 -m pytest -q tests/gpu || worst=$$?
+	for subject in kernels rowwise loss virtual-ring; do
+	  python3 -m burst_mcore.bench $$subject --device cuda --out benchmarks/results/gpu-$$subject.json $(ARGS) || worst=$$?
+	done
+	exit $$worst
 
 gpu-sanitize:
 	PYTHONPATH=. compute-sanitizer --tool memcheck python3 -m pytest -q tests/gpu -k 'pattern or fused or virtual'

@@ -9,7 +9,7 @@ from burst_mcore.layout import Layout, positions, shard, unshard
 from burst_mcore.mask import Mask
 
 if TYPE_CHECKING:
-    from burst_mcore.attention.function import burst_attention
+    from burst_mcore.attention.api import burst_attention
 
 __all__ = [
     "BurstConfig",
@@ -31,7 +31,7 @@ def __getattr__(name: str) -> Any:
     """
     if name != "burst_attention":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from burst_mcore.attention.function import burst_attention
+    from burst_mcore.attention.api import burst_attention
 
     globals()[name] = burst_attention
     return burst_attention

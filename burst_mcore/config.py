@@ -1,4 +1,4 @@
-"""BurstConfig: every choice of an attention call that is not the data, validated at construction."""
+"""BurstConfig: how attention is run, checked when it is made; every field is a flag and a key, too."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from burst_mcore.dtypes import DTYPES
 from burst_mcore.handles import Named, introduce
 from burst_mcore.layout import NAMES, Layout
 
 BACKWARDS = ("auto", "query", "kv")
 RINGS = ("auto", "double", "flat", "direct")
-GRAD_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+GRAD_DTYPES = {name: DTYPES[name] for name in ("float32", "bfloat16")}
 
 
 class Setting(NamedTuple):
@@ -20,7 +21,7 @@ class Setting(NamedTuple):
 
     default: Any
     legal: tuple[str, ...] | str
-    """All legal words, or, in words, what is legal."""
+    """All legal words, or a description of the legal values."""
     meaning: str
     """A sentence."""
 
@@ -127,4 +128,4 @@ def _word(default: Any) -> Any:
 SETTINGS: dict[str, Setting] = {
     each.name: Setting(_word(each.default), **each.metadata) for each in fields(BurstConfig)
 }
-"""Of each field of BurstConfig its default, what is legal, and a sentence: the only place for them."""
+"""Of each field of BurstConfig the default, the legal values and a sentence: the only place for them."""

@@ -1,4 +1,4 @@
-"""How fast a cluster is: what the cost model needs to know of the hardware."""
+"""The speed of a cluster: rates of links and ranks, for the cost model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DEFAULT = {
     # Processes of one machine over loopback; between machines 10 Gbit/s that ten of them share.
     "cpu": Rates(intra=1e9, inter=125e6, compute=50e9, latency=200e-6, hidden=False),
 }
-"""By device type, where the user gives none. Links between nodes are never as fast as those within."""
+"""Rates by device type, if the user gives none. Links between nodes are slower than links within."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from burst_mcore.attention.kernels.table import KERNELS, choose
+from burst_mcore.attention.prepare import call_of
 
 
 def rows_of_kernel_calls():
@@ -15,4 +16,5 @@ def rows_of_kernel_calls():
 
     KERNELS["aten-cpu"] = replace(kernel, forward=forward)
     choose.cache_clear()
+    call_of.cache_clear()
     return rows

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from burst_mcore import Layout, Mask
 from burst_mcore.layout import KINDS
+from burst_mcore.layout.kinds import BY_WORD
 from burst_mcore.mask import SLICES
 
 MASKS = {"causal": Mask.causal(), "full": Mask.full()}
@@ -59,10 +60,9 @@ TERMS = (
 def random_layout(draw: random.Random, size: int, n: int) -> Layout:
     """Any layout for a ring of `size` ranks and n tokens."""
     kind = draw.choice(KINDS)
-    if kind == "stacked-zigzag":
-        return Layout(kind, stacks=draw.randint(1, 4))
-    if kind == "block-striped":
-        return Layout(kind, block=size * draw.randint(1, 4))
+    if number := BY_WORD[kind].number:
+        unit = size if kind == "block-striped" else 1  # blocks are dealt over all ranks
+        return Layout(kind, **{number: unit * draw.randint(1, 4)})
     if kind == "zigzag-documents":
         return (
             Layout(kind, ends=tuple(range(0, n + 1, 2 * size))) if n % (2 * size) == 0 else Layout("zigzag")

@@ -1,82 +1,106 @@
 """bench recompute: its figures on a small problem, and what it says of wrong or absent methods."""
 
-import json
-
 import pytest
 
 pytest.importorskip("typer")
-pytest.importorskip("tabulate")
 pytest.importorskip("matplotlib")
 
 from ranks import processes
 from typer.testing import CliRunner
 
-from burst_mcore.bench import recompute, recompute_report
-from burst_mcore.bench.recompute import Row, shares_recomputed
-from burst_mcore.bench.recompute_methods import METHODS, Method, Stack
+from burst_mcore.bench import stage
+from burst_mcore.bench.core import Method, World
+from burst_mcore.bench.methods import METHODS
+from burst_mcore.bench.methods.layers import Checkpointing
+from burst_mcore.bench.results import read
+from burst_mcore.bench.subjects import recompute
+from burst_mcore.bench.subjects.recompute import LayersCase, policy_of, shares_recomputed
 from burst_mcore.cli import app
 
-SMALL = "bench recompute --seq 512 --hidden 32 --heads 2 --layers 1 --repeats 1"
+LAYERS = METHODS["layers"]
+SMALL = "seq=512; hidden=32; heads=2; layers=1"
 
 
 @pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_command_prints_a_table_draws_a_curve_and_writes_all_figures(others, tmp_path, monkeypatch):
+def test_the_command_prints_a_table_draws_a_curve_and_writes_all_figures(others, tmp_path):
+    here = [name for name, method in LAYERS.items() if method.needs(None, "cpu") is None]
     if not others:  # Megatron takes long to import
-        monkeypatch.setattr(recompute, "METHODS", [m for m in METHODS if "megatron" not in m.name])
+        here = [name for name in here if "megatron" not in name]
     out = tmp_path / "new" / "recompute.json"
-    done = CliRunner().invoke(app, [*SMALL.split(), "--out", str(out)])
+    words = ["--case", SMALL, "--repeats", "1", "--out", str(out), "--methods", ",".join(here)]
+    done = CliRunner().invoke(app, ["bench", "recompute", *words])
     assert "all figures" in done.stdout, done.output  # times of so little may miss the bars
-    found = json.loads(out.read_text())
-    here = [method.name for method in recompute.METHODS if method.needs() is None]
-    assert [row["method"] for row in found["rows"]] == here
-    rows = {row["method"]: row for row in found["rows"]}
-    assert all(row["cpu_seconds"] > 0 and row["error"] < 1e-4 for row in found["rows"])
-    assert rows["none"]["recompute_seconds"] == 0 < rows["full"]["recompute_seconds"]
-    assert rows["full"]["attention_flops"] == 2 * rows["none"]["attention_flops"]
-    assert rows["attention"]["attention_flops"] == rows["none"]["attention_flops"]
-    assert rows["full"]["saved_seconds"] == rows["full"]["predicted_seconds"] == 0
+    results = read(out)
+    assert results.refused == results.errors == []
+    table = {key: samples[0] for key, samples in results.tables[SMALL].items()}
+    for name in here:
+        assert table[name, "cpu"] > 0 and table[name, "error"] < 1e-4 and table[name, "peak"] >= 0
+    assert table["none", "recomputing"] == 0 < table["full", "recomputing"]
+    flops = {name: table[name, "attention forward flops"] for name in here}
+    assert flops["full"] == 2 * flops["none"] and flops["attention"] == flops["none"]
+    assert table["full", "saved"] == table["full", "predicted"] == 0
+    assert len(results.bars) == 4 and not results.not_judged
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_flop_model():
-    shares = {m.name: shares_recomputed(m, Stack(seq=4096), 2) for m in METHODS}
+    case = LayersCase(seq=4096)
+    shares = {name: shares_recomputed(name, policy_of(name), case) for name in LAYERS}
     want = {"none": 0, "full": 1, "segment 0.25": 0.5625, "segment 0.5": 0.25, "segment 0.75": 0.0625}
     assert {name: shares[name] for name in want} == pytest.approx(want, abs=1e-3)
     assert shares["attention"] == 0 == shares["torch selective"]
+    assert shares["megatron full"] == 1 == shares["megatron selective"]
 
 
-def _row(name, saved, predicted):
-    return Row(name, 1.0, 1.0, 0.5, saved, predicted, None, 1, 0.0)
-
-
-def test_verdicts():
-    judged = recompute_report.verdicts(
-        [_row("none", None, None), _row("full", 0.0, 0.0), _row("near", 0.96, 1.0), _row("far", 1.1, 1.0)]
-    )
-    assert [(v.claim.split(":")[0], v.reached) for v in judged] == [("near", True), ("far", False)]
+def test_what_is_saved_is_judged_beside_the_model():
+    table = {
+        ("full", "error"): [0.0], ("attention", "error"): [0.0], ("none", "error"): [0.0],
+        ("full", "recomputing"): [3.0, 3.2, 3.4], ("attention", "recomputing"): [1.0, 1.0, 1.2],
+        ("none", "recomputing"): [0.0, 0.0, 0.0], ("attention's forward", "cpu"): [2.0, 2.0, 2.2],
+    }  # fmt: skip
+    found = {(m, meter): list(samples) for m, meter, samples in recompute.SUBJECT.derive(LayersCase(), table)}
+    assert found["attention", "saved"] == pytest.approx([2.0, 2.2, 2.2])
+    assert found["attention", "off the FLOP model"] == pytest.approx([0.1])
+    assert ("full", "off the FLOP model") not in found and ("none", "saved") not in found
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("case", "words"),
     [
-        ("--seq 511", "--seq must be a multiple of 2"),
-        ("--hidden 33 --heads 2", "heads must divide hidden"),
-        ("--dtype int8", "dtype must be one of"),
-        ("--layout spiral", "unknown layout"),
+        ("seq=511", "seq must be a multiple of 2"),
+        ("hidden=33; heads=2", "heads must divide hidden"),
+        ("dtype=int8", "dtype must be one of"),
+        ("layout=spiral", "unknown layout"),
     ],
 )
-def test_bad_input(arguments, words):
-    done = CliRunner().invoke(app, ["bench", "recompute", *arguments.split()])
+def test_bad_input(case, words):
+    done = CliRunner().invoke(app, ["bench", "recompute", "--case", case])
     assert done.exit_code == 1
     assert words in done.output
 
 
+def _doubling(case, world):
+    return Checkpointing(layer=lambda layer, x: 2 * layer(x))
+
+
 def _wrong(rank, size):
-    wrong = Method("doubling", layer=lambda layer, x: 2 * layer(x))
-    with pytest.raises(RuntimeError, match=r"doubling is wrong: its gradients are off by \d"):
-        recompute._gate(rank, size, [METHODS[1], wrong], Stack(seq=64, hidden=16, heads=2, layers=1))
-    return True
+    case = LayersCase(ranks=1, seq=64, hidden=16, heads=2, layers=1)
+    work = stage.Work(recompute.SUBJECT.stage, case, [Method("doubling", _doubling), LAYERS["full"]], 1)
+    return stage.measure(rank, size, work)
 
 
-def test_a_wrong_method_ends_the_run():
-    assert processes(1, _wrong) == [True]
+def test_a_wrong_method_is_not_timed():
+    outcome = processes(1, _wrong)[0]
+    assert outcome.refused["doubling"].startswith("wrong: its error is")
+    assert ("doubling", "cpu") not in outcome.samples and outcome.samples["full", "cpu"][0] > 0
+
+
+def _clocked(rank, size):
+    case = LayersCase(ranks=1, seq=64, hidden=16, heads=2, layers=1)
+    model = recompute.Model(case, World(0, 1))
+    return [model.step(LAYERS[name].build(case, World(0, 1)))["recomputing"] for name in ("none", "full")]
+
+
+def test_seconds_of_recomputation_are_those_of_calls_after_the_first():
+    none, full = processes(1, _clocked)[0]
+    assert none == 0 < full

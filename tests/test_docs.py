@@ -1,6 +1,7 @@
 """README and docs are run: every python block, every command and every link that they name."""
 
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -45,12 +46,15 @@ def test_the_schedule_in_the_docs_is_the_one_that_prints():
 
 def _busiest_nic(route, passes, kv_heads=32):
     """GB between nodes of the rank that sends most, of the call in README's table."""
-    from burst_mcore.attention.autotune.cost import Shard, link_bytes, message_bytes
+    import torch
+
+    from burst_mcore.attention.autotune.cost import link_bytes, message_bytes
     from burst_mcore.attention.schedule.route import schedule
+    from burst_mcore.attention.shard import Shard
 
     shard = Shard(
         batch=1, tokens=2**20 // 64, heads=32, kv_heads=kv_heads, head_dim=128, value_dim=128,
-        itemsize=2, grad_itemsize=4,
+        dtype=torch.bfloat16,
     )  # fmt: skip
     for name in passes:
         sizes, programs = message_bytes(shard, route, name), schedule(route, name).programs
@@ -101,6 +105,8 @@ def test_commands_in_the_docs_run(command, tmp_path, monkeypatch):
     for line in lines:
         done = CliRunner().invoke(app, shlex.split(line))
         assert done.exit_code == 0, done.output
+        shown = re.search(rf"{re.escape(line)}\n```\n[^`]*```text\n(exposed: [^`]*)```", pages)
+        assert shown is None or shown[1] in done.output
 
 
 def test_every_flag_is_in_the_docs():
@@ -116,8 +122,11 @@ def test_every_flag_is_in_the_docs():
 def test_every_method_and_kernel_is_in_the_docs():
     from burst_mcore.attention.kernels.table import KERNELS
     from burst_mcore.bench.methods import METHODS
+    from burst_mcore.bench.subjects import SUBJECTS
 
-    assert all(f"`{name}`" in (ROOT / "docs" / "benchmark.md").read_text() for name in METHODS)
+    page = (ROOT / "docs" / "benchmark.md").read_text()
+    names = [name for kind, methods in METHODS.items() if kind != "kernels" for name in methods]
+    assert all(f"`{name}`" in page for name in [*names, *SUBJECTS])
     assert all(f'`"{name}"`' in (ROOT / "docs" / "attention.md").read_text() for name in KERNELS)
 
 
@@ -134,16 +143,29 @@ def test_tables_of_settings_are_made_from_the_configuration():
         assert f"| `{flag_of(name)}` | {shown} | {told} |" in megatron
 
 
+def test_tables_are_as_the_code_writes_them():
+    pages = runpy.run_path(str(ROOT / "docs" / "tables.py"))["pages"]()
+    assert len(pages) == 3
+    for name, text in pages.items():
+        assert (ROOT / "docs" / name).read_text() == text, f"make tables: {name} is not as the code says"
+
+
 def test_the_table_of_recompute_is_that_of_the_committed_run():
-    import json
+    from statistics import median
+
+    from burst_mcore.bench.results import read
 
     table = (ROOT / "docs" / "recompute.md").read_text().split("| CPU s recomputing |")[1].splitlines()[2:]
-    rows = json.loads((ROOT / "benchmarks" / "results" / "recompute.json").read_text())["rows"]
-    for row, line in zip(rows, table, strict=False):
+    results = read(ROOT / "benchmarks" / "results" / "recompute.json")
+    rows = {}
+    for figure in results.figures:
+        rows.setdefault(figure.method, {"method": figure.method})[figure.meter] = median(figure.samples)
+    assert len(rows) == 9
+    for row, line in zip(rows.values(), table, strict=False):
         method, seconds, recomputing, ratio = (cell.strip(" `") for cell in line.strip("|").split("|"))
         words = {"none": "no", "attention": "keepattention", "segment 0.5": "segment(0.5)"}
         assert method.lower().startswith(words.get(row["method"], row["method"].split()[0])), line
-        assert seconds == f"{row['cpu_seconds']:.1f}", line
-        assert float(recomputing) == pytest.approx(row["recompute_seconds"], abs=0.051), line
-        if row["predicted_seconds"]:
-            assert ratio == f"{row['saved_seconds'] / row['predicted_seconds']:.2f}", line
+        assert seconds == f"{row['cpu']:.1f}", line
+        assert float(recomputing) == pytest.approx(row["recomputing"], abs=0.051), line
+        if row.get("predicted"):
+            assert ratio == f"{row['saved'] / row['predicted']:.2f}", line

@@ -15,13 +15,18 @@ from burst_mcore.attention.autotune.choose import Ranks, legal_degrees
 INPUTS = ("q", "k", "v", "dout")
 
 
-def _attend(p, mask, config, topology):
-    """out, dq, dk, dv of the whole sequence."""
+def _attend(p, mask, config, topology, **options):
+    """out, dq, dk, dv of the whole sequence; with return_lse lse has a gradient too."""
     rank, size = topology.rank, topology.size
     q, k, v, dout = (shard(x, 1, rank=rank, size=size, layout=config.layout) for x in p)
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = burst_attention(*inputs, topology=topology, mask=mask, config=config)
-    out.backward(dout)
+    out = burst_attention(*inputs, topology=topology, mask=mask, config=config, **options)
+    if options.get("return_lse"):
+        out, lse = out
+        seen = lse.detach() > -torch.inf  # rows that see nothing have none
+        (out * dout).sum().add(torch.where(seen, lse, 0).sum()).backward()
+    else:
+        out.backward(dout)
     return [_whole(x, size, config.layout) for x in (out.detach(), *(x.grad for x in inputs))]
 
 
@@ -53,6 +58,18 @@ def _poisoned(draw, p, first, last):
     return Problem(**tensors), names, value
 
 
+def _options(draw, kernel):
+    """Other arguments of the call that the kernel serves, each now and then."""
+    options = {
+        "sinks": torch.tensor([0.5, -1.0, 0.0, 2.0]),
+        "softcap": 5.0,
+        "return_lse": True,
+        "softmax_scale": 0.7,
+    }
+    legal = {name: value for name, value in options.items() if name != "softcap" or kernel == "reference"}
+    return {name: value for name, value in legal.items() if draw.random() < 0.2}
+
+
 def _stay(rank, size, intra, seeds):
     topology = Topology.single() if size == 1 else Topology.from_group(dist.group.WORLD, intra_size=intra)
     reached = 0
@@ -67,13 +84,16 @@ def _stay(rank, size, intra, seeds):
             head_parallel=draw.choice(legal_degrees(Ranks(size, intra), 4, 2)),
             kernel=draw.choice(("aten-cpu", "aten-cpu", "reference")),
         )
-        dtype = draw.choice((torch.float32, torch.bfloat16))
+        dtype = draw.choice((torch.float32, torch.bfloat16, torch.float16))
+        options = _options(draw, config.kernel)
         p = problem(seed, n, batch=2, heads=4, kv_heads=2, head_dim=8, dtype=dtype)
         at = draw.randrange(len(ends) - 1)
         first, last = ends[at], ends[at + 1]
         spoilt, names, value = _poisoned(draw, p, first, last)
-        words = f"seed {seed}: n={n} {mask} {ends} {config}, {value} in {names} of {first} to {last}"
-        clean, got = (_attend(x, mask, config, topology) for x in (p, spoilt))
+        words = (
+            f"seed {seed}: n={n} {mask} {ends} {config} {[*options]}, {value} in {names} of {first} to {last}"
+        )
+        clean, got = (_attend(x, mask, config, topology, **options) for x in (p, spoilt))
         others = torch.ones(n, dtype=torch.bool)
         others[first:last] = False
         for x, want in zip(got, clean, strict=True):

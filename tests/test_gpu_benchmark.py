@@ -1,111 +1,153 @@
-"""benchmarks/gpu.py with small tensors on the CPU and its clock: all but what only a GPU does."""
+"""Subjects of the bench for a GPU, with small tensors on the CPU: all but what only a GPU does."""
 
-import importlib.util
-import json
+import os
+import subprocess
 import sys
-import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from burst_mcore.attention.kernels.triton import interpreted
+from burst_mcore.bench.__main__ import main
+from burst_mcore.bench.core import Figure, Method
+from burst_mcore.bench.methods import METHODS
+from burst_mcore.bench.results import Results, read
+from burst_mcore.bench.run import run
+from burst_mcore.bench.subjects import SUBJECTS
+from burst_mcore.bench.subjects.kernels import KernelCase
+from burst_mcore.bench.subjects.virtual_ring import TOKENS, VirtualCase
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not interpreted(), reason="Triton compiles here: see tests/gpu")
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
-SMALL = {"DEVICE": "cpu", "HEADS": 2, "DIM": 16, "HIDDEN": 16, "VOCABULARY": 64}
+ROOT = Path(__file__).parent.parent
+SMALL = "tokens=64; heads=2; head_dim=16"
 
 
-def _timed(*runs, repeats, ahead=False):
-    found = [[] for _ in runs]
-    for _ in range(repeats):
-        for run, times in zip(runs, found, strict=True):
-            start = time.perf_counter()
-            run()
-            times.append(1e3 * (time.perf_counter() - start))
-    return found
+def _measured(subject, tmp_path, *cases, methods=""):
+    out = tmp_path / f"{subject}.json"
+    words = [word for case in cases for word in ("--case", case)]
+    status = main(
+        [subject, *words, "--device", "cpu", "--repeats", "2", "--methods", methods, "--out", str(out)]
+    )
+    return status, read(out)
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    spec = importlib.util.spec_from_file_location("gpu_benchmark", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setitem(sys.modules, "gpu_benchmark", module)  # dataclasses look for it there
-    spec.loader.exec_module(module)
-    for name, value in {**SMALL, "timed": _timed}.items():
-        monkeypatch.setattr(module, name, value)
-    return module
+def test_kernels_are_right_before_they_are_timed_beside_each_other(tmp_path):
+    masks = ("passes=forward", "passes=backward", "passes=both; mask=blocks:16,0.25")
+    cases = [f"{SMALL}; {words}" for words in masks]
+    _, results = _measured("kernels", tmp_path, *cases)
+    assert not results.errors
+    reasons = {entry["method"]: entry["reason"] for entry in results.refused}
+    assert set(reasons) == set(METHODS["kernels"]) - {"aten-cpu", "triton"}
+    assert "not on cuda" in reasons["cudnn"]
+    for case, bound in zip(cases, (0.70, 0.60, 1.0), strict=True):
+        table = results.tables[case]
+        for name in ("aten-cpu", "triton"):
+            assert 0 < table[name, "error"][0] < 0.03 and min(table[name, "TFLOP/s"]) > 0
+        assert len(table["triton", "speed / best other"]) == 2
+        assert [(b.bound, b.at_most) for b in results.bars if b.case == case] == [(bound, False)]
 
 
-def _run(gpu, monkeypatch, out):
-    """(exit status, the results) of the whole script."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--tokens", "128", "--repeats", "2", "--out", str(out)])
-    with pytest.raises(SystemExit) as ended:
-        gpu.main()
-    return ended.value.code, json.loads(out.read_text())
+def _off(case, world):
+    kernel = METHODS["kernels"]["aten-cpu"].build(case, world)
+    return replace(kernel, forward=lambda *given: tuple(2 * x for x in kernel.forward(*given)))
 
 
-def test_it_measures_all_that_it_says(gpu, monkeypatch, tmp_path):
-    status, results = _run(gpu, monkeypatch, tmp_path / "results.json")
-    assert (status, results["errors"], results["kernels"]) == (0, [], ["aten-cpu"])
-    assert "not on cuda" in results["kernels that are not here"]["cudnn"]
-    assert {"burst_mcore", "torch", "triton", "driver"} <= set(results["versions"])
-    figures = {figure["what"]: figure for figure in results["figures"]}
-    assert len(figures) == len(results["figures"])
-    for size, tokens in ((1, 128), (2, 128), (4, 128), (8, 128), (16, 64), (32, 64), (64, 32)):
-        where = f"aten-cpu, ring of {size}, {tokens} local tokens, from device, query"
-        for what in ("both of the kernel's speed", "share of the time around the kernels", "backward"):
-            assert figures[f"{where}: {what}"]["value"] > 0
-            assert figures[f"{where}: {what}"]["bar"] is None  # too small to judge
-    assert figures["triton over aten-cpu, causal forward"]["bar"] == 0.70
-    assert figures["triton over aten-cpu, 3/4 of the blocks empty, both ways"]["bar"] == 1.0
-    assert set(results["seconds"]) >= {"aten-cpu runs", "triton runs", "ring of 8, from host, kv"}
+def _broken(case, world):
+    raise OSError("no such library\nand more")
 
 
-def test_a_group_that_fails_costs_no_other(gpu, monkeypatch, tmp_path):
-    out, at_each_ring = tmp_path / "results.json", []
-
-    def fail(*args):
-        raise RuntimeError("out of luck\nand more")
-
-    def ring(*args):
-        at_each_ring.append(json.loads(out.read_text()))
-        return []
-
-    monkeypatch.setattr(gpu, "sparse", fail)
-    monkeypatch.setattr(gpu, "ring", ring)
-    status, results = _run(gpu, monkeypatch, out)
-    assert status == 1
-    assert results["errors"] == [{"group": "triton, blocks", "error": "RuntimeError: out of luck"}]
-    assert results["figures"] and at_each_ring[0]["figures"] == results["figures"]  # written by then
+def test_a_kernel_that_fails_or_is_wrong_is_left_out(monkeypatch):
+    for method in (Method("off", _off), Method("broken", _broken)):
+        monkeypatch.setitem(METHODS["kernels"], method.name, method)
+    case = KernelCase(tokens=64, heads=2, head_dim=16)
+    results = run(SUBJECTS["kernels"], {"small": case}, ["off", "broken", "aten-cpu"], 1, "cpu")
+    reasons = {entry["method"]: entry["reason"] for entry in results.refused}
+    assert (
+        reasons["off"].startswith("wrong: its error is") and reasons["broken"] == "OSError: no such library"
+    )
+    assert results.tables["small"]["aten-cpu", "TFLOP/s"]
 
 
-def test_a_kernel_that_fails_is_left_out(gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu, "stock_kernels", lambda: {"aten-cpu": None, "cudnn": None})
-    monkeypatch.setattr(gpu, "rings", lambda tokens: [(2, 64, "device", "query")])
-    status, results = _run(gpu, monkeypatch, tmp_path / "results.json")
-    assert status == 1 and [error["group"] for error in results["errors"]] == ["cudnn runs"]
-    assert any(figure["what"].startswith("aten-cpu, ring of 2") for figure in results["figures"])
+def test_the_passes_around_kernels_move_their_bytes(tmp_path):
+    status, results = _measured("rowwise", tmp_path, SMALL)
+    table = results.tables[SMALL]
+    assert status == 0
+    for name, size in (("D", 4 * 16 + 4), ("stand-in for O", 4 * 16 + 4), ("merge", 10 * 16 + 12)):
+        rates = [size * 64 * 2 / seconds / 1e9 for seconds in table[name, "wall"]]
+        assert table[name, "GB/s"] == pytest.approx(rates)
 
 
-@pytest.mark.parametrize(("reachable", "bar"), [(True, 1e-9), (False, None)])
-def test_bars_of_a_ring_of_8(gpu, monkeypatch, reachable, bar):
-    monkeypatch.setattr(gpu, "LOCAL_TOKENS", 32)
-    monkeypatch.setattr(gpu, "TFLOPS", 1e-9 if reachable else 1e9)
-    found = gpu.ring(8, 32, "device", "kv", lambda: "aten-cpu", 1)
-    bars = {figure.what.split(": ")[1]: (figure.bar, figure.at_most) for figure in found}
-    assert bars == {
-        "forward of the kernel's speed": (0.95, False),
-        "both of the kernel's speed": (0.92, False),
-        "with copies over without": (1.03, True),
-        "share of the time around the kernels": (0.02, True),
-        "backward": (bar, False),  # only where the kernel alone reaches it
-        "backward of the kernel": (None, False),
+@pytest.mark.parametrize(("size", "source", "direction"), [(1, "device", "query"), (4, "host", "kv")])
+def test_a_virtual_ring_is_measured_beside_its_kernel_and_itself(size, source, direction, tmp_path):
+    case = f"size={size}; source={source}; direction={direction}; {SMALL}"
+    status, results = _measured("virtual-ring", tmp_path, case)
+    table = results.tables[case]
+    assert (status, results.errors, results.bars) == (0, [], [])  # too small to judge
+    for meter in ("forward kernel / this", "kernel / this", "copies / without", "around kernels / whole"):
+        assert len(table["burst", meter]) == 2 and min(table["burst", meter]) > 0
+    for name in ("burst", "kernel alone"):
+        assert min(table[name, "backward TFLOP/s"]) > 0
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+def test_bars_of_a_ring_of_8(reachable):
+    subject, case = SUBJECTS["virtual-ring"], VirtualCase(heads=1, head_dim=1)
+    pairs = 575e12 * (1.01 if reachable else 0.99) / (2.5 * 4)  # the kernel's backward takes a second
+    names = ("burst", "kernel alone", "without copies", "around the kernels")
+    table = {(name, f"{part} wall"): [1.0] for name in names for part in ("forward", "backward")}
+    table["kernel alone", "pairs"] = [pairs]
+    results = Results("virtual-ring", "", "cuda", 1)
+    derived = [(m, meter, s) for m, meter, s in subject.derive(case, table)]
+    results.figures = [Figure("ring", m, meter, tuple(s)) for m, meter, s in derived]
+    results.judge(subject, {"ring": case})
+    bars = {bar.claim: (bar.bound, bar.at_most, bar.reached) for bar in results.bars}
+    want = {
+        "forward, of the kernel's speed": (0.95, False, True),
+        "both, of the kernel's speed": (0.92, False, True),
+        "with copies over without": (1.03, True, True),
+        "share of the time around the kernels": (0.02, True, False),
     }
-    assert all(figure.bar is None for figure in gpu.ring(8, 32, "host", "kv", lambda: "aten-cpu", 1))
+    if reachable:  # only where the kernel alone reaches it
+        want["backward, where the kernel reaches as much"] = (575, False, True)
+    assert bars == want
+    for other in (replace(case, source="host"), replace(case, size=4), replace(case, tokens=TOKENS // 2)):
+        assert subject.bars("ring", other, "cuda") == ()
+
+
+def test_a_case_that_fails_costs_no_other():
+    subject = SUBJECTS["virtual-ring"]
+    sizes = {"bad": -1, "good": 64}
+    cases = {name: VirtualCase(tokens=n, size=2, heads=2, head_dim=16) for name, n in sizes.items()}
+    seen = []
+    results = run(subject, cases, [], 1, "cpu", lambda results: seen.append(len(results.figures)))
+    assert [error["case"] for error in results.errors] == ["bad"]
+    assert results.tables["good"]["burst", "kernel / this"]
+    assert seen[0] == 0 < seen[1]  # written after each
+
+
+def test_it_needs_torch_alone(tmp_path):
+    """A checkout with torch, triton and numpy measures a GPU: no package of the command is imported."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nfor name in ('typer', 'tabulate', 'matplotlib'):\n    sys.modules[name] = None\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-m", "burst_mcore.bench", "rowwise", "--case", SMALL, "--repeats", "1"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "r.json")],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert read(tmp_path / "r.json").tables[SMALL]["merge", "GB/s"]
+
+
+def test_gpu_check_names_subjects_that_run_on_a_gpu():
+    recipe = (ROOT / "Makefile").read_text().split("gpu-check:\n")[1].split("\n\n")[0]
+    names = recipe.split("for subject in ")[1].split(";")[0].split()
+    assert names and all("cuda" in SUBJECTS[name].devices for name in names)
+    assert set(names) == {name for name, subject in SUBJECTS.items() if "cuda" in subject.devices}

@@ -9,13 +9,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from burst_mcore import BurstConfig, Mask, Topology, packages
-from burst_mcore.attention.arguments import Shape, asked_of, call_for
 from burst_mcore.attention.geometry.pattern import Seen
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.small import _tell, leaves_small_tiles
 from burst_mcore.attention.kernels.table import KERNELS, choose, taking_delta
 from burst_mcore.attention.numerics.rowwise import output_stand_in, row_delta
+from burst_mcore.attention.request import request_of, resolve, shard_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ON_CPU = ("reference", "aten-cpu")
@@ -152,9 +152,10 @@ def test_auto_takes_first_what_takes_the_mask_whole_and_says_why(hopper, caplog)
     ids=str,
 )
 def test_a_call_on_a_gpu_knows_what_its_mask_is_like(hopper, mask, name):
-    shape, config = Shape(1, 64, 4, 4, 128, 128), BurstConfig()
-    asked = asked_of(shape, torch.bfloat16, "cuda", Topology.single(), mask, None, None, False, config, False)
-    assert call_for(asked, [64]).kernel.name == name
+    config = BurstConfig()
+    shard = shard_of((1, 64, 4, 128), 4, 128, torch.bfloat16, config)
+    request = request_of(shard, "cuda", Topology.single(), mask, None, None, False, config, False)
+    assert resolve(request, [64]).kernel.name == name
 
 
 @pytest.mark.parametrize(

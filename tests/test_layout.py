@@ -1,3 +1,5 @@
+import copy
+import dataclasses
 import itertools
 import pickle
 import subprocess
@@ -85,6 +87,32 @@ def test_layout_is_a_value_with_a_word():
     cu = torch.tensor([0, 8, 8, 16])
     assert Layout("zigzag-documents", ends=cu) == Layout("zigzag-documents", ends=[0, 8, 16])
     assert len({Layout("zigzag"), Layout("zigzag"), Layout("contiguous")}) == 2
+
+
+def test_parameters_are_read_from_any_layout():
+    assert (Layout("zigzag").block, Layout("zigzag").stacks, Layout("zigzag").ends) == (0, 1, ())
+    assert Layout("zigzag", block=0, chunks=()) == Layout("zigzag")
+    assert repr(Layout.of("stacked-zigzag:4")) == "Layout('stacked-zigzag:4')"
+    assert copy.deepcopy(Layout.of("stacked-zigzag:4")) == Layout.of("stacked-zigzag:4")
+    with pytest.raises(AttributeError, match="blocks"):
+        Layout("zigzag").blocks  # noqa: B018
+    with pytest.raises(TypeError, match="'blocks'.*legal: .*block"):
+        Layout("zigzag", blocks=4)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Layout("zigzag").rule = None
+
+
+@given(randoms, SIZES, st.integers(1, 100))
+def test_the_table_of_runs_has_the_runs_of_all_ranks(draw, size, n):
+    layout = random_layout(draw, size, n)
+    runs = [[rank, *run_of(run)] for rank in range(size) for run in layout.runs(n, rank, size)]
+    assert layout.run_table(n, size).tolist() == runs
+    edges = layout.edges(n, size).tolist()
+    assert edges == sorted(set(edges)) and edges[0] == 0 and edges[-1] < n
+
+
+def run_of(run):
+    return run.start, run.stop, run.step
 
 
 def test_a_layout_goes_to_other_processes():

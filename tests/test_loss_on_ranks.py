@@ -9,7 +9,7 @@ from heads import distance
 from ranks import processes
 
 from burst_mcore.loss import fused_linear_cross_entropy
-from burst_mcore.loss.agreement import digest
+from burst_mcore.loss.checksums import checksum
 from burst_mcore.loss.reference import linear_cross_entropy
 from burst_mcore.loss.vocabulary import shard
 
@@ -255,17 +255,17 @@ def test_upstream_gradients_that_differ_are_an_error_of_all(what):
     processes(2, disagreeing, what)
 
 
-def test_a_digest_is_of_values_and_places():
+def test_a_checksum_is_of_values_and_places():
     x = torch.tensor([0.0, 1.0, -2.0, torch.nan, torch.inf])
     alike = x.clone()
     alike[0] = -0.0
     alike[3] = -torch.nan
-    assert digest(x) == digest(alike)
-    assert digest(x.double()) == digest(x)
+    assert checksum(x) == checksum(alike)
+    assert checksum(x.double()) == checksum(x)
     others = [x.flip(0), x[:4], torch.cat([x, x[:1]]), x.nextafter(torch.zeros(5)), x[[0, 2, 1, 3, 4]]]
-    assert len({int(digest(y)) for y in [x, *others]}) == 6
-    assert int(digest(torch.tensor([]))) == 0
-    assert abs(int(digest(torch.full((1000,), 3)))) < 2**62
+    assert len({int(checksum(y)) for y in [x, *others]}) == 6
+    assert int(checksum(torch.tensor([]))) == 0
+    assert abs(int(checksum(torch.full((1000,), 3)))) < 2**62
 
 
 def chunked(rank, size):

@@ -223,7 +223,7 @@ def test_a_drawing_computes_all_that_any_mask_allows(mask, layout, ring, name):
     drawing = _drawn(mask, layout, name=name, ring=ring, seq=1000)
     at = torch.arange(1000)
     pairs = int(mask_of(mask, 1000).allows(at, at).sum())
-    seconds = sum(e.end - e.start for e in drawing.events if e.lane == "compute")
+    seconds = sum(e.ended - e.started for e in drawing.timeline.events if e.lane == "compute")
     assert seconds == pytest.approx((4 if name == "forward" else 10) * pairs * 4 * 16 / RATES.compute)
     assert all(drawing.sent[link] <= drawing.sent_dense[link] for link in ("intra", "inter"))
     if ring == "direct":

@@ -11,12 +11,13 @@ from masks import random_layout, random_mask
 from ranks import processes
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard, unshard
-from burst_mcore.attention import function
+from burst_mcore.attention import operator, prepare
 from burst_mcore.attention.autotune.choose import Ranks, legal_degrees
-from burst_mcore.attention.autotune.cost import Shard, link_bytes, message_bytes
+from burst_mcore.attention.autotune.cost import link_bytes, message_bytes
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.runtime import communicators
 from burst_mcore.attention.schedule.route import program
+from burst_mcore.attention.shard import Shard
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KERNEL = KERNELS["aten-cpu"]
@@ -96,7 +97,7 @@ def test_random_masks_layouts_and_shapes(size, intra):
 
 def _counted(rank, size):
     """(what, bytes sent, bytes of this rank's program) of forward and backward."""
-    sent, made, batch, agreed = [], [], dist.batch_isend_irecv, function._agreed
+    sent, made, batch, agreed = [], [], dist.batch_isend_irecv, operator.agree_on_call
 
     def counting(operations):
         sent.extend(op.tensor.nbytes for op in operations if op.op is dist.isend)
@@ -106,7 +107,7 @@ def _counted(rank, size):
         made.append(agreed(*args))
         return made[-1]
 
-    dist.batch_isend_irecv, function._agreed = counting, watched
+    dist.batch_isend_irecv, operator.agree_on_call = counting, watched
     topology, rows = Topology.from_group(dist.group.WORLD), []
     n, window = 1024, 24
     cu = [0, 100, 101, 480, 481, 500, n]
@@ -129,7 +130,9 @@ def _counted(rank, size):
         sent.clear()
         out.backward(dout)
         call, *_ = made[-1]
-        shape = Shard(1, n // size, 4, 2, 16, 16, 4, 4)
+        shape = Shard(
+            batch=1, tokens=n // size, heads=4, kv_heads=2, head_dim=16, value_dim=16, dtype=torch.float32
+        )
         planned = [
             link_bytes(
                 program(rank, call.route, step, call.plan), rank, message_bytes(shape, call.route, step), size
@@ -210,12 +213,12 @@ def _fails_before_it_agrees(rank, size):
     topology = Topology.from_group(dist.group.WORLD)
     p = problem(0, 16 * size, heads=2, kv_heads=2, dtype=torch.float32)
     x = shard(p.q, 1, rank=rank, size=size)
-    call_for = function.call_for
+    resolve = prepare.resolve
     if rank == 0:
-        function.call_for = lambda *_: 1 / 0
+        prepare.resolve = lambda *_: 1 / 0
     with pytest.raises((ZeroDivisionError, ValueError), match="division|rank 0 of the ring refused"):
         burst_attention(x, x, x, topology=topology, mask=Mask.causal())
-    function.call_for = call_for
+    prepare.resolve = resolve
     return burst_attention(x, x, x, topology=topology, mask=Mask.full()).shape
 
 
@@ -223,10 +226,10 @@ def test_any_error_before_the_ring_is_a_refusal():
     assert len(set(processes(2, _fails_before_it_agrees))) == 1
 
 
-def _single_keys(rank, size):
+def _single_keys(rank, size, dtype):
     """Of rows that see one key alone dS is 0: what dq and dk are instead, beside one device."""
     topology, n, found = Topology.from_group(dist.group.WORLD), 64, {}
-    p = problem(5, n, heads=4, kv_heads=4, head_dim=64, dtype=torch.bfloat16)
+    p = problem(5, n, heads=4, kv_heads=4, head_dim=64, dtype=dtype)
     at = [(i, i + 1) for i in range(n)]
     masks = {"own": Mask.documents(range(n + 1)), "remote": Mask.ranges(at, at[n // 2 :] + at[: n // 2])}
     for (where, mask), degree, backward in itertools.product(masks.items(), (1, 2), ("query", "kv")):
@@ -238,7 +241,8 @@ def _single_keys(rank, size):
     return found
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("size", [2, 4])
-def test_rows_that_see_a_single_key_have_gradients_as_small_as_on_one_device(size):
-    for way, (ours, theirs) in processes(size, _single_keys)[0].items():
+def test_rows_that_see_a_single_key_have_gradients_as_small_as_on_one_device(size, dtype):
+    for way, (ours, theirs) in processes(size, _single_keys, dtype)[0].items():
         assert ours <= 2 * theirs, f"{way}: {ours:.2g} beside {theirs:.2g}"

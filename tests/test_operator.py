@@ -11,9 +11,10 @@ from dense import dense, error, problem
 from ranks import processes
 
 from burst_mcore import BurstConfig, Mask, burst_attention
-from burst_mcore.attention import arguments
-from burst_mcore.attention.function import attention_forward
+from burst_mcore.attention import request as request_module
 from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.operator import CallRecord, ForwardArgs, ForwardResults, attention_forward
+from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.handles import Named, find, introduce
 from burst_mcore.layout import shard
@@ -27,14 +28,30 @@ def _checked(rank, size, options, sunk):
     q, k, v = (x.requires_grad_() for x in problem(0, 16, kv_heads=2, dtype=torch.float32)[:3])
     topology, mask, config = Topology.single(), Mask.causal(), BurstConfig()
     sinks = torch.randn(4, requires_grad=True) if sunk else None
-    given = topology.handle, mask.handle, config.handle, *options, True
+    softmax_scale, softcap, return_lse = options
     for keep in (0.0, 0.5, 1.0):
-        arguments = (q, k, v, sinks, [], 0, keep, False, *given)
-        torch.library.opcheck(attention_forward, arguments)
-        *_, agreed, kept = attention_forward(*arguments)
-        if kept:  # the recomputation
-            kept, at = [x.detach() for x in kept], int(agreed[1])
-            torch.library.opcheck(attention_forward, (q, k, v, sinks, kept, at, 0.0, False, *given))
+        args = ForwardArgs(
+            q=q,
+            k=k,
+            v=v,
+            sinks=sinks,
+            topology=topology.handle,
+            mask=mask.handle,
+            config=config.handle,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            return_lse=return_lse,
+            needs_gradient=True,
+            keep=keep,
+            at_most=False,
+            tail=[],
+            cut=0,
+        )
+        torch.library.opcheck(attention_forward, args)
+        results = ForwardResults(*attention_forward(*args))
+        if results.tail:  # the recomputation
+            tail, cut = [x.detach() for x in results.tail], CallRecord.unpack(results.record).cut
+            torch.library.opcheck(attention_forward, args._replace(keep=0.0, tail=tail, cut=cut))
     return True
 
 
@@ -88,7 +105,13 @@ def test_gradients_outlive_the_mask():
     want = dense(p, mask)
     out = burst_attention(q, k, v, topology=Topology.single(), mask=mask)
     del mask
-    for cache in (plan, arguments._way, mask_module._bands):  # they hold masks as well
+    for cache in (
+        plan,
+        call_of,
+        request_module._request,
+        request_module.choose_route,
+        mask_module._bands,
+    ):  # they hold masks as well
         cache.cache_clear()
     gc.collect()
     out.backward(p.dout)

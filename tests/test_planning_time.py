@@ -1,6 +1,5 @@
 """A whole call is planned in time: cold once, and warm at every layer."""
 
-import json
 import random
 import sys
 import threading
@@ -12,13 +11,13 @@ import pytest
 import torch
 
 from burst_mcore import BurstConfig, Layout, Mask, Topology, prepare
-from burst_mcore.attention import arguments, function
 from burst_mcore.attention import prepare as prepare_module
-from burst_mcore.attention.arguments import call_for, checked, signature, signature_of_call
+from burst_mcore.attention import request as request_module
 from burst_mcore.attention.autotune.choose import contenders
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.attention.schedule.route import program
-from burst_mcore.bench import planning
+from burst_mcore.attention.request import validate
+from burst_mcore.bench.results import read
+from burst_mcore.bench.subjects import planning
 
 RANKS, TOKENS = 64, 2**20
 
@@ -36,11 +35,10 @@ def _planned(mask, layout):
     config = BurstConfig(layout=layout)
 
     def plan():
-        asked = checked(q, kv, kv, topology, mask, None, None, None, config, False)
-        signature(asked, True)
-        call = call_for(asked, [TOKENS // RANKS] * RANKS)
-        signature_of_call(call)
-        return call, [program(3, call.route, name, call.plan) for name in ("forward", call.direction)]
+        request = validate(q, kv, kv, topology, mask, None, None, None, config, False)
+        call = prepare_module.call_of(request, (TOKENS // RANKS,) * RANKS)
+        assert request.signature and call.signature
+        return call, [call.program(name) for name in ("forward", call.direction)]
 
     return plan
 
@@ -52,8 +50,8 @@ def _tiles(call):
 @pytest.fixture(autouse=True)
 def _no_device(monkeypatch):
     """Nothing is computed: tensors are on no device, and the ring has no process group."""
-    monkeypatch.setattr(arguments, "_check_group", lambda *_: None)
-    monkeypatch.setattr(arguments, "choose", lambda *_: KERNELS["aten-cpu"])
+    monkeypatch.setattr(request_module, "_check_group", lambda *_: None)
+    monkeypatch.setattr(request_module, "choose", lambda *_: KERNELS["aten-cpu"])
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "for_mask"])
@@ -115,22 +113,21 @@ def test_what_is_done_grows_with_the_ranks_not_with_their_square(planned):
     assert large <= 1.5 * 8 * small, f"{small} calls for 32 ranks, {large} for 256"
 
 
-MISSED = {("auto, window", 1024), ("auto, documents", 1024)}
-"""What the committed run did not reach; docs/benchmark.md says so."""
-
-
 def test_the_committed_planning_results_reach_their_bars():
     folder = Path(__file__).parent.parent / "benchmarks" / "results"
-    results = json.loads((folder / "planning.json").read_text())
-    seconds = {(row["planned"], row["ranks"]): row["seconds"] for row in results["rows"]}
+    results = read(folder / "planning.json")
+    cases = {name: (case["planned"], case["of_ranks"]) for name, case in results.cases.items()}
+    seconds = {cases[f.case]: f.samples[0] for f in results.figures if f.meter == "cpu"}
     assert set(seconds) == {(name, size) for name in planning.PLANNED for size in planning.SIZES}
-    assert {key for key, bar in planning.BARS.items() if seconds[key] > bar} == MISSED
+    assert not {key for key, bar in planning.BARS.items() if seconds[key] > bar}
 
 
 def test_documents_of_a_kind_are_decided_once(monkeypatch):
     _forget()
     decided = []
-    monkeypatch.setattr(arguments, "contenders", lambda *a, **k: decided.append(a) or contenders(*a, **k))
+    monkeypatch.setattr(
+        request_module, "contenders", lambda *a, **k: decided.append(a) or contenders(*a, **k)
+    )
     for seed in range(5):
         _planned(planning.packed(TOKENS, seed), "zigzag")()
     assert len(decided) == 1
@@ -140,7 +137,7 @@ def _remember(mask):
     q = torch.empty(1, TOKENS // RANKS, 32, 128, dtype=torch.bfloat16, device="meta")
     kv = torch.empty(1, TOKENS // RANKS, 8, 128, dtype=torch.bfloat16, device="meta")
     topology = Topology(rank=3, size=RANKS, intra_size=8)
-    prepare_module.remember(checked(q, kv, kv, topology, mask, None, None, None, BurstConfig(), False))
+    prepare_module.remember(validate(q, kv, kv, topology, mask, None, None, None, BurstConfig(), False))
 
 
 def test_kinds_of_layers_that_share_a_plan_are_all_remembered(monkeypatch):
@@ -148,10 +145,10 @@ def test_kinds_of_layers_that_share_a_plan_are_all_remembered(monkeypatch):
     topology, plans = Topology(rank=3, size=RANKS, intra_size=8), []
     for heads in (32, 16, 32):
         q = torch.empty(1, TOKENS // RANKS, heads, 128, dtype=torch.bfloat16, device="meta")
-        asked = checked(q, q, q, topology, _packed(50, 4), None, None, None, BurstConfig(), False)
-        plans.append(function._remembered(asked, call_for(asked, [TOKENS // RANKS] * RANKS)).plan)
+        request = validate(q, q, q, topology, _packed(50, 4), None, None, None, BurstConfig(), False)
+        plans.append(prepare_module.call_of(request, (TOKENS // RANKS,) * RANKS).plan)
     assert plans[0] is plans[1] is plans[2]
-    assert [asked.shard.heads for asked in prepare_module._remembered.values()] == [32, 16]
+    assert [request.shard.heads for request in prepare_module._remembered.values()] == [32, 16]
 
 
 def test_a_plan_that_was_prepared_is_there():

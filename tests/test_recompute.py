@@ -16,6 +16,7 @@ from torch import nn
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention
 from burst_mcore.attention.kernels.table import KERNELS, choose
+from burst_mcore.attention.prepare import call_of
 from burst_mcore.checkpointing import (
     Full,
     KeepAttention,
@@ -144,8 +145,10 @@ def forwards(monkeypatch):
     forward = kernel.forward
     monkeypatch.setitem(KERNELS, "aten-cpu", replace(kernel, forward=watched))
     choose.cache_clear()
+    call_of.cache_clear()
     yield rows
     choose.cache_clear()
+    call_of.cache_clear()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -11,7 +11,7 @@ from masks import MASKS, layouts
 from ranks import processes
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard, unshard
-from burst_mcore.attention import function
+from burst_mcore.attention import operator
 from burst_mcore.attention.kernels.table import KERNELS
 
 GQA = {"mha": 4, "gqa": 2, "mqa": 1}
@@ -143,8 +143,8 @@ def test_bytes_on_the_wire_are_the_formulas_on_every_rank(size):
 
 def _auto(rank, size):
     travels, made = {}, []
-    agreed = function._agreed
-    function._agreed = lambda *args: made.append(agreed(*args)) or made[-1]
+    agreed = operator.agree_on_call
+    operator.agree_on_call = lambda *args: made.append(agreed(*args)) or made[-1]
     for kv_heads in (8, 1):
         p = problem(0, 8 * size, heads=8, kv_heads=kv_heads, dtype=torch.float32)
         q, k, v, _ = (shard(x, 1, rank=rank, size=size).requires_grad_() for x in p)

@@ -17,13 +17,14 @@ from test_ring import _attend, _gathered
 from test_simulation import simulate
 
 from burst_mcore import BurstConfig, Layout, Mask, Topology, burst_attention, shard
-from burst_mcore.attention import function
+from burst_mcore.attention import operator
 from burst_mcore.attention.autotune.choose import Ranks, legal_degrees
-from burst_mcore.attention.autotune.cost import Shard, link_bytes, link_class, message_bytes
+from burst_mcore.attention.autotune.cost import link_bytes, link_class, message_bytes
 from burst_mcore.attention.kernels import table
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.schedule.actions import Send
 from burst_mcore.attention.schedule.route import Route, program
+from burst_mcore.attention.shard import Shard
 
 HEADS = {"mha": (8, 8), "gqa": (8, 2), "mqa": (8, 1)}
 CLUSTERS = [(1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1), (2, 3), (3, 2), (2, 4), (4, 2)]
@@ -89,14 +90,14 @@ def _bytes(rank, size, intra):
 
     dist.batch_isend_irecv = counting
     topology = Topology.from_group(dist.group.WORLD, intra_size=intra)
-    made, agreed = [], function._agreed
+    made, agreed = [], operator.agree_on_call
 
     def watched(*args):
         found = agreed(*args)
         made.append(found[0])
         return found
 
-    function._agreed = watched
+    operator.agree_on_call = watched
 
     def counted():
         by_link = {"intra": 0, "inter": 0}
@@ -117,7 +118,15 @@ def _bytes(rank, size, intra):
             forward = counted()
             out.backward(dout)
             route, what = made[-1].route, made[-1].plan
-            costed = Shard(1, n // size, heads, kv_heads, 16, 16, 2, 4)
+            costed = Shard(
+                batch=1,
+                tokens=n // size,
+                heads=heads,
+                kv_heads=kv_heads,
+                head_dim=16,
+                value_dim=16,
+                dtype=torch.bfloat16,
+            )
             for name, got in (("forward", forward), (config.backward, counted())):
                 sizes = message_bytes(costed, route, name)
                 rows.append(

@@ -1,8 +1,12 @@
 import dataclasses
+import itertools
+import random
 from itertools import pairwise
 
 import pytest
+import torch
 
+from burst_mcore.attention.geometry.plan import plan
 from burst_mcore.attention.schedule.actions import (
     DATA,
     GRADIENT,
@@ -17,9 +21,12 @@ from burst_mcore.attention.schedule.actions import (
     Send,
     Unpack,
     Wait,
+    hops,
 )
 from burst_mcore.attention.schedule.route import PASSES, Route, Schedule, schedule
 from burst_mcore.attention.schedule.verify import verify
+from burst_mcore.layout import Layout
+from burst_mcore.mask import Mask
 
 INTRA_DATA, INTRA_GRADIENT = Channel("intra", DATA), Channel("intra", GRADIENT)
 INTER_DATA, INTER_GRADIENT = Channel("inter", DATA), Channel("inter", GRADIENT)
@@ -184,8 +191,9 @@ def test_verify_wants_the_bundle_in_place_until_its_gradient_is_added():
     def fetched_into_what_was_computed(rank, program):
         at = next(i for i, a in enumerate(program) if isinstance(a, Recv) and a.step == 1)
         compute = next(i for i, a in enumerate(program) if isinstance(a, Compute) and a.step == 1)
-        recv = dataclasses.replace(program[at], buffer=program[compute].buffer)
-        return [*program[:at], *program[at + 1 : compute + 1], recv, *program[compute + 1 :]]
+        recv, send = dataclasses.replace(program[at], buffer=program[compute].buffer), program[at + 1]
+        assert isinstance(send, Send) and send.channel == recv.channel  # one batch: they move together
+        return [*program[:at], *program[at + 2 : compute + 1], recv, send, *program[compute + 1 :]]
 
     with pytest.raises(ValueError, match="data1 is touched while a message arrives"):
         verify(_broken(fetched_into_what_was_computed, Route(1, 3, direct=True)))
@@ -196,10 +204,85 @@ def test_verify_wants_the_bundle_in_place_until_its_gradient_is_added():
         wait = next(
             i for i, a in enumerate(program) if isinstance(a, Wait) and a.channel == program[at].channel
         )
-        return [*program[: at + 1], program[wait], *program[at + 1 : wait], *program[wait + 1 :]]
+        return [*program[: at + 2], program[wait], *program[at + 2 : wait], *program[wait + 1 :]]
 
     with pytest.raises(ValueError, match="data1 is lost before the gradient of"):
         verify(_broken(fetched_and_there, Route(1, 3, direct=True)))
+
+
+def _sends_before_receives(rank, program):
+    """Every hop as two batches, the sends' first: gloo does not mind."""
+    edited = []
+    for channel, actions in hops(tuple(program)):
+        sends = [a for a in actions if isinstance(a, Send)]
+        if channel is None or not 0 < len(sends) < len(actions):
+            edited += actions
+            continue
+        between = Add(actions[0].step, "spare", "spare", first=True)
+        edited += [*sends, between, *(a for a in actions if isinstance(a, Recv))]
+    return edited
+
+
+def test_verify_knows_that_nccl_runs_batches_in_the_order_of_posting(monkeypatch):
+    monkeypatch.setattr("burst_mcore.attention.schedule.verify._add", lambda rank, action: None)
+    with pytest.raises(ValueError, match="deadlock: rank 0, step 0: wait intra data .at the head of"):
+        verify(_broken(_sends_before_receives, name="forward"))
+
+
+def _another_kind(rank, program):
+    """Rank 1 posts the first messages of its head group as messages of another kind."""
+    first = next(a.channel for a in program if isinstance(a, Send) and a.channel.link == "heads")
+    kind = RESULT if first.what != RESULT else ROWS
+    return [
+        dataclasses.replace(a, channel=a.channel._replace(what=kind, part=99))
+        if rank == 1 and getattr(a, "channel", None) == first
+        else a
+        for a in program
+    ]
+
+
+def test_verify_knows_that_nccl_matches_messages_by_their_order_alone():
+    with pytest.raises(ValueError, match="expects heads .*, gets heads .*share a communicator"):
+        verify(_broken(_another_kind, Route(1, 2, 2), "forward"))
+
+
+def _routes(size, intra):
+    placed = (h for h in (1, 2, 3, 4, 8) if size % h == 0 and (intra % h == 0 or h % intra == 0))
+    for heads in placed:
+        positions = size // heads
+        for overlap in (True, False):
+            yield Route(1, positions, heads, overlap)
+            if positions > 1:
+                yield Route(1, positions, heads, overlap, mirrored=True)
+                yield Route(1, positions, heads, overlap, direct=True)
+            if size > intra and intra % heads == 0:
+                yield Route(size // intra, intra // heads, heads, overlap)
+                yield Route(size // intra, intra // heads, heads, overlap, mirrored=True)
+
+
+def _masks(draw, n):
+    yield from (None, Mask.causal(), Mask.window(n // 20, 0), Mask.window(n // 4, 0))
+    yield Mask.causal() & Mask.documents([0, 10, 11, 60, n // 2, n])
+    for share in (0.15, 0.35, 0.55):
+        yield Mask.blocks(torch.tensor([[draw.random() < share for _ in range(n // 32)]] * (n // 32)), 32)
+
+
+SIZES = [(2, 2), (3, 3), (4, 2), (4, 4), (6, 3), (8, 2), (8, 4), (8, 8)]
+
+
+@pytest.mark.parametrize(
+    ("size", "intra"), [(4, 2), *(pytest.param(*s, marks=pytest.mark.slow) for s in SIZES)]
+)
+def test_all_schedules_pass_under_nccls_rule(size, intra):
+    """Of all sizes, routes, layouts, masks and passes: 10,000 and more."""
+    draw, n, count = random.Random(0), 64 * size, 0
+    for route, layout in itertools.product(_routes(size, intra), ("zigzag", "striped", "contiguous")):
+        for mask in _masks(draw, n):
+            what = mask if mask is None else plan(Layout.of(layout), mask, n, route.positions, route.heads)
+            for name in PASSES:
+                verify(schedule(route, name, what), intra)
+                count += 1
+    assert count > 100
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ from dense import Result, assert_as_exact_as, dense, error, problem, single_kern
 from ranks import processes
 
 from burst_mcore import BurstConfig, Mask, burst_attention
-from burst_mcore.attention.arguments import call_for, checked
 from burst_mcore.attention.geometry.pattern import Seen
 from burst_mcore.attention.kernels.kernel import Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.padding import takes_delta
 from burst_mcore.attention.kernels.table import KERNELS, taking_delta
 from burst_mcore.attention.numerics.rowwise import row_delta
+from burst_mcore.attention.request import resolve, validate
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.layout import shard
 
@@ -153,7 +153,7 @@ def test_gradients_are_bitwise_equal_between_runs():
 def test_kernels_are_told_to_be_deterministic():
     q = torch.zeros(1, 8, 2, 8)
     options = (None, None, None, BurstConfig(deterministic=True), False)
-    call = call_for(checked(q, q, q, Topology.single(), Mask.causal(), *options), [8])
+    call = resolve(validate(q, q, q, Topology.single(), Mask.causal(), *options), [8])
     assert call.problem.deterministic and call.scores.deterministic
     ask = replace(call.problem, device="cuda", dtype=torch.bfloat16)
     for name in ("cudnn", "aten-flash"):

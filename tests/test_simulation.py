@@ -14,14 +14,17 @@ from torch.nn.functional import pad
 
 from burst_mcore import Layout, Mask, shard, unshard
 from burst_mcore.attention.autotune.choose import Ranks, legal_degrees, route_for
-from burst_mcore.attention.autotune.cost import Shard, link_bytes, link_class, message_bytes
+from burst_mcore.attention.autotune.cost import link_bytes, link_class, message_bytes
+from burst_mcore.attention.backward import backward
+from burst_mcore.attention.call import Call, Keys, Queries
+from burst_mcore.attention.forward import forward
 from burst_mcore.attention.geometry.plan import plan
 from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.numerics.rowwise import row_delta
-from burst_mcore.attention.passes import Call, Keys, Queries, backward, forward
 from burst_mcore.attention.schedule.route import Route, program, schedule
 from burst_mcore.attention.schedule.verify import verify
+from burst_mcore.attention.shard import Shard
 
 
 def simulate(
@@ -44,7 +47,6 @@ def simulate(
             kernel=KERNELS[kernel],
             direction=direction,
             grad_dtype=dtype,
-            transport=carrier,
             kv_heads=p.k.shape[2],
             lse_at_home=True,
         )
@@ -52,11 +54,11 @@ def simulate(
         rows = own[0].shape[1]
         q, k, v, dout = (pad(x, (0, 0, 0, 0, 0, call.rows - rows)) for x in own)
         inputs = [x.clone() for x in (q, k, v, dout)]
-        done = forward(call, q, k, v)
+        done = forward(call, carrier, q, k, v)
         saved = [x.clone() for x in done]
         sent, carrier.sent = carrier.sent, type(carrier.sent)()
         queries = Queries(done.q, dout, row_delta(dout, done.out), done.ring_lse)
-        gradients = backward(call, queries, Keys(done.k, done.v), done.out)
+        gradients = backward(call, carrier, queries, Keys(done.k, done.v), done.out)
         for now, before in zip((q, k, v, dout, *done), (*inputs, *saved), strict=True):
             assert torch.equal(now, before)  # neither the caller's nor the saved are ever written
         results = (done.out, done.lse.transpose(1, 2), *gradients)
@@ -140,7 +142,16 @@ def _equals_dense_attention(
         torch.testing.assert_close(g, w, rtol=1e-11, atol=1e-11)
     what = plan(layout, mask, n, route.positions, route.heads)
     tokens = layout.padded(n, ranks.size) // ranks.size
-    costed = Shard(batch, tokens, heads, kv_heads, head_dim, value_dim, itemsize=8, grad_itemsize=8)
+    costed = Shard(
+        batch=batch,
+        tokens=tokens,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        dtype=torch.float64,
+        grad_dtype=torch.float64,
+    )
     for name, sent in (("forward", forward_sent), (direction, backward_sent)):
         sizes = message_bytes(costed, route, name, return_lse=True)
         for rank, by_peer in enumerate(sent):

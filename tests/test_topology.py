@@ -10,7 +10,7 @@ from ranks import processes
 from test_ring import _attend, _gathered
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
-from burst_mcore.attention.function import connect
+from burst_mcore.attention.api import connect
 from burst_mcore.attention.runtime import topology as module
 from burst_mcore.rates import Rates
 

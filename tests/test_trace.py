@@ -11,8 +11,10 @@ from typer.testing import CliRunner
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention
 from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.attention.autotune.cost import Sizes
+from burst_mcore.attention.autotune.simulate import play
 from burst_mcore.attention.schedule.actions import Compute, Recv
-from burst_mcore.attention.schedule.route import Route, program
+from burst_mcore.attention.schedule.route import Route, program, schedule
 from burst_mcore.attention.schedule.trace import Event, chrome_trace, record
 from burst_mcore.cli import app
 from burst_mcore.explain import predict
@@ -27,7 +29,7 @@ def test_a_pass_is_recorded_action_by_action():
     with record(rank=3) as events:
         burst_attention(q, k, v, topology=Topology.single(), mask=Mask.causal())
     assert [(e.rank, e.lane, e.label) for e in events] == [(3, "compute", "[0]")]
-    assert 0 <= events[0].start < events[0].end
+    assert 0 <= events[0].started < events[0].ended
     with record() as nothing:
         pass
     assert nothing == []
@@ -51,14 +53,14 @@ def test_every_message_and_compute_of_a_ring_is_recorded():
         assert sum(e.label.startswith("[") for e in events) == sum(isinstance(a, Compute) for a in actions)
         assert sum("<" in e.label for e in events) == sum(isinstance(a, Recv) for a in actions)
         first = {e.lane: e for e in reversed(events)}  # the hops leave before the first compute is over
-        assert first["inter data"].start < first["compute"].end
-        assert first["intra data"].start < first["compute"].end
+        assert first["inter data"].started < first["compute"].ended
+        assert first["intra data"].started < first["compute"].ended
 
 
 def test_a_trace_has_a_process_for_each_rank_of_each_run():
     runs = {
-        "predicted": [Event(0, "compute", "[0]", 0.0, 1e-3)],
-        "measured": [Event(0, "intra data", "x", 0, 2e-3)],
+        "predicted": [Event(0, "compute", "[0]", 0.0, 0.0, 1e-3)],
+        "measured": [Event(0, "intra data", "x", 0, 0, 2e-3)],
     }
     events = json.loads(chrome_trace(runs))["traceEvents"]
     names = {e["args"]["name"] for e in events if e["ph"] == "M"}
@@ -80,7 +82,7 @@ def test_a_drawing_computes_all_that_the_mask_allows(name, degree):
         ring="double",
         overlap=True,
     )
-    seconds = sum(e.end - e.start for e in drawn.events if e.lane == "compute")
+    seconds = sum(e.ended - e.started for e in drawn.timeline.events if e.lane == "compute")
     flops = (4 if name == "forward" else 10) * 4096 * 4097 // 2 * 8 * 64
     assert seconds == pytest.approx(flops / RATES.compute)
 
@@ -135,3 +137,37 @@ def test_explain_shows_all_ways_the_choice_and_why():
     assert len([r for r in rows if "chosen" not in r]) == 12  # six degrees, two directions
     assert "chosen: ring='double', head_parallel=" in done.output
     assert "predicted, not measured" in done.output
+
+
+SLOW = Rates(intra=1e9, inter=1e8, compute=1.0, latency=0.0)
+
+
+def test_a_wait_says_who_waits_for_which_message_and_how_long():
+    """Rank 0 of a ring of 2 computes 1 s, and its partner's bundle takes 3 s."""
+    sizes = Sizes({"data": 3 * 10**9}, 1)
+    timeline = play(schedule(Route(1, 2), "forward"), sizes, lambda rank, action: 1.0, 2, SLOW)
+    assert timeline.seconds == pytest.approx(4.0)
+    (wait,) = timeline.exposed()
+    assert (wait.rank, wait.step, wait.peer, wait.lane) == (0, 0, 1, "intra data")
+    assert (wait.began, wait.seconds) == (pytest.approx(1.0), pytest.approx(2.0))
+    assert str(wait) == "rank 0 waits 2e+03 ms in step 0 for intra data from rank 1 (data0<1)"
+    assert [each.rank for each in timeline.waits] == [0, 1]
+    message = next(e for e in timeline.events if e.lane == "intra data" and e.rank == 0)
+    assert (message.posted, message.started, message.ended) == (0.0, 0.0, pytest.approx(3.0))
+
+
+def test_where_all_is_hidden_nobody_waits():
+    sizes = Sizes({"data": 10**8}, 1)
+    timeline = play(schedule(Route(1, 4), "forward"), sizes, lambda rank, action: 1.0, 4, SLOW)
+    assert timeline.exposed() == [] == timeline.waits
+
+
+def test_a_message_starts_when_those_before_it_are_through():
+    """Two nodes of 2: data and gradients between the same ranks share a link."""
+    sizes = Sizes({"data": 10**9, "gradient": 10**9}, 1)
+    timeline = play(schedule(Route(2, 2), "kv"), sizes, lambda rank, action: 0.1, 2, SLOW)
+    assert all(e.posted <= e.started <= e.ended for e in timeline.events)
+    assert any(e.posted < e.started for e in timeline.events)
+    waited = sum(wait.seconds for wait in timeline.exposed())
+    computed = sum(e.ended - e.started for e in timeline.events if (e.rank, e.lane) == (0, "compute"))
+    assert timeline.seconds == pytest.approx(computed + waited)

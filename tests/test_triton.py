@@ -14,7 +14,7 @@ from masks import random_layout, random_mask
 from test_simulation import simulate
 
 from burst_mcore import Layout, Mask
-from burst_mcore.attention import passes
+from burst_mcore.attention import backward as backward_module
 from burst_mcore.attention.geometry.pattern import Seen
 from burst_mcore.attention.geometry.plan import plan
 from burst_mcore.attention.geometry.tiles import tiles_of
@@ -204,13 +204,13 @@ def test_no_share_of_a_gradient_takes_a_pass_of_its_own(route, direction, monkey
 @pytest.mark.parametrize("direction", ["query", "kv"])
 def test_it_adds_to_travelling_sums_in_their_dtype(direction, monkeypatch):
     """Sums in float64 hold what float32 cannot: each adds up shares that differ in size."""
-    sums, accumulate = [], passes._Backward.accumulate
+    sums, accumulate = [], backward_module._Backward.accumulate
 
     def seen(self, totals, held, first):
         accumulate(self, totals, held, first)
         sums.extend((total.clone(), first) for total in totals)
 
-    monkeypatch.setattr(passes._Backward, "accumulate", seen)
+    monkeypatch.setattr(backward_module._Backward, "accumulate", seen)
     p = problem(3, 48, kv_heads=2, dtype=torch.float32)
     simulate(p, Mask.causal(), "zigzag", Route(1, 3), direction, "triton", dtype=torch.float64)
     assert all(total.dtype == torch.float64 for total, _ in sums)

@@ -6,17 +6,18 @@ import pytest
 import torch
 
 from burst_mcore import Mask
-from burst_mcore.attention.arguments import Shape
 from burst_mcore.attention.geometry.rows import take
 from burst_mcore.attention.kernels.kernel import RowGradients
 from burst_mcore.attention.schedule.actions import DATA, Channel, Recv
 from burst_mcore.attention.schedule.route import program
+from burst_mcore.attention.shard import Shard
 from burst_mcore.bench.virtual_ring import Copies, VirtualRank
 
 
 def _rank(size, direction="query", *, source="device", dtype=torch.float32, **given):
-    shape, more = Shape(1, 32, 4, 2, 16, 16), {"mask": Mask.causal(), "device": "cpu", **given}
-    return VirtualRank(shape, size, source=source, direction=direction, dtype=dtype, **more)
+    shard = Shard(batch=1, tokens=32, heads=4, kv_heads=2, head_dim=16, value_dim=16, dtype=dtype)
+    more = {"mask": Mask.causal(), "device": "cpu", **given}
+    return VirtualRank(shard, size, source=source, direction=direction, **more)
 
 
 @pytest.mark.parametrize("direction", ["query", "kv"])

@@ -9,6 +9,14 @@
     numerics       the maths around tiles: partial outputs merged, gradients summed
     recompute      checkpointed layers: what is kept of attention, and what is computed again
 
-The files beside the folders are the call itself: function (the public function and its operators), arguments
-(what a call asks for), passes (forward and backward), front, cached, prepare.
+The files beside the folders are the call itself, from top to bottom:
+
+    api            the public function, and its calls in checkpointed layers
+    operator       the torch operators: named arguments, results and saved tensors across flat schemas
+    prepare        requests to calls, each once, or ahead of their batch
+    request        one rank's arguments, checked, and resolved once all ranks' lengths are known
+    forward, backward   the two passes: tiles x kernel x merge, driven by the ring
+    call           a call that all ranks have agreed on
+    cached         attention to a cache of keys, in generation
+    shard          shapes and dtypes of a rank's share
 """

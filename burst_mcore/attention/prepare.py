@@ -1,8 +1,8 @@
-"""Plans calls ahead of their batch, in the background: packed documents bring a new mask with every batch.
+"""Resolves requests to calls, once for each; and plans calls ahead of their batch, in the background.
 
-What a call is like (heads, dtypes, configuration, the mask of its layer) is known once it was made; what
-comes with the next batch is documents, and where they end. So a loader that has the next batch says
-`prepare(Mask.documents(ends), ...)`, and by the time that the batch is attended to, its plans are there.
+Packed documents bring a new mask with every batch, but a layer's heads, dtypes and configuration stay the
+same. So a loader that has the next batch says `prepare(Mask.documents(ends), ...)`: every kind of call that
+was made before is planned for that mask while the batch before is computed.
 """
 
 from __future__ import annotations
@@ -12,24 +12,37 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TypeVar
 
-from burst_mcore.attention.arguments import Asked, call_for, legal_lengths, without_layout
-from burst_mcore.attention.passes import Call
-from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.call import Call
+from burst_mcore.attention.request import Request, legal_lengths, resolve, without_layout
 from burst_mcore.attention.schedule.actions import Compute
-from burst_mcore.attention.schedule.route import program
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 
 Batch = TypeVar("Batch")
 
+CALLS = 64
+"""Calls that are remembered, as many as plans: those used last."""
 KINDS = 32
-"""Kinds of calls that are remembered."""
+"""Kinds of calls that are remembered, to be planned for other documents: those used last."""
 
-_remembered: OrderedDict[Hashable, Asked] = OrderedDict()
+_remembered: OrderedDict[Hashable, Request] = OrderedDict()
 _pending: dict[Mask, Future[None]] = {}
+
+
+@lru_cache(maxsize=CALLS)
+def call_of(request: Request, lengths: tuple[int, ...]) -> Call:
+    """Return the call that a request resolves to where rank r holds lengths[r] tokens. Cached.
+
+    Raises:
+        ValueError: as `resolve`, on all ranks.
+    """
+    await_plan(request.mask)
+    call = resolve(request, lengths)
+    remember(request)
+    return call
 
 
 def prepare(mask: Mask, *, tokens: int, ranks: int, layout: Layout | str | None = None) -> list[Future[None]]:
@@ -55,16 +68,16 @@ def prepare(mask: Mask, *, tokens: int, ranks: int, layout: Layout | str | None 
         raise ValueError(f"mask must be a Mask, got {mask!r}: Mask.documents(cu_seqlens), ...")
     dealt = None if layout is None else Layout.of(layout)
     worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="burst-plans")
-    found = []
-    for asked in [kind for kind in list(_remembered.values()) if kind.topology.size == ranks]:
-        config = asked.config if dealt is None else replace(asked.config, layout=dealt)
-        asked = replace(asked, mask=asked.mask & mask, config=config)
-        future = worker.submit(_plan, asked, tokens)
-        _pending[asked.mask] = future
-        future.add_done_callback(partial(_forget, asked.mask))
-        found.append(future)
+    futures = []
+    for request in [kind for kind in list(_remembered.values()) if kind.ranks.size == ranks]:
+        config = request.config if dealt is None else replace(request.config, layout=dealt)
+        request = replace(request, mask=request.mask & mask, config=config)
+        future = worker.submit(_plan, request, tokens)
+        _pending[request.mask] = future
+        future.add_done_callback(partial(_forget, request.mask))
+        futures.append(future)
     worker.shutdown(wait=False)  # its thread ends with the last plan: none is left for forks to trip over
-    return found
+    return futures
 
 
 def one_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -87,14 +100,11 @@ def one_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
             raise ended
 
 
-def remember(asked: Asked) -> None:
+def remember(request: Request) -> None:
     """Let `prepare` plan calls like this one."""
-    bare = Topology(
-        asked.topology.rank, asked.topology.size, asked.topology.intra_size, asked.topology.rates
-    )  # without process groups, which may be gone by then
-    asked = replace(asked, topology=bare, mask=asked.mask.without_documents)
-    key = replace(asked, config=without_layout(asked.config), shard=replace(asked.shard, tokens=0))
-    _remembered[key] = asked
+    request = replace(request, mask=request.mask.without_documents)
+    key = replace(request, config=without_layout(request.config), shard=replace(request.shard, tokens=0))
+    _remembered[key] = request
     _remembered.move_to_end(key)
     while len(_remembered) > KINDS:
         _remembered.popitem(last=False)
@@ -108,19 +118,18 @@ def await_plan(mask: Mask) -> None:
             future.exception()  # an error is the call's own, and comes again
 
 
-def _plan(asked: Asked, tokens: int) -> None:
-    """Find all that a call needs besides its tensors."""
-    size = asked.topology.size
-    lengths = legal_lengths(asked.layout, tokens, size)
-    own = replace(asked, shard=replace(asked.shard, tokens=lengths[asked.topology.rank]))
-    plan_call(call_for(own, lengths))
+def _plan(request: Request, tokens: int) -> None:
+    """Plan a call; not by `call_of`, which waits for this."""
+    lengths = legal_lengths(request.layout, tokens, request.ranks.size)
+    own = replace(request, shard=replace(request.shard, tokens=lengths[request.rank]))
+    plan_call(resolve(own, lengths))
 
 
 def plan_call(call: Call) -> None:
-    """Find the programs and the tiles of a call, of forward and backward."""
+    """Make the programs and the tiles of a call, of forward and backward."""
     here = call.position
     for name in ("forward", call.direction):
-        for action in program(call.rank, call.route, name, call.plan):
+        for action in call.program(name):
             if isinstance(action, Compute) and name == "query":
                 call.tiles(action.source, here, k_part=action.part)
             elif isinstance(action, Compute):

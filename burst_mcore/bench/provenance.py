@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import platform
 import subprocess
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from burst_mcore.version import __version__
 
-def as_json(what: Any, device: str = "", **figures: Any) -> str:
-    """A file of results: what was measured, the commit and the machine that made it, and the figures."""
-    machines = f"{device}, {machine()}" if device else machine()
-    return json.dumps({"what": what, "commit": commit(), "machine": machines, **figures}, indent=1) + "\n"
+LIBRARIES = (
+    *("megatron-core", "deepspeed", "transformers", "triton", "flash-attn", "flash_attn_3", "flash-attn-4"),
+    *("transformer-engine", "liger-kernel", "cut-cross-entropy"),
+)
+"""Packages whose versions are told, where they are installed."""
 
 
-def machine() -> str:
-    """Cores, and the versions that matter."""
-    return (
-        f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, "
-        f"torch {torch.__version__}"
-    )
+def made_by(device: str) -> dict[str, Any]:
+    """What could change a figure: commit, machine and versions."""
+    return {"commit": commit(), "machine": machine(device), "versions": versions(device)}
+
+
+def machine(device: str) -> str:
+    """Cores, architecture and GPU."""
+    gpu = f", {torch.cuda.get_device_name()}" if device == "cuda" else ""
+    return f"{os.cpu_count()} cores, {platform.machine()}{gpu}"
+
+
+def versions(device: str) -> dict[str, str]:
+    """Of Python, torch, the libraries that are installed, and of the GPU's driver."""
+    known = {"burst_mcore": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    for package in LIBRARIES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            known[package] = metadata.version(package)
+    if device == "cuda":
+        cudnn = torch.backends.cudnn.version()
+        known |= {"cuda": str(torch.version.cuda), "cudnn": str(cudnn), "driver": _driver()}
+    return known
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown: no nvidia-smi"
 
 
 def commit() -> str:

@@ -1,319 +1,163 @@
-"""Runs methods side by side: every rank a process over gloo, every clock behind a correctness gate."""
+"""The runner: measures the cases of a subject one by one, each in fresh processes."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import multiprocessing
-import os
-import statistics
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from multiprocessing.context import BaseContext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from burst_mcore.attention.autotune.choose import Ranks
-from burst_mcore.attention.function import burst_attention
-from burst_mcore.attention.geometry.pattern import Seen
-from burst_mcore.attention.kernels import kernel, reference, table
-from burst_mcore.attention.numerics.rowwise import row_delta
-from burst_mcore.attention.runtime.topology import Topology
-from burst_mcore.attention.schedule.trace import Event, record
-from burst_mcore.bench.methods import METHODS, Method
-from burst_mcore.config import BurstConfig
-from burst_mcore.explain.problem import Problem
-from burst_mcore.layout import shard, unshard
-from burst_mcore.mask import Mask
-from burst_mcore.rates import Rates
-
-GATE_TOKENS = 512
-"""Length of the sequence on which a method must be right before it is timed, at most."""
-TABLE_TOKENS = 8192
-"""The longest sequence over which the bare kernel gets a mask as a table of queries x keys."""
+from burst_mcore.bench import emulate
+from burst_mcore.bench.core import ALL, Case, Derived, Figure, Method, Subject, first_line, in_words
+from burst_mcore.bench.launch import in_processes
+from burst_mcore.bench.methods import METHODS
+from burst_mcore.bench.results import Results
+from burst_mcore.bench.stage import Outcome, Work, measure
 
 
-@dataclass(frozen=True)
-class Result:
-    """Forward + backward, medians over repeats."""
-
-    method: str
-    ranks: int
-    cpu_seconds: float
-    """Summed over the ranks, all threads."""
-    wall_seconds: float
-    cpu_of_kernel: float
-    """cpu_seconds over those of the bare kernel on one process, its repeats in turn with this method's."""
-    error: float
-    """The worst that the gate saw, as a multiple of the kernel's own."""
-
-    def row(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def bare_kernel(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
-    """(out, dq, dk, dv) of the whole sequence by one call of the local kernel each way.
-
-    Masks besides causal and full go in as a table, without a word on what it lets the kernel skip.
+def device_for(subject: Subject, word: str) -> str:
+    """The device that "auto", "cpu" or "cuda" means for a subject.
 
     Raises:
-        ValueError: the sequence is too long for that.
+        ValueError: the subject, or this machine, does not have it.
     """
-    chosen, how, seen = (
-        table.choose("auto", problem.on_kernel),
-        kernel.Scores(problem.head_dim**-0.5),
-        _seen_by_kernel(problem),
-    )
-    if seen.masked and not chosen.abilities.masks:
-        chosen = table.KERNELS["reference"]
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-        out, lse = chosen.forward(q, k, v, seen, how)
-        delta = row_delta(dout, out) if chosen.takes_delta else lse  # others form it from out themselves
-        x = kernel.RowGradients(dout, q, k, v, out, lse, delta)
-        return out, *chosen.backward(x, seen, how)
-
-    return attend
+    here = [device for device in subject.devices if device == "cpu" or torch.cuda.is_available()]
+    if word == "auto":
+        return here[-1] if here else subject.devices[0]
+    if word not in here:
+        raise ValueError(f"no device {word!r} here for {subject.name}; legal: auto, {', '.join(here)}")
+    return word
 
 
-def _seen_by_kernel(problem: Problem) -> Seen:
-    """The mask as a kernel takes it."""
-    whole = problem.seq, problem.seq
-    if problem.seen in (Mask.causal(), Mask.full()):
-        return Seen(whole, high=0 if problem.seen == Mask.causal() else None)
-    if problem.seq > TABLE_TOKENS:
-        raise ValueError(
-            f"the bare kernel, which methods are measured beside, takes mask {problem.mask!r} as a table of "
-            f"queries x keys, over at most {TABLE_TOKENS} tokens, got {problem.seq}: use a shorter sequence, "
-            f"or causal or full"
-        )
-    at = torch.arange(problem.seq)
-    return Seen.by(problem.seen.allows(at, at))
-
-
-def measure(problem: Problem, ranks: int, names: Sequence[str], repeats: int) -> list[Result]:
-    """Measure methods that lack nothing, and at one rank the whole path of burst beside the bare kernel.
+def cases_for(subject: Subject, texts: Sequence[str], device: str) -> dict[str, Any]:
+    """The subject's cases, or those named by, or described in, `texts`, by name.
 
     Raises:
-        ValueError: a method, or the bare kernel, is unknown or cannot serve the problem.
-        RuntimeError: a method is wrong (its error is over twice that of the kernel), or a rank failed.
+        ValueError: a text is neither a name nor legal fields.
     """
-    for name in names:
-        if name not in METHODS:
-            raise ValueError(f"unknown method {name!r}; legal: {', '.join(METHODS)}")
-        lacking = METHODS[name].needs(problem, ranks)
-        if lacking is not None:
-            raise ValueError(f"method {name} needs {lacking}")
-    bare_kernel(problem)  # here, where its refusal is one line
-    kernel_alone, burst_alone = in_processes(1, _beside_kernel, "burst", problem, repeats)[0]
-    return [
-        kernel_alone,
-        burst_alone,
-        *(in_processes(ranks, _beside_kernel, name, problem, repeats)[0][1] for name in names),
-    ]
+    named = subject.cases(device)
+    asked = {text: named[text] if text in named else in_words(subject.case, text) for text in texts}
+    return asked or dict(named)
 
 
-def record_pass(
-    problem: Problem, ranks: Ranks, name: str, config: BurstConfig, rates: Rates | None = None
-) -> list[Event]:
-    """What every rank did when in one pass, "forward", "query" or "kv", over gloo on this machine.
+def run(
+    subject: Subject,
+    cases: Mapping[str, Any],
+    names: Sequence[str],
+    repeats: int,
+    device: str,
+    say: Callable[[Results], None] = lambda results: None,
+) -> Results:
+    """Measure all cases; `say` gets the results after each.
 
-    rates: those by which the way is chosen; default those of a CPU.
+    A case that fails is an error in the results, and costs no other.
 
     Raises:
-        ValueError: the configuration cannot serve the problem.
-        RuntimeError: a rank failed.
+        ValueError: a name is unknown, or no method that was asked for can serve a case.
+        RuntimeError: this machine cannot emulate the cluster that the subject needs.
     """
-    per_rank = in_processes(ranks.size, _record_pass, problem, ranks, name, config, rates)
-    return [event for events in per_rank for event in events]
+    results = Results(subject.name, subject.about, device, repeats)
+    plans = {name: _able(subject, case, names, device) for name, case in cases.items()}
+    lacks = emulate.missing() if subject.emulated else None
+    if lacks is not None:
+        raise RuntimeError(f"the emulated cluster needs {lacks}")
+    for name, case in cases.items():
+        methods, lacking = plans[name]
+        results.cases[name] = asdict(case)
+        results.refused += [{"case": name, "method": m, "reason": why} for m, why in lacking.items()]
+        try:
+            outcome = _measured(subject, case, methods, repeats, device)
+            table = outcome.samples
+            measured = [(method, meter, samples) for (method, meter), samples in table.items()]
+            results.figures += _figures(name, [*measured, *subject.derive(case, table)])
+            for method in (method for method in methods if method.name in outcome.refused):
+                reason = outcome.refused[method.name]
+                results.refused.append({"case": name, "method": method.name, "reason": reason})
+                if method.ours:
+                    results.errors.append({"case": name, "error": f"{method.name}: {reason}"})
+        except Exception as error:  # whatever it is, other cases may work
+            results.errors.append({"case": name, "error": first_line(error)})
+        results.judge(subject, cases)
+        say(results)
+    results.figures += _figures(ALL, subject.summary(results.tables))
+    results.judge(subject, cases)
+    return results
 
 
-def _record_pass(
-    rank: int,
-    size: int,
-    problem: Problem,
-    ranks: Ranks,
-    name: str,
-    config: BurstConfig,
-    rates: Rates | None,
-) -> list[Event]:
-    group = dist.group.WORLD
-    assert group is not None
-    topology = Topology.from_group(group, intra_size=ranks.intra, rates=rates)
-    config = replace(config, backward="kv" if name == "forward" else name)
-    deal = partial(shard, dim=1, rank=rank, size=size, layout=config.layout)
-    q, k, v, dout = map(deal, problem.tensors())
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    for _ in range(2):  # once to warm up: connections, buffers
-        dist.barrier()
-        with record(rank) as events:
-            out = burst_attention(*inputs, topology=topology, mask=problem.seen, config=config)
-        if name != "forward":
-            assert isinstance(out, Tensor)
-            dist.barrier()
-            with record(rank) as events:
-                out.backward(dout)
-    return events
+def _figures(case: str, derived: Derived) -> list[Figure]:
+    return [Figure(case, method, meter, tuple(samples)) for method, meter, samples in derived if len(samples)]
 
 
-def _beside_kernel(rank: int, size: int, name: str, problem: Problem, repeats: int) -> tuple[Result, Result]:
-    """The bare kernel on rank 0, and the method on all ranks; the same on every rank but for the ratio."""
-    method = METHODS[name]
-    group = dist.group.WORLD
-    assert group is not None
-    error = _gate(rank, size, method, problem, group)
-    attend = method.build(problem, group)
-    tensors = problem.tensors()
-    local = [shard(x, 1, rank=rank, size=size, layout=method.layout) for x in tensors]
-    alone = bare_kernel(problem)
-
-    def step() -> None:
-        q, k, v = (x.detach().requires_grad_() for x in local[:3])
-        attend(q, k, v).backward(local[3])
-
-    def bare() -> None:  # on one rank while the others wait asleep, so that it has a core to itself
-        if rank == 0:
-            alone(*tensors)
-
-    ours, single = alternating([step, bare], repeats)
-    cpu = torch.tensor(ours.cpu, dtype=torch.float64)
-    wall = torch.tensor(ours.wall, dtype=torch.float64)
-    dist.all_reduce(cpu)
-    dist.all_reduce(wall, op=dist.ReduceOp.MAX)
-    median = statistics.median
-    ratio = median(a / b for a, b in zip(cpu.tolist(), single.cpu, strict=True))
-    return (
-        Result(
-            "kernel", 1, median(single.cpu), median(single.wall), cpu_of_kernel=1.0, error=1.0
-        ),  # the unit
-        Result(name, size, median(cpu.tolist()), median(wall.tolist()), ratio, error),
-    )
+def _able(
+    subject: Subject, case: Case, names: Sequence[str], device: str
+) -> tuple[list[Method], dict[str, str]]:
+    """Methods of these names, or all by default, that lack nothing; and what the others lack."""
+    known = METHODS[subject.kind] if subject.kind else subject.methods(case)
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"unknown method {unknown[0]!r}; legal: {', '.join(known)}")
+    methods = [known[name] for name in names or subject.default or known]
+    lacking = {m.name: f"needs {why}" for m in methods if (why := m.needs(case, device)) is not None}
+    if len(lacking) == len(methods):
+        raise ValueError("; ".join(f"method {name} {why}" for name, why in lacking.items()))
+    return [method for method in methods if method.name not in lacking], lacking
 
 
-def _gate(rank: int, size: int, method: Method, problem: Problem, group: dist.ProcessGroup) -> float:
-    """The worst error of out, dq, dk, dv as a multiple of the bare kernel's own; RuntimeError above 2."""
-    unit = 2 * size
-    short = problem.shortened(max(unit, min(problem.seq, GATE_TOKENS) // unit * unit))
-    tensors = short.tensors()
-    q, k, v, dout = (shard(x, 1, rank=rank, size=size, layout=method.layout) for x in tensors)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    out = method.build(short, group)(*inputs)
-    out.backward(dout)
-    bar, exact = bare_kernel(short)(*tensors), _exact(short)
-    worst = 0.0
-    for got, near, want in zip((out, *(x.grad for x in inputs)), bar, exact, strict=True):
-        assert got is not None
-        parts = [torch.empty_like(got, memory_format=torch.contiguous_format) for _ in range(size)]
-        dist.all_gather(parts, got.detach().contiguous(), group=group)
-        whole = unshard(parts, 1, layout=method.layout)
-        worst = max(worst, ((whole.double() - want).norm() / (near.double() - want).norm()).item())
-    if not worst <= 2.0:
-        raise RuntimeError(f"{method.name} is wrong: its error is {worst:.2f} times that of the kernel")
-    return worst
+def _measured(subject: Subject, case: Case, methods: Sequence[Method], repeats: int, device: str) -> Outcome:
+    """The samples of all methods on one case."""
+    work = Work(
+        subject.stage, case, methods, 1 if subject.cold else repeats * case.rounds, device,
+        cold=subject.cold, clearly=subject.clearly,
+    )  # fmt: skip
+    sets = case.processes * (repeats if subject.cold else 1)
+    if subject.beside is None:
+        return _joined(_in_world(subject, work) for _ in range(sets))
+    whole = Outcome()
+    ours = next((method for method in methods if method.name == subject.beside), None)
+    for method in methods:
+        alone = replace(work, methods=[method], alone=True, beside=None if method is ours else ours)
+        outcome = _joined(_alone(subject, alone) for _ in range(sets))
+        whole.samples |= outcome.samples
+        whole.refused |= outcome.refused
+    return whole
 
 
-def _exact(problem: Problem) -> tuple[Tensor, ...]:
-    """(out, dq, dk, dv) in float64, by the definition."""
-    q, k, v, dout = (x.double() for x in problem.tensors())
-    at, how, plain = torch.arange(problem.seq), kernel.Scores(problem.head_dim**-0.5), reference.KERNEL
-    seen = Seen.by(problem.seen.allows(at, at))
-    out, lse = plain.forward(q, k, v, seen, how)
-    x = kernel.RowGradients(dout, q, k, v, None, lse, row_delta(dout, out))
-    return out, *plain.backward(x, seen, how)
+def _in_world(subject: Subject, work: Work) -> Outcome:
+    """What one set of fresh processes measures."""
+    if subject.emulated:
+        place: Any = work.case
+        outcome: Outcome = emulate.run(place.cluster, place.rates, measure, work)[0]
+    else:
+        outcome = in_processes(work.case.ranks, measure, work, cuda=work.device == "cuda")[0]
+    return outcome
 
 
-@dataclass
-class Clock:
-    """Seconds of each counted round."""
-
-    cpu: list[float]
-    wall: list[float]
-
-
-def alternating(functions: Sequence[Callable[[], object]], repeats: int) -> list[Clock]:
-    """Time the functions in turn, so that all see the same machine. The first round is not counted."""
-    clocks = [Clock([], []) for _ in functions]
-    for repeat in range(-1, repeats):
-        for function, clock in zip(functions, clocks, strict=True):
-            dist.barrier()
-            cpu, wall = time.process_time(), time.perf_counter()
-            function()
-            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-            if repeat >= 0:
-                clock.cpu.append(cpu)
-                clock.wall.append(wall)
-    return clocks
-
-
-def in_processes(size: int, function: Callable[..., Any], *args: Any, keep_freed: bool = True) -> list[Any]:
-    """function(rank, size, *args) on `size` gloo ranks of this machine, one thread each.
-
-    keep_freed: see `keep_freed_memory`; not where memory is what is measured.
-    """
-    context = fresh_processes()
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(size, mp_context=context) as pool:
-        store = f"{folder}/store"
-        ranks = [pool.submit(_rank, rank, size, store, keep_freed, function, args) for rank in range(size)]
-        return [rank.result() for rank in ranks]
-
-
-def fresh_processes() -> BaseContext:
-    """Processes in which nothing ran but imports: those are made once, where the system can fork."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["burst_mcore.bench.run", "burst_mcore.bench.head"])
-    return context
-
-
-def _rank(
-    rank: int,
-    size: int,
-    store: str,
-    keep_freed: bool,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> Any:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
-    torch.set_num_threads(1)
-    if keep_freed:
-        keep_freed_memory()
-    dist.init_process_group("gloo", rank=rank, world_size=size, store=dist.FileStore(store, size))  # type: ignore[attr-defined]
+def _alone(subject: Subject, work: Work) -> Outcome:
+    """The same for one method: whatever ends its process is its result, unless the method beside it did."""
     try:
-        return function(rank, size, *args)
-    finally:
-        dist.destroy_process_group()
+        return _in_world(subject, work)
+    except BrokenProcessPool:
+        reason = "its process was ended: too little memory?"
+    except Exception as error:
+        reason = first_line(error)
+    if work.beside is not None:
+        return _alone(subject, replace(work, beside=None))
+    return Outcome(refused={work.methods[0].name: reason})
 
 
-def keep_freed_memory() -> None:
-    """Freed memory stays in the process, as in torch's allocator for GPUs, for whatever is measured in it.
+def _joined(outcomes: Iterable[Outcome]) -> Outcome:
+    """The samples of several sets of processes; up to the first that refuses a method.
 
-    Otherwise glibc returns large tensors to the kernel and gets them back page by page, which on virtual
-    machines takes about 10 us a page: up to a sixth of a short attention call, and nothing that is compared.
+    Figures that one of the sets does not have are dropped: their rounds would not be those of the others.
     """
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # another C library
-            mallopt = ctypes.CDLL("libc.so.6").mallopt
-            for parameter, value in (
-                (-4, 0),
-                (-1, 2**31 - 1),
-                (-2, 2**27),
-            ):  # MMAP_MAX, TRIM_THRESHOLD, TOP_PAD
-                mallopt(parameter, value)
-
-
-def touch_memory(size: int) -> None:
-    """Take so many bytes from the system and free them: with `keep_freed_memory` they stay in the process.
-
-    Otherwise the heap takes new pages for as long as its blocks lie elsewhere in each call. At most 1.75 GiB,
-    since glibc gives back what is 2 GiB and more.
-    """
-    torch.empty(min(size, 7 * 2**28), dtype=torch.uint8).fill_(0)
+    whole = Outcome()
+    for number, outcome in enumerate(outcomes):
+        if number == 0 or outcome.refused:
+            whole = outcome
+        else:
+            both = [key for key in whole.samples if key in outcome.samples]
+            whole.samples = {key: whole.samples[key] + outcome.samples[key] for key in both}
+        if whole.refused:
+            break
+    return whole

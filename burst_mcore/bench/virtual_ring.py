@@ -13,17 +13,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.arguments import Shape
+from burst_mcore.attention.backward import backward
+from burst_mcore.attention.call import Attended, Call, Keys, Queries
+from burst_mcore.attention.forward import forward
 from burst_mcore.attention.geometry.pattern import Seen
 from burst_mcore.attention.geometry.plan import plan
 from burst_mcore.attention.geometry.rows import take
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
 from burst_mcore.attention.kernels.table import choose
-from burst_mcore.attention.numerics.rowwise import row_delta, wide
-from burst_mcore.attention.passes import Attended, Call, Keys, Queries, backward, forward
+from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.attention.runtime.executor import Bundle
 from burst_mcore.attention.schedule.actions import Channel, Recv, Send
 from burst_mcore.attention.schedule.route import Route
+from burst_mcore.attention.shard import Shard
+from burst_mcore.dtypes import wide
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 
@@ -133,7 +136,7 @@ class VirtualRank:
 
     def __init__(
         self,
-        shape: Shape,
+        shape: Shard,
         size: int,
         *,
         mask: Mask,
@@ -142,13 +145,12 @@ class VirtualRank:
         works: bool = True,
         direction: str = "query",
         layout: str = "zigzag",
-        dtype: torch.dtype = torch.bfloat16,
         device: str = "cuda",
         poison: bool = False,
     ) -> None:
         self.shape, self.device = shape, torch.device(device)
         heads, dims = (shape.heads, shape.kv_heads), (shape.head_dim, shape.value_dim)
-        problem = Problem(device, dtype, *heads, *dims, sparse=mask.is_sparse, window=mask.has_window)
+        problem = Problem(device, shape.dtype, *heads, *dims, sparse=mask.is_sparse, window=mask.has_window)
         n = shape.tokens * size
         self.transport = Copies(source, self.device, poison)
         chosen = choose(kernel, problem)
@@ -160,20 +162,19 @@ class VirtualRank:
             problem=problem,
             kernel=chosen if works else idle(chosen),
             direction=direction,
-            grad_dtype=torch.float32,
-            transport=self.transport,
+            grad_dtype=shape.grad_dtype,
             kv_heads=shape.kv_heads,
         )
 
         def draw(heads: int, dim: int) -> Tensor:
-            return torch.randn(shape.batch, shape.tokens, heads, dim, device=self.device).to(dtype)
+            return torch.randn(shape.batch, shape.tokens, heads, dim, device=self.device).to(shape.dtype)
 
         self.q, self.k = draw(shape.heads, shape.head_dim), draw(shape.kv_heads, shape.head_dim)
         self.v, self.dout = draw(shape.kv_heads, shape.value_dim), draw(shape.heads, shape.value_dim)
 
     def forward(self) -> Attended:
         """This rank's forward."""
-        return forward(self.call, self.q, self.k, self.v)
+        return forward(self.call, self.transport, self.q, self.k, self.v)
 
     def queries(self, done: Attended) -> Queries:
         """The query side of its backward, for which D is formed."""
@@ -181,7 +182,7 @@ class VirtualRank:
 
     def backward(self, done: Attended) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's backward, with D."""
-        return backward(self.call, self.queries(done), Keys(done.k, done.v), done.out)
+        return backward(self.call, self.transport, self.queries(done), Keys(done.k, done.v), done.out)
 
     @property
     def pairs(self) -> int:

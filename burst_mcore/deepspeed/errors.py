@@ -1,4 +1,4 @@
-"""What users of DeepSpeed are told, by name."""
+"""The error of this adapter: every refusal has a name, under which docs/deepspeed.md explains it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import Any
 
 
 class RefusedError(ValueError):
-    """Something would train wrongly, or not at all. `name` says what: see docs/deepspeed.md."""
+    """Refuses a model, a batch or a configuration that would train wrongly or not at all.
+
+    `name` is the heading in docs/deepspeed.md.
+    """
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"refused ({name}): {why}")

@@ -35,10 +35,10 @@ def save_timelines(runs: Mapping[str, Sequence[Event]], title: str, path: Path) 
     )
     for panel, (run, events) in zip(panels[:, 0], runs.items(), strict=True):
         rows = {lane: number for number, lane in enumerate(lanes[run])}
-        end = max(event.end for event in events)
+        end = max(event.ended for event in events)
         scale, unit = (1e3, "ms") if end >= 1e-3 else (1e6, "us")
         for event in events:
-            start, length = event.start * scale, (event.end - event.start) * scale
+            start, length = event.started * scale, (event.ended - event.started) * scale
             row = rows[event.rank, event.lane]
             panel.barh(
                 row,

@@ -26,11 +26,12 @@ from burst_mcore.attention.autotune.choose import (
     why_not_degree,
     work_of,
 )
-from burst_mcore.attention.autotune.cost import Shard, Sizes, link_bytes, message_bytes
-from burst_mcore.attention.autotune.simulate import play
+from burst_mcore.attention.autotune.cost import Sizes, link_bytes, message_bytes
+from burst_mcore.attention.autotune.simulate import Timeline, play
 from burst_mcore.attention.geometry.plan import Plan, plan
 from burst_mcore.attention.schedule.route import Schedule, schedule
-from burst_mcore.attention.schedule.trace import Event
+from burst_mcore.attention.schedule.verify import verify
+from burst_mcore.attention.shard import Shard
 from burst_mcore.explain.problem import DTYPES, Problem
 from burst_mcore.layout import Layout
 from burst_mcore.layout.balance import imbalance, work
@@ -38,7 +39,6 @@ from burst_mcore.mask import Mask
 from burst_mcore.mask.words import document_ends
 from burst_mcore.rates import Rates
 
-GRAD_ITEMSIZE = 4
 LARGE = 512
 """Ranks from which on several processes are worth their start."""
 
@@ -73,14 +73,13 @@ def layout_of(text: str, problem: Problem, ranks: Ranks) -> Layout:
 def shard_of(problem: Problem, ranks: Ranks, layout: Layout) -> Shard:
     """One rank's share. Raises ValueError if the sequence cannot be dealt."""
     return Shard(
-        problem.batch,
-        layout.padded(problem.seq, ranks.size) // ranks.size,
-        problem.heads,
-        problem.kv_heads,
-        problem.head_dim,
-        problem.head_dim,
-        DTYPES[problem.dtype].itemsize,
-        GRAD_ITEMSIZE,
+        batch=problem.batch,
+        tokens=layout.padded(problem.seq, ranks.size) // ranks.size,
+        heads=problem.heads,
+        kv_heads=problem.kv_heads,
+        head_dim=problem.head_dim,
+        value_dim=problem.head_dim,
+        dtype=DTYPES[problem.dtype],
     )
 
 
@@ -179,7 +178,7 @@ class Drawing:
     """A schedule and its predicted timeline."""
 
     schedule: Schedule
-    events: Sequence[Event]
+    timeline: Timeline
     plan: Plan
     why: str
     """Why this way round, or this ring, and no other."""
@@ -234,6 +233,7 @@ def draw(
     pairs = pairs_of(dealt, problem.seen, problem.seq, ranks.size)
     seconds = work_of(shard, pairs.T if name == "query" else pairs, route, name, rates).of_action
     drawn, sizes = schedule(route, name, what), message_bytes(shard, route, name)
+    verify(drawn, ranks.intra)
     return Drawing(
         drawn,
         play(drawn, sizes, seconds, ranks.intra, rates),
@@ -241,6 +241,20 @@ def draw(
         reason(chosen, found),
         _sent(drawn, sizes, ranks.intra),
         _sent(schedule(route, name), sizes, ranks.intra),
+    )
+
+
+def exposed(drawing: Drawing, most: int = 5) -> str:
+    """Where communication is exposed: the longest waits of the rank that ends last."""
+    waits, seconds = drawing.timeline.exposed(), drawing.timeline.seconds
+    if not waits:
+        return "exposed: nothing: the rank that ends last never waits for a message"
+    total = sum(wait.seconds for wait in waits)
+    lines = "\n".join(f"  {wait}" for wait in waits[:most])
+    more = f"\n  and {len(waits) - most} shorter waits" if len(waits) > most else ""
+    return (
+        f"exposed: the rank that ends last waits {total * 1e3:.3g} of {seconds * 1e3:.3g} ms (predicted)\n"
+        f"{lines}{more}"
     )
 
 

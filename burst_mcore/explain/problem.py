@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.kernels.kernel import Problem as KernelProblem
+from burst_mcore.dtypes import TRAINED
 from burst_mcore.mask import Mask
 from burst_mcore.mask.words import mask_of, shortened
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = TRAINED
 
 
 @dataclass(frozen=True, kw_only=True)

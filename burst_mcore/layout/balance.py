@@ -1,4 +1,4 @@
-"""How a mask spreads the work over the sequence, and layouts that even it out. Pure functions.
+"""The work of each token and rank under a mask, and layouts that even it out. Pure functions.
 
 Work is counted in query-key pairs: on the side of the queries (forward, and backward where K, V travel) and
 on that of the keys (backward where queries travel).
@@ -18,17 +18,17 @@ from burst_mcore.mask import Mask
 from burst_mcore.mask.bands import UNBOUNDED
 
 EVEN = 1.05
-"""Work of the busiest rank over the mean, up to which a layout counts as balanced."""
+"""A layout counts as balanced up to this ratio of the busiest rank's work to the mean."""
 EVEN_WINDOW = 1.10
-"""The same for windows: contiguous, they exchange halos with neighbours only, which is worth some balance."""
+"""The ratio for windows: contiguous, ranks exchange halos with neighbours only, which is worth a little."""
 FINEST = 64
-"""Chunks of a rank, at most, that `layout_for` deals."""
+"""The most chunks that `layout_for` deals to a rank."""
 LOOKED_AT = 8
-"""Ranks that a chunk may go to."""
+"""How many ranks, those with the least work, a chunk may go to."""
 
 
 def keys_per_query(mask: Mask, n: int) -> Tensor:
-    """How many keys each query sees, int64 [n].
+    """Return how many keys each query sees, int64 [n].
 
     Raises:
         ValueError: the mask does not go with n tokens.
@@ -37,7 +37,7 @@ def keys_per_query(mask: Mask, n: int) -> Tensor:
 
 
 def queries_per_key(mask: Mask, n: int) -> Tensor:
-    """How many queries see each key, int64 [n]. Raises as `keys_per_query`."""
+    """Return how many queries see each key, int64 [n]. Raises as `keys_per_query`."""
     return _per_row(mask, n, transposed=True)
 
 
@@ -51,13 +51,13 @@ def _per_row(mask: Mask, n: int, transposed: bool) -> Tensor:
     step = mask.stride
     if step == 1:
         return _count(bands, n)
-    found = torch.zeros(n, dtype=torch.int64)
+    pairs = torch.zeros(n, dtype=torch.int64)
     for first in range(min(step, n)):  # within a residue class, every step-th token is a neighbour
         scaled = torch.cat([_ceil(bands[:, :4] - first, step), bands[:, 4:]], 1)
         scaled[:, 4] = torch.where(bands[:, 4] > -UNBOUNDED, _ceil(bands[:, 4], step), -UNBOUNDED)
         scaled[:, 5] = torch.where(bands[:, 5] < UNBOUNDED, bands[:, 5] // step, UNBOUNDED)
-        found[first::step] = _count(scaled.clamp(min=-UNBOUNDED), len(range(first, n, step)))
-    return found
+        pairs[first::step] = _count(scaled.clamp(min=-UNBOUNDED), len(range(first, n, step)))
+    return pairs
 
 
 def _ceil(x: Tensor, by: int) -> Tensor:
@@ -65,7 +65,7 @@ def _ceil(x: Tensor, by: int) -> Tensor:
 
 
 def _count(bands: Tensor, n: int) -> Tensor:
-    """Keys that each of n queries sees in disjoint bands.
+    """Return the number of keys that each of n queries sees in disjoint bands.
 
     In band (q0, q1, k0, k1, low, high) query i sees clamp(i + high + 1 - k0, 0, k1 - k0) keys, less those
     below i + low. Each clamp is a ramp, two changes of slope, so that sums of sums make the whole.
@@ -86,40 +86,54 @@ def _count(bands: Tensor, n: int) -> Tensor:
 
 
 class Dealt(Protocol):
-    """A layout: see `Layout`, which knows of this file."""
+    """The part of `Layout` that this file needs; `Layout` imports this file."""
 
     def run_table(self, n: int, size: int) -> Tensor: ...
 
 
 def work(layout: Dealt, mask: Mask, n: int, size: int) -> tuple[Tensor, Tensor]:
-    """Query-key pairs of each rank, int64 [size]: of its queries, and of its keys.
+    """Return the query-key pairs of each rank, int64 [size]: of its queries, and of its keys.
 
     Raises:
         ValueError: the mask does not go with n tokens, or the layout not with so many ranks.
     """
-    table = layout.run_table(n, size)
-    return _held(table, mask, n, size, transposed=False), _held(table, mask, n, size, transposed=True)
+    whole = torch.tensor([n])
+    of_queries, of_keys = (
+        pairs_before(layout, mask, n, size, whole, transposed=transposed)[0] for transposed in (False, True)
+    )
+    return of_queries, of_keys
 
 
-def _held(table: Tensor, mask: Mask, n: int, size: int, *, transposed: bool) -> Tensor:
-    rank, start, stop, step = table.unbind(1)
-    if int(step[0]) > 1:  # all runs have that step, and begin before its end
+def pairs_before(
+    layout: Dealt, mask: Mask, n: int, size: int, cuts: Tensor, *, transposed: bool = False
+) -> Tensor:
+    """Return the query-key pairs of each rank's queries before each cut, int64 [cuts, size].
+
+    Args:
+        cuts: global positions, int64 [cuts], from 0 to n.
+        transposed: of each rank's keys, instead of its queries.
+
+    Raises:
+        ValueError: as `work`.
+    """
+    rank, start, stop, steps = layout.run_table(n, size).unbind(1)
+    if (step := int(steps[0])) > 1:  # all runs have that step, and begin before its end
         rows = _per_row(mask, n, transposed)
-        rows = torch.nn.functional.pad(rows, (0, -n % int(step[0])))
-        return rows.view(-1, int(step[0])).sum(0)[start]
+        padded = (torch.nn.functional.pad(rows[:cut], (0, -cut % step)) for cut in cuts.tolist())
+        return torch.stack([each.view(len(each) // step, step).sum(0)[start] for each in padded])
     sums = _sums(mask, n, transposed)
-    pairs = sums[stop.clamp(max=n)] - sums[start.clamp(max=n)]
-    return torch.zeros(size, dtype=torch.int64).index_add_(0, rank, pairs)
+    before = sums[torch.minimum(stop, cuts[:, None])] - sums[torch.minimum(start, cuts[:, None])]
+    return torch.zeros(len(cuts), size, dtype=torch.int64).index_add_(1, rank, before)
 
 
 @lru_cache(maxsize=4)
 def _sums(mask: Mask, n: int, transposed: bool) -> Tensor:
-    """Pairs of the rows before each, and of all, int64 [n + 1]."""
+    """Return the pairs of all rows before each row, and of all rows, int64 [n + 1]."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), _per_row(mask, n, transposed).cumsum(0)])
 
 
 def imbalance(layout: Dealt, mask: Mask, n: int, size: int) -> float:
-    """Work of the busiest rank over the mean, on the side, queries or keys, where it is larger; 1.0 is even.
+    """Return the work of the busiest rank over the mean, of queries or of keys: the larger; 1.0 is even.
 
     Raises as `work`.
     """
@@ -131,27 +145,27 @@ def imbalance(layout: Dealt, mask: Mask, n: int, size: int) -> float:
 
 @lru_cache(maxsize=64)
 def layout_for(mask: Mask, n: int, size: int, make: Callable[..., Any]) -> Any:
-    """The first layout, of those that move more and more, that balances `mask`; else the most balanced.
+    """Return the first layout that balances `mask`, in the order of rows moved; else the most balanced.
 
     make: the class Layout. See `Layout.for_mask`.
     """
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a Mask, got {mask!r}: Mask.causal(), Mask.full(), ...")
-    for name, value, what in (("n", n, "tokens"), ("size", size, "ranks")):
+    for name, value, noun in (("n", n, "tokens"), ("size", size, "ranks")):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be a number of {what}, at least 1, got {value!r}")
+            raise ValueError(f"{name} must be a number of {noun}, at least 1, got {value!r}")
     enough = EVEN_WINDOW if mask.is_window else EVEN
-    found = []
+    weighed = []
     for fields in _candidates(mask, n, size):
         layout = make(**fields)
-        found.append((imbalance(layout, mask, n, size), layout))
-        if found[-1][0] <= enough:
+        weighed.append((imbalance(layout, mask, n, size), layout))
+        if weighed[-1][0] <= enough:
             return layout
-    return min(found, key=lambda each: each[0])[1]
+    return min(weighed, key=lambda each: each[0])[1]
 
 
 def _candidates(mask: Mask, n: int, size: int) -> Iterator[dict[str, Any]]:
-    """Fields of layouts."""
+    """Yield the fields of layouts, those first that move few rows."""
     yield {"kind": "contiguous"}
     if size > 1:
         yield {"kind": "zigzag"}
@@ -166,9 +180,9 @@ def _candidates(mask: Mask, n: int, size: int) -> Iterator[dict[str, Any]]:
 
 
 def _dealt(mask: Mask, n: int, size: int, each: int) -> tuple[tuple[int, ...], ...]:
-    """Chunks, those with most work first, each to the rank that then has least, up to `each` chunks a rank.
+    """Deal chunks, those with most work first, each to the rank that then has least: `each` chunks a rank.
 
-    Looked at are the `LOOKED_AT` ranks that have least before.
+    Candidates are the `LOOKED_AT` ranks with the least work before.
     """
     chunks = size * each
     edges = (torch.arange(chunks + 1) * -(-n // chunks)).clamp(max=n)

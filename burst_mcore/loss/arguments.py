@@ -9,16 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.loss.agreement import agree, digest, fingerprint, refusal
+from burst_mcore.agreement import Claim, Collective, Signature, alike, claims_of, disagreement, summary
+from burst_mcore.dtypes import DTYPES, TRAINED, wide
+from burst_mcore.loss.checksums import checksum, fingerprint
 from burst_mcore.loss.chunked import Head, automatic_chunk
-from burst_mcore.loss.libraries import Kernel, Problem
 from burst_mcore.loss.products import products_for
-from burst_mcore.loss.table import choose
-from burst_mcore.loss.terms import Terms, wide
+from burst_mcore.loss.terms import Terms
 from burst_mcore.loss.vocabulary import Vocabulary, shard
 
 REDUCTIONS = ("mean", "sum", "none")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Arguments(NamedTuple):
@@ -39,7 +38,6 @@ class Arguments(NamedTuple):
     grad_weight_dtype: torch.dtype
     main_grad: Tensor | None
     return_metrics: bool
-    kernel: str
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,6 @@ class Call:
     metrics: bool
     gradients: bool
     """Whether autograd records."""
-    kernel: Kernel
     valid_tokens: int
     """How many labels are not ignored; all, while a CUDA graph is captured."""
 
@@ -76,8 +73,8 @@ def checked(a: Arguments) -> Call:
     Raises:
         ValueError: on all of those ranks, if any of them gives what it must not; it names rank and argument.
     """
-    given = [g for g in (a.tp_group, a.cp_group) if isinstance(g, dist.ProcessGroup)]
-    groups = [g for g in given if dist.get_world_size(g) > 1]
+    groups = [g for g in (a.tp_group, a.cp_group) if isinstance(g, dist.ProcessGroup)]
+    groups = [g for g in groups if dist.get_world_size(g) > 1]
     tp_group = a.tp_group if a.tp_group in groups else None
     numbers, error = [0, 0, 0, 0], _wrong(a, tp_group)
     valid_tokens = 0
@@ -85,27 +82,11 @@ def checked(a: Arguments) -> Call:
         *labels, negative, valid_tokens = _values(a)
         error = _wrong_weights(a.weights) if negative else None
         numbers = [len(a.weight), *labels, 0]
-    facts = all_facts = _facts(a)
     if tp_group is not None and error is None:
         numbers[3] = fingerprint(a.weight)
-        all_facts = f"{facts}, {_tokens(a)}"
-    device = a.hidden.device if isinstance(a.hidden, Tensor) and a.hidden.is_cuda else torch.device("cuda")
-    failed, same, everyones = error is not None, True, [numbers]
-    if tp_group is not None:
-        failed, same, everyones = agree(tp_group, error, all_facts, numbers, device)
-    if not failed:
-        error = _wrong_together(a, everyones, valid_tokens)
-    wrong = failed or not same or error is not None
-    for group in groups:
-        if group is not tp_group:
-            failed, same, _ = agree(group, "" if wrong else None, facts, [], device)
-            wrong = wrong or failed or not same
-    if wrong and not groups:
-        raise ValueError(error)
-    if wrong:
-        raise ValueError(refusal(groups, error, all_facts))
+    everyones = _agreed(a, groups, tp_group, error, numbers, valid_tokens)
     rank = 0 if tp_group is None else dist.get_rank(tp_group)
-    rows = [mine[0] for mine in everyones]
+    rows = [each[0] for each in everyones]
     return Call(
         terms=Terms(**a.terms),
         vocabulary=Vocabulary(sum(rows), sum(rows[:rank]), rows[rank], tp_group),
@@ -117,56 +98,74 @@ def checked(a: Arguments) -> Call:
         grad_weight_dtype=a.grad_weight_dtype,
         metrics=a.return_metrics,
         gradients=torch.is_grad_enabled(),
-        kernel=choose(a.kernel, _problem(a, tp_group is not None)),
         valid_tokens=valid_tokens,
     )
 
 
+def _agreed(
+    a: Arguments,
+    groups: list[dist.ProcessGroup],
+    tp_group: dist.ProcessGroup | None,
+    error: str | None,
+    numbers: list[int],
+    valid_tokens: int,
+) -> list[list[int]]:
+    """Return the numbers of all ranks of tp_group, if all ranks of `groups` make the same call without error.
+
+    First tp_group compares: only then is it known whether the parts of the vocabulary fit. The other group
+    hears of an error in it too, so that all ranks come to the same end.
+    """
+    signature = whole_signature = _signature(a)
+    if tp_group is not None and error is None:
+        whole_signature = signature | _signature_of_tokens(a)
+    device = a.hidden.device if isinstance(a.hidden, Tensor) and a.hidden.is_cuda else None
+    mine = summary(Claim(whole_signature, error))
+    table = [[*mine, *numbers]]
+    if tp_group is not None:
+        table = Collective(tp_group, device).integers(table[0])
+    everyones = [row[len(mine) :] for row in table]
+    if not any(row[0] for row in table):  # legal each by itself
+        error = _wrong_together(a, everyones, valid_tokens)
+    agreed = alike(table) and error is None
+    for group in groups:
+        if group is not tp_group:
+            mine = summary(Claim(signature, None if agreed else "in the other group"))
+            agreed = alike(Collective(group, device).integers(mine)) and agreed
+    if agreed:
+        return everyones
+    if not groups:
+        raise ValueError(error)
+    raise ValueError(disagreement(claims_of(groups, Claim(whole_signature, error))))
+
+
 def _wrong(a: Arguments, tp_group: dist.ProcessGroup | None) -> str | None:
-    """What is wrong with this rank's arguments, by themselves."""
+    """Return the error in this rank's arguments, taken alone; None: they are legal."""
     try:
         Terms(**a.terms)
-        for found in (_wrong_tensors, _wrong_words):
-            text = found(a)
+        for check in (_wrong_tensors, _wrong_words):
+            text = check(a)
             if text is not None:
                 return text
-        text = _wrong_shapes(a, 1 if tp_group is None else dist.get_world_size(tp_group))
-        if text is None:
-            choose(a.kernel, _problem(a, tp_group is not None))
-        return text
+        return _wrong_shapes(a, 1 if tp_group is None else dist.get_world_size(tp_group))
     except (ValueError, TypeError, OverflowError) as error:
         return str(error)
 
 
-def _problem(a: Arguments, shared: bool) -> Problem:
-    return Problem(
-        a.hidden.device.type,
-        a.hidden.dtype,
-        a.grad_weight_dtype,
-        Terms(**a.terms),
-        a.reduction,
-        bias=a.bias is not None,
-        weights=a.weights is not None,
-        metrics=a.return_metrics,
-        shared=shared,
-    )
-
-
 def _wrong_tensors(a: Arguments) -> str | None:
     for name in ("hidden", "weight", "labels", "weights", "bias", "main_grad"):
-        given = getattr(a, name)
-        if given is None and name in ("weights", "bias", "main_grad"):
+        value = getattr(a, name)
+        if value is None and name in ("weights", "bias", "main_grad"):
             continue
-        if not isinstance(given, Tensor):
-            return f"{name} must be a tensor, got {type(given).__name__}"
-        if given.device != a.hidden.device:
-            return f"{name} is on {given.device}, hidden on {a.hidden.device}"
-    if a.hidden.dtype not in DTYPES:
-        return f"hidden must be one of {[str(d) for d in DTYPES]}, got {a.hidden.dtype}"
+        if not isinstance(value, Tensor):
+            return f"{name} must be a tensor, got {type(value).__name__}"
+        if value.device != a.hidden.device:
+            return f"{name} is on {value.device}, hidden on {a.hidden.device}"
+    if a.hidden.dtype not in DTYPES.values():
+        return f"hidden must be one of {[str(d) for d in DTYPES.values()]}, got {a.hidden.dtype}"
     for name in ("weight", "bias"):
-        given = getattr(a, name)
-        if given is not None and given.dtype != a.hidden.dtype:
-            return f"{name} is {given.dtype}, hidden {a.hidden.dtype}: they must be alike (or use autocast)"
+        value = getattr(a, name)
+        if value is not None and value.dtype != a.hidden.dtype:
+            return f"{name} is {value.dtype}, hidden {a.hidden.dtype}: they must be alike (or use autocast)"
     if a.labels.dtype not in (torch.int64, torch.int32):
         return f"labels must be int64 or int32, got {a.labels.dtype}"
     return None if a.weights is None else _wrong_kind(a.weights)
@@ -251,7 +250,7 @@ def _wrong_weights(weights: Tensor | None) -> str:
 
 
 def _wrong_together(a: Arguments, everyones: list[list[int]], valid_tokens: int) -> str | None:
-    """What is wrong with the labels or with the vocabulary's parts; the same on all ranks of tp_group."""
+    """Return the error in labels or parts of the vocabulary, the same on all ranks of tp_group."""
     rows = [numbers[0] for numbers in everyones]
     size = sum(rows)
     prints = [numbers[3] for numbers in everyones if numbers[3]]
@@ -262,33 +261,40 @@ def _wrong_together(a: Arguments, everyones: list[list[int]], valid_tokens: int)
         return f"weights have {rows} rows by rank of tp_group; {size} must be dealt as {dealt}"
     most, minus_least = (max(numbers[i] for numbers in everyones) for i in (1, 2))
     if most >= max(1, size) or minus_least > 0:
-        found = most if most >= size else -minus_least
-        return f"labels must be in [0, {size}) or {a.ignore_index} (ignore_index), got {found}"
+        label = most if most >= size else -minus_least
+        return f"labels must be in [0, {size}) or {a.ignore_index} (ignore_index), got {label}"
     if size == 0 and valid_tokens:
         return "the vocabulary is empty, but labels are not all ignored"
     return None
 
 
-def _facts(a: Arguments) -> str:
-    """What must be the same on all ranks of both groups."""
+def _signature(a: Arguments) -> Signature:
+    """Return what must be the same on all ranks of both groups; values name their fields for messages."""
     dtype, dim = getattr(a.hidden, "dtype", None), getattr(a.hidden, "shape", (None,))[-1:]
     learn = [bool(getattr(x, "requires_grad", False)) for x in (a.hidden, a.weight, a.bias)]
-    return (
-        f"{dtype}, d = {[*dim]}, {a.reduction}, {a.terms}, ignore_index = {a.ignore_index}, "
-        f"bias: {a.bias is not None}, metrics: {a.return_metrics}, autograd: {torch.is_grad_enabled()}, "
-        f"kernel = {a.kernel}, "
-        f"hidden, weight, bias require gradients: {learn}"
-    )
+    return {
+        "dtype": str(dtype),
+        "d": f"d = {[*dim]}",
+        "reduction": str(a.reduction),
+        "terms": str(a.terms),
+        "ignore_index": f"ignore_index = {a.ignore_index}",
+        "bias": f"bias: {a.bias is not None}",
+        "metrics": f"metrics: {a.return_metrics}",
+        "autograd": f"autograd: {torch.is_grad_enabled()}",
+        "gradients": f"hidden, weight, bias require gradients: {learn}",
+    }
 
 
-def _tokens(a: Arguments) -> str:
-    """What must be the same on all ranks of tp_group besides."""
-    given = [a.labels] if a.weights is None else [a.labels, a.weights]
-    return (
-        f"labels {[*a.labels.shape]}, checksums of labels and weights "
-        f"{torch.stack([digest(x) for x in given]).tolist()}, "
-        f"chunk_tokens = {a.chunk_tokens}, sequence_parallel: {a.sequence_parallel}"
-    )
+def _signature_of_tokens(a: Arguments) -> Signature:
+    """Return what must be the same on all ranks of tp_group besides."""
+    tensors = [a.labels] if a.weights is None else [a.labels, a.weights]
+    sums = torch.stack([checksum(x) for x in tensors]).tolist()
+    return {
+        "labels": f"labels {[*a.labels.shape]}",
+        "checksums": f"checksums of labels and weights {sums}",
+        "chunk_tokens": f"chunk_tokens = {a.chunk_tokens}",
+        "sequence_parallel": f"sequence_parallel: {a.sequence_parallel}",
+    }
 
 
 def autocast(*tensors: Any) -> tuple[Any, ...]:
@@ -297,5 +303,5 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
     if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
         return tensors
     dtype = torch.get_autocast_dtype(first.device.type)
-    cast = [isinstance(x, Tensor) and x.dtype in DTYPES and x.dtype != torch.float64 for x in tensors]
+    cast = [isinstance(x, Tensor) and x.dtype in TRAINED.values() for x in tensors]
     return tuple(x.to(dtype) if floating else x for x, floating in zip(tensors, cast, strict=True))

@@ -1,4 +1,4 @@
-"""Causal LMs of Hugging Face transformers (5.x) whose forward with labels makes no logits."""
+"""Patches causal LMs of Hugging Face transformers (5.x): their forward with labels makes no logits."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def patch_causal_lm(
         ValueError: if it is no such model.
         TypeError: in forward with labels, if the model does something else with its logits: it names it.
 
-    Source: paper, "sequence-level fusion of LM head and loss".
+    Source: BurstEngine (SC'25), "sequence-level fusion of LM head and loss".
     """
     head_of(model)
     options = {"chunk_tokens": chunk_tokens, "grad_weight_dtype": grad_weight_dtype}
-    found = _patched(model)
-    if found is not None:
-        found[1].options = options
+    patched = _patched(model)
+    if patched is not None:
+        patched[1].options = options
     else:
         model.forward = Forward(model, options)
     return model
@@ -70,10 +70,10 @@ def unpatch_causal_lm(model: Model) -> Model:
         ValueError: if something else has wrapped the patched forward since; that must be taken back first.
 
     """
-    found = _patched(model)
-    if found is None:
+    patched = _patched(model)
+    if patched is None:
         return model
-    owner, patch = found
+    owner, patch = patched
     if owner.__dict__["forward"] is not patch:
         raise ValueError(f"{type(owner).__name__}.forward was wrapped after it was patched: unwrap it first")
     del owner.forward
@@ -84,12 +84,12 @@ def unpatch_causal_lm(model: Model) -> Model:
 
 @contextmanager
 def unpatched(model: nn.Module) -> Iterator[None]:
-    """Within, a model that `patch_causal_lm` has patched makes its logits and its own loss."""
-    found = _patched(model)
-    if found is None:
+    """Suspend the patch of a model: within, its forward makes its logits and its own loss."""
+    patched = _patched(model)
+    if patched is None:
         yield
         return
-    _, patch = found
+    _, patch = patched
     before, patch.paused = patch.paused, True
     try:
         yield
@@ -98,7 +98,7 @@ def unpatched(model: nn.Module) -> Iterator[None]:
 
 
 def head_of(model: nn.Module) -> nn.Linear:
-    """The output embeddings of a model that can be patched.
+    """Return the output embeddings of a model that can be patched.
 
     Raises:
         ValueError: if it cannot; it says why.
@@ -134,14 +134,14 @@ class Forward:
         if self.paused:
             return self.__wrapped__(*args, **kwargs)
         names = [*inspect.signature(self.__wrapped__).parameters]
-        given = dict(zip(names, args, strict=False)) | kwargs
-        shift_labels = given.get("shift_labels")
-        if given.get("labels") is None:
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        shift_labels = arguments.get("shift_labels")
+        if arguments.get("labels") is None:
             if shift_labels is None:
                 return self.__wrapped__(*args, **kwargs)
-            at = names.index("labels") if "labels" in names else len(args)
-            if at < len(args):
-                args = (*args[:at], shift_labels, *args[at + 1 :])
+            place = names.index("labels") if "labels" in names else len(args)
+            if place < len(args):
+                args = (*args[:place], shift_labels, *args[place + 1 :])
             else:
                 kwargs["labels"] = shift_labels  # without labels models ask for no loss
         head = StandIn(head_of(self.model), type(self.model).__name__, self.options, shift_labels)
@@ -156,7 +156,10 @@ class Forward:
 
 
 class StandIn:
-    """In the head's place while a forward with labels runs: calling it does not gather the weight."""
+    """A head that returns deferred logits, in the place of the model's head while a forward with labels runs.
+
+    A call of it does not gather the weight.
+    """
 
     def __init__(
         self, head: nn.Linear, model: str, options: dict[str, Any], shift_labels: Tensor | None
@@ -164,7 +167,7 @@ class StandIn:
         self.head, self.model, self.options, self.shift_labels = head, model, options, shift_labels
         self.columns = head.out_features
         self.asked = 0
-        """Times that a loss was."""
+        """How often the model has asked for a loss."""
 
     def __call__(self, hidden: Tensor) -> DeferredLogits:
         return DeferredLogits(hidden, self)
@@ -173,7 +176,7 @@ class StandIn:
         return getattr(self.head, name)  # models look at weight.dtype
 
     def loss(self, hidden: Tensor, labels: Tensor, **options: Any) -> Tensor:
-        """Computed within the head's forward, between its hooks; tensors are positional, for them to see."""
+        """Return the loss, computed within the head's forward: its hooks see tensors that are positional."""
         self._check(labels)
         self.asked += 1
         with _shadowed(self.head, "forward", lambda *tensors: self._forward(*tensors, **options)):
@@ -191,7 +194,7 @@ class StandIn:
         return loss
 
     def _check(self, labels: Tensor) -> None:
-        """A model that knows nothing of shift_labels would shift them again, or ignore them."""
+        """Refuse a model that does not know shift_labels: it would shift them again, or ignore them."""
         if self.shift_labels is None:
             return
         if not torch.equal(self.shift_labels.to(labels).flatten(), labels.flatten()):
@@ -205,7 +208,7 @@ class StandIn:
 
 
 def _patched(model: nn.Module) -> tuple[nn.Module, Forward] | None:
-    """The module whose forward is patched, in model (adapters wrap it), and the patch, whoever wrapped it."""
+    """Return the patched module within a model (or its adapters) and its patch, perhaps wrapped; or None."""
     for module in model.modules():
         forward = module.__dict__.get("forward")
         while forward is not None and not isinstance(forward, Forward):
@@ -217,7 +220,7 @@ def _patched(model: nn.Module) -> tuple[nn.Module, Forward] | None:
 
 @contextmanager
 def _in_place(model: nn.Module, stand_in: StandIn) -> Iterator[None]:
-    """Wherever the model names its head, it finds the stand-in; its modules stay as they are."""
+    """Put the stand-in wherever the model names its head; the model's modules stay as they are."""
     with ExitStack() as stack:
         for parent in model.modules():
             for name, child in parent._modules.items():

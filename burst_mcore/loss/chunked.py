@@ -1,6 +1,6 @@
 """The fused LM head and loss over chunks of tokens: no more than one chunk's logits are ever alive.
 
-Paper, section "sequence-level fusion of LM head and loss". A chunk's logits become their
+BurstEngine (SC'25), section "sequence-level fusion of LM head and loss". A chunk's logits become their
 own gradient, from which the gradients of hidden states and weight are taken at once: three products a token.
 The gradient u_i of a token's loss is kept unweighted, so that g_i u_i is exact whatever upstream gradient g_i
 comes; the weight's is summed with the weights w_i that are expected, g_i = c w_i. Tokens of another g_i are
@@ -15,20 +15,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from burst_mcore.dtypes import wide
 from burst_mcore.loss.products import TILE, Products, products_for
 from burst_mcore.loss.rows import rows_for
-from burst_mcore.loss.terms import ENTROPY, LABEL, LARGEST, LSE, Terms, losses, wide
+from burst_mcore.loss.terms import ENTROPY, LABEL, LARGEST, LSE, Terms, losses
 from burst_mcore.loss.vocabulary import Vocabulary
 
 CHUNK_BYTES = {"cpu": 2**28, "cuda": 2**32}
-"""Of a chunk's logits at most, about, where the caller does not say how many tokens a chunk has. Each chunk
+"""Size of a chunk's logits at most, about, if the caller leaves the number of tokens open. Each chunk
 reads and writes the weight's gradient once: 5 % of the products' time at 5500 tokens, where a byte of memory
 takes as long as 200 operations (Hopper). An estimate, not measured."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """A head and what is made of its logits: all that does not change from chunk to chunk."""
+    """A head and the terms of its loss: everything that stays the same from chunk to chunk."""
 
     weight: Tensor
     bias: Tensor | None
@@ -59,13 +60,14 @@ class Wanted(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What forward leaves, of tokens in order; None where it was not wanted."""
+    """The results of forward, by token in order; None for results that were not wanted."""
 
     losses: Tensor
     """[tokens], 0 where the label is ignored."""
     hidden: Tensor | None
-    """[tokens, d], the gradient u_i of each token's loss with respect to its hidden state, times the mantissa
-    m_i of the token's weight. Where ranks share the vocabulary: this rank's part, in at least float32."""
+    """[tokens, d]: m_i u_i, where u_i is the gradient of token i's loss with respect to its hidden state, and
+    m_i the mantissa of its weight, so that rounding to 16 bits happens once. Where ranks share the
+    vocabulary: this rank's share of the sum over ranks, in at least float32."""
     weight: Tensor | None
     """sum_i w_i dl_i/dW [v, d]."""
     bias: Tensor | None
@@ -91,15 +93,15 @@ class Weights(NamedTuple):
 
 
 def automatic_chunk(tokens: int, width: int, products: Products, device: str) -> int:
-    """Tokens of a chunk where none are given: of even chunks of at most CHUNK_BYTES, or two tiles.
+    """Return how many tokens a chunk has: even chunks of at most CHUNK_BYTES, or two tiles.
 
-    There are always several chunks: memory never grows with tokens x vocabulary. But for the last they are
-    of whole tiles, unless one tile would hold all tokens.
+    There are always several chunks: memory never grows with tokens x vocabulary. All but the last are of
+    whole tiles, unless one tile would hold all tokens.
 
     Args:
-        tokens: That have a loss.
-        width: Columns of the logits, or the hidden size, if that is larger: chunks of both are made.
-        products: How they are made.
+        tokens: number of tokens that have a loss.
+        width: columns of the logits, or the hidden size, if that is larger: chunks of both are made.
+        products: the products of a chunk.
         device: "cpu" or "cuda".
     """
     itemsize = products.logits.itemsize
@@ -121,16 +123,16 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
         hidden: [tokens, d].
         labels: [tokens], of the whole vocabulary, or the ignored index.
         weights: [tokens] in at least float32: upstream gradients to expect, up to a scalar. None: all alike.
-        head: What to do with them.
-        wanted: Which gradients, and whether metrics.
+        head: the head and the terms of its loss.
+        wanted: which gradients, and whether metrics.
     """
     tokens, vocabulary, full = len(hidden), head.vocabulary, wide(hidden.dtype)
     valid = labels != head.ignore_index
     columns = vocabulary.columns(labels, head.ignore_index)
-    places = valid_places(valid, head.valid_tokens)
+    places = _valid_places(valid, head.valid_tokens)
     chunk = Chunk(head, min(head.valid_tokens, head.chunk_tokens), wanted.any_gradient)
     split = None if weights is None else Weights.of(weights)
-    found = torch.zeros(tokens, dtype=full, device=hidden.device)
+    token_losses = torch.zeros(tokens, dtype=full, device=hidden.device)
     metrics = torch.zeros((3, tokens), dtype=full, device=hidden.device) if wanted.metrics else None
     d_hidden = None
     if wanted.hidden:  # parts that are added up over ranks are rounded once, after that
@@ -149,7 +151,7 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
             scale = valid[at].to(full)
             scale = scale if split is None else scale * split.mantissa[at]
         statistics = chunk.run(hidden[at], columns[at], scale, wanted.metrics)
-        found[at] = losses(statistics, head.terms, vocabulary.size).where(valid[at], 0.0)
+        token_losses[at] = losses(statistics, head.terms, vocabulary.size).where(valid[at], 0.0)
         if metrics is not None:
             z, seen = statistics[LABEL], valid[at]
             metrics[0, at] = (z - statistics[LSE]).where(seen, 0.0)
@@ -161,11 +163,11 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
             if isinstance(at, Tensor):
                 d_hidden[at] = rows
         chunk.add_to(d_weight, d_bias, None if split is None else split.power[at], fresh=first == 0)
-    return Pass(found, d_hidden, d_weight, d_bias, metrics)
+    return Pass(token_losses, d_hidden, d_weight, d_bias, metrics)
 
 
-def valid_places(valid: Tensor, count: int) -> Tensor | None:
-    """Where the valid ones are, if so many of them are not all; without waiting for the device."""
+def _valid_places(valid: Tensor, count: int) -> Tensor | None:
+    """Return the places of `count` valid tokens without waiting for the device; None if all are valid."""
     return None if count == len(valid) else torch.nonzero_static(valid, size=count)[:, 0]
 
 

@@ -1,4 +1,4 @@
-"""Logits that are never made: what a model does to them is written down, until it asks for their loss."""
+"""Deferred logits: a stand-in records what a model does to its logits until it asks for the loss."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 ALIKE = {"multiply": "mul", "rmul": "mul", "divide": "div", "true_divide": "div", "truediv": "div"}
-"""Names of torch for the same operation."""
+"""Other names that torch has for an operation."""
 TAKEN = ("mul", "div", "tanh", "float", "to", "contiguous", "view", "reshape", "cross_entropy")
-"""What a model may do to its logits, beside slicing tokens."""
+"""The operations that a model may apply to its logits, beside slicing tokens."""
 ALL_OTHERS = (
     "add radd sub rsub rtruediv neg pos abs pow rpow matmul rmatmul mod floordiv eq ne lt le gt ge "
     "and or xor invert bool len iter setitem contains float int"
 )
-"""Operators, for which Python asks the class."""
+"""Operators that Python looks up on the class; all of them are refused."""
 
 
 class Head(Protocol):
@@ -36,7 +36,7 @@ class Head(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class DeferredLogits:
-    """Stands for the logits [..., V] of `hidden` [..., d] in a model's own code, up to its cross-entropy.
+    """A stand-in for the logits [..., V] of `hidden` [..., d] in a model's own code, up to its cross-entropy.
 
     They are cap(head(hidden)) times `multiplier`, over `divisor`; cap(x) is x, or tanh(x / softcap). The two
     factors are apart so that 30 * tanh(x / 30) has a temperature of exactly 1.
@@ -131,7 +131,7 @@ class DeferredLogits:
         )  # fmt: skip
 
     def _scale(self) -> float:
-        """By which they are divided."""
+        """Return the number that divides the logits."""
         scale = self.divisor / self.multiplier if self.multiplier else math.inf
         if not 0 < scale < math.inf:
             self.head.refuse(f"multiplies by {self.multiplier:g}, divides by {self.divisor:g}")

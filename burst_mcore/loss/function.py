@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.loss.agreement import same_on_all
+from burst_mcore.dtypes import wide
 from burst_mcore.loss.arguments import Arguments, Call, autocast, checked
+from burst_mcore.loss.checksums import same_on_all
 from burst_mcore.loss.chunked import Wanted, Weights, repair
+from burst_mcore.loss.chunked import forward as losses_and_gradients
 from burst_mcore.loss.products import CACHED_ROWS, blocks
-from burst_mcore.loss.table import asked
-from burst_mcore.loss.terms import wide
 
 ULPS = 8
 """Upstream gradients so near to c w_i count as c w_i: weights may have been normalised before c came."""
@@ -106,7 +106,7 @@ def fused_linear_cross_entropy(
         RuntimeError: in backward with create_graph, as there is no second derivative; or where upstream
             gradients differ between ranks of `tp_group`.
 
-    Source: paper, "sequence-level fusion of LM head and loss".
+    Source: BurstEngine (SC'25), "sequence-level fusion of LM head and loss".
     """
     hidden, weight, bias = autocast(hidden, weight, bias)
     terms = {
@@ -118,7 +118,7 @@ def fused_linear_cross_entropy(
     call = checked(
         Arguments(
             hidden, weight, labels, weights, bias, ignore_index, reduction, terms, tp_group, cp_group,
-            sequence_parallel, chunk_tokens, grad_weight_dtype, main_grad, return_metrics, asked(),
+            sequence_parallel, chunk_tokens, grad_weight_dtype, main_grad, return_metrics,
         )
     )  # fmt: skip
     loss: Tensor
@@ -146,7 +146,7 @@ class _FusedLoss(torch.autograd.Function):
         flat, y = _tokens_of(hidden, call), labels.reshape(-1).long()
         unit, w = _over_a_power_of_two(weights, y != call.ignore_index, wide(hidden.dtype))
         head = call.head(weight, bias, call.valid_tokens)
-        done = call.kernel.forward(flat, y, w, head, Wanted(of_hidden, of_weight, of_bias, call.metrics))
+        done = losses_and_gradients(flat, y, w, head, Wanted(of_hidden, of_weight, of_bias, call.metrics))
         loss, share = _reduced(done.losses, y, w, unit, call)
         d_hidden = done.hidden
         if d_hidden is not None:
@@ -242,10 +242,10 @@ def _scalar_and_others(each: Tensor, expected: Tensor) -> tuple[Tensor, Tensor |
     c = c.where(c.isfinite(), 0.0)
     near = ULPS * torch.finfo(each.dtype).eps * torch.maximum(each.abs(), (c * expected).abs())
     others = ~((each - c * expected).abs() <= near) | ~each.isfinite()
-    found, anything = others.nonzero()[:, 0], (each != 0).nonzero()[:, 0]
-    if len(found) >= len(anything):
-        c, found = torch.zeros_like(c), anything
-    return c, found if len(found) else None
+    rows, nonzero = others.nonzero()[:, 0], (each != 0).nonzero()[:, 0]
+    if len(rows) >= len(nonzero):
+        c, rows = torch.zeros_like(c), nonzero
+    return c, rows if len(rows) else None
 
 
 def _handed_over(d_weight: Tensor, c: Tensor, dtype: torch.dtype, main_grad: Tensor | None) -> Tensor | None:

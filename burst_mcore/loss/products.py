@@ -16,18 +16,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from burst_mcore.loss.terms import Terms, wide
+from burst_mcore.dtypes import wide
+from burst_mcore.loss.terms import Terms
 
 VOCABULARY_BLOCK = 4096
-"""Rows of the weight that are taken at once where its product needs memory of its own."""
+"""Rows of the weight in one product, where a product needs memory of its own."""
 TILE = 128
 """Products of multiples of so many tokens are fastest: measured on a CPU; GPUs have tiles of this size."""
 LINE = 16
-"""A CPU's products in 16 bits want a multiple of so many tokens."""
+"""A CPU's products in 16 bits are fastest with a multiple of so many tokens."""
 PADDED_FROM = 512
-"""From so many tokens on they get it: it is 3 % more at most."""
+"""Chunks of at least so many tokens are padded to a multiple of LINE, at most 3 % more."""
 CACHED_ROWS = 512
-"""Rows of the weight's gradient that are taken at once where copies of them are made: those stay in cache."""
+"""Rows of the weight's gradient in one step, where a step copies them: the copies stay in cache."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +36,16 @@ class Products:
     """How the products are made; see `products_for`."""
 
     logits: torch.dtype
-    """Of the logits."""
+    """Dtype of the logits."""
     gradients: torch.dtype
-    """Of dlogits, as the other two products read them."""
+    """Dtype of dlogits, as the other two products read them."""
     apart: bool = False
     """The labels' columns are not in dlogits: they are done in float32, beside the product."""
     gain: float = 1.0
-    """dlogits are multiplied by it, and what comes of them divided: float16 has no small numbers."""
+    """Factor of dlogits, by which their products are divided: float16 has no small numbers."""
 
     def padded(self, tokens: int) -> int:
-        """Of how many tokens the first two products are rather made.
+        """Return how many tokens the first two products get, padding included.
 
         In bfloat16 1796 take a CPU 1.3 x as long as 1808 do; in float32 nothing of the kind was seen.
         """
@@ -61,8 +62,8 @@ class Products:
             torch.mm(hidden, weight.t(), out=out)
         elif self.logits == self.gradients:  # as float32
             wider = hidden.to(self.logits)
-            for at in blocks(weight):
-                torch.mm(wider, weight[at].to(self.logits).t(), out=out[:, at])
+            for block in blocks(weight):
+                torch.mm(wider, weight[block].to(self.logits).t(), out=out[:, block])
         else:
             torch.mm(hidden, weight.t(), out_dtype=self.logits, out=out)
         if bias is not None:
@@ -75,33 +76,33 @@ class Products:
         if len(weight) == 0:
             return torch.zeros(len(labels), dtype=wide(weight.dtype), device=weight.device)
         y = labels.clamp(min=0)
-        found: Tensor = torch.linalg.vecdot(hidden.to(wide(hidden.dtype)), weight[y].to(wide(weight.dtype)))
+        logits: Tensor = torch.linalg.vecdot(hidden.to(wide(hidden.dtype)), weight[y].to(wide(weight.dtype)))
         if bias is not None:
-            found = found + bias[y]
-        return found.where(labels >= 0, 0.0)
+            logits = logits + bias[y]
+        return logits.where(labels >= 0, 0.0)
 
     def second(self, dlogits: Tensor, columns: Tensor, labels: Tensor, weight: Tensor, out: Tensor) -> None:
         """Out = dlogits weight, [tokens, d], rounded to its dtype; further rows of dlogits are padding."""
         if self.gradients != weight.dtype:
-            found = torch.zeros(out.shape, dtype=self.gradients, device=out.device)
-            for at in blocks(weight):
-                torch.addmm(found, dlogits[:, at], weight[at].to(self.gradients), out=found)
+            total = torch.zeros(out.shape, dtype=self.gradients, device=out.device)
+            for block in blocks(weight):
+                torch.addmm(total, dlogits[:, block], weight[block].to(self.gradients), out=total)
         elif dlogits.is_cuda and (out.dtype != weight.dtype or self.gain != 1.0):
-            found = torch.mm(dlogits, weight, out_dtype=torch.float32)
+            total = torch.mm(dlogits, weight, out_dtype=torch.float32)
         elif self.apart:
             # A CPU is 5 % faster at weight^T dlogits^T of whole tiles; of 1808 tokens it takes 1.4 x.
             turned = len(dlogits) % TILE == 0
             product = torch.mm(weight.t(), dlogits.t()).t() if turned else torch.mm(dlogits, weight)
-            found = torch.empty_like(out, dtype=wide(weight.dtype)).copy_(product[: len(out)])
+            total = torch.empty_like(out, dtype=wide(weight.dtype)).copy_(product[: len(out)])
             if len(weight):
-                found.addcmul_(columns[:, None], weight[labels.clamp(min=0)].to(found.dtype))
+                total.addcmul_(columns[:, None], weight[labels.clamp(min=0)].to(total.dtype))
         else:
             torch.mm(dlogits, weight, out=out)
-            found = out
+            total = out
         if self.gain != 1.0:
-            found.div_(self.gain)
-        if found is not out:
-            out.copy_(found)
+            total.div_(self.gain)
+        if total is not out:
+            out.copy_(total)
 
     def third(
         self,
@@ -120,13 +121,13 @@ class Products:
         elif dlogits.is_cuda and out.dtype == torch.float32:
             torch.addmm(out, dlogits.t(), hidden, out_dtype=out.dtype, alpha=alpha, beta=beta, out=out)
         else:
-            for at in blocks(out):
-                product = torch.mm(dlogits[:, at].t(), hidden.to(dlogits.dtype))
+            for block in blocks(out):
+                product = torch.mm(dlogits[:, block].t(), hidden.to(dlogits.dtype))
                 if fresh:
-                    out[at] = product if alpha == 1.0 else product.mul_(alpha)
+                    out[block] = product if alpha == 1.0 else product.mul_(alpha)
                 else:
                     for part in blocks(product, CACHED_ROWS):  # each is made float32 first
-                        out[at][part].add_(product[part], alpha=alpha)
+                        out[block][part].add_(product[part], alpha=alpha)
         if self.apart:
             here = labels >= 0
             rows = columns[here, None] * hidden[here]
@@ -135,8 +136,8 @@ class Products:
     def bias(self, dlogits: Tensor, columns: Tensor, labels: Tensor, weights: Tensor, out: Tensor) -> None:
         """Out += dlogits^T weights, [v] in at least float32."""
         weights = weights / self.gain
-        for at in blocks(out):
-            out[at] += weights @ dlogits[:, at].to(weights.dtype)
+        for block in blocks(out):
+            out[block] += weights @ dlogits[:, block].to(weights.dtype)
         if self.apart:
             here = labels >= 0
             out.index_add_(0, labels[here], (columns * weights)[here])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from burst_mcore.loss.terms import wide
+from burst_mcore.dtypes import wide
 
 
 def linear_cross_entropy(

@@ -1,4 +1,4 @@
-"""The elementwise work on a chunk's logits in torch, on any device: rows' statistics, and their gradients.
+"""Statistics and gradients of rows of logits, elementwise, in plain torch on any device.
 
 On CPU it goes by blocks of rows that stay in the cores' caches. The labels' columns are kept apart, as
 vectors in at least float32, whatever the dtype of the logits; in their place LOW stands meanwhile.
@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_mcore.loss.terms import ENTROPY, LABEL, LARGEST, LSE, TOTAL, Terms, wide
+from burst_mcore.dtypes import wide
+from burst_mcore.loss.terms import ENTROPY, LABEL, LARGEST, LSE, TOTAL, Terms
 from burst_mcore.loss.vocabulary import Vocabulary
 
 logger = logging.getLogger("burst_mcore")
 
 BLOCK_BYTES = 2**21
-"""Of a block of rows in at least float32, per thread: it stays in the caches, and calls are few."""
+"""Size of a block of rows in at least float32, per thread: it stays in the caches, and blocks are few."""
 LOW = -1e30
 """A logit of no weight; finite, so that nothing times it is NaN."""
 
@@ -35,7 +36,7 @@ def logits_to_gradients(
     out: Tensor,
     metrics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Statistics of whole rows, and out_ij = scale_i dl_i/dlogits_ij; the logits are lost.
+    """Return the statistics of whole rows, and write out_ij = scale_i dl_i/dlogits_ij; the logits are lost.
 
     Args:
         logits: [tokens, v], this rank's part of the vocabulary, before cap and temperature.
@@ -43,10 +44,10 @@ def logits_to_gradients(
         own: [tokens], the labels' logits in at least float32 if they are better than those in `logits`; then
             the labels' columns of `out` are 0.
         scale: [tokens] in at least float32. None: no gradients.
-        terms: Of the loss.
-        vocabulary: What this rank has of it.
+        terms: those of the loss.
+        vocabulary: this rank's part of the vocabulary.
         out: [tokens, v]; may be `logits` itself.
-        metrics: Whether the largest logit and the entropy are wanted (zeros else).
+        metrics: whether to compute the largest logit and the entropy, which else are 0.
 
     Returns:
         Statistics [5, tokens] over the whole vocabulary, and the labels' columns of the gradient [tokens] (0
@@ -56,17 +57,17 @@ def logits_to_gradients(
     z_label = _taken(logits, here, y) if own is None else own
     z_label = _scaled(z_label.clone(), terms).where(here, LOW)
     work = _Blocks(logits, labels, out, terms, vocabulary.size)
-    found = work.statistics(metrics, scale if vocabulary.group is None else None, z_label)
-    found = vocabulary.whole(found)
+    statistics = work.statistics(metrics, scale if vocabulary.group is None else None, z_label)
+    statistics = vocabulary.whole(statistics)
     if scale is None:
-        return found, None
+        return statistics, None
     if vocabulary.group is not None:
-        work.gradients(found[LSE], scale)
-    columns = _columns(z_label, found[LSE], scale, terms, vocabulary.size).where(here, 0.0)
+        work.gradients(statistics[LSE], scale)
+    columns = _columns(z_label, statistics[LSE], scale, terms, vocabulary.size).where(here, 0.0)
     if own is None and out.shape[1]:
         rows = here.nonzero()[:, 0]
         out[rows, y[rows]] = columns[rows].to(out.dtype)
-    return found, columns
+    return statistics, columns
 
 
 def _taken(logits: Tensor, here: Tensor, y: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ def _taken(logits: Tensor, here: Tensor, y: Tensor) -> Tensor:
 
 
 def _scaled(x: Tensor, terms: Terms) -> Tensor:
-    """Cap and temperature, in place."""
+    """Apply cap and temperature, in place."""
     if terms.softcap is not None:
         x.div_(terms.softcap).tanh_().mul_(terms.softcap)
     return x if terms.temperature == 1.0 else x.div_(terms.temperature)
@@ -94,12 +95,12 @@ def _columns(z_label: Tensor, lse: Tensor, scale: Tensor, terms: Terms, vocabula
     if terms.z_loss:
         p = p * (1.0 + 2.0 * terms.z_loss * lse)
     smooth = terms.label_smoothing
-    found = (p - (1.0 - smooth) - smooth / vocabulary) * (scale / terms.temperature)
-    return found if terms.softcap is None else found * _slope(z_label.clone(), terms)
+    gradient = (p - (1.0 - smooth) - smooth / vocabulary) * (scale / terms.temperature)
+    return gradient if terms.softcap is None else gradient * _slope(z_label.clone(), terms)
 
 
 class _Blocks:
-    """Goes over the rows of a chunk's logits, block by block."""
+    """The rows of a chunk's logits, in blocks, with the memory that a block needs."""
 
     def __init__(self, logits: Tensor, labels: Tensor, out: Tensor, terms: Terms, vocabulary: int) -> None:
         self._logits, self._labels, self._out = logits, labels, out
@@ -107,61 +108,64 @@ class _Blocks:
         self._full = wide(logits.dtype)
         self._memory: list[Tensor | None] = [None, None]
         self._rest = torch.empty(len(logits), dtype=self._full, device=logits.device)
-        """lse of these columns but for the labels'."""
+        """[tokens]: logsumexp of these columns without the labels'."""
         if terms.softcap is None and logits.shape[1]:
             rows = (labels >= 0).nonzero()[:, 0]
             logits[rows, labels[rows]] = LOW
 
     def statistics(self, metrics: bool, scale: Tensor | None, z_label: Tensor) -> Tensor:
-        """Statistics [5, tokens] of these columns; with `scale` also the gradients, if these are all."""
+        """Return the statistics [5, tokens] of these columns; with `scale`, write the gradients too.
+
+        With `scale` these columns must be the whole vocabulary.
+        """
         tokens, columns = self._logits.shape
-        found = torch.zeros((5, tokens), dtype=self._full, device=self._logits.device)
+        table = torch.zeros((5, tokens), dtype=self._full, device=self._logits.device)
         here = self._labels >= 0
-        found[LABEL] = z_label.where(here, 0.0)
+        table[LABEL] = z_label.where(here, 0.0)
         if columns == 0:
-            found[[LSE, LARGEST]] = -torch.inf
-            return found
+            table[[LSE, LARGEST]] = -torch.inf
+            return table
         used_again = metrics or self._terms.softcap is not None  # z, after p is made
-        for at in self._blocks():
-            z = self._z(at)
+        for rows in self._blocks():
+            z = self._z(rows)
             largest = z.amax(1)
             if self._terms.label_smoothing:
-                found[TOTAL, at] = self._sum(at) + found[LABEL, at]
+                table[TOTAL, rows] = self._sum(rows) + table[LABEL, rows]
             in_place = not used_again and (scale is not None or z.dtype != self._logits.dtype)
             p = torch.softmax(z, 1, out=z if in_place else self._take(1, z))  # one pass, in cache
             rest = largest - p.amax(1).log()
             nothing = largest == -torch.inf  # all of a rank's columns may be so, as padding of a vocabulary
             if bool(nothing.any()):
                 p[nothing], rest = 0.0, rest.where(~nothing, -torch.inf)
-            self._rest[at] = rest
-            found[LSE, at] = lse = torch.logaddexp(rest, z_label[at])
+            self._rest[rows] = rest
+            table[LSE, rows] = lse = torch.logaddexp(rest, z_label[rows])
             if metrics:
-                found[LARGEST, at] = torch.maximum(largest, z_label[at])
-                share, own = torch.exp(rest - lse), z_label[at] - lse
+                table[LARGEST, rows] = torch.maximum(largest, z_label[rows])
+                share, own = torch.exp(rest - lse), z_label[rows] - lse
                 apart = (z - lse[:, None]).clamp_(min=LOW)  # a logit may be -inf
-                found[ENTROPY, at] = -share * torch.linalg.vecdot(p, apart) - own.exp() * own
+                table[ENTROPY, rows] = -share * torch.linalg.vecdot(p, apart) - own.exp() * own
             if scale is not None:
-                self._finish(at, z, p, lse, scale[at])
-        return found
+                self._finish(rows, z, p, lse, scale[rows])
+        return table
 
     def gradients(self, lse: Tensor, scale: Tensor) -> None:
-        """All but the labels' columns of the gradient, from lse over the whole vocabulary."""
+        """Write all but the labels' columns of the gradient, from lse over the whole vocabulary."""
         if self._logits.shape[1] == 0:
             return
-        for at in self._blocks():
-            z = self._z(at)
+        for rows in self._blocks():
+            z = self._z(rows)
             to = z if self._terms.softcap is None else self._take(1, z)
             p = torch.softmax(z, 1, out=to)
-            nothing = self._rest[at] == -torch.inf
+            nothing = self._rest[rows] == -torch.inf
             if bool(nothing.any()):
                 p[nothing] = 0.0
-            self._finish(at, z, p, lse[at], scale[at])
+            self._finish(rows, z, p, lse[rows], scale[rows])
 
-    def _finish(self, at: slice, z: Tensor, p: Tensor, lse: Tensor, scale: Tensor) -> None:
-        """From p, the softmax of a block but for the labels, to its gradient."""
+    def _finish(self, rows: slice, z: Tensor, p: Tensor, lse: Tensor, scale: Tensor) -> None:
+        """Turn p, the softmax of a block without the labels, into the gradient of the block."""
         terms = self._terms
         scale = scale / terms.temperature
-        factor = scale * torch.exp(self._rest[at] - lse)
+        factor = scale * torch.exp(self._rest[rows] - lse)
         if terms.z_loss:
             factor = factor * (1.0 + 2.0 * terms.z_loss * lse)
         p.mul_(factor[:, None])
@@ -169,32 +173,32 @@ class _Blocks:
             p.sub_((scale * (terms.label_smoothing / self._vocabulary))[:, None])
         if terms.softcap is not None:
             p.mul_(_slope(z, terms))
-        out = self._out[at]
+        out = self._out[rows]
         if out.data_ptr() != p.data_ptr():
             out.copy_(p)
         if terms.label_smoothing or terms.softcap is not None:
-            self._to_labels(out, at, 0.0)
+            self._to_labels(out, rows, 0.0)
 
-    def _z(self, at: slice) -> Tensor:
+    def _z(self, rows: slice) -> Tensor:
         """Logits of a block after cap and temperature, LOW for the label; in place where nothing changes."""
-        logits, terms = self._logits[at], self._terms
+        logits, terms = self._logits[rows], self._terms
         if logits.dtype == self._full and terms.softcap is None and terms.temperature == 1.0:
             return logits
         z = _scaled(self._take(0, logits).copy_(logits), terms)
         if terms.softcap is not None:
-            self._to_labels(z, at, LOW)
+            self._to_labels(z, rows, LOW)
         return z
 
-    def _sum(self, at: slice) -> Tensor:
-        """Of z but for the label's."""
-        z = self._take(1, self._logits[at]).copy_(self._logits[at])
+    def _sum(self, rows: slice) -> Tensor:
+        """Return the sums [rows] of z without the labels'."""
+        z = self._take(1, self._logits[rows]).copy_(self._logits[rows])
         z = _scaled(z, self._terms)
-        self._to_labels(z, at, 0.0)
+        self._to_labels(z, rows, 0.0)
         return z.sum(1)
 
-    def _to_labels(self, block: Tensor, at: slice, value: float) -> None:
-        rows = (self._labels[at] >= 0).nonzero()[:, 0]
-        block[rows, self._labels[at][rows]] = value
+    def _to_labels(self, block: Tensor, rows: slice, value: float) -> None:
+        labelled = (self._labels[rows] >= 0).nonzero()[:, 0]
+        block[labelled, self._labels[rows][labelled]] = value
 
     def _take(self, which: int, like: Tensor) -> Tensor:
         memory = self._memory[which]
@@ -215,7 +219,7 @@ class _Blocks:
 
 
 def rows_for(weight: Tensor) -> Callable[..., Any]:
-    """`logits_to_gradients`, or what does the same faster for logits of this weight."""
+    """Return `logits_to_gradients`, or a faster function with the same results for logits of this weight."""
     if weight.is_cuda and weight.dtype != torch.float64:
         return _triton() or logits_to_gradients
     return logits_to_gradients

@@ -1,4 +1,4 @@
-"""How a token's loss is made of its logits: values, and the plain arithmetic of a row's statistics."""
+"""The terms of a token's loss, and the arithmetic from statistics of its logits to the loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logsumexp, the label's, their sum, the largest, the entropy of softmax(z)."""
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What a token's loss has beside the cross-entropy of its logits.
+    """The terms of a token's loss beside the cross-entropy of its logits.
 
     Raises:
         ValueError: a value that is not finite or out of its range.
@@ -28,7 +28,7 @@ class Terms:
     softcap: float | None = None
     """Logits become softcap tanh(logits / softcap)."""
     temperature: float = 1.0
-    """They are divided by it, after the cap."""
+    """Divisor of the logits, after the cap."""
 
     def __post_init__(self) -> None:
         _number("z_loss", self.z_loss, 0.0, math.inf)
@@ -46,13 +46,8 @@ def _number(name: str, value: object, least: float, most: float, above: bool = F
         raise ValueError(f"{name} must be a finite number {words}, got {value!r}")
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of `dtype` are summed: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def combined(parts: Tensor) -> Tensor:
-    """Statistics [5, tokens] of whole rows, from those of their parts [parts, 5, tokens]."""
+    """Return the statistics [5, tokens] of whole rows, from those of their parts [parts, 5, tokens]."""
     lse = torch.logsumexp(parts[:, LSE], 0)
     shares = torch.exp(parts[:, LSE] - lse)
     largest = parts[:, LARGEST].amax(0)
@@ -62,9 +57,9 @@ def combined(parts: Tensor) -> Tensor:
 
 
 def losses(statistics: Tensor, terms: Terms, vocabulary: int) -> Tensor:
-    """Cross-entropy with label smoothing (as torch defines it) and z-loss, of each token [tokens]."""
-    lse, kept = statistics[LSE], 1.0 - terms.label_smoothing
-    found = lse - kept * statistics[LABEL]
+    """Return cross-entropy with label smoothing (as torch defines it) and z-loss of each token, [tokens]."""
+    lse, confidence = statistics[LSE], 1.0 - terms.label_smoothing
+    loss = lse - confidence * statistics[LABEL]
     if terms.label_smoothing:
-        found = found - terms.label_smoothing / vocabulary * statistics[TOTAL]
-    return found + terms.z_loss * lse.square() if terms.z_loss else found
+        loss = loss - terms.label_smoothing / vocabulary * statistics[TOTAL]
+    return loss + terms.z_loss * lse.square() if terms.z_loss else loss

@@ -1,4 +1,4 @@
-"""The vocabulary dealt over a tensor-parallel group: which rows a rank holds, and what it exchanges."""
+"""The vocabulary dealt over a tensor-parallel group: the rows of a rank, and the exchanges of ranks."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class Vocabulary:
     first: int
     rows: int
     group: dist.ProcessGroup | None = None
-    """None where one rank holds all."""
+    """None: this rank holds all rows."""
 
     @property
     def most_rows(self) -> int:
-        """Of any rank."""
+        """The most rows that any rank holds."""
         return self.rows if self.group is None else -(-self.size // dist.get_world_size(self.group))
 
     def columns(self, labels: Tensor, ignore_index: int) -> Tensor:
-        """Labels as columns of this rank's logits, -1 where they are another rank's, or ignored."""
+        """Return labels as columns of this rank's logits; -1 for another rank's labels and ignored ones."""
         column = labels - self.first
         here = (labels != ignore_index) & (column >= 0) & (column < self.rows)
         return column.where(here, -1)
 
     def whole(self, statistics: Tensor) -> Tensor:
-        """Statistics of all columns, from those of this rank's."""
+        """Return the statistics of all columns, from those of this rank's columns."""
         if self.group is None:
             return statistics
         parts = statistics.new_empty((dist.get_world_size(self.group), *statistics.shape))
@@ -41,7 +41,7 @@ class Vocabulary:
         return combined(parts)
 
     def summed(self, x: Tensor, scattered: bool) -> Tensor:
-        """What each rank's columns give, added up; of the whole sequence, or this rank's part of it."""
+        """Return the sum of all ranks' x: of the whole sequence, or of this rank's part if `scattered`."""
         if self.group is None:
             return x
         if not scattered:
@@ -52,7 +52,7 @@ class Vocabulary:
         return part
 
     def gathered(self, sequence: Tensor) -> Tensor:
-        """The whole sequence from each rank's part, along the first dim."""
+        """Return the whole sequence from each rank's part, along the first dim."""
         assert self.group is not None
         size = dist.get_world_size(self.group)
         whole = sequence.new_empty((size * sequence.shape[0], *sequence.shape[1:]))
@@ -60,13 +60,13 @@ class Vocabulary:
         return whole
 
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's part of the sequence, along the first dim."""
+        """Return this rank's part of the sequence, along the first dim."""
         assert self.group is not None
         return whole.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)]
 
 
 def shard(vocabulary: int, size: int, rank: int) -> tuple[int, int]:
-    """(first row, rows) of a rank's part: ceil(vocabulary / size) each, fewer at the end."""
+    """Return (first row, rows) of a rank's part: ceil(vocabulary / size) each, fewer at the end."""
     rows = -(-vocabulary // size)
     first = min(rank * rows, vocabulary)
     return first, min(rows, vocabulary - first)

@@ -1,9 +1,9 @@
-"""Masks: which tokens attend to which, over the whole sequence, however it is dealt to ranks.
+"""Masks: which tokens attend to which, over the whole sequence, whatever its layout.
 
-terms    windows, strides, documents, blocks, ranges: what a mask is the intersection of
-mask     Mask itself, as users build it
-bands    what terms are lowered to for planning
-tables   checks of what users describe masks with
+terms    windows, strides, documents, blocks, ranges: a mask is an intersection of terms
+mask     Mask, the class that users build
+bands    rectangles between two diagonals, to which terms are lowered for planning
+tables   checks of the lists and tensors that describe masks
 words    masks in words, for command lines: "causal & documents:random,64"
 """
 

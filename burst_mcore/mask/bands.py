@@ -1,4 +1,4 @@
-"""Bands: what may attend to what, as disjoint rectangles of queries x keys, each cut by two diagonals.
+"""Bands: disjoint rectangles of queries x keys, each cut by two diagonals; a mask is a list of them.
 
 A list of bands is an int64 tensor [bands, 6]:
 

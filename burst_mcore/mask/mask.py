@@ -1,8 +1,8 @@
-"""What may attend to what, as data over global positions.
+"""Mask: which queries attend to which keys, as data over global positions.
 
 A mask is an intersection of terms. For planning it is lowered to `bands`; intersecting two masks intersects
-their bands, so that everything after this file knows bands only. What is no band, every d-th diagonal
-(`dilated`), stands beside them as `Mask.stride`.
+their bands, so that everything after this file knows bands only. Every d-th diagonal (`dilated`) is no band
+and stands beside them as `Mask.stride`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from burst_mcore.digest import digest
 from burst_mcore.handles import Named, introduce
 from burst_mcore.mask.bands import UNBOUNDED, everything, intersected, tightened
-from burst_mcore.mask.tables import digest, documents_of, is_int, pairs_of
+from burst_mcore.mask.tables import documents_of, is_int, pairs_of
 from burst_mcore.mask.terms import Blocks, Documents, Ranges, Stride, Term, Window
 
 SLICES = ("full", "causal", "inverse-causal", "bi-causal")
@@ -30,14 +31,14 @@ _SPELLINGS = {"inv-causal": "inverse-causal", "bicausal": "bi-causal"}
 class Mask(Named):
     """A mask over the global sequence. Build it with the class methods, intersect with `&`.
 
-    Masks compare and hash by value, so that plans made for one are found again.
+    Masks compare and hash by value, so that plans are made once for equal masks.
     """
 
     terms: tuple[Term, ...] = ()
 
     def __post_init__(self) -> None:
         terms = self.terms if isinstance(self.terms, tuple) else (self.terms,)
-        if not all(isinstance(term, (Window, Stride, Documents, Blocks, Ranges)) for term in terms):
+        if not all(isinstance(term, Term) for term in terms):
             raise ValueError(
                 f"{self.terms!r} is no mask: build one with Mask.causal(), full(), window(), dilated(), "
                 f"documents(), blocks(), ranges(), and `&`"
@@ -96,7 +97,7 @@ class Mask(Named):
         Args:
             cu_seqlens: where documents begin, and at last where the sequence ends: 0 <= ... <= n, integers,
                 as flash-attn takes them. A CUDA tensor is read once, and again if torch changed it in place;
-                what else writes to its memory goes unnoticed.
+                other writes to its memory go unnoticed.
 
         Raises:
             ValueError: it does not begin with 0, or descends, or is not a list of integers.
@@ -104,11 +105,11 @@ class Mask(Named):
         if not isinstance(cu_seqlens, Tensor) or cu_seqlens.device.type == "cpu":
             return cls((documents_of(cu_seqlens),))
         version = -1 if cu_seqlens.is_inference() else cu_seqlens._version
-        found = _READ.get(cu_seqlens)
-        if found is None or found[0] != version or version < 0:
-            found = version, cls((documents_of(cu_seqlens),))
-            _READ[cu_seqlens] = found
-        mask: Mask = found[1]
+        known = _READ.get(cu_seqlens)
+        if known is None or known[0] != version or version < 0:
+            known = version, cls((documents_of(cu_seqlens),))
+            _READ[cu_seqlens] = known
+        mask: Mask = known[1]
         return mask
 
     @classmethod
@@ -169,8 +170,8 @@ class Mask(Named):
             low = k0 - q0 if kind in ("inverse-causal", "bi-causal") else -UNBOUNDED
             high = k1 - q1 if kind in ("causal", "bi-causal") else UNBOUNDED
             rows.append([q0, q1, k0, k1, low, high])
-        given = torch.tensor(rows, dtype=torch.int64).reshape(-1, 6)
-        return cls((Ranges(digest(given), tightened(given), given[:, :4]),))
+        slices = torch.tensor(rows, dtype=torch.int64).reshape(-1, 6)
+        return cls((Ranges(digest(slices), tightened(slices), slices[:, :4]),))
 
     def __and__(self, other: Mask) -> Mask:
         """Both must allow a pair."""
@@ -209,7 +210,7 @@ class Mask(Named):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether it is block-sparse or dilated: what it leaves is small and scattered."""
+        """Whether the mask is block-sparse or dilated: the pairs that it allows are few and scattered."""
         return self.stride > 1 or any(isinstance(term, Blocks) for term in self.terms)
 
     @property
@@ -220,16 +221,16 @@ class Mask(Named):
 
     @property
     def without_documents(self) -> Mask:
-        """The same, but that documents see each other."""
+        """The same mask without documents: they see each other."""
         return Mask(tuple(term for term in self.terms if not isinstance(term, Documents)))
 
     def with_documents(self, ends: Tensor) -> Mask:
-        """The same with other documents in the place of its own."""
+        """The same mask with other documents in the place of its own."""
         return self.without_documents & Mask.documents(ends)
 
     @property
     def stride(self) -> int:
-        """Only pairs whose distance is a multiple of this are allowed, besides what `bands` says."""
+        """Pairs must also be in `bands`, and their distance a multiple of this number."""
         return next((term.step for term in self.terms if isinstance(term, Stride)), 1)
 
     def check(self, n: int) -> None:

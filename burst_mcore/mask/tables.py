@@ -1,9 +1,7 @@
-"""What users describe masks with (cu_seqlens, ranges, matrices) -> checked tables of integers."""
+"""Checks the lists and tensors that describe masks (cu_seqlens, ranges), and returns tables of integers."""
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import numbers
 import warnings
 from collections.abc import Sequence
@@ -11,11 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from burst_mcore.digest import digest
 from burst_mcore.mask.terms import Documents
 
 
 def documents_of(cu_seqlens: Sequence[int] | Tensor) -> Documents:
-    """The term of cu_seqlens, empty documents left out. Raises ValueError where they are not legal."""
+    """Return the term of cu_seqlens, without empty documents. Raises ValueError if they are not legal."""
     ends = integers("cu_seqlens", cu_seqlens)
     if ends.dim() != 1 or len(ends) < 2 or int(ends[0]) != 0:
         raise ValueError(
@@ -24,9 +23,10 @@ def documents_of(cu_seqlens: Sequence[int] | Tensor) -> Documents:
         )
     down = (ends.diff() < 0).nonzero().flatten().tolist()
     if down:
-        at = down[0]
+        place = down[0]
         raise ValueError(
-            f"cu_seqlens must not descend, got {int(ends[at])}, {int(ends[at + 1])} at places {at}, {at + 1}"
+            f"cu_seqlens must not descend, got {int(ends[place])}, {int(ends[place + 1])} at places {place}, "
+            f"{place + 1}"
         )
     ends = ends.unique_consecutive()  # empty documents
     if len(ends) < 2:
@@ -35,7 +35,7 @@ def documents_of(cu_seqlens: Sequence[int] | Tensor) -> Documents:
 
 
 def pairs_of(name: str, ranges: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
-    """Ranges (start, stop) as a list. Raises ValueError, which names the argument, where they are none."""
+    """Return ranges (start, stop) as a list. Raises ValueError, with the argument's name, for all else."""
     table = integers(name, ranges)
     table = table.reshape(0, 2) if table.shape == (0,) else table
     if table.dim() != 2 or table.shape[1] != 2:
@@ -43,12 +43,12 @@ def pairs_of(name: str, ranges: Sequence[Sequence[int]] | Tensor) -> list[list[i
     for start, stop in table.tolist():
         if not 0 <= start <= stop:
             raise ValueError(f"{name} must hold ranges 0 <= start <= stop, got ({start}, {stop})")
-    found: list[list[int]] = table.tolist()
-    return found
+    pairs: list[list[int]] = table.tolist()
+    return pairs
 
 
 def integers(name: str, values: object) -> Tensor:
-    """An int64 copy on the CPU. Raises ValueError, which names the argument, for other numbers."""
+    """Return an int64 copy on the CPU. Raises ValueError, which names the argument, for other numbers."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -61,7 +61,7 @@ def integers(name: str, values: object) -> Tensor:
 
 
 def short(x: Tensor) -> str:
-    """A tensor in an error message: its first entries."""
+    """Return the first entries of a tensor, for an error message."""
     words = str(x.tolist())
     return words if len(words) < 80 else f"{words[:76]} ..."
 
@@ -69,10 +69,3 @@ def short(x: Tensor) -> str:
 def is_int(value: object) -> bool:
     """Whether a value is a whole number, of Python or numpy, and no bool."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def digest(x: Tensor) -> str:
-    """A short name of a table's content and shape, equal on all ranks."""
-    x = x.contiguous()
-    content = ctypes.string_at(x.data_ptr(), x.nbytes) if x.numel() else b""
-    return hashlib.blake2b(content + str(tuple(x.shape)).encode(), digest_size=8).hexdigest()

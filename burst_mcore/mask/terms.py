@@ -1,9 +1,8 @@
-"""What a mask is made of: windows, strides, documents, blocks, ranges; a mask is their intersection."""
+"""The terms of masks: windows, strides, documents, blocks and ranges. A mask is an intersection of terms."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,20 +10,26 @@ from torch import Tensor
 from burst_mcore.mask.bands import UNBOUNDED, disjoint, everything
 
 
-class Term(Protocol):
-    """One of the masks that an intersection is made of. Terms compare by value."""
+class Term:
+    """One of the masks that an intersection is made of: a frozen dataclass, so that it compares by value.
+
+    `str` of a term says all of it: equal words are equal terms, on all ranks.
+    """
 
     def check(self, n: int) -> None:
-        """ValueError if it does not go with a sequence of n tokens."""
-        ...
+        """Raise ValueError if the term does not go with a sequence of n tokens."""
 
-    def bands(self, n: int) -> Tensor: ...
+    def bands(self, n: int) -> Tensor:
+        """Return the allowed pairs of n tokens as disjoint bands, int64 [bands, 6]: see `mask.bands`."""
+        raise NotImplementedError
 
-    def allows(self, q: Tensor, k: Tensor) -> Tensor: ...
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        """Return whether queries at positions q see keys at positions k, bool [len(q), len(k)]."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Window:
+class Window(Term):
     """Key j is seen by query i iff i - left <= j <= i + right; None is unbounded."""
 
     left: int | None
@@ -35,11 +40,8 @@ class Window:
             return "causal"
         return f"window({self.left}, {self.right})"
 
-    def check(self, n: int) -> None:
-        pass
-
     def clipped(self, n: int) -> Window | None:
-        """What ends it in n tokens; None if nothing does."""
+        """Return the window without sides that no token of n reaches; None if no side is left."""
         left, right = (None if side is None or side >= n else side for side in (self.left, self.right))
         return None if left is right is None else Window(left, right)
 
@@ -58,16 +60,13 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Stride:
+class Stride(Term):
     """Key j is seen by query i iff i - j is a multiple of `step`. It has no bands: see `Mask.stride`."""
 
     step: int
 
     def __str__(self) -> str:
         return f"every {self.step}"
-
-    def check(self, n: int) -> None:
-        pass
 
     def bands(self, n: int) -> Tensor:
         return everything(n)
@@ -77,7 +76,7 @@ class Stride:
 
 
 @dataclass(frozen=True)
-class Documents:
+class Documents(Term):
     """Packed documents; each sees itself alone."""
 
     digest: str
@@ -106,7 +105,7 @@ class Documents:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Blocks(Term):
     """Query block a sees key block b iff matrix[a, b]."""
 
     size: int
@@ -139,21 +138,21 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Ranges:
-    """The union of slices, given as bands that may overlap."""
+class Ranges(Term):
+    """The union of slices: bands that may overlap."""
 
     digest: str
     slices: Tensor = field(compare=False)
-    given: Tensor = field(compare=False)
-    """[slices, 4]: the ranges as they were given."""
+    ranges: Tensor = field(compare=False)
+    """[slices, 4]: first and last query, first and last key of each slice, as the user wrote them."""
 
     def __str__(self) -> str:
-        return f"ranges({len(self.given)}, #{self.digest})"
+        return f"ranges({len(self.ranges)}, #{self.digest})"
 
     def check(self, n: int) -> None:
-        beyond = (self.given[:, (1, 3)].amax(1) > n).nonzero().flatten().tolist() if len(self.given) else []
+        beyond = (self.ranges[:, (1, 3)].amax(1) > n).nonzero().flatten().tolist() if len(self.ranges) else []
         if beyond:
-            q0, q1, k0, k1 = self.given[beyond[0]].tolist()
+            q0, q1, k0, k1 = self.ranges[beyond[0]].tolist()
             raise ValueError(
                 f"slice {beyond[0]} of the mask, queries [{q0}, {q1}) x keys [{k0}, {k1}), goes beyond the "
                 f"sequence of {n} tokens"

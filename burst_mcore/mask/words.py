@@ -8,32 +8,61 @@ from collections.abc import Callable
 from functools import lru_cache, reduce
 from itertools import accumulate, pairwise
 from operator import and_
+from typing import NamedTuple
 
 import torch
 
 from burst_mcore.mask import Mask
 
-LEGAL = (
-    "causal, full, window:W (W tokens back, itself included), window:LEFT,RIGHT (-1: unbounded), "
-    "dilated:W,D, documents:L1,L2,... (lengths; what they leave of the sequence is one more), "
-    "documents:random,COUNT, blocks:SIZE,DENSITY (random, with the diagonal), and any of these joined by &"
-)
 SUFFIXES = {"": 1, "K": 2**10, "M": 2**20}
 MOST_BLOCKS = 2048
 """Blocks a side, at most, of a random block matrix: it is made and hashed as a whole."""
 
 
+Build = Callable[[list[str], int], Mask]
+"""(what follows the word, split at commas; tokens of the sequence) -> the mask."""
+
+
+class Word(NamedTuple):
+    """A mask that a word describes."""
+
+    build: Build
+    written: str
+    """The word with its numbers, for messages."""
+    lengths: int
+    """How many of its numbers, from the first on, are lengths in tokens."""
+
+
+WORDS: dict[str, Word] = {}
+"""All words, in the order of this file."""
+
+
+def named(name: str, *, written: str = "", lengths: int = 0) -> Callable[[Build], Build]:
+    """Register the function that builds the mask of a word; the rest is as in `Word`."""
+
+    def register(build: Build) -> Build:
+        WORDS[name] = Word(build, written or name, lengths)
+        return build
+
+    return register
+
+
+def legal() -> str:
+    """Return how masks are written, for messages."""
+    return f"{', '.join(word.written for word in WORDS.values())}, and any of these joined by &"
+
+
 def tokens(text: str) -> int:
     """A length such as 4096, 128K or 1M, in tokens. Raises ValueError for others."""
-    found = re.fullmatch(r"(\d+)([KM]?)", text.upper())
-    if found is None or int(found[1]) == 0:
+    match = re.fullmatch(r"(\d+)([KM]?)", text.upper())
+    if match is None or int(match[1]) == 0:
         raise ValueError(f"a number of tokens looks like 4096, 128K or 1M, got {text!r}")
-    return int(found[1]) * SUFFIXES[found[2]]
+    return int(match[1]) * SUFFIXES[match[2]]
 
 
 @lru_cache(maxsize=64)
 def mask_of(text: str, n: int) -> Mask:
-    """The mask over n tokens that `text` says: words of `LEGAL`, joined by "&".
+    """The mask over n tokens that `text` says: words of this file, joined by "&".
 
     What is random is the same every time. Every query sees itself, whatever the words.
 
@@ -51,12 +80,12 @@ def document_ends(text: str, n: int) -> tuple[int, ...]:
     Raises:
         ValueError: as `mask_of`; or there are no documents, or twice.
     """
-    found = [word for word in _words(text) if word.partition(":")[0] == "documents"]
-    if len(found) != 1:
+    words = [word for word in _words(text) if word.partition(":")[0] == "documents"]
+    if len(words) != 1:
         raise ValueError(
             f"mask {text!r} must have documents, once: documents:L1,L2,... or documents:random,COUNT"
         )
-    return _ends(_numbers(found[0]), n)
+    return _ends(_numbers(words[0]), n)
 
 
 def shortened(text: str, n: int, to: int) -> str:
@@ -71,16 +100,16 @@ def shortened(text: str, n: int, to: int) -> str:
 def _words(text: str) -> list[str]:
     words = ["".join(word.split()) for word in text.split("&")]
     for word in words:
-        if word.partition(":")[0] not in TERMS:
-            raise ValueError(f"unknown mask {word!r} in {text!r}; legal: {LEGAL}")
+        if word.partition(":")[0] not in WORDS:
+            raise ValueError(f"unknown mask {word!r} in {text!r}; legal: {legal()}")
     return words
 
 
-def _term(word: str, n: int) -> Mask:
+def _term(text: str, n: int) -> Mask:
     try:
-        return TERMS[word.partition(":")[0]](_numbers(word), n)
+        return WORDS[text.partition(":")[0]].build(_numbers(text), n)
     except ValueError as error:
-        raise ValueError(f"mask {word!r}: {error}; legal: {LEGAL}") from None
+        raise ValueError(f"mask {text!r}: {error}; legal: {legal()}") from None
 
 
 def _numbers(word: str) -> list[str]:
@@ -88,14 +117,23 @@ def _numbers(word: str) -> list[str]:
     return rest.split(",") if colon else []
 
 
-def _bare(mask: Callable[[], Mask]) -> Callable[[list[str], int], Mask]:
-    def build(numbers: list[str], n: int) -> Mask:
-        _expect(numbers, 0)
-        return mask()
-
-    return build
+@named("causal")
+def _causal(numbers: list[str], n: int) -> Mask:
+    _expect(numbers, 0)
+    return Mask.causal()
 
 
+@named("full")
+def _full(numbers: list[str], n: int) -> Mask:
+    _expect(numbers, 0)
+    return Mask.full()
+
+
+@named(
+    "window",
+    written="window:W (W tokens back, itself included), window:LEFT,RIGHT (-1: unbounded)",
+    lengths=2,
+)
 def _window(numbers: list[str], n: int) -> Mask:
     if len(numbers) == 1:
         return Mask.window(tokens(numbers[0]) - 1, 0)
@@ -104,11 +142,17 @@ def _window(numbers: list[str], n: int) -> Mask:
     return Mask.window(left, right)
 
 
+@named("dilated", written="dilated:W,D", lengths=1)
 def _dilated(numbers: list[str], n: int) -> Mask:
     _expect(numbers, 2)
     return Mask.dilated(*map(tokens, numbers))
 
 
+@named(
+    "documents",
+    written="documents:L1,L2,... (lengths; what they leave of the sequence is one more), "
+    "documents:random,COUNT",
+)
 def _documents(numbers: list[str], n: int) -> Mask:
     return Mask.documents(_ends(numbers, n))
 
@@ -128,6 +172,7 @@ def _ends(numbers: list[str], n: int) -> tuple[int, ...]:
     return (*ends, n) if ends[-1] < n else tuple(ends)
 
 
+@named("blocks", written="blocks:SIZE,DENSITY (random, with the diagonal)", lengths=1)
 def _blocks(numbers: list[str], n: int) -> Mask:
     _expect(numbers, 2)
     size, density = tokens(numbers[0]), _share(numbers[1])
@@ -157,18 +202,6 @@ def _expect(numbers: list[str], *legal: int) -> None:
         raise ValueError(f"it takes {' or '.join(map(str, legal))} numbers, got {len(numbers)}")
 
 
-TERMS: dict[str, Callable[[list[str], int], Mask]] = {
-    "causal": _bare(Mask.causal),
-    "full": _bare(Mask.full),
-    "window": _window,
-    "dilated": _dilated,
-    "documents": _documents,
-    "blocks": _blocks,
-}
-LENGTHS = {"window": 2, "dilated": 1, "blocks": 1}
-"""How many of a word's numbers, from the first on, are lengths; of documents all."""
-
-
 def _shorter(word: str, n: int, to: int) -> str:
     name, numbers = word.partition(":")[0], _numbers(word)
     if not numbers:
@@ -177,7 +210,7 @@ def _shorter(word: str, n: int, to: int) -> str:
         return f"{name}:random,{min(tokens(numbers[1]), to)}"
     if name == "documents":
         return _shorter_documents(_ends(numbers, n), n, to)
-    lengths = LENGTHS.get(name, 0)
+    lengths = WORDS[name].lengths
     scaled = [x if x in ("-1", "0") else str(max(1, tokens(x) * to // n)) for x in numbers[:lengths]]
     return f"{name}:{','.join([*scaled, *numbers[lengths:]])}"
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.recompute.cuts import check_keep
 from burst_mcore.checkpointing import Full, KeepAttention, Offload, Policy, Segment
 from burst_mcore.config import SETTINGS, BurstConfig
 from burst_mcore.rates import Rates
+
+Value = TypeVar("Value")
 
 POLICIES = ("full", "attention", "segment")
 
@@ -172,16 +175,22 @@ def burst_asked_for(arguments: argparse.Namespace) -> bool:
     return getattr(arguments, "context_parallel_attention_backend", "default") == "burst"
 
 
+def from_command_line(read: Callable[[argparse.Namespace], Value], otherwise: Value) -> Value:
+    """Read Megatron's parsed arguments; `otherwise` where Megatron has parsed none."""
+    try:
+        arguments = megatron_arguments()
+    except RuntimeError:
+        return otherwise
+    return read(arguments)
+
+
 def rates_from_arguments() -> Rates | None:
     """The rates of Megatron's command line, if it gives any.
 
     Raises:
         ValueError: as `Rates`.
     """
-    try:
-        return rates_of(megatron_arguments())
-    except RuntimeError:
-        return None
+    return from_command_line(rates_of, None)
 
 
 def rates_of(arguments: argparse.Namespace) -> Rates | None:

@@ -9,32 +9,37 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from burst_mcore.attention.arguments import degrees_of, problem_of
+from burst_mcore.attention.api import burst_attention, connect
 from burst_mcore.attention.autotune.choose import Ranks
-from burst_mcore.attention.autotune.cost import Shard
 from burst_mcore.attention.cached import attend_to_cache
-from burst_mcore.attention.function import burst_attention, connect
 from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.recompute.replay import in_checkpoint, of_layer
+from burst_mcore.attention.request import degrees_of, problem_of
 from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import positions
 from burst_mcore.mask import Mask
 from burst_mcore.megatron.asked import configured, kernel_of, refusal
 from burst_mcore.megatron.layouts import ZIGZAG, refuse_other_layout
 from burst_mcore.megatron.packed import Packing, packing
+from burst_mcore.megatron.patch import wrap
 from burst_mcore.megatron.sinks import softmax_offset
 from burst_mcore.rates import Rates
 
@@ -93,6 +98,7 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         self._topologies_of_calls: dict[Any, Topology] = {}
         if self.topology.size > 1:
             refuse_other_layout(self.burst_config.layout, config)
+            _refuse_caches()
         self._choose_kernel(head_dim, head_dim if v_channels is None else v_channels)
         connect(self.topology, self.burst_config)
 
@@ -166,13 +172,22 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         heads = config.num_attention_heads // shards, max(1, groups // shards)
         # With autocast and wrappers parameters may still be of another dtype than the calls.
         dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else config.params_dtype
-        shard = Shard(1, 1, *heads, head_dim, value_dim, dtype.itemsize, burst.grad_dtype.itemsize)
+        shard = Shard(
+            batch=1,
+            tokens=1,
+            heads=heads[0],
+            kv_heads=heads[1],
+            head_dim=head_dim,
+            value_dim=value_dim,
+            dtype=dtype,
+            grad_dtype=burst.grad_dtype,
+        )
         mask = (Mask.causal() if self.attn_mask_type in CAUSAL else Mask.full()) & self.window
         device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             degree = degrees_of(burst, Ranks(self.topology.size, self.topology.intra_size), shard)[0]
             problem = problem_of(
-                shard.pooled(degree), dtype, device, mask, softcap=False, deterministic=burst.deterministic
+                shard.pooled(degree), device, mask, softcap=False, deterministic=burst.deterministic
             )
             self.burst_config = kernel_of(burst, config, problem)
             choose(self.burst_config.kernel, problem)
@@ -295,6 +310,36 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
                 f"(--reset-attention-mask) and padding must come as packed sequences (PackedSeqParams)"
             )
         _last_checked = weakref.ref(attention_mask), mask, topology
+
+
+def _refuse_caches() -> None:
+    """Have Megatron's attention modules refuse a cache beside a ring.
+
+    Core attention sees the keys alone: those of a prompt look like a shard of a sequence.
+    """
+    for module in (Attention, MultiLatentAttention):
+        wrap(module, "forward", _refusing_a_cache)
+
+
+def _refusing_a_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of an attention module, which refuses an inference context under context parallelism."""
+    parameters = list(signature(forward).parameters)
+    names = ("inference_context", "inference_params")
+    places = {name: parameters.index(name) - 1 for name in names if name in parameters}
+
+    def refusing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        core = getattr(self, "core_attention", None)
+        if isinstance(core, BurstCoreAttention) and core.topology.size > 1:
+            by_place = (args[place] for place in places.values() if place < len(args))
+            by_name = (kwargs.get(name) for name in places)
+            if any(context is not None for context in (*by_place, *by_name)):
+                raise ValueError(
+                    f"layer {core.layer_number}: burst attention does not generate with a cache under "
+                    f"context parallelism: generate at --context-parallel-size 1"
+                )
+        return forward(self, *args, **kwargs)
+
+    return refusing
 
 
 def _batch_first(x: Tensor, is_packed: bool) -> Tensor:

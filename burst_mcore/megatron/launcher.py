@@ -11,9 +11,8 @@ Five kinds of functions of Megatron are wrapped here, each because there is no o
   language model, or a teacher, keeps its own attention;
 * its builder of data loaders, whose packed batches are planned one ahead.
 
-They can go when Megatron registers attention backends by name. A patched Megatron (see the folder patches/)
-chooses core attention by itself: its specs and its builder of models are left alone. What another layout than
-zigzag needs is in `layouts`.
+They can go when Megatron registers attention backends by name. What another layout than zigzag needs is in
+`layouts`.
 """
 
 from __future__ import annotations
@@ -70,6 +69,7 @@ def launch(command: Sequence[str]) -> None:
     from burst_mcore.megatron.patched.hooks import refuse_lost_flags
 
     refuse_lost_flags(arguments)
+
     if not torch.cuda.is_available():
         _run_on_cpu()
     sys.argv += _checkpointing(sys.argv)
@@ -89,8 +89,13 @@ def _is_module(name: str) -> bool:
 
 def _run_on_cpu() -> None:
     from burst_mcore.megatron import cpu
+    from burst_mcore.megatron.patched.hooks import refuse
 
     os.environ.setdefault("RANK", "0")
+    given = {word.split("=")[0] for word in sys.argv}
+    for flag in ("--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2"):
+        if flag in given:
+            refuse(f"{flag} needs CUDA: on the CPU use --use-distributed-optimizer")
     cpu.enable_training()
     sys.argv += _not_given(cpu.CPU_ARGUMENTS, sys.argv)
 
@@ -135,30 +140,23 @@ def install() -> None:
             f"megatron-core from 0.19 on; before, put a Megatron-LM checkout on PYTHONPATH."
         )
     from megatron.core.models.common.language_module.language_module import LanguageModule
-    from megatron.core.models.gpt.gpt_model import GPTModel
 
+    from burst_mcore.megatron.layouts import language_models
     from burst_mcore.megatron.patch import wrap, wrap_everywhere
 
     wrap(arguments, "add_megatron_arguments", _with_our_flags)
     wrap_everywhere(arguments, "validate_args", _with_our_checks)
-    models = [GPTModel]
-    try:
-        from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-        models.append(HybridModel)
-    except ImportError:  # before 0.19
-        pass
-    for model in models:
+    for model in language_models():
         wrap(model, "__init__", _with_fused_loss)
-        if not is_patched():
-            wrap(model, "__init__", _with_burst_specs)
+    wrap(LanguageModule, "__init__", _refusing_a_fused_loss)
     if not is_patched():
         wrap_everywhere(training, "get_model", _refusing_stock_attention_alone)
-    wrap(LanguageModule, "__init__", _refusing_a_fused_loss)
+        for model in language_models():
+            wrap(model, "__init__", _with_burst_specs)
 
 
 def is_patched() -> bool:
-    """Whether Megatron chooses core attention by a field of its configuration (patches/)."""
+    """Return whether Megatron chooses core attention by a field of its configuration (folder patches/)."""
     from megatron.core.model_parallel_config import ModelParallelConfig
 
     return hasattr(ModelParallelConfig, "context_parallel_attention_backend")
@@ -166,23 +164,16 @@ def is_patched() -> bool:
 
 def burst_is_chosen() -> bool:
     """Whether the command line asks for burst attention."""
-    from burst_mcore.megatron.arguments import megatron_arguments
+    from burst_mcore.megatron.arguments import burst_asked_for, from_command_line
 
-    try:
-        arguments = megatron_arguments()
-    except RuntimeError:
-        return False
-    return getattr(arguments, "context_parallel_attention_backend", "default") == "burst"
+    return from_command_line(burst_asked_for, otherwise=False)
 
 
 def fused_loss_is_chosen() -> bool:
     """Whether the command line asks for the fused loss."""
-    from burst_mcore.megatron.arguments import megatron_arguments
+    from burst_mcore.megatron.arguments import from_command_line
 
-    try:
-        return bool(getattr(megatron_arguments(), "burst_fused_loss", False))
-    except RuntimeError:
-        return False
+    return from_command_line(lambda arguments: bool(getattr(arguments, "burst_fused_loss", False)), False)
 
 
 def _with_our_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
@@ -192,7 +183,7 @@ def _with_our_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[...,
 
 
 def _with_our_checks(validate: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's check of its arguments, and behind it ours: all that follows from arguments alone."""
+    """Return Megatron's check of its arguments, followed by ours, which puts the options in effect."""
     from burst_mcore.megatron.patched.hooks import use_options
 
     def validated(args: Any, *others: Any, **kwargs: Any) -> Any:
@@ -212,7 +203,7 @@ def _with_burst_specs(init: Callable[..., None]) -> Callable[..., None]:
     def wrapped(*args: Any, **kwargs: Any) -> None:
         if burst_is_chosen():
             bound = signature.bind(*args, **kwargs)
-            for name in ("transformer_layer_spec", "mtp_block_spec", "hybrid_stack_spec"):
+            for name in ("transformer_layer_spec", "mtp_block_spec", "hybrid_stack_spec", "mamba_stack_spec"):
                 if bound.arguments.get(name) is not None:
                     bound.arguments[name] = with_burst_attention(bound.arguments[name])
             args, kwargs = bound.args, bound.kwargs

@@ -111,17 +111,20 @@ def refuse_assumed_zigzag(layout: Layout, config: Any) -> None:
 def _install() -> None:
     from megatron.core import utils
     from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.module import MegatronModule
 
     # From 0.19 on the second also deals packed batches, each document zigzag, through other functions.
     inner = "_get_batch_on_this_cp_rank_per_sequence_balancing"
     slicing = inner if hasattr(utils, inner) else "get_batch_on_this_cp_rank"
     wrap_everywhere(utils, slicing, _slicing)
     wrap_everywhere(rope_utils, "get_pos_emb_on_this_cp_rank", _choosing_positions)
-    for model in _models():
+    for model in language_models():
         wrap(model, "__init__", _refusing_unknown_modules)
+    wrap(MegatronModule, "__init__", _refusing_unknown_models)
 
 
-def _models() -> list[type]:
+def language_models() -> list[type]:
+    """Megatron's models that this version has and burst attention serves as whole language models."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     try:
@@ -198,6 +201,28 @@ def _refusing_unknown_modules(init: Callable[..., None]) -> Callable[..., None]:
                 )
 
     return refusing
+
+
+def _refusing_unknown_models(init: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of all of Megatron's modules, which refuses its other models beside another layout."""
+
+    def refusing(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        kind, size = type(self), getattr(config, "context_parallel_size", 1)
+        if _in_effect != ZIGZAG and size > 1 and _is_other_model(kind):
+            raise ValueError(
+                f"layout {_in_effect} does not go with {kind.__name__}, which may deal its sequences itself: "
+                f"use zigzag"
+            )
+        init(self, config, *args, **kwargs)
+
+    return refusing
+
+
+def _is_other_model(kind: type) -> bool:
+    """Whether a class is, or extends, one of Megatron's models that is not known to work on any layout."""
+    models = (base for base in kind.__mro__ if base.__module__.startswith("megatron.core.models."))
+    model = next(models, None)
+    return model is not None and not _is_blind(model)
 
 
 def _is_blind(kind: type) -> bool:

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
+from burst_mcore.megatron.layouts import ZIGZAG
 
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 
@@ -112,7 +113,7 @@ def _packing(given: Sequence[Tensor | None], tokens: int, size: int) -> Packing:
 
 def _layout(ends: Tensor, size: int) -> Layout:
     if size == 1:
-        return Layout("zigzag")
+        return ZIGZAG
     odd = (ends % (2 * size)).nonzero().flatten().tolist()
     if odd:
         raise ValueError(

@@ -76,12 +76,21 @@ def test_the_doctor_takes_the_shape_of_a_model(tmp_path):
 
 @pytest.mark.slow
 def test_the_benchmark_where_heads_do_not_divide():
-    from burst_mcore.bench import deepspeed_steps as compare
+    from burst_mcore.bench.run import run
+    from burst_mcore.bench.subjects.training import SUBJECT, TrainingCase
 
-    job = compare.Job(ranks=2, heads=3, kv_heads=3, seq=64, layers=1, head_dim=8)
-    rows = {row.method: row for row in compare.measure(job, list(compare.METHODS), 1)}
-    assert rows["burst auto"].seconds is not None
-    assert "not divisible" in rows["ulysses (UlyssesSPAttentionHF)"].cannot
+    case = TrainingCase(ranks=2, heads=3, kv_heads=3, seq=64, layers=1, head_dim=8)
+    results = run(SUBJECT, {"small": case}, [], 1, "cpu")
+    table = results.tables["small"]
+    assert results.errors == []
+    assert min(table["burst auto", "wall"] + table["burst auto", "written"]) > 0
+    assert table["burst auto", "first loss"][0] == pytest.approx(
+        table["burst ring", "first loss"][0], rel=1e-4
+    )
+    refused = {entry["method"]: entry["reason"] for entry in results.refused}
+    assert "not divisible" in refused["ulysses (UlyssesSPAttentionHF)"]
+    assert refused["burst hybrid"].startswith("needs 3 heads do not divide by 2")
+    assert [bar.claim for bar in results.bars] == ["auto's step over Ulysses'"]
 
 
 @pytest.mark.slow

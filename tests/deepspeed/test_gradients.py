@@ -12,8 +12,8 @@ from ranks import processes
 import burst_mcore.deepspeed as burst
 from burst_mcore import BurstConfig, Layout, Mask
 from burst_mcore.attention.autotune.choose import Ranks, best, candidates
-from burst_mcore.attention.autotune.cost import Shard
 from burst_mcore.attention.runtime import topology
+from burst_mcore.attention.shard import Shard
 from burst_mcore.deepspeed.config.ways import within_nodes
 from burst_mcore.deepspeed.models import attention
 from burst_mcore.rates import DEFAULT
@@ -192,8 +192,11 @@ def test_heads_are_shared_within_a_node():
         assert all(degree in (1, 2) for _, degree in seen), seen
 
 
+SHARD = Shard(batch=1, tokens=2048, heads=32, kv_heads=32, head_dim=128, value_dim=128, dtype=torch.bfloat16)
+
+
 def test_auto_shares_heads_within_a_node_where_it_would_not():
-    shard, mask, rates = Shard(1, 2048, 32, 32, 128, 128, 2, 4), Mask.causal(), DEFAULT["cpu"]
+    shard, mask, rates = SHARD, Mask.causal(), DEFAULT["cpu"]
     config, ranks = BurstConfig(head_parallel="auto", ring="double"), Ranks(4, 2)
     free = candidates(
         shard, Layout.of("zigzag"), mask, 8192, ranks, rates,

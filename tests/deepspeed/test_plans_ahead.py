@@ -11,7 +11,8 @@ from engines import VOCABULARY, config_of, in_order, model_of, quiet, start
 from ranks import processes
 from test_trainer import trained
 
-from burst_mcore.attention import function, passes
+from burst_mcore.attention import call as call_module
+from burst_mcore.attention import operator
 from burst_mcore.attention import prepare as prepare_module
 from burst_mcore.deepspeed.data.loader import ShardedLoader
 
@@ -52,7 +53,7 @@ class _Clock:
 def _waiting(rank, size):
     """(seconds of the steps, those of them in which the main thread planned or waited for plans)."""
     clock = _Clock()
-    for module, names in ((function, ("await_plan", "call_for")), (passes, ("program", "tiles_of"))):
+    for module, names in ((operator, ("call_of",)), (call_module, ("program", "tiles_of"))):
         for name in names:
             setattr(module, name, clock.around(getattr(module, name)))
     torch.set_num_threads(1)

@@ -209,18 +209,20 @@ def page(found: dict[str, tuple[str, str]]) -> str:
     lines = [
         "# Causal LMs of transformers, one by one",
         "",
-        f"All {len(found)} names that `AutoModelForCausalLM` of transformers {VERSION} knows, tiny and with",
-        "random weights, in float32, 2 rows of 64 tokens, unequal labels, on 2 processes that share each",
-        "sequence, beside the same model in one process with eager attention.",
-        "`python tests/deepspeed/zoo.py docs/models.md` makes this page; a slow test compares it.",
+        "Look here whether burst can train a model. A slow test compares this page with new results;",
+        "`python tests/deepspeed/zoo.py docs/models.md` makes it again.",
         "",
-        f"**Equal ({len(equal)}):** loss to 1e-4 and every gradient to 2e-4 of its largest entry.",
+        f"The page covers all {len(found)} names of `AutoModelForCausalLM` in transformers {VERSION}.",
+        "Each model is tiny, has random weights, and runs in float32 on 2 rows of 64 tokens with unequal",
+        "labels. It runs on 2 processes that share each sequence, and in one process with eager attention.",
+        "",
+        f"**Equal ({len(equal)}):** losses agree to 1e-4, every gradient to 2e-4 of its largest entry.",
         "",
         ", ".join(f"`{name}`" for name in equal),
         "",
-        "**Refused** when the model is prepared, or in the first forward where the reason is a mask:",
+        "**Refused** when the model is prepared; if the reason is a mask, in the first forward:",
         "",
-        "| models | why |",
+        "| models | reason |",
         "|---|---|",
     ]
     for outcome, last in (("refused", ""), ("not built", "Not compared")):
@@ -229,8 +231,8 @@ def page(found: dict[str, tuple[str, str]]) -> str:
             if what == outcome:
                 reasons.setdefault(_reason(words), []).append(f"`{name}`")
         if last and reasons:
-            lines += ["", f"**{last}**: no tiny model could be built here:", ""]
-            lines += ["| models | what it says |", "|---|---|"]
+            lines += ["", f"**{last}**: transformers built no tiny model in these tests.", ""]
+            lines += ["| models | transformers' error |", "|---|---|"]
         lines += [f"| {', '.join(names)} | {reason} |" for reason, names in reasons.items()]
     return "\n".join([*lines, ""])
 

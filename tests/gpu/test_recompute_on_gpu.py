@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import processes
+from staging import stage
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
 from burst_mcore.checkpointing import Full, KeepAttention, Offload, Segment, checkpoint
@@ -61,6 +62,7 @@ def test_gradients_are_those_without(policy):
 
 def _on_a_ring(rank, size, policy):
     torch.cuda.set_device(0)
+    stage()
     topology = Topology.from_group(dist.group.WORLD)
     width, config = HEADS * DIM, BurstConfig(layout="striped", deterministic=True)
     layers, weights = _layers(topology, config, width)

@@ -6,10 +6,11 @@ import torch.distributed as dist
 from dense import Result, assert_as_exact_as, dense, error, problem
 from graphs import assert_capturable
 from ranks import processes
+from staging import stage
 
 from burst_mcore import BurstConfig, Mask, burst_attention
-from burst_mcore.attention.arguments import Shape
 from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.shard import Shard
 from burst_mcore.bench.virtual_ring import VirtualRank
 from burst_mcore.layout import shard, unshard
 
@@ -38,6 +39,7 @@ def _ring(rank, size, mask, config):
 def _rings(rank, size):
     """What this rank has of each cell. After an error there are no more: later calls would be refused."""
     torch.cuda.set_device(0)
+    stage()
     found = {}
     for name, direction in CELLS:
         mask, kernel = MASKS[name]
@@ -68,10 +70,22 @@ def test_ranks_on_one_gpu_equal_float64(rings, name, direction):
     assert_as_exact_as(Result(*whole), bar, dense(p, mask))
 
 
+def _shard(tokens, heads):
+    return Shard(
+        batch=1,
+        tokens=tokens,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=128,
+        value_dim=128,
+        dtype=torch.bfloat16,
+    )
+
+
 @pytest.mark.parametrize("source", ["device", "host"])
 def test_a_virtual_rank_gives_the_same_every_time(source):
     # Copies on another stream into buffers that are used again: a missing wait would show as a difference.
-    rank = VirtualRank(Shape(1, 2048, 8, 8, 128, 128), 4, mask=Mask.causal(), source=source, poison=True)
+    rank = VirtualRank(_shard(2048, 8), 4, mask=Mask.causal(), source=source, poison=True)
     runs = []
     for _ in range(4):
         done = rank.forward()
@@ -84,7 +98,7 @@ def test_a_virtual_rank_gives_the_same_every_time(source):
 
 
 def test_a_step_of_a_ring_can_be_captured():
-    rank = VirtualRank(Shape(1, 1024, 4, 4, 128, 128), 4, mask=Mask.causal(), source="device")
+    rank = VirtualRank(_shard(1024, 4), 4, mask=Mask.causal(), source="device")
 
     def step():
         done = rank.forward()

@@ -26,12 +26,12 @@ def _masks_planned_and_called(rank, size, window):
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
 
-    from burst_mcore.attention import function, prepare
+    from burst_mcore.attention import prepare
     from burst_mcore.megatron.ahead import planned_ahead
     from burst_mcore.megatron.core_attention import BurstCoreAttention
 
     parallel_state.initialize_model_parallel(context_parallel_size=size)
-    plan, wait = prepare._plan, function.await_plan
+    plan, wait = prepare._plan, prepare.await_plan
     planned, called, by_batch = [], [], []
 
     def planning(asked, tokens):
@@ -39,7 +39,7 @@ def _masks_planned_and_called(rank, size, window):
         planned.append(asked.mask)
 
     prepare._plan = planning
-    function.await_plan = lambda mask: (called.append(mask), wait(mask))
+    prepare.await_plan = lambda mask: (called.append(mask), wait(mask))
     config = transformer_config(Case(cp=size, fields=(("window_size", window),) if window else ()))
     core = BurstCoreAttention(config, 1, AttnMaskType.causal, "self")
     for batch in planned_ahead(_batches(), size):

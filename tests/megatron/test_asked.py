@@ -20,6 +20,8 @@ CORES = (
     ("megatron.core.extensions.transformer_engine", "TEDotProductAttention"),
 )
 
+ATTENTIONS = ("megatron.core.transformer.attention", "megatron.core.transformer.multi_latent_attention")
+
 
 def _read_fields(module, name):
     """The fields of the config that a class of Megatron reads."""
@@ -31,26 +33,122 @@ def _read_fields(module, name):
                     yield each.attr
 
 
+def _passed_fields(module):
+    """The fields of the config that an attention module hands to its core attention."""
+    tree = ast.parse(Path(importlib.util.find_spec(module).origin).read_text())
+    for node in ast.walk(tree):
+        words = [ast.unparse(each) for each in (node.func, *node.args)] if isinstance(node, ast.Call) else []
+        if "submodules.core_attention" in words:
+            for keyword in node.keywords:
+                for each in ast.walk(keyword.value):
+                    if isinstance(each, ast.Attribute) and ast.unparse(each.value) == "self.config":
+                        yield each.attr
+
+
 def test_every_field_that_megatrons_core_attentions_read_is_served_or_refused():
     read = {field for core in CORES for field in _read_fields(*core)}
-    assert len(read) > 15
-    assert read <= set(asked.READ_BY_MEGATRON), "say what becomes of these"
+    passed = {field for module in ATTENTIONS for field in _passed_fields(module)}
+    assert len(read) > 15 and passed == {"softmax_scale", "v_head_dim"}
+    known = set(asked.READ_BY_MEGATRON)
+    assert read | passed <= known, "say what becomes of these"
     if VERSION >= (0, 19):
-        assert {*asked.READ_BY_MEGATRON} - read <= {"hierarchical_context_parallel_sizes", "init_method"}
+        assert known - read - passed <= {"hierarchical_context_parallel_sizes", "init_method"}
+    served = {name for name, fate in asked.READ_BY_MEGATRON.items() if isinstance(fate, asked.Served)}
+    assert served == VARIED.keys() | PROVED.keys()
 
 
-REFUSED = {
-    "attention_dropout": (0.1, "attention dropout 0.1"),
-    "qk_clip": (True, "qk_clip"),
-    "log_max_attention_logit": (True, "log_max_attention_logit"),
-    "fp8_dot_product_attention": (True, "FP8"),
-    "fp8_multi_head_attention": (True, "FP8"),
-    "batch_invariant_mode": (True, "batch-invariant"),
-    "use_kitchen_attention": (True, "Kitchen"),
-    "cuda_graph_impl": ("local", "CUDA graphs"),
-    "enable_cuda_graph": (True, "CUDA graphs"),
-    "external_cuda_graph": (True, "CUDA graphs"),
+VARIED = {
+    "apply_query_key_layer_scaling": True,
+    "attention_softmax_in_fp32": True,
+    "kv_channels": 8,
+    "masked_softmax_fusion": True,
+    "num_attention_heads": 2,
+    "num_query_groups": 1,
+    "softmax_type": "off-by-one",
+    "window_attn_skip_freq": 2,
+    "window_size": (5, 0),
 }
+"""Fields of which a value is tried here beside Megatron's own attention."""
+PROVED = {
+    "bf16": "test_asked.py::test_the_kernel_is_checked_for_the_dtype_of_the_calls",
+    "context_parallel_size": "test_models.py::test_gpt",
+    "deterministic_mode": "test_asked.py::test_what_burst_does_not_do_is_refused_by_the_constructor",
+    "fp16": "test_asked.py::test_the_kernel_is_checked_for_the_dtype_of_the_calls",
+    "hierarchical_context_parallel_sizes": "test_models.py::test_gpt_on_other_routes",
+    "init_method": "test_models.py::test_sinks",
+    "params_dtype": "test_asked.py::test_the_kernel_is_checked_for_the_dtype_of_the_calls",
+    "perform_initialization": "test_models.py::test_sinks",
+    "sequence_parallel": "test_models.py::test_gpt",
+    "softmax_scale": "test_asked.py::test_served_fields_mean_what_they_mean_in_megatrons_own_attention",
+    "tensor_model_parallel_size": "test_models.py::test_gpt",
+    "v_head_dim": "test_layouts.py::test_mla",
+}
+"""Where the others are tried."""
+
+
+@pytest.mark.parametrize("test", sorted(set(PROVED.values())))
+def test_what_is_said_to_be_proved_elsewhere_is_there(test):
+    file, name = test.split("::")
+    assert f"def {name}(" in (Path(__file__).parent / file).read_text()
+
+
+def _own_attention(config, layer):
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    return DotProductAttention(config, layer, AttnMaskType.causal, "self", softmax_scale=0.3)
+
+
+def _ours(config, layer):
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from burst_mcore.megatron.core_attention import BurstCoreAttention
+
+    return BurstCoreAttention(config, layer, AttnMaskType.causal, "self", softmax_scale=0.3)
+
+
+def _alike(changed):
+    """Compare layers 1 and 2 with Megatron's own attention, with and without other values of these fields."""
+    from megatron.core import tensor_parallel
+
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    mask = torch.ones(12, 12, dtype=torch.bool).triu(1)[None, None]
+    for fields in ({}, {name: VARIED[name] for name in changed}):
+        config = transformer_config(Case(fields=(*fields.items(),)))
+        q = torch.randn(12, 2, config.num_attention_heads, config.kv_channels)
+        k, v = (torch.randn(12, 2, config.num_query_groups, config.kv_channels) for _ in range(2))
+        for layer in (1, 2):
+            want = _own_attention(config, layer)(q, k, v, mask)
+            torch.testing.assert_close(_ours(config, layer)(q, k, v, None), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_served_fields_mean_what_they_mean_in_megatrons_own_attention(name):
+    beside = {"window_attn_skip_freq": ("window_size",)}.get(name, ())
+    in_megatron(_alike, (name, *beside))
+
+
+WORDS = {
+    "attention_dropout": "attention dropout 0.1",
+    "qk_clip": "qk_clip",
+    "log_max_attention_logit": "log_max_attention_logit",
+    "fp8_dot_product_attention": "FP8",
+    "fp8_multi_head_attention": "FP8",
+    "batch_invariant_mode": "batch-invariant",
+    "use_kitchen_attention": "Kitchen",
+    "cuda_graph_impl": "CUDA graphs",
+    "enable_cuda_graph": "CUDA graphs",
+    "external_cuda_graph": "CUDA graphs",
+}
+"""What the refusal of a field says."""
+REFUSED = {
+    **{
+        name: fate.example for name, fate in asked.READ_BY_MEGATRON.items() if isinstance(fate, asked.Refused)
+    },
+    **{name: True for name in WORDS if name.startswith(("fp8", "use_", "enable_", "external_"))},
+    "cuda_graph_impl": "local",
+}
+"""Fields that are refused, read by a core attention or by what runs it, and a value of each."""
 
 
 def _with(config, **fields):
@@ -62,8 +160,9 @@ def _with(config, **fields):
 def _refusals():
     from megatron.core.transformer.enums import AttnBackend
 
-    for name, (value, words) in REFUSED.items():
-        with pytest.raises(ValueError, match=f"layer 1: burst attention does not support .*{words}"):
+    assert REFUSED.keys() == WORDS.keys()
+    for name, value in REFUSED.items():
+        with pytest.raises(ValueError, match=f"layer 1: burst attention does not support .*{WORDS[name]}"):
             _core(_with(transformer_config(Case()), **{name: value}))
     for backend in (AttnBackend.unfused, AttnBackend.local):
         with pytest.raises(ValueError, match=f"--attention-backend {backend.name}: legal are auto, flash"):
@@ -86,6 +185,32 @@ def _refusals():
 
 def test_what_burst_does_not_do_is_refused_by_the_constructor():
     in_megatron(_refusals)
+
+
+def _kernels_for_dtypes():
+    """The constructor asks kernels for the dtype of calls, whatever the parameters have yet."""
+    from burst_mcore.megatron import core_attention
+
+    tried = []
+
+    def chosen(name, problem):
+        tried.append(problem.dtype)
+        return choose(name, problem)
+
+    choose, core_attention.choose = core_attention.choose, chosen
+    for fields, dtype in (
+        ({"bf16": True, "params_dtype": torch.bfloat16}, torch.bfloat16),
+        ({"fp16": True, "params_dtype": torch.float16}, torch.float16),
+        ({"bf16": True}, torch.bfloat16),
+        ({"params_dtype": torch.float64}, torch.float64),
+        ({}, torch.float32),
+    ):
+        _core(_with(transformer_config(Case()), **fields))
+        assert tried[-1] == dtype, fields
+
+
+def test_the_kernel_is_checked_for_the_dtype_of_the_calls():
+    in_megatron(_kernels_for_dtypes)
 
 
 def test_comm_types_fix_the_way():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
-from models import Case, build, needs_019, transformer_config
+from models import MLA, Case, build, needs_019, transformer_config
 from test_core_attention import _core, in_megatron
 
 
@@ -52,6 +52,23 @@ def _decoding_on_a_ring():
 
 def test_decoding_under_context_parallelism_is_refused():
     in_megatron(_decoding_on_a_ring, cp=2)
+
+
+def _prompt_on_a_ring(fields):
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    model = build(Case(attention="burst", cp=2, fields=fields)).eval()
+    tokens, places = torch.zeros(2, 8, dtype=torch.int64), torch.arange(8).expand(2, -1)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="layer 1: burst attention does not generate with a cache"):
+            model(tokens, places, None, inference_context=StaticInferenceContext(2, 16))
+        assert model(tokens, places, None).isfinite().all()
+
+
+@needs_019
+@pytest.mark.parametrize("fields", [(), MLA], ids=["gqa", "mla"])
+def test_a_prompt_with_a_cache_under_context_parallelism_is_refused(fields):
+    in_megatron(_prompt_on_a_ring, fields, cp=2)
 
 
 def _window_of_a_cache():

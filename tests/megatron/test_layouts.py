@@ -1,5 +1,7 @@
 """Other layouts than zigzag in Megatron: the same losses, and refusals by name where zigzag is assumed."""
 
+import importlib
+import pkgutil
 import sys
 from types import ModuleType
 
@@ -165,6 +167,41 @@ def test_classes_are_known_by_package_and_name():
     assert _is_blind(torch.nn.Linear)
     assert not _is_blind(made("SelfAttention", "my_models.attention"))
     assert not _is_blind(made("MambaMixer", "megatron.core.ssm.mamba_mixer"))
+
+
+SERVED = {"GPTModel", "HybridModel", "HybridStack", "LanguageModelEmbedding"}
+
+
+def _megatrons_models():
+    import megatron.core.models
+    from megatron.core.transformer.module import MegatronModule
+
+    for place in pkgutil.walk_packages(megatron.core.models.__path__, "megatron.core.models."):
+        for kind in vars(importlib.import_module(place.name)).values():
+            if isinstance(kind, type) and issubclass(kind, MegatronModule) and kind.__module__ == place.name:
+                yield kind
+
+
+def _all_models():
+    from megatron.core.transformer.module import MegatronModule
+
+    ring, alone, count = config_of(Case(cp=2)), config_of(Case()), 0
+    for layout, config in (("striped", ring), ("striped", alone), ("zigzag", ring)):
+        use_layout(layout)
+        for kind in _megatrons_models():
+            mine = type("Mine", (kind,), {"__init__": lambda self, config: None, "__module__": "my_script"})
+            for each in (kind, mine):
+                module, count = each.__new__(each), count + 1
+                if layout == "striped" and config is ring and kind.__name__ not in SERVED:
+                    with pytest.raises(ValueError, match=f"striped does not go with {each.__name__}"):
+                        MegatronModule.__init__(module, config)
+                else:
+                    MegatronModule.__init__(module, config)
+    return count
+
+
+def test_every_model_of_megatrons_is_served_on_other_layouts_or_refused():
+    assert min(in_megatron(_all_models, cp=2)) > 100
 
 
 def test_a_module_that_is_not_known_is_refused_beside_another_layout():

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
@@ -215,8 +216,13 @@ REFUSED = {
     "a flag without the backend": (["--burst-ring", "flat"], "--burst-ring has no effect"),
     "--burst-recompute segment": ([*BURST, "--burst-recompute", "segment"], "--burst-recompute-keep F"),
     "--cp-comm-type": ([*BURST, "--cp-comm-type", "a2a", "--burst-ring", "flat"], "give one of them"),
+    "FSDP": ([*BURST, "--use-megatron-fsdp"], "--use-megatron-fsdp needs CUDA"),
     "--yaml-cfg": ([*BURST, "--yaml-cfg", "no.yaml"], "--yaml-cfg replaces the command line"),
 }
+
+
+BEFORE = re.compile(r"^[A-Z]\d{4} \d\d:|CPU support is on")
+"""Lines of torch's log, and that of CPU support, which every run has."""
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -231,17 +237,50 @@ def test_what_follows_from_arguments_is_one_line_on_rank_0_and_exit_status_2(nam
             [*command, "--train-iters", "4", *arguments],
             env=environment, capture_output=True, text=True, check=False, cwd=tmp_path,
         )  # fmt: skip
-        said = [line for line in done.stderr.splitlines() if "CPU support is on" not in line]
         assert done.returncode == 2, done.stderr[-3000:]
-        assert "Traceback" not in done.stderr
-        ours = [line for line in said if line.startswith("burst_mcore.megatron:")]
-        assert len(ours) == (rank == "0") and all(words in line for line in ours), said
+        said = [line for line in done.stderr.splitlines() if not BEFORE.search(line)]
+        assert len(said) == (rank == "0"), said
+        assert all(line.startswith("burst_mcore.megatron: ") and words in line for line in said), said
 
 
-def test_a_script_is_also_found_by_its_modules_name(data, alone, tmp_path):
+def test_torchrun_shows_the_refusal_of_rank_0(data, tmp_path):
     script = Path(prepare_bytes.__file__).with_name("train_bytes_gpt.py")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch = [sys.executable, "-W", "ignore", *torchrun, "-m", "burst_mcore.megatron", str(script)]
+    done = subprocess.run(
+        [*launch, *MODEL, *data, *CP2, *BURST, "--train-iters", "4", "--attention-dropout", "0.1"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[1])},
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode != 0
+    ours = [line for line in done.stderr.splitlines() if line.startswith("burst_mcore.megatron: ")]
+    assert len(ours) == 1 and "attention dropout 0.1" in ours[0], done.stderr[-3000:]
+    assert re.search(r"rank +: 0 .*\n +exitcode +: 2", done.stderr), done.stderr[-3000:]
+    assert done.stderr.count("Traceback") == 1 and "burst_mcore/" not in done.stderr  # torchrun's own
+
+
+@pytest.mark.parametrize("name", ["train_bytes_gpt", "mine.scripts.train"])
+def test_a_script_is_also_found_by_its_modules_name(name, data, alone, tmp_path):
+    """A module of a package may import its neighbours, and Megatron's functions by name."""
+    script = Path(prepare_bytes.__file__).with_name("train_bytes_gpt.py")
+    package = tmp_path / "mine" / "scripts"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").write_text("")
+    (package / "names.py").write_text(
+        "from megatron.training.arguments import validate_args\n"
+        "from megatron.training.training import get_model\n"
+    )
+    (package / "train.py").write_text(
+        "import megatron.training.training\n"
+        "from . import names\n"
+        "assert names.get_model is megatron.training.training.get_model\n"
+        "assert names.get_model._burst_makers and names.validate_args._burst_makers\n"
+        "import runpy\n"
+        "runpy.run_module('train_bytes_gpt', run_name='__main__')\n"
+    )
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    launch = [sys.executable, "-W", "ignore", *torchrun, "-m", "burst_mcore.megatron", "-m", script.stem]
+    launch = [sys.executable, "-W", "ignore", *torchrun, "-m", "burst_mcore.megatron", "-m", name]
     paths = os.pathsep.join([str(script.parent), str(script.parents[1])])
     done = subprocess.run(
         [*launch, *MODEL, *data, "--train-iters", "4", "--log-interval", "1", *BURST],
@@ -258,6 +297,11 @@ def test_megatrons_own_comm_types(kind, data, alone, tmp_path):
     assert_equal(train(tmp_path, 2, data, *BURST, *CP2, "--cp-comm-type", *kind), alone)
 
 
+def test_megatrons_comm_type_of_two_levels(data, alone, tmp_path):
+    levels = ["--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "2"]
+    assert_equal(train(tmp_path, 4, data, *BURST, "--context-parallel-size", "4", *levels), alone)
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [
@@ -269,6 +313,27 @@ def test_megatrons_own_comm_types(kind, data, alone, tmp_path):
 def test_the_launcher_says_how_it_is_used(command, words):
     with pytest.raises(SystemExit, match=f"(?s){words}"):
         launcher.launch(command)
+
+
+def test_functions_that_were_imported_by_name_before_are_wrapped_too():
+    from burst_mcore.megatron.patch import wrap_everywhere
+
+    owner, before, twice = ModuleType("owner"), ModuleType("before"), ModuleType("twice")
+    owner.answer = before.answer = before.same = twice.other = lambda: 1
+    unrelated = before.unrelated = lambda: 1
+
+    def doubled(function):
+        return lambda: 2 * function()
+
+    sys.modules |= {"owner": owner, "before": before, "twice": twice}
+    try:
+        for _ in range(2):
+            wrap_everywhere(owner, "answer", doubled)
+        assert [owner.answer(), before.answer(), before.same(), twice.other()] == [2, 2, 2, 2]
+        assert before.unrelated is unrelated
+    finally:
+        for name in ("owner", "before", "twice"):
+            del sys.modules[name]
 
 
 def test_flags_that_are_given_are_kept():

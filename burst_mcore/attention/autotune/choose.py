@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.autotune.bounds import at_least
-from burst_mcore.attention.autotune.cost import Shard, mean_bytes, message_bytes, pass_flops
+from burst_mcore.attention.autotune.cost import mean_bytes, message_bytes, pass_flops
 from burst_mcore.attention.autotune.lockstep import Pass, Played, Work, play_all
 from burst_mcore.attention.autotune.simulate import play
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.runtime.head_exchange import why_not_heads
 from burst_mcore.attention.schedule.route import Route, schedule
+from burst_mcore.attention.shard import Shard
+from burst_mcore.config import RINGS as LEGAL_RINGS
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
@@ -28,7 +30,7 @@ from burst_mcore.rates import Rates
 AS_FAST = 1.01
 """Candidates within this factor of the fastest are as fast: the model knows no better. Nor does it where
 communication that is exposed differs by less than that share of the time."""
-RINGS = ("double", "flat", "direct")
+RINGS = LEGAL_RINGS[1:]  # all but "auto"
 PARTNERS = 2**14
 """Pairs of positions that exchange rows, at most, for a direct exchange to be considered beside rings: every
 pair is a connection, and is looked at one by one."""
@@ -185,8 +187,11 @@ def contenders(
     slower: list[Slower] = []
     with _collector_paused():
         search = _Search(shard, layout, mask, n, ranks, rates, overlap, rings, degrees, directions)
-        for contest in sorted(search.contests, key=lambda contest: contest.bound):
-            if contest.bound <= AS_FAST * search.fastest:
+        # Rings are too alike for bounds to tell them apart; beside a direct exchange bounds pay.
+        sparse = any(route.direct for contest in search.contests for route, _ in contest.ways)
+        contests = sorted(search.contests, key=lambda contest: contest.bound) if sparse else search.contests
+        for contest in contests:
+            if not sparse or contest.bound <= AS_FAST * search.fastest:
                 search.play(contest)
             else:
                 slower += (
@@ -356,9 +361,9 @@ class _Costs:
 
     def one_by_one(self, each: Pass) -> Played:
         drawn = schedule(each.route, each.name, self.plan)
-        events = play(drawn, each.sizes, each.work.of_action, self.ranks.intra, self.rates)
+        timeline = play(drawn, each.sizes, each.work.of_action, self.ranks.intra, self.rates)
         sent = mean_bytes(drawn.programs, each.sizes, self.ranks.intra)
-        return Played(max(event.end for event in events), each.work.busiest, sent)
+        return Played(timeline.seconds, each.work.busiest, sent)
 
     def tied(self, route: Route) -> int:
         """See `Candidate.tied`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from burst_mcore.attention.geometry.rows import count
 from burst_mcore.attention.schedule.actions import (
@@ -18,43 +18,9 @@ from burst_mcore.attention.schedule.actions import (
     Send,
 )
 from burst_mcore.attention.schedule.route import Route
+from burst_mcore.attention.shard import Shard
 from burst_mcore.layout.balance import keys_per_query
 from burst_mcore.mask import Mask
-
-
-@dataclass(frozen=True)
-class Shard:
-    """The shapes of one rank's share of a call: all that the size of its messages depends on."""
-
-    batch: int
-    tokens: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    itemsize: int
-    """Bytes an element of Q, K, V."""
-    grad_itemsize: int
-    """Bytes an element of a travelling gradient."""
-
-    @property
-    def statistic(self) -> int:
-        """Bytes of D, or LSE, of a query row and head: float32, or float64 for float64."""
-        return max(4, self.itemsize)
-
-    def pooled(self, degree: int) -> Shard:
-        """The share of one rank on the ring, when `degree` ranks pool tokens and share heads."""
-        kv_heads = max(1, self.kv_heads // degree)
-        return replace(self, tokens=self.tokens * degree, heads=self.heads // degree, kv_heads=kv_heads)
-
-    def bundle_bytes(self, travels: str) -> tuple[int, int]:
-        """(data, gradient) bytes of one travelling bundle; travels: "kv" or "query"."""
-        rows = self.batch * self.tokens
-        if travels == "kv":
-            elements = rows * self.kv_heads * (self.head_dim + self.value_dim)
-            return elements * self.itemsize, elements * self.grad_itemsize
-        width = (self.head_dim + self.value_dim) * self.itemsize + 2 * self.statistic
-        return rows * self.heads * width, rows * self.heads * self.head_dim * self.grad_itemsize
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -77,7 +77,7 @@ class Pass:
         """
         route = self.route
         by_part = route.heads > 1 and PASSES[self.name].rows
-        return (route.nodes, route.intra, route.heads, route.overlap, route.direct, by_part)
+        return replace(route, mirrored=False), by_part
 
 
 class Work:
@@ -103,11 +103,18 @@ class Work:
         """Pairs, [position, source]; contiguous."""
         return (self.parts.sum(1) if self._heads > 1 else self.pairs).contiguous()
 
+    @cached_property
+    def _by_place(self) -> dict[tuple[int, int], float]:
+        """Pairs by position and source, where there are any: an entry of a tensor takes ten times as long."""
+        position, source = self.whole.nonzero(as_tuple=True)
+        pairs = self.whole[position, source].double().tolist()
+        return dict(zip(zip(position.tolist(), source.tolist(), strict=True), pairs, strict=True))
+
     def of_action(self, rank: int, action: Compute) -> float:
         """Of one rank, as its own program says it."""
         position = rank // self._heads
         if action.part is None:
-            return float(self.whole[position, action.source]) * self.per_pair
+            return self._by_place.get((position, action.source), 0.0) * self.per_pair
         return float(self.parts[position, action.part, action.source]) * self.per_pair
 
     @property
@@ -202,7 +209,7 @@ class _Lockstep:
             bundle=any(each.bundle for each in moves),
             rows=any(each.rows for each in moves),
         )
-        route = Route(route.nodes, route.intra, route.heads, route.overlap, route.direct)
+        route = replace(route, mirrored=False)
         ring = on_ring(0, route, every, OfAll(self.seen))
         if self.heads > 1:
             last = torch.stack([seen.last_steps(route.nodes, route.intra) for seen in self.seen], 1)

@@ -12,15 +12,68 @@ import heapq
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from burst_mcore.attention.autotune.cost import Sizes, link_class
-from burst_mcore.attention.schedule.actions import Channel, Compute, Program, Recv, Send, Wait
+from burst_mcore.attention.schedule.actions import Action, Channel, Compute, Program, Recv, Send, Wait
 from burst_mcore.attention.schedule.route import Schedule
 from burst_mcore.attention.schedule.trace import Event, lane
+from burst_mcore.attention.schedule.walk import walk
 from burst_mcore.rates import Rates
 
 Seconds = Callable[[int, Compute], float]
 """How long a compute takes: (rank, action) -> seconds."""
+
+
+class Exposed(NamedTuple):
+    """A rank's wait for a message: communication that no compute hides."""
+
+    rank: int
+    step: int
+    """The step of the schedule whose messages the rank waits for."""
+    lane: str
+    """Link and kind of the message that came last."""
+    label: str
+    """That message, as the rank's program prints it."""
+    peer: int
+    """The rank at its other end."""
+    began: float
+    seconds: float
+
+    def __str__(self) -> str:
+        direction = "to" if ">" in self.label else "from"
+        return (
+            f"rank {self.rank} waits {self.seconds * 1e3:.3g} ms in step {self.step} for {self.lane} "
+            f"{direction} rank {self.peer} ({self.label})"
+        )
+
+
+class Timeline(NamedTuple):
+    """A schedule against the clock."""
+
+    events: list[Event]
+    waits: list[Exposed]
+
+    @property
+    def seconds(self) -> float:
+        """Until the slowest rank is done."""
+        return max(event.ended for event in self.events)
+
+    def exposed(self, rank: int | None = None) -> list[Exposed]:
+        """The waits of a rank, the longest first; by default of the rank that ends last.
+
+        Of several that end together, the one that waits longest.
+        """
+        if rank is None:
+            ends: dict[int, float] = defaultdict(float)
+            for event in self.events:
+                ends[event.rank] = max(ends[event.rank], event.ended)
+            waited: dict[int, float] = defaultdict(float)
+            for wait in self.waits:
+                waited[wait.rank] += wait.seconds
+            rank = max(ends, key=lambda each: (ends[each], waited[each], -each))
+        own = (wait for wait in self.waits if wait.rank == rank)
+        return sorted(own, key=lambda wait: (-wait.seconds, wait.began))
 
 
 @dataclass(eq=False)
@@ -32,7 +85,9 @@ class _Message:
     ends: list[_Rank] = field(default_factory=list)
     """Who posted it so far; it starts with the second."""
     arrived: bool = False
-    at: float = 0.0
+    started: float = -1.0
+    """When the link began to carry it."""
+    ended: float = 0.0
     """When it arrived."""
 
 
@@ -46,8 +101,8 @@ class _Rank:
     )
     missing: int = 0
     """Messages that its wait still waits for."""
-    waits: bool = False
-    clock: float = 0.0
+    waits_since: float | None = None
+    computes: bool = False
 
 
 @dataclass(eq=False)
@@ -85,50 +140,62 @@ class _Player:
             lambda: (deque(), deque())
         )
         """Messages that only their sender, or only their receiver, has posted."""
-        self.agenda: list[tuple[float, int, Callable[[float], None]]] = []
+        self.agenda: list[tuple[float, int, Callable[[], None]]] = []
         self.events: list[Event] = []
         self.order = 0
+        self.now = 0.0
+        self.woken: list[_Rank] = []
+        self.waits: list[Exposed] = []
 
-    def play(self) -> list[Event]:
-        for rank in self.ranks:
-            self.run(rank, 0.0)
-        while self.agenda:
-            now, _, happen = heapq.heappop(self.agenda)
-            happen(now)
-        assert all(rank.done == len(rank.program) for rank in self.ranks), "deadlock: verify the schedule"
-        return self.events
+    def play(self) -> Timeline:
+        stuck = walk(self.ranks, self.execute, self.tick)
+        assert not stuck, "deadlock: verify the schedule"
+        return Timeline(self.events, self.waits)
 
-    def later(self, when: float, happen: Callable[[float], None]) -> None:
+    def tick(self) -> list[_Rank] | None:
+        """Let time pass until a rank can go on."""
+        while self.agenda and not self.woken:
+            self.now, _, happen = heapq.heappop(self.agenda)
+            happen()
+        woken, self.woken = self.woken, []
+        return woken or None
+
+    def later(self, when: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self.agenda, (when, self.order, happen))
         self.order += 1
 
-    def run(self, rank: _Rank, now: float) -> None:
-        """Go on until it computes, or waits for what has not come."""
-        rank.clock = now
-        while rank.done < len(rank.program):
-            action = rank.program[rank.done]
-            match action:
-                case Send() | Recv():
-                    self.post(rank, action, now)
-                case Compute():
-                    took = self.seconds(rank.number, action)
-                    self.events.append(Event(rank.number, "compute", str(action), now, now + took))
-                    rank.done += 1
-                    self.later(now + took, lambda then: self.run(rank, then))
-                    return
-                case Wait(channel=channel):
-                    rank.missing = sum(not message.arrived for _, message, _ in rank.under_way[channel])
-                    rank.waits = rank.missing > 0
-                    if rank.waits:
-                        return
-                    self.note(rank, channel)
-            rank.done += 1
+    def execute(self, rank: _Rank, action: Action) -> bool:
+        """Execute the next action of a rank; False if it takes time, or waits for messages."""
+        if isinstance(action, Wait):
+            return self.wait(rank, action.channel)
+        if isinstance(action, Compute):
+            return self.compute(rank, action)
+        if isinstance(action, (Send, Recv)):
+            self.post(rank, action, self.now)
+        return True
 
-    def note(self, rank: _Rank, channel: Channel) -> None:
-        """Write down what came on a channel."""
+    def compute(self, rank: _Rank, action: Compute) -> bool:
+        rank.computes = not rank.computes
+        if not rank.computes:  # its time is over
+            return True
+        end = self.now + self.seconds(rank.number, action)
+        self.events.append(Event(rank.number, "compute", str(action), self.now, self.now, end))
+        self.later(end, lambda: self.woken.append(rank))
+        return False
+
+    def wait(self, rank: _Rank, channel: Channel) -> bool:
+        if rank.waits_since is None:
+            rank.missing = sum(not message.arrived for _, message, _ in rank.under_way[channel])
+            if rank.missing:
+                rank.waits_since = self.now
+                return False
+        rank.waits_since = None
         for action, message, posted in rank.under_way.pop(channel, ()):
             if isinstance(action, Recv):
-                self.events.append(Event(rank.number, lane(channel), str(action), posted, message.at))
+                started = max(posted, message.started)
+                event = Event(rank.number, lane(channel), str(action), posted, started, message.ended)
+                self.events.append(event)
+        return True
 
     def post(self, rank: _Rank, action: Send | Recv, now: float) -> None:
         sends = isinstance(action, Send)
@@ -145,7 +212,10 @@ class _Player:
         rank.under_way[action.channel].append((action, message, now))
         if len(message.ends) == 2:
             message.link.carry(now)
-            message.link.queues.setdefault(receiver, deque()).append(message)
+            queue = message.link.queues.setdefault(receiver, deque())
+            if not queue:
+                message.started = now
+            queue.append(message)
             self.expect(message.link)
 
     def expect(self, link: _Link) -> None:
@@ -153,33 +223,47 @@ class _Player:
         link.version += 1
         if link.queues:
             version, (when, receiver) = link.version, link.first_end()
-            self.later(when, lambda now: self.through(link, version, receiver, now))
+            self.later(when, lambda: self.through(link, version, receiver))
 
-    def through(self, link: _Link, version: int, receiver: int, now: float) -> None:
+    def through(self, link: _Link, version: int, receiver: int) -> None:
         if link.version != version:
             return
-        link.carry(now)
-        message = link.queues[receiver].popleft()
-        if not link.queues[receiver]:
+        link.carry(self.now)
+        queue = link.queues[receiver]
+        message = queue.popleft()
+        if queue:
+            queue[0].started = self.now
+        else:
             del link.queues[receiver]
         self.expect(link)
-        self.later(now + self.rates.latency, lambda then: self.arrive(message, then))
+        self.later(self.now + self.rates.latency, lambda: self.arrive(message))
 
-    def arrive(self, message: _Message, now: float) -> None:
-        message.arrived, message.at = True, now
+    def arrive(self, message: _Message) -> None:
+        message.arrived, message.ended = True, self.now
         for rank in message.ends:
-            if not rank.waits:
+            if rank.waits_since is None:
                 continue
             wait = rank.program[rank.done]
             assert isinstance(wait, Wait)
-            if any(message is other for _, other, _ in rank.under_way[wait.channel]):
+            action = next((a for a, other, _ in rank.under_way[wait.channel] if other is message), None)
+            if action is not None:
                 rank.missing -= 1
                 if rank.missing == 0:
-                    rank.waits = False
-                    self.run(rank, now)
+                    self.note(rank, wait, action)
+                    self.woken.append(rank)
+
+    def note(self, rank: _Rank, wait: Wait, last: Send | Recv) -> None:
+        """Write down that a rank waited, if any time passed."""
+        assert rank.waits_since is not None
+        waited = self.now - rank.waits_since
+        if waited > 0:
+            where = lane(wait.channel)
+            self.waits.append(
+                Exposed(rank.number, wait.step, where, str(last), last.peer, rank.waits_since, waited)
+            )
 
 
-def play(schedule: Schedule, sizes: Sizes, seconds: Seconds, intra_size: int, rates: Rates) -> list[Event]:
+def play(schedule: Schedule, sizes: Sizes, seconds: Seconds, intra_size: int, rates: Rates) -> Timeline:
     """All that happens when a schedule runs, every rank on its own clock.
 
     Args:

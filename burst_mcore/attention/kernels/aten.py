@@ -152,9 +152,11 @@ def _folded(gradient: Tensor, kv_heads: int) -> Tensor:
     return grouped.sum(2, dtype=torch.float32).to(gradient.dtype)
 
 
-CPU = Kernel("aten-cpu", _cpu_supports, _cpu_forward, _cpu_backward, False, Abilities(masks=True))
-CUDNN = Kernel("cudnn", _cudnn_supports, _cudnn_forward, _cudnn_backward, False)
-FLASH = Kernel("aten-flash", _flash_supports, _flash_forward, _flash_backward, False, Abilities(windows=True))
+CPU = Kernel("aten-cpu", _cpu_supports, _cpu_forward, _cpu_backward, abilities=Abilities(masks=True))
+CUDNN = Kernel("cudnn", _cudnn_supports, _cudnn_forward, _cudnn_backward)
+FLASH = Kernel(
+    "aten-flash", _flash_supports, _flash_forward, _flash_backward, abilities=Abilities(windows=True)
+)
 KERNELS = tuple(
     map(takes_any_value_dim, (keeps_nan_where_seen(CPU), leaves_small_tiles(CUDNN, lambda how: FLASH), FLASH))
 )

@@ -158,7 +158,9 @@ def _room(x: RowGradients) -> tuple[Tensor, Tensor, Tensor]:
 
 
 FLASH2 = takes_any_value_dim(
-    Kernel("flash2", _flash2_supports, _flash2_forward, _flash2_backward, False, WINDOWS)
+    Kernel("flash2", _flash2_supports, _flash2_forward, _flash2_backward, abilities=WINDOWS)
 )
-FLASH3 = Kernel("flash3", _flash3_supports, _flash3_forward, _flash3_backward, False, WINDOWS)
-FLASH4 = Kernel("flash4", _flash4_supports, _flash4_forward, _flash4_backward, True, WINDOWS)
+FLASH3 = Kernel("flash3", _flash3_supports, _flash3_forward, _flash3_backward, abilities=WINDOWS)
+FLASH4 = Kernel(
+    "flash4", _flash4_supports, _flash4_forward, _flash4_backward, takes_delta=True, abilities=WINDOWS
+)

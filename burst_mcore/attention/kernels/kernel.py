@@ -7,7 +7,7 @@ of a tile are its exact share of the whole.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -105,6 +105,7 @@ class Kernel:
     supports: Callable[[Problem], str | None]
     forward: Forward
     backward: Backward
-    takes_delta: bool
+    takes_delta: bool = False
+    _: KW_ONLY
     abilities: Abilities = NONE
     in_place: InPlace | None = None

@@ -12,7 +12,7 @@ from torch import Tensor
 from burst_mcore.attention.geometry.pattern import Abilities, Seen
 from burst_mcore.attention.kernels.finite import keeps_nan_where_seen
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
-from burst_mcore.attention.numerics.rowwise import wide
+from burst_mcore.dtypes import wide
 
 
 def _supports(problem: Problem) -> str | None:
@@ -67,6 +67,7 @@ def _backward(x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor,
     return dq.to(x.q.dtype), dk.to(x.k.dtype), dv.to(x.v.dtype)
 
 
-PLAIN = Kernel("reference", _supports, _forward, _backward, True, Abilities(windows=True, masks=True))
+ABILITIES = Abilities(windows=True, masks=True)
+PLAIN = Kernel("reference", _supports, _forward, _backward, takes_delta=True, abilities=ABILITIES)
 """As it is defined: where a table joins several documents, NaN of one reaches the others."""
 KERNEL = keeps_nan_where_seen(PLAIN)

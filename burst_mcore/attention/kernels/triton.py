@@ -20,10 +20,9 @@ from burst_mcore import packages
 from burst_mcore.attention.geometry.pattern import Abilities, Seen
 from burst_mcore.attention.kernels.blocks import Blocks, blocks
 from burst_mcore.attention.kernels.kernel import InPlace, Kernel, Problem, RowGradients, Scores
-from burst_mcore.attention.numerics.rowwise import wide
+from burst_mcore.dtypes import TRAINED, wide
 
 LARGEST_HEAD_DIM = 256
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Launch(NamedTuple):
@@ -61,7 +60,7 @@ def interpreted() -> bool:
 def _supports(problem: Problem) -> str | None:
     if problem.device != "cuda" and not (problem.device == "cpu" and interpreted()):
         return f"tensors are on {problem.device}, not on cuda"
-    if problem.dtype not in DTYPES:
+    if problem.dtype not in TRAINED.values():
         return f"dtype {problem.dtype}, it takes float16, bfloat16 and float32"
     dim = max(problem.head_dim, problem.value_dim)
     if dim > LARGEST_HEAD_DIM:
@@ -160,7 +159,7 @@ KERNEL = Kernel(
     _supports,
     _forward,
     _backward,
-    True,
-    Abilities(windows=True, pieces=True),
-    InPlace(merge_forward, add_dq, add_dkv),
+    takes_delta=True,
+    abilities=Abilities(windows=True, pieces=True),
+    in_place=InPlace(merge_forward, add_dq, add_dkv),
 )

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.geometry.rows import Rows, Visited, add_, count, fill, pieces, take, view
-from burst_mcore.attention.numerics.rowwise import merge_, wide
+from burst_mcore.attention.numerics.rowwise import merge_
+from burst_mcore.dtypes import wide
 
 
 class OnlineSoftmax:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burst_mcore.dtypes import wide
+
 logger = logging.getLogger("burst_mcore")
 
 BLOCK_BYTES = 2**18
@@ -23,11 +25,6 @@ BLOCK_BYTES = 2**18
 FAINT = 2.0**-8
 """Of a third of a row, the share of all squares under which it carries nothing: its values would have to be
 multiplied by too much."""
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of `dtype` are summed: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
-from burst_mcore.layout import Layout, joined
-from burst_mcore.layout.balance import keys_per_query
+from burst_mcore.layout import Layout
+from burst_mcore.layout.balance import keys_per_query, pairs_before
 from burst_mcore.mask import Mask
 
 logger = logging.getLogger("burst_mcore")
@@ -77,11 +76,11 @@ def cut_for(keep: float, layout: Layout, mask: Mask, n: int, size: int, *, at_mo
     """
     keep = check_keep(keep)
     asked = n - (math.floor(keep * n + 1e-9) if at_most else round(keep * n))
-    if layout.kind == "striped":
+    if layout.even_everywhere:
         up = size - 1 if at_most else size // 2
         asked = min(n, (asked + up) // size * size)
     found = _weighed(_positions(layout, n, size, asked), layout, mask, n, size)
-    if layout.kind == "striped" and size > 1:  # to a key per query
+    if layout.even_everywhere and size > 1:  # to a key per query
         legal = [cut for cut in found if cut.at == asked]
     else:
         whole = found[-1].imbalance
@@ -116,11 +115,11 @@ def _say_moved(keep: float, chosen: float, layout: Layout, size: int) -> None:
 
 def _positions(layout: Layout, n: int, size: int, asked: int) -> list[int]:
     """Cuts to look at, ascending: the ends, what was asked for, and the edges of what the layout deals."""
-    if layout.kind == "striped" or size == 1:
+    if layout.even_everywhere or size == 1:
         return sorted({0, asked, n})
-    if layout.ends:
-        return sorted({0, n, *layout.ends})
-    edges = torch.arange(0, n, layout.block or layout.padded(n, size) // layout.divisor(size))
+    edges = layout.edges(n, size)
+    if layout.even_at_edges:
+        return sorted({0, n, *edges.tolist()})
     most = max(8, LOOKED_AT // (size * len(layout.runs(n, 0, size))))
     if len(edges) > most:
         edges = edges[(edges - asked).abs().argsort(stable=True)[:most]]
@@ -129,25 +128,13 @@ def _positions(layout: Layout, n: int, size: int, asked: int) -> list[int]:
 
 def _weighed(at: list[int], layout: Layout, mask: Mask, n: int, size: int) -> list[Cut]:
     """A `Cut` of each position, the last of which is n."""
-    per_query = keys_per_query(mask, n)
     cuts = torch.tensor(at)
-    if layout.kind == "striped" and size > 1:
-        work = torch.stack([torch.stack([per_query[r:c:size].sum() for r in range(size)]) for c in at])
+    if layout.even_at_edges:
+        work = keys_per_query(mask, n).cumsum(0)[cuts - 1].where(cuts > 0, 0)[:, None].expand(-1, size)
     else:
-        sums = torch.cat([torch.zeros(1, dtype=torch.int64), per_query.cumsum(0)])
-        if layout.ends:  # each document is dealt evenly
-            work = sums[cuts][:, None].expand(-1, size)
-        else:
-            work = torch.stack([_held(layout.runs(n, r, size), sums, cuts) for r in range(size)], 1)
+        work = pairs_before(layout, mask, n, size, cuts)
     slowest, mean = work.amax(1), work.double().mean(1)
     time = slowest.double() / slowest[-1].clamp(min=1)
     imbalance = torch.where(mean > 0, slowest / mean, 1.0)
     rows = zip(at, time.tolist(), imbalance.tolist(), strict=True)
     return [Cut(position, n, share, uneven) for position, share, uneven in rows]
-
-
-def _held(runs: tuple[range, ...], sums: Tensor, cuts: Tensor) -> Tensor:
-    """Pairs of a rank's queries before each cut."""
-    edges = torch.tensor([[run.start, run.stop] for run in joined(runs)])
-    first, last = (torch.minimum(edge[None], cuts[:, None]) for edge in edges.unbind(1))
-    return (sums[last] - sums[first]).sum(1)

@@ -1,1 +1,1 @@
-"""Doing it: process groups, the executor of a program, buffers, and the agreement of ranks on a call."""
+"""Runs programs: process groups, the executor, buffers, and the agreement of a ring on its calls."""

@@ -48,7 +48,7 @@ class Lease:
     """
 
     def __init__(self) -> None:
-        self._held: list[tuple[_Key, Tensor]] = []
+        self._lent: list[tuple[_Key, Tensor]] = []
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialised contiguous tensor, of NaN or largest numbers where torch is told to fill such."""
@@ -61,18 +61,18 @@ class Lease:
         elif torch.are_deterministic_algorithms_enabled() and deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
             tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
         if type(tensor) is Tensor:  # not one of a tracing mode
-            self._held.append((key, tensor))
+            self._lent.append((key, tensor))
         return tensor
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Let `tensor` go out of the pool, to be returned to the user."""
-        self._held = [(key, held) for key, held in self._held if held is not tensor]
+        self._lent = [(key, lent) for key, lent in self._lent if lent is not tensor]
         return tensor
 
     def free(self, tensor: Tensor) -> None:
         """Give `tensor` back before the end."""
-        for key, held in self._held:
-            if held is tensor:
+        for key, lent in self._lent:
+            if lent is tensor:
                 _POOL.give(key, tensor)
         self.keep(tensor)
 
@@ -83,6 +83,6 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            for key, tensor in self._held:
+            for key, tensor in self._lent:
                 _POOL.give(key, tensor)
-        self._held = []
+        self._lent = []

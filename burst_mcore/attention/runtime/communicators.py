@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -13,6 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from burst_mcore.digest import digest
+
 Carrier = tuple[dist.ProcessGroup, Mapping[int, int]]
 """A process group, and the place in it of each rank of the ring that it reaches."""
 
@@ -20,49 +21,52 @@ Carrier = tuple[dist.ProcessGroup, Mapping[int, int]]
 class Communicators:
     """The process groups of one ring of ranks.
 
-    On gloo messages are told apart by tag, so the groups that were given carry all. NCCL runs the messages of
+    On gloo messages are told apart by tag, so the user's groups carry all. NCCL runs the messages of
     a communicator one after another: there, each kind of message on each link gets its own, made at the first
     call that needs it (by then the ranks have agreed on that call), so that all can be in flight at once.
 
     Args:
         ranks: global ranks in the order of the ring.
-        given: by link ("whole", "intra", "inter"): the user's groups. They carry data.
+        groups: the user's groups, by link ("whole", "intra", "inter"). They carry data.
         control: a gloo group over all, for the agreement at the start of a call.
     """
 
     def __init__(
-        self, ranks: Sequence[int], given: Mapping[str, dist.ProcessGroup], control: dist.ProcessGroup
+        self, ranks: Sequence[int], groups: Mapping[str, dist.ProcessGroup], control: dist.ProcessGroup
     ) -> None:
         self.control = control
-        self.backends = dist.get_backend_config(next(iter(given.values())))  # such as "cpu:gloo,cuda:nccl"
-        self._timeout = timeout_of(next(iter(given.values())))
+        self.backends = dist.get_backend_config(next(iter(groups.values())))  # such as "cpu:gloo,cuda:nccl"
+        self._timeout = timeout_of(next(iter(groups.values())))
         self.ranks = tuple(ranks)
-        self._given = dict(given)
+        self._groups = dict(groups)
         self._made: dict[tuple[tuple[int, ...], str, str], Carrier] = {}
+        self.transports: dict[Any, Any] = {}
+        """By ranks of a node and route: see `executor.transport_of`."""
 
     def reach(self, device: torch.device) -> bool:
         """Whether messages can be sent from and received in memory of this device."""
-        return device.type == "cpu" or "cuda:nccl" in self.backends
+        backend = {"cpu": "cpu:gloo", "cuda": "cuda:nccl"}.get(device.type)
+        return backend is not None and backend in self.backends
 
-    def carrier(self, link: str, what: str, members: tuple[int, ...]) -> Carrier:
+    def carrier(self, link: str, kind: str, members: tuple[int, ...]) -> Carrier:
         """The group for messages of this kind on this link between `members` (ranks of the ring)."""
-        key = (members, link, what)
+        key = (members, link, kind)
         if key not in self._made:
-            group = self._group(link, what, members)
-            place = {world: at for at, world in enumerate(dist.get_process_group_ranks(group))}
+            group = self._group(link, kind, members)
+            place = {world: index for index, world in enumerate(dist.get_process_group_ranks(group))}
             reached = {rank: place[world] for rank, world in enumerate(self.ranks) if world in place}
             self._made[key] = group, reached
         return self._made[key]
 
-    def _group(self, link: str, what: str, members: tuple[int, ...]) -> dist.ProcessGroup:
-        given = self._given.get(link)
-        if given is None and link != "heads" and len(members) == len(self.ranks):
-            given = self._given.get("whole")
+    def _group(self, link: str, kind: str, members: tuple[int, ...]) -> dist.ProcessGroup:
+        own = self._groups.get(link)
+        if own is None and link != "heads" and len(members) == len(self.ranks):
+            own = self._groups.get("whole")
         if "cuda:nccl" not in self.backends:
-            return given or self._given.get("whole", self.control)
-        if given is not None and what == "data":
-            start(given)
-            return given
+            return own or self._groups.get("whole", self.control)
+        if own is not None and kind == "data":
+            start(own)
+            return own
         return companion([self.ranks[rank] for rank in members], "nccl", self._timeout)
 
 
@@ -99,9 +103,9 @@ def start(group: dist.ProcessGroup) -> None:
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long a process group waits for its ranks."""
     device = "cuda" if "cuda:nccl" in dist.get_backend_config(group) else "cpu"
-    found = group._get_backend(torch.device(device)).options._timeout
-    assert isinstance(found, timedelta)
-    return found
+    timeout = group._get_backend(torch.device(device)).options._timeout
+    assert isinstance(timeout, timedelta)
+    return timeout
 
 
 _MADE: Counter[tuple[int, ...]] = Counter()
@@ -118,9 +122,9 @@ def _same_name_on_all(ranks: Sequence[int]) -> Iterator[None]:
     """
     key = tuple(sorted(ranks))
     _MADE[key] += 1
-    digest = hashlib.sha1(repr((key, _MADE[key])).encode(), usedforsecurity=False).hexdigest()
+    name = c10d.GroupName(f"burst_mcore_{digest(repr((key, _MADE[key])))}")
     original = c10d._process_group_name
-    c10d._process_group_name = lambda ranks, use_hashed_name: c10d.GroupName(f"burst_mcore_{digest}")
+    c10d._process_group_name = lambda ranks, use_hashed_name: name
     try:
         yield
     finally:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from burst_mcore.attention.geometry.rows import Rows, pieces, take, within
 from burst_mcore.attention.runtime.communicators import Carrier
-from burst_mcore.attention.runtime.staging import Arrival, Work, on_host
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import (
     BUNDLE,
@@ -35,6 +34,7 @@ from burst_mcore.attention.schedule.actions import (
     Wait,
     hops,
 )
+from burst_mcore.attention.schedule.communicator import communicator_of
 from burst_mcore.attention.schedule.ring import kind_of
 from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.attention.schedule.trace import Recorder, recorder
@@ -44,6 +44,12 @@ OnCompute = Callable[[int, int | None, Bundle, Rows | None], None]
 OnAccumulate = Callable[[Bundle, Rows | None, bool], None]
 New = Callable[[str, Rows | None], Bundle]
 Free = Callable[[Bundle], None]
+
+
+class Work(Protocol):
+    """A message under way."""
+
+    def wait(self) -> object: ...
 
 
 class Transport(Protocol):
@@ -71,9 +77,7 @@ class ProcessGroups:
         """Start all messages as one batch, in their order (receives first is fastest on gloo)."""
         group, place = self.carrier(channel)
         first_tag = 64 * self._TAGS.index(channel.what)
-        sent = [(action, index, tensor) for action, bundle in messages for index, tensor in enumerate(bundle)]
-        carried = [self._carried(action, tensor) for action, _, tensor in sent]
-        works = dist.batch_isend_irecv(
+        return dist.batch_isend_irecv(
             [
                 dist.P2POp(
                     dist.isend if isinstance(action, Send) else dist.irecv,
@@ -82,22 +86,10 @@ class ProcessGroups:
                     group_peer=place[action.peer],
                     tag=first_tag + index,
                 )
-                for (action, index, _), tensor in zip(sent, carried, strict=True)
+                for action, bundle in messages
+                for index, tensor in enumerate(bundle)
             ]
         )
-        if all(host is tensor for host, (*_, tensor) in zip(carried, sent, strict=True)):
-            return works
-        return [
-            Arrival(work, host, tensor) if isinstance(action, Recv) else work
-            for work, host, (action, _, tensor) in zip(works, carried, sent, strict=True)
-        ]
-
-    def _carried(self, action: Send | Recv, tensor: Tensor) -> Tensor:
-        """The tensor itself, or host memory in its place where gloo carries what is on a GPU."""
-        assert self._topology.communicators is not None
-        if self._topology.communicators.reach(tensor.device):
-            return tensor
-        return on_host(tensor, filled=isinstance(action, Send))
 
     def connect(self, name: str) -> None:
         """Make what carries the messages of the pass `name`. Collective, and the same on all ranks.
@@ -111,23 +103,22 @@ class ProcessGroups:
         """The process group of a channel, made if it is not there yet."""
         kind = channel.link, channel.what
         if kind not in self._carriers:
-            assert self._topology.communicators is not None
-            self._carriers[kind] = self._topology.communicators.carrier(*self._reach(channel))
+            topology = self._topology
+            assert topology.communicators is not None
+            wanted = communicator_of(channel, topology.rank, self._route, topology.intra_size)
+            self._carriers[kind] = topology.communicators.carrier(*wanted)
         return self._carriers[kind]
 
-    def _reach(self, channel: Channel) -> tuple[str, str, tuple[int, ...]]:
-        """(link, what, the ranks that need one communicator) for the messages of a channel."""
-        topology = self._topology
-        rank, intra, everyone = topology.rank, topology.intra_size, tuple(range(topology.size))
-        node = everyone[rank - rank % intra :][:intra]
-        if channel.link == "heads":
-            return "heads", "data", node if self._route.heads <= intra else everyone
-        if channel.link == "inter":
-            return "inter", channel.what, everyone[rank % intra :: intra]
-        if channel.link == "direct" and topology.nodes > 1:
-            return "whole", channel.what, everyone
-        across = self._route.nodes == 1 < topology.nodes  # a flat ring
-        return ("whole", channel.what, everyone) if across else ("intra", channel.what, node)
+
+def transport_of(topology: Topology, route: Route) -> Transport:
+    """Return the transport of a route over the process groups of a topology, made at its first call."""
+    if topology.communicators is None:
+        return ProcessGroups(topology, route)
+    transports, key = topology.communicators.transports, (topology.intra_size, route)
+    if key not in transports:
+        transports[key] = ProcessGroups(topology, route)
+    transport: Transport = transports[key]
+    return transport
 
 
 @lru_cache(maxsize=1024)

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from burst_mcore.attention.geometry.rows import Rows, axis
 from burst_mcore.attention.runtime.buffers import Lease
 from burst_mcore.attention.runtime.executor import Bundle
 
-Rows = tuple[range, ...]
-
 
 def share_of_heads(total: int, member: int, size: int) -> range:
-    """The heads of `total` that a member of a head group of `size` attends with.
+    """Return the heads of `total` that a member of a head group of `size` attends with.
 
     Where there are fewer K/V heads than members, several members get the same one: no more than is needed.
     """
@@ -28,7 +27,7 @@ def share_of_heads(total: int, member: int, size: int) -> range:
 
 
 def why_not_heads(heads: int, kv_heads: int, degree: int) -> str | None:
-    """Why so many ranks cannot share these heads; None if they can."""
+    """Return why `degree` ranks cannot share these heads; None if they can."""
     if heads % degree:
         return f"{heads} heads do not divide by {degree}"
     if kv_heads % degree and degree % kv_heads:
@@ -38,20 +37,22 @@ def why_not_heads(heads: int, kv_heads: int, degree: int) -> str | None:
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """The ranks that share heads: which rows each brings, seen from one of them."""
+    """The ranks that share heads, seen from one of them, and the rows that each of them brings."""
 
     member: int
     rows: tuple[Rows, ...]
-    """By member: where its rows lie among the pooled."""
+    """By member: the places of its rows among the pooled rows."""
 
     @property
     def size(self) -> int:
         return len(self.rows)
 
     def share(self, bundle: Bundle, member: int) -> Bundle:
-        """Of these tensors the heads that a member attends with."""
-        heads = (share_of_heads(_count(x), member, self.size) for x in bundle)
-        return tuple(x.narrow(_axes(x)[1], of.start, len(of)) for x, of in zip(bundle, heads, strict=True))
+        """Return views of these tensors with the heads that a member attends with."""
+        heads = (share_of_heads(_heads(x), member, self.size) for x in bundle)
+        return tuple(
+            x.narrow(_heads_axis(x), share.start, len(share)) for x, share in zip(bundle, heads, strict=True)
+        )
 
 
 class Inward:
@@ -74,18 +75,18 @@ class Inward:
     def unpack(self, member: int, parcel: Bundle | None) -> None:
         pieces = self._group.share(self._own, self._group.member)
         for pooled, came in zip(self.pooled, _opened(parcel, pieces) if parcel else pieces, strict=True):
-            at = 0
+            start = 0
             for rows in self._group.rows[member]:
-                _rows(pooled, rows).copy_(_rows(came, range(at, at + len(rows))))
-                at += len(rows)
+                _rows(pooled, rows).copy_(_rows(came, range(start, start + len(rows))))
+                start += len(rows)
 
 
 class Outward:
     """Pooled rows of own heads -> own rows of all heads. Shares of one head, from several members, add up.
 
     Args:
-        results: (rows) -> those rows of the pooled results, complete.
-        own: where they go; zeros where shares add up. They travel in its dtype.
+        results: a function that returns some rows of the pooled results, complete.
+        own: the tensors that results go to; zeros where shares add up. Results travel in their dtype.
     """
 
     def __init__(
@@ -100,11 +101,11 @@ class Outward:
 
     def pack(self, member: int) -> Bundle:
         parcel = self.empty()
-        pieces, at = _opened(parcel, self._group.share(self.own, member)), 0
+        pieces, start = _opened(parcel, self._group.share(self.own, member)), 0
         for rows in self._group.rows[member]:
             for piece, result in zip(pieces, self._results(rows), strict=True):
-                _rows(piece, range(at, at + len(rows))).copy_(result)
-            at += len(rows)
+                _rows(piece, range(start, start + len(rows))).copy_(result)
+            start += len(rows)
         return parcel
 
     def empty(self) -> Bundle:
@@ -114,7 +115,7 @@ class Outward:
         places = self._group.share(self.own, member)
         pieces = _opened(parcel or self.pack(member), places)
         for own, to, came in zip(self.own, places, pieces, strict=True):
-            if _count(own) < self._group.size:
+            if _heads(own) < self._group.size:
                 to.add_(came)
             else:
                 to.copy_(came)
@@ -128,32 +129,31 @@ def _parcel(pieces: Bundle, lease: Lease) -> Bundle:
 
 def _opened(parcel: Bundle, like: Bundle) -> Bundle:
     """The tensors in a parcel: the widest dtypes come first, so that all lie as their dtype must."""
-    (whole,), at = parcel, 0
-    found: dict[int, Tensor] = {}
+    (whole,), start = parcel, 0
+    tensors: dict[int, Tensor] = {}
     for index, x in sorted(enumerate(like), key=lambda each: -each[1].itemsize):
         size = x.numel() * x.itemsize
-        found[index] = whole[at : at + size].view(x.dtype).view(x.shape)
-        at += size
-    return tuple(found[index] for index in range(len(like)))
+        tensors[index] = whole[start : start + size].view(x.dtype).view(x.shape)
+        start += size
+    return tuple(tensors[index] for index in range(len(like)))
 
 
 def pooled_like(x: Tensor, group: HeadGroup) -> torch.Size:
-    """The shape, inside the ring, of a tensor that is `x` outside."""
+    """Return the shape, inside the ring, of a tensor that is `x` outside."""
     shape = list(x.shape)
-    rows_at, heads_at = _axes(x)
-    shape[rows_at] *= group.size
-    shape[heads_at] = len(share_of_heads(shape[heads_at], 0, group.size))
+    shape[axis(x)] *= group.size
+    shape[_heads_axis(x)] = len(share_of_heads(_heads(x), 0, group.size))
     return torch.Size(shape)
 
 
-def _axes(x: Tensor) -> tuple[int, int]:
-    """(rows, heads) of a tensor, or of a statistic."""
-    return (1, 2) if x.dim() == 4 else (2, 1)
+def _heads_axis(x: Tensor) -> int:
+    """The dimension of heads, of a tensor or of a statistic."""
+    return 2 if x.dim() == 4 else 1
 
 
-def _count(x: Tensor) -> int:
-    return x.shape[_axes(x)[1]]
+def _heads(x: Tensor) -> int:
+    return x.shape[_heads_axis(x)]
 
 
 def _rows(x: Tensor, rows: range) -> Tensor:
-    return x.narrow(_axes(x)[0], rows.start, len(rows))
+    return x.narrow(axis(x), rows.start, len(rows))

@@ -183,11 +183,11 @@ def _why_no_grid(rows: Sequence[Sequence[int]], local: int, column: Sequence[int
     if len(set(sizes)) > 1:
         return f"the nodes hold different numbers of ranks: {sizes}"
     ranks = [rank for row in rows for rank in row]
-    found = [row[local] for row in rows]
-    if found != list(column) or len(set(ranks)) < len(ranks):
+    places = [row[local] for row in rows]
+    if places != list(column) or len(set(ranks)) < len(ranks):
         return (
             f"intra and inter must form a grid: inter has ranks {list(column)}, place {local} of the intra "
-            f"groups has {found}"
+            f"groups has {places}"
         )
     return ""
 
@@ -198,10 +198,10 @@ def _ranks_per_host(hosts: Sequence[str]) -> int:
     each = next(iter(counts.values()))
     in_order = [host for host in counts for _ in range(counts[host])]
     if set(counts.values()) != {each} or list(hosts) != in_order:
-        held = ", ".join(f"{host}: {count}" for host, count in counts.items())
+        numbers = ", ".join(f"{host}: {count}" for host, count in counts.items())
         why = "different numbers of ranks" if set(counts.values()) != {each} else "ranks that are mixed"
         raise ValueError(
-            f"the hosts hold {why} ({held}): a double ring needs equal runs of neighbouring ranks. Pass "
+            f"the hosts hold {why} ({numbers}): a double ring needs equal runs of neighbouring ranks. Pass "
             f"Topology.from_group(group, intra_size=...), {len(hosts)} for a flat ring"
         )
     return each

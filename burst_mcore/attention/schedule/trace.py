@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,11 +32,15 @@ class Event:
     lane: str
     """ "compute", or the link and kind of a message."""
     label: str
-    start: float
-    end: float
+    posted: float
+    """When a message was asked for by its receiver; of a compute, when it started."""
+    started: float
+    """When it began; measured, a message's start is not known, and that of its posting stands here."""
+    ended: float
+    """When it was over; measured, a message's end is that of the wait for it."""
 
 
-def chrome_trace(runs: dict[str, Sequence[Event]]) -> str:
+def chrome_trace(runs: Mapping[str, Sequence[Event]]) -> str:
     """The runs side by side as Chrome trace JSON, which chrome://tracing and ui.perfetto.dev open.
 
     A process for each rank of each run, a thread for each lane.
@@ -45,7 +49,7 @@ def chrome_trace(runs: dict[str, Sequence[Event]]) -> str:
     processes: dict[tuple[str, int], int] = {}
     lanes: dict[tuple[str, int, str], int] = {}
     for run, found in runs.items():
-        for event in sorted(found, key=lambda e: (e.rank, e.lane != "compute", e.lane, e.start)):
+        for event in sorted(found, key=lambda e: (e.rank, e.lane != "compute", e.lane, e.started)):
             process = processes.setdefault((run, event.rank), len(processes))
             lane = lanes.setdefault((run, event.rank, event.lane), len(lanes))
             events.append(
@@ -53,8 +57,9 @@ def chrome_trace(runs: dict[str, Sequence[Event]]) -> str:
                     "name": event.label,
                     "cat": event.lane,
                     "ph": "X",
-                    "ts": event.start * 1e6,
-                    "dur": (event.end - event.start) * 1e6,
+                    "ts": event.started * 1e6,
+                    "dur": (event.ended - event.started) * 1e6,
+                    "args": {"posted": event.posted * 1e6},
                     "pid": process,
                     "tid": lane,
                 }
@@ -120,7 +125,8 @@ class Recording(Recorder):
         if self.on_cuda:
             torch.cuda.synchronize()
         for where, label, start, end in self._marks:
-            self.events.append(Event(self.rank, where, label, self._since(start), self._since(end)))
+            started = self._since(start)
+            self.events.append(Event(self.rank, where, label, started, started, self._since(end)))
         self._marks = []
 
     def _now(self) -> Any:

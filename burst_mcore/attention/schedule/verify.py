@@ -1,9 +1,16 @@
-"""Dry-runs a schedule on all ranks at once and says what is wrong with it: cover, hazards, deadlock."""
+"""Dry-runs a schedule on all ranks at once and says what is wrong with it: cover, hazards, deadlock.
+
+Messages move by NCCL's rule, under which fewer schedules pass than under gloo's. Neighbouring sends and
+receives of a channel are one batch. The batches of a rank on a communicator run one after another, in the
+order of posting. A message completes once the batches of both its ends are at the heads of their queues.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from burst_mcore.attention.geometry.rows import Rows, union
@@ -14,6 +21,7 @@ from burst_mcore.attention.schedule.actions import (
     ROWS,
     SUM,
     Accumulate,
+    Action,
     Add,
     Channel,
     Compute,
@@ -25,14 +33,18 @@ from burst_mcore.attention.schedule.actions import (
     Unpack,
     Wait,
 )
+from burst_mcore.attention.schedule.communicator import Communicator, communicator_of
 from burst_mcore.attention.schedule.ring import home_sum
 from burst_mcore.attention.schedule.route import Schedule
+from burst_mcore.attention.schedule.walk import walk
 
 Token = tuple[Any, ...]
 """What a buffer holds: ("data", source, rows), ("sum", source, contributors, rows), in a head group (what,
 from, to). Rows None are all."""
-Mail = tuple[int, int, str, str]
-"""A message's (from, to, link, what): a network keeps the order of those that have these in common."""
+Posted = tuple[Send | Recv, Token | None]
+"""A message of a batch; of a send, what it carries."""
+Wire = tuple[Communicator, int, int, int]
+"""A message's (communicator, from, to, how many of these came before): NCCL matches them by their order."""
 
 
 @dataclass
@@ -50,15 +62,15 @@ class _Rank:
     holds: dict[str, Token] = field(default_factory=dict)
     sending: dict[Channel, list[Send]] = field(default_factory=lambda: defaultdict(list))
     receiving: dict[Channel, list[Recv]] = field(default_factory=lambda: defaultdict(list))
+    open: Counter[Channel] = field(default_factory=Counter)
+    """Batches that are not complete."""
     computed: list[tuple[int, int]] = field(default_factory=list)
     """(source, part)."""
     attended: str = HOME
     """Where the bundle lies that was computed last."""
     unpacked: list[tuple[str, int]] = field(default_factory=list)
-
-    @property
-    def finished(self) -> bool:
-        return self.done == len(self.program)
+    batch: list[Posted] = field(default_factory=list)
+    """Messages of the hop that is being posted."""
 
     def fail(self, words: str) -> ValueError:
         return ValueError(f"rank {self.number}: {words}")
@@ -88,17 +100,94 @@ class _Rank:
         return {member for w, member in self.unpacked if w == what} if comes else set(self.members)
 
 
+@dataclass(eq=False)
+class _Batch:
+    """The messages that a rank posts together."""
+
+    rank: _Rank
+    channel: Channel
+    queue: deque[_Batch]
+    """The rank's batches on the communicator, in the order of posting."""
+    left: dict[Wire, Posted]
+    """The messages that are not complete: the action, and of a send what it carries."""
+
+    def __str__(self) -> str:
+        return ", ".join(str(action) for action, _ in self.left.values())
+
+
 class _Network:
-    """Messages, in order; a send is complete only once its receive was posted (rendezvous)."""
+    """Batches of messages on their way, by communicator."""
 
-    def __init__(self) -> None:
-        self.sent: dict[Mail, list[Token]] = defaultdict(list)
-        self.posted: dict[Mail, int] = defaultdict(int)
-        self.taken: dict[Mail, int] = defaultdict(int)
+    def __init__(self, schedule: Schedule, intra_size: int) -> None:
+        self._route, self._intra = schedule.route, intra_size
+        self.queues: dict[tuple[int, Communicator], deque[_Batch]] = defaultdict(deque)
+        self._posted: Counter[tuple[Communicator, int, int, bool]] = Counter()
+        self._ready: dict[Wire, _Batch] = {}
+        """Messages of which one end is at the head of its queue."""
+        self._woken: list[_Rank] = []
+
+    def post(self, rank: _Rank, batch: Sequence[Posted]) -> None:
+        """Start the messages of a hop."""
+        channel = batch[0][0].channel
+        communicator = communicator_of(channel, rank.number, self._route, self._intra)
+        queue = self.queues[rank.number, communicator]
+        left = {self._wire(communicator, rank, action): (action, token) for action, token in batch}
+        queue.append(_Batch(rank, channel, queue, left))
+        rank.open[channel] += 1
+        if len(queue) == 1:
+            self._come_to_head(queue[0])
+
+    def _wire(self, communicator: Communicator, rank: _Rank, action: Send | Recv) -> Wire:
+        sends = isinstance(action, Send)
+        ends = (rank.number, action.peer) if sends else (action.peer, rank.number)
+        count = self._posted[communicator, *ends, sends]
+        self._posted[communicator, *ends, sends] += 1
+        return communicator, *ends, count
+
+    def _come_to_head(self, batch: _Batch) -> None:
+        """Complete all messages whose other end is there, and what follows from that."""
+        heads = [batch]
+        while heads:
+            batch, met = heads.pop(), []
+            for wire in list(batch.left):
+                other = self._ready.pop(wire, None)
+                if other is None:
+                    self._ready[wire] = batch
+                else:
+                    _deliver(batch.left.pop(wire), other.left.pop(wire), batch.rank, other.rank)
+                    met.append(other)
+            for each in (batch, *met):
+                if not each.left and each.queue and each.queue[0] is each:
+                    each.queue.popleft()
+                    each.rank.open[each.channel] -= 1
+                    self._woken.append(each.rank)
+                    heads += list(each.queue)[:1]
+
+    def tick(self) -> list[_Rank] | None:
+        """The ranks of which a batch was completed since the last call."""
+        woken, self._woken = self._woken, []
+        return woken or None
 
 
-def verify(schedule: Schedule) -> None:
+def _deliver(one: Posted, other: Posted, here: _Rank, there: _Rank) -> None:
+    """Put what a message carries into the buffer of its receiver."""
+    (send, token), (recv, _), rank = (one, other, there) if isinstance(one[0], Send) else (other, one, here)
+    assert token is not None
+    if send.channel.what != recv.channel.what:
+        raise rank.fail(
+            f"{recv.buffer} expects {recv.channel}, gets {send.channel}: they share a communicator"
+        )
+    if recv.channel.link != "heads" and token[-1] != recv.rows:
+        raise rank.fail(f"{recv.buffer} expects rows {recv.rows}, gets {token[-1]}")
+    rank.holds[recv.buffer] = token
+
+
+def verify(schedule: Schedule, intra_size: int | None = None) -> None:
     """Check that every rank meets what it must read exactly once, and that no network breaks the program.
+
+    Args:
+        schedule: the programs of all ranks.
+        intra_size: ranks of a node; by default those of a node of the route.
 
     Raises:
         ValueError: rows and a bundle that meet twice or never, a wrong bundle computed or one without the
@@ -106,8 +195,9 @@ def verify(schedule: Schedule) -> None:
             deadlock, a message left over or of rows that its receiver does not expect, a gradient that does
             not end at home complete, or a share of the head group that is missing, early or twice.
     """
-    members = frozenset(range(schedule.route.heads))
-    reads = [_reads(schedule, position) for position in range(schedule.route.positions)]
+    route = schedule.route
+    members = frozenset(range(route.heads))
+    reads = [_reads(schedule, position) for position in range(route.positions)]
     ranks = []
     for number, program in enumerate(schedule.programs):
         position, member = divmod(number, len(members))
@@ -115,15 +205,27 @@ def verify(schedule: Schedule) -> None:
         rank = _Rank(number, position, member, program, reads[position], readers, members)
         rank.holds[HOME] = ("data", position, None)
         ranks.append(rank)
-    network = _Network()
-    while not all(rank.finished for rank in ranks):
-        if not any([_advance(rank, network) for rank in ranks]):
-            stuck = {rank.number: str(rank.program[rank.done]) for rank in ranks if not rank.finished}
-            raise ValueError(f"deadlock: {stuck}")
+    network = _Network(schedule, intra_size or route.intra * route.heads)
+    stuck = walk(ranks, partial(_execute, network), network.tick)
+    if stuck:
+        raise ValueError(f"deadlock: {_waiting(stuck, network)}")
     for rank in ranks:
         _check_end(rank)
-    if any(network.posted[mail] != len(network.sent[mail]) for mail in {*network.posted, *network.sent}):
+    if any(network.queues.values()):
         raise ValueError("a message was sent that nobody receives")
+
+
+def _waiting(stuck: Sequence[_Rank], network: _Network) -> str:
+    """For what each rank waits, and what is at the head of its queues."""
+    heads = defaultdict(list)
+    for (number, (link, kind, _)), queue in network.queues.items():
+        if queue:
+            heads[number].append(f"at the head of {link} {kind}: {queue[0]}")
+    return "; ".join(
+        f"rank {rank.number}, step {rank.program[rank.done].step}: {rank.program[rank.done]}"
+        + "".join(f" ({head})" for head in heads[rank.number])
+        for rank in stuck
+    )
 
 
 def _reads(schedule: Schedule, position: int) -> dict[int, Rows | None]:
@@ -168,21 +270,13 @@ def _cover(held: Rows | None, rows: Rows | None) -> bool:
     return rows is not None and union([*held, *rows]) == union(list(held))
 
 
-def _advance(rank: _Rank, network: _Network) -> bool:
-    """Run `rank` until it must wait for another; whether it got anywhere."""
-    before = rank.done
-    while not rank.finished and _execute(rank, network):
-        rank.done += 1
-    return rank.done > before
-
-
-def _execute(rank: _Rank, network: _Network) -> bool:
-    action = rank.program[rank.done]
+def _execute(network: _Network, rank: _Rank, action: Action) -> bool:
+    """Execute the next action of a rank; False if its messages are not complete yet."""
     match action:
         case Send() | Recv():
             _post(rank, action, network)
         case Wait():
-            return _complete(rank, action.channel, network)
+            return _complete(rank, action.channel)
         case Compute():
             _compute(rank, action)
         case Accumulate():
@@ -199,42 +293,30 @@ def _execute(rank: _Rank, network: _Network) -> bool:
 
 
 def _post(rank: _Rank, action: Send | Recv, network: _Network) -> None:
+    """Take note of a message; with the last of its hop, post them all."""
+    token: Token | None = None
     if isinstance(action, Recv):
         rank.write(action.buffer, None)
         rank.receiving[action.channel].append(action)
-        network.posted[_mail(action.peer, rank.number, action.channel)] += 1
-        return
-    token = _home_complete(rank) if action.buffer == HOME else rank.read(action.buffer)
-    if action.channel.link != "heads":
-        if not _cover(token[-1], action.rows):
-            raise rank.fail(f"{action.buffer} does not hold the rows that it sends")
-        token = (*token[:-1], action.rows)
-    network.sent[_mail(rank.number, action.peer, action.channel)].append(token)
-    rank.sending[action.channel].append(action)
+    else:
+        token = _home_complete(rank) if action.buffer == HOME else rank.read(action.buffer)
+        if action.channel.link != "heads":
+            if not _cover(token[-1], action.rows):
+                raise rank.fail(f"{action.buffer} does not hold the rows that it sends")
+            token = (*token[:-1], action.rows)
+        rank.sending[action.channel].append(action)
+    rank.batch.append((action, token))
+    following = rank.program[rank.done + 1] if rank.done + 1 < len(rank.program) else None
+    if not isinstance(following, (Send, Recv)) or following.channel != action.channel:
+        network.post(rank, rank.batch)
+        rank.batch = []
 
 
-def _mail(sender: int, receiver: int, channel: Channel) -> Mail:
-    return sender, receiver, channel.link, channel.what
-
-
-def _complete(rank: _Rank, channel: Channel, network: _Network) -> bool:
-    """Finish all that `rank` started on `channel`, if its peers have come that far."""
-    while rank.receiving[channel]:
-        recv = rank.receiving[channel][0]
-        mail = _mail(recv.peer, rank.number, channel)
-        if network.taken[mail] >= len(network.sent[mail]):
-            return False
-        token = network.sent[mail][network.taken[mail]]
-        if channel.link != "heads" and token[-1] != recv.rows:
-            raise rank.fail(f"{recv.buffer} expects rows {recv.rows}, gets {token[-1]}")
-        rank.holds[recv.buffer] = token
-        network.taken[mail] += 1
-        rank.receiving[channel].pop(0)
-    for send in rank.sending[channel]:
-        mail = _mail(rank.number, send.peer, channel)
-        if network.posted[mail] < len(network.sent[mail]):
-            return False
-    rank.sending[channel] = []
+def _complete(rank: _Rank, channel: Channel) -> bool:
+    """Finish all that `rank` started on `channel`, if it has come through."""
+    if rank.open[channel]:
+        return False
+    rank.receiving[channel], rank.sending[channel] = [], []
     return True
 
 

@@ -1,4 +1,4 @@
-"""Accelerate, the Trainer and TRL over sharded sequences: burst in the places where they look for Ulysses."""
+"""Accelerate, the Trainer and TRL over sharded sequences: burst takes the place of DeepSpeed's Ulysses."""
 
 from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter
 from burst_mcore.deepspeed.accelerate.model import BurstSPAttentionHF

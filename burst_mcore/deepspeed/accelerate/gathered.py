@@ -58,7 +58,7 @@ def padding(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def whole(x: Any, loader: BurstSPDataLoaderAdapter) -> Any:
-    """Shards [rows, local, ...] of all ranks of a group -> [rows, tokens, ...], in tensors however nested."""
+    """Gather shards [rows, local, ...] of a group into [rows, tokens, ...], in nested tensors too."""
 
     def of(x: Tensor) -> Tensor:
         if x.dim() < 2 or x.shape[:2] != (loader.rows, loader.local):
@@ -72,13 +72,13 @@ def whole(x: Any, loader: BurstSPDataLoaderAdapter) -> Any:
 
 
 def _evaluates(accelerator: Any, loader: BurstSPDataLoaderAdapter) -> bool:
-    """Whether what is reported is of a batch that the loader dealt for evaluation."""
+    """Whether the reported tensors belong to a batch that the loader dealt for evaluation."""
     training = any(getattr(model, "module", model).training for model in accelerator._models)
     return loader.evaluates and not training
 
 
 def _of_leaders(x: Tensor, loader: BurstSPDataLoaderAdapter) -> Tensor:
-    """Of rows gathered from all ranks, those of the first rank of each group that are of the dataset."""
+    """Return, of rows gathered from all ranks, the dataset's rows of the first rank of each group."""
     world = dist.get_world_size()
     if x.dim() == 0 or len(x) % world:
         return x
@@ -101,7 +101,7 @@ def _is_of_tensors(x: Any) -> bool:
 
 
 def _applied(do: Callable[[Tensor], Tensor], x: Any) -> Any:
-    """Of every tensor in lists, tuples, dicts and the like; anything else stays."""
+    """Apply a function to every tensor in lists, tuples and dicts; everything else stays."""
     from accelerate.utils.operations import recursively_apply
 
     return recursively_apply(do, x)

@@ -18,7 +18,7 @@ from burst_mcore.deepspeed.models.sequence import SequenceParallel
 
 
 class BurstSPDataLoaderAdapter(ShardedLoader):
-    """Stands where UlyssesSPDataLoaderAdapter stands: every rank loads its own, and all work on each in turn.
+    """Takes the place of UlyssesSPDataLoaderAdapter: every rank loads batches, and all work on each in turn.
 
     Batches need no position_ids and may be of any length; labels are shifted here, and in evaluation handed
     out unshifted as well. With D sequence groups, micro-batch i of group g is batch i D + g of the dataset:
@@ -93,12 +93,12 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
     def _prepared(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         if is_of_preferences(batch):
             return {name: x.cpu() if isinstance(x, Tensor) else x for name, x in batch.items()}
-        found, tokens = super()._prepared(batch), batch["input_ids"].shape[1]
+        whole, tokens = super()._prepared(batch), batch["input_ids"].shape[1]
         labels = batch.get("labels")
         if self.evaluates and isinstance(labels, Tensor):  # in training a loss made of them would be wrong
-            padding = found["input_ids"].shape[1] - tokens
-            found["labels"] = pad(labels.cpu(), (0, padding), value=IGNORED)
-        return {**found, _TOKENS: tokens}
+            padding = whole["input_ids"].shape[1] - tokens
+            whole["labels"] = pad(labels.cpu(), (0, padding), value=IGNORED)
+        return {**whole, _TOKENS: tokens}
 
     def _wholes(self, batch: dict[str, Any], states: list[int]) -> list[dict[str, Any]]:
         return super()._wholes({**batch, _UPCOMING: self._upcoming()}, states)
@@ -169,11 +169,11 @@ class _Newest:
 _UPCOMING = "burst_mcore_upcoming"
 """The key under which a rank's batch brings the positions of the batch after it."""
 _TOKENS = "burst_mcore_tokens"
-"""The key under which a whole batch says how many tokens it had before padding."""
+"""The key of a whole batch for its number of tokens before padding."""
 _sequences: dict[int, ref[SequenceParallel]] = {}
-"""By sequence group, which is never freed: the model that was prepared last, for which batches are dealt."""
+"""By sequence group, which is never freed, the model that was prepared last: batches are dealt for it."""
 _adapters: WeakKeyDictionary[Any, ref[BurstSPDataLoaderAdapter]] = WeakKeyDictionary()
-"""By the loader of Accelerate's that each goes over."""
+"""Adapters, by the loader of Accelerate that each goes over."""
 
 
 def deal_for(sequence: SequenceParallel) -> None:
@@ -182,7 +182,7 @@ def deal_for(sequence: SequenceParallel) -> None:
 
 
 def adapter_of(loader: Any) -> BurstSPDataLoaderAdapter | None:
-    """The adapter that goes over a loader of Accelerate's."""
+    """Return the adapter that goes over a loader of Accelerate."""
     adapter = None if loader is None else _adapters.get(loader)
     return None if adapter is None else adapter()
 

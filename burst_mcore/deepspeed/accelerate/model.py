@@ -14,7 +14,7 @@ from burst_mcore.deepspeed.ranks.groups import unit_of
 
 
 class BurstSPAttentionHF:
-    """Stands where UlyssesSPAttentionHF stands: `register_with_transformers` makes a model ready."""
+    """Takes the place of UlyssesSPAttentionHF: `register_with_transformers` prepares a model."""
 
     @classmethod
     def register_with_transformers(
@@ -55,7 +55,7 @@ class BurstSPAttentionHF:
 
 
 def _read(size: int) -> tuple[Section, dict[str, Any]]:
-    """The section, and DeepSpeed's configuration as Accelerate is about to hand it over."""
+    """Return the section, and DeepSpeed's configuration as Accelerate is about to pass it."""
     from accelerate.state import AcceleratorState
 
     refuse_versions()

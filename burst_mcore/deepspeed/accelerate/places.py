@@ -1,4 +1,4 @@
-"""Which names of DeepSpeed, Accelerate and transformers burst sets, and how they are set back."""
+"""The names of DeepSpeed, Accelerate and transformers that burst replaces, and how to restore them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def replace_ulysses() -> None:
 
 
 def restore_ulysses() -> None:
-    """Take `replace_ulysses` back, for models that are prepared later."""
+    """Undo `replace_ulysses`, for models that are prepared later."""
     while _originals:
         (module, name), own = _originals.popitem()
         setattr(module, name, own)

@@ -144,7 +144,7 @@ def with_whole_outputs(prediction_step: Method) -> Method:
 
 
 def _size(trainer: Any) -> int:
-    """How many ranks share a sequence under a Trainer."""
+    """Return how many ranks share a sequence under a Trainer."""
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     if parallelism is None or parallelism.sp_backend != "deepspeed" or not parallelism.sp_enabled:
         return 1

@@ -1,1 +1,1 @@
-"""DeepSpeed's JSON: the section of burst, DeepSpeed's own settings, and what is refused of both."""
+"""DeepSpeed's JSON: the section of burst, DeepSpeed's own settings, and refusals of both."""

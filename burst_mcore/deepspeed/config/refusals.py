@@ -1,4 +1,4 @@
-"""What is refused before anything is built, each under a name."""
+"""Checks of configurations before anything is built: each refusal is a RefusedError with a name."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from burst_mcore.deepspeed.config.settings import part, zero
 from burst_mcore.deepspeed.errors import RefusedError
 
 SUPPORTED = {"deepspeed": ("0.19", "0.20"), "transformers": ("5", "6")}
-"""Releases from the first on, below the second: those whose contracts were read and tested."""
+"""By package, the first release that is tested and the first that is not."""
 SIZE = "sequence_parallel_size"
 """DeepSpeed's own key: how many ranks share a sequence."""
 
 
 def refuse_versions() -> None:
-    """RefusedError where an installed package is not one whose contracts are known."""
+    """Raise RefusedError if an installed package is of a release that is not tested."""
     for package, (first, end) in SUPPORTED.items():
-        found = Version(version(package))
-        if not Version(first) <= found < Version(end):
+        actual = Version(version(package))
+        if not Version(first) <= actual < Version(end):
             raise RefusedError(
-                "versions", f"{package} {found} is installed, tested are releases from {first} to below {end}"
+                "versions",
+                f"{package} {actual} is installed, tested are releases from {first} to below {end}",
             )
 
 
 def sequence_parallel_size(config: Mapping[str, Any], world: int) -> int:
-    """The "sequence_parallel_size" of a configuration, for `world` ranks; 1 without it and a section.
+    """Return "sequence_parallel_size" for `world` ranks; 1 in a configuration without it and our section.
 
     Raises:
         RefusedError: the section "burst_attention" is there and the size is not, or under another name; or
@@ -46,7 +47,7 @@ def sequence_parallel_size(config: Mapping[str, Any], world: int) -> int:
 
 
 def _refuse_missing_size(config: Mapping[str, Any]) -> None:
-    """RefusedError where a typing error, or a key forgotten, would silently give every rank a sequence."""
+    """Raise RefusedError if a misspelt or missing key would silently give every rank its own sequence."""
     if SIZE in config:
         return
     near = difflib.get_close_matches(SIZE, config, 1, 0.85)
@@ -61,7 +62,7 @@ def _refuse_missing_size(config: Mapping[str, Any]) -> None:
 
 
 def refuse_config(config: Mapping[str, Any], mesh_param: Any = None) -> None:
-    """RefusedError for what DeepSpeed would do wrongly with a sharded sequence, whatever the groups."""
+    """Raise RefusedError for settings that are wrong with sharded sequences, whatever the groups."""
     if mesh_param is not None or "data_parallel_size" in config:
         raise RefusedError(
             "mesh",
@@ -78,7 +79,7 @@ def refuse_config(config: Mapping[str, Any], mesh_param: Any = None) -> None:
 
 
 def refuse_autos(config: Mapping[str, Any]) -> None:
-    """RefusedError for values "auto" that only the Trainer and Accelerate fill in."""
+    """Raise RefusedError for values "auto" that only the Trainer and Accelerate fill in."""
     unknown = [path for path in _autos(config) if path not in (KEY, "pipeline.stages")]
     if unknown:
         raise RefusedError(
@@ -89,7 +90,7 @@ def refuse_autos(config: Mapping[str, Any]) -> None:
 
 
 def refuse_batch(config: Mapping[str, Any], replicas: int) -> None:
-    """RefusedError for batch sizes that contradict each other.
+    """Raise RefusedError for batch sizes that contradict each other.
 
     Args:
         replicas: data-parallel ranks, world / sequence_parallel_size.
@@ -109,7 +110,7 @@ def refuse_batch(config: Mapping[str, Any], replicas: int) -> None:
 
 
 def _autos(part: Any, path: str = "") -> Iterator[str]:
-    """Where a configuration says "auto", the section of our own left out."""
+    """Return the keys of a configuration whose value is "auto", outside our own section."""
     if part == "auto":
         yield path
     elif isinstance(part, Mapping):
@@ -119,18 +120,18 @@ def _autos(part: Any, path: str = "") -> Iterator[str]:
 
 
 def refuse_mpu(config: Mapping[str, Any], mpu: Any, size: int) -> None:
-    """RefusedError for an mpu of the caller's that would go wrong; `size` is that of the JSON."""
+    """Raise RefusedError for a caller's mpu that would go wrong; `size` is that of the JSON."""
     needed = ("get_sequence_parallel_group", "get_sequence_data_parallel_group", "get_model_parallel_group")
     lacking = [name for name in needed if not hasattr(mpu, name)]
     if lacking:
         raise RefusedError("mpu", f"it must have {', '.join(needed)}; it lacks {', '.join(lacking)}")
     group = mpu.get_sequence_parallel_group()
-    found = dist.get_world_size(group)
-    if found != size:
+    actual = dist.get_world_size(group)
+    if actual != size:
         raise RefusedError(
             "sequence_parallel_size",
-            f"the JSON says {size}, but the sequence groups have {found} ranks: "
-            f'write "sequence_parallel_size": {found} (zero.Init reads it before there is an mpu)',
+            f"the JSON says {size}, but the sequence groups have {actual} ranks: "
+            f'write "sequence_parallel_size": {actual} (zero.Init reads it before there is an mpu)',
         )
     sequence = set(dist.get_process_group_ranks(group))
     if zero(config).stage == 3 and hasattr(mpu, "get_data_parallel_group"):
@@ -142,7 +143,7 @@ def refuse_mpu(config: Mapping[str, Any], mpu: Any, size: int) -> None:
                 f"are dealt and gradients averaged over the wrong ranks: it has {sorted(data)}, the sequence "
                 f"group {sorted(sequence)}",
             )
-    aliased = found > 1 and sequence <= set(dist.get_process_group_ranks(mpu.get_model_parallel_group()))
+    aliased = actual > 1 and sequence <= set(dist.get_process_group_ranks(mpu.get_model_parallel_group()))
     if aliased and part(config, "activation_checkpointing").get("partition_activations"):
         raise RefusedError(
             "partition_activations",

@@ -19,11 +19,11 @@ KEY = "burst_attention"
 
 
 ONLY_FOR = {"keep": ("segment",), "memory_gb": ("segment",), "offload": ("attention", "segment")}
-"""Keys of "checkpointing" that do not go with every policy."""
+"""Keys of "checkpointing" that only some policies take."""
 
 
 class SectionError(ValueError):
-    """The section is not legal: says which key, what came, and what is legal."""
+    """Refuses a section: names the key, its value, and the legal values."""
 
 
 class _Strict(BaseModel):
@@ -31,7 +31,7 @@ class _Strict(BaseModel):
 
 
 class Checkpointing(_Strict):
-    """What of a layer is stored for backward, and what is computed again there."""
+    """Which tensors of a layer are stored for backward, and which are computed again."""
 
     policy: Literal["none", "full", "attention", "segment"] = Field(
         "none",
@@ -56,8 +56,8 @@ class Checkpointing(_Strict):
     def _is_for_its_policy(self) -> Checkpointing:
         for name, policies in ONLY_FOR.items():
             value = getattr(self, name)
-            given = name in self.model_fields_set and value is not None and value is not False
-            if given and self.policy not in policies:
+            is_set = name in self.model_fields_set and value is not None and value is not False
+            if is_set and self.policy not in policies:
                 legal = " and ".join(f'"{policy}"' for policy in policies)
                 raise ValueError(f'{name} is for policy {legal}, got it with "{self.policy}"')
         self.recomputed()
@@ -82,7 +82,7 @@ class Checkpointing(_Strict):
 
 
 def _field(name: str) -> tuple[Any, Any]:
-    """A field of BurstConfig as a key of the section: (its type, its default and description)."""
+    """Return a field of BurstConfig as a key of the section: (type, default with description)."""
     default, legal, meaning = SETTINGS[name]
     words = ("auto", *KERNELS) if name == "kernel" else legal
     kind: Any = bool if isinstance(default, bool) else str
@@ -100,7 +100,7 @@ _Settings: Any = create_model("_Settings", __base__=_Strict, **_FIELDS)
 
 
 class Section(_Settings):  # type: ignore[misc]
-    """The section "burst_attention": every field of BurstConfig, and what is more than attention."""
+    """The section "burst_attention": every field of BurstConfig, the fused loss, and recompute."""
 
     fused_loss: bool = Field(True, description="Fuse the LM head with its loss: no logits in training.")
     checkpointing: Checkpointing = Field(
@@ -118,27 +118,27 @@ class Section(_Settings):  # type: ignore[misc]
 
 
 def section_of(config: Mapping[str, Any]) -> Section:
-    """The section of a DeepSpeed configuration; all defaults where it is missing.
+    """Return the section of a DeepSpeed configuration; all defaults if there is none.
 
     Raises:
         SectionError: a key or a value is not legal.
     """
-    given = config.get(KEY, {})
-    if not isinstance(given, Mapping):
-        raise SectionError(f'"{KEY}" must be a JSON object, got {given!r}')
+    written = config.get(KEY, {})
+    if not isinstance(written, Mapping):
+        raise SectionError(f'"{KEY}" must be a JSON object, got {written!r}')
     for key in config:  # a typing error in the section's own name would turn all of it off
         near = "burst" in key.lower() or difflib.get_close_matches(key, [KEY], cutoff=0.8)
         if KEY not in config and near:
             raise SectionError(f'unknown section "{key}": did you mean "{KEY}"?')
     try:
-        section: Section = Section.model_validate(dict(given))
+        section: Section = Section.model_validate(dict(written))
         return section
     except ValidationError as error:
         raise SectionError("; ".join(_words(error))) from None
 
 
 def config_dict(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's configuration, from a path or a mapping, as a copy.
+    """Return a copy of DeepSpeed's configuration, from a path or a mapping.
 
     Raises:
         SectionError: there is no such file, or it is no JSON object, or has a key twice.
@@ -150,43 +150,43 @@ def config_dict(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys as no_key_twice
 
     try:
-        found = json.loads(Path(config).read_text(), object_pairs_hook=no_key_twice)
+        settings = json.loads(Path(config).read_text(), object_pairs_hook=no_key_twice)
     except (OSError, ValueError) as error:
         raise SectionError(f"config must be a JSON file or a dict: {config}: {error}") from None
-    if not isinstance(found, dict):
-        raise SectionError(f"config must hold a JSON object, {config} holds {type(found).__name__}")
-    return found
+    if not isinstance(settings, dict):
+        raise SectionError(f"config must hold a JSON object, {config} holds {type(settings).__name__}")
+    return settings
 
 
 def _words(error: ValidationError) -> Iterator[str]:
-    """A sentence for each key that is wrong: a key that may be of several types has one error for each."""
+    """Yield a sentence for each illegal key. A key of several types has one error for each type."""
     by_path: dict[tuple[str, ...], list[Any]] = {}
-    for found in error.errors():
-        path = tuple(str(part) for part in found["loc"] if part not in ("int", "float", "literal['auto']"))
-        by_path.setdefault(path, []).append(found)
+    for first in error.errors():
+        path = tuple(str(part) for part in first["loc"] if part not in ("int", "float", "literal['auto']"))
+        by_path.setdefault(path, []).append(first)
     for path, errors in by_path.items():
-        found, where = errors[0], ".".join([KEY, *path])
+        first, where = errors[0], ".".join([KEY, *path])
         owner = Checkpointing if path[:1] == ("checkpointing",) and len(path) > 1 else Section
-        if found["type"] == "extra_forbidden":
+        if first["type"] == "extra_forbidden":
             legal = [*owner.model_fields]
             near = difflib.get_close_matches(path[-1], legal, 1, 0.6)
             meant = f': did you mean "{near[0]}"?' if near else "."
             if path[-1] == "sequence_parallel_size":
                 meant = f': write it beside "{KEY}", where DeepSpeed reads it.'
             yield f'unknown key "{where}"{meant} Legal: {", ".join(legal)}'
-        elif found["type"] == "model_type":
-            yield f'"{where}" must be a JSON object, got {found["input"]!r}'
+        elif first["type"] == "model_type":
+            yield f'"{where}" must be a JSON object, got {first["input"]!r}'
         elif len(errors) > 1:
             kinds = _legal(owner.model_fields[path[-1]].annotation).replace("`", "")
-            yield f'"{where}" must be one of: {kinds}; got {found["input"]!r}'
+            yield f'"{where}" must be one of: {kinds}; got {first["input"]!r}'
         else:
-            words = found["msg"].removeprefix("Value error, ")
-            came = "" if isinstance(found["input"], Mapping | BaseModel) else f", got {found['input']!r}"
+            words = first["msg"].removeprefix("Value error, ")
+            came = "" if isinstance(first["input"], Mapping | BaseModel) else f", got {first['input']!r}"
             yield f'"{where}": {words}{came}'
 
 
 def reference() -> str:
-    """The reference page of the section, in Markdown: made of the schema."""
+    """Return the reference page of the section, in Markdown, made from the schema."""
     lines = [
         f'# The section "{KEY}"',
         "",

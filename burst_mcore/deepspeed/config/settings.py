@@ -11,21 +11,21 @@ from burst_mcore.deepspeed.errors import RefusedError
 
 
 def part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """An object of the configuration; empty where it is missing.
+    """Return an object of the configuration; an empty one if it is missing.
 
     Raises:
         RefusedError: it is no object.
     """
-    found = config.get(name, {})
-    if not isinstance(found, Mapping):
+    section = config.get(name, {})
+    if not isinstance(section, Mapping):
         raise RefusedError(
-            "configuration", f'"{name}" must be a JSON object, got {found!r}: correct it, or leave it out'
+            "configuration", f'"{name}" must be a JSON object, got {section!r}: correct it, or leave it out'
         )
-    return found
+    return section
 
 
 def zero(config: Mapping[str, Any]) -> Any:
-    """The part "zero_optimization", as DeepSpeed's DeepSpeedZeroConfig.
+    """Return the part "zero_optimization" as DeepSpeed's DeepSpeedZeroConfig.
 
     What says "auto" is left at DeepSpeed's default: Accelerate fills it in later, and none of it is asked
     for here.
@@ -35,11 +35,11 @@ def zero(config: Mapping[str, Any]) -> Any:
     """
     from deepspeed.runtime.zero.config import get_zero_config
 
-    given = config.get("zero_optimization", {})
-    if not isinstance(given, bool):
-        given = {name: x for name, x in part(config, "zero_optimization").items() if x != "auto"}
+    section = config.get("zero_optimization", {})
+    if not isinstance(section, bool):
+        section = {name: x for name, x in part(config, "zero_optimization").items() if x != "auto"}
     try:
-        return get_zero_config({**config, "zero_optimization": given})
+        return get_zero_config({**config, "zero_optimization": section})
     except ValidationError as error:
         words = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise RefusedError("configuration", f'"zero_optimization": {words}') from None

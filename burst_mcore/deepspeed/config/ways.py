@@ -14,7 +14,7 @@ from burst_mcore.attention.autotune.choose import (
     legal_degrees,
     typical,
 )
-from burst_mcore.attention.autotune.cost import Shard
+from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
@@ -24,7 +24,7 @@ from burst_mcore.rates import Rates
 def ways(
     config: BurstConfig, shard: Shard, mask: Mask, n: int, ranks: Ranks, rates: Rates
 ) -> tuple[Candidate, ...]:
-    """What `config` allows for a sequence of n tokens; "auto" shares heads between ranks of one node only.
+    """Return the ways that `config` allows for n tokens; "auto" shares heads between ranks of one node only.
 
     Between nodes a ring needs neighbours alone, an all-to-all all pairs, whose contention the cost model does
     not know.

@@ -1,4 +1,4 @@
-"""Batches of a whole sequence -> what a rank is given: pure functions.
+"""From batches of whole sequences to the part of a rank: pure functions.
 
 A batch is a dict of tensors [rows, tokens, ...]; what has no such shape goes to every rank as it is. Labels
 are shifted before the sequence is dealt, and one index deals tokens, positions and labels.
@@ -6,7 +6,6 @@ are shifted before the sequence is dealt, and one index deals tokens, positions 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -16,14 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from burst_mcore.agreement import digest_of
 from burst_mcore.deepspeed.errors import RefusedError
+from burst_mcore.digest import digest
 from burst_mcore.layout import Layout, shard
 
 logger = logging.getLogger("burst_mcore")
 
 IGNORED = -100
 CUMULATED = ("cu_seqlens", "cu_seq_lens_q")
-"""Names under which a batch may say where its documents begin; Hugging Face's has one for keys too."""
+"""Names in a batch of the table of its documents (cu_seqlens); Hugging Face has one for keys too."""
 REPLACED = (
     *CUMULATED,
     "cu_seq_lens_k",
@@ -33,11 +34,11 @@ REPLACED = (
     "attention_mask",
     "labels",
 )
-"""What positions and shifted labels say as well, and what no rank gets."""
+"""Columns that positions and shifted labels replace: no rank gets them."""
 
 
 def collated(samples: Sequence[Any], pad_token_id: int = 0) -> dict[str, Any]:
-    """Samples of any lengths as one batch, padded on the right.
+    """Return samples of any lengths as one batch, padded on the right.
 
     Args:
         samples: dicts of sequences of numbers (lists, arrays, tensors), or the token ids alone. Columns that
@@ -73,18 +74,18 @@ def collated(samples: Sequence[Any], pad_token_id: int = 0) -> dict[str, Any]:
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The columns of a sample that are numbers, as tensors."""
-    found, left_out = {}, []
+    """Return the columns of a sample that are numbers, as tensors."""
+    columns, left_out = {}, []
     for name, value in row.items():
         try:
-            found[name] = torch.as_tensor(value)
+            columns[name] = torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError):
             left_out.append(name)
-    if "input_ids" not in found:
+    if "input_ids" not in columns:
         raise RefusedError("batch", f"a sample has no input_ids of numbers; its columns are {', '.join(row)}")
     if left_out:
         _warn_of_left_out(tuple(left_out))
-    return found
+    return columns
 
 
 @lru_cache(maxsize=64)  # once for each set of columns
@@ -99,7 +100,7 @@ def prepared(
     pad_token_id: int = 0,
     max_positions: int | None = None,
 ) -> dict[str, Any]:
-    """The whole sequence as it is dealt: input_ids, position_ids, shift_labels, and what else came.
+    """Return the whole sequence as it is dealt: input_ids, position_ids, shift_labels, and all other columns.
 
     Documents are what `cu_seqlens` says (one row), or begin where given position_ids restart; padding in
     front of tokens (attention_mask 0) is one of its own. The first token of a document is nobody's label.
@@ -146,7 +147,7 @@ def prepared(
 
 
 def dealt(whole: Mapping[str, Any], *, rank: int, size: int, layout: Layout | str) -> dict[str, Any]:
-    """What `rank` of `size` gets of a prepared batch: every [rows, tokens, ...] by the same index."""
+    """Return a rank's part of a prepared batch: every [rows, tokens, ...] by the same index."""
     n = whole["input_ids"].shape[1]
     return {
         name: shard(x, 1, rank=rank, size=size, layout=layout) if is_dealt(x, n) else x
@@ -154,15 +155,10 @@ def dealt(whole: Mapping[str, Any], *, rank: int, size: int, layout: Layout | st
     }
 
 
-def digest(batch: Mapping[str, Any]) -> int:
-    """A number for what is dealt, not negative: ranks compare theirs."""
-    hashed = hashlib.blake2b(digest_size=7)
-    for name in ("input_ids", "position_ids", "shift_labels"):
-        if name not in batch:
-            continue
-        hashed.update(str(tuple(batch[name].shape)).encode())
-        hashed.update(batch[name].contiguous().cpu().numpy().tobytes())
-    return int.from_bytes(hashed.digest(), "little")
+def digest_of_batch(batch: Mapping[str, Any]) -> int:
+    """Return a number, not negative, by which ranks compare the batches that they deal."""
+    names = [name for name in ("input_ids", "position_ids", "shift_labels") if name in batch]
+    return digest_of({name: digest(batch[name].cpu()) for name in names})
 
 
 def is_dealt(x: Any, n: int) -> bool:
@@ -182,7 +178,7 @@ def documents(position_ids: Tensor) -> tuple[tuple[int, ...], ...]:
     Raises:
         RefusedError: a document after the first of a row does not begin at position 0.
     """
-    found = []
+    ends = []
     for row, begins in zip(position_ids, starts(position_ids), strict=True):
         at = begins.nonzero().flatten()
         odd = at[1:][row[at[1:]] != 0]
@@ -194,8 +190,8 @@ def documents(position_ids: Tensor) -> tuple[tuple[int, ...], ...]:
                 f"{int(row[token - 1])} at token {token - 1} is followed by {int(row[token])}. Was the "
                 f"batch dealt by another layout, or numbered after it was dealt?",
             )
-        found.append((*at.tolist(), len(row)))
-    return tuple(found)
+        ends.append((*at.tolist(), len(row)))
+    return tuple(ends)
 
 
 def _check_labels(name: str, labels: Any, ids: Tensor) -> None:

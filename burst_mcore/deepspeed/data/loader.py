@@ -18,21 +18,21 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from burst_mcore.agreement import Collective
 from burst_mcore.attention.prepare import one_ahead, prepare
-from burst_mcore.deepspeed.data.batches import collated, dealt, digest, documents, prepared
+from burst_mcore.deepspeed.data.batches import collated, dealt, digest_of_batch, documents, prepared
 from burst_mcore.deepspeed.errors import RefusedError
-from burst_mcore.deepspeed.ranks.groups import exchanged
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 
 logger = logging.getLogger("burst_mcore")
 
 END, FAILED = -1, -2
-"""What a rank tells the others of a batch that it has not."""
+"""States of a rank without a batch; states of batches are digests, which are not negative."""
 
 
 class ShardedLoader:
-    """Goes over a loader of whole sequences and yields this rank's part of each batch.
+    """Iterates over a loader of whole sequences and yields this rank's part of each batch.
 
     Every rank of the sequence group must load the same batches (`own=False`); that is checked, batch by
     batch. Or each loads its own (`own=True`, the way of UlyssesSPDataLoaderAdapter, for loaders that deal
@@ -91,6 +91,11 @@ class ShardedLoader:
             return
         yield from one_ahead(self._parts())
 
+    def _states(self, mine: int) -> list[int]:
+        """The states of all ranks of the sequence group."""
+        table = [[mine]] if self.group is None else Collective(self.group).integers([mine])
+        return [state for (state,) in table]
+
     def _parts(self) -> Iterator[dict[str, Any]]:
         batches = iter(self.loader)
         while True:
@@ -98,12 +103,12 @@ class ShardedLoader:
             problem: Exception | None = None
             try:
                 batch = self._prepared(_mapping(next(batches)))
-                state = digest(batch)
+                state = digest_of_batch(batch)
             except StopIteration:
                 pass
             except Exception as error:  # of any kind: the others must not wait for this rank
                 state, problem = FAILED, error
-            states = [state] if self.group is None else [x for (x,) in exchanged([state], self.group)]
+            states = self._states(state)
             if problem is not None:
                 raise problem
             if FAILED in states:
@@ -135,7 +140,7 @@ class ShardedLoader:
         return iter(wholes)
 
     def _part(self, whole: dict[str, Any]) -> dict[str, Any]:
-        """What this rank is given of a whole batch."""
+        """Return this rank's part of a whole batch."""
         return self._on_device(dealt(whole, rank=self.rank, size=self.size, layout=self.layout))
 
     def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -179,7 +184,7 @@ def loader_for(
     pad_token_id: int = 0,
     **options: Any,
 ) -> ShardedLoader:
-    """The loader of a dataset, dealt over data-parallel ranks as DeepSpeed deals it, or of a DataLoader.
+    """Return the loader of a dataset, dealt over data-parallel ranks as DeepSpeed does, or of a DataLoader.
 
     A DataLoader keeps its sampler; one whose DistributedSampler deals over all ranks brings each rank's own.
     What deals nothing itself, a plain DataLoader or an IterableDataset, is the same on every data-parallel

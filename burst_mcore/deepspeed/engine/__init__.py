@@ -1,1 +1,1 @@
-"""What a user calls: initialize, the doctor, and a stand-in for DistributedAttention."""
+"""The entry points for users: initialize, the doctor, and a stand-in for DistributedAttention."""

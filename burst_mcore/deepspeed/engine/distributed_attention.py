@@ -1,4 +1,4 @@
-"""In the place of deepspeed.sequence.layer.DistributedAttention, for Megatron-DeepSpeed and others."""
+"""A stand-in for deepspeed.sequence.layer.DistributedAttention, for Megatron-DeepSpeed and others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burst_mcore.attention.function import burst_attention
+from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.deepspeed.errors import RefusedError
@@ -15,7 +15,7 @@ from burst_mcore.layout import shard
 from burst_mcore.mask import Mask
 
 CONTIGUOUS = BurstConfig(layout="contiguous", head_parallel="auto")
-"""How such callers deal sequences."""
+"""The layout by which such callers deal sequences."""
 
 
 class BurstDistributedAttention(nn.Module):
@@ -111,8 +111,8 @@ class BurstDistributedAttention(nn.Module):
 def _refuse_dropout(local_attention: Any) -> None:
     modules = local_attention.modules() if isinstance(local_attention, nn.Module) else [local_attention]
     for module in modules:
-        found = module.p if isinstance(module, nn.Dropout) else getattr(module, "dropout_p", 0.0)
-        if isinstance(found, int | float) and found:
+        dropout = module.p if isinstance(module, nn.Dropout) else getattr(module, "dropout_p", 0.0)
+        if isinstance(dropout, int | float) and dropout:
             raise RefusedError(
-                "dropout", f"{type(module).__name__} has attention dropout {found}: set it to 0"
+                "dropout", f"{type(module).__name__} has attention dropout {dropout}: set it to 0"
             )

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from burst_mcore.attention.autotune.choose import Ranks, best, reason
-from burst_mcore.attention.autotune.cost import Shard
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import RANKS, choose
 from burst_mcore.attention.recompute.cuts import cut_for
+from burst_mcore.attention.shard import Shard
 from burst_mcore.deepspeed.config.refusals import (
     refuse_batch,
     refuse_config,
@@ -34,7 +34,7 @@ HERE = "here"
 
 
 def examine(path: Path, *, world: int, per_node: int, shape: Shape, device: str = HERE) -> Iterator[str]:
-    """Lines on what `path` asks for, over `world` ranks, `per_node` of them on a node.
+    """Return lines that describe the configuration at `path` on `world` ranks, `per_node` of them a node.
 
     Bytes and times are the cost model's, for rates of this kind of device; memory is arithmetic.
 
@@ -88,9 +88,16 @@ def examine(path: Path, *, world: int, per_node: int, shape: Shape, device: str 
         yield f"kernel on {device}, {_name(dtype)}: the first installed that serves, of {order}"
     else:
         yield f"kernel on {device}, {_name(dtype)}: {section.kernel}, as the section asks (not checked here)"
-    grad = section.burst_config().grad_dtype.itemsize
-    heads = shape.heads, shape.kv_heads
-    shard = Shard(micro, padded // size, *heads, shape.head_dim, shape.head_dim, dtype.itemsize, grad)
+    shard = Shard(
+        batch=micro,
+        tokens=padded // size,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        value_dim=shape.head_dim,
+        dtype=dtype,
+        grad_dtype=section.burst_config().grad_dtype,
+    )
     if size > 1:
         candidates = ways(section.burst_config(), shard, Mask.causal(), shape.seq, Ranks(size, intra), rates)
         chosen = best(candidates)
@@ -129,7 +136,7 @@ def examine(path: Path, *, world: int, per_node: int, shape: Shape, device: str 
 
 
 def _memory(device: str) -> float | None:
-    """Bytes of a device; None where that is the memory of the whole machine."""
+    """Return the bytes of a device; None if its memory is that of the whole machine."""
     if device != HERE:
         return DEVICES[device].memory
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None

@@ -30,7 +30,7 @@ from burst_mcore.deepspeed.ranks.groups import unit_of
 logger = logging.getLogger("burst_mcore")
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3}}
-"""Where there is data to train on, and neither JSON nor caller has an optimizer: torch's default."""
+"""The optimizer if there is training data, but neither JSON nor caller has one: with torch's default rate."""
 
 
 def initialize(
@@ -107,13 +107,16 @@ def shard_loader(
     pad_token_id: int | None = None,
     **options: Any,
 ) -> ShardedLoader:
-    """A loader for an engine of `initialize`: of evaluation data, say. `options`: those of `loader_for`."""
+    """Return a loader for an engine of `initialize`, such as one of evaluation data.
+
+    `options` are those of `loader_for`.
+    """
     sequence = sequence or sequence_of(engine.module)
-    how = dict(sequence.dealing)
+    dealing = dict(sequence.dealing)
     if pad_token_id is not None:
-        how["pad_token_id"] = pad_token_id
+        dealing["pad_token_id"] = pad_token_id
     size = engine.train_micro_batch_size_per_gpu()
-    return loader_for(data, batch_size=size, group=sequence.group, device=engine.device, **how, **options)
+    return loader_for(data, batch_size=size, group=sequence.group, device=engine.device, **dealing, **options)
 
 
 def _read(

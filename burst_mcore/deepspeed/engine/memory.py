@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from burst_mcore.attention.autotune.cost import Shard
+from burst_mcore.attention.shard import Shard
 from burst_mcore.deepspeed.config.section import Checkpointing
 from burst_mcore.deepspeed.config.settings import zero
 from burst_mcore.deepspeed.models.served import use_burst

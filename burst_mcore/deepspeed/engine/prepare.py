@@ -1,15 +1,14 @@
-"""All that is done to a model before DeepSpeed makes an engine of it: attention, loss, recompute, hooks."""
+"""Prepares a model before DeepSpeed makes an engine of it: attention, loss, recompute, hooks."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from burst_mcore.attention.function import connect
+from burst_mcore.attention.api import connect
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.deepspeed.config.section import Section
@@ -22,6 +21,7 @@ from burst_mcore.deepspeed.models.served import checked_loss, use_burst
 from burst_mcore.deepspeed.models.trl import has_fused_head
 from burst_mcore.deepspeed.ranks.agreement import on_all_ranks, refuse_differences
 from burst_mcore.deepspeed.ranks.groups import topology_of
+from burst_mcore.digest import digest
 from burst_mcore.loss import patch_causal_lm
 
 SEQUENCE = "_burst_mcore_sequence"
@@ -31,7 +31,7 @@ SEQUENCE = "_burst_mcore_sequence"
 def prepare_model(
     model: nn.Module, section: Section, config: Mapping[str, Any], unit: Any
 ) -> SequenceParallel:
-    """All that is done to a model, in place. `config`: DeepSpeed's. Preparing twice is preparing once.
+    """Prepare a model, in place. `config` is DeepSpeed's. A second call changes nothing more.
 
     Collective over all ranks; the first logs how many of them share a sequence, and whose loss it is.
 
@@ -58,7 +58,7 @@ def prepare_model(
 
 
 def sequence_of(model: nn.Module) -> SequenceParallel:
-    """What `prepare_model` made for a model.
+    """Return what `prepare_model` attached to a model.
 
     Raises:
         RefusedError: it was not prepared.
@@ -70,7 +70,7 @@ def sequence_of(model: nn.Module) -> SequenceParallel:
 
 
 def _change(model: Any, section: Section, config: Mapping[str, Any], size: int) -> str:
-    """Attention, loss and recompute of a model; nothing is communicated. Says whose loss it is."""
+    """Set attention, loss and recompute of a model, without communication; say whose loss it is."""
     if not isinstance(model, nn.Module):
         raise RefusedError("model", f"give the model itself, got {model!r}")
     refuse_large_parameters(config, model.parameters())
@@ -102,7 +102,7 @@ def _connected(unit: Any, config: BurstConfig) -> Topology:
 
 
 def _dealing(model: nn.Module, config: BurstConfig) -> dict[str, Any]:
-    """How batches are dealt that a model is given: keyword arguments of `ShardedLoader`."""
+    """Return how a model's batches are dealt: keyword arguments of `ShardedLoader`."""
     settings: Any = getattr(model, "config", None)
     text = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
     most = getattr(text, "max_position_embeddings", None)
@@ -113,16 +113,16 @@ def _dealing(model: nn.Module, config: BurstConfig) -> dict[str, Any]:
 
 
 def _fingerprint(model: nn.Module) -> str:
-    """What is alike on all ranks where their models are: class, number of parameters, names and shapes."""
+    """Return words that are equal on ranks with equal models: class, number and digest of parameters."""
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
     settings: Any = getattr(model, "config", None)
     told = settings.to_json_string() if hasattr(settings, "to_json_string") else ""
-    digest = hashlib.sha256(f"{shapes}{told}".encode()).hexdigest()[:8]
-    return f"a {type(model).__name__} of {len(shapes)} parameters (digest of shapes and config {digest})"
+    name = digest(f"{shapes}{told}")
+    return f"a {type(model).__name__} of {len(shapes)} parameters (digest of shapes and config {name})"
 
 
 def _log(line: str) -> None:
-    """In DeepSpeed's log, once for all ranks, at the level that its users see by default."""
+    """Log a line in DeepSpeed's log, once for all ranks, at the level that its users see by default."""
     from deepspeed.utils import logger
 
     if dist.get_rank() == 0:  # DeepSpeed's log_dist knows ranks only once an engine was made

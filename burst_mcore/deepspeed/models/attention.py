@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.autotune.choose import Ranks
-from burst_mcore.attention.autotune.cost import Shard
 from burst_mcore.attention.cached import attend_to_cache
-from burst_mcore.attention.function import burst_attention
 from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.deepspeed.config.ways import within_nodes
 from burst_mcore.deepspeed.errors import RefusedError
@@ -31,7 +31,7 @@ from burst_mcore.rates import DEFAULT
 NAME = "burst"
 """The attn_implementation."""
 UNDERSTOOD = ("position_ids", "cache_position", "num_items_in_batch", "shift_labels", "labels", "s_aux")
-"""Tensors that models hand to attention beside q, k and v, and which are known not to change the mask."""
+"""Tensors that models pass to attention beside q, k and v, and that do not change the mask."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Sequence:
     ends: tuple[tuple[int, ...], ...] = ()
     """cu_seqlens of each row; () where no row has more than one document."""
     last: int | None = None
-    """The highest position of the whole sequence, where this rank has a shard of it."""
+    """The highest position of the whole sequence, if this rank has a shard of it."""
     reached: set[nn.Module] = field(default_factory=set, compare=False, repr=False)
-    """The attention modules that came here for it."""
+    """The attention modules that attended here in this forward."""
 
     def masks(self, window: int | None) -> tuple[Mask, ...]:
         """By row, or one for all rows: causal, in documents and window (tokens, the query's own included)."""
@@ -61,7 +61,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class LayerMask:
-    """What the queries of a layer see, as its attention_mask."""
+    """The keys that the queries of a layer see; stands for its attention_mask."""
 
     sequence: Sequence
     masks: tuple[Mask, ...]
@@ -90,11 +90,11 @@ class _NoTensorError(RefusedError, AttributeError):  # type: ignore[misc]  # bot
 
 
 _current: list[Sequence] = []
-"""The sequence whose forward runs; set around the model's own forward by `SequenceParallel`."""
+"""The sequence whose forward runs. `SequenceParallel` sets it around the model's own forward."""
 
 
 class running:  # noqa: N801  # a context manager, used like a function
-    """Within, masks are those of `sequence`."""
+    """Make `sequence` the current one: within, masks are those of this sequence."""
 
     def __init__(self, sequence: Sequence) -> None:
         self._sequence = sequence
@@ -107,12 +107,12 @@ class running:  # noqa: N801  # a context manager, used like a function
 
 
 def current() -> Sequence | None:
-    """The sequence of the forward that runs."""
+    """Return the sequence of the forward that runs, or None."""
     return _current[-1] if _current else None
 
 
 def register() -> None:
-    """Make attn_implementation="burst" known to transformers. As often as you like."""
+    """Make attn_implementation="burst" known to transformers. Further calls change nothing."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -151,22 +151,24 @@ def mask_of(
 
 
 def _terms(function: Any) -> Iterator[tuple[str, int]]:
-    """What a mask function of transformers is an intersection of, found by the names of its parts."""
+    """Yield the terms of a mask function of transformers, by the names of its parts."""
     name = getattr(function, "__qualname__", repr(function))
     code, closure = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
-    held = dict(zip(code.co_freevars, (cell.cell_contents for cell in closure), strict=True)) if code else {}
+    variables = (
+        dict(zip(code.co_freevars, (cell.cell_contents for cell in closure), strict=True)) if code else {}
+    )
     match name.split(".<locals>")[0]:
         case "causal_mask_function":
             yield "causal", 0
         case "sliding_window_overlay":
-            yield "window", int(held["sliding_window"])
+            yield "window", int(variables["sliding_window"])
         case "and_masks":
-            for part in held["mask_functions"]:
+            for part in variables["mask_functions"]:
                 yield from _terms(part)
         case "packed_sequence_mask_function":
             return  # found in this rank's shard alone; `Sequence` has the documents of the whole
         case "remap_positions_for_packed_sequence" | "add_offsets_to_mask_function":
-            yield from _terms(held["mask_function"])
+            yield from _terms(variables["mask_function"])
         case "padding_mask_function":
             return  # checked to hide nothing
         case _:
@@ -199,10 +201,10 @@ def attend(
     """
     name = type(module).__name__
     if not isinstance(attention_mask, LayerMask):
-        what = "no mask" if attention_mask is None else f"a {type(attention_mask).__name__}"
+        mask = "no mask" if attention_mask is None else f"a {type(attention_mask).__name__}"
         raise RefusedError(
             "model",
-            f"{name} got {what} that does not come from transformers' mask interface: what it may see is "
+            f"{name} got {mask} that does not come from transformers' mask interface: what it may see is "
             f"unknown",
         )
     if dropout:
@@ -258,19 +260,19 @@ def _arrived(sequence: Sequence, module: nn.Module) -> None:
 
 
 def _within_nodes(sequence: Sequence, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> BurstConfig:
-    """The configuration of a call, which shares heads between ranks of one node if it is free to choose."""
+    """Return the configuration of a call; with "auto", heads are shared between ranks of one node only."""
     topology, config, n = sequence.topology, sequence.config, sequence.tokens
     if topology.nodes == 1:
         return config
     shard = Shard(
-        q.shape[0],
-        Layout.of(config.layout).padded(n, topology.size) // topology.size,
-        q.shape[2],
-        k.shape[2],
-        q.shape[3],
-        v.shape[3],
-        q.dtype.itemsize,
-        config.grad_dtype.itemsize,
+        batch=q.shape[0],
+        tokens=Layout.of(config.layout).padded(n, topology.size) // topology.size,
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        value_dim=v.shape[3],
+        dtype=q.dtype,
+        grad_dtype=config.grad_dtype,
     )
     rates = topology.rates or DEFAULT.get(q.device.type, DEFAULT["cpu"])
     return within_nodes(config, shard, mask, n, Ranks(topology.size, topology.intra_size), rates)
@@ -286,11 +288,11 @@ def _from_cache(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """A few new tokens over all keys of a cache, which every rank has: by the kernel of plain torch."""
+    """Attend from a few new tokens to all keys of a cache, which every rank has, in plain torch."""
     last = seen.offset + q.shape[1]
     queries = torch.arange(seen.offset, last, device=q.device)
     keys = torch.arange(last - k.shape[1], last, device=q.device)  # a cache of a window forgets the first
     ahead = keys[None, :] - queries[:, None]
     allowed = (ahead <= 0) if seen.window is None else (ahead <= 0) & (ahead > -seen.window)
-    how = Scores(1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale, softcap)
-    return attend_to_cache(q, k, v, allowed, how, sinks)
+    scores = Scores(1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale, softcap)
+    return attend_to_cache(q, k, v, allowed, scores, sinks)

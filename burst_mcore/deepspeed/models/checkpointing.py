@@ -1,4 +1,4 @@
-"""Where recompute policies are attached to a model: the section's "checkpointing"."""
+"""Attaches the recompute policy of the section's "checkpointing" to a model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def attach_checkpointing(model: Any, asked: Checkpointing) -> None:
 
 
 _USERS: WeakKeyDictionary[nn.Module, dict[str, tuple[bool, Any]]] = WeakKeyDictionary()
-"""By model and path of a module: what it had before ours, (whether it is checkpointed, by which function)."""
+"""By model and path of a module, its state before ours: (whether it is checkpointed, by which function)."""
 
 
 def _detach(model: nn.Module) -> None:

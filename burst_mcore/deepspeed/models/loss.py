@@ -15,7 +15,7 @@ from burst_mcore.layout import Layout, shard, unshard
 
 
 class WholeLoss(torch.autograd.Function):
-    """A rank's part of a loss -> the loss, on all ranks; backward goes to this part alone, times `scale`."""
+    """The sum of all ranks' parts of a loss; backward goes to this rank's part alone, times `scale`."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup | None, scale: float) -> Tensor:
@@ -31,7 +31,7 @@ class WholeLoss(torch.autograd.Function):
 
 
 class WholeTokens(torch.autograd.Function):
-    """A rank's part [rows, local, ...] of numbers a token -> the whole [rows, tokens, ...], on all ranks.
+    """Numbers of all tokens [rows, tokens, ...] on all ranks, from each rank's part [rows, local, ...].
 
     Backward takes this rank's part of the gradient, which is the same on all ranks, times `scale`.
     """
@@ -52,7 +52,7 @@ class WholeTokens(torch.autograd.Function):
 
 
 def gradient_scale(config: Mapping[str, Any], size: int) -> float:
-    """By which a rank's part of the gradient is multiplied before DeepSpeed reduces it.
+    """Return the factor of a rank's part of the gradient, before DeepSpeed reduces it.
 
     ZeRO 0 to 2 divide by DP alone and so sum over the sequence group, as parts must be. ZeRO-3 divides by all
     ranks where it reduces by reduce-scatter, and by DP where it all-reduces contiguous gradients, which it
@@ -68,7 +68,7 @@ def _scatters(settings: Any) -> bool:
 
 
 def refuse_large_parameters(config: Mapping[str, Any], parameters: Iterable[nn.Parameter]) -> None:
-    """RefusedError where ZeRO-3 would take one scale for some parameters and the other for the rest."""
+    """Raise RefusedError if ZeRO-3 would take one scale for some parameters and another for the rest."""
     settings = zero(config)
     if settings.stage != 3 or _scatters(settings):
         return

@@ -15,7 +15,7 @@ from burst_mcore.layout import Layout, positions, shard, unshard
 
 
 class Prefill:
-    """One prompt of n tokens, which every rank has whole before and behind; the work between is dealt.
+    """One prompt of n tokens: every rank has it whole before and after, and the work between is dealt.
 
     Every rank ends with the keys and values of all tokens in its cache, and with the logits of the last one:
     what a forward over the whole prompt leaves. Later tokens are then computed by every rank alike.
@@ -28,35 +28,35 @@ class Prefill:
         """Tokens that are dealt; those from n on are dropped again, and causal attention never sees them."""
         self._cache: Any = None
 
-    def begin(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of this rank's part of the forward."""
+    def begin(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of this rank's part of the forward."""
         from transformers import DynamicCache
 
-        mask = given.get("attention_mask")
+        mask = arguments.get("attention_mask")
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):
             raise RefusedError(
                 "attention_mask", "prompts of a batch must be of one length: padding is not served"
             )
-        if given.get("input_ids") is None:
+        if arguments.get("input_ids") is None:
             raise RefusedError("inputs_embeds", "generate under sequence parallelism needs input_ids")
-        ids = given["input_ids"]
-        self._cache = given["past_key_values"]
-        at = torch.arange(self.padded, device=ids.device).expand(ids.shape[0], -1)
-        given = {
-            **given,
+        ids = arguments["input_ids"]
+        self._cache = arguments["past_key_values"]
+        places = torch.arange(self.padded, device=ids.device).expand(ids.shape[0], -1)
+        arguments = {
+            **arguments,
             "input_ids": self._dealt(torch.nn.functional.pad(ids, (0, self.padded - self.n))),
-            "position_ids": self._dealt(at.where(at < self.n, 0)),
+            "position_ids": self._dealt(places.where(places < self.n, 0)),
             "attention_mask": None,
             "past_key_values": DynamicCache(),  # without a model's config: it keeps all that it is given
             "logits_to_keep": torch.tensor([self._last()[1]], device=ids.device),
         }
-        given.pop("cache_position", None)
-        return given
+        arguments.pop("cache_position", None)
+        return arguments
 
     def finish(self, out: Any) -> Any:
-        """The output as a forward over the whole prompt has it."""
-        for layer, held in enumerate(out.past_key_values.layers):
-            self._cache.update(self._whole(held.keys), self._whole(held.values), layer)
+        """Return the output of a forward over the whole prompt."""
+        for layer, own in enumerate(out.past_key_values.layers):
+            self._cache.update(self._whole(own.keys), self._whole(own.values), layer)
         logits = out.logits.contiguous()
         dist.broadcast(logits, dist.get_global_rank(self.group, self._last()[0]), group=self.group)
         out.logits, out.past_key_values = logits, self._cache
@@ -69,9 +69,9 @@ class Prefill:
         """(rank that holds the prompt's last token, which row this rank keeps logits of: that, or 0)."""
         size = self.topology.size
         for rank in range(size):
-            held = (positions(self.padded, rank=rank, size=size, layout=self.layout) == self.n - 1).nonzero()
-            if len(held):
-                return rank, int(held[0]) if rank == self.topology.rank else 0
+            rows = (positions(self.padded, rank=rank, size=size, layout=self.layout) == self.n - 1).nonzero()
+            if len(rows):
+                return rank, int(rows[0]) if rank == self.topology.rank else 0
         raise AssertionError("every token is dealt to a rank")
 
     def _whole(self, x: Tensor) -> Tensor:

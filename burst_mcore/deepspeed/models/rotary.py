@@ -1,8 +1,8 @@
-"""Rotary embeddings whose frequencies depend on how long the sequence is are told of the whole one.
+"""Rotary embeddings whose frequencies depend on the length get the length of the whole sequence.
 
-transformers takes the length from the highest position that it is given: of a shard, which every rank would
-rotate in its own way. Here they are given the highest position of all as one more token, and the sine and
-cosine of that are dropped again.
+transformers takes the length from the highest position that it sees. Over a shard that is the shard's, so
+that every rank would rotate in its own way. Here the highest position of all comes as one more token, whose
+sine and cosine are dropped again.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from burst_mcore.deepspeed.models.attention import current
 
 
 def attach_rotary(model: nn.Module) -> bool:
-    """Add the hooks, once; returns whether there are such embeddings in the model."""
-    found = [module for module in model.modules() if depends_on_length(module)]
-    for module in found:
+    """Add the hooks, once. Return whether the model has such embeddings."""
+    modules = [module for module in model.modules() if depends_on_length(module)]
+    for module in modules:
         if not getattr(module, "_burst_mcore_whole", False):
             module._burst_mcore_whole = True  # type: ignore[assignment]
             module.register_forward_pre_hook(_with_last, with_kwargs=True)
             module.register_forward_hook(_without_last)
-    return bool(found)
+    return bool(modules)
 
 
 def depends_on_length(module: nn.Module) -> bool:
@@ -38,16 +38,16 @@ def _with_last(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     sequence = current()
     if sequence is None or sequence.last is None:
         return None
-    given = dict(zip(("x", "position_ids"), args, strict=False)) | kwargs
-    at = given.get("position_ids")
-    if len(args) > 2 or not isinstance(at, torch.Tensor) or at.dim() != 2:
+    arguments = dict(zip(("x", "position_ids"), args, strict=False)) | kwargs
+    positions = arguments.get("position_ids")
+    if len(args) > 2 or not isinstance(positions, torch.Tensor) or positions.dim() != 2:
         raise RefusedError(
             "model",
             f"{type(module).__name__} depends on the length of the sequence, and takes it from elsewhere "
             f"than position_ids [rows, tokens]",
         )
-    last = at.new_full((at.shape[0], 1), sequence.last)
-    return (), {**given, "position_ids": torch.cat([at, last], 1)}
+    last = positions.new_full((positions.shape[0], 1), sequence.last)
+    return (), {**arguments, "position_ids": torch.cat([positions, last], 1)}
 
 
 def _without_last(module: nn.Module, args: Any, out: Any) -> Any:

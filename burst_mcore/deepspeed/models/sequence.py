@@ -1,4 +1,4 @@
-"""A model whose forwards see a shard of each sequence: what happens around the model's own forward."""
+"""Hooks around the forward of a model that sees a shard of each sequence."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from burst_mcore.agreement import Collective
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.deepspeed.data.batches import IGNORED, documents, prepared
@@ -21,11 +22,10 @@ from burst_mcore.deepspeed.models.loss import WholeLoss
 from burst_mcore.deepspeed.models.prefill import Prefill
 from burst_mcore.deepspeed.models.served import attention_modules
 from burst_mcore.deepspeed.models.trl import asks_for_fused_head, gather_tokens, shard_of_whole_batch
-from burst_mcore.deepspeed.ranks.groups import exchanged
 from burst_mcore.layout import unshard
 
 Finish = Callable[[Any], Any]
-"""A forward's own output -> what the caller gets."""
+"""Turns a forward's own output into the caller's."""
 
 
 @dataclass(eq=False)
@@ -44,15 +44,15 @@ class SequenceParallel:
     """The sequence group; None for one rank."""
     config: BurstConfig
     scale: float = 1.0
-    """Of gradients: `loss.gradient_scale`."""
+    """Factor of gradients: `loss.gradient_scale`."""
     evaluates_whole: bool = False
-    """In evaluation a batch without shift_labels is a whole one, of this rank alone."""
+    """Whether an evaluation batch without shift_labels is a whole one, of this rank alone."""
     dealing: dict[str, Any] = field(default_factory=dict)
     """How batches are dealt: keyword arguments of `ShardedLoader`."""
     _open: list[tuple[ExitStack, Sequence, Finish]] = field(default_factory=list)
     _names: list[str] = field(default_factory=list)
     _trusted: bool = False
-    """Whether attention need not be looked for in the next forward."""
+    """Whether the next forward skips the check that attention came here."""
 
     def attach(self) -> SequenceParallel:
         """Add the hooks."""
@@ -62,26 +62,30 @@ class SequenceParallel:
         return self
 
     def trust_attention(self) -> None:
-        """Do not refuse attention that does not come here: it is the caller's, and knows of shards."""
+        """Accept attention that does not come here: it is the caller's, and handles shards."""
         self._trusted = True
 
     def _before(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        given = dict(zip(self._names, args, strict=False)) | kwargs
+        arguments = dict(zip(self._names, args, strict=False)) | kwargs
         finish: Finish = _unchanged
-        if asks_for_fused_head(given) and given.get("shift_labels") is None and self.group is not None:
-            sequence, given, finish = self._dealt_here(given)
-        elif self.evaluates_whole and not self.model.training and given.get("shift_labels") is None:
-            sequence = self._alone(given)
-        elif given.get("past_key_values") is not None:
-            sequence, given, finish = self._generating(given)
+        if (
+            asks_for_fused_head(arguments)
+            and arguments.get("shift_labels") is None
+            and self.group is not None
+        ):
+            sequence, arguments, finish = self._dealt_here(arguments)
+        elif self.evaluates_whole and not self.model.training and arguments.get("shift_labels") is None:
+            sequence = self._alone(arguments)
+        elif arguments.get("past_key_values") is not None:
+            sequence, arguments, finish = self._generating(arguments)
         else:
-            sequence, given, finish = self._sharded(given)
+            sequence, arguments, finish = self._sharded(arguments)
         stack = ExitStack()
         stack.enter_context(running(sequence))
         self._open.append((stack, sequence, finish))
-        return (), given
+        return (), arguments
 
     def _behind(self, _: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         if not self._open:  # the hook before it raised
@@ -94,7 +98,7 @@ class SequenceParallel:
         return finish(out)
 
     def _with_whole_loss(self, out: Any) -> Any:
-        """The output of a shard's forward, with the loss of the whole sequence."""
+        """Return the output of a shard's forward with the loss of the whole sequence."""
         key = "loss" if isinstance(out, dict) else 0
         if isinstance(out, dict) and out.get("aux_loss") is not None:
             raise RefusedError(
@@ -107,24 +111,24 @@ class SequenceParallel:
         return (whole, *out[1:])
 
     def _with_whole_tokens(self, out: Any, local: int, end: int | None = None) -> Any:
-        """The output of TRL's head for a shard of `local` tokens, with what the whole sequence has."""
+        """Return the output of TRL's head with numbers of the whole sequence, not of `local` tokens."""
         out = self._with_whole_loss(out)
         if self.group is None:
             return out
         layout, scale = self.config.layout, self.scale
         return gather_tokens(out, local=local, end=end, group=self.group, layout=layout, scale=scale)
 
-    def _dealt_here(self, given: dict[str, Any]) -> tuple[Sequence, dict[str, Any], Finish]:
-        """A forward that every rank of the group was given whole (TRL's DPO): its batch is dealt here."""
+    def _dealt_here(self, arguments: dict[str, Any]) -> tuple[Sequence, dict[str, Any], Finish]:
+        """Prepare a forward whose batch is whole on every rank of the group (TRL's DPO), and deal it."""
         assert self.group is not None
-        tokens = given["input_ids"].shape[1]
-        sequence, given, _ = self._sharded(shard_of_whole_batch(given, self.dealing, self.group))
-        local = given["input_ids"].shape[1]
+        tokens = arguments["input_ids"].shape[1]
+        sequence, arguments, _ = self._sharded(shard_of_whole_batch(arguments, self.dealing, self.group))
+        local = arguments["input_ids"].shape[1]
         # Of labels that are not shifted TRL expects one number fewer than tokens.
-        return sequence, given, lambda out: self._with_whole_tokens(out, local, tokens - 1)
+        return sequence, arguments, lambda out: self._with_whole_tokens(out, local, tokens - 1)
 
     def _refuse_other_attention(self, sequence: Sequence) -> None:
-        """Once: attention that did not come to us attended to this rank's shard alone."""
+        """Raise RefusedError, once, if attention did not come here: it saw this rank's shard alone."""
         if self._trusted:
             return
         self._trusted = True
@@ -140,37 +144,37 @@ class SequenceParallel:
                 f"{', '.join(others[:3]) or 'no attention module was found'}",
             )
 
-    def _sharded(self, given: dict[str, Any]) -> tuple[Sequence, dict[str, Any], Finish]:
-        """A forward over a shard: with labels in training and evaluation, or without."""
+    def _sharded(self, arguments: dict[str, Any]) -> tuple[Sequence, dict[str, Any], Finish]:
+        """Prepare a forward over a shard, with labels (training, evaluation) or without."""
         problem: Exception | None = None
         positions, valid = None, 0
         try:
-            given, positions, valid = self._own(given)
+            arguments, positions, valid = self._own(arguments)
         except Exception as error:  # of any kind: the others must not wait for this rank
             problem = error
-        has_loss = given.get("shift_labels") is not None
+        has_loss = arguments.get("shift_labels") is not None
         lengths, valid = self._exchange(problem, positions, valid, has_loss)
         assert positions is not None
         whole = self._whole(positions, lengths).cpu()
         ends = documents(whole)
         if has_loss:
-            given["labels"] = given["shift_labels"]
-            if given.get("num_items_in_batch") is None:
-                given["num_items_in_batch"] = positions.new_tensor(max(valid, 1))
-            given.setdefault("use_cache", False)
+            arguments["labels"] = arguments["shift_labels"]
+            if arguments.get("num_items_in_batch") is None:
+                arguments["num_items_in_batch"] = positions.new_tensor(max(valid, 1))
+            arguments.setdefault("use_cache", False)
         sequence = Sequence(self.topology, self.config, whole.shape[1], _packed(ends), int(whole.max()))
         if not has_loss:
-            return sequence, given, _unchanged
-        if asks_for_fused_head(given):
-            return sequence, given, lambda out: self._with_whole_tokens(out, positions.shape[1])
-        return sequence, given, self._with_whole_loss
+            return sequence, arguments, _unchanged
+        if asks_for_fused_head(arguments):
+            return sequence, arguments, lambda out: self._with_whole_tokens(out, positions.shape[1])
+        return sequence, arguments, self._with_whole_loss
 
-    def _alone(self, given: dict[str, Any]) -> Sequence:
-        """A forward of this rank alone, over whole sequences; the loss is the model's own."""
-        new = _tokens(given)
-        cache, positions = given.get("past_key_values"), given.get("position_ids")
+    def _alone(self, arguments: dict[str, Any]) -> Sequence:
+        """Prepare a forward of this rank alone over whole sequences; the loss is the model's own."""
+        new = _tokens(arguments)
+        cache, positions = arguments.get("past_key_values"), arguments.get("position_ids")
         before = 0 if cache is None else int(cache.get_seq_length())
-        mask = given.get("attention_mask")
+        mask = arguments.get("attention_mask")
         ends: tuple[tuple[int, ...], ...] = ()
         if not before:  # of a batch that is padded on the right, or packed
             real = {} if mask is None else {"attention_mask": mask}
@@ -180,13 +184,13 @@ class SequenceParallel:
                 {"input_ids": ids, **{k: x.cpu() for k, x in {**real, **place}.items()}}, multiple=1
             )
             ends = documents(whole["position_ids"])
-            given["attention_mask"] = None
+            arguments["attention_mask"] = None
         return Sequence(Topology.single(), self.config, before + new.shape[1], _packed(ends))
 
-    def _own(self, given: dict[str, Any]) -> tuple[dict[str, Any], Tensor, int]:
-        """This rank's part of a batch, checked: its arguments, its positions, how many labels it has."""
-        ids = _tokens(given)
-        positions, labels, shifted = (given.get(x) for x in ("position_ids", "labels", "shift_labels"))
+    def _own(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], Tensor, int]:
+        """Check this rank's part of a batch; return its arguments, positions and number of labels."""
+        ids = _tokens(arguments)
+        positions, labels, shifted = (arguments.get(x) for x in ("position_ids", "labels", "shift_labels"))
         if positions is None and isinstance(ids, Tensor) and self.topology.size == 1:
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
         if not isinstance(ids, Tensor) or not isinstance(positions, Tensor):
@@ -211,15 +215,15 @@ class SequenceParallel:
                     "(burst.shard_loader does). Shifted in a shard they lose one token at every seam",
                 )
             shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-        mask = given.get("attention_mask")
+        mask = arguments.get("attention_mask")
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):
             raise RefusedError(
                 "attention_mask", "padding must be taken out by the loader (burst.shard_loader)"
             )
-        given = {**given, "position_ids": positions, "attention_mask": None, "shift_labels": shifted}
+        arguments = {**arguments, "position_ids": positions, "attention_mask": None, "shift_labels": shifted}
         if shifted is None:
-            return {name: x for name, x in given.items() if name != "shift_labels"}, positions, 0
-        return given, positions, int((shifted != IGNORED).sum())
+            return {name: x for name, x in arguments.items() if name != "shift_labels"}, positions, 0
+        return arguments, positions, int((shifted != IGNORED).sum())
 
     def _exchange(
         self, problem: Exception | None, positions: Tensor | None, valid: int, has_loss: bool
@@ -230,7 +234,7 @@ class SequenceParallel:
             if problem is not None:
                 raise problem
             return [tokens], valid
-        every = exchanged([problem is not None, rows, tokens, valid, has_loss], self.group)
+        every = Collective(self.group).integers([problem is not None, rows, tokens, valid, has_loss])
         failed, batch, lengths, labels, losses = (list(x) for x in zip(*every, strict=True))
         if problem is not None:
             raise problem
@@ -247,7 +251,7 @@ class SequenceParallel:
         return lengths, sum(labels)
 
     def _whole(self, positions: Tensor, lengths: list[int]) -> Tensor:
-        """The positions of the whole sequence, [rows, tokens]."""
+        """Return the positions of the whole sequence, [rows, tokens]."""
         if self.group is None:
             return positions
         longest = max(lengths)
@@ -262,26 +266,28 @@ class SequenceParallel:
                 "layout", f"{error}. Was the batch dealt by another, or is this generate without its cache?"
             ) from None
 
-    def _generating(self, given: dict[str, Any]) -> tuple[Sequence, dict[str, Any], Finish]:
-        """A forward with a cache, of `generate`: every rank has all tokens. The prompt is dealt in here."""
-        if given.get("labels") is not None or given.get("shift_labels") is not None:
+    def _generating(self, arguments: dict[str, Any]) -> tuple[Sequence, dict[str, Any], Finish]:
+        """Prepare a forward of `generate`, with a cache: ranks have all tokens; the prompt is dealt here."""
+        if arguments.get("labels") is not None or arguments.get("shift_labels") is not None:
             raise RefusedError("labels", "a forward with a cache (past_key_values) has no loss")
-        new = _tokens(given)
-        before, n = int(given["past_key_values"].get_seq_length()), new.shape[1]
+        new = _tokens(arguments)
+        before, n = int(arguments["past_key_values"].get_seq_length()), new.shape[1]
         if before or n == 1 or self.group is None:
-            return Sequence(Topology.single(), self.config, before + n), given, _unchanged
+            return Sequence(Topology.single(), self.config, before + n), arguments, _unchanged
         prefill = Prefill(self.topology, self.group, self.config, n)
         sequence = Sequence(self.topology, self.config, prefill.padded, last=n - 1)
-        return sequence, prefill.begin(given), prefill.finish
+        return sequence, prefill.begin(arguments), prefill.finish
 
 
 def _unchanged(out: Any) -> Any:
     return out
 
 
-def _tokens(given: dict[str, Any]) -> Any:
-    """input_ids, or the embeddings that were given instead."""
-    return given["input_ids"] if given.get("input_ids") is not None else given.get("inputs_embeds")
+def _tokens(arguments: dict[str, Any]) -> Any:
+    """Return input_ids, or the embeddings in their place."""
+    return (
+        arguments["input_ids"] if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
+    )
 
 
 def _packed(ends: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:

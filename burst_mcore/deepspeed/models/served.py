@@ -16,7 +16,7 @@ from burst_mcore.deepspeed.models.attention import NAME, current, register
 LAYERS = ("full_attention", "sliding_attention")
 """Kinds of attention layers (config.layer_types) that are served."""
 APART = ("mlp", "moe")
-"""Kinds of layers in which tokens do not meet."""
+"""Kinds of layers that mix no tokens."""
 KINDS = {
     "linear_attention": "a state runs along the sequence",
     "mamba": "a state runs along the sequence",
@@ -26,11 +26,11 @@ KINDS = {
     "chunked_attention": "attention within chunks",
     "indexed_attention": "attention to keys that an indexer picks",
 }
-"""Some of the others, in words."""
+"""Words for some kinds of layers that are refused."""
 TOWERS = ("vision_config", "audio_config")
-"""Of a configuration: models beside the language model."""
+"""Names in a configuration of models beside the language model."""
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
-"""The names under which configurations have the dropout of attention weights."""
+"""Names in configurations of the dropout of attention weights."""
 
 
 def use_burst(model: nn.Module, size: int) -> nn.Module:
@@ -49,12 +49,12 @@ def use_burst(model: nn.Module, size: int) -> nn.Module:
         raise RefusedError(*refused)
     register()
     inner.set_attn_implementation(NAME)
-    found: nn.Module = inner
-    return found
+    transformer: nn.Module = inner
+    return transformer
 
 
 def _where_tokens_meet(inner: Any) -> Iterator[tuple[str, str]]:
-    """What a model has beside the attention that is served, the plainest first: (name, why it is refused)."""
+    """Yield (name, reason) for each part of a model that is not served, the plainest first."""
     name = type(inner).__name__
     try:
         config = inner.config.get_text_config()
@@ -89,7 +89,7 @@ def _where_tokens_meet(inner: Any) -> Iterator[tuple[str, str]]:
 
 
 def _what_is_asked(inner: Any, size: int) -> Iterator[tuple[str, str]]:
-    """What a model asks for that attention over shards does not do: (name, why it is refused)."""
+    """Yield (name, reason) for each option of a model that attention over shards does not have."""
     name, config = type(inner).__name__, inner.config.get_text_config()
     if getattr(config, "use_bidirectional_attention", None):
         yield "model", f"{name} has attention that is not causal (use_bidirectional_attention)"
@@ -132,7 +132,7 @@ def _makes_positions_of_tokens(module: nn.Module) -> bool:
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model that are named ...Attention and hold no other, by path."""
+    """Return the innermost modules of a model that are named ...Attention, by path."""
     return {
         path: module
         for path, module in model.named_modules()
@@ -170,7 +170,7 @@ def checked_loss(model: Any, size: int) -> None:
 def _of_transformers(model: nn.Module) -> Any:
     from transformers import PreTrainedModel
 
-    found = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-    if found is None:
+    transformer = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    if transformer is None:
         raise RefusedError("model", f"{type(model).__name__} is no model of transformers")
-    return found
+    return transformer

@@ -13,10 +13,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from burst_mcore.deepspeed.data.batches import dealt, digest, prepared
+from burst_mcore.agreement import Collective
+from burst_mcore.deepspeed.data.batches import dealt, digest_of_batch, prepared
 from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.models.loss import WholeTokens
-from burst_mcore.deepspeed.ranks.groups import exchanged
 from burst_mcore.layout import Layout
 
 
@@ -28,14 +28,14 @@ def has_fused_head(model: nn.Module) -> bool:
 
 
 def asks_for_fused_head(arguments: Mapping[str, Any]) -> bool:
-    """Whether a forward with these arguments returns numbers for each token instead of logits."""
+    """Whether a forward with these arguments returns numbers for each token, not logits."""
     return bool(arguments.get("fused_lm_head"))
 
 
 def shard_of_whole_batch(
     arguments: Mapping[str, Any], dealing: Mapping[str, Any], group: dist.ProcessGroup
 ) -> dict[str, Any]:
-    """A forward's arguments, which hold a whole batch -> the same with this rank's shard. Collective.
+    """Return a forward's arguments with this rank's shard of their whole batch. Collective.
 
     Args:
         arguments: input_ids, labels and attention_mask [rows, tokens], the same on all ranks of the group;
@@ -54,10 +54,10 @@ def shard_of_whole_batch(
     try:
         on_host = {name: value.cpu() for name, value in batch.items()}
         whole = prepared(on_host, multiple=layout.divisor(size), **padding)
-        number = digest(whole)
+        number = digest_of_batch(whole)
     except Exception as error:  # of any kind: the others must not wait for this rank
         problem = error
-    numbers = [each for (each,) in exchanged([number], group)]
+    numbers = [each for (each,) in Collective(group).integers([number])]
     if problem is not None:
         raise problem
     if len(set(numbers)) > 1:
@@ -71,7 +71,7 @@ def shard_of_whole_batch(
 def gather_tokens(
     output: Any, *, local: int, end: int | None, group: dist.ProcessGroup, layout: Layout | str, scale: float
 ) -> Any:
-    """The output of TRL's head for a shard, in which numbers for each token become the whole sequence's.
+    """Return the output of TRL's head with numbers for each token of the whole sequence, not of a shard.
 
     Args:
         local: tokens of the shard; what has another shape than [rows, local] stays.

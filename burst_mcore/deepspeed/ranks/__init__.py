@@ -1,1 +1,1 @@
-"""Which ranks share a sequence, how they agree, and what DeepSpeed needs on a machine without a GPU."""
+"""The groups of ranks that share a sequence, their agreement, and DeepSpeed on a machine without a GPU."""

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank goes wrong on all, before anybody waits for it."""
+"""Errors of one rank are errors of all, before any rank waits for another."""
 
 from __future__ import annotations
 
@@ -7,42 +7,46 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from burst_mcore.agreement import Claim, claims_of, disagreement
 from burst_mcore.deepspeed.errors import RefusedError
 
 T = TypeVar("T")
+MOST = 4
+"""Ranks whose errors are named, at most."""
 
 
 def on_all_ranks(do: Callable[[], T]) -> T:
-    """`do()`, if it succeeds on every rank. Collective over all ranks.
+    """Return `do()`, if it succeeds on every rank. Collective over all ranks.
 
-    It may wait for a group of ranks only where what fails on one of them fails on all of them.
+    `do` may itself be collective over a group of ranks, if it fails on all of them or on none.
 
     Raises:
-        RefusedError: named "another rank", where it failed on others only. Where it failed: what it raised.
+        RefusedError: named "another rank": `do` failed on other ranks only.
+        Exception: what `do` raised on this rank.
     """
     problem: Exception | None = None
     try:
-        found = do()
+        result = do()
     except Exception as error:  # of any kind: the others must not wait for this rank
         problem = error
-    words = _of_all_ranks(None if problem is None else f"{problem}" or type(problem).__name__)
+    claims = _claims(Claim({}, None if problem is None else f"{problem}" or type(problem).__name__))
     if problem is not None:
         raise problem
-    wrong = [f"rank {rank}: {word}" for rank, word in enumerate(words) if word is not None]
-    if wrong:
-        raise RefusedError("another rank", "; ".join(wrong[:4]))
-    return found
+    failed = [(rank, claim) for rank, claim in claims.items() if claim.error is not None]
+    if failed:
+        raise RefusedError("another rank", str(disagreement(dict(failed[:MOST]))))
+    return result
 
 
 def refuse_differences(name: str, mine: Any) -> None:
-    """RefusedError, named `name`, on all ranks, where their values print differently. Collective."""
-    found = _of_all_ranks(mine if isinstance(mine, str) else repr(mine))
-    other = next((rank for rank, word in enumerate(found) if word != found[0]), None)
+    """Raise RefusedError, named `name`, on all ranks, if their values print differently. Collective."""
+    values = [claim.signature[name] for claim in _claims(Claim({name: str(mine)})).values()]
+    other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
     if other is not None:
-        raise RefusedError(name, f"rank 0 has {found[0]}, rank {other} has {found[other]}")
+        raise RefusedError(name, f"rank 0 has {values[0]}, rank {other} has {values[other]}")
 
 
-def _of_all_ranks(mine: str | None) -> list[str | None]:
-    every: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    return every
+def _claims(mine: Claim) -> dict[int, Claim]:
+    group = dist.group.WORLD
+    assert group is not None
+    return claims_of([group], mine)

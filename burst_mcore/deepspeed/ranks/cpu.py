@@ -1,4 +1,4 @@
-"""DeepSpeed on a CPU, over gloo, with no compiler: what it would otherwise build is replaced or left out."""
+"""DeepSpeed on a CPU, over gloo, without a compiler: parts that it would build are replaced or left out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def on_cpu() -> bool:
 
 
 def prepare_cpu() -> None:
-    """Before DeepSpeed initialises torch.distributed: no shared-memory all-reduce is built for it."""
+    """Keep DeepSpeed from building a shared-memory all-reduce; before it initialises torch.distributed."""
     if not on_cpu():
         return
     from deepspeed.ops import __compatible_ops__
@@ -36,20 +36,20 @@ def prepare_cpu() -> None:
 
 
 def without_builds(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with torch's Adam in the place of one that DeepSpeed would compile; said once."""
-    found = copy.deepcopy(dict(config))
+    """Return the configuration with torch's Adam instead of one that DeepSpeed would compile."""
+    settings = copy.deepcopy(dict(config))
     if not on_cpu():
-        return found
-    optimizer = dict(part(found, "optimizer"))
+        return settings
+    optimizer = dict(part(settings, "optimizer"))
     changed = []
     if str(optimizer.get("type", "")).lower() in ADAMS:
         optimizer["params"] = {**part(optimizer, "params"), "torch_adam": True}
-        found["optimizer"] = optimizer
+        settings["optimizer"] = optimizer
         changed.append("torch_adam")
-    found["zero_allow_untested_optimizer"] = True
-    if zero(found).offload_optimizer:
-        found["zero_force_ds_cpu_optimizer"] = False
+    settings["zero_allow_untested_optimizer"] = True
+    if zero(settings).offload_optimizer:
+        settings["zero_force_ds_cpu_optimizer"] = False
         changed.append("zero_force_ds_cpu_optimizer off")
     if changed:
         logger.info("on a CPU, so that nothing is compiled: %s", ", ".join(changed))
-    return found
+    return settings

@@ -1,13 +1,11 @@
-"""The sequence groups, and the mpu that DeepSpeed gets: right on ZeRO 0 to 3."""
+"""The sequence groups, and the mpu that gives them to DeepSpeed, for ZeRO 0 to 3."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from burst_mcore.attention.runtime.topology import Topology
@@ -61,7 +59,7 @@ class SequenceParallelUnit:
 
 
 def apart_from_other_engines() -> None:
-    """Have an engine that is made without an mpu take no sequence groups of an engine made before. Once.
+    """Keep engines that are made without an mpu apart from the sequence groups of earlier engines. Once.
 
     DeepSpeed keeps the last mpu for the whole process (`deepspeed.utils.groups.mpu`): a plain engine made
     after, such as a teacher's, would divide its gradients by too few ranks.
@@ -90,11 +88,11 @@ def apart_from_other_engines() -> None:
 
 
 _UNITS: dict[int, tuple[Any, SequenceParallelUnit]] = {}
-"""By size, with the world that they were made in."""
+"""Units by size, with the world in which they were made."""
 
 
 def unit_of(size: int) -> SequenceParallelUnit:
-    """The unit of `size` ranks a sequence; groups are made once in a world. Collective over the world."""
+    """Return the unit of `size` ranks a sequence, made once in a world. Collective over the world."""
     apart_from_other_engines()
     world = dist.group.WORLD
     if size not in _UNITS or _UNITS[size][0] is not world:
@@ -102,16 +100,7 @@ def unit_of(size: int) -> SequenceParallelUnit:
     return _UNITS[size][1]
 
 
-def exchanged(numbers: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
-    """The whole numbers of each rank of a group, as many on all. Collective over it."""
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine, group=group)
-    return [x.tolist() for x in every]
-
-
 def topology_of(mpu: Any) -> Topology:
-    """The ring of a sequence group: double where its ranks are on several hosts. Collective over it."""
+    """Return the ring of a sequence group, double if its ranks are on several hosts. Collective over it."""
     group = mpu.get_sequence_parallel_group()
     return Topology.from_group(group) if dist.get_world_size(group) > 1 else Topology.single()

@@ -58,24 +58,22 @@ def use_options(arguments: argparse.Namespace) -> None:
 
     Ends this process with one line on rank 0 and exit status 2 where options are refused.
     """
-    from burst_mcore.megatron.arguments import recompute_policy, setting, uses_burst
+    from megatron.training import training
+
+    from burst_mcore.checkpointing import Full
+    from burst_mcore.layout import Layout
+    from burst_mcore.megatron.arguments import recompute_policy, setting
     from burst_mcore.megatron.asked import check_arguments
+    from burst_mcore.megatron.layouts import ZIGZAG, use_layout
+    from burst_mcore.megatron.patch import wrap
+    from burst_mcore.megatron.recompute import use_recompute
 
     try:
         check_arguments(arguments)
     except ValueError as error:
         refuse(str(error))
-    if not uses_burst(arguments):
-        return
-    from megatron.training import training
-
-    from burst_mcore.checkpointing import Full
-    from burst_mcore.megatron.layouts import use_layout
-    from burst_mcore.megatron.patch import wrap
-    from burst_mcore.megatron.recompute import use_recompute
-
-    layout, policy = setting(arguments, "layout"), recompute_policy(arguments)
-    if layout != "zigzag":  # Megatron's own, or that of a script which called use_layout itself
+    layout, policy = Layout.of(setting(arguments, "layout")), recompute_policy(arguments)
+    if layout != ZIGZAG:  # Megatron's own, or that of a script which called use_layout itself
         use_layout(layout)
     if policy != Full():  # Megatron's own, or that of a script which called use_recompute itself
         use_recompute(policy)

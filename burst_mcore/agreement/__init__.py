@@ -1,0 +1,24 @@
+"""Agreement between ranks: what each rank brings is compared, and every rank gets the same error or none.
+
+claims     what is compared: signatures and errors of ranks, and the words for their differences. Pure
+exchange   how ranks learn each other's claims: collectives of a few integers, and of text
+calls      numbered calls: a rank that refuses its call waits for nobody, and nobody waits for it
+
+Attention agrees by `calls`; the loss and DeepSpeed's adapter use `exchange` alone.
+"""
+
+from burst_mcore.agreement.calls import Agreement
+from burst_mcore.agreement.claims import Claim, Signature, alike, digest_of, disagreement, summary
+from burst_mcore.agreement.exchange import Collective, claims_of
+
+__all__ = [
+    "Agreement",
+    "Claim",
+    "Collective",
+    "Signature",
+    "alike",
+    "claims_of",
+    "digest_of",
+    "disagreement",
+    "summary",
+]

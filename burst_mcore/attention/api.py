@@ -1,0 +1,185 @@
+"""burst_attention, the public function; in checkpointed layers its calls save a tail of their results."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from burst_mcore.attention.autotune.choose import Ranks, route_for, why_not_placed
+from burst_mcore.attention.operator import (
+    CallRecord,
+    ForwardArgs,
+    ForwardResults,
+    attention_forward,
+    refusing,
+)
+from burst_mcore.attention.recompute.replay import Kept, Made, in_checkpoint, layer, recordings, replays
+from burst_mcore.attention.request import validate
+from burst_mcore.attention.runtime.agreement import agreement as agreement_of
+from burst_mcore.attention.runtime.executor import ProcessGroups
+from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.schedule.route import PASSES
+from burst_mcore.config import BurstConfig
+from burst_mcore.handles import find
+from burst_mcore.mask import Mask
+
+
+def burst_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    topology: Topology,
+    mask: Mask,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    config: BurstConfig | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention over a sequence that is sharded over the ranks of `topology` (BurstAttention).
+
+    Every rank of the ring calls it with its own shard. Equals, for the whole sequence,
+    softmax(softmax_scale q k^T + mask) v, each group of heads / kv_heads query heads sharing a K/V head.
+
+    Args:
+        q: [batch, local sequence, heads, head_dim]; float32, bfloat16, float16 (float64 for tests). A rank
+            holds what `shard` deals it: fewer tokens than others, or none, where the length does not divide.
+        k: [batch, local sequence, kv_heads, head_dim]; kv_heads divides heads and is never repeated on the
+            ring. Same dtype and device as q.
+        v: [batch, local sequence, kv_heads, value_dim].
+        topology: the ring. It has no default: attention over one rank is `Topology.single()`.
+        mask: over global positions; which positions a rank holds is up to `config.layout`. A query that may
+            attend to nothing gets zeros.
+        softmax_scale: default 1 / sqrt(head_dim).
+        softcap: scores s become softcap * tanh(s / softcap).
+        sinks: [heads], floating point: a logit of each head that takes part in the softmax of every query and
+            brings no value. Its gradient is that of this rank's queries: sum it over the ranks, as gradients
+            of weights are. Every rank gives the same.
+        config: default `BurstConfig()`.
+        return_lse: also return the log-sum-exp of the scaled scores.
+
+    Returns:
+        out [batch, local sequence, heads, value_dim] in the dtype of q, and with `return_lse` also lse
+        [batch, local sequence, heads] in float32 (float64 for float64 inputs), -inf where a query sees no
+        key, nor has a sink. It is differentiable, on all ranks or none: kernels that do not take D itself
+        then work on 8 more head columns in backward.
+
+    Raises:
+        ValueError: before any communication if this rank's arguments are not legal; after an exchange of a
+            few bytes if another rank's are not, or differ from this rank's, or if the layout or the mask do
+            not go with the length of the global sequence, which is known only then.
+        RuntimeError: a rank of the ring has gone; says at which step and hop. After any error in mid-ring
+            later calls on the same process group are refused, on all ranks.
+    """
+    config = BurstConfig() if config is None else config
+    if not torch.compiler.is_compiling():  # a compiled call is checked when it runs
+        _check(q, k, v, topology, mask, softmax_scale, softcap, sinks, config, return_lse)
+    needs_gradient = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+    )
+    args = ForwardArgs(
+        q=q,
+        k=k,
+        v=v,
+        sinks=sinks,
+        topology=topology.handle,
+        mask=mask.handle,
+        config=config.handle,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        return_lse=bool(return_lse),
+        needs_gradient=needs_gradient,
+        keep=0.0,
+        at_most=False,
+        tail=[],
+        cut=0,
+    )
+    out, lse = _checkpointed(args) if in_checkpoint() else attention_forward(*args)[:2]
+    return (out, lse.transpose(1, 2)) if return_lse else out
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    topology: Topology,
+    mask: Mask,
+    softmax_scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    config: BurstConfig,
+    return_lse: bool,
+) -> None:
+    """Refuse illegal arguments, and tell the other ranks."""
+    if not isinstance(topology, Topology):
+        raise ValueError(
+            f"topology must be a Topology, got {topology!r}: Topology.from_group(group) or Topology.single()"
+        )
+    with refusing(agreement_of(topology)):
+        validate(q, k, v, topology, mask, softmax_scale, softcap, sinks, config, return_lse)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _checkpointed(args: ForwardArgs) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call that is made in a checkpointed function.
+
+    Not compiled: a forward that saves a tail and its recomputation would be two graphs, and torch matches
+    what they save by its place.
+    """
+    made = Made(
+        q=tuple(args.q.shape),
+        kv_heads=args.k.shape[2],
+        value_dim=args.v.shape[-1],
+        dtype=args.q.dtype,
+        layer=layer(),
+        topology=args.topology,
+        mask=args.mask,
+        config=args.config,
+        softmax_scale=args.softmax_scale,
+        softcap=args.softcap,
+        sinks=args.sinks is not None,
+        return_lse=args.return_lse,
+    )
+    agreement = agreement_of(find(args.topology))
+    with refusing(agreement):
+        tails = [replay.replay(made) for replay in replays()]
+        tail = next((tail for tail in tails if tail is not None), None)
+        keep, at_most = max([(0.0, False), *(recording.share(made) for recording in recordings())])
+    if tail is not None:
+        results = ForwardResults(*attention_forward(*args._replace(tail=tail.tensors, cut=tail.at)))
+    else:
+        whole = keep == 1 and not at_most  # all results: saved as they are, without a copy
+        if not whole:
+            args = args._replace(keep=keep, at_most=at_most)
+        results = ForwardResults(*attention_forward(*args))
+        tensors = results.whole(lse_at_home=made.return_lse or made.sinks) if whole else results.tail
+        cut = CallRecord.unpack(results.record).cut
+        tail = Kept(cut, [x.detach() for x in tensors], copied=not whole)
+    with refusing(agreement):
+        for recording in recordings():
+            recording.record(made, tail)
+    return results.out, results.lse
+
+
+def connect(topology: Topology, config: BurstConfig) -> None:
+    """Make the communicators that calls with `config` will use, now instead of in the first of them.
+
+    Collective over the ring; on gloo there is nothing to make. What is "auto" is known only in a call.
+
+    Raises:
+        ValueError: so many ranks cannot share heads, whatever the heads.
+    """
+    if topology.size == 1:
+        return
+    degree = config.head_parallel if isinstance(config.head_parallel, int) else 1
+    ranks = Ranks(topology.size, topology.intra_size)
+    why_not = why_not_placed(degree, ranks)
+    if why_not is not None:
+        raise ValueError(
+            f"head_parallel={degree} is not legal with {ranks.size} ranks, {ranks.intra} a node: {why_not}"
+        )
+    for ring in ("double", "direct") if config.ring == "auto" else (config.ring,):
+        transport = ProcessGroups(topology, route_for(degree, ranks, ring=ring, overlap=config.overlap))
+        for name in PASSES:
+            transport.connect(name)

@@ -1,0 +1,224 @@
+"""Backward: one side travels, its gradient a step behind; the other side's gradient stays (algorithms 1, 2).
+
+Letters: B batch, S rows of this rank, P rows of its position on the ring (S, or those of its head group
+pooled), H query heads, D head dim. Tensors are [B, S or P, H, D], the statistics lse and delta
+[B, H, S or P].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from burst_mcore.attention.call import Call, Keys, Queries, room_like, sendable
+from burst_mcore.attention.geometry.rows import Rows, pieces, take, within
+from burst_mcore.attention.geometry.tiles import Tile
+from burst_mcore.attention.kernels.kernel import RowGradients
+from burst_mcore.attention.numerics.merge import GradientSum
+from burst_mcore.attention.numerics.rowwise import output_stand_in
+from burst_mcore.attention.runtime.buffers import Lease
+from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
+from burst_mcore.attention.runtime.head_exchange import Inward, Outward, pooled_like
+from burst_mcore.attention.schedule.actions import BUNDLE, DATA, RESULT, ROWS, SUM
+from burst_mcore.attention.schedule.ring import home_sum
+
+
+def backward(
+    call: Call, transport: Transport, queries: Queries, keys: Keys, out: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv), in the dtypes of q, k and v.
+
+    Args:
+        call: that of the forward.
+        queries: q and lse as on the ring, dout and delta of the rank's own rows.
+        keys: as on the ring.
+        out: of the rank's own rows; it never travels.
+    """
+    with Lease() as lease:
+        return _Backward(call, queries, keys, out, lease).run(transport)
+
+
+Share = Bundle | Callable[..., None]
+"""A tile's gradients: tensors, or a deferred kernel call that accumulates into the buffers it is given."""
+
+
+class _Backward:
+    def __init__(self, call: Call, queries: Queries, keys: Keys, out: Tensor, lease: Lease) -> None:
+        self.call, self.lease = call, lease
+        self.query_travels = call.direction == "query"
+        self.heads_shared = call.route.heads > 1
+        self.inward: dict[str, Exchange] = {}
+        self.out = None if self.heads_shared else out
+        if self.heads_shared:
+            own = queries.dout, queries.delta
+            group = call.head_group
+            dout, delta = (lease.empty(pooled_like(x, group), x.dtype, x.device) for x in own)
+            self.inward[BUNDLE if self.query_travels else ROWS] = Inward(group, own, (dout, delta), lease)
+            queries = Queries(queries.q, dout, delta, queries.lse)
+        self.queries, self.keys = queries, keys
+        q_side: Bundle = (queries.q,)
+        k_side: Bundle = (keys.k, keys.v)
+        self.travelling, self.stays = (q_side, k_side) if self.query_travels else (k_side, q_side)
+        self.staying = tuple(GradientSum(like=tensor) for tensor in self.stays)
+        self.shares: list[tuple[Rows, Share]] = []
+        """Gradients of the travelling bundle from the last compute, by its rows."""
+        self.went: Bundle | None = None
+
+    def run(self, transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
+        home: Bundle = self.queries if self.query_travels else self.keys
+        outward = self.outward() if self.heads_shared else {}
+        ring = Ring(
+            transport,
+            self.call.rank,
+            sendable(self.call, home),
+            self.new,
+            self.free,
+            {**self.inward, **outward},
+        )
+        self.ring = ring
+        self.steps = self.call.program(self.call.direction)
+        ring.run(self.steps, self.compute, self.accumulate)
+        if self.heads_shared:
+            went, stayed = outward[SUM].own, outward[RESULT].own
+        else:
+            went = self._went()
+            for total, like in zip(went, self.travelling, strict=True):
+                if total.dtype == like.dtype:  # it is returned itself, not a copy
+                    self.lease.keep(total)
+            stayed = tuple(total.result() for total in self.staying)
+        dq, dk, dv = (*went, *stayed) if self.query_travels else (*stayed, *went)
+        return dq.to(self.queries.q.dtype), dk.to(self.keys.k.dtype), dv.to(self.keys.v.dtype)
+
+    def compute(self, source: int, part: int | None, bundle: Bundle, held: Rows | None) -> None:
+        """The gradients of one bundle against this rank's own tensors, or a member's share, tile by tile."""
+        here = self.call.position
+        if self.query_travels:
+            queries, keys = Queries(*bundle), self.keys
+            met = self.call.tiles(source, here, k_part=part)
+        else:
+            queries, keys = self.queries, Keys(*bundle)
+            met = self.call.tiles(here, source, q_part=part)
+        out = self.out if source == here or not self.query_travels else None
+        if out is None and part is None and met and not self.call.kernel.takes_delta:
+            out = output_stand_in(queries.dout, queries.delta)  # once for all tiles
+            self.out = self.out if self.query_travels else out  # queries that stay, all there by now
+        for tile in met:
+            q_at = within(held, tile.q) if self.query_travels else tile.q
+            k_at = tile.k if self.query_travels else within(held, tile.k)
+            x = self._rows(q_at, k_at, queries, keys, out)
+            goes, stays = (tile.q, tile.k) if self.query_travels else (tile.k, tile.q)
+            share, stay = self._shares(x, tile)
+            self._add(stay, self.staying, stays)
+            self.shares.append((goes, share))
+
+    def _shares(self, x: RowGradients, tile: Tile) -> tuple[Share, Share]:
+        """A tile's gradients for the side that travels, and for the side that stays."""
+        given, kernel = (x, tile.seen, self.call.scores), self.call.kernel
+        of_queries: Share
+        of_keys: Share
+        if kernel.in_place:
+            of_queries = partial(kernel.in_place.add_dq, *given)
+            of_keys = partial(kernel.in_place.add_dkv, *given)
+        else:
+            dq, dk, dv = kernel.backward(*given)
+            of_queries, of_keys = (dq,), (dk, dv)
+        return (of_queries, of_keys) if self.query_travels else (of_keys, of_queries)
+
+    def accumulate(self, sums: Bundle, held: Rows | None, first: bool) -> None:
+        """Add the shares of the last compute to the travelling sums, which have come meanwhile.
+
+        A kernel that adds to them computes its share only now, after what stays, behind which their hop hid.
+        """
+        shares, self.shares = self.shares, []
+        totals = [GradientSum.into(total, fresh=first) for total in sums]
+        for rows, share in shares:
+            self._add(share, totals, within(held, rows))
+        for total in totals:
+            total.complete()
+
+    def _add(self, share: Share, totals: Sequence[GradientSum], rows: Rows) -> None:
+        """Add a tile's gradients of these rows."""
+        if not callable(share):
+            for total, gradient in zip(totals, share, strict=True):
+                total.add(rows, gradient)
+            return
+        running = [found for total in totals if (found := total.running(rows))]
+        if running:
+            share(*(total for total, _ in running), fresh=all(fresh for _, fresh in running))
+            return
+        apart = tuple(total.apart(rows) for total in totals)
+        share(*apart, fresh=True)
+        self._add(apart, totals, rows)
+
+    def _rows(self, q_at: Rows, k_at: Rows, queries: Queries, keys: Keys, out: Tensor | None) -> RowGradients:
+        """What a tile's backward needs."""
+        dout, delta = take(queries.dout, q_at), take(queries.delta, q_at)
+        if self.call.kernel.takes_delta:
+            out = None
+        else:
+            out = output_stand_in(dout, delta) if out is None else take(out, q_at)
+        return RowGradients(
+            dout=dout,
+            q=take(queries.q, q_at),
+            k=take(keys.k, k_at),
+            v=take(keys.v, k_at),
+            out=out,
+            lse=take(queries.lse, q_at),
+            delta=delta,
+        )
+
+    def new(self, kind: str, rows: Rows | None) -> Bundle:
+        """A buffer for these rows of a travelling bundle, or of its gradient."""
+        if kind == DATA:
+            return room_like(self.lease, self.queries if self.query_travels else self.keys, rows)
+        return room_like(self.lease, self.travelling, rows, self.call.grad_dtype)
+
+    def free(self, bundle: Bundle) -> None:
+        """A buffer that is not needed any more."""
+        for tensor in bundle:
+            self.lease.free(tensor)
+
+    def _went(self) -> Bundle:
+        """The complete gradient of the rank's own bundle, of all its rows."""
+        buffer = home_sum(self.steps)
+        if buffer is not None and self.ring.rows(buffer) is None:
+            return self.ring.buffer(buffer)
+        whole = room_like(self.lease, self.travelling, None, self.call.grad_dtype)
+        for total in whole:
+            total.zero_()
+        if buffer is not None:
+            rows = self.ring.rows(buffer)
+            assert rows is not None
+            for total, some in zip(whole, self.ring.buffer(buffer), strict=True):
+                for to, values in pieces(total, rows, some):
+                    to.copy_(values)
+        return whole
+
+    def outward(self) -> Mapping[str, Outward]:
+        """The ways out of the head group, for what stays and for what travelled."""
+        q, (k, v), h = self.queries.q, self.keys, self.call.route.heads
+        batch, pooled, heads, _ = q.shape
+        group, shape = self.call.head_group, (batch, pooled // h)
+        dq = (q.new_empty((*shape, heads * h, q.shape[-1])),)
+        several = self.call.kv_heads < h  # members share a head: its gradient is their sum
+        new = torch.zeros if several else torch.empty
+        dtype = self.call.grad_dtype if several else k.dtype
+        dkv = tuple(
+            new((*shape, self.call.kv_heads, x.shape[-1]), dtype=dtype, device=x.device) for x in (k, v)
+        )
+        own = (dq, dkv) if self.query_travels else (dkv, dq)
+        return {
+            SUM: Outward(group, self._arrived, own[0], self.lease),
+            RESULT: Outward(group, self._stayed, own[1], self.lease),
+        }
+
+    def _arrived(self, at: range) -> Bundle:
+        if self.went is None:
+            self.went = self._went()
+        return tuple(take(x, (at,)) for x in self.went)
+
+    def _stayed(self, at: range) -> Bundle:
+        return tuple(total.rows(at) for total in self.staying)

@@ -1,0 +1,146 @@
+"""A call of attention that all ranks have agreed on, and the tensors of its two passes.
+
+Letters: B batch, S rows of this rank, P rows of its position on the ring (S, or those of its head group
+pooled), H query heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_mcore.agreement import Signature
+from burst_mcore.attention.geometry.plan import Plan
+from burst_mcore.attention.geometry.rows import Rows, axis, count
+from burst_mcore.attention.geometry.tiles import Tile, tiles_of
+from burst_mcore.attention.kernels.kernel import Kernel, Problem, Scores
+from burst_mcore.attention.runtime.buffers import Lease
+from burst_mcore.attention.runtime.executor import Bundle
+from burst_mcore.attention.runtime.head_exchange import HeadGroup
+from burst_mcore.attention.schedule.actions import Program
+from burst_mcore.attention.schedule.route import Route, program
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Everything that forward and backward need besides tensors and what carries their messages."""
+
+    rank: int
+    route: Route
+    plan: Plan
+    """Which rows meet which, by positions of the route."""
+    scores: Scores
+    problem: Problem
+    """What the kernel is asked to serve."""
+    kernel: Kernel
+    direction: str
+    """What travels in backward: "query" or "kv"."""
+    grad_dtype: torch.dtype
+    kv_heads: int
+    """K/V heads in all."""
+    lse_at_home: bool = False
+    """Under head x ring lse, too, goes back to the rank that owns its rows."""
+
+    @cached_property
+    def position(self) -> int:
+        """The place on the ring of this rank's head group."""
+        return self.rank // self.route.heads
+
+    @cached_property
+    def rows(self) -> int:
+        """Rows of a rank, padding included."""
+        return self.plan.rows // self.route.heads
+
+    @cached_property
+    def head_group(self) -> HeadGroup:
+        """The ranks that share heads with this one."""
+        h = self.route.heads
+        rows = (self.plan.member_rows(self.position, member) for member in range(h))
+        return HeadGroup(self.rank % h, tuple(rows))
+
+    @cached_property
+    def _programs(self) -> dict[str, Program]:
+        return {}
+
+    @cached_property
+    def _tiles(self) -> dict[tuple[int | None, ...], tuple[Tile, ...]]:
+        return {}
+
+    def program(self, name: str) -> Program:
+        """Return what this rank does in a pass: "forward", "kv" or "query"."""
+        if name not in self._programs:
+            self._programs[name] = program(self.rank, self.route, name, self.plan)
+        return self._programs[name]
+
+    def tiles(
+        self, q_position: int, k_position: int, *, q_part: int | None = None, k_part: int | None = None
+    ) -> tuple[Tile, ...]:
+        """Return where the queries of one position, or of a member there, meet the keys of another."""
+        key = q_position, k_position, q_part, k_part
+        if key not in self._tiles:
+            self._tiles[key] = tiles_of(
+                self.plan, q_position, k_position, self.kernel.abilities, q_part=q_part, k_part=k_part
+            )
+        return self._tiles[key]
+
+    @cached_property
+    def signature(self) -> Signature:
+        """What the ranks must have in common of the call, besides `Request.signature`."""
+        return {
+            "tokens": str(self.plan.n),
+            "route": str(self.route),
+            "travels in backward": self.direction,
+            "kernel used": self.kernel.name,
+        }
+
+
+class Queries(NamedTuple):
+    """The query side of backward, in the order in which it travels."""
+
+    q: Tensor
+    dout: Tensor
+    delta: Tensor
+    lse: Tensor
+
+
+class Keys(NamedTuple):
+    """The key side."""
+
+    k: Tensor
+    v: Tensor
+
+
+class Attended(NamedTuple):
+    """The results of a forward, and what its backward needs besides."""
+
+    out: Tensor
+    """[B, S, H, D]."""
+    lse: Tensor | None
+    """[B, H, S]; under head x ring only if the call wants it at home."""
+    q: Tensor
+    """q, k, v and lse as they are on the ring: rows pooled, heads shared."""
+    k: Tensor
+    v: Tensor
+    ring_lse: Tensor
+
+
+def room_like(lease: Lease, like: Bundle, rows: Rows | None, dtype: torch.dtype | None = None) -> Bundle:
+    """Return uninitialised tensors like these, with room for `rows` of them alone (None: all)."""
+    room = []
+    for tensor in like:
+        shape = list(tensor.shape)
+        if rows is not None:
+            shape[axis(tensor)] = count(rows)
+        room.append(lease.empty(shape, dtype or tensor.dtype, tensor.device))
+    return tuple(room)
+
+
+def sendable(call: Call, bundle: Bundle) -> Bundle:
+    """Return the bundle contiguous, as messages must be, if the ring has other positions."""
+    if call.route.positions == 1:
+        return tuple(bundle)
+    return tuple([tensor.contiguous() for tensor in bundle])

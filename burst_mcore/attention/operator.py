@@ -1,0 +1,431 @@
+"""The torch operators of burst_attention, and the named structures that cross their flat schemas.
+
+An operator takes and returns tensors, numbers and strings only. So topology, mask and config travel by
+handle, and each operator's schema is made of the fields of two NamedTuples: here arguments, results and saved
+tensors are packed and unpacked, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple, Self, get_type_hints
+
+import torch
+from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from burst_mcore.agreement import Agreement, Signature
+from burst_mcore.attention.backward import backward
+from burst_mcore.attention.call import Attended, Call, Keys, Queries
+from burst_mcore.attention.forward import forward, forward_of_head, tail_of
+from burst_mcore.attention.kernels.table import taking_delta
+from burst_mcore.attention.numerics.rowwise import row_delta
+from burst_mcore.attention.prepare import call_of
+from burst_mcore.attention.recompute.cuts import check_keep, cut_for
+from burst_mcore.attention.request import Request, request_of, shard_of, validate
+from burst_mcore.attention.runtime.agreement import agreement as agreement_of
+from burst_mcore.attention.runtime.executor import Transport, transport_of
+from burst_mcore.attention.runtime.head_exchange import pooled_like
+from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.dtypes import wide
+from burst_mcore.handles import find
+
+
+class ForwardArgs(NamedTuple):
+    """The arguments of `attention_forward`, in the order of its schema."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    topology: str
+    """Handles, as the next two."""
+    mask: str
+    config: str
+    softmax_scale: float | None
+    softcap: float | None
+    return_lse: bool
+    needs_gradient: bool
+    """Whether a backward will follow."""
+    keep: float
+    """The share of the sequence whose results are returned as `ForwardResults.tail`: see `cut_for`."""
+    at_most: bool
+    """Whether no more than `keep`, of which the least of all ranks counts."""
+    tail: list[Tensor]
+    """In a recomputation, the tail that the forward returned, from position `cut` on."""
+    cut: int
+
+    @classmethod
+    def gradients(cls, tail: int, **gradients: Tensor | None) -> Self:
+        """Return the gradients by argument, None for all others; tail: how many tensors it had."""
+        return cls(**{**dict.fromkeys(cls._fields), "tail": [None] * tail, **gradients})  # type: ignore[arg-type]
+
+
+class ForwardResults(NamedTuple):
+    """The results of `attention_forward`."""
+
+    out: Tensor
+    lse: Tensor
+    """[B, H, S]; empty under head x ring, unless the call wants it at home."""
+    on_ring: list[Tensor]
+    """q, k, v and lse as they are on the ring, if heads are shared; else empty: they are as they came."""
+    record: Tensor
+    """A packed `CallRecord`."""
+    tail: list[Tensor]
+    """The results behind the cut, in memory of their own: see `recompute.replay.Kept`."""
+
+    def whole(self, *, lse_at_home: bool) -> list[Tensor]:
+        """Return all results in the form of a tail, without a copy."""
+        if not self.on_ring:
+            return [self.out, self.lse]
+        return [self.out, self.on_ring[3], *([self.lse] if lse_at_home else [])]
+
+
+class CallRecord(NamedTuple):
+    """What the ranks agreed on in forward, for backward and recomputation."""
+
+    number: int
+    """Of the call."""
+    cut: int
+    """Global position from which on the results are saved, or were."""
+    lengths: tuple[int, ...]
+    """Tokens of each rank."""
+
+    def pack(self) -> Tensor:
+        """Return it as int64 on the CPU, as operators take it."""
+        return torch.tensor([self.number, self.cut, *self.lengths], dtype=torch.int64)
+
+    @classmethod
+    def unpack(cls, packed: Tensor) -> Self:
+        """Return what `pack` packed."""
+        number, cut, *lengths = packed.tolist()
+        return cls(number, cut, tuple(lengths))
+
+    @staticmethod
+    def packed_like(topology: Topology) -> Tensor:
+        """Return a tensor of the shape of a packed record, for tracing."""
+        return torch.empty(2 + topology.size, dtype=torch.int64, device="cpu")
+
+
+class BackwardArgs(NamedTuple):
+    """The arguments of `attention_backward`, in the order of its schema."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    q: Tensor
+    """As on the ring, and so the next three."""
+    k: Tensor
+    v: Tensor
+    ring_lse: Tensor
+    sinks: Tensor | None
+    out: Tensor
+    lse: Tensor
+    record: Tensor
+    kv_heads: int
+    topology: str
+    mask: str
+    config: str
+    softmax_scale: float | None
+    softcap: float | None
+    return_lse: bool
+
+
+class BackwardResults(NamedTuple):
+    """The results of `attention_backward`; dsinks is empty without sinks."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsinks: Tensor
+
+
+class Saved(NamedTuple):
+    """The tensors that autograd saves between forward and backward: so fields of `BackwardArgs`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    ring_lse: Tensor
+    sinks: Tensor | None
+    out: Tensor
+    lse: Tensor
+    record: Tensor
+
+    @classmethod
+    def of(cls, args: ForwardArgs, results: ForwardResults) -> Self:
+        """Return what the backward of a forward needs."""
+        q, k, v, ring_lse = results.on_ring or (args.q, args.k, args.v, results.lse)
+        return cls(q, k, v, ring_lse, args.sinks, results.out, results.lse, results.record)
+
+
+OPTIONS = ("topology", "mask", "config", "softmax_scale", "softcap", "return_lse")
+"""The arguments that forward and backward have in common, besides tensors."""
+
+
+def _operator(
+    name: str, takes: type[tuple[Any, ...]], returns: type[tuple[Any, ...]]
+) -> Callable[[Callable[[Any], tuple[Any, ...]]], CustomOpDef]:
+    """Make an operator of a function from one NamedTuple to another; its schema is their fields."""
+
+    def define(function: Callable[[Any], tuple[Any, ...]]) -> CustomOpDef:
+        def flat(*values: Any) -> tuple[Any, ...]:
+            return tuple(function(takes(*values)))
+
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        fields = get_type_hints(takes).items()
+        flat.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(field, kind, annotation=annotation) for field, annotation in fields],
+            return_annotation=tuple[tuple(get_type_hints(returns).values())],  # type: ignore[misc]
+        )
+        return torch.library.custom_op(f"burst_mcore::{name}", flat, mutates_args=())
+
+    return define
+
+
+@_operator("attention_forward", ForwardArgs, ForwardResults)
+def attention_forward(args: ForwardArgs) -> ForwardResults:
+    """`burst_attention` as an operator."""
+    q, k, v, sinks = args.q, args.k, args.v, args.sinks
+    topology = find(args.topology)
+    agreement = agreement_of(topology)
+    with refusing(agreement):
+        options = args.softmax_scale, args.softcap, sinks, find(args.config), args.return_lse
+        request = validate(q, k, v, topology, find(args.mask), *options)
+        if args.keep:
+            check_keep(args.keep)
+        signature = {**request.signature, **_signature_of(args)}
+    call, number, lengths = agree_on_call(request, agreement, signature)
+    cut = _cut(args, request, call, agreement) if args.keep else args.cut
+    tokens = lengths[call.rank]
+    with torch.autocast(q.device.type, enabled=False), _on(q.device), _in_ring(agreement):
+        transport = _connected(topology, call, "forward")
+        q, k, v = _with_rows(q, call.rows), _with_rows(k, call.rows), _with_rows(v, call.rows)
+        if args.tail:
+            attended = forward_of_head(
+                call, transport, q, k, v, sinks, cut=cut, tail=args.tail, tokens=tokens
+            )
+        else:
+            attended = forward(call, transport, q, k, v, sinks)
+        tail = tail_of(call, cut, attended, tokens) if args.keep and not args.tail else []
+    nowhere = q.new_empty(0, dtype=attended.ring_lse.dtype)
+    return ForwardResults(
+        out=attended.out[:, :tokens].contiguous(),
+        lse=nowhere if attended.lse is None else attended.lse[..., :tokens].contiguous(),
+        on_ring=[attended.q, attended.k, attended.v, attended.ring_lse] if call.route.heads > 1 else [],
+        record=CallRecord(number, cut, lengths).pack(),
+        tail=tail,
+    )
+
+
+def _signature_of(args: ForwardArgs) -> Signature:
+    """What the ranks must have in common besides their requests."""
+    return {
+        "gradient wanted": str(args.needs_gradient),
+        "keeps": "what fits" if args.at_most else repr(args.keep),
+        "recomputes": f"before {args.cut}" if args.tail else "all",
+    }
+
+
+def agree_on_call(
+    request: Request, agreement: Agreement | None, signature: Signature
+) -> tuple[Call, int, tuple[int, ...]]:
+    """Return the call that all ranks make, its number, and how many tokens each rank holds.
+
+    Raises:
+        ValueError: the ranks make different calls, or none that is legal.
+    """
+    tokens, size = request.shard.tokens, request.ranks.size
+    even = (tokens,) * size
+    if agreement is None:
+        return call_of(request, even), 0, even
+    call, problem, details = None, None, {}
+    try:  # as it is if all ranks hold as many tokens
+        call = call_of(request, even)
+        details = call.signature
+    except ValueError as error:  # it may be legal with what the others hold
+        problem, details = error, {"problem": str(error)}
+    except Exception as error:
+        agreement.refuse(error)
+        raise
+    number, lengths = agreement.meet({"pass": "forward", **signature}, details, tokens)
+    if lengths is not None:
+        with refusing(agreement):  # perhaps of this rank alone: what kernels there are is its own
+            call = call_of(request, tuple(lengths))
+        agreement.agree({"pass": "forward, lengths known", **signature, **call.signature})
+    elif problem is not None:
+        raise problem
+    assert call is not None
+    return call, number, even if lengths is None else tuple(lengths)
+
+
+@contextlib.contextmanager
+def refusing(agreement: Agreement | None) -> Iterator[None]:
+    """If this block raises, tell the other ranks, so that none of them waits."""
+    try:
+        yield
+    except Exception as error:
+        if agreement is not None:
+            agreement.refuse(error)
+        raise
+
+
+def _cut(args: ForwardArgs, request: Request, call: Call, agreement: Agreement | None) -> int:
+    """The global position from which on results are saved."""
+    keep = args.keep if agreement is None or not args.at_most else agreement.least(args.keep)
+    size = request.ranks.size
+    return cut_for(keep, request.layout, request.mask, call.plan.n, size, at_most=args.at_most).at
+
+
+@attention_forward.register_fake
+def _(*values: Any) -> tuple[Any, ...]:
+    return tuple(_traced(ForwardArgs(*values)))
+
+
+def _traced(args: ForwardArgs) -> ForwardResults:
+    """The shapes of the results. Ranks of other lengths pool and save other numbers of rows than here."""
+    q, k, v = args.q, args.k, args.v
+    topology, config, dtype = find(args.topology), find(args.config), wide(q.dtype)
+    out = q.new_empty((*q.shape[:3], v.shape[-1]))
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
+    record, saves = CallRecord.packed_like(topology), not args.tail and args.keep > 0
+    if config.head_parallel == 1 and not saves:
+        return ForwardResults(out, lse, [], record, [])
+    with unset_fake_temporarily():  # plans are made of real tensors, and cached
+        shard = shard_of([int(size) for size in q.shape], int(k.shape[2]), int(v.shape[3]), q.dtype, config)
+        sinks, options = args.sinks is not None, (args.softmax_scale, args.softcap)
+        request = request_of(
+            shard, q.device.type, topology, find(args.mask), *options, sinks, config, args.return_lse
+        )
+        call = call_of(request, (shard.tokens,) * topology.size)
+        cut = _cut(args, request, call, None) if saves else call.plan.n
+    on_ring, ring_lse = [], lse
+    if call.route.heads > 1:
+        shapes = [pooled_like(x, call.head_group) for x in (q, k, v)]
+        ring_lse = q.new_empty((q.shape[0], shapes[0][2], shapes[0][1]), dtype=dtype)
+        on_ring = [*(q.new_empty(shape) for shape in shapes), ring_lse]
+    tail = []
+    if saves:
+        at_home = lse if call.lse_at_home else None
+        tail = tail_of(call, cut, Attended(out, at_home, q, k, v, ring_lse), shard.tokens)
+    if call.route.heads > 1 and not call.lse_at_home:
+        lse = q.new_empty(0, dtype=dtype)
+    return ForwardResults(out, lse, on_ring, record, tail)
+
+
+@_operator("attention_backward", BackwardArgs, BackwardResults)
+def attention_backward(args: BackwardArgs) -> BackwardResults:
+    """The gradients of `attention_forward`."""
+    record = CallRecord.unpack(args.record)
+    out, lse, tokens = args.out, args.lse, args.out.shape[1]
+    topology, config = find(args.topology), find(args.config)
+    agreement = agreement_of(topology)
+    with refusing(agreement):
+        shape = (*out.shape[:3], args.q.shape[-1])
+        shard = shard_of(shape, args.kv_heads, out.shape[-1], out.dtype, config)
+        options = args.softmax_scale, args.softcap, args.sinks is not None, config, args.return_lse
+        request = request_of(shard, out.device.type, topology, find(args.mask), *options)
+        call = call_of(request, record.lengths)
+        if args.dlse is not None:
+            call = replace(call, kernel=taking_delta(config.kernel, call.problem))
+    if agreement is not None:
+        agreement.agree(
+            {
+                "pass": "backward",
+                "of call": str(record.number),
+                "gradient through lse": str(args.dlse is not None),
+                **request.signature,
+                **call.signature,
+            }
+        )
+    with torch.autocast(out.device.type, enabled=False), _on(out.device), _in_ring(agreement):
+        transport = _connected(topology, call, call.direction)
+        dout = args.dout.contiguous()
+        delta = row_delta(dout, out)
+        if args.dlse is not None:  # d lse / d scores = P, which enters dS as -D does
+            delta -= args.dlse
+        dsinks = out.new_empty(0) if args.sinks is None else _sinks_gradient(args.sinks, lse, delta)
+        q, k, v, ring_lse = args.q, args.k, args.v, args.ring_lse
+        if call.route.heads == 1:
+            q, k, v, ring_lse = (_with_rows(x, call.rows) for x in (q, k, v, ring_lse))
+        dout, out, delta = (_with_rows(x, call.rows) for x in (dout, out, delta))
+        gradients = backward(call, transport, Queries(q, dout, delta, ring_lse), Keys(k, v), out)
+    dq, dk, dv = (x[:, :tokens].contiguous() for x in gradients)
+    return BackwardResults(dq, dk, dv, dsinks)
+
+
+@attention_backward.register_fake
+def _(*values: Any) -> tuple[Any, ...]:
+    args = BackwardArgs(*values)
+    shape, dim = args.out.shape, args.q.shape[-1]
+    dq = args.q.new_empty((*shape[:3], dim))
+    dk = args.q.new_empty((*shape[:2], args.kv_heads, dim))
+    dv = args.q.new_empty((*shape[:2], args.kv_heads, shape[3]))
+    dsinks = args.out.new_empty(0) if args.sinks is None else torch.empty_like(args.sinks)
+    return tuple(BackwardResults(dq, dk, dv, dsinks))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    """Save what the backward needs, and keep alive what the handles stand for."""
+    args, results = ForwardArgs(*inputs), ForwardResults(*output)
+    ctx.options = {name: getattr(args, name) for name in OPTIONS}
+    ctx.kv_heads, ctx.tail = args.k.shape[2], len(args.tail)
+    ctx.alive = find(args.topology), find(args.mask), find(args.config)
+    ctx.save_for_backward(*Saved.of(args, results))
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *unused: Any) -> tuple[Any, ...]:
+    saved = Saved(*ctx.saved_tensors)
+    args = BackwardArgs(
+        dout=torch.zeros_like(saved.out) if dout is None else dout,
+        dlse=dlse,
+        kv_heads=ctx.kv_heads,
+        **saved._asdict(),
+        **ctx.options,
+    )
+    results = BackwardResults(*attention_backward(*args))
+    dsinks = None if saved.sinks is None else results.dsinks
+    return tuple(ForwardArgs.gradients(ctx.tail, q=results.dq, k=results.dk, v=results.dv, sinks=dsinks))
+
+
+def _no_second_derivative(ctx: Any, *gradients: Tensor | None) -> None:
+    raise RuntimeError("burst_attention can be differentiated once: its gradients have no derivative")
+
+
+attention_forward.register_autograd(_gradients, setup_context=_save)
+attention_backward.register_autograd(_no_second_derivative)
+
+
+def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """-sum of P_sink D: a sink is a key whose value is zero, so that its dP is (lse, delta [B, H, S])."""
+    weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill_(lse == -torch.inf, 0.0)
+    return -(weights * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def _connected(topology: Topology, call: Call, name: str) -> Transport:
+    """What carries the messages of a pass, with its communicators made."""
+    transport = transport_of(topology, call.route)
+    transport.connect(name)
+    return transport
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, wherever its tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _in_ring(agreement: Agreement | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if agreement is None else agreement.ring()
+
+
+def _with_rows(x: Tensor, rows: int) -> Tensor:
+    """x with so many rows, zeros at its end, which are in no tile; [B, S, H, D] with unit stride along D."""
+    if x.dim() == 3:
+        return torch.nn.functional.pad(x, (0, rows - x.shape[2])) if x.shape[2] < rows else x
+    if x.shape[1] < rows:
+        return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, rows - x.shape[1]))
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,402 @@
+"""A request: what one rank asks of attention. It is checked here, and resolved to a `Call`, or refused.
+
+A rank cannot tell the length of the global sequence from its own share, so checking has two halves:
+`validate` before the ranks have met, `resolve` after.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from burst_mcore.agreement import Signature
+from burst_mcore.attention.autotune.choose import (
+    RINGS,
+    Ranks,
+    best,
+    contenders,
+    legal_degrees,
+    overlaps,
+    reason,
+    route_for,
+    typical,
+    why_not_degree,
+)
+from burst_mcore.attention.call import Call
+from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.kernels.kernel import Problem, Scores
+from burst_mcore.attention.kernels.table import choose
+from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.schedule.route import Route
+from burst_mcore.attention.shard import Shard
+from burst_mcore.config import BurstConfig
+from burst_mcore.dtypes import DTYPES
+from burst_mcore.handles import find, known
+from burst_mcore.layout import Layout
+from burst_mcore.mask import Mask
+from burst_mcore.rates import DEFAULT, Rates
+
+logger = logging.getLogger("burst_mcore")
+
+REQUESTS = 256
+"""Requests that are remembered: of so many masks, configurations and shapes, those used last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One rank's call before the global sequence's length is known, without tensors and process groups."""
+
+    rank: int
+    ranks: Ranks
+    rates: Rates | None
+    mask: Mask
+    config: BurstConfig
+    device: str
+    shard: Shard
+    """`tokens` is what this rank holds: fewer than others, if the sequence does not divide."""
+    scores: Scores
+    return_lse: bool
+    sinks: bool
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.of(self.config.layout)
+
+    @cached_property
+    def signature(self) -> Signature:
+        """What the ranks of a ring must have in common, whatever the length of the sequence."""
+        shard = self.shard
+        return {
+            "q": f"[{shard.batch}, ., {shard.heads}, {shard.head_dim}]",
+            "k": f"[{shard.batch}, ., {shard.kv_heads}, {shard.head_dim}]",
+            "v": f"[{shard.batch}, ., {shard.kv_heads}, {shard.value_dim}]",
+            "dtype": str(shard.dtype),
+            "device": self.device,
+            "mask": str(self.mask),
+            "softmax_scale": repr(self.scores.scale),
+            "softcap": repr(self.scores.softcap),
+            "topology": f"{self.ranks.size // self.ranks.intra} x {self.ranks.intra}",
+            "rates": str(self.rates),
+            **{field.name: str(getattr(self.config, field.name)) for field in fields(self.config)},
+            "lse wanted": str(self.return_lse),
+            "sinks": str(self.sinks),
+        }
+
+
+def validate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    topology: Topology,
+    mask: Mask,
+    softmax_scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    config: BurstConfig,
+    return_lse: bool,
+) -> Request:
+    """Return the request that these arguments make; ValueError if they are not legal on any other ranks."""
+    _check_tensors(q, k, v, may_be_empty=topology.size > 1)
+    _check_sinks(sinks, q)
+    return request_of(
+        shard_of(q.shape, k.shape[2], v.shape[3], q.dtype, config),
+        q.device.type,
+        topology,
+        mask,
+        softmax_scale,
+        softcap,
+        sinks is not None,
+        config,
+        return_lse,
+    )
+
+
+def shard_of(
+    q_shape: Sequence[int], kv_heads: int, value_dim: int, dtype: torch.dtype, config: BurstConfig
+) -> Shard:
+    """Return the shapes of a rank's tensors; q_shape: [batch, tokens, heads, head_dim]."""
+    if not isinstance(config, BurstConfig):
+        raise ValueError(f"config must be a BurstConfig, got {config!r}")
+    batch, tokens, heads, head_dim = q_shape
+    return Shard(
+        batch=batch,
+        tokens=tokens,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        dtype=dtype,
+        grad_dtype=dtype if dtype == torch.float64 else config.grad_dtype,
+    )
+
+
+def request_of(
+    shard: Shard,
+    device: str,
+    topology: Topology,
+    mask: Mask,
+    softmax_scale: float | None,
+    softcap: float | None,
+    sinks: bool,
+    config: BurstConfig,
+    return_lse: bool,
+) -> Request:
+    """As `validate`, of legal tensors of these shapes."""
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a Mask, got {_named(mask)}: {_nearest(mask)}")
+    softcap = None if softcap == 0 else softcap  # none, as flash-attn has it
+    for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
+        if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} must be positive and finite, got {value!r}")
+    if topology.size > 1:
+        _check_group(topology, device)
+    handles = known(topology), known(mask), known(config)
+    return _request(shard, device, *handles, softmax_scale, softcap, sinks, return_lse)
+
+
+@lru_cache(maxsize=REQUESTS)
+def _request(
+    shard: Shard,
+    device: str,
+    topology: str,
+    mask: str,
+    config: str,
+    softmax_scale: float | None,
+    softcap: float | None,
+    sinks: bool,
+    return_lse: bool,
+) -> Request:
+    """The request, once for equal arguments: handles compare faster than what they stand for."""
+    place: Topology = find(topology)
+    options: BurstConfig = find(config)
+    ranks = Ranks(place.size, place.intra_size)
+    Layout.of(options.layout).divisor(ranks.size)  # raises if it does not go with so many ranks
+    degrees_of(options, ranks, shard)
+    scale = shard.head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
+    return Request(
+        rank=place.rank,
+        ranks=ranks,
+        rates=place.rates,
+        mask=find(mask),
+        config=options,
+        device=device,
+        shard=shard,
+        scores=Scores(scale, None if softcap is None else float(softcap), options.deterministic),
+        return_lse=return_lse,
+        sinks=sinks,
+    )
+
+
+def _named(value: object) -> str:
+    """A value in few words: a tensor by its shape."""
+    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def _nearest(mask: object) -> str:
+    if isinstance(mask, str) and mask in ("causal", "full"):
+        return f"Mask.{mask}()"
+    return "Mask.causal(), Mask.full(), Mask.window(left, right), Mask.documents(cu_seqlens), ..."
+
+
+def resolve(request: Request, lengths: Sequence[int]) -> Call:
+    """Return the call where rank r holds lengths[r] tokens; ValueError, on all ranks, if it is not legal."""
+    n, size = sum(lengths), request.ranks.size
+    _check_lengths(request.layout, tuple(lengths))
+    request.mask.check(n)
+    mask = request.mask.clipped(n)
+    shard = replace(request.shard, tokens=request.layout.padded(n, size) // size)
+    rates = request.rates or DEFAULT.get(request.device, DEFAULT["cpu"])
+    route, direction = choose_route(request.config, request.ranks, rates, shard, mask, n)
+    problem = problem_of(
+        shard.pooled(route.heads),
+        request.device,
+        mask,
+        softcap=request.scores.softcap is not None,
+        deterministic=request.scores.deterministic,
+    )
+    return Call(
+        rank=request.rank,
+        route=route,
+        plan=plan(request.layout, mask, n, route.positions, route.heads),
+        scores=request.scores,
+        problem=problem,
+        kernel=choose(request.config.kernel, problem),
+        direction=direction,
+        grad_dtype=shard.grad_dtype,
+        kv_heads=shard.kv_heads,
+        lse_at_home=request.return_lse or request.sinks,
+    )
+
+
+def problem_of(shard: Shard, device: str, mask: Mask, *, softcap: bool, deterministic: bool) -> Problem:
+    """Return what a kernel is asked to serve; shard: as it is on the ring."""
+    return Problem(
+        device=device,
+        dtype=shard.dtype,
+        heads=shard.heads,
+        kv_heads=shard.kv_heads,
+        head_dim=shard.head_dim,
+        value_dim=shard.value_dim,
+        softcap=softcap,
+        deterministic=deterministic,
+        sparse=mask.is_sparse,
+        window=mask.has_window,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _check_lengths(layout: Layout, lengths: tuple[int, ...]) -> None:
+    n, size = sum(lengths), len(lengths)
+    if n < 1:
+        raise ValueError("the sequence is empty: no rank holds a token")
+    legal = legal_lengths(layout, n, size)
+    if lengths != legal:
+        raise ValueError(
+            f"the ranks hold {_listed(lengths)} tokens, {n} in all, but layout {layout} on {size} ranks "
+            f"deals them as {_listed(legal)}: use burst_mcore.shard(), or pad the sequence to a multiple of "
+            f"{layout.divisor(size)} tokens"
+        )
+
+
+def legal_lengths(layout: Layout, n: int, size: int) -> tuple[int, ...]:
+    """How many of n tokens each rank holds. Raises ValueError as `Layout.padded`."""
+    rank, start, stop, step = layout.run_table(n, size).unbind(1)
+    held = -((start - stop.clamp(max=n)) // step)
+    lengths = torch.zeros(size, dtype=torch.int64).index_add_(0, rank, held.clamp(min=0))
+    return tuple(lengths.tolist())
+
+
+def _listed(lengths: Sequence[int]) -> str:
+    return str(list(lengths)) if len(lengths) <= 16 else f"[{', '.join(map(str, lengths[:16]))}, ...]"
+
+
+@lru_cache(maxsize=256)
+def choose_route(
+    config: BurstConfig, ranks: Ranks, rates: Rates, shard: Shard, mask: Mask, n: int
+) -> tuple[Route, str]:
+    """Return the route, and what travels in backward: decided for each kind of layout and mask, once."""
+    layout, mask = typical(Layout.of(config.layout), mask, n, ranks.size)
+    return _route_of_kind(without_layout(config), layout, ranks, rates, shard, mask, n)
+
+
+@lru_cache(maxsize=64)
+def without_layout(config: BurstConfig) -> BurstConfig:
+    """The same for all configurations that differ in their layout alone."""
+    return replace(config, layout="zigzag")
+
+
+@lru_cache(maxsize=64)
+def _route_of_kind(
+    config: BurstConfig, layout: Layout, ranks: Ranks, rates: Rates, shard: Shard, mask: Mask, n: int
+) -> tuple[Route, str]:
+    """What is "auto" by the cost model, said once; the layout of `config` is not used."""
+    degrees = degrees_of(config, ranks, shard)
+    directions = ("query", "kv") if config.backward == "auto" else (config.backward,)
+    rings = RINGS if config.ring == "auto" else (config.ring,)
+    if ranks.size == 1 or (degrees == (ranks.size,) and len(directions) == 1):
+        overlap = overlaps(config.overlap, degrees[0], ranks, rates)
+        return route_for(degrees[0], ranks, ring=rings[0], overlap=overlap), directions[0]
+    found, slower = contenders(
+        shard,
+        layout,
+        mask,
+        n,
+        ranks,
+        rates,
+        overlap=config.overlap,
+        rings=rings,
+        degrees=degrees,
+        directions=directions,
+    )
+    chosen = best(found)
+    logger.info("%s, backward %s: %s", chosen.route, chosen.direction, reason(chosen, found, slower))
+    return chosen.route, chosen.direction
+
+
+def degrees_of(config: BurstConfig, ranks: Ranks, shard: Shard) -> tuple[int, ...]:
+    """The degrees of head parallelism to choose from; ValueError if the one asked for is not legal."""
+    degree = config.head_parallel
+    if not isinstance(degree, int):
+        return tuple(legal_degrees(ranks, shard.heads, shard.kv_heads))
+    why_not = why_not_degree(degree, ranks, shard.heads, shard.kv_heads)
+    if why_not is not None:
+        raise ValueError(
+            f"head_parallel={degree} is not legal with {shard.heads} heads, {shard.kv_heads} K/V heads and "
+            f"{ranks.size} ranks, {ranks.intra} a node: {why_not}; legal: "
+            f"{legal_degrees(ranks, shard.heads, shard.kv_heads)}"
+        )
+    return (degree,)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, may_be_empty: bool) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        empty = isinstance(x, Tensor) and 0 in (x.shape[:1] + x.shape[2:] if may_be_empty else x.shape)
+        if not isinstance(x, Tensor) or x.dim() != 4 or empty:
+            what = tuple(x.shape) if isinstance(x, Tensor) else repr(x)
+            raise ValueError(
+                f"{name} must be a tensor [batch, local sequence, heads, head_dim] without empty dimensions, "
+                f"got {what}"
+            )
+        if x.layout != torch.strided:
+            raise ValueError(f"{name} must be a dense tensor (torch.strided), got {x.layout}")
+        _refuse_tangent(name, x)
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.shape[:2] == k.shape[:2] == v.shape[:2]:
+        raise ValueError(f"q, k, v must have the same batch and local sequence, got {shapes}")
+    if k.shape[2] != v.shape[2] or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"k and v must have the same number of heads, and it must divide that of q, got {shapes}"
+        )
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must have the same head_dim, got {shapes}")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES.values():
+        raise ValueError(
+            f"q, k, v must have one dtype, of {', '.join(map(str, DTYPES.values()))}; "
+            f"got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
+
+
+def _refuse_tangent(name: str, x: Tensor) -> None:
+    if forward_ad.unpack_dual(x).tangent is not None:
+        raise ValueError(
+            f"{name} has a tangent: burst_attention has no forward-mode derivative (torch.func.jvp, "
+            f"forward_ad.make_dual); take gradients by backward"
+        )
+
+
+def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor) or not sinks.is_floating_point() or sinks.shape != q.shape[2:3]:
+        what = f"{tuple(sinks.shape)} of {sinks.dtype}" if isinstance(sinks, Tensor) else repr(sinks)
+        raise ValueError(f"sinks must be a floating-point tensor [heads], here [{q.shape[2]}], got {what}")
+    _refuse_tangent("sinks", sinks)
+    if sinks.device != q.device:
+        raise ValueError(f"sinks must be on the device of q, {q.device}, got {sinks.device}")
+
+
+def _check_group(topology: Topology, device: str) -> None:
+    if topology.communicators is None:
+        raise ValueError(
+            f"a ring of {topology.size} ranks needs its process group: Topology.from_group(group)"
+        )
+    if not topology.communicators.reach(torch.device(device)):
+        wanted = {"cpu": "cpu:gloo", "cuda": "cuda:nccl"}.get(device, "cpu or cuda tensors")
+        backends = topology.communicators.backends
+        raise ValueError(f"{device} tensors need a process group with {wanted}, got {backends}")

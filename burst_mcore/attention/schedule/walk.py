@@ -1,0 +1,45 @@
+"""Advances the programs of all ranks, each until its next action has to wait: for dry runs and plays."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
+
+from burst_mcore.attention.schedule.actions import Action, Program
+
+
+class Walker(Protocol):
+    """A rank on its way through its program."""
+
+    program: Program
+    done: int
+    """Actions that were executed."""
+
+
+Rank = TypeVar("Rank", bound=Walker)
+
+
+def walk(
+    ranks: Sequence[Rank],
+    execute: Callable[[Rank, Action], bool],
+    tick: Callable[[], Iterable[Rank] | None],
+) -> list[Rank]:
+    """Run all programs, and return the ranks that never come to their end: a deadlock if there are any.
+
+    Args:
+        ranks: the ranks, at the beginning of their programs.
+        execute: executes the next action of a rank, or returns False if the rank has to wait for it.
+        tick: called when all ranks wait or have ended: lets something happen and returns the ranks that may
+            go on, or None if nothing is left that could happen.
+    """
+    ready = deque(ranks)
+    while True:
+        while ready:
+            rank = ready.popleft()
+            while rank.done < len(rank.program) and execute(rank, rank.program[rank.done]):
+                rank.done += 1
+        woken = tick()
+        if woken is None:
+            return [rank for rank in ranks if rank.done < len(rank.program)]
+        ready.extend(woken)

@@ -1,0 +1,63 @@
+"""The command `burst-mcore bench`, which needs torch alone: python -m burst_mcore.bench SUBJECT."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from burst_mcore.bench import report
+from burst_mcore.bench.results import Results
+from burst_mcore.bench.run import cases_for, device_for, run
+from burst_mcore.bench.subjects import SUBJECTS
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure a subject; 0 if all ran and every bar was reached, otherwise 1."""
+    options = _parser().parse_args(arguments)
+    subject = SUBJECTS[options.subject]
+    out: Path = options.out or Path(f"{subject.name}.json")
+    say = sys.stdout.write
+    try:
+        if options.repeats is not None and options.repeats < 1:
+            raise ValueError(f"--repeats must be at least 1, got {options.repeats}")
+        device = device_for(subject, options.device)
+        cases = cases_for(subject, options.case, device)
+        names = [name for name in map(str.strip, options.methods.split(",")) if name]
+
+        def note(results: Results) -> None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(results.as_json())
+            if len(results.cases) < len(cases):
+                say(f"{report.table(results, [*results.cases][-1])}\n\n")
+
+        results = run(subject, cases, names, options.repeats or subject.repeats, device, note)
+        note(results)
+    except (ValueError, RuntimeError, OSError) as error:
+        sys.stderr.write(f"burst-mcore bench: {' '.join(str(error).split())}\n")
+        return 1
+    say(f"{subject.about}\n\n{report.report(results)}\n\nall figures: {out}\n")
+    if subject.curve is not None and results.figures:
+        report.save_curve(results, subject.curve, out.with_suffix(".png"))
+        say(f"curve:       {out.with_suffix('.png')}\n")
+    return int(bool(results.errors) or not all(bar.reached for bar in results.bars))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="burst-mcore bench", description="Measure methods side by side.")
+    abouts = "; ".join(f"{name}: {subject.about}" for name, subject in SUBJECTS.items())
+    parser.add_argument("subject", choices=SUBJECTS, metavar="SUBJECT", help=abouts)
+    parser.add_argument(
+        "--case", action="append", default=[],
+        help="a case by name, or its fields: 'ranks=2; seq=4096'; repeat for more (default: all named cases)",
+    )  # fmt: skip
+    parser.add_argument("--methods", default="", help="names, separated by commas")
+    parser.add_argument("--repeats", type=int, help="timed rounds, after a round that is not counted")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda where there is one")
+    parser.add_argument("--out", type=Path, help="all figures, as JSON (default: SUBJECT.json)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,226 @@
+"""The words of the bench: a subject measures methods on cases, in trials of which the steps are timed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from burst_mcore.mask.words import tokens
+
+Step = Callable[[], object]
+"""What is timed. If a step returns a mapping, that has further meters of the same round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """The parameters of one measurement, which a subject extends by its own."""
+
+    ranks: int = 1
+    """Processes that share the work."""
+    threads: int = 1
+    """Of torch, in each process."""
+    processes: int = 1
+    """Fresh sets of processes, one after another: one differs from the next by more than rounds do."""
+    rounds: int = 1
+    """Timed rounds for each of --repeats."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes that measure a case together, seen from one of them."""
+
+    rank: int
+    size: int
+    device: str = "cpu"
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """All of them."""
+        group = dist.group.WORLD
+        assert group is not None
+        return group
+
+
+def nothing(case: Any, device: str) -> str | None:
+    """The `needs` of a method that runs everywhere."""
+    return None
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to do what is measured. Processes get it pickled: its functions are importable by name."""
+
+    name: str
+    build: Callable[[Any, World], Any]
+    """(case, world) -> the method, ready to be called, in the form that its kind has. Collective."""
+    needs: Callable[[Any, str], str | None] = nothing
+    """(case, device) -> what the method lacks there, in words; None if nothing."""
+    ours: bool = True
+    """A failure is an error of the run, not a result."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A method, or a unit beside which methods are measured, ready in this process."""
+
+    steps: Mapping[str, Step]
+    """What is timed, by the word that goes before its meters; "" for a single step."""
+    warm: Step | None = None
+    """Called once before all else: what is made once is made."""
+    memory: Callable[[], Mapping[str, float]] | None = None
+    """Meters that are read once, while freed memory still goes back to the system."""
+    check: Callable[[], Mapping[str, float]] | None = None
+    """The gate: errors by meter ("... error"), and what they were found over."""
+    bound: float = float("inf")
+    """A method with an error that is not at most this is wrong, and is not timed."""
+    ahead: bool = False
+    """A GPU sleeps before the steps, so that it need not wait for the host."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """All that one process prepares to measure a case."""
+
+    trial: Callable[[Method], Trial]
+    units: Mapping[str, Trial] = field(default_factory=dict)
+    """Timed in turn with the methods, by name."""
+    facts: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """Figures that preparing gave, by (method, meter)."""
+    room: int = 0
+    """Bytes that the process takes from the system before anything is timed."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """The samples of one meter of one method on one case."""
+
+    case: str
+    method: str
+    meter: str
+    samples: tuple[float, ...]
+    """One for each round."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A value that the median of a figure must reach."""
+
+    claim: str
+    method: str
+    meter: str
+    bound: float
+    at_most: bool = True
+    case: str = ""
+    value: float = math.nan
+    """What was measured on the case; NaN where nothing was yet."""
+
+    @property
+    def reached(self) -> bool:
+        return self.value <= self.bound if self.at_most else self.value >= self.bound
+
+
+Table = Mapping[tuple[str, str], Sequence[float]]
+"""The samples of one case by (method, meter)."""
+Derived = Iterable[tuple[str, str, Sequence[float]]]
+"""(method, meter, samples) of figures that follow from others."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured: `burst-mcore bench NAME`."""
+
+    name: str
+    about: str
+    """One sentence for tables and files."""
+    case: type
+    """The class of its cases, whose fields can be given in words."""
+    cases: Callable[[str], Mapping[str, Any]]
+    """The cases by name, on a device, that are measured where none is asked for."""
+    stage: Callable[[Any, World], Stage]
+    kind: str
+    """Of its methods in METHODS; "" if `methods` makes them."""
+    methods: Callable[[Any], Mapping[str, Method]] = lambda case: {}
+    default: tuple[str, ...] = ()
+    """Methods that are measured where none is asked for; all if empty."""
+    devices: tuple[str, ...] = ("cpu",)
+    repeats: int = 3
+    emulated: bool = False
+    """Ranks are on an emulated cluster; the case has its `cluster` and `rates`."""
+    beside: str | None = None
+    """Each method has processes of its own, where only this one runs in turn with it."""
+    cold: bool = False
+    """Every round is the first of a fresh process, and its peak memory counts."""
+    clearly: float = float("inf")
+    """A step that takes so many times as long as the fastest in the first round is not timed again."""
+    derive: Callable[[Any, Table], Derived] = lambda case, table: ()
+    summary: Callable[[Mapping[str, Table]], Derived] = lambda tables: ()
+    """Figures of all cases together, by the tables of the cases."""
+    bars: Callable[[str, Any, str], Sequence[Bar]] = lambda name, case, device: ()
+    """(name, case, device) -> bars; (ALL, None, device) -> those of the summary."""
+    curve: tuple[str, str] | None = None
+    """Meters of which a picture shows the second against the first."""
+
+
+ALL = "all cases"
+"""The case of figures that follow from several cases."""
+
+T = TypeVar("T")
+
+
+def in_words(kind: type[T], text: str, **fixed: Any) -> T:
+    """An object of a data class from a text such as "seq=4096; mask=causal & window:64".
+
+    Raises:
+        ValueError: a field is unknown or its value is not legal; the message lists what is.
+    """
+    hints, changes = typing.get_type_hints(kind), {}
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or name not in hints:
+            legal = ", ".join(hints)
+            raise ValueError(f"unknown field {name!r} in {text!r}; legal: {legal}, as in 'ranks=2; ...'")
+        changes[name] = _value(name, value, typing.get_args(hints[name]) or (hints[name],))
+    return kind(**fixed, **changes)
+
+
+READERS: dict[type, Callable[[str], Any]] = {
+    bool: {"True": True, "False": False}.__getitem__,
+    int: lambda text: int(text) if text.lstrip("-").isdigit() else tokens(text),
+    float: float,
+    str: str,
+}
+"""What a word may be, the strictest first."""
+
+
+def _value(name: str, text: str, kinds: tuple[type, ...]) -> Any:
+    for kind in (kind for kind in READERS if kind in kinds):
+        with contextlib.suppress(ValueError, KeyError):
+            return READERS[kind](text)
+    raise ValueError(f"{name} must be {' or '.join(kind.__name__ for kind in kinds)}, got {text!r}")
+
+
+def first_line(error: BaseException) -> str:
+    """The kind of an error, and its first line."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
+
+
+def package(module: str, name: str) -> str | None:
+    """What is lacking where a package is not installed."""
+    return None if find_spec(module) else f"the package {name}"
+
+
+def column(table: Table, meter: str) -> dict[str, Sequence[float]]:
+    """The samples of one meter by method."""
+    return {method: samples for (method, name), samples in table.items() if name == meter}
+
+
+def over(table: Table, method: tuple[str, str], unit: tuple[str, str]) -> list[float]:
+    """Ratios of two figures, round by round; none where one was not measured."""
+    return [a / b for a, b in zip(table.get(method, ()), table.get(unit, ()), strict=False)]

@@ -1,0 +1,114 @@
+"""The gate of attention: a method's error beside float64, as a multiple of the local kernel's own error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from burst_mcore.attention.geometry.pattern import Seen
+from burst_mcore.attention.kernels import kernel, reference, table
+from burst_mcore.attention.numerics.rowwise import row_delta
+from burst_mcore.bench.core import World
+from burst_mcore.bench.methods.attention import Attention
+from burst_mcore.explain.problem import Problem
+from burst_mcore.mask import Mask
+
+TOKENS = 512
+"""Length of the sequence on which a method must be right before it is timed, at most."""
+BOUND = 2.0
+"""What a method's error may be, as a multiple of the kernel's."""
+TABLE_TOKENS = 8192
+"""The longest sequence over which the bare kernel gets a mask as a table of queries x keys."""
+
+
+def error(problem: Problem, attention: Attention, world: World) -> float:
+    """The worst relative error of out, dq, dk, dv as a multiple of the bare kernel's own. Collective."""
+    tensors = problem.tensors()
+    q, k, v, dout = map(attention.shard, tensors)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = attention.attend(*inputs)
+    out.backward(dout)
+    near, exact = bare_kernel(problem)(*tensors), _exact(problem)
+    worst = 0.0
+    for got, bare, want in zip((out, *(x.grad for x in inputs)), near, exact, strict=True):
+        assert got is not None
+        whole = attention.unshard(_gathered(got.detach(), world)).double()
+        worst = max(worst, relative(whole, want) / relative(bare, want))
+    return worst
+
+
+def relative(got: Tensor | None, want: Tensor | None) -> float:
+    """The error of a tensor by the Frobenius norm, relative to that of the right one."""
+    assert got is not None and want is not None
+    return float((got.double() - want).norm() / want.norm())
+
+
+def gate_problem(problem: Problem, size: int) -> Problem:
+    """The problem with few tokens, the lengths in its mask in proportion."""
+    unit = 2 * size
+    return problem.shortened(max(unit, min(problem.seq, TOKENS) // unit * unit))
+
+
+def bare_kernel(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
+    """(out, dq, dk, dv) of the whole sequence by one call of the local kernel each way.
+
+    Masks besides causal and full go in as a table, without a word on what it lets the kernel skip.
+
+    Raises:
+        ValueError: the sequence is too long for that.
+    """
+    chosen, scores = table.choose("auto", problem.on_kernel), kernel.Scores(problem.head_dim**-0.5)
+    seen = _seen_by_kernel(problem)
+    if seen.masked and not chosen.abilities.masks:
+        chosen = table.KERNELS["reference"]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+        out, lse = chosen.forward(q, k, v, seen, scores)
+        delta = row_delta(dout, out) if chosen.takes_delta else lse  # others form it from out themselves
+        return out, *chosen.backward(kernel.RowGradients(dout, q, k, v, out, lse, delta), seen, scores)
+
+    return attend
+
+
+def refusal(problem: Problem) -> str | None:
+    """Why the bare kernel cannot take the problem in one call; None if it can."""
+    if problem.seen in (Mask.causal(), Mask.full()) or problem.seq <= TABLE_TOKENS:
+        return None
+    return (
+        f"the bare kernel, which methods are measured beside, takes mask {problem.mask!r} as a table of "
+        f"queries x keys, over at most {TABLE_TOKENS} tokens, got {problem.seq}: use a shorter sequence, "
+        f"or causal or full"
+    )
+
+
+def _seen_by_kernel(problem: Problem) -> Seen:
+    """The mask as a kernel takes it."""
+    whole = problem.seq, problem.seq
+    if problem.seen in (Mask.causal(), Mask.full()):
+        return Seen(whole, high=0 if problem.seen == Mask.causal() else None)
+    if (reason := refusal(problem)) is not None:
+        raise ValueError(reason)
+    rows = torch.arange(problem.seq)
+    return Seen.by(problem.seen.allows(rows, rows))
+
+
+def _exact(problem: Problem) -> tuple[Tensor, ...]:
+    """(out, dq, dk, dv) in float64, by the definition."""
+    q, k, v, dout = (x.double() for x in problem.tensors())
+    rows, scores, plain = torch.arange(problem.seq), kernel.Scores(problem.head_dim**-0.5), reference.KERNEL
+    seen = Seen.by(problem.seen.allows(rows, rows))
+    out, lse = plain.forward(q, k, v, seen, scores)
+    x = kernel.RowGradients(dout, q, k, v, None, lse, row_delta(dout, out))
+    return out, *plain.backward(x, seen, scores)
+
+
+def _gathered(shard: Tensor, world: World) -> Sequence[Tensor]:
+    """The shards of all ranks, which need not be of one length."""
+    if world.size == 1:
+        return [shard]
+    shards: list[Tensor] = [shard] * world.size
+    dist.all_gather_object(shards, shard.contiguous())
+    return shards

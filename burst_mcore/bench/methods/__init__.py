@@ -1,0 +1,25 @@
+"""METHODS: everything that is compared, by the kind of thing that a method does, and its name.
+
+    attention   attends over a sharded sequence
+    heads       LM heads with their loss
+    layers      ways to checkpoint the layers of a model
+    steps       training steps under DeepSpeed
+    kernels     local attention kernels
+
+A new method is a row in one of these files, and is measured by every subject of its kind.
+"""
+
+from burst_mcore.bench.core import Method
+from burst_mcore.bench.methods.attention import METHODS as ATTENTION
+from burst_mcore.bench.methods.heads import METHODS as HEADS
+from burst_mcore.bench.methods.kernels import METHODS as KERNELS
+from burst_mcore.bench.methods.layers import METHODS as LAYERS
+from burst_mcore.bench.methods.steps import METHODS as STEPS
+
+_KINDS = {"attention": ATTENTION, "heads": HEADS, "layers": LAYERS, "steps": STEPS, "kernels": KERNELS}
+METHODS: dict[str, dict[str, Method]] = {
+    kind: {method.name: method for method in methods} for kind, methods in _KINDS.items()
+}
+"""By kind and name."""
+
+__all__ = ["METHODS"]

@@ -1,0 +1,136 @@
+"""Attention of a sequence that is sharded over ranks: ours, an all-gather, and DeepSpeed's Ulysses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from burst_mcore.attention.api import burst_attention
+from burst_mcore.attention.runtime.head_exchange import why_not_heads
+from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.bench.core import Case, Method, World, package
+from burst_mcore.bench.methods.all_gather import all_gather_attention
+from burst_mcore.config import BurstConfig
+from burst_mcore.explain.problem import Problem
+from burst_mcore.layout import Layout, shard, unshard
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingCase(Case, Problem):
+    """Attention of a sequence that is sharded over ranks."""
+
+    ranks: int = 4
+    seq: int = 16384
+    heads: int = 8
+    kv_heads: int = 0
+    """0: as many as heads."""
+    head_dim: int = 64
+    layout: str = "zigzag"
+    """How methods of ours deal the sequence; "auto": as the mask wants it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        super().__post_init__()
+
+    @property
+    def dealt(self) -> Layout:
+        """The layout."""
+        return (
+            Layout.for_mask(self.seen, self.seq, self.ranks)
+            if self.layout == "auto"
+            else Layout.of(self.layout)
+        )
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A method of the kind "attention", on one rank."""
+
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """Differentiable, of local q, k, v [batch, local sequence, heads, head_dim]."""
+    shard: Callable[[Tensor], Tensor]
+    """This rank's part of a tensor [batch, sequence, ...]."""
+    unshard: Callable[[Sequence[Tensor]], Tensor]
+    """The whole tensor of the parts of all ranks."""
+
+
+def dealt(
+    layout: Layout | str, world: World, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Attention:
+    """A method that wants the sequence in a layout of ours."""
+    return Attention(
+        attend,
+        partial(shard, dim=1, rank=world.rank, size=world.size, layout=layout),
+        partial(unshard, dim=1, layout=layout),
+    )
+
+
+def divisible(case: RingCase, device: str) -> str | None:
+    """What a method for shards of one length lacks."""
+    if case.seq % (2 * case.ranks):
+        return f"a sequence that is a multiple of {2 * case.ranks}, got {case.seq}"
+    return None
+
+
+def burst(case: RingCase, world: World, backward: str = "auto", ulysses: bool = False) -> Attention:
+    """burst_attention on the case's layout."""
+    topology, layout = Topology.from_group(world.group), case.dealt
+    config = BurstConfig(layout=layout, backward=backward, head_parallel=topology.size if ulysses else 1)
+    return dealt(layout, world, partial(attended, topology=topology, mask=case.seen, config=config))
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """The output of burst_attention alone."""
+    out = burst_attention(q, k, v, **options)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _all_gather(case: RingCase, world: World) -> Attention:
+    attend = partial(all_gather_attention, group=world.group, mask=case.seen)
+    return dealt("zigzag", world, attend)
+
+
+def _ulysses_needs(case: RingCase, device: str) -> str | None:
+    why_not = why_not_heads(case.heads, case.kv_heads, case.ranks)
+    return f"heads that {case.ranks} ranks can share: {why_not}" if why_not else divisible(case, device)
+
+
+def _deepspeed_needs(case: RingCase, device: str) -> str | None:
+    if case.heads % case.ranks or case.kv_heads % case.ranks:
+        heads = f"{case.heads} and {case.kv_heads}"
+        return f"heads and K/V heads that are multiples of {case.ranks}, got {heads}"
+    return package("deepspeed", "deepspeed") or divisible(case, device)
+
+
+def _deepspeed(case: RingCase, world: World) -> Attention:
+    os.environ.setdefault("DS_ACCELERATOR", world.device)  # else it says at length that it looks for one
+    import deepspeed
+    from deepspeed.ops import __compatible_ops__
+    from deepspeed.sequence.layer import DistributedAttention
+
+    # Else DeepSpeed compiles a shared-memory all-reduce, which attention does not use.
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", verbose=False)
+
+    def local(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
+        return attended(q, k, v, topology=Topology.single(), mask=case.seen)
+
+    ulysses = DistributedAttention(local, dist.group.WORLD, scatter_idx=2, gather_idx=1)
+    return dealt("contiguous", world, partial(ulysses, batch_dim_idx=0))
+
+
+METHODS = (
+    Method("burst", burst, divisible),
+    Method("burst-query", partial(burst, backward="query"), divisible),
+    Method("burst-kv", partial(burst, backward="kv"), divisible),
+    Method("burst-ulysses", partial(burst, ulysses=True), _ulysses_needs),
+    Method("all-gather", _all_gather, divisible),
+    Method("deepspeed-ulysses", _deepspeed, _deepspeed_needs, ours=False),
+)

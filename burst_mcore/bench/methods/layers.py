@@ -1,0 +1,85 @@
+"""Ways to checkpoint the layers of a model: none, our policies, torch's and Megatron's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from burst_mcore.attention.operator import attention_forward
+from burst_mcore.bench.core import Method, World, package
+from burst_mcore.checkpointing import Full, KeepAttention, Policy, Segment, checkpoint
+
+
+def as_it_is(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """Call a function without recomputation."""
+    return function(*args)
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """A method of the kind "layers"."""
+
+    layer: Callable[..., Tensor] = as_it_is
+    """Calls a layer, its first argument, on the others."""
+    attention: Callable[..., Tensor] = as_it_is
+    """The same for attention alone, which is called as part of its layer unless `layer` is `as_it_is`."""
+    policy: Policy | None = None
+    """Of ours."""
+
+
+def _none(case: Any, world: World) -> Checkpointing:
+    return Checkpointing()
+
+
+def _ours(policy: Policy, case: Any, world: World) -> Checkpointing:
+    return Checkpointing(layer=partial(checkpoint, policy=policy), policy=policy)
+
+
+def _selective(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """Torch's selective activation checkpointing: matrix products and attention are kept."""
+    kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, attention_forward._opoverload]
+    contexts = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, kept)
+    out: Tensor = torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+    return out
+
+
+def _torch(case: Any, world: World) -> Checkpointing:
+    return Checkpointing(layer=_selective)
+
+
+def _megatron(around: str, case: Any, world: World) -> Checkpointing:
+    from megatron.core import tensor_parallel
+
+    if not torch.cuda.is_available():
+        from burst_mcore.megatron import cpu
+
+        cpu.enable()
+    tensor_parallel.get_cuda_rng_tracker()
+
+    def recomputed(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+        out: Tensor = tensor_parallel.checkpoint(function, False, *args)
+        return out
+
+    return Checkpointing(layer=recomputed) if around == "layer" else Checkpointing(attention=recomputed)
+
+
+def _megatron_needs(case: Any, device: str) -> str | None:
+    return package("megatron", "megatron-core")
+
+
+SHARES = (0.25, 0.5, 0.75)
+METHODS = (
+    Method("none", _none),
+    Method("full", partial(_ours, Full())),
+    *(Method(f"segment {share:g}", partial(_ours, Segment(share))) for share in SHARES),
+    Method("attention", partial(_ours, KeepAttention())),
+    Method("torch selective", _torch, ours=False),
+    Method("megatron full", partial(_megatron, "layer"), _megatron_needs, ours=False),
+    Method("megatron selective", partial(_megatron, "attention"), _megatron_needs, ours=False),
+)

@@ -1,0 +1,63 @@
+"""What every rank did when in one pass over gloo on this machine: `burst-mcore draw --measure`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch.distributed as dist
+from torch import Tensor
+
+from burst_mcore.attention.api import burst_attention
+from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.schedule.trace import Event, record
+from burst_mcore.bench.launch import in_processes, keep_freed_memory
+from burst_mcore.config import BurstConfig
+from burst_mcore.explain.problem import Problem
+from burst_mcore.layout import shard
+from burst_mcore.rates import Rates
+
+
+def record_pass(
+    problem: Problem, ranks: Ranks, name: str, config: BurstConfig, rates: Rates | None = None
+) -> list[Event]:
+    """What every rank did when in one pass, "forward", "query" or "kv", over gloo on this machine.
+
+    rates: those by which the way is chosen; default those of a CPU.
+
+    Raises:
+        ValueError: the configuration cannot serve the problem.
+        RuntimeError: a rank failed.
+    """
+    per_rank = in_processes(ranks.size, _record_pass, problem, ranks, name, config, rates)
+    return [event for events in per_rank for event in events]
+
+
+def _record_pass(
+    rank: int,
+    size: int,
+    problem: Problem,
+    ranks: Ranks,
+    name: str,
+    config: BurstConfig,
+    rates: Rates | None,
+) -> list[Event]:
+    keep_freed_memory()
+    group = dist.group.WORLD
+    assert group is not None
+    topology = Topology.from_group(group, intra_size=ranks.intra, rates=rates)
+    config = replace(config, backward="kv" if name == "forward" else name)
+    deal = partial(shard, dim=1, rank=rank, size=size, layout=config.layout)
+    q, k, v, dout = map(deal, problem.tensors())
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    for _ in range(2):  # once to warm up: connections, buffers
+        dist.barrier()
+        with record(rank) as events:
+            out = burst_attention(*inputs, topology=topology, mask=problem.seen, config=config)
+        if name != "forward":
+            assert isinstance(out, Tensor)
+            dist.barrier()
+            with record(rank) as events:
+                out.backward(dout)
+    return events

@@ -1,0 +1,109 @@
+"""Results of a run: figures beside their bars, and the one JSON file that all subjects share."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from burst_mcore.bench import provenance
+from burst_mcore.bench.core import ALL, Bar, Case, Figure, Subject
+
+SCHEMA = 1
+UNITS = {
+    "B": ("peak", "written", "sent", "all-gather", "least"),
+    "s": ("cpu", "wall", "recomputing", "saved", "predicted", "hop"),
+    "FLOP": ("flops",),
+}
+"""Meters by their unit; a meter is told by its last word. Others are ratios, or have their unit as name."""
+
+
+def unit_of(meter: str) -> str:
+    """The unit of a meter's samples."""
+    last = meter.split()[-1]
+    if "/" in meter.split():
+        return "x"
+    return next((unit for unit, meters in UNITS.items() if last in meters), last if "/s" in last else "")
+
+
+@dataclass
+class Results:
+    """All that a run of a subject gave, complete after each case."""
+
+    subject: str
+    about: str
+    device: str
+    repeats: int | None
+    """None where a run of before did not record them."""
+    cases: dict[str, Any] = field(default_factory=dict)
+    """The fields of each case, by name."""
+    figures: list[Figure] = field(default_factory=list)
+    refused: list[dict[str, str]] = field(default_factory=list)
+    """Methods that were not timed: case, method, reason."""
+    errors: list[dict[str, str]] = field(default_factory=list)
+    """Cases that failed: case, error."""
+    bars: list[Bar] = field(default_factory=list)
+    not_judged: list[str] = field(default_factory=list)
+    """Claims of which a figure is missing."""
+    notes: list[str] = field(default_factory=list)
+    """What a reader must know besides."""
+
+    @property
+    def tables(self) -> dict[str, dict[tuple[str, str], tuple[float, ...]]]:
+        """The samples of each case by (method, meter)."""
+        tables: dict[str, dict[tuple[str, str], tuple[float, ...]]] = {}
+        for f in self.figures:
+            tables.setdefault(f.case, {})[f.method, f.meter] = f.samples
+        return tables
+
+    def judge(self, subject: Subject, cases: Mapping[str, Case]) -> None:
+        """Put every figure that has a bar beside it, and list the claims that have none."""
+        self.bars, self.not_judged, tables = [], [], self.tables
+        for name, case in (*cases.items(), (ALL, None)):
+            table = tables.get(name, {})
+            for bar in subject.bars(name, case, self.device):
+                samples = table.get((bar.method, bar.meter))
+                if samples:
+                    self.bars.append(replace(bar, case=name, value=statistics.median(samples)))
+                else:
+                    self.not_judged.append(f"{name}: {bar.claim}")
+
+    def as_json(self, made_by: Mapping[str, Any] | None = None) -> str:
+        """The file of this run; `made_by`: commit, machine and versions, if not those of here and now."""
+        figures = [
+            {**asdict(f), "unit": unit_of(f.meter), "median": statistics.median(f.samples)}
+            for f in self.figures
+        ]
+        bars = [{**asdict(bar), "reached": bar.reached} for bar in self.bars]
+        head = {"schema": SCHEMA, "subject": self.subject, "about": self.about}
+        made = made_by or provenance.made_by(self.device)
+        rest = {
+            "cases": self.cases,
+            "bars": bars,
+            "not judged": self.not_judged,
+            "refused": self.refused,
+            "errors": self.errors,
+            "notes": self.notes,
+        }
+        whole = {**head, **made, "device": self.device, "repeats": self.repeats, **rest}
+        lines = ",\n  ".join(map(json.dumps, figures))  # a figure a line: short, and easy to compare
+        return f'{json.dumps(whole, indent=1)[:-2]},\n "figures": [\n  {lines}\n ]\n}}\n'
+
+
+def read(path: Path) -> Results:
+    """The results of a file.
+
+    Raises:
+        ValueError: it is not of this schema.
+    """
+    whole = json.loads(path.read_text())
+    if whole.get("schema") != SCHEMA:
+        raise ValueError(f"{path} is not a file of `burst-mcore bench`, schema {SCHEMA}")
+    names = ("subject", "about", "device", "repeats", "cases", "refused", "errors", "notes")
+    figures = [Figure(f["case"], f["method"], f["meter"], tuple(f["samples"])) for f in whole["figures"]]
+    bars = [Bar(**{k: v for k, v in bar.items() if k != "reached"}) for bar in whole["bars"]]
+    given = {name: whole[name] for name in names}
+    return Results(**given, figures=figures, bars=bars, not_judged=whole["not judged"])

@@ -1,0 +1,108 @@
+"""What one process does to measure a case: gate every method, then time methods and units in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from burst_mcore.bench.clock import Samples, interleave, over_ranks
+from burst_mcore.bench.core import Case, Method, Stage, Trial, World, first_line
+from burst_mcore.bench.launch import keep_freed_memory, touch_memory
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a set of processes measures."""
+
+    stage: Callable[[Any, World], Stage]
+    case: Case
+    methods: Sequence[Method]
+    rounds: int
+    device: str = "cpu"
+    alone: bool = False
+    """There is one method, and its units are timed for it alone."""
+    beside: Method | None = None
+    """Timed in turn with that method."""
+    cold: bool = False
+    clearly: float = float("inf")
+
+
+@dataclass
+class Outcome:
+    """What a set of processes measured."""
+
+    samples: Samples = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    """Why methods were not timed."""
+
+
+def measure(rank: int, size: int, work: Work) -> Outcome:
+    """The outcome, which is the same on every rank."""
+    torch.set_num_threads(work.case.threads)
+    world = World(rank, size, work.device)
+    stage = work.stage(work.case, world)
+    outcome, trials = Outcome({key: [value] for key, value in stage.facts.items()}), {}
+    for method in work.methods:
+        trial, found, reason = _tried(stage, method, world)
+        outcome.samples |= {(method.name, meter): [value] for meter, value in found.items()}
+        if reason is not None:
+            outcome.refused[method.name] = reason
+        elif trial is not None:
+            trials[method.name] = trial
+    if trials:
+        if not work.cold:
+            keep_freed_memory()
+            touch_memory(stage.room)
+        beside = {} if work.beside is None else {work.beside.name: stage.trial(work.beside)}
+        running = {**stage.units, **beside, **trials}
+        times = interleave(running, world, work.rounds, cold=work.cold, clearly=work.clearly)
+        outcome.samples |= _under(work.methods[0].name, times) if work.alone else times
+    return outcome
+
+
+def _under(method: str, times: Samples) -> Samples:
+    """Figures of a method that ran alone: those of units are its own, too, with the unit's name before."""
+    return {
+        (method, meter if name == method else f"{name} {meter}"): samples
+        for (name, meter), samples in times.items()
+    }
+
+
+def _tried(
+    stage: Stage, method: Method, world: World
+) -> tuple[Trial | None, Mapping[str, float], str | None]:
+    """The method's trial, what was found before it is timed, and why it is not to be timed."""
+    trial, found, reason = None, {}, None
+    try:
+        trial = stage.trial(method)
+        if trial.warm is not None:
+            trial.warm()
+        found = {**(trial.memory() if trial.memory else {}), **(trial.check() if trial.check else {})}
+    except Exception as error:  # whatever a method raises is a result of the measurement
+        reason = first_line(error)
+    reason = _agreed(reason, world)
+    if trial is None or reason is not None:
+        return None, {}, reason
+    found = over_ranks(found, world)
+    return trial, found, wrong(found, trial.bound)
+
+
+def wrong(found: Mapping[str, float], bound: float) -> str | None:
+    """Which error is above the bound, or not a number; None if none is."""
+    for meter, value in found.items():
+        if meter.endswith("error") and not value <= bound:
+            return f"wrong: its {meter} is {value:.3g}, which may be {bound:.3g}"
+    return None
+
+
+def _agreed(reason: str | None, world: World) -> str | None:
+    """The first reason that any rank has."""
+    if world.size == 1:
+        return reason
+    reasons: list[str | None] = [None] * world.size
+    dist.all_gather_object(reasons, reason)
+    return next((text for text in reasons if text is not None), None)

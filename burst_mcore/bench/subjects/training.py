@@ -1,0 +1,174 @@
+"""A training step of DeepSpeed with one attention or another: time, bytes, memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from burst_mcore.bench.core import (
+    Bar,
+    Case,
+    Derived,
+    Method,
+    Stage,
+    Subject,
+    Table,
+    Trial,
+    World,
+    column,
+    over,
+)
+from burst_mcore.bench.memory import peak_bytes
+from burst_mcore.bench.methods.steps import Recipe
+
+VOCABULARY = 2048
+WRONG = 1e-4
+"""How far a method's first loss may be from that of the model in one process, relatively."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingCase(Case):
+    """A small Llama, and how it is trained: one sequence over all ranks, float32."""
+
+    ranks: int = 4
+    seq: int = 4096
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 32
+    layers: int = 2
+    stage: int = 3
+    """Of ZeRO."""
+
+
+def _cases(device: str) -> Mapping[str, TrainingCase]:
+    """A case for all methods, and cases in which heads do not divide."""
+    return {
+        "8 heads, 4 ranks": TrainingCase(),
+        "3 heads, 2 ranks": TrainingCase(ranks=2, heads=3, kv_heads=3, seq=1024),
+        "1 K/V head, 4 ranks": TrainingCase(ranks=4, heads=4, kv_heads=1, seq=1024),
+        "6 heads, 8 ranks": TrainingCase(ranks=8, heads=6, kv_heads=3, seq=1024),
+    }
+
+
+def _stage(case: TrainingCase, world: World) -> Stage:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    from burst_mcore.deepspeed.ranks.cpu import prepare_cpu
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # of its calls
+    prepare_cpu()
+    deepspeed.init_distributed("gloo", verbose=False)
+    ids = torch.randint(3, VOCABULARY, (1, case.seq), generator=torch.Generator().manual_seed(1))
+    sample = {"input_ids": ids}
+    with torch.no_grad():
+        want = float(_model(case)(**sample, labels=ids).loss)
+
+    def trial(method: Method) -> Trial:
+        train = _engine_step(case, method.build(case, world), method.name, sample)
+        first = train()
+
+        def step() -> Mapping[str, float]:
+            before = _written()
+            train()
+            return {"written": float(_written() - before)}
+
+        def memory() -> Mapping[str, float]:
+            peak = peak_bytes(train, "cpu")
+            return {} if peak is None else {"peak": float(peak)}
+
+        check = {"first loss": first, "loss error": abs(first / want - 1)}
+        return Trial({"": step}, memory=memory, check=lambda: check, bound=WRONG)
+
+    return Stage(trial)
+
+
+def _model(case: TrainingCase) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    width = case.heads * case.head_dim
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=case.layers,
+        num_attention_heads=case.heads, num_key_value_heads=case.kv_heads, head_dim=case.head_dim,
+        max_position_embeddings=case.seq, attn_implementation="sdpa",
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def _engine_step(
+    case: TrainingCase, recipe: Recipe, name: str, sample: dict[str, Any]
+) -> Callable[[], float]:
+    """A step of an engine, which returns the loss; its learning rate is 0. Collective."""
+    from burst_mcore.deepspeed.engine.initialize import initialize, shard_loader
+    from burst_mcore.deepspeed.engine.prepare import sequence_of
+
+    buckets = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "sequence_parallel_size": case.ranks,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0}},
+        "zero_optimization": {"stage": case.stage, **dict.fromkeys(buckets, 10**6)},
+        "steps_per_print": 10**9,
+        "burst_attention": recipe.section,
+    }
+    model = _model(case)
+    engine, *_ = initialize(model, config)
+    if recipe.attention is not None:
+        from transformers import AttentionInterface
+
+        word = f"burst_mcore_bench_{name.split('(')[-1].strip(')')}"
+        AttentionInterface.register(word, recipe.attention)
+        model.set_attn_implementation(word)
+        sequence_of(engine.module).trust_attention()
+    (batch,) = shard_loader(iter([sample]), engine)
+
+    def step() -> float:
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return step
+
+
+def _written() -> int:
+    """Bytes that this process has written, to sockets too."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))
+
+
+def _derive(case: TrainingCase, table: Table) -> Derived:
+    """Every method beside the faster of the two Ulysses, round by round."""
+    walls = column(table, "wall")
+    theirs = [method for method in walls if method.startswith("ulysses")]
+    if theirs:
+        rival = min(theirs, key=lambda method: statistics.median(walls[method]))
+        for method in walls:
+            yield method, "wall / ulysses", over(table, (method, "wall"), (rival, "wall"))
+
+
+def _bars(name: str, case: TrainingCase | None, device: str) -> Sequence[Bar]:
+    return [Bar("auto's step over Ulysses'", "burst auto", "wall / ulysses", 1.05)] if case else ()
+
+
+SUBJECT = Subject(
+    name="training",
+    about="A training step of a small Llama under DeepSpeed, beside its Ulysses; the slowest rank's.",
+    case=TrainingCase,
+    cases=_cases,
+    stage=_stage,
+    kind="steps",
+    repeats=25,
+    derive=_derive,
+    bars=_bars,
+)

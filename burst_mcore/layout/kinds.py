@@ -1,0 +1,362 @@
+"""The kinds of layouts, a class each: which tokens of a sequence each rank of a ring holds.
+
+A new kind is a subclass of `Kind` in this file, most often of `Periodic`. Its class states a word and, for a
+number in that word, a field; words of layouts, checks, pickles, plans, costs and docs then know the kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from burst_mcore.digest import digest
+from burst_mcore.layout.runs import joined_table
+
+BY_WORD: dict[str, type[Kind]] = {}
+"""All kinds, in the order of this file."""
+Ranks = TypeVar("Ranks", int, Tensor)
+"""A rank, or all of them, int64 [ranks, 1]."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way to deal a sequence over the G ranks of a ring. Its fields are its parameters, with defaults.
+
+    Methods get a length that `divisor` divides, and at least two ranks.
+    """
+
+    word: ClassVar[str]
+    """Its name; the class is registered under it."""
+    number: ClassVar[str] = ""
+    """The field whose value, at least 1, follows the word, as 128 in block-striped:128; "": no number."""
+    usual: ClassVar[int | None] = None
+    """The number of a word without one; None: it must be written."""
+    written: ClassVar[str] = ""
+    """How the word is written, for messages and docs; "": the kind has no word that is enough."""
+    even_everywhere: ClassVar[bool] = False
+    """Whether ranks hold as many tokens (give or take one) before every position of the sequence."""
+    even_at_edges: ClassVar[bool] = False
+    """Whether ranks have the same causal work before each of `edges`."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "word" in vars(cls):
+            BY_WORD[cls.word] = cls
+
+    def __post_init__(self) -> None:
+        if not self.number:
+            return
+        value = getattr(self, self.number)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{self.number} of a layout must be a number, got {value!r}")
+        if value < 1:
+            raise ValueError(f"layout {self.word} needs {self.number} >= 1, as in {self.word}:64")
+
+    def __str__(self) -> str:
+        return f"{self.word}:{getattr(self, self.number)}" if self.number else self.word
+
+    @property
+    def length(self) -> int:
+        """The only length of sequences that it deals; 0: any."""
+        return 0
+
+    def check(self, size: int) -> None:
+        """Raise ValueError if the layout does not go with so many ranks."""
+
+    def divisor(self, size: int) -> int:
+        """Return what the padded sequence length is a multiple of."""
+        raise NotImplementedError
+
+    def runs(self, n: int, rank: int, size: int) -> Iterable[range]:
+        """Return the global positions that a rank holds, ascending: disjoint ranges of one step."""
+        raise NotImplementedError
+
+    def run_table(self, n: int, size: int) -> Tensor:
+        """Return the runs of all ranks, int64 [runs, 4]: rank, start, stop, step; by rank, then by start."""
+        rows = [(rank, run) for rank in range(size) for run in self.runs(n, rank, size)]
+        return torch.tensor([[rank, run.start, run.stop, run.step] for rank, run in rows])
+
+    def chunk_table(self, n: int, size: int) -> Tensor | None:
+        """Return the equal chunks of each rank, int64 [size, chunks of a rank]; None: no equal chunks."""
+        return None
+
+    def edges(self, n: int, size: int) -> Tensor:
+        """Return ascending positions between which the sequence is dealt alike, int64 [edges], from 0."""
+        return torch.arange(0, n, n // self.divisor(size))
+
+
+class Chunked(Kind):
+    """A kind that cuts the sequence into equal chunks."""
+
+    def chunks_of(self, n: int, rank: int, size: int) -> Sequence[int]:
+        """Return the numbers of the chunks that a rank holds, ascending."""
+        raise NotImplementedError
+
+    def runs(self, n: int, rank: int, size: int) -> Iterable[range]:
+        chunks = self.chunks_of(n, rank, size)
+        length = n // size // len(chunks)
+        return [range(chunk * length, (chunk + 1) * length) for chunk in chunks]
+
+    def run_table(self, n: int, size: int) -> Tensor:
+        chunks = self.chunk_table(n, size)
+        assert chunks is not None
+        length = n // chunks.numel()
+        start = chunks.sort(1).values * length
+        return joined_table(torch.arange(size)[:, None].expand_as(start), start, start + length)
+
+
+class Periodic(Chunked):
+    """A kind that deals equal pieces of the sequence, its periods, all in the same way."""
+
+    def places(self, rank: Ranks, size: int) -> tuple[Ranks, ...]:
+        """Return the chunks of a period that a rank holds, ascending; all ranks hold as many."""
+        raise NotImplementedError
+
+    def periods(self, n: int) -> int:
+        """Return the number of periods in n tokens; where n counts, state `divisor` too."""
+        return 1
+
+    def divisor(self, size: int) -> int:
+        return self.periods(0) * size * len(self.places(0, size))
+
+    def chunks_of(self, n: int, rank: int, size: int) -> Sequence[int]:
+        places = self.places(rank, size)
+        chunks = size * len(places)
+        return [first + place for first in range(0, self.periods(n) * chunks, chunks) for place in places]
+
+    def chunk_table(self, n: int, size: int) -> Tensor | None:
+        places = torch.cat(self.places(torch.arange(size)[:, None], size), 1)
+        first = torch.arange(self.periods(n))[None, :, None] * places.numel()
+        return (first + places[:, None]).flatten(1)
+
+
+class Contiguous(Periodic):
+    """Rank r holds the r-th of G equal chunks."""
+
+    word = written = "contiguous"
+
+    def places(self, rank: Ranks, size: int) -> tuple[Ranks, ...]:
+        return (rank,)
+
+
+class Zigzag(Periodic):
+    """The sequence is cut into 2G chunks; rank r holds chunks r and 2G-1-r.
+
+    Under a causal mask every rank has the same work. Megatron-Core's layout for context parallelism.
+    """
+
+    word = written = "zigzag"
+
+    def places(self, rank: Ranks, size: int) -> tuple[Ranks, ...]:
+        return (rank, 2 * size - 1 - rank)
+
+
+class Striped(Kind):
+    """Rank r holds every G-th token, from r on."""
+
+    word = written = "striped"
+    even_everywhere = True
+
+    def divisor(self, size: int) -> int:
+        return size
+
+    def runs(self, n: int, rank: int, size: int) -> Iterable[range]:
+        return [range(rank, n, size)]
+
+
+@dataclass(frozen=True)
+class StackedZigzag(Zigzag):
+    """The sequence is cut into `stacks` pieces, each dealt zigzag."""
+
+    word, written = "stacked-zigzag", "stacked-zigzag:K (K times 2G chunks)"
+    number, usual = "stacks", 2
+
+    stacks: int = 1
+
+    def periods(self, n: int) -> int:
+        return self.stacks
+
+
+@dataclass(frozen=True)
+class BlockStriped(Contiguous):
+    """Each block of `block` tokens, a multiple of G, is cut into G pieces; rank r holds the r-th of each.
+
+    The paper's balance for block-wise sparse masks.
+    """
+
+    word, written = "block-striped", "block-striped:B (blocks of B)"
+    number = "block"
+
+    block: int = 0
+
+    def check(self, size: int) -> None:
+        if self.block % size:
+            raise ValueError(
+                f"layout {self} deals each block over the {size} ranks: the block must be a multiple of "
+                f"{size}"
+            )
+
+    def periods(self, n: int) -> int:
+        return n // self.block
+
+    def divisor(self, size: int) -> int:
+        return self.block
+
+    def edges(self, n: int, size: int) -> Tensor:
+        return torch.arange(0, n, self.block)
+
+
+@dataclass(frozen=True)
+class Chunks(Chunked):
+    """The sequence is cut into equal chunks, of which rank r holds `chunks[r]`: see `Layout.for_mask`."""
+
+    word = "chunks"
+
+    chunks: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "chunks", _checked_chunks(self.chunks))
+
+    def __str__(self) -> str:
+        return f"chunks({len(self.chunks)} x {len(self.chunks[0])}, #{digest(torch.tensor(self.chunks))})"
+
+    def check(self, size: int) -> None:
+        if len(self.chunks) != size:
+            raise ValueError(f"layout {self} is for {len(self.chunks)} ranks, not for {size}")
+
+    def divisor(self, size: int) -> int:
+        return size * len(self.chunks[0])
+
+    def chunks_of(self, n: int, rank: int, size: int) -> Sequence[int]:
+        return self.chunks[rank]
+
+    def chunk_table(self, n: int, size: int) -> Tensor | None:
+        return torch.tensor(self.chunks)
+
+
+@dataclass(frozen=True)
+class ZigzagDocuments(Kind):
+    """Each document of a packed sequence is dealt zigzag: Megatron-Core's layout for packed sequences.
+
+    Documents begin at `ends`, from 0, and the last of `ends` is the end of the sequence (cu_seqlens). They
+    must be multiples of 2G tokens.
+    """
+
+    word = "zigzag-documents"
+    even_at_edges = True
+
+    ends: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ends", _checked_ends(self.ends))
+
+    def __str__(self) -> str:
+        return f"zigzag-documents({len(self.ends) - 1}, #{digest(torch.tensor(self.ends))})"
+
+    @property
+    def length(self) -> int:
+        return self.ends[-1]
+
+    def check(self, size: int) -> None:
+        if size > 1 and (odd := [end for end in self.ends if end % (2 * size)]):
+            raise ValueError(
+                f"layout zigzag-documents over {size} ranks needs documents of multiples of {2 * size} "
+                f"tokens; one ends at {odd[0]}"
+            )
+
+    def divisor(self, size: int) -> int:
+        return self.length
+
+    def runs(self, n: int, rank: int, size: int) -> Iterable[range]:
+        return [
+            range(start + chunk * length, start + (chunk + 1) * length)
+            for start, stop in pairwise(self.ends)
+            for length in [(stop - start) // (2 * size)]
+            for chunk in (rank, 2 * size - 1 - rank)
+            if length
+        ]
+
+    def run_table(self, n: int, size: int) -> Tensor:
+        ranks, ends = torch.arange(size)[:, None], torch.tensor(self.ends)
+        length = (ends.diff() // (2 * size))[None, :, None]
+        of_document = torch.stack([ranks, 2 * size - 1 - ranks], 2)  # [size, 1, 2]: its two chunks
+        start = (ends[None, :-1, None] + of_document * length).flatten(1)
+        stop = start + length.expand(size, -1, 2).flatten(1)
+        return joined_table(ranks.expand_as(start), start, stop)
+
+    def edges(self, n: int, size: int) -> Tensor:
+        return torch.tensor(self.ends)
+
+
+def kind_of(word: str, parameters: dict[str, Any]) -> Kind:
+    """Return the kind called `word` with its parameters; those of other kinds may have their defaults.
+
+    Raises:
+        ValueError: no such kind, a parameter that is not legal, or that belongs to another kind.
+    """
+    if word not in BY_WORD:
+        raise ValueError(f"unknown layout {word!r}; legal: {NAMES}")
+    own = {field.name for field in fields(BY_WORD[word])}
+    for name in parameters.keys() - own:
+        if name not in DEFAULTS:
+            raise TypeError(f"unknown parameter {name!r} of a layout; legal: {', '.join(DEFAULTS)}")
+        value = parameters[name]
+        if isinstance(value, Tensor) or value != DEFAULTS[name]:
+            takers = ", ".join(kind.word for kind in BY_WORD.values() if name in kind.__dataclass_fields__)
+            raise ValueError(f"{name} is for layout {takers} only, got {name}={value} with {word}")
+    return BY_WORD[word](**{name: value for name, value in parameters.items() if name in own})
+
+
+def kind_from(text: str) -> Kind:
+    """Return the kind that a word such as "zigzag" or "block-striped:128" says.
+
+    Raises:
+        ValueError: no kind's word, a number that is missing, or one too many.
+    """
+    word, _, number = text.partition(":")
+    kind = BY_WORD.get(word)
+    if kind is not None and not kind.number and text == word:
+        return kind_of(word, {})
+    value = number or (str(kind.usual) if kind is not None and kind.usual else "")
+    if kind is None or not kind.number or not value.isdigit():
+        raise ValueError(f"unknown layout {text!r}; legal: {NAMES}")
+    return kind_of(word, {kind.number: int(value)})
+
+
+def _checked_chunks(chunks: Any) -> tuple[tuple[int, ...], ...]:
+    try:
+        dealt = tuple(tuple(sorted(int(chunk) for chunk in of_rank)) for of_rank in chunks)
+    except TypeError:
+        raise ValueError(f"chunks must be the numbers of the chunks of each rank, got {chunks!r}") from None
+    every = sorted(chunk for of_rank in dealt for chunk in of_rank)
+    if every != list(range(len(every))) or len({len(of_rank) for of_rank in dealt}) > 1 or () in dealt:
+        raise ValueError("chunks must deal every chunk to one rank, and as many to each rank, at least one")
+    if not dealt:
+        raise ValueError("layout chunks, and no other, needs the chunks of each rank")
+    return dealt
+
+
+def _checked_ends(ends: Any) -> tuple[int, ...]:
+    """cu_seqlens, a list or a tensor, as a tuple without empty documents."""
+    try:
+        integers = [int(end) for end in (ends.tolist() if isinstance(ends, Tensor) else ends)]
+    except TypeError:
+        raise ValueError(f"ends of documents must be a list of numbers (cu_seqlens), got {ends!r}") from None
+    if integers and (integers[0] != 0 or integers != sorted(integers) or integers[-1] == 0):
+        raise ValueError(f"ends of documents must ascend from 0, got {integers[:8]}")
+    if not integers:
+        raise ValueError("layout zigzag-documents, and no other, needs the ends of the documents")
+    return tuple(dict.fromkeys(integers))
+
+
+KINDS = tuple(BY_WORD)
+"""The words of all kinds."""
+NAMES = ", ".join(kind.written for kind in BY_WORD.values() if kind.written)
+"""How a layout is written as a word."""
+DEFAULTS: dict[str, Any] = {field.name: field.default for kind in BY_WORD.values() for field in fields(kind)}
+"""The parameters of all kinds, with the values that stand for "not given"."""

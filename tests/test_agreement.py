@@ -1,0 +1,88 @@
+"""What ranks compare, the words for how they differ, and the integers that they exchange."""
+
+import pytest
+import torch.distributed as dist
+from ranks import processes
+
+from burst_mcore.agreement import (
+    Agreement,
+    Claim,
+    Collective,
+    alike,
+    claims_of,
+    digest_of,
+    disagreement,
+    summary,
+)
+from burst_mcore.agreement.claims import differences
+
+
+def test_claims_that_are_alike_do_not_disagree():
+    claims = {rank: Claim({"layout": "zigzag", "heads": "4"}) for rank in range(3)}
+    claims[1] = Claim({"heads": "4", "layout": "zigzag"})
+    assert disagreement(claims) is None
+    assert alike([[*summary(claim), rank] for rank, claim in claims.items()])
+
+
+def test_every_field_tells_signatures_apart():
+    one, swapped = {"layout": "zigzag", "heads": "4"}, {"layout": "4", "heads": "zigzag"}
+    others = [
+        {"layout": "zigzag"},
+        one | {"heads": "5"},
+        one | {"more": ""},
+        swapped,
+    ]
+    assert len({digest_of(each) for each in [one, *others]}) == 5
+    for other in others:
+        claims = [Claim(one), Claim(other)]
+        assert not alike([summary(claim) for claim in claims])
+        assert disagreement(dict(enumerate(claims))) is not None
+
+
+def test_errors_come_before_differences_and_name_their_rank():
+    claims = {0: Claim({"layout": "zigzag"}), 3: Claim({"layout": "striped"}, "no heads"), 5: Claim({}, "")}
+    assert disagreement(claims) == "rank 3: no heads; rank 5: "
+    assert not alike([summary(claims[3]), summary(claims[3])])
+
+
+def test_differences_name_fields_values_and_ranks():
+    signatures = {0: {"a": "1", "b": "2"}, 1: {"a": "1", "b": "3"}, 4: {"a": "1"}, 5: {"a": "1", "b": "3"}}
+    assert differences(signatures) == "b: 2 on ranks [0], 3 on ranks [1, 5], nothing on ranks [4]"
+    assert disagreement({rank: Claim(each) for rank, each in signatures.items()}) == (
+        "ranks make different calls: ranks [0]: 2; ranks [1, 5]: 3; ranks [4]: "
+    )
+
+
+def _exchanged(rank, size):
+    """Integers over the pair of this rank, and claims over a grid of 2 x 2 by its rows and columns."""
+    rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    row, column = rows[rank // 2], columns[rank % 2]
+    claims = claims_of([row, column], Claim({"rank": str(rank)}, "first" if rank == 0 else None))
+    return Collective(row).integers([rank, -rank, 2**62]), disagreement(claims), list(claims)
+
+
+def test_ranks_of_a_grid_hear_of_each_other():
+    for rank, (table, error, ranks) in enumerate(processes(4, _exchanged)):
+        first = rank - rank % 2
+        assert table == [[first, -first, 2**62], [first + 1, -first - 1, 2**62]]
+        assert error == "rank 0: first" and ranks == [0, 1, 2, 3]
+
+
+def _numbered(rank, size):
+    """Calls over the world in another order of its ranks, of which rank 1 refuses one."""
+    order = [2, 0, 1]
+    calls = Agreement(dist.group.WORLD, order, order.index(rank))
+    numbers, lengths = calls.meet({"call of": "all"}, {"rank": str(rank)}, rows=rank)
+    with pytest.raises(ValueError, match="rank 2 of the ring refused this call: KeyError: 'no'") as caught:
+        if rank == 1:
+            calls.refuse(KeyError("no"))
+            raise ValueError("rank 2 of the ring refused this call: KeyError: 'no'")
+        calls.agree({"call of": "two"})
+    with pytest.raises(ValueError, match=r"call of: other on ranks \[0, 2\], 0 on ranks \[1\]"):
+        calls.agree({"call of": "0" if rank == 0 else "other"})
+    return numbers, lengths, calls.agree({}), calls.least(float(rank)), str(caught.value)[:6]
+
+
+def test_numbered_calls_go_by_the_order_of_the_ring():
+    assert processes(3, _numbered) == [(1, [2, 0, 1], 4, 0.0, "rank 2")] * 3

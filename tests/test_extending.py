@@ -1,0 +1,399 @@
+"""docs/architecture.md names the files of each addition: here it is made in a copy, by exactly these."""
+
+import re
+import shutil
+from pathlib import Path
+
+import forked
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "architecture.md"
+
+BEGINNING = '''
+import os, sys
+own = "burst_mcore", "masks", "dense", "tables", "test_layout", "test_plan", "test_mask"
+for name in [name for name in sys.modules if name.split(".")[0] in own]:
+    del sys.modules[name]  # this process was forked from one that has the package itself
+sys.path[:0] = ["{copy}", "{copy}/docs", "{tests}"]
+import burst_mcore
+assert burst_mcore.__file__ == "{copy}/burst_mcore/__init__.py"
+import masks, torch
+from burst_mcore import BurstConfig, Layout, Mask, Topology, burst_attention
+
+def hold(*modules):
+    """Run the property tests of modules, which draw the new kind."""
+    tests = [test for m in modules for test in vars(m).values() if hasattr(test, "hypothesis")]
+    assert len(tests) > 2
+    for test in tests:
+        test()
+
+def assert_exact(mask, config, topology=None, rank=0, size=1):
+    """Forward and backward over a ring against dense attention in float64."""
+    from burst_mcore import shard
+    from dense import dense, error, problem
+    p = problem(0, 24 * size, kv_heads=2)
+    q, k, v, dout = (shard(x, 1, rank=rank, size=size, layout=config.layout) for x in p)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = burst_attention(*leaves, topology=topology or Topology.single(), mask=mask, config=config)
+    out.backward(dout)
+    want, results = dense(p, mask), (out, *(x.grad for x in leaves))
+    for got, whole in zip(results, (want.out, want.dq, want.dk, want.dv), strict=True):
+        assert error(got, shard(whole, 1, rank=rank, size=size, layout=config.layout)) < 1e-12
+'''
+
+
+def files_of(addition: str) -> set[str]:
+    """The files, and the folders of new files, that the page names for an addition."""
+    (row,) = (line for line in PAGE.read_text().splitlines() if line.startswith(f"| {addition} |"))
+    return set(re.findall(r"`([\w/.]+)`", row.split("|")[2]))
+
+
+def test_every_row_of_the_page_is_tested():
+    table = PAGE.read_text().split("| what | files | what to write |\n|---|---|---|\n")[1].split("\n\n")[0]
+    rows = [line.split("|")[1].strip() for line in table.splitlines()]
+    assert rows == ["a mask", "a layout", "a kernel", "a ring", "a flag of Megatron, a key of DeepSpeed"]
+
+
+def _is_there(file: str) -> bool:
+    return (ROOT / "burst_mcore" / file).exists()
+
+
+@pytest.fixture
+def extended(tmp_path):
+    """A function that makes an addition in a copy of the package, and runs a script there."""
+
+    def extend(addition, edits, script, ranks=1):
+        changed = {file if _is_there(file) else f"{Path(file).parent}/" for file in edits}
+        assert changed == files_of(addition), f"docs/architecture.md names other files for {addition}"
+        ignored = shutil.ignore_patterns("__pycache__")
+        for folder in ("burst_mcore", "docs"):
+            shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
+        for file, changes in edits.items():
+            path = tmp_path / "burst_mcore" / file
+            text = path.read_text() if path.exists() else changes
+            for old, new in changes if path.exists() else ():
+                assert text.count(old) == 1, f"{file} has {text.count(old)} times: {old}"
+                text = text.replace(old, new)
+            path.write_text(text)
+        (tmp_path / "script.py").write_text(BEGINNING.format(copy=tmp_path, tests=ROOT / "tests") + script)
+        well, _, errors = forked.run(tmp_path / "logs", tmp_path / "script.py", ranks)
+        assert well, errors
+
+    (tmp_path / "logs").mkdir()
+    return extend
+
+
+LAYOUTS = '''
+class Backwards(Periodic):
+    """The last rank holds the first chunk."""
+
+    word = written = "backwards"
+
+    def places(self, rank, size):
+        return (size - 1 - rank,)
+
+
+@dataclass(frozen=True)
+class Rotated(Periodic):
+    """Rank r holds chunk r + by."""
+
+    word, written, number = "rotated", "rotated:K (chunk r + K)", "by"
+
+    by: int = 0
+
+    def places(self, rank, size):
+        return ((rank + self.by) % size,)
+
+
+def kind_of('''
+
+HOLD_LAYOUTS = """
+words = lambda draw: draw.choice(["backwards", f"rotated:{draw.randint(1, 9)}"])
+masks.random_layout = lambda draw, size, n: Layout.of(words(draw))
+import pickle, pytest, tables, test_layout, test_plan
+from burst_mcore.layout.balance import work
+from burst_mcore.attention.recompute.cuts import cut_for
+hold(test_layout, test_plan)
+rotated = Layout("rotated", by=3)
+assert rotated == Layout.of("rotated:3") == pickle.loads(pickle.dumps(rotated)) != Layout("rotated", by=2)
+assert hash(rotated) == hash(Layout.of("rotated:3")) and rotated.by == 3 and Layout("zigzag").by == 0
+for call, words in (
+    (lambda: Layout("zigzag", by=1), "by is for layout rotated only"),
+    (lambda: Layout.of("rotated"), "legal: .*rotated:K"),
+    (lambda: Layout.of("rotated:0"), "needs by >= 1"),
+    (lambda: Layout.of("backwards:2"), "legal: .*backwards"),
+):
+    with pytest.raises(ValueError, match=words):
+        call()
+for layout in (rotated, Layout("backwards")):
+    table = [[r, run.start, run.stop, run.step] for r in range(4) for run in layout.runs(30, r, 4)]
+    assert layout.run_table(30, 4).tolist() == table
+    assert work(layout, Mask.causal(), 32, 4)[0].sum() == 32 * 33 // 2
+    assert 0 <= cut_for(0.5, layout, Mask.causal(), 64, 4).at <= 64
+    assert_exact(Mask.causal(), BurstConfig(layout=layout))
+assert all("rotated:K (chunk r + K)" in page for page in tables.pages().values())
+"""
+
+
+def test_a_layout(extended):
+    extended("a layout", {"layout/kinds.py": [("def kind_of(", LAYOUTS.lstrip())]}, HOLD_LAYOUTS)
+
+
+TERM = '''
+
+@dataclass(frozen=True)
+class Prefix(Term):
+    """All queries see the first `length` keys, and the keys up to their own position."""
+
+    length: int
+
+    def __str__(self) -> str:
+        return f"prefix({self.length})"
+
+    def bands(self, n: int) -> Tensor:
+        p = min(self.length, n)
+        return torch.tensor([[0, n, 0, p, -UNBOUNDED, UNBOUNDED], [p, n, p, n, -UNBOUNDED, 0]])
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        return (k[None, :] < self.length) | (k[None, :] <= q[:, None])
+
+
+@dataclass(frozen=True)
+class Stride('''
+
+CONSTRUCTOR = '''
+    @classmethod
+    def prefix(cls, length: int) -> Mask:
+        """A query sees the first `length` keys, and the keys up to its own position."""
+        return cls((Prefix(length),))
+
+    @classmethod
+    def causal('''
+
+WORD = """
+@named("prefix", written="prefix:P", lengths=1)
+def _prefix(numbers: list[str], n: int) -> Mask:
+    _expect(numbers, 1)
+    return Mask.prefix(tokens(numbers[0]))
+
+
+@named("full")"""
+
+HOLD_MASK = """
+masks.TERMS = (lambda draw, n: Mask.prefix(draw.randint(1, n + 2)), *masks.TERMS[:1], *masks.TERMS[3:4])
+import pickle, pytest, test_mask, test_plan
+from burst_mcore.mask.words import mask_of, shortened
+hold(test_mask, test_plan)
+mask = mask_of("prefix:8 & documents:12,12", 24)
+assert mask == Mask.prefix(8) & Mask.documents([0, 12, 24]) == pickle.loads(pickle.dumps(mask))
+assert shortened("prefix:8K & causal", 65536, 64) == "prefix:8 & causal"
+with pytest.raises(ValueError, match="legal: .*prefix:P"):
+    mask_of("perfix:8", 24)
+assert_exact(mask, BurstConfig())
+"""
+
+
+def test_a_mask(extended):
+    edits = {
+        "mask/terms.py": [("\n\n@dataclass(frozen=True)\nclass Stride(", TERM)],
+        "mask/mask.py": [
+            ("\n    @classmethod\n    def causal(", CONSTRUCTOR),
+            ("import Blocks, Documents, Ranges,", "import Blocks, Documents, Prefix, Ranges,"),
+        ],
+        "mask/words.py": [('\n@named("full")', WORD)],
+    }
+    extended("a mask", edits, HOLD_MASK)
+
+
+KERNEL = '''
+"""Attention of one tile by plain torch, full or causal, without softcap."""
+
+import torch
+
+from burst_mcore.attention.kernels.kernel import Kernel
+
+
+def _supports(problem):
+    return "it has no softcap" if problem.softcap else None
+
+
+def _scores(q, k, pattern, scale):
+    scores = torch.einsum("bmhd,bnhd->bhmn", q, k.repeat_interleave(q.shape[2] // k.shape[2], 2)) * scale
+    above = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(above, -torch.inf) if pattern.causal else scores
+
+
+def _forward(q, k, v, pattern, options):
+    scores = _scores(q, k, pattern, options.scale)
+    v = v.repeat_interleave(q.shape[2] // v.shape[2], 2)
+    return torch.einsum("bhmn,bnhd->bmhd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
+def _backward(x, pattern, options):
+    group = x.q.shape[2] // x.k.shape[2]
+    k, v = (kv.repeat_interleave(group, 2) for kv in (x.k, x.v))
+    p = (_scores(x.q, x.k, pattern, options.scale) - x.lse[..., None]).exp()
+    ds = p * (torch.einsum("bmhd,bnhd->bhmn", x.dout, v) - x.delta[..., None]) * options.scale
+    dq = torch.einsum("bhmn,bnhd->bmhd", ds, k)
+    dk, dv = torch.einsum("bhmn,bmhd->bnhd", ds, x.q), torch.einsum("bhmn,bmhd->bnhd", p, x.dout)
+    return dq, *(d.unflatten(2, (-1, group)).sum(3) for d in (dk, dv))
+
+
+KERNEL = Kernel("plain", _supports, _forward, _backward, takes_delta=True)
+'''
+
+HOLD_KERNEL = """
+import pytest, tables
+for mask in (Mask.causal(), Mask.window(5, 2), Mask.causal() & Mask.documents([0, 7, 24])):
+    assert_exact(mask, BurstConfig(kernel="plain"))
+with pytest.raises(ValueError, match="'plain' cannot serve this call: it has no softcap"):
+    q = torch.randn(1, 8, 2, 16)
+    burst_attention(q, q, q, topology=Topology.single(), mask=Mask.causal(), softcap=3.0,
+                    config=BurstConfig(kernel="plain"))
+assert '`"plain"`' in tables.pages()["deepspeed-section.md"]
+"""
+
+
+def test_a_kernel(extended):
+    edits = {
+        "attention/kernels/plain.py": KERNEL,
+        "attention/kernels/table.py": [
+            ("import aten, flash, reference,", "import aten, flash, plain, reference,"),
+            ("_ALL = (", "_ALL = (plain.KERNEL, "),
+        ],
+    }
+    extended("a kernel", edits, HOLD_KERNEL)
+
+
+RING = '''
+"""A ring without overlap: all bundles first, then all tiles, then all gradients, straight home."""
+
+from burst_mcore.attention.schedule.actions import (
+    DATA, GRADIENT, HOME, HOME_SUM, PARTIAL, SUM, Accumulate, Add, Channel, Compute, Recv, Return, Send, Wait
+)
+from burst_mcore.attention.schedule.carried import EVERYTHING, nothing
+
+
+def eager(position, size, *, gradients, hops=EVERYTHING):
+    """The program of a position."""
+    bundles = [*_exchange(position, size, hops)]
+    waits = [Wait(0, action.channel) for action in bundles]
+    return (*bundles, *dict.fromkeys(waits), *_compute(position, size, gradients, hops))
+
+
+def _messages(step, channel, comes, goes):
+    """comes, goes: (buffer, peer, rows)."""
+    if not nothing(comes[2]):
+        yield Recv(step, channel, *comes)
+    if not nothing(goes[2]):
+        yield Send(step, channel, *goes)
+
+
+def _exchange(position, size, hops):
+    for t in range(1, size):
+        before, after = (position - t) % size, (position + t) % size
+        comes = f"{DATA}{t}", before, hops.between(before, position)
+        goes = HOME, after, hops.between(position, after)
+        yield from _messages(0, Channel("direct", DATA, t), comes, goes)
+
+
+def _compute(position, size, gradients, hops):
+    for t in range(size):
+        owner, rows = (position - t) % size, hops.between((position - t) % size, position)
+        if t == 0 or not nothing(rows):
+            yield Compute(t, owner, f"{DATA}{t}" if t else HOME)
+        if gradients and not nothing(rows):
+            yield Accumulate(t, owner, f"{SUM}{t}" if t else HOME_SUM, first=True, rows=rows)
+    if gradients:
+        yield from _bring_home(position, size, hops)
+
+
+def _bring_home(position, size, hops):
+    summed = hops.between(position, position)
+    for t in range(1, size):
+        before, after, channel = (position - t) % size, (position + t) % size, Channel("direct", GRADIENT, t)
+        comes = f"{PARTIAL}{t}", after, hops.between(position, after)
+        messages = [*_messages(size, channel, comes, (f"{SUM}{t}", before, hops.between(before, position)))]
+        yield from messages
+        if messages:
+            yield Wait(size, channel)
+        if not nothing(comes[2]):
+            first, summed = nothing(summed), hops.together(summed, comes[2])
+            yield Add(size, HOME_SUM, f"{PARTIAL}{t}", first=first, rows=summed)
+    yield Return(size, None if nothing(summed) else HOME_SUM)
+'''
+
+HOLD_RING = """
+import torch.distributed as dist
+from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.schedule.route import PASSES, Route, schedule
+from burst_mcore.attention.schedule.verify import verify
+
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+documents = Mask.causal() & Mask.documents([0, 20, 50, 24 * size])
+for mask in (Mask.full(), Mask.window(9, 0), documents):
+    for name in PASSES:
+        verify(schedule(Route(1, 6, eager=True), name, plan(Layout("zigzag"), mask, 24 * size, 6)))
+        verify(schedule(Route(1, 3, 2, eager=True), name, plan(Layout("zigzag"), mask, 24 * size, 3, 2)))
+for backward in ("query", "kv"):
+    for heads in (1, 2):
+        config = BurstConfig(ring="eager", backward=backward, head_parallel=heads)
+        assert_exact(documents, config, Topology.from_group(dist.group.WORLD), rank, size)
+dist.destroy_process_group()
+"""
+
+
+ROUTE_IMPORT = "from burst_mcore.attention.schedule.direct import direct\n"
+
+ROUTE_WRITER = """    if route.eager:
+        return eager(position, route.positions, gradients=moves.gradients, hops=hops)
+    if route.direct:
+        return"""
+
+CHOICE = """    if ring == "eager":
+        return Route(1, ranks.size // degree, degree, overlap, eager=ranks.size > degree)
+    if ring == "direct":"""
+
+
+def test_a_ring(extended):
+    edits = {
+        "attention/schedule/eager.py": RING,
+        "attention/schedule/route.py": [
+            (ROUTE_IMPORT, f"{ROUTE_IMPORT}from burst_mcore.attention.schedule.eager import eager\n"),
+            ("    mirrored: bool = False\n", "    mirrored: bool = False\n    eager: bool = False\n"),
+            ("    if route.direct:\n        return", ROUTE_WRITER),
+        ],
+        "attention/autotune/choose.py": [
+            ("and not route.direct and not self", "and not route.direct and not route.eager and not self"),
+            ('    if ring == "direct":', CHOICE),
+        ],
+        "config.py": [('RINGS = ("auto", ', 'RINGS = ("auto", "eager", ')],
+    }
+    extended("a ring", edits, HOLD_RING, ranks=4)
+
+
+FIELD = """
+    rounding: str = field(
+        default="nearest", metadata=_told(("nearest", "stochastic"), "How sums are rounded.")
+    )
+
+    def __post_init__("""
+
+HOLD_FIELD = """
+import argparse, tables
+from burst_mcore.deepspeed.config.section import section_of
+from burst_mcore.megatron.arguments import add_arguments, burst_config
+parser = add_arguments(argparse.ArgumentParser())
+arguments = parser.parse_args(["--burst-rounding", "stochastic"])
+assert burst_config(arguments) == BurstConfig(rounding="stochastic") != burst_config(parser.parse_args([]))
+section = section_of({"burst_attention": {"rounding": "stochastic"}})
+assert section.burst_config() == BurstConfig(rounding="stochastic")
+assert all("How sums are rounded." in page for page in tables.pages().values())
+"""
+
+
+def test_a_flag_and_a_key(extended):
+    addition = "a flag of Megatron, a key of DeepSpeed"
+    extended(addition, {"config.py": [("\n    def __post_init__(", FIELD)]}, HOLD_FIELD)
