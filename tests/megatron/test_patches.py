@@ -196,7 +196,20 @@ MLA = (
 
 SCRIPT = """
 import runpy, sys
-from burst_mcore.megatron import cpu
+from burst_mcore.attention import operator
+from burst_mcore.megatron import cpu, fused_loss
+from burst_mcore.megatron.layouts import layout_in_effect
+
+def count(module, name):
+    function, counts[name] = getattr(module, name), 0
+    def counted(*args, **kwargs):
+        counts[name] += 1
+        return function(*args, **kwargs)
+    setattr(module, name, counted)
+
+counts = {}
+count(operator, "forward_of_head")
+count(fused_loss, "fused_linear_cross_entropy")
 cpu.enable_training()
 sys.argv += cpu.CPU_ARGUMENTS
 script = sys.argv.pop(1)
@@ -204,6 +217,7 @@ sys.argv[0] = script
 sys.path.insert(0, script.rsplit("/", 1)[0])
 runpy.run_path(script, run_name="__main__")
 assert "burst_mcore.megatron.launcher" not in sys.modules
+print("in effect:", layout_in_effect(), *counts.values())
 """
 
 
@@ -303,7 +317,10 @@ def test_with_all_options(patched, data, alone, tmp_path):
     more += ["--burst-recompute-keep", "0.3", "--burst-backward", "query"]
     ring = start(patched(OPTIONS), tmp_path, 2, [*MODEL, *data, *CP2, *BURST, *more])
     assert losses(ring) == pytest.approx(alone, rel=1e-4)
-    assert "segment recompute: keep=0.3" in ring[2]  # it is in effect
+    steps, layers, micro_batches, ranks = 4, 2, 2, 2
+    calls = re.findall(r"in effect: (\w+) (\d+) (\d+)", ring[1])
+    heads, losses_made = steps * layers * micro_batches, steps * micro_batches
+    assert calls == [("striped", str(heads), str(losses_made))] * ranks
 
 
 @needs_training
