@@ -4,7 +4,6 @@ Other versions' trees are tried where BURST_MEGATRON_TREES names them, separated
 """
 
 import ast
-import importlib.util
 import os
 import re
 import shutil
@@ -12,19 +11,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-import forked
 import pytest
 
 pytest.importorskip("typer")
 
+import versions
 from typer.testing import CliRunner
+from versions import BURST, CP2, INSTALLED, MLA, MODEL, losses, start, whole_copy, write_data
 
 from burst_mcore.cli import app
 from burst_mcore.megatron.patched import insertions, trees
 from burst_mcore.megatron.patched.trees import BACKEND, OPTIONS
 
 PATCHES = Path(__file__).parents[2] / "patches"
-INSTALLED = Path(importlib.util.find_spec("megatron.core").origin).parents[2]
 HAS_TRAINING = (INSTALLED / "megatron" / "training").is_dir()
 NAMES = [BACKEND, *([OPTIONS] if HAS_TRAINING else [])]
 OTHERS = [Path(tree) for tree in os.environ.get("BURST_MEGATRON_TREES", "").split(":") if tree]
@@ -177,123 +176,24 @@ def test_one_thing_must_be_asked_for(tree):
 
 # ---- training without the launcher ----
 
-MODEL = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
-    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
-    "--seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4 "
-    "--lr 1e-2 --lr-decay-style constant --lr-decay-iters 100 --use-distributed-optimizer "
-    "--override-opt-param-scheduler --seed 1 --split 100,0,0 --eval-iters 0 --eval-interval 1000 "
-    "--num-workers 0 --calculate-per-token-loss --make-vocab-size-divisible-by 256 --train-iters 4 "
-    "--log-interval 1 --tokenizer-type NullTokenizer --vocab-size 257"
-).split()
-CP2 = ["--context-parallel-size", "2"]
-BURST = ["--context-parallel-attention-backend", "burst"]
-MLA = (
-    "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8 "
-    "--rope-type rope"
-).split()
-
-SCRIPT = """
-import runpy, sys
-from burst_mcore.attention import operator
-from burst_mcore.megatron import cpu, fused_loss
-from burst_mcore.megatron.layouts import layout_in_effect
-
-def count(module, name):
-    function, counts[name] = getattr(module, name), 0
-    def counted(*args, **kwargs):
-        counts[name] += 1
-        return function(*args, **kwargs)
-    setattr(module, name, counted)
-
-counts = {}
-count(operator, "forward_of_head")
-count(fused_loss, "fused_linear_cross_entropy")
-cpu.enable_training()
-sys.argv += cpu.CPU_ARGUMENTS
-script = sys.argv.pop(1)
-sys.argv[0] = script
-sys.path.insert(0, script.rsplit("/", 1)[0])
-runpy.run_path(script, run_name="__main__")
-assert "burst_mcore.megatron.launcher" not in sys.modules
-print("in effect:", layout_in_effect(), *counts.values())
-"""
-
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    import prepare_bytes
-
-    prefix = tmp_path_factory.mktemp("data") / "text"
-    texts = [b"the quick brown fox %d jumps over the lazy dog; " % i * 20 for i in range(20)]
-    prepare_bytes.write(prefix, iter(texts))
-    return ["--data-path", str(prefix), "--data-cache-path", str(prefix.parent / "cache")]
-
-
-def whole_copy(source, target):
-    shutil.copytree(source / "megatron", target / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
-    for path in source.glob("*.py"):
-        if (source / "pretrain_gpt.py").is_file():
-            shutil.copy(path, target)
-    compiled = INSTALLED / "megatron/core/datasets"  # a checkout has it not
-    for path in compiled.glob("helpers_cpp*.so"):
-        shutil.copy(path, target / "megatron/core/datasets")
-    return target
+    return write_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory):
     """Whole copies of the installed Megatron, by the patch that they have."""
-    made = {}
+    copies = {}
 
     def of(name):
-        if name not in made:
-            made[name] = whole_copy(INSTALLED, tmp_path_factory.mktemp("patched"))
-            trees.Tree(made[name]).apply(name)
-        return made[name]
+        if name not in copies:
+            copies[name] = whole_copy(INSTALLED, tmp_path_factory.mktemp("patched"))
+            trees.Tree(copies[name]).apply(name)
+        return copies[name]
 
     return of
-
-
-def start(tree, folder, ranks, arguments, launcher=(), script=None):
-    """(exit status, what was printed, what was said) of rank 0 and the others together."""
-    runner = folder / "run.py"
-    folder.mkdir(exist_ok=True)
-    runner.write_text(SCRIPT)
-    root = Path(__file__).parents[2]
-    script = script or root / "examples" / "train_bytes_gpt.py"
-    command = [sys.executable, "-W", "ignore", *(launcher or [str(runner)]), str(script), *arguments]
-    place = {
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(forked.free_port()),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(tree), str(root), str(root / "examples")]),
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    started = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    try:
-        ended = [process.communicate(timeout=240) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return max(p.returncode for p in started), *("".join(part) for part in zip(*ended, strict=True))
-
-
-def losses(ended):
-    code, printed, said = ended
-    assert code == 0, said[-3000:]
-    found = re.findall(r"lm loss: ([0-9.E+-]+).*?grad norm: ([0-9.]+)", printed)
-    assert len(found) == 4, printed[-2000:]
-    return [float(number) for pair in found for number in pair]
 
 
 needs_training = pytest.mark.skipif(not HAS_TRAINING, reason="this wheel has no megatron.training")
@@ -313,14 +213,9 @@ def test_a_patched_copy_trains_a_ring_of_two_as_one_process(patched, data, alone
 
 @needs_training
 def test_with_all_options(patched, data, alone, tmp_path):
-    more = ["--burst-layout", "striped", "--burst-fused-loss", "--burst-recompute", "segment"]
-    more += ["--burst-recompute-keep", "0.3", "--burst-backward", "query"]
-    ring = start(patched(OPTIONS), tmp_path, 2, [*MODEL, *data, *CP2, *BURST, *more])
+    ring = start(patched(OPTIONS), tmp_path, 2, [*MODEL, *data, *CP2, *BURST, *versions.OPTIONS])
     assert losses(ring) == pytest.approx(alone, rel=1e-4)
-    steps, layers, micro_batches, ranks = 4, 2, 2, 2
-    calls = re.findall(r"in effect: (\w+) (\d+) (\d+)", ring[1])
-    heads, losses_made = steps * layers * micro_batches, steps * micro_batches
-    assert calls == [("striped", str(heads), str(losses_made))] * ranks
+    assert versions.in_effect(ring) == [versions.IN_EFFECT[OPTIONS]] * 2
 
 
 @needs_training
@@ -341,7 +236,7 @@ def test_latent_attention_and_experts(patched, data, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_launcher_runs_in_a_patched_copy_too(name, patched, data, alone, tmp_path):
     arguments = [*MODEL, *data, *CP2, *BURST, "--burst-fused-loss", "--burst-recompute", "attention"]
-    ring = start(patched(name), tmp_path, 2, arguments, launcher=["-m", "burst_mcore.megatron"])
+    ring = start(patched(name), tmp_path, 2, arguments, by_launcher=True)
     assert losses(ring) == pytest.approx(alone, rel=1e-4)
 
 
@@ -391,3 +286,10 @@ def test_without_burst_mcore_the_parser_is_as_ever(patched):
         env={**os.environ, "PYTHONPATH": str(patched(OPTIONS))},
     )  # fmt: skip
     assert done.stdout.strip().endswith("default"), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", [tree for tree in OTHERS if (tree / "pretrain_gpt.py").is_file()], ids=str)
+def test_a_checkout_trains_by_the_launcher_and_by_the_patches(source, tmp_path):
+    rows = versions.compared(source, tmp_path)
+    assert len(rows) == 3 and all(row["equal"] for row in rows), rows
