@@ -136,12 +136,6 @@ def burst_config(arguments: argparse.Namespace) -> BurstConfig:
         raise ValueError(
             "burst attention does not support --reset-attention-mask: pack the documents (PackedSeqParams)"
         )
-    if _documents_are_cut(arguments):
-        raise ValueError(
-            "burst attention does not support --dataloader-inter-document-masking under context parallelism: "
-            "it cuts packed sequences without regard to their documents, while rotary positions and "
-            "attention expect each document dealt zigzag (as --sft does)"
-        )
     return BurstConfig(**{name: setting(arguments, name) for name in SETTINGS})
 
 
@@ -245,10 +239,11 @@ def _value(name: str, text: str) -> Any:
     return value
 
 
-def _documents_are_cut(arguments: argparse.Namespace) -> bool:
-    masked = getattr(arguments, "dataloader_inter_document_masking", False)
+def packed_of(arguments: argparse.Namespace) -> str:
+    """Return how packed batches are dealt: "whole" if documents may end at any token, else "documents"."""
+    at_any_token = getattr(arguments, "dataloader_inter_document_masking", False)
     each_alone = getattr(arguments, "sft", False)
-    return masked and not each_alone and getattr(arguments, "context_parallel_size", 1) > 1
+    return "whole" if at_any_token and not each_alone else "documents"
 
 
 def burst_config_from_arguments() -> BurstConfig:

@@ -19,12 +19,13 @@ from burst_mcore.megatron.arguments import (
     flag_of,
     given_flags,
     options_without_effect,
+    packed_of,
     rates_of,
     recompute_policy,
     setting,
     uses_burst,
 )
-from burst_mcore.megatron.layouts import ZIGZAG, refuse_assumed_zigzag
+from burst_mcore.megatron.layouts import ZIGZAG, Dealing, refuse_assumed_zigzag
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def _check_tokens(layout: Layout, arguments: Any) -> None:
     size, tokens = arguments.context_parallel_size, arguments.seq_length
     if size == 1:
         return
-    refuse_assumed_zigzag(layout, arguments)
+    refuse_assumed_zigzag(Dealing(layout, packed_of(arguments)), arguments)
     divisor = layout.divisor(size)
     if tokens and tokens % divisor:
         raise ValueError(

@@ -37,7 +37,7 @@ from burst_mcore.config import BurstConfig
 from burst_mcore.layout import positions
 from burst_mcore.mask import Mask
 from burst_mcore.megatron.asked import configured, kernel_of, refusal
-from burst_mcore.megatron.layouts import ZIGZAG, refuse_other_layout
+from burst_mcore.megatron.layouts import ZIGZAG, layout_of_packed, refuse_other_layout
 from burst_mcore.megatron.packed import Packing, packing
 from burst_mcore.megatron.patch import wrap
 from burst_mcore.megatron.sinks import softmax_offset
@@ -123,7 +123,8 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
             attn_mask_type: overrides the one given at construction. A window comes from the config.
             attention_bias: must be None.
             packed_seq_params: the documents of packed sequences (format thd), each dealt zigzag over the
-                ranks; and this call's context-parallel group, if it has its own.
+                ranks, or all together by the layout (`layouts.use_layout`); and this call's
+                context-parallel group, if it has its own.
 
         Returns:
             [S, B, H * Dv]; packed [T, H * Dv], with a batch of 1 if the query has one.
@@ -250,7 +251,8 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         return False
 
     def _packing(self, params: Any, n: int, size: int) -> Packing:
-        if size > 1 and self.burst_config.layout != ZIGZAG:
+        is_whole = layout_of_packed() is not None
+        if size > 1 and self.burst_config.layout != ZIGZAG and not is_whole:
             raise ValueError(
                 f"layer {self.layer_number}: layout {self.burst_config.layout} does not go with packed "
                 f"sequences, whose documents Megatron deals zigzag: use zigzag"

@@ -1,8 +1,9 @@
 """Other layouts than zigzag in Megatron: its batches and rotary positions dealt as burst attention expects.
 
 Megatron deals zigzag wherever it deals a sequence over context-parallel ranks. For a model of attention
-layers that goes through two functions, which slice a batch and choose rotary positions: `use_layout` puts
-ours in their place. A model with any other module than those known to be blind to layouts is refused.
+layers that goes through three functions. One slices a batch, two choose rotary positions, of plain and of
+packed sequences. `use_layout` puts ours in their place. A model with a module that is not known to be blind
+to layouts is refused.
 
 This can go when Megatron asks for the layout in one place.
 """
@@ -10,11 +11,15 @@ This can go when Megatron asks for the layout in one place.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from burst_mcore.layout import NAMES, Layout, shard
+from burst_mcore.layout import NAMES, Layout, positions, shard
 from burst_mcore.megatron.patch import wrap, wrap_everywhere
 
 ZIGZAG = Layout("zigzag")
@@ -42,13 +47,38 @@ BLIND_TO_LAYOUTS = frozenset(
 replaces. Any other module of a model may assume zigzag, and is refused beside another layout; torch's own may
 not. (TransformerEngine's LayerNorm and RMSNorm are what Megatron's TENorm makes.)"""
 
+SLICING = (
+    "_get_batch_on_this_cp_rank_per_sequence_balancing",  # from 0.19 on
+    "get_pretrain_batch_on_this_cp_rank",  # 0.18
+    "get_batch_on_this_cp_rank",  # before; later this one deals packed batches too, by other functions
+)
+"""Megatron's function that deals a batch of unpacked sequences, by version."""
+
 METADATA = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
 """What is in a batch and has no tokens."""
 
-_in_effect = ZIGZAG
+PACKED = ("documents", "whole")
 
 
-def use_layout(layout: Layout | str) -> None:
+@dataclass(frozen=True)
+class Dealing:
+    """How Megatron deals sequences over context-parallel ranks."""
+
+    layout: Layout = ZIGZAG
+    packed: str = "documents"
+    """Packed batches: "documents", each document zigzag by itself; or "whole", all tokens by the layout."""
+
+    def __str__(self) -> str:
+        return f"layout {self.layout}" + (" of whole packed batches" if self.packed == "whole" else "")
+
+
+STOCK = Dealing()
+"""Megatron's own."""
+
+_in_effect = STOCK
+
+
+def use_layout(layout: Layout | str, packed: str = "documents") -> None:
     """From now on Megatron deals batches and rotary positions over context-parallel ranks as `layout` says.
 
     For this process, on every rank, before the model is built; the launcher does it for `--burst-layout`.
@@ -56,24 +86,39 @@ def use_layout(layout: Layout | str) -> None:
     `get_batch_on_this_cp_rank`; a script that deals them itself uses `burst_mcore.shard`. "zigzag" is
     Megatron's own.
 
+    Args:
+        layout: of sequences.
+        packed: "documents" if packed batches are dealt document by document, zigzag, as for `--sft`.
+            "whole" if they are dealt by `layout` like any sequence, as for
+            `--dataloader-inter-document-masking`: documents may then end at any token. Each token keeps the
+            rotary position that it has in its document.
+
     Raises:
-        ValueError: no such layout, or one that belongs to a single batch.
+        ValueError: no such layout, or one that belongs to a single batch; no such word.
     """
     global _in_effect
     layout = Layout.of(layout)
+    if packed not in PACKED:
+        raise ValueError(f"packed must be one of {', '.join(PACKED)}, got {packed!r}")
     if layout.kind == "zigzag-documents":
         raise ValueError(
             f"layout {layout} is that of one packed batch, and Megatron's own there; legal: {NAMES}"
         )
-    if layout != ZIGZAG:
+    dealing = Dealing(layout, packed)
+    if dealing != STOCK:
         _install()
-    _in_effect = layout
+    _in_effect = dealing
     _forget_rotary_positions()
 
 
 def layout_in_effect() -> Layout:
-    """How Megatron deals sequences in this process."""
-    return _in_effect
+    """Return the layout by which Megatron deals sequences in this process."""
+    return _in_effect.layout
+
+
+def layout_of_packed() -> Layout | None:
+    """Return the layout by which Megatron deals packed batches; None if it deals each document by itself."""
+    return _in_effect.layout if _in_effect.packed == "whole" else None
 
 
 def refuse_other_layout(layout: Layout | str, config: Any) -> None:
@@ -83,19 +128,19 @@ def refuse_other_layout(layout: Layout | str, config: Any) -> None:
         layout: the core attention's.
         config: the model's TransformerConfig.
     """
-    if layout != _in_effect:
+    if layout != _in_effect.layout:
         raise ValueError(
             f"burst attention expects layout {layout}, but Megatron deals sequences and rotary positions "
-            f"{_in_effect} over the context-parallel group: call "
+            f"{_in_effect.layout} over the context-parallel group: call "
             f"burst_mcore.megatron.layouts.use_layout('{layout}') before the model is built (the launcher "
             f"does for --burst-layout), and give both the same layout"
         )
-    refuse_assumed_zigzag(Layout.of(layout), config)
+    refuse_assumed_zigzag(_in_effect, config)
 
 
-def refuse_assumed_zigzag(layout: Layout, config: Any) -> None:
+def refuse_assumed_zigzag(dealing: Dealing, config: Any) -> None:
     """ValueError where something that a TransformerConfig, or the arguments, ask for assumes zigzag."""
-    if layout == ZIGZAG:
+    if dealing == STOCK:
         return
     variant = getattr(config, "experimental_attention_variant", None)
     assuming = {
@@ -105,7 +150,7 @@ def refuse_assumed_zigzag(layout: Layout, config: Any) -> None:
     }
     for what, is_asked in assuming.items():
         if is_asked:
-            raise ValueError(f"layout {layout} does not go with {what}, which assumes zigzag: use zigzag")
+            raise ValueError(f"{dealing} does not go with {what}, which assumes zigzag: use zigzag")
 
 
 def _install() -> None:
@@ -113,11 +158,9 @@ def _install() -> None:
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.module import MegatronModule
 
-    # From 0.19 on the second also deals packed batches, each document zigzag, through other functions.
-    inner = "_get_batch_on_this_cp_rank_per_sequence_balancing"
-    slicing = inner if hasattr(utils, inner) else "get_batch_on_this_cp_rank"
-    wrap_everywhere(utils, slicing, _slicing)
+    wrap_everywhere(utils, next(name for name in SLICING if hasattr(utils, name)), _slicing)
     wrap_everywhere(rope_utils, "get_pos_emb_on_this_cp_rank", _choosing_positions)
+    wrap_everywhere(rope_utils, "_apply_rotary_pos_emb_thd", _choosing_positions_in_documents)
     for model in language_models():
         wrap(model, "__init__", _refusing_unknown_modules)
     wrap(MegatronModule, "__init__", _refusing_unknown_models)
@@ -149,7 +192,7 @@ def _slicing(original: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's slicing of a batch, by the layout in effect."""
 
     def sliced(batch: dict[str, Any], cp_group: Any = None) -> dict[str, Any]:
-        if _in_effect == ZIGZAG:
+        if _in_effect.layout == ZIGZAG:
             return original(batch, cp_group=cp_group)  # type: ignore[no-any-return]
         if cp_group is None:  # legal up to 0.16
             from megatron.core import parallel_state
@@ -167,23 +210,59 @@ def _choosing_positions(original: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's choice of a rank's rows of the rotary embedding, by the layout in effect."""
 
     def chosen(pos_emb: Tensor, seq_dim: int, cp_group: Any) -> Tensor:
-        if _in_effect == ZIGZAG or cp_group is None:
+        if _in_effect.layout == ZIGZAG or cp_group is None:
             return original(pos_emb, seq_dim, cp_group)  # type: ignore[no-any-return]
         return _dealt(pos_emb, seq_dim, cp_group)
 
     return chosen
 
 
+def _choosing_positions_in_documents(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's rotary embedding of packed tokens, whose documents may end at any token of a whole batch."""
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+
+    names = tuple(signature(original).parameters)
+
+    def embedded(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        options = {**dict(zip(names[3:], args, strict=False)), **kwargs}
+        group = options.pop("cp_group", None)
+        if _in_effect.packed == "documents" or group is None or group.size() == 1:
+            return original(t, cu_seqlens, freqs, *args, **kwargs)  # type: ignore[no-any-return]
+        options.pop("max_seqlen", None)
+        tokens = t.shape[0] * group.size()
+        of_batch = len(freqs) == tokens  # else of the longest document
+        at = _positions_in_documents(cu_seqlens, tokens, group, of_batch)
+        return _apply_rotary_pos_emb_bshd(t[:, None], freqs[at], **options)[:, 0]  # type: ignore[no-any-return]
+
+    return embedded
+
+
+_POSITIONS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""What was computed of each cu_seqlens that lives: for all layers, and for queries and keys."""
+
+
+def _positions_in_documents(cu_seqlens: Tensor, tokens: int, group: Any, of_batch: bool) -> Tensor:
+    """Positions [tokens of this rank], in the batch or in their documents, on the device of cu_seqlens."""
+    key = (cu_seqlens._version, tokens, group.rank(), group.size(), _in_effect.layout, of_batch)
+    known: dict[Any, Tensor] = _POSITIONS.setdefault(cu_seqlens, {})
+    if key not in known:
+        at = positions(tokens, rank=group.rank(), size=group.size(), layout=_in_effect.layout)
+        at = at.to(cu_seqlens.device)
+        starts = cu_seqlens.to(at.dtype)
+        known[key] = at if of_batch else at - starts[torch.searchsorted(starts, at, right=True) - 1]
+    return known[key]
+
+
 def _dealt(x: Tensor, dim: int, group: Any) -> Tensor:
-    n, size = x.shape[dim], group.size()
+    n, size, layout = x.shape[dim], group.size(), _in_effect.layout
     if size == 1:
         return x
-    if n % (divisor := _in_effect.divisor(size)):
+    if n % (divisor := layout.divisor(size)):
         raise ValueError(
-            f"layout {_in_effect} over {size} ranks needs sequences of a multiple of {divisor} tokens, "
+            f"layout {layout} over {size} ranks needs sequences of a multiple of {divisor} tokens, "
             f"got {n} (--seq-length)"
         )
-    return shard(x, dim, rank=group.rank(), size=size, layout=_in_effect)
+    return shard(x, dim, rank=group.rank(), size=size, layout=layout)
 
 
 def _refusing_unknown_modules(init: Callable[..., None]) -> Callable[..., None]:
@@ -191,12 +270,12 @@ def _refusing_unknown_modules(init: Callable[..., None]) -> Callable[..., None]:
 
     def refusing(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        if _in_effect == ZIGZAG or self.config.context_parallel_size == 1:
+        if _in_effect == STOCK or self.config.context_parallel_size == 1:
             return
         for name, module in self.named_modules():
             if not _is_blind(type(module)):
                 raise ValueError(
-                    f"layout {_in_effect} does not go with {type(module).__name__} ({name}), which may "
+                    f"{_in_effect} does not go with {type(module).__name__} ({name}), which may "
                     f"assume that sequences are dealt zigzag: use zigzag"
                 )
 
@@ -208,9 +287,9 @@ def _refusing_unknown_models(init: Callable[..., None]) -> Callable[..., None]:
 
     def refusing(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         kind, size = type(self), getattr(config, "context_parallel_size", 1)
-        if _in_effect != ZIGZAG and size > 1 and _is_other_model(kind):
+        if _in_effect != STOCK and size > 1 and _is_other_model(kind):
             raise ValueError(
-                f"layout {_in_effect} does not go with {kind.__name__}, which may deal its sequences itself: "
+                f"{_in_effect} does not go with {kind.__name__}, which may deal its sequences itself: "
                 f"use zigzag"
             )
         init(self, config, *args, **kwargs)

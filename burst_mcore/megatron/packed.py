@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
-from burst_mcore.megatron.layouts import ZIGZAG
+from burst_mcore.megatron.layouts import ZIGZAG, layout_of_packed
 
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 
@@ -50,10 +50,11 @@ def packing(params: Any, tokens: int, size: int) -> Packing:
     if any(x is not None and x.is_inference() for x in given):  # has no version
         return _packing(given, tokens, size)
     read: _Read | None = _READ.get(given[0])
-    if read is None or not read.is_of(given, tokens, size):
+    place = tokens, size, layout_of_packed()
+    if read is None or not read.is_of(given, place):
         versions = tuple(-1 if x is None else x._version for x in given)
         sources = tuple(None if x is None else weakref.ref(x) for x in given)
-        read = _Read(sources, versions, tokens, size, _packing(given, tokens, size))
+        read = _Read(sources, versions, place, _packing(given, tokens, size))
         _READ[given[0]] = read
     return read.packing
 
@@ -69,16 +70,16 @@ class _Read:
 
     sources: tuple[weakref.ref[Tensor] | None, ...]
     versions: tuple[int, ...]
-    tokens: int
-    size: int
+    place: tuple[int, int, Layout | None]
+    """Tokens, ranks, and the layout of packed batches."""
     packing: Packing
 
-    def is_of(self, given: Sequence[Tensor | None], tokens: int, size: int) -> bool:
-        """Whether it was made of these very tensors, unchanged since."""
+    def is_of(self, given: Sequence[Tensor | None], place: tuple[int, int, Layout | None]) -> bool:
+        """Return whether the packing was made of these very tensors, unchanged since."""
         sources = [None if source is None else source() for source in self.sources]
         versions = tuple(-1 if x is None else x._version for x in given)
         same = all(x is source for x, source in zip(given, sources, strict=True))
-        return same and (versions, tokens, size) == (self.versions, self.tokens, self.size)
+        return same and (versions, place) == (self.versions, self.place)
 
 
 _READ: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -114,6 +115,8 @@ def _packing(given: Sequence[Tensor | None], tokens: int, size: int) -> Packing:
 def _layout(ends: Tensor, size: int) -> Layout:
     if size == 1:
         return ZIGZAG
+    if (layout := layout_of_packed()) is not None:
+        return layout
     odd = (ends % (2 * size)).nonzero().flatten().tolist()
     if odd:
         raise ValueError(

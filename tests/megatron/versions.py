@@ -108,6 +108,11 @@ def whole_copy(source, target):
     return target
 
 
+def _search_path():
+    """Return the caller's PYTHONPATH, for packages that an old checkout imports."""
+    return filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+
+
 def start(tree, folder, ranks, arguments, by_launcher=False, script=None):
     """Run a training script on `ranks` processes.
 
@@ -124,7 +129,7 @@ def start(tree, folder, ranks, arguments, by_launcher=False, script=None):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(forked.free_port()),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT), str(ROOT / "examples")]),
+        "PYTHONPATH": os.pathsep.join(map(str, (tree, ROOT, ROOT / "examples", *_search_path()))),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     processes = [

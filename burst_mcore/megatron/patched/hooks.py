@@ -62,9 +62,9 @@ def use_options(arguments: argparse.Namespace) -> None:
 
     from burst_mcore.checkpointing import Full
     from burst_mcore.layout import Layout
-    from burst_mcore.megatron.arguments import recompute_policy, setting
+    from burst_mcore.megatron.arguments import packed_of, recompute_policy, setting, uses_burst
     from burst_mcore.megatron.asked import check_arguments
-    from burst_mcore.megatron.layouts import ZIGZAG, use_layout
+    from burst_mcore.megatron.layouts import STOCK, Dealing, use_layout
     from burst_mcore.megatron.patch import wrap
     from burst_mcore.megatron.recompute import use_recompute
 
@@ -72,9 +72,10 @@ def use_options(arguments: argparse.Namespace) -> None:
         check_arguments(arguments)
     except ValueError as error:
         refuse(str(error))
-    layout, policy = Layout.of(setting(arguments, "layout")), recompute_policy(arguments)
-    if layout != ZIGZAG:  # Megatron's own, or that of a script which called use_layout itself
-        use_layout(layout)
+    dealing = Dealing(Layout.of(setting(arguments, "layout")), packed_of(arguments))
+    policy = recompute_policy(arguments)
+    if dealing != STOCK and uses_burst(arguments):  # else Megatron's, or that of a script's own use_layout
+        use_layout(dealing.layout, dealing.packed)
     if policy != Full():  # Megatron's own, or that of a script which called use_recompute itself
         use_recompute(policy)
     wrap(training, "build_pretraining_data_loader", planned_ahead)
