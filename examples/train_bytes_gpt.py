@@ -17,8 +17,14 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.enums import ModelType
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.core.utils import (
+    flatten_batch_for_packed_sequences,
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
 from megatron.training import get_args, get_timers, pretrain, print_rank_0
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
@@ -26,6 +32,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 
 Batch = dict[str, torch.Tensor | None]
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+PACKED = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")  # with --dataloader-inter-document-masking
 DEFAULTS = {
     "tokenizer_type": "NullTokenizer",
     "vocab_size": 257,
@@ -33,19 +40,21 @@ DEFAULTS = {
 
 
 def get_batch(data_iterator: Iterator, vp_stage: int | None) -> Batch:
-    """The fields of this rank's part of the next micro batch, each [b, s / cp]."""
+    """Return this rank's part of the next micro batch: fields [b, s / cp], packed ones [1, b s / cp]."""
     args = get_args()
-    if not is_first_or_last_pipeline_stage(vp_stage):
-        return dict.fromkeys(FIELDS)
+    is_packed = args.dataloader_inter_document_masking
+    names = (*FIELDS, *PACKED)
+    if not is_packed and not is_first_or_last_pipeline_stage(vp_stage):
+        return dict.fromkeys(names)
     batch: Batch = {}
     if mpu.get_tensor_model_parallel_rank() == 0:
         loaded = next(data_iterator)
-        batch = {key: loaded[key].cuda(non_blocking=True) if key in loaded else None for key in FIELDS}
+        batch = {key: loaded[key].cuda(non_blocking=True) if key in loaded else None for key in names}
     batch = get_batch_on_this_tp_rank(
         batch,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
-        has_cu_seqlens=False,
+        has_cu_seqlens=is_packed,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         cp_size=args.context_parallel_size,
@@ -57,8 +66,23 @@ def get_batch(data_iterator: Iterator, vp_stage: int | None) -> Batch:
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    batch = {key: batch[key] for key in FIELDS}
-    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
+    batch = flatten_batch_for_packed_sequences({key: batch[key] for key in names})
+    return get_batch_on_this_cp_rank(
+        batch,
+        is_hybrid_cp=False,
+        cp_group=mpu.get_context_parallel_group(),
+        use_per_sequence_balancing=is_packed,
+    )
+
+
+def packed_seq_params(batch: Batch) -> PackedSeqParams | None:
+    """Return the documents of a packed batch as Megatron's models take them; None if it is not packed."""
+    if batch["cu_seqlens"] is None:
+        return None
+    ends, longest = batch["cu_seqlens"][0], int(batch["max_seqlen"])
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
 
 
 def loss_func(
@@ -82,12 +106,16 @@ def forward_step(data_iterator: Iterator, model: torch.nn.Module) -> tuple[torch
         batch["attention_mask"],
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
+        packed_seq_params=packed_seq_params(batch),
     )
     return losses, partial(loss_func, batch["loss_mask"])
 
 
 def is_dataset_built_on_rank(vp_stage: int | None = None) -> bool:
-    return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
+    every_stage = get_args().dataloader_inter_document_masking  # each needs the ends of documents
+    return mpu.get_tensor_model_parallel_rank() == 0 and (
+        every_stage or is_first_or_last_pipeline_stage(vp_stage)
+    )
 
 
 def datasets_provider(samples: list[int], vp_stage: int | None = None) -> tuple:
@@ -106,6 +134,7 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> tuple:
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
+        inter_document_masking=args.dataloader_inter_document_masking,
     )
     print_rank_0("> building the datasets ...")
     on_rank = partial(is_dataset_built_on_rank, vp_stage=vp_stage)

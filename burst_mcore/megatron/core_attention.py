@@ -36,6 +36,7 @@ from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import positions
 from burst_mcore.mask import Mask
+from burst_mcore.megatron.arguments import from_command_line, packed_of
 from burst_mcore.megatron.asked import configured, kernel_of, refusal
 from burst_mcore.megatron.layouts import ZIGZAG, layout_of_packed, refuse_other_layout
 from burst_mcore.megatron.packed import Packing, packing
@@ -98,6 +99,7 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         self._topologies_of_calls: dict[Any, Topology] = {}
         if self.topology.size > 1:
             refuse_other_layout(self.burst_config.layout, config)
+            _refuse_other_packing()
             _refuse_caches()
         self._choose_kernel(head_dim, head_dim if v_channels is None else v_channels)
         connect(self.topology, self.burst_config)
@@ -312,6 +314,16 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
                 f"(--reset-attention-mask) and padding must come as packed sequences (PackedSeqParams)"
             )
         _last_checked = weakref.ref(attention_mask), mask, topology
+
+
+def _refuse_other_packing() -> None:
+    """ValueError if the command line packs documents that end at any token, and batches are not dealt so."""
+    if from_command_line(packed_of, "documents") == "whole" and layout_of_packed() is None:
+        raise ValueError(
+            "--dataloader-inter-document-masking packs documents that end at any token: call "
+            "burst_mcore.megatron.layouts.use_layout(layout, packed='whole') before the model is built (the "
+            "launcher and the patches do)"
+        )
 
 
 def _refuse_caches() -> None:

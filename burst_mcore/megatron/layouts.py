@@ -30,7 +30,13 @@ BLIND_TO_LAYOUTS = frozenset(
         *("MoETransformerLayer", "MLPLayer", "SelfAttention", "MLASelfAttention", "BurstCoreAttention"),
         *("MLP", "TEFusedMLP", "SharedExpertMLP", "MoELayer", "SequentialMLP", "GroupedMLP", "TEGroupedMLP"),
         *("TopKRouter", "InferenceTopKRouter", "ColumnParallelLinear", "RowParallelLinear"),
-        *("VocabParallelEmbedding", "LanguageModelEmbedding", "RotaryEmbedding", "YarnRotaryEmbedding"),
+        *(
+            "LinearCrossEntropyModule",
+            "VocabParallelEmbedding",
+            "LanguageModelEmbedding",
+            "RotaryEmbedding",
+            "YarnRotaryEmbedding",
+        ),
         *("LayerNorm", "RMSNorm", "TEFusedResidualRMSNorm", "TELMHeadColumnParallelLinear", "TEActivationOp"),
         *(
             "TEFusedMLPWithGroupedLinear",

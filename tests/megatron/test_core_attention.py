@@ -1,6 +1,7 @@
 """What the core attention refuses, and at which moment."""
 
 from argparse import ArgumentParser
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from ranks import processes
 
 from burst_mcore import BurstConfig, Layout, positions, shard
 from burst_mcore.megatron import cpu
+from burst_mcore.megatron.layouts import use_layout
 
 
 def _in_megatron(rank, size, function, cp, *args):
@@ -207,18 +209,33 @@ def test_packed_sequences_that_are_not_legal_are_refused():
     in_megatron(_refused_packings, cp=2)
 
 
-def test_documents_that_a_data_loader_cuts_are_refused():
-    from burst_mcore.megatron.arguments import add_arguments, burst_config
+def test_the_command_line_says_whether_documents_may_end_at_any_token():
+    from burst_mcore.megatron.arguments import add_arguments, burst_config, packed_of
 
-    given = add_arguments(ArgumentParser()).parse_args(["--burst-layout", "striped"])
-    assert burst_config(given).layout == Layout("striped")
-    given.dataloader_inter_document_masking, given.sft, given.context_parallel_size = True, False, 1
-    burst_config(given)
-    given.context_parallel_size = 2
-    with pytest.raises(ValueError, match="--dataloader-inter-document-masking under context parallelism"):
-        burst_config(given)
-    given.sft = True
-    burst_config(given)
+    arguments = add_arguments(ArgumentParser()).parse_args(["--burst-layout", "striped"])
+    assert burst_config(arguments).layout == Layout("striped") and packed_of(arguments) == "documents"
+    arguments.dataloader_inter_document_masking, arguments.sft = True, False
+    assert packed_of(arguments) == "whole"
+    arguments.sft = True
+    assert packed_of(arguments) == "documents"
+
+
+def _documents_at_any_token():
+    arguments = SimpleNamespace(dataloader_inter_document_masking=True, sft=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "burst_mcore.megatron.core_attention.from_command_line", lambda read, _: read(arguments)
+        )
+        with pytest.raises(ValueError, match=r"use_layout\(layout, packed='whole'\)"):
+            _core(transformer_config(Case(cp=2)))
+        use_layout("zigzag", packed="whole")
+        q = torch.randn(8, 4, 16)
+        core = _core(transformer_config(Case(cp=2)))
+        assert core(q, q, q, None, packed_seq_params=_params([0, 3, 16])).shape == (8, 64)
+
+
+def test_documents_at_any_token_need_the_layout_of_whole_batches():
+    in_megatron(_documents_at_any_token, cp=2)
 
 
 def test_documents_are_read_once_for_all_layers():

@@ -292,4 +292,4 @@ def test_without_burst_mcore_the_parser_is_as_ever(patched):
 @pytest.mark.parametrize("source", [tree for tree in OTHERS if (tree / "pretrain_gpt.py").is_file()], ids=str)
 def test_a_checkout_trains_by_the_launcher_and_by_the_patches(source, tmp_path):
     rows = versions.compared(source, tmp_path)
-    assert len(rows) == 3 and all(row["equal"] for row in rows), rows
+    assert len(rows) in (3, 10) and all(row["equal"] for row in rows), rows

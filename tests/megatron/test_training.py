@@ -216,6 +216,10 @@ REFUSED = {
     "a flag without the backend": (["--burst-ring", "flat"], "--burst-ring has no effect"),
     "--burst-recompute segment": ([*BURST, "--burst-recompute", "segment"], "--burst-recompute-keep F"),
     "--cp-comm-type": ([*BURST, "--cp-comm-type", "a2a", "--burst-ring", "flat"], "give one of them"),
+    "documents between any tokens": (
+        [*BURST, "--dataloader-inter-document-masking", "--mtp-num-layers", "1"],
+        "layout zigzag of whole packed batches does not go with multi-token prediction",
+    ),
     "FSDP": ([*BURST, "--use-megatron-fsdp"], "--use-megatron-fsdp needs CUDA"),
     "--yaml-cfg": ([*BURST, "--yaml-cfg", "no.yaml"], "--yaml-cfg replaces the command line"),
 }

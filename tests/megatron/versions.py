@@ -34,6 +34,7 @@ INSTALLED = Path(importlib.util.find_spec("megatron.core").origin).parents[2]
 TOLERANCE = 1e-4
 """Largest relative difference of losses and gradient norms that counts as equal, in float32."""
 
+DOCUMENTS = "--dataloader-inter-document-masking"
 STEPS, LAYERS, MICRO_BATCHES = 4, 2, 2
 MODEL = (
     f"--num-layers {LAYERS} --hidden-size 32 --num-attention-heads 4 --group-query-attention "
@@ -89,12 +90,16 @@ print("in effect:", layout_in_effect(), *counts.values())
 """
 
 
-def write_data(folder):
+TEXTS = [b"the quick brown fox %d jumps over the lazy dog; " % i * 20 for i in range(20)]
+SHORT_TEXTS = [text[:length] for text in TEXTS for length in (0, 0, 1, 2, 5, 17, 40, 90)]
+"""Documents of 1 to 91 tokens: many of them end within a sample of 64."""
+
+
+def write_data(folder, texts=TEXTS):
     """Write a small dataset, and return Megatron's flags for it."""
-    prefix = folder / "text"
-    texts = [b"the quick brown fox %d jumps over the lazy dog; " % i * 20 for i in range(20)]
-    prepare_bytes.write(prefix, iter(texts))
-    return ["--data-path", str(prefix), "--data-cache-path", str(folder / "cache")]
+    folder.mkdir(exist_ok=True)
+    prepare_bytes.write(folder / "text", iter(texts))
+    return ["--data-path", str(folder / "text"), "--data-cache-path", str(folder / "cache")]
 
 
 def whole_copy(source, target):
@@ -162,35 +167,61 @@ def in_effect(ended):
     return [(name, int(n), int(m)) for name, n, m in re.findall(r"in effect: (\w+) (\d+) (\d+)", ended[1])]
 
 
+def needed_on_cpu(tree):
+    """Return the flags that a version needs without TransformerEngine."""
+    return ["--cp-comm-type", "all_gather"] if "branch dev" in trees.Tree(tree).version else []
+
+
+def row(way, arguments, ring, one):
+    """Compare the losses and gradient norms of two runs."""
+    worst = max(abs(a - b) / abs(b) for a, b in zip(losses(ring), losses(one), strict=True))
+    flags = " ".join(arguments)
+    return {"way": way, "flags": flags, "worst relative difference": worst, "equal": worst < TOLERANCE}
+
+
 def compared(source: Path, folder: Path) -> list[dict[str, object]]:
     """Train one process, then rings of two by the launcher and by each patch, in copies of a tree."""
-    data = write_data(folder)
+    data = [*write_data(folder / "data"), *needed_on_cpu(source)]
     plain = whole_copy(source, folder / "plain")
-    script = plain / "pretrain_gpt.py"
-    one = losses(start(plain, folder / "one", 1, [*MODEL, *data], by_launcher=True, script=script))
+    one = run(plain, 1, [*MODEL, *data], by_launcher=True)
     rows = []
     for way in ("launcher", trees.BACKEND, trees.OPTIONS):
-        tree = plain
-        if way != "launcher":
+        tree, by_launcher = plain, way == "launcher"
+        if not by_launcher:
             tree = whole_copy(source, folder / way)
             trees.Tree(tree).apply(way)
-        more = [] if way == trees.BACKEND else OPTIONS
-        arguments = [*MODEL, *data, *CP2, *BURST, *more]
-        by_launcher = way == "launcher"
-        script = tree / "pretrain_gpt.py"
-        ring = start(tree, folder / f"run-{way}", 2, arguments, by_launcher=by_launcher, script=script)
+        arguments = [*CP2, *BURST, *([] if way == trees.BACKEND else OPTIONS)]
+        ring = run(tree, 2, [*MODEL, *data, *arguments], by_launcher)
+        rows.append(row(way, arguments, ring, one))
         if not by_launcher:
             assert in_effect(ring) == [IN_EFFECT[way]] * 2
-        worst = max(abs(a - b) / abs(b) for a, b in zip(losses(ring), one, strict=True))
-        rows.append(
-            {
-                "way": way,
-                "options": " ".join(more),
-                "worst relative difference": worst,
-                "equal": worst < TOLERANCE,
-            }
-        )
+    if DOCUMENTS in (plain / "megatron/training/arguments.py").read_text():
+        rows += compared_packed(folder)
     return rows
+
+
+def compared_packed(folder: Path) -> list[dict[str, object]]:
+    """Train on documents that end at any token, beside one process with Megatron's dense mask of documents."""
+    data = [*write_data(folder / "short", SHORT_TEXTS), *needed_on_cpu(folder / "plain")]
+    reset = ["--reset-attention-mask", "--reset-position-ids"]
+    one = run(folder / "plain", 1, [*MODEL, *data, *reset], by_launcher=True)
+    rows = []
+    for way in ("launcher", trees.BACKEND, trees.OPTIONS):
+        for ranks, layout in ((2, "zigzag"), (4, "striped"), (2, "contiguous")):
+            if way == trees.BACKEND and layout != "zigzag":
+                continue  # it has no flag for layouts
+            arguments = ["--context-parallel-size", str(ranks), *BURST, DOCUMENTS]
+            arguments += ["--burst-layout", layout] if layout != "zigzag" else []
+            tree = folder / ("plain" if way == "launcher" else way)
+            ring = run(tree, ranks, [*MODEL, *data, *arguments], by_launcher=way == "launcher")
+            rows.append(row(way, arguments, ring, one))
+    return rows
+
+
+def run(tree, ranks, arguments, by_launcher):
+    """Run a checkout's own pretrain_gpt.py."""
+    with tempfile.TemporaryDirectory() as folder:
+        return start(tree, Path(folder), ranks, arguments, by_launcher, script=tree / "pretrain_gpt.py")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -33,6 +33,7 @@ def with_burst_attention(submodules: Any) -> Any:
         arguments = megatron_arguments()
         if hasattr(arguments, "num_attention_heads"):  # a YAML file's are elsewhere
             check_arguments(arguments)
+            _use_layout(arguments)
     core = submodules.core_attention
     if getattr(core, "module", core) is BurstCoreAttention:
         return submodules  # by a spec, perhaps with options of its own
@@ -61,10 +62,8 @@ def use_options(arguments: argparse.Namespace) -> None:
     from megatron.training import training
 
     from burst_mcore.checkpointing import Full
-    from burst_mcore.layout import Layout
-    from burst_mcore.megatron.arguments import packed_of, recompute_policy, setting, uses_burst
+    from burst_mcore.megatron.arguments import recompute_policy
     from burst_mcore.megatron.asked import check_arguments
-    from burst_mcore.megatron.layouts import STOCK, Dealing, use_layout
     from burst_mcore.megatron.patch import wrap
     from burst_mcore.megatron.recompute import use_recompute
 
@@ -72,13 +71,21 @@ def use_options(arguments: argparse.Namespace) -> None:
         check_arguments(arguments)
     except ValueError as error:
         refuse(str(error))
-    dealing = Dealing(Layout.of(setting(arguments, "layout")), packed_of(arguments))
+    _use_layout(arguments)
     policy = recompute_policy(arguments)
-    if dealing != STOCK and uses_burst(arguments):  # else Megatron's, or that of a script's own use_layout
-        use_layout(dealing.layout, dealing.packed)
     if policy != Full():  # Megatron's own, or that of a script which called use_recompute itself
         use_recompute(policy)
     wrap(training, "build_pretraining_data_loader", planned_ahead)
+
+
+def _use_layout(arguments: argparse.Namespace) -> None:
+    from burst_mcore.layout import Layout
+    from burst_mcore.megatron.arguments import packed_of, setting, uses_burst
+    from burst_mcore.megatron.layouts import STOCK, Dealing, use_layout
+
+    dealing = Dealing(Layout.of(setting(arguments, "layout")), packed_of(arguments))
+    if dealing != STOCK and uses_burst(arguments):  # else Megatron's, or that of a script's own use_layout
+        use_layout(dealing.layout, dealing.packed)
 
 
 def fuse_losses(models: Sequence[Any]) -> None:

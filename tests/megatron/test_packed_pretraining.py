@@ -1,0 +1,125 @@
+"""Packed pre-training with documents between any tokens, beside one process with Megatron's own attention.
+
+Megatron's reference is the dense mask of `--reset-attention-mask` with the positions of
+`--reset-position-ids`. The rings get `--dataloader-inter-document-masking`: no mask, no padding.
+"""
+
+import random
+
+import pytest
+
+pytest.importorskip("megatron.training", reason="megatron.training comes with megatron-core from 0.19 on")
+pytest.importorskip("tensorboard")
+
+import prepare_bytes
+import torch
+from megatron.core.models.common.embeddings import rope_utils
+from ranks import processes
+from test_training import BURST, CP2, MODEL, assert_equal, train
+
+from burst_mcore import Mask
+from burst_mcore.layout import positions, shard
+from burst_mcore.megatron.layouts import use_layout
+from burst_mcore.megatron.packed import packing_of
+
+CP4 = ["--context-parallel-size", "4"]
+RESET = ["--reset-attention-mask", "--reset-position-ids"]
+DOCUMENTS = [*BURST, "--dataloader-inter-document-masking"]
+PP2 = ["--pipeline-model-parallel-size", "2", "--micro-batch-size", "1"]  # Megatron packs one sample there
+SEGMENT = ["--burst-recompute", "segment", "--burst-recompute-keep", "0.5"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Documents of 1 to 91 tokens, in samples of 64: many a sample, and some longer than one."""
+    draw, prefix = random.Random(0), tmp_path_factory.mktemp("data") / "text"
+    texts = [
+        bytes(draw.choices(b"abcdefgh ", k=draw.choice((0, 0, 1, 2, 5, 17, 40, 90)))) for _ in range(400)
+    ]
+    prepare_bytes.write(prefix, iter(texts))
+    return ["--data-path", str(prefix), "--data-cache-path", str(prefix.parent / "cache")]
+
+
+@pytest.fixture(scope="module")
+def alone(data, tmp_path_factory):
+    return train(tmp_path_factory.mktemp("alone"), 1, data, *RESET)
+
+
+def test_the_documents_matter(data, alone, tmp_path):
+    assert abs(train(tmp_path, 1, data)[-1].loss - alone[-1].loss) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments"),
+    [
+        (1, []),
+        (2, CP2),
+        (2, [*CP2, "--burst-layout", "contiguous", "--burst-fused-loss"]),
+        (4, [*CP4, "--burst-layout", "striped", "--burst-backward", "query", *SEGMENT]),
+        (4, [*CP2, "--tensor-model-parallel-size", "2", "--burst-backward", "kv"]),
+        pytest.param(4, [*CP4, "--burst-head-parallel", "2"], marks=pytest.mark.slow),
+        pytest.param(4, [*CP4, "--micro-batch-size", "4"], marks=pytest.mark.slow),
+    ],
+    ids=["1", "zigzag", "contiguous, fused", "striped, segments", "tensor", "heads", "four samples a batch"],
+)
+def test_rings_train_as_one_process(ranks, arguments, data, alone, tmp_path):
+    assert_equal(train(tmp_path, ranks, data, *DOCUMENTS, *arguments), alone)
+
+
+def test_with_pipeline_parallelism(data, tmp_path):
+    plain = train(tmp_path / "plain", 2, data, *RESET, *PP2)  # its stages start from seeds of their own
+    assert_equal(train(tmp_path / "ring", 4, data, *DOCUMENTS, *PP2, *CP2), plain)
+
+
+@pytest.mark.slow
+def test_latent_attention(data, tmp_path, monkeypatch):
+    latent = ["--multi-latent-attention", "--kv-lora-rank", "16", "--qk-head-dim", "8", "--rope-type", "yarn"]
+    latent += ["--qk-pos-emb-head-dim", "8", "--v-head-dim", "8"]
+    grouped = MODEL.index("--group-query-attention")  # and --num-query-groups 2
+    monkeypatch.setattr("test_training.MODEL", [*MODEL[:grouped], *MODEL[grouped + 3 :]])
+    plain = train(tmp_path / "plain", 1, data, *DOCUMENTS, *latent)  # Megatron's own needs TransformerEngine
+    assert_equal(train(tmp_path / "ring", 2, data, *DOCUMENTS, *CP2, *latent), plain)
+
+
+class Group:
+    """A context-parallel group as far as rotary positions ask."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = (lambda: rank), (lambda: size)
+
+
+def rotated(seed):
+    """Rotary embeddings of packed tokens, dealt by random layouts, against those of one process."""
+    draw = random.Random(seed)
+    size = draw.choice((2, 3, 4))
+    layout = draw.choice(("zigzag", "striped", "contiguous", f"block-striped:{size}"))
+    n = 2 * size * size * draw.randint(1, 6)
+    ends = sorted({0, n, *(draw.randrange(1, n) for _ in range(draw.randint(0, n // 2)) if n > 1)})
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32)
+    longest = int(cu_seqlens.diff().max())
+    t, freqs = torch.randn(n, 3, 8), torch.randn(longest, 1, 1, 4)
+    want = rope_utils._apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, cp_group=Group(0, 1))
+    use_layout(layout, packed="whole")
+    for rank in range(size):
+        local = shard(t, 0, rank=rank, size=size, layout=layout)
+        for _ in range(2):  # the second time from memory
+            got = rope_utils._apply_rotary_pos_emb_thd(local, cu_seqlens, freqs, cp_group=Group(rank, size))
+            assert torch.equal(got, want[positions(n, rank=rank, size=size, layout=layout)])
+    packing = packing_of(cu_seqlens, None, n, size)
+    assert str(packing.layout) == layout
+    at = torch.arange(n)
+    assert torch.equal(packing.documents.allows(at, at), Mask.documents(ends).allows(at, at))
+
+
+def _all_rotated(rank, size):
+    for seed in range(60):
+        rotated(seed)
+
+
+def test_every_token_has_its_position_in_its_document():
+    processes(1, _all_rotated)
+
+
+def test_an_unknown_word_for_packed_batches():
+    with pytest.raises(ValueError, match="packed must be one of documents, whole, got 'thd'"):
+        use_layout("zigzag", packed="thd")
