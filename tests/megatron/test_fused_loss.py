@@ -15,16 +15,19 @@ from burst_mcore.megatron.fused_loss import DeferredLogits, fuse_loss
 MUP = (("use_mup", True), ("mup_base_hidden_size", 32))
 
 
+@pytest.mark.proves("fused loss", "GPT at CP 2, TP 2 x CP 2; tied embeddings")
 @pytest.mark.parametrize(("tp", "cp"), [(1, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("tied", [False, True])
 def test_gpt(tp, cp, tied):
     assert_equal(step(Case(tp=tp, cp=cp, fused=True, tied=tied)), default(tied=tied))
 
 
+@pytest.mark.proves("fused loss", "several microbatches in flight")
 def test_microbatches_in_flight():
     assert_equal(step(Case(cp=2, fused=True, microbatches=3, recompute="full")), default(microbatches=3))
 
 
+@pytest.mark.proves("fused loss", "multi-token prediction, TP 2 x CP 2")
 @needs_019
 @pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_multi_token_prediction(tp, cp):
@@ -33,6 +36,7 @@ def test_multi_token_prediction(tp, cp):
     assert_equal(got, default(model="mtp", fields=MTP))
 
 
+@pytest.mark.proves("fused loss", "HybridModel at TP 2 x CP 2")
 @pytest.mark.skipif(VERSION < (0, 19), reason="HybridModel is there from 0.19 on")
 @pytest.mark.parametrize("tied", [False, True])
 def test_hybrid(tied):
@@ -45,6 +49,7 @@ def test_logits_that_are_scaled():
     assert_equal(step(Case(cp=2, fused=True, fields=MUP)), default(fields=MUP))
 
 
+@pytest.mark.proves("fused loss", "TP 2 x CP 2 with sequence parallelism")
 @pytest.mark.parametrize("tied", [False, True])
 def test_sequence_parallel(tied):
     case = Case(tp=2, cp=2, fused=True, tied=tied, fields=(("sequence_parallel", True),))
@@ -109,6 +114,7 @@ class Largest(TorchDispatchMode):
         return found
 
 
+@pytest.mark.proves("fused loss", "DDP, distributed optimizer")
 @pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed optimizer"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_main_grad(tied, distributed):

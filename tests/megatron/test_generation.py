@@ -37,6 +37,7 @@ def _generation(fields):
     torch.testing.assert_close(got[:, -1], got[:, -2], rtol=1e-4, atol=1e-5)  # the whole at once
 
 
+@pytest.mark.proves("generation with the static cache", "CP 1")
 @needs_019
 @pytest.mark.parametrize("fields", [(), (("softmax_type", "off-by-one"),)], ids=["plain", "sinks"])
 def test_generation_with_a_cache_equals_megatrons_own(fields):
@@ -129,6 +130,7 @@ def _engines():
         assert ours[1] == pytest.approx(theirs[1], rel=1e-5)
 
 
+@pytest.mark.proves("generation with the static cache", "the static engine at CP 1")
 @needs_019
 def test_megatrons_static_engine_generates_the_same_tokens():
     in_megatron(_engines)

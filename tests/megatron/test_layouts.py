@@ -29,12 +29,14 @@ from burst_mcore.megatron.layouts import layout_in_effect, use_layout
 LAYOUTS = ["contiguous", "stacked-zigzag:2", "striped", "block-striped:16"]
 
 
+@pytest.mark.proves("GPT", "other layouts at CP 2 and 4")
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gpt(layout, cp):
     assert_equal(step(Case(cp=cp, layout=layout, backward="query")), default())
 
 
+@pytest.mark.proves("GPT", "striped with learnt positions; block-striped with windows at TP 2 x CP 2")
 def test_gpt_with_other_positions_windows_and_tensor_parallelism():
     learned = {"position": "learned_absolute"}
     assert_equal(step(Case(cp=2, layout="striped", **learned)), default(**learned))
@@ -42,6 +44,7 @@ def test_gpt_with_other_positions_windows_and_tensor_parallelism():
     assert_equal(step(Case(tp=2, cp=2, layout="block-striped:8", **window)), default(**window))
 
 
+@pytest.mark.proves("MLA", "striped, rope and yarn")
 @needs_019
 @pytest.mark.parametrize("rope", ["rope", "yarn"])
 def test_mla(rope):
@@ -49,6 +52,7 @@ def test_mla(rope):
     assert_equal(step(Case(cp=2, fields=fields, layout="striped")), step(Case(fields=fields)))
 
 
+@pytest.mark.proves("HybridModel of attention and MLP layers", "striped")
 @needs_019
 def test_hybrid():
     assert_equal(step(Case(model="hybrid", cp=2, layout="striped")), default(model="hybrid"))

@@ -9,6 +9,7 @@ def test_the_baseline_is_megatrons_own_attention():
     assert default().losses.isfinite().all()
 
 
+@pytest.mark.proves("GPT", "CP 1, 2, 4; TP 2 x CP 2; backward by queries, by keys and values")
 @pytest.mark.parametrize("backward", ["query", "kv"])
 @pytest.mark.parametrize(("tp", "cp"), [(1, 1), (1, 2), (1, 4), (2, 2)])
 def test_gpt(tp, cp, backward):
@@ -25,34 +26,40 @@ WAYS = {
 }
 
 
+@pytest.mark.proves("GPT", "CP 4 on a flat and a double ring, with shared heads, by auto")
 @pytest.mark.parametrize("way", WAYS)
 def test_gpt_on_other_routes(way):
     assert_equal(step(Case(cp=4, **WAYS[way])), default())
 
 
+@pytest.mark.proves("GPT", "TP 2 with shared heads on a double ring")
 def test_gpt_with_tensor_parallelism_on_a_double_ring_that_shares_heads():
     case = Case(tp=2, cp=4, hierarchy=(2, 2), burst=(("head_parallel", 2),))
     assert_equal(step(case), default())
 
 
+@pytest.mark.proves("GPT", "full and selective recompute, several microbatches in flight")
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_gpt_with_recompute_and_microbatches_in_flight(recompute):
     got = step(Case(cp=2, recompute=recompute, microbatches=2))
     assert_equal(got, default(microbatches=2))
 
 
+@pytest.mark.proves("MoE; multi-token prediction", "CP 2")
 @needs_019
 @pytest.mark.parametrize(("model", "fields"), [("moe", MOE), ("mtp", MTP)], ids=["moe", "mtp"])
 def test_moe_and_mtp(model, fields):
     assert_equal(step(Case(model=model, cp=2, fields=fields)), default(model=model, fields=fields))
 
 
+@pytest.mark.proves("MLA", "CP 2")
 @needs_019
 def test_mla():
     # Megatron's local attention does not build in an MLA layer: the baseline is ours on one rank.
     assert_equal(step(Case(cp=2, fields=MLA)), step(Case(cp=1, fields=MLA)))
 
 
+@pytest.mark.proves("attention sinks, off-by-one and learnable", "CP 2")
 @pytest.mark.parametrize("kind", ["learnable", "off-by-one"])
 def test_sinks(kind):
     fields = (("softmax_type", kind),)
@@ -61,6 +68,7 @@ def test_sinks(kind):
     assert (kind == "learnable") == any("softmax_offset" in name for name in want.norms)
 
 
+@pytest.mark.proves("HybridModel of attention and MLP layers", "CP 2")
 @pytest.mark.skipif(VERSION < (0, 19), reason="HybridModel is there from 0.19 on")
 def test_hybrid():
     assert_equal(step(Case(model="hybrid", cp=2)), default(model="hybrid"))

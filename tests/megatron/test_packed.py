@@ -27,6 +27,7 @@ PADDED = {"documents": (13, 1, 33), "slots": (16, 8, 40)}
 WINDOW = (("window_size", (5, 0)), ("window_attn_skip_freq", 2))
 
 
+@pytest.mark.proves("packed documents, padded or not", "CP 1, 2, 4; beside each document alone")
 @pytest.mark.parametrize("backward", ["query", "kv"])
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("packed", [WHOLE, PADDED], ids=["whole", "padded"])
@@ -42,12 +43,14 @@ WAYS = {
 }
 
 
+@pytest.mark.proves("packed documents, padded or not", "TP 2 x CP 2; CP 4 with shared heads; full recompute")
 @pytest.mark.parametrize("way", WAYS)
 def test_packed_documents_on_other_ways(way):
     want = default(**PADDED, microbatches=WAYS[way].get("microbatches", 1))
     assert_equal(step(Case(**WAYS[way], **PADDED)), want)
 
 
+@pytest.mark.proves("packed documents, padded or not", "MLA, HybridModel, MoE at CP 2")
 @needs_019
 def test_packed_documents_in_other_models():
     # Megatron's local attention does not build in an MLA layer: the baseline is ours on one rank.
@@ -64,6 +67,7 @@ SKIPPING = {
 }
 
 
+@pytest.mark.proves("windows in all or some layers", "CP 1 and 4")
 @pytest.mark.parametrize("skipping", SKIPPING)
 @pytest.mark.parametrize("cp", [1, 4])
 def test_windows(cp, skipping):
@@ -73,6 +77,7 @@ def test_windows(cp, skipping):
     assert not torch.allclose(got.losses, default().losses, rtol=1e-3)
 
 
+@pytest.mark.proves("windows in all or some layers", "packed documents at CP 1, 2, 4")
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_windows_over_packed_documents(cp):
     assert_equal(step(Case(cp=cp, fields=WINDOW, **PADDED)), default(fields=WINDOW, **PADDED))
@@ -113,6 +118,7 @@ def _with_groups_of_calls(rank, size):
     return unshard(parts, 1), gradient
 
 
+@pytest.mark.proves("hybrid context parallelism: a group for each call", "two pairs of ranks")
 def test_each_call_may_bring_its_own_group():
     found = processes(4, _with_groups_of_calls)
     for loss, gradient in found:

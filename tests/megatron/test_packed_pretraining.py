@@ -49,6 +49,11 @@ def test_the_documents_matter(data, alone, tmp_path):
     assert abs(train(tmp_path, 1, data)[-1].loss - alone[-1].loss) > 1e-3
 
 
+@pytest.mark.proves(
+    "training on documents between any tokens",
+    "CP 1, 2, 4; TP 2 x CP 2; three layouts; segments; fused loss",
+    versions=("0.19.2",),
+)
 @pytest.mark.parametrize(
     ("ranks", "arguments"),
     [
@@ -66,11 +71,17 @@ def test_rings_train_as_one_process(ranks, arguments, data, alone, tmp_path):
     assert_equal(train(tmp_path, ranks, data, *DOCUMENTS, *arguments), alone)
 
 
+@pytest.mark.proves("training on documents between any tokens", "PP 2 x CP 2")
 def test_with_pipeline_parallelism(data, tmp_path):
     plain = train(tmp_path / "plain", 2, data, *RESET, *PP2)  # its stages start from seeds of their own
     assert_equal(train(tmp_path / "ring", 4, data, *DOCUMENTS, *PP2, *CP2), plain)
 
 
+@pytest.mark.proves(
+    "training on documents between any tokens",
+    "MLA at CP 2; beside burst attention at CP 1",
+    versions=("0.19.2",),
+)
 @pytest.mark.slow
 def test_latent_attention(data, tmp_path, monkeypatch):
     latent = ["--multi-latent-attention", "--kv-lora-rank", "16", "--qk-head-dim", "8", "--rope-type", "yarn"]

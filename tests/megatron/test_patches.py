@@ -205,12 +205,16 @@ def alone(patched, data, tmp_path_factory):
     return losses(start(patched(BACKEND), tmp_path_factory.mktemp("alone"), 1, [*MODEL, *data]))
 
 
+@pytest.mark.proves("patched Megatron without the launcher", "CP 2")
 @needs_training
 def test_a_patched_copy_trains_a_ring_of_two_as_one_process(patched, data, alone, tmp_path):
     ring = start(patched(BACKEND), tmp_path, 2, [*MODEL, *data, *CP2, *BURST])
     assert losses(ring) == pytest.approx(alone, rel=1e-4)
 
 
+@pytest.mark.proves(
+    "patched Megatron without the launcher", "striped, fused loss, segment recompute", versions=("0.19.2",)
+)
 @needs_training
 def test_with_all_options(patched, data, alone, tmp_path):
     ring = start(patched(OPTIONS), tmp_path, 2, [*MODEL, *data, *CP2, *BURST, *versions.OPTIONS])
@@ -218,6 +222,7 @@ def test_with_all_options(patched, data, alone, tmp_path):
     assert versions.in_effect(ring) == [versions.IN_EFFECT[OPTIONS]] * 2
 
 
+@pytest.mark.proves("patched Megatron without the launcher", "MLA, MoE")
 @needs_training
 @pytest.mark.slow
 def test_latent_attention_and_experts(patched, data, tmp_path):

@@ -68,6 +68,7 @@ def assert_equal(got, want):
     assert [i.grad_norm for i in got] == pytest.approx([i.grad_norm for i in want], rel=1e-3)
 
 
+@pytest.mark.proves("training runs", "CP 2 by the flag")
 def test_a_ring_of_two_chosen_by_the_flag(data, alone, tmp_path):
     arguments = [*MODEL, *data, "--train-iters", "4", *BURST, *CP2, "--burst-backward", "query"]
     assert_equal(list(Job(tmp_path, 2, arguments).run()), alone)  # in interpreters of their own
@@ -76,6 +77,7 @@ def test_a_ring_of_two_chosen_by_the_flag(data, alone, tmp_path):
 SPEC = ["--spec", "burst_mcore.megatron.spec", "burst_layer_spec"]
 
 
+@pytest.mark.proves("training runs", "striped, block-striped")
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -88,6 +90,7 @@ def test_layouts_that_megatron_does_not_deal(data, alone, tmp_path, arguments):
     assert_equal(train(tmp_path, 2, data, *CP2, *arguments), alone)
 
 
+@pytest.mark.proves("training runs", "windows in some layers")
 @pytest.mark.slow
 def test_windows_in_some_layers(data, alone, tmp_path):
     window = ["--window-size", "9,0", "--window-attn-skip-freq", "2"]
@@ -96,14 +99,17 @@ def test_windows_in_some_layers(data, alone, tmp_path):
     assert abs(one[-1].loss - alone[-1].loss) > 1e-3
 
 
+@pytest.mark.proves("training runs", "CP 2 by a spec")
 def test_a_ring_of_two_chosen_by_a_spec(data, alone, tmp_path):
     assert_equal(train(tmp_path, 2, data, *SPEC, *CP2, "--burst-backward", "kv"), alone)
 
 
+@pytest.mark.proves("training runs", "fused loss")
 def test_with_the_fused_loss(data, alone, tmp_path):
     assert_equal(train(tmp_path, 2, data, *BURST, *CP2, "--burst-fused-loss"), alone)
 
 
+@pytest.mark.proves("training runs", "segment recompute")
 def test_with_a_recompute_policy(data, alone, tmp_path):
     segment = ["--burst-recompute", "segment", "--burst-recompute-keep", "0.3"]
     assert_equal(train(tmp_path, 2, data, *BURST, *CP2, *segment), alone)
@@ -129,11 +135,13 @@ def test_with_a_recompute_policy_and_pipeline_parallelism(data, tmp_path):
     assert_equal(train(tmp_path / "policy", 4, data, *BURST, *CP2, *stages, *policy), plain)
 
 
+@pytest.mark.proves("training runs", "TP 2 x CP 2, DP 2 x CP 2")
 @pytest.mark.parametrize("other", [["--tensor-model-parallel-size", "2"], []], ids=["tensor", "data"])
 def test_with_tensor_and_with_data_parallelism(data, alone, tmp_path, other):
     assert_equal(train(tmp_path, 4, data, *BURST, *CP2, *other), alone)
 
 
+@pytest.mark.proves("training runs", "CP 4 on a double ring with shared heads")
 def test_a_double_ring_that_shares_heads_chosen_by_flags(data, alone, tmp_path):
     nodes = ["--context-parallel-size", "4", "--hierarchical-context-parallel-sizes", "2", "2"]
     heads = ["--burst-head-parallel", "2", "--burst-backward", "query"]
@@ -145,12 +153,14 @@ def test_a_way_that_the_cost_model_chooses_by_the_given_rates(data, alone, tmp_p
     assert_equal(train(tmp_path, 2, data, *BURST, *CP2, *auto), alone)
 
 
+@pytest.mark.proves("training runs", "PP 2 x CP 2")
 def test_with_pipeline_parallelism(data, tmp_path):
     stages = ["--pipeline-model-parallel-size", "2"]  # its stages start from seeds of their own
     alone = train(tmp_path / "alone", 2, data, *stages)
     assert_equal(train(tmp_path / "ring", 4, data, *BURST, *CP2, *stages), alone)
 
 
+@pytest.mark.proves("training runs", "EP 2 x CP 2")
 def test_experts_behind_an_all_to_all(data, tmp_path):
     experts = ["--num-experts", "2", "--moe-router-topk", "1", "--moe-token-dispatcher-type", "alltoall"]
     experts += ["--moe-router-pre-softmax", "--expert-model-parallel-size", "2"]
@@ -158,6 +168,7 @@ def test_experts_behind_an_all_to_all(data, tmp_path):
     assert_equal(train(tmp_path / "ring", 2, data, *BURST, *CP2, *experts), plain)
 
 
+@pytest.mark.proves("training runs", "under torchrun")
 def test_under_torchrun(data, alone, tmp_path):
     script = Path(prepare_bytes.__file__).with_name("train_bytes_gpt.py")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -174,6 +185,7 @@ def test_under_torchrun(data, alone, tmp_path):
     assert losses == pytest.approx([alone[i].loss for i in (0, 2, 3)], rel=1e-4)
 
 
+@pytest.mark.proves("training runs", "killed and resumed")
 def test_a_killed_rank_ends_the_run_with_a_message_and_the_checkpoint_resumes(data, tmp_path):
     saved = str(tmp_path / "saved")
     arguments = [*BURST, *CP2, "--save", saved, "--load", saved, "--save-interval", "2"]
@@ -296,11 +308,13 @@ def test_a_script_is_also_found_by_its_modules_name(name, data, alone, tmp_path)
     assert losses[0] == pytest.approx(alone[0].loss, rel=1e-4)
 
 
+@pytest.mark.proves("training runs", "`--cp-comm-type` p2p, a2a, all_gather, a list")
 @pytest.mark.parametrize("kind", [["a2a"], ["all_gather"], ["p2p", "a2a"]], ids=" ".join)
 def test_megatrons_own_comm_types(kind, data, alone, tmp_path):
     assert_equal(train(tmp_path, 2, data, *BURST, *CP2, "--cp-comm-type", *kind), alone)
 
 
+@pytest.mark.proves("training runs", "`--cp-comm-type a2a+p2p`")
 def test_megatrons_comm_type_of_two_levels(data, alone, tmp_path):
     levels = ["--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "2"]
     assert_equal(train(tmp_path, 4, data, *BURST, "--context-parallel-size", "4", *levels), alone)

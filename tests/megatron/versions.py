@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -137,20 +138,27 @@ def start(tree, folder, ranks, arguments, by_launcher=False, script=None):
         "PYTHONPATH": os.pathsep.join(map(str, (tree, ROOT, ROOT / "examples", *_search_path()))),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
+    logs = [(folder / f"out{rank}", folder / f"errors{rank}") for rank in range(ranks)]
     processes = [
         subprocess.Popen(
             command,
             env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder,
+            stdout=out.open("w"), stderr=errors.open("w"), cwd=folder,
         )
-        for rank in range(ranks)
+        for rank, (out, errors) in enumerate(logs)
     ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=240) for process in processes]
+    deadline = time.monotonic() + 240
+    try:  # until all have ended well, or the first has not
+        while not all(p.poll() == 0 for p in processes) and not any(p.poll() for p in processes):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
     finally:
         for process in processes:
             process.kill()
-    return max(p.returncode for p in processes), *("".join(part) for part in zip(*outputs, strict=True))
+            process.wait()
+    status = max(abs(process.returncode) for process in processes)
+    return status, *("".join(log.read_text() for log in files) for files in zip(*logs, strict=True))
 
 
 def losses(ended):
@@ -201,7 +209,7 @@ def compared(source: Path, folder: Path) -> list[dict[str, object]]:
 
 
 def compared_packed(folder: Path) -> list[dict[str, object]]:
-    """Train on documents that end at any token, beside one process with Megatron's dense mask of documents."""
+    """Train on documents that end at any token, beside one process with Megatron's dense mask."""
     data = [*write_data(folder / "short", SHORT_TEXTS), *needed_on_cpu(folder / "plain")]
     reset = ["--reset-attention-mask", "--reset-position-ids"]
     one = run(folder / "plain", 1, [*MODEL, *data, *reset], by_launcher=True)
