@@ -1,10 +1,11 @@
-"""Train a GPT on bytes with Megatron: an ordinary training script for Megatron-Core 0.19.
+"""Train a GPT or a hybrid model on bytes with Megatron: an ordinary training script for Megatron-Core 0.19.
 
     torchrun --nproc-per-node 8 examples/train_bytes_gpt.py --data-path data/stdlib ...
 
-The model is what Megatron's own builder makes of the command line, `--spec` included. Nothing here knows of
-burst_mcore: `python -m burst_mcore.megatron examples/train_bytes_gpt.py ...` runs the same file with burst
-attention, and on a CPU. `examples/prepare_bytes.py` writes the data.
+Megatron's own builder makes the model from the command line: a HybridModel if `--hybrid-layer-pattern` is
+given, else a GPT; `--spec` is read, too. Nothing here knows of burst_mcore: `python -m burst_mcore.megatron
+examples/train_bytes_gpt.py ...` runs the same file with burst attention, and on a CPU.
+`examples/prepare_bytes.py` writes the data.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ from megatron.core.utils import (
     get_batch_on_this_tp_rank,
 )
 from megatron.training import get_args, get_timers, pretrain, print_rank_0
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import (
+    gpt_config_from_args,
+    hybrid_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
@@ -146,7 +151,8 @@ datasets_provider.is_distributed = True  # each rank asks for its own
 
 def main() -> None:
     args = parse_and_validate_args(args_defaults=DEFAULTS)
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    model_config = hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args
+    config = pretrain_cfg_container_from_args(args, model_config(args))
     pretrain(config, datasets_provider, ModelType.encoder_or_decoder, forward_step)
 
 

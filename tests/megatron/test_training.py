@@ -168,6 +168,17 @@ def test_experts_behind_an_all_to_all(data, tmp_path):
     assert_equal(train(tmp_path / "ring", 2, data, *BURST, *CP2, *experts), plain)
 
 
+@pytest.mark.proves("training runs", "HybridModel of attention and MLP layers, CP 2 and CP 4")
+@pytest.mark.parametrize("size", ["2", "4"])
+def test_a_hybrid_model(size, data, tmp_path):
+    pattern = ["--hybrid-layer-pattern", "*-*-", "--num-layers", "4"]
+    stock = ["--spec", "stock_hybrid", "stack_spec"]
+    ours = ["--spec", "burst_mcore.megatron.spec", "burst_hybrid_stack_spec", "--context-parallel-size", size]
+    plain = train(tmp_path / "plain", 1, data, *pattern, *stock)
+    ring = train(tmp_path / "ring", int(size), data, *pattern, *ours, "--burst-layout", "striped")
+    assert_equal(ring, plain)
+
+
 @pytest.mark.proves("training runs", "under torchrun")
 def test_under_torchrun(data, alone, tmp_path):
     script = Path(prepare_bytes.__file__).with_name("train_bytes_gpt.py")
