@@ -11,7 +11,7 @@ from burst_mcore.attention.kernels.kernel import RowGradients
 from burst_mcore.attention.schedule.actions import DATA, Channel, Recv
 from burst_mcore.attention.schedule.route import program
 from burst_mcore.attention.shard import Shard
-from burst_mcore.bench.virtual_ring import Copies, VirtualRank
+from burst_mcore.bench.methods.virtual_rank import Copies, VirtualRank
 
 
 def _rank(size, direction="query", *, source="device", dtype=torch.float32, **given):

@@ -12,5 +12,4 @@ results       figures, bars, and the JSON file of a run; provenance: commit, mac
 report        results as a table and as a picture
 core          the data classes of all this
 record        what ranks did when, for `burst-mcore draw --measure`
-virtual_ring  one rank's share of a ring on one GPU
 """

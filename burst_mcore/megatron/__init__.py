@@ -4,7 +4,7 @@ core_attention  the module that Megatron's layers build in the place of (TE)DotP
 spec            layer specs and spec providers that name it
 packed          packed sequences as a mask and a layout
 layouts         other layouts than zigzag: Megatron's batches and rotary positions dealt by them
-patch           functions of Megatron's put into other functions' place
+patched         changes to Megatron: patches of its source, functions replaced at run time
 arguments       the command-line flags, and the configuration that they make
 launcher        runs an unmodified training script with those flags: `python -m burst_mcore.megatron SCRIPT`
 cpu             Megatron without a GPU

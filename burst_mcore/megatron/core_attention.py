@@ -40,7 +40,7 @@ from burst_mcore.megatron.arguments import from_command_line, packed_of
 from burst_mcore.megatron.asked import configured, kernel_of, refusal
 from burst_mcore.megatron.layouts import ZIGZAG, layout_of_packed, refuse_other_layout
 from burst_mcore.megatron.packed import Packing, packing
-from burst_mcore.megatron.patch import wrap
+from burst_mcore.megatron.patched.wrap import wrap
 from burst_mcore.megatron.sinks import softmax_offset
 from burst_mcore.rates import Rates
 

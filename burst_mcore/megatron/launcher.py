@@ -142,7 +142,7 @@ def install() -> None:
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     from burst_mcore.megatron.layouts import language_models
-    from burst_mcore.megatron.patch import wrap, wrap_everywhere
+    from burst_mcore.megatron.patched.wrap import wrap, wrap_everywhere
 
     wrap(arguments, "add_megatron_arguments", _with_our_flags)
     wrap_everywhere(arguments, "validate_args", _with_our_checks)

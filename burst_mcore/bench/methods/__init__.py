@@ -6,6 +6,8 @@
     steps       training steps under DeepSpeed
     kernels     local attention kernels
 
+`virtual_rank` is one rank of a ring, alone on a device, for the subject virtual-ring.
+
 A new method is a row in one of these files, and is measured by every subject of its kind.
 """
 

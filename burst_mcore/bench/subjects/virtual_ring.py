@@ -27,8 +27,8 @@ from burst_mcore.bench.core import (
     column,
 )
 from burst_mcore.bench.methods.kernels import others
+from burst_mcore.bench.methods.virtual_rank import FROM, VirtualRank
 from burst_mcore.bench.subjects.kernels import KernelCase, Tiles
-from burst_mcore.bench.virtual_ring import FROM, VirtualRank
 from burst_mcore.explain.problem import DTYPES
 from burst_mcore.mask import Mask
 

@@ -1,10 +1,12 @@
-"""Source patches that give a Megatron checkout the flag by itself, without the launcher.
+"""Changes to Megatron: of its source, by patches; of its functions, at run time.
 
-The patches themselves lie in the folder patches/ of the repository, which an installed package has as data.
+The patches lie in the folder patches/ of the repository, which an installed package has as data. They give a
+Megatron checkout the flag by itself, without the launcher.
 
 insertions  a patch as data: lines, and the place in Megatron's source that each block of lines goes to
 trees       a tree of Megatron's source: its version, whether it is patched; apply, revert, print
-hooks       what the patched lines call
+hooks       the functions that patched lines call, and the launcher, too
+wrap        functions of Megatron replaced at run time, without an edit of its files
 
 Only `hooks` needs Megatron.
 """

@@ -64,7 +64,7 @@ def use_options(arguments: argparse.Namespace) -> None:
     from burst_mcore.checkpointing import Full
     from burst_mcore.megatron.arguments import recompute_policy
     from burst_mcore.megatron.asked import check_arguments
-    from burst_mcore.megatron.patch import wrap
+    from burst_mcore.megatron.patched.wrap import wrap
     from burst_mcore.megatron.recompute import use_recompute
 
     try:

@@ -1,4 +1,4 @@
-"""Functions of Megatron's put into other functions' place, without an edit of its files."""
+"""Functions of Megatron replaced at run time, without an edit of its files."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """`owner.name` becomes `make(original)`, once for each `make`: again is to leave it as it is."""
+    """Replace `owner.name` by `make(original)`, once for each `make`: a second call changes nothing."""
     original = getattr(owner, name)
     if make not in _makers(original):
         setattr(owner, name, _wrapped(original, make))
 
 
 def wrap_everywhere(module: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """As `wrap`, and in all modules that imported the function by its name as well."""
+    """Replace a function as `wrap` does, also in modules that imported the function by name."""
     original = vars(module)[name]
     if make in _makers(original):
         return
