@@ -13,8 +13,8 @@ from burst_mcore.attention.geometry import reading as readings
 from burst_mcore.attention.geometry.plan import Plan, plan
 from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.geometry.rows import count, union
-from burst_mcore.attention.schedule.actions import Send
-from burst_mcore.attention.schedule.route import PASSES, Route, program, schedule
+from burst_mcore.attention.schedule.actions import Pass, Send
+from burst_mcore.attention.schedule.route import Route, program, schedule
 from burst_mcore.attention.schedule.verify import verify
 
 PLACES = {"size": st.integers(1, 4), "heads": st.sampled_from([1, 1, 2, 3]), "n": st.integers(1, 90)}
@@ -61,7 +61,7 @@ def test_programs_carry_what_is_read_and_are_verified(draw, n, route, mirrored, 
     route = replace(route, direct=True, nodes=1) if direct else replace(route, mirrored=mirrored)
     layout, mask = random_layout(draw, route.size, n), random_mask(draw, n)
     what = plan(layout, mask, n, route.positions, route.heads)
-    for name in PASSES:
+    for name in Pass:
         verify(schedule(route, name, what))
 
 
@@ -81,7 +81,7 @@ def test_where_finding_out_costs_too_much_more_is_read_never_less(limit, draw, n
             for by in range(size):
                 more, less = (each.needed(at, by, of_queries=of_queries) for each in (coarse, exact))
                 assert union([*more, *less]) == more
-    for name in PASSES:
+    for name in Pass:
         verify(schedule(Route(1, size), name, coarse))
 
 

@@ -32,11 +32,12 @@ from burst_mcore.attention.autotune.cost import (
     message_bytes,
     pass_flops,
 )
-from burst_mcore.attention.autotune.lockstep import Pass, play_all
+from burst_mcore.attention.autotune.lockstep import RoutedPass, play_all
 from burst_mcore.attention.autotune.simulate import play
 from burst_mcore.attention.geometry.plan import plan
 from burst_mcore.attention.geometry.reading import pairs_between
-from burst_mcore.attention.schedule.route import PASSES, Route, program, schedule
+from burst_mcore.attention.schedule.actions import Pass
+from burst_mcore.attention.schedule.route import Route, program, schedule
 from burst_mcore.bench.subjects.planning import packed
 from burst_mcore.rates import DEFAULT, Rates
 
@@ -157,14 +158,14 @@ def _played_both_ways(layout, mask, n, route, node, rates, kv_heads=4):
     what = plan(layout, mask, n, route.positions, route.heads)
     shard = _shard(4 * route.heads, kv_heads, tokens=layout.padded(n, route.size) // route.size, head_dim=16)
     pairs, passes = pairs_between(layout, mask, n, route.size), []
-    for name in PASSES:
+    for name in Pass:
         if not route.direct or bool(what.reading(of_queries=name == "query").meets.all()):
             for way in (route,) if route.direct else (route, replace(route, mirrored=True)):
                 stays = pairs.T if name == "query" else pairs
                 sizes = message_bytes(shard, way, name)
-                passes.append(Pass(way, name, sizes, work_of(shard, stays, way, name, rates)))
+                passes.append(RoutedPass(way, name, sizes, work_of(shard, stays, way, name, rates)))
     for each, played in zip(passes, play_all(what, passes, node, rates), strict=True):
-        drawn = schedule(each.route, each.name, what)
+        drawn = schedule(each.route, each.pass_, what)
         timeline = play(drawn, each.sizes, each.work.of_action, node, rates)
         yield played, timeline.seconds, mean_bytes(drawn.programs, each.sizes, node)
 

@@ -204,7 +204,7 @@ def test_the_tiles_of_a_zigzag_ring_are_those_of_the_paper(name):
 def _drawn(mask, layout, *, ranks=None, name="query", ring="double", seq=1024):
     problem = Problem(seq=seq, heads=4, kv_heads=4, head_dim=16, mask=mask)
     return predict.draw(
-        problem, ranks or Ranks(4, 2), RATES, name=name, degree=1, ring=ring, overlap=True, layout=layout
+        problem, ranks or Ranks(4, 2), RATES, pass_=name, degree=1, ring=ring, overlap=True, layout=layout
     )
 
 

@@ -154,7 +154,7 @@ class ChaosTransport(MailboxTransport):
         works = []
         for action, bundle in messages:
             ends = (self.rank, action.peer) if isinstance(action, Send) else (action.peer, self.rank)
-            box = self.mail.box((*ends, channel.link, channel.what))
+            box = self.mail.box((*ends, channel.link, channel.kind))
             if isinstance(action, Send):
                 works.append(_Sent(threading.Event()))
                 box.put((bundle, works[-1].taken))

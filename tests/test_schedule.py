@@ -1,39 +1,43 @@
 import dataclasses
 import itertools
+import json
 import random
 from itertools import pairwise
 
 import pytest
 import torch
 
+from burst_mcore.attention.autotune.choose import backward_passes
+from burst_mcore.attention.autotune.cost import message_bytes, pass_flops
 from burst_mcore.attention.geometry.plan import plan
 from burst_mcore.attention.schedule.actions import (
-    DATA,
-    GRADIENT,
-    RESULT,
-    ROWS,
     Accumulate,
     Add,
     Channel,
     Compute,
+    Kind,
+    Link,
     Pack,
+    Pass,
     Recv,
     Send,
     Unpack,
     Wait,
     hops,
 )
-from burst_mcore.attention.schedule.route import PASSES, Route, Schedule, schedule
+from burst_mcore.attention.schedule.route import Route, Schedule, schedule
+from burst_mcore.attention.schedule.route import program as program_of
 from burst_mcore.attention.schedule.verify import verify
+from burst_mcore.attention.shard import Shard
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 
-INTRA_DATA, INTRA_GRADIENT = Channel("intra", DATA), Channel("intra", GRADIENT)
-INTER_DATA, INTER_GRADIENT = Channel("inter", DATA), Channel("inter", GRADIENT)
+INTRA_DATA, INTRA_GRADIENT = Channel(Link.INTRA, Kind.DATA), Channel(Link.INTRA, Kind.GRADIENT)
+INTER_DATA, INTER_GRADIENT = Channel(Link.INTER, Kind.DATA), Channel(Link.INTER, Kind.GRADIENT)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", Pass)
 def test_every_ring_and_double_ring_up_to_32_ranks_is_verified(name, overlap):
     for nodes in range(1, 33):
         for intra in range(1, 32 // nodes + 1):
@@ -41,7 +45,7 @@ def test_every_ring_and_double_ring_up_to_32_ranks_is_verified(name, overlap):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", Pass)
 @pytest.mark.parametrize("heads", [2, 3, 4, 8])
 def test_every_head_x_ring_up_to_24_ranks_is_verified(heads, name, overlap):
     for nodes in range(1, 24 // heads + 1):
@@ -50,18 +54,18 @@ def test_every_head_x_ring_up_to_24_ranks_is_verified(heads, name, overlap):
 
 
 @pytest.mark.parametrize(("route", "data", "sums"), [(Route(1, 8), 2, 2), (Route(4, 4), 4, 4)])
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", Pass)
 def test_bundles_in_flight_do_not_grow_with_the_ring(name, route, data, sums):
     for program in schedule(route, name).programs:
-        into = {a.channel.what: set() for a in program if isinstance(a, Recv)}
+        into = {a.channel.kind: set() for a in program if isinstance(a, Recv)}
         for a in program:
             if isinstance(a, Recv):
-                into[a.channel.what].add(a.buffer)
+                into[a.channel.kind].add(a.buffer)
         assert len(into["data"]) == data
         assert len(into.get("gradient", ())) == (0 if name == "forward" else sums)
 
 
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", Pass)
 def test_data_for_the_next_step_is_under_way_before_compute(name):
     for program in schedule(Route(2, 4), name).programs:
         for step in range(7):
@@ -73,7 +77,7 @@ def test_data_for_the_next_step_is_under_way_before_compute(name):
             )
 
 
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", Pass)
 def test_without_overlap_nothing_is_under_way_during_compute(name):
     for program in schedule(Route(2, 3, 2, overlap=False), name).programs:
         under_way = set()
@@ -87,12 +91,12 @@ def test_without_overlap_nothing_is_under_way_during_compute(name):
 
 
 @pytest.mark.parametrize(("nodes", "intra"), [(2, 2), (2, 4), (3, 2), (4, 8)])
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", Pass)
 def test_a_nic_carries_each_bundle_once_a_round(name, nodes, intra):
     for rank, program in enumerate(schedule(Route(nodes, intra), name).programs):
         sends = [a for a in program if isinstance(a, Send)]
         for a in sends:
-            assert (a.channel.link == "intra") == (a.peer // intra == rank // intra)
+            assert (a.channel.link == Link.INTRA) == (a.peer // intra == rank // intra)
         count = {c: sum(a.channel == c for a in sends) for c in {a.channel for a in sends}}
         assert count[INTER_DATA] == nodes - 1
         assert count[INTRA_DATA] == nodes * (intra - 1)
@@ -105,12 +109,12 @@ def test_the_head_group_overlaps_with_the_first_and_the_last_step():
         computes = [i for i, a in enumerate(program) if isinstance(a, Compute)]
         assert [program[i].part is None for i in computes] == [False] * 8
         waits = [
-            sum(isinstance(a, Wait) and a.channel.what == ROWS for a in program[before:after])
+            sum(isinstance(a, Wait) and a.channel.kind == Kind.ROWS for a in program[before:after])
             for before, after in pairwise(computes[:4])
         ]
         assert waits == [1, 0, 1]  # rows come between the parts: of both neighbours, then of the last member
         sends = [
-            sum(isinstance(a, Send) and a.channel.what == RESULT for a in program[before:after])
+            sum(isinstance(a, Send) and a.channel.kind == Kind.RESULT for a in program[before:after])
             for before, after in pairwise(computes[4:])
         ]
         assert sends == [0, 2, 1]  # results leave between the parts, to the same members together
@@ -129,20 +133,22 @@ def _broken(edit, route=Route(1, 3), name="query"):  # noqa: B008
     return Schedule("broken", route, tuple(tuple(edit(r, list(p))) for r, p in enumerate(right.programs)))
 
 
-def _without(kind, **fields):
+def _without(action_type, **fields):
     def edit(rank, program):
         for index, action in enumerate(program):
-            if isinstance(action, kind) and all(getattr(action, k) == v for k, v in fields.items()):
+            if isinstance(action, action_type) and all(getattr(action, k) == v for k, v in fields.items()):
                 return program[:index] + program[index + 1 :]
         return program
 
     return edit
 
 
-def _changed(kind, change, on_rank=None, **fields):
+def _changed(action_type, change, on_rank=None, **fields):
     def edit(rank, program):
         for index, action in enumerate(program):
-            matches = isinstance(action, kind) and all(getattr(action, k) == v for k, v in fields.items())
+            matches = isinstance(action, action_type) and all(
+                getattr(action, k) == v for k, v in fields.items()
+            )
             if matches and on_rank in (None, rank):
                 return [*program[:index], dataclasses.replace(action, **change), *program[index + 1 :]]
         return program
@@ -231,10 +237,10 @@ def test_verify_knows_that_nccl_runs_batches_in_the_order_of_posting(monkeypatch
 
 def _another_kind(rank, program):
     """Rank 1 posts the first messages of its head group as messages of another kind."""
-    first = next(a.channel for a in program if isinstance(a, Send) and a.channel.link == "heads")
-    kind = RESULT if first.what != RESULT else ROWS
+    first = next(a.channel for a in program if isinstance(a, Send) and a.channel.link == Link.HEADS)
+    kind = Kind.RESULT if first.kind != Kind.RESULT else Kind.ROWS
     return [
-        dataclasses.replace(a, channel=a.channel._replace(what=kind, part=99))
+        dataclasses.replace(a, channel=a.channel._replace(kind=kind, part=99))
         if rank == 1 and getattr(a, "channel", None) == first
         else a
         for a in program
@@ -279,7 +285,7 @@ def test_all_schedules_pass_under_nccls_rule(size, intra):
     for route, layout in itertools.product(_routes(size, intra), ("zigzag", "striped", "contiguous")):
         for mask in _masks(draw, n):
             what = mask if mask is None else plan(Layout.of(layout), mask, n, route.positions, route.heads)
-            for name in PASSES:
+            for name in Pass:
                 verify(schedule(route, name, what), intra)
                 count += 1
     assert count > 100
@@ -304,14 +310,35 @@ def test_verify_finds_what_is_wrong_with_a_double_ring(edit, words):
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (_without(Unpack, what="rows"), "before they came"),
-        (_without(Unpack, what="bundle"), "before all of the head group"),
-        (_without(Unpack, what="result"), "result of the head group|its results stay"),
+        (_without(Unpack, kind=Kind.ROWS), "before they came"),
+        (_without(Unpack, kind=Kind.BUNDLE), "before all of the head group"),
+        (_without(Unpack, kind=Kind.RESULT), "result of the head group|its results stay"),
         (_without(Compute, step=0), "leave before they are complete|computed sources"),
-        (_without(Wait, channel=Channel("heads", "bundle", 1)), "while a message arrives"),
-        (_changed(Unpack, {"member": 0}, what="result"), "before anything arrived"),
+        (_without(Wait, channel=Channel(Link.HEADS, Kind.BUNDLE, 1)), "while a message arrives"),
+        (_changed(Unpack, {"member": 0}, kind=Kind.RESULT), "before anything arrived"),
     ],
 )
 def test_verify_finds_what_is_wrong_with_a_head_group(edit, words):
     with pytest.raises(ValueError, match=words):
         verify(_broken(edit, Route(1, 2, 2), "forward"))
+
+
+def test_a_misspelt_pass_is_refused_where_it_enters():
+    sizes = dict(batch=1, tokens=8, heads=2, kv_heads=2, head_dim=8, value_dim=8, dtype=torch.float32)
+    route, shard = Route(1, 2), Shard(**sizes)
+    for enter in (
+        lambda: schedule(route, "querry"),
+        lambda: program_of(0, route, "querry"),
+        lambda: message_bytes(shard, route, "querry"),
+        lambda: pass_flops(shard, 1, "querry"),
+        lambda: backward_passes("querry"),
+    ):
+        with pytest.raises(ValueError, match="unknown pass 'querry'; legal: forward, kv, query"):
+            enter()
+
+
+@pytest.mark.parametrize("word", [*Pass, *Link, *Kind])
+def test_passes_links_and_kinds_read_as_plain_words(word):
+    plain = word.value
+    assert (word, str(word), f"{word}", repr(word)) == (plain, plain, plain, repr(plain))
+    assert json.dumps({word: word}) == json.dumps({plain: plain})

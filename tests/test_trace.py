@@ -77,7 +77,7 @@ def test_a_drawing_computes_all_that_the_mask_allows(name, degree):
         Problem(seq=4096, heads=8, kv_heads=8, head_dim=64, dtype="bfloat16"),
         Ranks(4, 2),
         RATES,
-        name=name,
+        pass_=name,
         degree=degree,
         ring="double",
         overlap=True,

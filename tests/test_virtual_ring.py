@@ -8,7 +8,7 @@ import torch
 from burst_mcore import Mask
 from burst_mcore.attention.geometry.rows import take
 from burst_mcore.attention.kernels.kernel import RowGradients
-from burst_mcore.attention.schedule.actions import DATA, Channel, Recv
+from burst_mcore.attention.schedule.actions import Channel, Kind, Link, Recv
 from burst_mcore.attention.schedule.route import program
 from burst_mcore.attention.shard import Shard
 from burst_mcore.bench.virtual_ring import Copies, VirtualRank
@@ -95,7 +95,7 @@ def test_around_an_idle_kernel_its_results_are_merged_and_summed(direction):
 
 
 def test_from_nowhere_memory_is_filled_once():
-    copies, channel = Copies("nowhere", torch.device("cpu")), Channel("intra", DATA)
+    copies, channel = Copies("nowhere", torch.device("cpu")), Channel(Link.INTRA, Kind.DATA)
     buffers = [torch.full((1, 8, 2, 4), torch.nan) for _ in range(2)]
 
     def receive(x):

@@ -18,7 +18,7 @@ from burst_mcore.attention.request import validate
 from burst_mcore.attention.runtime.agreement import agreement as agreement_of
 from burst_mcore.attention.runtime.executor import ProcessGroups
 from burst_mcore.attention.runtime.topology import Topology
-from burst_mcore.attention.schedule.route import PASSES
+from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.config import BurstConfig
 from burst_mcore.handles import find
 from burst_mcore.mask import Mask
@@ -181,5 +181,5 @@ def connect(topology: Topology, config: BurstConfig) -> None:
         )
     for ring in ("double", "direct") if config.ring == "auto" else (config.ring,):
         transport = ProcessGroups(topology, route_for(degree, ranks, ring=ring, overlap=config.overlap))
-        for name in PASSES:
-            transport.connect(name)
+        for pass_ in Pass:
+            transport.connect(pass_)

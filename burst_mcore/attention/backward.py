@@ -22,7 +22,7 @@ from burst_mcore.attention.numerics.rowwise import output_stand_in
 from burst_mcore.attention.runtime.buffers import Lease
 from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
 from burst_mcore.attention.runtime.head_exchange import Inward, Outward, pooled_like
-from burst_mcore.attention.schedule.actions import BUNDLE, DATA, RESULT, ROWS, SUM
+from burst_mcore.attention.schedule.actions import Kind, Pass
 from burst_mcore.attention.schedule.ring import home_sum
 
 
@@ -48,15 +48,17 @@ Share = Bundle | Callable[..., None]
 class _Backward:
     def __init__(self, call: Call, queries: Queries, keys: Keys, out: Tensor, lease: Lease) -> None:
         self.call, self.lease = call, lease
-        self.query_travels = call.direction == "query"
+        self.query_travels = call.direction == Pass.QUERY
         self.heads_shared = call.route.heads > 1
-        self.inward: dict[str, Exchange] = {}
+        self.inward: dict[Kind, Exchange] = {}
         self.out = None if self.heads_shared else out
         if self.heads_shared:
             own = queries.dout, queries.delta
             group = call.head_group
             dout, delta = (lease.empty(pooled_like(x, group), x.dtype, x.device) for x in own)
-            self.inward[BUNDLE if self.query_travels else ROWS] = Inward(group, own, (dout, delta), lease)
+            self.inward[Kind.BUNDLE if self.query_travels else Kind.ROWS] = Inward(
+                group, own, (dout, delta), lease
+            )
             queries = Queries(queries.q, dout, delta, queries.lse)
         self.queries, self.keys = queries, keys
         q_side: Bundle = (queries.q,)
@@ -82,7 +84,7 @@ class _Backward:
         self.steps = self.call.program(self.call.direction)
         ring.run(self.steps, self.compute, self.accumulate)
         if self.heads_shared:
-            went, stayed = outward[SUM].own, outward[RESULT].own
+            went, stayed = outward[Kind.SUM].own, outward[Kind.RESULT].own
         else:
             went = self._went()
             for total, like in zip(went, self.travelling, strict=True):
@@ -170,9 +172,9 @@ class _Backward:
             delta=delta,
         )
 
-    def new(self, kind: str, rows: Rows | None) -> Bundle:
+    def new(self, kind: Kind, rows: Rows | None) -> Bundle:
         """A buffer for these rows of a travelling bundle, or of its gradient."""
-        if kind == DATA:
+        if kind == Kind.DATA:
             return room_like(self.lease, self.queries if self.query_travels else self.keys, rows)
         return room_like(self.lease, self.travelling, rows, self.call.grad_dtype)
 
@@ -197,7 +199,7 @@ class _Backward:
                     to.copy_(values)
         return whole
 
-    def outward(self) -> Mapping[str, Outward]:
+    def outward(self) -> Mapping[Kind, Outward]:
         """The ways out of the head group, for what stays and for what travelled."""
         q, (k, v), h = self.queries.q, self.keys, self.call.route.heads
         batch, pooled, heads, _ = q.shape
@@ -211,8 +213,8 @@ class _Backward:
         )
         own = (dq, dkv) if self.query_travels else (dkv, dq)
         return {
-            SUM: Outward(group, self._arrived, own[0], self.lease),
-            RESULT: Outward(group, self._stayed, own[1], self.lease),
+            Kind.SUM: Outward(group, self._arrived, own[0], self.lease),
+            Kind.RESULT: Outward(group, self._stayed, own[1], self.lease),
         }
 
     def _arrived(self, at: range) -> Bundle:

@@ -21,7 +21,7 @@ from burst_mcore.attention.kernels.kernel import Kernel, Problem, Scores
 from burst_mcore.attention.runtime.buffers import Lease
 from burst_mcore.attention.runtime.executor import Bundle
 from burst_mcore.attention.runtime.head_exchange import HeadGroup
-from burst_mcore.attention.schedule.actions import Program
+from burst_mcore.attention.schedule.actions import Pass, Program
 from burst_mcore.attention.schedule.route import Route, program
 
 
@@ -37,8 +37,8 @@ class Call:
     problem: Problem
     """What the kernel is asked to serve."""
     kernel: Kernel
-    direction: str
-    """What travels in backward: "query" or "kv"."""
+    direction: Pass
+    """The backward pass, which says what travels: QUERY or KV."""
     grad_dtype: torch.dtype
     kv_heads: int
     """K/V heads in all."""
@@ -63,18 +63,18 @@ class Call:
         return HeadGroup(self.rank % h, tuple(rows))
 
     @cached_property
-    def _programs(self) -> dict[str, Program]:
+    def _programs(self) -> dict[Pass, Program]:
         return {}
 
     @cached_property
     def _tiles(self) -> dict[tuple[int | None, ...], tuple[Tile, ...]]:
         return {}
 
-    def program(self, name: str) -> Program:
-        """Return what this rank does in a pass: "forward", "kv" or "query"."""
-        if name not in self._programs:
-            self._programs[name] = program(self.rank, self.route, name, self.plan)
-        return self._programs[name]
+    def program(self, pass_: Pass) -> Program:
+        """Return what this rank does in a pass."""
+        if pass_ not in self._programs:
+            self._programs[pass_] = program(self.rank, self.route, pass_, self.plan)
+        return self._programs[pass_]
 
     def tiles(
         self, q_position: int, k_position: int, *, q_part: int | None = None, k_part: int | None = None
@@ -93,7 +93,7 @@ class Call:
         return {
             "tokens": str(self.plan.n),
             "route": str(self.route),
-            "travels in backward": self.direction,
+            "travels in backward": str(self.direction),
             "kernel used": self.kernel.name,
         }
 

@@ -19,7 +19,7 @@ from burst_mcore.attention.numerics.merge import OnlineSoftmax
 from burst_mcore.attention.runtime.buffers import Lease
 from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
 from burst_mcore.attention.runtime.head_exchange import Inward, Outward, pooled_like
-from burst_mcore.attention.schedule.actions import BUNDLE, DATA, RESULT, ROWS
+from burst_mcore.attention.schedule.actions import Kind, Pass
 from burst_mcore.dtypes import wide
 
 
@@ -42,14 +42,14 @@ class _Forward:
         self.own = q, k, v
         if sinks is not None:
             sinks = sinks.unflatten(0, (call.route.heads, -1))[call.rank % call.route.heads]
-        self.exchanges: dict[str, Exchange] = {}
+        self.exchanges: dict[Kind, Exchange] = {}
         if call.route.heads > 1:
             group = call.head_group
             q, k, v = (torch.empty(pooled_like(x, group), dtype=x.dtype, device=x.device) for x in (q, k, v))
             self.exchanges = {
-                BUNDLE: Inward(group, self.own[1:], (k, v), lease),
-                ROWS: Inward(group, self.own[:1], (q,), lease),
-                RESULT: Outward(group, self.result_rows, self.new_results(), lease),
+                Kind.BUNDLE: Inward(group, self.own[1:], (k, v), lease),
+                Kind.ROWS: Inward(group, self.own[:1], (q,), lease),
+                Kind.RESULT: Outward(group, self.result_rows, self.new_results(), lease),
             }
         self.q, self.k, self.v = q, k, v
         self.softmax = OnlineSoftmax(q, value_dim=v.shape[-1], sinks=sinks)
@@ -57,7 +57,7 @@ class _Forward:
     def run(self, transport: Transport) -> Attended:
         home = sendable(self.call, (self.k, self.v))
         ring = Ring(transport, self.call.rank, home, self.new, self.free, self.exchanges)
-        ring.run(self.call.program("forward"), self.compute)
+        ring.run(self.call.program(Pass.FORWARD), self.compute)
         out, lse = self.softmax.result()
         on_ring = self.q, self.k, self.v, lse
         if not self.exchanges:
@@ -81,9 +81,9 @@ class _Forward:
             out, lse = kernel.forward(q_tile, k_tile, v_tile, tile.seen, scores)
             self.softmax.add(tile.q, out, lse)
 
-    def new(self, kind: str, rows: Rows | None) -> Bundle:
+    def new(self, kind: Kind, rows: Rows | None) -> Bundle:
         """Return a buffer for these rows of a travelling bundle."""
-        assert kind == DATA
+        assert kind == Kind.DATA
         return room_like(self.lease, (self.k, self.v), rows)
 
     def free(self, bundle: Bundle) -> None:

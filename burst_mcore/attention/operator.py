@@ -31,6 +31,7 @@ from burst_mcore.attention.runtime.agreement import agreement as agreement_of
 from burst_mcore.attention.runtime.executor import Transport, transport_of
 from burst_mcore.attention.runtime.head_exchange import pooled_like
 from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.dtypes import wide
 from burst_mcore.handles import find
 
@@ -202,7 +203,7 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
     cut = _cut(args, request, call, agreement) if args.keep else args.cut
     tokens = lengths[call.rank]
     with torch.autocast(q.device.type, enabled=False), _on(q.device), _in_ring(agreement):
-        transport = _connected(topology, call, "forward")
+        transport = _connected(topology, call, Pass.FORWARD)
         q, k, v = _with_rows(q, call.rows), _with_rows(k, call.rows), _with_rows(v, call.rows)
         if args.tail:
             attended = forward_of_head(
@@ -406,10 +407,10 @@ def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return -(weights * delta).sum((0, 2)).to(sinks.dtype)
 
 
-def _connected(topology: Topology, call: Call, name: str) -> Transport:
+def _connected(topology: Topology, call: Call, pass_: Pass) -> Transport:
     """What carries the messages of a pass, with its communicators made."""
     transport = transport_of(topology, call.route)
-    transport.connect(name)
+    transport.connect(pass_)
     return transport
 
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from burst_mcore.attention.call import Call
 from burst_mcore.attention.request import Request, legal_lengths, resolve, without_layout
-from burst_mcore.attention.schedule.actions import Compute
+from burst_mcore.attention.schedule.actions import Compute, Pass
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 
@@ -128,9 +128,9 @@ def _plan(request: Request, tokens: int) -> None:
 def plan_call(call: Call) -> None:
     """Make the programs and the tiles of a call, of forward and backward."""
     here = call.position
-    for name in ("forward", call.direction):
-        for action in call.program(name):
-            if isinstance(action, Compute) and name == "query":
+    for pass_ in (Pass.FORWARD, call.direction):
+        for action in call.program(pass_):
+            if isinstance(action, Compute) and pass_ == Pass.QUERY:
                 call.tiles(action.source, here, k_part=action.part)
             elif isinstance(action, Compute):
                 call.tiles(here, action.source, q_part=action.part)

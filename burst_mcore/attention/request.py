@@ -20,6 +20,7 @@ from burst_mcore.agreement import Signature
 from burst_mcore.attention.autotune.choose import (
     RINGS,
     Ranks,
+    backward_passes,
     best,
     contenders,
     legal_degrees,
@@ -34,6 +35,7 @@ from burst_mcore.attention.geometry.plan import plan
 from burst_mcore.attention.kernels.kernel import Problem, Scores
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
@@ -287,7 +289,7 @@ def _listed(lengths: Sequence[int]) -> str:
 @lru_cache(maxsize=256)
 def choose_route(
     config: BurstConfig, ranks: Ranks, rates: Rates, shard: Shard, mask: Mask, n: int
-) -> tuple[Route, str]:
+) -> tuple[Route, Pass]:
     """Return the route, and what travels in backward: decided for each kind of layout and mask, once."""
     layout, mask = typical(Layout.of(config.layout), mask, n, ranks.size)
     return _route_of_kind(without_layout(config), layout, ranks, rates, shard, mask, n)
@@ -302,10 +304,10 @@ def without_layout(config: BurstConfig) -> BurstConfig:
 @lru_cache(maxsize=64)
 def _route_of_kind(
     config: BurstConfig, layout: Layout, ranks: Ranks, rates: Rates, shard: Shard, mask: Mask, n: int
-) -> tuple[Route, str]:
+) -> tuple[Route, Pass]:
     """What is "auto" by the cost model, said once; the layout of `config` is not used."""
     degrees = degrees_of(config, ranks, shard)
-    directions = ("query", "kv") if config.backward == "auto" else (config.backward,)
+    directions = backward_passes(config.backward)
     rings = RINGS if config.ring == "auto" else (config.ring,)
     if ranks.size == 1 or (degrees == (ranks.size,) and len(directions) == 1):
         overlap = overlaps(config.overlap, degrees[0], ranks, rates)

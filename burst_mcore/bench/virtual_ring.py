@@ -23,7 +23,7 @@ from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, 
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.attention.runtime.executor import Bundle
-from burst_mcore.attention.schedule.actions import Channel, Recv, Send
+from burst_mcore.attention.schedule.actions import Channel, Pass, Recv, Send
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
 from burst_mcore.dtypes import wide
@@ -48,7 +48,7 @@ class Copies:
         self.bytes = 0
         """That came, or would have come from "nowhere"."""
 
-    def connect(self, name: str) -> None:
+    def connect(self, pass_: Pass) -> None:
         """Nobody is there."""
 
     def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Bundle]]) -> Sequence[_Copied]:
@@ -143,7 +143,7 @@ class VirtualRank:
         source: str,
         kernel: str = "auto",
         works: bool = True,
-        direction: str = "query",
+        direction: Pass = Pass.QUERY,
         layout: str = "zigzag",
         device: str = "cuda",
         poison: bool = False,
@@ -161,7 +161,7 @@ class VirtualRank:
             scores=Scores(shape.head_dim**-0.5),
             problem=problem,
             kernel=chosen if works else idle(chosen),
-            direction=direction,
+            direction=Pass(direction),
             grad_dtype=shape.grad_dtype,
             kv_heads=shape.kv_heads,
         )
@@ -199,7 +199,7 @@ class VirtualRank:
 
     def bare_backward(self, queries: Queries, out: Tensor) -> None:
         """The kernel alone on the tiles of the backward, given its `queries`; out stands for itself."""
-        here, travels = self.call.position, self.call.direction == "query"
+        here, travels = self.call.position, self.call.direction == Pass.QUERY
         for at in range(self.call.route.positions):
             for tile in self.call.tiles(*((at, here) if travels else (here, at))):
                 x = RowGradients(

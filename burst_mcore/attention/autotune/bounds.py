@@ -8,7 +8,7 @@ from torch import Tensor
 from burst_mcore.attention.autotune.cost import Sizes
 from burst_mcore.attention.autotune.lockstep import Work
 from burst_mcore.attention.geometry.reading import Reading
-from burst_mcore.attention.schedule.actions import DATA, GRADIENT
+from burst_mcore.attention.schedule.actions import Kind, Pass
 from burst_mcore.attention.schedule.route import PASSES, Route
 from burst_mcore.rates import Rates
 
@@ -17,12 +17,12 @@ SAMPLED = 32
 
 
 def at_least(
-    name: str, route: Route, reading: Reading, work: Work, sizes: Sizes, intra_size: int, rates: Rates
+    pass_: Pass, route: Route, reading: Reading, work: Work, sizes: Sizes, intra_size: int, rates: Rates
 ) -> float:
     """Seconds that the slowest rank needs at least: for its kernel, or for the rows that travel.
 
     Args:
-        name: the pass, "forward", "kv" or "query".
+        pass_: the pass that is bounded.
         reading: who reads which of the rows that travel.
         work: seconds of the kernel.
         sizes: bytes of the messages.
@@ -32,11 +32,11 @@ def at_least(
         return work.busiest
     some = torch.arange(0, route.positions, route.positions // SAMPLED | 1)  # odd: at all places of a node
     node = torch.arange(route.positions) * route.heads // intra_size
-    lent = _elsewhere(reading.counts, some) * (sizes.whole[DATA] / sizes.rows)
+    lent = _elsewhere(reading.counts, some) * (sizes.whole[Kind.DATA] / sizes.rows)
     if not route.direct:
         return max(work.busiest, _longest_way(lent, some, node, route, rates))
-    if PASSES[name].gradients:
-        lent += _elsewhere(reading.counts.T, some) * (sizes.whole[GRADIENT] / sizes.rows)
+    if PASSES[pass_].gradients:
+        lent += _elsewhere(reading.counts.T, some) * (sizes.whole[Kind.GRADIENT] / sizes.rows)
     return max(work.busiest, _longest_send(lent, some, node, rates))
 
 

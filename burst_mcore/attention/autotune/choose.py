@@ -15,11 +15,12 @@ from torch import Tensor
 
 from burst_mcore.attention.autotune.bounds import at_least
 from burst_mcore.attention.autotune.cost import mean_bytes, message_bytes, pass_flops
-from burst_mcore.attention.autotune.lockstep import Pass, Played, Work, play_all
+from burst_mcore.attention.autotune.lockstep import Played, RoutedPass, Work, play_all
 from burst_mcore.attention.autotune.simulate import play
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.runtime.head_exchange import why_not_heads
+from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route, schedule
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import RINGS as LEGAL_RINGS
@@ -50,7 +51,7 @@ class Candidate:
 
     ring: str
     route: Route
-    direction: str
+    direction: Pass
     forward_seconds: float
     backward_seconds: float
     """Until the slowest rank is done."""
@@ -115,6 +116,11 @@ def route_for(degree: int, ranks: Ranks, *, ring: str, overlap: bool) -> Route:
     return Route(nodes, ranks.size // degree // nodes, degree, overlap)
 
 
+def backward_passes(setting: str) -> tuple[Pass, ...]:
+    """Return the backward passes that a setting of `BurstConfig.backward` leaves to choose from."""
+    return (Pass.QUERY, Pass.KV) if setting == "auto" else (Pass(setting),)
+
+
 def overlaps(overlap: bool, degree: int, ranks: Ranks, rates: Rates) -> bool:
     """Whether to communicate while computing, if `overlap` allows it.
 
@@ -130,7 +136,7 @@ class Slower:
 
     ring: str
     heads: int
-    direction: str
+    direction: Pass
     at_least: float
     """Seconds."""
 
@@ -150,7 +156,7 @@ def candidates(
     overlap: bool,
     rings: tuple[str, ...],
     degrees: tuple[int, ...],
-    directions: tuple[str, ...],
+    directions: tuple[Pass, ...],
 ) -> tuple[Candidate, ...]:
     """Every combination of ring, degree and direction, costed; rings the better way round.
 
@@ -177,7 +183,7 @@ def contenders(
     overlap: bool,
     rings: tuple[str, ...],
     degrees: tuple[int, ...],
-    directions: tuple[str, ...],
+    directions: tuple[Pass, ...],
 ) -> tuple[tuple[Candidate, ...], tuple[Slower, ...]]:
     """The `candidates` that may be the best, costed, and those that are slower for certain, with a bound.
 
@@ -218,7 +224,7 @@ class _Contest:
     """Ways that are played together, and the seconds that each of them takes at least."""
 
     costs: _Costs
-    ways: dict[tuple[Route, str], str]
+    ways: dict[tuple[Route, Pass], str]
     """The ring's word, by route and what travels in backward."""
 
     @cached_property
@@ -240,23 +246,23 @@ class _Search:
         overlap: bool,
         rings: tuple[str, ...],
         degrees: tuple[int, ...],
-        directions: tuple[str, ...],
+        directions: tuple[Pass, ...],
     ) -> None:
         self.played: list[Candidate] = []
         self.contests: list[_Contest] = []
         for degree in degrees:
             costs = _Costs(shard, layout, mask, n, ranks, rates, degree)
-            ways: dict[tuple[Route, str], str] = {}
+            ways: dict[tuple[Route, Pass], str] = {}
             for ring, direction in itertools.product(rings, directions):
                 route = route_for(degree, ranks, ring=ring, overlap=overlaps(overlap, degree, ranks, rates))
                 if ring == "flat" and "double" in rings and degree >= ranks.intra:
                     continue  # between nodes that share all heads the two are one
                 if len(rings) == 1 or not route.direct or costs.partners(direction) <= PARTNERS:
                     ways.setdefault((route, direction), ring)
-            together: dict[tuple[Route, str], dict[tuple[Route, str], str]] = {}
+            together: dict[tuple[Route, Pass | None], dict[tuple[Route, Pass], str]] = {}
             for (route, direction), ring in ways.items():
                 # Both directions of a ring are played at once, at little more than one's cost.
-                alone = direction if route.direct else ""
+                alone = direction if route.direct else None
                 together.setdefault((route, alone), {})[route, direction] = ring
             self.contests += (_Contest(costs, group) for group in together.values())
 
@@ -283,8 +289,8 @@ class _Costs:
         self.plan = Plan(layout, mask, n, ranks.size // degree, degree)
         self.pairs = pairs_of(layout, mask, n, ranks.size)
         self.pairs_of_keys = self.pairs.T.contiguous()
-        self.works: dict[str, Work] = {}
-        self.played: dict[tuple[Route, str], Played] = {}
+        self.works: dict[Pass, Work] = {}
+        self.played: dict[tuple[Route, Pass], Played] = {}
         """By way and pass."""
 
     def ways(self, route: Route) -> tuple[Route, ...]:
@@ -292,14 +298,14 @@ class _Costs:
         both = route.positions > 1 and not route.direct and not self.plan.everything
         return (route, replace(route, mirrored=True)) if both else (route,)
 
-    def partners(self, direction: str) -> int:
+    def partners(self, direction: Pass) -> int:
         """Pairs of positions that exchange rows in the pass with most."""
-        names = ("forward", direction)
-        return max(int(self.plan.reading(of_queries=x == "query").meets.sum()) for x in names)
+        readings = (self.plan.reading(of_queries=pass_ == Pass.QUERY) for pass_ in (Pass.FORWARD, direction))
+        return max(int(reading.meets.sum()) for reading in readings)
 
-    def candidate(self, ring: str, route: Route, direction: str) -> Candidate:
-        forward, backward = self.played[route, "forward"], self.played[route, direction]
-        sent = {link: forward.sent[link] + backward.sent[link] for link in ("intra", "inter")}
+    def candidate(self, ring: str, route: Route, direction: Pass) -> Candidate:
+        forward, backward = self.played[route, Pass.FORWARD], self.played[route, direction]
+        sent = {link: forward.sent[link] + backward.sent[link] for link in (Link.INTRA, Link.INTER)}
         return Candidate(
             ring,
             route,
@@ -307,23 +313,23 @@ class _Costs:
             forward.seconds,
             backward.seconds,
             forward.compute + backward.compute,
-            round(sent["intra"]),
-            round(sent["inter"]),
+            round(sent[Link.INTRA]),
+            round(sent[Link.INTER]),
             self.tied(route),
         )
 
-    def play(self, ways: Iterable[tuple[Route, str]]) -> None:
+    def play(self, ways: Iterable[tuple[Route, Pass]]) -> None:
         """Play the passes of these ways, and of the rings the other way round."""
-        wanted: dict[tuple[Route, str], Pass] = {}
+        wanted: dict[tuple[Route, Pass], RoutedPass] = {}
         for route, direction in ways:
-            for way, name in itertools.product(self.ways(route), ("forward", direction)):
-                if (way, name) in self.played:
+            for way, pass_ in itertools.product(self.ways(route), (Pass.FORWARD, direction)):
+                if (way, pass_) in self.played:
                     continue
                 # Not hidden: messages take the cores that compute.
                 played = way if self.rates.hidden else replace(way, overlap=False)
-                sizes = message_bytes(self.shard, route, name)
-                work = self.work(route, name)
-                wanted.setdefault((way, name), Pass(played, name, sizes, work))
+                sizes = message_bytes(self.shard, route, pass_)
+                work = self.work(route, pass_)
+                wanted.setdefault((way, pass_), RoutedPass(played, pass_, sizes, work))
         at_once = {key: each for key, each in wanted.items() if self.in_lockstep(each)}
         played_all = play_all(self.plan, [*at_once.values()], self.ranks.intra, self.rates)
         self.played |= zip(at_once, played_all, strict=True)
@@ -331,36 +337,36 @@ class _Costs:
             if key not in at_once:
                 self.played[key] = self.one_by_one(each)
 
-    def at_least(self, route: Route, direction: str) -> float:
+    def at_least(self, route: Route, direction: Pass) -> float:
         """Seconds that the better way round takes at least, forward and backward."""
         return min(
             sum(
                 at_least(
-                    name,
+                    pass_,
                     way,
-                    self.plan.reading(of_queries=name == "query"),
-                    self.work(route, name),
-                    message_bytes(self.shard, route, name),
+                    self.plan.reading(of_queries=pass_ == Pass.QUERY),
+                    self.work(route, pass_),
+                    message_bytes(self.shard, route, pass_),
                     self.ranks.intra,
                     self.rates,
                 )
-                for name in ("forward", direction)
+                for pass_ in (Pass.FORWARD, direction)
             )
             for way in self.ways(route)
         )
 
-    def work(self, route: Route, name: str) -> Work:
-        if name not in self.works:
-            pairs = self.pairs_of_keys if name == "query" else self.pairs
-            self.works[name] = work_of(self.shard, pairs, route, name, self.rates)
-        return self.works[name]
+    def work(self, route: Route, pass_: Pass) -> Work:
+        if pass_ not in self.works:
+            pairs = self.pairs_of_keys if pass_ == Pass.QUERY else self.pairs
+            self.works[pass_] = work_of(self.shard, pairs, route, pass_, self.rates)
+        return self.works[pass_]
 
-    def in_lockstep(self, each: Pass) -> bool:
+    def in_lockstep(self, each: RoutedPass) -> bool:
         meets = self.plan.reading(of_queries=each.of_queries).meets
         return not each.route.direct or bool(meets.all())
 
-    def one_by_one(self, each: Pass) -> Played:
-        drawn = schedule(each.route, each.name, self.plan)
+    def one_by_one(self, each: RoutedPass) -> Played:
+        drawn = schedule(each.route, each.pass_, self.plan)
         timeline = play(drawn, each.sizes, each.work.of_action, self.ranks.intra, self.rates)
         sent = mean_bytes(drawn.programs, each.sizes, self.ranks.intra)
         return Played(timeline.seconds, each.work.busiest, sent)
@@ -387,9 +393,9 @@ def pairs_of(layout: Layout, mask: Mask, n: int, ranks: int) -> Tensor:
     return pairs_between(layout, mask, n, ranks)
 
 
-def work_of(shard: Shard, pairs: Tensor, route: Route, name: str, rates: Rates) -> Work:
+def work_of(shard: Shard, pairs: Tensor, route: Route, pass_: Pass, rates: Rates) -> Work:
     """Seconds of the kernel in a pass; pairs: of what stays with what travels, [ranks, ranks]."""
-    per_pair = pass_flops(shard.pooled(route.heads), 1, name) / rates.compute
+    per_pair = pass_flops(shard.pooled(route.heads), 1, pass_) / rates.compute
     return Work(pairs, route.heads, per_pair)
 
 
@@ -416,7 +422,7 @@ def _second(candidate: Candidate) -> bool:
     Ties go to "query", the paper's choice, except on a ring of one: there "kv" can start before all of dO has
     arrived.
     """
-    return (candidate.direction == "query") == (candidate.route.positions == 1)
+    return (candidate.direction == Pass.QUERY) == (candidate.route.positions == 1)
 
 
 def reason(chosen: Candidate, found: Sequence[Candidate], slower: Sequence[Slower] = ()) -> str:

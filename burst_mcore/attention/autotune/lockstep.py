@@ -21,22 +21,9 @@ from torch import Tensor
 
 from burst_mcore.attention.autotune.cost import Sizes
 from burst_mcore.attention.geometry.plan import Plan
-from burst_mcore.attention.schedule.actions import (
-    BUNDLE,
-    DATA,
-    GRADIENT,
-    RESULT,
-    ROWS,
-    SUM,
-    Channel,
-    Compute,
-    Program,
-    Send,
-    Wait,
-)
+from burst_mcore.attention.schedule.actions import Channel, Compute, Kind, Link, Pass, Program, Send, Wait
 from burst_mcore.attention.schedule.counted import NEVER, Counted, OfAll, Seen, moved
-from burst_mcore.attention.schedule.heads import Pass as Moves
-from burst_mcore.attention.schedule.heads import with_heads
+from burst_mcore.attention.schedule.heads import Moves, with_heads
 from burst_mcore.attention.schedule.ring import without_overlap
 from burst_mcore.attention.schedule.route import PASSES, Route, itinerary, on_ring
 from burst_mcore.rates import Rates
@@ -50,24 +37,23 @@ class Played:
     """Until the slowest rank is done."""
     compute: float
     """Seconds of the kernel on the busiest rank."""
-    sent: dict[str, float]
+    sent: dict[Link, float]
     """Bytes that a rank sends to its own node ("intra") and to others ("inter"), on average."""
 
 
 @dataclass(frozen=True, eq=False)
-class Pass:
-    """A pass to play."""
+class RoutedPass:
+    """A pass over a route, with the bytes and the seconds to play it by."""
 
     route: Route
     """If `direct`, all positions must read each other (`Reading.meets`)."""
-    name: str
-    """ "forward", "kv" or "query"."""
+    pass_: Pass
     sizes: Sizes
     work: Work
 
     @property
     def of_queries(self) -> bool:
-        return self.name == "query"
+        return self.pass_ == Pass.QUERY
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -76,7 +62,7 @@ class Pass:
         Where heads are shared, rows that come part by part change the order in which parts are computed.
         """
         route = self.route
-        by_part = route.heads > 1 and PASSES[self.name].rows
+        by_part = route.heads > 1 and PASSES[self.pass_].rows
         return replace(route, mirrored=False), by_part
 
 
@@ -123,14 +109,19 @@ class Work:
         return float(self.whole.sum(1).max()) * self.per_pair
 
 
-def _moves(name: str, kind: str) -> bool:
-    """Whether the pass `name` has messages of a kind."""
-    moves = PASSES[name]
-    sent = {GRADIENT: moves.gradients, SUM: moves.gradients, BUNDLE: moves.bundle, ROWS: moves.rows}
+def _has_messages(pass_: Pass, kind: Kind) -> bool:
+    """Whether a pass has messages of a kind."""
+    moves = PASSES[pass_]
+    sent = {
+        Kind.GRADIENT: moves.gradients,
+        Kind.SUM: moves.gradients,
+        Kind.BUNDLE: moves.bundle,
+        Kind.ROWS: moves.rows,
+    }
     return sent.get(kind, True)
 
 
-def play_all(plan: Plan, passes: Sequence[Pass], intra_size: int, rates: Rates) -> list[Played]:
+def play_all(plan: Plan, passes: Sequence[RoutedPass], intra_size: int, rates: Rates) -> list[Played]:
     """Play passes over the positions of `plan`, on nodes of `intra_size` ranks."""
     kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for index, each in enumerate(passes):
@@ -175,7 +166,7 @@ class _Message:
 
 
 class _Lockstep:
-    def __init__(self, plan: Plan, passes: Sequence[Pass], intra: int, rates: Rates) -> None:
+    def __init__(self, plan: Plan, passes: Sequence[RoutedPass], intra: int, rates: Rates) -> None:
         self.passes, self.route, self.intra, self.rates = passes, passes[0].route, intra, rates
         self.heads, self.positions = self.route.heads, self.route.positions
         self.moved = moved(self.route.nodes, self.route.intra)
@@ -193,7 +184,7 @@ class _Lockstep:
         self.pending: list[_Message] = []
         """Messages that share links, not through yet, in the order in which they were sent."""
 
-    def seen_in(self, plan: Plan, each: Pass) -> Seen:
+    def seen_in(self, plan: Plan, each: RoutedPass) -> Seen:
         """What is read in a pass; a mirrored ring is seen in a mirror, where it is none."""
         route, way = each.route, None
         if not route.direct:
@@ -202,7 +193,7 @@ class _Lockstep:
 
     def of_all(self, plan: Plan) -> Program:
         """The program of rank 0 in which everything is there, with numbers of rows for all ranks."""
-        route, moves = self.route, [PASSES[each.name] for each in self.passes]
+        route, moves = self.route, [PASSES[each.pass_] for each in self.passes]
         every = Moves(
             "all passes",
             gradients=any(each.gradients for each in moves),
@@ -222,15 +213,15 @@ class _Lockstep:
         return ring if route.overlap else without_overlap(ring)
 
     @cached_property
-    def a_row(self) -> dict[str, Tensor]:
+    def a_row(self) -> dict[Kind, Tensor]:
         """Bytes of a row by kind of message, [W]."""
         return {kind: whole / self.passes[0].sizes.rows for kind, whole in self.scale.items()}
 
-    def of_kinds(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def of_kinds(self) -> tuple[dict[Kind, Tensor], dict[Kind, Tensor]]:
         """By kind of message: bytes of all rows, [W]; and `NEVER` for passes that have none, if there are."""
         scale, absent = {}, {}
-        for kind in (DATA, GRADIENT, BUNDLE, ROWS, RESULT, SUM):
-            there = [_moves(each.name, kind) for each in self.passes]
+        for kind in Kind:
+            there = [_has_messages(each.pass_, kind) for each in self.passes]
             whole = [each.sizes.whole.get(kind, 0) for each in self.passes]
             scale[kind] = torch.tensor(whole, dtype=torch.float64)
             if not all(there):
@@ -294,7 +285,7 @@ class _Lockstep:
             sent += torch.stack([peers.carried - between, between]).mean(1)
         slowest = self.clock.amax(0).tolist()
         return [
-            Played(slowest[index], each.work.busiest, {"intra": intra, "inter": inter})
+            Played(slowest[index], each.work.busiest, {Link.INTRA: intra, Link.INTER: inter})
             for index, (each, (intra, inter)) in enumerate(zip(self.passes, sent.T.tolist(), strict=True))
         ]
 
@@ -329,7 +320,7 @@ class _Lockstep:
         per_pair = torch.tensor([each.work.per_pair for each in self.passes], dtype=torch.float64)
         return torch.stack([*columns.values()], 1), torch.tensor(column_of), per_pair
 
-    def seen_from(self, each: Pass, source: Tensor) -> tuple[Tensor, Tensor]:
+    def seen_from(self, each: RoutedPass, source: Tensor) -> tuple[Tensor, Tensor]:
         """Positions, and others, as they really are: where the pass is mirrored, from the other end."""
         last = self.positions - 1
         return (last - self.here, last - source) if each.route.mirrored else (self.here, source)
@@ -339,7 +330,7 @@ class _Lockstep:
 
     def bytes_of(self, send: Send) -> Tensor:
         """[G, W]; below zero where there is no message."""
-        kind = send.channel.what
+        kind = send.channel.kind
         if send.rows is None:
             size = self.scale[kind].expand_as(self.clock)
         else:

@@ -15,7 +15,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from burst_mcore.attention.autotune.cost import Sizes, link_class
-from burst_mcore.attention.schedule.actions import Action, Channel, Compute, Program, Recv, Send, Wait
+from burst_mcore.attention.schedule.actions import (
+    Action,
+    Channel,
+    Compute,
+    Kind,
+    Link,
+    Program,
+    Recv,
+    Send,
+    Wait,
+)
 from burst_mcore.attention.schedule.route import Schedule
 from burst_mcore.attention.schedule.trace import Event, lane
 from burst_mcore.attention.schedule.walk import walk
@@ -134,9 +144,9 @@ class _Player:
     def __init__(self, schedule: Schedule, sizes: Sizes, seconds: Seconds, intra: int, rates: Rates) -> None:
         self.ranks = [_Rank(number, program) for number, program in enumerate(schedule.programs)]
         self.sizes, self.seconds, self.intra, self.rates = sizes, seconds, intra, rates
-        of = {"intra": rates.intra, "inter": rates.inter}
+        of = {Link.INTRA: rates.intra, Link.INTER: rates.inter}
         self.links = {(r.number, name): _Link(rate) for r in self.ranks for name, rate in of.items()}
-        self.mail: dict[tuple[int, int, str, str], tuple[deque[_Message], deque[_Message]]] = defaultdict(
+        self.mail: dict[tuple[int, int, Link, Kind], tuple[deque[_Message], deque[_Message]]] = defaultdict(
             lambda: (deque(), deque())
         )
         """Messages that only their sender, or only their receiver, has posted."""
@@ -200,7 +210,7 @@ class _Player:
     def post(self, rank: _Rank, action: Send | Recv, now: float) -> None:
         sends = isinstance(action, Send)
         sender, receiver = (rank.number, action.peer) if sends else (action.peer, rank.number)
-        both = self.mail[sender, receiver, action.channel.link, action.channel.what]
+        both = self.mail[sender, receiver, action.channel.link, action.channel.kind]
         ours, theirs = both if sends else both[::-1]
         if theirs:
             message = theirs.popleft()

@@ -13,19 +13,16 @@ from burst_mcore.attention.geometry.rows import Rows, pieces, take, within
 from burst_mcore.attention.runtime.communicators import Carrier
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import (
-    BUNDLE,
-    DATA,
-    GRADIENT,
     HOME,
-    RESULT,
-    ROWS,
-    SUM,
     Accumulate,
     Action,
     Add,
     Channel,
     Compute,
+    Kind,
+    Link,
     Pack,
+    Pass,
     Program,
     Recv,
     Return,
@@ -42,7 +39,7 @@ from burst_mcore.attention.schedule.trace import Recorder, recorder
 Bundle = tuple[Tensor, ...]
 OnCompute = Callable[[int, int | None, Bundle, Rows | None], None]
 OnAccumulate = Callable[[Bundle, Rows | None, bool], None]
-New = Callable[[str, Rows | None], Bundle]
+New = Callable[[Kind, Rows | None], Bundle]
 Free = Callable[[Bundle], None]
 
 
@@ -55,8 +52,8 @@ class Work(Protocol):
 class Transport(Protocol):
     """Carries bundles between the ranks of one ring."""
 
-    def connect(self, name: str) -> None:
-        """Get ready for the pass `name`; every rank does, also one that will send and receive nothing."""
+    def connect(self, pass_: Pass) -> None:
+        """Get ready for a pass; every rank does, also one that will send and receive nothing."""
         ...
 
     def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Bundle]]) -> Sequence[Work]:
@@ -67,16 +64,16 @@ class Transport(Protocol):
 class ProcessGroups:
     """Messages over torch.distributed: on CUDA a wait holds back the current stream, never the host."""
 
-    _TAGS = (DATA, GRADIENT, BUNDLE, ROWS, RESULT, SUM)
+    _TAGS = tuple(Kind)
 
     def __init__(self, topology: Topology, route: Route) -> None:
         self._topology, self._route = topology, route
-        self._carriers: dict[tuple[str, str], Carrier] = {}
+        self._carriers: dict[tuple[Link, Kind], Carrier] = {}
 
     def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Bundle]]) -> Sequence[Work]:
         """Start all messages as one batch, in their order (receives first is fastest on gloo)."""
         group, place = self.carrier(channel)
-        first_tag = 64 * self._TAGS.index(channel.what)
+        first_tag = 64 * self._TAGS.index(channel.kind)
         return dist.batch_isend_irecv(
             [
                 dist.P2POp(
@@ -91,23 +88,23 @@ class ProcessGroups:
             ]
         )
 
-    def connect(self, name: str) -> None:
-        """Make what carries the messages of the pass `name`. Collective, and the same on all ranks.
+    def connect(self, pass_: Pass) -> None:
+        """Make the process groups that carry a pass. Collective, and the same on all ranks.
 
         Masks leave some ranks without messages, so that it cannot wait for the first of them.
         """
-        for channel in _channels(self._topology.rank, self._route, name):
+        for channel in _channels(self._topology.rank, self._route, pass_):
             self.carrier(channel)
 
     def carrier(self, channel: Channel) -> Carrier:
         """The process group of a channel, made if it is not there yet."""
-        kind = channel.link, channel.what
-        if kind not in self._carriers:
+        key = channel.link, channel.kind
+        if key not in self._carriers:
             topology = self._topology
             assert topology.communicators is not None
             wanted = communicator_of(channel, topology.rank, self._route, topology.intra_size)
-            self._carriers[kind] = topology.communicators.carrier(*wanted)
-        return self._carriers[kind]
+            self._carriers[key] = topology.communicators.carrier(*wanted)
+        return self._carriers[key]
 
 
 def transport_of(topology: Topology, route: Route) -> Transport:
@@ -122,12 +119,10 @@ def transport_of(topology: Topology, route: Route) -> Transport:
 
 
 @lru_cache(maxsize=1024)
-def _channels(rank: int, route: Route, name: str) -> tuple[Channel, ...]:
+def _channels(rank: int, route: Route, pass_: Pass) -> tuple[Channel, ...]:
     """The kinds of messages of a pass in which everybody reads everything, in an order that all share."""
-    found = {
-        channel._replace(part=0) for channel, _ in hops(program(rank, route, name)) if channel is not None
-    }
-    return tuple(sorted(found))
+    channels = (channel for channel, _ in hops(program(rank, route, pass_)) if channel is not None)
+    return tuple(sorted({channel._replace(part=0) for channel in channels}))
 
 
 _ABANDONED: list[object] = []
@@ -156,8 +151,8 @@ class Ring:
     Args:
         rank: of the ring, for error messages.
         home: the rank's own bundle, read only; contiguous tensors.
-        new: makes an uninitialised buffer for these rows (None: all): a bundle's ("data") or a travelling
-            gradient's ("sum").
+        new: makes an uninitialised buffer for these rows (None: all): a bundle's (DATA) or a travelling
+            gradient's (SUM).
         free: takes one back that is not needed any more.
         exchanges: by what they carry, if heads are shared.
     """
@@ -169,7 +164,7 @@ class Ring:
         home: Bundle,
         new: New,
         free: Free,
-        exchanges: Mapping[str, Exchange] | None = None,
+        exchanges: Mapping[Kind, Exchange] | None = None,
     ) -> None:
         self._transport = transport
         self._rank = rank
@@ -220,10 +215,10 @@ class Ring:
             case Return():
                 pass
             case Pack():
-                self._buffers[action.buffer] = self._exchanges[action.what].pack(action.member)
+                self._buffers[action.buffer] = self._exchanges[action.kind].pack(action.member)
             case Unpack():
                 piece = self._buffers.get(action.buffer)
-                self._exchanges[action.what].unpack(action.member, piece)
+                self._exchanges[action.kind].unpack(action.member, piece)
 
     def buffer(self, name: str) -> Bundle:
         """The bundle called `name`, made at its first use."""
@@ -271,8 +266,8 @@ class Ring:
                 bundle = self._part(action)
                 if bundle is not self.buffer(action.buffer):
                     copies.append(bundle)
-            elif channel.link == "heads":
-                bundle = self._buffers[action.buffer] = self._exchanges[channel.what].empty()
+            elif channel.link == Link.HEADS:
+                bundle = self._buffers[action.buffer] = self._exchanges[channel.kind].empty()
             else:
                 bundle = self._room(action.buffer, action.rows, fresh=True)
             messages.append((action, bundle))
@@ -289,7 +284,7 @@ class Ring:
     def _part(self, action: Send) -> Bundle:
         """The rows that are sent: the buffer itself, or a copy of some of them."""
         bundle, held = self.buffer(action.buffer), self._rows.get(action.buffer)
-        if action.channel.link == "heads" or held == action.rows:
+        if action.channel.link == Link.HEADS or held == action.rows:
             return bundle
         assert action.rows is not None
         copy = self._new(kind_of(action.buffer), action.rows)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from burst_mcore.attention.geometry.rows import Rows
 
@@ -17,26 +18,72 @@ PARTIAL = "partial"
 HOME_SUM = "sum home"
 """Where a gradient is summed that stays with, or comes straight back to, its rank."""
 
-DATA, GRADIENT = "data", "gradient"
-BUNDLE, ROWS, RESULT, SUM = "bundle", "rows", "result", "sum"
-"""What the all-to-all over a head group carries: in, the bundle that will travel and the rows that stay; out,
-what the rows that stay became, and the gradient that travelled."""
-COMES_LATE = (GRADIENT, RESULT, SUM)
+
+class _Word(StrEnum):
+    """A closed set of words, whose members are strings: settings, JSON, traces and messages show the word."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self:
+        raise ValueError(f"unknown {cls.__name__.lower()} {value!r}; legal: {', '.join(cls)}")
+
+    __repr__ = str.__repr__
+
+
+class Pass(_Word):
+    """A pass over the ring: forward, or a backward, named after the side that travels."""
+
+    FORWARD = "forward"
+    """K and V travel, and nothing follows (paper algorithm 4)."""
+    KV = "kv"
+    """K and V travel, dK and dV follow (paper algorithm 1, RingAttention)."""
+    QUERY = "query"
+    """Q, dO, D and LSE travel, dQ follows (paper algorithm 2, BurstAttention)."""
+
+
+class Link(_Word):
+    """Which ranks a message connects."""
+
+    INTRA = "intra"
+    """Neighbours around one node."""
+    INTER = "inter"
+    """The same place of neighbouring nodes."""
+    DIRECT = "direct"
+    """Any two ranks."""
+    HEADS = "heads"
+    """Members of one head group."""
+
+
+class Kind(_Word):
+    """What a message carries."""
+
+    DATA = "data"
+    """A travelling bundle."""
+    GRADIENT = "gradient"
+    """The sum of gradients that follows a bundle."""
+    BUNDLE = "bundle"
+    """Into the head group: the bundle that will travel."""
+    ROWS = "rows"
+    """Into the head group: the rows that stay."""
+    RESULT = "result"
+    """Out of the head group: the results of the rows that stay."""
+    SUM = "sum"
+    """Out of the head group: the gradient of the bundle that travelled."""
+
+
+COMES_LATE = (Kind.GRADIENT, Kind.RESULT, Kind.SUM)
 """Kinds of messages whose contents must be computed first; the others can be sent at once."""
 
 
 class Channel(NamedTuple):
     """Messages that are waited for together. Those of one link and kind keep their order."""
 
-    link: str
-    """ "intra" (around the node), "inter" (from node to node), "direct" (to any rank) or "heads" (within a
-    head group)."""
-    what: str
+    link: Link
+    kind: Kind
     part: int = 0
     """Messages of one kind that are waited for one by one."""
 
     def __str__(self) -> str:
-        return f"{self.link} {self.what}{f' {self.part}' if self.part else ''}"
+        return f"{self.link} {self.kind}{f' {self.part}' if self.part else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +194,7 @@ class Pack:
     """Copy what member `member` of the head group is to get into `buffer`."""
 
     step: int
-    what: str
+    kind: Kind
     buffer: str
     member: int
 
@@ -160,7 +207,7 @@ class Unpack:
     """Copy what came from member `member` of the head group from `buffer` to where it belongs."""
 
     step: int
-    what: str
+    kind: Kind
     buffer: str
     member: int
 

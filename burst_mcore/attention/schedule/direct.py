@@ -8,17 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from burst_mcore.attention.schedule.actions import (
-    DATA,
-    GRADIENT,
     HOME,
     HOME_SUM,
     PARTIAL,
-    SUM,
     Accumulate,
     Action,
     Add,
     Channel,
     Compute,
+    Kind,
+    Link,
     Program,
     Recv,
     Return,
@@ -75,12 +74,12 @@ class _Position:
         for i, (t, upto) in enumerate(zip(self.reads, following, strict=True)):
             hops = [u for u in meets if t < u <= upto]
             for u in hops:
-                yield from self.fetch(t, u, f"{DATA}{(i + 1) % 2}")
-            yield Compute(t, self.before(t), f"{DATA}{i % 2}" if t else HOME)
+                yield from self.fetch(t, u, f"{Kind.DATA}{(i + 1) % 2}")
+            yield Compute(t, self.before(t), f"{Kind.DATA}{i % 2}" if t else HOME)
             if self.gradients:
                 yield from self.give_back(i, t)
             for u in hops:
-                yield Wait(t, Channel("direct", DATA, u))
+                yield Wait(t, Channel(Link.DIRECT, Kind.DATA, u))
                 if self.gradients and u not in self.reads:
                     yield from self.exchange(t, u, None)
         if self.gradients:
@@ -89,7 +88,7 @@ class _Position:
 
     def fetch(self, step: int, u: int, into: str) -> Iterator[Action]:
         """Start the messages over distance u."""
-        channel = Channel("direct", DATA, u)
+        channel = Channel(Link.DIRECT, Kind.DATA, u)
         if u in self.reads:
             yield Recv(step, channel, into, self.before(u), self.fetched(u))
         if u in self.read_by:
@@ -102,14 +101,14 @@ class _Position:
                 own = self.grown(self.fetched(0))
                 yield Accumulate(t, self.position, HOME_SUM, first=True, rows=own)
             return
-        share = f"{SUM}{i % 2}"
+        share = f"{Kind.SUM}{i % 2}"
         yield Accumulate(t, self.before(t), share, first=True, rows=self.fetched(t))
         yield from self.take_in(t)
         yield from self.exchange(t, t, share)
 
     def exchange(self, step: int, u: int, share: str | None) -> Iterator[Action]:
         """Start the gradients' messages over distance u."""
-        channel, comes = Channel("direct", GRADIENT, u), None
+        channel, comes = Channel(Link.DIRECT, Kind.GRADIENT, u), None
         if u in self.read_by:
             comes = f"{PARTIAL}{len(self.coming)}"
             yield Recv(step, channel, comes, self.after(u), self.lent(u))
@@ -120,7 +119,7 @@ class _Position:
     def take_in(self, step: int) -> Iterator[Action]:
         """Add what has come back."""
         for u, comes in self.coming:
-            yield Wait(step, Channel("direct", GRADIENT, u))
+            yield Wait(step, Channel(Link.DIRECT, Kind.GRADIENT, u))
             if comes is not None:
                 first, rows = nothing(self.summed), self.grown(self.lent(u))
                 yield Add(step, HOME_SUM, comes, first=first, rows=rows)

@@ -7,13 +7,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from burst_mcore.attention.schedule.actions import (
-    BUNDLE,
-    RESULT,
-    ROWS,
-    SUM,
     Action,
     Channel,
     Compute,
+    Kind,
+    Link,
     Pack,
     Program,
     Recv,
@@ -24,7 +22,7 @@ from burst_mcore.attention.schedule.actions import (
 from burst_mcore.attention.schedule.carried import Carried
 
 
-class Pass(NamedTuple):
+class Moves(NamedTuple):
     """What a pass over the ring moves."""
 
     title: str
@@ -40,7 +38,7 @@ def with_heads(
     ring: Program,
     rank: int,
     heads: int,
-    moves: Pass,
+    moves: Moves,
     *,
     by_part: bool,
     leaving: Mapping[int, Carried] | None = None,
@@ -71,7 +69,7 @@ class _Member:
         ring: Program,
         rank: int,
         heads: int,
-        moves: Pass,
+        moves: Moves,
         by_part: bool,
         leaving: Mapping[int, Carried],
     ) -> None:
@@ -86,10 +84,10 @@ class _Member:
         self.others = [shift for pair in self.shifts for shift in pair]
 
     def actions(self) -> Iterator[Action]:
-        for what in (BUNDLE,) * self.moves.bundle + (ROWS,) * self.moves.rows:
-            yield from self.leave(0, what)
+        for kind in (Kind.BUNDLE,) * self.moves.bundle + (Kind.ROWS,) * self.moves.rows:
+            yield from self.leave(0, kind)
         if self.moves.bundle:
-            yield from self.arrive(0, BUNDLE)
+            yield from self.arrive(0, Kind.BUNDLE)
         for action in self.ring:
             if isinstance(action, Compute):
                 yield from self.compute(action)
@@ -98,9 +96,9 @@ class _Member:
             else:
                 yield action
         if self.moves.gradients:
-            yield from self.leave(action.step, SUM)
-        for what in (RESULT,) + (SUM,) * self.moves.gradients:
-            yield from self.arrive(action.step, what)
+            yield from self.leave(action.step, Kind.SUM)
+        for kind in (Kind.RESULT,) + (Kind.SUM,) * self.moves.gradients:
+            yield from self.arrive(action.step, kind)
 
     def compute(self, action: Compute) -> Iterator[Action]:
         entering, leaving = action.step == 0 and self.moves.rows, action.step in self.leaving
@@ -108,51 +106,51 @@ class _Member:
             yield from self.compute_by_part(action, entering, leaving)
             return
         if entering:
-            yield from self.arrive(action.step, ROWS)
+            yield from self.arrive(action.step, Kind.ROWS)
         yield action
         if leaving:
-            yield from self.leave(action.step, RESULT)
+            yield from self.leave(action.step, Kind.RESULT)
 
     def compute_by_part(self, action: Compute, entering: bool, leaving: bool) -> Iterator[Action]:
         for shifts in ([0], *self.shifts) if entering else (*self.shifts, [0]):
             for shift in shifts:
                 if entering:
-                    yield from self.arrive_from(action.step, ROWS, shift)
+                    yield from self.arrive_from(action.step, Kind.ROWS, shift)
                 yield replace(action, part=self.after(-shift))
             if leaving and shifts != [0]:
-                yield from self.exchange(action.step, RESULT, shifts)
+                yield from self.exchange(action.step, Kind.RESULT, shifts)
 
-    def leave(self, step: int, what: str) -> Iterator[Action]:
+    def leave(self, step: int, kind: Kind) -> Iterator[Action]:
         for shifts in self.shifts:
-            yield from self.exchange(step, what, shifts)
+            yield from self.exchange(step, kind, shifts)
 
-    def arrive(self, step: int, what: str) -> Iterator[Action]:
+    def arrive(self, step: int, kind: Kind) -> Iterator[Action]:
         for shift in (0, *self.others):
-            yield from self.arrive_from(step, what, shift)
+            yield from self.arrive_from(step, kind, shift)
 
-    def exchange(self, step: int, what: str, shifts: Sequence[int]) -> Iterator[Action]:
+    def exchange(self, step: int, kind: Kind, shifts: Sequence[int]) -> Iterator[Action]:
         """Send to the members so many places on, receive from those as many places before."""
         for shift in shifts:
             to = self.after(shift)
-            yield Pack(step, what, f"{what}.to{to}", to)
+            yield Pack(step, kind, f"{kind}.to{to}", to)
         for shift in shifts:
             source = self.after(-shift)
-            yield Recv(step, self.channel(what, shift), f"{what}.from{source}", self.first_rank + source)
-        rows = self.leaving[step] if what == RESULT else None
+            yield Recv(step, self.channel(kind, shift), f"{kind}.from{source}", self.first_rank + source)
+        rows = self.leaving[step] if kind == Kind.RESULT else None
         for shift in shifts:
             to = self.after(shift)
-            yield Send(step, self.channel(what, shift), f"{what}.to{to}", self.first_rank + to, rows)
+            yield Send(step, self.channel(kind, shift), f"{kind}.to{to}", self.first_rank + to, rows)
 
-    def arrive_from(self, step: int, what: str, shift: int) -> Iterator[Action]:
-        source, channel = self.after(-shift), self.channel(what, shift)
+    def arrive_from(self, step: int, kind: Kind, shift: int) -> Iterator[Action]:
+        source, channel = self.after(-shift), self.channel(kind, shift)
         if shift and channel not in self.arrived:
             self.arrived.add(channel)
             yield Wait(step, channel)
-        yield Unpack(step, what, f"{what}.from{source}", source)
+        yield Unpack(step, kind, f"{kind}.from{source}", source)
 
     def after(self, shift: int) -> int:
         """The member so many places on."""
         return (self.member + shift) % self.heads
 
-    def channel(self, what: str, shift: int) -> Channel:
-        return Channel("heads", what, min(shift, self.heads - shift))
+    def channel(self, kind: Kind, shift: int) -> Channel:
+        return Channel(Link.HEADS, kind, min(shift, self.heads - shift))

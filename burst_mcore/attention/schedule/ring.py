@@ -6,17 +6,16 @@ from dataclasses import replace
 
 from burst_mcore.attention.schedule.actions import (
     COMES_LATE,
-    DATA,
-    GRADIENT,
     HOME,
     HOME_SUM,
     PARTIAL,
-    SUM,
     Accumulate,
     Action,
     Add,
     Channel,
     Compute,
+    Kind,
+    Link,
     Program,
     Recv,
     Return,
@@ -26,8 +25,8 @@ from burst_mcore.attention.schedule.actions import (
 )
 from burst_mcore.attention.schedule.carried import EVERYTHING, Carried, Hops, nothing
 
-_INTRA_DATA, _INTER_DATA = Channel("intra", DATA), Channel("inter", DATA)
-_INTRA_GRADIENT, _INTER_GRADIENT = Channel("intra", GRADIENT), Channel("inter", GRADIENT)
+_INTRA_DATA, _INTER_DATA = Channel(Link.INTRA, Kind.DATA), Channel(Link.INTER, Kind.DATA)
+_INTRA_GRADIENT, _INTER_GRADIENT = Channel(Link.INTRA, Kind.GRADIENT), Channel(Link.INTER, Kind.GRADIENT)
 
 
 def double_ring(
@@ -77,13 +76,13 @@ class _Position:
     def round(self, i: int) -> None:
         current, incoming, last_round = self.start, "", i == self.nodes - 1
         if not last_round:
-            incoming = _free(DATA, self.start)
+            incoming = _free(Kind.DATA, self.start)
             comes, goes = (self.hops.ahead_of_round(self.held(at, 0), i + 1) for at in (i + 1, i))
             self.hop(i * self.intra, _INTER_DATA, incoming, self.start, comes, goes)
         for j in range(self.intra):
             step, source, arriving = i * self.intra + j, self.held(i, j), ""
             if j < self.intra - 1:
-                arriving = _free(DATA, current, incoming, "" if last_round else self.start)
+                arriving = _free(Kind.DATA, current, incoming, "" if last_round else self.start)
                 comes, goes = (self.hops.ahead(self.held(i, at), i, j + 1) for at in (j + 1, j))
                 self.hop(step, _INTRA_DATA, arriving, current, comes, goes)
             if current == HOME or self.hops.reads(source):
@@ -104,7 +103,7 @@ class _Position:
     def follow(self, i: int, j: int, step: int, source: int) -> None:
         """Add this step's gradients to the sum of its bundle, and pass it on within the node."""
         if j == 0:
-            self.total = _free(SUM, self.leaving)
+            self.total = _free(Kind.SUM, self.leaving)
         else:
             self.wait(step, _INTRA_GRADIENT)
         self.accumulate(i, j, step, source)
@@ -150,14 +149,14 @@ class _Position:
         return self.total
 
     def pass_on(self, step: int, comes: Carried, goes: Carried) -> None:
-        following = _free(SUM, self.total, self.leaving)
+        following = _free(Kind.SUM, self.total, self.leaving)
         self.hop(step, _INTRA_GRADIENT, following, self.total, comes, goes)
         self.total = following
 
     def hop(self, step: int, channel: Channel, into: str, out: str, comes: Carried, goes: Carried) -> None:
         """Receive `comes` and send `goes`: rows."""
         m, l, turn = self.m, self.l, self.turn  # noqa: E741
-        if channel.link == "inter":
+        if channel.link == Link.INTER:
             before, after = self.at(m - turn, l), self.at(m + turn, l)
         else:
             before, after = self.at(m, l - turn), self.at(m, l + turn)
@@ -181,17 +180,17 @@ class _Position:
         return node % self.nodes * self.intra + local % self.intra
 
 
-_NAMES = {kind: tuple(f"{kind}{index}" for index in range(4)) for kind in (DATA, SUM)}
+_NAMES = {kind: tuple(f"{kind}{index}" for index in range(4)) for kind in (Kind.DATA, Kind.SUM)}
 
 
-def _free(kind: str, *taken: str) -> str:
+def _free(kind: Kind, *taken: str) -> str:
     """The first buffer of this kind that is not taken."""
     return next(name for name in _NAMES[kind] if name not in taken)
 
 
-def kind_of(buffer: str) -> str:
+def kind_of(buffer: str) -> Kind:
     """What the program keeps in a buffer: a bundle (DATA) or a sum of gradients (SUM)."""
-    return DATA if buffer.startswith(DATA) or buffer == HOME else SUM
+    return Kind.DATA if buffer.startswith(Kind.DATA) or buffer == HOME else Kind.SUM
 
 
 def home_sum(program: Program) -> str | None:
@@ -208,10 +207,10 @@ def without_overlap(program: Program) -> Program:
             for action in group:
                 if not isinstance(action, Wait):
                     actions.append(action)
-                elif action.channel.what not in COMES_LATE:
+                elif action.channel.kind not in COMES_LATE:
                     now = [replace(hop, step=action.step) for hop in held.pop(action.channel)]
                     actions += [*now, action]
-        elif channel.what in COMES_LATE:
+        elif channel.kind in COMES_LATE:
             actions += [*group, Wait(group[-1].step, channel)]
         else:
             held.setdefault(channel, []).extend(group)

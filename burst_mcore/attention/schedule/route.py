@@ -1,7 +1,7 @@
 """The ring as data: what each rank does, in order, as actions on named buffers.
 
 One object is printed as a step x rank grid, verified (`verify`), costed (`timeline`) and executed (`ring`).
-Forward and both backward directions differ only in which bundle travels and whether its gradient follows it:
+The three passes (`Pass`) differ only in which bundle travels and whether its gradient follows it:
 
     forward  K, V travel, nothing follows     (paper algorithm 4)
     kv       K, V travel, dK, dV follow       (paper algorithm 1, RingAttention)
@@ -26,10 +26,10 @@ from functools import lru_cache
 from itertools import groupby
 
 from burst_mcore.attention.geometry.plan import Plan, kept
-from burst_mcore.attention.schedule.actions import Program
+from burst_mcore.attention.schedule.actions import Pass, Program
 from burst_mcore.attention.schedule.carried import EVERYTHING, Hops, Itinerary, OfPosition
 from burst_mcore.attention.schedule.direct import direct
-from burst_mcore.attention.schedule.heads import Pass, with_heads
+from burst_mcore.attention.schedule.heads import Moves, with_heads
 from burst_mcore.attention.schedule.ring import double_ring, without_overlap
 
 
@@ -70,33 +70,34 @@ class Route:
 
 
 PASSES = {
-    "forward": Pass("forward: K, V travel", gradients=False, bundle=True, rows=True),
-    "kv": Pass("backward kv: K, V travel, dK, dV follow", gradients=True, bundle=False, rows=True),
-    "query": Pass(
+    Pass.FORWARD: Moves("forward: K, V travel", gradients=False, bundle=True, rows=True),
+    Pass.KV: Moves("backward kv: K, V travel, dK, dV follow", gradients=True, bundle=False, rows=True),
+    Pass.QUERY: Moves(
         "backward query: Q, dO, D, LSE travel, dQ follows", gradients=True, bundle=True, rows=False
     ),
 }
+"""What each pass moves."""
 
 
-def program(rank: int, route: Route, name: str, plan: Plan | None = None) -> Program:
-    """What `rank` does in the pass `name`: "forward", "kv" or "query"; without a plan, all is read by all."""
+def program(rank: int, route: Route, pass_: Pass, plan: Plan | None = None) -> Program:
+    """Return what `rank` does in a pass; without a plan, every rank reads every row."""
     if plan is None or plan.everything:
-        return _of_all(rank, route, name)
-    return _of_plan(plan, rank, route, name)
+        return _of_all(rank, route, Pass(pass_))
+    return _of_plan(plan, rank, route, Pass(pass_))
 
 
 @lru_cache(maxsize=256)
-def _of_all(rank: int, route: Route, name: str) -> Program:
-    return _around(on_ring(rank // route.heads, route, PASSES[name]), rank, route, name)
+def _of_all(rank: int, route: Route, pass_: Pass) -> Program:
+    return _around(on_ring(rank // route.heads, route, PASSES[pass_]), rank, route, pass_)
 
 
 @kept
-def _of_plan(plan: Plan, rank: int, route: Route, name: str) -> Program:
-    position = rank // route.heads
-    reading = plan.reading(of_queries=name == "query")
-    way = None if route.direct else itinerary(plan, route.nodes, route.intra, route.turn, name == "query")
-    ring = on_ring(position, route, PASSES[name], OfPosition(reading, position, way))
-    return _around(ring, rank, route, name)
+def _of_plan(plan: Plan, rank: int, route: Route, pass_: Pass) -> Program:
+    position, of_queries = rank // route.heads, pass_ == Pass.QUERY
+    reading = plan.reading(of_queries=of_queries)
+    way = None if route.direct else itinerary(plan, route.nodes, route.intra, route.turn, of_queries)
+    ring = on_ring(position, route, PASSES[pass_], OfPosition(reading, position, way))
+    return _around(ring, rank, route, pass_)
 
 
 @kept
@@ -105,14 +106,14 @@ def itinerary(plan: Plan, nodes: int, intra: int, turn: int, of_queries: bool) -
     return Itinerary(plan.reading(of_queries=of_queries), nodes, intra, turn)
 
 
-def _around(ring: Program, rank: int, route: Route, name: str) -> Program:
+def _around(ring: Program, rank: int, route: Route, pass_: Pass) -> Program:
     """The program of a rank, from that of its position on the ring."""
     if route.heads > 1:
-        ring = with_heads(ring, rank, route.heads, PASSES[name], by_part=route.overlap)
+        ring = with_heads(ring, rank, route.heads, PASSES[pass_], by_part=route.overlap)
     return ring if route.overlap else without_overlap(ring)
 
 
-def on_ring(position: int, route: Route, moves: Pass, hops: Hops = EVERYTHING) -> Program:
+def on_ring(position: int, route: Route, moves: Moves, hops: Hops = EVERYTHING) -> Program:
     """What a position does, between positions; what nobody reads is left out (`hops`)."""
     if route.direct:
         return direct(position, route.positions, gradients=moves.gradients, hops=hops)
@@ -156,7 +157,8 @@ class Schedule:
         return "\n".join([f"{self.title}; {self.route}, {self.size} ranks", *lines])
 
 
-def schedule(route: Route, name: str, plan: Plan | None = None) -> Schedule:
-    """All ranks' programs of the pass `name`: "forward", "kv" or "query"."""
-    programs = tuple(program(rank, route, name, plan) for rank in range(route.size))
-    return Schedule(PASSES[name].title, route, programs, plan, queries_travel=name == "query")
+def schedule(route: Route, pass_: Pass, plan: Plan | None = None) -> Schedule:
+    """Return all ranks' programs of a pass."""
+    pass_ = Pass(pass_)
+    programs = tuple(program(rank, route, pass_, plan) for rank in range(route.size))
+    return Schedule(PASSES[pass_].title, route, programs, plan, queries_travel=pass_ == Pass.QUERY)

@@ -145,7 +145,7 @@ class Recording(Recorder):
 
 def lane(channel: Channel) -> str:
     """The lane of a channel's messages."""
-    return f"{channel.link} {channel.what}"
+    return f"{channel.link} {channel.kind}"
 
 
 _NOTHING = Recorder()

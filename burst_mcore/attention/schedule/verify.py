@@ -15,16 +15,14 @@ from typing import Any
 
 from burst_mcore.attention.geometry.rows import Rows, union
 from burst_mcore.attention.schedule.actions import (
-    BUNDLE,
     HOME,
-    RESULT,
-    ROWS,
-    SUM,
     Accumulate,
     Action,
     Add,
     Channel,
     Compute,
+    Kind,
+    Link,
     Pack,
     Program,
     Recv,
@@ -39,8 +37,8 @@ from burst_mcore.attention.schedule.route import Schedule
 from burst_mcore.attention.schedule.walk import walk
 
 Token = tuple[Any, ...]
-"""What a buffer holds: ("data", source, rows), ("sum", source, contributors, rows), in a head group (what,
-from, to). Rows None are all."""
+"""What a buffer holds: (DATA, source, rows), (SUM, source, contributors, rows), or in a head group (kind,
+from, to); the first is a `Kind`. Rows None are all."""
 Posted = tuple[Send | Recv, Token | None]
 """A message of a batch; of a send, what it carries."""
 Wire = tuple[Communicator, int, int, int]
@@ -68,7 +66,7 @@ class _Rank:
     """(source, part)."""
     attended: str = HOME
     """Where the bundle lies that was computed last."""
-    unpacked: list[tuple[str, int]] = field(default_factory=list)
+    unpacked: list[tuple[Kind, int]] = field(default_factory=list)
     batch: list[Posted] = field(default_factory=list)
     """Messages of the hop that is being posted."""
 
@@ -94,10 +92,10 @@ class _Rank:
         if buffer in {recv.buffer for recvs in self.receiving.values() for recv in recvs}:
             raise self.fail(f"{buffer} is touched while a message arrives in it")
 
-    def has(self, what: str) -> set[int]:
-        """The members whose share of `what` is in place; all, if it never comes through the head group."""
-        comes = any(isinstance(action, Unpack) and action.what == what for action in self.program)
-        return {member for w, member in self.unpacked if w == what} if comes else set(self.members)
+    def has(self, kind: Kind) -> set[int]:
+        """Return the members whose share of a kind is in place; all, if none comes through the head group."""
+        comes = any(isinstance(action, Unpack) and action.kind == kind for action in self.program)
+        return {member for other, member in self.unpacked if other == kind} if comes else set(self.members)
 
 
 @dataclass(eq=False)
@@ -173,11 +171,11 @@ def _deliver(one: Posted, other: Posted, here: _Rank, there: _Rank) -> None:
     """Put what a message carries into the buffer of its receiver."""
     (send, token), (recv, _), rank = (one, other, there) if isinstance(one[0], Send) else (other, one, here)
     assert token is not None
-    if send.channel.what != recv.channel.what:
+    if send.channel.kind != recv.channel.kind:
         raise rank.fail(
             f"{recv.buffer} expects {recv.channel}, gets {send.channel}: they share a communicator"
         )
-    if recv.channel.link != "heads" and token[-1] != recv.rows:
+    if recv.channel.link != Link.HEADS and token[-1] != recv.rows:
         raise rank.fail(f"{recv.buffer} expects rows {recv.rows}, gets {token[-1]}")
     rank.holds[recv.buffer] = token
 
@@ -203,7 +201,7 @@ def verify(schedule: Schedule, intra_size: int | None = None) -> None:
         position, member = divmod(number, len(members))
         readers = frozenset(reader for reader, of in enumerate(reads) if of.get(position, None) != ())
         rank = _Rank(number, position, member, program, reads[position], readers, members)
-        rank.holds[HOME] = ("data", position, None)
+        rank.holds[HOME] = (Kind.DATA, position, None)
         ranks.append(rank)
     network = _Network(schedule, intra_size or route.intra * route.heads)
     stuck = walk(ranks, partial(_execute, network), network.tick)
@@ -245,10 +243,11 @@ def _check_end(rank: _Rank) -> None:
         raise rank.fail("ends with messages that nobody waited for")
     if any(isinstance(action, Return) for action in rank.program):
         _check_sum(rank)
-    for what in {what for what, _ in rank.unpacked}:
-        if sorted(member for w, member in rank.unpacked if w == what) != sorted(rank.members):
-            raise rank.fail(f"{what} of the head group: got {rank.unpacked}")
-    if len(rank.members) > 1 and RESULT not in {what for what, _ in rank.unpacked}:
+    kinds = {kind for kind, _ in rank.unpacked}
+    for kind in kinds:
+        if sorted(member for other, member in rank.unpacked if other == kind) != sorted(rank.members):
+            raise rank.fail(f"{kind} of the head group: got {rank.unpacked}")
+    if len(rank.members) > 1 and Kind.RESULT not in kinds:
         raise rank.fail("its results stay with its head group")
 
 
@@ -258,9 +257,9 @@ def _check_sum(rank: _Rank) -> None:
         if rank.readers:
             raise rank.fail(f"no gradient comes home, but {sorted(rank.readers)} read its bundle")
         return
-    found = rank.read(buffer)
-    if found[:3] != ("sum", rank.position, rank.readers):
-        raise rank.fail(f"gradient of {rank.position} at home is {found}")
+    token = rank.read(buffer)
+    if token[:3] != (Kind.SUM, rank.position, rank.readers):
+        raise rank.fail(f"gradient of {rank.position} at home is {token}")
 
 
 def _cover(held: Rows | None, rows: Rows | None) -> bool:
@@ -300,7 +299,7 @@ def _post(rank: _Rank, action: Send | Recv, network: _Network) -> None:
         rank.receiving[action.channel].append(action)
     else:
         token = _home_complete(rank) if action.buffer == HOME else rank.read(action.buffer)
-        if action.channel.link != "heads":
+        if action.channel.link != Link.HEADS:
             if not _cover(token[-1], action.rows):
                 raise rank.fail(f"{action.buffer} does not hold the rows that it sends")
             token = (*token[:-1], action.rows)
@@ -321,30 +320,30 @@ def _complete(rank: _Rank, channel: Channel) -> bool:
 
 
 def _home_complete(rank: _Rank) -> Token:
-    if rank.has(BUNDLE) != rank.members:
+    if rank.has(Kind.BUNDLE) != rank.members:
         raise rank.fail("its bundle is used before all of the head group gave its share")
     return rank.read(HOME)
 
 
 def _compute(rank: _Rank, action: Compute) -> None:
     held = _home_complete(rank) if action.buffer == HOME else rank.read(action.buffer)
-    if held[:2] != ("data", action.source) or not _cover(held[2], rank.reads[action.source]):
+    if held[:2] != (Kind.DATA, action.source) or not _cover(held[2], rank.reads[action.source]):
         raise rank.fail(f"{action.buffer} does not hold the bundle of {action.source}")
     parts = rank.members if action.part is None else {action.part}
-    if not parts <= rank.has(ROWS):
+    if not parts <= rank.has(Kind.ROWS):
         raise rank.fail(f"computes rows of members {sorted(parts)} before they came")
     rank.computed += [(action.source, part) for part in sorted(parts)]
     rank.attended = action.buffer
 
 
 def _accumulate(rank: _Rank, action: Accumulate) -> None:
-    held = ("sum", action.source, frozenset(), ()) if action.first else rank.read(action.buffer)
+    held = (Kind.SUM, action.source, frozenset(), ()) if action.first else rank.read(action.buffer)
     rank.write(action.buffer, None)
     kind, source, shares, rows = held
     last = rank.computed[-len(rank.members) :]
     if source != action.source or rank.position in shares or {s for s, _ in last} != {source}:
         raise rank.fail(f"gradient of {action.source} added to that of {source}: {shares}")
-    if rank.read(rank.attended)[:2] != ("data", source):  # kernels that add to the sum read it only now
+    if rank.read(rank.attended)[:2] != (Kind.DATA, source):  # kernels that add to the sum read it only now
         raise rank.fail(f"{rank.attended} is lost before the gradient of {source} is added")
     if not _cover(action.rows, rows) or not _cover(action.rows, rank.reads[source]):
         raise rank.fail(f"{action.buffer} has no room for all rows of the gradient")
@@ -368,15 +367,15 @@ def _add(rank: _Rank, action: Add) -> None:
 
 def _pack(rank: _Rank, action: Pack) -> None:
     sources = {source for source, rows in rank.reads.items() if rows != ()} | {rank.position}
-    if action.what == RESULT and {s for s, p in rank.computed if p == action.member} != sources:
+    if action.kind == Kind.RESULT and {s for s, p in rank.computed if p == action.member} != sources:
         raise rank.fail(f"results of member {action.member} leave before they are complete")
-    if action.what == SUM:
+    if action.kind == Kind.SUM:
         _check_sum(rank)
-    rank.write(action.buffer, (action.what, rank.member, action.member))
+    rank.write(action.buffer, (action.kind, rank.member, action.member))
 
 
 def _unpack(rank: _Rank, action: Unpack) -> None:
     own = action.member == rank.member
-    if not own and rank.read(action.buffer) != (action.what, action.member, rank.member):
-        raise rank.fail(f"{action.buffer} does not hold the {action.what} of member {action.member}")
-    rank.unpacked.append((action.what, action.member))
+    if not own and rank.read(action.buffer) != (action.kind, action.member, rank.member):
+        raise rank.fail(f"{action.buffer} does not hold the {action.kind} of member {action.member}")
+    rank.unpacked.append((action.kind, action.member))

@@ -16,7 +16,7 @@ from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Scores
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.numerics.rowwise import row_delta
-from burst_mcore.attention.schedule.actions import Send
+from burst_mcore.attention.schedule.actions import Pass, Send
 from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.attention.shard import Shard
 from burst_mcore.bench.core import Bar, Derived, Stage, Subject, Table, Trial, World, over
@@ -166,14 +166,14 @@ def _route(case: MaskCase, planned: Plan) -> Route:
     return best(
         candidates(
             shape, case.dealt, case.seen, case.seq, Ranks(case.ranks, case.ranks), DEFAULT["cpu"],
-            overlap=True, rings=("double", "flat", "direct"), degrees=(1,), directions=("query", "kv"),
+            overlap=True, rings=("double", "flat", "direct"), degrees=(1,), directions=(Pass.QUERY, Pass.KV),
         )
     ).route  # fmt: skip
 
 
 def _rows_sent(planned: Plan, route: Route) -> int:
     """Rows that all ranks send in a forward."""
-    programs = [program(rank, route, "forward", planned) for rank in range(route.size)]
+    programs = [program(rank, route, Pass.FORWARD, planned) for rank in range(route.size)]
     sends = [action for steps in programs for action in steps if isinstance(action, Send)]
     return sum(planned.rows if action.rows is None else count(action.rows) for action in sends)
 
