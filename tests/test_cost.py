@@ -34,7 +34,7 @@ from burst_mcore.attention.autotune.cost import (
 )
 from burst_mcore.attention.autotune.lockstep import RoutedPass, play_all
 from burst_mcore.attention.autotune.simulate import play
-from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, program, schedule
@@ -155,17 +155,17 @@ def test_time_of_a_forward_is_the_formula(nodes, intra, compute):
 
 def _played_both_ways(layout, mask, n, route, node, rates, kv_heads=4):
     """(played for all at once, the last event where every rank is played, bytes a rank), by pass."""
-    what = plan(layout, mask, n, route.positions, route.heads)
+    plan = plan_for(layout, mask, n, route.positions, route.heads)
     shard = _shard(4 * route.heads, kv_heads, tokens=layout.padded(n, route.size) // route.size, head_dim=16)
     pairs, passes = pairs_between(layout, mask, n, route.size), []
     for name in Pass:
-        if not route.direct or bool(what.reading(of_queries=name == "query").meets.all()):
+        if not route.direct or bool(plan.reading(of_queries=name == "query").meets.all()):
             for way in (route,) if route.direct else (route, replace(route, mirrored=True)):
                 stays = pairs.T if name == "query" else pairs
                 sizes = message_bytes(shard, way, name)
                 passes.append(RoutedPass(way, name, sizes, work_of(shard, stays, way, name, rates)))
-    for each, played in zip(passes, play_all(what, passes, node, rates), strict=True):
-        drawn = schedule(each.route, each.pass_, what)
+    for each, played in zip(passes, play_all(plan, passes, node, rates), strict=True):
+        drawn = schedule(each.route, each.pass_, plan)
         timeline = play(drawn, each.sizes, each.work.of_action, node, rates)
         yield played, timeline.seconds, mean_bytes(drawn.programs, each.sizes, node)
 

@@ -130,7 +130,7 @@ for layout in (rotated, Layout("backwards")):
     table = [[r, run.start, run.stop, run.step] for r in range(4) for run in layout.runs(30, r, 4)]
     assert layout.run_table(30, 4).tolist() == table
     assert work(layout, Mask.causal(), 32, 4)[0].sum() == 32 * 33 // 2
-    assert 0 <= cut_for(0.5, layout, Mask.causal(), 64, 4).at <= 64
+    assert 0 <= cut_for(0.5, layout, Mask.causal(), 64, 4).position <= 64
     assert_exact(Mask.causal(), BurstConfig(layout=layout))
 assert all("rotated:K (chunk r + K)" in page for page in tables.pages().values())
 """
@@ -328,7 +328,7 @@ def _bring_home(position, size, hops):
 
 HOLD_RING = """
 import torch.distributed as dist
-from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, schedule
 from burst_mcore.attention.schedule.verify import verify
@@ -338,8 +338,8 @@ rank, size = dist.get_rank(), dist.get_world_size()
 documents = Mask.causal() & Mask.documents([0, 20, 50, 24 * size])
 for mask in (Mask.full(), Mask.window(9, 0), documents):
     for pass_ in Pass:
-        verify(schedule(Route(1, 6, eager=True), pass_, plan(Layout("zigzag"), mask, 24 * size, 6)))
-        verify(schedule(Route(1, 3, 2, eager=True), pass_, plan(Layout("zigzag"), mask, 24 * size, 3, 2)))
+        verify(schedule(Route(1, 6, eager=True), pass_, plan_for(Layout("zigzag"), mask, 24 * size, 6)))
+        verify(schedule(Route(1, 3, 2, eager=True), pass_, plan_for(Layout("zigzag"), mask, 24 * size, 3, 2)))
 for backward in ("query", "kv"):
     for heads in (1, 2):
         config = BurstConfig(ring="eager", backward=backward, head_parallel=heads)

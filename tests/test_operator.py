@@ -12,13 +12,13 @@ from ranks import processes
 
 from burst_mcore import BurstConfig, Mask, burst_attention
 from burst_mcore.attention import request as request_module
-from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.operator import CallRecord, ForwardArgs, ForwardResults, attention_forward
 from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.runtime.topology import Topology
-from burst_mcore.handles import Named, find, introduce
 from burst_mcore.layout import shard
 from burst_mcore.mask import mask as mask_module
+from burst_mcore.registry import Registered, lookup, register
 
 
 def _checked(rank, size, options, sunk):
@@ -106,7 +106,7 @@ def test_gradients_outlive_the_mask():
     out = burst_attention(q, k, v, topology=Topology.single(), mask=mask)
     del mask
     for cache in (
-        plan,
+        plan_for,
         call_of,
         request_module._request,
         request_module.choose_route,
@@ -118,18 +118,18 @@ def test_gradients_outlive_the_mask():
     assert error(q.grad, want.dq) < 1e-12
 
 
-class Thing(Named):
+class Thing(Registered):
     def __init__(self):
-        introduce(self, "a thing")
+        register(self, "a thing")
 
 
 def test_what_is_gone_is_said_to_be():
     thing = Thing()
-    assert find("a thing") is thing
+    assert lookup("a thing") is thing
     del thing
     gc.collect()
     with pytest.raises(RuntimeError, match="keep the topology, the mask and the config"):
-        find("a thing")
+        lookup("a thing")
 
 
 def test_what_was_unpickled_can_be_found():
@@ -138,7 +138,7 @@ def test_what_was_unpickled_can_be_found():
     del mask
     gc.collect()
     again = pickle.loads(words)
-    assert find(handle) is again
+    assert lookup(handle) is again
 
 
 def test_equal_values_keep_each_other_findable():
@@ -147,4 +147,4 @@ def test_equal_values_keep_each_other_findable():
     assert second.handle == handle
     del first
     gc.collect()
-    assert find(handle) == second
+    assert lookup(handle) == second

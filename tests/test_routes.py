@@ -117,7 +117,7 @@ def _bytes(rank, size, intra):
             out = burst_attention(q, k, v, topology=topology, mask=mask, config=config)
             forward = counted()
             out.backward(dout)
-            route, what = made[-1].route, made[-1].plan
+            route, plan = made[-1].route, made[-1].plan
             costed = Shard(
                 batch=1,
                 tokens=n // size,
@@ -130,7 +130,7 @@ def _bytes(rank, size, intra):
             for name, got in (("forward", forward), (config.backward, counted())):
                 sizes = message_bytes(costed, route, name)
                 rows.append(
-                    (str(config), name, got, link_bytes(program(rank, route, name, what), rank, sizes, intra))
+                    (str(config), name, got, link_bytes(program(rank, route, name, plan), rank, sizes, intra))
                 )
     return rows
 

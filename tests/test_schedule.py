@@ -9,7 +9,7 @@ import torch
 
 from burst_mcore.attention.autotune.choose import backward_passes
 from burst_mcore.attention.autotune.cost import message_bytes, pass_flops
-from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.schedule.actions import (
     Accumulate,
     Add,
@@ -284,9 +284,11 @@ def test_all_schedules_pass_under_nccls_rule(size, intra):
     draw, n, count = random.Random(0), 64 * size, 0
     for route, layout in itertools.product(_routes(size, intra), ("zigzag", "striped", "contiguous")):
         for mask in _masks(draw, n):
-            what = mask if mask is None else plan(Layout.of(layout), mask, n, route.positions, route.heads)
+            plan = (
+                mask if mask is None else plan_for(Layout.of(layout), mask, n, route.positions, route.heads)
+            )
             for name in Pass:
-                verify(schedule(route, name, what), intra)
+                verify(schedule(route, name, plan), intra)
                 count += 1
     assert count > 100
 

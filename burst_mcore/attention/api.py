@@ -13,15 +13,22 @@ from burst_mcore.attention.operator import (
     attention_forward,
     refusing,
 )
-from burst_mcore.attention.recompute.replay import Kept, Made, in_checkpoint, layer, recordings, replays
+from burst_mcore.attention.recompute.replay import (
+    CallId,
+    SavedTail,
+    in_checkpoint,
+    layer,
+    recordings,
+    replays,
+)
 from burst_mcore.attention.request import validate
 from burst_mcore.attention.runtime.agreement import agreement as agreement_of
 from burst_mcore.attention.runtime.executor import ProcessGroups
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.config import BurstConfig
-from burst_mcore.handles import find
 from burst_mcore.mask import Mask
+from burst_mcore.registry import lookup
 
 
 def burst_attention(
@@ -127,7 +134,7 @@ def _checkpointed(args: ForwardArgs) -> tuple[Tensor, Tensor]:
     Not compiled: a forward that saves a tail and its recomputation would be two graphs, and torch matches
     what they save by its place.
     """
-    made = Made(
+    call_id = CallId(
         q=tuple(args.q.shape),
         kv_heads=args.k.shape[2],
         value_dim=args.v.shape[-1],
@@ -141,24 +148,24 @@ def _checkpointed(args: ForwardArgs) -> tuple[Tensor, Tensor]:
         sinks=args.sinks is not None,
         return_lse=args.return_lse,
     )
-    agreement = agreement_of(find(args.topology))
+    agreement = agreement_of(lookup(args.topology))
     with refusing(agreement):
-        tails = [replay.replay(made) for replay in replays()]
+        tails = [replay.replay(call_id) for replay in replays()]
         tail = next((tail for tail in tails if tail is not None), None)
-        keep, at_most = max([(0.0, False), *(recording.share(made) for recording in recordings())])
+        keep, at_most = max([(0.0, False), *(recording.share(call_id) for recording in recordings())])
     if tail is not None:
-        results = ForwardResults(*attention_forward(*args._replace(tail=tail.tensors, cut=tail.at)))
+        results = ForwardResults(*attention_forward(*args._replace(tail=tail.tensors, cut=tail.cut)))
     else:
         whole = keep == 1 and not at_most  # all results: saved as they are, without a copy
         if not whole:
             args = args._replace(keep=keep, at_most=at_most)
         results = ForwardResults(*attention_forward(*args))
-        tensors = results.whole(lse_at_home=made.return_lse or made.sinks) if whole else results.tail
+        tensors = results.whole(lse_at_home=call_id.return_lse or call_id.sinks) if whole else results.tail
         cut = CallRecord.unpack(results.record).cut
-        tail = Kept(cut, [x.detach() for x in tensors], copied=not whole)
+        tail = SavedTail(cut, [x.detach() for x in tensors], copied=not whole)
     with refusing(agreement):
         for recording in recordings():
-            recording.record(made, tail)
+            recording.record(call_id, tail)
     return results.out, results.lse
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.call import Attended, Call, room_like, sendable
-from burst_mcore.attention.geometry.rows import Rows, count, pieces, take, within
+from burst_mcore.attention.geometry.rows import Rows, count, gather, relative_to, scatter_views
 from burst_mcore.attention.numerics.merge import OnlineSoftmax
 from burst_mcore.attention.runtime.buffers import Lease
 from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
@@ -69,16 +69,16 @@ class _Forward:
         k, v = bundle
         kernel, scores = self.call.kernel, self.call.scores
         for tile in self.call.tiles(self.call.position, source, q_part=part):
-            keys = within(rows, tile.k)
-            q_tile, k_tile, v_tile = take(self.q, tile.q), take(k, keys), take(v, keys)
+            keys = relative_to(rows, tile.k)
+            q_tile, k_tile, v_tile = gather(self.q, tile.q), gather(k, keys), gather(v, keys)
             running = self.softmax.running(tile.q) if kernel.in_place else None
             if kernel.in_place and running:
                 out, lse, fresh = running
                 kernel.in_place.merge_forward(
-                    q_tile, k_tile, v_tile, tile.seen, scores, out, lse, fresh=fresh
+                    q_tile, k_tile, v_tile, tile.pattern, scores, out, lse, fresh=fresh
                 )
                 continue
-            out, lse = kernel.forward(q_tile, k_tile, v_tile, tile.seen, scores)
+            out, lse = kernel.forward(q_tile, k_tile, v_tile, tile.pattern, scores)
             self.softmax.add(tile.q, out, lse)
 
     def new(self, kind: Kind, rows: Rows | None) -> Bundle:
@@ -137,7 +137,7 @@ def forward_of_head(
     if cut == 0 and call.route.heads == 1:
         lse = lse.clone()
         return Attended(out.clone(), lse, q, k, v, lse)
-    attended = forward(replace(call, plan=call.plan.front(cut)), transport, q, k, v, sinks)
+    attended = forward(replace(call, plan=call.plan.head(cut)), transport, q, k, v, sinks)
     _fill(attended.out, own, out)
     _fill(attended.ring_lse, on_ring, lse)
     for values in home:
@@ -153,9 +153,9 @@ def tail_of(call: Call, cut: int, attended: Attended, tokens: int) -> list[Tenso
     wants it there. tokens: of this rank; the rest of its rows is padding.
     """
     own = _own_tail(call, cut, tokens)
-    tail = [take(attended.out, own), take(attended.ring_lse, _tail_on_ring(call, cut, own))]
+    tail = [gather(attended.out, own), gather(attended.ring_lse, _tail_on_ring(call, cut, own))]
     if call.route.heads > 1 and attended.lse is not None:
-        tail.append(take(attended.lse, own))
+        tail.append(gather(attended.lse, own))
     return [x.clone(memory_format=torch.contiguous_format) for x in tail]
 
 
@@ -173,5 +173,5 @@ def _tail_on_ring(call: Call, cut: int, own: Rows) -> Rows:
 
 
 def _fill(x: Tensor, rows: Rows, values: Tensor) -> None:
-    for destination, share in pieces(x, rows, values):
+    for destination, share in scatter_views(x, rows, values):
         destination.copy_(share)

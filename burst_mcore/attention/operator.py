@@ -33,7 +33,7 @@ from burst_mcore.attention.runtime.head_exchange import pooled_like
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.dtypes import wide
-from burst_mcore.handles import find
+from burst_mcore.registry import lookup
 
 
 class ForwardArgs(NamedTuple):
@@ -77,7 +77,7 @@ class ForwardResults(NamedTuple):
     record: Tensor
     """A packed `CallRecord`."""
     tail: list[Tensor]
-    """The results behind the cut, in memory of their own: see `recompute.replay.Kept`."""
+    """The results behind the cut, in memory of their own: see `recompute.replay.SavedTail`."""
 
     def whole(self, *, lse_at_home: bool) -> list[Tensor]:
         """Return all results in the form of a tail, without a copy."""
@@ -191,11 +191,11 @@ def _operator(
 def attention_forward(args: ForwardArgs) -> ForwardResults:
     """`burst_attention` as an operator."""
     q, k, v, sinks = args.q, args.k, args.v, args.sinks
-    topology = find(args.topology)
+    topology = lookup(args.topology)
     agreement = agreement_of(topology)
     with refusing(agreement):
-        options = args.softmax_scale, args.softcap, sinks, find(args.config), args.return_lse
-        request = validate(q, k, v, topology, find(args.mask), *options)
+        options = args.softmax_scale, args.softcap, sinks, lookup(args.config), args.return_lse
+        request = validate(q, k, v, topology, lookup(args.mask), *options)
         if args.keep:
             check_keep(args.keep)
         signature = {**request.signature, **_signature_of(args)}
@@ -278,7 +278,7 @@ def _cut(args: ForwardArgs, request: Request, call: Call, agreement: Agreement |
     """The global position from which on results are saved."""
     keep = args.keep if agreement is None or not args.at_most else agreement.least(args.keep)
     size = request.ranks.size
-    return cut_for(keep, request.layout, request.mask, call.plan.n, size, at_most=args.at_most).at
+    return cut_for(keep, request.layout, request.mask, call.plan.n, size, at_most=args.at_most).position
 
 
 @attention_forward.register_fake
@@ -289,7 +289,7 @@ def _(*values: Any) -> tuple[Any, ...]:
 def _traced(args: ForwardArgs) -> ForwardResults:
     """The shapes of the results. Ranks of other lengths pool and save other numbers of rows than here."""
     q, k, v = args.q, args.k, args.v
-    topology, config, dtype = find(args.topology), find(args.config), wide(q.dtype)
+    topology, config, dtype = lookup(args.topology), lookup(args.config), wide(q.dtype)
     out = q.new_empty((*q.shape[:3], v.shape[-1]))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
     record, saves = CallRecord.packed_like(topology), not args.tail and args.keep > 0
@@ -299,7 +299,7 @@ def _traced(args: ForwardArgs) -> ForwardResults:
         shard = shard_of([int(size) for size in q.shape], int(k.shape[2]), int(v.shape[3]), q.dtype, config)
         sinks, options = args.sinks is not None, (args.softmax_scale, args.softcap)
         request = request_of(
-            shard, q.device.type, topology, find(args.mask), *options, sinks, config, args.return_lse
+            shard, q.device.type, topology, lookup(args.mask), *options, sinks, config, args.return_lse
         )
         call = call_of(request, (shard.tokens,) * topology.size)
         cut = _cut(args, request, call, None) if saves else call.plan.n
@@ -322,13 +322,13 @@ def attention_backward(args: BackwardArgs) -> BackwardResults:
     """The gradients of `attention_forward`."""
     record = CallRecord.unpack(args.record)
     out, lse, tokens = args.out, args.lse, args.out.shape[1]
-    topology, config = find(args.topology), find(args.config)
+    topology, config = lookup(args.topology), lookup(args.config)
     agreement = agreement_of(topology)
     with refusing(agreement):
         shape = (*out.shape[:3], args.q.shape[-1])
         shard = shard_of(shape, args.kv_heads, out.shape[-1], out.dtype, config)
         options = args.softmax_scale, args.softcap, args.sinks is not None, config, args.return_lse
-        request = request_of(shard, out.device.type, topology, find(args.mask), *options)
+        request = request_of(shard, out.device.type, topology, lookup(args.mask), *options)
         call = call_of(request, record.lengths)
         if args.dlse is not None:
             call = replace(call, kernel=taking_delta(config.kernel, call.problem))
@@ -374,7 +374,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     args, results = ForwardArgs(*inputs), ForwardResults(*output)
     ctx.options = {name: getattr(args, name) for name in OPTIONS}
     ctx.kv_heads, ctx.tail = args.k.shape[2], len(args.tail)
-    ctx.alive = find(args.topology), find(args.mask), find(args.config)
+    ctx.alive = lookup(args.topology), lookup(args.mask), lookup(args.config)
     ctx.save_for_backward(*Saved.of(args, results))
     ctx.set_materialize_grads(False)
 

@@ -127,17 +127,17 @@ def _plan(request: Request, tokens: int) -> None:
 
 def plan_call(call: Call) -> None:
     """Make the programs and the tiles of a call, of forward and backward."""
-    here = call.position
+    position = call.position
     for pass_ in (Pass.FORWARD, call.direction):
         for action in call.program(pass_):
             if isinstance(action, Compute) and pass_ == Pass.QUERY:
-                call.tiles(action.source, here, k_part=action.part)
+                call.tiles(action.source, position, k_part=action.part)
             elif isinstance(action, Compute):
-                call.tiles(here, action.source, q_part=action.part)
+                call.tiles(position, action.source, q_part=action.part)
 
 
-def _forget(mask: Mask, done: Future[None]) -> None:
-    if _pending.get(mask) is done:
+def _forget(mask: Mask, future: Future[None]) -> None:
+    if _pending.get(mask) is future:
         del _pending[mask]
 
 

@@ -31,7 +31,7 @@ from burst_mcore.attention.autotune.choose import (
     why_not_degree,
 )
 from burst_mcore.attention.call import Call
-from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.kernels.kernel import Problem, Scores
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.runtime.topology import Topology
@@ -40,10 +40,10 @@ from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.dtypes import DTYPES
-from burst_mcore.handles import find, known
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.rates import DEFAULT, Rates
+from burst_mcore.registry import ensure, lookup
 
 logger = logging.getLogger("burst_mcore")
 
@@ -166,7 +166,7 @@ def request_of(
             raise ValueError(f"{name} must be positive and finite, got {value!r}")
     if topology.size > 1:
         _check_group(topology, device)
-    handles = known(topology), known(mask), known(config)
+    handles = ensure(topology), ensure(mask), ensure(config)
     return _request(shard, device, *handles, softmax_scale, softcap, sinks, return_lse)
 
 
@@ -183,8 +183,8 @@ def _request(
     return_lse: bool,
 ) -> Request:
     """The request, once for equal arguments: handles compare faster than what they stand for."""
-    place: Topology = find(topology)
-    options: BurstConfig = find(config)
+    place: Topology = lookup(topology)
+    options: BurstConfig = lookup(config)
     ranks = Ranks(place.size, place.intra_size)
     Layout.of(options.layout).divisor(ranks.size)  # raises if it does not go with so many ranks
     degrees_of(options, ranks, shard)
@@ -193,7 +193,7 @@ def _request(
         rank=place.rank,
         ranks=ranks,
         rates=place.rates,
-        mask=find(mask),
+        mask=lookup(mask),
         config=options,
         device=device,
         shard=shard,
@@ -233,7 +233,7 @@ def resolve(request: Request, lengths: Sequence[int]) -> Call:
     return Call(
         rank=request.rank,
         route=route,
-        plan=plan(request.layout, mask, n, route.positions, route.heads),
+        plan=plan_for(request.layout, mask, n, route.positions, route.heads),
         scores=request.scores,
         problem=problem,
         kernel=choose(request.config.kernel, problem),
@@ -277,8 +277,8 @@ def _check_lengths(layout: Layout, lengths: tuple[int, ...]) -> None:
 def legal_lengths(layout: Layout, n: int, size: int) -> tuple[int, ...]:
     """How many of n tokens each rank holds. Raises ValueError as `Layout.padded`."""
     rank, start, stop, step = layout.run_table(n, size).unbind(1)
-    held = -((start - stop.clamp(max=n)) // step)
-    lengths = torch.zeros(size, dtype=torch.int64).index_add_(0, rank, held.clamp(min=0))
+    of_run = -((start - stop.clamp(max=n)) // step)
+    lengths = torch.zeros(size, dtype=torch.int64).index_add_(0, rank, of_run.clamp(min=0))
     return tuple(lengths.tolist())
 
 
@@ -312,7 +312,7 @@ def _route_of_kind(
     if ranks.size == 1 or (degrees == (ranks.size,) and len(directions) == 1):
         overlap = overlaps(config.overlap, degrees[0], ranks, rates)
         return route_for(degrees[0], ranks, ring=rings[0], overlap=overlap), directions[0]
-    found, slower = contenders(
+    costed, slower = contenders(
         shard,
         layout,
         mask,
@@ -324,8 +324,8 @@ def _route_of_kind(
         degrees=degrees,
         directions=directions,
     )
-    chosen = best(found)
-    logger.info("%s, backward %s: %s", chosen.route, chosen.direction, reason(chosen, found, slower))
+    chosen = best(costed)
+    logger.info("%s, backward %s: %s", chosen.route, chosen.direction, reason(chosen, costed, slower))
     return chosen.route, chosen.direction
 
 
@@ -348,10 +348,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, may_be_empty: bool) -> No
     for name, x in (("q", q), ("k", k), ("v", v)):
         empty = isinstance(x, Tensor) and 0 in (x.shape[:1] + x.shape[2:] if may_be_empty else x.shape)
         if not isinstance(x, Tensor) or x.dim() != 4 or empty:
-            what = tuple(x.shape) if isinstance(x, Tensor) else repr(x)
+            actual = tuple(x.shape) if isinstance(x, Tensor) else repr(x)
             raise ValueError(
                 f"{name} must be a tensor [batch, local sequence, heads, head_dim] without empty dimensions, "
-                f"got {what}"
+                f"got {actual}"
             )
         if x.layout != torch.strided:
             raise ValueError(f"{name} must be a dense tensor (torch.strided), got {x.layout}")
@@ -386,8 +386,8 @@ def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     if sinks is None:
         return
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point() or sinks.shape != q.shape[2:3]:
-        what = f"{tuple(sinks.shape)} of {sinks.dtype}" if isinstance(sinks, Tensor) else repr(sinks)
-        raise ValueError(f"sinks must be a floating-point tensor [heads], here [{q.shape[2]}], got {what}")
+        actual = f"{tuple(sinks.shape)} of {sinks.dtype}" if isinstance(sinks, Tensor) else repr(sinks)
+        raise ValueError(f"sinks must be a floating-point tensor [heads], here [{q.shape[2]}], got {actual}")
     _refuse_tangent("sinks", sinks)
     if sinks.device != q.device:
         raise ValueError(f"sinks must be on the device of q, {q.device}, got {sinks.device}")

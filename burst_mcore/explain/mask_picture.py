@@ -116,11 +116,11 @@ def owners(plan: Plan, edges: Tensor) -> Tensor:
 
 def kind_of(tile: Tile) -> str:
     """One of KINDS."""
-    if tile.parts:
+    if tile.pattern.parts:
         return "masked"
-    if tile.low is None and tile.high is None:
+    if tile.pattern.full:
         return "full"
-    return "causal" if tile.causal else "window"
+    return "causal" if tile.pattern.causal else "window"
 
 
 def tiles_summary(plan: Plan, pass_: Pass, kernel: Kernel) -> str:
@@ -130,8 +130,8 @@ def tiles_summary(plan: Plan, pass_: Pass, kernel: Kernel) -> str:
     for position, source in product(range(plan.size), repeat=2):
         for tile in _met(plan, pass_, kernel, position, source):
             kinds[kind_of(tile)] += 1
-            allowed += tile.pairs
-            computed += prod(tile.shape) if tile.parts else tile.pairs
+            allowed += tile.pattern.pairs
+            computed += prod(tile.pattern.shape) if tile.pattern.parts else tile.pattern.pairs
     each = ", ".join(f"{kinds[kind]} {kind}" for kind in KINDS if kinds[kind])
     return (
         f"tiles:  {kinds.total()} for kernel {kernel.name} ({each}), {computed:,} pairs, of which the mask "
@@ -147,15 +147,15 @@ def _met(plan: Plan, pass_: Pass, kernel: Kernel, position: int, source: int) ->
 
 def outlines(tile: Tile) -> list[list[Point]]:
     """What a tile computes, as polygons of (key row, query row)."""
-    if tile.parts:
+    if tile.pattern.parts:
         found = []
-        for part in tile.parts:
+        for part in tile.pattern.parts:
             m0, n0 = _row_at(tile.q, part.m0), _row_at(tile.k, part.n0)
             q, k = range(m0, m0 + part.m1 - part.m0), range(n0, n0 + part.n1 - part.n0)
             found.append(_outline(q, k, part.low, part.high))
         return found
-    low = -UNBOUNDED if tile.low is None else tile.low
-    high = UNBOUNDED if tile.high is None else tile.high
+    low = -UNBOUNDED if tile.pattern.low is None else tile.pattern.low
+    high = UNBOUNDED if tile.pattern.high is None else tile.pattern.high
     return [_outline(q, k, low, high) for q in tile.q for k in tile.k]
 
 

@@ -28,7 +28,7 @@ from burst_mcore.attention.autotune.choose import (
 )
 from burst_mcore.attention.autotune.cost import Sizes, link_bytes, message_bytes
 from burst_mcore.attention.autotune.simulate import Timeline, play
-from burst_mcore.attention.geometry.plan import Plan, plan
+from burst_mcore.attention.geometry.plan import Plan, plan_for
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Schedule, schedule
 from burst_mcore.attention.schedule.verify import verify
@@ -229,16 +229,16 @@ def draw(
     )
     chosen = best(found)
     route = chosen.route
-    what = plan(dealt, problem.seen, problem.seq, route.positions, route.heads)
+    plan = plan_for(dealt, problem.seen, problem.seq, route.positions, route.heads)
 
     pairs = pairs_of(dealt, problem.seen, problem.seq, ranks.size)
     seconds = work_of(shard, pairs.T if pass_ == Pass.QUERY else pairs, route, pass_, rates).of_action
-    drawn, sizes = schedule(route, pass_, what), message_bytes(shard, route, pass_)
+    drawn, sizes = schedule(route, pass_, plan), message_bytes(shard, route, pass_)
     verify(drawn, ranks.intra)
     return Drawing(
         drawn,
         play(drawn, sizes, seconds, ranks.intra, rates),
-        what,
+        plan,
         reason(chosen, found),
         _sent(drawn, sizes, ranks.intra),
         _sent(schedule(route, pass_), sizes, ranks.intra),
@@ -269,11 +269,11 @@ def _sent(drawn: Schedule, sizes: Sizes, intra_size: int) -> dict[Link, int]:
 
 def summary(drawing: Drawing, ranks: Ranks) -> str:
     """How even the work is, and what is read and sent, beside what it would be if all were read by all."""
-    what, of_queries = drawing.plan, drawing.schedule.queries_travel
-    sides = work(what.layout, what.mask, what.n, ranks.size)
+    plan, of_queries = drawing.plan, drawing.schedule.queries_travel
+    sides = work(plan.layout, plan.mask, plan.n, ranks.size)
     queries, keys = (float(x.max()) * ranks.size / max(1.0, float(x.sum())) for x in sides)
-    read = what.reading(of_queries=of_queries).elsewhere
-    whole = max(1, what.rows * what.size * (what.size - 1))
+    read = plan.reading(of_queries=of_queries).elsewhere
+    whole = max(1, plan.rows * plan.size * (plan.size - 1))
     sent = ", ".join(
         f"{link} {_short(size)} of {_short(dense)}"
         for link, size in drawing.sent.items()
@@ -281,7 +281,7 @@ def summary(drawing: Drawing, ranks: Ranks) -> str:
         if dense
     )
     return (
-        f"layout: {what.layout}\n"
+        f"layout: {plan.layout}\n"
         f"work:   the busiest rank has {max(queries, keys):.3f} x the mean (pairs of its queries "
         f"{queries:.3f}, of its keys {keys:.3f})\n"
         f"read:   {read:,} rows of other positions, {read / whole:.1%} of {whole:,}\n"

@@ -330,12 +330,12 @@ class _Costs:
                 sizes = message_bytes(self.shard, route, pass_)
                 work = self.work(route, pass_)
                 wanted.setdefault((way, pass_), RoutedPass(played, pass_, sizes, work))
-        at_once = {key: each for key, each in wanted.items() if self.in_lockstep(each)}
+        at_once = {key: routed for key, routed in wanted.items() if self.in_lockstep(routed)}
         played_all = play_all(self.plan, [*at_once.values()], self.ranks.intra, self.rates)
         self.played |= zip(at_once, played_all, strict=True)
-        for key, each in wanted.items():
+        for key, routed in wanted.items():
             if key not in at_once:
-                self.played[key] = self.one_by_one(each)
+                self.played[key] = self.one_by_one(routed)
 
     def at_least(self, route: Route, direction: Pass) -> float:
         """Seconds that the better way round takes at least, forward and backward."""
@@ -361,15 +361,15 @@ class _Costs:
             self.works[pass_] = work_of(self.shard, pairs, route, pass_, self.rates)
         return self.works[pass_]
 
-    def in_lockstep(self, each: RoutedPass) -> bool:
-        meets = self.plan.reading(of_queries=each.of_queries).meets
-        return not each.route.direct or bool(meets.all())
+    def in_lockstep(self, routed: RoutedPass) -> bool:
+        meets = self.plan.reading(of_queries=routed.of_queries).meets
+        return not routed.route.direct or bool(meets.all())
 
-    def one_by_one(self, each: RoutedPass) -> Played:
-        drawn = schedule(each.route, each.pass_, self.plan)
-        timeline = play(drawn, each.sizes, each.work.of_action, self.ranks.intra, self.rates)
-        sent = mean_bytes(drawn.programs, each.sizes, self.ranks.intra)
-        return Played(timeline.seconds, each.work.busiest, sent)
+    def one_by_one(self, routed: RoutedPass) -> Played:
+        drawn = schedule(routed.route, routed.pass_, self.plan)
+        timeline = play(drawn, routed.sizes, routed.work.of_action, self.ranks.intra, self.rates)
+        sent = mean_bytes(drawn.programs, routed.sizes, self.ranks.intra)
+        return Played(timeline.seconds, routed.work.busiest, sent)
 
     def tied(self, route: Route) -> int:
         """See `Candidate.tied`."""
@@ -399,14 +399,14 @@ def work_of(shard: Shard, pairs: Tensor, route: Route, pass_: Pass, rates: Rates
     return Work(pairs, route.heads, per_pair)
 
 
-def best(found: Sequence[Candidate]) -> Candidate:
+def best(costed: Sequence[Candidate]) -> Candidate:
     """The fastest way; of those as fast (`AS_FAST`) the one that comes first in the order of ties.
 
     That is: least communication exposed, as far as the model can tell; fewest ranks tied together by an
     exchange across nodes, and no ring over all; fewest bytes between nodes, then within; the simplest.
     """
-    fastest = min(candidate.seconds for candidate in found)
-    as_fast = [c for c in found if c.seconds <= AS_FAST * fastest]
+    fastest = min(candidate.seconds for candidate in costed)
+    as_fast = [c for c in costed if c.seconds <= AS_FAST * fastest]
     exposed = min(c.exposed_seconds for c in as_fast) + (AS_FAST - 1) * fastest
 
     def order(c: Candidate) -> tuple[float, ...]:
@@ -425,27 +425,27 @@ def _second(candidate: Candidate) -> bool:
     return (candidate.direction == Pass.QUERY) == (candidate.route.positions == 1)
 
 
-def reason(chosen: Candidate, found: Sequence[Candidate], slower: Sequence[Slower] = ()) -> str:
+def reason(chosen: Candidate, costed: Sequence[Candidate], slower: Sequence[Slower] = ()) -> str:
     """Why it was chosen, in words; slower: the ways that were not played."""
     if chosen.seconds == 0:
         return "nothing is to be done"
     bound = chosen.compute_seconds / chosen.seconds
-    what = f"{bound:.0%} of its {chosen.seconds:.3g} s is kernel time"
-    others = [c for c in found if c is not chosen]
+    kernel_share = f"{bound:.0%} of its {chosen.seconds:.3g} s is kernel time"
+    others = [c for c in costed if c is not chosen]
     if not others and slower:
         least = min(way.at_least for way in slower) / chosen.seconds
-        return f"fastest: every other way takes at least {least - 1:.0%} longer; {what}"
+        return f"fastest: every other way takes at least {least - 1:.0%} longer; {kernel_share}"
     if not others:
-        return f"the only one; {what}"
+        return f"the only one; {kernel_share}"
     rival = min(others, key=lambda c: c.seconds)
     ratio = rival.seconds / chosen.seconds
     if ratio > AS_FAST:
-        return f"fastest: the next, {rival}, takes {ratio - 1:.0%} longer; {what}"
+        return f"fastest: the next, {rival}, takes {ratio - 1:.0%} longer; {kernel_share}"
     if ratio >= 1:
-        return f"fastest, with {rival} {ratio - 1:.2%} behind; {_saved(chosen, rival)}; {what}"
+        return f"fastest, with {rival} {ratio - 1:.2%} behind; {_saved(chosen, rival)}; {kernel_share}"
     return (
         f"as fast as {rival} ({1 / ratio - 1:.2%} slower, which the model cannot tell); "
-        f"{_saved(chosen, rival)}; {what}"
+        f"{_saved(chosen, rival)}; {kernel_share}"
     )
 
 
@@ -484,8 +484,8 @@ def typical(layout: Layout, mask: Mask, n: int, size: int) -> tuple[Layout, Mask
         even = torch.tensor([*range(0, n, length), n])
         return Layout("zigzag-documents", ends=tuple(even.tolist())), mask.with_documents(even)
     if layout.kind == "chunks":
-        each = len(layout.chunks[0])
-        layout = Layout("chunks", chunks=tuple(tuple(range(r, size * each, size)) for r in range(size)))
+        dealt = size * len(layout.chunks[0])
+        layout = Layout("chunks", chunks=tuple(tuple(range(r, dealt, size)) for r in range(size)))
     return layout, mask.with_documents(_uneven(n, length))
 
 

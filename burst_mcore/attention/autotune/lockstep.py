@@ -22,7 +22,7 @@ from torch import Tensor
 from burst_mcore.attention.autotune.cost import Sizes
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.schedule.actions import Channel, Compute, Kind, Link, Pass, Program, Send, Wait
-from burst_mcore.attention.schedule.counted import NEVER, Counted, OfAll, Seen, moved
+from burst_mcore.attention.schedule.counted import NEVER, Counted, OfAll, RowCounts, moved
 from burst_mcore.attention.schedule.heads import Moves, with_heads
 from burst_mcore.attention.schedule.ring import without_overlap
 from burst_mcore.attention.schedule.route import PASSES, Route, itinerary, on_ring
@@ -124,13 +124,13 @@ def _has_messages(pass_: Pass, kind: Kind) -> bool:
 def play_all(plan: Plan, passes: Sequence[RoutedPass], intra_size: int, rates: Rates) -> list[Played]:
     """Play passes over the positions of `plan`, on nodes of `intra_size` ranks."""
     kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for index, each in enumerate(passes):
-        kinds[each.kind].append(index)
-    found: dict[int, Played] = {}
+    for index, routed in enumerate(passes):
+        kinds[routed.kind].append(index)
+    played_by_index: dict[int, Played] = {}
     for of_kind in kinds.values():
         played = _Lockstep(plan, [passes[index] for index in of_kind], intra_size, rates).play()
-        found.update(zip(of_kind, played, strict=True))
-    return [found[index] for index in range(len(passes))]
+        played_by_index.update(zip(of_kind, played, strict=True))
+    return [played_by_index[index] for index in range(len(passes))]
 
 
 @dataclass(eq=False)
@@ -172,7 +172,7 @@ class _Lockstep:
         self.moved = moved(self.route.nodes, self.route.intra)
         self.rank, self.here = torch.arange(self.route.size), torch.arange(self.positions)
         self.clock = torch.zeros(self.route.size, len(passes), dtype=torch.float64)
-        self.seen = [self.seen_in(plan, each) for each in passes]
+        self.counts = [self.counts_in(plan, routed) for routed in passes]
         self.program = self.of_all(plan)
         self.row = self.here * self.positions
         self.scale, self.absent = self.of_kinds()
@@ -184,16 +184,16 @@ class _Lockstep:
         self.pending: list[_Message] = []
         """Messages that share links, not through yet, in the order in which they were sent."""
 
-    def seen_in(self, plan: Plan, each: RoutedPass) -> Seen:
+    def counts_in(self, plan: Plan, routed: RoutedPass) -> RowCounts:
         """What is read in a pass; a mirrored ring is seen in a mirror, where it is none."""
-        route, way = each.route, None
+        route, places = routed.route, None
         if not route.direct:
-            way = itinerary(plan, route.nodes, route.intra, route.turn, each.of_queries)
-        return Seen(plan.reading(of_queries=each.of_queries), way, mirrored=route.mirrored)
+            places = itinerary(plan, route.nodes, route.intra, route.turn, routed.of_queries)
+        return RowCounts(plan.reading(of_queries=routed.of_queries), places, mirrored=route.mirrored)
 
     def of_all(self, plan: Plan) -> Program:
         """The program of rank 0 in which everything is there, with numbers of rows for all ranks."""
-        route, moves = self.route, [PASSES[each.pass_] for each in self.passes]
+        route, moves = self.route, [PASSES[routed.pass_] for routed in self.passes]
         every = Moves(
             "all passes",
             gradients=any(each.gradients for each in moves),
@@ -201,9 +201,9 @@ class _Lockstep:
             rows=any(each.rows for each in moves),
         )
         route = replace(route, mirrored=False)
-        ring = on_ring(0, route, every, OfAll(self.seen))
+        ring = on_ring(0, route, every, OfAll(self.counts))
         if self.heads > 1:
-            last = torch.stack([seen.last_steps(route.nodes, route.intra) for seen in self.seen], 1)
+            last = torch.stack([counts.last_steps(route.nodes, route.intra) for counts in self.counts], 1)
             none = torch.full(last.shape, NEVER, dtype=torch.float64)
             leaving = {
                 step: Counted(none.masked_fill(last == step, plan.rows)[None], 0, 0)
@@ -221,11 +221,11 @@ class _Lockstep:
         """By kind of message: bytes of all rows, [W]; and `NEVER` for passes that have none, if there are."""
         scale, absent = {}, {}
         for kind in Kind:
-            there = [_has_messages(each.pass_, kind) for each in self.passes]
-            whole = [each.sizes.whole.get(kind, 0) for each in self.passes]
+            present = [_has_messages(routed.pass_, kind) for routed in self.passes]
+            whole = [routed.sizes.whole.get(kind, 0) for routed in self.passes]
             scale[kind] = torch.tensor(whole, dtype=torch.float64)
-            if not all(there):
-                absent[kind] = torch.zeros_like(scale[kind]).masked_fill_(~torch.tensor(there), NEVER)
+            if not all(present):
+                absent[kind] = torch.zeros_like(scale[kind]).masked_fill_(~torch.tensor(present), NEVER)
         return scale, absent
 
     def rivals(self) -> set[int]:
@@ -285,8 +285,8 @@ class _Lockstep:
             sent += torch.stack([peers.carried - between, between]).mean(1)
         slowest = self.clock.amax(0).tolist()
         return [
-            Played(slowest[index], each.work.busiest, {Link.INTRA: intra, Link.INTER: inter})
-            for index, (each, (intra, inter)) in enumerate(zip(self.passes, sent.T.tolist(), strict=True))
+            Played(slowest[index], routed.work.busiest, {Link.INTRA: intra, Link.INTER: inter})
+            for index, (routed, (intra, inter)) in enumerate(zip(self.passes, sent.T.tolist(), strict=True))
         ]
 
     def seconds(self, action: Compute) -> Tensor:
@@ -294,11 +294,11 @@ class _Lockstep:
         source = self.moved.to(action.source)
         if action.part is None:
             return self.of_ranks(self.whole(source))
-        member, found = (self.rank + action.part) % self.heads, []
-        for each in self.passes:
-            position, other = (x[self.rank // self.heads] for x in self.seen_from(each, source))
-            found.append(each.work.parts[position, member, other] * each.work.per_pair)
-        return torch.stack(found, 1)
+        member, per_pass = (self.rank + action.part) % self.heads, []
+        for routed in self.passes:
+            position, other = (x[self.rank // self.heads] for x in self.unmirrored(routed, source))
+            per_pass.append(routed.work.parts[position, member, other] * routed.work.per_pair)
+        return torch.stack(per_pass, 1)
 
     def whole(self, source: Tensor) -> Tensor:
         """Seconds of all rows that stay, [P, W]."""
@@ -312,18 +312,18 @@ class _Lockstep:
         Passes that differ by a factor share a column.
         """
         columns: dict[tuple[int, bool], Tensor] = {}
-        for each in self.passes:
-            pairs, mirrored = each.work.whole.view(-1), each.route.mirrored
-            columns.setdefault((id(each.work.pairs), mirrored), pairs.flip(0) if mirrored else pairs)
+        for routed in self.passes:
+            pairs, mirrored = routed.work.whole.view(-1), routed.route.mirrored
+            columns.setdefault((id(routed.work.pairs), mirrored), pairs.flip(0) if mirrored else pairs)
         order = list(columns)
-        column_of = [order.index((id(each.work.pairs), each.route.mirrored)) for each in self.passes]
-        per_pair = torch.tensor([each.work.per_pair for each in self.passes], dtype=torch.float64)
+        column_of = [order.index((id(routed.work.pairs), routed.route.mirrored)) for routed in self.passes]
+        per_pair = torch.tensor([routed.work.per_pair for routed in self.passes], dtype=torch.float64)
         return torch.stack([*columns.values()], 1), torch.tensor(column_of), per_pair
 
-    def seen_from(self, each: RoutedPass, source: Tensor) -> tuple[Tensor, Tensor]:
+    def unmirrored(self, routed: RoutedPass, source: Tensor) -> tuple[Tensor, Tensor]:
         """Positions, and others, as they really are: where the pass is mirrored, from the other end."""
         last = self.positions - 1
-        return (last - self.here, last - source) if each.route.mirrored else (self.here, source)
+        return (last - self.here, last - source) if routed.route.mirrored else (self.here, source)
 
     def of_ranks(self, of_positions: Tensor) -> Tensor:
         return of_positions if self.heads == 1 else of_positions.repeat_interleave(self.heads, 0)

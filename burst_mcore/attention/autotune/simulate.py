@@ -81,7 +81,7 @@ class Timeline(NamedTuple):
             waited: dict[int, float] = defaultdict(float)
             for wait in self.waits:
                 waited[wait.rank] += wait.seconds
-            rank = max(ends, key=lambda each: (ends[each], waited[each], -each))
+            rank = max(ends, key=lambda number: (ends[number], waited[number], -number))
         own = (wait for wait in self.waits if wait.rank == rank)
         return sorted(own, key=lambda wait: (-wait.seconds, wait.began))
 
@@ -105,7 +105,7 @@ class _Message:
 class _Rank:
     number: int
     program: Program
-    done: int = 0
+    executed: int = 0
     under_way: dict[Channel, list[tuple[Send | Recv, _Message, float]]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -144,8 +144,8 @@ class _Player:
     def __init__(self, schedule: Schedule, sizes: Sizes, seconds: Seconds, intra: int, rates: Rates) -> None:
         self.ranks = [_Rank(number, program) for number, program in enumerate(schedule.programs)]
         self.sizes, self.seconds, self.intra, self.rates = sizes, seconds, intra, rates
-        of = {Link.INTRA: rates.intra, Link.INTER: rates.inter}
-        self.links = {(r.number, name): _Link(rate) for r in self.ranks for name, rate in of.items()}
+        rate_of = {Link.INTRA: rates.intra, Link.INTER: rates.inter}
+        self.links = {(r.number, link): _Link(rate) for r in self.ranks for link, rate in rate_of.items()}
         self.mail: dict[tuple[int, int, Link, Kind], tuple[deque[_Message], deque[_Message]]] = defaultdict(
             lambda: (deque(), deque())
         )
@@ -253,7 +253,7 @@ class _Player:
         for rank in message.ends:
             if rank.waits_since is None:
                 continue
-            wait = rank.program[rank.done]
+            wait = rank.program[rank.executed]
             assert isinstance(wait, Wait)
             action = next((a for a, other, _ in rank.under_way[wait.channel] if other is message), None)
             if action is not None:

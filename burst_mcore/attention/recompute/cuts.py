@@ -30,9 +30,9 @@ LOOKED_AT = 2**22
 
 @dataclass(frozen=True)
 class Cut:
-    """Queries before position `at` of n are computed again."""
+    """Queries before a global position of n are computed again, and the results from there on were saved."""
 
-    at: int
+    position: int
     n: int
     time: float
     """Query-key pairs of the slowest rank in the front over those of the slowest in the whole sequence: of
@@ -43,7 +43,7 @@ class Cut:
     @property
     def keep(self) -> float:
         """The share of the sequence that is kept."""
-        return 1 - self.at / self.n
+        return 1 - self.position / self.n
 
     @property
     def pays(self) -> bool:
@@ -79,25 +79,25 @@ def cut_for(keep: float, layout: Layout, mask: Mask, n: int, size: int, *, at_mo
     if layout.even_everywhere:
         up = size - 1 if at_most else size // 2
         asked = min(n, (asked + up) // size * size)
-    found = _weighed(_positions(layout, n, size, asked), layout, mask, n, size)
+    cuts = _weighed(_positions(layout, n, size, asked), layout, mask, n, size)
     if layout.even_everywhere and size > 1:  # to a key per query
-        legal = [cut for cut in found if cut.at == asked]
+        legal = [cut for cut in cuts if cut.position == asked]
     else:
-        whole = found[-1].imbalance
-        paying = [cut for cut in found if 0 < cut.at < n and cut.pays]
+        whole = cuts[-1].imbalance
+        paying = [cut for cut in cuts if 0 < cut.position < n and cut.pays]
         legal = [cut for cut in paying if cut.imbalance <= EVEN * whole] or paying
-    legal += [found[0], found[-1]]
+    legal += [cuts[0], cuts[-1]]
     if at_most:
-        legal = [cut for cut in legal if cut.at >= asked]
-    chosen = min(legal, key=lambda cut: (abs(cut.at - asked), -cut.at))
-    if abs(chosen.at - asked) > max(size, 0.01 * n) and not at_most:
+        legal = [cut for cut in legal if cut.position >= asked]
+    chosen = min(legal, key=lambda cut: (abs(cut.position - asked), -cut.position))
+    if abs(chosen.position - asked) > max(size, 0.01 * n) and not at_most:
         _say_moved(keep, chosen.keep, layout, size)
     return chosen
 
 
-def front(at: int, n: int) -> Mask:
-    """The mask under which only queries before position `at` of n see anything."""
-    return Mask.ranges([[0, at]], [[0, n]]) if at else Mask.ranges([], [])
+def head_mask(cut: int, n: int) -> Mask:
+    """Return the mask under which only queries before position `cut` of n see any key."""
+    return Mask.ranges([[0, cut]], [[0, n]]) if cut else Mask.ranges([], [])
 
 
 @lru_cache(maxsize=256)
@@ -126,9 +126,9 @@ def _positions(layout: Layout, n: int, size: int, asked: int) -> list[int]:
     return sorted({0, asked, n, *edges.tolist()})
 
 
-def _weighed(at: list[int], layout: Layout, mask: Mask, n: int, size: int) -> list[Cut]:
+def _weighed(positions: list[int], layout: Layout, mask: Mask, n: int, size: int) -> list[Cut]:
     """A `Cut` of each position, the last of which is n."""
-    cuts = torch.tensor(at)
+    cuts = torch.tensor(positions)
     if layout.even_at_edges:
         work = keys_per_query(mask, n).cumsum(0)[cuts - 1].where(cuts > 0, 0)[:, None].expand(-1, size)
     else:
@@ -136,5 +136,5 @@ def _weighed(at: list[int], layout: Layout, mask: Mask, n: int, size: int) -> li
     slowest, mean = work.amax(1), work.double().mean(1)
     time = slowest.double() / slowest[-1].clamp(min=1)
     imbalance = torch.where(mean > 0, slowest / mean, 1.0)
-    rows = zip(at, time.tolist(), imbalance.tolist(), strict=True)
+    rows = zip(positions, time.tolist(), imbalance.tolist(), strict=True)
     return [Cut(position, n, share, uneven) for position, share, uneven in rows]

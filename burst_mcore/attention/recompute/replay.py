@@ -21,7 +21,7 @@ class RecomputeError(RuntimeError):
     """A recomputation does not repeat its forward, so that its gradients would be wrong."""
 
 
-class Made(NamedTuple):
+class CallId(NamedTuple):
     """What a call is, for its recomputation to be told from another call."""
 
     q: tuple[int, ...]
@@ -45,7 +45,7 @@ class Made(NamedTuple):
         whose = "" if self.layer is None else f" of {self.layer}"
         return f"a call{whose} with q {list(self.q)} {self.dtype}, value_dim {self.value_dim}, {self.mask}"
 
-    def unlike(self, other: Made) -> str:
+    def unlike(self, other: CallId) -> str:
         """What differs, this one's first."""
         pairs = zip(self._fields, self, other, strict=True)
         return "; ".join(f"{name} {mine}, not {theirs}" for name, mine, theirs in pairs if mine != theirs)
@@ -58,11 +58,11 @@ class Made(NamedTuple):
 
 
 @dataclass
-class Kept:
+class SavedTail:
     """The end of the sequence that a call has kept of its results."""
 
-    at: int
-    """The global position from which on it is kept."""
+    cut: int
+    """The global position from which on results are saved."""
     tensors: list[Tensor]
     """Of this rank's rows behind the cut: out [B, rows, H, D], lse [B, H, rows]; under head x ring lse of the
     pooled rows and own heads, and, if the call wants it at home, lse [B, H, rows] of its own rows as well.
@@ -74,11 +74,11 @@ class Kept:
 class Recording(Protocol):
     """The forward of one call of a checkpointed function."""
 
-    def share(self, made: Made) -> tuple[float, bool]:
+    def share(self, call_id: CallId) -> tuple[float, bool]:
         """Which share of the sequence to keep of this call, and whether no more than that."""
         ...
 
-    def record(self, made: Made, kept: Kept) -> None:
+    def record(self, call_id: CallId, tail: SavedTail) -> None:
         """Hold this."""
         ...
 
@@ -86,7 +86,7 @@ class Recording(Protocol):
 class Replay(Protocol):
     """The recomputation of one call of a checkpointed function."""
 
-    def replay(self, made: Made) -> Kept | None:
+    def replay(self, call_id: CallId) -> SavedTail | None:
         """What the forward has kept of this call, once; None if it is used up.
 
         Raises:

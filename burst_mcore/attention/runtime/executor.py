@@ -9,7 +9,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.attention.geometry.rows import Rows, pieces, take, within
+from burst_mcore.attention.geometry.rows import Rows, gather, relative_to, scatter_views
 from burst_mcore.attention.runtime.communicators import Carrier
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import (
@@ -234,28 +234,28 @@ class Ring:
         """The buffer, with room for `rows`: uninitialised if `fresh`, else with what it has, and zeros."""
         if self._rows.get(name) == rows:
             return self.buffer(name)
-        held, old = self._rows.get(name), self._buffers.pop(name, None)
+        old_rows, old = self._rows.get(name), self._buffers.pop(name, None)
         self._rows[name] = rows
         new = self.buffer(name)
         if old is not None and not fresh:
-            assert held is not None  # what holds all rows never grows
+            assert old_rows is not None  # what holds all rows never grows
             for total, before in zip(new, old, strict=True):
                 total.zero_()
-                for to, values in pieces(total, within(rows, held), before):
+                for to, values in scatter_views(total, relative_to(rows, old_rows), before):
                     to.copy_(values)
         if old is not None:
             self._free(old)
         return new
 
     def _add(self, action: Add) -> None:
-        held = self._rows.get(action.other)
+        other_rows = self._rows.get(action.other)
         sums = self._room(action.buffer, action.rows, action.first)
         for total, other in zip(sums, self.buffer(action.other), strict=True):
-            if held == action.rows:
+            if other_rows == action.rows:
                 (total.copy_ if action.first else total.add_)(other)
                 continue
-            assert held is not None and not action.first
-            for to, values in pieces(total, within(action.rows, held), other):
+            assert other_rows is not None and not action.first
+            for to, values in scatter_views(total, relative_to(action.rows, other_rows), other):
                 to.add_(values)
 
     def _post(self, channel: Channel, actions: list[Action], record: Recorder) -> None:
@@ -275,21 +275,21 @@ class Ring:
             works = self._transport.post(channel, messages)
         except RuntimeError as error:
             raise self._broken(actions, error) from error
-        posted, under_way, held = self._under_way.setdefault(channel, ([], [], []))
+        posted, under_way, copies_under_way = self._under_way.setdefault(channel, ([], [], []))
         posted += actions
         under_way += works
-        held += copies
+        copies_under_way += copies
         record.posted(channel, actions)
 
     def _part(self, action: Send) -> Bundle:
         """The rows that are sent: the buffer itself, or a copy of some of them."""
-        bundle, held = self.buffer(action.buffer), self._rows.get(action.buffer)
-        if action.channel.link == Link.HEADS or held == action.rows:
+        bundle, buffer_rows = self.buffer(action.buffer), self._rows.get(action.buffer)
+        if action.channel.link == Link.HEADS or buffer_rows == action.rows:
             return bundle
         assert action.rows is not None
         copy = self._new(kind_of(action.buffer), action.rows)
         for to, x in zip(copy, bundle, strict=True):
-            to.copy_(take(x, within(held, action.rows)))
+            to.copy_(gather(x, relative_to(buffer_rows, action.rows)))
         return copy
 
     def _wait(self, action: Wait) -> None:

@@ -74,10 +74,10 @@ class Inward:
 
     def unpack(self, member: int, parcel: Bundle | None) -> None:
         pieces = self._group.share(self._own, self._group.member)
-        for pooled, came in zip(self.pooled, _opened(parcel, pieces) if parcel else pieces, strict=True):
+        for pooled, piece in zip(self.pooled, _opened(parcel, pieces) if parcel else pieces, strict=True):
             start = 0
             for rows in self._group.rows[member]:
-                _rows(pooled, rows).copy_(_rows(came, range(start, start + len(rows))))
+                _rows(pooled, rows).copy_(_rows(piece, range(start, start + len(rows))))
                 start += len(rows)
 
 
@@ -114,11 +114,11 @@ class Outward:
     def unpack(self, member: int, parcel: Bundle | None) -> None:
         places = self._group.share(self.own, member)
         pieces = _opened(parcel or self.pack(member), places)
-        for own, to, came in zip(self.own, places, pieces, strict=True):
+        for own, to, piece in zip(self.own, places, pieces, strict=True):
             if _heads(own) < self._group.size:
-                to.add_(came)
+                to.add_(piece)
             else:
-                to.copy_(came)
+                to.copy_(piece)
 
 
 def _parcel(pieces: Bundle, lease: Lease) -> Bundle:

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from burst_mcore.attention.runtime.communicators import Communicators, companion, timeout_of
-from burst_mcore.handles import Named, introduce
 from burst_mcore.rates import Rates
+from burst_mcore.registry import Registered, register
 
 ANSWER_WITHIN = timedelta(seconds=60)
 """How long ranks that build a topology wait for each other."""
 
 
 @dataclass(frozen=True)
-class Topology(Named):
+class Topology(Registered):
     """A ring of ranks: M nodes of L consecutive ranks each, and the process groups that join them.
 
     Build it with `single`, `from_group` or `from_groups`.
@@ -39,7 +39,7 @@ class Topology(Named):
     def __post_init__(self) -> None:
         object.__setattr__(self, "intra_size", self.intra_size or self.size)
         by_identity = "" if self.communicators is None else f", {id(self.communicators):x}"
-        introduce(self, f"{self!r}{by_identity}")
+        register(self, f"{self!r}{by_identity}")
 
     @property
     def nodes(self) -> int:
@@ -195,16 +195,17 @@ def _why_no_grid(rows: Sequence[Sequence[int]], local: int, column: Sequence[int
 def _ranks_per_host(hosts: Sequence[str]) -> int:
     """L, if every host holds as many ranks, one after another; `hosts` by rank."""
     counts = Counter(hosts)
-    each = next(iter(counts.values()))
+    ranks_per_host = next(iter(counts.values()))
     in_order = [host for host in counts for _ in range(counts[host])]
-    if set(counts.values()) != {each} or list(hosts) != in_order:
+    if set(counts.values()) != {ranks_per_host} or list(hosts) != in_order:
         numbers = ", ".join(f"{host}: {count}" for host, count in counts.items())
-        why = "different numbers of ranks" if set(counts.values()) != {each} else "ranks that are mixed"
+        even = set(counts.values()) == {ranks_per_host}
+        why = "ranks that are mixed" if even else "different numbers of ranks"
         raise ValueError(
             f"the hosts hold {why} ({numbers}): a double ring needs equal runs of neighbouring ranks. Pass "
             f"Topology.from_group(group, intra_size=...), {len(hosts)} for a flat ring"
         )
-    return each
+    return ranks_per_host
 
 
 def _check_divides(intra_size: int, size: int) -> None:

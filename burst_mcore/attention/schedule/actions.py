@@ -1,4 +1,4 @@
-"""What a rank can do in a schedule: actions on named buffers. Data, no behaviour."""
+"""The actions of a schedule: all that a rank can do with named buffers. Data, no behaviour."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from burst_mcore.attention.geometry.rows import Rows
 HOME = "home"
 """The rank's own bundle: never written."""
 PARTIAL = "partial"
-"""Where the sum of the nodes before arrives."""
+"""The buffer in which the sum of the nodes before arrives."""
 
 HOME_SUM = "sum home"
-"""Where a gradient is summed that stays with, or comes straight back to, its rank."""
+"""The buffer that sums a gradient which stays with its rank, or comes straight back to it."""
 
 
 class _Word(StrEnum):
@@ -95,8 +95,8 @@ class Send:
     buffer: str
     peer: int
     rows: Any = None
-    """Of the rows of the bundle's own position (`Rows`); None: all. In the program of all ranks at once
-    (`lockstep`) `counted.Counted`."""
+    """Which rows of the bundle (`Rows`); None: all. In the program of all ranks at once (`lockstep`) their
+    number, `counted.Counted`."""
 
     def __str__(self) -> str:
         return f"{self.buffer}>{self.peer}{_of(self.rows)}"
@@ -131,7 +131,7 @@ class Wait:
 class Compute:
     """Attend this rank's own tensors to the bundle of position `source`, which lies in `buffer`.
 
-    `part`: only those rows of its own that are the share of this member of its head group.
+    With `part`, only own rows that are the share of this member of the head group take part.
     """
 
     step: int
@@ -163,7 +163,7 @@ class Accumulate:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Add the sum in `other`, of the same bundle, to that in `buffer`; if `first`, there is none yet.
+    """Add the sum in `other`, of the same bundle, to the sum in `buffer`; if `first`, set it.
 
     Afterwards the buffer holds `rows`.
     """
@@ -191,7 +191,7 @@ class Return:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Copy what member `member` of the head group is to get into `buffer`."""
+    """Copy the share of member `member` of the head group into `buffer`."""
 
     step: int
     kind: Kind
@@ -204,7 +204,7 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Unpack:
-    """Copy what came from member `member` of the head group from `buffer` to where it belongs."""
+    """Copy the share that came from member `member` of the head group out of `buffer`, to its place."""
 
     step: int
     kind: Kind
@@ -224,7 +224,7 @@ def _of(rows: Rows | None) -> str:
 
 
 def hops(program: Program) -> Iterator[tuple[Channel | None, list[Action]]]:
-    """The program in pieces: (channel, the messages of one hop), or (None, other actions).
+    """Yield the program in parts: (channel, the messages of one hop), or (None, other actions).
 
     Neighbouring sends and receives of one channel are one hop: they start together.
     """

@@ -16,7 +16,7 @@ Communicator = tuple[str, Kind, tuple[int, ...]]
 
 @lru_cache(maxsize=4096)
 def communicator_of(channel: Channel, rank: int, route: Route, intra_size: int) -> Communicator:
-    """The communicator of a rank's messages on a channel.
+    """Return the communicator of a rank's messages on a channel.
 
     Args:
         channel: link and kind of the messages.

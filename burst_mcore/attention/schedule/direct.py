@@ -1,6 +1,6 @@
-"""The program of a position that gets what it reads from its owner, and sends gradients straight back.
+"""The program of a direct exchange: rows come straight from their owner, and gradients go straight back.
 
-Where masks leave little to read, this moves least: every row to its readers and to nobody else, once.
+Where masks leave little to read, this moves least: every row goes to its readers and to nobody else, once.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from burst_mcore.attention.schedule.carried import EVERYTHING, Carried, Hops, no
 
 
 def direct(position: int, size: int, *, gradients: bool, hops: Hops = EVERYTHING) -> Program:
-    """Every row that is read comes while what was read before is computed; its gradient goes back meanwhile.
+    """Return a program in which rows arrive, and gradients leave, while rows that came before are computed.
 
     Bundles are read in the order of the distance to their owners, so that at any time all positions send the
     same way. Positions that are not read, or do not read, are passed over.
 
     Args:
-        position: whose program it is, of `size`.
-        gradients: whether they go back.
+        position: the position, of `size`, whose program is returned.
+        gradients: whether gradients go back.
         hops: who reads which rows.
     """
     return tuple(_Position(position, size, hops, gradients).actions())
@@ -46,11 +46,11 @@ class _Position:
         self.position, self.size, self.hops, self.gradients = position, size, hops, gradients
         owners, readers = hops.owners(size), hops.readers(size)
         self.reads = [0, *sorted(t for owner in owners if (t := (position - owner) % size))]
-        """Distances of the owners whose bundles are read; its own first."""
+        """Distances of the owners whose bundles are read; 0, the position itself, comes first."""
         self.read_by = {t for reader in readers if (t := (reader - position) % size)}
         """Distances of the readers."""
         self.coming: list[tuple[int, str | None]] = []
-        """Gradients under way: (distance, buffer of what comes back)."""
+        """Gradients under way: (distance, buffer in which one arrives)."""
         self.summed: Carried = ()
         """The rows of the sum at home."""
 
@@ -61,11 +61,11 @@ class _Position:
         return (self.position + t) % self.size
 
     def fetched(self, t: int) -> Carried:
-        """The rows that are read over distance t."""
+        """Return the rows that the position reads over distance t."""
         return self.hops.between(self.before(t), self.position)
 
     def lent(self, t: int) -> Carried:
-        """The rows that are read by the position at distance t."""
+        """Return the rows that the position at distance t reads."""
         return self.hops.between(self.position, self.after(t))
 
     def actions(self) -> Iterator[Action]:
@@ -117,7 +117,7 @@ class _Position:
         self.coming.append((u, comes))
 
     def take_in(self, step: int) -> Iterator[Action]:
-        """Add what has come back."""
+        """Add the gradients that have come back."""
         for u, comes in self.coming:
             yield Wait(step, Channel(Link.DIRECT, Kind.GRADIENT, u))
             if comes is not None:
@@ -126,6 +126,6 @@ class _Position:
         self.coming = []
 
     def grown(self, rows: Carried) -> Carried:
-        """The rows of the sum at home, with these."""
+        """Return the rows of the sum at home, after some are added."""
         self.summed = self.hops.together(self.summed, rows)
         return self.summed

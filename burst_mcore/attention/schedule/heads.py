@@ -23,15 +23,15 @@ from burst_mcore.attention.schedule.carried import Carried
 
 
 class Moves(NamedTuple):
-    """What a pass over the ring moves."""
+    """Which bundles, rows and gradients a pass moves."""
 
     title: str
     gradients: bool
     """Gradients follow the bundle."""
     bundle: bool
-    """The bundle that travels first comes through the head group."""
+    """The travelling bundle first comes through the head group."""
     rows: bool
-    """So do the rows that stay."""
+    """The rows that stay come through the head group, too."""
 
 
 def with_heads(
@@ -45,16 +45,16 @@ def with_heads(
 ) -> Program:
     """Put the all-to-all of `heads` neighbours around the ring of the position that they share.
 
-    What travels comes first, in whole, so that the ring can start; the rows that stay come from two members
-    at a time and are computed as they come (own first), while the ring makes its first hop. In the last
-    step the rows are computed member by member (own last), and what those of two members became leaves for
-    them while the next are computed. What followed the bundle leaves in whole, at the very end.
+    The travelling bundle comes first, in whole, so that the ring can start. The rows that stay come from two
+    members at a time and are computed as they come (own first), while the ring makes its first hop. In the
+    last step the rows are computed member by member (own last). The results of two members leave for them
+    while the next are computed. The gradient that followed the bundle leaves in whole, at the very end.
 
     Args:
         ring: the program of the position, between positions.
         rank: this rank; it is member rank % heads of position rank // heads.
         heads: ranks of a head group.
-        moves: what the pass moves.
+        moves: the bundles, rows and gradients of the pass.
         by_part: compute the first and last step member by member; else all rows at once.
         leaving: the steps after which results leave, and how many rows of them; default the last, all.
     """
@@ -78,9 +78,9 @@ class _Member:
         self.arrived: set[Channel] = set()
         """Channels that were waited for."""
         self.shifts = [sorted({shift, heads - shift}) for shift in range(1, heads // 2 + 1)]
-        """What goes to the member so many places on comes from the one as many places before. The two shifts
-        between the same two members start together: on gloo a receiver's word that it is ready, without which
-        nothing is sent to it, would otherwise queue behind all that it sends to the same member."""
+        """Shifts s: send to member m + s, receive from member m - s. The two shifts between the same two
+        members start together. On gloo nothing is sent before the receiver has said that it is ready, and
+        that word would otherwise queue behind all that it sends to the same member."""
         self.others = [shift for pair in self.shifts for shift in pair]
 
     def actions(self) -> Iterator[Action]:
@@ -129,7 +129,7 @@ class _Member:
             yield from self.arrive_from(step, kind, shift)
 
     def exchange(self, step: int, kind: Kind, shifts: Sequence[int]) -> Iterator[Action]:
-        """Send to the members so many places on, receive from those as many places before."""
+        """Send to the members at these shifts, receive from the members at the opposite ones."""
         for shift in shifts:
             to = self.after(shift)
             yield Pack(step, kind, f"{kind}.to{to}", to)
@@ -149,7 +149,7 @@ class _Member:
         yield Unpack(step, kind, f"{kind}.from{source}", source)
 
     def after(self, shift: int) -> int:
-        """The member so many places on."""
+        """Return the member at a shift."""
         return (self.member + shift) % self.heads
 
     def channel(self, kind: Kind, shift: int) -> Channel:

@@ -34,25 +34,25 @@ def double_ring(
 ) -> Program:
     """Overlapped rings over nodes x intra positions (paper appendix, algorithms 1 and 2, corrected).
 
-    Data: the bundle that a round begins with is on its way to the next node for all of that round, and the
-    bundle of step j + 1 on its way within the node while step j is computed.
+    Data: the first bundle of a round travels to the next node during the whole round. The bundle of step
+    j + 1 travels within the node while step j is computed.
 
-    Gradients: within a round a sum starts with the bundle and follows it, so that it ends, complete for this
-    node, one position before the place where the bundle came in. There the sum of the nodes before, under way
-    for all of that round, is added, and the total leaves for the next node. After the last round it makes one
-    more hop between nodes and one within the node, and is at home.
+    Gradients: within a round a sum starts with the bundle and follows it. It is complete for this node one
+    position before the place where the bundle came in. There the sum of the nodes before, which travelled
+    during the whole round, is added, and the total leaves for the next node. After the last round the total
+    makes one more hop between nodes and one within the node, and is at home.
 
     Args:
-        position: whose program it is, of nodes * intra.
-        gradients: whether they follow.
-        hops: what each hop carries; what carries nothing is left out.
-        turn: 1: bundles go to higher positions; -1: to lower ones.
+        position: the position, of nodes * intra, whose program is returned.
+        gradients: whether gradients follow the bundles.
+        hops: the rows that each hop carries; empty hops are left out.
+        turn: 1 if bundles go to higher positions, -1 if they go to lower ones.
     """
     return _Position(position, nodes, intra, gradients, hops, turn).program()
 
 
 class _Position:
-    """Position (m, l): writes down one round after another."""
+    """The writer of the program of position (m, l), round by round."""
 
     def __init__(self, position: int, nodes: int, intra: int, gradients: bool, hops: Hops, turn: int) -> None:
         self.position, self.nodes, self.intra = position, nodes, intra
@@ -60,9 +60,9 @@ class _Position:
         self.m, self.l = divmod(position, intra)
         self.actions: list[Action] = []
         self.start = HOME
-        """The bundle that the round began with."""
+        """The buffer of the first bundle of the round."""
         self.total, self.leaving = "", ""
-        """The sum that grows, and the one on its way to the next node."""
+        """The buffers of the sum that grows, and of the sum on its way to the next node."""
         self.started: set[Channel] = set()
         """Channels with something to wait for."""
 
@@ -143,7 +143,7 @@ class _Position:
         self.actions.append(Return(step, self.at_home()))
 
     def at_home(self) -> str | None:
-        """Where the gradient of the position's own bundle ends."""
+        """Return the buffer in which the gradient of the position's own bundle ends."""
         if self.hops.alone:
             return HOME_SUM if self.hops.reads(self.position) else None
         return self.total
@@ -184,34 +184,34 @@ _NAMES = {kind: tuple(f"{kind}{index}" for index in range(4)) for kind in (Kind.
 
 
 def _free(kind: Kind, *taken: str) -> str:
-    """The first buffer of this kind that is not taken."""
+    """Return the first buffer of a kind that is not taken."""
     return next(name for name in _NAMES[kind] if name not in taken)
 
 
 def kind_of(buffer: str) -> Kind:
-    """What the program keeps in a buffer: a bundle (DATA) or a sum of gradients (SUM)."""
+    """Return whether a buffer holds a bundle (DATA) or a sum of gradients (SUM)."""
     return Kind.DATA if buffer.startswith(Kind.DATA) or buffer == HOME else Kind.SUM
 
 
 def home_sum(program: Program) -> str | None:
-    """Where a rank's own gradient, complete, lies when its program of the ring ends; None: nobody read it."""
+    """Return the buffer of a rank's own complete gradient at the end of a program; None if nobody read it."""
     return next(action.buffer for action in program if isinstance(action, Return))
 
 
 def without_overlap(program: Program) -> Program:
-    """The same hops, each waited for at once: what comes late when it is sent, the rest when it is needed."""
+    """Return the same hops, each waited for at once: late kinds when they are sent, others when needed."""
     actions: list[Action] = []
-    held: dict[Channel, list[Action]] = {}
+    postponed: dict[Channel, list[Action]] = {}
     for channel, group in hops(program):
         if channel is None:
             for action in group:
                 if not isinstance(action, Wait):
                     actions.append(action)
                 elif action.channel.kind not in COMES_LATE:
-                    now = [replace(hop, step=action.step) for hop in held.pop(action.channel)]
+                    now = [replace(hop, step=action.step) for hop in postponed.pop(action.channel)]
                     actions += [*now, action]
         elif channel.kind in COMES_LATE:
             actions += [*group, Wait(group[-1].step, channel)]
         else:
-            held.setdefault(channel, []).extend(group)
+            postponed.setdefault(channel, []).extend(group)
     return tuple(actions)

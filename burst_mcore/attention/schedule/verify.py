@@ -1,4 +1,4 @@
-"""Dry-runs a schedule on all ranks at once and says what is wrong with it: cover, hazards, deadlock.
+"""The verifier: dry-runs a schedule on all ranks at once, and reports missing work, hazards and deadlocks.
 
 Messages move by NCCL's rule, under which fewer schedules pass than under gloo's. Neighbouring sends and
 receives of a channel are one batch. The batches of a rank on a communicator run one after another, in the
@@ -40,9 +40,9 @@ Token = tuple[Any, ...]
 """What a buffer holds: (DATA, source, rows), (SUM, source, contributors, rows), or in a head group (kind,
 from, to); the first is a `Kind`. Rows None are all."""
 Posted = tuple[Send | Recv, Token | None]
-"""A message of a batch; of a send, what it carries."""
+"""A message of a batch, and the token that a send carries."""
 Wire = tuple[Communicator, int, int, int]
-"""A message's (communicator, from, to, how many of these came before): NCCL matches them by their order."""
+"""A message's (communicator, from, to, number among these): NCCL matches messages by their order."""
 
 
 @dataclass
@@ -52,11 +52,11 @@ class _Rank:
     member: int
     program: Program
     reads: dict[int, Rows | None]
-    """What it must compute: rows of each source."""
+    """The rows of each source that the rank must compute with."""
     readers: frozenset[int]
-    """Who reads its own bundle."""
+    """The positions that read its own bundle."""
     members: frozenset[int]
-    done: int = 0
+    executed: int = 0
     holds: dict[str, Token] = field(default_factory=dict)
     sending: dict[Channel, list[Send]] = field(default_factory=lambda: defaultdict(list))
     receiving: dict[Channel, list[Recv]] = field(default_factory=lambda: defaultdict(list))
@@ -65,7 +65,7 @@ class _Rank:
     computed: list[tuple[int, int]] = field(default_factory=list)
     """(source, part)."""
     attended: str = HOME
-    """Where the bundle lies that was computed last."""
+    """The buffer of the bundle that was computed last."""
     unpacked: list[tuple[Kind, int]] = field(default_factory=list)
     batch: list[Posted] = field(default_factory=list)
     """Messages of the hop that is being posted."""
@@ -107,7 +107,7 @@ class _Batch:
     queue: deque[_Batch]
     """The rank's batches on the communicator, in the order of posting."""
     left: dict[Wire, Posted]
-    """The messages that are not complete: the action, and of a send what it carries."""
+    """The messages that are not complete."""
 
     def __str__(self) -> str:
         return ", ".join(str(action) for action, _ in self.left.values())
@@ -143,7 +143,7 @@ class _Network:
         return communicator, *ends, count
 
     def _come_to_head(self, batch: _Batch) -> None:
-        """Complete all messages whose other end is there, and what follows from that."""
+        """Complete all messages whose other end is there, and then those that become possible."""
         heads = [batch]
         while heads:
             batch, met = heads.pop(), []
@@ -154,22 +154,24 @@ class _Network:
                 else:
                     _deliver(batch.left.pop(wire), other.left.pop(wire), batch.rank, other.rank)
                     met.append(other)
-            for each in (batch, *met):
-                if not each.left and each.queue and each.queue[0] is each:
-                    each.queue.popleft()
-                    each.rank.open[each.channel] -= 1
-                    self._woken.append(each.rank)
-                    heads += list(each.queue)[:1]
+            for posted in (batch, *met):
+                if not posted.left and posted.queue and posted.queue[0] is posted:
+                    posted.queue.popleft()
+                    posted.rank.open[posted.channel] -= 1
+                    self._woken.append(posted.rank)
+                    heads += list(posted.queue)[:1]
 
     def tick(self) -> list[_Rank] | None:
-        """The ranks of which a batch was completed since the last call."""
+        """Return the ranks of which a batch was completed since the last call."""
         woken, self._woken = self._woken, []
         return woken or None
 
 
-def _deliver(one: Posted, other: Posted, here: _Rank, there: _Rank) -> None:
-    """Put what a message carries into the buffer of its receiver."""
-    (send, token), (recv, _), rank = (one, other, there) if isinstance(one[0], Send) else (other, one, here)
+def _deliver(first: Posted, second: Posted, first_rank: _Rank, second_rank: _Rank) -> None:
+    """Put the token of a message into the buffer of its receiver."""
+    (send, token), (recv, _), rank = (
+        (first, second, second_rank) if isinstance(first[0], Send) else (second, first, first_rank)
+    )
     assert token is not None
     if send.channel.kind != recv.channel.kind:
         raise rank.fail(
@@ -181,17 +183,17 @@ def _deliver(one: Posted, other: Posted, here: _Rank, there: _Rank) -> None:
 
 
 def verify(schedule: Schedule, intra_size: int | None = None) -> None:
-    """Check that every rank meets what it must read exactly once, and that no network breaks the program.
+    """Check that every rank computes each bundle that it must read once, whatever the network does.
 
     Args:
         schedule: the programs of all ranks.
         intra_size: ranks of a node; by default those of a node of the route.
 
     Raises:
-        ValueError: rows and a bundle that meet twice or never, a wrong bundle computed or one without the
-            rows that are read, or lost before its gradient is added, a buffer touched while in flight, a
-            deadlock, a message left over or of rows that its receiver does not expect, a gradient that does
-            not end at home complete, or a share of the head group that is missing, early or twice.
+        ValueError: a rank computes a bundle twice, never, without the rows that are read, or loses it before
+            its gradient is added. A buffer is touched while in flight. Ranks wait for each other. A message
+            is left over, or carries rows that its receiver does not expect. A gradient does not end at home
+            complete. A share of the head group is missing, early or there twice.
     """
     route = schedule.route
     members = frozenset(range(route.heads))
@@ -199,7 +201,7 @@ def verify(schedule: Schedule, intra_size: int | None = None) -> None:
     ranks = []
     for number, program in enumerate(schedule.programs):
         position, member = divmod(number, len(members))
-        readers = frozenset(reader for reader, of in enumerate(reads) if of.get(position, None) != ())
+        readers = frozenset(reader for reader, rows in enumerate(reads) if rows.get(position, None) != ())
         rank = _Rank(number, position, member, program, reads[position], readers, members)
         rank.holds[HOME] = (Kind.DATA, position, None)
         ranks.append(rank)
@@ -214,20 +216,20 @@ def verify(schedule: Schedule, intra_size: int | None = None) -> None:
 
 
 def _waiting(stuck: Sequence[_Rank], network: _Network) -> str:
-    """For what each rank waits, and what is at the head of its queues."""
+    """Describe for what each rank waits, and which batches are at the head of its queues."""
     heads = defaultdict(list)
     for (number, (link, kind, _)), queue in network.queues.items():
         if queue:
             heads[number].append(f"at the head of {link} {kind}: {queue[0]}")
     return "; ".join(
-        f"rank {rank.number}, step {rank.program[rank.done].step}: {rank.program[rank.done]}"
+        f"rank {rank.number}, step {rank.program[rank.executed].step}: {rank.program[rank.executed]}"
         + "".join(f" ({head})" for head in heads[rank.number])
         for rank in stuck
     )
 
 
 def _reads(schedule: Schedule, position: int) -> dict[int, Rows | None]:
-    """The rows that a position reads of each; None: all."""
+    """Return the rows that a position reads of each other; None: all."""
     sources, plan = range(schedule.route.positions), schedule.plan
     if plan is None:
         return dict.fromkeys(sources)
@@ -262,11 +264,11 @@ def _check_sum(rank: _Rank) -> None:
         raise rank.fail(f"gradient of {rank.position} at home is {token}")
 
 
-def _cover(held: Rows | None, rows: Rows | None) -> bool:
-    """Whether rows that are held include `rows`."""
-    if held is None or rows == ():
+def _cover(present: Rows | None, rows: Rows | None) -> bool:
+    """Return whether the rows that are present include `rows`."""
+    if present is None or rows == ():
         return True
-    return rows is not None and union([*held, *rows]) == union(list(held))
+    return rows is not None and union([*present, *rows]) == union(list(present))
 
 
 def _execute(network: _Network, rank: _Rank, action: Action) -> bool:
@@ -305,7 +307,7 @@ def _post(rank: _Rank, action: Send | Recv, network: _Network) -> None:
             token = (*token[:-1], action.rows)
         rank.sending[action.channel].append(action)
     rank.batch.append((action, token))
-    following = rank.program[rank.done + 1] if rank.done + 1 < len(rank.program) else None
+    following = rank.program[rank.executed + 1] if rank.executed + 1 < len(rank.program) else None
     if not isinstance(following, (Send, Recv)) or following.channel != action.channel:
         network.post(rank, rank.batch)
         rank.batch = []
@@ -326,8 +328,8 @@ def _home_complete(rank: _Rank) -> Token:
 
 
 def _compute(rank: _Rank, action: Compute) -> None:
-    held = _home_complete(rank) if action.buffer == HOME else rank.read(action.buffer)
-    if held[:2] != (Kind.DATA, action.source) or not _cover(held[2], rank.reads[action.source]):
+    token = _home_complete(rank) if action.buffer == HOME else rank.read(action.buffer)
+    if token[:2] != (Kind.DATA, action.source) or not _cover(token[2], rank.reads[action.source]):
         raise rank.fail(f"{action.buffer} does not hold the bundle of {action.source}")
     parts = rank.members if action.part is None else {action.part}
     if not parts <= rank.has(Kind.ROWS):
@@ -337,9 +339,9 @@ def _compute(rank: _Rank, action: Compute) -> None:
 
 
 def _accumulate(rank: _Rank, action: Accumulate) -> None:
-    held = (Kind.SUM, action.source, frozenset(), ()) if action.first else rank.read(action.buffer)
+    token = (Kind.SUM, action.source, frozenset(), ()) if action.first else rank.read(action.buffer)
     rank.write(action.buffer, None)
-    kind, source, shares, rows = held
+    kind, source, shares, rows = token
     last = rank.computed[-len(rank.members) :]
     if source != action.source or rank.position in shares or {s for s, _ in last} != {source}:
         raise rank.fail(f"gradient of {action.source} added to that of {source}: {shares}")

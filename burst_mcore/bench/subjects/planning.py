@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from burst_mcore.attention.autotune.choose import RINGS, Ranks, best, contenders, typical
-from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.aten import CPU
 from burst_mcore.attention.schedule.actions import Pass
@@ -53,20 +53,20 @@ def packed(n: int, seed: int) -> Mask:
 
 def _program(mask: Mask, layout: Layout, size: int) -> None:
     """Rank 3's forward, and backward with K and V travelling, on the double ring."""
-    what, route = plan(layout, mask, TOKENS * size, size), Route(size // NODE, NODE)
+    plan, route = plan_for(layout, mask, TOKENS * size, size), Route(size // NODE, NODE)
     for pass_ in (Pass.FORWARD, Pass.KV):
-        program(3, route, pass_, what)
+        program(3, route, pass_, plan)
 
 
 def _new_documents(size: int) -> None:
     """All that a step meets when it brings other documents: mask, plan, programs and tiles."""
     n, route = TOKENS * size, Route(size // NODE, NODE)
     mask, layout = packed(n, seed=1), Layout("zigzag")
-    what = plan(layout, mask, n, size)
+    plan = plan_for(layout, mask, n, size)
     for pass_ in (Pass.FORWARD, Pass.KV):
-        program(3, route, pass_, what)
+        program(3, route, pass_, plan)
     for source in range(size):
-        tiles_of(what, 3, source, CPU.abilities)
+        tiles_of(plan, 3, source, CPU.abilities)
 
 
 def _auto(size: int, mask: Mask) -> None:

@@ -28,8 +28,8 @@ from burst_mcore.attention.autotune.choose import (
     legal_degrees,
 )
 from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
-from burst_mcore.attention.geometry.pattern import Seen
-from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Scores
+from burst_mcore.attention.geometry.pattern import Pattern
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Scores
 from burst_mcore.attention.kernels.table import KERNELS, choose
 from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.runtime.topology import Topology
@@ -239,9 +239,9 @@ def _latency(world: World) -> float:
 def timed_kernel(rate: float) -> Kernel:
     """A kernel that takes as long as its FLOPs at `rate` FLOP/s, and computes nothing."""
 
-    def wait(q: Tensor, k: Tensor, v: Tensor, seen: Seen, pass_: Pass) -> None:
+    def wait(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, pass_: Pass) -> None:
         rows, columns = q.shape[1], k.shape[1]
-        pairs = rows * (rows + 1) // 2 if seen.causal else rows * columns
+        pairs = rows * (rows + 1) // 2 if pattern.causal else rows * columns
         shard = Shard(
             batch=q.shape[0],
             tokens=rows,
@@ -253,14 +253,14 @@ def timed_kernel(rate: float) -> Kernel:
         )
         time.sleep(pass_flops(shard, pairs, pass_) / rate)
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
-        wait(q, k, v, seen, Pass.FORWARD)
+    def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor]:
+        wait(q, k, v, pattern, Pass.FORWARD)
         batch, rows, heads, _ = q.shape
         return q.new_zeros(batch, rows, heads, v.shape[3]), q.new_zeros(batch, heads, rows)
 
-    def backward(x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
-        wait(x.q, x.k, x.v, seen, Pass.KV)
-        return torch.zeros_like(x.q), torch.zeros_like(x.k), torch.zeros_like(x.v)
+    def backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+        wait(inputs.q, inputs.k, inputs.v, pattern, Pass.KV)
+        return torch.zeros_like(inputs.q), torch.zeros_like(inputs.k), torch.zeros_like(inputs.v)
 
     return Kernel("timed", lambda problem: None, forward, backward, takes_delta=True)
 
