@@ -61,8 +61,8 @@ def test_programs_carry_what_is_read_and_are_verified(draw, n, route, mirrored, 
     route = replace(route, direct=True, nodes=1) if direct else replace(route, mirrored=mirrored)
     layout, mask = random_layout(draw, route.size, n), random_mask(draw, n)
     plan = plan_for(layout, mask, n, route.positions, route.heads)
-    for name in Pass:
-        verify(schedule(route, name, plan))
+    for pass_ in Pass:
+        verify(schedule(route, pass_, plan))
 
 
 @pytest.mark.parametrize("limit", ["MOST", "STRIPES"])
@@ -81,12 +81,12 @@ def test_where_finding_out_costs_too_much_more_is_read_never_less(limit, draw, n
             for by in range(size):
                 more, less = (each.needed(at, by, of_queries=of_queries) for each in (coarse, exact))
                 assert union([*more, *less]) == more
-    for name in Pass:
-        verify(schedule(Route(1, size), name, coarse))
+    for pass_ in Pass:
+        verify(schedule(Route(1, size), pass_, coarse))
 
 
-def _rows_sent(plan, route, name="forward"):
-    programs = [program(rank, route, name, plan) for rank in range(route.size)]
+def _rows_sent(plan, route, pass_="forward"):
+    programs = [program(rank, route, pass_, plan) for rank in range(route.size)]
     sends = [action for steps in programs for action in steps if isinstance(action, Send)]
     return sum(plan.rows if action.rows is None else count(action.rows) for action in sends)
 

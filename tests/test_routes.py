@@ -127,19 +127,17 @@ def _bytes(rank, size, intra):
                 value_dim=16,
                 dtype=torch.bfloat16,
             )
-            for name, got in (("forward", forward), (config.backward, counted())):
-                sizes = message_bytes(costed, route, name)
-                rows.append(
-                    (str(config), name, got, link_bytes(program(rank, route, name, plan), rank, sizes, intra))
-                )
+            for pass_, got in (("forward", forward), (config.backward, counted())):
+                sizes, steps = message_bytes(costed, route, pass_), program(rank, route, pass_, plan)
+                rows.append((str(config), pass_, got, link_bytes(steps, rank, sizes, intra)))
     return rows
 
 
 @pytest.mark.parametrize(("nodes", "intra"), [(2, 2), (3, 1), (1, 4), (2, 3)])
 def test_bytes_on_each_link_are_the_formulas_on_every_rank(nodes, intra):
     for rows in processes(nodes * intra, _bytes, intra):
-        for config, name, got, formula in rows:
-            assert got == formula, (config, name)
+        for config, pass_, got, formula in rows:
+            assert got == formula, (config, pass_)
 
 
 class ChaosTransport(MailboxTransport):

@@ -37,37 +37,37 @@ INTER_DATA, INTER_GRADIENT = Channel(Link.INTER, Kind.DATA), Channel(Link.INTER,
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("name", Pass)
-def test_every_ring_and_double_ring_up_to_32_ranks_is_verified(name, overlap):
+@pytest.mark.parametrize("pass_", Pass)
+def test_every_ring_and_double_ring_up_to_32_ranks_is_verified(pass_, overlap):
     for nodes in range(1, 33):
         for intra in range(1, 32 // nodes + 1):
-            verify(schedule(Route(nodes, intra, overlap=overlap), name))
+            verify(schedule(Route(nodes, intra, overlap=overlap), pass_))
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("name", Pass)
+@pytest.mark.parametrize("pass_", Pass)
 @pytest.mark.parametrize("heads", [2, 3, 4, 8])
-def test_every_head_x_ring_up_to_24_ranks_is_verified(heads, name, overlap):
+def test_every_head_x_ring_up_to_24_ranks_is_verified(heads, pass_, overlap):
     for nodes in range(1, 24 // heads + 1):
         for intra in range(1, 24 // heads // nodes + 1):
-            verify(schedule(Route(nodes, intra, heads, overlap), name))
+            verify(schedule(Route(nodes, intra, heads, overlap), pass_))
 
 
 @pytest.mark.parametrize(("route", "data", "sums"), [(Route(1, 8), 2, 2), (Route(4, 4), 4, 4)])
-@pytest.mark.parametrize("name", Pass)
-def test_bundles_in_flight_do_not_grow_with_the_ring(name, route, data, sums):
-    for program in schedule(route, name).programs:
+@pytest.mark.parametrize("pass_", Pass)
+def test_bundles_in_flight_do_not_grow_with_the_ring(pass_, route, data, sums):
+    for program in schedule(route, pass_).programs:
         into = {a.channel.kind: set() for a in program if isinstance(a, Recv)}
         for a in program:
             if isinstance(a, Recv):
                 into[a.channel.kind].add(a.buffer)
         assert len(into["data"]) == data
-        assert len(into.get("gradient", ())) == (0 if name == "forward" else sums)
+        assert len(into.get("gradient", ())) == (0 if pass_ == Pass.FORWARD else sums)
 
 
-@pytest.mark.parametrize("name", Pass)
-def test_data_for_the_next_step_is_under_way_before_compute(name):
-    for program in schedule(Route(2, 4), name).programs:
+@pytest.mark.parametrize("pass_", Pass)
+def test_data_for_the_next_step_is_under_way_before_compute(pass_):
+    for program in schedule(Route(2, 4), pass_).programs:
         for step in range(7):
             actions = [a for a in program if a.step == step]
             compute = next(i for i, a in enumerate(actions) if isinstance(a, Compute))
@@ -77,9 +77,9 @@ def test_data_for_the_next_step_is_under_way_before_compute(name):
             )
 
 
-@pytest.mark.parametrize("name", Pass)
-def test_without_overlap_nothing_is_under_way_during_compute(name):
-    for program in schedule(Route(2, 3, 2, overlap=False), name).programs:
+@pytest.mark.parametrize("pass_", Pass)
+def test_without_overlap_nothing_is_under_way_during_compute(pass_):
+    for program in schedule(Route(2, 3, 2, overlap=False), pass_).programs:
         under_way = set()
         for action in program:
             if isinstance(action, (Send, Recv)):
@@ -91,21 +91,21 @@ def test_without_overlap_nothing_is_under_way_during_compute(name):
 
 
 @pytest.mark.parametrize(("nodes", "intra"), [(2, 2), (2, 4), (3, 2), (4, 8)])
-@pytest.mark.parametrize("name", Pass)
-def test_a_nic_carries_each_bundle_once_a_round(name, nodes, intra):
-    for rank, program in enumerate(schedule(Route(nodes, intra), name).programs):
+@pytest.mark.parametrize("pass_", Pass)
+def test_a_nic_carries_each_bundle_once_a_round(pass_, nodes, intra):
+    for rank, program in enumerate(schedule(Route(nodes, intra), pass_).programs):
         sends = [a for a in program if isinstance(a, Send)]
         for a in sends:
             assert (a.channel.link == Link.INTRA) == (a.peer // intra == rank // intra)
         count = {c: sum(a.channel == c for a in sends) for c in {a.channel for a in sends}}
         assert count[INTER_DATA] == nodes - 1
         assert count[INTRA_DATA] == nodes * (intra - 1)
-        assert count.get(INTER_GRADIENT, 0) == (0 if name == "forward" else nodes)
-        assert count.get(INTRA_GRADIENT, 0) == (0 if name == "forward" else nodes * (intra - 1) + 1)
+        assert count.get(INTER_GRADIENT, 0) == (0 if pass_ == Pass.FORWARD else nodes)
+        assert count.get(INTRA_GRADIENT, 0) == (0 if pass_ == Pass.FORWARD else nodes * (intra - 1) + 1)
 
 
 def test_the_head_group_overlaps_with_the_first_and_the_last_step():
-    for program in schedule(Route(2, 1, 4), "forward").programs:
+    for program in schedule(Route(2, 1, 4), Pass.FORWARD).programs:
         computes = [i for i, a in enumerate(program) if isinstance(a, Compute)]
         assert [program[i].part is None for i in computes] == [False] * 8
         waits = [
@@ -121,15 +121,15 @@ def test_the_head_group_overlaps_with_the_first_and_the_last_step():
 
 
 def test_a_schedule_prints_as_a_grid():
-    lines = str(schedule(Route(1, 3), "forward")).splitlines()
+    lines = str(schedule(Route(1, 3), Pass.FORWARD)).splitlines()
     assert lines[1].split(" | ")[0].strip() == "step"
     assert [cell.strip() for cell in lines[1].split("|")[1:]] == ["rank 0", "rank 1", "rank 2"]
     assert [line.split("|")[0].strip() for line in lines[2:]] == ["0", "1", "2"]
     assert "[2]" in lines[3].split("|")[1]  # at step 1 rank 0 computes with the bundle of rank 2
 
 
-def _broken(edit, route=Route(1, 3), name="query"):  # noqa: B008
-    right = schedule(route, name)
+def _broken(edit, route=Route(1, 3), pass_=Pass.QUERY):  # noqa: B008
+    right = schedule(route, pass_)
     return Schedule("broken", route, tuple(tuple(edit(r, list(p))) for r, p in enumerate(right.programs)))
 
 
@@ -232,7 +232,7 @@ def _sends_before_receives(rank, program):
 def test_verify_knows_that_nccl_runs_batches_in_the_order_of_posting(monkeypatch):
     monkeypatch.setattr("burst_mcore.attention.schedule.verify._add", lambda rank, action: None)
     with pytest.raises(ValueError, match="deadlock: rank 0, step 0: wait intra data .at the head of"):
-        verify(_broken(_sends_before_receives, name="forward"))
+        verify(_broken(_sends_before_receives, pass_=Pass.FORWARD))
 
 
 def _another_kind(rank, program):
@@ -249,7 +249,7 @@ def _another_kind(rank, program):
 
 def test_verify_knows_that_nccl_matches_messages_by_their_order_alone():
     with pytest.raises(ValueError, match="expects heads .*, gets heads .*share a communicator"):
-        verify(_broken(_another_kind, Route(1, 2, 2), "forward"))
+        verify(_broken(_another_kind, Route(1, 2, 2), Pass.FORWARD))
 
 
 def _routes(size, intra):
@@ -287,8 +287,8 @@ def test_all_schedules_pass_under_nccls_rule(size, intra):
             plan = (
                 mask if mask is None else plan_for(Layout.of(layout), mask, n, route.positions, route.heads)
             )
-            for name in Pass:
-                verify(schedule(route, name, plan), intra)
+            for pass_ in Pass:
+                verify(schedule(route, pass_, plan), intra)
                 count += 1
     assert count > 100
 
@@ -322,7 +322,7 @@ def test_verify_finds_what_is_wrong_with_a_double_ring(edit, words):
 )
 def test_verify_finds_what_is_wrong_with_a_head_group(edit, words):
     with pytest.raises(ValueError, match=words):
-        verify(_broken(edit, Route(1, 2, 2), "forward"))
+        verify(_broken(edit, Route(1, 2, 2), Pass.FORWARD))
 
 
 def test_a_misspelt_pass_is_refused_where_it_enters():

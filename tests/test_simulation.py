@@ -33,8 +33,8 @@ def simulate(
     """(out, lse, dq, dk, dv) of the whole sequence; bytes each rank sent by peer, forward and backward."""
     mail, n, size = Mailboxes(), p.q.shape[1], route.size
     plan = plan_for(Layout.of(layout), mask, n, route.positions, route.heads)
-    for name in ("forward", direction):
-        verify(schedule(route, name, plan))
+    for pass_ in ("forward", direction):
+        verify(schedule(route, pass_, plan))
 
     def rank(r):
         carrier = transport(mail, r)
@@ -152,10 +152,10 @@ def _equals_dense_attention(
         dtype=torch.float64,
         grad_dtype=torch.float64,
     )
-    for name, sent in (("forward", forward_sent), (direction, backward_sent)):
-        sizes = message_bytes(costed, route, name, return_lse=True)
+    for pass_, sent in (("forward", forward_sent), (direction, backward_sent)):
+        sizes = message_bytes(costed, route, pass_, return_lse=True)
         for rank, by_peer in enumerate(sent):
             by_link = {"intra": 0, "inter": 0}
             for peer, size in by_peer.items():
                 by_link[link_class(rank, peer, intra)] += size
-            assert by_link == link_bytes(program(rank, route, name, plan), rank, sizes, intra)
+            assert by_link == link_bytes(program(rank, route, pass_, plan), rank, sizes, intra)

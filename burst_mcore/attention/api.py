@@ -73,11 +73,11 @@ def burst_attention(
         then work on 8 more head columns in backward.
 
     Raises:
-        ValueError: before any communication if this rank's arguments are not legal; after an exchange of a
-            few bytes if another rank's are not, or differ from this rank's, or if the layout or the mask do
-            not go with the length of the global sequence, which is known only then.
-        RuntimeError: a rank of the ring has gone; says at which step and hop. After any error in mid-ring
-            later calls on the same process group are refused, on all ranks.
+        ValueError: before any communication, this rank's arguments are not legal. After an exchange of a few
+            bytes, another rank's are not, or differ from this rank's. The layout or the mask do not fit the
+            length of the global sequence, which is known only then.
+        RuntimeError: a rank of the ring has gone; the message names the step and hop. After any error in
+            mid-ring later calls on the same process group are refused, on all ranks.
     """
     config = BurstConfig() if config is None else config
     if not torch.compiler.is_compiling():  # a compiled call is checked when it runs
@@ -129,10 +129,10 @@ def _check(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _checkpointed(args: ForwardArgs) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call that is made in a checkpointed function.
+    """Return (out, lse) of a call that is made in a checkpointed function.
 
     Not compiled: a forward that saves a tail and its recomputation would be two graphs, and torch matches
-    what they save by its place.
+    their saved tensors by place.
     """
     call_id = CallId(
         q=tuple(args.q.shape),
@@ -170,9 +170,9 @@ def _checkpointed(args: ForwardArgs) -> tuple[Tensor, Tensor]:
 
 
 def connect(topology: Topology, config: BurstConfig) -> None:
-    """Make the communicators that calls with `config` will use, now instead of in the first of them.
+    """Make the communicators that calls with `config` will use, now instead of in the first call.
 
-    Collective over the ring; on gloo there is nothing to make. What is "auto" is known only in a call.
+    Collective over the ring; on gloo there is nothing to make. Settings of "auto" are decided only in a call.
 
     Raises:
         ValueError: so many ranks cannot share heads, whatever the heads.

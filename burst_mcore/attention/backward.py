@@ -1,8 +1,8 @@
 """Backward: one side travels, its gradient a step behind; the other side's gradient stays (algorithms 1, 2).
 
-Letters: B batch, S rows of this rank, P rows of its position on the ring (S, or those of its head group
-pooled), H query heads, D head dim. Tensors are [B, S or P, H, D], the statistics lse and delta
-[B, H, S or P].
+Letters: B batch, S rows of this rank, P rows of its position on the ring, H query heads, D head dim. P is S,
+or the pooled rows of a head group. Tensors are [B, S or P, H, D], the statistics lse and delta [B, H, S or
+P].
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def backward(
     """Return (dq, dk, dv), in the dtypes of q, k and v.
 
     Args:
-        call: that of the forward.
+        call: the call of the forward.
         queries: q and lse as on the ring, dout and delta of the rank's own rows.
-        keys: as on the ring.
-        out: of the rank's own rows; it never travels.
+        keys: k and v as on the ring.
+        out: the output of the rank's own rows; it never travels.
     """
     with Lease() as lease:
         return _Backward(call, queries, keys, out, lease).run(transport)
@@ -95,7 +95,7 @@ class _Backward:
         return dq.to(self.queries.q.dtype), dk.to(self.keys.k.dtype), dv.to(self.keys.v.dtype)
 
     def compute(self, source: int, part: int | None, bundle: Bundle, rows: Rows | None) -> None:
-        """The gradients of one bundle against this rank's own tensors, or a member's share, tile by tile."""
+        """Compute gradients of one bundle and this rank's own tensors, or a member's share, tile by tile."""
         position = self.call.position
         if self.query_travels:
             queries, keys = Queries(*bundle), self.keys
@@ -117,7 +117,7 @@ class _Backward:
             self.shares.append((goes, share))
 
     def _shares(self, inputs: BackwardInputs, tile: Tile) -> tuple[Share, Share]:
-        """A tile's gradients for the side that travels, and for the side that stays."""
+        """Return a tile's gradients for the side that travels, and for the side that stays."""
         arguments, kernel = (inputs, tile.pattern, self.call.scores), self.call.kernel
         of_queries: Share
         of_keys: Share
@@ -130,9 +130,10 @@ class _Backward:
         return (of_queries, of_keys) if self.query_travels else (of_keys, of_queries)
 
     def accumulate(self, sums: Bundle, sum_rows: Rows | None, first: bool) -> None:
-        """Add the shares of the last compute to the travelling sums, which have come meanwhile.
+        """Add the shares of the last compute to the travelling sums, which have arrived meanwhile.
 
-        A kernel that adds to them computes its share only now, after what stays, behind which their hop hid.
+        A kernel that adds in place computes the travelling share only now. The hop of the sums was hidden
+        behind the share that stays.
         """
         shares, self.shares = self.shares, []
         totals = [GradientSum.into(total, fresh=first) for total in sums]
@@ -175,18 +176,18 @@ class _Backward:
         )
 
     def new(self, kind: Kind, rows: Rows | None) -> Bundle:
-        """A buffer for these rows of a travelling bundle, or of its gradient."""
+        """Return a buffer for these rows of a travelling bundle, or of its gradient."""
         if kind == Kind.DATA:
             return room_like(self.lease, self.queries if self.query_travels else self.keys, rows)
         return room_like(self.lease, self.travelling, rows, self.call.grad_dtype)
 
     def free(self, bundle: Bundle) -> None:
-        """A buffer that is not needed any more."""
+        """Take back a buffer that is not needed any more."""
         for tensor in bundle:
             self.lease.free(tensor)
 
     def _travelled(self) -> Bundle:
-        """The complete gradient of the rank's own bundle, of all its rows."""
+        """Return the complete gradient of the rank's own bundle, of all its rows."""
         buffer = home_sum(self.steps)
         if buffer is not None and self.ring.rows(buffer) is None:
             return self.ring.buffer(buffer)
@@ -202,7 +203,7 @@ class _Backward:
         return whole
 
     def outward(self) -> Mapping[Kind, Outward]:
-        """The ways out of the head group, for what stays and for what travelled."""
+        """Return the exchanges out of the head group, for the gradients that stay and that travelled."""
         q, (k, v), h = self.queries.q, self.keys, self.call.route.heads
         batch, pooled, heads, _ = q.shape
         group, shape = self.call.head_group, (batch, pooled // h)

@@ -1,4 +1,4 @@
-"""Attention of a few new queries to a cache of keys that this process has whole, as in generation."""
+"""Attention of new queries to a whole cache of keys in this process, as in generation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from burst_mcore.attention.kernels.reference import PLAIN
 def attend_to_cache(
     q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scores: Scores, sinks: Tensor | None = None
 ) -> Tensor:
-    """Attention by the kernel of plain torch, which stores all scores.
+    """Attend to a cache by the kernel of plain torch, which stores all scores.
 
     Args:
         q: [B, M, H, D]. k: [B, N, Hkv, D]. v: [B, N, Hkv, Dv].

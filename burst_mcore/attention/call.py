@@ -1,7 +1,7 @@
 """A call of attention that all ranks have agreed on, and the tensors of its two passes.
 
-Letters: B batch, S rows of this rank, P rows of its position on the ring (S, or those of its head group
-pooled), H query heads, D head dim.
+Letters: B batch, S rows of this rank, P rows of its position on the ring, H query heads, D head dim. P is S,
+or the pooled rows of a head group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from burst_mcore.attention.schedule.route import Route, program
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Everything that forward and backward need besides tensors and what carries their messages."""
+    """Everything that forward and backward need besides tensors and the transport of messages."""
 
     rank: int
     route: Route
@@ -35,19 +35,19 @@ class Call:
     """Which rows meet which, by positions of the route."""
     scores: Scores
     problem: Problem
-    """What the kernel is asked to serve."""
+    """The shapes and options that the kernel serves."""
     kernel: Kernel
     direction: Pass
-    """The backward pass, which says what travels: QUERY or KV."""
+    """The backward pass: QUERY or KV, the side that travels."""
     grad_dtype: torch.dtype
     kv_heads: int
     """K/V heads in all."""
     lse_at_home: bool = False
-    """Under head x ring lse, too, goes back to the rank that owns its rows."""
+    """Whether lse, too, goes back to the rank that owns its rows, under head x ring."""
 
     @cached_property
     def position(self) -> int:
-        """The place on the ring of this rank's head group."""
+        """The position of this rank, or of its head group, on the ring."""
         return self.rank // self.route.heads
 
     @cached_property
@@ -71,7 +71,7 @@ class Call:
         return {}
 
     def program(self, pass_: Pass) -> Program:
-        """Return what this rank does in a pass."""
+        """Return the program of this rank in a pass."""
         if pass_ not in self._programs:
             self._programs[pass_] = program(self.rank, self.route, pass_, self.plan)
         return self._programs[pass_]
@@ -89,7 +89,7 @@ class Call:
 
     @cached_property
     def signature(self) -> Signature:
-        """What the ranks must have in common of the call, besides `Request.signature`."""
+        """The properties of the call, besides `Request.signature`, that all ranks must have in common."""
         return {
             "tokens": str(self.plan.n),
             "route": str(self.route),
@@ -115,7 +115,7 @@ class Keys(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """The results of a forward, and what its backward needs besides."""
+    """The results of a forward, and the tensors that its backward needs besides."""
 
     out: Tensor
     """[B, S, H, D]."""

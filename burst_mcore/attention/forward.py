@@ -1,8 +1,8 @@
 """Forward: K and V travel; each tile's partial output is merged into the running softmax (paper algorithm 4).
 
 In a recomputation only the head of the sequence is attended again: the tail's results were saved in forward.
-Letters: B batch, S rows of this rank, P rows of its position on the ring (S, or those of its head group
-pooled), H query heads, D head dim. Tensors are [B, S or P, H, D], the statistic lse [B, H, S or P].
+Letters: B batch, S rows of this rank, P rows of its position on the ring, H query heads, D head dim. P is S,
+or the pooled rows of a head group. Tensors are [B, S or P, H, D], the statistic lse [B, H, S or P].
 """
 
 from __future__ import annotations
@@ -121,17 +121,17 @@ def forward_of_head(
 
     Args:
         tail: the results from `cut` on, as `tail_of` returned them in forward.
-        tokens: of this rank; the rest of its rows is padding.
+        tokens: the tokens of this rank; the rest of its rows is padding.
 
     Raises:
-        ValueError: the tail's shapes do not go with the cut.
+        ValueError: the tail's shapes do not fit the cut.
     """
     own = _own_tail(call, cut, tokens)
     on_ring = _tail_on_ring(call, cut, own)
     out, lse, *home = tail
     if (out.shape[1], lse.shape[2]) != (count(own), count(on_ring)):
         raise ValueError(
-            f"out and lse of {count(own)} and {count(on_ring)} rows are behind the cut at {cut} of "
+            f"out and lse of {count(own)} and {count(on_ring)} rows are after the cut at {cut} of "
             f"{call.plan.n}, but the saved tail has {out.shape[1]} and {lse.shape[2]}"
         )
     if cut == 0 and call.route.heads == 1:
@@ -149,8 +149,10 @@ def forward_of_head(
 def tail_of(call: Call, cut: int, attended: Attended, tokens: int) -> list[Tensor]:
     """Return the results from the global position `cut` on, in memory of their own.
 
-    These are out and lse on the ring of this rank's rows, and, under head x ring, lse at home if the call
-    wants it there. tokens: of this rank; the rest of its rows is padding.
+    These are out and lse on the ring of this rank's rows. Under head x ring lse at home follows, if the call
+    wants it there.
+
+    tokens: the tokens of this rank; the rest of its rows is padding.
     """
     own = _own_tail(call, cut, tokens)
     tail = [gather(attended.out, own), gather(attended.ring_lse, _tail_on_ring(call, cut, own))]
@@ -160,14 +162,14 @@ def tail_of(call: Call, cut: int, attended: Attended, tokens: int) -> list[Tenso
 
 
 def _own_tail(call: Call, cut: int, tokens: int) -> Rows:
-    """This rank's own rows behind the cut."""
+    """Return this rank's own rows after the cut."""
     runs = call.plan.runs(call.position, call.rank % call.route.heads)
     head = sum(len(range(run.start, min(run.stop, cut), run.step)) for run in runs)
     return (range(min(tokens, head), tokens),)
 
 
 def _tail_on_ring(call: Call, cut: int, own: Rows) -> Rows:
-    """The rows behind the cut on the ring: those of this rank, or of its head group, with padding."""
+    """Return the rows after the cut on the ring: of this rank, or of its head group, with padding."""
     rows = call.plan.rows_from(call.position, cut) if call.route.heads > 1 else own
     return rows or (range(0),)
 

@@ -1,8 +1,8 @@
 """The torch operators of burst_attention, and the named structures that cross their flat schemas.
 
 An operator takes and returns tensors, numbers and strings only. So topology, mask and config travel by
-handle, and each operator's schema is made of the fields of two NamedTuples: here arguments, results and saved
-tensors are packed and unpacked, and nowhere else.
+handle, and each operator's schema is made of the fields of two NamedTuples. Only this file packs and unpacks
+arguments, results and saved tensors.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ForwardResults(NamedTuple):
     record: Tensor
     """A packed `CallRecord`."""
     tail: list[Tensor]
-    """The results behind the cut, in memory of their own: see `recompute.replay.SavedTail`."""
+    """The results after the cut, in memory of their own: see `recompute.replay.SavedTail`."""
 
     def whole(self, *, lse_at_home: bool) -> list[Tensor]:
         """Return all results in the form of a tail, without a copy."""
@@ -87,14 +87,14 @@ class ForwardResults(NamedTuple):
 
 
 class CallRecord(NamedTuple):
-    """What the ranks agreed on in forward, for backward and recomputation."""
+    """The agreement of the ranks in forward, for backward and recomputation."""
 
     number: int
-    """Of the call."""
+    """The number of the call."""
     cut: int
     """Global position from which on the results are saved, or were."""
     lengths: tuple[int, ...]
-    """Tokens of each rank."""
+    """The tokens of each rank."""
 
     def pack(self) -> Tensor:
         """Return it as int64 on the CPU, as operators take it."""
@@ -102,7 +102,7 @@ class CallRecord(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: Tensor) -> Self:
-        """Return what `pack` packed."""
+        """Return the record that `pack` packed."""
         number, cut, *lengths = packed.tolist()
         return cls(number, cut, tuple(lengths))
 
@@ -158,7 +158,7 @@ class Saved(NamedTuple):
 
     @classmethod
     def of(cls, args: ForwardArgs, results: ForwardResults) -> Self:
-        """Return what the backward of a forward needs."""
+        """Return the tensors that the backward of a forward needs."""
         q, k, v, ring_lse = results.on_ring or (args.q, args.k, args.v, results.lse)
         return cls(q, k, v, ring_lse, args.sinks, results.out, results.lse, results.record)
 
@@ -223,7 +223,7 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
 
 
 def _signature_of(args: ForwardArgs) -> Signature:
-    """What the ranks must have in common besides their requests."""
+    """Return the properties, besides their requests, that the ranks must have in common."""
     return {
         "gradient wanted": str(args.needs_gradient),
         "keeps": "what fits" if args.at_most else repr(args.keep),
@@ -247,14 +247,14 @@ def agree_on_call(
     try:  # as it is if all ranks hold as many tokens
         call = call_of(request, even)
         details = call.signature
-    except ValueError as error:  # it may be legal with what the others hold
+    except ValueError as error:  # it may be legal with the lengths of the others
         problem, details = error, {"problem": str(error)}
     except Exception as error:
         agreement.refuse(error)
         raise
     number, lengths = agreement.meet({"pass": "forward", **signature}, details, tokens)
     if lengths is not None:
-        with refusing(agreement):  # perhaps of this rank alone: what kernels there are is its own
+        with refusing(agreement):  # perhaps of this rank alone: its kernels are its own
             call = call_of(request, tuple(lengths))
         agreement.agree({"pass": "forward, lengths known", **signature, **call.signature})
     elif problem is not None:
@@ -275,7 +275,7 @@ def refusing(agreement: Agreement | None) -> Iterator[None]:
 
 
 def _cut(args: ForwardArgs, request: Request, call: Call, agreement: Agreement | None) -> int:
-    """The global position from which on results are saved."""
+    """Return the global position from which on results are saved."""
     keep = args.keep if agreement is None or not args.at_most else agreement.least(args.keep)
     size = request.ranks.size
     return cut_for(keep, request.layout, request.mask, call.plan.n, size, at_most=args.at_most).position
@@ -287,7 +287,7 @@ def _(*values: Any) -> tuple[Any, ...]:
 
 
 def _traced(args: ForwardArgs) -> ForwardResults:
-    """The shapes of the results. Ranks of other lengths pool and save other numbers of rows than here."""
+    """Return the shapes of the results; ranks of other lengths pool and save other numbers of rows."""
     q, k, v = args.q, args.k, args.v
     topology, config, dtype = lookup(args.topology), lookup(args.config), wide(q.dtype)
     out = q.new_empty((*q.shape[:3], v.shape[-1]))
@@ -319,7 +319,7 @@ def _traced(args: ForwardArgs) -> ForwardResults:
 
 @_operator("attention_backward", BackwardArgs, BackwardResults)
 def attention_backward(args: BackwardArgs) -> BackwardResults:
-    """The gradients of `attention_forward`."""
+    """Return the gradients of `attention_forward`."""
     record = CallRecord.unpack(args.record)
     out, lse, tokens = args.out, args.lse, args.out.shape[1]
     topology, config = lookup(args.topology), lookup(args.config)
@@ -370,7 +370,7 @@ def _(*values: Any) -> tuple[Any, ...]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    """Save what the backward needs, and keep alive what the handles stand for."""
+    """Save the tensors that backward needs, and keep the values of the handles alive."""
     args, results = ForwardArgs(*inputs), ForwardResults(*output)
     ctx.options = {name: getattr(args, name) for name in OPTIONS}
     ctx.kv_heads, ctx.tail = args.k.shape[2], len(args.tail)
@@ -402,20 +402,20 @@ attention_backward.register_autograd(_no_second_derivative)
 
 
 def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """-sum of P_sink D: a sink is a key whose value is zero, so that its dP is (lse, delta [B, H, S])."""
+    """Return -sum of P_sink D: a sink is a key with a value of zero, so its dP is 0."""
     weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill_(lse == -torch.inf, 0.0)
     return -(weights * delta).sum((0, 2)).to(sinks.dtype)
 
 
 def _connected(topology: Topology, call: Call, pass_: Pass) -> Transport:
-    """What carries the messages of a pass, with its communicators made."""
+    """Return the transport of a pass, with its communicators made."""
     transport = transport_of(topology, call.route)
     transport.connect(pass_)
     return transport
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, wherever its tensors are."""
+    """Make the device current: Triton launches on the current device, wherever its tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 

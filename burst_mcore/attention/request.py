@@ -1,6 +1,6 @@
-"""A request: what one rank asks of attention. It is checked here, and resolved to a `Call`, or refused.
+"""Requests: one rank's arguments, which are checked here, and resolved to a `Call` or refused.
 
-A rank cannot tell the length of the global sequence from its own share, so checking has two halves:
+A rank cannot tell the length of the global sequence from its own share. So checking has two halves:
 `validate` before the ranks have met, `resolve` after.
 """
 
@@ -62,7 +62,7 @@ class Request:
     config: BurstConfig
     device: str
     shard: Shard
-    """`tokens` is what this rank holds: fewer than others, if the sequence does not divide."""
+    """`tokens` counts this rank's own: fewer than others', if the sequence does not divide."""
     scores: Scores
     return_lse: bool
     sinks: bool
@@ -80,7 +80,7 @@ class Request:
 
     @cached_property
     def signature(self) -> Signature:
-        """What the ranks of a ring must have in common, whatever the length of the sequence."""
+        """The properties that the ranks of a ring must have in common, at any length of the sequence."""
         shard = self.shard
         return {
             "q": f"[{shard.batch}, ., {shard.heads}, {shard.head_dim}]",
@@ -157,7 +157,7 @@ def request_of(
     config: BurstConfig,
     return_lse: bool,
 ) -> Request:
-    """As `validate`, of legal tensors of these shapes."""
+    """Return the request of legal tensors of these shapes; see `validate`."""
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a Mask, got {_named(mask)}: {_nearest(mask)}")
     softcap = None if softcap == 0 else softcap  # none, as flash-attn has it
@@ -182,7 +182,7 @@ def _request(
     sinks: bool,
     return_lse: bool,
 ) -> Request:
-    """The request, once for equal arguments: handles compare faster than what they stand for."""
+    """Return the request, cached for equal arguments: handles compare faster than their values."""
     place: Topology = lookup(topology)
     options: BurstConfig = lookup(config)
     ranks = Ranks(place.size, place.intra_size)
@@ -204,7 +204,7 @@ def _request(
 
 
 def _named(value: object) -> str:
-    """A value in few words: a tensor by its shape."""
+    """Return a value in few words: a tensor by its shape."""
     return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
@@ -245,7 +245,7 @@ def resolve(request: Request, lengths: Sequence[int]) -> Call:
 
 
 def problem_of(shard: Shard, device: str, mask: Mask, *, softcap: bool, deterministic: bool) -> Problem:
-    """Return what a kernel is asked to serve; shard: as it is on the ring."""
+    """Return the problem that a kernel must serve; shard: as it is on the ring."""
     return Problem(
         device=device,
         dtype=shard.dtype,
@@ -275,7 +275,7 @@ def _check_lengths(layout: Layout, lengths: tuple[int, ...]) -> None:
 
 
 def legal_lengths(layout: Layout, n: int, size: int) -> tuple[int, ...]:
-    """How many of n tokens each rank holds. Raises ValueError as `Layout.padded`."""
+    """Return how many of n tokens each rank holds; ValueError as `Layout.padded`."""
     rank, start, stop, step = layout.run_table(n, size).unbind(1)
     of_run = -((start - stop.clamp(max=n)) // step)
     lengths = torch.zeros(size, dtype=torch.int64).index_add_(0, rank, of_run.clamp(min=0))
@@ -290,14 +290,14 @@ def _listed(lengths: Sequence[int]) -> str:
 def choose_route(
     config: BurstConfig, ranks: Ranks, rates: Rates, shard: Shard, mask: Mask, n: int
 ) -> tuple[Route, Pass]:
-    """Return the route, and what travels in backward: decided for each kind of layout and mask, once."""
+    """Return the route and the backward pass, decided once for each kind of layout and mask."""
     layout, mask = typical(Layout.of(config.layout), mask, n, ranks.size)
     return _route_of_kind(without_layout(config), layout, ranks, rates, shard, mask, n)
 
 
 @lru_cache(maxsize=64)
 def without_layout(config: BurstConfig) -> BurstConfig:
-    """The same for all configurations that differ in their layout alone."""
+    """Return the configuration that stands for all which differ from it in their layout alone."""
     return replace(config, layout="zigzag")
 
 
@@ -305,7 +305,7 @@ def without_layout(config: BurstConfig) -> BurstConfig:
 def _route_of_kind(
     config: BurstConfig, layout: Layout, ranks: Ranks, rates: Rates, shard: Shard, mask: Mask, n: int
 ) -> tuple[Route, Pass]:
-    """What is "auto" by the cost model, said once; the layout of `config` is not used."""
+    """Decide "auto" by the cost model, and log it once; the layout of `config` is not used."""
     degrees = degrees_of(config, ranks, shard)
     directions = backward_passes(config.backward)
     rings = RINGS if config.ring == "auto" else (config.ring,)
@@ -330,7 +330,7 @@ def _route_of_kind(
 
 
 def degrees_of(config: BurstConfig, ranks: Ranks, shard: Shard) -> tuple[int, ...]:
-    """The degrees of head parallelism to choose from; ValueError if the one asked for is not legal."""
+    """Return the degrees of head parallelism to choose from; ValueError if the configured one is illegal."""
     degree = config.head_parallel
     if not isinstance(degree, int):
         return tuple(legal_degrees(ranks, shard.heads, shard.kv_heads))

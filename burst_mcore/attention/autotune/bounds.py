@@ -1,4 +1,4 @@
-"""Lower bounds on the time of a pass, found without playing it: a way that cannot win is passed over."""
+"""Lower bounds on the time of a pass, without simulation: a route that cannot win is not simulated."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from burst_mcore.attention.schedule.route import PASSES, Route
 from burst_mcore.rates import Rates
 
 SAMPLED = 32
-"""Positions whose messages are looked at, or a few more: what bounds some ranks bounds the slowest."""
+"""Positions whose messages are examined, or a few more: a bound for some ranks bounds the slowest."""
 
 
 def at_least(
     pass_: Pass, route: Route, reading: Reading, work: Work, sizes: Sizes, intra_size: int, rates: Rates
 ) -> float:
-    """Seconds that the slowest rank needs at least: for its kernel, or for the rows that travel.
+    """Return the seconds that the slowest rank needs at least: for its kernel, or for the rows that travel.
 
     Args:
         pass_: the pass that is bounded.
@@ -41,14 +41,14 @@ def at_least(
 
 
 def _elsewhere(counts: Tensor, sampled: Tensor) -> Tensor:
-    """Rows by sampled positions and all others, [sampled, positions]."""
+    """Return counts of sampled positions and all others, [sampled, positions], without their own."""
     rows = counts.index_select(0, sampled).double()
     rows[torch.arange(len(sampled)), sampled] = 0
     return rows
 
 
 def _longest_send(sent: Tensor, sampled: Tensor, node: Tensor, rates: Rates) -> float:
-    """Until a rank has sent all its bytes, [sampled, receivers]: its messages share two links."""
+    """Return the seconds until a rank has sent its bytes, [sampled, receivers], over its two links."""
     across = node[sampled][:, None] != node
     between = (sent * across).sum(1).max() / rates.inter
     within = (sent * ~across).sum(1).max() / rates.intra
@@ -56,7 +56,7 @@ def _longest_send(sent: Tensor, sampled: Tensor, node: Tensor, rates: Rates) -> 
 
 
 def _longest_way(lent: Tensor, sampled: Tensor, node: Tensor, route: Route, rates: Rates) -> float:
-    """Until bytes, [sampled, readers], reach their farthest reader on a ring: each hop waits for the last."""
+    """Return the seconds until bytes, [sampled, readers], reach their farthest reader, hop by hop."""
     between, within = _hops(sampled, node, route)
     seconds = between * (rates.latency + lent / rates.inter)
     seconds += within * (rates.latency + lent / rates.intra)
@@ -64,7 +64,7 @@ def _longest_way(lent: Tensor, sampled: Tensor, node: Tensor, route: Route, rate
 
 
 def _hops(sampled: Tensor, node: Tensor, route: Route) -> tuple[Tensor, Tensor]:
-    """Hops of a bundle to each reader, [sampled owners, readers]: between nodes, and within them."""
+    """Return the hops of a bundle to each reader, [sampled owners, readers]: between and within nodes."""
     position, turn = torch.arange(route.positions), route.turn
     m, l = position // route.intra, position % route.intra  # noqa: E741
     rounds = (m - m[sampled][:, None]) * turn % route.nodes

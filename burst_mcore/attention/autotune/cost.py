@@ -1,4 +1,4 @@
-"""What a schedule costs: bytes by link, and FLOPs. Pure functions of shapes."""
+"""The cost of a schedule: bytes by link, and FLOPs. Pure functions of shapes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Sizes:
     """Bytes of the messages of a pass."""
 
     whole: dict[Kind, int]
-    """By kind, of all rows."""
+    """Bytes of all rows, by kind of message."""
     rows: int
-    """Of a position on the ring."""
+    """Rows of a position on the ring."""
 
     def of(self, action: Send | Recv) -> int:
-        """Of one message."""
+        """Return the bytes of one message."""
         size = self.whole[action.channel.kind]
         return size if action.rows is None else size // self.rows * count(action.rows)
 
@@ -48,7 +48,7 @@ def message_bytes(shard: Shard, route: Route, pass_: Pass, *, return_lse: bool =
 
 
 def link_bytes(program: Program, rank: int, sizes: Sizes, intra_size: int) -> dict[Link, int]:
-    """Bytes that `rank` sends to its own node ("intra") and to others ("inter"), nodes of `intra_size`."""
+    """Return the bytes that `rank` sends to its own node (INTRA) and to others (INTER)."""
     sent = {Link.INTRA: 0, Link.INTER: 0}
     for action in program:
         if isinstance(action, Send):
@@ -57,7 +57,7 @@ def link_bytes(program: Program, rank: int, sizes: Sizes, intra_size: int) -> di
 
 
 def mean_bytes(programs: Sequence[Program], sizes: Sizes, intra_size: int) -> dict[Link, float]:
-    """`link_bytes` of a rank, on average."""
+    """Return `link_bytes` of a rank, on average."""
     total = {Link.INTRA: 0.0, Link.INTER: 0.0}
     for rank, program in enumerate(programs):
         for link, size in link_bytes(program, rank, sizes, intra_size).items():
@@ -78,5 +78,5 @@ def pass_flops(shard: Shard, pairs: int, pass_: Pass) -> int:
 
 
 def allowed_pairs(mask: Mask, n: int) -> int:
-    """Query-key pairs of the whole sequence that may meet."""
+    """Return the query-key pairs of the whole sequence that may meet."""
     return int(keys_per_query(mask, n).sum())

@@ -1,10 +1,10 @@
-"""How long passes take, played for all ranks at once: the same as `simulate.play`, but quick for large rings.
+"""The simulator of all ranks in lockstep: the same results as `simulate.play`, but quick for large rings.
 
-Before anything is left out, the programs of all ranks are one program, moved (`counted.Moved`). So one is
-enough: every rank does its n-th action together, clocks and numbers of rows are vectors over the ranks, and a
-message that carries no row is none. Passes whose programs differ by numbers alone, such as both backwards,
-and a ring and its mirror image, are played together. Where a rank's messages to several receivers meet on a
-link, they share it as in `timeline`.
+Before anything is left out, the programs of all ranks are one program, moved (`counted.Moved`). So one
+program is enough, and every rank does its n-th action together. Clocks and numbers of rows are vectors over
+the ranks. A message without rows is no message. Passes whose programs differ by numbers alone, such as both
+backwards, and a ring and its mirror image, are played together. A rank's messages to several receivers share
+a link as in `simulate`.
 
 Letters: W passes (ways), G ranks, P positions.
 """
@@ -31,14 +31,14 @@ from burst_mcore.rates import Rates
 
 @dataclass(frozen=True)
 class Played:
-    """What a pass costs."""
+    """The cost of a pass that was played."""
 
     seconds: float
-    """Until the slowest rank is done."""
+    """Time at which the slowest rank ends."""
     compute: float
     """Seconds of the kernel on the busiest rank."""
     sent: dict[Link, float]
-    """Bytes that a rank sends to its own node ("intra") and to others ("inter"), on average."""
+    """Bytes that a rank sends to its own node (INTRA) and to others (INTER), on average."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class RoutedPass:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Passes of one kind have the same program, but for numbers and messages that some have not.
+        """The key of passes that have the same program, but for numbers and for messages that some lack.
 
         Where heads are shared, rows that come part by part change the order in which parts are computed.
         """
@@ -70,7 +70,7 @@ class Work:
     """Seconds of the kernel, by rank and source.
 
     Args:
-        pairs: [ranks, ranks], of the rows that stay and those that travel.
+        pairs: [ranks, ranks], of rows that stay and rows that travel.
         heads: ranks of a position.
         per_pair: seconds of a query-key pair.
     """
@@ -97,7 +97,7 @@ class Work:
         return dict(zip(zip(position.tolist(), source.tolist(), strict=True), pairs, strict=True))
 
     def of_action(self, rank: int, action: Compute) -> float:
-        """Of one rank, as its own program says it."""
+        """Return the seconds of one rank's compute, in its own program."""
         position = rank // self._heads
         if action.part is None:
             return self._by_place.get((position, action.source), 0.0) * self.per_pair
@@ -105,12 +105,12 @@ class Work:
 
     @property
     def busiest(self) -> float:
-        """Of the rank with most, all sources together."""
+        """Seconds of the busiest rank, all sources together."""
         return float(self.whole.sum(1).max()) * self.per_pair
 
 
 def _has_messages(pass_: Pass, kind: Kind) -> bool:
-    """Whether a pass has messages of a kind."""
+    """Return whether a pass has messages of a kind."""
     moves = PASSES[pass_]
     sent = {
         Kind.GRADIENT: moves.gradients,
@@ -135,34 +135,34 @@ def play_all(plan: Plan, passes: Sequence[RoutedPass], intra_size: int, rates: R
 
 @dataclass(eq=False)
 class _Peers:
-    """Whom every rank sends to with one action, and over which link."""
+    """The receivers and links of one action, for every rank."""
 
     to: Tensor
     back: Tensor
-    """From whom it receives."""
+    """The rank from which each rank receives."""
     inter: Tensor
-    """Whether the link is one between nodes."""
+    """Whether the link is between nodes."""
     rate: Tensor
     carried: Tensor
     """Bytes, [G, W]."""
     busy: Tensor
-    """Until when messages that are alone on the link take it."""
+    """Time until which messages that are alone on the link occupy it."""
 
     def meets(self, other: _Peers) -> bool:
-        """Whether some rank uses the same link for both."""
+        """Return whether some rank uses the same link for both."""
         return bool((self.inter == other.inter).any())
 
 
 @dataclass(eq=False)
 class _Message:
-    """What every rank sends with one action, [G, W]."""
+    """The messages of all ranks with one action, [G, W]."""
 
     peers: _Peers
     begin: Tensor
     left: Tensor
     """Bytes that are still to be carried."""
     end: Tensor
-    """When it is through: `NEVER` where there is none, inf as long as it is not known."""
+    """Time of arrival without latency: `NEVER` where there is no message, inf until it is known."""
 
 
 class _Lockstep:
@@ -179,20 +179,20 @@ class _Lockstep:
         self.peers: dict[int, _Peers] = {}
         self.together = self.rivals()
         self.links = torch.zeros(2, *self.clock.shape, dtype=torch.float64)
-        """Until when the links of each rank, within its node and between nodes, are worked out."""
+        """Time up to which the links of each rank, within its node and between nodes, are simulated."""
         self.under_way: dict[Channel, list[_Message]] = defaultdict(list)
         self.pending: list[_Message] = []
         """Messages that share links, not through yet, in the order in which they were sent."""
 
     def counts_in(self, plan: Plan, routed: RoutedPass) -> RowCounts:
-        """What is read in a pass; a mirrored ring is seen in a mirror, where it is none."""
+        """Return the rows that are read in a pass; a mirrored ring is counted from the other end."""
         route, places = routed.route, None
         if not route.direct:
             places = itinerary(plan, route.nodes, route.intra, route.turn, routed.of_queries)
         return RowCounts(plan.reading(of_queries=routed.of_queries), places, mirrored=route.mirrored)
 
     def of_all(self, plan: Plan) -> Program:
-        """The program of rank 0 in which everything is there, with numbers of rows for all ranks."""
+        """Return the program of rank 0 with every hop, and with numbers of rows for all ranks."""
         route, moves = self.route, [PASSES[routed.pass_] for routed in self.passes]
         every = Moves(
             "all passes",
@@ -218,7 +218,7 @@ class _Lockstep:
         return {kind: whole / self.passes[0].sizes.rows for kind, whole in self.scale.items()}
 
     def of_kinds(self) -> tuple[dict[Kind, Tensor], dict[Kind, Tensor]]:
-        """By kind of message: bytes of all rows, [W]; and `NEVER` for passes that have none, if there are."""
+        """Return by kind of message: bytes of all rows, [W]; and `NEVER` for passes without that kind."""
         scale, absent = {}, {}
         for kind in Kind:
             present = [_has_messages(routed.pass_, kind) for routed in self.passes]
@@ -229,7 +229,7 @@ class _Lockstep:
         return scale, absent
 
     def rivals(self) -> set[int]:
-        """The sends (by index) that may meet others of the same rank, to another receiver, on a link."""
+        """Return the sends, by index, that may share a link with the same rank's messages to other ranks."""
         open_: dict[int, _Peers] = {}
         under_way: dict[Channel, list[int]] = defaultdict(list)
         last_rival: dict[int, int] = {}
@@ -247,13 +247,13 @@ class _Lockstep:
             elif isinstance(action, Wait):
                 for other in under_way.pop(action.channel, ()):
                     del open_[other]
-        for earlier, later in behind:  # in order: what queues behind one whose rivals are still to come
+        for earlier, later in behind:  # in order: a send queues behind one whose rivals are still to come
             if last_rival.get(earlier, -1) > later:
                 last_rival[later] = max(last_rival.get(later, -1), last_rival[earlier])
         return set(last_rival)
 
     def peers_of(self, peer: int) -> _Peers:
-        """Whom all ranks send to where rank 0 sends to `peer`."""
+        """Return the receivers of all ranks where rank 0 sends to `peer`."""
         if peer not in self.peers:
             position, member = self.rank // self.heads, self.rank % self.heads
             to = self.moved.to(peer // self.heads)[position] * self.heads + (member + peer) % self.heads
@@ -290,7 +290,7 @@ class _Lockstep:
         ]
 
     def seconds(self, action: Compute) -> Tensor:
-        """Of every rank and pass."""
+        """Return the seconds of a compute, for every rank and pass."""
         source = self.moved.to(action.source)
         if action.part is None:
             return self.of_ranks(self.whole(source))
@@ -301,7 +301,7 @@ class _Lockstep:
         return torch.stack(per_pass, 1)
 
     def whole(self, source: Tensor) -> Tensor:
-        """Seconds of all rows that stay, [P, W]."""
+        """Return the seconds of all rows that stay, [P, W]."""
         table, columns, per_pair = self.pairs
         return table.index_select(0, self.row + source).index_select(1, columns).mul_(per_pair)
 
@@ -321,7 +321,7 @@ class _Lockstep:
         return torch.stack([*columns.values()], 1), torch.tensor(column_of), per_pair
 
     def unmirrored(self, routed: RoutedPass, source: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions, and others, as they really are: where the pass is mirrored, from the other end."""
+        """Return positions and sources as they really are: counted from the other end in a mirrored pass."""
         last = self.positions - 1
         return (last - self.here, last - source) if routed.route.mirrored else (self.here, source)
 
@@ -329,7 +329,7 @@ class _Lockstep:
         return of_positions if self.heads == 1 else of_positions.repeat_interleave(self.heads, 0)
 
     def bytes_of(self, send: Send) -> Tensor:
-        """[G, W]; below zero where there is no message."""
+        """Return the bytes of a send, [G, W]; below zero where there is no message."""
         kind = send.channel.kind
         if send.rows is None:
             size = self.scale[kind].expand_as(self.clock)
@@ -339,7 +339,7 @@ class _Lockstep:
         return size + self.absent[kind] if kind in self.absent else size
 
     def post(self, send: Send, *, shares: bool) -> None:
-        """Both ends start together: each rank receives with the same action as it sends."""
+        """Start a message at both ends: each rank receives with the same action as it sends."""
         peers, size = self.peers_of(send.peer), self.bytes_of(send)
         peers.carried += size.clamp(min=0)
         begin = torch.maximum(self.clock, self.clock.index_select(0, peers.to))
@@ -365,7 +365,7 @@ class _Lockstep:
             self.clock = torch.maximum(self.clock, torch.maximum(arrived, received, out=received))
 
     def deliver(self, messages: list[_Message]) -> None:
-        """Work out when messages are through, where that is not known yet."""
+        """Compute when messages arrive, where that is not known yet."""
         unknown = [message for message in messages if message in self.pending]
         if unknown:
             self.share(unknown)
@@ -373,7 +373,7 @@ class _Lockstep:
             message.peers.busy = torch.maximum(message.peers.busy, message.end)
 
     def share(self, messages: list[_Message]) -> None:
-        """Let time pass until they are through: those to one receiver in turn, receivers in equal shares."""
+        """Let time pass until messages arrive: to one receiver in turn, to several in equal shares."""
         every = self.pending
         awaited = [every.index(message) for message in messages]
         since = min(float(m.begin.min()) for m in every)  # from there on half the precision is enough

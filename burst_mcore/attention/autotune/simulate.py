@@ -1,9 +1,9 @@
-"""Plays a schedule against the clock of a cluster: who does what when. Predicted, not measured.
+"""The simulator of a schedule: plays all programs against the clock of a cluster. Predicted, not measured.
 
-Every rank runs its program. A message starts when both of its ends are posted. Those from one rank to another
-go one after another; those from one rank to several share the link that they have in common, of which a rank
-has one to its own node and one to all others. Everything happens in the order of time, so that what is
-predicted does not depend on the order in which ranks are looked at. `lockstep` plays large rings faster.
+Every rank runs its program. A message starts when both of its ends are posted. A rank has one link to its own
+node and one to all others. Messages to one receiver go one after another. Messages to several receivers share
+their link. All events happen in the order of time, so the prediction does not depend on the order of ranks.
+`lockstep` plays large rings faster.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from burst_mcore.attention.schedule.walk import walk
 from burst_mcore.rates import Rates
 
 Seconds = Callable[[int, Compute], float]
-"""How long a compute takes: (rank, action) -> seconds."""
+"""The time of a compute: (rank, action) -> seconds."""
 
 
 class Exposed(NamedTuple):
@@ -59,20 +59,20 @@ class Exposed(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """A schedule against the clock."""
+    """The events and the waits of a simulated schedule."""
 
     events: list[Event]
     waits: list[Exposed]
 
     @property
     def seconds(self) -> float:
-        """Until the slowest rank is done."""
+        """Time at which the slowest rank ends."""
         return max(event.ended for event in self.events)
 
     def exposed(self, rank: int | None = None) -> list[Exposed]:
-        """The waits of a rank, the longest first; by default of the rank that ends last.
+        """Return the waits of a rank, the longest first; by default of the rank that ends last.
 
-        Of several that end together, the one that waits longest.
+        Of several ranks that end together, this is the rank that waits longest.
         """
         if rank is None:
             ends: dict[int, float] = defaultdict(float)
@@ -93,12 +93,12 @@ class _Message:
     receiver: int
     link: _Link
     ends: list[_Rank] = field(default_factory=list)
-    """Who posted it so far; it starts with the second."""
+    """The ranks that have posted the message; it starts with the second."""
     arrived: bool = False
     started: float = -1.0
-    """When the link began to carry it."""
+    """Time at which the link began to carry the message."""
     ended: float = 0.0
-    """When it arrived."""
+    """Time of arrival."""
 
 
 @dataclass(eq=False)
@@ -117,13 +117,13 @@ class _Rank:
 
 @dataclass(eq=False)
 class _Link:
-    """What a rank sends to its own node, or to others: by receiver, in order."""
+    """A rank's link to its own node, or to others, with its messages by receiver, in order."""
 
     rate: float
     queues: dict[int, deque[_Message]] = field(default_factory=dict)
     now: float = 0.0
     version: int = 0
-    """Of what it carries: what was said of another is out of date."""
+    """Number of changes: events that were planned for an earlier version are void."""
 
     def carry(self, until: float) -> None:
         """Let time pass."""
@@ -134,7 +134,7 @@ class _Link:
         self.now = until
 
     def first_end(self) -> tuple[float, int]:
-        """(when the next message is through, its receiver), if nothing else comes."""
+        """Return (when the next message is through, its receiver), if no other comes."""
         receiver = min(self.queues, key=lambda to: self.queues[to][0].left)
         left = max(0.0, self.queues[receiver][0].left)
         return self.now + left * len(self.queues) / self.rate, receiver
@@ -263,7 +263,7 @@ class _Player:
                     self.woken.append(rank)
 
     def note(self, rank: _Rank, wait: Wait, last: Send | Recv) -> None:
-        """Write down that a rank waited, if any time passed."""
+        """Record that a rank waited, if any time passed."""
         assert rank.waits_since is not None
         waited = self.now - rank.waits_since
         if waited > 0:
@@ -274,7 +274,7 @@ class _Player:
 
 
 def play(schedule: Schedule, sizes: Sizes, seconds: Seconds, intra_size: int, rates: Rates) -> Timeline:
-    """All that happens when a schedule runs, every rank on its own clock.
+    """Simulate a schedule, every rank on its own clock.
 
     Args:
         schedule: of one pass.

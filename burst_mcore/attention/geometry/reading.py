@@ -2,7 +2,7 @@
 
 The rows of every position are cut into segments, so short that a position reads all of a segment or nothing
 of it. Then one table, readers x segments, says everything. A bundle carries along its way the segments that
-have a reader further on, so the last reader on the way, one number a segment, is all that a hop needs.
+have a reader further on. So a hop needs one number a segment: its last reader on the way.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class Blocks(NamedTuple):
     """For each block of one side, the blocks of the other that it meets: int32 tensors.
 
     Block i meets `others[starts[i]:starts[i + 1]]`. Up to `full[i]` they are seen wholly. Of a later entry e,
-    parts[firsts[e]:firsts[e + 1]] say which pairs meet; their rows are the fields of `Piece`, in rows and
+    parts[firsts[e]:firsts[e + 1]] say which pairs meet. Their rows are the fields of `Piece`, in rows and
     columns of the tile, whichever side is walked.
     """
 

@@ -70,7 +70,7 @@ def takes_delta(kernel: Kernel) -> Kernel:
         scale = 256.0 if dout.dtype == torch.float16 else 1.0  # D of scaled losses is beyond float16
         dout[..., value_width : value_width + 2] = scale
         out[..., value_width] = delta / scale
-        out[..., value_width + 1] = delta / scale - out[..., value_width].to(delta.dtype)  # what was rounded
+        out[..., value_width + 1] = delta / scale - out[..., value_width].to(delta.dtype)  # rounding error
         wide = inputs._replace(
             q=padded(inputs.q, width + COLUMNS),
             k=padded(inputs.k, width + COLUMNS),

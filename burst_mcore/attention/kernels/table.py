@@ -56,7 +56,7 @@ def choose(name: str, problem: Problem) -> Kernel:
 
 
 def taking_delta(name: str, problem: Problem) -> Kernel:
-    """Return a kernel as `choose` does, but one that accepts any D, not only rowsum(dO * O).
+    """Return a kernel as `choose` does, which accepts any D, not only rowsum(dO * O).
 
     Raises:
         ValueError: none does, or not the one of this name.

@@ -146,7 +146,7 @@ def forward(
         most = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
         total = tl.zeros((ROWS,), dtype=tl.float32)
         sums = tl.zeros((ROWS, VALUE_DIM), dtype=tl.float32)
-    else:  # what was seen so far is one key more, of this score and this value
+    else:  # the keys seen so far count as one key more, of this score and this value
         most = tl.load(to_lse, mask=there, other=-float("inf")) * LOG2E
         total = tl.where(most == -float("inf"), 0.0, 1.0)
         sums = tl.load(to_out, mask=in_out, other=0.0).to(tl.float32)

@@ -10,8 +10,8 @@ def from_lower_right(pattern: Pattern) -> tuple[int, int]:
 
     FlashAttention's convention: row m sees column n iff -left <= n - (m + N - M) <= right. A tile's window
     leaves no row and no column of its rectangle unseen. So neither bound is negative; a negative one would be
-    read as unbounded. A window has no more rows than columns, because FlashAttention-2 takes a right bound of
-    N and more as unbounded, and an unbounded one as N.
+    read as unbounded. A window has no more rows than columns: FlashAttention-2 takes a right bound of N and
+    more as unbounded, and an unbounded one as N.
     """
     if not pattern.windowed:
         return -1, -1

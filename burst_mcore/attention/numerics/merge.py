@@ -65,7 +65,7 @@ class OnlineSoftmax:
         if view(self._q, rows) is None:
             return None
         if self._out is None and self._sinks is None and count(rows) == self._q.shape[1]:
-            self._written.mark(rows[0])  # nothing is read of what is set as a whole
+            self._written.mark(rows[0])  # all rows will be set before any is read
             out, lse = self._room()
             return out, lse, True
         out, lse = (gather(x, rows) for x in self._wide())

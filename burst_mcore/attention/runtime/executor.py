@@ -1,4 +1,4 @@
-"""Executes a program: posts and waits for messages, and calls back for buffers, copies and math."""
+"""The executor of a program: it posts and awaits messages, and calls back for buffers, copies and maths."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class ProcessGroups:
             self.carrier(channel)
 
     def carrier(self, channel: Channel) -> Carrier:
-        """The process group of a channel, made if it is not there yet."""
+        """Return the process group of a channel, made at its first use."""
         key = channel.link, channel.kind
         if key not in self._carriers:
             topology = self._topology
@@ -120,28 +120,28 @@ def transport_of(topology: Topology, route: Route) -> Transport:
 
 @lru_cache(maxsize=1024)
 def _channels(rank: int, route: Route, pass_: Pass) -> tuple[Channel, ...]:
-    """The kinds of messages of a pass in which everybody reads everything, in an order that all share."""
+    """Return the channels of a pass in which every rank reads every row, in an order that all ranks share."""
     channels = (channel for channel, _ in hops(program(rank, route, pass_)) if channel is not None)
     return tuple(sorted({channel._replace(part=0) for channel in channels}))
 
 
 _ABANDONED: list[object] = []
-"""What was under way in passes that failed: the network may still write there."""
+"""Messages and buffers of passes that failed: the network may still write there."""
 
 
 class Exchange(Protocol):
     """One kind of message of the all-to-all over a head group."""
 
     def pack(self, member: int) -> Bundle:
-        """What `member` is to get, as one contiguous tensor: a message has a cost besides its bytes."""
+        """Return the share of `member` as one contiguous tensor: a message has a cost besides its bytes."""
         ...
 
     def empty(self) -> Bundle:
-        """Room for what comes from another member."""
+        """Return room for the share that comes from another member."""
         ...
 
     def unpack(self, member: int, parcel: Bundle | None) -> None:
-        """Put what came from `member` where it belongs; None: this rank's own share."""
+        """Copy the share of `member` to its place; None stands for this rank's own share."""
         ...
 
 
@@ -149,12 +149,12 @@ class Ring:
     """The buffers of one pass over the ring and the execution of its program.
 
     Args:
-        rank: of the ring, for error messages.
+        rank: this rank's number in the ring, for error messages.
         home: the rank's own bundle, read only; contiguous tensors.
-        new: makes an uninitialised buffer for these rows (None: all): a bundle's (DATA) or a travelling
-            gradient's (SUM).
-        free: takes one back that is not needed any more.
-        exchanges: by what they carry, if heads are shared.
+        new: makes an uninitialised buffer for some rows (None: all), of a bundle (DATA) or of a travelling
+            gradient (SUM).
+        free: takes back a buffer that is not needed any more.
+        exchanges: by kind of message, if heads are shared.
     """
 
     def __init__(
@@ -178,11 +178,12 @@ class Ring:
     def run(self, program: Program, compute: OnCompute, accumulate: OnAccumulate | None = None) -> None:
         """Execute `program`.
 
-        compute(source, part, bundle, rows) attends to a bundle of these rows; accumulate(sums, rows, first)
-        then, while the bundle is there, adds its gradients to the travelling sums, or sets them if `first`.
+        compute(source, part, bundle, rows) attends to a bundle of these rows. Then, while the bundle is still
+        in its buffer, accumulate(sums, rows, first) adds its gradients to the travelling sums, or sets them
+        if `first`.
 
         Raises:
-            RuntimeError: a hop failed: says at which step, between whom.
+            RuntimeError: a hop failed; the message names its step and ranks.
         """
         record = recorder()
         try:
@@ -221,24 +222,24 @@ class Ring:
                 self._exchanges[action.kind].unpack(action.member, piece)
 
     def buffer(self, name: str) -> Bundle:
-        """The bundle called `name`, made at its first use."""
+        """Return the bundle in the buffer `name`, made at its first use."""
         if name not in self._buffers:
             self._buffers[name] = self._new(kind_of(name), self._rows.get(name))
         return self._buffers[name]
 
     def rows(self, name: str) -> Rows | None:
-        """Which rows the buffer holds; None: all."""
+        """Return which rows the buffer holds; None: all."""
         return self._rows.get(name)
 
     def _room(self, name: str, rows: Rows | None, fresh: bool) -> Bundle:
-        """The buffer, with room for `rows`: uninitialised if `fresh`, else with what it has, and zeros."""
+        """Return the buffer with room for `rows`: uninitialised if `fresh`, else with its data and zeros."""
         if self._rows.get(name) == rows:
             return self.buffer(name)
         old_rows, old = self._rows.get(name), self._buffers.pop(name, None)
         self._rows[name] = rows
         new = self.buffer(name)
         if old is not None and not fresh:
-            assert old_rows is not None  # what holds all rows never grows
+            assert old_rows is not None  # a buffer with room for all rows never grows
             for total, before in zip(new, old, strict=True):
                 total.zero_()
                 for to, values in scatter_views(total, relative_to(rows, old_rows), before):
@@ -282,7 +283,7 @@ class Ring:
         record.posted(channel, actions)
 
     def _part(self, action: Send) -> Bundle:
-        """The rows that are sent: the buffer itself, or a copy of some of them."""
+        """Return the rows that are sent: the buffer itself, or a copy of some of its rows."""
         bundle, buffer_rows = self.buffer(action.buffer), self._rows.get(action.buffer)
         if action.channel.link == Link.HEADS or buffer_rows == action.rows:
             return bundle

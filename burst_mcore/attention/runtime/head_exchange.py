@@ -122,13 +122,13 @@ class Outward:
 
 
 def _parcel(pieces: Bundle, lease: Lease) -> Bundle:
-    """Room for these tensors, uninitialised, as one message: bytes."""
+    """Return room for these tensors, uninitialised, as one message of bytes."""
     size = sum(x.numel() * x.itemsize for x in pieces)
     return (lease.empty((size,), torch.uint8, pieces[0].device),)
 
 
 def _opened(parcel: Bundle, like: Bundle) -> Bundle:
-    """The tensors in a parcel: the widest dtypes come first, so that all lie as their dtype must."""
+    """Return the tensors in a parcel. The widest dtypes come first, so that all are aligned."""
     (whole,), start = parcel, 0
     tensors: dict[int, Tensor] = {}
     for index, x in sorted(enumerate(like), key=lambda each: -each[1].itemsize):
@@ -147,7 +147,7 @@ def pooled_like(x: Tensor, group: HeadGroup) -> torch.Size:
 
 
 def _heads_axis(x: Tensor) -> int:
-    """The dimension of heads, of a tensor or of a statistic."""
+    """Return the dimension of heads in a tensor or a statistic."""
     return 2 if x.dim() == 4 else 1
 
 

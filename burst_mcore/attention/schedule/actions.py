@@ -54,7 +54,7 @@ class Link(_Word):
 
 
 class Kind(_Word):
-    """What a message carries."""
+    """The contents of a message."""
 
     DATA = "data"
     """A travelling bundle."""
@@ -75,7 +75,7 @@ COMES_LATE = (Kind.GRADIENT, Kind.RESULT, Kind.SUM)
 
 
 class Channel(NamedTuple):
-    """Messages that are waited for together. Those of one link and kind keep their order."""
+    """Messages that are waited for together. Messages of one link and kind keep their order."""
 
     link: Link
     kind: Kind

@@ -79,8 +79,8 @@ class _Member:
         """Channels that were waited for."""
         self.shifts = [sorted({shift, heads - shift}) for shift in range(1, heads // 2 + 1)]
         """Shifts s: send to member m + s, receive from member m - s. The two shifts between the same two
-        members start together. On gloo nothing is sent before the receiver has said that it is ready, and
-        that word would otherwise queue behind all that it sends to the same member."""
+        members start together. On gloo nothing is sent before the receiver has said that it is ready.
+        That word would otherwise queue behind all that it sends to the same member."""
         self.others = [shift for pair in self.shifts for shift in pair]
 
     def actions(self) -> Iterator[Action]:

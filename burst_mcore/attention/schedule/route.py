@@ -77,11 +77,11 @@ PASSES = {
         "backward query: Q, dO, D, LSE travel, dQ follows", gradients=True, bundle=True, rows=False
     ),
 }
-"""What each pass moves."""
+"""The bundles, rows and gradients that each pass moves."""
 
 
 def program(rank: int, route: Route, pass_: Pass, plan: Plan | None = None) -> Program:
-    """Return what `rank` does in a pass; without a plan, every rank reads every row."""
+    """Return the program of `rank` in a pass; without a plan, every rank reads every row."""
     if plan is None or plan.everything:
         return _of_all(rank, route, Pass(pass_))
     return _of_plan(plan, rank, route, Pass(pass_))

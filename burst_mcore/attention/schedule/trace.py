@@ -154,7 +154,7 @@ _SHARED: list[Recording] = []
 
 
 def recorder() -> Recorder:
-    """Return the recorder of this process: the innermost `record`, or the one that records nothing."""
+    """Return the recorder of this process: the innermost `record`, or a no-op."""
     return _SHARED[-1] if _SHARED else _NOTHING
 
 

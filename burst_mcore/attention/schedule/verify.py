@@ -37,8 +37,8 @@ from burst_mcore.attention.schedule.route import Schedule
 from burst_mcore.attention.schedule.walk import walk
 
 Token = tuple[Any, ...]
-"""What a buffer holds: (DATA, source, rows), (SUM, source, contributors, rows), or in a head group (kind,
-from, to); the first is a `Kind`. Rows None are all."""
+"""The contents of a buffer: (DATA, source, rows), (SUM, source, contributors, rows), or in a head group
+(kind, from, to); the first is a `Kind`. Rows None are all."""
 Posted = tuple[Send | Recv, Token | None]
 """A message of a batch, and the token that a send carries."""
 Wire = tuple[Communicator, int, int, int]
@@ -183,11 +183,11 @@ def _deliver(first: Posted, second: Posted, first_rank: _Rank, second_rank: _Ran
 
 
 def verify(schedule: Schedule, intra_size: int | None = None) -> None:
-    """Check that every rank computes each bundle that it must read once, whatever the network does.
+    """Check that every rank computes each bundle that it must read once, in any order of messages.
 
     Args:
         schedule: the programs of all ranks.
-        intra_size: ranks of a node; by default those of a node of the route.
+        intra_size: ranks of a node; by default as on the route.
 
     Raises:
         ValueError: a rank computes a bundle twice, never, without the rows that are read, or loses it before
