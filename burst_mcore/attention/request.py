@@ -164,10 +164,11 @@ def request_of(
     for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
         if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
             raise ValueError(f"{name} must be positive and finite, got {value!r}")
+    handles = ensure(topology), ensure(mask), ensure(config)
+    request = _request(shard, device, *handles, softmax_scale, softcap, sinks, return_lse)
     if topology.size > 1:
         _check_group(topology, device)
-    handles = ensure(topology), ensure(mask), ensure(config)
-    return _request(shard, device, *handles, softmax_scale, softcap, sinks, return_lse)
+    return request
 
 
 @lru_cache(maxsize=REQUESTS)
