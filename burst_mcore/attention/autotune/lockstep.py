@@ -307,7 +307,7 @@ class _Lockstep:
 
     @cached_property
     def pairs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Pairs by position and source, [P * P, columns]; of each pass the column, and its seconds a pair.
+        """Pairs by position and source, [P * P, columns]; each pass's column, and its seconds a pair.
 
         Passes that differ by a factor share a column.
         """

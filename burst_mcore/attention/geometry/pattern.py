@@ -56,7 +56,7 @@ class Pattern:
 
     @property
     def masked(self) -> bool:
-        """Whether it is neither full, nor causal, nor a window."""
+        """Whether the pattern is neither full, nor causal, nor a window."""
         return bool(self.parts) or self.fixed_table is not None
 
     @property

@@ -163,7 +163,7 @@ class Plan:
         return result
 
     def needed(self, owner: int, reader: int, *, of_queries: bool) -> Rows:
-        """Rows of position `at` that `by` reads: its keys, or its queries (then `by` has the keys)."""
+        """Return the rows of `owner` that `reader` reads: its keys, or its queries."""
         return self.reading(of_queries=of_queries).needed(owner, reader)
 
     @property
@@ -172,7 +172,7 @@ class Plan:
         return not self.mask.terms and self.n == self.rows * self.size
 
     def _table(self, stretch: Stretch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The rectangles of all bands in local rows: first and last query rows, first and last key rows."""
+        """Return all bands in local rows: first and last query rows, first and last key rows."""
         if stretch not in self._tables:
             q0, q1, k0, k1 = map(stretch.rows_before_each, self.bands[:, :4].T.contiguous())
             self._tables[stretch] = q0, q1, k0, k1

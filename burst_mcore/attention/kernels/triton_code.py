@@ -52,7 +52,7 @@ def _unit(scale, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _allowed(m, n, entry, firsts, parts, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Which pairs of rows m and columns n the parts of an entry allow."""
+    """Return which pairs of rows m and columns n the parts of an entry allow."""
     seen = tl.zeros((ROWS, COLUMNS), dtype=tl.int1)
     for at in range(tl.load(firsts + entry), tl.load(firsts + entry + 1)):
         part = parts + 8 * at
@@ -88,7 +88,7 @@ def _spoil(x):
 
 @triton.jit
 def _cleaned(x, spoil):
-    """The matrix with zeros for its spoilt rows: 0 x NaN is NaN, and P is 0 where nothing is seen."""
+    """Return the matrix with zeros for its spoilt rows: 0 x NaN is NaN, and P is 0 where nothing is seen."""
     return tl.where((spoil == 0.0)[:, None], x, 0.0)
 
 
@@ -188,7 +188,7 @@ def _weights(
 
 @triton.jit
 def _statistics(lse, delta, m, lse_row, delta_row, rows):
-    """(lse of base 2, delta) of rows m; lse is infinite where there is no row or it sees nothing: P is 0."""
+    """Return (lse of base 2, delta) of rows m; lse is infinite, so P is 0, where no row is or it is blind."""
     there = m < rows
     lse_of_base_2 = tl.load(lse + m.to(tl.int64) * lse_row, mask=there, other=float("inf")).to(tl.float32)
     lse_of_base_2 = tl.where(lse_of_base_2 == -float("inf"), float("inf"), lse_of_base_2 * LOG2E)

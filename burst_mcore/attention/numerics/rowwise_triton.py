@@ -14,7 +14,7 @@ ROWS = 32
 
 @triton.jit
 def _at(ids, rows, heads, batch_stride, row_stride, head_stride):
-    """Offsets of rows, counted as (batch, row, head)."""
+    """Return offsets of rows, counted as (batch, row, head)."""
     ids = ids.to(tl.int64)
     head, row, batch = ids % heads, ids // heads % rows, ids // heads // rows
     return batch * batch_stride + row * row_stride + head * head_stride

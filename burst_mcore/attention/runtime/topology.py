@@ -178,7 +178,7 @@ _ASKED: dict[str, Counter[str]] = defaultdict(Counter)
 
 
 def _why_no_grid(rows: Sequence[Sequence[int]], local: int, column: Sequence[int]) -> str:
-    """Why the intra groups `rows` and the inter group `column` at place `local` are no grid; else ""."""
+    """Return why intra groups `rows` and inter group `column` at place `local` are no grid; else ""."""
     sizes = [len(row) for row in rows]
     if len(set(sizes)) > 1:
         return f"the nodes hold different numbers of ranks: {sizes}"
@@ -193,7 +193,7 @@ def _why_no_grid(rows: Sequence[Sequence[int]], local: int, column: Sequence[int
 
 
 def _ranks_per_host(hosts: Sequence[str]) -> int:
-    """L, if every host holds as many ranks, one after another; `hosts` by rank."""
+    """Return L, if every host holds L ranks, one after another; `hosts` by rank."""
     counts = Counter(hosts)
     ranks_per_host = next(iter(counts.values()))
     in_order = [host for host in counts for _ in range(counts[host])]

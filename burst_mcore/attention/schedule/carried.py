@@ -21,7 +21,7 @@ Carried = Any
 
 
 def nothing(carried: Carried) -> bool:
-    """Whether there is nothing to carry."""
+    """Return whether there is nothing to carry."""
     return isinstance(carried, tuple) and not carried
 
 
@@ -32,7 +32,7 @@ class Hops(Protocol):
     """Nobody else reads the position's own bundle: its gradient stays."""
 
     def reads(self, owner: int) -> bool:
-        """Whether the position reads the bundle of `owner`."""
+        """Return whether the position reads the bundle of `owner`."""
         ...
 
     def owners(self, size: int) -> Iterable[int]:

@@ -75,7 +75,7 @@ class RowCounts:
         return rows
 
     def _summed(self, places: Tensor, size: int) -> Tensor:
-        """Rows of segments [lists of segments], summed by place and owner."""
+        """Return the rows of segments, summed by place and owner; places: [lists of segments]."""
         rows = torch.zeros(size * self._reading.size, dtype=torch.float32)
         length = self._reading.length.float()
         for place in places:
@@ -170,7 +170,7 @@ class Moved:
         return self._of_local(l, self._intra, self._nodes)[m * self._intra :][:size]
 
     def _of_local(self, l: int, intra: int, nodes: int) -> Tensor:  # noqa: E741
-        """Every position moved by `l` within its node, twice over."""
+        """Return every position moved by `l` within its node, twice over."""
         if l not in self._twice:
             once = torch.arange(nodes)[:, None] * intra + (torch.arange(intra) + l) % intra
             self._twice[l] = once.flatten().repeat(2)

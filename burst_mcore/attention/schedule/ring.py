@@ -173,7 +173,7 @@ class _Position:
             self.actions.append(Wait(step, channel))
 
     def held(self, i: int, j: int) -> int:
-        """Whose bundle it has at round i and step j."""
+        """Return the owner of the bundle that is here at round i and step j."""
         return self.at(self.m - self.turn * i, self.l - self.turn * j)
 
     def at(self, node: int, local: int) -> int:

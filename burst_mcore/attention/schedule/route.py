@@ -139,7 +139,7 @@ class Schedule:
         return len(self.programs)
 
     def __str__(self) -> str:
-        """A grid, a row a step and a column a rank: x<r receives from rank r, x>r sends, [r] computes."""
+        """Return a grid of step x rank: x<r receives from rank r, x>r sends, [r] computes."""
         cells = [
             {
                 step: "  ".join(map(str, actions))
