@@ -2,11 +2,14 @@
 
 import gc
 import pickle
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo
 import torch._functorch.aot_autograd  # both here once, for all that is forked
+import torch.distributed as dist
 from dense import dense, error, problem
 from ranks import processes
 
@@ -19,6 +22,31 @@ from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.layout import shard
 from burst_mcore.mask import mask as mask_module
 from burst_mcore.registry import Registered, lookup, register
+
+PACKAGE = Path(request_module.__file__).parents[1]
+
+
+def _functions_of_a_warm_forward(rank, size):
+    """Return the (file, function) pairs of this package that the third forward of a ring runs."""
+    topology, mask, config = Topology.from_group(dist.group.WORLD), Mask.causal(), BurstConfig()
+    q, k, v = (torch.randn(1, 64, 2, 16) for _ in range(3))
+    functions = set()
+
+    def note(frame, event, arg):
+        if event == "call" and str(PACKAGE) in frame.f_code.co_filename:
+            functions.add((frame.f_code.co_filename, frame.f_code.co_qualname))
+
+    for profile in (None, None, note):
+        sys.setprofile(profile)
+        burst_attention(q, k, v, topology=topology, mask=mask, config=config)
+    sys.setprofile(None)
+    return functions
+
+
+def test_a_warm_forward_runs_few_functions_of_few_files():
+    for functions in processes(2, _functions_of_a_warm_forward):
+        files = {file for file, _ in functions}
+        assert 15 < len(files) <= 22 and 60 < len(functions) <= 120, sorted(functions)
 
 
 def _checked(rank, size, options, sunk):

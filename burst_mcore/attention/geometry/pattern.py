@@ -54,7 +54,7 @@ class Pattern:
         """Forms of the pattern that kernels made for a device, kept for as long as the pattern lives."""
         return {}
 
-    @property
+    @cached_property
     def masked(self) -> bool:
         """Whether the pattern is neither full, nor causal, nor a window."""
         return bool(self.parts) or self.fixed_table is not None
@@ -64,7 +64,7 @@ class Pattern:
         """Every row sees every column."""
         return self.low is self.high is None and not self.parts and self.fixed_table is None
 
-    @property
+    @cached_property
     def causal(self) -> bool:
         """Row m sees columns n <= m."""
         return self.low is None and self.high == 0 and not self.masked

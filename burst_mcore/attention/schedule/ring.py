@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from burst_mcore.attention.schedule.actions import (
     COMES_LATE,
@@ -188,6 +189,7 @@ def _free(kind: Kind, *taken: str) -> str:
     return next(name for name in _NAMES[kind] if name not in taken)
 
 
+@cache
 def kind_of(buffer: str) -> Kind:
     """Return whether a buffer holds a bundle (DATA) or a sum of gradients (SUM)."""
     return Kind.DATA if buffer.startswith(Kind.DATA) or buffer == HOME else Kind.SUM

@@ -23,7 +23,7 @@ that nobody reads: see `carried`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 
 from burst_mcore.attention.geometry.plan import Plan, cached_on_plan
@@ -47,7 +47,7 @@ class Route:
     mirrored: bool = False
     """The bundles go from higher positions to lower ones."""
 
-    @property
+    @cached_property
     def positions(self) -> int:
         """The size of the ring."""
         return self.nodes * self.intra
