@@ -130,7 +130,7 @@ def draw(
     The mask's picture shows the mask, the tiles that each rank computes, and the work of each rank.
     """
     from burst_mcore.attention.kernels.table import choose
-    from burst_mcore.attention.schedule.route import PASSES
+    from burst_mcore.attention.schedule.actions import Pass
     from burst_mcore.attention.schedule.trace import chrome_trace
     from burst_mcore.bench.record import record_pass
     from burst_mcore.config import BurstConfig
@@ -144,8 +144,9 @@ def draw(
         for path in (out, trace, mask_out):
             if path is not None and path.is_dir():
                 raise ValueError(f"{path} is a folder: give the name of a file")
-        if direction not in PASSES:
-            raise ValueError(f"unknown direction {direction!r}; legal: {', '.join(PASSES)}")
+        if direction not in tuple(Pass):
+            raise ValueError(f"unknown direction {direction!r}; legal: {', '.join(Pass)}")
+        pass_ = Pass(direction)
         config = BurstConfig(ring=ring, overlap=overlap, head_parallel=head_parallel)
         if measure and tokens(seq) > MEASURED_TOKENS:
             raise ValueError(f"--measure runs on this machine's CPU: --seq may be at most {MEASURED_TOKENS}")
@@ -162,7 +163,7 @@ def draw(
             problem,
             where,
             rates,
-            name=direction,
+            pass_=pass_,
             degree=head_parallel,
             ring=ring,
             overlap=overlap,
@@ -172,20 +173,20 @@ def draw(
         runs = {"predicted": drawing.timeline.events}
         if measure:
             config = replace(config, layout=drawing.plan.layout, kernel=kernel)
-            runs["measured"] = record_pass(problem, where, direction, config, rates)
+            runs["measured"] = record_pass(problem, where, pass_, config, rates)
     except (ValueError, RuntimeError) as error:
         _fail("draw", error)
     mask_out = mask_out or out.with_name("mask.png")
     shown, what = drawing.schedule, f"mask {mask} over {seq} tokens"
     typer.echo(f"{shown}\n\n{what}; {shown.route}: {drawing.why}")
-    typer.echo(f"{predict.summary(drawing, where)}\n{tiles_summary(drawing.plan, direction, chosen)}")
+    typer.echo(f"{predict.summary(drawing, where)}\n{tiles_summary(drawing.plan, pass_, chosen)}")
     typer.echo(predict.exposed(drawing))
     try:
         for path in (out, trace, mask_out):
             path.parent.mkdir(parents=True, exist_ok=True)
         save_timelines(runs, f"{shown.title}; {shown.route} on {cluster} ranks; {what}", out)
         title = f"{what}, layout {drawing.plan.layout}; {shown.title}, on {cluster} ranks"
-        save_mask(drawing.plan, direction, chosen, title, mask_out)
+        save_mask(drawing.plan, pass_, chosen, title, mask_out)
         trace.write_text(chrome_trace(runs))
     except (ValueError, OSError) as error:
         _fail("draw", error)

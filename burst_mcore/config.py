@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from burst_mcore.dtypes import DTYPES
-from burst_mcore.handles import Named, introduce
 from burst_mcore.layout import NAMES, Layout
+from burst_mcore.registry import Registered, register
 
 BACKWARDS = ("auto", "query", "kv")
 RINGS = ("auto", "double", "flat", "direct")
@@ -31,7 +31,7 @@ def _told(legal: tuple[str, ...] | str, meaning: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BurstConfig(Named):
+class BurstConfig(Registered):
     """How attention is run. Each field is a flag of Megatron and a key of the section for DeepSpeed, too.
 
     Raises ValueError where a field is not legal. Names of kernels, and degrees of head parallelism, are
@@ -118,7 +118,7 @@ class BurstConfig(Named):
         if dtype not in GRAD_DTYPES.values():
             raise ValueError(f"grad_dtype must be one of {', '.join(GRAD_DTYPES)}, got {self.grad_dtype!r}")
         object.__setattr__(self, "grad_dtype", dtype)
-        introduce(self, repr(self))
+        register(self, repr(self))
 
 
 def _word(default: Any) -> Any:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from burst_mcore import Mask
-from burst_mcore.attention.geometry.pattern import Seen
-from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Scores
+from burst_mcore.attention.geometry.pattern import Pattern
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Scores
 
 
 class Problem(NamedTuple):
@@ -87,20 +87,20 @@ def dense(
 
 def single_kernel(p: Problem, kernel: Kernel, mask: Mask) -> Result:
     """The same kernel on one device, given its own out: the bar that a ring is held to."""
-    seen, how = seen_of(mask, p.q.shape[1]), Scores(p.q.shape[-1] ** -0.5)
-    out, lse = kernel.forward(p.q, p.k, p.v, seen, how)
+    pattern, scores = pattern_of(mask, p.q.shape[1]), Scores(p.q.shape[-1] ** -0.5)
+    out, lse = kernel.forward(p.q, p.k, p.v, pattern, scores)
     wide = torch.promote_types(out.dtype, torch.float32)
     delta = (p.dout.to(wide) * out.to(wide)).sum(-1).transpose(1, 2).contiguous()
-    row = RowGradients(p.dout, p.q, p.k, p.v, out, lse, delta)
-    return Result(out, lse.transpose(1, 2), *kernel.backward(row, seen, how))
+    row = BackwardInputs(p.dout, p.q, p.k, p.v, out, lse, delta)
+    return Result(out, lse.transpose(1, 2), *kernel.backward(row, pattern, scores))
 
 
-def seen_of(mask: Mask, n: int) -> Seen:
+def pattern_of(mask: Mask, n: int) -> Pattern:
     """The mask over n tokens as one tile."""
     if mask in (Mask.causal(), Mask.full()):
-        return Seen((n, n), high=0 if mask == Mask.causal() else None)
+        return Pattern((n, n), high=0 if mask == Mask.causal() else None)
     at = torch.arange(n)
-    return Seen.by(mask.allows(at, at))
+    return Pattern.from_table(mask.allows(at, at))
 
 
 def error(got: Tensor, want: Tensor) -> float:

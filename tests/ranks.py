@@ -120,11 +120,11 @@ class MailboxTransport:
         works = []
         for action, bundle in messages:
             if type(action).__name__ == "Send":
-                box = self.mail.box((self.rank, action.peer, channel.link, channel.what))
+                box = self.mail.box((self.rank, action.peer, channel.link, channel.kind))
                 box.put([tensor.clone() for tensor in bundle])
                 self.sent[action.peer] += sum(tensor.nbytes for tensor in bundle)
             else:
-                box = self.mail.box((action.peer, self.rank, channel.link, channel.what))
+                box = self.mail.box((action.peer, self.rank, channel.link, channel.kind))
                 works.append(_Arrival(box, bundle))
         return works
 

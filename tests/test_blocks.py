@@ -5,17 +5,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from masks import random_layout, random_mask, randoms
 
-from burst_mcore.attention.geometry.pattern import Abilities, Seen
-from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.geometry.pattern import Abilities, Pattern
+from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.blocks import blocks
 
 
-def _walked(seen, block_m, block_n, by_columns):
+def _walked(pattern, block_m, block_n, by_columns):
     """How often each pair is seen, and where, by the lists."""
-    rows, columns = seen.shape
+    rows, columns = pattern.shape
     met = torch.zeros(rows, columns, dtype=torch.int)
-    lists = blocks(seen, block_m, block_n, by_columns=by_columns)
+    lists = blocks(pattern, block_m, block_n, by_columns=by_columns)
     starts, full, others, firsts, parts = (x.tolist() for x in lists)
     m, n = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
     for block in range(len(full)):
@@ -40,14 +40,16 @@ def _walked(seen, block_m, block_n, by_columns):
 )
 def test_every_pair_is_walked_once(draw, n, size, block_m, block_n):
     layout, mask = random_layout(draw, size, n), random_mask(draw, n)
-    what = plan(layout, mask, n, size)
+    plan = plan_for(layout, mask, n, size)
     for q_at in range(size):
-        for tile in tiles_of(what, q_at, draw.randrange(size), Abilities(draw.random() < 0.5, pieces=True)):
+        for tile in tiles_of(plan, q_at, draw.randrange(size), Abilities(draw.random() < 0.5, pieces=True)):
             for by_columns in (False, True):
-                assert torch.equal(_walked(tile.seen, block_m, block_n, by_columns), tile.seen.table.int())
+                assert torch.equal(
+                    _walked(tile.pattern, block_m, block_n, by_columns), tile.pattern.table.int()
+                )
 
 
 def test_a_causal_square_is_walked_without_what_is_empty():
-    lists = blocks(Seen((64, 64), high=0), 16, 16, by_columns=False)
+    lists = blocks(Pattern((64, 64), high=0), 16, 16, by_columns=False)
     assert lists.starts.tolist() == [0, 1, 3, 6, 10]
     assert (lists.full - lists.starts[:-1]).tolist() == [0, 1, 2, 3]  # all but the diagonal need no mask

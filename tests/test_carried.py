@@ -10,11 +10,11 @@ from masks import brute, random_layout, random_mask, randoms
 
 from burst_mcore import Layout, Mask, positions
 from burst_mcore.attention.geometry import reading as readings
-from burst_mcore.attention.geometry.plan import Plan, plan
+from burst_mcore.attention.geometry.plan import Plan, plan_for
 from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.geometry.rows import count, union
-from burst_mcore.attention.schedule.actions import Send
-from burst_mcore.attention.schedule.route import PASSES, Route, program, schedule
+from burst_mcore.attention.schedule.actions import Pass, Send
+from burst_mcore.attention.schedule.route import Route, program, schedule
 from burst_mcore.attention.schedule.verify import verify
 
 PLACES = {"size": st.integers(1, 4), "heads": st.sampled_from([1, 1, 2, 3]), "n": st.integers(1, 90)}
@@ -24,15 +24,15 @@ PLACES = {"size": st.integers(1, 4), "heads": st.sampled_from([1, 1, 2, 3]), "n"
 @given(draw=randoms, **PLACES)
 def test_what_is_read_are_the_rows_of_the_pieces(draw, size, heads, n):
     layout, mask = random_layout(draw, size * heads, n), random_mask(draw, n)
-    what = plan(layout, mask, n, size, heads)
+    plan = plan_for(layout, mask, n, size, heads)
     for of_queries in (False, True):
-        reading = what.reading(of_queries=of_queries)
+        reading = plan.reading(of_queries=of_queries)
         for at in range(size):
             for by in range(size):
-                pieces = what.pieces(at, by) if of_queries else what.pieces(by, at)
+                pieces = plan.pieces(at, by) if of_queries else plan.pieces(by, at)
                 rows = [range(p.m0, p.m1) if of_queries else range(p.n0, p.n1) for p in pieces]
                 needed = reading.needed(at, by)
-                if not what.everything:
+                if not plan.everything:
                     assert needed == union(rows)
                 assert bool(reading.meets[at, by]) == bool(needed)
                 assert reading.counts[at, by] == count(needed)
@@ -60,9 +60,9 @@ def test_pairs_between_ranks_are_counted(draw, size, n):
 def test_programs_carry_what_is_read_and_are_verified(draw, n, route, mirrored, direct):
     route = replace(route, direct=True, nodes=1) if direct else replace(route, mirrored=mirrored)
     layout, mask = random_layout(draw, route.size, n), random_mask(draw, n)
-    what = plan(layout, mask, n, route.positions, route.heads)
-    for name in PASSES:
-        verify(schedule(route, name, what))
+    plan = plan_for(layout, mask, n, route.positions, route.heads)
+    for pass_ in Pass:
+        verify(schedule(route, pass_, plan))
 
 
 @pytest.mark.parametrize("limit", ["MOST", "STRIPES"])
@@ -81,25 +81,25 @@ def test_where_finding_out_costs_too_much_more_is_read_never_less(limit, draw, n
             for by in range(size):
                 more, less = (each.needed(at, by, of_queries=of_queries) for each in (coarse, exact))
                 assert union([*more, *less]) == more
-    for name in PASSES:
-        verify(schedule(Route(1, size), name, coarse))
+    for pass_ in Pass:
+        verify(schedule(Route(1, size), pass_, coarse))
 
 
-def _rows_sent(what, route, name="forward"):
-    programs = [program(rank, route, name, what) for rank in range(route.size)]
+def _rows_sent(plan, route, pass_="forward"):
+    programs = [program(rank, route, pass_, plan) for rank in range(route.size)]
     sends = [action for steps in programs for action in steps if isinstance(action, Send)]
-    return sum(what.rows if action.rows is None else count(action.rows) for action in sends)
+    return sum(plan.rows if action.rows is None else count(action.rows) for action in sends)
 
 
 @pytest.mark.parametrize("size", [4, 8, 16])
 def test_a_mirrored_ring_drops_the_late_half_of_causal_zigzag(size):
-    what = plan(Layout("zigzag"), Mask.causal(), 16 * size, size)
-    dense = size * (size - 1) * what.rows
+    plan = plan_for(Layout("zigzag"), Mask.causal(), 16 * size, size)
+    dense = size * (size - 1) * plan.rows
     ring, mirrored, direct = (
-        _rows_sent(what, route)
+        _rows_sent(plan, route)
         for route in (Route(1, size), Route(1, size, mirrored=True), Route(1, size, direct=True))
     )
-    assert mirrored == direct == what.reading(of_queries=False).elsewhere == dense * 3 / 4
+    assert mirrored == direct == plan.reading(of_queries=False).elsewhere == dense * 3 / 4
     assert mirrored < ring <= dense
 
 
@@ -108,8 +108,8 @@ def test_a_window_moves_halos_whatever_the_length(layout):
     size, window = 8, 32
     moved = []
     for n in (1024, 4096, 16384):
-        what = plan(Layout(layout), Mask.window(window, 0), n, size)
-        moved.append(_rows_sent(what, Route(1, size, direct=True)))
+        plan = plan_for(Layout(layout), Mask.window(window, 0), n, size)
+        moved.append(_rows_sent(plan, Route(1, size, direct=True)))
     assert set(moved) == {(size - 1 if layout == "contiguous" else 2 * size - 2) * window}
 
 

@@ -32,11 +32,12 @@ from burst_mcore.attention.autotune.cost import (
     message_bytes,
     pass_flops,
 )
-from burst_mcore.attention.autotune.lockstep import Pass, play_all
+from burst_mcore.attention.autotune.lockstep import RoutedPass, play_all
 from burst_mcore.attention.autotune.simulate import play
-from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.reading import pairs_between
-from burst_mcore.attention.schedule.route import PASSES, Route, program, schedule
+from burst_mcore.attention.schedule.actions import Pass
+from burst_mcore.attention.schedule.route import Route, program, schedule
 from burst_mcore.bench.subjects.planning import packed
 from burst_mcore.rates import DEFAULT, Rates
 
@@ -57,9 +58,9 @@ def _shard(heads, kv_heads, *, tokens=64, head_dim=128, s=2, g=4):
     )
 
 
-def _bytes(shard, route, name, rank=0, intra=None):
+def _bytes(shard, route, pass_, rank=0, intra=None):
     sent = link_bytes(
-        program(rank, route, name), rank, message_bytes(shard, route, name), intra or route.size
+        program(rank, route, pass_), rank, message_bytes(shard, route, pass_), intra or route.size
     )
     return sent["intra"], sent["inter"]
 
@@ -87,8 +88,8 @@ def test_bytes_of_a_double_ring_are_the_formulas(nodes, intra):
     kv, dkv = tokens * 2 * d * s, tokens * 2 * d * g
     q, dq = tokens * (2 * d * s + 8 * heads), tokens * d * g
     for rank in range(size):
-        for name, data, gradient in (("forward", kv, 0), ("kv", kv, dkv), ("query", q, dq)):
-            within, between = _bytes(shard, route, name, rank, intra)
+        for pass_, data, gradient in (("forward", kv, 0), ("kv", kv, dkv), ("query", q, dq)):
+            within, between = _bytes(shard, route, pass_, rank, intra)
             assert between == (nodes - 1) * data + nodes * gradient
             assert within == nodes * (intra - 1) * data + (nodes * (intra - 1) + 1) * gradient
 
@@ -103,8 +104,8 @@ def test_bytes_of_the_head_group_are_the_formulas(heads, kv_heads, degree):
     statistic = 4 * tokens * h
     dkv = kv * (g if kv_heads < degree else s)
     assert _bytes(shard, ulysses, "forward") == (others * (q * s + kv * s + q * s), 0)
-    for name in ("query", "kv"):
-        assert _bytes(shard, ulysses, name) == (others * (q * s + statistic + q * s + dkv), 0)
+    for pass_ in ("query", "kv"):
+        assert _bytes(shard, ulysses, pass_) == (others * (q * s + statistic + q * s + dkv), 0)
 
 
 def test_head_x_ring_sends_less_between_nodes():
@@ -132,9 +133,9 @@ def test_legal_degrees():
 RATES = Rates(intra=100.0, inter=10.0, compute=1.0, latency=0.0)
 
 
-def _play(route, name, compute, *, data, gradient=0, intra):
+def _play(route, pass_, compute, *, data, gradient=0, intra):
     sizes = Sizes({"data": data, "gradient": gradient}, 1)
-    return play(schedule(route, name), sizes, lambda rank, action: compute, intra, RATES).seconds
+    return play(schedule(route, pass_), sizes, lambda rank, action: compute, intra, RATES).seconds
 
 
 @pytest.mark.parametrize(("nodes", "intra"), [(2, 2), (2, 4), (3, 2), (4, 4)])
@@ -154,17 +155,17 @@ def test_time_of_a_forward_is_the_formula(nodes, intra, compute):
 
 def _played_both_ways(layout, mask, n, route, node, rates, kv_heads=4):
     """(played for all at once, the last event where every rank is played, bytes a rank), by pass."""
-    what = plan(layout, mask, n, route.positions, route.heads)
+    plan = plan_for(layout, mask, n, route.positions, route.heads)
     shard = _shard(4 * route.heads, kv_heads, tokens=layout.padded(n, route.size) // route.size, head_dim=16)
     pairs, passes = pairs_between(layout, mask, n, route.size), []
-    for name in PASSES:
-        if not route.direct or bool(what.reading(of_queries=name == "query").meets.all()):
+    for pass_ in Pass:
+        if not route.direct or bool(plan.reading(of_queries=pass_ == "query").meets.all()):
             for way in (route,) if route.direct else (route, replace(route, mirrored=True)):
-                stays = pairs.T if name == "query" else pairs
-                sizes = message_bytes(shard, way, name)
-                passes.append(Pass(way, name, sizes, work_of(shard, stays, way, name, rates)))
-    for each, played in zip(passes, play_all(what, passes, node, rates), strict=True):
-        drawn = schedule(each.route, each.name, what)
+                stays = pairs.T if pass_ == "query" else pairs
+                sizes = message_bytes(shard, way, pass_)
+                passes.append(RoutedPass(way, pass_, sizes, work_of(shard, stays, way, pass_, rates)))
+    for each, played in zip(passes, play_all(plan, passes, node, rates), strict=True):
+        drawn = schedule(each.route, each.pass_, plan)
         timeline = play(drawn, each.sizes, each.work.of_action, node, rates)
         yield played, timeline.seconds, mean_bytes(drawn.programs, each.sizes, node)
 
@@ -294,7 +295,7 @@ A800 = Rates(intra=200e9, inter=25e9, compute=156e12)
 )
 def test_the_paper_saves_with_as_many_kv_heads_and_loses_with_few(heads, kv_heads, g, ratio, choice):
     shard, size = _shard(heads, kv_heads, g=g), 256  # the ratios are those of a step, without the ends
-    query, kv = (_bytes(shard, Route(1, size), name)[0] for name in ("query", "kv"))
+    query, kv = (_bytes(shard, Route(1, size), pass_)[0] for pass_ in ("query", "kv"))
     assert query / kv == pytest.approx(ratio, abs=0.01)
     chosen, _ = _choose(shard, Ranks(16, 16), A800, degrees=(1,))
     assert chosen.direction == choice

@@ -56,8 +56,8 @@ def _busiest_nic(route, passes, kv_heads=32):
         batch=1, tokens=2**20 // 64, heads=32, kv_heads=kv_heads, head_dim=128, value_dim=128,
         dtype=torch.bfloat16,
     )  # fmt: skip
-    for name in passes:
-        sizes, programs = message_bytes(shard, route, name), schedule(route, name).programs
+    for pass_ in passes:
+        sizes, programs = message_bytes(shard, route, pass_), schedule(route, pass_).programs
         sent = [link_bytes(program, rank, sizes, 8)["inter"] for rank, program in enumerate(programs)]
         yield max(sent) / 1e9
 

@@ -133,7 +133,7 @@ for layout in (rotated, Layout("backwards")):
     table = [[r, run.start, run.stop, run.step] for r in range(4) for run in layout.runs(30, r, 4)]
     assert layout.run_table(30, 4).tolist() == table
     assert work(layout, Mask.causal(), 32, 4)[0].sum() == 32 * 33 // 2
-    assert 0 <= cut_for(0.5, layout, Mask.causal(), 64, 4).at <= 64
+    assert 0 <= cut_for(0.5, layout, Mask.causal(), 64, 4).position <= 64
     assert_exact(Mask.causal(), BurstConfig(layout=layout))
 assert all("rotated:K (chunk r + K)" in page for page in tables.pages().values())
 """
@@ -273,7 +273,7 @@ RING = '''
 """A ring without overlap: all bundles first, then all tiles, then all gradients, straight home."""
 
 from burst_mcore.attention.schedule.actions import (
-    DATA, GRADIENT, HOME, HOME_SUM, PARTIAL, SUM, Accumulate, Add, Channel, Compute, Recv, Return, Send, Wait
+    HOME, HOME_SUM, PARTIAL, Accumulate, Add, Channel, Compute, Kind, Link, Recv, Return, Send, Wait
 )
 from burst_mcore.attention.schedule.carried import EVERYTHING, nothing
 
@@ -296,18 +296,18 @@ def _messages(step, channel, comes, goes):
 def _exchange(position, size, hops):
     for t in range(1, size):
         before, after = (position - t) % size, (position + t) % size
-        comes = f"{DATA}{t}", before, hops.between(before, position)
+        comes = f"{Kind.DATA}{t}", before, hops.between(before, position)
         goes = HOME, after, hops.between(position, after)
-        yield from _messages(0, Channel("direct", DATA, t), comes, goes)
+        yield from _messages(0, Channel(Link.DIRECT, Kind.DATA, t), comes, goes)
 
 
 def _compute(position, size, gradients, hops):
     for t in range(size):
         owner, rows = (position - t) % size, hops.between((position - t) % size, position)
         if t == 0 or not nothing(rows):
-            yield Compute(t, owner, f"{DATA}{t}" if t else HOME)
+            yield Compute(t, owner, f"{Kind.DATA}{t}" if t else HOME)
         if gradients and not nothing(rows):
-            yield Accumulate(t, owner, f"{SUM}{t}" if t else HOME_SUM, first=True, rows=rows)
+            yield Accumulate(t, owner, f"{Kind.SUM}{t}" if t else HOME_SUM, first=True, rows=rows)
     if gradients:
         yield from _bring_home(position, size, hops)
 
@@ -315,9 +315,11 @@ def _compute(position, size, gradients, hops):
 def _bring_home(position, size, hops):
     summed = hops.between(position, position)
     for t in range(1, size):
-        before, after, channel = (position - t) % size, (position + t) % size, Channel("direct", GRADIENT, t)
+        before, after = (position - t) % size, (position + t) % size
+        channel = Channel(Link.DIRECT, Kind.GRADIENT, t)
         comes = f"{PARTIAL}{t}", after, hops.between(position, after)
-        messages = [*_messages(size, channel, comes, (f"{SUM}{t}", before, hops.between(before, position)))]
+        goes = f"{Kind.SUM}{t}", before, hops.between(before, position)
+        messages = [*_messages(size, channel, comes, goes)]
         yield from messages
         if messages:
             yield Wait(size, channel)
@@ -329,17 +331,18 @@ def _bring_home(position, size, hops):
 
 HOLD_RING = """
 import torch.distributed as dist
-from burst_mcore.attention.geometry.plan import plan
-from burst_mcore.attention.schedule.route import PASSES, Route, schedule
+from burst_mcore.attention.geometry.plan import plan_for
+from burst_mcore.attention.schedule.actions import Pass
+from burst_mcore.attention.schedule.route import Route, schedule
 from burst_mcore.attention.schedule.verify import verify
 
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
 documents = Mask.causal() & Mask.documents([0, 20, 50, 24 * size])
 for mask in (Mask.full(), Mask.window(9, 0), documents):
-    for name in PASSES:
-        verify(schedule(Route(1, 6, eager=True), name, plan(Layout("zigzag"), mask, 24 * size, 6)))
-        verify(schedule(Route(1, 3, 2, eager=True), name, plan(Layout("zigzag"), mask, 24 * size, 3, 2)))
+    for pass_ in Pass:
+        verify(schedule(Route(1, 6, eager=True), pass_, plan_for(Layout("zigzag"), mask, 24 * size, 6)))
+        verify(schedule(Route(1, 3, 2, eager=True), pass_, plan_for(Layout("zigzag"), mask, 24 * size, 3, 2)))
 for backward in ("query", "kv"):
     for heads in (1, 2):
         config = BurstConfig(ring="eager", backward=backward, head_parallel=heads)

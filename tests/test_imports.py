@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "burst_mcore"
 FLOORS = [
     {
-        *("version", "config", "layout", "handles", "mask", "rates", "digest", "dtypes", "agreement"),
+        *("version", "config", "layout", "registry", "mask", "rates", "digest", "dtypes", "agreement"),
         *("packages", "loss"),
     },
     {"attention"},

@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from burst_mcore import BurstConfig, Mask, Topology, packages
-from burst_mcore.attention.geometry.pattern import Seen
-from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
+from burst_mcore.attention.geometry.pattern import Pattern
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.small import _tell, leaves_small_tiles
 from burst_mcore.attention.kernels.table import KERNELS, choose, taking_delta
@@ -57,7 +57,7 @@ def test_reference_takes_value_dims_of_their_own():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_stand_in_for_out_has_its_rowsum_to_float32(dtype, scale):
     p = problem(2, 64, dtype=dtype, dout_scale=scale)
-    out, _ = KERNELS["reference"].forward(p.q, p.k, p.v, Seen((64, 64), high=0), Scores(0.25))
+    out, _ = KERNELS["reference"].forward(p.q, p.k, p.v, Pattern((64, 64), high=0), Scores(0.25))
     dout = p.dout.clone()
     dout[:, 5] = 0
     delta = row_delta(dout, out)
@@ -89,10 +89,10 @@ def test_gradients_with_the_stand_in_are_as_exact_as_with_out(scale):
     kernel, want = KERNELS["aten-cpu"], dense(p, Mask.causal())
     with_out = single_kernel(p, kernel, Mask.causal())
     delta = row_delta(p.dout, with_out.out)
-    row = RowGradients(
+    row = BackwardInputs(
         p.dout, p.q, p.k, p.v, output_stand_in(p.dout, delta), with_out.lse.transpose(1, 2), delta
     )
-    gradients = kernel.backward(row, Seen((256, 256), high=0), Scores(0.25))
+    gradients = kernel.backward(row, Pattern((256, 256), high=0), Scores(0.25))
     got = with_out._replace(**dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
     assert_as_exact_as(got, with_out, want, times=1.05)
 
@@ -196,12 +196,14 @@ def test_small_tiles_are_left_to_another_and_it_is_said(shape, caplog):
 
         return Kernel(name, lambda problem: None, ask, ask, False)
 
-    kernel = leaves_small_tiles(named("cudnn"), lambda how: named("exact" if how.deterministic else "fast"))
+    kernel = leaves_small_tiles(
+        named("cudnn"), lambda scores: named("exact" if scores.deterministic else "fast")
+    )
     assert kernel.name == "cudnn"
     _tell.cache_clear()
     with caplog.at_level(logging.INFO, logger="burst_mcore"):
         for deterministic in (False, True):
-            given = Seen(shape), Scores(0.1, deterministic=deterministic)
+            given = Pattern(shape), Scores(0.1, deterministic=deterministic)
             kernel.forward(None, None, None, *given)
             kernel.backward(None, *given)
     assert asked == (["fast", "fast", "exact", "exact"] if small else ["cudnn"] * 4)
@@ -222,18 +224,18 @@ class Operators(TorchDispatchMode):
 
 def test_te_leaves_small_tiles_to_torch():
     p = problem(0, 4, kv_heads=2, dtype=torch.float64)  # where TransformerEngine could not even be imported
-    seen, how = Seen((4, 4), high=0), Scores(0.25, deterministic=True)
-    out, lse = KERNELS["te"].forward(p.q, p.k, p.v, seen, how)
-    want = REFERENCE.forward(p.q, p.k, p.v, seen, how)
+    pattern, scores = Pattern((4, 4), high=0), Scores(0.25, deterministic=True)
+    out, lse = KERNELS["te"].forward(p.q, p.k, p.v, pattern, scores)
+    want = REFERENCE.forward(p.q, p.k, p.v, pattern, scores)
     assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
-    x = RowGradients(p.dout, p.q, p.k, p.v, out, lse, row_delta(p.dout, out))
+    x = BackwardInputs(p.dout, p.q, p.k, p.v, out, lse, row_delta(p.dout, out))
     for got, exact in zip(
-        KERNELS["te"].backward(x, seen, how), REFERENCE.backward(x, seen, how), strict=True
+        KERNELS["te"].backward(x, pattern, scores), REFERENCE.backward(x, pattern, scores), strict=True
     ):
         assert torch.equal(got, exact)
 
 
-@pytest.mark.parametrize("tile", [Seen((64, 64), high=0), Seen((41, 1))], ids=["square", "thin"])
+@pytest.mark.parametrize("tile", [Pattern((64, 64), high=0), Pattern((41, 1))], ids=["square", "thin"])
 @pytest.mark.parametrize("name", ["cudnn", "aten-flash"])
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_cuda_kernels_call_their_operators_with_what_those_take(name, kv_heads, tile):
@@ -245,7 +247,7 @@ def test_cuda_kernels_call_their_operators_with_what_those_take(name, kv_heads, 
         k = torch.empty(2, columns, kv_heads, 64, dtype=torch.bfloat16, device="cuda")
         out, lse = KERNELS[name].forward(q, k, k, tile, Scores(0.1))
         assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 8, rows), torch.float32)
-        gradients = KERNELS[name].backward(RowGradients(q, q, k, k, out, lse, lse), tile, Scores(0.1))
+        gradients = KERNELS[name].backward(BackwardInputs(q, q, k, k, out, lse, lse), tile, Scores(0.1))
         assert [x.shape for x in gradients] == [q.shape, k.shape, k.shape]
     word = "cudnn_attention" if name == "cudnn" and not small else "_flash_attention"
     assert [word in each for each in called.names if "attention" in each] == [True, True]

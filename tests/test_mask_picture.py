@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.autotune.choose import Ranks
-from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.cli import app
@@ -142,9 +142,9 @@ def _lengths():
 @pytest.mark.parametrize("heads", [1, 2])
 def test_a_row_has_the_colours_of_those_that_hold_it(layout, heads):
     n = 101
-    what = plan(layout, Mask.causal(), n, 4 // heads, heads)
+    plan = plan_for(layout, Mask.causal(), n, 4 // heads, heads)
     edges = edges_of(n, 20)
-    held = owners(what, edges)
+    held = owners(plan, edges)
     holder = torch.empty(n, dtype=torch.int64)
     for rank in range(4):
         for run in layout.runs(n, rank, 4):
@@ -160,19 +160,19 @@ def test_outlines_hold_the_pairs_of_their_tile(draw, kernel):
     """A polygon covers the middle of every pair that meets, and, but along diagonals, of no other."""
     n, size = draw.randint(8, 48), 2
     layout, mask = draw.choice(layouts(size)), random_mask(draw, n)
-    what = plan(layout, mask, n, size)
+    plan = plan_for(layout, mask, n, size)
     chosen = KERNELS[kernel]
     for q_at, k_at in product(range(size), repeat=2):
-        for tile in tiles_of(what, q_at, k_at, chosen.abilities):
+        for tile in tiles_of(plan, q_at, k_at, chosen.abilities):
             polygons = outlines(tile)
             area = sum(map(_area, polygons))
             assert area > 0
             gaps = any(abs(r.step) > 1 for r in (*tile.q, *tile.k)) or mask.stride > 1
             if not gaps:
-                edge = sum(tile.shape) * max(1, len(tile.parts))
-                assert tile.pairs <= area + 1e-6 and area <= tile.pairs + edge
+                edge = sum(tile.pattern.shape) * max(1, len(tile.pattern.parts))
+                assert tile.pattern.pairs <= area + 1e-6 and area <= tile.pattern.pairs + edge
             for x, y in (point for polygon in polygons for point in polygon):
-                assert 0 <= x <= what.rows and 0 <= y <= what.rows
+                assert 0 <= x <= plan.rows and 0 <= y <= plan.rows
 
 
 def _area(polygon):
@@ -181,34 +181,34 @@ def _area(polygon):
 
 
 @pytest.mark.parametrize(
-    ("name", "kernel"), [("forward", "aten-cpu"), ("query", "reference"), ("kv", "cudnn")]
+    ("pass_", "kernel"), [("forward", "aten-cpu"), ("query", "reference"), ("kv", "cudnn")]
 )
-def test_pictures_are_written_for_all_masks_and_layouts(name, kernel, tmp_path):
+def test_pictures_are_written_for_all_masks_and_layouts(pass_, kernel, tmp_path):
     words = ["full", "causal", "window:16", "causal & dilated:32,3", "documents:random,5", "blocks:8,0.3"]
     for number, (text, layout) in enumerate(zip(words, layouts(4), strict=True)):
         out = tmp_path / f"{number}.png"
-        save_mask(plan(layout, mask_of(text, 101), 101, 4), name, KERNELS[kernel], text, out)
+        save_mask(plan_for(layout, mask_of(text, 101), 101, 4), pass_, KERNELS[kernel], text, out)
         assert out.read_bytes().startswith(b"\x89PNG")
-    many = plan(Layout("zigzag"), Mask.causal(), 120, 20, 2)
-    save_mask(many, name, KERNELS[kernel], "groups of two", tmp_path / "many.png")
+    many = plan_for(Layout("zigzag"), Mask.causal(), 120, 20, 2)
+    save_mask(many, pass_, KERNELS[kernel], "groups of two", tmp_path / "many.png")
 
 
-@pytest.mark.parametrize("name", ["forward", "query"])
-def test_the_tiles_of_a_zigzag_ring_are_those_of_the_paper(name):
-    what = plan(Layout("zigzag"), Mask.causal(), 64, 4)
-    text = tiles_summary(what, name, KERNELS["cudnn"])
+@pytest.mark.parametrize("pass_", ["forward", "query"])
+def test_the_tiles_of_a_zigzag_ring_are_those_of_the_paper(pass_):
+    plan = plan_for(Layout("zigzag"), Mask.causal(), 64, 4)
+    text = tiles_summary(plan, pass_, KERNELS["cudnn"])
     assert text.startswith("tiles:  16 for kernel cudnn (12 full, 4 causal), 2,080 pairs")
     assert text.endswith("100.0%")
 
 
-def _drawn(mask, layout, *, ranks=None, name="query", ring="double", seq=1024):
+def _drawn(mask, layout, *, ranks=None, pass_="query", ring="double", seq=1024):
     problem = Problem(seq=seq, heads=4, kv_heads=4, head_dim=16, mask=mask)
     return predict.draw(
-        problem, ranks or Ranks(4, 2), RATES, name=name, degree=1, ring=ring, overlap=True, layout=layout
+        problem, ranks or Ranks(4, 2), RATES, pass_=pass_, degree=1, ring=ring, overlap=True, layout=layout
     )
 
 
-@pytest.mark.parametrize("name", ["forward", "query", "kv"])
+@pytest.mark.parametrize("pass_", ["forward", "query", "kv"])
 @pytest.mark.parametrize("ring", ["double", "flat", "direct", "auto"])
 @pytest.mark.parametrize(
     ("mask", "layout"),
@@ -219,19 +219,19 @@ def _drawn(mask, layout, *, ranks=None, name="query", ring="double", seq=1024):
         ("causal", "stacked-zigzag:4"),
     ],
 )
-def test_a_drawing_computes_all_that_any_mask_allows(mask, layout, ring, name):
-    drawing = _drawn(mask, layout, name=name, ring=ring, seq=1000)
+def test_a_drawing_computes_all_that_any_mask_allows(mask, layout, ring, pass_):
+    drawing = _drawn(mask, layout, pass_=pass_, ring=ring, seq=1000)
     at = torch.arange(1000)
     pairs = int(mask_of(mask, 1000).allows(at, at).sum())
     seconds = sum(e.ended - e.started for e in drawing.timeline.events if e.lane == "compute")
-    assert seconds == pytest.approx((4 if name == "forward" else 10) * pairs * 4 * 16 / RATES.compute)
+    assert seconds == pytest.approx((4 if pass_ == "forward" else 10) * pairs * 4 * 16 / RATES.compute)
     assert all(drawing.sent[link] <= drawing.sent_dense[link] for link in ("intra", "inter"))
     if ring == "direct":
         assert drawing.schedule.route.direct
 
 
 def test_a_summary_says_how_even_the_work_is_and_what_is_read():
-    drawing = _drawn("causal & window:64", "contiguous", name="forward", ring="direct")
+    drawing = _drawn("causal & window:64", "contiguous", pass_="forward", ring="direct")
     text = predict.summary(drawing, Ranks(4, 2))
     even = imbalance(Layout("contiguous"), Mask.window(63, 0), 1024, 4)
     assert f"has {even:.3f} x the mean" in text

@@ -2,23 +2,51 @@
 
 import gc
 import pickle
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo
 import torch._functorch.aot_autograd  # both here once, for all that is forked
+import torch.distributed as dist
 from dense import dense, error, problem
 from ranks import processes
 
 from burst_mcore import BurstConfig, Mask, burst_attention
 from burst_mcore.attention import request as request_module
-from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.operator import CallRecord, ForwardArgs, ForwardResults, attention_forward
 from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.runtime.topology import Topology
-from burst_mcore.handles import Named, find, introduce
 from burst_mcore.layout import shard
 from burst_mcore.mask import mask as mask_module
+from burst_mcore.registry import Registered, lookup, register
+
+PACKAGE = Path(request_module.__file__).parents[1]
+
+
+def _functions_of_a_warm_forward(rank, size):
+    """Return the (file, function) pairs of this package that the third forward of a ring runs."""
+    topology, mask, config = Topology.from_group(dist.group.WORLD), Mask.causal(), BurstConfig()
+    q, k, v = (torch.randn(1, 64, 2, 16) for _ in range(3))
+    functions = set()
+
+    def note(frame, event, arg):
+        if event == "call" and str(PACKAGE) in frame.f_code.co_filename:
+            functions.add((frame.f_code.co_filename, frame.f_code.co_qualname))
+
+    for profile in (None, None, note):
+        sys.setprofile(profile)
+        burst_attention(q, k, v, topology=topology, mask=mask, config=config)
+    sys.setprofile(None)
+    return functions
+
+
+def test_a_warm_forward_runs_few_functions_of_few_files():
+    for functions in processes(2, _functions_of_a_warm_forward):
+        files = {file for file, _ in functions}
+        assert 15 < len(files) <= 22 and 60 < len(functions) <= 120, sorted(functions)
 
 
 def _checked(rank, size, options, sunk):
@@ -106,7 +134,7 @@ def test_gradients_outlive_the_mask():
     out = burst_attention(q, k, v, topology=Topology.single(), mask=mask)
     del mask
     for cache in (
-        plan,
+        plan_for,
         call_of,
         request_module._request,
         request_module.choose_route,
@@ -118,18 +146,18 @@ def test_gradients_outlive_the_mask():
     assert error(q.grad, want.dq) < 1e-12
 
 
-class Thing(Named):
+class Thing(Registered):
     def __init__(self):
-        introduce(self, "a thing")
+        register(self, "a thing")
 
 
 def test_what_is_gone_is_said_to_be():
     thing = Thing()
-    assert find("a thing") is thing
+    assert lookup("a thing") is thing
     del thing
     gc.collect()
     with pytest.raises(RuntimeError, match="keep the topology, the mask and the config"):
-        find("a thing")
+        lookup("a thing")
 
 
 def test_what_was_unpickled_can_be_found():
@@ -138,7 +166,7 @@ def test_what_was_unpickled_can_be_found():
     del mask
     gc.collect()
     again = pickle.loads(words)
-    assert find(handle) is again
+    assert lookup(handle) is again
 
 
 def test_equal_values_keep_each_other_findable():
@@ -147,4 +175,4 @@ def test_equal_values_keep_each_other_findable():
     assert second.handle == handle
     del first
     gc.collect()
-    assert find(handle) == second
+    assert lookup(handle) == second

@@ -6,12 +6,12 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from dense import dense, error, problem, seen_of
+from dense import dense, error, pattern_of, problem
 
 from burst_mcore import Mask, packages
-from burst_mcore.attention.geometry.pattern import Seen
+from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.kernels import small
-from burst_mcore.attention.kernels.kernel import Problem, RowGradients, Scores
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Problem, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.table import KERNELS, RANKS, by_rank, choose
 from burst_mcore.attention.numerics.rowwise import row_delta
@@ -19,22 +19,24 @@ from burst_mcore.attention.numerics.rowwise import row_delta
 PACKAGES = ("flash2", "flash3", "flash4", "te")
 
 
-def _seen(q, k, causal, left, right, unbounded):
+def _pattern(q, k, causal, left, right, unbounded):
     """As FlashAttention counts: from the lower right corner."""
     rows, columns = q.shape[1], k.shape[1]
     apart = columns - rows
     if causal:
-        return Seen((rows, columns), high=apart)
+        return Pattern((rows, columns), high=apart)
     low, high = (None if bound == unbounded else bound for bound in (left, right))
-    return Seen((rows, columns), None if low is None else apart - low, None if high is None else apart + high)
+    return Pattern(
+        (rows, columns), None if low is None else apart - low, None if high is None else apart + high
+    )
 
 
-def _forward(q, k, v, scale, softcap, seen):
-    return REFERENCE.forward(q, k, v, seen, Scores(scale, softcap or None))
+def _forward(q, k, v, scale, softcap, pattern):
+    return REFERENCE.forward(q, k, v, pattern, Scores(scale, softcap or None))
 
 
-def _backward(x, scale, softcap, seen):
-    return REFERENCE.backward(x, seen, Scores(scale, softcap or None))
+def _backward(x, scale, softcap, pattern):
+    return REFERENCE.backward(x, pattern, Scores(scale, softcap or None))
 
 
 def _fill(found, buffers):
@@ -43,13 +45,13 @@ def _fill(found, buffers):
 
 
 def _of_out(dout, q, k, v, out, lse):
-    return RowGradients(dout, q, k, v, None, lse, row_delta(dout, out))
+    return BackwardInputs(dout, q, k, v, None, lse, row_delta(dout, out))
 
 
 def _flash2(version):
     def forward_25(q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, return_softmax):
         assert dropout_p == 0.0 and alibi_slopes is None and return_softmax is False
-        out, lse = _forward(q, k, v, softmax_scale, None, _seen(q, k, causal, *window_size, -1))
+        out, lse = _forward(q, k, v, softmax_scale, None, _pattern(q, k, causal, *window_size, -1))
         return out, q, k, v, out, lse, None, None
 
     def backward_25(
@@ -57,22 +59,24 @@ def _flash2(version):
         alibi_slopes, deterministic, rng_state=None,
     ):  # fmt: skip
         assert dropout_p == 0.0 and deterministic is False
-        seen = _seen(q, k, causal, *window_size, -1)
-        _fill(_backward(_of_out(dout, q, k, v, out, softmax_lse), softmax_scale, None, seen), (dq, dk, dv))
+        pattern = _pattern(q, k, causal, *window_size, -1)
+        _fill(_backward(_of_out(dout, q, k, v, out, softmax_lse), softmax_scale, None, pattern), (dq, dk, dv))
 
     def forward_28(
         q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
         alibi_slopes, return_softmax,
     ):  # fmt: skip
-        seen = _seen(q, k, causal, window_size_left, window_size_right, -1)
-        return *_forward(q, k, v, softmax_scale, softcap, seen), None, None
+        pattern = _pattern(q, k, causal, window_size_left, window_size_right, -1)
+        return *_forward(q, k, v, softmax_scale, softcap, pattern), None, None
 
     def backward_28(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
         window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
     ):  # fmt: skip
-        seen = _seen(q, k, causal, window_size_left, window_size_right, -1)
-        _fill(_backward(_of_out(dout, q, k, v, out, softmax_lse), softmax_scale, softcap, seen), (dq, dk, dv))
+        pattern = _pattern(q, k, causal, window_size_left, window_size_right, -1)
+        _fill(
+            _backward(_of_out(dout, q, k, v, out, softmax_lse), softmax_scale, softcap, pattern), (dq, dk, dv)
+        )
 
     old = version < "2.6"
     forward, backward = (forward_25, backward_25) if old else (forward_28, backward_28)
@@ -87,30 +91,34 @@ def _flash3(version):
         window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1,
     ):  # fmt: skip
         assert qv is None and num_splits == 1
-        return *_forward(q, k, v, softmax_scale, softcap, _seen(q, k, causal, *window_size, -1)), None
+        return *_forward(q, k, v, softmax_scale, softcap, _pattern(q, k, causal, *window_size, -1)), None
 
     def backward_old(
         dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q,
         max_seqlen_k, dq, dk, dv, softmax_scale, causal, window_size=(-1, -1), softcap=0.0,
         deterministic=False, sm_margin=0,
     ):  # fmt: skip
-        seen = _seen(q, k, causal, *window_size, -1)
-        _fill(_backward(_of_out(dout, q, k, v, out, softmax_lse), softmax_scale, softcap, seen), (dq, dk, dv))
+        pattern = _pattern(q, k, causal, *window_size, -1)
+        _fill(
+            _backward(_of_out(dout, q, k, v, out, softmax_lse), softmax_scale, softcap, pattern), (dq, dk, dv)
+        )
 
     def forward_new(
         q, k, v, k_new=None, v_new=None, qv=None, out_=None, softmax_scale=None, causal=False,
         window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0, num_splits=1,
     ):  # fmt: skip
-        seen = _seen(q, k, causal, window_size_left, window_size_right, -1)
-        return *_forward(q, k, v, softmax_scale, softcap, seen), None, None
+        pattern = _pattern(q, k, causal, window_size_left, window_size_right, -1)
+        return *_forward(q, k, v, softmax_scale, softcap, pattern), None, None
 
     def backward_new(
         dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, dq=None, dk=None, dv=None,
         softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
         deterministic=False, sm_margin=0,
     ):  # fmt: skip
-        seen = _seen(q, k, is_causal, window_size_left, window_size_right, -1)
-        _fill(_backward(_of_out(dout, q, k, v, out, softmax_lse), softmax_scale, softcap, seen), (dq, dk, dv))
+        pattern = _pattern(q, k, is_causal, window_size_left, window_size_right, -1)
+        _fill(
+            _backward(_of_out(dout, q, k, v, out, softmax_lse), softmax_scale, softcap, pattern), (dq, dk, dv)
+        )
 
     old = version == "old"
     forward, backward = (forward_old, backward_old) if old else (forward_new, backward_new)
@@ -123,16 +131,16 @@ def _flash4(version):
         window_size_right=None, return_lse=False,
     ):  # fmt: skip
         assert return_lse
-        seen = _seen(q, k, causal, window_size_left, window_size_right, None)
-        return *_forward(q, k, v, softmax_scale, softcap, seen), None, None, None
+        pattern = _pattern(q, k, causal, window_size_left, window_size_right, None)
+        return *_forward(q, k, v, softmax_scale, softcap, pattern), None, None, None
 
     def backward(
         q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
         window_size_right=None, deterministic=False, dq=None, dk=None, dv=None, dlse=None,
     ):  # fmt: skip
-        seen = _seen(q, k, causal, window_size_left, window_size_right, None)
-        x = RowGradients(dout, q, k, v, None, lse, row_delta(dout, out) - dlse)
-        return _backward(x, softmax_scale, softcap, seen)
+        pattern = _pattern(q, k, causal, window_size_left, window_size_right, None)
+        x = BackwardInputs(dout, q, k, v, None, lse, row_delta(dout, out) - dlse)
+        return _backward(x, softmax_scale, softcap, pattern)
 
     return {"flash_attn.cute.interface": {"_flash_attn_fwd": forward, "_flash_attn_bwd": backward}}
 
@@ -148,14 +156,14 @@ def _te(version):
         assert is_training and fused_attention_backend == 1 and qkv_layout == "bshd_bshd_bshd"
         assert cu_seqlens_q.tolist() == [i * q.shape[1] for i in range(q.shape[0] + 1)]
         assert attn_mask_type in ("causal", "no_mask") and all(x.is_contiguous() for x in (q, k, v))
-        seen = _seen(q, k, attn_mask_type == "causal", -1, -1, -1)
-        out, lse = _forward(q, k, v, attn_scale, None, seen)
+        pattern = _pattern(q, k, attn_mask_type == "causal", -1, -1, -1)
+        out, lse = _forward(q, k, v, attn_scale, None, pattern)
         return out, [lse.unsqueeze(-1), torch.zeros(2)], None
 
     def gradients(q, k, v, o, d_o, aux, attn_scale, attn_mask_type):
         assert aux[0].shape == (q.shape[0], q.shape[2], q.shape[1], 1) and aux[1].shape == (2,)
         x = _of_out(d_o, q, k, v, o, aux[0].squeeze(-1))
-        return *_backward(x, attn_scale, None, _seen(q, k, attn_mask_type == "causal", -1, -1, -1)), None
+        return *_backward(x, attn_scale, None, _pattern(q, k, attn_mask_type == "causal", -1, -1, -1)), None
 
     def backward_20(
         max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, dqkv_dtype,
@@ -220,7 +228,7 @@ def stand_in(request, monkeypatch):
 def test_an_adapter_says_what_is_meant_in_the_words_of_its_version(stand_in, kind, dims):
     kernel, n = stand_in.kernel, 24
     p = problem(0, n, batch=2, kv_heads=2, head_dim=dims[0], value_dim=dims[1])
-    rows, seen = n, Seen((n, n), high=0 if kind == "causal" else None)
+    rows, pattern = n, Pattern((n, n), high=0 if kind == "causal" else None)
     if kind not in ("causal", "full"):
         if not kernel.abilities.windows:
             pytest.skip("it takes no windows")
@@ -228,14 +236,14 @@ def test_an_adapter_says_what_is_meant_in_the_words_of_its_version(stand_in, kin
             16,
             {"window": (2, 13), "to the right": (None, 10), "to the left": (5, None)}[kind],
         )
-        seen = Seen((rows, n), low, high)
+        pattern = Pattern((rows, n), low, high)
     p = p._replace(q=p.q[:, :rows], dout=p.dout[:, :rows])
-    how = Scores(0.3)
-    want_out, want_lse = REFERENCE.forward(p.q, p.k, p.v, seen, how)
-    out, lse = kernel.forward(p.q.transpose(1, 2).contiguous().transpose(1, 2), p.k, p.v, seen, how)
+    scores = Scores(0.3)
+    want_out, want_lse = REFERENCE.forward(p.q, p.k, p.v, pattern, scores)
+    out, lse = kernel.forward(p.q.transpose(1, 2).contiguous().transpose(1, 2), p.k, p.v, pattern, scores)
     assert error(out, want_out) < 1e-12 and error(lse, want_lse) < 1e-12
-    x = RowGradients(p.dout, p.q, p.k, p.v, out, lse, row_delta(p.dout, out))
-    for g, w in zip(kernel.backward(x, seen, how), REFERENCE.backward(x, seen, how), strict=True):
+    x = BackwardInputs(p.dout, p.q, p.k, p.v, out, lse, row_delta(p.dout, out))
+    for g, w in zip(kernel.backward(x, pattern, scores), REFERENCE.backward(x, pattern, scores), strict=True):
         assert error(g, w) < 1e-12
 
 
@@ -243,18 +251,18 @@ def test_an_adapter_says_what_is_meant_in_the_words_of_its_version(stand_in, kin
     "stand_in", [s for s in STAND_INS if s[0] != "te"], indirect=True, ids=lambda each: f"{each[0]}-{each[2]}"
 )
 def test_a_softcap_arrives_or_is_refused(stand_in):
-    p, how = problem(0, 16), Scores(0.25, softcap=1.5)
-    seen = seen_of(Mask.causal(), 16)
+    p, scores = problem(0, 16), Scores(0.25, softcap=1.5)
+    pattern = pattern_of(Mask.causal(), 16)
     if stand_in.version.startswith("2.5"):
         with pytest.raises(TypeError, match="softcap"):
-            stand_in.kernel.forward(*p[:3], seen, how)
+            stand_in.kernel.forward(*p[:3], pattern, scores)
         ask = Problem("cuda", torch.bfloat16, 4, 4, 16, 16, softcap=True)
         assert "from 2.6 on" in stand_in.kernel.supports(ask)
         return
-    out, lse = stand_in.kernel.forward(*p[:3], seen, how)
+    out, lse = stand_in.kernel.forward(*p[:3], pattern, scores)
     want = dense(p, Mask.causal(), softcap=1.5)
-    x = RowGradients(p.dout, *p[:3], out, lse, row_delta(p.dout, out))
-    for g, w in zip((out, *stand_in.kernel.backward(x, seen, how)), (want.out, *want[2:]), strict=True):
+    x = BackwardInputs(p.dout, *p[:3], out, lse, row_delta(p.dout, out))
+    for g, w in zip((out, *stand_in.kernel.backward(x, pattern, scores)), (want.out, *want[2:]), strict=True):
         assert error(g, w) < 1e-12
 
 

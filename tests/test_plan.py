@@ -1,6 +1,7 @@
 """Masks x layouts -> pieces -> tiles, against the definition of the mask, pair by pair."""
 
 import itertools
+import math
 import time
 
 import pytest
@@ -12,15 +13,15 @@ from masks import brute, layouts, random_layout, random_mask, randoms
 from burst_mcore import Layout, Mask, positions
 from burst_mcore.attention.geometry.pattern import Abilities
 from burst_mcore.attention.geometry.piece import band_pairs
-from burst_mcore.attention.geometry.plan import Plan, plan
+from burst_mcore.attention.geometry.plan import Plan, plan_for
 from burst_mcore.attention.geometry.rows import count
 from burst_mcore.attention.geometry.tiles import tiles, tiles_of
 
 
-def _rows(what, position):
+def _rows(plan, position):
     """Global position of each local row of a position."""
-    at = torch.empty(what.rows, dtype=torch.int64)
-    for stretch in what.stretches(position):
+    at = torch.empty(plan.rows, dtype=torch.int64)
+    for stretch in plan.stretches(position):
         held = torch.cat([torch.arange(r.start, r.stop, r.step) for r in stretch.runs])
         at[stretch.start : stretch.start + len(held)] = held
     return at
@@ -42,24 +43,26 @@ def _index(rows):
 )
 def test_tiles_hold_every_allowed_pair_once_and_no_other(draw, n, size, heads, windows, masks, whole):
     layout, mask = random_layout(draw, size * heads, n), random_mask(draw, n)
-    what = plan(layout, mask, n, size, heads)
+    plan = plan_for(layout, mask, n, size, heads)
     part = draw.choice([None, *range(heads)])
     met = torch.zeros(layout.padded(n, size * heads), layout.padded(n, size * heads), dtype=torch.int)
-    at = [_rows(what, position) for position in range(size)]
+    at = [_rows(plan, position) for position in range(size)]
     for q_at, k_at in itertools.product(range(size), repeat=2):
-        found = tiles_of(what, q_at, k_at, Abilities(windows, masks, whole), q_part=part)
-        pieces = what.pieces(q_at, k_at, q_part=part)
-        assert sum(tile.pairs for tile in found) == sum(piece.pairs for piece in pieces)
+        found = tiles_of(plan, q_at, k_at, Abilities(windows, masks, whole), q_part=part)
+        pieces = plan.pieces(q_at, k_at, q_part=part)
+        assert sum(tile.pattern.pairs for tile in found) == sum(piece.pairs for piece in pieces)
         for tile in found:
-            assert masks or whole or not tile.parts
+            assert masks or whole or not tile.pattern.parts
             assert len(found) == 1 or not whole
-            assert windows or tile.parts or (tile.low is None and tile.high in (None, 0))
-            assert windows or not tile.causal or tile.shape[0] == tile.shape[1]
+            assert (
+                windows or tile.pattern.parts or (tile.pattern.low is None and tile.pattern.high in (None, 0))
+            )
+            assert windows or not tile.pattern.causal or tile.pattern.shape[0] == tile.pattern.shape[1]
             q, k = _index(tile.q), _index(tile.k)
-            assert set(q.tolist()) <= set(_index(what.needed(q_at, k_at, of_queries=True)).tolist())
-            assert set(k.tolist()) <= set(_index(what.needed(k_at, q_at, of_queries=False)).tolist())
-            assert tile.pairs == tile.seen.table.sum()
-            met[at[q_at][q][:, None], at[k_at][k][None, :]] += tile.seen.table.int()
+            assert set(q.tolist()) <= set(_index(plan.needed(q_at, k_at, of_queries=True)).tolist())
+            assert set(k.tolist()) <= set(_index(plan.needed(k_at, q_at, of_queries=False)).tolist())
+            assert tile.pattern.pairs == tile.pattern.table.sum()
+            met[at[q_at][q][:, None], at[k_at][k][None, :]] += tile.pattern.table.int()
     want = brute(mask, n).int()
     if part is not None:
         own = [
@@ -82,21 +85,21 @@ def test_pairs_of_a_band_are_counted(rows, columns, low, high):
 
 @pytest.mark.parametrize("size", range(1, 9))
 def test_causal_zigzag_needs_one_piece_a_pair_and_is_balanced(size):
-    what = plan(Layout("zigzag"), Mask.causal(), 16 * size, size)
+    plan = plan_for(Layout("zigzag"), Mask.causal(), 16 * size, size)
     work = []
     for q_at in range(size):
-        pieces = [what.pieces(q_at, k_at) for k_at in range(size)]
+        pieces = [plan.pieces(q_at, k_at) for k_at in range(size)]
         assert all(len(each) == 1 for each in pieces)
         work.append(sum(each[0].pairs for each in pieces))
     assert len(set(work)) == 1
 
 
 def test_causal_zigzag_pieces_are_those_of_the_design():
-    what = plan(Layout("zigzag"), Mask.causal(), 32, 4)
+    plan = plan_for(Layout("zigzag"), Mask.causal(), 32, 4)
 
     def tile(q_at, k_at):
-        (one,) = tiles_of(what, q_at, k_at, Abilities(masks=True))
-        return one.q, one.k, one.causal
+        (one,) = tiles_of(plan, q_at, k_at, Abilities(masks=True))
+        return one.q, one.k, one.pattern.causal
 
     assert tile(1, 1) == ((range(8),), (range(8),), True)
     assert tile(2, 1) == ((range(8),), (range(4),), False)  # all queries x front keys
@@ -104,42 +107,42 @@ def test_causal_zigzag_pieces_are_those_of_the_design():
 
 
 def test_striped_pieces_are_those_of_the_design():
-    what = plan(Layout("striped"), Mask.window(4, 0), 32, 4)
-    on, off = what.pieces(2, 1), what.pieces(1, 2)
+    plan = plan_for(Layout("striped"), Mask.window(4, 0), 32, 4)
+    on, off = plan.pieces(2, 1), plan.pieces(1, 2)
     assert [(p.m0, p.m1, p.n0, p.n1, p.low, p.high) for p in on] == [(0, 8, 0, 8, 0, 0)]  # 5 tokens back: 1
     assert [(p.m0, p.m1, p.n0, p.n1) for p in off] == [(1, 8, 0, 7)]  # shifted by one: q[1:], k[:-1]
     assert off[0].low == 0  # n <= m after the shift, and no further back than (5 - 1 - (1 - 2)) // 4 rows
 
 
 def test_causal_contiguous_skips_later_ranks():
-    what = plan(Layout("contiguous"), Mask.causal(), 32, 4)
-    assert what.pieces(0, 1) == []
-    assert what.needed(1, 0, of_queries=False) == ()
+    plan = plan_for(Layout("contiguous"), Mask.causal(), 32, 4)
+    assert plan.pieces(0, 1) == []
+    assert plan.needed(1, 0, of_queries=False) == ()
 
 
 def test_dilated_on_stripes_of_its_step_stays_at_home():
-    what = plan(Layout("striped"), Mask.dilated(40, 4), 64, 4)
-    assert all((what.needed(a, b, of_queries=False) == ()) == (a != b) for a in range(4) for b in range(4))
+    plan = plan_for(Layout("striped"), Mask.dilated(40, 4), 64, 4)
+    assert all((plan.needed(a, b, of_queries=False) == ()) == (a != b) for a in range(4) for b in range(4))
 
 
 @pytest.mark.parametrize(("size", "heads"), [(1, 4), (2, 2), (3, 2), (2, 4)])
 def test_the_rows_of_a_head_group_are_those_of_its_members(size, heads):
     for layout in layouts(size * heads):
         n = 4 * layout.divisor(size * heads)
-        what = plan(layout, Mask.causal(), n, size, heads)
+        plan = plan_for(layout, Mask.causal(), n, size, heads)
         for position in range(size):
-            at = _rows(what, position)
+            at = _rows(plan, position)
             for member in range(heads):
                 own = positions(n, rank=position * heads + member, size=size * heads, layout=layout)
-                assert at[_index(what.member_rows(position, member))].tolist() == own.tolist()
+                assert at[_index(plan.member_rows(position, member))].tolist() == own.tolist()
 
 
 def test_a_window_needs_a_halo():
     for layout in ("contiguous", "zigzag"):
         n, size, window = 4096, 8, 100
-        what = plan(Layout(layout), Mask.window(window, 0), n, size)
+        plan = plan_for(Layout(layout), Mask.window(window, 0), n, size)
         moved = sum(
-            count(what.needed(at, by, of_queries=False))
+            count(plan.needed(at, by, of_queries=False))
             for at in range(size)
             for by in range(size)
             if at != by
@@ -148,23 +151,23 @@ def test_a_window_needs_a_halo():
 
 
 def test_small_pieces_share_a_call_and_large_ones_do_not():
-    short = plan(Layout("contiguous"), Mask.documents(range(0, 1025, 8)) & Mask.causal(), 1024, 1)
+    short = plan_for(Layout("contiguous"), Mask.documents(range(0, 1025, 8)) & Mask.causal(), 1024, 1)
     alone = tiles(short.pieces(0, 0), Abilities())
     together = tiles(short.pieces(0, 0), Abilities(masks=True))
     assert len(alone) == 128
     assert len(together) < 20
-    assert sum(t.shape[0] * t.shape[1] for t in together) < 1024 * 1024 / 5  # nowhere near dense
-    long = plan(Layout("contiguous"), Mask.documents([0, 2048, 4096]) & Mask.causal(), 4096, 1)
-    assert [tile.causal for tile in tiles(long.pieces(0, 0), Abilities(masks=True))] == [True, True]
+    assert sum(math.prod(tile.pattern.shape) for tile in together) < 1024 * 1024 / 5  # nowhere near dense
+    long = plan_for(Layout("contiguous"), Mask.documents([0, 2048, 4096]) & Mask.causal(), 4096, 1)
+    assert [tile.pattern.causal for tile in tiles(long.pieces(0, 0), Abilities(masks=True))] == [True, True]
 
 
 def test_blocks_of_one_row_are_gathered():
     matrix = torch.eye(16, dtype=torch.bool)
     matrix[:, ::3] = True
-    what = plan(Layout("contiguous"), Mask.blocks(matrix, 128), 2048, 1)
-    found = tiles(what.pieces(0, 0), Abilities(masks=True))
+    plan = plan_for(Layout("contiguous"), Mask.blocks(matrix, 128), 2048, 1)
+    found = tiles(plan.pieces(0, 0), Abilities(masks=True))
     assert len(found) == 16
-    assert all(not tile.parts and len(tile.q) == 1 for tile in found)
+    assert all(not tile.pattern.parts and len(tile.q) == 1 for tile in found)
 
 
 def test_ten_thousand_documents_are_planned_in_time():
@@ -172,15 +175,17 @@ def test_ten_thousand_documents_are_planned_in_time():
     cuts = torch.randperm(n - 1, generator=torch.Generator().manual_seed(0))[:9999] + 1
     mask = Mask.causal() & Mask.documents(torch.cat([torch.tensor([0, n]), cuts]).sort().values)
     start = time.process_time()
-    what = Plan(Layout("zigzag"), mask, n, size, 1)
+    plan = Plan(Layout("zigzag"), mask, n, size, 1)
     for at in range(size):
-        tiles_of(what, 5, at, Abilities(masks=True))
-        what.needed(at, 5, of_queries=False)
-        what.needed(5, at, of_queries=True)
+        tiles_of(plan, 5, at, Abilities(masks=True))
+        plan.needed(at, 5, of_queries=False)
+        plan.needed(5, at, of_queries=True)
     assert time.process_time() - start < 2
 
 
 def test_plans_are_found_again_by_value():
     cu = [0, 100, 1000, 4096]
-    first, second = (plan(Layout("zigzag"), Mask.causal() & Mask.documents(cu), 4096, 4) for _ in range(2))
+    first, second = (
+        plan_for(Layout("zigzag"), Mask.causal() & Mask.documents(cu), 4096, 4) for _ in range(2)
+    )
     assert first is second

@@ -157,9 +157,9 @@ def test_a_plan_that_was_prepared_is_there():
     futures = prepare(Mask.documents(other.document_ends), tokens=TOKENS, ranks=RANKS)
     assert futures and all(future.exception() is None for future in futures)
     call, _ = _planned(other, "zigzag")()
-    there = len(call.plan.kept)
+    there = len(call.plan.cache)
     prepare_module.plan_call(call)  # all that a forward and a backward ask for
-    assert there > 2 and len(call.plan.kept) == there
+    assert there > 2 and len(call.plan.cache) == there
 
 
 def test_a_call_waits_for_the_plan_that_is_being_made(monkeypatch):

@@ -434,7 +434,7 @@ def test_offload_sends_for_what_is_needed_next(monkeypatch):
     before, made = None, []
     for number in range(3):
         one = policies.Moved.__new__(policies.Moved)
-        one.number, one._here, one._at, one._before = number, [], 0, before
+        one.number, one._here, one._cut, one._before = number, [], 0, before
         made.append(one)
         before = weakref.ref(one)
     for one in reversed(made):

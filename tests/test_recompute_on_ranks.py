@@ -86,9 +86,9 @@ def _counted(rank, size, intra, layout, mask, heads, n):
         sent.extend(op.tensor.nbytes for op in operations if op.op is dist.isend)
         return batch(operations)
 
-    def watched(q, k, v, seen, scores):
-        pairs.append(int(seen.table.sum()) * q.shape[2])
-        return kernel.forward(q, k, v, seen, scores)
+    def watched(q, k, v, pattern, scores):
+        pairs.append(int(pattern.table.sum()) * q.shape[2])
+        return kernel.forward(q, k, v, pattern, scores)
 
     dist.batch_isend_irecv, KERNELS["aten-cpu"] = counting, replace(kernel, forward=watched)
     topology = Topology.from_group(dist.group.WORLD, intra_size=intra)
@@ -171,7 +171,7 @@ def test_windows_and_documents_recompute_the_front_alone():
         at = torch.arange(n)
         seen = mask.allows(at, at).sum(1)
         for pairs, _, _, _, cut in _totals(2, 1, "striped", mask, n=n).values():
-            assert pairs == pytest.approx(int(seen[: cut.at].sum()) / int(seen.sum()))
+            assert pairs == pytest.approx(int(seen[: cut.position].sum()) / int(seen.sum()))
 
 
 def _auto(rank, size, n):

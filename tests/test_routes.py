@@ -117,7 +117,7 @@ def _bytes(rank, size, intra):
             out = burst_attention(q, k, v, topology=topology, mask=mask, config=config)
             forward = counted()
             out.backward(dout)
-            route, what = made[-1].route, made[-1].plan
+            route, plan = made[-1].route, made[-1].plan
             costed = Shard(
                 batch=1,
                 tokens=n // size,
@@ -127,19 +127,17 @@ def _bytes(rank, size, intra):
                 value_dim=16,
                 dtype=torch.bfloat16,
             )
-            for name, got in (("forward", forward), (config.backward, counted())):
-                sizes = message_bytes(costed, route, name)
-                rows.append(
-                    (str(config), name, got, link_bytes(program(rank, route, name, what), rank, sizes, intra))
-                )
+            for pass_, got in (("forward", forward), (config.backward, counted())):
+                sizes, steps = message_bytes(costed, route, pass_), program(rank, route, pass_, plan)
+                rows.append((str(config), pass_, got, link_bytes(steps, rank, sizes, intra)))
     return rows
 
 
 @pytest.mark.parametrize(("nodes", "intra"), [(2, 2), (3, 1), (1, 4), (2, 3)])
 def test_bytes_on_each_link_are_the_formulas_on_every_rank(nodes, intra):
     for rows in processes(nodes * intra, _bytes, intra):
-        for config, name, got, formula in rows:
-            assert got == formula, (config, name)
+        for config, pass_, got, formula in rows:
+            assert got == formula, (config, pass_)
 
 
 class ChaosTransport(MailboxTransport):
@@ -154,7 +152,7 @@ class ChaosTransport(MailboxTransport):
         works = []
         for action, bundle in messages:
             ends = (self.rank, action.peer) if isinstance(action, Send) else (action.peer, self.rank)
-            box = self.mail.box((*ends, channel.link, channel.what))
+            box = self.mail.box((*ends, channel.link, channel.kind))
             if isinstance(action, Send):
                 works.append(_Sent(threading.Event()))
                 box.put((bundle, works[-1].taken))

@@ -1,69 +1,73 @@
 import dataclasses
 import itertools
+import json
 import random
 from itertools import pairwise
 
 import pytest
 import torch
 
-from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.autotune.choose import backward_passes
+from burst_mcore.attention.autotune.cost import message_bytes, pass_flops
+from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.schedule.actions import (
-    DATA,
-    GRADIENT,
-    RESULT,
-    ROWS,
     Accumulate,
     Add,
     Channel,
     Compute,
+    Kind,
+    Link,
     Pack,
+    Pass,
     Recv,
     Send,
     Unpack,
     Wait,
     hops,
 )
-from burst_mcore.attention.schedule.route import PASSES, Route, Schedule, schedule
+from burst_mcore.attention.schedule.route import Route, Schedule, schedule
+from burst_mcore.attention.schedule.route import program as program_of
 from burst_mcore.attention.schedule.verify import verify
+from burst_mcore.attention.shard import Shard
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 
-INTRA_DATA, INTRA_GRADIENT = Channel("intra", DATA), Channel("intra", GRADIENT)
-INTER_DATA, INTER_GRADIENT = Channel("inter", DATA), Channel("inter", GRADIENT)
+INTRA_DATA, INTRA_GRADIENT = Channel(Link.INTRA, Kind.DATA), Channel(Link.INTRA, Kind.GRADIENT)
+INTER_DATA, INTER_GRADIENT = Channel(Link.INTER, Kind.DATA), Channel(Link.INTER, Kind.GRADIENT)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("name", PASSES)
-def test_every_ring_and_double_ring_up_to_32_ranks_is_verified(name, overlap):
+@pytest.mark.parametrize("pass_", Pass)
+def test_every_ring_and_double_ring_up_to_32_ranks_is_verified(pass_, overlap):
     for nodes in range(1, 33):
         for intra in range(1, 32 // nodes + 1):
-            verify(schedule(Route(nodes, intra, overlap=overlap), name))
+            verify(schedule(Route(nodes, intra, overlap=overlap), pass_))
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("pass_", Pass)
 @pytest.mark.parametrize("heads", [2, 3, 4, 8])
-def test_every_head_x_ring_up_to_24_ranks_is_verified(heads, name, overlap):
+def test_every_head_x_ring_up_to_24_ranks_is_verified(heads, pass_, overlap):
     for nodes in range(1, 24 // heads + 1):
         for intra in range(1, 24 // heads // nodes + 1):
-            verify(schedule(Route(nodes, intra, heads, overlap), name))
+            verify(schedule(Route(nodes, intra, heads, overlap), pass_))
 
 
 @pytest.mark.parametrize(("route", "data", "sums"), [(Route(1, 8), 2, 2), (Route(4, 4), 4, 4)])
-@pytest.mark.parametrize("name", PASSES)
-def test_bundles_in_flight_do_not_grow_with_the_ring(name, route, data, sums):
-    for program in schedule(route, name).programs:
-        into = {a.channel.what: set() for a in program if isinstance(a, Recv)}
+@pytest.mark.parametrize("pass_", Pass)
+def test_bundles_in_flight_do_not_grow_with_the_ring(pass_, route, data, sums):
+    for program in schedule(route, pass_).programs:
+        into = {a.channel.kind: set() for a in program if isinstance(a, Recv)}
         for a in program:
             if isinstance(a, Recv):
-                into[a.channel.what].add(a.buffer)
+                into[a.channel.kind].add(a.buffer)
         assert len(into["data"]) == data
-        assert len(into.get("gradient", ())) == (0 if name == "forward" else sums)
+        assert len(into.get("gradient", ())) == (0 if pass_ == Pass.FORWARD else sums)
 
 
-@pytest.mark.parametrize("name", PASSES)
-def test_data_for_the_next_step_is_under_way_before_compute(name):
-    for program in schedule(Route(2, 4), name).programs:
+@pytest.mark.parametrize("pass_", Pass)
+def test_data_for_the_next_step_is_under_way_before_compute(pass_):
+    for program in schedule(Route(2, 4), pass_).programs:
         for step in range(7):
             actions = [a for a in program if a.step == step]
             compute = next(i for i, a in enumerate(actions) if isinstance(a, Compute))
@@ -73,9 +77,9 @@ def test_data_for_the_next_step_is_under_way_before_compute(name):
             )
 
 
-@pytest.mark.parametrize("name", PASSES)
-def test_without_overlap_nothing_is_under_way_during_compute(name):
-    for program in schedule(Route(2, 3, 2, overlap=False), name).programs:
+@pytest.mark.parametrize("pass_", Pass)
+def test_without_overlap_nothing_is_under_way_during_compute(pass_):
+    for program in schedule(Route(2, 3, 2, overlap=False), pass_).programs:
         under_way = set()
         for action in program:
             if isinstance(action, (Send, Recv)):
@@ -87,62 +91,64 @@ def test_without_overlap_nothing_is_under_way_during_compute(name):
 
 
 @pytest.mark.parametrize(("nodes", "intra"), [(2, 2), (2, 4), (3, 2), (4, 8)])
-@pytest.mark.parametrize("name", PASSES)
-def test_a_nic_carries_each_bundle_once_a_round(name, nodes, intra):
-    for rank, program in enumerate(schedule(Route(nodes, intra), name).programs):
+@pytest.mark.parametrize("pass_", Pass)
+def test_a_nic_carries_each_bundle_once_a_round(pass_, nodes, intra):
+    for rank, program in enumerate(schedule(Route(nodes, intra), pass_).programs):
         sends = [a for a in program if isinstance(a, Send)]
         for a in sends:
-            assert (a.channel.link == "intra") == (a.peer // intra == rank // intra)
+            assert (a.channel.link == Link.INTRA) == (a.peer // intra == rank // intra)
         count = {c: sum(a.channel == c for a in sends) for c in {a.channel for a in sends}}
         assert count[INTER_DATA] == nodes - 1
         assert count[INTRA_DATA] == nodes * (intra - 1)
-        assert count.get(INTER_GRADIENT, 0) == (0 if name == "forward" else nodes)
-        assert count.get(INTRA_GRADIENT, 0) == (0 if name == "forward" else nodes * (intra - 1) + 1)
+        assert count.get(INTER_GRADIENT, 0) == (0 if pass_ == Pass.FORWARD else nodes)
+        assert count.get(INTRA_GRADIENT, 0) == (0 if pass_ == Pass.FORWARD else nodes * (intra - 1) + 1)
 
 
 def test_the_head_group_overlaps_with_the_first_and_the_last_step():
-    for program in schedule(Route(2, 1, 4), "forward").programs:
+    for program in schedule(Route(2, 1, 4), Pass.FORWARD).programs:
         computes = [i for i, a in enumerate(program) if isinstance(a, Compute)]
         assert [program[i].part is None for i in computes] == [False] * 8
         waits = [
-            sum(isinstance(a, Wait) and a.channel.what == ROWS for a in program[before:after])
+            sum(isinstance(a, Wait) and a.channel.kind == Kind.ROWS for a in program[before:after])
             for before, after in pairwise(computes[:4])
         ]
         assert waits == [1, 0, 1]  # rows come between the parts: of both neighbours, then of the last member
         sends = [
-            sum(isinstance(a, Send) and a.channel.what == RESULT for a in program[before:after])
+            sum(isinstance(a, Send) and a.channel.kind == Kind.RESULT for a in program[before:after])
             for before, after in pairwise(computes[4:])
         ]
         assert sends == [0, 2, 1]  # results leave between the parts, to the same members together
 
 
 def test_a_schedule_prints_as_a_grid():
-    lines = str(schedule(Route(1, 3), "forward")).splitlines()
+    lines = str(schedule(Route(1, 3), Pass.FORWARD)).splitlines()
     assert lines[1].split(" | ")[0].strip() == "step"
     assert [cell.strip() for cell in lines[1].split("|")[1:]] == ["rank 0", "rank 1", "rank 2"]
     assert [line.split("|")[0].strip() for line in lines[2:]] == ["0", "1", "2"]
     assert "[2]" in lines[3].split("|")[1]  # at step 1 rank 0 computes with the bundle of rank 2
 
 
-def _broken(edit, route=Route(1, 3), name="query"):  # noqa: B008
-    right = schedule(route, name)
+def _broken(edit, route=Route(1, 3), pass_=Pass.QUERY):  # noqa: B008
+    right = schedule(route, pass_)
     return Schedule("broken", route, tuple(tuple(edit(r, list(p))) for r, p in enumerate(right.programs)))
 
 
-def _without(kind, **fields):
+def _without(action_type, **fields):
     def edit(rank, program):
         for index, action in enumerate(program):
-            if isinstance(action, kind) and all(getattr(action, k) == v for k, v in fields.items()):
+            if isinstance(action, action_type) and all(getattr(action, k) == v for k, v in fields.items()):
                 return program[:index] + program[index + 1 :]
         return program
 
     return edit
 
 
-def _changed(kind, change, on_rank=None, **fields):
+def _changed(action_type, change, on_rank=None, **fields):
     def edit(rank, program):
         for index, action in enumerate(program):
-            matches = isinstance(action, kind) and all(getattr(action, k) == v for k, v in fields.items())
+            matches = isinstance(action, action_type) and all(
+                getattr(action, k) == v for k, v in fields.items()
+            )
             if matches and on_rank in (None, rank):
                 return [*program[:index], dataclasses.replace(action, **change), *program[index + 1 :]]
         return program
@@ -226,15 +232,15 @@ def _sends_before_receives(rank, program):
 def test_verify_knows_that_nccl_runs_batches_in_the_order_of_posting(monkeypatch):
     monkeypatch.setattr("burst_mcore.attention.schedule.verify._add", lambda rank, action: None)
     with pytest.raises(ValueError, match="deadlock: rank 0, step 0: wait intra data .at the head of"):
-        verify(_broken(_sends_before_receives, name="forward"))
+        verify(_broken(_sends_before_receives, pass_=Pass.FORWARD))
 
 
 def _another_kind(rank, program):
     """Rank 1 posts the first messages of its head group as messages of another kind."""
-    first = next(a.channel for a in program if isinstance(a, Send) and a.channel.link == "heads")
-    kind = RESULT if first.what != RESULT else ROWS
+    first = next(a.channel for a in program if isinstance(a, Send) and a.channel.link == Link.HEADS)
+    kind = Kind.RESULT if first.kind != Kind.RESULT else Kind.ROWS
     return [
-        dataclasses.replace(a, channel=a.channel._replace(what=kind, part=99))
+        dataclasses.replace(a, channel=a.channel._replace(kind=kind, part=99))
         if rank == 1 and getattr(a, "channel", None) == first
         else a
         for a in program
@@ -243,7 +249,7 @@ def _another_kind(rank, program):
 
 def test_verify_knows_that_nccl_matches_messages_by_their_order_alone():
     with pytest.raises(ValueError, match="expects heads .*, gets heads .*share a communicator"):
-        verify(_broken(_another_kind, Route(1, 2, 2), "forward"))
+        verify(_broken(_another_kind, Route(1, 2, 2), Pass.FORWARD))
 
 
 def _routes(size, intra):
@@ -278,9 +284,11 @@ def test_all_schedules_pass_under_nccls_rule(size, intra):
     draw, n, count = random.Random(0), 64 * size, 0
     for route, layout in itertools.product(_routes(size, intra), ("zigzag", "striped", "contiguous")):
         for mask in _masks(draw, n):
-            what = mask if mask is None else plan(Layout.of(layout), mask, n, route.positions, route.heads)
-            for name in PASSES:
-                verify(schedule(route, name, what), intra)
+            plan = (
+                mask if mask is None else plan_for(Layout.of(layout), mask, n, route.positions, route.heads)
+            )
+            for pass_ in Pass:
+                verify(schedule(route, pass_, plan), intra)
                 count += 1
     assert count > 100
 
@@ -304,14 +312,35 @@ def test_verify_finds_what_is_wrong_with_a_double_ring(edit, words):
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (_without(Unpack, what="rows"), "before they came"),
-        (_without(Unpack, what="bundle"), "before all of the head group"),
-        (_without(Unpack, what="result"), "result of the head group|its results stay"),
+        (_without(Unpack, kind=Kind.ROWS), "before they came"),
+        (_without(Unpack, kind=Kind.BUNDLE), "before all of the head group"),
+        (_without(Unpack, kind=Kind.RESULT), "result of the head group|its results stay"),
         (_without(Compute, step=0), "leave before they are complete|computed sources"),
-        (_without(Wait, channel=Channel("heads", "bundle", 1)), "while a message arrives"),
-        (_changed(Unpack, {"member": 0}, what="result"), "before anything arrived"),
+        (_without(Wait, channel=Channel(Link.HEADS, Kind.BUNDLE, 1)), "while a message arrives"),
+        (_changed(Unpack, {"member": 0}, kind=Kind.RESULT), "before anything arrived"),
     ],
 )
 def test_verify_finds_what_is_wrong_with_a_head_group(edit, words):
     with pytest.raises(ValueError, match=words):
-        verify(_broken(edit, Route(1, 2, 2), "forward"))
+        verify(_broken(edit, Route(1, 2, 2), Pass.FORWARD))
+
+
+def test_a_misspelt_pass_is_refused_where_it_enters():
+    sizes = dict(batch=1, tokens=8, heads=2, kv_heads=2, head_dim=8, value_dim=8, dtype=torch.float32)
+    route, shard = Route(1, 2), Shard(**sizes)
+    for enter in (
+        lambda: schedule(route, "querry"),
+        lambda: program_of(0, route, "querry"),
+        lambda: message_bytes(shard, route, "querry"),
+        lambda: pass_flops(shard, 1, "querry"),
+        lambda: backward_passes("querry"),
+    ):
+        with pytest.raises(ValueError, match="unknown pass 'querry'; legal: forward, kv, query"):
+            enter()
+
+
+@pytest.mark.parametrize("word", [*Pass, *Link, *Kind])
+def test_passes_links_and_kinds_read_as_plain_words(word):
+    plain = word.value
+    assert (word, str(word), f"{word}", repr(word)) == (plain, plain, plain, repr(plain))
+    assert json.dumps({word: word}) == json.dumps({plain: plain})

@@ -8,8 +8,8 @@ from dense import Result, assert_as_exact_as, dense, error, problem, single_kern
 from ranks import processes
 
 from burst_mcore import BurstConfig, Mask, burst_attention
-from burst_mcore.attention.geometry.pattern import Seen
-from burst_mcore.attention.kernels.kernel import Problem, RowGradients, Scores
+from burst_mcore.attention.geometry.pattern import Pattern
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Problem, Scores
 from burst_mcore.attention.kernels.padding import takes_delta
 from burst_mcore.attention.kernels.table import KERNELS, taking_delta
 from burst_mcore.attention.numerics.rowwise import row_delta
@@ -117,10 +117,10 @@ def test_a_given_delta_is_as_exact_as_one_formed_from_out(dtype):
 def test_a_delta_of_rows_without_a_gradient_of_out_counts():
     p = problem(4, 32, dtype=torch.float32)
     dout = torch.zeros_like(p.dout)
-    seen, how, kernel = Seen((32, 32), high=0), Scores(0.25), KERNELS["aten-cpu"]
-    out, lse = kernel.forward(p.q, p.k, p.v, seen, how)
-    x = RowGradients(dout, p.q, p.k, p.v, None, lse, -torch.ones_like(lse))
-    got = takes_delta(kernel).backward(x, seen, how)
+    pattern, scores, kernel = Pattern((32, 32), high=0), Scores(0.25), KERNELS["aten-cpu"]
+    out, lse = kernel.forward(p.q, p.k, p.v, pattern, scores)
+    x = BackwardInputs(dout, p.q, p.k, p.v, None, lse, -torch.ones_like(lse))
+    got = takes_delta(kernel).backward(x, pattern, scores)
     ones = torch.ones(1, 32, 4, dtype=torch.float64)
     want = dense(p._replace(dout=dout), Mask.causal(), dlse=ones)
     for g, w in zip(got, (want.dq, want.dk, want.dv), strict=True):

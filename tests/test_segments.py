@@ -8,14 +8,14 @@ import torch
 from masks import random_layout, random_mask
 
 from burst_mcore import Layout, Mask
-from burst_mcore.attention.geometry.plan import plan
-from burst_mcore.attention.recompute.cuts import EVEN, cut_for, front
+from burst_mcore.attention.geometry.plan import plan_for
+from burst_mcore.attention.recompute.cuts import EVEN, cut_for, head_mask
 from burst_mcore.layout.balance import imbalance
 
 CAUSAL = Mask.causal()
 
 
-def _front_work(layout, mask, n, size, at):
+def _head_work(layout, mask, n, size, at):
     """Pairs of each rank's queries before `at`, by counting."""
     seen = mask.allows(torch.arange(n), torch.arange(n)).sum(1)
     return [
@@ -33,7 +33,7 @@ def test_striped_takes_every_share_and_is_even(size, keep):
     cut = cut_for(keep, Layout("striped"), CAUSAL, n, size)
     assert abs(cut.keep - keep) < size / n
     assert cut.time == pytest.approx((1 - keep) ** 2, abs=0.002)
-    work = _front_work(Layout("striped"), CAUSAL, n, size, cut.at)
+    work = _head_work(Layout("striped"), CAUSAL, n, size, cut.position)
     assert max(work) * size <= EVEN * max(sum(work), 1)
 
 
@@ -43,7 +43,7 @@ def test_striped_takes_every_share_and_is_even(size, keep):
 def test_stacked_zigzag_cuts_where_it_is_even(size, stacks, keep):
     n, layout = 4096, Layout("stacked-zigzag", stacks=stacks)
     cut = cut_for(keep, layout, CAUSAL, n, size)
-    work = _front_work(layout, CAUSAL, n, size, cut.at)
+    work = _head_work(layout, CAUSAL, n, size, cut.position)
     assert max(work) * size <= EVEN * sum(work)
     stack = n // stacks  # there it is even for sure
     assert abs(cut.keep - keep) <= min(abs(i * stack / n - keep) for i in range(stacks + 1)) + 1e-9
@@ -77,31 +77,31 @@ def test_any_mask_and_layout(seed):
     n, size, keep = draw.randint(1, 200), draw.randint(1, 5), draw.random()
     layout, mask = random_layout(draw, size, n), random_mask(draw, n)
     cut = cut_for(keep, layout, mask, n, size)
-    assert 0 <= cut.at <= n
-    work, whole = (_front_work(layout, mask, n, size, at) for at in (cut.at, n))
+    assert 0 <= cut.position <= n
+    work, whole = (_head_work(layout, mask, n, size, at) for at in (cut.position, n))
     if not layout.ends:  # of documents it is known to be even
         assert cut.time == pytest.approx(max(work) / max(*whole, 1))
     if layout.kind != "striped":
-        assert cut.pays or cut.at in (0, n)
-    # The plan of the front has the pairs of queries before the cut, and no other.
-    allowed = mask.allows(torch.arange(n), torch.arange(n)).sum(1)[: cut.at].sum()
-    of_front = plan(layout, mask, n, size).front(cut.at)
-    pairs = sum(piece.pairs for q in range(size) for k in range(size) for piece in of_front.pieces(q, k))
+        assert cut.pays or cut.position in (0, n)
+    # The plan of the head has the pairs of queries before the cut, and no other.
+    allowed = mask.allows(torch.arange(n), torch.arange(n)).sum(1)[: cut.position].sum()
+    of_head = plan_for(layout, mask, n, size).head(cut.position)
+    pairs = sum(piece.pairs for q in range(size) for k in range(size) for piece in of_head.pieces(q, k))
     assert pairs == int(allowed)
 
 
 def test_a_front_is_a_mask():
     at = torch.arange(10)
-    assert front(4, 10).allows(at, at).sum(1).tolist() == [10] * 4 + [0] * 6
-    assert not front(0, 10).allows(at, at).any()
+    assert head_mask(4, 10).allows(at, at).sum(1).tolist() == [10] * 4 + [0] * 6
+    assert not head_mask(0, 10).allows(at, at).any()
 
 
 def test_rows_that_are_read_end_at_the_cut():
     n = 8192
     many = CAUSAL & Mask.documents(range(0, n + 1, 4))
-    what = plan(Layout("striped"), many, n, 4)
-    assert what.needed(0, 1, of_queries=False) == (range(n // 4),)
-    assert what.front(n // 2).needed(0, 1, of_queries=False) == (range(n // 8),)
+    plan = plan_for(Layout("striped"), many, n, 4)
+    assert plan.needed(0, 1, of_queries=False) == (range(n // 4),)
+    assert plan.head(n // 2).needed(0, 1, of_queries=False) == (range(n // 8),)
 
 
 @pytest.mark.parametrize("keep", [-0.1, 1.1, float("nan"), "half", True, None])
@@ -115,5 +115,5 @@ def test_documents_dealt_zigzag_are_cut_between_documents():
     layout = Layout("zigzag-documents", ends=ends)
     mask = CAUSAL & Mask.documents(ends)
     cut = cut_for(0.52, layout, mask, 1024, 4)
-    assert cut.at == 512
+    assert cut.position == 512
     assert imbalance(layout, mask, 1024, 4) == 1.0

@@ -18,7 +18,7 @@ from burst_mcore.attention.autotune.cost import link_bytes, link_class, message_
 from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Call, Keys, Queries
 from burst_mcore.attention.forward import forward
-from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.numerics.rowwise import row_delta
@@ -32,16 +32,16 @@ def simulate(
 ):
     """(out, lse, dq, dk, dv) of the whole sequence; bytes each rank sent by peer, forward and backward."""
     mail, n, size = Mailboxes(), p.q.shape[1], route.size
-    what = plan(Layout.of(layout), mask, n, route.positions, route.heads)
-    for name in ("forward", direction):
-        verify(schedule(route, name, what))
+    plan = plan_for(Layout.of(layout), mask, n, route.positions, route.heads)
+    for pass_ in ("forward", direction):
+        verify(schedule(route, pass_, plan))
 
     def rank(r):
         carrier = transport(mail, r)
         call = Call(
             rank=r,
             route=route,
-            plan=what,
+            plan=plan,
             scores=Scores(p.q.shape[-1] ** -0.5),
             problem=None,
             kernel=KERNELS[kernel],
@@ -140,7 +140,7 @@ def _equals_dense_attention(
     got, forward_sent, backward_sent = simulate(p, mask, layout, route, direction, kernel)
     for g, w in zip(got, dense(p, mask), strict=True):
         torch.testing.assert_close(g, w, rtol=1e-11, atol=1e-11)
-    what = plan(layout, mask, n, route.positions, route.heads)
+    plan = plan_for(layout, mask, n, route.positions, route.heads)
     tokens = layout.padded(n, ranks.size) // ranks.size
     costed = Shard(
         batch=batch,
@@ -152,10 +152,10 @@ def _equals_dense_attention(
         dtype=torch.float64,
         grad_dtype=torch.float64,
     )
-    for name, sent in (("forward", forward_sent), (direction, backward_sent)):
-        sizes = message_bytes(costed, route, name, return_lse=True)
+    for pass_, sent in (("forward", forward_sent), (direction, backward_sent)):
+        sizes = message_bytes(costed, route, pass_, return_lse=True)
         for rank, by_peer in enumerate(sent):
             by_link = {"intra": 0, "inter": 0}
             for peer, size in by_peer.items():
                 by_link[link_class(rank, peer, intra)] += size
-            assert by_link == link_bytes(program(rank, route, name, what), rank, sizes, intra)
+            assert by_link == link_bytes(program(rank, route, pass_, plan), rank, sizes, intra)

@@ -12,6 +12,7 @@ from test_ring import _attend, _gathered
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
 from burst_mcore.attention.api import connect
 from burst_mcore.attention.runtime import topology as module
+from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.rates import Rates
 
 
@@ -222,7 +223,7 @@ def test_on_nccl_every_link_and_kind_of_message_has_a_communicator_of_its_own(mo
     from burst_mcore.attention.runtime import communicators
     from burst_mcore.attention.runtime.executor import ProcessGroups
     from burst_mcore.attention.schedule.actions import hops
-    from burst_mcore.attention.schedule.route import PASSES, Route, program
+    from burst_mcore.attention.schedule.route import Route, program
 
     made, started = [], []
 
@@ -246,8 +247,8 @@ def test_on_nccl_every_link_and_kind_of_message_has_a_communicator_of_its_own(mo
 
     def carriers(route):
         transport = ProcessGroups(topology, route)
-        channels = {c for name in PASSES for c, _ in hops(program(5, route, name)) if c is not None}
-        return {(c.link, c.what): transport.carrier(c)[0] for c in channels}
+        channels = {c for name in Pass for c, _ in hops(program(5, route, name)) if c is not None}
+        return {(c.link, c.kind): transport.carrier(c)[0] for c in channels}
 
     double = carriers(Route(2, 4))
     assert len(set(double.values())) == len(double) == len(made) == 4

@@ -48,7 +48,7 @@ def _recorded(rank, size):
 
 def test_every_message_and_compute_of_a_ring_is_recorded():
     for rank, events in enumerate(processes(4, _recorded)):
-        actions = [a for name in ("forward", "query") for a in program(rank, Route(2, 2), name)]
+        actions = [a for pass_ in ("forward", "query") for a in program(rank, Route(2, 2), pass_)]
         assert {e.rank for e in events} == {rank}
         assert sum(e.label.startswith("[") for e in events) == sum(isinstance(a, Compute) for a in actions)
         assert sum("<" in e.label for e in events) == sum(isinstance(a, Recv) for a in actions)
@@ -70,20 +70,20 @@ def test_a_trace_has_a_process_for_each_rank_of_each_run():
     assert len({e["pid"] for e in events}) == 2
 
 
-@pytest.mark.parametrize("name", ["forward", "query", "kv"])
+@pytest.mark.parametrize("pass_", ["forward", "query", "kv"])
 @pytest.mark.parametrize("degree", [1, 2, 4])
-def test_a_drawing_computes_all_that_the_mask_allows(name, degree):
+def test_a_drawing_computes_all_that_the_mask_allows(pass_, degree):
     drawn = predict.draw(
         Problem(seq=4096, heads=8, kv_heads=8, head_dim=64, dtype="bfloat16"),
         Ranks(4, 2),
         RATES,
-        name=name,
+        pass_=pass_,
         degree=degree,
         ring="double",
         overlap=True,
     )
     seconds = sum(e.ended - e.started for e in drawn.timeline.events if e.lane == "compute")
-    flops = (4 if name == "forward" else 10) * 4096 * 4097 // 2 * 8 * 64
+    flops = (4 if pass_ == "forward" else 10) * 4096 * 4097 // 2 * 8 * 64
     assert seconds == pytest.approx(flops / RATES.compute)
 
 

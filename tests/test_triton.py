@@ -9,17 +9,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dense import dense, error, problem, seen_of, single_kernel
+from dense import dense, error, pattern_of, problem, single_kernel
 from masks import random_layout, random_mask
 from test_simulation import simulate
 
 from burst_mcore import Layout, Mask
 from burst_mcore.attention import backward as backward_module
-from burst_mcore.attention.geometry.pattern import Seen
-from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.geometry.pattern import Pattern
+from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels import triton as ours
-from burst_mcore.attention.kernels.kernel import InPlace, RowGradients, Scores
+from burst_mcore.attention.kernels.kernel import BackwardInputs, InPlace, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.numerics import merge
@@ -62,64 +62,66 @@ def _tile(seed):
     while True:
         n, size = draw.randint(40, 100), draw.randint(1, 2)
         layout, mask = random_layout(draw, size, n), random_mask(draw, n)
-        what = plan(layout, mask, n, size)
-        found = tiles_of(what, draw.randrange(size), draw.randrange(size), KERNEL.abilities)
+        plan = plan_for(layout, mask, n, size)
+        found = tiles_of(plan, draw.randrange(size), draw.randrange(size), KERNEL.abilities)
         if found:
             return found[0]
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_any_pattern_and_option(seed):
-    seen = _tile(seed).seen
-    rows, columns = seen.shape
+    pattern = _tile(seed).pattern
+    rows, columns = pattern.shape
     softcap = 2.0 if seed % 3 == 0 else None
     p = problem(seed, max(rows, columns), heads=4, kv_heads=1 + seed % 2, head_dim=16, dtype=torch.float32)
     q, dout, k, v = p.q[:, :rows], p.dout[:, :rows], p.k[:, :columns], p.v[:, :columns]
-    how = Scores(0.3, softcap)
-    out, lse = KERNEL.forward(q, k, v, seen, how)
-    want_out, want_lse = REFERENCE.forward(q, k, v, Seen.by(seen.table), how)
+    scores = Scores(0.3, softcap)
+    out, lse = KERNEL.forward(q, k, v, pattern, scores)
+    want_out, want_lse = REFERENCE.forward(q, k, v, Pattern.from_table(pattern.table), scores)
     assert error(out, want_out) < 1e-6 and error(lse, want_lse) < 1e-6
-    x = RowGradients(dout, q, k, v, None, want_lse, row_delta(dout, want_out))
+    x = BackwardInputs(dout, q, k, v, None, want_lse, row_delta(dout, want_out))
     for g, w in zip(
-        KERNEL.backward(x, seen, how), REFERENCE.backward(x, Seen.by(seen.table), how), strict=True
+        KERNEL.backward(x, pattern, scores),
+        REFERENCE.backward(x, Pattern.from_table(pattern.table), scores),
+        strict=True,
     ):
         assert error(g, w) < 2e-6 or w.norm() < 1e-6
 
 
 def test_it_merges_and_adds_in_place_into_views():
     p = problem(1, 48, kv_heads=2, dtype=torch.float32)
-    seen, how = seen_of(Mask.causal(), 48), Scores(0.25)
-    out, lse = KERNEL.forward(p.q, p.k, p.v, seen, how)
+    pattern, scores = pattern_of(Mask.causal(), 48), Scores(0.25)
+    out, lse = KERNEL.forward(p.q, p.k, p.v, pattern, scores)
     room, room_lse = torch.full((1, 64, 4, 16), torch.nan), torch.full((1, 4, 64), torch.nan)
     at = slice(8, 56)
-    ours.merge_forward(p.q, p.k, p.v, seen, how, room[:, at], room_lse[:, :, at], fresh=True)
+    ours.merge_forward(p.q, p.k, p.v, pattern, scores, room[:, at], room_lse[:, :, at], fresh=True)
     assert torch.equal(room[:, at], out) and torch.equal(room_lse[:, :, at], lse)
     assert room[:, :8].isnan().all() and room[:, 56:].isnan().all()
     ours.merge_forward(
-        p.q, p.k, p.v, seen, how, room[:, at], room_lse[:, :, at], fresh=False
+        p.q, p.k, p.v, pattern, scores, room[:, at], room_lse[:, :, at], fresh=False
     )  # each key twice
     torch.testing.assert_close(room[:, at], out)
     torch.testing.assert_close(room_lse[:, :, at], lse + torch.log(torch.tensor(2.0)))
-    x = RowGradients(p.dout, p.q, p.k, p.v, None, lse, row_delta(p.dout, out))
-    dq, dk, dv = KERNEL.backward(x, seen, how)
+    x = BackwardInputs(p.dout, p.q, p.k, p.v, None, lse, row_delta(p.dout, out))
+    dq, dk, dv = KERNEL.backward(x, pattern, scores)
     sums = [torch.full((1, 64, h, 16), torch.nan) for h in (4, 2, 2)]
     for fresh in (True, False):
-        ours.add_dq(x, seen, how, sums[0][:, at], fresh=fresh)
-        ours.add_dkv(x, seen, how, sums[1][:, at], sums[2][:, at], fresh=fresh)
+        ours.add_dq(x, pattern, scores, sums[0][:, at], fresh=fresh)
+        ours.add_dkv(x, pattern, scores, sums[1][:, at], sums[2][:, at], fresh=fresh)
     for total, share in zip(sums, (dq, dk, dv), strict=True):
         torch.testing.assert_close(total[:, at], 2 * share)
         assert total[:, :8].isnan().all() and total[:, 56:].isnan().all()
 
 
 def test_rows_that_see_nothing_are_zero_and_stay_as_they_are():
-    how, p = Scores(0.25), problem(2, 40, dtype=torch.float32)
-    later = Seen((40, 40), high=-30)  # only the last ten rows see something
-    out, lse = KERNEL.forward(p.q, p.k, p.v, later, how)
+    scores, p = Scores(0.25), problem(2, 40, dtype=torch.float32)
+    later = Pattern((40, 40), high=-30)  # only the last ten rows see something
+    out, lse = KERNEL.forward(p.q, p.k, p.v, later, scores)
     assert (
         (out[:, :30] == 0).all() and (lse[..., :30] == -torch.inf).all() and (lse[..., 30:].isfinite()).all()
     )
-    x = RowGradients(p.dout, p.q, p.k, p.v, None, lse, row_delta(p.dout, out))
-    dq, dk, dv = KERNEL.backward(x, later, how)
+    x = BackwardInputs(p.dout, p.q, p.k, p.v, None, lse, row_delta(p.dout, out))
+    dq, dk, dv = KERNEL.backward(x, later, scores)
     assert (
         (dq[:, :30] == 0).all() and (dk[:, 10:] == 0).all() and all(g.isfinite().all() for g in (dq, dk, dv))
     )
@@ -131,9 +133,9 @@ def test_what_is_not_finite_stays_in_its_document(seed):
     n = draw.randint(40, 90)
     ends = sorted({0, n, *(draw.randint(1, n) for _ in range(6))})
     mask = Mask.documents(ends) & (Mask.causal() if seed % 2 else Mask.full())
-    (tile,) = tiles_of(plan(Layout("zigzag"), mask, n, 1), 0, 0, KERNEL.abilities)
+    (tile,) = tiles_of(plan_for(Layout("zigzag"), mask, n, 1), 0, 0, KERNEL.abilities)
     at = draw.randrange(len(ends) - 1)
-    others, how = torch.ones(n, dtype=torch.bool), Scores(0.3)
+    others, scores = torch.ones(n, dtype=torch.bool), Scores(0.3)
     others[ends[at] : ends[at + 1]] = False
     p = problem(seed, n, heads=2, kv_heads=1, head_dim=16, dtype=torch.float32)
     for name in ("q", "k", "v", "dout"):
@@ -141,9 +143,9 @@ def test_what_is_not_finite_stays_in_its_document(seed):
         getattr(spoilt, name)[:, ~others] = draw.choice((torch.nan, torch.inf))
         found = []
         for x in (p, spoilt):
-            out, lse = KERNEL.forward(x.q, x.k, x.v, tile.seen, how)
-            row = RowGradients(x.dout, x.q, x.k, x.v, None, lse, row_delta(x.dout, out))
-            found.append([out, *KERNEL.backward(row, tile.seen, how)])
+            out, lse = KERNEL.forward(x.q, x.k, x.v, tile.pattern, scores)
+            row = BackwardInputs(x.dout, x.q, x.k, x.v, None, lse, row_delta(x.dout, out))
+            found.append([out, *KERNEL.backward(row, tile.pattern, scores)])
         assert any(not x[:, ~others].isfinite().all() for x in found[1]), name
         for want, got in zip(*found, strict=True):
             torch.testing.assert_close(got[:, others], want[:, others], msg=name)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from burst_mcore import Mask
-from burst_mcore.attention.geometry.rows import take
-from burst_mcore.attention.kernels.kernel import RowGradients
-from burst_mcore.attention.schedule.actions import DATA, Channel, Recv
+from burst_mcore.attention.geometry.rows import gather
+from burst_mcore.attention.kernels.kernel import BackwardInputs
+from burst_mcore.attention.schedule.actions import Channel, Kind, Link, Recv
 from burst_mcore.attention.schedule.route import program
 from burst_mcore.attention.shard import Shard
 from burst_mcore.bench.methods.virtual_rank import Copies, VirtualRank
@@ -66,15 +66,15 @@ def test_an_idle_kernel_is_called_as_one_that_works_is(direction):
 @pytest.mark.parametrize("direction", ["query", "kv"])
 def test_around_an_idle_kernel_its_results_are_merged_and_summed(direction):
     rank = _rank(4, direction, source="nowhere", dtype=torch.float64, works=False)
-    here, kernel, how = rank.call.position, rank.call.kernel, rank.call.scores
+    here, kernel, scores = rank.call.position, rank.call.kernel, rank.call.scores
     out, total = torch.zeros_like(rank.q), torch.zeros(1, 4, 32, dtype=torch.float64)
     for source in range(4):
         for tile in rank.call.tiles(here, source):
-            rows = take(rank.q, tile.q), take(rank.k, tile.k), take(rank.v, tile.k)
-            given, lse = kernel.forward(*rows, tile.seen, how)
+            rows = gather(rank.q, tile.q), gather(rank.k, tile.k), gather(rank.v, tile.k)
+            given, lse = kernel.forward(*rows, tile.pattern, scores)
             weights = lse.exp()
-            take(total, tile.q).add_(weights)
-            take(out, tile.q).add_(weights.transpose(1, 2).unsqueeze(-1) * given)
+            gather(total, tile.q).add_(weights)
+            gather(out, tile.q).add_(weights.transpose(1, 2).unsqueeze(-1) * given)
     done = rank.forward()
     torch.testing.assert_close(done.ring_lse, total.log(), rtol=0, atol=1e-12)
     torch.testing.assert_close(done.out, out / total.transpose(1, 2).unsqueeze(-1), rtol=1e-12, atol=1e-12)
@@ -82,12 +82,12 @@ def test_around_an_idle_kernel_its_results_are_merged_and_summed(direction):
     want = [torch.zeros_like(x) for x in (rank.q, rank.k, rank.v)]
     for source in range(4):
         for tile in rank.call.tiles(*((source, here) if direction == "query" else (here, source))):
-            of_q = [take(x, tile.q) for x in (queries.dout, queries.q)]
-            of_k = [take(x, tile.k) for x in (rank.k, rank.v)]
-            x = RowGradients(*of_q, *of_k, None, take(queries.lse, tile.q), take(queries.delta, tile.q))
-            given = kernel.backward(x, tile.seen, how)
+            of_q = [gather(x, tile.q) for x in (queries.dout, queries.q)]
+            of_k = [gather(x, tile.k) for x in (rank.k, rank.v)]
+            x = BackwardInputs(*of_q, *of_k, None, gather(queries.lse, tile.q), gather(queries.delta, tile.q))
+            given = kernel.backward(x, tile.pattern, scores)
             for total, rows, gradient in zip(want, (tile.q, tile.k, tile.k), given, strict=True):
-                take(total, rows).add_(gradient)
+                gather(total, rows).add_(gradient)
     got = rank.backward(done)
     stays = (1, 2) if direction == "query" else (0,)  # what comes to the others' share is from nowhere
     for index in stays:
@@ -95,7 +95,7 @@ def test_around_an_idle_kernel_its_results_are_merged_and_summed(direction):
 
 
 def test_from_nowhere_memory_is_filled_once():
-    copies, channel = Copies("nowhere", torch.device("cpu")), Channel("intra", DATA)
+    copies, channel = Copies("nowhere", torch.device("cpu")), Channel(Link.INTRA, Kind.DATA)
     buffers = [torch.full((1, 8, 2, 4), torch.nan) for _ in range(2)]
 
     def receive(x):

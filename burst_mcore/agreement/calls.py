@@ -1,8 +1,8 @@
 """Numbered calls of one ring: all ranks make the same, in the same order, or every rank gets an error.
 
-At the start of a call ranks exchange 32 bytes each: a digest of its signature. Where digests differ, the
-signatures follow by the store, and the error names ranks and fields. A rank that refuses its call leaves its
-error in the store, where waiting ranks look.
+At the start of a call ranks exchange 40 bytes each: its number, digests of its signature, its rows. Where
+these differ, the signatures follow by the store, and the error names ranks and fields. A rank that refuses
+its call leaves its error in the store, where waiting ranks look.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from burst_mcore.agreement.claims import Signature, differences, digest_of
+from burst_mcore.agreement.claims import Signature, differences, digest_of_items
 from burst_mcore.agreement.exchange import Gathering
 
 ANSWER_WITHIN = timedelta(seconds=20)
 """How long ranks that disagree wait for each other's signatures."""
-_REFUSED = (1, 0, 0, 0)
+_REFUSED = (1, 0, 0, 0, 0)
 """The integers of a rank that refused its call."""
 
 
@@ -66,17 +66,16 @@ class Agreement:
             The number of the call, and None, or the rows of every rank if they differ.
         """
         self._begin()
-        signature = {"call": str(self._call), **signature}
-        table = self._exchange.integers((0, digest_of(signature), digest_of(if_even), rows))
-        refused, digests, even_digests, lengths = (list(column) for column in zip(*table, strict=True))
-        if any(refused):
+        digests = digest_of_items(tuple(signature.items())), digest_of_items(tuple(if_even.items()))
+        table = self._exchange.integers((0, self._call, *digests, rows))
+        if any(row[0] for row in table):
             raise self._error()
-        uneven = len(set(lengths)) > 1
-        if len(set(digests)) > 1 or (len(set(even_digests)) > 1 and not uneven):
-            raise ValueError(
-                f"the ranks of the ring make different calls: {self._differences(signature | if_even)}"
-            )
-        return self._call, lengths if uneven else None
+        calls, always, even, lengths = (len({row[column] for row in table}) for column in (1, 2, 3, 4))
+        uneven = lengths > 1
+        if calls > 1 or always > 1 or (even > 1 and not uneven):
+            everything = {"call": str(self._call), **signature, **if_even}
+            raise ValueError(f"the ranks of the ring make different calls: {self._differences(everything)}")
+        return self._call, [row[4] for row in table] if uneven else None
 
     def least(self, value: float) -> float:
         """Return the least of all ranks' values. In a call that all have agreed to make."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from burst_mcore.digest import digest
@@ -21,7 +22,13 @@ class Claim(NamedTuple):
 
 def digest_of(signature: Signature) -> int:
     """Return 56 bits that tell signatures apart; the order of their fields does not count."""
-    return int(digest(json.dumps(signature, sort_keys=True))[:14], 16)
+    return digest_of_items(tuple(signature.items()))
+
+
+@lru_cache(maxsize=1024)  # the calls of a layer have the same signature in every step
+def digest_of_items(items: tuple[tuple[str, str], ...]) -> int:
+    """Return the `digest_of` a signature, given as its items."""
+    return int(digest(json.dumps(dict(items), sort_keys=True))[:14], 16)
 
 
 def summary(claim: Claim) -> tuple[int, int]:

@@ -1,13 +1,13 @@
 """Distributed attention: one call, from a mask and a layout to kernels on every rank of a ring.
 
     mask, layout   which tokens attend to which, and which rank holds which (packages beside this one)
-    geometry       what meets what: rows, pieces and tiles of a rank, and whose rows a rank needs
-    schedule       who does what when: a program of actions for every rank, which prints and is verified
-    autotune       which schedule: bytes, FLOPs and simulated time of each
-    runtime        doing it: process groups, the executor of a program, agreement between ranks
-    kernels        the maths of a tile, by whatever library is there
+    geometry       rows, pieces and tiles: which queries meet which keys, and whose rows a rank needs
+    schedule       a program of actions for every rank, which prints and is verified
+    autotune       the choice of a schedule by its bytes, FLOPs and simulated time
+    runtime        process groups, the executor of a program, agreement between ranks
+    kernels        the maths of a tile, by a table of libraries
     numerics       the maths around tiles: partial outputs merged, gradients summed
-    recompute      checkpointed layers: what is kept of attention, and what is computed again
+    recompute      checkpointed layers: the tail of the results is saved, the head is computed again
 
 The files beside the folders are the call itself, from top to bottom:
 

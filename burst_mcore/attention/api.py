@@ -13,15 +13,22 @@ from burst_mcore.attention.operator import (
     attention_forward,
     refusing,
 )
-from burst_mcore.attention.recompute.replay import Kept, Made, in_checkpoint, layer, recordings, replays
+from burst_mcore.attention.recompute.replay import (
+    CallId,
+    SavedTail,
+    in_checkpoint,
+    layer,
+    recordings,
+    replays,
+)
 from burst_mcore.attention.request import validate
 from burst_mcore.attention.runtime.agreement import agreement as agreement_of
 from burst_mcore.attention.runtime.executor import ProcessGroups
 from burst_mcore.attention.runtime.topology import Topology
-from burst_mcore.attention.schedule.route import PASSES
+from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.config import BurstConfig
-from burst_mcore.handles import find
 from burst_mcore.mask import Mask
+from burst_mcore.registry import lookup
 
 
 def burst_attention(
@@ -66,11 +73,11 @@ def burst_attention(
         then work on 8 more head columns in backward.
 
     Raises:
-        ValueError: before any communication if this rank's arguments are not legal; after an exchange of a
-            few bytes if another rank's are not, or differ from this rank's, or if the layout or the mask do
-            not go with the length of the global sequence, which is known only then.
-        RuntimeError: a rank of the ring has gone; says at which step and hop. After any error in mid-ring
-            later calls on the same process group are refused, on all ranks.
+        ValueError: before any communication, this rank's arguments are not legal. After an exchange of a few
+            bytes, another rank's are not, or differ from this rank's. The layout or the mask do not fit the
+            length of the global sequence, which is known only then.
+        RuntimeError: a rank of the ring has gone; the message names the step and hop. After any error in
+            mid-ring later calls on the same process group are refused, on all ranks.
     """
     config = BurstConfig() if config is None else config
     if not torch.compiler.is_compiling():  # a compiled call is checked when it runs
@@ -122,12 +129,12 @@ def _check(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _checkpointed(args: ForwardArgs) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call that is made in a checkpointed function.
+    """Return (out, lse) of a call that is made in a checkpointed function.
 
     Not compiled: a forward that saves a tail and its recomputation would be two graphs, and torch matches
-    what they save by its place.
+    their saved tensors by place.
     """
-    made = Made(
+    call_id = CallId(
         q=tuple(args.q.shape),
         kv_heads=args.k.shape[2],
         value_dim=args.v.shape[-1],
@@ -141,31 +148,31 @@ def _checkpointed(args: ForwardArgs) -> tuple[Tensor, Tensor]:
         sinks=args.sinks is not None,
         return_lse=args.return_lse,
     )
-    agreement = agreement_of(find(args.topology))
+    agreement = agreement_of(lookup(args.topology))
     with refusing(agreement):
-        tails = [replay.replay(made) for replay in replays()]
+        tails = [replay.replay(call_id) for replay in replays()]
         tail = next((tail for tail in tails if tail is not None), None)
-        keep, at_most = max([(0.0, False), *(recording.share(made) for recording in recordings())])
+        keep, at_most = max([(0.0, False), *(recording.share(call_id) for recording in recordings())])
     if tail is not None:
-        results = ForwardResults(*attention_forward(*args._replace(tail=tail.tensors, cut=tail.at)))
+        results = ForwardResults(*attention_forward(*args._replace(tail=tail.tensors, cut=tail.cut)))
     else:
         whole = keep == 1 and not at_most  # all results: saved as they are, without a copy
         if not whole:
             args = args._replace(keep=keep, at_most=at_most)
         results = ForwardResults(*attention_forward(*args))
-        tensors = results.whole(lse_at_home=made.return_lse or made.sinks) if whole else results.tail
+        tensors = results.whole(lse_at_home=call_id.return_lse or call_id.sinks) if whole else results.tail
         cut = CallRecord.unpack(results.record).cut
-        tail = Kept(cut, [x.detach() for x in tensors], copied=not whole)
+        tail = SavedTail(cut, [x.detach() for x in tensors], copied=not whole)
     with refusing(agreement):
         for recording in recordings():
-            recording.record(made, tail)
+            recording.record(call_id, tail)
     return results.out, results.lse
 
 
 def connect(topology: Topology, config: BurstConfig) -> None:
-    """Make the communicators that calls with `config` will use, now instead of in the first of them.
+    """Make the communicators that calls with `config` will use, now instead of in the first call.
 
-    Collective over the ring; on gloo there is nothing to make. What is "auto" is known only in a call.
+    Collective over the ring; on gloo there is nothing to make. Settings of "auto" are decided only in a call.
 
     Raises:
         ValueError: so many ranks cannot share heads, whatever the heads.
@@ -181,5 +188,5 @@ def connect(topology: Topology, config: BurstConfig) -> None:
         )
     for ring in ("double", "direct") if config.ring == "auto" else (config.ring,):
         transport = ProcessGroups(topology, route_for(degree, ranks, ring=ring, overlap=config.overlap))
-        for name in PASSES:
-            transport.connect(name)
+        for pass_ in Pass:
+            transport.connect(pass_)

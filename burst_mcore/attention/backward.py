@@ -1,8 +1,8 @@
 """Backward: one side travels, its gradient a step behind; the other side's gradient stays (algorithms 1, 2).
 
-Letters: B batch, S rows of this rank, P rows of its position on the ring (S, or those of its head group
-pooled), H query heads, D head dim. Tensors are [B, S or P, H, D], the statistics lse and delta
-[B, H, S or P].
+Letters: B batch, S rows of this rank, P rows of its position on the ring, H query heads, D head dim. P is S,
+or the pooled rows of a head group. Tensors are [B, S or P, H, D], the statistics lse and delta [B, H, S or
+P].
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.call import Call, Keys, Queries, room_like, sendable
-from burst_mcore.attention.geometry.rows import Rows, pieces, take, within
+from burst_mcore.attention.geometry.rows import Rows, gather, relative_to, scatter_views
 from burst_mcore.attention.geometry.tiles import Tile
-from burst_mcore.attention.kernels.kernel import RowGradients
+from burst_mcore.attention.kernels.kernel import BackwardInputs
 from burst_mcore.attention.numerics.merge import GradientSum
 from burst_mcore.attention.numerics.rowwise import output_stand_in
 from burst_mcore.attention.runtime.buffers import Lease
 from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
 from burst_mcore.attention.runtime.head_exchange import Inward, Outward, pooled_like
-from burst_mcore.attention.schedule.actions import BUNDLE, DATA, RESULT, ROWS, SUM
+from burst_mcore.attention.schedule.actions import Kind, Pass
 from burst_mcore.attention.schedule.ring import home_sum
 
 
@@ -32,10 +32,10 @@ def backward(
     """Return (dq, dk, dv), in the dtypes of q, k and v.
 
     Args:
-        call: that of the forward.
+        call: the call of the forward.
         queries: q and lse as on the ring, dout and delta of the rank's own rows.
-        keys: as on the ring.
-        out: of the rank's own rows; it never travels.
+        keys: k and v as on the ring.
+        out: the output of the rank's own rows; it never travels.
     """
     with Lease() as lease:
         return _Backward(call, queries, keys, out, lease).run(transport)
@@ -48,15 +48,17 @@ Share = Bundle | Callable[..., None]
 class _Backward:
     def __init__(self, call: Call, queries: Queries, keys: Keys, out: Tensor, lease: Lease) -> None:
         self.call, self.lease = call, lease
-        self.query_travels = call.direction == "query"
+        self.query_travels = call.direction == Pass.QUERY
         self.heads_shared = call.route.heads > 1
-        self.inward: dict[str, Exchange] = {}
+        self.inward: dict[Kind, Exchange] = {}
         self.out = None if self.heads_shared else out
         if self.heads_shared:
             own = queries.dout, queries.delta
             group = call.head_group
             dout, delta = (lease.empty(pooled_like(x, group), x.dtype, x.device) for x in own)
-            self.inward[BUNDLE if self.query_travels else ROWS] = Inward(group, own, (dout, delta), lease)
+            self.inward[Kind.BUNDLE if self.query_travels else Kind.ROWS] = Inward(
+                group, own, (dout, delta), lease
+            )
             queries = Queries(queries.q, dout, delta, queries.lse)
         self.queries, self.keys = queries, keys
         q_side: Bundle = (queries.q,)
@@ -65,7 +67,7 @@ class _Backward:
         self.staying = tuple(GradientSum(like=tensor) for tensor in self.stays)
         self.shares: list[tuple[Rows, Share]] = []
         """Gradients of the travelling bundle from the last compute, by its rows."""
-        self.went: Bundle | None = None
+        self.travelled: Bundle | None = None
 
     def run(self, transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
         home: Bundle = self.queries if self.query_travels else self.keys
@@ -82,60 +84,61 @@ class _Backward:
         self.steps = self.call.program(self.call.direction)
         ring.run(self.steps, self.compute, self.accumulate)
         if self.heads_shared:
-            went, stayed = outward[SUM].own, outward[RESULT].own
+            travelled, stayed = outward[Kind.SUM].own, outward[Kind.RESULT].own
         else:
-            went = self._went()
-            for total, like in zip(went, self.travelling, strict=True):
+            travelled = self._travelled()
+            for total, like in zip(travelled, self.travelling, strict=True):
                 if total.dtype == like.dtype:  # it is returned itself, not a copy
                     self.lease.keep(total)
             stayed = tuple(total.result() for total in self.staying)
-        dq, dk, dv = (*went, *stayed) if self.query_travels else (*stayed, *went)
+        dq, dk, dv = (*travelled, *stayed) if self.query_travels else (*stayed, *travelled)
         return dq.to(self.queries.q.dtype), dk.to(self.keys.k.dtype), dv.to(self.keys.v.dtype)
 
-    def compute(self, source: int, part: int | None, bundle: Bundle, held: Rows | None) -> None:
-        """The gradients of one bundle against this rank's own tensors, or a member's share, tile by tile."""
-        here = self.call.position
+    def compute(self, source: int, part: int | None, bundle: Bundle, rows: Rows | None) -> None:
+        """Compute gradients of one bundle and this rank's own tensors, or a member's share, tile by tile."""
+        position = self.call.position
         if self.query_travels:
             queries, keys = Queries(*bundle), self.keys
-            met = self.call.tiles(source, here, k_part=part)
+            met = self.call.tiles(source, position, k_part=part)
         else:
             queries, keys = self.queries, Keys(*bundle)
-            met = self.call.tiles(here, source, q_part=part)
-        out = self.out if source == here or not self.query_travels else None
+            met = self.call.tiles(position, source, q_part=part)
+        out = self.out if source == position or not self.query_travels else None
         if out is None and part is None and met and not self.call.kernel.takes_delta:
             out = output_stand_in(queries.dout, queries.delta)  # once for all tiles
             self.out = self.out if self.query_travels else out  # queries that stay, all there by now
         for tile in met:
-            q_at = within(held, tile.q) if self.query_travels else tile.q
-            k_at = tile.k if self.query_travels else within(held, tile.k)
-            x = self._rows(q_at, k_at, queries, keys, out)
+            q_rows = relative_to(rows, tile.q) if self.query_travels else tile.q
+            k_rows = tile.k if self.query_travels else relative_to(rows, tile.k)
+            inputs = self._inputs(q_rows, k_rows, queries, keys, out)
             goes, stays = (tile.q, tile.k) if self.query_travels else (tile.k, tile.q)
-            share, stay = self._shares(x, tile)
+            share, stay = self._shares(inputs, tile)
             self._add(stay, self.staying, stays)
             self.shares.append((goes, share))
 
-    def _shares(self, x: RowGradients, tile: Tile) -> tuple[Share, Share]:
-        """A tile's gradients for the side that travels, and for the side that stays."""
-        given, kernel = (x, tile.seen, self.call.scores), self.call.kernel
+    def _shares(self, inputs: BackwardInputs, tile: Tile) -> tuple[Share, Share]:
+        """Return a tile's gradients for the side that travels, and for the side that stays."""
+        arguments, kernel = (inputs, tile.pattern, self.call.scores), self.call.kernel
         of_queries: Share
         of_keys: Share
         if kernel.in_place:
-            of_queries = partial(kernel.in_place.add_dq, *given)
-            of_keys = partial(kernel.in_place.add_dkv, *given)
+            of_queries = partial(kernel.in_place.add_dq, *arguments)
+            of_keys = partial(kernel.in_place.add_dkv, *arguments)
         else:
-            dq, dk, dv = kernel.backward(*given)
+            dq, dk, dv = kernel.backward(*arguments)
             of_queries, of_keys = (dq,), (dk, dv)
         return (of_queries, of_keys) if self.query_travels else (of_keys, of_queries)
 
-    def accumulate(self, sums: Bundle, held: Rows | None, first: bool) -> None:
-        """Add the shares of the last compute to the travelling sums, which have come meanwhile.
+    def accumulate(self, sums: Bundle, sum_rows: Rows | None, first: bool) -> None:
+        """Add the shares of the last compute to the travelling sums, which have arrived meanwhile.
 
-        A kernel that adds to them computes its share only now, after what stays, behind which their hop hid.
+        A kernel that adds in place computes the travelling share only now. The hop of the sums was hidden
+        behind the share that stays.
         """
         shares, self.shares = self.shares, []
         totals = [GradientSum.into(total, fresh=first) for total in sums]
         for rows, share in shares:
-            self._add(share, totals, within(held, rows))
+            self._add(share, totals, relative_to(sum_rows, rows))
         for total in totals:
             total.complete()
 
@@ -145,7 +148,7 @@ class _Backward:
             for total, gradient in zip(totals, share, strict=True):
                 total.add(rows, gradient)
             return
-        running = [found for total in totals if (found := total.running(rows))]
+        running = [pair for total in totals if (pair := total.running(rows))]
         if running:
             share(*(total for total, _ in running), fresh=all(fresh for _, fresh in running))
             return
@@ -153,36 +156,38 @@ class _Backward:
         share(*apart, fresh=True)
         self._add(apart, totals, rows)
 
-    def _rows(self, q_at: Rows, k_at: Rows, queries: Queries, keys: Keys, out: Tensor | None) -> RowGradients:
-        """What a tile's backward needs."""
-        dout, delta = take(queries.dout, q_at), take(queries.delta, q_at)
+    def _inputs(
+        self, q_rows: Rows, k_rows: Rows, queries: Queries, keys: Keys, out: Tensor | None
+    ) -> BackwardInputs:
+        """Return the inputs of a tile's backward."""
+        dout, delta = gather(queries.dout, q_rows), gather(queries.delta, q_rows)
         if self.call.kernel.takes_delta:
             out = None
         else:
-            out = output_stand_in(dout, delta) if out is None else take(out, q_at)
-        return RowGradients(
+            out = output_stand_in(dout, delta) if out is None else gather(out, q_rows)
+        return BackwardInputs(
             dout=dout,
-            q=take(queries.q, q_at),
-            k=take(keys.k, k_at),
-            v=take(keys.v, k_at),
+            q=gather(queries.q, q_rows),
+            k=gather(keys.k, k_rows),
+            v=gather(keys.v, k_rows),
             out=out,
-            lse=take(queries.lse, q_at),
+            lse=gather(queries.lse, q_rows),
             delta=delta,
         )
 
-    def new(self, kind: str, rows: Rows | None) -> Bundle:
-        """A buffer for these rows of a travelling bundle, or of its gradient."""
-        if kind == DATA:
+    def new(self, kind: Kind, rows: Rows | None) -> Bundle:
+        """Return a buffer for these rows of a travelling bundle, or of its gradient."""
+        if kind == Kind.DATA:
             return room_like(self.lease, self.queries if self.query_travels else self.keys, rows)
         return room_like(self.lease, self.travelling, rows, self.call.grad_dtype)
 
     def free(self, bundle: Bundle) -> None:
-        """A buffer that is not needed any more."""
+        """Take back a buffer that is not needed any more."""
         for tensor in bundle:
             self.lease.free(tensor)
 
-    def _went(self) -> Bundle:
-        """The complete gradient of the rank's own bundle, of all its rows."""
+    def _travelled(self) -> Bundle:
+        """Return the complete gradient of the rank's own bundle, of all its rows."""
         buffer = home_sum(self.steps)
         if buffer is not None and self.ring.rows(buffer) is None:
             return self.ring.buffer(buffer)
@@ -192,13 +197,13 @@ class _Backward:
         if buffer is not None:
             rows = self.ring.rows(buffer)
             assert rows is not None
-            for total, some in zip(whole, self.ring.buffer(buffer), strict=True):
-                for to, values in pieces(total, rows, some):
+            for total, sums in zip(whole, self.ring.buffer(buffer), strict=True):
+                for to, values in scatter_views(total, rows, sums):
                     to.copy_(values)
         return whole
 
-    def outward(self) -> Mapping[str, Outward]:
-        """The ways out of the head group, for what stays and for what travelled."""
+    def outward(self) -> Mapping[Kind, Outward]:
+        """Return the exchanges out of the head group, for the gradients that stay and that travelled."""
         q, (k, v), h = self.queries.q, self.keys, self.call.route.heads
         batch, pooled, heads, _ = q.shape
         group, shape = self.call.head_group, (batch, pooled // h)
@@ -211,14 +216,14 @@ class _Backward:
         )
         own = (dq, dkv) if self.query_travels else (dkv, dq)
         return {
-            SUM: Outward(group, self._arrived, own[0], self.lease),
-            RESULT: Outward(group, self._stayed, own[1], self.lease),
+            Kind.SUM: Outward(group, self._arrived, own[0], self.lease),
+            Kind.RESULT: Outward(group, self._stayed, own[1], self.lease),
         }
 
-    def _arrived(self, at: range) -> Bundle:
-        if self.went is None:
-            self.went = self._went()
-        return tuple(take(x, (at,)) for x in self.went)
+    def _arrived(self, rows: range) -> Bundle:
+        if self.travelled is None:
+            self.travelled = self._travelled()
+        return tuple(gather(x, (rows,)) for x in self.travelled)
 
-    def _stayed(self, at: range) -> Bundle:
-        return tuple(total.rows(at) for total in self.staying)
+    def _stayed(self, rows: range) -> Bundle:
+        return tuple(total.rows(rows) for total in self.staying)

@@ -1,7 +1,7 @@
 """A call of attention that all ranks have agreed on, and the tensors of its two passes.
 
-Letters: B batch, S rows of this rank, P rows of its position on the ring (S, or those of its head group
-pooled), H query heads, D head dim.
+Letters: B batch, S rows of this rank, P rows of its position on the ring, H query heads, D head dim. P is S,
+or the pooled rows of a head group.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from burst_mcore.attention.kernels.kernel import Kernel, Problem, Scores
 from burst_mcore.attention.runtime.buffers import Lease
 from burst_mcore.attention.runtime.executor import Bundle
 from burst_mcore.attention.runtime.head_exchange import HeadGroup
-from burst_mcore.attention.schedule.actions import Program
+from burst_mcore.attention.schedule.actions import Pass, Program
 from burst_mcore.attention.schedule.route import Route, program
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Everything that forward and backward need besides tensors and what carries their messages."""
+    """Everything that forward and backward need besides tensors and the transport of messages."""
 
     rank: int
     route: Route
@@ -35,19 +35,19 @@ class Call:
     """Which rows meet which, by positions of the route."""
     scores: Scores
     problem: Problem
-    """What the kernel is asked to serve."""
+    """The shapes and options that the kernel serves."""
     kernel: Kernel
-    direction: str
-    """What travels in backward: "query" or "kv"."""
+    direction: Pass
+    """The backward pass: QUERY or KV, the side that travels."""
     grad_dtype: torch.dtype
     kv_heads: int
     """K/V heads in all."""
     lse_at_home: bool = False
-    """Under head x ring lse, too, goes back to the rank that owns its rows."""
+    """Whether lse, too, goes back to the rank that owns its rows, under head x ring."""
 
     @cached_property
     def position(self) -> int:
-        """The place on the ring of this rank's head group."""
+        """The position of this rank, or of its head group, on the ring."""
         return self.rank // self.route.heads
 
     @cached_property
@@ -63,18 +63,18 @@ class Call:
         return HeadGroup(self.rank % h, tuple(rows))
 
     @cached_property
-    def _programs(self) -> dict[str, Program]:
+    def _programs(self) -> dict[Pass, Program]:
         return {}
 
     @cached_property
     def _tiles(self) -> dict[tuple[int | None, ...], tuple[Tile, ...]]:
         return {}
 
-    def program(self, name: str) -> Program:
-        """Return what this rank does in a pass: "forward", "kv" or "query"."""
-        if name not in self._programs:
-            self._programs[name] = program(self.rank, self.route, name, self.plan)
-        return self._programs[name]
+    def program(self, pass_: Pass) -> Program:
+        """Return the program of this rank in a pass."""
+        if pass_ not in self._programs:
+            self._programs[pass_] = program(self.rank, self.route, pass_, self.plan)
+        return self._programs[pass_]
 
     def tiles(
         self, q_position: int, k_position: int, *, q_part: int | None = None, k_part: int | None = None
@@ -89,11 +89,11 @@ class Call:
 
     @cached_property
     def signature(self) -> Signature:
-        """What the ranks must have in common of the call, besides `Request.signature`."""
+        """The properties of the call, besides `Request.signature`, that all ranks must have in common."""
         return {
             "tokens": str(self.plan.n),
             "route": str(self.route),
-            "travels in backward": self.direction,
+            "travels in backward": str(self.direction),
             "kernel used": self.kernel.name,
         }
 
@@ -115,7 +115,7 @@ class Keys(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """The results of a forward, and what its backward needs besides."""
+    """The results of a forward, and the tensors that its backward needs besides."""
 
     out: Tensor
     """[B, S, H, D]."""

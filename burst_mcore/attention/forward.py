@@ -1,8 +1,8 @@
 """Forward: K and V travel; each tile's partial output is merged into the running softmax (paper algorithm 4).
 
 In a recomputation only the head of the sequence is attended again: the tail's results were saved in forward.
-Letters: B batch, S rows of this rank, P rows of its position on the ring (S, or those of its head group
-pooled), H query heads, D head dim. Tensors are [B, S or P, H, D], the statistic lse [B, H, S or P].
+Letters: B batch, S rows of this rank, P rows of its position on the ring, H query heads, D head dim. P is S,
+or the pooled rows of a head group. Tensors are [B, S or P, H, D], the statistic lse [B, H, S or P].
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.call import Attended, Call, room_like, sendable
-from burst_mcore.attention.geometry.rows import Rows, count, pieces, take, within
+from burst_mcore.attention.geometry.rows import Rows, count, gather, relative_to, scatter_views
 from burst_mcore.attention.numerics.merge import OnlineSoftmax
 from burst_mcore.attention.runtime.buffers import Lease
 from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
 from burst_mcore.attention.runtime.head_exchange import Inward, Outward, pooled_like
-from burst_mcore.attention.schedule.actions import BUNDLE, DATA, RESULT, ROWS
+from burst_mcore.attention.schedule.actions import Kind, Pass
 from burst_mcore.dtypes import wide
 
 
@@ -42,14 +42,14 @@ class _Forward:
         self.own = q, k, v
         if sinks is not None:
             sinks = sinks.unflatten(0, (call.route.heads, -1))[call.rank % call.route.heads]
-        self.exchanges: dict[str, Exchange] = {}
+        self.exchanges: dict[Kind, Exchange] = {}
         if call.route.heads > 1:
             group = call.head_group
             q, k, v = (torch.empty(pooled_like(x, group), dtype=x.dtype, device=x.device) for x in (q, k, v))
             self.exchanges = {
-                BUNDLE: Inward(group, self.own[1:], (k, v), lease),
-                ROWS: Inward(group, self.own[:1], (q,), lease),
-                RESULT: Outward(group, self.result_rows, self.new_results(), lease),
+                Kind.BUNDLE: Inward(group, self.own[1:], (k, v), lease),
+                Kind.ROWS: Inward(group, self.own[:1], (q,), lease),
+                Kind.RESULT: Outward(group, self.result_rows, self.new_results(), lease),
             }
         self.q, self.k, self.v = q, k, v
         self.softmax = OnlineSoftmax(q, value_dim=v.shape[-1], sinks=sinks)
@@ -57,7 +57,7 @@ class _Forward:
     def run(self, transport: Transport) -> Attended:
         home = sendable(self.call, (self.k, self.v))
         ring = Ring(transport, self.call.rank, home, self.new, self.free, self.exchanges)
-        ring.run(self.call.program("forward"), self.compute)
+        ring.run(self.call.program(Pass.FORWARD), self.compute)
         out, lse = self.softmax.result()
         on_ring = self.q, self.k, self.v, lse
         if not self.exchanges:
@@ -69,21 +69,21 @@ class _Forward:
         k, v = bundle
         kernel, scores = self.call.kernel, self.call.scores
         for tile in self.call.tiles(self.call.position, source, q_part=part):
-            keys = within(rows, tile.k)
-            q_tile, k_tile, v_tile = take(self.q, tile.q), take(k, keys), take(v, keys)
+            keys = relative_to(rows, tile.k)
+            q_tile, k_tile, v_tile = gather(self.q, tile.q), gather(k, keys), gather(v, keys)
             running = self.softmax.running(tile.q) if kernel.in_place else None
             if kernel.in_place and running:
                 out, lse, fresh = running
                 kernel.in_place.merge_forward(
-                    q_tile, k_tile, v_tile, tile.seen, scores, out, lse, fresh=fresh
+                    q_tile, k_tile, v_tile, tile.pattern, scores, out, lse, fresh=fresh
                 )
                 continue
-            out, lse = kernel.forward(q_tile, k_tile, v_tile, tile.seen, scores)
+            out, lse = kernel.forward(q_tile, k_tile, v_tile, tile.pattern, scores)
             self.softmax.add(tile.q, out, lse)
 
-    def new(self, kind: str, rows: Rows | None) -> Bundle:
+    def new(self, kind: Kind, rows: Rows | None) -> Bundle:
         """Return a buffer for these rows of a travelling bundle."""
-        assert kind == DATA
+        assert kind == Kind.DATA
         return room_like(self.lease, (self.k, self.v), rows)
 
     def free(self, bundle: Bundle) -> None:
@@ -121,23 +121,23 @@ def forward_of_head(
 
     Args:
         tail: the results from `cut` on, as `tail_of` returned them in forward.
-        tokens: of this rank; the rest of its rows is padding.
+        tokens: the tokens of this rank; the rest of its rows is padding.
 
     Raises:
-        ValueError: the tail's shapes do not go with the cut.
+        ValueError: the tail's shapes do not fit the cut.
     """
     own = _own_tail(call, cut, tokens)
     on_ring = _tail_on_ring(call, cut, own)
     out, lse, *home = tail
     if (out.shape[1], lse.shape[2]) != (count(own), count(on_ring)):
         raise ValueError(
-            f"out and lse of {count(own)} and {count(on_ring)} rows are behind the cut at {cut} of "
+            f"out and lse of {count(own)} and {count(on_ring)} rows are after the cut at {cut} of "
             f"{call.plan.n}, but the saved tail has {out.shape[1]} and {lse.shape[2]}"
         )
     if cut == 0 and call.route.heads == 1:
         lse = lse.clone()
         return Attended(out.clone(), lse, q, k, v, lse)
-    attended = forward(replace(call, plan=call.plan.front(cut)), transport, q, k, v, sinks)
+    attended = forward(replace(call, plan=call.plan.head(cut)), transport, q, k, v, sinks)
     _fill(attended.out, own, out)
     _fill(attended.ring_lse, on_ring, lse)
     for values in home:
@@ -149,29 +149,31 @@ def forward_of_head(
 def tail_of(call: Call, cut: int, attended: Attended, tokens: int) -> list[Tensor]:
     """Return the results from the global position `cut` on, in memory of their own.
 
-    These are out and lse on the ring of this rank's rows, and, under head x ring, lse at home if the call
-    wants it there. tokens: of this rank; the rest of its rows is padding.
+    These are out and lse on the ring of this rank's rows. Under head x ring lse at home follows, if the call
+    wants it there.
+
+    tokens: the tokens of this rank; the rest of its rows is padding.
     """
     own = _own_tail(call, cut, tokens)
-    tail = [take(attended.out, own), take(attended.ring_lse, _tail_on_ring(call, cut, own))]
+    tail = [gather(attended.out, own), gather(attended.ring_lse, _tail_on_ring(call, cut, own))]
     if call.route.heads > 1 and attended.lse is not None:
-        tail.append(take(attended.lse, own))
+        tail.append(gather(attended.lse, own))
     return [x.clone(memory_format=torch.contiguous_format) for x in tail]
 
 
 def _own_tail(call: Call, cut: int, tokens: int) -> Rows:
-    """This rank's own rows behind the cut."""
+    """Return this rank's own rows after the cut."""
     runs = call.plan.runs(call.position, call.rank % call.route.heads)
     head = sum(len(range(run.start, min(run.stop, cut), run.step)) for run in runs)
     return (range(min(tokens, head), tokens),)
 
 
 def _tail_on_ring(call: Call, cut: int, own: Rows) -> Rows:
-    """The rows behind the cut on the ring: those of this rank, or of its head group, with padding."""
+    """Return the rows after the cut on the ring: of this rank, or of its head group, with padding."""
     rows = call.plan.rows_from(call.position, cut) if call.route.heads > 1 else own
     return rows or (range(0),)
 
 
 def _fill(x: Tensor, rows: Rows, values: Tensor) -> None:
-    for destination, share in pieces(x, rows, values):
+    for destination, share in scatter_views(x, rows, values):
         destination.copy_(share)

@@ -1,8 +1,8 @@
 """The torch operators of burst_attention, and the named structures that cross their flat schemas.
 
 An operator takes and returns tensors, numbers and strings only. So topology, mask and config travel by
-handle, and each operator's schema is made of the fields of two NamedTuples: here arguments, results and saved
-tensors are packed and unpacked, and nowhere else.
+handle, and each operator's schema is made of the fields of two NamedTuples. Only this file packs and unpacks
+arguments, results and saved tensors.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from burst_mcore.attention.runtime.agreement import agreement as agreement_of
 from burst_mcore.attention.runtime.executor import Transport, transport_of
 from burst_mcore.attention.runtime.head_exchange import pooled_like
 from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.dtypes import wide
-from burst_mcore.handles import find
+from burst_mcore.registry import lookup
 
 
 class ForwardArgs(NamedTuple):
@@ -76,7 +77,7 @@ class ForwardResults(NamedTuple):
     record: Tensor
     """A packed `CallRecord`."""
     tail: list[Tensor]
-    """The results behind the cut, in memory of their own: see `recompute.replay.Kept`."""
+    """The results after the cut, in memory of their own: see `recompute.replay.SavedTail`."""
 
     def whole(self, *, lse_at_home: bool) -> list[Tensor]:
         """Return all results in the form of a tail, without a copy."""
@@ -86,14 +87,14 @@ class ForwardResults(NamedTuple):
 
 
 class CallRecord(NamedTuple):
-    """What the ranks agreed on in forward, for backward and recomputation."""
+    """The agreement of the ranks in forward, for backward and recomputation."""
 
     number: int
-    """Of the call."""
+    """The number of the call."""
     cut: int
     """Global position from which on the results are saved, or were."""
     lengths: tuple[int, ...]
-    """Tokens of each rank."""
+    """The tokens of each rank."""
 
     def pack(self) -> Tensor:
         """Return it as int64 on the CPU, as operators take it."""
@@ -101,7 +102,7 @@ class CallRecord(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: Tensor) -> Self:
-        """Return what `pack` packed."""
+        """Return the record that `pack` packed."""
         number, cut, *lengths = packed.tolist()
         return cls(number, cut, tuple(lengths))
 
@@ -157,7 +158,7 @@ class Saved(NamedTuple):
 
     @classmethod
     def of(cls, args: ForwardArgs, results: ForwardResults) -> Self:
-        """Return what the backward of a forward needs."""
+        """Return the tensors that the backward of a forward needs."""
         q, k, v, ring_lse = results.on_ring or (args.q, args.k, args.v, results.lse)
         return cls(q, k, v, ring_lse, args.sinks, results.out, results.lse, results.record)
 
@@ -190,11 +191,11 @@ def _operator(
 def attention_forward(args: ForwardArgs) -> ForwardResults:
     """`burst_attention` as an operator."""
     q, k, v, sinks = args.q, args.k, args.v, args.sinks
-    topology = find(args.topology)
+    topology = lookup(args.topology)
     agreement = agreement_of(topology)
     with refusing(agreement):
-        options = args.softmax_scale, args.softcap, sinks, find(args.config), args.return_lse
-        request = validate(q, k, v, topology, find(args.mask), *options)
+        options = args.softmax_scale, args.softcap, sinks, lookup(args.config), args.return_lse
+        request = validate(q, k, v, topology, lookup(args.mask), *options)
         if args.keep:
             check_keep(args.keep)
         signature = {**request.signature, **_signature_of(args)}
@@ -202,7 +203,7 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
     cut = _cut(args, request, call, agreement) if args.keep else args.cut
     tokens = lengths[call.rank]
     with torch.autocast(q.device.type, enabled=False), _on(q.device), _in_ring(agreement):
-        transport = _connected(topology, call, "forward")
+        transport = _connected(topology, call, Pass.FORWARD)
         q, k, v = _with_rows(q, call.rows), _with_rows(k, call.rows), _with_rows(v, call.rows)
         if args.tail:
             attended = forward_of_head(
@@ -222,7 +223,7 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
 
 
 def _signature_of(args: ForwardArgs) -> Signature:
-    """What the ranks must have in common besides their requests."""
+    """Return the properties, besides their requests, that the ranks must have in common."""
     return {
         "gradient wanted": str(args.needs_gradient),
         "keeps": "what fits" if args.at_most else repr(args.keep),
@@ -246,14 +247,14 @@ def agree_on_call(
     try:  # as it is if all ranks hold as many tokens
         call = call_of(request, even)
         details = call.signature
-    except ValueError as error:  # it may be legal with what the others hold
+    except ValueError as error:  # it may be legal with the lengths of the others
         problem, details = error, {"problem": str(error)}
     except Exception as error:
         agreement.refuse(error)
         raise
     number, lengths = agreement.meet({"pass": "forward", **signature}, details, tokens)
     if lengths is not None:
-        with refusing(agreement):  # perhaps of this rank alone: what kernels there are is its own
+        with refusing(agreement):  # perhaps of this rank alone: its kernels are its own
             call = call_of(request, tuple(lengths))
         agreement.agree({"pass": "forward, lengths known", **signature, **call.signature})
     elif problem is not None:
@@ -274,10 +275,10 @@ def refusing(agreement: Agreement | None) -> Iterator[None]:
 
 
 def _cut(args: ForwardArgs, request: Request, call: Call, agreement: Agreement | None) -> int:
-    """The global position from which on results are saved."""
+    """Return the global position from which on results are saved."""
     keep = args.keep if agreement is None or not args.at_most else agreement.least(args.keep)
     size = request.ranks.size
-    return cut_for(keep, request.layout, request.mask, call.plan.n, size, at_most=args.at_most).at
+    return cut_for(keep, request.layout, request.mask, call.plan.n, size, at_most=args.at_most).position
 
 
 @attention_forward.register_fake
@@ -286,9 +287,9 @@ def _(*values: Any) -> tuple[Any, ...]:
 
 
 def _traced(args: ForwardArgs) -> ForwardResults:
-    """The shapes of the results. Ranks of other lengths pool and save other numbers of rows than here."""
+    """Return the shapes of the results; ranks of other lengths pool and save other numbers of rows."""
     q, k, v = args.q, args.k, args.v
-    topology, config, dtype = find(args.topology), find(args.config), wide(q.dtype)
+    topology, config, dtype = lookup(args.topology), lookup(args.config), wide(q.dtype)
     out = q.new_empty((*q.shape[:3], v.shape[-1]))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
     record, saves = CallRecord.packed_like(topology), not args.tail and args.keep > 0
@@ -298,7 +299,7 @@ def _traced(args: ForwardArgs) -> ForwardResults:
         shard = shard_of([int(size) for size in q.shape], int(k.shape[2]), int(v.shape[3]), q.dtype, config)
         sinks, options = args.sinks is not None, (args.softmax_scale, args.softcap)
         request = request_of(
-            shard, q.device.type, topology, find(args.mask), *options, sinks, config, args.return_lse
+            shard, q.device.type, topology, lookup(args.mask), *options, sinks, config, args.return_lse
         )
         call = call_of(request, (shard.tokens,) * topology.size)
         cut = _cut(args, request, call, None) if saves else call.plan.n
@@ -318,16 +319,16 @@ def _traced(args: ForwardArgs) -> ForwardResults:
 
 @_operator("attention_backward", BackwardArgs, BackwardResults)
 def attention_backward(args: BackwardArgs) -> BackwardResults:
-    """The gradients of `attention_forward`."""
+    """Return the gradients of `attention_forward`."""
     record = CallRecord.unpack(args.record)
     out, lse, tokens = args.out, args.lse, args.out.shape[1]
-    topology, config = find(args.topology), find(args.config)
+    topology, config = lookup(args.topology), lookup(args.config)
     agreement = agreement_of(topology)
     with refusing(agreement):
         shape = (*out.shape[:3], args.q.shape[-1])
         shard = shard_of(shape, args.kv_heads, out.shape[-1], out.dtype, config)
         options = args.softmax_scale, args.softcap, args.sinks is not None, config, args.return_lse
-        request = request_of(shard, out.device.type, topology, find(args.mask), *options)
+        request = request_of(shard, out.device.type, topology, lookup(args.mask), *options)
         call = call_of(request, record.lengths)
         if args.dlse is not None:
             call = replace(call, kernel=taking_delta(config.kernel, call.problem))
@@ -369,11 +370,11 @@ def _(*values: Any) -> tuple[Any, ...]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    """Save what the backward needs, and keep alive what the handles stand for."""
+    """Save the tensors that backward needs, and keep the values of the handles alive."""
     args, results = ForwardArgs(*inputs), ForwardResults(*output)
     ctx.options = {name: getattr(args, name) for name in OPTIONS}
     ctx.kv_heads, ctx.tail = args.k.shape[2], len(args.tail)
-    ctx.alive = find(args.topology), find(args.mask), find(args.config)
+    ctx.alive = lookup(args.topology), lookup(args.mask), lookup(args.config)
     ctx.save_for_backward(*Saved.of(args, results))
     ctx.set_materialize_grads(False)
 
@@ -401,20 +402,20 @@ attention_backward.register_autograd(_no_second_derivative)
 
 
 def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """-sum of P_sink D: a sink is a key whose value is zero, so that its dP is (lse, delta [B, H, S])."""
+    """Return -sum of P_sink D: a sink is a key with a value of zero, so its dP is 0."""
     weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill_(lse == -torch.inf, 0.0)
     return -(weights * delta).sum((0, 2)).to(sinks.dtype)
 
 
-def _connected(topology: Topology, call: Call, name: str) -> Transport:
-    """What carries the messages of a pass, with its communicators made."""
+def _connected(topology: Topology, call: Call, pass_: Pass) -> Transport:
+    """Return the transport of a pass, with its communicators made."""
     transport = transport_of(topology, call.route)
-    transport.connect(name)
+    transport.connect(pass_)
     return transport
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, wherever its tensors are."""
+    """Make the device current: Triton launches on the current device, wherever its tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 

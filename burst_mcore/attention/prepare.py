@@ -1,8 +1,8 @@
 """Resolves requests to calls, once for each; and plans calls ahead of their batch, in the background.
 
 Packed documents bring a new mask with every batch, but a layer's heads, dtypes and configuration stay the
-same. So a loader that has the next batch says `prepare(Mask.documents(ends), ...)`: every kind of call that
-was made before is planned for that mask while the batch before is computed.
+same. So a loader that has the next batch calls `prepare(Mask.documents(ends), ...)`. Every kind of call that
+was made before is then planned for that mask, while the batch before is computed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from burst_mcore.attention.call import Call
 from burst_mcore.attention.request import Request, legal_lengths, resolve, without_layout
-from burst_mcore.attention.schedule.actions import Compute
+from burst_mcore.attention.schedule.actions import Compute, Pass
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 
@@ -48,21 +48,21 @@ def call_of(request: Request, lengths: tuple[int, ...]) -> Call:
 def prepare(mask: Mask, *, tokens: int, ranks: int, layout: Layout | str | None = None) -> list[Future[None]]:
     """Plan calls like those that were made, for a batch that will come. Returns at once.
 
-    Planned is every kind of call over so many ranks that this process has made, its own mask but for
-    documents intersected with `mask`. A call that comes before its plan is made waits for it. Before the
-    first call there is nothing to plan.
+    This plans every kind of call over so many ranks that this process has made. Each keeps its own mask but
+    for documents, intersected with `mask`. A call that comes before its plan is made waits for the plan.
+    Before the first call there is nothing to plan.
 
     Args:
-        mask: what the batch brings, such as Mask.documents(cu_seqlens).
-        tokens: of the whole sequence.
-        ranks: of the ring.
-        layout: the batch's own, if it is dealt by another than the calls before.
+        mask: the mask of the batch, such as Mask.documents(cu_seqlens).
+        tokens: tokens of the whole sequence.
+        ranks: ranks of the ring.
+        layout: the batch's own layout, if it is not that of the calls before.
 
     Returns:
-        What is under way, to wait for; its errors are those that the calls will have.
+        Futures of the plans, to wait for; their errors are those that the calls will have.
 
     Raises:
-        ValueError: mask is no Mask, or the layout is none.
+        ValueError: mask is no Mask, or the layout is no layout.
     """
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a Mask, got {mask!r}: Mask.documents(cu_seqlens), ...")
@@ -81,9 +81,9 @@ def prepare(mask: Mask, *, tokens: int, ranks: int, layout: Layout | str | None 
 
 
 def one_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The same batches, each handed out once the next was taken, whose plans are made meanwhile.
+    """Yield the same batches, each once the next was taken, so that its plans are made meanwhile.
 
-    An error of `batches` comes behind the batches before it.
+    An error of `batches` is raised after the batches before it.
     """
     ready: deque[Batch] = deque()
     while True:
@@ -119,7 +119,7 @@ def await_plan(mask: Mask) -> None:
 
 
 def _plan(request: Request, tokens: int) -> None:
-    """Plan a call; not by `call_of`, which waits for this."""
+    """Plan a call; not by `call_of`, which waits for this plan."""
     lengths = legal_lengths(request.layout, tokens, request.ranks.size)
     own = replace(request, shard=replace(request.shard, tokens=lengths[request.rank]))
     plan_call(resolve(own, lengths))
@@ -127,17 +127,17 @@ def _plan(request: Request, tokens: int) -> None:
 
 def plan_call(call: Call) -> None:
     """Make the programs and the tiles of a call, of forward and backward."""
-    here = call.position
-    for name in ("forward", call.direction):
-        for action in call.program(name):
-            if isinstance(action, Compute) and name == "query":
-                call.tiles(action.source, here, k_part=action.part)
+    position = call.position
+    for pass_ in (Pass.FORWARD, call.direction):
+        for action in call.program(pass_):
+            if isinstance(action, Compute) and pass_ == Pass.QUERY:
+                call.tiles(action.source, position, k_part=action.part)
             elif isinstance(action, Compute):
-                call.tiles(here, action.source, q_part=action.part)
+                call.tiles(position, action.source, q_part=action.part)
 
 
-def _forget(mask: Mask, done: Future[None]) -> None:
-    if _pending.get(mask) is done:
+def _forget(mask: Mask, future: Future[None]) -> None:
+    if _pending.get(mask) is future:
         del _pending[mask]
 
 

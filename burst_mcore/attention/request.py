@@ -1,6 +1,6 @@
-"""A request: what one rank asks of attention. It is checked here, and resolved to a `Call`, or refused.
+"""Requests: one rank's arguments, which are checked here, and resolved to a `Call` or refused.
 
-A rank cannot tell the length of the global sequence from its own share, so checking has two halves:
+A rank cannot tell the length of the global sequence from its own share. So checking has two halves:
 `validate` before the ranks have met, `resolve` after.
 """
 
@@ -20,6 +20,7 @@ from burst_mcore.agreement import Signature
 from burst_mcore.attention.autotune.choose import (
     RINGS,
     Ranks,
+    backward_passes,
     best,
     contenders,
     legal_degrees,
@@ -30,18 +31,19 @@ from burst_mcore.attention.autotune.choose import (
     why_not_degree,
 )
 from burst_mcore.attention.call import Call
-from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.kernels.kernel import Problem, Scores
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.dtypes import DTYPES
-from burst_mcore.handles import find, known
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.rates import DEFAULT, Rates
+from burst_mcore.registry import ensure, lookup
 
 logger = logging.getLogger("burst_mcore")
 
@@ -60,7 +62,7 @@ class Request:
     config: BurstConfig
     device: str
     shard: Shard
-    """`tokens` is what this rank holds: fewer than others, if the sequence does not divide."""
+    """`tokens` counts this rank's own: fewer than others', if the sequence does not divide."""
     scores: Scores
     return_lse: bool
     sinks: bool
@@ -78,7 +80,7 @@ class Request:
 
     @cached_property
     def signature(self) -> Signature:
-        """What the ranks of a ring must have in common, whatever the length of the sequence."""
+        """The properties that the ranks of a ring must have in common, at any length of the sequence."""
         shard = self.shard
         return {
             "q": f"[{shard.batch}, ., {shard.heads}, {shard.head_dim}]",
@@ -155,14 +157,14 @@ def request_of(
     config: BurstConfig,
     return_lse: bool,
 ) -> Request:
-    """As `validate`, of legal tensors of these shapes."""
+    """Return the request of legal tensors of these shapes; see `validate`."""
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a Mask, got {_named(mask)}: {_nearest(mask)}")
     softcap = None if softcap == 0 else softcap  # none, as flash-attn has it
     for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
         if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
             raise ValueError(f"{name} must be positive and finite, got {value!r}")
-    handles = known(topology), known(mask), known(config)
+    handles = ensure(topology), ensure(mask), ensure(config)
     request = _request(shard, device, *handles, softmax_scale, softcap, sinks, return_lse)
     if topology.size > 1:
         _check_group(topology, device)
@@ -181,9 +183,9 @@ def _request(
     sinks: bool,
     return_lse: bool,
 ) -> Request:
-    """The request, once for equal arguments: handles compare faster than what they stand for."""
-    place: Topology = find(topology)
-    options: BurstConfig = find(config)
+    """Return the request, cached for equal arguments: handles compare faster than their values."""
+    place: Topology = lookup(topology)
+    options: BurstConfig = lookup(config)
     ranks = Ranks(place.size, place.intra_size)
     Layout.of(options.layout).divisor(ranks.size)  # raises if it does not go with so many ranks
     degrees_of(options, ranks, shard)
@@ -192,7 +194,7 @@ def _request(
         rank=place.rank,
         ranks=ranks,
         rates=place.rates,
-        mask=find(mask),
+        mask=lookup(mask),
         config=options,
         device=device,
         shard=shard,
@@ -203,7 +205,7 @@ def _request(
 
 
 def _named(value: object) -> str:
-    """A value in few words: a tensor by its shape."""
+    """Return a value in few words: a tensor by its shape."""
     return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
@@ -232,7 +234,7 @@ def resolve(request: Request, lengths: Sequence[int]) -> Call:
     return Call(
         rank=request.rank,
         route=route,
-        plan=plan(request.layout, mask, n, route.positions, route.heads),
+        plan=plan_for(request.layout, mask, n, route.positions, route.heads),
         scores=request.scores,
         problem=problem,
         kernel=choose(request.config.kernel, problem),
@@ -244,7 +246,7 @@ def resolve(request: Request, lengths: Sequence[int]) -> Call:
 
 
 def problem_of(shard: Shard, device: str, mask: Mask, *, softcap: bool, deterministic: bool) -> Problem:
-    """Return what a kernel is asked to serve; shard: as it is on the ring."""
+    """Return the problem that a kernel must serve; shard: as it is on the ring."""
     return Problem(
         device=device,
         dtype=shard.dtype,
@@ -274,10 +276,10 @@ def _check_lengths(layout: Layout, lengths: tuple[int, ...]) -> None:
 
 
 def legal_lengths(layout: Layout, n: int, size: int) -> tuple[int, ...]:
-    """How many of n tokens each rank holds. Raises ValueError as `Layout.padded`."""
+    """Return how many of n tokens each rank holds; ValueError as `Layout.padded`."""
     rank, start, stop, step = layout.run_table(n, size).unbind(1)
-    held = -((start - stop.clamp(max=n)) // step)
-    lengths = torch.zeros(size, dtype=torch.int64).index_add_(0, rank, held.clamp(min=0))
+    of_run = -((start - stop.clamp(max=n)) // step)
+    lengths = torch.zeros(size, dtype=torch.int64).index_add_(0, rank, of_run.clamp(min=0))
     return tuple(lengths.tolist())
 
 
@@ -288,30 +290,30 @@ def _listed(lengths: Sequence[int]) -> str:
 @lru_cache(maxsize=256)
 def choose_route(
     config: BurstConfig, ranks: Ranks, rates: Rates, shard: Shard, mask: Mask, n: int
-) -> tuple[Route, str]:
-    """Return the route, and what travels in backward: decided for each kind of layout and mask, once."""
+) -> tuple[Route, Pass]:
+    """Return the route and the backward pass, decided once for each kind of layout and mask."""
     layout, mask = typical(Layout.of(config.layout), mask, n, ranks.size)
     return _route_of_kind(without_layout(config), layout, ranks, rates, shard, mask, n)
 
 
 @lru_cache(maxsize=64)
 def without_layout(config: BurstConfig) -> BurstConfig:
-    """The same for all configurations that differ in their layout alone."""
+    """Return the configuration that stands for all which differ from it in their layout alone."""
     return replace(config, layout="zigzag")
 
 
 @lru_cache(maxsize=64)
 def _route_of_kind(
     config: BurstConfig, layout: Layout, ranks: Ranks, rates: Rates, shard: Shard, mask: Mask, n: int
-) -> tuple[Route, str]:
-    """What is "auto" by the cost model, said once; the layout of `config` is not used."""
+) -> tuple[Route, Pass]:
+    """Decide "auto" by the cost model, and log it once; the layout of `config` is not used."""
     degrees = degrees_of(config, ranks, shard)
-    directions = ("query", "kv") if config.backward == "auto" else (config.backward,)
+    directions = backward_passes(config.backward)
     rings = RINGS if config.ring == "auto" else (config.ring,)
     if ranks.size == 1 or (degrees == (ranks.size,) and len(directions) == 1):
         overlap = overlaps(config.overlap, degrees[0], ranks, rates)
         return route_for(degrees[0], ranks, ring=rings[0], overlap=overlap), directions[0]
-    found, slower = contenders(
+    costed, slower = contenders(
         shard,
         layout,
         mask,
@@ -323,13 +325,13 @@ def _route_of_kind(
         degrees=degrees,
         directions=directions,
     )
-    chosen = best(found)
-    logger.info("%s, backward %s: %s", chosen.route, chosen.direction, reason(chosen, found, slower))
+    chosen = best(costed)
+    logger.info("%s, backward %s: %s", chosen.route, chosen.direction, reason(chosen, costed, slower))
     return chosen.route, chosen.direction
 
 
 def degrees_of(config: BurstConfig, ranks: Ranks, shard: Shard) -> tuple[int, ...]:
-    """The degrees of head parallelism to choose from; ValueError if the one asked for is not legal."""
+    """Return the degrees of head parallelism to choose from; ValueError if the configured one is illegal."""
     degree = config.head_parallel
     if not isinstance(degree, int):
         return tuple(legal_degrees(ranks, shard.heads, shard.kv_heads))
@@ -347,10 +349,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, may_be_empty: bool) -> No
     for name, x in (("q", q), ("k", k), ("v", v)):
         empty = isinstance(x, Tensor) and 0 in (x.shape[:1] + x.shape[2:] if may_be_empty else x.shape)
         if not isinstance(x, Tensor) or x.dim() != 4 or empty:
-            what = tuple(x.shape) if isinstance(x, Tensor) else repr(x)
+            actual = tuple(x.shape) if isinstance(x, Tensor) else repr(x)
             raise ValueError(
                 f"{name} must be a tensor [batch, local sequence, heads, head_dim] without empty dimensions, "
-                f"got {what}"
+                f"got {actual}"
             )
         if x.layout != torch.strided:
             raise ValueError(f"{name} must be a dense tensor (torch.strided), got {x.layout}")
@@ -385,8 +387,8 @@ def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     if sinks is None:
         return
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point() or sinks.shape != q.shape[2:3]:
-        what = f"{tuple(sinks.shape)} of {sinks.dtype}" if isinstance(sinks, Tensor) else repr(sinks)
-        raise ValueError(f"sinks must be a floating-point tensor [heads], here [{q.shape[2]}], got {what}")
+        actual = f"{tuple(sinks.shape)} of {sinks.dtype}" if isinstance(sinks, Tensor) else repr(sinks)
+        raise ValueError(f"sinks must be a floating-point tensor [heads], here [{q.shape[2]}], got {actual}")
     _refuse_tangent("sinks", sinks)
     if sinks.device != q.device:
         raise ValueError(f"sinks must be on the device of q, {q.device}, got {sinks.device}")

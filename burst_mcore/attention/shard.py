@@ -47,10 +47,10 @@ class Shard:
         kv_heads = max(1, self.kv_heads // degree)
         return replace(self, tokens=self.tokens * degree, heads=self.heads // degree, kv_heads=kv_heads)
 
-    def bundle_bytes(self, travels: str) -> tuple[int, int]:
-        """Return the (data, gradient) bytes of one travelling bundle; travels: "kv" or "query"."""
+    def bundle_bytes(self, *, of_queries: bool) -> tuple[int, int]:
+        """Return the (data, gradient) bytes of a travelling bundle: of queries, or of keys and values."""
         rows = self.batch * self.tokens
-        if travels == "kv":
+        if not of_queries:
             elements = rows * self.kv_heads * (self.head_dim + self.value_dim)
             return elements * self.itemsize, elements * self.grad_itemsize
         width = (self.head_dim + self.value_dim) * self.itemsize + 2 * self.statistic

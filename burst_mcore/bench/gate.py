@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.attention.geometry.pattern import Seen
+from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.kernels import kernel, reference, table
 from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.bench.core import World
@@ -61,14 +61,14 @@ def bare_kernel(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor], 
         ValueError: the sequence is too long for that.
     """
     chosen, scores = table.choose("auto", problem.on_kernel), kernel.Scores(problem.head_dim**-0.5)
-    seen = _seen_by_kernel(problem)
-    if seen.masked and not chosen.abilities.masks:
+    pattern = _pattern_of(problem)
+    if pattern.masked and not chosen.abilities.masks:
         chosen = table.KERNELS["reference"]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-        out, lse = chosen.forward(q, k, v, seen, scores)
+        out, lse = chosen.forward(q, k, v, pattern, scores)
         delta = row_delta(dout, out) if chosen.takes_delta else lse  # others form it from out themselves
-        return out, *chosen.backward(kernel.RowGradients(dout, q, k, v, out, lse, delta), seen, scores)
+        return out, *chosen.backward(kernel.BackwardInputs(dout, q, k, v, out, lse, delta), pattern, scores)
 
     return attend
 
@@ -84,25 +84,25 @@ def refusal(problem: Problem) -> str | None:
     )
 
 
-def _seen_by_kernel(problem: Problem) -> Seen:
+def _pattern_of(problem: Problem) -> Pattern:
     """The mask as a kernel takes it."""
     whole = problem.seq, problem.seq
     if problem.seen in (Mask.causal(), Mask.full()):
-        return Seen(whole, high=0 if problem.seen == Mask.causal() else None)
+        return Pattern(whole, high=0 if problem.seen == Mask.causal() else None)
     if (reason := refusal(problem)) is not None:
         raise ValueError(reason)
     rows = torch.arange(problem.seq)
-    return Seen.by(problem.seen.allows(rows, rows))
+    return Pattern.from_table(problem.seen.allows(rows, rows))
 
 
 def _exact(problem: Problem) -> tuple[Tensor, ...]:
     """(out, dq, dk, dv) in float64, by the definition."""
     q, k, v, dout = (x.double() for x in problem.tensors())
     rows, scores, plain = torch.arange(problem.seq), kernel.Scores(problem.head_dim**-0.5), reference.KERNEL
-    seen = Seen.by(problem.seen.allows(rows, rows))
-    out, lse = plain.forward(q, k, v, seen, scores)
-    x = kernel.RowGradients(dout, q, k, v, None, lse, row_delta(dout, out))
-    return out, *plain.backward(x, seen, scores)
+    pattern = Pattern.from_table(problem.seen.allows(rows, rows))
+    out, lse = plain.forward(q, k, v, pattern, scores)
+    inputs = kernel.BackwardInputs(dout, q, k, v, None, lse, row_delta(dout, out))
+    return out, *plain.backward(inputs, pattern, scores)
 
 
 def _gathered(shard: Tensor, world: World) -> Sequence[Tensor]:

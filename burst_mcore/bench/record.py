@@ -11,6 +11,7 @@ from torch import Tensor
 from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.autotune.choose import Ranks
 from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.trace import Event, record
 from burst_mcore.bench.launch import in_processes, keep_freed_memory
 from burst_mcore.config import BurstConfig
@@ -20,9 +21,9 @@ from burst_mcore.rates import Rates
 
 
 def record_pass(
-    problem: Problem, ranks: Ranks, name: str, config: BurstConfig, rates: Rates | None = None
+    problem: Problem, ranks: Ranks, pass_: Pass, config: BurstConfig, rates: Rates | None = None
 ) -> list[Event]:
-    """What every rank did when in one pass, "forward", "query" or "kv", over gloo on this machine.
+    """What every rank did when in one pass, over gloo on this machine.
 
     rates: those by which the way is chosen; default those of a CPU.
 
@@ -30,7 +31,7 @@ def record_pass(
         ValueError: the configuration cannot serve the problem.
         RuntimeError: a rank failed.
     """
-    per_rank = in_processes(ranks.size, _record_pass, problem, ranks, name, config, rates)
+    per_rank = in_processes(ranks.size, _record_pass, problem, ranks, pass_, config, rates)
     return [event for events in per_rank for event in events]
 
 
@@ -39,7 +40,7 @@ def _record_pass(
     size: int,
     problem: Problem,
     ranks: Ranks,
-    name: str,
+    pass_: Pass,
     config: BurstConfig,
     rates: Rates | None,
 ) -> list[Event]:
@@ -47,7 +48,7 @@ def _record_pass(
     group = dist.group.WORLD
     assert group is not None
     topology = Topology.from_group(group, intra_size=ranks.intra, rates=rates)
-    config = replace(config, backward="kv" if name == "forward" else name)
+    config = replace(config, backward=Pass.KV if pass_ == Pass.FORWARD else pass_)
     deal = partial(shard, dim=1, rank=rank, size=size, layout=config.layout)
     q, k, v, dout = map(deal, problem.tensors())
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -55,7 +56,7 @@ def _record_pass(
         dist.barrier()
         with record(rank) as events:
             out = burst_attention(*inputs, topology=topology, mask=problem.seen, config=config)
-        if name != "forward":
+        if pass_ != Pass.FORWARD:
             assert isinstance(out, Tensor)
             dist.barrier()
             with record(rank) as events:

@@ -9,36 +9,36 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.recompute.replay import Kept, RecomputeError
+from burst_mcore.attention.recompute.replay import RecomputeError, SavedTail
 
 
 class OnDevice:
     """Kept where it is."""
 
-    def __init__(self, kept: Kept) -> None:
-        self._kept = kept
-        self._versions = _versions(kept.tensors)
+    def __init__(self, tail: SavedTail) -> None:
+        self._tail = tail
+        self._versions = _versions(tail.tensors)
 
-    def take(self) -> Kept:
+    def take(self) -> SavedTail:
         """What was kept.
 
         Raises:
             RecomputeError: somebody has written to it.
         """
-        if _versions(self._kept.tensors) != self._versions:
+        if _versions(self._tail.tensors) != self._versions:
             raise RecomputeError(
                 "the output of burst_attention was modified in place, but a recompute policy keeps it for "
                 "backward: do not write to it"
             )
-        return self._kept
+        return self._tail
 
 
 class Moved:
     """Kept in pinned host memory, and fetched when what was kept after it is taken."""
 
-    def __init__(self, kept: Kept, before: weakref.ref[Moved] | None) -> None:
-        self._at, self._before = kept.at, before
-        self._there = [(_sent(x if kept.copied else x.clone()), x.device) for x in kept.tensors]
+    def __init__(self, tail: SavedTail, before: weakref.ref[Moved] | None) -> None:
+        self._cut, self._before = tail.cut, before
+        self._there = [(_sent(x if tail.copied else x.clone()), x.device) for x in tail.tensors]
         self._here: list[Tensor] | None = None
 
     def fetch(self) -> None:
@@ -46,7 +46,7 @@ class Moved:
         if self._here is None:
             self._here = [_fetched(x, device) for x, device in self._there]
 
-    def take(self) -> Kept:
+    def take(self) -> SavedTail:
         """It, back on its device."""
         self.fetch()
         assert self._here is not None
@@ -55,12 +55,12 @@ class Moved:
         before = None if self._before is None else self._before()
         if before is not None:
             before.fetch()
-        return Kept(self._at, self._here, copied=True)
+        return SavedTail(self._cut, self._here, copied=True)
 
 
-def may_move(kept: Kept) -> bool:
+def may_move(tail: SavedTail) -> bool:
     """Whether there is other memory to move it to: that of the host, of CUDA tensors."""
-    return any(x.is_cuda for x in kept.tensors)
+    return any(x.is_cuda for x in tail.tensors)
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from burst_mcore.attention.recompute.cuts import check_keep
-from burst_mcore.attention.recompute.replay import Kept
+from burst_mcore.attention.recompute.replay import SavedTail
 from burst_mcore.checkpointing.offload import Moved, OnDevice, may_move
 from burst_mcore.checkpointing.scope import Held, Record
 
@@ -28,13 +28,13 @@ class Policy:
         """(share of the sequence, no more than that) to keep of a call; size: bytes of its O and LSE here."""
         raise NotImplementedError
 
-    def hold(self, kept: Kept) -> Held:
+    def hold(self, tail: SavedTail) -> Held:
         """Keep this until the recomputation takes it."""
-        held = OnDevice(kept)
-        self.watch(held, kept)
+        held = OnDevice(tail)
+        self.watch(held, tail)
         return held
 
-    def watch(self, held: Held, kept: Kept) -> None:
+    def watch(self, held: Held, tail: SavedTail) -> None:
         """Learn that this is held, and when it no longer is."""
 
     def contexts(
@@ -131,9 +131,9 @@ class Segment(Policy):
         assert self.memory_gb is not None
         return self._live.share(self.memory_gb * 1e9, size), True
 
-    def watch(self, held: Held, kept: Kept) -> None:
+    def watch(self, held: Held, tail: SavedTail) -> None:
         if isinstance(self.keep, str):
-            self._live.count(held, sum(x.numel() * x.element_size() for x in kept.tensors))
+            self._live.count(held, sum(x.numel() * x.element_size() for x in tail.tensors))
 
 
 class _Live:
@@ -193,12 +193,12 @@ class Offload(Policy):
     def share(self, size: int) -> tuple[float, bool]:
         return self.policy.share(size)
 
-    def hold(self, kept: Kept) -> Held:
-        if not may_move(kept):
-            return self.policy.hold(kept)
-        moved = Moved(kept, self._chain.last)
+    def hold(self, tail: SavedTail) -> Held:
+        if not may_move(tail):
+            return self.policy.hold(tail)
+        moved = Moved(tail, self._chain.last)
         self._chain.last = weakref.ref(moved)
-        self.policy.watch(moved, kept)
+        self.policy.watch(moved, tail)
         return moved
 
 

@@ -12,9 +12,9 @@ from typing import Protocol
 
 import torch
 
-from burst_mcore.attention.recompute.replay import Kept, Made, RecomputeError, recording, replaying
-from burst_mcore.attention.runtime.agreement import agreement
-from burst_mcore.handles import find
+from burst_mcore.attention.recompute.replay import CallId, RecomputeError, SavedTail, recording, replaying
+from burst_mcore.attention.runtime.agreement import agreement as agreement_of
+from burst_mcore.registry import lookup
 
 
 class Keeper(Protocol):
@@ -24,7 +24,7 @@ class Keeper(Protocol):
         """(keep, at most) of a call whose results take `size` bytes on this rank."""
         ...
 
-    def hold(self, kept: Kept) -> Held:
+    def hold(self, tail: SavedTail) -> Held:
         """Take what is kept into custody."""
         ...
 
@@ -32,7 +32,7 @@ class Keeper(Protocol):
 class Held(Protocol):
     """What is kept, wherever it is."""
 
-    def take(self) -> Kept:
+    def take(self) -> SavedTail:
         """It, out of custody. Once."""
         ...
 
@@ -42,13 +42,13 @@ class Record:
 
     def __init__(self, keeper: Keeper, name: str) -> None:
         self.keeper, self.name = keeper, name
-        self.made: list[Made] = []
+        self.call_ids: list[CallId] = []
         self.held: list[Held | None] = []
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """Around the forward: what is called in here is recorded, from the beginning."""
-        self.made, self.held = [], []
+        self.call_ids, self.held = [], []
         with recording(_Forward(self)):
             yield
 
@@ -62,16 +62,16 @@ class Record:
         again = _Recomputation(self)
         with replaying(again):
             yield
-        if again.calls < len(self.made):
-            missing = self.made[again.calls]
+        if again.calls < len(self.call_ids):
+            missing = self.call_ids[again.calls]
             error = RecomputeError(
                 f"the recomputation of {self.name} made {again.calls} calls of burst_attention, but its "
-                f"forward made {len(self.made)}; the next was {missing}: a checkpointed function must do the "
-                f"same both times"
+                f"forward made {len(self.call_ids)}; the next was {missing}: a checkpointed function must do "
+                f"the same both times"
             )
-            peers = agreement(find(missing.topology))
-            if peers is not None:  # the other ranks may wait for the call
-                peers.refuse(error)
+            agreement = agreement_of(lookup(missing.topology))
+            if agreement is not None:  # the other ranks may wait for the call
+                agreement.refuse(error)
             raise error
 
 
@@ -79,12 +79,12 @@ class _Forward:
     def __init__(self, record: Record) -> None:
         self._record = record
 
-    def share(self, made: Made) -> tuple[float, bool]:
-        return self._record.keeper.share(made.bytes)
+    def share(self, call_id: CallId) -> tuple[float, bool]:
+        return self._record.keeper.share(call_id.bytes)
 
-    def record(self, made: Made, kept: Kept) -> None:
-        self._record.made.append(made)
-        self._record.held.append(self._record.keeper.hold(kept))
+    def record(self, call_id: CallId, tail: SavedTail) -> None:
+        self._record.call_ids.append(call_id)
+        self._record.held.append(self._record.keeper.hold(tail))
 
 
 class _Recomputation:
@@ -92,25 +92,25 @@ class _Recomputation:
         self._record = record
         self.calls = 0
 
-    def replay(self, made: Made) -> Kept | None:
+    def replay(self, call_id: CallId) -> SavedTail | None:
         number, record = self.calls, self._record
         self.calls += 1
-        if number >= len(record.made):
+        if number >= len(record.call_ids):
             raise RecomputeError(
-                f"call {number + 1} of burst_attention in the recomputation of {record.name}, {made}, has no "
-                f"record: its forward made {len(record.made)}; a checkpointed function must do the same both "
-                f"times"
+                f"call {number + 1} of burst_attention in the recomputation of {record.name}, {call_id}, has "
+                f"no record: its forward made {len(record.call_ids)}; a checkpointed function must do the "
+                f"same both times"
             )
-        if made != record.made[number]:
+        if call_id != record.call_ids[number]:
             raise RecomputeError(
-                f"call {number + 1} of burst_attention in the recomputation of {record.name}, {made}, is "
-                f"another than in its forward: {made.unlike(record.made[number])}"
+                f"call {number + 1} of burst_attention in the recomputation of {record.name}, {call_id}, is "
+                f"another than in its forward: {call_id.unlike(record.call_ids[number])}"
             )
         held, record.held[number] = record.held[number], None
         try:
             return None if held is None else held.take()
         except RecomputeError as error:
-            raise RecomputeError(f"{made} in {record.name}: {error}") from error
+            raise RecomputeError(f"{call_id} in {record.name}: {error}") from error
 
 
 def in_backward() -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.geometry.tiles import Tile, tiles_of
 from burst_mcore.attention.kernels.kernel import Kernel
+from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.layout.balance import work
 from burst_mcore.mask import Mask
 from burst_mcore.mask.bands import UNBOUNDED
@@ -37,8 +38,8 @@ EMPTY = (0.95, 0.95, 0.95)
 Point = tuple[float, float]
 
 
-def save_mask(plan: Plan, name: str, kernel: Kernel, title: str, path: Path) -> None:
-    """Write the picture of a plan in the pass `name`, in tiles for `kernel`, as a PNG."""
+def save_mask(plan: Plan, pass_: Pass, kernel: Kernel, title: str, path: Path) -> None:
+    """Write the picture of a plan in a pass, in tiles for `kernel`, as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -48,7 +49,7 @@ def save_mask(plan: Plan, name: str, kernel: Kernel, title: str, path: Path) -> 
     left, middle, right = figure.subfigures(1, 3, width_ratios=(1.0, 1.25, 0.6))
     colours = _colours(plan.size)
     _draw_mask(left.subplots(), plan, colours)
-    _draw_tiles(middle, plan, name, kernel)
+    _draw_tiles(middle, plan, pass_, kernel)
     _draw_work(right.subplots(), plan, colours)
     figure.suptitle(fill(title, 160), fontsize=13)
     figure.savefig(path, dpi=110)
@@ -115,22 +116,22 @@ def owners(plan: Plan, edges: Tensor) -> Tensor:
 
 def kind_of(tile: Tile) -> str:
     """One of KINDS."""
-    if tile.parts:
+    if tile.pattern.parts:
         return "masked"
-    if tile.low is None and tile.high is None:
+    if tile.pattern.full:
         return "full"
-    return "causal" if tile.causal else "window"
+    return "causal" if tile.pattern.causal else "window"
 
 
-def tiles_summary(plan: Plan, name: str, kernel: Kernel) -> str:
-    """How many tiles all positions compute in the pass `name`, and how many of their pairs are allowed."""
+def tiles_summary(plan: Plan, pass_: Pass, kernel: Kernel) -> str:
+    """How many tiles all positions compute in a pass, and how many of their pairs are allowed."""
     kinds: Counter[str] = Counter()
     allowed = computed = 0
     for position, source in product(range(plan.size), repeat=2):
-        for tile in _met(plan, name, kernel, position, source):
+        for tile in _met(plan, pass_, kernel, position, source):
             kinds[kind_of(tile)] += 1
-            allowed += tile.pairs
-            computed += prod(tile.shape) if tile.parts else tile.pairs
+            allowed += tile.pattern.pairs
+            computed += prod(tile.pattern.shape) if tile.pattern.parts else tile.pattern.pairs
     each = ", ".join(f"{kinds[kind]} {kind}" for kind in KINDS if kinds[kind])
     return (
         f"tiles:  {kinds.total()} for kernel {kernel.name} ({each}), {computed:,} pairs, of which the mask "
@@ -138,23 +139,23 @@ def tiles_summary(plan: Plan, name: str, kernel: Kernel) -> str:
     )
 
 
-def _met(plan: Plan, name: str, kernel: Kernel, position: int, source: int) -> tuple[Tile, ...]:
+def _met(plan: Plan, pass_: Pass, kernel: Kernel, position: int, source: int) -> tuple[Tile, ...]:
     """The tiles of the bundle of `source` at `position`."""
-    q_at, k_at = (source, position) if name == "query" else (position, source)
+    q_at, k_at = (source, position) if pass_ == Pass.QUERY else (position, source)
     return tiles_of(plan, q_at, k_at, kernel.abilities)
 
 
 def outlines(tile: Tile) -> list[list[Point]]:
     """What a tile computes, as polygons of (key row, query row)."""
-    if tile.parts:
+    if tile.pattern.parts:
         found = []
-        for part in tile.parts:
+        for part in tile.pattern.parts:
             m0, n0 = _row_at(tile.q, part.m0), _row_at(tile.k, part.n0)
             q, k = range(m0, m0 + part.m1 - part.m0), range(n0, n0 + part.n1 - part.n0)
             found.append(_outline(q, k, part.low, part.high))
         return found
-    low = -UNBOUNDED if tile.low is None else tile.low
-    high = UNBOUNDED if tile.high is None else tile.high
+    low = -UNBOUNDED if tile.pattern.low is None else tile.pattern.low
+    high = UNBOUNDED if tile.pattern.high is None else tile.pattern.high
     return [_outline(q, k, low, high) for q in tile.q for k in tile.k]
 
 
@@ -238,7 +239,7 @@ def _name(plan: Plan, position: int) -> str:
     return f"rank {first}" if plan.heads == 1 else f"ranks {first}-{first + plan.heads - 1}"
 
 
-def _draw_tiles(figure: Any, plan: Plan, name: str, kernel: Kernel) -> None:
+def _draw_tiles(figure: Any, plan: Plan, pass_: Pass, kernel: Kernel) -> None:
     """A strip for each position: its own rows down, those of all positions, one after another, across."""
     from matplotlib.patches import Patch
 
@@ -246,9 +247,9 @@ def _draw_tiles(figure: Any, plan: Plan, name: str, kernel: Kernel) -> None:
     panels = figure.subplots(len(shown), 1, squeeze=False, sharex=True)[:, 0]
     kinds: set[str] = set()
     for panel, position in zip(panels, shown, strict=True):
-        kinds |= _draw_strip(panel, plan, name, kernel, position)
+        kinds |= _draw_strip(panel, plan, pass_, kernel, position)
         panel.set_ylabel(_name(plan, position), rotation=0, ha="right", va="center", fontsize=10)
-    own, others = ("key", "query") if name == "query" else ("query", "key")
+    own, others = ("key", "query") if pass_ == Pass.QUERY else ("query", "key")
     some = "" if len(shown) == plan.size else f", {len(shown)} of {plan.size} {_unit(plan)}s"
     figure.suptitle(
         f"tiles for kernel {kernel.name}{some}: own {own} rows down, {others} rows of all across", fontsize=11
@@ -262,12 +263,12 @@ def _draw_tiles(figure: Any, plan: Plan, name: str, kernel: Kernel) -> None:
         figure.legend(handles=legend, loc="outside lower center", ncols=len(KINDS), fontsize=10)
 
 
-def _draw_strip(panel: Any, plan: Plan, name: str, kernel: Kernel, position: int) -> set[str]:
+def _draw_strip(panel: Any, plan: Plan, pass_: Pass, kernel: Kernel, position: int) -> set[str]:
     """Draw what a position computes; the kinds of its tiles."""
     from matplotlib.collections import PolyCollection
 
     polygons: dict[str, list[list[Point]]] = {kind: [] for kind in KINDS}
-    for kind, polygon in _placed(plan, name, kernel, position):
+    for kind, polygon in _placed(plan, pass_, kernel, position):
         polygons[kind].append(polygon)
     for kind, found in polygons.items():
         edge = "white" if len(found) <= OUTLINED else "face"  # so that many small ones are seen
@@ -282,12 +283,12 @@ def _draw_strip(panel: Any, plan: Plan, name: str, kernel: Kernel, position: int
     return {kind for kind, found in polygons.items() if found}
 
 
-def _placed(plan: Plan, name: str, kernel: Kernel, position: int) -> Iterator[tuple[str, list[Point]]]:
+def _placed(plan: Plan, pass_: Pass, kernel: Kernel, position: int) -> Iterator[tuple[str, list[Point]]]:
     """(kind, polygon) of all that a position computes, in the coordinates of its strip."""
     for source in range(plan.size):
-        for tile in _met(plan, name, kernel, position, source):
+        for tile in _met(plan, pass_, kernel, position, source):
             for polygon in outlines(tile):
-                points = [(m, n) for n, m in polygon] if name == "query" else polygon
+                points = [(m, n) for n, m in polygon] if pass_ == Pass.QUERY else polygon
                 yield kind_of(tile), [(x + source * plan.rows, y) for x, y in points]
 
 

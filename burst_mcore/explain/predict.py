@@ -28,7 +28,8 @@ from burst_mcore.attention.autotune.choose import (
 )
 from burst_mcore.attention.autotune.cost import Sizes, link_bytes, message_bytes
 from burst_mcore.attention.autotune.simulate import Timeline, play
-from burst_mcore.attention.geometry.plan import Plan, plan
+from burst_mcore.attention.geometry.plan import Plan, plan_for
+from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Schedule, schedule
 from burst_mcore.attention.schedule.verify import verify
 from burst_mcore.attention.shard import Shard
@@ -131,7 +132,7 @@ def _of_degree(
     """The candidates with one degree of head parallelism."""
     return candidates(
         shard, layout, mask, n, ranks, rates,
-        overlap=overlap, rings=_rings(ring), degrees=(degree,), directions=("query", "kv"),
+        overlap=overlap, rings=_rings(ring), degrees=(degree,), directions=(Pass.QUERY, Pass.KV),
     )  # fmt: skip
 
 
@@ -182,9 +183,9 @@ class Drawing:
     plan: Plan
     why: str
     """Why this way round, or this ring, and no other."""
-    sent: Mapping[str, int]
+    sent: Mapping[Link, int]
     """Bytes that all ranks send in the pass, by link ("intra", "inter")."""
-    sent_dense: Mapping[str, int]
+    sent_dense: Mapping[Link, int]
     """The same if every row were read by all."""
 
 
@@ -193,13 +194,13 @@ def draw(
     ranks: Ranks,
     rates: Rates,
     *,
-    name: str,
+    pass_: Pass,
     degree: int,
     ring: str,
     overlap: bool,
     layout: str = "zigzag",
 ) -> Drawing:
-    """The schedule of the pass `name` ("forward", "query", "kv"), and when every rank does what.
+    """The schedule of a pass, and when every rank does what.
 
     The way is the one that a call with these choices takes: the best ring for "auto", and of a ring the
     better way round.
@@ -224,23 +225,23 @@ def draw(
         overlap=overlap,
         rings=_rings(ring),
         degrees=(degree,),
-        directions=("query" if name == "query" else "kv",),  # as record_pass has it
+        directions=(Pass.QUERY if pass_ == Pass.QUERY else Pass.KV,),  # as record_pass has it
     )
     chosen = best(found)
     route = chosen.route
-    what = plan(dealt, problem.seen, problem.seq, route.positions, route.heads)
+    plan = plan_for(dealt, problem.seen, problem.seq, route.positions, route.heads)
 
     pairs = pairs_of(dealt, problem.seen, problem.seq, ranks.size)
-    seconds = work_of(shard, pairs.T if name == "query" else pairs, route, name, rates).of_action
-    drawn, sizes = schedule(route, name, what), message_bytes(shard, route, name)
+    seconds = work_of(shard, pairs.T if pass_ == Pass.QUERY else pairs, route, pass_, rates).of_action
+    drawn, sizes = schedule(route, pass_, plan), message_bytes(shard, route, pass_)
     verify(drawn, ranks.intra)
     return Drawing(
         drawn,
         play(drawn, sizes, seconds, ranks.intra, rates),
-        what,
+        plan,
         reason(chosen, found),
         _sent(drawn, sizes, ranks.intra),
-        _sent(schedule(route, name), sizes, ranks.intra),
+        _sent(schedule(route, pass_), sizes, ranks.intra),
     )
 
 
@@ -258,8 +259,8 @@ def exposed(drawing: Drawing, most: int = 5) -> str:
     )
 
 
-def _sent(drawn: Schedule, sizes: Sizes, intra_size: int) -> dict[str, int]:
-    total = {"intra": 0, "inter": 0}
+def _sent(drawn: Schedule, sizes: Sizes, intra_size: int) -> dict[Link, int]:
+    total = {Link.INTRA: 0, Link.INTER: 0}
     for rank, program in enumerate(drawn.programs):
         for link, size in link_bytes(program, rank, sizes, intra_size).items():
             total[link] += size
@@ -268,11 +269,11 @@ def _sent(drawn: Schedule, sizes: Sizes, intra_size: int) -> dict[str, int]:
 
 def summary(drawing: Drawing, ranks: Ranks) -> str:
     """How even the work is, and what is read and sent, beside what it would be if all were read by all."""
-    what, of_queries = drawing.plan, drawing.schedule.queries_travel
-    sides = work(what.layout, what.mask, what.n, ranks.size)
+    plan, of_queries = drawing.plan, drawing.schedule.queries_travel
+    sides = work(plan.layout, plan.mask, plan.n, ranks.size)
     queries, keys = (float(x.max()) * ranks.size / max(1.0, float(x.sum())) for x in sides)
-    read = what.reading(of_queries=of_queries).elsewhere
-    whole = max(1, what.rows * what.size * (what.size - 1))
+    read = plan.reading(of_queries=of_queries).elsewhere
+    whole = max(1, plan.rows * plan.size * (plan.size - 1))
     sent = ", ".join(
         f"{link} {_short(size)} of {_short(dense)}"
         for link, size in drawing.sent.items()
@@ -280,7 +281,7 @@ def summary(drawing: Drawing, ranks: Ranks) -> str:
         if dense
     )
     return (
-        f"layout: {what.layout}\n"
+        f"layout: {plan.layout}\n"
         f"work:   the busiest rank has {max(queries, keys):.3f} x the mean (pairs of its queries "
         f"{queries:.3f}, of its keys {keys:.3f})\n"
         f"read:   {read:,} rows of other positions, {read / whole:.1%} of {whole:,}\n"

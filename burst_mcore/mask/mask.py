@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from burst_mcore.digest import digest
-from burst_mcore.handles import Named, introduce
 from burst_mcore.mask.bands import UNBOUNDED, everything, intersected, tightened
 from burst_mcore.mask.tables import documents_of, is_int, pairs_of
 from burst_mcore.mask.terms import Blocks, Documents, Ranges, Stride, Term, Window
+from burst_mcore.registry import Registered, register
 
 SLICES = ("full", "causal", "inverse-causal", "bi-causal")
 """The kinds of a slice of `Mask.ranges`."""
@@ -28,7 +28,7 @@ _SPELLINGS = {"inv-causal": "inverse-causal", "bicausal": "bi-causal"}
 
 
 @dataclass(frozen=True)
-class Mask(Named):
+class Mask(Registered):
     """A mask over the global sequence. Build it with the class methods, intersect with `&`.
 
     Masks compare and hash by value, so that plans are made once for equal masks.
@@ -43,7 +43,7 @@ class Mask(Named):
                 f"{self.terms!r} is no mask: build one with Mask.causal(), full(), window(), dilated(), "
                 f"documents(), blocks(), ranges(), and `&`"
             )
-        introduce(self, f"Mask({self})")
+        register(self, f"Mask({self})")
 
     @classmethod
     def full(cls) -> Mask:

@@ -5,10 +5,10 @@ import torch
 from dense import error
 
 from burst_mcore import Mask
-from burst_mcore.attention.geometry.pattern import Seen
-from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.geometry.pattern import Pattern
+from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of
-from burst_mcore.attention.kernels.kernel import Problem, RowGradients, Scores
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Problem, Scores
 from burst_mcore.attention.kernels.padding import takes_delta
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.table import KERNELS
@@ -43,21 +43,21 @@ def _kernel(name, shape, dtype, adapted=lambda kernel: kernel, **asked):
     return kernel
 
 
-def _compare(kernel, tensors, seen, how):
+def _compare(kernel, tensors, pattern, scores):
     """All results at most twice as wrong as the reference of the same dtype would be, and half an ulp."""
     q, k, v, dout = tensors
     exact = [x.double() for x in (q, k, v)]
-    want_out, want_lse = REFERENCE.forward(*exact, seen, how)
-    out, lse = kernel.forward(q, k, v, seen, how)
+    want_out, want_lse = REFERENCE.forward(*exact, pattern, scores)
+    out, lse = kernel.forward(q, k, v, pattern, scores)
     assert error(lse, want_lse) < 2e-5
     # As in a ring: statistics from outside, and no more of O than kernels need.
     lse, delta = want_lse.float(), row_delta(dout.double(), want_out).float()
     stand_in = None if kernel.takes_delta else output_stand_in(dout, delta)
-    x = RowGradients(dout, q, k, v, stand_in, lse, delta)
-    exact_x = RowGradients(dout.double(), *exact, None, want_lse, row_delta(dout.double(), want_out))
-    want = (want_out, *REFERENCE.backward(exact_x, seen, how))
-    bar = (REFERENCE.forward(q, k, v, seen, how)[0], *REFERENCE.backward(x, seen, how))
-    got = (out, *kernel.backward(x, seen, how))
+    x = BackwardInputs(dout, q, k, v, stand_in, lse, delta)
+    exact_x = BackwardInputs(dout.double(), *exact, None, want_lse, row_delta(dout.double(), want_out))
+    want = (want_out, *REFERENCE.backward(exact_x, pattern, scores))
+    bar = (REFERENCE.forward(q, k, v, pattern, scores)[0], *REFERENCE.backward(x, pattern, scores))
+    got = (out, *kernel.backward(x, pattern, scores))
     for name, g, b, w in zip(("out", "dq", "dk", "dv"), got, bar, want, strict=True):
         assert error(g, w) <= 2 * max(error(b, w), torch.finfo(q.dtype).eps / 2), name
 
@@ -72,19 +72,29 @@ def test_what_comes_with_torch_is_there(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_causal_full_and_windows(name, shape, dtype):
     kernel = _kernel(name, SHAPES[shape], dtype)
-    how = Scores(SHAPES[shape][2] ** -0.5)
-    tiles = [Seen((512, 512), high=0), Seen((384, 640)), Seen((200, 331)), Seen((41, 1)), Seen((1, 1))]
+    scores = Scores(SHAPES[shape][2] ** -0.5)
+    tiles = [
+        Pattern((512, 512), high=0),
+        Pattern((384, 640)),
+        Pattern((200, 331)),
+        Pattern((41, 1)),
+        Pattern((1, 1)),
+    ]
     if kernel.abilities.windows:
-        tiles += [Seen((384, 512), -100, 200), Seen((384, 512), None, 129), Seen((384, 512), 5, None)]
-    for seen in tiles:
-        _compare(kernel, _tensors(SHAPES[shape], *seen.shape, dtype), seen, how)
+        tiles += [
+            Pattern((384, 512), -100, 200),
+            Pattern((384, 512), None, 129),
+            Pattern((384, 512), 5, None),
+        ]
+    for pattern in tiles:
+        _compare(kernel, _tensors(SHAPES[shape], *pattern.shape, dtype), pattern, scores)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_softcap(name):
     kernel = _kernel(name, SHAPES["GQA"], torch.bfloat16, softcap=True)
-    seen = Seen((512, 512), high=0)
-    _compare(kernel, _tensors(SHAPES["GQA"], 512, 512, torch.bfloat16), seen, Scores(0.2, softcap=3.0))
+    pattern = Pattern((512, 512), high=0)
+    _compare(kernel, _tensors(SHAPES["GQA"], 512, 512, torch.bfloat16), pattern, Scores(0.2, softcap=3.0))
 
 
 MASKS = {
@@ -99,22 +109,24 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 def test_any_pattern_on_our_own(mask, layout, dtype):
     kernel = _kernel("triton", SHAPES["GQA"], dtype)
-    what = plan(Layout.of(layout), MASKS[mask], 2048, 2)
-    for tile in tiles_of(what, 1, 0, kernel.abilities):
-        _compare(kernel, _tensors(SHAPES["GQA"], *tile.shape, dtype), tile.seen, Scores(0.2))
+    plan = plan_for(Layout.of(layout), MASKS[mask], 2048, 2)
+    for tile in tiles_of(plan, 1, 0, kernel.abilities):
+        _compare(kernel, _tensors(SHAPES["GQA"], *tile.shape, dtype), tile.pattern, Scores(0.2))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_given_delta(name):
     kernel = _kernel(name, SHAPES["GQA"], torch.bfloat16, takes_delta)  # it may need room for more columns
     q, k, v, dout = _tensors(SHAPES["GQA"], 256, 256, torch.bfloat16)
-    seen, how = Seen((256, 256), high=0), Scores(0.1)
-    lse = REFERENCE.forward(q.double(), k.double(), v.double(), seen, how)[1].float()
+    pattern, scores = Pattern((256, 256), high=0), Scores(0.1)
+    lse = REFERENCE.forward(q.double(), k.double(), v.double(), pattern, scores)[1].float()
     dout[:, ::3] = 0
     delta = torch.randn_like(lse)  # not rowsum(dO * O) at all
-    x = RowGradients(dout, q, k, v, None, lse, delta)
-    want = REFERENCE.backward(RowGradients(*(None if t is None else t.double() for t in x)), seen, how)
-    for g, w in zip(kernel.backward(x, seen, how), want, strict=True):
+    x = BackwardInputs(dout, q, k, v, None, lse, delta)
+    want = REFERENCE.backward(
+        BackwardInputs(*(None if t is None else t.double() for t in x)), pattern, scores
+    )
+    for g, w in zip(kernel.backward(x, pattern, scores), want, strict=True):
         assert error(g, w) < 2e-2
 
 
@@ -122,10 +134,10 @@ def test_a_given_delta(name):
 def test_deterministic_gradients_are_bitwise_equal(name):
     kernel = _kernel(name, SHAPES["GQA"], torch.bfloat16, deterministic=True)
     q, k, v, dout = _tensors(SHAPES["GQA"], 2048, 2048, torch.bfloat16)
-    seen, how = Seen((2048, 2048), high=0), Scores(0.1, deterministic=True)
-    out, lse = kernel.forward(q, k, v, seen, how)
-    x = RowGradients(dout, q, k, v, out, lse, row_delta(dout, out))
-    runs = [kernel.backward(x, seen, how) for _ in range(5)]
+    pattern, scores = Pattern((2048, 2048), high=0), Scores(0.1, deterministic=True)
+    out, lse = kernel.forward(q, k, v, pattern, scores)
+    x = BackwardInputs(dout, q, k, v, out, lse, row_delta(dout, out))
+    runs = [kernel.backward(x, pattern, scores) for _ in range(5)]
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ranks import processes
 
 from burst_mcore import BurstConfig, Layout, shard, unshard
-from burst_mcore.attention.geometry.tiles import Tile
+from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.kernels.table import KERNELS, by_rank
 from burst_mcore.checkpointing import Full, Policy, Segment
 from burst_mcore.checkpointing.scope import in_backward
@@ -147,11 +147,11 @@ def count_pairs() -> Counter[str]:
     """
     attended: Counter[str] = Counter()
 
-    def counting(forward: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Any, how: Any) -> Any:
-        rows, columns = seen.shape
-        tile = Tile((range(rows),), (range(columns),), seen.low, seen.high, seen.parts)
-        attended["backward" if in_backward() else "forward"] += len(q) * tile.pairs
-        return forward(q, k, v, seen, how)
+    def counting(
+        forward: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern, scores: Any
+    ) -> Any:
+        attended["backward" if in_backward() else "forward"] += len(q) * pattern.pairs
+        return forward(q, k, v, pattern, scores)
 
     for kernel in by_rank("cpu"):
         KERNELS[kernel.name] = replace(kernel, forward=partial(counting, kernel.forward))

@@ -1,1 +1,1 @@
-"""Choosing: what a schedule costs, how long it takes when it is played, and which one is taken."""
+"""The choice of a schedule: bytes, FLOPs and simulated time of every route, and the best of them."""

@@ -1,4 +1,4 @@
-"""Lower bounds on the time of a pass, found without playing it: a way that cannot win is passed over."""
+"""Lower bounds on the time of a pass, without simulation: a route that cannot win is not simulated."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from torch import Tensor
 from burst_mcore.attention.autotune.cost import Sizes
 from burst_mcore.attention.autotune.lockstep import Work
 from burst_mcore.attention.geometry.reading import Reading
-from burst_mcore.attention.schedule.actions import DATA, GRADIENT
+from burst_mcore.attention.schedule.actions import Kind, Pass
 from burst_mcore.attention.schedule.route import PASSES, Route
 from burst_mcore.rates import Rates
 
 SAMPLED = 32
-"""Positions whose messages are looked at, or a few more: what bounds some ranks bounds the slowest."""
+"""Positions whose messages are examined, or a few more: a bound for some ranks bounds the slowest."""
 
 
 def at_least(
-    name: str, route: Route, reading: Reading, work: Work, sizes: Sizes, intra_size: int, rates: Rates
+    pass_: Pass, route: Route, reading: Reading, work: Work, sizes: Sizes, intra_size: int, rates: Rates
 ) -> float:
-    """Seconds that the slowest rank needs at least: for its kernel, or for the rows that travel.
+    """Return the seconds that the slowest rank needs at least: for its kernel, or for the rows that travel.
 
     Args:
-        name: the pass, "forward", "kv" or "query".
+        pass_: the pass that is bounded.
         reading: who reads which of the rows that travel.
         work: seconds of the kernel.
         sizes: bytes of the messages.
@@ -30,49 +30,49 @@ def at_least(
     """
     if route.positions == 1:
         return work.busiest
-    some = torch.arange(0, route.positions, route.positions // SAMPLED | 1)  # odd: at all places of a node
+    sampled = torch.arange(0, route.positions, route.positions // SAMPLED | 1)  # odd: at all places of a node
     node = torch.arange(route.positions) * route.heads // intra_size
-    lent = _elsewhere(reading.counts, some) * (sizes.whole[DATA] / sizes.rows)
+    lent = _elsewhere(reading.counts, sampled) * (sizes.whole[Kind.DATA] / sizes.rows)
     if not route.direct:
-        return max(work.busiest, _longest_way(lent, some, node, route, rates))
-    if PASSES[name].gradients:
-        lent += _elsewhere(reading.counts.T, some) * (sizes.whole[GRADIENT] / sizes.rows)
-    return max(work.busiest, _longest_send(lent, some, node, rates))
+        return max(work.busiest, _longest_way(lent, sampled, node, route, rates))
+    if PASSES[pass_].gradients:
+        lent += _elsewhere(reading.counts.T, sampled) * (sizes.whole[Kind.GRADIENT] / sizes.rows)
+    return max(work.busiest, _longest_send(lent, sampled, node, rates))
 
 
-def _elsewhere(counts: Tensor, some: Tensor) -> Tensor:
-    """Rows by some positions and all others, [some, positions]."""
-    rows = counts.index_select(0, some).double()
-    rows[torch.arange(len(some)), some] = 0
+def _elsewhere(counts: Tensor, sampled: Tensor) -> Tensor:
+    """Return counts of sampled positions and all others, [sampled, positions], without their own."""
+    rows = counts.index_select(0, sampled).double()
+    rows[torch.arange(len(sampled)), sampled] = 0
     return rows
 
 
-def _longest_send(sent: Tensor, some: Tensor, node: Tensor, rates: Rates) -> float:
-    """Until a rank has sent all its bytes, [some, receivers]: its messages share two links."""
-    across = node[some][:, None] != node
+def _longest_send(sent: Tensor, sampled: Tensor, node: Tensor, rates: Rates) -> float:
+    """Return the seconds until a rank has sent its bytes, [sampled, receivers], over its two links."""
+    across = node[sampled][:, None] != node
     between = (sent * across).sum(1).max() / rates.inter
     within = (sent * ~across).sum(1).max() / rates.intra
     return float(torch.maximum(between, within))
 
 
-def _longest_way(lent: Tensor, some: Tensor, node: Tensor, route: Route, rates: Rates) -> float:
-    """Until bytes, [some, readers], reach their farthest reader on a ring: each hop waits for the last."""
-    between, within = _hops(some, node, route)
+def _longest_way(lent: Tensor, sampled: Tensor, node: Tensor, route: Route, rates: Rates) -> float:
+    """Return the seconds until bytes, [sampled, readers], reach their farthest reader, hop by hop."""
+    between, within = _hops(sampled, node, route)
     seconds = between * (rates.latency + lent / rates.inter)
     seconds += within * (rates.latency + lent / rates.intra)
     return float(seconds.masked_fill_(lent == 0, 0).max())
 
 
-def _hops(some: Tensor, node: Tensor, route: Route) -> tuple[Tensor, Tensor]:
-    """Hops of a bundle from some owners to each reader, [some, readers]: between nodes, and within them."""
-    here, turn = torch.arange(route.positions), route.turn
-    m, l = here // route.intra, here % route.intra  # noqa: E741
-    rounds = (m - m[some][:, None]) * turn % route.nodes
-    steps = (l - l[some][:, None]) * turn % route.intra
+def _hops(sampled: Tensor, node: Tensor, route: Route) -> tuple[Tensor, Tensor]:
+    """Return the hops of a bundle to each reader, [sampled owners, readers]: between and within nodes."""
+    position, turn = torch.arange(route.positions), route.turn
+    m, l = position // route.intra, position % route.intra  # noqa: E741
+    rounds = (m - m[sampled][:, None]) * turn % route.nodes
+    steps = (l - l[sampled][:, None]) * turn % route.intra
     if route.nodes > 1:
         return rounds, steps
     crosses = (node != node.roll(-turn)).long()  # the hop that leaves each position
-    ahead = (some[:, None] + turn * here) % route.positions
+    ahead = (sampled[:, None] + turn * position) % route.positions
     crossed = crosses[ahead].cumsum(1) - crosses[ahead]
     between = crossed.gather(1, steps)
     return between, steps - between

@@ -1,4 +1,4 @@
-"""The choices called "auto": ring, degree of head parallelism, what travels in backward. Pure functions."""
+"""The choices called "auto": ring, degree of head parallelism, backward pass. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from burst_mcore.attention.autotune.bounds import at_least
 from burst_mcore.attention.autotune.cost import mean_bytes, message_bytes, pass_flops
-from burst_mcore.attention.autotune.lockstep import Pass, Played, Work, play_all
+from burst_mcore.attention.autotune.lockstep import Played, RoutedPass, Work, play_all
 from burst_mcore.attention.autotune.simulate import play
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.runtime.head_exchange import why_not_heads
+from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route, schedule
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import RINGS as LEGAL_RINGS
@@ -28,12 +29,12 @@ from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
 
 AS_FAST = 1.01
-"""Candidates within this factor of the fastest are as fast: the model knows no better. Nor does it where
-communication that is exposed differs by less than that share of the time."""
+"""Candidates within this factor of the fastest count as equally fast: the model is no more exact. The same
+share of the time is its error for exposed communication."""
 RINGS = LEGAL_RINGS[1:]  # all but "auto"
 PARTNERS = 2**14
-"""Pairs of positions that exchange rows, at most, for a direct exchange to be considered beside rings: every
-pair is a connection, and is looked at one by one."""
+"""Pairs of positions that exchange rows, at most, for a direct exchange to be considered beside rings. Every
+pair is a connection, and is simulated one by one."""
 
 
 @dataclass(frozen=True)
@@ -46,25 +47,25 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run a call, and its predicted cost."""
+    """A way to run a call (ring, route, backward pass), and its predicted cost."""
 
     ring: str
     route: Route
-    direction: str
+    direction: Pass
     forward_seconds: float
     backward_seconds: float
-    """Until the slowest rank is done."""
+    """Time at which the slowest rank ends."""
     compute_seconds: float
-    """Of the kernel alone, on the busiest rank."""
+    """Time of the kernel alone, on the busiest rank."""
     intra_bytes: int
     inter_bytes: int
     """Sent in forward and backward by a rank, on average."""
     tied: int
     """Ranks that one exchange across nodes ties together; 0 where none crosses.
 
-    A hop of the double ring ties its two ends. An all-to-all ties all that share heads, a direct exchange all
-    that read of one rank, some of them on another node, and a ring over the ranks of several nodes all of
-    them: they wait for its slow hop.
+    A hop of the double ring ties its two ends, an all-to-all all ranks that share heads. A direct exchange
+    ties all readers of one rank, if some are on another node. A ring over the ranks of several nodes ties all
+    of them: they wait for its slow hop.
     """
 
     @property
@@ -87,7 +88,7 @@ class Candidate:
 
 
 def why_not_placed(degree: int, ranks: Ranks) -> str | None:
-    """Why the ranks cannot be cut into groups of `degree` neighbours; None if they can."""
+    """Return why the ranks cannot be cut into groups of `degree` neighbours; None if they can."""
     if ranks.size % degree:
         return f"it does not divide the {ranks.size} ranks"
     if ranks.intra % degree and degree % ranks.intra:
@@ -96,17 +97,17 @@ def why_not_placed(degree: int, ranks: Ranks) -> str | None:
 
 
 def why_not_degree(degree: int, ranks: Ranks, heads: int, kv_heads: int) -> str | None:
-    """Why `degree` neighbours cannot share these heads; None if they can."""
+    """Return why `degree` neighbours cannot share these heads; None if they can."""
     return why_not_placed(degree, ranks) or why_not_heads(heads, kv_heads, degree)
 
 
 def legal_degrees(ranks: Ranks, heads: int, kv_heads: int) -> list[int]:
-    """The degrees of head parallelism that ranks and heads allow."""
+    """Return the degrees of head parallelism that ranks and heads allow."""
     return [d for d in range(1, ranks.size + 1) if why_not_degree(d, ranks, heads, kv_heads) is None]
 
 
 def route_for(degree: int, ranks: Ranks, *, ring: str, overlap: bool) -> Route:
-    """The way over these ranks with `degree` neighbours sharing heads; ring: "double", "flat" or "direct"."""
+    """Return the route where `degree` neighbours share heads; ring: "double", "flat" or "direct"."""
     if ring == "direct":
         return Route(1, ranks.size // degree, degree, overlap, direct=ranks.size > degree)
     if ring == "flat" or ranks.size == ranks.intra:
@@ -115,22 +116,27 @@ def route_for(degree: int, ranks: Ranks, *, ring: str, overlap: bool) -> Route:
     return Route(nodes, ranks.size // degree // nodes, degree, overlap)
 
 
-def overlaps(overlap: bool, degree: int, ranks: Ranks, rates: Rates) -> bool:
-    """Whether to communicate while computing, if `overlap` allows it.
+def backward_passes(setting: str) -> tuple[Pass, ...]:
+    """Return the backward passes that a setting of `BurstConfig.backward` leaves to choose from."""
+    return (Pass.QUERY, Pass.KV) if setting == "auto" else (Pass(setting),)
 
-    Not where all ranks share heads and messages take the cores that compute: nothing would be hidden, and
-    computing member by member cuts tiles.
+
+def overlaps(overlap: bool, degree: int, ranks: Ranks, rates: Rates) -> bool:
+    """Return whether to communicate while computing, if `overlap` allows it.
+
+    It does not pay where all ranks share heads and messages take the cores that compute. Nothing would be
+    hidden, and computing member by member cuts tiles.
     """
     return overlap and (rates.hidden or degree < ranks.size or degree == 1)
 
 
 @dataclass(frozen=True)
 class Slower:
-    """A way that was not played, since a lower bound on its time is above that of the fastest."""
+    """A way that was not simulated, since a lower bound on its time is above the time of the fastest."""
 
     ring: str
     heads: int
-    direction: str
+    direction: Pass
     at_least: float
     """Seconds."""
 
@@ -150,11 +156,11 @@ def candidates(
     overlap: bool,
     rings: tuple[str, ...],
     degrees: tuple[int, ...],
-    directions: tuple[str, ...],
+    directions: tuple[Pass, ...],
 ) -> tuple[Candidate, ...]:
-    """Every combination of ring, degree and direction, costed; rings the better way round.
+    """Return every combination of ring, degree and direction with its cost; rings the faster way round.
 
-    A direct exchange between very many (`PARTNERS`) is left out where there is a ring as well.
+    A direct exchange between very many pairs (`PARTNERS`) is left out where there is a ring as well.
 
     n: tokens in the global sequence.
     """
@@ -177,12 +183,12 @@ def contenders(
     overlap: bool,
     rings: tuple[str, ...],
     degrees: tuple[int, ...],
-    directions: tuple[str, ...],
+    directions: tuple[Pass, ...],
 ) -> tuple[tuple[Candidate, ...], tuple[Slower, ...]]:
-    """The `candidates` that may be the best, costed, and those that are slower for certain, with a bound.
+    """Return the `candidates` that may be the best, and the ways that are certainly slower, with a bound.
 
-    The best is the same: a way is passed over only where its lower bound is above `AS_FAST` times the time of
-    a way that was played.
+    The best is the same as among all candidates. A way is left out only if its lower bound is above `AS_FAST`
+    times the time of a way that was simulated.
     """
     slower: list[Slower] = []
     with _collector_paused():
@@ -203,7 +209,7 @@ def contenders(
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pause Python's cyclic garbage collector: it would take as long as the plays, which make no cycles."""
+    """Pause Python's cyclic garbage collector: it would cost as much as simulation, which makes no cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -215,11 +221,11 @@ def _collector_paused() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Contest:
-    """Ways that are played together, and the seconds that each of them takes at least."""
+    """Ways that are simulated together, and the seconds that each of them takes at least."""
 
     costs: _Costs
-    ways: dict[tuple[Route, str], str]
-    """The ring's word, by route and what travels in backward."""
+    ways: dict[tuple[Route, Pass], str]
+    """The ring's setting, by route and backward pass."""
 
     @cached_property
     def bound(self) -> float:
@@ -227,7 +233,7 @@ class _Contest:
 
 
 class _Search:
-    """All ways that a call may take, and the candidates of those that were played."""
+    """The search over all ways to run a call, with the candidates that were simulated so far."""
 
     def __init__(
         self,
@@ -240,23 +246,23 @@ class _Search:
         overlap: bool,
         rings: tuple[str, ...],
         degrees: tuple[int, ...],
-        directions: tuple[str, ...],
+        directions: tuple[Pass, ...],
     ) -> None:
         self.played: list[Candidate] = []
         self.contests: list[_Contest] = []
         for degree in degrees:
             costs = _Costs(shard, layout, mask, n, ranks, rates, degree)
-            ways: dict[tuple[Route, str], str] = {}
+            ways: dict[tuple[Route, Pass], str] = {}
             for ring, direction in itertools.product(rings, directions):
                 route = route_for(degree, ranks, ring=ring, overlap=overlaps(overlap, degree, ranks, rates))
                 if ring == "flat" and "double" in rings and degree >= ranks.intra:
                     continue  # between nodes that share all heads the two are one
                 if len(rings) == 1 or not route.direct or costs.partners(direction) <= PARTNERS:
                     ways.setdefault((route, direction), ring)
-            together: dict[tuple[Route, str], dict[tuple[Route, str], str]] = {}
+            together: dict[tuple[Route, Pass | None], dict[tuple[Route, Pass], str]] = {}
             for (route, direction), ring in ways.items():
                 # Both directions of a ring are played at once, at little more than one's cost.
-                alone = direction if route.direct else ""
+                alone = direction if route.direct else None
                 together.setdefault((route, alone), {})[route, direction] = ring
             self.contests += (_Contest(costs, group) for group in together.values())
 
@@ -274,7 +280,7 @@ class _Search:
 
 
 class _Costs:
-    """What the passes of a call cost, at one degree of head parallelism."""
+    """The costs of the passes of a call, at one degree of head parallelism."""
 
     def __init__(
         self, shard: Shard, layout: Layout, mask: Mask, n: int, ranks: Ranks, rates: Rates, degree: int
@@ -283,23 +289,23 @@ class _Costs:
         self.plan = Plan(layout, mask, n, ranks.size // degree, degree)
         self.pairs = pairs_of(layout, mask, n, ranks.size)
         self.pairs_of_keys = self.pairs.T.contiguous()
-        self.works: dict[str, Work] = {}
-        self.played: dict[tuple[Route, str], Played] = {}
-        """By way and pass."""
+        self.works: dict[Pass, Work] = {}
+        self.played: dict[tuple[Route, Pass], Played] = {}
+        """Results by route and pass."""
 
     def ways(self, route: Route) -> tuple[Route, ...]:
-        """Both ways round, where they differ."""
+        """Return a route both ways round, where the two differ."""
         both = route.positions > 1 and not route.direct and not self.plan.everything
         return (route, replace(route, mirrored=True)) if both else (route,)
 
-    def partners(self, direction: str) -> int:
-        """Pairs of positions that exchange rows in the pass with most."""
-        names = ("forward", direction)
-        return max(int(self.plan.reading(of_queries=x == "query").meets.sum()) for x in names)
+    def partners(self, direction: Pass) -> int:
+        """Return the pairs of positions that exchange rows, in the pass with most."""
+        readings = (self.plan.reading(of_queries=pass_ == Pass.QUERY) for pass_ in (Pass.FORWARD, direction))
+        return max(int(reading.meets.sum()) for reading in readings)
 
-    def candidate(self, ring: str, route: Route, direction: str) -> Candidate:
-        forward, backward = self.played[route, "forward"], self.played[route, direction]
-        sent = {link: forward.sent[link] + backward.sent[link] for link in ("intra", "inter")}
+    def candidate(self, ring: str, route: Route, direction: Pass) -> Candidate:
+        forward, backward = self.played[route, Pass.FORWARD], self.played[route, direction]
+        sent = {link: forward.sent[link] + backward.sent[link] for link in (Link.INTRA, Link.INTER)}
         return Candidate(
             ring,
             route,
@@ -307,66 +313,66 @@ class _Costs:
             forward.seconds,
             backward.seconds,
             forward.compute + backward.compute,
-            round(sent["intra"]),
-            round(sent["inter"]),
+            round(sent[Link.INTRA]),
+            round(sent[Link.INTER]),
             self.tied(route),
         )
 
-    def play(self, ways: Iterable[tuple[Route, str]]) -> None:
-        """Play the passes of these ways, and of the rings the other way round."""
-        wanted: dict[tuple[Route, str], Pass] = {}
+    def play(self, ways: Iterable[tuple[Route, Pass]]) -> None:
+        """Simulate the passes of these ways, and of their rings the other way round."""
+        wanted: dict[tuple[Route, Pass], RoutedPass] = {}
         for route, direction in ways:
-            for way, name in itertools.product(self.ways(route), ("forward", direction)):
-                if (way, name) in self.played:
+            for way, pass_ in itertools.product(self.ways(route), (Pass.FORWARD, direction)):
+                if (way, pass_) in self.played:
                     continue
                 # Not hidden: messages take the cores that compute.
                 played = way if self.rates.hidden else replace(way, overlap=False)
-                sizes = message_bytes(self.shard, route, name)
-                work = self.work(route, name)
-                wanted.setdefault((way, name), Pass(played, name, sizes, work))
-        at_once = {key: each for key, each in wanted.items() if self.in_lockstep(each)}
+                sizes = message_bytes(self.shard, route, pass_)
+                work = self.work(route, pass_)
+                wanted.setdefault((way, pass_), RoutedPass(played, pass_, sizes, work))
+        at_once = {key: routed for key, routed in wanted.items() if self.in_lockstep(routed)}
         played_all = play_all(self.plan, [*at_once.values()], self.ranks.intra, self.rates)
         self.played |= zip(at_once, played_all, strict=True)
-        for key, each in wanted.items():
+        for key, routed in wanted.items():
             if key not in at_once:
-                self.played[key] = self.one_by_one(each)
+                self.played[key] = self.one_by_one(routed)
 
-    def at_least(self, route: Route, direction: str) -> float:
-        """Seconds that the better way round takes at least, forward and backward."""
+    def at_least(self, route: Route, direction: Pass) -> float:
+        """Return the seconds that the faster way round takes at least, forward and backward."""
         return min(
             sum(
                 at_least(
-                    name,
+                    pass_,
                     way,
-                    self.plan.reading(of_queries=name == "query"),
-                    self.work(route, name),
-                    message_bytes(self.shard, route, name),
+                    self.plan.reading(of_queries=pass_ == Pass.QUERY),
+                    self.work(route, pass_),
+                    message_bytes(self.shard, route, pass_),
                     self.ranks.intra,
                     self.rates,
                 )
-                for name in ("forward", direction)
+                for pass_ in (Pass.FORWARD, direction)
             )
             for way in self.ways(route)
         )
 
-    def work(self, route: Route, name: str) -> Work:
-        if name not in self.works:
-            pairs = self.pairs_of_keys if name == "query" else self.pairs
-            self.works[name] = work_of(self.shard, pairs, route, name, self.rates)
-        return self.works[name]
+    def work(self, route: Route, pass_: Pass) -> Work:
+        if pass_ not in self.works:
+            pairs = self.pairs_of_keys if pass_ == Pass.QUERY else self.pairs
+            self.works[pass_] = work_of(self.shard, pairs, route, pass_, self.rates)
+        return self.works[pass_]
 
-    def in_lockstep(self, each: Pass) -> bool:
-        meets = self.plan.reading(of_queries=each.of_queries).meets
-        return not each.route.direct or bool(meets.all())
+    def in_lockstep(self, routed: RoutedPass) -> bool:
+        meets = self.plan.reading(of_queries=routed.of_queries).meets
+        return not routed.route.direct or bool(meets.all())
 
-    def one_by_one(self, each: Pass) -> Played:
-        drawn = schedule(each.route, each.name, self.plan)
-        timeline = play(drawn, each.sizes, each.work.of_action, self.ranks.intra, self.rates)
-        sent = mean_bytes(drawn.programs, each.sizes, self.ranks.intra)
-        return Played(timeline.seconds, each.work.busiest, sent)
+    def one_by_one(self, routed: RoutedPass) -> Played:
+        drawn = schedule(routed.route, routed.pass_, self.plan)
+        timeline = play(drawn, routed.sizes, routed.work.of_action, self.ranks.intra, self.rates)
+        sent = mean_bytes(drawn.programs, routed.sizes, self.ranks.intra)
+        return Played(timeline.seconds, routed.work.busiest, sent)
 
     def tied(self, route: Route) -> int:
-        """See `Candidate.tied`."""
+        """Return `Candidate.tied` of a route."""
         if self.ranks.size == self.ranks.intra:
             return 0
         of_heads = route.heads if route.heads > self.ranks.intra else 0
@@ -383,24 +389,25 @@ class _Costs:
 
 @lru_cache(maxsize=4)
 def pairs_of(layout: Layout, mask: Mask, n: int, ranks: int) -> Tensor:
-    """Query-key pairs of each rank's queries and each rank's keys, [ranks, ranks]. Kept."""
+    """Return the query-key pairs of each rank's queries and each rank's keys, [ranks, ranks]. Cached."""
     return pairs_between(layout, mask, n, ranks)
 
 
-def work_of(shard: Shard, pairs: Tensor, route: Route, name: str, rates: Rates) -> Work:
-    """Seconds of the kernel in a pass; pairs: of what stays with what travels, [ranks, ranks]."""
-    per_pair = pass_flops(shard.pooled(route.heads), 1, name) / rates.compute
+def work_of(shard: Shard, pairs: Tensor, route: Route, pass_: Pass, rates: Rates) -> Work:
+    """Return the seconds of the kernel in a pass; pairs: of rows that stay and travel, [ranks, ranks]."""
+    per_pair = pass_flops(shard.pooled(route.heads), 1, pass_) / rates.compute
     return Work(pairs, route.heads, per_pair)
 
 
-def best(found: Sequence[Candidate]) -> Candidate:
-    """The fastest way; of those as fast (`AS_FAST`) the one that comes first in the order of ties.
+def best(costed: Sequence[Candidate]) -> Candidate:
+    """Return the fastest candidate; among equally fast ones (`AS_FAST`) the first in the order of ties.
 
-    That is: least communication exposed, as far as the model can tell; fewest ranks tied together by an
-    exchange across nodes, and no ring over all; fewest bytes between nodes, then within; the simplest.
+    First comes least exposed communication, as far as the model can tell. Then come fewest ranks tied
+    together by an exchange across nodes, and no ring over all; then fewest bytes between nodes, and within.
+    The simplest comes last.
     """
-    fastest = min(candidate.seconds for candidate in found)
-    as_fast = [c for c in found if c.seconds <= AS_FAST * fastest]
+    fastest = min(candidate.seconds for candidate in costed)
+    as_fast = [c for c in costed if c.seconds <= AS_FAST * fastest]
     exposed = min(c.exposed_seconds for c in as_fast) + (AS_FAST - 1) * fastest
 
     def order(c: Candidate) -> tuple[float, ...]:
@@ -411,40 +418,40 @@ def best(found: Sequence[Candidate]) -> Candidate:
 
 
 def _second(candidate: Candidate) -> bool:
-    """Whether the other direction is better where all else is equal.
+    """Return whether the other direction is better where all else is equal.
 
     Ties go to "query", the paper's choice, except on a ring of one: there "kv" can start before all of dO has
     arrived.
     """
-    return (candidate.direction == "query") == (candidate.route.positions == 1)
+    return (candidate.direction == Pass.QUERY) == (candidate.route.positions == 1)
 
 
-def reason(chosen: Candidate, found: Sequence[Candidate], slower: Sequence[Slower] = ()) -> str:
-    """Why it was chosen, in words; slower: the ways that were not played."""
+def reason(chosen: Candidate, costed: Sequence[Candidate], slower: Sequence[Slower] = ()) -> str:
+    """Say why a candidate was chosen; slower: the ways that were not simulated."""
     if chosen.seconds == 0:
         return "nothing is to be done"
     bound = chosen.compute_seconds / chosen.seconds
-    what = f"{bound:.0%} of its {chosen.seconds:.3g} s is kernel time"
-    others = [c for c in found if c is not chosen]
+    kernel_share = f"{bound:.0%} of its {chosen.seconds:.3g} s is kernel time"
+    others = [c for c in costed if c is not chosen]
     if not others and slower:
         least = min(way.at_least for way in slower) / chosen.seconds
-        return f"fastest: every other way takes at least {least - 1:.0%} longer; {what}"
+        return f"fastest: every other way takes at least {least - 1:.0%} longer; {kernel_share}"
     if not others:
-        return f"the only one; {what}"
+        return f"the only one; {kernel_share}"
     rival = min(others, key=lambda c: c.seconds)
     ratio = rival.seconds / chosen.seconds
     if ratio > AS_FAST:
-        return f"fastest: the next, {rival}, takes {ratio - 1:.0%} longer; {what}"
+        return f"fastest: the next, {rival}, takes {ratio - 1:.0%} longer; {kernel_share}"
     if ratio >= 1:
-        return f"fastest, with {rival} {ratio - 1:.2%} behind; {_saved(chosen, rival)}; {what}"
+        return f"fastest, with {rival} {ratio - 1:.2%} behind; {_saved(chosen, rival)}; {kernel_share}"
     return (
         f"as fast as {rival} ({1 / ratio - 1:.2%} slower, which the model cannot tell); "
-        f"{_saved(chosen, rival)}; {what}"
+        f"{_saved(chosen, rival)}; {kernel_share}"
     )
 
 
 def _saved(chosen: Candidate, rival: Candidate) -> str:
-    """What a way that is as fast saves beside another, and by how much."""
+    """Say what an equally fast candidate saves beside another, and how much."""
     saved = []
     if chosen.exposed_seconds < rival.exposed_seconds:
         less = rival.exposed_seconds - chosen.exposed_seconds
@@ -462,11 +469,11 @@ def _saved(chosen: Candidate, rival: Candidate) -> str:
 
 @lru_cache(maxsize=256)
 def typical(layout: Layout, mask: Mask, n: int, size: int) -> tuple[Layout, Mask]:
-    """The kind of a layout and a mask: what is decided for one is decided for all of a kind.
+    """Return the representative of a kind of layout and mask: the choice for it holds for the whole kind.
 
-    Documents become others, the same for all of a kind: about as long as a typical token's document, to a
-    power of two, but of different lengths, so that they end anywhere in a rank's share, as real ones do. The
-    chunks of a layout that was made for documents are dealt in turn.
+    Documents are replaced by others, the same for all of a kind. They are about as long as a typical token's
+    document, to a power of two. Their lengths differ, so that they end anywhere in a rank's share, as real
+    ones do. The chunks of a layout that was made for documents are dealt in turn.
     """
     ends = mask.document_ends
     if ends is None:
@@ -478,13 +485,13 @@ def typical(layout: Layout, mask: Mask, n: int, size: int) -> tuple[Layout, Mask
         even = torch.tensor([*range(0, n, length), n])
         return Layout("zigzag-documents", ends=tuple(even.tolist())), mask.with_documents(even)
     if layout.kind == "chunks":
-        each = len(layout.chunks[0])
-        layout = Layout("chunks", chunks=tuple(tuple(range(r, size * each, size)) for r in range(size)))
+        dealt = size * len(layout.chunks[0])
+        layout = Layout("chunks", chunks=tuple(tuple(range(r, dealt, size)) for r in range(size)))
     return layout, mask.with_documents(_uneven(n, length))
 
 
 def _uneven(n: int, length: int) -> Tensor:
-    """cu_seqlens of documents of half to one and a half times `length`; always the same."""
+    """Return cu_seqlens of documents of half to one and a half times `length`; always the same."""
     several = torch.randint(length // 2, length + length // 2 + 1, (2 * n // length + 2,),
                             generator=torch.Generator().manual_seed(0))  # fmt: skip
     ends = several.clamp(min=1).cumsum(0)

@@ -1,10 +1,10 @@
-"""How long passes take, played for all ranks at once: the same as `simulate.play`, but quick for large rings.
+"""The simulator of all ranks in lockstep: the same results as `simulate.play`, but quick for large rings.
 
-Before anything is left out, the programs of all ranks are one program, moved (`counted.Moved`). So one is
-enough: every rank does its n-th action together, clocks and numbers of rows are vectors over the ranks, and a
-message that carries no row is none. Passes whose programs differ by numbers alone, such as both backwards,
-and a ring and its mirror image, are played together. Where a rank's messages to several receivers meet on a
-link, they share it as in `timeline`.
+Before anything is left out, the programs of all ranks are one program, moved (`counted.Moved`). So one
+program is enough, and every rank does its n-th action together. Clocks and numbers of rows are vectors over
+the ranks. A message without rows is no message. Passes whose programs differ by numbers alone, such as both
+backwards, and a ring and its mirror image, are played together. A rank's messages to several receivers share
+a link as in `simulate`.
 
 Letters: W passes (ways), G ranks, P positions.
 """
@@ -21,22 +21,9 @@ from torch import Tensor
 
 from burst_mcore.attention.autotune.cost import Sizes
 from burst_mcore.attention.geometry.plan import Plan
-from burst_mcore.attention.schedule.actions import (
-    BUNDLE,
-    DATA,
-    GRADIENT,
-    RESULT,
-    ROWS,
-    SUM,
-    Channel,
-    Compute,
-    Program,
-    Send,
-    Wait,
-)
-from burst_mcore.attention.schedule.counted import NEVER, Counted, OfAll, Seen, moved
-from burst_mcore.attention.schedule.heads import Pass as Moves
-from burst_mcore.attention.schedule.heads import with_heads
+from burst_mcore.attention.schedule.actions import Channel, Compute, Kind, Link, Pass, Program, Send, Wait
+from burst_mcore.attention.schedule.counted import NEVER, Counted, OfAll, RowCounts, moved
+from burst_mcore.attention.schedule.heads import Moves, with_heads
 from burst_mcore.attention.schedule.ring import without_overlap
 from burst_mcore.attention.schedule.route import PASSES, Route, itinerary, on_ring
 from burst_mcore.rates import Rates
@@ -44,39 +31,38 @@ from burst_mcore.rates import Rates
 
 @dataclass(frozen=True)
 class Played:
-    """What a pass costs."""
+    """The cost of a pass that was played."""
 
     seconds: float
-    """Until the slowest rank is done."""
+    """Time at which the slowest rank ends."""
     compute: float
     """Seconds of the kernel on the busiest rank."""
-    sent: dict[str, float]
-    """Bytes that a rank sends to its own node ("intra") and to others ("inter"), on average."""
+    sent: dict[Link, float]
+    """Bytes that a rank sends to its own node (INTRA) and to others (INTER), on average."""
 
 
 @dataclass(frozen=True, eq=False)
-class Pass:
-    """A pass to play."""
+class RoutedPass:
+    """A pass over a route, with the bytes and the seconds to play it by."""
 
     route: Route
     """If `direct`, all positions must read each other (`Reading.meets`)."""
-    name: str
-    """ "forward", "kv" or "query"."""
+    pass_: Pass
     sizes: Sizes
     work: Work
 
     @property
     def of_queries(self) -> bool:
-        return self.name == "query"
+        return self.pass_ == Pass.QUERY
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Passes of one kind have the same program, but for numbers and messages that some have not.
+        """The key of passes that have the same program, but for numbers and for messages that some lack.
 
         Where heads are shared, rows that come part by part change the order in which parts are computed.
         """
         route = self.route
-        by_part = route.heads > 1 and PASSES[self.name].rows
+        by_part = route.heads > 1 and PASSES[self.pass_].rows
         return replace(route, mirrored=False), by_part
 
 
@@ -84,7 +70,7 @@ class Work:
     """Seconds of the kernel, by rank and source.
 
     Args:
-        pairs: [ranks, ranks], of the rows that stay and those that travel.
+        pairs: [ranks, ranks], of rows that stay and rows that travel.
         heads: ranks of a position.
         per_pair: seconds of a query-key pair.
     """
@@ -111,7 +97,7 @@ class Work:
         return dict(zip(zip(position.tolist(), source.tolist(), strict=True), pairs, strict=True))
 
     def of_action(self, rank: int, action: Compute) -> float:
-        """Of one rank, as its own program says it."""
+        """Return the seconds of one rank's compute, in its own program."""
         position = rank // self._heads
         if action.part is None:
             return self._by_place.get((position, action.source), 0.0) * self.per_pair
@@ -119,90 +105,95 @@ class Work:
 
     @property
     def busiest(self) -> float:
-        """Of the rank with most, all sources together."""
+        """Seconds of the busiest rank, all sources together."""
         return float(self.whole.sum(1).max()) * self.per_pair
 
 
-def _moves(name: str, kind: str) -> bool:
-    """Whether the pass `name` has messages of a kind."""
-    moves = PASSES[name]
-    sent = {GRADIENT: moves.gradients, SUM: moves.gradients, BUNDLE: moves.bundle, ROWS: moves.rows}
+def _has_messages(pass_: Pass, kind: Kind) -> bool:
+    """Return whether a pass has messages of a kind."""
+    moves = PASSES[pass_]
+    sent = {
+        Kind.GRADIENT: moves.gradients,
+        Kind.SUM: moves.gradients,
+        Kind.BUNDLE: moves.bundle,
+        Kind.ROWS: moves.rows,
+    }
     return sent.get(kind, True)
 
 
-def play_all(plan: Plan, passes: Sequence[Pass], intra_size: int, rates: Rates) -> list[Played]:
+def play_all(plan: Plan, passes: Sequence[RoutedPass], intra_size: int, rates: Rates) -> list[Played]:
     """Play passes over the positions of `plan`, on nodes of `intra_size` ranks."""
     kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for index, each in enumerate(passes):
-        kinds[each.kind].append(index)
-    found: dict[int, Played] = {}
+    for index, routed in enumerate(passes):
+        kinds[routed.kind].append(index)
+    played_by_index: dict[int, Played] = {}
     for of_kind in kinds.values():
         played = _Lockstep(plan, [passes[index] for index in of_kind], intra_size, rates).play()
-        found.update(zip(of_kind, played, strict=True))
-    return [found[index] for index in range(len(passes))]
+        played_by_index.update(zip(of_kind, played, strict=True))
+    return [played_by_index[index] for index in range(len(passes))]
 
 
 @dataclass(eq=False)
 class _Peers:
-    """Whom every rank sends to with one action, and over which link."""
+    """The receivers and links of one action, for every rank."""
 
     to: Tensor
     back: Tensor
-    """From whom it receives."""
+    """The rank from which each rank receives."""
     inter: Tensor
-    """Whether the link is one between nodes."""
+    """Whether the link is between nodes."""
     rate: Tensor
     carried: Tensor
     """Bytes, [G, W]."""
     busy: Tensor
-    """Until when messages that are alone on the link take it."""
+    """Time until which messages that are alone on the link occupy it."""
 
     def meets(self, other: _Peers) -> bool:
-        """Whether some rank uses the same link for both."""
+        """Return whether some rank uses the same link for both."""
         return bool((self.inter == other.inter).any())
 
 
 @dataclass(eq=False)
 class _Message:
-    """What every rank sends with one action, [G, W]."""
+    """The messages of all ranks with one action, [G, W]."""
 
     peers: _Peers
     begin: Tensor
     left: Tensor
     """Bytes that are still to be carried."""
     end: Tensor
-    """When it is through: `NEVER` where there is none, inf as long as it is not known."""
+    """Time of arrival without latency: `NEVER` where there is no message, inf until it is known."""
 
 
 class _Lockstep:
-    def __init__(self, plan: Plan, passes: Sequence[Pass], intra: int, rates: Rates) -> None:
+    def __init__(self, plan: Plan, passes: Sequence[RoutedPass], intra: int, rates: Rates) -> None:
         self.passes, self.route, self.intra, self.rates = passes, passes[0].route, intra, rates
         self.heads, self.positions = self.route.heads, self.route.positions
         self.moved = moved(self.route.nodes, self.route.intra)
         self.rank, self.here = torch.arange(self.route.size), torch.arange(self.positions)
         self.clock = torch.zeros(self.route.size, len(passes), dtype=torch.float64)
-        self.seen = [self.seen_in(plan, each) for each in passes]
+        self.counts = [self.counts_in(plan, routed) for routed in passes]
         self.program = self.of_all(plan)
         self.row = self.here * self.positions
         self.scale, self.absent = self.of_kinds()
         self.peers: dict[int, _Peers] = {}
         self.together = self.rivals()
         self.links = torch.zeros(2, *self.clock.shape, dtype=torch.float64)
-        """Until when the links of each rank, within its node and between nodes, are worked out."""
+        """Time up to which the links of each rank, within its node and between nodes, are simulated."""
         self.under_way: dict[Channel, list[_Message]] = defaultdict(list)
         self.pending: list[_Message] = []
         """Messages that share links, not through yet, in the order in which they were sent."""
 
-    def seen_in(self, plan: Plan, each: Pass) -> Seen:
-        """What is read in a pass; a mirrored ring is seen in a mirror, where it is none."""
-        route, way = each.route, None
+    def counts_in(self, plan: Plan, routed: RoutedPass) -> RowCounts:
+        """Return the rows that are read in a pass; a mirrored ring is counted from the other end."""
+        route, places = routed.route, None
         if not route.direct:
-            way = itinerary(plan, route.nodes, route.intra, route.turn, each.of_queries)
-        return Seen(plan.reading(of_queries=each.of_queries), way, mirrored=route.mirrored)
+            places = itinerary(plan, route.nodes, route.intra, route.turn, routed.of_queries)
+        return RowCounts(plan.reading(of_queries=routed.of_queries), places, mirrored=route.mirrored)
 
     def of_all(self, plan: Plan) -> Program:
-        """The program of rank 0 in which everything is there, with numbers of rows for all ranks."""
-        route, moves = self.route, [PASSES[each.name] for each in self.passes]
+        """Return the program of rank 0 with every hop, and with numbers of rows for all ranks."""
+        route, moves = self.route, [PASSES[routed.pass_] for routed in self.passes]
         every = Moves(
             "all passes",
             gradients=any(each.gradients for each in moves),
@@ -210,9 +201,9 @@ class _Lockstep:
             rows=any(each.rows for each in moves),
         )
         route = replace(route, mirrored=False)
-        ring = on_ring(0, route, every, OfAll(self.seen))
+        ring = on_ring(0, route, every, OfAll(self.counts))
         if self.heads > 1:
-            last = torch.stack([seen.last_steps(route.nodes, route.intra) for seen in self.seen], 1)
+            last = torch.stack([counts.last_steps(route.nodes, route.intra) for counts in self.counts], 1)
             none = torch.full(last.shape, NEVER, dtype=torch.float64)
             leaving = {
                 step: Counted(none.masked_fill(last == step, plan.rows)[None], 0, 0)
@@ -222,23 +213,23 @@ class _Lockstep:
         return ring if route.overlap else without_overlap(ring)
 
     @cached_property
-    def a_row(self) -> dict[str, Tensor]:
+    def a_row(self) -> dict[Kind, Tensor]:
         """Bytes of a row by kind of message, [W]."""
         return {kind: whole / self.passes[0].sizes.rows for kind, whole in self.scale.items()}
 
-    def of_kinds(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """By kind of message: bytes of all rows, [W]; and `NEVER` for passes that have none, if there are."""
+    def of_kinds(self) -> tuple[dict[Kind, Tensor], dict[Kind, Tensor]]:
+        """Return by kind of message: bytes of all rows, [W]; and `NEVER` for passes without that kind."""
         scale, absent = {}, {}
-        for kind in (DATA, GRADIENT, BUNDLE, ROWS, RESULT, SUM):
-            there = [_moves(each.name, kind) for each in self.passes]
-            whole = [each.sizes.whole.get(kind, 0) for each in self.passes]
+        for kind in Kind:
+            present = [_has_messages(routed.pass_, kind) for routed in self.passes]
+            whole = [routed.sizes.whole.get(kind, 0) for routed in self.passes]
             scale[kind] = torch.tensor(whole, dtype=torch.float64)
-            if not all(there):
-                absent[kind] = torch.zeros_like(scale[kind]).masked_fill_(~torch.tensor(there), NEVER)
+            if not all(present):
+                absent[kind] = torch.zeros_like(scale[kind]).masked_fill_(~torch.tensor(present), NEVER)
         return scale, absent
 
     def rivals(self) -> set[int]:
-        """The sends (by index) that may meet others of the same rank, to another receiver, on a link."""
+        """Return the sends, by index, that may share a link with the same rank's messages to other ranks."""
         open_: dict[int, _Peers] = {}
         under_way: dict[Channel, list[int]] = defaultdict(list)
         last_rival: dict[int, int] = {}
@@ -256,13 +247,13 @@ class _Lockstep:
             elif isinstance(action, Wait):
                 for other in under_way.pop(action.channel, ()):
                     del open_[other]
-        for earlier, later in behind:  # in order: what queues behind one whose rivals are still to come
+        for earlier, later in behind:  # in order: a send queues behind one whose rivals are still to come
             if last_rival.get(earlier, -1) > later:
                 last_rival[later] = max(last_rival.get(later, -1), last_rival[earlier])
         return set(last_rival)
 
     def peers_of(self, peer: int) -> _Peers:
-        """Whom all ranks send to where rank 0 sends to `peer`."""
+        """Return the receivers of all ranks where rank 0 sends to `peer`."""
         if peer not in self.peers:
             position, member = self.rank // self.heads, self.rank % self.heads
             to = self.moved.to(peer // self.heads)[position] * self.heads + (member + peer) % self.heads
@@ -294,52 +285,52 @@ class _Lockstep:
             sent += torch.stack([peers.carried - between, between]).mean(1)
         slowest = self.clock.amax(0).tolist()
         return [
-            Played(slowest[index], each.work.busiest, {"intra": intra, "inter": inter})
-            for index, (each, (intra, inter)) in enumerate(zip(self.passes, sent.T.tolist(), strict=True))
+            Played(slowest[index], routed.work.busiest, {Link.INTRA: intra, Link.INTER: inter})
+            for index, (routed, (intra, inter)) in enumerate(zip(self.passes, sent.T.tolist(), strict=True))
         ]
 
     def seconds(self, action: Compute) -> Tensor:
-        """Of every rank and pass."""
+        """Return the seconds of a compute, for every rank and pass."""
         source = self.moved.to(action.source)
         if action.part is None:
             return self.of_ranks(self.whole(source))
-        member, found = (self.rank + action.part) % self.heads, []
-        for each in self.passes:
-            position, other = (x[self.rank // self.heads] for x in self.seen_from(each, source))
-            found.append(each.work.parts[position, member, other] * each.work.per_pair)
-        return torch.stack(found, 1)
+        member, per_pass = (self.rank + action.part) % self.heads, []
+        for routed in self.passes:
+            position, other = (x[self.rank // self.heads] for x in self.unmirrored(routed, source))
+            per_pass.append(routed.work.parts[position, member, other] * routed.work.per_pair)
+        return torch.stack(per_pass, 1)
 
     def whole(self, source: Tensor) -> Tensor:
-        """Seconds of all rows that stay, [P, W]."""
+        """Return the seconds of all rows that stay, [P, W]."""
         table, columns, per_pair = self.pairs
         return table.index_select(0, self.row + source).index_select(1, columns).mul_(per_pair)
 
     @cached_property
     def pairs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Pairs by position and source, [P * P, columns]; of each pass the column, and its seconds a pair.
+        """Pairs by position and source, [P * P, columns]; each pass's column, and its seconds a pair.
 
         Passes that differ by a factor share a column.
         """
         columns: dict[tuple[int, bool], Tensor] = {}
-        for each in self.passes:
-            pairs, mirrored = each.work.whole.view(-1), each.route.mirrored
-            columns.setdefault((id(each.work.pairs), mirrored), pairs.flip(0) if mirrored else pairs)
+        for routed in self.passes:
+            pairs, mirrored = routed.work.whole.view(-1), routed.route.mirrored
+            columns.setdefault((id(routed.work.pairs), mirrored), pairs.flip(0) if mirrored else pairs)
         order = list(columns)
-        column_of = [order.index((id(each.work.pairs), each.route.mirrored)) for each in self.passes]
-        per_pair = torch.tensor([each.work.per_pair for each in self.passes], dtype=torch.float64)
+        column_of = [order.index((id(routed.work.pairs), routed.route.mirrored)) for routed in self.passes]
+        per_pair = torch.tensor([routed.work.per_pair for routed in self.passes], dtype=torch.float64)
         return torch.stack([*columns.values()], 1), torch.tensor(column_of), per_pair
 
-    def seen_from(self, each: Pass, source: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions, and others, as they really are: where the pass is mirrored, from the other end."""
+    def unmirrored(self, routed: RoutedPass, source: Tensor) -> tuple[Tensor, Tensor]:
+        """Return positions and sources as they really are: counted from the other end in a mirrored pass."""
         last = self.positions - 1
-        return (last - self.here, last - source) if each.route.mirrored else (self.here, source)
+        return (last - self.here, last - source) if routed.route.mirrored else (self.here, source)
 
     def of_ranks(self, of_positions: Tensor) -> Tensor:
         return of_positions if self.heads == 1 else of_positions.repeat_interleave(self.heads, 0)
 
     def bytes_of(self, send: Send) -> Tensor:
-        """[G, W]; below zero where there is no message."""
-        kind = send.channel.what
+        """Return the bytes of a send, [G, W]; below zero where there is no message."""
+        kind = send.channel.kind
         if send.rows is None:
             size = self.scale[kind].expand_as(self.clock)
         else:
@@ -348,7 +339,7 @@ class _Lockstep:
         return size + self.absent[kind] if kind in self.absent else size
 
     def post(self, send: Send, *, shares: bool) -> None:
-        """Both ends start together: each rank receives with the same action as it sends."""
+        """Start a message at both ends: each rank receives with the same action as it sends."""
         peers, size = self.peers_of(send.peer), self.bytes_of(send)
         peers.carried += size.clamp(min=0)
         begin = torch.maximum(self.clock, self.clock.index_select(0, peers.to))
@@ -374,7 +365,7 @@ class _Lockstep:
             self.clock = torch.maximum(self.clock, torch.maximum(arrived, received, out=received))
 
     def deliver(self, messages: list[_Message]) -> None:
-        """Work out when messages are through, where that is not known yet."""
+        """Compute when messages arrive, where that is not known yet."""
         unknown = [message for message in messages if message in self.pending]
         if unknown:
             self.share(unknown)
@@ -382,7 +373,7 @@ class _Lockstep:
             message.peers.busy = torch.maximum(message.peers.busy, message.end)
 
     def share(self, messages: list[_Message]) -> None:
-        """Let time pass until they are through: those to one receiver in turn, receivers in equal shares."""
+        """Let time pass until messages arrive: to one receiver in turn, to several in equal shares."""
         every = self.pending
         awaited = [every.index(message) for message in messages]
         since = min(float(m.begin.min()) for m in every)  # from there on half the precision is enough

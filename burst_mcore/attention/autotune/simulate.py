@@ -1,9 +1,9 @@
-"""Plays a schedule against the clock of a cluster: who does what when. Predicted, not measured.
+"""The simulator of a schedule: plays all programs against the clock of a cluster. Predicted, not measured.
 
-Every rank runs its program. A message starts when both of its ends are posted. Those from one rank to another
-go one after another; those from one rank to several share the link that they have in common, of which a rank
-has one to its own node and one to all others. Everything happens in the order of time, so that what is
-predicted does not depend on the order in which ranks are looked at. `lockstep` plays large rings faster.
+Every rank runs its program. A message starts when both of its ends are posted. A rank has one link to its own
+node and one to all others. Messages to one receiver go one after another. Messages to several receivers share
+their link. All events happen in the order of time, so the prediction does not depend on the order of ranks.
+`lockstep` plays large rings faster.
 """
 
 from __future__ import annotations
@@ -15,14 +15,24 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from burst_mcore.attention.autotune.cost import Sizes, link_class
-from burst_mcore.attention.schedule.actions import Action, Channel, Compute, Program, Recv, Send, Wait
+from burst_mcore.attention.schedule.actions import (
+    Action,
+    Channel,
+    Compute,
+    Kind,
+    Link,
+    Program,
+    Recv,
+    Send,
+    Wait,
+)
 from burst_mcore.attention.schedule.route import Schedule
 from burst_mcore.attention.schedule.trace import Event, lane
 from burst_mcore.attention.schedule.walk import walk
 from burst_mcore.rates import Rates
 
 Seconds = Callable[[int, Compute], float]
-"""How long a compute takes: (rank, action) -> seconds."""
+"""The time of a compute: (rank, action) -> seconds."""
 
 
 class Exposed(NamedTuple):
@@ -49,20 +59,20 @@ class Exposed(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """A schedule against the clock."""
+    """The events and the waits of a simulated schedule."""
 
     events: list[Event]
     waits: list[Exposed]
 
     @property
     def seconds(self) -> float:
-        """Until the slowest rank is done."""
+        """Time at which the slowest rank ends."""
         return max(event.ended for event in self.events)
 
     def exposed(self, rank: int | None = None) -> list[Exposed]:
-        """The waits of a rank, the longest first; by default of the rank that ends last.
+        """Return the waits of a rank, the longest first; by default of the rank that ends last.
 
-        Of several that end together, the one that waits longest.
+        Of several ranks that end together, this is the rank that waits longest.
         """
         if rank is None:
             ends: dict[int, float] = defaultdict(float)
@@ -71,7 +81,7 @@ class Timeline(NamedTuple):
             waited: dict[int, float] = defaultdict(float)
             for wait in self.waits:
                 waited[wait.rank] += wait.seconds
-            rank = max(ends, key=lambda each: (ends[each], waited[each], -each))
+            rank = max(ends, key=lambda number: (ends[number], waited[number], -number))
         own = (wait for wait in self.waits if wait.rank == rank)
         return sorted(own, key=lambda wait: (-wait.seconds, wait.began))
 
@@ -83,19 +93,19 @@ class _Message:
     receiver: int
     link: _Link
     ends: list[_Rank] = field(default_factory=list)
-    """Who posted it so far; it starts with the second."""
+    """The ranks that have posted the message; it starts with the second."""
     arrived: bool = False
     started: float = -1.0
-    """When the link began to carry it."""
+    """Time at which the link began to carry the message."""
     ended: float = 0.0
-    """When it arrived."""
+    """Time of arrival."""
 
 
 @dataclass(eq=False)
 class _Rank:
     number: int
     program: Program
-    done: int = 0
+    executed: int = 0
     under_way: dict[Channel, list[tuple[Send | Recv, _Message, float]]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -107,13 +117,13 @@ class _Rank:
 
 @dataclass(eq=False)
 class _Link:
-    """What a rank sends to its own node, or to others: by receiver, in order."""
+    """A rank's link to its own node, or to others, with its messages by receiver, in order."""
 
     rate: float
     queues: dict[int, deque[_Message]] = field(default_factory=dict)
     now: float = 0.0
     version: int = 0
-    """Of what it carries: what was said of another is out of date."""
+    """Number of changes: events that were planned for an earlier version are void."""
 
     def carry(self, until: float) -> None:
         """Let time pass."""
@@ -124,7 +134,7 @@ class _Link:
         self.now = until
 
     def first_end(self) -> tuple[float, int]:
-        """(when the next message is through, its receiver), if nothing else comes."""
+        """Return (when the next message is through, its receiver), if no other comes."""
         receiver = min(self.queues, key=lambda to: self.queues[to][0].left)
         left = max(0.0, self.queues[receiver][0].left)
         return self.now + left * len(self.queues) / self.rate, receiver
@@ -134,9 +144,9 @@ class _Player:
     def __init__(self, schedule: Schedule, sizes: Sizes, seconds: Seconds, intra: int, rates: Rates) -> None:
         self.ranks = [_Rank(number, program) for number, program in enumerate(schedule.programs)]
         self.sizes, self.seconds, self.intra, self.rates = sizes, seconds, intra, rates
-        of = {"intra": rates.intra, "inter": rates.inter}
-        self.links = {(r.number, name): _Link(rate) for r in self.ranks for name, rate in of.items()}
-        self.mail: dict[tuple[int, int, str, str], tuple[deque[_Message], deque[_Message]]] = defaultdict(
+        rate_of = {Link.INTRA: rates.intra, Link.INTER: rates.inter}
+        self.links = {(r.number, link): _Link(rate) for r in self.ranks for link, rate in rate_of.items()}
+        self.mail: dict[tuple[int, int, Link, Kind], tuple[deque[_Message], deque[_Message]]] = defaultdict(
             lambda: (deque(), deque())
         )
         """Messages that only their sender, or only their receiver, has posted."""
@@ -200,7 +210,7 @@ class _Player:
     def post(self, rank: _Rank, action: Send | Recv, now: float) -> None:
         sends = isinstance(action, Send)
         sender, receiver = (rank.number, action.peer) if sends else (action.peer, rank.number)
-        both = self.mail[sender, receiver, action.channel.link, action.channel.what]
+        both = self.mail[sender, receiver, action.channel.link, action.channel.kind]
         ours, theirs = both if sends else both[::-1]
         if theirs:
             message = theirs.popleft()
@@ -243,7 +253,7 @@ class _Player:
         for rank in message.ends:
             if rank.waits_since is None:
                 continue
-            wait = rank.program[rank.done]
+            wait = rank.program[rank.executed]
             assert isinstance(wait, Wait)
             action = next((a for a, other, _ in rank.under_way[wait.channel] if other is message), None)
             if action is not None:
@@ -253,7 +263,7 @@ class _Player:
                     self.woken.append(rank)
 
     def note(self, rank: _Rank, wait: Wait, last: Send | Recv) -> None:
-        """Write down that a rank waited, if any time passed."""
+        """Record that a rank waited, if any time passed."""
         assert rank.waits_since is not None
         waited = self.now - rank.waits_since
         if waited > 0:
@@ -264,7 +274,7 @@ class _Player:
 
 
 def play(schedule: Schedule, sizes: Sizes, seconds: Seconds, intra_size: int, rates: Rates) -> Timeline:
-    """All that happens when a schedule runs, every rank on its own clock.
+    """Simulate a schedule, every rank on its own clock.
 
     Args:
         schedule: of one pass.

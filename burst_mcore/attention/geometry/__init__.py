@@ -1,1 +1,1 @@
-"""What meets what: which query rows attend to which key rows, on which rank, and who needs whose rows."""
+"""Which query rows attend to which key rows, on which rank, and who needs whose rows."""

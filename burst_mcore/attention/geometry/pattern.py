@@ -1,60 +1,70 @@
-"""The mask pattern of one tile, and which patterns a kernel supports."""
+"""The mask pattern of one tile, and the patterns that a kernel supports."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.geometry.piece import Piece
+from burst_mcore.attention.geometry.piece import Piece, band_pairs
+from burst_mcore.mask.bands import UNBOUNDED
 
 
 class Abilities(NamedTuple):
-    """What a kernel takes besides full and causal tiles."""
+    """The patterns that a kernel supports besides full and causal ones."""
 
     windows: bool = False
     """Row m sees column n iff low <= n - m <= high."""
     masks: bool = False
     """Any pattern, as a table of rows x columns."""
     pieces: bool = False
-    """Any pattern, as pieces; what they leave empty costs nothing."""
+    """Any pattern, as pieces; pairs outside them cost nothing."""
 
 
 NONE = Abilities()
 
 
-@dataclass(frozen=True, eq=False)
-class Seen:
-    """Which of N key rows each of M query rows sees. Compared by identity.
+@dataclass(eq=False)  # not frozen: plans make one for every tile, and frozen ones take three times as long
+class Pattern:
+    """Which of N key rows each of M query rows sees. Compared by identity, and never changed.
 
-    Row m sees column n iff low <= n - m <= high (None: unbounded); or, with `parts`, as those say.
+    Row m sees column n iff low <= n - m <= high (None: unbounded). With `parts`, those say so instead; with
+    `fixed_table`, the table does.
     """
 
-    shape: tuple[int, int]
+    shape: Final[tuple[int, int]]
     """(M, N)."""
-    low: int | None = None
-    high: int | None = None
-    parts: tuple[Piece, ...] = ()
+    low: Final[int | None] = None
+    high: Final[int | None] = None
+    parts: Final[tuple[Piece, ...]] = ()
     """Disjoint, in rows and columns of the tile."""
-    given: Tensor | None = None
-    """The pattern itself, bool [M, N]."""
-    made: dict[Any, Any] = field(default_factory=dict, repr=False)
-    """What kernels made of it for a device, kept as long as it is."""
+    fixed_table: Final[Tensor | None] = None
+    """Bool [M, N]: row m sees column n iff it is True there."""
 
     @classmethod
-    def by(cls, table: Tensor) -> Seen:
-        """Row m sees column n iff table[m, n]."""
-        return cls((table.shape[0], table.shape[1]), given=table)
+    def from_table(cls, table: Tensor) -> Pattern:
+        """Return the pattern in which row m sees column n iff table[m, n]."""
+        return cls((table.shape[0], table.shape[1]), fixed_table=table)
 
-    @property
+    @cached_property
+    def kernel_cache(self) -> dict[Any, Any]:
+        """Forms of the pattern that kernels made for a device, kept for as long as the pattern lives."""
+        return {}
+
+    @cached_property
     def masked(self) -> bool:
-        """Whether it is neither full, nor causal, nor a window."""
-        return bool(self.parts) or self.given is not None
+        """Whether the pattern is neither full, nor causal, nor a window."""
+        return bool(self.parts) or self.fixed_table is not None
 
     @property
+    def full(self) -> bool:
+        """Every row sees every column."""
+        return self.low is self.high is None and not self.parts and self.fixed_table is None
+
+    @cached_property
     def causal(self) -> bool:
         """Row m sees columns n <= m."""
         return self.low is None and self.high == 0 and not self.masked
@@ -62,19 +72,29 @@ class Seen:
     @property
     def windowed(self) -> bool:
         """A window, which is not causal."""
-        return not (self.masked or self.causal or self.low is self.high is None)
+        return not (self.masked or self.causal or self.full)
+
+    @property
+    def pairs(self) -> int:
+        """Query-key pairs that meet."""
+        if self.fixed_table is not None:
+            return int(self.fixed_table.sum())
+        if self.parts:
+            return sum(part.pairs for part in self.parts)
+        low = -UNBOUNDED if self.low is None else self.low
+        return band_pairs(*self.shape, low, UNBOUNDED if self.high is None else self.high)
 
     @cached_property
     def table(self) -> Tensor:
-        """Bool [M, N], True where seen, on the CPU unless given elsewhere."""
-        if self.given is not None:
-            return self.given
+        """Bool [M, N], True where a row sees a column; on the CPU, or on the device of `fixed_table`."""
+        if self.fixed_table is not None:
+            return self.fixed_table
         rows, columns = self.shape
         if not self.parts:
             ahead = torch.arange(columns)[None, :] - torch.arange(rows)[:, None]
-            seen = torch.ones_like(ahead, dtype=torch.bool)
-            seen = seen if self.low is None else seen & (ahead >= self.low)
-            return seen if self.high is None else seen & (ahead <= self.high)
+            inside = torch.ones_like(ahead, dtype=torch.bool)
+            inside = inside if self.low is None else inside & (ahead >= self.low)
+            return inside if self.high is None else inside & (ahead <= self.high)
         allowed = torch.zeros(self.shape, dtype=torch.bool)
         for part in self.parts:
             ahead = torch.arange(part.n1 - part.n0)[None, :] - torch.arange(part.m1 - part.m0)[:, None]
@@ -85,8 +105,8 @@ class Seen:
         return allowed
 
     def table_on(self, device: torch.device) -> Tensor:
-        """`table` on this device, kept."""
-        if device not in self.made:
-            self.made[device] = self.table.to(device)
-        table: Tensor = self.made[device]
+        """Return `table` on a device, and keep it."""
+        if device not in self.kernel_cache:
+            self.kernel_cache[device] = self.table.to(device)
+        table: Tensor = self.kernel_cache[device]
         return table

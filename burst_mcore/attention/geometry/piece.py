@@ -1,4 +1,4 @@
-"""A piece: a rectangle of query and key rows, and which of its pairs meet. Plans consist of them."""
+"""Pieces: rectangles of query and key rows within two diagonals. Plans and patterns consist of them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from burst_mcore.mask.bands import UNBOUNDED
 
 
 class Piece(NamedTuple):
-    """Local query rows [m0, m1) x local key rows [n0, n1): those with low <= (n - n0) - (m - m0) <= high.
+    """Query rows [m0, m1) x key rows [n0, n1), of which pairs with low <= (n - n0) - (m - m0) <= high meet.
 
-    Where `step` is not 1: only those with (n - n0) - (m - m0) = shift (mod step).
+    Where `step` is not 1, only pairs with (n - n0) - (m - m0) = shift (mod step) meet.
     """
 
     m0: int
@@ -39,8 +39,8 @@ class Piece(NamedTuple):
         return sum(band_pairs(len(q), len(k), low, high) for q, k, low, high in self.residues())
 
     def residues(self) -> list[tuple[range, range, int, int]]:
-        """(rows, columns, low, high), counted from the piece's corner, in the index space of each residue."""
-        found = []
+        """Return (rows, columns, low, high) of each residue, counted from the piece's corner."""
+        residues = []
         for first in range(min(self.step, self.m1 - self.m0)):
             column = (first + self.shift) % self.step
             q = range(first, self.m1 - self.m0, self.step)
@@ -48,17 +48,17 @@ class Piece(NamedTuple):
             low = -(-(self.low - column + first) // self.step) if self.low > -UNBOUNDED else -UNBOUNDED
             high = (self.high - column + first) // self.step if self.high < UNBOUNDED else UNBOUNDED
             if k:
-                found.append((q, k, low, high))
-        return found
+                residues.append((q, k, low, high))
+        return residues
 
 
 def band_pairs(rows: int, columns: int, low: int, high: int) -> int:
-    """Pairs (m, n) of a rectangle with low <= n - m <= high."""
+    """Return how many pairs (m, n) of a rectangle have low <= n - m <= high."""
     return _below(rows, columns, high) - _below(rows, columns, low - 1)
 
 
 def _below(rows: int, columns: int, high: int) -> int:
-    """Pairs with n - m <= high: the sum over m of clamp(m + high + 1, 0, columns)."""
+    """Return the pairs with n - m <= high: the sum over m of clamp(m + high + 1, 0, columns)."""
     first, last = max(0, -high), min(rows, columns - high - 1)  # rows in which it is neither 0 nor columns
     if first >= last:
         return columns * max(0, rows - max(0, columns - high - 1))
@@ -66,7 +66,7 @@ def _below(rows: int, columns: int, high: int) -> int:
 
 
 def band_pairs_of(rows: Tensor, columns: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """`band_pairs` of many rectangles."""
+    """Return `band_pairs` of many rectangles."""
     return _below_of(rows, columns, high) - _below_of(rows, columns, low - 1)
 
 

@@ -1,11 +1,12 @@
-"""layout x mask -> pieces: which local query rows meet which local key rows of another position, and how.
+"""Plans: the pieces in which the queries of one position meet the keys of another, from layout and mask.
 
-Zigzag on G ranks, chunk pairs (r, 2G-1-r), causal, is one piece for every pair of ranks: causal on the
-concatenation at home, all queries x front keys from lower ranks, back queries x all keys from higher ones.
-Nothing here knows that. A mask is bands over global positions; rows are stored in ascending order of
-position, so a band is a rectangle of local rows too, and its diagonals are straight wherever both sides are
-one run: there arithmetic gives the piece. Elsewhere the rectangle is cut until its parts are full, empty or
-straight.
+A mask is bands over global positions. Rows are stored in ascending order of position, so a band is a
+rectangle of local rows, too. Its diagonals are straight wherever both sides are one run, and arithmetic gives
+the piece. Elsewhere the rectangle is cut until its parts are full, empty or straight.
+
+No layout is a special case. Causal zigzag on G ranks, chunk pairs (r, 2G-1-r), comes out as one piece for
+every pair of ranks. At home it is causal over both chunks. Lower ranks give all queries x the first chunk's
+keys, higher ranks the second chunk's queries x all keys.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 from burst_mcore.attention.geometry.piece import Piece
 from burst_mcore.attention.geometry.reading import Reading, reading
 from burst_mcore.attention.geometry.rows import Rows, union
-from burst_mcore.attention.recompute.cuts import front
+from burst_mcore.attention.recompute.cuts import head_mask
 from burst_mcore.layout import Layout, joined
 from burst_mcore.mask import Mask
 from burst_mcore.mask.bands import UNBOUNDED, tightened
@@ -35,43 +36,43 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Stretch:
-    """Rows of a position, ascending in global position: runs of one step, from local row `start` on."""
+    """Rows of a position in ascending global position: runs of one step, from local row `start` on."""
 
     runs: Runs
     start: int
 
     @cached_property
     def offsets(self) -> list[int]:
-        """Local row at which each run begins, and the one past the last."""
+        """The local row at which each run begins, and the end."""
         return list(accumulate(map(len, self.runs), initial=self.start))
 
-    def rows_before(self, at: int) -> int:
-        """The local row past the last whose global position is below `at`."""
-        index = bisect_left(self.runs, at, key=lambda run: run.start) - 1
+    def rows_before(self, position: int) -> int:
+        """Return how far the local rows reach that lie before a global position: the end of their range."""
+        index = bisect_left(self.runs, position, key=lambda run: run.start) - 1
         if index < 0:
             return self.start
         run = self.runs[index]
-        return self.offsets[index] + min(len(run), -(-(at - run.start) // run.step))
+        return self.offsets[index] + min(len(run), -(-(position - run.start) // run.step))
 
-    def rows_before_each(self, at: Tensor) -> Tensor:
-        """`rows_before` of many positions."""
+    def rows_before_each(self, position: Tensor) -> Tensor:
+        """Return `rows_before` of many positions."""
         first, step = torch.tensor([run.start for run in self.runs]), self.runs[0].step
         offsets = torch.tensor(self.offsets)
-        index = torch.searchsorted(first, at, right=False) - 1
+        index = torch.searchsorted(first, position, right=False) - 1
         known = index.clamp(min=0)
-        within = torch.minimum((at - first[known] + step - 1) // step, offsets.diff()[known])
+        within = torch.minimum((position - first[known] + step - 1) // step, offsets.diff()[known])
         return offsets[known] + within.clamp(min=0)
 
     def position(self, row: int) -> int:
-        """Global position of a local row."""
+        """Return the global position of a local row."""
         index = bisect_right(self.offsets, row) - 1
         return self.runs[index][row - self.offsets[index]]
 
 
 class Plan:
-    """What meets what on a ring of `size` positions of `heads` ranks each; found as it is asked for, kept.
+    """The pieces of a layout and a mask on a ring of `size` positions of `heads` ranks each.
 
-    Plans are cached by value: `plan`.
+    Pieces are computed when they are first asked for, and cached. Plans are cached by value: `plan_for`.
     """
 
     def __init__(self, layout: Layout, mask: Mask, n: int, size: int, heads: int) -> None:
@@ -79,25 +80,25 @@ class Plan:
         self.bands = mask.bands(n)
         self.rows = layout.padded(n, size * heads) // size
         """Local rows of a position."""
-        self.kept: dict[tuple[Any, ...], Any] = {}
-        """What follows from the plan and is asked for again: see `kept`."""
+        self.cache: dict[tuple[Any, ...], Any] = {}
+        """Results that follow from the plan: see `cached_on_plan`."""
         self._pieces: dict[tuple[int | None, ...], list[Piece]] = {}
         self._tables: dict[Stretch, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
     def runs(self, position: int, member: int) -> Runs:
-        """Global positions that a rank holds."""
+        """Return the global positions that a rank holds."""
         return self.layout.runs(self.n, position * self.heads + member, self.size * self.heads)
 
     def stretches(self, position: int, part: int | None = None) -> tuple[Stretch, ...]:
-        """The rows of a position, or of one member of its head group (each of its runs).
+        """Return the rows of a position, or of one member of its head group (each of its runs).
 
         The members' rows are pooled: in ascending order where runs are without gaps, else run after run.
         """
         key = "stretches", position, part
-        if key not in self.kept:
-            self.kept[key] = self._pooled(position, part)
-        found: tuple[Stretch, ...] = self.kept[key]
-        return found
+        if key not in self.cache:
+            self.cache[key] = self._pooled(position, part)
+        stretches: tuple[Stretch, ...] = self.cache[key]
+        return stretches
 
     def _pooled(self, position: int, part: int | None) -> tuple[Stretch, ...]:
         runs = sorted(
@@ -115,29 +116,30 @@ class Plan:
         return (Stretch(joined(runs), 0),)
 
     def member_rows(self, position: int, member: int) -> Rows:
-        """Where the rows of a member lie among its position's, in the order of its own rows."""
+        """Return the places of a member's rows among its position's, in the order of its own rows."""
         ends = self.stretches(position, member)
         return tuple(range(stretch.start, stretch.start + len(stretch.runs[0])) for stretch in ends)
 
-    def front(self, at: int) -> Plan:
-        """The same for queries before global position `at` alone; the others meet nothing."""
-        if at >= self.n:
+    def head(self, cut: int) -> Plan:
+        """Return the plan of the queries before global position `cut` alone; the others meet nothing."""
+        if cut >= self.n:
             return self
-        key = "front", at
-        if key not in self.kept:
-            self.kept[key] = plan(self.layout, self.mask & front(at, self.n), self.n, self.size, self.heads)
-        found: Plan = self.kept[key]
-        return found
+        key = "head", cut
+        if key not in self.cache:
+            mask = self.mask & head_mask(cut, self.n)
+            self.cache[key] = plan_for(self.layout, mask, self.n, self.size, self.heads)
+        head: Plan = self.cache[key]
+        return head
 
-    def rows_from(self, position: int, at: int) -> Rows:
-        """The rows of a position from global position `at` on."""
-        ends = self.stretches(position)
-        return union([range(each.rows_before(at), each.offsets[-1]) for each in ends])
+    def rows_from(self, position: int, cut: int) -> Rows:
+        """Return the rows of a position from global position `cut` on."""
+        stretches = self.stretches(position)
+        return union([range(stretch.rows_before(cut), stretch.offsets[-1]) for stretch in stretches])
 
     def pieces(
         self, q_at: int, k_at: int, *, q_part: int | None = None, k_part: int | None = None
     ) -> list[Piece]:
-        """How queries of position `q_at`, or of a member there, meet keys of `k_at`: disjoint pieces."""
+        """Return the disjoint pieces in which queries of a position, or a member, meet keys of another."""
         key = q_at, k_at, q_part, k_part
         if not self.reading(of_queries=False).meets[k_at, q_at]:
             return []
@@ -151,18 +153,18 @@ class Plan:
         return self._pieces[key]
 
     def reading(self, *, of_queries: bool) -> Reading:
-        """Who reads which keys, or which queries, of all positions."""
+        """Return who reads which keys, or which queries, of all positions."""
         key = "reading", of_queries
-        if key not in self.kept:
-            self.kept[key] = reading(
+        if key not in self.cache:
+            self.cache[key] = reading(
                 self.layout, self.mask, self.n, self.size, self.heads, of_queries=of_queries
             )
-        found: Reading = self.kept[key]
-        return found
+        result: Reading = self.cache[key]
+        return result
 
-    def needed(self, at: int, by: int, *, of_queries: bool) -> Rows:
-        """Rows of position `at` that `by` reads: its keys, or its queries (then `by` has the keys)."""
-        return self.reading(of_queries=of_queries).needed(at, by)
+    def needed(self, owner: int, reader: int, *, of_queries: bool) -> Rows:
+        """Return the rows of `owner` that `reader` reads: its keys, or its queries."""
+        return self.reading(of_queries=of_queries).needed(owner, reader)
 
     @property
     def everything(self) -> bool:
@@ -170,7 +172,7 @@ class Plan:
         return not self.mask.terms and self.n == self.rows * self.size
 
     def _table(self, stretch: Stretch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The rectangles of all bands in local rows: first and last query rows, first and last key rows."""
+        """Return all bands in local rows: first and last query rows, first and last key rows."""
         if stretch not in self._tables:
             q0, q1, k0, k1 = map(stretch.rows_before_each, self.bands[:, :4].T.contiguous())
             self._tables[stretch] = q0, q1, k0, k1
@@ -186,11 +188,11 @@ class Plan:
             step //= common
             shift = apart // common * pow(q_run.step // common, -1, step) % step if step > 1 else 0
         (m0, m1, _, _), (_, _, n0, n1) = self._table(q), self._table(k)
-        found = ((m0 < m1) & (n0 < n1)).nonzero().flatten()
-        if not len(found):
+        meeting = ((m0 < m1) & (n0 < n1)).nonzero().flatten()
+        if not len(meeting):
             return []
-        local = torch.stack([m0[found], m1[found], n0[found], n1[found]], 1)
-        limits = self.bands[found, 4:]
+        local = torch.stack([m0[meeting], m1[meeting], n0[meeting], n1[meeting]], 1)
+        limits = self.bands[meeting, 4:]
         if len(q.runs) == len(k.runs) == 1:
             return _straight(local, limits, q, k, step, shift)
         pieces: list[Piece] = []
@@ -204,28 +206,28 @@ class Plan:
         return pieces
 
 
-def kept(function: Callable[..., T]) -> Callable[..., T]:
-    """Keep what a function of a plan (its first argument) returns with the plan, for as long as it lives."""
+def cached_on_plan(function: Callable[..., T]) -> Callable[..., T]:
+    """Cache the results of a function of a plan, its first argument, for as long as the plan lives."""
 
     @wraps(function)
     def found(plan: Plan, *args: Any, **kwargs: Any) -> T:
         key = function, args, tuple(kwargs.items())
-        if key not in plan.kept:
-            plan.kept[key] = function(plan, *args, **kwargs)
-        result: T = plan.kept[key]
+        if key not in plan.cache:
+            plan.cache[key] = function(plan, *args, **kwargs)
+        result: T = plan.cache[key]
         return result
 
     return found
 
 
 PLANS = 64
-"""Plans that are kept, of the masks, layouts and lengths used last: a batch of several rows and kinds of
-layers has as many as their product, and the next batch, which is planned meanwhile, as many again."""
+"""Plans in the cache, of the masks, layouts and lengths used last. A batch needs one for each of its rows and
+kinds of layers, and the next batch, which is planned meanwhile, as many again."""
 
 
 @lru_cache(maxsize=PLANS)
-def plan(layout: Layout, mask: Mask, n: int, size: int, heads: int = 1) -> Plan:
-    """The plan of `mask` over n tokens, dealt by `layout` over `size` positions of `heads` ranks. Cached.
+def plan_for(layout: Layout, mask: Mask, n: int, size: int, heads: int = 1) -> Plan:
+    """Return the plan of a mask over n tokens, dealt over `size` positions of `heads` ranks. Cached.
 
     Raises:
         ValueError: the mask does not go with n tokens, or the layout not with so many ranks.
@@ -234,7 +236,7 @@ def plan(layout: Layout, mask: Mask, n: int, size: int, heads: int = 1) -> Plan:
 
 
 def _straight(local: Tensor, limits: Tensor, q: Stretch, k: Stretch, step: int, shift: int) -> list[Piece]:
-    """Pieces where each side is one run: n - m is j - i, divided by the step of the runs."""
+    """Return pieces where each side is one run: n - m is j - i, divided by the step of the runs."""
     (q_run,), (k_run,) = q.runs, k.runs
     apart = (k_run.start - q_run.start) - q_run.step * (k.start - q.start)  # j - i where n = m
     low, high = limits.unbind(1)
@@ -248,7 +250,7 @@ def _straight(local: Tensor, limits: Tensor, q: Stretch, k: Stretch, step: int, 
 
 
 def _from_corner(m0: int, m1: int, n0: int, n1: int, low: int, high: int) -> Piece:
-    """The piece, from diagonals that count from row 0 and column 0."""
+    """Return the piece, from diagonals that count from row 0 and column 0."""
     apart = n0 - m0
     low = low if low == -UNBOUNDED else low - apart
     return Piece(m0, m1, n0, n1, low, high if high == UNBOUNDED else high - apart)
@@ -270,12 +272,12 @@ def _cut(q: Stretch, k: Stretch, m0: int, m1: int, n0: int, n1: int, low: int, h
         return [Piece(m0, m1, n0, n1, -UNBOUNDED, UNBOUNDED)]
     below = _between(q.offsets, m0, m1)
     if below:
-        at = min(below, key=lambda row: abs(2 * row - m0 - m1))
-        return _cut(q, k, m0, at, n0, n1, low, high) + _cut(q, k, at, m1, n0, n1, low, high)
+        middle = min(below, key=lambda row: abs(2 * row - m0 - m1))
+        return _cut(q, k, m0, middle, n0, n1, low, high) + _cut(q, k, middle, m1, n0, n1, low, high)
     beyond = _between(k.offsets, n0, n1)
     if beyond:
-        at = min(beyond, key=lambda column: abs(2 * column - n0 - n1))
-        return _cut(q, k, m0, m1, n0, at, low, high) + _cut(q, k, m0, m1, at, n1, low, high)
+        middle = min(beyond, key=lambda column: abs(2 * column - n0 - n1))
+        return _cut(q, k, m0, m1, n0, middle, low, high) + _cut(q, k, m0, m1, middle, n1, low, high)
     apart = left - first  # j - i at the corner
     return [
         Piece(
@@ -294,7 +296,7 @@ def _between(offsets: list[int], first: int, last: int) -> list[int]:
 
 
 def _merged(pieces: list[Piece]) -> list[Piece]:
-    """Neighbouring full pieces as one: below each other, then beside each other."""
+    """Join neighbouring full pieces: first those below each other, then those beside each other."""
     for low, high, across in ((0, 1, 2), (2, 3, 0)):
         merged: list[Piece] = []
         for piece in sorted(pieces, key=lambda p: (p[across], p[across + 1], p[low])):

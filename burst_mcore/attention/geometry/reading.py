@@ -1,8 +1,8 @@
-"""Who reads which rows of whom, of all positions of a ring at once: what a message must carry, and for whom.
+"""Readings: which position reads which rows of which other, for all positions of a ring at once.
 
 The rows of every position are cut into segments, so short that a position reads all of a segment or nothing
-of it. Then one table, readers x segments, says everything, and what a bundle carries along its way are
-segments that have a reader further on: the last reader on the way is one number.
+of it. Then one table, readers x segments, says everything. A bundle carries along its way the segments that
+have a reader further on. So a hop needs one number a segment: its last reader on the way.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from burst_mcore.mask import Mask
 from burst_mcore.mask.bands import UNBOUNDED, intersected, pairs_of_runs, tightened, transposed
 
 MOST = 2**27
-"""Entries of the table, at most. Of more, whole runs count as read, or, if these are too many, everything:
-what would be saved is small beside what finding it costs."""
+"""Entries of the table, at most. Beyond, whole runs count as read, or, if these are too many, everything:
+finding the few exceptions would cost more than it saves."""
 STRIPES = 2**22
-"""Pairs of striped runs times bands, at most, that are looked at one by one; of more, everything is read."""
+"""Pairs of striped runs times bands, at most, that are examined one by one; beyond, everything is read."""
 
 
 class Reading:
-    """Which rows of each position are read by which.
+    """Which position reads which rows of which other.
 
     Attributes:
-        size: positions.
-        rows: of a position.
-        owner, first, length: int64 [segments]: the position that has a segment, and its rows there; in
-            ascending order.
-        read: bool [positions, segments]: who reads what.
+        size: number of positions.
+        rows: rows of a position.
+        owner, first, length: int64 [segments], in ascending order: the position that has a segment, its first
+            row there and its length.
+        read: bool [positions, segments]: who reads which segment.
     """
 
     def __init__(self, size: int, rows: int, owner: Tensor, first: Tensor, length: Tensor, read: Tensor):
@@ -48,8 +48,8 @@ class Reading:
     @cached_property
     def bounds(self) -> list[int]:
         """Where the segments of each position begin, and the end."""
-        found: list[int] = torch.searchsorted(self.owner, torch.arange(self.size + 1)).tolist()
-        return found
+        bounds: list[int] = torch.searchsorted(self.owner, torch.arange(self.size + 1)).tolist()
+        return bounds
 
     @cached_property
     def meets(self) -> Tensor:
@@ -65,52 +65,52 @@ class Reading:
 
     @cached_property
     def counts(self) -> Tensor:
-        """Int64 [owners, readers]: how many rows."""
+        """Int64 [owners, readers]: how many rows a position reads of another."""
         read = torch.zeros(self.size, self.size, dtype=torch.float64)
         return read.index_add_(0, self.owner, self.read.T.double() * self.length[:, None].double()).long()
 
     @property
     def elsewhere(self) -> int:
-        """Rows that positions read of others, all together: the least that must be moved."""
+        """Rows that positions read of others, all together: a lower bound on the rows that move."""
         return int(self.counts.sum() - self.counts.diagonal().sum())
 
-    def needed(self, at: int, by: int) -> Rows:
-        """The rows of position `at` that `by` reads. Kept: both of them ask, and more than once."""
-        if (at, by) not in self._needed:
-            own = slice(self.bounds[at], self.bounds[at + 1])
-            self._needed[at, by] = self.joined(at, self.read[by, own].tolist())
-        return self._needed[at, by]
+    def needed(self, owner: int, reader: int) -> Rows:
+        """Return the rows of `owner` that `reader` reads. Kept: both ask, and more than once."""
+        if (owner, reader) not in self._needed:
+            own = slice(self.bounds[owner], self.bounds[owner + 1])
+            self._needed[owner, reader] = self.joined(owner, self.read[reader, own].tolist())
+        return self._needed[owner, reader]
 
     @cached_property
     def _edges(self) -> list[int]:
         """The first row of each segment."""
-        found: list[int] = self.first.tolist()
-        return found
+        edges: list[int] = self.first.tolist()
+        return edges
 
-    def joined(self, at: int, which: list[bool]) -> Rows:
-        """The rows of these segments of position `at`, neighbours as one."""
-        found: list[range] = []
-        begin, base = -1, self.bounds[at]
-        for index, here in enumerate(which, base):
-            if here and begin < 0:
+    def joined(self, owner: int, included_segments: list[bool]) -> Rows:
+        """Return the rows of some segments of a position, neighbours as one range."""
+        joined: list[range] = []
+        begin, base = -1, self.bounds[owner]
+        for index, included in enumerate(included_segments, base):
+            if included and begin < 0:
                 begin = self._edges[index]
-            elif not here and begin >= 0:
-                found.append(range(begin, self._edges[index]))
+            elif not included and begin >= 0:
+                joined.append(range(begin, self._edges[index]))
                 begin = -1
         if begin >= 0:
-            found.append(range(begin, self.rows))
-        return tuple(found)
+            joined.append(range(begin, self.rows))
+        return tuple(joined)
 
 
 def everything(size: int, rows: int) -> Reading:
-    """All is read by all."""
-    each = torch.arange(size)
+    """Return the reading in which every position reads every row."""
+    positions = torch.arange(size)
     read = torch.ones(size, size, dtype=torch.bool)
-    return Reading(size, rows, each, torch.zeros_like(each), torch.full_like(each, rows), read)
+    return Reading(size, rows, positions, torch.zeros_like(positions), torch.full_like(positions, rows), read)
 
 
 def reading(layout: Layout, mask: Mask, n: int, size: int, heads: int, *, of_queries: bool) -> Reading:
-    """Who reads which keys, or which queries (`of_queries`, where the keys stay), under a mask over n tokens.
+    """Return who reads which keys, or which queries (`of_queries`, where the keys stay).
 
     Args:
         layout: deals the sequence over size * heads ranks.
@@ -122,18 +122,18 @@ def reading(layout: Layout, mask: Mask, n: int, size: int, heads: int, *, of_que
     bands = transposed(mask.bands(n)) if of_queries else mask.bands(n)
     runs = _runs(layout, n, size, heads)
     if mask.stride == 1 and bool((runs.step == 1).all()):
-        found = _by_position(runs, bands, size, rows)
+        segments = _by_position(runs, bands, size, rows)
     else:
-        found = _by_stripes(runs, bands, mask.stride, size, rows)
-    if found is None:
+        segments = _by_stripes(runs, bands, mask.stride, size, rows)
+    if segments is None:
         return everything(size, rows)
-    owner, first, last, read = found
+    owner, first, last, read = segments
     order = (owner * (rows + 1) + first).argsort()
     return Reading(size, rows, owner[order], first[order], (last - first)[order], read[:, order])
 
 
 class _Runs:
-    """The runs of all positions, by where they begin: int64 [runs] each."""
+    """The runs of all positions, sorted by their first position: int64 [runs] each."""
 
     def __init__(self, table: Tensor, heads: int, rows: int) -> None:
         position, start, stop, step = table[:, 0] // heads, *table.unbind(1)[1:]
@@ -156,7 +156,7 @@ Segments = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _by_position(runs: _Runs, bands: Tensor, size: int, rows: int) -> Segments | None:
-    """Where runs have no gaps: what a run of queries reads under a band is one range of positions."""
+    """Read where runs have no gaps: a run of queries reads one range of positions under a band."""
     met = intersected(_whole(runs.start, runs.stop), bands)
     reader = runs.position[torch.searchsorted(runs.start, met[:, 0].contiguous(), right=True) - 1]
     borders = torch.cat([runs.start, runs.stop])
@@ -168,28 +168,28 @@ def _by_position(runs: _Runs, bands: Tensor, size: int, rows: int) -> Segments |
             return None
         first = edges[torch.searchsorted(edges, first.contiguous(), right=True) - 1]
         last = edges[torch.searchsorted(edges, last.contiguous())]
-    at = torch.searchsorted(runs.start, edges[:-1].contiguous(), right=True) - 1
-    where = runs.offset[at] + edges[:-1] - runs.start[at]
+    run = torch.searchsorted(runs.start, edges[:-1].contiguous(), right=True) - 1
+    row = runs.offset[run] + edges[:-1] - runs.start[run]
     first, last = (torch.searchsorted(edges, x.contiguous()) for x in (first, last))
     read = _marked(reader, first, last, size, len(edges) - 1)
-    return runs.position[at], where, where + edges.diff(), read
+    return runs.position[run], row, row + edges.diff(), read
 
 
 def _whole(start: Tensor, stop: Tensor) -> Tensor:
-    """These queries with all keys, as bands."""
+    """Return bands of these queries with all keys."""
     zero, open_ = torch.zeros_like(start), torch.full_like(start, UNBOUNDED)
     return torch.stack([start, stop, zero, open_, -open_, open_], 1)
 
 
 def _by_stripes(runs: _Runs, bands: Tensor, stride: int, size: int, rows: int) -> Segments | None:
-    """Where runs have gaps, or the mask has: run by run."""
+    """Read where runs have gaps, or the mask has: run by run."""
     if _too_many(runs, bands):
         return None
-    found = [(runs.start[:0],) * 3]
+    stripes = [(runs.start[:0],) * 3]
     for q, k, (_, _, n0, n1, _, _) in _stripes(runs, bands, stride):
-        at = runs.position[k] * (rows + 1) + runs.offset[k]
-        found.append((runs.position[q], at + n0, at + n1))
-    reader, first, last = (torch.cat(x) for x in zip(*found, strict=True))
+        base = runs.position[k] * (rows + 1) + runs.offset[k]
+        stripes.append((runs.position[q], base + n0, base + n1))
+    reader, first, last = (torch.cat(x) for x in zip(*stripes, strict=True))
     ends = torch.arange(size)[:, None] * (rows + 1) + torch.tensor([0, rows])
     edges = torch.cat([ends.flatten(), first, last]).unique()
     if size * len(edges) > MOST:
@@ -208,14 +208,14 @@ def _too_many(runs: _Runs, bands: Tensor) -> bool:
 
 
 def _stripes(runs: _Runs, bands: Tensor, stride: int) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, ...]]]:
-    """(run of queries, run of keys, (m0, m1, n0, n1, low, high) in their rows) of all that meet.
+    """Yield (run of queries, run of keys, (m0, m1, n0, n1, low, high) in their rows) of all that meet.
 
     All runs of a layout have the same step.
     """
     count, step = len(runs.start), int(runs.step[0])
     none = torch.zeros(count * len(bands), dtype=torch.int64)
-    for of, k in pairs_of_runs(none, none + count):
-        q, band = of // len(bands), bands[of % len(bands)]
+    for pair, k in pairs_of_runs(none, none + count):
+        q, band = pair // len(bands), bands[pair % len(bands)]
         apart = runs.start[k] - runs.start[q]  # j - i of the first rows
         m0, m1 = _clipped(runs, q, band[:, 0], band[:, 1])
         n0, n1 = _clipped(runs, k, band[:, 2], band[:, 3])
@@ -223,61 +223,61 @@ def _stripes(runs: _Runs, bands: Tensor, stride: int) -> Iterator[tuple[Tensor, 
         high = torch.where(band[:, 5] < UNBOUNDED, (band[:, 5] - apart) // step, UNBOUNDED)
         m0, m1 = torch.maximum(m0, n0 - high), torch.minimum(m1, n1 - low)
         n0, n1 = torch.maximum(n0, m0 + low), torch.minimum(n1, m1 + high)
-        some = (apart % gcd(step, stride) == 0) & (m0 < m1) & (n0 < n1) & (low <= high)
-        yield q[some], k[some], tuple(x[some] for x in (m0, m1, n0, n1, low, high))
+        meet = (apart % gcd(step, stride) == 0) & (m0 < m1) & (n0 < n1) & (low <= high)
+        yield q[meet], k[meet], tuple(x[meet] for x in (m0, m1, n0, n1, low, high))
 
 
-def _clipped(runs: _Runs, which: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of these runs at positions [first, last), counted from the run's first."""
-    start, length = runs.start[which], runs.length[which]
-    step = runs.step[which]
+def _clipped(runs: _Runs, run: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows of runs at positions [first, last), counted from the run's first."""
+    start, length = runs.start[run], runs.length[run]
+    step = runs.step[run]
     before = -((start - first) // step), -((start - last) // step)
     return before[0].clamp(min=0).minimum(length), before[1].clamp(min=0).minimum(length)
 
 
 def _marked(reader: Tensor, first: Tensor, last: Tensor, size: int, segments: int) -> Tensor:
-    """Bool [size, segments]: whether [first, last) of a reader covers a segment."""
+    """Return bool [size, segments]: whether [first, last) of a reader covers a segment."""
     read = torch.empty(size, segments, dtype=torch.bool)
     block = max(1, 2**22 // (segments + 1))
     order = reader.argsort()
     reader, first, last = reader[order], first[order], last[order]
     for begin in range(0, size, block):
         stop = min(size, begin + block)
-        of = slice(*torch.searchsorted(reader, torch.tensor([begin, stop])).tolist())
+        entries = slice(*torch.searchsorted(reader, torch.tensor([begin, stop])).tolist())
         marks = torch.zeros((stop - begin) * (segments + 1), dtype=torch.int32)
-        row = (reader[of] - begin) * (segments + 1)
+        row = (reader[entries] - begin) * (segments + 1)
         ones = torch.ones_like(row, dtype=torch.int32)
-        marks.index_add_(0, row + first[of], ones)
-        marks.index_add_(0, row + last[of], -ones)
+        marks.index_add_(0, row + first[entries], ones)
+        marks.index_add_(0, row + last[entries], -ones)
         read[begin:stop] = marks.view(stop - begin, -1).cumsum(1, dtype=torch.int32)[:, :-1] > 0
     return read
 
 
 def pairs_between(layout: Layout, mask: Mask, n: int, ranks: int) -> Tensor:
-    """Query-key pairs of the queries of one rank and the keys of another, float64 [ranks, ranks].
+    """Return the query-key pairs of one rank's queries and another's keys, float64 [ranks, ranks].
 
-    Where counting them would take longer than it is worth (`STRIPES`), all meet as often as all others: then
-    the layout has cut the sequence so fine that they nearly do.
+    Where counting them would take too long (`STRIPES`), all get the mean. There the layout has cut the
+    sequence so fine that this is nearly so.
     """
     regular = _pairs_by_distance(layout, mask.bands(n), n, ranks) if mask.stride == 1 else None
     if regular is not None:
         return regular
     runs = _runs(layout, n, ranks, 1)
-    found = torch.zeros(ranks * ranks, dtype=torch.float64)
+    total = torch.zeros(ranks * ranks, dtype=torch.float64)
     counted = _pairs_by_position if bool((runs.step == 1).all()) else _pairs_of_stripes
-    if not counted(found, runs, mask.bands(n), mask.stride, ranks):
-        found.fill_(float(keys_per_query(mask, n).sum()) / ranks**2)
-    return found.view(ranks, ranks)
+    if not counted(total, runs, mask.bands(n), mask.stride, ranks):
+        total.fill_(float(keys_per_query(mask, n).sum()) / ranks**2)
+    return total.view(ranks, ranks)
 
 
-def _pairs_by_position(found: Tensor, runs: _Runs, bands: Tensor, stride: int, ranks: int) -> bool:
+def _pairs_by_position(total: Tensor, runs: _Runs, bands: Tensor, stride: int, ranks: int) -> bool:
     """Add the pairs of each residue class by the mask's stride, in which every stride-th token is next."""
     for first in range(stride):
         start, stop = (-((first - x) // stride) for x in (runs.start, runs.stop))
-        some = start < stop
-        start, stop, rank = start[some], stop[some], runs.position[some]
+        present = start < stop
+        start, stop, rank = start[present], stop[present], runs.position[present]
         met = intersected(_whole(start, stop), _scaled(bands, first, stride))
-        at = torch.searchsorted(start, met[:, 0].contiguous(), right=True) - 1
+        q_run = torch.searchsorted(start, met[:, 0].contiguous(), right=True) - 1
         begin = torch.searchsorted(start, met[:, 2].contiguous(), right=True) - 1
         end = torch.searchsorted(start, met[:, 3].contiguous())
         if int((end - begin).sum()) > 4 * STRIPES:
@@ -286,12 +286,12 @@ def _pairs_by_position(found: Tensor, runs: _Runs, bands: Tensor, stride: int, r
             m0, m1, k0, k1, low, high = met[i].unbind(1)
             n0, n1 = torch.maximum(k0, start[j]), torch.minimum(k1, stop[j])
             pairs = band_pairs_of(m1 - m0, n1 - n0, low - (n0 - m0), high - (n0 - m0))
-            found.index_add_(0, rank[at[i]] * ranks + rank[j], pairs.double())
+            total.index_add_(0, rank[q_run[i]] * ranks + rank[j], pairs.double())
     return True
 
 
 def _pairs_by_distance(layout: Layout, bands: Tensor, n: int, ranks: int) -> Tensor | None:
-    """Where equal chunks meet under two diagonals alone: as many pairs for all that are as far apart."""
+    """Count where equal chunks meet under two diagonals: pairs depend on the distance of two chunks alone."""
     chunks = layout.chunk_table(n, ranks)
     if chunks is None or len(bands) != 1 or chunks.shape[1] > 8 or layout.padded(n, ranks) != n:
         return None
@@ -301,14 +301,14 @@ def _pairs_by_distance(layout: Layout, bands: Tensor, n: int, ranks: int) -> Ten
     apart = torch.arange(1 - count, count) * (n // count)  # j - i of the first rows
     rows = torch.full_like(apart, n // count)
     pairs = band_pairs_of(rows, rows, bands[0, 4] - apart, bands[0, 5] - apart).double()
-    found = torch.zeros(ranks, ranks, dtype=torch.float64)
+    total = torch.zeros(ranks, ranks, dtype=torch.float64)
     for q, k in product(chunks.unbind(1), repeat=2):
-        found += pairs[k + (count - 1 - q)[:, None]]
-    return found
+        total += pairs[k + (count - 1 - q)[:, None]]
+    return total
 
 
 def _scaled(bands: Tensor, first: int, stride: int) -> Tensor:
-    """Bands over the tokens first, first + stride, ..., counted 0, 1, ..."""
+    """Return bands over the tokens first, first + stride, ..., counted 0, 1, ..."""
     if stride == 1:
         return bands
     edges = -((first - bands[:, :4]) // stride)
@@ -317,12 +317,12 @@ def _scaled(bands: Tensor, first: int, stride: int) -> Tensor:
     return tightened(torch.cat([edges, low[:, None], high[:, None]], 1))
 
 
-def _pairs_of_stripes(found: Tensor, runs: _Runs, bands: Tensor, stride: int, ranks: int) -> bool:
+def _pairs_of_stripes(total: Tensor, runs: _Runs, bands: Tensor, stride: int, ranks: int) -> bool:
     if _too_many(runs, bands):
         return False
     step = int(runs.step[0])
     apart_by = stride // gcd(step, stride)
-    """Rows from one key that a query sees to the next."""
+    """Rows between a key that a query sees and the next."""
     inverse = pow(step // gcd(step, stride), -1, apart_by) if apart_by > 1 else 0
     for q, k, met in _stripes(runs, bands, stride):
         m0, m1, n0, n1, low, high = met
@@ -330,17 +330,17 @@ def _pairs_of_stripes(found: Tensor, runs: _Runs, bands: Tensor, stride: int, ra
         low, high = low - (n0 - m0), high - (n0 - m0)
         to = runs.position[q] * ranks + runs.position[k]
         if apart_by == 1:
-            found.index_add_(0, to, band_pairs_of(rows, columns, low, high).double())
+            total.index_add_(0, to, band_pairs_of(rows, columns, low, high).double())
             continue
         apart = (runs.start[q] - runs.start[k]) // gcd(step, stride)
         shift = (apart * inverse - n0 + m0) % apart_by
         for first in range(apart_by):
             column = (first + shift) % apart_by
-            of = band_pairs_of(
+            pairs = band_pairs_of(
                 -((first - rows) // apart_by).clamp(max=0),
                 -((column - columns) // apart_by).clamp(max=0),
                 torch.where(low > -UNBOUNDED // 2, -((column - first - low) // apart_by), low),
                 torch.where(high < UNBOUNDED // 2, (high - column + first) // apart_by, high),
             )
-            found.index_add_(0, to, of.double())
+            total.index_add_(0, to, pairs.double())
     return True

@@ -1,7 +1,7 @@
-"""Some of the rows of a position: sets of them, and reading and writing them in tensors.
+"""Rows: ranges of a position's rows, as sets, and as an index to read and write tensors.
 
-Tensors are [B, S, H, D], or statistics [B, H, S]. Rows are ranges, one after another. As sets they ascend and
-are disjoint; to be taken, they may have gaps, and may descend.
+Tensors are [B, S, H, D], or statistics [B, H, S]. As sets, rows ascend and are disjoint. As an index, they
+may have gaps, and may descend.
 """
 
 from __future__ import annotations
@@ -13,114 +13,115 @@ import torch
 from torch import Tensor
 
 Rows = tuple[range, ...]
-"""Rows of a position."""
+"""Rows of a position: ranges, one after another."""
 
 
 def union(ranges: list[range]) -> Rows:
-    """The rows in any of `ranges`, as ascending ranges with gaps between them."""
+    """Return the rows in any of `ranges`, as ascending ranges with gaps between them."""
     joined: list[range] = []
-    for each in sorted(ranges, key=lambda r: r.start):
-        if joined and each.start <= joined[-1].stop:
-            joined[-1] = range(joined[-1].start, max(joined[-1].stop, each.stop))
-        elif each:
-            joined.append(each)
+    for span in sorted(ranges, key=lambda r: r.start):
+        if joined and span.start <= joined[-1].stop:
+            joined[-1] = range(joined[-1].start, max(joined[-1].stop, span.stop))
+        elif span:
+            joined.append(span)
     return tuple(joined)
 
 
-def place(rows: Rows, row: int) -> int:
-    """Where `row` stands among `rows`."""
+def index_of(rows: Rows, row: int) -> int:
+    """Return the index of `row` among `rows`."""
     before = 0
-    for each in rows:
-        if row < each.stop:
-            return before + row - each.start
-        before += len(each)
+    for span in rows:
+        if row < span.stop:
+            return before + row - span.start
+        before += len(span)
     raise IndexError(row)
 
 
 def count(rows: Rows) -> int:
-    """How many rows these are."""
-    return sum(map(len, rows))
+    """Return how many rows these are."""
+    return len(rows[0]) if len(rows) == 1 else sum(map(len, rows))
 
 
 def axis(x: Tensor) -> int:
-    """The dimension of rows."""
+    """Return the dimension of rows in a tensor or a statistic."""
     return 1 if x.dim() == 4 else 2
 
 
-def take(x: Tensor, rows: Rows) -> Tensor:
-    """These rows, in their order: a view if they are one ascending range, else a copy."""
-    parts = [view.flip(axis(x)) if at.step < 0 else view for at, view in _views(x, rows)]
+def gather(x: Tensor, rows: Rows) -> Tensor:
+    """Return these rows, in their order: a view if they are one ascending range, else a copy."""
+    parts = [view.flip(axis(x)) if span.step < 0 else view for span, view in _views(x, rows)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, axis(x))
 
 
-def pieces(x: Tensor, rows: Rows, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """(view of x, the share of `values` that belongs there): values[i] belongs to the i-th of the rows."""
+def scatter_views(x: Tensor, rows: Rows, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (view of x, the share of `values` for that view): values[i] is for the i-th of the rows."""
     start = 0
-    for at, view in _views(x, rows):
-        share = values.narrow(axis(values), start, len(at))
-        yield view, share.flip(axis(values)) if at.step < 0 else share
-        start += len(at)
+    for span, view in _views(x, rows):
+        share = values.narrow(axis(values), start, len(span))
+        yield view, share.flip(axis(values)) if span.step < 0 else share
+        start += len(span)
 
 
-class Visited:
-    """Which rows of a tensor hold something; the rest is uninitialised."""
+class WrittenRows:
+    """The rows of a tensor that hold data; the others are uninitialised."""
 
     def __init__(self, rows: int) -> None:
-        self._held = bytearray(rows)
+        self._written = bytearray(rows)
 
-    def visit(self, at: range) -> bytes:
-        """Mark these rows; by row, in ascending order, whether it held something until now (1 or 0)."""
-        where = slice(min(at[0], at[-1]), max(at[0], at[-1]) + 1, abs(at.step)) if at else slice(0)
-        before = bytes(self._held[where])
-        self._held[where] = b"\1" * len(at)
+    def mark(self, span: range) -> bytes:
+        """Mark rows as written. Return by row, in ascending order, whether it was written before (1 or 0)."""
+        first, last = (min(span[0], span[-1]), max(span[0], span[-1])) if span else (0, -1)
+        place = slice(first, last + 1, abs(span.step))
+        before = bytes(self._written[place])
+        self._written[place] = b"\1" * len(span)
         return before
 
 
 FEW = 4
-"""So many runs of rows are filled one by one; more of them at once, by a mask."""
+"""Up to this many runs of rows are filled one by one; more are filled at once, by a mask."""
 
 
-def fill(x: Tensor, held: bytes, value: float) -> None:
-    """Set the rows of x that hold nothing (0 in `held`)."""
-    gaps = list(islice(_gaps(held), FEW + 1))
+def fill(x: Tensor, written: bytes, value: float) -> None:
+    """Set the rows of x that hold no data (0 in `written`)."""
+    gaps = list(islice(_gaps(written), FEW + 1))
     if len(gaps) > FEW:
-        empty = (torch.frombuffer(bytearray(held), dtype=torch.uint8) == 0).to(x.device, non_blocking=True)
+        empty = (torch.frombuffer(bytearray(written), dtype=torch.uint8) == 0).to(x.device, non_blocking=True)
         x.masked_fill_(empty.view(-1, *[1] * (x.dim() - 1 - axis(x))), value)
         return
     for first, last in gaps:
         x.narrow(axis(x), first, last - first).fill_(value)
 
 
-def _gaps(held: bytes) -> Iterator[tuple[int, int]]:
+def _gaps(written: bytes) -> Iterator[tuple[int, int]]:
     last = 0
-    while (first := held.find(0, last)) >= 0:
-        last = held.find(1, first)
-        last = len(held) if last < 0 else last
+    while (first := written.find(0, last)) >= 0:
+        last = written.find(1, first)
+        last = len(written) if last < 0 else last
         yield first, last
 
 
 def view(x: Tensor, rows: Rows) -> Tensor | None:
-    """These rows without a copy, if they are one ascending range."""
-    return take(x, rows) if len(rows) == 1 and rows[0].step == 1 else None
+    """Return these rows without a copy, or None if they are not one ascending range."""
+    return gather(x, rows) if len(rows) == 1 and rows[0].step == 1 else None
 
 
-def add_(total: Tensor, rows: Rows, values: Tensor, visited: Visited) -> None:
-    """total[rows] += values, where what was not visited counts as zero."""
-    for at, (to, share) in zip(rows, pieces(total, rows, values), strict=True):
-        held = visited.visit(at)
-        if 1 not in held:
+def add_(total: Tensor, rows: Rows, values: Tensor, written: WrittenRows) -> None:
+    """total[rows] += values, where rows that were not written count as zero."""
+    for span, (to, share) in zip(rows, scatter_views(total, rows, values), strict=True):
+        before = written.mark(span)
+        if 1 not in before:
             to.copy_(share)
             continue
-        fill(to, held, 0.0)
+        fill(to, before, 0.0)
         to += share
 
 
-def within(held: Rows | None, rows: Rows) -> Rows:
-    """Where `rows` lie in a tensor that holds only the rows `held` (None: all)."""
-    if held is None:
+def relative_to(stored: Rows | None, rows: Rows) -> Rows:
+    """Return the places of `rows` in a tensor that has room for the rows `stored` alone (None: for all)."""
+    if stored is None:
         return rows
-    shifts = [place(held, min(at[0], at[-1])) - min(at[0], at[-1]) for at in rows]
-    return tuple(_shifted(at, by) for at, by in zip(rows, shifts, strict=True))
+    shifts = [index_of(stored, min(span[0], span[-1])) - min(span[0], span[-1]) for span in rows]
+    return tuple(_shifted(span, by) for span, by in zip(rows, shifts, strict=True))
 
 
 def _shifted(rows: range, by: int) -> range:
@@ -129,10 +130,10 @@ def _shifted(rows: range, by: int) -> range:
 
 def _views(x: Tensor, rows: Rows) -> Iterator[tuple[range, Tensor]]:
     along = axis(x)
-    for at in rows:
-        up = at if at.step > 0 else at[::-1]
+    for span in rows:
+        up = span if span.step > 0 else span[::-1]
         if up.step == 1 or not up:
-            yield at, x.narrow(along, up.start if up else 0, len(up))
+            yield span, x.narrow(along, up.start if up else 0, len(up))
         else:
             spread = slice(up.start, up.stop, up.step)
-            yield at, x[:, spread] if along == 1 else x[:, :, spread]
+            yield span, x[:, spread] if along == 1 else x[:, :, spread]

@@ -1,75 +1,52 @@
-"""Pieces of a plan -> tiles: what the local kernel is called with.
+"""Tiles: the rectangles that a local kernel is called with, made from the pieces of a plan.
 
-Any piece becomes rectangles that are full, causal, or, for kernels that take them, windows (with no more
-rows than columns). A triangle in
-the other corner is a causal one with rows and columns in reverse. Pieces so small that calling a kernel costs
-more than they do are put together into one tile with a mask, where the kernel takes masks.
+Any piece becomes rectangles that are full, causal, or, for kernels that support them, windows (with no more
+rows than columns). A triangle in the other corner becomes a causal tile with its rows and columns in reverse.
+Pieces that cost less than a kernel call share one tile with a mask, where the kernel supports masks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from typing import NamedTuple
 
-from burst_mcore.attention.geometry.pattern import Abilities, Seen
-from burst_mcore.attention.geometry.piece import Piece, band_pairs
-from burst_mcore.attention.geometry.plan import Plan, kept
-from burst_mcore.attention.geometry.rows import Rows, place, union
+from burst_mcore.attention.geometry.pattern import Abilities, Pattern
+from burst_mcore.attention.geometry.piece import Piece
+from burst_mcore.attention.geometry.plan import Plan, cached_on_plan
+from burst_mcore.attention.geometry.rows import Rows, count, index_of, union
 from burst_mcore.mask.bands import UNBOUNDED
 
 CALL = 1024
-"""What a call of a kernel costs besides its pairs, in pairs."""
+"""The overhead of a kernel call, in pairs."""
 DIAGONAL = 512
-"""Query rows of a tile along a diagonal, where a window is cut: shorter ones leave less that is computed in
-vain, longer ones need fewer calls."""
+"""Query rows of a tile along a diagonal, where a window is cut: shorter tiles waste less work, longer ones
+need fewer calls."""
 GATHERED = 2048
-"""Full pieces of the same query rows become one tile if they have at most so many keys each, on average."""
+"""Full pieces of the same query rows become one tile if they have at most this many keys each, on average."""
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """Query rows x key rows of two positions for one call of the kernel.
 
-    The rows may lie apart, and in descending order. Row m of them (in that order) sees column n iff
-    low <= n - m <= high (None: unbounded): `full`, `causal` or a window; or, with `parts`, as those say.
+    The rows may lie apart, and in descending order; the pattern counts them in the order in which they stand.
     """
 
     q: Rows
     k: Rows
-    low: int | None = None
-    high: int | None = None
-    parts: tuple[Piece, ...] = field(default=(), repr=False)
-    """In rows and columns of the tile."""
+    pattern: Pattern
 
-    @property
-    def causal(self) -> bool:
-        return self.low is None and self.high == 0
 
-    @cached_property
-    def shape(self) -> tuple[int, int]:
-        """(rows, columns)."""
-        return sum(map(len, self.q)), sum(map(len, self.k))
-
-    @property
-    def pairs(self) -> int:
-        """Query-key pairs that meet."""
-        if self.parts:
-            return sum(part.pairs for part in self.parts)
-        rows, columns = self.shape
-        low = -UNBOUNDED if self.low is None else self.low
-        return band_pairs(rows, columns, low, UNBOUNDED if self.high is None else self.high)
-
-    @cached_property
-    def seen(self) -> Seen:
-        """What its rows see, for a kernel."""
-        return Seen(self.shape, self.low, self.high, self.parts)
+def _tile(
+    q: Rows, k: Rows, low: int | None = None, high: int | None = None, parts: tuple[Piece, ...] = ()
+) -> Tile:
+    """Return the tile of these rows; see `Pattern` for the diagonals and the parts."""
+    return Tile(q, k, Pattern((count(q), count(k)), low, high, parts))
 
 
 def tiles(pieces: Iterable[Piece], abilities: Abilities) -> tuple[Tile, ...]:
-    """The tiles of these pieces for a kernel that takes windows, or masks, or pieces, or none of them.
+    """Return the tiles of these pieces for a kernel of these abilities.
 
-    Together they hold every pair of the pieces once and no other.
+    Together they hold every pair of the pieces once, and no other pair.
     """
     windows, masks, whole = abilities
     if whole:
@@ -88,7 +65,7 @@ def tiles(pieces: Iterable[Piece], abilities: Abilities) -> tuple[Tile, ...]:
     return tuple(_gathered(large))
 
 
-@kept
+@cached_on_plan
 def tiles_of(
     plan: Plan,
     q_at: int,
@@ -98,12 +75,12 @@ def tiles_of(
     q_part: int | None = None,
     k_part: int | None = None,
 ) -> tuple[Tile, ...]:
-    """The tiles in which queries of one position, or of a member there, meet keys of another. Kept."""
+    """Return the tiles in which queries of a position, or of a member there, meet keys of another. Cached."""
     return tiles(plan.pieces(q_at, k_at, q_part=q_part, k_part=k_part), abilities)
 
 
 def _as_one(pieces: list[Piece], windows: bool) -> tuple[Tile, ...]:
-    """All pieces as one tile, which is full, causal or a window if they are."""
+    """Return one tile of all pieces, which is full, causal or a window if they are."""
     if len(pieces) == 1:
         alone = tuple(_lowered(pieces[0], windows, False))
         if len(alone) == 1:
@@ -116,12 +93,12 @@ def _area(piece: Piece) -> int:
 
 
 def _narrow(piece: Piece) -> bool:
-    """Whether it is a band too narrow to be cut into triangles."""
+    """Return whether a piece is a band too narrow to be cut into triangles."""
     return piece.low > -UNBOUNDED and piece.high < UNBOUNDED and piece.high - piece.low + 1 < DIAGONAL
 
 
 def _strips(piece: Piece) -> Iterator[Piece]:
-    """A narrow band as pieces of DIAGONAL query rows."""
+    """Cut a narrow band into pieces of DIAGONAL query rows."""
     rows, columns = piece.m1 - piece.m0, piece.n1 - piece.n0
     for first in range(0, rows, DIAGONAL):
         last = min(first + DIAGONAL, rows)
@@ -151,7 +128,7 @@ def _lowered(piece: Piece, windows: bool, masks: bool) -> Iterator[Tile]:
 
 
 def _band(q: range, k: range, low: int, high: int, windows: bool, masks: bool) -> Iterator[Tile]:
-    """Tiles of the rectangle q x k within two diagonals, counted from its corner."""
+    """Yield tiles of the rectangle q x k within two diagonals, counted from its corner."""
     first, last = max(0, -high), min(len(q), len(k) - low)  # rows that see something
     q, low, high = q[first:last], _moved(low, first), _moved(high, first)
     left, right = max(0, low), min(len(k), len(q) + high)
@@ -160,9 +137,9 @@ def _band(q: range, k: range, low: int, high: int, windows: bool, masks: bool) -
         return
     bounded_low, bounded_high = low > 1 - len(q), high < len(k) - 1
     if not bounded_low and not bounded_high:
-        yield Tile((q,), (k,))
+        yield _tile((q,), (k,))
     elif windows and len(q) <= len(k):
-        yield Tile((q,), (k,), low if bounded_low else None, high if bounded_high else None)
+        yield _tile((q,), (k,), low if bounded_low else None, high if bounded_high else None)
     elif not bounded_low:
         yield from _causal(q, k, high)
     elif not bounded_high:
@@ -180,17 +157,17 @@ def _moved(diagonal: int, by: int) -> int:
 
 
 def _causal(q: range, k: range, high: int) -> Iterator[Tile]:
-    """n - m <= high, where the first row sees a column and the last all: a square and what is beside it."""
+    """Yield n - m <= high, where the first row sees a column and the last all: a square, and full sides."""
     square = len(k) - high
     if high > 0:
-        yield Tile((q,), (k[:high],))
-    yield Tile((q[:square],), (k[high:],), None, 0)
+        yield _tile((q,), (k[:high],))
+    yield _tile((q[:square],), (k[high:],), None, 0)
     if len(q) > square:
-        yield Tile((q[square:],), (k[high:],))
+        yield _tile((q[square:],), (k[high:],))
 
 
 def _along(q: range, k: range, low: int, high: int, masks: bool) -> Iterator[Tile]:
-    """A window: block by block of query rows a full rectangle between two triangles."""
+    """Yield a window: for each block of query rows a full rectangle between two triangles."""
     rows = min(DIAGONAL, high - low + 2)  # then a band that is narrower has nothing between its triangles
     for start in range(0, len(q), rows):
         block = q[start : start + rows]
@@ -198,7 +175,7 @@ def _along(q: range, k: range, low: int, high: int, masks: bool) -> Iterator[Til
         edges = low_here, low_here + len(block) - 1, high_here + 1, high_here + len(block)
         a, b, c, d = (min(len(k), max(0, edge)) for edge in edges)
         if b < c:
-            yield Tile((block,), (k[b:c],))
+            yield _tile((block,), (k[b:c],))
         if masks:
             yield from _triangles(block, k[a:b], k[c:d], low_here - a, high_here - c)
             continue
@@ -207,18 +184,18 @@ def _along(q: range, k: range, low: int, high: int, masks: bool) -> Iterator[Til
 
 
 def _triangles(q: range, left: range, right: range, low: int, high: int) -> Iterator[Tile]:
-    """Both ends of a block of a window as one tile: the left from diagonal `low` on, the right to `high`."""
+    """Yield both ends of a block of a window as one tile: left from diagonal `low` on, right to `high`."""
     parts = []
     if left:
         parts.append(Piece(0, len(q), 0, len(left), low, UNBOUNDED))
     if right:
         parts.append(Piece(0, len(q), len(left), len(left) + len(right), -UNBOUNDED, high))
     if parts:
-        yield Tile((q,), tuple(k for k in (left, right) if k), parts=tuple(parts))
+        yield _tile((q,), tuple(k for k in (left, right) if k), parts=tuple(parts))
 
 
 def _groups(small: list[Piece]) -> Iterator[list[Piece]]:
-    """Neighbours in one group while a mask over all of them is cheaper than a call for each."""
+    """Group neighbours while a mask over all of them is cheaper than a call for each."""
     group: list[Piece] = []
     box, alone = (0, 0, 0, 0), 0
     for piece in sorted(small, key=lambda p: (p.m0, p.n0)):
@@ -238,27 +215,27 @@ def _groups(small: list[Piece]) -> Iterator[list[Piece]]:
 
 
 def _masked(group: list[Piece]) -> Tile:
-    """One tile over all rows and columns of a group, none besides."""
+    """Return one tile over all rows and columns of a group, and no others."""
     q = union([range(piece.m0, piece.m1) for piece in group])
     k = union([range(piece.n0, piece.n1) for piece in group])
     parts = []
     for piece in group:
-        m0, n0 = place(q, piece.m0), place(k, piece.n0)
+        m0, n0 = index_of(q, piece.m0), index_of(k, piece.n0)
         rows, columns = piece.m1 - piece.m0, piece.n1 - piece.n0
         parts.append(piece._replace(m0=m0, m1=m0 + rows, n0=n0, n1=n0 + columns))
-    return Tile(q, k, parts=tuple(parts))
+    return _tile(q, k, parts=tuple(parts))
 
 
-def _gathered(found: list[Tile]) -> Iterator[Tile]:
-    """Full tiles of the same query rows as one, their keys gathered."""
+def _gathered(tiles: list[Tile]) -> Iterator[Tile]:
+    """Join full tiles of the same query rows: their keys are gathered."""
     keys: dict[range, list[range]] = {}
-    for tile in found:
-        if tile.low is None and tile.high is None and not tile.parts and len(tile.q) == 1:
+    for tile in tiles:
+        if tile.pattern.full and len(tile.q) == 1:
             keys.setdefault(tile.q[0], []).extend(tile.k)
         else:
             yield tile
     for q, ranges in keys.items():
         if sum(map(len, ranges)) > GATHERED * len(ranges):
-            yield from (Tile((q,), (k,)) for k in ranges)
+            yield from (_tile((q,), (k,)) for k in ranges)
         else:
-            yield Tile((q,), tuple(sorted(ranges, key=lambda k: k.start)))
+            yield _tile((q,), tuple(sorted(ranges, key=lambda k: k.start)))

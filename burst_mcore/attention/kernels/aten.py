@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.geometry.pattern import Abilities, Seen
+from burst_mcore.attention.geometry.pattern import Abilities, Pattern
 from burst_mcore.attention.kernels.finite import keeps_nan_where_seen
-from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
 from burst_mcore.attention.kernels.padding import takes_any_value_dim
 from burst_mcore.attention.kernels.small import leaves_small_tiles
 from burst_mcore.attention.kernels.window import from_lower_right
@@ -20,7 +20,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """[B, S, H, D] as [B, H, S, D]: views, nothing is copied."""
+    """Return [B, S, H, D] as views [B, H, S, D]."""
     return tuple(x.transpose(1, 2) for x in tensors)
 
 
@@ -34,38 +34,38 @@ def _cpu_supports(problem: Problem) -> str | None:
     return None
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor]:
     q, k, v = _heads_first(q, k, v)
-    mask = seen.table_on(q.device) if seen.masked else None
+    mask = pattern.table_on(q.device) if pattern.masked else None
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, seen.causal, attn_mask=_bias(mask, q.dtype), scale=how.scale
+        q, k, v, 0.0, pattern.causal, attn_mask=_bias(mask, q.dtype), scale=scores.scale
     )
     if mask is not None:  # rows that see nothing have a lse of 0
         lse.masked_fill_(~mask.any(1), -torch.inf)
     return out.transpose(1, 2), lse
 
 
-def _cpu_backward(x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
-    assert x.out is not None
-    dout, q, k, v, out = _heads_first(x.dout, x.q, x.k, x.v, x.out)
-    mask, lse = seen.table_on(q.device) if seen.masked else None, x.lse
+def _cpu_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+    assert inputs.out is not None
+    dout, q, k, v, out = _heads_first(inputs.dout, inputs.q, inputs.k, inputs.v, inputs.out)
+    mask, lse = pattern.table_on(q.device) if pattern.masked else None, inputs.lse
     if mask is not None:
         lse = lse.masked_fill(lse == -torch.inf, 0.0)  # (-inf) - (-inf) is NaN
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, lse, 0.0, seen.causal, attn_mask=_bias(mask, q.dtype), scale=how.scale
+        dout, q, k, v, out, lse, 0.0, pattern.causal, attn_mask=_bias(mask, q.dtype), scale=scores.scale
     )
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """What is added to the scores [M, N]."""
+    """Return the numbers that are added to the scores [M, N]; None without a mask."""
     if mask is None:
         return None
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 def half_on_cuda(problem: Problem, largest_head_dim: int) -> str | None:
-    """Why a kernel for float16 and bfloat16 on CUDA cannot serve, if so."""
+    """Return why a kernel for float16 and bfloat16 on CUDA cannot serve; None if it can."""
     if problem.device != "cuda":
         return f"tensors are on {problem.device}, not on cuda"
     if problem.dtype not in HALF:
@@ -84,27 +84,32 @@ def _flash_supports(problem: Problem) -> str | None:
     return half_on_cuda(problem, largest_head_dim=256)
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
-    left, right = from_lower_right(seen)
+def _flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    left, right = from_lower_right(pattern)
     out, lse, *_ = _aten._flash_attention_forward(
-        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, seen.causal, False,
-        scale=how.scale, window_size_left=left, window_size_right=right,
+        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, pattern.causal, False,
+        scale=scores.scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
     return out, lse
 
 
-def _flash_backward(x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
-    left, right = from_lower_right(seen)
-    seed = _no_seed(x.q)
+def _flash_backward(
+    inputs: BackwardInputs, pattern: Pattern, scores: Scores
+) -> tuple[Tensor, Tensor, Tensor]:
+    left, right = from_lower_right(pattern)
+    seed = _no_seed(inputs.q)
     dq, dk, dv = _aten._flash_attention_backward(
-        x.dout, x.q, x.k, x.v, x.out, x.lse.contiguous(), None, None, x.q.shape[1], x.k.shape[1], 0.0,
-        seen.causal, seed, seed, scale=how.scale, window_size_left=left, window_size_right=right,
+        inputs.dout, inputs.q, inputs.k, inputs.v, inputs.out, inputs.lse.contiguous(), None, None,
+        inputs.q.shape[1], inputs.k.shape[1], 0.0, pattern.causal, seed, seed,
+        scale=scores.scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
     return dq, dk, dv
 
 
 def _no_seed(x: Tensor) -> Tensor:
-    """The dropout seed and offset of a call without dropout."""
+    """Return the dropout seed and offset of a call without dropout."""
     return torch.zeros((), dtype=torch.int64, device=x.device)
 
 
@@ -116,36 +121,42 @@ def _cudnn_supports(problem: Problem) -> str | None:
     return half_on_cuda(problem, largest_head_dim=128)
 
 
-def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
+def _cudnn_forward(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores
+) -> tuple[Tensor, Tensor]:
     q, k, v = _heads_first(q, k, v)
     k, v = _expanded(k, q.shape[1]), _expanded(v, q.shape[1])
     out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, seen.causal, scale=how.scale
+        q, k, v, None, True, 0.0, pattern.causal, scale=scores.scale
     )
     return out.transpose(1, 2), lse.reshape(lse.shape[:3])
 
 
-def _cudnn_backward(x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
-    assert x.out is not None
+def _cudnn_backward(
+    inputs: BackwardInputs, pattern: Pattern, scores: Scores
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert inputs.out is not None
     # torch keeps the plan that it made for tensors of these sizes, whatever the strides of dout and out then.
-    dout, q, k, v, out = _heads_first(x.dout.contiguous(), x.q, x.k, x.v, x.out.contiguous())
+    dout, q, k, v, out = _heads_first(
+        inputs.dout.contiguous(), inputs.q, inputs.k, inputs.v, inputs.out.contiguous()
+    )
     kv_heads = k.shape[1]
     k, v = _expanded(k, q.shape[1]), _expanded(v, q.shape[1])
     seed = _no_seed(q)
     dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
-        dout, q, k, v, out, x.lse.contiguous().unsqueeze(-1), seed, seed, None, None, None, q.shape[2],
-        k.shape[2], 0.0, seen.causal, scale=how.scale,
+        dout, q, k, v, out, inputs.lse.contiguous().unsqueeze(-1), seed, seed, None, None, None, q.shape[2],
+        k.shape[2], 0.0, pattern.causal, scale=scores.scale,
     )  # fmt: skip
     return dq.transpose(1, 2), _folded(dk, kv_heads).transpose(1, 2), _folded(dv, kv_heads).transpose(1, 2)
 
 
 def _expanded(x: Tensor, heads: int) -> Tensor:
-    """K or V [B, H, S, D] repeated to `heads` heads, on this device only, for kernels without GQA."""
+    """Repeat K or V [B, H, S, D] to `heads` heads, on this device only, for kernels without GQA."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def _folded(gradient: Tensor, kv_heads: int) -> Tensor:
-    """The gradient of what `_expanded` repeated: summed over each group of query heads."""
+    """Sum the gradient of heads that `_expanded` repeated over each group of query heads."""
     if gradient.shape[1] == kv_heads:
         return gradient
     grouped: Tensor = gradient.unflatten(1, (kv_heads, -1))
@@ -158,5 +169,8 @@ FLASH = Kernel(
     "aten-flash", _flash_supports, _flash_forward, _flash_backward, abilities=Abilities(windows=True)
 )
 KERNELS = tuple(
-    map(takes_any_value_dim, (keeps_nan_where_seen(CPU), leaves_small_tiles(CUDNN, lambda how: FLASH), FLASH))
+    map(
+        takes_any_value_dim,
+        (keeps_nan_where_seen(CPU), leaves_small_tiles(CUDNN, lambda scores: FLASH), FLASH),
+    )
 )

@@ -1,4 +1,4 @@
-"""What a tile's rows see, as lists of blocks: the form in which the Triton kernel walks it. Pure."""
+"""Patterns as lists of blocks, the form in which the Triton kernel walks them. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.geometry.pattern import Seen
+from burst_mcore.attention.geometry.pattern import Pattern
 
 FAR = 2**30
 """A diagonal beyond all others, in 32 bits."""
@@ -16,9 +16,9 @@ FAR = 2**30
 class Blocks(NamedTuple):
     """For each block of one side, the blocks of the other that it meets: int32 tensors.
 
-    Those of block i are `others[starts[i]:starts[i + 1]]`. Up to `full[i]` they are seen wholly; the others
-    as parts[firsts[e]:firsts[e + 1]] say, whose rows are the fields of `Piece`, with rows and columns of the
-    tile whichever side is walked.
+    Block i meets `others[starts[i]:starts[i + 1]]`. Up to `full[i]` they are seen wholly. Of a later entry e,
+    parts[firsts[e]:firsts[e + 1]] say which pairs meet. Their rows are the fields of `Piece`, in rows and
+    columns of the tile, whichever side is walked.
     """
 
     starts: Tensor
@@ -28,21 +28,21 @@ class Blocks(NamedTuple):
     parts: Tensor
 
     def to(self, device: torch.device) -> Blocks:
-        """All on this device."""
+        """Return the lists on a device."""
         return Blocks(*(x.to(device) for x in self))
 
 
-def blocks(seen: Seen, block_m: int, block_n: int, *, by_columns: bool) -> Blocks:
-    """The lists for blocks of block_m rows and block_n columns, by blocks of rows or of columns."""
-    rows, columns = seen.shape
-    parts = _parts(seen)
+def blocks(pattern: Pattern, block_m: int, block_n: int, *, by_columns: bool) -> Blocks:
+    """Return the lists for blocks of block_m rows and block_n columns, by blocks of rows or of columns."""
+    rows, columns = pattern.shape
+    parts = _parts(pattern)
     m0, m1, n0, n1, low, high, step, _ = parts.unbind(1)
     first_m, first_n = m0 // block_m, n0 // block_n
     many_m, many_n = (-(-m1 // block_m) - first_m, -(-n1 // block_n) - first_n)
     times = (many_m * many_n).clamp_min(0)
     part = torch.repeat_interleave(torch.arange(len(parts)), times)
-    at = torch.arange(int(times.sum())) - (times.cumsum(0) - times)[part]
-    bm, bn = first_m[part] + at // many_n[part], first_n[part] + at % many_n[part]
+    index = torch.arange(int(times.sum())) - (times.cumsum(0) - times)[part]
+    bm, bn = first_m[part] + index // many_n[part], first_n[part] + index % many_n[part]
 
     top, bottom = torch.maximum(bm * block_m, m0[part]), torch.minimum((bm + 1) * block_m, m1[part])
     left, right = torch.maximum(bn * block_n, n0[part]), torch.minimum((bn + 1) * block_n, n1[part])
@@ -54,30 +54,33 @@ def blocks(seen: Seen, block_m: int, block_n: int, *, by_columns: bool) -> Block
     whole &= (nearest >= low[part]) & (farthest <= high[part]) & (step[part] == 1)
     part, bm, bn, whole = part[met], bm[met], bn[met], whole[met]
 
-    of, other = (bn, bm) if by_columns else (bm, bn)
+    own, other = (bn, bm) if by_columns else (bm, bn)
     count = -(-columns // block_n) if by_columns else -(-rows // block_m)
     order = torch.argsort(
-        other + (~whole * 1 + 2 * of) * (int(other.max()) + 1 if len(other) else 1), stable=True
+        other + (~whole * 1 + 2 * own) * (int(other.max()) + 1 if len(other) else 1), stable=True
     )
-    part, of, other, whole = part[order], of[order], other[order], whole[order]
+    part, own, other, whole = part[order], own[order], other[order], whole[order]
     new = torch.ones_like(whole)
-    new[1:] = (of[1:] != of[:-1]) | (other[1:] != other[:-1])
+    new[1:] = (own[1:] != own[:-1]) | (other[1:] != other[:-1])
     entry, end, whole_part = new.nonzero().flatten(), torch.tensor([len(part)]), whole
-    of, other, whole = of[entry], other[entry], whole[entry]
-    starts = torch.searchsorted(of, torch.arange(count + 1))
-    full = starts[:-1] + torch.zeros(count, dtype=torch.int64).index_add_(0, of, whole.long())
+    own, other, whole = own[entry], other[entry], whole[entry]
+    starts = torch.searchsorted(own, torch.arange(count + 1))
+    full = starts[:-1] + torch.zeros(count, dtype=torch.int64).index_add_(0, own, whole.long())
     partly = ~whole_part
     firsts = torch.cat([partly.new_zeros(1).long(), partly.long().cumsum(0)])[torch.cat([entry, end])]
-    found = (starts, full, other, firsts, parts[part[partly]])
-    return Blocks(*(x.to(torch.int32).contiguous() for x in found))
+    lists = (starts, full, other, firsts, parts[part[partly]])
+    return Blocks(*(x.to(torch.int32).contiguous() for x in lists))
 
 
-def _parts(seen: Seen) -> Tensor:
-    """int64 [parts, 8]."""
-    rows, columns = seen.shape
-    if seen.given is not None:
+def _parts(pattern: Pattern) -> Tensor:
+    """Return the parts of a pattern, int64 [parts, 8]."""
+    rows, columns = pattern.shape
+    if pattern.fixed_table is not None:
         raise ValueError("a table of rows x columns has no pieces to walk")
-    low, high = (-FAR if seen.low is None else seen.low), (FAR if seen.high is None else seen.high)
-    table = torch.tensor(seen.parts or [(0, rows, 0, columns, low, high, 1, 0)], dtype=torch.int64)
+    low, high = (
+        (-FAR if pattern.low is None else pattern.low),
+        (FAR if pattern.high is None else pattern.high),
+    )
+    table = torch.tensor(pattern.parts or [(0, rows, 0, columns, low, high, 1, 0)], dtype=torch.int64)
     table[:, 4:6].clamp_(-FAR, FAR)
     return table

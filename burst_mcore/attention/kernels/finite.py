@@ -1,4 +1,4 @@
-"""Tables of what is seen, for kernels that add minus infinity to scores: NaN passes through those.
+"""Keeps NaN within its document in kernels that add minus infinity to scores, through which NaN passes.
 
 A table may join small pieces of several documents. There a NaN or an infinity of one document would reach
 the others: NaN - inf is NaN, and so is 0 x NaN.
@@ -11,47 +11,48 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.geometry.pattern import Seen
-from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Scores
+from burst_mcore.attention.geometry.pattern import Pattern
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Scores
 
 
 def keeps_nan_where_seen(kernel: Kernel) -> Kernel:
-    """`kernel`, in which a row that is not finite spoils only the rows and keys that meet it.
+    """Return `kernel`, changed so that a row which is not finite spoils only the rows and keys that meet it.
 
-    In tiles with a table, such rows are computed as zeros; what meets them becomes NaN. A row that sees
-    nothing stays as it is computed. Costs a sum over the inputs of those tiles where all is finite.
+    In tiles with a table, such rows are computed as zeros, and results of rows that meet them become NaN. A
+    row that sees nothing stays as it is computed. Where all is finite, the cost is a sum over the inputs.
     """
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
-        if not seen.masked or _finite(q, k, v):
-            return kernel.forward(q, k, v, seen, how)
-        table = seen.table_on(q.device)
+    def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor]:
+        if not pattern.masked or _finite(q, k, v):
+            return kernel.forward(q, k, v, pattern, scores)
+        table = pattern.table_on(q.device)
         rows, columns = _spoiled(q), _spoiled(k, v)
-        out, lse = kernel.forward(_zeroed(q, rows), _zeroed(k, columns), _zeroed(v, columns), seen, how)
+        out, lse = kernel.forward(_zeroed(q, rows), _zeroed(k, columns), _zeroed(v, columns), pattern, scores)
         spoiled = (rows & table.any(1)) | _meet(columns, table.T)
         out[spoiled] = torch.nan
         lse.masked_fill_(spoiled[:, None], torch.nan)
         return out, lse
 
-    def backward(x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
-        given = [y for y in (x.dout, x.q, x.k, x.v, x.out) if y is not None]
-        if not seen.masked or (
-            _finite(*given, x.delta) and not bool((x.lse.isnan() | (x.lse == torch.inf)).any())
+    def backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+        tensors = [y for y in (inputs.dout, inputs.q, inputs.k, inputs.v, inputs.out) if y is not None]
+        if not pattern.masked or (
+            _finite(*tensors, inputs.delta)
+            and not bool((inputs.lse.isnan() | (inputs.lse == torch.inf)).any())
         ):
-            return kernel.backward(x, seen, how)
-        rows = _spoiled(*(y for y in (x.dout, x.q, x.out) if y is not None))
-        rows |= (~x.delta.isfinite() | x.lse.isnan() | (x.lse == torch.inf)).any(1)
-        columns, table = _spoiled(x.k, x.v), seen.table_on(x.q.device)
-        clean = RowGradients(
-            dout=_zeroed(x.dout, rows),
-            q=_zeroed(x.q, rows),
-            k=_zeroed(x.k, columns),
-            v=_zeroed(x.v, columns),
-            out=None if x.out is None else _zeroed(x.out, rows),
-            lse=x.lse.masked_fill(rows[:, None], 0.0),
-            delta=x.delta.masked_fill(rows[:, None], 0.0),
+            return kernel.backward(inputs, pattern, scores)
+        rows = _spoiled(*(y for y in (inputs.dout, inputs.q, inputs.out) if y is not None))
+        rows |= (~inputs.delta.isfinite() | inputs.lse.isnan() | (inputs.lse == torch.inf)).any(1)
+        columns, table = _spoiled(inputs.k, inputs.v), pattern.table_on(inputs.q.device)
+        clean = BackwardInputs(
+            dout=_zeroed(inputs.dout, rows),
+            q=_zeroed(inputs.q, rows),
+            k=_zeroed(inputs.k, columns),
+            v=_zeroed(inputs.v, columns),
+            out=None if inputs.out is None else _zeroed(inputs.out, rows),
+            lse=inputs.lse.masked_fill(rows[:, None], 0.0),
+            delta=inputs.delta.masked_fill(rows[:, None], 0.0),
         )
-        dq, dk, dv = kernel.backward(clean, seen, how)
+        dq, dk, dv = kernel.backward(clean, pattern, scores)
         dq[(rows & table.any(1)) | _meet(columns, table.T)] = torch.nan
         for gradient in (dk, dv):
             gradient[(columns & table.any(0)) | _meet(rows, table)] = torch.nan
@@ -61,12 +62,12 @@ def keeps_nan_where_seen(kernel: Kernel) -> Kernel:
 
 
 def _finite(*tensors: Tensor) -> bool:
-    """Whether all is finite; sums that overflow say no as well."""
+    """Return whether all is finite; a sum that overflows counts as not finite."""
     return all(bool(x.sum(dtype=torch.float64).isfinite()) for x in tensors)
 
 
 def _spoiled(*tensors: Tensor) -> Tensor:
-    """[B, S]: whether a row of [B, S, H, D] is not finite in any of these."""
+    """Return [B, S]: whether a row of [B, S, H, D] is not finite in any of these."""
     return torch.stack([~x.isfinite().flatten(2).all(2) for x in tensors]).any(0)
 
 
@@ -75,5 +76,5 @@ def _zeroed(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _meet(spoiled: Tensor, table: Tensor) -> Tensor:
-    """[B, N]: what sees, or is seen by, spoiled rows [B, M], by a table [M, N]."""
+    """Return [B, N]: which columns meet spoiled rows [B, M], by a table [M, N]."""
     return (spoiled.float() @ table.float()) > 0

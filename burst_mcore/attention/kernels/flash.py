@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from burst_mcore import packages
-from burst_mcore.attention.geometry.pattern import Abilities, Seen
+from burst_mcore.attention.geometry.pattern import Abilities, Pattern
 from burst_mcore.attention.kernels.aten import half_on_cuda
-from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
 from burst_mcore.attention.kernels.padding import takes_any_value_dim
 from burst_mcore.attention.kernels.window import from_lower_right
 
@@ -29,34 +29,39 @@ def _flash2_supports(problem: Problem) -> str | None:
     reason = half_on_cuda(problem, largest_head_dim=256) or packages.not_on((8, 9, 10, 12))
     if reason is not None:
         return reason
-    found = _flash2()
-    if isinstance(found, str):
-        return found
-    if problem.softcap and not packages.has(found._flash_attn_forward, "softcap"):
+    module = _flash2()
+    if isinstance(module, str):
+        return module
+    if problem.softcap and not packages.has(module._flash_attn_forward, "softcap"):
         return "flash-attn has a softcap from 2.6 on"
     return None
 
 
-def _flash2_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
-    left, right = from_lower_right(seen)
-    found = packages.call(
+def _flash2_forward(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    left, right = from_lower_right(pattern)
+    results = packages.call(
         _flash2()._flash_attn_forward,
-        q, k, v, dropout_p=0.0, softmax_scale=how.scale, causal=seen.causal, window_size=(left, right),
-        window_size_left=left, window_size_right=right, softcap=_softcap(how), alibi_slopes=None,
+        q, k, v, dropout_p=0.0, softmax_scale=scores.scale, causal=pattern.causal, window_size=(left, right),
+        window_size_left=left, window_size_right=right, softcap=_softcap(scores), alibi_slopes=None,
         return_softmax=False,
     )  # fmt: skip
-    out, lse = found[0], found[5 if len(found) == 8 else 1]  # 8 results before 2.7
+    out, lse = results[0], results[5 if len(results) == 8 else 1]  # 8 results before 2.7
     return out, lse.masked_fill_(lse == torch.inf, -torch.inf)  # rows that see nothing have +inf
 
 
-def _flash2_backward(x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
-    left, right = from_lower_right(seen)
-    dq, dk, dv = _room(x)
+def _flash2_backward(
+    inputs: BackwardInputs, pattern: Pattern, scores: Scores
+) -> tuple[Tensor, Tensor, Tensor]:
+    left, right = from_lower_right(pattern)
+    dq, dk, dv = _room(inputs)
     packages.call(
         _flash2()._flash_attn_backward,
-        x.dout, x.q, x.k, x.v, x.out, x.lse.contiguous(), dq, dk, dv, dropout_p=0.0, softmax_scale=how.scale,
-        causal=seen.causal, window_size=(left, right), window_size_left=left, window_size_right=right,
-        softcap=_softcap(how), alibi_slopes=None, deterministic=how.deterministic,
+        inputs.dout, inputs.q, inputs.k, inputs.v, inputs.out, inputs.lse.contiguous(), dq, dk, dv,
+        dropout_p=0.0, softmax_scale=scores.scale, causal=pattern.causal,
+        window_size=(left, right), window_size_left=left, window_size_right=right,
+        softcap=_softcap(scores), alibi_slopes=None, deterministic=scores.deterministic,
     )  # fmt: skip
     return dq, dk, dv
 
@@ -74,29 +79,33 @@ def _flash3_supports(problem: Problem) -> str | None:
         return f"head dims {dims[0]} and {dims[1]}: those of q, k and v may differ as 192 and 128 do"
     if problem.deterministic and max(dims) > 192:
         return f"it is deterministic up to head dim 192, not with {max(dims)}"
-    found = _flash3()
-    return found if isinstance(found, str) else None
+    module = _flash3()
+    return module if isinstance(module, str) else None
 
 
-def _flash3_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
-    left, right = from_lower_right(seen)
+def _flash3_forward(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    left, right = from_lower_right(pattern)
     out, lse, *_ = packages.call(
         _flash3()._flash_attn_forward,
-        q, k, _rows_dense(v), softmax_scale=how.scale, causal=seen.causal, window_size=(left, right),
-        window_size_left=left, window_size_right=right, softcap=_softcap(how),
+        q, k, _rows_dense(v), softmax_scale=scores.scale, causal=pattern.causal, window_size=(left, right),
+        window_size_left=left, window_size_right=right, softcap=_softcap(scores),
     )  # fmt: skip
     return out, lse
 
 
-def _flash3_backward(x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
-    left, right = from_lower_right(seen)
-    dq, dk, dv = _room(x)
+def _flash3_backward(
+    inputs: BackwardInputs, pattern: Pattern, scores: Scores
+) -> tuple[Tensor, Tensor, Tensor]:
+    left, right = from_lower_right(pattern)
+    dq, dk, dv = _room(inputs)
     packages.call(
         _flash3()._flash_attn_backward,
-        x.dout, x.q, x.k, _rows_dense(x.v), x.out, x.lse.contiguous(), dq=dq, dk=dk, dv=dv,
-        softmax_scale=how.scale, causal=seen.causal, is_causal=seen.causal, window_size=(left, right),
-        window_size_left=left, window_size_right=right, softcap=_softcap(how),
-        deterministic=how.deterministic,
+        inputs.dout, inputs.q, inputs.k, _rows_dense(inputs.v), inputs.out, inputs.lse.contiguous(),
+        dq=dq, dk=dk, dv=dv, softmax_scale=scores.scale, causal=pattern.causal, is_causal=pattern.causal,
+        window_size=(left, right), window_size_left=left, window_size_right=right, softcap=_softcap(scores),
+        deterministic=scores.deterministic,
     )  # fmt: skip
     return dq, dk, dv
 
@@ -109,12 +118,12 @@ def _flash4_supports(problem: Problem) -> str | None:
     reason = half_on_cuda(problem, largest_head_dim=256) or packages.not_on((9, 10, 11))
     if reason is not None:
         return reason
-    dims, found = (problem.head_dim, problem.value_dim), packages.capability()
+    dims, capability = (problem.head_dim, problem.value_dim), packages.capability()
     if dims[0] != dims[1] and problem.heads != problem.kv_heads:
         return f"head dims {dims[0]} and {dims[1]} differ, which its backward takes without GQA only"
-    if found is not None and found[0] != 9 and max(dims) > 128 and dims != (192, 128):
+    if capability is not None and capability[0] != 9 and max(dims) > 128 and dims != (192, 128):
         return f"head dims {dims}; on this GPU it takes up to 128, and 192 with 128"
-    if problem.deterministic and found is not None and found[0] == 9:
+    if problem.deterministic and capability is not None and capability[0] == 9:
         return "it is deterministic on Blackwell only"
     module = _flash4()
     if isinstance(module, str):
@@ -123,37 +132,44 @@ def _flash4_supports(problem: Problem) -> str | None:
     return f"this flash-attn-4's backward has no {', '.join(missing)}" if missing else None
 
 
-def _flash4_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
-    left, right = (None if bound < 0 else bound for bound in from_lower_right(seen))
+def _flash4_forward(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    left, right = (None if bound < 0 else bound for bound in from_lower_right(pattern))
     out, lse, *_ = _flash4()._flash_attn_fwd(
-        q, k, v, softmax_scale=how.scale, causal=seen.causal, softcap=how.softcap, window_size_left=left,
-        window_size_right=right, return_lse=True,
+        q, k, v, softmax_scale=scores.scale, causal=pattern.causal, softcap=scores.softcap,
+        window_size_left=left, window_size_right=right, return_lse=True,
     )  # fmt: skip
     return out, lse
 
 
-def _flash4_backward(x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
-    left, right = (None if bound < 0 else bound for bound in from_lower_right(seen))
-    nothing = torch.zeros_like(x.dout)  # it takes D as rowsum(dO * O) - dLSE
+def _flash4_backward(
+    inputs: BackwardInputs, pattern: Pattern, scores: Scores
+) -> tuple[Tensor, Tensor, Tensor]:
+    left, right = (None if bound < 0 else bound for bound in from_lower_right(pattern))
+    nothing = torch.zeros_like(inputs.dout)  # it takes D as rowsum(dO * O) - dLSE
     dq, dk, dv, *_ = _flash4()._flash_attn_bwd(
-        x.q, x.k, x.v, nothing, x.dout, x.lse.contiguous(), softmax_scale=how.scale, causal=seen.causal,
-        softcap=_softcap(how), window_size_left=left, window_size_right=right,
-        deterministic=how.deterministic, dlse=-x.delta,
+        inputs.q, inputs.k, inputs.v, nothing, inputs.dout, inputs.lse.contiguous(),
+        softmax_scale=scores.scale, causal=pattern.causal, softcap=_softcap(scores),
+        window_size_left=left, window_size_right=right, deterministic=scores.deterministic,
+        dlse=-inputs.delta,
     )  # fmt: skip
     return dq, dk, dv
 
 
-def _softcap(how: Scores) -> float:
+def _softcap(scores: Scores) -> float:
     """0 for none, as these packages write it."""
-    return how.softcap or 0.0
+    return scores.softcap or 0.0
 
 
 def _rows_dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _room(x: RowGradients) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x.q, x.k, x.v))
+def _room(inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (
+        torch.empty_like(y, memory_format=torch.contiguous_format) for y in (inputs.q, inputs.k, inputs.v)
+    )
     return dq, dk, dv
 
 

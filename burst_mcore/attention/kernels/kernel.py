@@ -1,7 +1,7 @@
-"""What a local kernel is: one tile on one device.
+"""The interface of a local kernel, which computes one tile on one device.
 
-It never sees a ring: the softmax statistics of the whole row come from outside in backward, so the gradients
-of a tile are its exact share of the whole.
+A kernel knows nothing of rings. In backward the softmax statistics of the whole row come from outside, so the
+gradients of a tile are its exact share of the whole.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.geometry.pattern import NONE, Abilities, Seen
+from burst_mcore.attention.geometry.pattern import NONE, Abilities, Pattern
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a kernel is asked to serve. head_dim is that of queries and keys, value_dim that of values."""
+    """The shapes, dtype and options that a kernel must serve; head_dim is the width of queries and keys."""
 
     device: str
     dtype: torch.dtype
@@ -30,14 +30,14 @@ class Problem:
     deterministic: bool = False
     """Gradients must be bitwise equal between runs."""
     sparse: bool = False
-    """Its mask is (`Mask.is_sparse`). What a kernel can serve does not depend on it, nor on the next: "auto"
-    tries kernels in another order."""
+    """The mask is sparse (`Mask.is_sparse`). This field and the next change only the order in which "auto"
+    tries kernels."""
     window: bool = False
-    """Its mask has one (`Mask.has_window`)."""
+    """The mask has a window (`Mask.has_window`)."""
 
 
 class Scores(NamedTuple):
-    """How scores are made of q and k: s = scale q k^T, then softcap * tanh(s / softcap) if that is given."""
+    """The options of scores: s = scale q k^T, and with a softcap, softcap * tanh(s / softcap)."""
 
     scale: float
     softcap: float | None = None
@@ -48,18 +48,20 @@ class Scores(NamedTuple):
 class Forward(Protocol):
     """(out [B, M, H, Dv], lse [B, H, M]) of q [B, M, H, D], k [B, N, Hkv, D], v [B, N, Hkv, Dv].
 
-    Both results are new tensors that the caller may write; out is finite in rows that see no key, their lse
-    is -inf. lse is natural-log, in at least float32.
+    Both results are new tensors that the caller may write. In rows that see no key out is finite, and lse is
+    -inf. lse is natural-log, in at least float32.
     """
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]: ...
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores
+    ) -> tuple[Tensor, Tensor]: ...
 
 
-class RowGradients(NamedTuple):
-    """What a tile's backward needs, with the statistics of the WHOLE row: lse and delta [B, H, M].
+class BackwardInputs(NamedTuple):
+    """The inputs of a tile's backward, with the statistics of the WHOLE row: lse and delta [B, H, M].
 
-    `out` [B, M, H, Dv] is the forward's, or any tensor with rowsum(dout * out) = delta: kernels that do not
-    take delta form it from out, those with `takes_delta` read delta and get no out.
+    `out` [B, M, H, Dv] is the forward's, or any tensor with rowsum(dout * out) = delta. Kernels with
+    `takes_delta` read delta and get no out; the others form delta from out.
     """
 
     dout: Tensor
@@ -74,27 +76,29 @@ class RowGradients(NamedTuple):
 class Backward(Protocol):
     """(dq, dk, dv), new tensors, in the dtypes of q, k, v: this tile's share of the whole gradients.
 
-    With P = exp(s - lse): dv = P^T dout, dS = P * (dout v^T - delta), dq = scale dS k, dk = scale dS^T q; a
-    softcap multiplies dS by 1 - (s / softcap)^2.
+    With P = exp(s - lse): dv = P^T dout, dS = P * (dout v^T - delta), dq = scale dS k, dk = scale dS^T q.
+    A softcap multiplies dS by 1 - (s / softcap)^2.
     """
 
-    def __call__(self, x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor, Tensor]: ...
+    def __call__(
+        self, inputs: BackwardInputs, pattern: Pattern, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 class InPlace(NamedTuple):
-    """What a kernel can do besides: merge and add its results into running sums, with no further pass.
+    """Functions of a kernel that merge or add its results into running sums, without a further pass.
 
     Sums are views [B, M or N, H or Hkv, D], lse [B, H, M], in any dtype; `fresh` ones are uninitialised. Of
-    a row of d elements, a tile then moves 8 d bytes in float32 (4 d if fresh); elsewhere the kernel writes
-    d s bytes, s to an element, and a pass moves d (s + 8) more.
+    a row of d elements, a tile then moves 8 d bytes in float32 (4 d if fresh). Without them the kernel writes
+    d s bytes, s to an element, and a pass of its own moves d (s + 8) more.
     """
 
     merge_forward: Callable[..., None]
-    """(q, k, v, seen, how, out, lse, *, fresh)."""
+    """(q, k, v, pattern, scores, out, lse, *, fresh)."""
     add_dq: Callable[..., None]
-    """(x, seen, how, dq, *, fresh)."""
+    """(inputs, pattern, scores, dq, *, fresh)."""
     add_dkv: Callable[..., None]
-    """(x, seen, how, dk, dv, *, fresh)."""
+    """(inputs, pattern, scores, dk, dv, *, fresh)."""
 
 
 @dataclass(frozen=True)

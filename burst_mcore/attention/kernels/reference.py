@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.geometry.pattern import Abilities, Seen
+from burst_mcore.attention.geometry.pattern import Abilities, Pattern
 from burst_mcore.attention.kernels.finite import keeps_nan_where_seen
-from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
 from burst_mcore.dtypes import wide
 
 
@@ -19,20 +19,20 @@ def _supports(problem: Problem) -> str | None:
     return None if problem.dtype.is_floating_point else f"dtype {problem.dtype} is not floating point"
 
 
-def _scores(q_BMHGD: Tensor, k_BNHD: Tensor, seen: Seen, how: Scores) -> Tensor:
-    """-inf where not seen."""
-    scores: Tensor = torch.einsum("bmhgd,bnhd->bhgmn", q_BMHGD, k_BNHD) * how.scale
-    if how.softcap is not None:
-        scores = how.softcap * torch.tanh(scores / how.softcap)
-    rows, columns = scores.shape[-2:]
-    if seen.masked:
-        return scores.masked_fill_(~seen.table_on(scores.device), -torch.inf)
-    ahead = torch.arange(columns, device=scores.device) - torch.arange(rows, device=scores.device)[:, None]
-    if seen.low is not None:
-        scores.masked_fill_(ahead < seen.low, -torch.inf)
-    if seen.high is not None:
-        scores.masked_fill_(ahead > seen.high, -torch.inf)
-    return scores
+def _logits(q_BMHGD: Tensor, k_BNHD: Tensor, pattern: Pattern, scores: Scores) -> Tensor:
+    """Return the scores, -inf where a row does not see a column."""
+    logits: Tensor = torch.einsum("bmhgd,bnhd->bhgmn", q_BMHGD, k_BNHD) * scores.scale
+    if scores.softcap is not None:
+        logits = scores.softcap * torch.tanh(logits / scores.softcap)
+    rows, columns = logits.shape[-2:]
+    if pattern.masked:
+        return logits.masked_fill_(~pattern.table_on(logits.device), -torch.inf)
+    ahead = torch.arange(columns, device=logits.device) - torch.arange(rows, device=logits.device)[:, None]
+    if pattern.low is not None:
+        logits.masked_fill_(ahead < pattern.low, -torch.inf)
+    if pattern.high is not None:
+        logits.masked_fill_(ahead > pattern.high, -torch.inf)
+    return logits
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:
@@ -40,34 +40,34 @@ def _grouped(x: Tensor, kv_heads: int) -> Tensor:
     return grouped
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor]:
     k_BNHD, v_BNHD = k.to(wide(k.dtype)), v.to(wide(v.dtype))
-    scores = _scores(_grouped(q, k.shape[2]), k_BNHD, seen, how)
-    lse_BHGM = torch.logsumexp(scores, dim=-1)
-    weights = torch.exp(scores - lse_BHGM.masked_fill(lse_BHGM == -torch.inf, 0.0)[..., None])
+    logits = _logits(_grouped(q, k.shape[2]), k_BNHD, pattern, scores)
+    lse_BHGM = torch.logsumexp(logits, dim=-1)
+    weights = torch.exp(logits - lse_BHGM.masked_fill(lse_BHGM == -torch.inf, 0.0)[..., None])
     out = torch.einsum("bhgmn,bnhd->bmhgd", weights, v_BNHD).flatten(2, 3)
     return out.to(q.dtype).contiguous(), lse_BHGM.flatten(1, 2)
 
 
-def _backward(x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
-    heads, dtype = x.k.shape[2], wide(x.k.dtype)
-    q_BMHGD, dout_BMHGD = _grouped(x.q, heads), _grouped(x.dout, heads)
-    k_BNHD, v_BNHD = x.k.to(dtype), x.v.to(dtype)
-    lse_BHGM, delta_BHGM = (rows.unflatten(1, (heads, -1)) for rows in (x.lse, x.delta))
-    scores = _scores(q_BMHGD, k_BNHD, seen, how)
+def _backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+    heads, dtype = inputs.k.shape[2], wide(inputs.k.dtype)
+    q_BMHGD, dout_BMHGD = _grouped(inputs.q, heads), _grouped(inputs.dout, heads)
+    k_BNHD, v_BNHD = inputs.k.to(dtype), inputs.v.to(dtype)
+    lse_BHGM, delta_BHGM = (rows.unflatten(1, (heads, -1)) for rows in (inputs.lse, inputs.delta))
+    logits = _logits(q_BMHGD, k_BNHD, pattern, scores)
     blind = lse_BHGM == -torch.inf  # (-inf) - (-inf) is NaN
-    weights = torch.exp(scores - lse_BHGM.masked_fill(blind, torch.inf)[..., None])
+    weights = torch.exp(logits - lse_BHGM.masked_fill(blind, torch.inf)[..., None])
     dweights = torch.einsum("bmhgd,bnhd->bhgmn", dout_BMHGD, v_BNHD)
-    dscores = weights * (dweights - delta_BHGM[..., None]) * how.scale
-    if how.softcap is not None:  # tanh' = 1 - tanh^2
-        dscores *= 1 - scores.masked_fill(scores == -torch.inf, 0.0).div_(how.softcap).square_()
+    dscores = weights * (dweights - delta_BHGM[..., None]) * scores.scale
+    if scores.softcap is not None:  # tanh' = 1 - tanh^2
+        dscores *= 1 - logits.masked_fill(logits == -torch.inf, 0.0).div_(scores.softcap).square_()
     dq = torch.einsum("bhgmn,bnhd->bmhgd", dscores, k_BNHD).flatten(2, 3)
     dk = torch.einsum("bhgmn,bmhgd->bnhd", dscores, q_BMHGD)
     dv = torch.einsum("bhgmn,bmhgd->bnhd", weights, dout_BMHGD)
-    return dq.to(x.q.dtype), dk.to(x.k.dtype), dv.to(x.v.dtype)
+    return dq.to(inputs.q.dtype), dk.to(inputs.k.dtype), dv.to(inputs.v.dtype)
 
 
 ABILITIES = Abilities(windows=True, masks=True)
 PLAIN = Kernel("reference", _supports, _forward, _backward, takes_delta=True, abilities=ABILITIES)
-"""As it is defined: where a table joins several documents, NaN of one reaches the others."""
+"""The definition alone: where a table joins several documents, NaN of one reaches the others."""
 KERNEL = keeps_nan_where_seen(PLAIN)

@@ -1,7 +1,7 @@
-"""Tiles of a few rows or keys, at which cuDNN fails: another kernel does them.
+"""Leaves tiles of a few rows or keys, at which cuDNN fails, to another kernel.
 
-Its backward refuses one row with one key, and notes of its releases name more that small shapes break.
-Cutting a window leaves such tiles, and so do short documents.
+cuDNN's backward refuses one row with one key, and its release notes name more small shapes that break.
+Windows that are cut leave such tiles, and so do short documents.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from burst_mcore.attention.geometry.pattern import Seen
-from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Scores
+from burst_mcore.attention.geometry.pattern import Pattern
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Scores
 
 logger = logging.getLogger("burst_mcore")
 
 LEAST = 64
-"""Rows and keys of a tile that cuDNN is called for."""
+"""Rows and keys, at least, of a tile that cuDNN is called for."""
 
 
 def leaves_small_tiles(kernel: Kernel, to: Callable[[Scores], Kernel]) -> Kernel:
-    """`kernel`, with tiles of fewer than LEAST rows or keys done by one that serves all that it does.
+    """Return `kernel`, with tiles of fewer than LEAST rows or keys left to a kernel that serves as much.
 
-    The first of them is logged.
+    The first such tile is logged.
     """
 
-    def chosen(seen: Seen, how: Scores) -> Kernel:
-        if min(seen.shape) >= LEAST:
+    def chosen(pattern: Pattern, scores: Scores) -> Kernel:
+        if min(pattern.shape) >= LEAST:
             return kernel
-        other = to(how)
+        other = to(scores)
         _tell(kernel.name, other.name)
         return other
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
-        return chosen(seen, how).forward(q, k, v, seen, how)
+    def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor]:
+        return chosen(pattern, scores).forward(q, k, v, pattern, scores)
 
-    def backward(x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
-        return chosen(seen, how).backward(x, seen, how)
+    def backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+        return chosen(pattern, scores).backward(inputs, pattern, scores)
 
     return replace(kernel, forward=forward, backward=backward)
 
 
 @lru_cache
 def _tell(name: str, other: str) -> None:
-    """Once for each pair."""
+    """Log the first small tile of each pair of kernels."""
     logger.info("kernel %s: tiles of under %d rows or keys are left to %s", name, LEAST, other)

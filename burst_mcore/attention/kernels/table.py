@@ -28,10 +28,10 @@ A guess: this project has measured none of them yet."""
 
 @lru_cache(maxsize=1024)
 def choose(name: str, problem: Problem) -> Kernel:
-    """The kernel called `name`, or, if that is "auto", the first of `by_rank` that serves.
+    """Return the kernel called `name`, or, if that is "auto", the first of `by_rank` that serves.
 
-    The choice is logged once for each problem; where "auto" ends at the reference kernel, which is slow and
-    stores all scores, it is logged as a warning with the reasons of the others.
+    The choice is logged once for each problem. Where "auto" ends at the reference kernel, which is slow and
+    stores all scores, the log is a warning with the reasons of the others.
 
     Raises:
         ValueError: unknown name, or the kernel cannot serve the problem (with its reason).
@@ -56,7 +56,7 @@ def choose(name: str, problem: Problem) -> Kernel:
 
 
 def taking_delta(name: str, problem: Problem) -> Kernel:
-    """As `choose`, of kernels that serve the problem with any D given, not only rowsum(dO * O).
+    """Return a kernel as `choose` does, which accepts any D, not only rowsum(dO * O).
 
     Raises:
         ValueError: none does, or not the one of this name.
@@ -64,25 +64,25 @@ def taking_delta(name: str, problem: Problem) -> Kernel:
     refusals = []
     ranked = by_rank(problem.device, problem.sparse, problem.window)
     for kernel in ranked if name == "auto" else [KERNELS[name]]:
-        given = takes_delta(kernel)
-        reason = given.supports(problem)
+        taking = takes_delta(kernel)
+        reason = taking.supports(problem)
         if reason is None:
-            return given
+            return taking
         refusals.append(f"{kernel.name}: {reason}")
     raise ValueError(f"a gradient came through lse, which no kernel here takes{_because(refusals)}")
 
 
 def by_rank(device: str, sparse: bool = False, window: bool = False) -> list[Kernel]:
-    """The kernels in the order in which "auto" tries them; the reference is the last.
+    """Return the kernels in the order in which "auto" tries them; the reference is the last.
 
-    On CUDA those that take a mask in few launches come first: our own for a sparse one, which takes any
-    pattern whole; for a window those that have windows. Others are called for each tile that it is cut into.
-    A guess, as `RANKS` is.
+    On CUDA kernels that take a mask in few launches come first. For a sparse mask that is our own, which
+    takes any pattern whole; for a window, kernels that have windows. Other kernels need a call for each tile
+    that the mask is cut into. A guess, as `RANKS` is.
     """
     if device == "cpu":
         return [KERNELS["aten-cpu"], KERNELS["reference"]]
-    found = packages.capability()
-    ranked = [KERNELS[name] for name in RANKS.get(found[0] if found else None, RANKS[None])]
+    capability = packages.capability()
+    ranked = [KERNELS[name] for name in RANKS.get(capability[0] if capability else None, RANKS[None])]
     if sparse or window:
         ranked.sort(key=lambda kernel: not (kernel.abilities.pieces if sparse else kernel.abilities.windows))
     return [*ranked, KERNELS["reference"]]

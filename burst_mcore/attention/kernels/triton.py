@@ -1,9 +1,9 @@
 """Our own kernel, in Triton: any pattern in one launch, D given, fp32 accumulators read and written in place.
 
 A tile's pattern is walked as lists of blocks (`blocks`): empty ones cost nothing, full ones need no mask.
-Forward starts from the running (out, lse) and leaves the merged ones, so that merging costs no pass of its
-own; backward adds to running fp32 gradients. dk and dv come from one kernel, dq from another, each element
-from one program in one order: gradients are deterministic.
+Forward starts from the running (out, lse) and leaves the merged ones, so merging costs no pass of its own.
+Backward adds to running fp32 gradients. dk and dv come from one kernel, dq from another. Each element comes
+from one program in one order, so gradients are deterministic.
 
 Works on CPU tensors where Triton interprets (TRITON_INTERPRET=1), for tests.
 """
@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from burst_mcore import packages
-from burst_mcore.attention.geometry.pattern import Abilities, Seen
+from burst_mcore.attention.geometry.pattern import Abilities, Pattern
 from burst_mcore.attention.kernels.blocks import Blocks, blocks
-from burst_mcore.attention.kernels.kernel import InPlace, Kernel, Problem, RowGradients, Scores
+from burst_mcore.attention.kernels.kernel import BackwardInputs, InPlace, Kernel, Problem, Scores
 from burst_mcore.dtypes import TRAINED, wide
 
 LARGEST_HEAD_DIM = 256
 
 
 class Launch(NamedTuple):
-    """Sizes of a kernel's blocks, and how it is compiled."""
+    """The block sizes of a Triton kernel, and the options that it is compiled with."""
 
     rows: int
     columns: int
@@ -35,9 +35,10 @@ class Launch(NamedTuple):
 
 
 def launch(name: str, dim: int, itemsize: int) -> Launch:
-    """For the kernel `name` ("forward", "dkv", "dq"), head dim (a power of two) and bytes of an element.
+    """Return the sizes for a kernel ("forward", "dkv", "dq"), a head dim and the bytes of an element.
 
-    Chosen among what compiles for Hopper with few or no registers spilled; no speed was measured.
+    dim is a power of two. The sizes compile for Hopper with few or no registers spilled; no speed was
+    measured.
     """
     if itemsize == 4:
         return Launch(32, 32, 8, 1)
@@ -53,7 +54,7 @@ def _device_code() -> Any:
 
 
 def interpreted() -> bool:
-    """Whether Triton runs in its interpreter, on CPU tensors."""
+    """Return whether Triton runs in its interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -68,89 +69,107 @@ def _supports(problem: Problem) -> str | None:
     reason = packages.not_on((8, 9, 10, 11, 12)) if problem.device == "cuda" else None
     if reason is not None:
         return reason
-    found = _device_code()
-    return found if isinstance(found, str) else None
+    code = _device_code()
+    return code if isinstance(code, str) else None
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor]:
     batch, rows, heads, _ = q.shape
     out = torch.empty((batch, rows, heads, v.shape[-1]), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, rows), dtype=wide(q.dtype), device=q.device)
-    merge_forward(q, k, v, seen, how, out, lse, fresh=True)
+    merge_forward(q, k, v, pattern, scores, out, lse, fresh=True)
     return out, lse
 
 
 def merge_forward(
-    q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores, out: Tensor, lse: Tensor, *, fresh: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    scores: Scores,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    fresh: bool,
 ) -> None:
     """Merge a tile's share into out [B, M, H, Dv] and lse [B, H, M], in place; set them if `fresh`."""
     batch, rows, heads, dim = q.shape
     wide_dim, value_dim = _power(dim), _power(v.shape[-1])
     sizes = launch("forward", max(wide_dim, value_dim), q.itemsize)
-    lists = _lists(seen, sizes, q.device, by_columns=False)
+    lists = _lists(pattern, sizes, q.device, by_columns=False)
     grid = (-(-rows // sizes.rows), batch * heads)
     _device_code().forward[grid](
-        q, k, v, out, lse, *lists, how.scale, how.softcap or 0.0, rows, k.shape[1], heads,
+        q, k, v, out, lse, *lists, scores.scale, scores.softcap or 0.0, rows, k.shape[1], heads,
         heads // k.shape[2], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         *lse.stride(), USED=dim, VALUE_USED=v.shape[-1], DIM=wide_dim, VALUE_DIM=value_dim, ROWS=sizes.rows,
-        COLUMNS=sizes.columns, SOFTCAP=how.softcap is not None, FRESH=fresh, PRECISION=_precision(q),
+        COLUMNS=sizes.columns, SOFTCAP=scores.softcap is not None, FRESH=fresh, PRECISION=_precision(q),
         num_warps=sizes.warps, num_stages=sizes.stages,
     )  # fmt: skip
 
 
-def _backward(x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x.q, x.k, x.v))
-    add_dq(x, seen, how, dq, fresh=True)
-    add_dkv(x, seen, how, dk, dv, fresh=True)
+def _backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (
+        torch.empty_like(y, memory_format=torch.contiguous_format) for y in (inputs.q, inputs.k, inputs.v)
+    )
+    add_dq(inputs, pattern, scores, dq, fresh=True)
+    add_dkv(inputs, pattern, scores, dk, dv, fresh=True)
     return dq, dk, dv
 
 
-def add_dq(x: RowGradients, seen: Seen, how: Scores, dq: Tensor, *, fresh: bool) -> None:
+def add_dq(inputs: BackwardInputs, pattern: Pattern, scores: Scores, dq: Tensor, *, fresh: bool) -> None:
     """Add a tile's share to dq [B, M, H, D], in place; set it if `fresh`."""
-    _gradients("dq", x, seen, how, (dq, dq), fresh)
+    _gradients("dq", inputs, pattern, scores, (dq, dq), fresh)
 
 
-def add_dkv(x: RowGradients, seen: Seen, how: Scores, dk: Tensor, dv: Tensor, *, fresh: bool) -> None:
+def add_dkv(
+    inputs: BackwardInputs, pattern: Pattern, scores: Scores, dk: Tensor, dv: Tensor, *, fresh: bool
+) -> None:
     """Add a tile's share to dk [B, N, Hkv, D] and dv [B, N, Hkv, Dv], in place; set them if `fresh`."""
-    _gradients("dkv", x, seen, how, (dk, dv), fresh)
+    _gradients("dkv", inputs, pattern, scores, (dk, dv), fresh)
 
 
 def _gradients(
-    name: str, x: RowGradients, seen: Seen, how: Scores, into: tuple[Tensor, Tensor], fresh: bool
+    name: str,
+    inputs: BackwardInputs,
+    pattern: Pattern,
+    scores: Scores,
+    into: tuple[Tensor, Tensor],
+    fresh: bool,
 ) -> None:
-    batch, rows, heads, dim = x.q.shape
-    columns, kv_heads = x.k.shape[1:3]
-    wide_dim, value_dim = _power(dim), _power(x.v.shape[-1])
-    sizes = launch(name, max(wide_dim, value_dim), x.q.itemsize)
-    lists = _lists(seen, sizes, x.q.device, by_columns=name == "dkv")
+    batch, rows, heads, dim = inputs.q.shape
+    columns, kv_heads = inputs.k.shape[1:3]
+    wide_dim, value_dim = _power(dim), _power(inputs.v.shape[-1])
+    sizes = launch(name, max(wide_dim, value_dim), inputs.q.itemsize)
+    lists = _lists(pattern, sizes, inputs.q.device, by_columns=name == "dkv")
     of_columns = -(-columns // sizes.columns), batch * kv_heads
     grid = of_columns if name == "dkv" else (-(-rows // sizes.rows), batch * heads)
     getattr(_device_code(), name)[grid](
-        x.q, x.k, x.v, x.dout, x.lse, x.delta, *into, *lists, how.scale, how.softcap or 0.0, rows, columns,
-        heads, heads // kv_heads, *x.q.stride()[:3], *x.k.stride()[:3], *x.v.stride()[:3],
-        *x.dout.stride()[:3], *x.lse.stride(), *x.delta.stride(), *into[0].stride()[:3],
-        *into[1].stride()[:3], USED=dim, VALUE_USED=x.v.shape[-1], DIM=wide_dim, VALUE_DIM=value_dim,
-        ROWS=sizes.rows, COLUMNS=sizes.columns, SOFTCAP=how.softcap is not None, FRESH=fresh,
-        PRECISION=_precision(x.q), num_warps=sizes.warps, num_stages=sizes.stages,
+        inputs.q, inputs.k, inputs.v, inputs.dout, inputs.lse, inputs.delta, *into, *lists,
+        scores.scale, scores.softcap or 0.0, rows, columns, heads, heads // kv_heads,
+        *inputs.q.stride()[:3], *inputs.k.stride()[:3], *inputs.v.stride()[:3],
+        *inputs.dout.stride()[:3], *inputs.lse.stride(), *inputs.delta.stride(), *into[0].stride()[:3],
+        *into[1].stride()[:3], USED=dim, VALUE_USED=inputs.v.shape[-1], DIM=wide_dim, VALUE_DIM=value_dim,
+        ROWS=sizes.rows, COLUMNS=sizes.columns, SOFTCAP=scores.softcap is not None, FRESH=fresh,
+        PRECISION=_precision(inputs.q), num_warps=sizes.warps, num_stages=sizes.stages,
     )  # fmt: skip
 
 
-def _lists(seen: Seen, sizes: Launch, device: torch.device, *, by_columns: bool) -> Blocks:
+def _lists(pattern: Pattern, sizes: Launch, device: torch.device, *, by_columns: bool) -> Blocks:
     key = "blocks", sizes.rows, sizes.columns, by_columns, device
-    if key not in seen.made:
-        found = blocks(seen, sizes.rows, sizes.columns, by_columns=by_columns)
-        seen.made[key] = found.to(device)
-    lists: Blocks = seen.made[key]
+    if key not in pattern.kernel_cache:
+        lists_on_cpu = blocks(pattern, sizes.rows, sizes.columns, by_columns=by_columns)
+        pattern.kernel_cache[key] = lists_on_cpu.to(device)
+    lists: Blocks = pattern.kernel_cache[key]
     return lists
 
 
 def _power(dim: int) -> int:
-    """The power of two that holds a head dim; matrix units want 16 at least."""
+    """Return the power of two that a head dim is padded to; matrix units want 16 at least."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 def _precision(x: Tensor) -> str:
-    """How float32 is multiplied: exactly."""
+    """Return the precision of products: exact for float32."""
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 

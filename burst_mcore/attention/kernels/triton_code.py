@@ -1,7 +1,7 @@
 """Device code of our Triton kernel; see `triton.py`, which launches it.
 
-Blocks of scores are [ROWS, COLUMNS]; out of the lists of blocks (`Blocks`) come, for a block of one side,
-first those of the other that are seen wholly, then those that parts say about. Exponents are of base 2.
+Blocks of scores are [ROWS, COLUMNS]. For a block of one side the lists (`Blocks`) give the blocks of the
+other: first those that are seen wholly, then those with parts. Exponents are of base 2.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
 
 @triton.jit
 def _unit(scale, softcap, SOFTCAP: tl.constexpr):
-    """What scores are multiplied by, of base 2."""
+    """The factor of scores, for exponents of base 2."""
     if SOFTCAP:
         scale = softcap
     return scale * LOG2E
@@ -52,7 +52,7 @@ def _unit(scale, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _allowed(m, n, entry, firsts, parts, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Which pairs of rows m and columns n the parts of an entry allow."""
+    """Return which pairs of rows m and columns n the parts of an entry allow."""
     seen = tl.zeros((ROWS, COLUMNS), dtype=tl.int1)
     for at in range(tl.load(firsts + entry), tl.load(firsts + entry + 1)):
         part = parts + 8 * at
@@ -88,7 +88,7 @@ def _spoil(x):
 
 @triton.jit
 def _cleaned(x, spoil):
-    """The matrix with zeros for its spoilt rows: 0 x NaN is NaN, and P is 0 where nothing is seen."""
+    """Return the matrix with zeros for its spoilt rows: 0 x NaN is NaN, and P is 0 where nothing is seen."""
     return tl.where((spoil == 0.0)[:, None], x, 0.0)
 
 
@@ -146,7 +146,7 @@ def forward(
         most = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
         total = tl.zeros((ROWS,), dtype=tl.float32)
         sums = tl.zeros((ROWS, VALUE_DIM), dtype=tl.float32)
-    else:  # what was seen so far is one key more, of this score and this value
+    else:  # the keys seen so far count as one key more, of this score and this value
         most = tl.load(to_lse, mask=there, other=-float("inf")) * LOG2E
         total = tl.where(most == -float("inf"), 0.0, 1.0)
         sums = tl.load(to_out, mask=in_out, other=0.0).to(tl.float32)
@@ -161,9 +161,9 @@ def forward(
     if FRESH or start < stop:
         blind = total == 0.0
         sums = sums / tl.where(blind, 1.0, total)[:, None]
-        found = tl.where(blind, -float("inf"), most * LN2 + tl.log(tl.where(blind, 1.0, total)))
+        merged = tl.where(blind, -float("inf"), most * LN2 + tl.log(tl.where(blind, 1.0, total)))
         tl.store(to_out, sums.to(out.dtype.element_ty), mask=in_out)
-        tl.store(to_lse, found.to(lse.dtype.element_ty), mask=there)
+        tl.store(to_lse, merged.to(lse.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -188,11 +188,11 @@ def _weights(
 
 @triton.jit
 def _statistics(lse, delta, m, lse_row, delta_row, rows):
-    """(lse of base 2, delta) of rows m; lse is infinite where there is no row or it sees nothing: P is 0."""
+    """Return (lse of base 2, delta) of rows m; lse is infinite, so P is 0, where no row is or it is blind."""
     there = m < rows
-    found = tl.load(lse + m.to(tl.int64) * lse_row, mask=there, other=float("inf")).to(tl.float32)
-    found = tl.where(found == -float("inf"), float("inf"), found * LOG2E)
-    return found, tl.load(delta + m.to(tl.int64) * delta_row, mask=there, other=0.0).to(tl.float32)
+    lse_of_base_2 = tl.load(lse + m.to(tl.int64) * lse_row, mask=there, other=float("inf")).to(tl.float32)
+    lse_of_base_2 = tl.where(lse_of_base_2 == -float("inf"), float("inf"), lse_of_base_2 * LOG2E)
+    return lse_of_base_2, tl.load(delta + m.to(tl.int64) * delta_row, mask=there, other=0.0).to(tl.float32)
 
 
 @triton.jit

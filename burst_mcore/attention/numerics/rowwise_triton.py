@@ -14,7 +14,7 @@ ROWS = 32
 
 @triton.jit
 def _at(ids, rows, heads, batch_stride, row_stride, head_stride):
-    """Offsets of rows, counted as (batch, row, head)."""
+    """Return offsets of rows, counted as (batch, row, head)."""
     ids = ids.to(tl.int64)
     head, row, batch = ids % heads, ids // heads % rows, ids // heads // rows
     return batch * batch_stride + row * row_stride + head * head_stride
@@ -53,7 +53,7 @@ def _stand_in(
     unit = x / largest[:, None]
     left = tl.load(delta + _at(ids, rows, heads, delta_b, delta_r, delta_h), mask=there, other=0.0) / largest
     faint = tl.sum(unit * unit, 1) * FAINT
-    found = unit * 0.0
+    result = unit * 0.0
     for third in tl.static_range(3):
         x = tl.where((d * 3 // USED == third)[None, :], unit, 0.0)
         squares = tl.sum(x * x, 1)
@@ -61,9 +61,9 @@ def _stand_in(
         factor = tl.where(bears, left / tl.where(bears, squares, 1.0), 0.0)
         rounded = (x * factor[:, None]).to(out.dtype.element_ty).to(tl.float32)
         left -= tl.sum(x * rounded, 1)
-        found += rounded
+        result += rounded
     to = out + _at(ids, rows, heads, out_b, out_r, out_h)[:, None] + d[None, :]
-    tl.store(to, found.to(out.dtype.element_ty), mask=inside)
+    tl.store(to, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -77,13 +77,13 @@ def _merge(
     to_out = out + _at(ids, rows, heads, out_b, out_r, out_h)[:, None] + d[None, :]
     to_lse = lse + _at(ids, rows, heads, lse_b, lse_r, lse_h)
     before = tl.load(to_lse, mask=there, other=-float("inf"))
-    came = tl.load(lse_t + _at(ids, rows, heads, lse_t_b, lse_t_r, lse_t_h), mask=there, other=-float("inf"))
-    most, least = tl.maximum(before, came), tl.minimum(before, came)
+    after = tl.load(lse_t + _at(ids, rows, heads, lse_t_b, lse_t_r, lse_t_h), mask=there, other=-float("inf"))
+    most, least = tl.maximum(before, after), tl.minimum(before, after)
     both = least != -float("inf")
     apart = tl.where(both, least - most, 0.0)
     small = tl.where(both, tl.exp(apart), 0.0)  # the smaller share over the larger
-    weight = tl.where(came >= before, 1.0, small) / (1.0 + small)
-    weight = tl.where(came == -float("inf"), 0.0, weight)
+    weight = tl.where(after >= before, 1.0, small) / (1.0 + small)
+    weight = tl.where(after == -float("inf"), 0.0, weight)
     x = tl.load(to_out, mask=inside, other=0.0).to(tl.float32)
     from_t = out_t + _at(ids, rows, heads, out_t_b, out_t_r, out_t_h)[:, None] + d[None, :]
     y = tl.load(from_t, mask=inside, other=0.0).to(tl.float32)
@@ -92,17 +92,17 @@ def _merge(
 
 
 def delta_rows(dout: Tensor, out: Tensor, delta: Tensor) -> None:
-    """delta [B, H, S] = rowsum(dout * out)."""
+    """Set delta [B, H, S] to rowsum(dout * out)."""
     _launch(_delta, dout, (dout, out, delta))
 
 
 def stand_in_rows(dout: Tensor, delta: Tensor, out: Tensor, faint: float) -> None:
-    """out = dout scaled by thirds, so that rowsum(dout * out) = delta; thirds below `faint` stay zero."""
+    """Set out to dout scaled by thirds, with rowsum(dout * out) = delta; thirds below `faint` stay zero."""
     _launch(_stand_in, dout, (dout, delta, out), FAINT=faint)
 
 
 def merge_rows(out: Tensor, lse: Tensor, out_t: Tensor, lse_t: Tensor) -> None:
-    """(out, lse) with (out_t, lse_t) merged into them."""
+    """Merge (out_t, lse_t) into (out, lse)."""
     _launch(_merge, out, (out, lse, out_t, lse_t))
 
 

@@ -1,1 +1,1 @@
-"""Checkpointed layers: where a sequence is cut, and what attention keeps of it for its recomputation."""
+"""Checkpointed layers: where a sequence is cut, and which results attention saves for its recomputation."""

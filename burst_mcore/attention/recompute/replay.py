@@ -1,8 +1,8 @@
-"""What attention keeps for its own recomputation, and what it is given back there.
+"""Recording and replay: the results that attention saves in a checkpointed forward for its recomputation.
 
-A checkpointed layer runs twice: its forward drops what it computed, and its recomputation, in the middle of
-backward, computes that again. Both runs are announced on the thread that makes them, and each attention call
-asks those that it finds itself in. Who announces them is `burst_mcore.checkpointing`.
+A checkpointed layer runs twice. Its forward drops its results, and its recomputation, in the middle of
+backward, computes them again. `burst_mcore.checkpointing` announces both runs on the thread that makes them.
+Each attention call asks for the runs that its thread is in.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class RecomputeError(RuntimeError):
     """A recomputation does not repeat its forward, so that its gradients would be wrong."""
 
 
-class Made(NamedTuple):
-    """What a call is, for its recomputation to be told from another call."""
+class CallId(NamedTuple):
+    """The identity of a call, which tells its recomputation from that of another call."""
 
     q: tuple[int, ...]
     """[B, S, H, D]."""
@@ -30,7 +30,7 @@ class Made(NamedTuple):
     value_dim: int
     dtype: torch.dtype
     layer: str | None
-    """The name of the layer that owns the call, where it is known: see `of_layer`."""
+    """The name of the layer that owns the call, if known: see `of_layer`."""
     topology: str
     """The handle of its ring."""
     mask: str
@@ -41,53 +41,53 @@ class Made(NamedTuple):
     return_lse: bool
 
     def __str__(self) -> str:
-        """For messages."""
+        """Return the call in words, for messages."""
         whose = "" if self.layer is None else f" of {self.layer}"
         return f"a call{whose} with q {list(self.q)} {self.dtype}, value_dim {self.value_dim}, {self.mask}"
 
-    def unlike(self, other: Made) -> str:
-        """What differs, this one's first."""
+    def unlike(self, other: CallId) -> str:
+        """Return the fields that differ, with the value of this call first."""
         pairs = zip(self._fields, self, other, strict=True)
         return "; ".join(f"{name} {mine}, not {theirs}" for name, mine, theirs in pairs if mine != theirs)
 
     @property
     def bytes(self) -> int:
-        """Of its results on this rank: O, and LSE in at least float32."""
+        """Bytes of the results on this rank: O, and LSE in at least float32."""
         batch, rows, heads, _ = self.q
         return batch * rows * heads * (self.value_dim * self.dtype.itemsize + max(4, self.dtype.itemsize))
 
 
 @dataclass
-class Kept:
-    """The end of the sequence that a call has kept of its results."""
+class SavedTail:
+    """The results of a call for the tail of the sequence, saved in forward."""
 
-    at: int
-    """The global position from which on it is kept."""
+    cut: int
+    """The global position from which on results are saved."""
     tensors: list[Tensor]
-    """Of this rank's rows behind the cut: out [B, rows, H, D], lse [B, H, rows]; under head x ring lse of the
-    pooled rows and own heads, and, if the call wants it at home, lse [B, H, rows] of its own rows as well.
-    None at all: nothing is kept."""
+    """Of this rank's rows after the cut: out [B, rows, H, D], lse [B, H, rows]. Under head x ring lse is that
+    of the pooled rows and own heads; if the call wants lse at home, lse [B, H, rows] of its own rows follows.
+    Empty if nothing is saved."""
     copied: bool
-    """Into memory of their own; else they are the results themselves, which others use as well."""
+    """Whether the tensors are copies; else they are the results themselves, which others use as well."""
 
 
 class Recording(Protocol):
     """The forward of one call of a checkpointed function."""
 
-    def share(self, made: Made) -> tuple[float, bool]:
-        """Which share of the sequence to keep of this call, and whether no more than that."""
+    def share(self, call_id: CallId) -> tuple[float, bool]:
+        """Return the share of the sequence to save of this call, and whether that is a limit."""
         ...
 
-    def record(self, made: Made, kept: Kept) -> None:
-        """Hold this."""
+    def record(self, call_id: CallId, tail: SavedTail) -> None:
+        """Take the tail of a call into custody."""
         ...
 
 
 class Replay(Protocol):
     """The recomputation of one call of a checkpointed function."""
 
-    def replay(self, made: Made) -> Kept | None:
-        """What the forward has kept of this call, once; None if it is used up.
+    def replay(self, call_id: CallId) -> SavedTail | None:
+        """Return the tail that the forward saved of this call, once; None if it is used up.
 
         Raises:
             RecomputeError: the forward did not make this call.
@@ -99,31 +99,31 @@ _entered = threading.local()
 
 
 def recordings() -> tuple[Recording, ...]:
-    """The forwards that this thread is in, outermost first."""
-    found: tuple[Recording, ...] = getattr(_entered, "recordings", ())
-    return found
+    """Return the forwards that this thread is in, outermost first."""
+    entered: tuple[Recording, ...] = getattr(_entered, "recordings", ())
+    return entered
 
 
 def replays() -> tuple[Replay, ...]:
-    """The recomputations that this thread is in, outermost first."""
-    found: tuple[Replay, ...] = getattr(_entered, "replays", ())
-    return found
+    """Return the recomputations that this thread is in, outermost first."""
+    entered: tuple[Replay, ...] = getattr(_entered, "replays", ())
+    return entered
 
 
 def in_checkpoint() -> bool:
-    """Whether this thread is in either."""
+    """Return whether this thread is in a checkpointed forward or a recomputation."""
     return bool(recordings() or replays())
 
 
 def layer() -> str | None:
-    """The layer that this thread is in, where somebody said so."""
-    found: str | None = getattr(_entered, "layer", None)
-    return found
+    """Return the layer that this thread is in, if it was announced."""
+    name: str | None = getattr(_entered, "layer", None)
+    return name
 
 
 @contextlib.contextmanager
 def of_layer(name: str) -> Iterator[None]:
-    """Calls in here are this layer's: its recomputation is not mistaken for another's, and errors name it."""
+    """Announce a layer: its calls are not mistaken for those of another layer, and errors name it."""
     before = layer()
     _entered.layer = name
     try:
@@ -145,7 +145,7 @@ def recording(scope: Recording) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaying(scope: Replay) -> Iterator[None]:
-    """Be in this recomputation."""
+    """Mark this thread as inside a recomputation."""
     before = replays()
     _entered.replays = (*before, scope)
     try:

@@ -1,4 +1,4 @@
-"""The agreement of a ring: which of `burst_mcore.agreement` the calls over a topology go by."""
+"""The agreement of a ring: the instance of `burst_mcore.agreement` that calls over a topology use."""
 
 from __future__ import annotations
 

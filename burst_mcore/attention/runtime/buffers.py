@@ -1,4 +1,4 @@
-"""Buffers that are used again: pooled by shape, owned by one pass at a time."""
+"""Reusable buffers: pooled by shape, and owned by one pass at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import deterministic
 
 SHAPES = 16
-"""How many different shapes (and dtypes) the pool keeps buffers of: those used last."""
+"""Shapes and dtypes that the pool keeps buffers of: those used last."""
 
 _Key = tuple[tuple[int, ...], torch.dtype, bool]
 
@@ -40,18 +40,18 @@ _POOL = _Pool()
 
 
 class Lease:
-    """The buffers of one pass: nobody else has them until it ends. After an error they are not used again.
+    """The buffers of one pass, which no other pass has until it ends. After an error they are not used again.
 
     On the CPU they come from a pool, since fresh memory costs a page fault every 4 KiB. On CUDA torch's
-    caching allocator is the pool: by size, stream and captured graph, and shared with the rest of the model,
-    so that nothing is held between the calls.
+    caching allocator is the pool, by size, stream and captured graph. The rest of the model shares it, so no
+    buffer is held between calls.
     """
 
     def __init__(self) -> None:
         self._lent: list[tuple[_Key, Tensor]] = []
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialised contiguous tensor, of NaN or largest numbers where torch is told to fill such."""
+        """Return an uninitialised contiguous tensor, filled where torch is told to fill such tensors."""
         if device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=device)
         key = (tuple(shape), dtype, torch.is_inference_mode_enabled())

@@ -21,9 +21,10 @@ Carrier = tuple[dist.ProcessGroup, Mapping[int, int]]
 class Communicators:
     """The process groups of one ring of ranks.
 
-    On gloo messages are told apart by tag, so the user's groups carry all. NCCL runs the messages of
-    a communicator one after another: there, each kind of message on each link gets its own, made at the first
-    call that needs it (by then the ranks have agreed on that call), so that all can be in flight at once.
+    On gloo messages are told apart by tag, so the user's groups carry all. NCCL runs the messages of a
+    communicator one after another. So there each kind of message on each link gets a communicator of its own,
+    and all kinds can be in flight at once. The first call that needs one makes it, after the ranks have
+    agreed on that call.
 
     Args:
         ranks: global ranks in the order of the ring.
@@ -44,12 +45,12 @@ class Communicators:
         """By ranks of a node and route: see `executor.transport_of`."""
 
     def reach(self, device: torch.device) -> bool:
-        """Whether messages can be sent from and received in memory of this device."""
+        """Return whether messages can be sent from and received in memory of this device."""
         backend = {"cpu": "cpu:gloo", "cuda": "cuda:nccl"}.get(device.type)
         return backend is not None and backend in self.backends
 
     def carrier(self, link: str, kind: str, members: tuple[int, ...]) -> Carrier:
-        """The group for messages of this kind on this link between `members` (ranks of the ring)."""
+        """Return the group for messages of a kind on a link between `members`, ranks of the ring."""
         key = (members, link, kind)
         if key not in self._made:
             group = self._group(link, kind, members)
@@ -71,7 +72,7 @@ class Communicators:
 
 
 def companion(ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """A new communicator over these global ranks. Collective over them, not over the world."""
+    """Make a communicator over these global ranks. Collective over them, not over the world."""
     with _same_name_on_all(ranks):
         made = dist.new_group(
             list(ranks),
@@ -87,7 +88,7 @@ def companion(ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.Pr
 
 
 def _options(backend: str, timeout: timedelta) -> Any:
-    """NCCL's kernels on streams of high priority: a message must not queue behind the compute it hides."""
+    """Return options for NCCL: streams of high priority, so that messages do not queue behind compute."""
     if backend != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -101,7 +102,7 @@ def start(group: dist.ProcessGroup) -> None:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long a process group waits for its ranks."""
+    """Return how long a process group waits for its ranks."""
     device = "cuda" if "cuda:nccl" in dist.get_backend_config(group) else "cpu"
     timeout = group._get_backend(torch.device(device)).options._timeout
     assert isinstance(timeout, timedelta)

@@ -1,4 +1,4 @@
-"""Executes a program: posts and waits for messages, and calls back for buffers, copies and math."""
+"""The executor of a program: it posts and awaits messages, and calls back for buffers, copies and maths."""
 
 from __future__ import annotations
 
@@ -9,23 +9,20 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.attention.geometry.rows import Rows, pieces, take, within
+from burst_mcore.attention.geometry.rows import Rows, gather, relative_to, scatter_views
 from burst_mcore.attention.runtime.communicators import Carrier
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import (
-    BUNDLE,
-    DATA,
-    GRADIENT,
     HOME,
-    RESULT,
-    ROWS,
-    SUM,
     Accumulate,
     Action,
     Add,
     Channel,
     Compute,
+    Kind,
+    Link,
     Pack,
+    Pass,
     Program,
     Recv,
     Return,
@@ -42,7 +39,7 @@ from burst_mcore.attention.schedule.trace import Recorder, recorder
 Bundle = tuple[Tensor, ...]
 OnCompute = Callable[[int, int | None, Bundle, Rows | None], None]
 OnAccumulate = Callable[[Bundle, Rows | None, bool], None]
-New = Callable[[str, Rows | None], Bundle]
+New = Callable[[Kind, Rows | None], Bundle]
 Free = Callable[[Bundle], None]
 
 
@@ -55,8 +52,8 @@ class Work(Protocol):
 class Transport(Protocol):
     """Carries bundles between the ranks of one ring."""
 
-    def connect(self, name: str) -> None:
-        """Get ready for the pass `name`; every rank does, also one that will send and receive nothing."""
+    def connect(self, pass_: Pass) -> None:
+        """Get ready for a pass; every rank does, also one that will send and receive nothing."""
         ...
 
     def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Bundle]]) -> Sequence[Work]:
@@ -67,16 +64,16 @@ class Transport(Protocol):
 class ProcessGroups:
     """Messages over torch.distributed: on CUDA a wait holds back the current stream, never the host."""
 
-    _TAGS = (DATA, GRADIENT, BUNDLE, ROWS, RESULT, SUM)
+    _TAGS = tuple(Kind)
 
     def __init__(self, topology: Topology, route: Route) -> None:
         self._topology, self._route = topology, route
-        self._carriers: dict[tuple[str, str], Carrier] = {}
+        self._carriers: dict[tuple[Link, Kind], Carrier] = {}
 
     def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Bundle]]) -> Sequence[Work]:
         """Start all messages as one batch, in their order (receives first is fastest on gloo)."""
         group, place = self.carrier(channel)
-        first_tag = 64 * self._TAGS.index(channel.what)
+        first_tag = 64 * self._TAGS.index(channel.kind)
         return dist.batch_isend_irecv(
             [
                 dist.P2POp(
@@ -91,23 +88,23 @@ class ProcessGroups:
             ]
         )
 
-    def connect(self, name: str) -> None:
-        """Make what carries the messages of the pass `name`. Collective, and the same on all ranks.
+    def connect(self, pass_: Pass) -> None:
+        """Make the process groups that carry a pass. Collective, and the same on all ranks.
 
         Masks leave some ranks without messages, so that it cannot wait for the first of them.
         """
-        for channel in _channels(self._topology.rank, self._route, name):
+        for channel in _channels(self._topology.rank, self._route, pass_):
             self.carrier(channel)
 
     def carrier(self, channel: Channel) -> Carrier:
-        """The process group of a channel, made if it is not there yet."""
-        kind = channel.link, channel.what
-        if kind not in self._carriers:
+        """Return the process group of a channel, made at its first use."""
+        key = channel.link, channel.kind
+        if key not in self._carriers:
             topology = self._topology
             assert topology.communicators is not None
             wanted = communicator_of(channel, topology.rank, self._route, topology.intra_size)
-            self._carriers[kind] = topology.communicators.carrier(*wanted)
-        return self._carriers[kind]
+            self._carriers[key] = topology.communicators.carrier(*wanted)
+        return self._carriers[key]
 
 
 def transport_of(topology: Topology, route: Route) -> Transport:
@@ -122,31 +119,29 @@ def transport_of(topology: Topology, route: Route) -> Transport:
 
 
 @lru_cache(maxsize=1024)
-def _channels(rank: int, route: Route, name: str) -> tuple[Channel, ...]:
-    """The kinds of messages of a pass in which everybody reads everything, in an order that all share."""
-    found = {
-        channel._replace(part=0) for channel, _ in hops(program(rank, route, name)) if channel is not None
-    }
-    return tuple(sorted(found))
+def _channels(rank: int, route: Route, pass_: Pass) -> tuple[Channel, ...]:
+    """Return the channels of a pass in which every rank reads every row, in an order that all ranks share."""
+    channels = (channel for channel, _ in hops(program(rank, route, pass_)) if channel is not None)
+    return tuple(sorted({channel._replace(part=0) for channel in channels}))
 
 
 _ABANDONED: list[object] = []
-"""What was under way in passes that failed: the network may still write there."""
+"""Messages and buffers of passes that failed: the network may still write there."""
 
 
 class Exchange(Protocol):
     """One kind of message of the all-to-all over a head group."""
 
     def pack(self, member: int) -> Bundle:
-        """What `member` is to get, as one contiguous tensor: a message has a cost besides its bytes."""
+        """Return the share of `member` as one contiguous tensor: a message has a cost besides its bytes."""
         ...
 
     def empty(self) -> Bundle:
-        """Room for what comes from another member."""
+        """Return room for the share that comes from another member."""
         ...
 
     def unpack(self, member: int, parcel: Bundle | None) -> None:
-        """Put what came from `member` where it belongs; None: this rank's own share."""
+        """Copy the share of `member` to its place; None stands for this rank's own share."""
         ...
 
 
@@ -154,12 +149,12 @@ class Ring:
     """The buffers of one pass over the ring and the execution of its program.
 
     Args:
-        rank: of the ring, for error messages.
+        rank: this rank's number in the ring, for error messages.
         home: the rank's own bundle, read only; contiguous tensors.
-        new: makes an uninitialised buffer for these rows (None: all): a bundle's ("data") or a travelling
-            gradient's ("sum").
-        free: takes one back that is not needed any more.
-        exchanges: by what they carry, if heads are shared.
+        new: makes an uninitialised buffer for some rows (None: all), of a bundle (DATA) or of a travelling
+            gradient (SUM).
+        free: takes back a buffer that is not needed any more.
+        exchanges: by kind of message, if heads are shared.
     """
 
     def __init__(
@@ -169,7 +164,7 @@ class Ring:
         home: Bundle,
         new: New,
         free: Free,
-        exchanges: Mapping[str, Exchange] | None = None,
+        exchanges: Mapping[Kind, Exchange] | None = None,
     ) -> None:
         self._transport = transport
         self._rank = rank
@@ -183,11 +178,12 @@ class Ring:
     def run(self, program: Program, compute: OnCompute, accumulate: OnAccumulate | None = None) -> None:
         """Execute `program`.
 
-        compute(source, part, bundle, rows) attends to a bundle of these rows; accumulate(sums, rows, first)
-        then, while the bundle is there, adds its gradients to the travelling sums, or sets them if `first`.
+        compute(source, part, bundle, rows) attends to a bundle of these rows. Then, while the bundle is still
+        in its buffer, accumulate(sums, rows, first) adds its gradients to the travelling sums, or sets them
+        if `first`.
 
         Raises:
-            RuntimeError: a hop failed: says at which step, between whom.
+            RuntimeError: a hop failed; the message names its step and ranks.
         """
         record = recorder()
         try:
@@ -220,47 +216,47 @@ class Ring:
             case Return():
                 pass
             case Pack():
-                self._buffers[action.buffer] = self._exchanges[action.what].pack(action.member)
+                self._buffers[action.buffer] = self._exchanges[action.kind].pack(action.member)
             case Unpack():
                 piece = self._buffers.get(action.buffer)
-                self._exchanges[action.what].unpack(action.member, piece)
+                self._exchanges[action.kind].unpack(action.member, piece)
 
     def buffer(self, name: str) -> Bundle:
-        """The bundle called `name`, made at its first use."""
+        """Return the bundle in the buffer `name`, made at its first use."""
         if name not in self._buffers:
             self._buffers[name] = self._new(kind_of(name), self._rows.get(name))
         return self._buffers[name]
 
     def rows(self, name: str) -> Rows | None:
-        """Which rows the buffer holds; None: all."""
+        """Return which rows the buffer holds; None: all."""
         return self._rows.get(name)
 
     def _room(self, name: str, rows: Rows | None, fresh: bool) -> Bundle:
-        """The buffer, with room for `rows`: uninitialised if `fresh`, else with what it has, and zeros."""
+        """Return the buffer with room for `rows`: uninitialised if `fresh`, else with its data and zeros."""
         if self._rows.get(name) == rows:
             return self.buffer(name)
-        held, old = self._rows.get(name), self._buffers.pop(name, None)
+        old_rows, old = self._rows.get(name), self._buffers.pop(name, None)
         self._rows[name] = rows
         new = self.buffer(name)
         if old is not None and not fresh:
-            assert held is not None  # what holds all rows never grows
+            assert old_rows is not None  # a buffer with room for all rows never grows
             for total, before in zip(new, old, strict=True):
                 total.zero_()
-                for to, values in pieces(total, within(rows, held), before):
+                for to, values in scatter_views(total, relative_to(rows, old_rows), before):
                     to.copy_(values)
         if old is not None:
             self._free(old)
         return new
 
     def _add(self, action: Add) -> None:
-        held = self._rows.get(action.other)
+        other_rows = self._rows.get(action.other)
         sums = self._room(action.buffer, action.rows, action.first)
         for total, other in zip(sums, self.buffer(action.other), strict=True):
-            if held == action.rows:
+            if other_rows == action.rows:
                 (total.copy_ if action.first else total.add_)(other)
                 continue
-            assert held is not None and not action.first
-            for to, values in pieces(total, within(action.rows, held), other):
+            assert other_rows is not None and not action.first
+            for to, values in scatter_views(total, relative_to(action.rows, other_rows), other):
                 to.add_(values)
 
     def _post(self, channel: Channel, actions: list[Action], record: Recorder) -> None:
@@ -271,8 +267,8 @@ class Ring:
                 bundle = self._part(action)
                 if bundle is not self.buffer(action.buffer):
                     copies.append(bundle)
-            elif channel.link == "heads":
-                bundle = self._buffers[action.buffer] = self._exchanges[channel.what].empty()
+            elif channel.link == Link.HEADS:
+                bundle = self._buffers[action.buffer] = self._exchanges[channel.kind].empty()
             else:
                 bundle = self._room(action.buffer, action.rows, fresh=True)
             messages.append((action, bundle))
@@ -280,21 +276,21 @@ class Ring:
             works = self._transport.post(channel, messages)
         except RuntimeError as error:
             raise self._broken(actions, error) from error
-        posted, under_way, held = self._under_way.setdefault(channel, ([], [], []))
+        posted, under_way, copies_under_way = self._under_way.setdefault(channel, ([], [], []))
         posted += actions
         under_way += works
-        held += copies
+        copies_under_way += copies
         record.posted(channel, actions)
 
     def _part(self, action: Send) -> Bundle:
-        """The rows that are sent: the buffer itself, or a copy of some of them."""
-        bundle, held = self.buffer(action.buffer), self._rows.get(action.buffer)
-        if action.channel.link == "heads" or held == action.rows:
+        """Return the rows that are sent: the buffer itself, or a copy of some of its rows."""
+        bundle, buffer_rows = self.buffer(action.buffer), self._rows.get(action.buffer)
+        if action.channel.link == Link.HEADS or buffer_rows == action.rows:
             return bundle
         assert action.rows is not None
         copy = self._new(kind_of(action.buffer), action.rows)
         for to, x in zip(copy, bundle, strict=True):
-            to.copy_(take(x, within(held, action.rows)))
+            to.copy_(gather(x, relative_to(buffer_rows, action.rows)))
         return copy
 
     def _wait(self, action: Wait) -> None:

@@ -74,10 +74,10 @@ class Inward:
 
     def unpack(self, member: int, parcel: Bundle | None) -> None:
         pieces = self._group.share(self._own, self._group.member)
-        for pooled, came in zip(self.pooled, _opened(parcel, pieces) if parcel else pieces, strict=True):
+        for pooled, piece in zip(self.pooled, _opened(parcel, pieces) if parcel else pieces, strict=True):
             start = 0
             for rows in self._group.rows[member]:
-                _rows(pooled, rows).copy_(_rows(came, range(start, start + len(rows))))
+                _rows(pooled, rows).copy_(_rows(piece, range(start, start + len(rows))))
                 start += len(rows)
 
 
@@ -114,21 +114,21 @@ class Outward:
     def unpack(self, member: int, parcel: Bundle | None) -> None:
         places = self._group.share(self.own, member)
         pieces = _opened(parcel or self.pack(member), places)
-        for own, to, came in zip(self.own, places, pieces, strict=True):
+        for own, to, piece in zip(self.own, places, pieces, strict=True):
             if _heads(own) < self._group.size:
-                to.add_(came)
+                to.add_(piece)
             else:
-                to.copy_(came)
+                to.copy_(piece)
 
 
 def _parcel(pieces: Bundle, lease: Lease) -> Bundle:
-    """Room for these tensors, uninitialised, as one message: bytes."""
+    """Return room for these tensors, uninitialised, as one message of bytes."""
     size = sum(x.numel() * x.itemsize for x in pieces)
     return (lease.empty((size,), torch.uint8, pieces[0].device),)
 
 
 def _opened(parcel: Bundle, like: Bundle) -> Bundle:
-    """The tensors in a parcel: the widest dtypes come first, so that all lie as their dtype must."""
+    """Return the tensors in a parcel. The widest dtypes come first, so that all are aligned."""
     (whole,), start = parcel, 0
     tensors: dict[int, Tensor] = {}
     for index, x in sorted(enumerate(like), key=lambda each: -each[1].itemsize):
@@ -147,7 +147,7 @@ def pooled_like(x: Tensor, group: HeadGroup) -> torch.Size:
 
 
 def _heads_axis(x: Tensor) -> int:
-    """The dimension of heads, of a tensor or of a statistic."""
+    """Return the dimension of heads in a tensor or a statistic."""
     return 2 if x.dim() == 4 else 1
 
 

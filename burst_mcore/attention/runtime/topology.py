@@ -1,4 +1,4 @@
-"""Process groups -> where each rank of the ring is: on which node, at which place."""
+"""Topologies: which node and which place each rank of a ring has, from its process groups."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from burst_mcore.attention.runtime.communicators import Communicators, companion, timeout_of
-from burst_mcore.handles import Named, introduce
 from burst_mcore.rates import Rates
+from burst_mcore.registry import Registered, register
 
 ANSWER_WITHIN = timedelta(seconds=60)
 """How long ranks that build a topology wait for each other."""
 
 
 @dataclass(frozen=True)
-class Topology(Named):
+class Topology(Registered):
     """A ring of ranks: M nodes of L consecutive ranks each, and the process groups that join them.
 
     Build it with `single`, `from_group` or `from_groups`.
@@ -39,11 +39,11 @@ class Topology(Named):
     def __post_init__(self) -> None:
         object.__setattr__(self, "intra_size", self.intra_size or self.size)
         by_identity = "" if self.communicators is None else f", {id(self.communicators):x}"
-        introduce(self, f"{self!r}{by_identity}")
+        register(self, f"{self!r}{by_identity}")
 
     @property
     def nodes(self) -> int:
-        """M."""
+        """The number of nodes, M."""
         return self.size // self.intra_size
 
     def __str__(self) -> str:
@@ -51,22 +51,22 @@ class Topology(Named):
 
     @classmethod
     def single(cls) -> Topology:
-        """One rank: all of the sequence is here."""
+        """Return the topology of one rank, which has the whole sequence."""
         return cls(rank=0, size=1)
 
     @classmethod
     def from_group(
         cls, group: dist.ProcessGroup, intra_size: int | None = None, rates: Rates | None = None
     ) -> Topology:
-        """The ring over `group`, in the order of its ranks, `intra_size` of them on each node.
+        """Return the ring over `group`, in the order of its ranks, `intra_size` of them on each node.
 
-        By default the nodes are the hosts that the ranks are on, asked once for each group: then the first
-        call is collective over the group. On NCCL the first call for a group is collective in any case.
-        Later calls return the same topology, so it may stand in a forward; but build it with the model.
+        By default the nodes are the hosts that the ranks are on. The first call for a group asks for them,
+        and is collective over the group; on NCCL it is collective in any case. Later calls return the same
+        topology, so it may stand in a forward; but build it with the model.
 
         Raises:
-            ValueError: not an initialised process group, or one that this rank is not in; intra_size does not
-                divide the group; the hosts hold different numbers of ranks, or ranks that are not neighbours.
+            ValueError: the group is not initialised, or this rank is not in it; intra_size does not divide
+                the group; the hosts hold different numbers of ranks, or ranks that are not neighbours.
             RuntimeError: a rank of the group did not come.
         """
         if not isinstance(group, dist.ProcessGroup):
@@ -94,7 +94,7 @@ class Topology(Named):
     def from_groups(
         cls, *, intra: dist.ProcessGroup, inter: dist.ProcessGroup, rates: Rates | None = None
     ) -> Topology:
-        """The ring over M nodes, from groups that exist: this rank's node, and its counterparts on the nodes.
+        """Return the ring over M nodes, from two groups: this rank's node, and its counterparts on others.
 
         These are Megatron's hierarchical context-parallel groups (`pg_collection.hcp[0]` and `[1]`). Rank
         (m, l), place m in `inter` and l in `intra`, is rank m * L + l of the ring. The first call for a pair
@@ -123,7 +123,7 @@ class Topology(Named):
         rows = [
             json.loads(row) for row in _ask("rows", json.dumps(dist.get_process_group_ranks(intra)), inter)
         ]
-        # A rank sees one column of the grid; what is wrong with another concerns it as well.
+        # A rank sees one column of the grid; an error in another column concerns it as well.
         for wrong in _ask("columns", _why_no_grid(rows, l, dist.get_process_group_ranks(inter)), intra):
             if wrong:
                 raise ValueError(wrong)
@@ -139,7 +139,7 @@ class Topology(Named):
 
 @dataclass
 class _Known:
-    """What is known of a process group."""
+    """The facts about a process group that were asked for once."""
 
     group: dist.ProcessGroup
     communicators: Communicators | None = None
@@ -151,12 +151,12 @@ _KNOWN_PAIRS: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup, Topology]] =
 
 
 def host_name() -> str:
-    """What tells this host from others."""
+    """Return a name that tells this host from others."""
     return socket.gethostname()
 
 
 def _ask(topic: str, mine: str, group: dist.ProcessGroup) -> list[str]:
-    """What each rank of the group says on a topic; through the store, so that it meets no other message."""
+    """Return every rank's answer on a topic; through the store, so that it meets no other message."""
     times = _ASKED[group.group_name]
     store = PrefixStore(f"burst_mcore/{topic}/{times[topic]}/{group.group_name}", _get_default_store())
     times[topic] += 1
@@ -178,7 +178,7 @@ _ASKED: dict[str, Counter[str]] = defaultdict(Counter)
 
 
 def _why_no_grid(rows: Sequence[Sequence[int]], local: int, column: Sequence[int]) -> str:
-    """Why the intra groups `rows` and the inter group `column` at place `local` are no grid; else ""."""
+    """Return why intra groups `rows` and inter group `column` at place `local` are no grid; else ""."""
     sizes = [len(row) for row in rows]
     if len(set(sizes)) > 1:
         return f"the nodes hold different numbers of ranks: {sizes}"
@@ -193,18 +193,19 @@ def _why_no_grid(rows: Sequence[Sequence[int]], local: int, column: Sequence[int
 
 
 def _ranks_per_host(hosts: Sequence[str]) -> int:
-    """L, if every host holds as many ranks, one after another; `hosts` by rank."""
+    """Return L, if every host holds L ranks, one after another; `hosts` by rank."""
     counts = Counter(hosts)
-    each = next(iter(counts.values()))
+    ranks_per_host = next(iter(counts.values()))
     in_order = [host for host in counts for _ in range(counts[host])]
-    if set(counts.values()) != {each} or list(hosts) != in_order:
+    if set(counts.values()) != {ranks_per_host} or list(hosts) != in_order:
         numbers = ", ".join(f"{host}: {count}" for host, count in counts.items())
-        why = "different numbers of ranks" if set(counts.values()) != {each} else "ranks that are mixed"
+        even = set(counts.values()) == {ranks_per_host}
+        why = "ranks that are mixed" if even else "different numbers of ranks"
         raise ValueError(
             f"the hosts hold {why} ({numbers}): a double ring needs equal runs of neighbouring ranks. Pass "
             f"Topology.from_group(group, intra_size=...), {len(hosts)} for a flat ring"
         )
-    return each
+    return ranks_per_host
 
 
 def _check_divides(intra_size: int, size: int) -> None:

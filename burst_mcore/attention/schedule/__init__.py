@@ -1,1 +1,1 @@
-"""Who does what when: rings, the direct exchange and the head exchange, as programs of actions."""
+"""Programs of actions for every rank: rings, the direct exchange and the exchange of heads."""

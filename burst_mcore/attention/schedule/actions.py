@@ -1,42 +1,89 @@
-"""What a rank can do in a schedule: actions on named buffers. Data, no behaviour."""
+"""The actions of a schedule: all that a rank can do with named buffers. Data, no behaviour."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from burst_mcore.attention.geometry.rows import Rows
 
 HOME = "home"
 """The rank's own bundle: never written."""
 PARTIAL = "partial"
-"""Where the sum of the nodes before arrives."""
+"""The buffer in which the sum of the nodes before arrives."""
 
 HOME_SUM = "sum home"
-"""Where a gradient is summed that stays with, or comes straight back to, its rank."""
+"""The buffer that sums a gradient which stays with its rank, or comes straight back to it."""
 
-DATA, GRADIENT = "data", "gradient"
-BUNDLE, ROWS, RESULT, SUM = "bundle", "rows", "result", "sum"
-"""What the all-to-all over a head group carries: in, the bundle that will travel and the rows that stay; out,
-what the rows that stay became, and the gradient that travelled."""
-COMES_LATE = (GRADIENT, RESULT, SUM)
+
+class _Word(StrEnum):
+    """A closed set of words, whose members are strings: settings, JSON, traces and messages show the word."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self:
+        raise ValueError(f"unknown {cls.__name__.lower()} {value!r}; legal: {', '.join(cls)}")
+
+    __repr__ = str.__repr__
+
+
+class Pass(_Word):
+    """A pass over the ring: forward, or a backward, named after the side that travels."""
+
+    FORWARD = "forward"
+    """K and V travel, and nothing follows (paper algorithm 4)."""
+    KV = "kv"
+    """K and V travel, dK and dV follow (paper algorithm 1, RingAttention)."""
+    QUERY = "query"
+    """Q, dO, D and LSE travel, dQ follows (paper algorithm 2, BurstAttention)."""
+
+
+class Link(_Word):
+    """Which ranks a message connects."""
+
+    INTRA = "intra"
+    """Neighbours around one node."""
+    INTER = "inter"
+    """The same place of neighbouring nodes."""
+    DIRECT = "direct"
+    """Any two ranks."""
+    HEADS = "heads"
+    """Members of one head group."""
+
+
+class Kind(_Word):
+    """The contents of a message."""
+
+    DATA = "data"
+    """A travelling bundle."""
+    GRADIENT = "gradient"
+    """The sum of gradients that follows a bundle."""
+    BUNDLE = "bundle"
+    """Into the head group: the bundle that will travel."""
+    ROWS = "rows"
+    """Into the head group: the rows that stay."""
+    RESULT = "result"
+    """Out of the head group: the results of the rows that stay."""
+    SUM = "sum"
+    """Out of the head group: the gradient of the bundle that travelled."""
+
+
+COMES_LATE = (Kind.GRADIENT, Kind.RESULT, Kind.SUM)
 """Kinds of messages whose contents must be computed first; the others can be sent at once."""
 
 
 class Channel(NamedTuple):
-    """Messages that are waited for together. Those of one link and kind keep their order."""
+    """Messages that are waited for together. Messages of one link and kind keep their order."""
 
-    link: str
-    """ "intra" (around the node), "inter" (from node to node), "direct" (to any rank) or "heads" (within a
-    head group)."""
-    what: str
+    link: Link
+    kind: Kind
     part: int = 0
     """Messages of one kind that are waited for one by one."""
 
     def __str__(self) -> str:
-        return f"{self.link} {self.what}{f' {self.part}' if self.part else ''}"
+        return f"{self.link} {self.kind}{f' {self.part}' if self.part else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +95,8 @@ class Send:
     buffer: str
     peer: int
     rows: Any = None
-    """Of the rows of the bundle's own position (`Rows`); None: all. In the program of all ranks at once
-    (`lockstep`) `counted.Counted`."""
+    """Which rows of the bundle (`Rows`); None: all. In the program of all ranks at once (`lockstep`) their
+    number, `counted.Counted`."""
 
     def __str__(self) -> str:
         return f"{self.buffer}>{self.peer}{_of(self.rows)}"
@@ -84,7 +131,7 @@ class Wait:
 class Compute:
     """Attend this rank's own tensors to the bundle of position `source`, which lies in `buffer`.
 
-    `part`: only those rows of its own that are the share of this member of its head group.
+    With `part`, only own rows that are the share of this member of the head group take part.
     """
 
     step: int
@@ -116,7 +163,7 @@ class Accumulate:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Add the sum in `other`, of the same bundle, to that in `buffer`; if `first`, there is none yet.
+    """Add the sum in `other`, of the same bundle, to the sum in `buffer`; if `first`, set it.
 
     Afterwards the buffer holds `rows`.
     """
@@ -144,10 +191,10 @@ class Return:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Copy what member `member` of the head group is to get into `buffer`."""
+    """Copy the share of member `member` of the head group into `buffer`."""
 
     step: int
-    what: str
+    kind: Kind
     buffer: str
     member: int
 
@@ -157,10 +204,10 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Unpack:
-    """Copy what came from member `member` of the head group from `buffer` to where it belongs."""
+    """Copy the share that came from member `member` of the head group out of `buffer`, to its place."""
 
     step: int
-    what: str
+    kind: Kind
     buffer: str
     member: int
 
@@ -177,7 +224,7 @@ def _of(rows: Rows | None) -> str:
 
 
 def hops(program: Program) -> Iterator[tuple[Channel | None, list[Action]]]:
-    """The program in pieces: (channel, the messages of one hop), or (None, other actions).
+    """Yield the program in parts: (channel, the messages of one hop), or (None, other actions).
 
     Neighbouring sends and receives of one channel are one hop: they start together.
     """

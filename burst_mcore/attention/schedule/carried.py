@@ -1,8 +1,8 @@
-"""What each hop carries: of a bundle the rows that are read further on, of a gradient those read so far.
+"""The rows that each hop carries: of a bundle those read further on, of a gradient those read so far.
 
-A bundle goes round by round: in round i it visits node i of its way, and there place after place; its owner
-is at round 0, place 0. The writers of programs ask a `Hops` at every hop. `Everything` says all; `OfPosition`
-says which rows, for the program of one position; `counted.OfAll` says how many, for all positions at once.
+A bundle goes round by round. In round i it visits node i of its way, and there place after place. Its owner
+is at round 0, place 0. The writers of programs ask a `Hops` at every hop. `Everything` answers all rows,
+`OfPosition` the rows for one position, `counted.OfAll` their number for all positions at once.
 """
 
 from __future__ import annotations
@@ -21,55 +21,55 @@ Carried = Any
 
 
 def nothing(carried: Carried) -> bool:
-    """Whether there is nothing to carry."""
+    """Return whether there is nothing to carry."""
     return isinstance(carried, tuple) and not carried
 
 
 class Hops(Protocol):
-    """What a position, or all, must send, receive and compute."""
+    """The rows that a position, or every position, must send, receive and compute."""
 
     alone: bool
     """Nobody else reads the position's own bundle: its gradient stays."""
 
     def reads(self, owner: int) -> bool:
-        """Whether the position reads the bundle of `owner`."""
+        """Return whether the position reads the bundle of `owner`."""
         ...
 
     def owners(self, size: int) -> Iterable[int]:
-        """Those of `size` positions whose bundles the position reads."""
+        """Return the positions, of `size`, whose bundles the position reads."""
         ...
 
     def readers(self, size: int) -> Iterable[int]:
-        """Those that read the position's own bundle."""
+        """Return the positions that read the position's own bundle."""
         ...
 
-    def between(self, owner: int, by: int) -> Carried:
-        """Rows of `owner` that `by` reads."""
+    def between(self, owner: int, reader: int) -> Carried:
+        """Return the rows of `owner` that `reader` reads."""
         ...
 
-    def together(self, some: Carried, others: Carried) -> Carried:
-        """The rows in either."""
+    def together(self, rows: Carried, others: Carried) -> Carried:
+        """Return the rows in either."""
         ...
 
     def ahead(self, owner: int, i: int, j: int) -> Carried:
-        """Rows of `owner` that are read in round i from place j on."""
+        """Return the rows of `owner` that are read in round i from place j on."""
         ...
 
     def ahead_of_round(self, owner: int, i: int) -> Carried:
-        """Rows of `owner` that are read from round i on."""
+        """Return the rows of `owner` that are read from round i on."""
         ...
 
     def so_far(self, owner: int, i: int, j: int) -> Carried:
-        """Rows of `owner` that are read in round i up to place j."""
+        """Return the rows of `owner` that are read in round i up to place j."""
         ...
 
     def so_far_in_rounds(self, owner: int, i: int) -> Carried:
-        """Rows of `owner` that are read up to round i."""
+        """Return the rows of `owner` that are read up to round i."""
         ...
 
 
 class Everything:
-    """All is read by all."""
+    """Hops where every position reads every row."""
 
     alone = False
 
@@ -82,10 +82,10 @@ class Everything:
     def readers(self, size: int) -> Iterable[int]:
         return range(size)
 
-    def between(self, owner: int, by: int) -> Carried:
+    def between(self, owner: int, reader: int) -> Carried:
         return None
 
-    def together(self, some: Carried, others: Carried) -> Carried:
+    def together(self, rows: Carried, others: Carried) -> Carried:
         return None
 
     def ahead(self, owner: int, i: int, j: int) -> Carried:
@@ -105,9 +105,9 @@ EVERYTHING = Everything()
 
 
 class Itinerary:
-    """For each segment of a `Reading`: where on a ring of nodes x intra it is read first and last.
+    """For each segment of a `Reading`, the places on a ring of nodes x intra that read it first and last.
 
-    turn: 1, or -1 for the ring the other way round.
+    turn: 1 if bundles go to higher positions, -1 if they go to lower ones.
 
     Attributes:
         first, last: [segments, rounds]: the first and last place of a reader; `intra` and -1 if none.
@@ -116,8 +116,8 @@ class Itinerary:
 
     def __init__(self, reading: Reading, nodes: int, intra: int, turn: int) -> None:
         self.reading, self.nodes, self.intra, self.turn = reading, nodes, intra, turn
-        self.kept: dict[object, tuple[Tensor, Tensor]] = {}
-        """What was counted from it: see `Seen`."""
+        self.cache: dict[object, tuple[Tensor, Tensor]] = {}
+        """The tables of `counted.RowCounts` over it."""
         blocks = [self._visits(owners, read) for owners, read in self._blocks()]
         self.first, self.last = (torch.cat(x) for x in zip(*blocks, strict=True))
         some, rounds = self.last >= 0, torch.arange(nodes)
@@ -139,10 +139,10 @@ class Itinerary:
 
 
 class OfPosition:
-    """The rows, for one position."""
+    """Hops of one position, as rows."""
 
     def __init__(self, reading: Reading, position: int, itinerary: Itinerary | None = None) -> None:
-        self._reading, self._way = reading, itinerary
+        self._reading, self._itinerary = reading, itinerary
         self._alone = reading.alone
         self.alone = position in self._alone
         self._meets, self._position = reading.meets, position
@@ -153,18 +153,18 @@ class OfPosition:
         return self._reads[owner]
 
     def owners(self, size: int) -> Iterable[int]:
-        found: list[int] = self._meets[:, self._position].nonzero().flatten().tolist()
-        return found
+        positions: list[int] = self._meets[:, self._position].nonzero().flatten().tolist()
+        return positions
 
     def readers(self, size: int) -> Iterable[int]:
-        found: list[int] = self._meets[self._position].nonzero().flatten().tolist()
-        return found
+        positions: list[int] = self._meets[self._position].nonzero().flatten().tolist()
+        return positions
 
-    def between(self, owner: int, by: int) -> Carried:
-        return self._some(self._reading.needed(owner, by))
+    def between(self, owner: int, reader: int) -> Carried:
+        return self._some(self._reading.needed(owner, reader))
 
-    def together(self, some: Carried, others: Carried) -> Carried:
-        return None if some is None or others is None else self._some(union([*some, *others]))
+    def together(self, rows: Carried, others: Carried) -> Carried:
+        return None if rows is None or others is None else self._some(union([*rows, *others]))
 
     def ahead(self, owner: int, i: int, j: int) -> Carried:
         return self._rows(owner, [place >= j for place in self._places("last", owner, i)])
@@ -183,13 +183,13 @@ class OfPosition:
         return self._rows(owner, [round_ <= i for round_ in self._places("first_round", owner)])
 
     def _places(self, name: str, owner: int, i: int = 0) -> list[int]:
-        """A column of the itinerary, of the owner's segments; read for a whole node at a time."""
-        assert self._way is not None
-        bounds, intra = self._reading.bounds, self._way.intra
+        """Return a column of the itinerary for the owner's segments; read for a whole node at a time."""
+        assert self._itinerary is not None
+        bounds, intra = self._reading.bounds, self._itinerary.intra
         node = owner - owner % intra
         key = name, node, i
         if key not in self._columns:
-            column: Tensor = getattr(self._way, name)
+            column: Tensor = getattr(self._itinerary, name)
             column = column[bounds[node] : bounds[node + intra]]
             self._columns[key] = (column if column.dim() == 1 else column[:, i]).tolist()
         return self._columns[key][bounds[owner] - bounds[node] : bounds[owner + 1] - bounds[node]]

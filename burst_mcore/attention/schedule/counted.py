@@ -1,7 +1,7 @@
-"""How many rows each hop carries, of all positions at once: for playing passes against the clock.
+"""The number of rows that each hop carries, for all positions at once: to play passes against the clock.
 
-The program of every position is that of position 0, moved. So a hop is looked up once, for position 0, and
-the answer is a column of a table: the rows that each owner's bundle, or its gradient, has there.
+The program of every position is the program of position 0, moved. So a hop is looked up once, for position 0.
+The answer is a column of a table: the rows that each owner's bundle, or its gradient, has there.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from burst_mcore.attention.geometry.reading import Reading
 from burst_mcore.attention.schedule.carried import Carried, Everything, Itinerary
 
 
-class Seen:
-    """How many rows each hop of a pass carries, by owner.
+class RowCounts:
+    """Tables of the rows that each hop of a pass carries, by owner.
 
     Args:
-        reading: who reads what.
-        itinerary: where on its way; None for a direct exchange.
+        reading: who reads which rows.
+        itinerary: where on a ring rows are read; None for a direct exchange.
         mirrored: positions are counted from the other end.
     """
 
     def __init__(self, reading: Reading, itinerary: Itinerary | None, *, mirrored: bool) -> None:
-        self._reading, self._way, self._mirrored = reading, itinerary, mirrored
+        self._reading, self._itinerary, self._mirrored = reading, itinerary, mirrored
 
     @property
     def between(self) -> Tensor:
@@ -35,33 +35,34 @@ class Seen:
         return self._turned(self._reading.counts.float(), 0, 1)
 
     def last_steps(self, nodes: int, intra: int) -> Tensor:
-        """The step at which each position computes last."""
+        """Return the step at which each position computes last."""
         here = torch.arange(nodes * intra)
         m, l = here // intra, here % intra  # noqa: E741
         step = (m - m[:, None]) % nodes * intra + (l - l[:, None]) % intra
         return (self._turned(self._reading.meets, 0, 1) * step).amax(0)
 
     def by_place(self) -> tuple[Tensor, Tensor]:
-        """Rows read from each place on, and up to it, [rounds, places, owners]."""
-        assert self._way is not None
+        """Return rows read from each place on, and up to it, [rounds, places, owners]."""
+        assert self._itinerary is not None
         key = "by place", self._mirrored
-        if key not in self._way.kept:
-            self._way.kept[key] = self._counted_by_place(self._way)
-        return self._way.kept[key]
+        if key not in self._itinerary.cache:
+            self._itinerary.cache[key] = self._counted_by_place(self._itinerary)
+        return self._itinerary.cache[key]
 
-    def _counted_by_place(self, way: Itinerary) -> tuple[Tensor, Tensor]:
-        places = way.intra + 1
-        row = torch.arange(way.nodes) * places
-        last = self._summed((row + way.last + 1).T, way.nodes * places).view(way.nodes, places, -1)
-        first = self._summed((row + way.first).T, way.nodes * places).view(way.nodes, places, -1)
+    def _counted_by_place(self, itinerary: Itinerary) -> tuple[Tensor, Tensor]:
+        places = itinerary.intra + 1
+        row = torch.arange(itinerary.nodes) * places
+        shape = itinerary.nodes, places, -1
+        last = self._summed((row + itinerary.last + 1).T, itinerary.nodes * places).view(shape)
+        first = self._summed((row + itinerary.first).T, itinerary.nodes * places).view(shape)
         ahead = last[:, 1:].flip(1).cumsum(1).flip(1)  # the first column is of rows that nobody reads
         return self._turned(ahead, -1), self._turned(self._leaving(first[:, :-1].cumsum(1)), -1)
 
     def by_round(self) -> tuple[Tensor, Tensor]:
-        """Rows read from each round on, and up to it, [rounds, owners]."""
-        assert self._way is not None
-        last = self._summed((self._way.last_round + 1)[None], self._way.nodes + 1)[1:]
-        first = self._summed(self._way.first_round[None], self._way.nodes + 1)[:-1]
+        """Return rows read from each round on, and up to it, [rounds, owners]."""
+        assert self._itinerary is not None
+        last = self._summed((self._itinerary.last_round + 1)[None], self._itinerary.nodes + 1)[1:]
+        first = self._summed(self._itinerary.first_round[None], self._itinerary.nodes + 1)[:-1]
         ahead = last.flip(0).cumsum(0).flip(0)
         return self._turned(ahead, -1), self._turned(self._leaving(first.cumsum(0)), -1)
 
@@ -69,25 +70,25 @@ class Seen:
         return x.flip(*positions) if self._mirrored else x
 
     def _leaving(self, rows: Tensor) -> Tensor:
-        """Less the sums that stay at home."""
+        """Set rows of sums that stay at home to 0."""
         rows[..., list(self._reading.alone)] = 0
         return rows
 
-    def _summed(self, at: Tensor, size: int) -> Tensor:
-        """Rows of segments [lists of segments], summed by place and owner."""
-        found = torch.zeros(size * self._reading.size, dtype=torch.float32)
+    def _summed(self, places: Tensor, size: int) -> Tensor:
+        """Return the rows of segments, summed by place and owner; places: [lists of segments]."""
+        rows = torch.zeros(size * self._reading.size, dtype=torch.float32)
         length = self._reading.length.float()
-        for of in at:
-            found.index_add_(0, of * self._reading.size + self._reading.owner, length)
-        return found.view(size, -1)
+        for place in places:
+            rows.index_add_(0, place * self._reading.size + self._reading.owner, length)
+        return rows.view(size, -1)
 
 
 NEVER = -torch.inf
-"""When a message that carries nothing arrives; and its rows, where it would only be in the way."""
+"""The time at which an empty message arrives; and the number of its rows, where 0 is in the way."""
 
 
 class Counted(NamedTuple):
-    """Rows for all positions, which are looked up when they are needed."""
+    """The number of rows of one hop, for all positions: a place in a table."""
 
     table: Tensor
     """[entries, owners, passes]."""
@@ -100,35 +101,35 @@ class Counted(NamedTuple):
 
 
 class OfAll(Everything):
-    """How many rows, for all positions at once (`Counted`), as written for position 0: every hop is there.
+    """Hops of all positions at once, as numbers of rows (`Counted`); asked for the program of position 0.
 
-    What is said of `owner` is said of each position's own counterpart: see `Moved`.
+    An `owner` stands for each position's own counterpart: see `Moved`.
     """
 
-    def __init__(self, passes: Sequence[Seen]) -> None:
+    def __init__(self, passes: Sequence[RowCounts]) -> None:
         self._passes = passes
 
     @cached_property
     def _between(self) -> Tensor:
         """By distance, [distances, owners, passes]."""
-        between = torch.stack([each.between for each in self._passes], 2)
-        here = torch.arange(len(between))
-        return _or_never(between[here, (here + here[:, None]) % len(here)])
+        between = torch.stack([counts.between for counts in self._passes], 2)
+        position = torch.arange(len(between))
+        return _or_never(between[position, (position + position[:, None]) % len(position)])
 
     @cached_property
     def _by_place(self) -> tuple[Tensor, ...]:
-        each = zip(*(seen.by_place() for seen in self._passes), strict=True)
-        tables = [torch.stack(x, -1) for x in each]
+        pairs = zip(*(counts.by_place() for counts in self._passes), strict=True)
+        tables = [torch.stack(pair, -1) for pair in pairs]
         self._places = tables[0].shape[1]
         return tuple(_or_never(table.flatten(0, 1)) for table in tables)
 
     @cached_property
     def _by_round(self) -> tuple[Tensor, ...]:
-        each = zip(*(seen.by_round() for seen in self._passes), strict=True)
-        return tuple(_or_never(torch.stack(x, -1)) for x in each)
+        pairs = zip(*(counts.by_round() for counts in self._passes), strict=True)
+        return tuple(_or_never(torch.stack(pair, -1)) for pair in pairs)
 
-    def between(self, owner: int, by: int) -> Carried:
-        return Counted(self._between, (by - owner) % len(self._between), owner)
+    def between(self, owner: int, reader: int) -> Carried:
+        return Counted(self._between, (reader - owner) % len(self._between), owner)
 
     def together(self, some: Carried, others: Carried) -> Carried:
         return others
@@ -153,14 +154,14 @@ def _or_never(rows: Tensor) -> Tensor:
 
 
 class Moved:
-    """Programs are those of position 0, moved: what it does with p, position q does with `to(p)[q]`."""
+    """Programs of all positions, from that of position 0: partner p becomes partner `to(p)[q]` of q."""
 
     def __init__(self, nodes: int, intra: int) -> None:
         self._nodes, self._intra = nodes, intra
         self._twice: dict[int, Tensor] = {}
 
     def to(self, position: int) -> Tensor:
-        """Int64 [positions]. A view: all moves over as many nodes lie in one table."""
+        """Return int64 [positions]: a view, since all moves over as many nodes lie in one table."""
         m, l = divmod(position, self._intra)  # noqa: E741
         size = self._nodes * self._intra
         if self._nodes == 1:
@@ -169,7 +170,7 @@ class Moved:
         return self._of_local(l, self._intra, self._nodes)[m * self._intra :][:size]
 
     def _of_local(self, l: int, intra: int, nodes: int) -> Tensor:  # noqa: E741
-        """Every position moved by `l` within its node, twice over."""
+        """Return every position moved by `l` within its node, twice over."""
         if l not in self._twice:
             once = torch.arange(nodes)[:, None] * intra + (torch.arange(intra) + l) % intra
             self._twice[l] = once.flatten().repeat(2)
@@ -178,5 +179,5 @@ class Moved:
 
 @lru_cache(maxsize=64)
 def moved(nodes: int, intra: int) -> Moved:
-    """The moves of a ring of nodes x intra positions. Kept."""
+    """Return the moves of a ring of nodes x intra positions. Cached."""
     return Moved(nodes, intra)

@@ -1,6 +1,6 @@
-"""The program of a position that gets what it reads from its owner, and sends gradients straight back.
+"""The program of a direct exchange: rows come straight from their owner, and gradients go straight back.
 
-Where masks leave little to read, this moves least: every row to its readers and to nobody else, once.
+Where masks leave little to read, this moves least: every row goes to its readers and to nobody else, once.
 """
 
 from __future__ import annotations
@@ -8,17 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from burst_mcore.attention.schedule.actions import (
-    DATA,
-    GRADIENT,
     HOME,
     HOME_SUM,
     PARTIAL,
-    SUM,
     Accumulate,
     Action,
     Add,
     Channel,
     Compute,
+    Kind,
+    Link,
     Program,
     Recv,
     Return,
@@ -29,14 +28,14 @@ from burst_mcore.attention.schedule.carried import EVERYTHING, Carried, Hops, no
 
 
 def direct(position: int, size: int, *, gradients: bool, hops: Hops = EVERYTHING) -> Program:
-    """Every row that is read comes while what was read before is computed; its gradient goes back meanwhile.
+    """Return a program in which rows arrive, and gradients leave, while rows that came before are computed.
 
     Bundles are read in the order of the distance to their owners, so that at any time all positions send the
     same way. Positions that are not read, or do not read, are passed over.
 
     Args:
-        position: whose program it is, of `size`.
-        gradients: whether they go back.
+        position: the position, of `size`, whose program is returned.
+        gradients: whether gradients go back.
         hops: who reads which rows.
     """
     return tuple(_Position(position, size, hops, gradients).actions())
@@ -47,11 +46,11 @@ class _Position:
         self.position, self.size, self.hops, self.gradients = position, size, hops, gradients
         owners, readers = hops.owners(size), hops.readers(size)
         self.reads = [0, *sorted(t for owner in owners if (t := (position - owner) % size))]
-        """Distances of the owners whose bundles are read; its own first."""
+        """Distances of the owners whose bundles are read; 0, the position itself, comes first."""
         self.read_by = {t for reader in readers if (t := (reader - position) % size)}
         """Distances of the readers."""
         self.coming: list[tuple[int, str | None]] = []
-        """Gradients under way: (distance, buffer of what comes back)."""
+        """Gradients under way: (distance, buffer in which one arrives)."""
         self.summed: Carried = ()
         """The rows of the sum at home."""
 
@@ -62,11 +61,11 @@ class _Position:
         return (self.position + t) % self.size
 
     def fetched(self, t: int) -> Carried:
-        """The rows that are read over distance t."""
+        """Return the rows that the position reads over distance t."""
         return self.hops.between(self.before(t), self.position)
 
     def lent(self, t: int) -> Carried:
-        """The rows that are read by the position at distance t."""
+        """Return the rows that the position at distance t reads."""
         return self.hops.between(self.position, self.after(t))
 
     def actions(self) -> Iterator[Action]:
@@ -75,12 +74,12 @@ class _Position:
         for i, (t, upto) in enumerate(zip(self.reads, following, strict=True)):
             hops = [u for u in meets if t < u <= upto]
             for u in hops:
-                yield from self.fetch(t, u, f"{DATA}{(i + 1) % 2}")
-            yield Compute(t, self.before(t), f"{DATA}{i % 2}" if t else HOME)
+                yield from self.fetch(t, u, f"{Kind.DATA}{(i + 1) % 2}")
+            yield Compute(t, self.before(t), f"{Kind.DATA}{i % 2}" if t else HOME)
             if self.gradients:
                 yield from self.give_back(i, t)
             for u in hops:
-                yield Wait(t, Channel("direct", DATA, u))
+                yield Wait(t, Channel(Link.DIRECT, Kind.DATA, u))
                 if self.gradients and u not in self.reads:
                     yield from self.exchange(t, u, None)
         if self.gradients:
@@ -89,7 +88,7 @@ class _Position:
 
     def fetch(self, step: int, u: int, into: str) -> Iterator[Action]:
         """Start the messages over distance u."""
-        channel = Channel("direct", DATA, u)
+        channel = Channel(Link.DIRECT, Kind.DATA, u)
         if u in self.reads:
             yield Recv(step, channel, into, self.before(u), self.fetched(u))
         if u in self.read_by:
@@ -102,14 +101,14 @@ class _Position:
                 own = self.grown(self.fetched(0))
                 yield Accumulate(t, self.position, HOME_SUM, first=True, rows=own)
             return
-        share = f"{SUM}{i % 2}"
+        share = f"{Kind.SUM}{i % 2}"
         yield Accumulate(t, self.before(t), share, first=True, rows=self.fetched(t))
         yield from self.take_in(t)
         yield from self.exchange(t, t, share)
 
     def exchange(self, step: int, u: int, share: str | None) -> Iterator[Action]:
         """Start the gradients' messages over distance u."""
-        channel, comes = Channel("direct", GRADIENT, u), None
+        channel, comes = Channel(Link.DIRECT, Kind.GRADIENT, u), None
         if u in self.read_by:
             comes = f"{PARTIAL}{len(self.coming)}"
             yield Recv(step, channel, comes, self.after(u), self.lent(u))
@@ -118,15 +117,15 @@ class _Position:
         self.coming.append((u, comes))
 
     def take_in(self, step: int) -> Iterator[Action]:
-        """Add what has come back."""
+        """Add the gradients that have come back."""
         for u, comes in self.coming:
-            yield Wait(step, Channel("direct", GRADIENT, u))
+            yield Wait(step, Channel(Link.DIRECT, Kind.GRADIENT, u))
             if comes is not None:
                 first, rows = nothing(self.summed), self.grown(self.lent(u))
                 yield Add(step, HOME_SUM, comes, first=first, rows=rows)
         self.coming = []
 
     def grown(self, rows: Carried) -> Carried:
-        """The rows of the sum at home, with these."""
+        """Return the rows of the sum at home, after some are added."""
         self.summed = self.hops.together(self.summed, rows)
         return self.summed

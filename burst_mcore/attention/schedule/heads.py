@@ -7,13 +7,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from burst_mcore.attention.schedule.actions import (
-    BUNDLE,
-    RESULT,
-    ROWS,
-    SUM,
     Action,
     Channel,
     Compute,
+    Kind,
+    Link,
     Pack,
     Program,
     Recv,
@@ -24,39 +22,39 @@ from burst_mcore.attention.schedule.actions import (
 from burst_mcore.attention.schedule.carried import Carried
 
 
-class Pass(NamedTuple):
-    """What a pass over the ring moves."""
+class Moves(NamedTuple):
+    """Which bundles, rows and gradients a pass moves."""
 
     title: str
     gradients: bool
     """Gradients follow the bundle."""
     bundle: bool
-    """The bundle that travels first comes through the head group."""
+    """The travelling bundle first comes through the head group."""
     rows: bool
-    """So do the rows that stay."""
+    """The rows that stay come through the head group, too."""
 
 
 def with_heads(
     ring: Program,
     rank: int,
     heads: int,
-    moves: Pass,
+    moves: Moves,
     *,
     by_part: bool,
     leaving: Mapping[int, Carried] | None = None,
 ) -> Program:
     """Put the all-to-all of `heads` neighbours around the ring of the position that they share.
 
-    What travels comes first, in whole, so that the ring can start; the rows that stay come from two members
-    at a time and are computed as they come (own first), while the ring makes its first hop. In the last
-    step the rows are computed member by member (own last), and what those of two members became leaves for
-    them while the next are computed. What followed the bundle leaves in whole, at the very end.
+    The travelling bundle comes first, in whole, so that the ring can start. The rows that stay come from two
+    members at a time and are computed as they come (own first), while the ring makes its first hop. In the
+    last step the rows are computed member by member (own last). The results of two members leave for them
+    while the next are computed. The gradient that followed the bundle leaves in whole, at the very end.
 
     Args:
         ring: the program of the position, between positions.
         rank: this rank; it is member rank % heads of position rank // heads.
         heads: ranks of a head group.
-        moves: what the pass moves.
+        moves: the bundles, rows and gradients of the pass.
         by_part: compute the first and last step member by member; else all rows at once.
         leaving: the steps after which results leave, and how many rows of them; default the last, all.
     """
@@ -71,7 +69,7 @@ class _Member:
         ring: Program,
         rank: int,
         heads: int,
-        moves: Pass,
+        moves: Moves,
         by_part: bool,
         leaving: Mapping[int, Carried],
     ) -> None:
@@ -80,16 +78,16 @@ class _Member:
         self.arrived: set[Channel] = set()
         """Channels that were waited for."""
         self.shifts = [sorted({shift, heads - shift}) for shift in range(1, heads // 2 + 1)]
-        """What goes to the member so many places on comes from the one as many places before. The two shifts
-        between the same two members start together: on gloo a receiver's word that it is ready, without which
-        nothing is sent to it, would otherwise queue behind all that it sends to the same member."""
+        """Shifts s: send to member m + s, receive from member m - s. The two shifts between the same two
+        members start together. On gloo nothing is sent before the receiver has said that it is ready.
+        That word would otherwise queue behind all that it sends to the same member."""
         self.others = [shift for pair in self.shifts for shift in pair]
 
     def actions(self) -> Iterator[Action]:
-        for what in (BUNDLE,) * self.moves.bundle + (ROWS,) * self.moves.rows:
-            yield from self.leave(0, what)
+        for kind in (Kind.BUNDLE,) * self.moves.bundle + (Kind.ROWS,) * self.moves.rows:
+            yield from self.leave(0, kind)
         if self.moves.bundle:
-            yield from self.arrive(0, BUNDLE)
+            yield from self.arrive(0, Kind.BUNDLE)
         for action in self.ring:
             if isinstance(action, Compute):
                 yield from self.compute(action)
@@ -98,9 +96,9 @@ class _Member:
             else:
                 yield action
         if self.moves.gradients:
-            yield from self.leave(action.step, SUM)
-        for what in (RESULT,) + (SUM,) * self.moves.gradients:
-            yield from self.arrive(action.step, what)
+            yield from self.leave(action.step, Kind.SUM)
+        for kind in (Kind.RESULT,) + (Kind.SUM,) * self.moves.gradients:
+            yield from self.arrive(action.step, kind)
 
     def compute(self, action: Compute) -> Iterator[Action]:
         entering, leaving = action.step == 0 and self.moves.rows, action.step in self.leaving
@@ -108,51 +106,51 @@ class _Member:
             yield from self.compute_by_part(action, entering, leaving)
             return
         if entering:
-            yield from self.arrive(action.step, ROWS)
+            yield from self.arrive(action.step, Kind.ROWS)
         yield action
         if leaving:
-            yield from self.leave(action.step, RESULT)
+            yield from self.leave(action.step, Kind.RESULT)
 
     def compute_by_part(self, action: Compute, entering: bool, leaving: bool) -> Iterator[Action]:
         for shifts in ([0], *self.shifts) if entering else (*self.shifts, [0]):
             for shift in shifts:
                 if entering:
-                    yield from self.arrive_from(action.step, ROWS, shift)
+                    yield from self.arrive_from(action.step, Kind.ROWS, shift)
                 yield replace(action, part=self.after(-shift))
             if leaving and shifts != [0]:
-                yield from self.exchange(action.step, RESULT, shifts)
+                yield from self.exchange(action.step, Kind.RESULT, shifts)
 
-    def leave(self, step: int, what: str) -> Iterator[Action]:
+    def leave(self, step: int, kind: Kind) -> Iterator[Action]:
         for shifts in self.shifts:
-            yield from self.exchange(step, what, shifts)
+            yield from self.exchange(step, kind, shifts)
 
-    def arrive(self, step: int, what: str) -> Iterator[Action]:
+    def arrive(self, step: int, kind: Kind) -> Iterator[Action]:
         for shift in (0, *self.others):
-            yield from self.arrive_from(step, what, shift)
+            yield from self.arrive_from(step, kind, shift)
 
-    def exchange(self, step: int, what: str, shifts: Sequence[int]) -> Iterator[Action]:
-        """Send to the members so many places on, receive from those as many places before."""
+    def exchange(self, step: int, kind: Kind, shifts: Sequence[int]) -> Iterator[Action]:
+        """Send to the members at these shifts, receive from the members at the opposite ones."""
         for shift in shifts:
             to = self.after(shift)
-            yield Pack(step, what, f"{what}.to{to}", to)
+            yield Pack(step, kind, f"{kind}.to{to}", to)
         for shift in shifts:
             source = self.after(-shift)
-            yield Recv(step, self.channel(what, shift), f"{what}.from{source}", self.first_rank + source)
-        rows = self.leaving[step] if what == RESULT else None
+            yield Recv(step, self.channel(kind, shift), f"{kind}.from{source}", self.first_rank + source)
+        rows = self.leaving[step] if kind == Kind.RESULT else None
         for shift in shifts:
             to = self.after(shift)
-            yield Send(step, self.channel(what, shift), f"{what}.to{to}", self.first_rank + to, rows)
+            yield Send(step, self.channel(kind, shift), f"{kind}.to{to}", self.first_rank + to, rows)
 
-    def arrive_from(self, step: int, what: str, shift: int) -> Iterator[Action]:
-        source, channel = self.after(-shift), self.channel(what, shift)
+    def arrive_from(self, step: int, kind: Kind, shift: int) -> Iterator[Action]:
+        source, channel = self.after(-shift), self.channel(kind, shift)
         if shift and channel not in self.arrived:
             self.arrived.add(channel)
             yield Wait(step, channel)
-        yield Unpack(step, what, f"{what}.from{source}", source)
+        yield Unpack(step, kind, f"{kind}.from{source}", source)
 
     def after(self, shift: int) -> int:
-        """The member so many places on."""
+        """Return the member at a shift."""
         return (self.member + shift) % self.heads
 
-    def channel(self, what: str, shift: int) -> Channel:
-        return Channel("heads", what, min(shift, self.heads - shift))
+    def channel(self, kind: Kind, shift: int) -> Channel:
+        return Channel(Link.HEADS, kind, min(shift, self.heads - shift))

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from burst_mcore.attention.schedule.actions import (
     COMES_LATE,
-    DATA,
-    GRADIENT,
     HOME,
     HOME_SUM,
     PARTIAL,
-    SUM,
     Accumulate,
     Action,
     Add,
     Channel,
     Compute,
+    Kind,
+    Link,
     Program,
     Recv,
     Return,
@@ -26,8 +26,8 @@ from burst_mcore.attention.schedule.actions import (
 )
 from burst_mcore.attention.schedule.carried import EVERYTHING, Carried, Hops, nothing
 
-_INTRA_DATA, _INTER_DATA = Channel("intra", DATA), Channel("inter", DATA)
-_INTRA_GRADIENT, _INTER_GRADIENT = Channel("intra", GRADIENT), Channel("inter", GRADIENT)
+_INTRA_DATA, _INTER_DATA = Channel(Link.INTRA, Kind.DATA), Channel(Link.INTER, Kind.DATA)
+_INTRA_GRADIENT, _INTER_GRADIENT = Channel(Link.INTRA, Kind.GRADIENT), Channel(Link.INTER, Kind.GRADIENT)
 
 
 def double_ring(
@@ -35,25 +35,25 @@ def double_ring(
 ) -> Program:
     """Overlapped rings over nodes x intra positions (paper appendix, algorithms 1 and 2, corrected).
 
-    Data: the bundle that a round begins with is on its way to the next node for all of that round, and the
-    bundle of step j + 1 on its way within the node while step j is computed.
+    Data: the first bundle of a round travels to the next node during the whole round. The bundle of step
+    j + 1 travels within the node while step j is computed.
 
-    Gradients: within a round a sum starts with the bundle and follows it, so that it ends, complete for this
-    node, one position before the place where the bundle came in. There the sum of the nodes before, under way
-    for all of that round, is added, and the total leaves for the next node. After the last round it makes one
-    more hop between nodes and one within the node, and is at home.
+    Gradients: within a round a sum starts with the bundle and follows it. It is complete for this node one
+    position before the place where the bundle came in. There the sum of the nodes before, which travelled
+    during the whole round, is added, and the total leaves for the next node. After the last round the total
+    makes one more hop between nodes and one within the node, and is at home.
 
     Args:
-        position: whose program it is, of nodes * intra.
-        gradients: whether they follow.
-        hops: what each hop carries; what carries nothing is left out.
-        turn: 1: bundles go to higher positions; -1: to lower ones.
+        position: the position, of nodes * intra, whose program is returned.
+        gradients: whether gradients follow the bundles.
+        hops: the rows that each hop carries; empty hops are left out.
+        turn: 1 if bundles go to higher positions, -1 if they go to lower ones.
     """
     return _Position(position, nodes, intra, gradients, hops, turn).program()
 
 
 class _Position:
-    """Position (m, l): writes down one round after another."""
+    """The writer of the program of position (m, l), round by round."""
 
     def __init__(self, position: int, nodes: int, intra: int, gradients: bool, hops: Hops, turn: int) -> None:
         self.position, self.nodes, self.intra = position, nodes, intra
@@ -61,9 +61,9 @@ class _Position:
         self.m, self.l = divmod(position, intra)
         self.actions: list[Action] = []
         self.start = HOME
-        """The bundle that the round began with."""
+        """The buffer of the first bundle of the round."""
         self.total, self.leaving = "", ""
-        """The sum that grows, and the one on its way to the next node."""
+        """The buffers of the sum that grows, and of the sum on its way to the next node."""
         self.started: set[Channel] = set()
         """Channels with something to wait for."""
 
@@ -77,13 +77,13 @@ class _Position:
     def round(self, i: int) -> None:
         current, incoming, last_round = self.start, "", i == self.nodes - 1
         if not last_round:
-            incoming = _free(DATA, self.start)
+            incoming = _free(Kind.DATA, self.start)
             comes, goes = (self.hops.ahead_of_round(self.held(at, 0), i + 1) for at in (i + 1, i))
             self.hop(i * self.intra, _INTER_DATA, incoming, self.start, comes, goes)
         for j in range(self.intra):
             step, source, arriving = i * self.intra + j, self.held(i, j), ""
             if j < self.intra - 1:
-                arriving = _free(DATA, current, incoming, "" if last_round else self.start)
+                arriving = _free(Kind.DATA, current, incoming, "" if last_round else self.start)
                 comes, goes = (self.hops.ahead(self.held(i, at), i, j + 1) for at in (j + 1, j))
                 self.hop(step, _INTRA_DATA, arriving, current, comes, goes)
             if current == HOME or self.hops.reads(source):
@@ -104,7 +104,7 @@ class _Position:
     def follow(self, i: int, j: int, step: int, source: int) -> None:
         """Add this step's gradients to the sum of its bundle, and pass it on within the node."""
         if j == 0:
-            self.total = _free(SUM, self.leaving)
+            self.total = _free(Kind.SUM, self.leaving)
         else:
             self.wait(step, _INTRA_GRADIENT)
         self.accumulate(i, j, step, source)
@@ -144,20 +144,20 @@ class _Position:
         self.actions.append(Return(step, self.at_home()))
 
     def at_home(self) -> str | None:
-        """Where the gradient of the position's own bundle ends."""
+        """Return the buffer in which the gradient of the position's own bundle ends."""
         if self.hops.alone:
             return HOME_SUM if self.hops.reads(self.position) else None
         return self.total
 
     def pass_on(self, step: int, comes: Carried, goes: Carried) -> None:
-        following = _free(SUM, self.total, self.leaving)
+        following = _free(Kind.SUM, self.total, self.leaving)
         self.hop(step, _INTRA_GRADIENT, following, self.total, comes, goes)
         self.total = following
 
     def hop(self, step: int, channel: Channel, into: str, out: str, comes: Carried, goes: Carried) -> None:
         """Receive `comes` and send `goes`: rows."""
         m, l, turn = self.m, self.l, self.turn  # noqa: E741
-        if channel.link == "inter":
+        if channel.link == Link.INTER:
             before, after = self.at(m - turn, l), self.at(m + turn, l)
         else:
             before, after = self.at(m, l - turn), self.at(m, l + turn)
@@ -174,45 +174,46 @@ class _Position:
             self.actions.append(Wait(step, channel))
 
     def held(self, i: int, j: int) -> int:
-        """Whose bundle it has at round i and step j."""
+        """Return the owner of the bundle that is here at round i and step j."""
         return self.at(self.m - self.turn * i, self.l - self.turn * j)
 
     def at(self, node: int, local: int) -> int:
         return node % self.nodes * self.intra + local % self.intra
 
 
-_NAMES = {kind: tuple(f"{kind}{index}" for index in range(4)) for kind in (DATA, SUM)}
+_NAMES = {kind: tuple(f"{kind}{index}" for index in range(4)) for kind in (Kind.DATA, Kind.SUM)}
 
 
-def _free(kind: str, *taken: str) -> str:
-    """The first buffer of this kind that is not taken."""
+def _free(kind: Kind, *taken: str) -> str:
+    """Return the first buffer of a kind that is not taken."""
     return next(name for name in _NAMES[kind] if name not in taken)
 
 
-def kind_of(buffer: str) -> str:
-    """What the program keeps in a buffer: a bundle (DATA) or a sum of gradients (SUM)."""
-    return DATA if buffer.startswith(DATA) or buffer == HOME else SUM
+@cache
+def kind_of(buffer: str) -> Kind:
+    """Return whether a buffer holds a bundle (DATA) or a sum of gradients (SUM)."""
+    return Kind.DATA if buffer.startswith(Kind.DATA) or buffer == HOME else Kind.SUM
 
 
 def home_sum(program: Program) -> str | None:
-    """Where a rank's own gradient, complete, lies when its program of the ring ends; None: nobody read it."""
+    """Return the buffer of a rank's own complete gradient at the end of a program; None if nobody read it."""
     return next(action.buffer for action in program if isinstance(action, Return))
 
 
 def without_overlap(program: Program) -> Program:
-    """The same hops, each waited for at once: what comes late when it is sent, the rest when it is needed."""
+    """Return the same hops, each waited for at once: late kinds when they are sent, others when needed."""
     actions: list[Action] = []
-    held: dict[Channel, list[Action]] = {}
+    postponed: dict[Channel, list[Action]] = {}
     for channel, group in hops(program):
         if channel is None:
             for action in group:
                 if not isinstance(action, Wait):
                     actions.append(action)
-                elif action.channel.what not in COMES_LATE:
-                    now = [replace(hop, step=action.step) for hop in held.pop(action.channel)]
+                elif action.channel.kind not in COMES_LATE:
+                    now = [replace(hop, step=action.step) for hop in postponed.pop(action.channel)]
                     actions += [*now, action]
-        elif channel.what in COMES_LATE:
+        elif channel.kind in COMES_LATE:
             actions += [*group, Wait(group[-1].step, channel)]
         else:
-            held.setdefault(channel, []).extend(group)
+            postponed.setdefault(channel, []).extend(group)
     return tuple(actions)

@@ -1,41 +1,42 @@
-"""The ring as data: what each rank does, in order, as actions on named buffers.
+"""Routes and schedules: the programs of all ranks for a pass, as data.
 
-One object is printed as a step x rank grid, verified (`verify`), costed (`timeline`) and executed (`ring`).
-Forward and both backward directions differ only in which bundle travels and whether its gradient follows it:
+One object is printed as a step x rank grid, verified (`verify`), costed (`simulate`) and executed
+(`executor`).
+The three passes (`Pass`) differ only in which bundle travels and whether its gradient follows it:
 
     forward  K, V travel, nothing follows     (paper algorithm 4)
     kv       K, V travel, dK, dV follow       (paper algorithm 1, RingAttention)
     query    Q, dO, D, LSE travel, dQ follows (paper algorithm 2, BurstAttention)
 
-A `Route` says how: over M nodes of L positions, a bundle goes round its node, one hop a step, while the one
-that came into the node goes on to the next node, one hop a round. At round i and step j position (m, l)
-holds the bundle of (m - i, l - j). With one node this is the flat ring. The gradient of a bundle follows one
-step behind it and ends at home: see `double_ring`. Where a position is a group of ranks that share the heads
-(head x ring), `head_exchange` puts the all-to-all around the ring. Overlap is an order of actions, no more:
+A `Route` is M nodes of L positions. A bundle goes round its node, one hop a step. Meanwhile the bundle that
+entered the node goes on to the next node, one hop a round. At round i and step j position (m, l) holds the
+bundle of (m - i, l - j). With one node this is the flat ring. The gradient of a bundle follows one step
+behind it and ends at home: see `double_ring`. Where a position is a group of ranks that share the heads
+(head x ring), `with_heads` puts the all-to-all around the ring. Overlap is an order of actions, no more:
 `without_overlap` is the same program with every hop waited for at once.
 
-Masks leave some bundles, or rows of them, without a reader. Then a ring may be better the other way round
-(`mirrored`), or not be one (`direct`: every row from its owner to its readers), and either leaves out what
-nobody reads: see `carried`.
+Masks leave some bundles, or rows of them, without a reader. Then a ring may be faster the other way round
+(`mirrored`), or a `direct` exchange, where every row goes from its owner to its readers. Both leave out rows
+that nobody reads: see `carried`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 
-from burst_mcore.attention.geometry.plan import Plan, kept
-from burst_mcore.attention.schedule.actions import Program
+from burst_mcore.attention.geometry.plan import Plan, cached_on_plan
+from burst_mcore.attention.schedule.actions import Pass, Program
 from burst_mcore.attention.schedule.carried import EVERYTHING, Hops, Itinerary, OfPosition
 from burst_mcore.attention.schedule.direct import direct
-from burst_mcore.attention.schedule.heads import Pass, with_heads
+from burst_mcore.attention.schedule.heads import Moves, with_heads
 from burst_mcore.attention.schedule.ring import double_ring, without_overlap
 
 
 @dataclass(frozen=True)
 class Route:
-    """The way of the bundles: `nodes` x `intra` positions, each of them `heads` consecutive ranks."""
+    """The path of the bundles: `nodes` x `intra` positions, each of them `heads` consecutive ranks."""
 
     nodes: int = 1
     intra: int = 1
@@ -46,14 +47,14 @@ class Route:
     mirrored: bool = False
     """The bundles go from higher positions to lower ones."""
 
-    @property
+    @cached_property
     def positions(self) -> int:
         """The size of the ring."""
         return self.nodes * self.intra
 
     @property
     def turn(self) -> int:
-        """1: to higher positions; -1: to lower ones."""
+        """1 if bundles go to higher positions, -1 if they go to lower ones."""
         return -1 if self.mirrored else 1
 
     @property
@@ -70,50 +71,51 @@ class Route:
 
 
 PASSES = {
-    "forward": Pass("forward: K, V travel", gradients=False, bundle=True, rows=True),
-    "kv": Pass("backward kv: K, V travel, dK, dV follow", gradients=True, bundle=False, rows=True),
-    "query": Pass(
+    Pass.FORWARD: Moves("forward: K, V travel", gradients=False, bundle=True, rows=True),
+    Pass.KV: Moves("backward kv: K, V travel, dK, dV follow", gradients=True, bundle=False, rows=True),
+    Pass.QUERY: Moves(
         "backward query: Q, dO, D, LSE travel, dQ follows", gradients=True, bundle=True, rows=False
     ),
 }
+"""The bundles, rows and gradients that each pass moves."""
 
 
-def program(rank: int, route: Route, name: str, plan: Plan | None = None) -> Program:
-    """What `rank` does in the pass `name`: "forward", "kv" or "query"; without a plan, all is read by all."""
+def program(rank: int, route: Route, pass_: Pass, plan: Plan | None = None) -> Program:
+    """Return the program of `rank` in a pass; without a plan, every rank reads every row."""
     if plan is None or plan.everything:
-        return _of_all(rank, route, name)
-    return _of_plan(plan, rank, route, name)
+        return _of_all(rank, route, Pass(pass_))
+    return _of_plan(plan, rank, route, Pass(pass_))
 
 
 @lru_cache(maxsize=256)
-def _of_all(rank: int, route: Route, name: str) -> Program:
-    return _around(on_ring(rank // route.heads, route, PASSES[name]), rank, route, name)
+def _of_all(rank: int, route: Route, pass_: Pass) -> Program:
+    return _around(on_ring(rank // route.heads, route, PASSES[pass_]), rank, route, pass_)
 
 
-@kept
-def _of_plan(plan: Plan, rank: int, route: Route, name: str) -> Program:
-    position = rank // route.heads
-    reading = plan.reading(of_queries=name == "query")
-    way = None if route.direct else itinerary(plan, route.nodes, route.intra, route.turn, name == "query")
-    ring = on_ring(position, route, PASSES[name], OfPosition(reading, position, way))
-    return _around(ring, rank, route, name)
+@cached_on_plan
+def _of_plan(plan: Plan, rank: int, route: Route, pass_: Pass) -> Program:
+    position, of_queries = rank // route.heads, pass_ == Pass.QUERY
+    reading = plan.reading(of_queries=of_queries)
+    places = None if route.direct else itinerary(plan, route.nodes, route.intra, route.turn, of_queries)
+    ring = on_ring(position, route, PASSES[pass_], OfPosition(reading, position, places))
+    return _around(ring, rank, route, pass_)
 
 
-@kept
+@cached_on_plan
 def itinerary(plan: Plan, nodes: int, intra: int, turn: int, of_queries: bool) -> Itinerary:
-    """Where on its way each row is read."""
+    """Return the itinerary of the bundles: where on a ring each row is read."""
     return Itinerary(plan.reading(of_queries=of_queries), nodes, intra, turn)
 
 
-def _around(ring: Program, rank: int, route: Route, name: str) -> Program:
-    """The program of a rank, from that of its position on the ring."""
+def _around(ring: Program, rank: int, route: Route, pass_: Pass) -> Program:
+    """Return the program of a rank, made from the program of its position on the ring."""
     if route.heads > 1:
-        ring = with_heads(ring, rank, route.heads, PASSES[name], by_part=route.overlap)
+        ring = with_heads(ring, rank, route.heads, PASSES[pass_], by_part=route.overlap)
     return ring if route.overlap else without_overlap(ring)
 
 
-def on_ring(position: int, route: Route, moves: Pass, hops: Hops = EVERYTHING) -> Program:
-    """What a position does, between positions; what nobody reads is left out (`hops`)."""
+def on_ring(position: int, route: Route, moves: Moves, hops: Hops = EVERYTHING) -> Program:
+    """Return the program of a position, between positions; `hops` leaves out rows that nobody reads."""
     if route.direct:
         return direct(position, route.positions, gradients=moves.gradients, hops=hops)
     return double_ring(
@@ -129,7 +131,7 @@ class Schedule:
     route: Route
     programs: tuple[Program, ...]
     plan: Plan | None = None
-    """What is read by whom; None: all by all."""
+    """Who reads which rows; None: every position reads every row."""
     queries_travel: bool = False
 
     @property
@@ -137,7 +139,7 @@ class Schedule:
         return len(self.programs)
 
     def __str__(self) -> str:
-        """A grid, a row a step and a column a rank: x<r receives from rank r, x>r sends, [r] computes."""
+        """Return a grid of step x rank: x<r receives from rank r, x>r sends, [r] computes."""
         cells = [
             {
                 step: "  ".join(map(str, actions))
@@ -156,7 +158,8 @@ class Schedule:
         return "\n".join([f"{self.title}; {self.route}, {self.size} ranks", *lines])
 
 
-def schedule(route: Route, name: str, plan: Plan | None = None) -> Schedule:
-    """All ranks' programs of the pass `name`: "forward", "kv" or "query"."""
-    programs = tuple(program(rank, route, name, plan) for rank in range(route.size))
-    return Schedule(PASSES[name].title, route, programs, plan, queries_travel=name == "query")
+def schedule(route: Route, pass_: Pass, plan: Plan | None = None) -> Schedule:
+    """Return all ranks' programs of a pass."""
+    pass_ = Pass(pass_)
+    programs = tuple(program(rank, route, pass_, plan) for rank in range(route.size))
+    return Schedule(PASSES[pass_].title, route, programs, plan, queries_travel=pass_ == Pass.QUERY)

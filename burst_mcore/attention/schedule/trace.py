@@ -33,23 +33,23 @@ class Event:
     """ "compute", or the link and kind of a message."""
     label: str
     posted: float
-    """When a message was asked for by its receiver; of a compute, when it started."""
+    """Time at which the receiver asked for a message; of a compute, its start."""
     started: float
-    """When it began; measured, a message's start is not known, and that of its posting stands here."""
+    """Start. Of a measured message it is not known: its posting stands here."""
     ended: float
-    """When it was over; measured, a message's end is that of the wait for it."""
+    """End. Of a measured message, the end of the wait for it."""
 
 
 def chrome_trace(runs: Mapping[str, Sequence[Event]]) -> str:
-    """The runs side by side as Chrome trace JSON, which chrome://tracing and ui.perfetto.dev open.
+    """Return the runs side by side as Chrome trace JSON, for chrome://tracing and ui.perfetto.dev.
 
     A process for each rank of each run, a thread for each lane.
     """
     events: list[dict[str, Any]] = []
     processes: dict[tuple[str, int], int] = {}
     lanes: dict[tuple[str, int, str], int] = {}
-    for run, found in runs.items():
-        for event in sorted(found, key=lambda e: (e.rank, e.lane != "compute", e.lane, e.started)):
+    for run, events_of_run in runs.items():
+        for event in sorted(events_of_run, key=lambda e: (e.rank, e.lane != "compute", e.lane, e.started)):
             process = processes.setdefault((run, event.rank), len(processes))
             lane = lanes.setdefault((run, event.rank, event.lane), len(lanes))
             events.append(
@@ -79,16 +79,16 @@ class Recorder:
     """The recorder that records nothing, for runs that are not traced."""
 
     def span(self, action: Action) -> contextlib.AbstractContextManager[None]:
-        """Around an action."""
+        """Return a context to execute an action in."""
         return contextlib.nullcontext()
 
     def posted(self, channel: Channel, actions: Sequence[Action]) -> None:
-        """After a hop was posted."""
+        """Take note that a hop was posted."""
 
 
 @dataclass
 class Recording(Recorder):
-    """Takes the times of one rank's actions; if `on_cuda`, those of the current stream.
+    """A recorder of the times of one rank's actions; if `on_cuda`, of times on the current stream.
 
     A message's end is the time when its wait was over: it arrived then, or earlier.
     """
@@ -144,8 +144,8 @@ class Recording(Recorder):
 
 
 def lane(channel: Channel) -> str:
-    """The lane of a channel's messages."""
-    return f"{channel.link} {channel.what}"
+    """Return the lane of a channel's messages."""
+    return f"{channel.link} {channel.kind}"
 
 
 _NOTHING = Recorder()
@@ -154,7 +154,7 @@ _SHARED: list[Recording] = []
 
 
 def recorder() -> Recorder:
-    """Who takes note of what runs now."""
+    """Return the recorder of this process: the innermost `record`, or a no-op."""
     return _SHARED[-1] if _SHARED else _NOTHING
 
 
@@ -165,8 +165,9 @@ def record(rank: int = 0, *, on_cuda: bool = False) -> Iterator[list[Event]]:
     Every rank records its own: gather the lists and give them to `chrome_trace`.
 
     Args:
-        rank: what the events are marked with.
-        on_cuda: the tensors are on CUDA: take times on the current stream; the end waits for the device.
+        rank: the rank that the events are marked with.
+        on_cuda: whether tensors are on CUDA. Times are then taken on the current stream, and the end of the
+            context waits for the device.
     """
     recording = Recording(rank, on_cuda)
     _SHARED.append(recording)

@@ -1,4 +1,4 @@
-"""Dry-runs a schedule on all ranks at once and says what is wrong with it: cover, hazards, deadlock.
+"""The verifier: dry-runs a schedule on all ranks at once, and reports missing work, hazards and deadlocks.
 
 Messages move by NCCL's rule, under which fewer schedules pass than under gloo's. Neighbouring sends and
 receives of a channel are one batch. The batches of a rank on a communicator run one after another, in the
@@ -15,16 +15,14 @@ from typing import Any
 
 from burst_mcore.attention.geometry.rows import Rows, union
 from burst_mcore.attention.schedule.actions import (
-    BUNDLE,
     HOME,
-    RESULT,
-    ROWS,
-    SUM,
     Accumulate,
     Action,
     Add,
     Channel,
     Compute,
+    Kind,
+    Link,
     Pack,
     Program,
     Recv,
@@ -39,12 +37,12 @@ from burst_mcore.attention.schedule.route import Schedule
 from burst_mcore.attention.schedule.walk import walk
 
 Token = tuple[Any, ...]
-"""What a buffer holds: ("data", source, rows), ("sum", source, contributors, rows), in a head group (what,
-from, to). Rows None are all."""
+"""The contents of a buffer: (DATA, source, rows), (SUM, source, contributors, rows), or in a head group
+(kind, from, to); the first is a `Kind`. Rows None are all."""
 Posted = tuple[Send | Recv, Token | None]
-"""A message of a batch; of a send, what it carries."""
+"""A message of a batch, and the token that a send carries."""
 Wire = tuple[Communicator, int, int, int]
-"""A message's (communicator, from, to, how many of these came before): NCCL matches them by their order."""
+"""A message's (communicator, from, to, number among these): NCCL matches messages by their order."""
 
 
 @dataclass
@@ -54,11 +52,11 @@ class _Rank:
     member: int
     program: Program
     reads: dict[int, Rows | None]
-    """What it must compute: rows of each source."""
+    """The rows of each source that the rank must compute with."""
     readers: frozenset[int]
-    """Who reads its own bundle."""
+    """The positions that read its own bundle."""
     members: frozenset[int]
-    done: int = 0
+    executed: int = 0
     holds: dict[str, Token] = field(default_factory=dict)
     sending: dict[Channel, list[Send]] = field(default_factory=lambda: defaultdict(list))
     receiving: dict[Channel, list[Recv]] = field(default_factory=lambda: defaultdict(list))
@@ -67,8 +65,8 @@ class _Rank:
     computed: list[tuple[int, int]] = field(default_factory=list)
     """(source, part)."""
     attended: str = HOME
-    """Where the bundle lies that was computed last."""
-    unpacked: list[tuple[str, int]] = field(default_factory=list)
+    """The buffer of the bundle that was computed last."""
+    unpacked: list[tuple[Kind, int]] = field(default_factory=list)
     batch: list[Posted] = field(default_factory=list)
     """Messages of the hop that is being posted."""
 
@@ -94,10 +92,10 @@ class _Rank:
         if buffer in {recv.buffer for recvs in self.receiving.values() for recv in recvs}:
             raise self.fail(f"{buffer} is touched while a message arrives in it")
 
-    def has(self, what: str) -> set[int]:
-        """The members whose share of `what` is in place; all, if it never comes through the head group."""
-        comes = any(isinstance(action, Unpack) and action.what == what for action in self.program)
-        return {member for w, member in self.unpacked if w == what} if comes else set(self.members)
+    def has(self, kind: Kind) -> set[int]:
+        """Return the members whose share of a kind is in place; all, if none comes through the head group."""
+        comes = any(isinstance(action, Unpack) and action.kind == kind for action in self.program)
+        return {member for other, member in self.unpacked if other == kind} if comes else set(self.members)
 
 
 @dataclass(eq=False)
@@ -109,7 +107,7 @@ class _Batch:
     queue: deque[_Batch]
     """The rank's batches on the communicator, in the order of posting."""
     left: dict[Wire, Posted]
-    """The messages that are not complete: the action, and of a send what it carries."""
+    """The messages that are not complete."""
 
     def __str__(self) -> str:
         return ", ".join(str(action) for action, _ in self.left.values())
@@ -145,7 +143,7 @@ class _Network:
         return communicator, *ends, count
 
     def _come_to_head(self, batch: _Batch) -> None:
-        """Complete all messages whose other end is there, and what follows from that."""
+        """Complete all messages whose other end is there, and then those that become possible."""
         heads = [batch]
         while heads:
             batch, met = heads.pop(), []
@@ -156,44 +154,46 @@ class _Network:
                 else:
                     _deliver(batch.left.pop(wire), other.left.pop(wire), batch.rank, other.rank)
                     met.append(other)
-            for each in (batch, *met):
-                if not each.left and each.queue and each.queue[0] is each:
-                    each.queue.popleft()
-                    each.rank.open[each.channel] -= 1
-                    self._woken.append(each.rank)
-                    heads += list(each.queue)[:1]
+            for posted in (batch, *met):
+                if not posted.left and posted.queue and posted.queue[0] is posted:
+                    posted.queue.popleft()
+                    posted.rank.open[posted.channel] -= 1
+                    self._woken.append(posted.rank)
+                    heads += list(posted.queue)[:1]
 
     def tick(self) -> list[_Rank] | None:
-        """The ranks of which a batch was completed since the last call."""
+        """Return the ranks of which a batch was completed since the last call."""
         woken, self._woken = self._woken, []
         return woken or None
 
 
-def _deliver(one: Posted, other: Posted, here: _Rank, there: _Rank) -> None:
-    """Put what a message carries into the buffer of its receiver."""
-    (send, token), (recv, _), rank = (one, other, there) if isinstance(one[0], Send) else (other, one, here)
+def _deliver(first: Posted, second: Posted, first_rank: _Rank, second_rank: _Rank) -> None:
+    """Put the token of a message into the buffer of its receiver."""
+    (send, token), (recv, _), rank = (
+        (first, second, second_rank) if isinstance(first[0], Send) else (second, first, first_rank)
+    )
     assert token is not None
-    if send.channel.what != recv.channel.what:
+    if send.channel.kind != recv.channel.kind:
         raise rank.fail(
             f"{recv.buffer} expects {recv.channel}, gets {send.channel}: they share a communicator"
         )
-    if recv.channel.link != "heads" and token[-1] != recv.rows:
+    if recv.channel.link != Link.HEADS and token[-1] != recv.rows:
         raise rank.fail(f"{recv.buffer} expects rows {recv.rows}, gets {token[-1]}")
     rank.holds[recv.buffer] = token
 
 
 def verify(schedule: Schedule, intra_size: int | None = None) -> None:
-    """Check that every rank meets what it must read exactly once, and that no network breaks the program.
+    """Check that every rank computes each bundle that it must read once, in any order of messages.
 
     Args:
         schedule: the programs of all ranks.
-        intra_size: ranks of a node; by default those of a node of the route.
+        intra_size: ranks of a node; by default as on the route.
 
     Raises:
-        ValueError: rows and a bundle that meet twice or never, a wrong bundle computed or one without the
-            rows that are read, or lost before its gradient is added, a buffer touched while in flight, a
-            deadlock, a message left over or of rows that its receiver does not expect, a gradient that does
-            not end at home complete, or a share of the head group that is missing, early or twice.
+        ValueError: a rank computes a bundle twice, never, without the rows that are read, or loses it before
+            its gradient is added. A buffer is touched while in flight. Ranks wait for each other. A message
+            is left over, or carries rows that its receiver does not expect. A gradient does not end at home
+            complete. A share of the head group is missing, early or there twice.
     """
     route = schedule.route
     members = frozenset(range(route.heads))
@@ -201,9 +201,9 @@ def verify(schedule: Schedule, intra_size: int | None = None) -> None:
     ranks = []
     for number, program in enumerate(schedule.programs):
         position, member = divmod(number, len(members))
-        readers = frozenset(reader for reader, of in enumerate(reads) if of.get(position, None) != ())
+        readers = frozenset(reader for reader, rows in enumerate(reads) if rows.get(position, None) != ())
         rank = _Rank(number, position, member, program, reads[position], readers, members)
-        rank.holds[HOME] = ("data", position, None)
+        rank.holds[HOME] = (Kind.DATA, position, None)
         ranks.append(rank)
     network = _Network(schedule, intra_size or route.intra * route.heads)
     stuck = walk(ranks, partial(_execute, network), network.tick)
@@ -216,20 +216,20 @@ def verify(schedule: Schedule, intra_size: int | None = None) -> None:
 
 
 def _waiting(stuck: Sequence[_Rank], network: _Network) -> str:
-    """For what each rank waits, and what is at the head of its queues."""
+    """Describe for what each rank waits, and which batches are at the head of its queues."""
     heads = defaultdict(list)
     for (number, (link, kind, _)), queue in network.queues.items():
         if queue:
             heads[number].append(f"at the head of {link} {kind}: {queue[0]}")
     return "; ".join(
-        f"rank {rank.number}, step {rank.program[rank.done].step}: {rank.program[rank.done]}"
+        f"rank {rank.number}, step {rank.program[rank.executed].step}: {rank.program[rank.executed]}"
         + "".join(f" ({head})" for head in heads[rank.number])
         for rank in stuck
     )
 
 
 def _reads(schedule: Schedule, position: int) -> dict[int, Rows | None]:
-    """The rows that a position reads of each; None: all."""
+    """Return the rows that a position reads of each other; None: all."""
     sources, plan = range(schedule.route.positions), schedule.plan
     if plan is None:
         return dict.fromkeys(sources)
@@ -245,10 +245,11 @@ def _check_end(rank: _Rank) -> None:
         raise rank.fail("ends with messages that nobody waited for")
     if any(isinstance(action, Return) for action in rank.program):
         _check_sum(rank)
-    for what in {what for what, _ in rank.unpacked}:
-        if sorted(member for w, member in rank.unpacked if w == what) != sorted(rank.members):
-            raise rank.fail(f"{what} of the head group: got {rank.unpacked}")
-    if len(rank.members) > 1 and RESULT not in {what for what, _ in rank.unpacked}:
+    kinds = {kind for kind, _ in rank.unpacked}
+    for kind in kinds:
+        if sorted(member for other, member in rank.unpacked if other == kind) != sorted(rank.members):
+            raise rank.fail(f"{kind} of the head group: got {rank.unpacked}")
+    if len(rank.members) > 1 and Kind.RESULT not in kinds:
         raise rank.fail("its results stay with its head group")
 
 
@@ -258,16 +259,16 @@ def _check_sum(rank: _Rank) -> None:
         if rank.readers:
             raise rank.fail(f"no gradient comes home, but {sorted(rank.readers)} read its bundle")
         return
-    found = rank.read(buffer)
-    if found[:3] != ("sum", rank.position, rank.readers):
-        raise rank.fail(f"gradient of {rank.position} at home is {found}")
+    token = rank.read(buffer)
+    if token[:3] != (Kind.SUM, rank.position, rank.readers):
+        raise rank.fail(f"gradient of {rank.position} at home is {token}")
 
 
-def _cover(held: Rows | None, rows: Rows | None) -> bool:
-    """Whether rows that are held include `rows`."""
-    if held is None or rows == ():
+def _cover(present: Rows | None, rows: Rows | None) -> bool:
+    """Return whether the rows that are present include `rows`."""
+    if present is None or rows == ():
         return True
-    return rows is not None and union([*held, *rows]) == union(list(held))
+    return rows is not None and union([*present, *rows]) == union(list(present))
 
 
 def _execute(network: _Network, rank: _Rank, action: Action) -> bool:
@@ -300,13 +301,13 @@ def _post(rank: _Rank, action: Send | Recv, network: _Network) -> None:
         rank.receiving[action.channel].append(action)
     else:
         token = _home_complete(rank) if action.buffer == HOME else rank.read(action.buffer)
-        if action.channel.link != "heads":
+        if action.channel.link != Link.HEADS:
             if not _cover(token[-1], action.rows):
                 raise rank.fail(f"{action.buffer} does not hold the rows that it sends")
             token = (*token[:-1], action.rows)
         rank.sending[action.channel].append(action)
     rank.batch.append((action, token))
-    following = rank.program[rank.done + 1] if rank.done + 1 < len(rank.program) else None
+    following = rank.program[rank.executed + 1] if rank.executed + 1 < len(rank.program) else None
     if not isinstance(following, (Send, Recv)) or following.channel != action.channel:
         network.post(rank, rank.batch)
         rank.batch = []
@@ -321,30 +322,30 @@ def _complete(rank: _Rank, channel: Channel) -> bool:
 
 
 def _home_complete(rank: _Rank) -> Token:
-    if rank.has(BUNDLE) != rank.members:
+    if rank.has(Kind.BUNDLE) != rank.members:
         raise rank.fail("its bundle is used before all of the head group gave its share")
     return rank.read(HOME)
 
 
 def _compute(rank: _Rank, action: Compute) -> None:
-    held = _home_complete(rank) if action.buffer == HOME else rank.read(action.buffer)
-    if held[:2] != ("data", action.source) or not _cover(held[2], rank.reads[action.source]):
+    token = _home_complete(rank) if action.buffer == HOME else rank.read(action.buffer)
+    if token[:2] != (Kind.DATA, action.source) or not _cover(token[2], rank.reads[action.source]):
         raise rank.fail(f"{action.buffer} does not hold the bundle of {action.source}")
     parts = rank.members if action.part is None else {action.part}
-    if not parts <= rank.has(ROWS):
+    if not parts <= rank.has(Kind.ROWS):
         raise rank.fail(f"computes rows of members {sorted(parts)} before they came")
     rank.computed += [(action.source, part) for part in sorted(parts)]
     rank.attended = action.buffer
 
 
 def _accumulate(rank: _Rank, action: Accumulate) -> None:
-    held = ("sum", action.source, frozenset(), ()) if action.first else rank.read(action.buffer)
+    token = (Kind.SUM, action.source, frozenset(), ()) if action.first else rank.read(action.buffer)
     rank.write(action.buffer, None)
-    kind, source, shares, rows = held
+    kind, source, shares, rows = token
     last = rank.computed[-len(rank.members) :]
     if source != action.source or rank.position in shares or {s for s, _ in last} != {source}:
         raise rank.fail(f"gradient of {action.source} added to that of {source}: {shares}")
-    if rank.read(rank.attended)[:2] != ("data", source):  # kernels that add to the sum read it only now
+    if rank.read(rank.attended)[:2] != (Kind.DATA, source):  # kernels that add to the sum read it only now
         raise rank.fail(f"{rank.attended} is lost before the gradient of {source} is added")
     if not _cover(action.rows, rows) or not _cover(action.rows, rank.reads[source]):
         raise rank.fail(f"{action.buffer} has no room for all rows of the gradient")
@@ -368,15 +369,15 @@ def _add(rank: _Rank, action: Add) -> None:
 
 def _pack(rank: _Rank, action: Pack) -> None:
     sources = {source for source, rows in rank.reads.items() if rows != ()} | {rank.position}
-    if action.what == RESULT and {s for s, p in rank.computed if p == action.member} != sources:
+    if action.kind == Kind.RESULT and {s for s, p in rank.computed if p == action.member} != sources:
         raise rank.fail(f"results of member {action.member} leave before they are complete")
-    if action.what == SUM:
+    if action.kind == Kind.SUM:
         _check_sum(rank)
-    rank.write(action.buffer, (action.what, rank.member, action.member))
+    rank.write(action.buffer, (action.kind, rank.member, action.member))
 
 
 def _unpack(rank: _Rank, action: Unpack) -> None:
     own = action.member == rank.member
-    if not own and rank.read(action.buffer) != (action.what, action.member, rank.member):
-        raise rank.fail(f"{action.buffer} does not hold the {action.what} of member {action.member}")
-    rank.unpacked.append((action.what, action.member))
+    if not own and rank.read(action.buffer) != (action.kind, action.member, rank.member):
+        raise rank.fail(f"{action.buffer} does not hold the {action.kind} of member {action.member}")
+    rank.unpacked.append((action.kind, action.member))

@@ -13,7 +13,7 @@ class Walker(Protocol):
     """A rank on its way through its program."""
 
     program: Program
-    done: int
+    executed: int
     """Actions that were executed."""
 
 
@@ -30,16 +30,16 @@ def walk(
     Args:
         ranks: the ranks, at the beginning of their programs.
         execute: executes the next action of a rank, or returns False if the rank has to wait for it.
-        tick: called when all ranks wait or have ended: lets something happen and returns the ranks that may
-            go on, or None if nothing is left that could happen.
+        tick: called when all ranks wait or have ended. It lets time pass and returns the ranks that may go
+            on, or None if nothing is left to happen.
     """
     ready = deque(ranks)
     while True:
         while ready:
             rank = ready.popleft()
-            while rank.done < len(rank.program) and execute(rank, rank.program[rank.done]):
-                rank.done += 1
+            while rank.executed < len(rank.program) and execute(rank, rank.program[rank.executed]):
+                rank.executed += 1
         woken = tick()
         if woken is None:
-            return [rank for rank in ranks if rank.done < len(rank.program)]
+            return [rank for rank in ranks if rank.executed < len(rank.program)]
         ready.extend(woken)

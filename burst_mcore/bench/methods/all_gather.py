@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from burst_mcore.attention.geometry.plan import plan
-from burst_mcore.attention.geometry.rows import pieces, take
+from burst_mcore.attention.geometry.plan import plan_for
+from burst_mcore.attention.geometry.rows import gather, scatter_views
 from burst_mcore.attention.geometry.tiles import tiles_of
-from burst_mcore.attention.kernels.kernel import Problem, RowGradients, Scores
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Problem, Scores
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.numerics.merge import GradientSum, OnlineSoftmax
 from burst_mcore.attention.numerics.rowwise import output_stand_in, row_delta
@@ -36,17 +36,17 @@ class _AllGatherAttention(torch.autograd.Function):
         problem = replace(problem, sparse=mask.is_sparse, window=mask.has_window)
         ctx.kernel = choose("auto", problem)
         ctx.scores, ctx.size = Scores(head_dim**-0.5), size
-        what = plan(Layout("zigzag"), mask, n, size)
-        ctx.tiles = [tiles_of(what, group.rank(), source, ctx.kernel.abilities) for source in range(size)]
+        plan = plan_for(Layout("zigzag"), mask, n, size)
+        ctx.tiles = [tiles_of(plan, group.rank(), source, ctx.kernel.abilities) for source in range(size)]
         softmax = OnlineSoftmax(q, value_dim=head_dim)
         keys, values = _gather(k, group), _gather(v, group)
         for source, met in enumerate(ctx.tiles):
             for tile in met:
                 part = ctx.kernel.forward(
-                    take(q, tile.q),
-                    take(keys[source], tile.k),
-                    take(values[source], tile.k),
-                    tile.seen,
+                    gather(q, tile.q),
+                    gather(keys[source], tile.k),
+                    gather(values[source], tile.k),
+                    tile.pattern,
                     ctx.scores,
                 )
                 softmax.add(tile.q, *part)
@@ -66,19 +66,19 @@ class _AllGatherAttention(torch.autograd.Function):
         dk, dv = (torch.zeros(ctx.size, *k.shape, dtype=torch.float32) for _ in range(2))
         for source, met in enumerate(ctx.tiles):
             for tile in met:
-                x = RowGradients(
-                    take(dout, tile.q),
-                    take(q, tile.q),
-                    take(keys[source], tile.k),
-                    take(values[source], tile.k),
-                    take(stand_in, tile.q),
-                    take(lse, tile.q),
-                    take(delta, tile.q),
+                inputs = BackwardInputs(
+                    gather(dout, tile.q),
+                    gather(q, tile.q),
+                    gather(keys[source], tile.k),
+                    gather(values[source], tile.k),
+                    gather(stand_in, tile.q),
+                    gather(lse, tile.q),
+                    gather(delta, tile.q),
                 )
-                dq_t, dk_t, dv_t = ctx.kernel.backward(x, tile.seen, ctx.scores)
+                dq_t, dk_t, dv_t = ctx.kernel.backward(inputs, tile.pattern, ctx.scores)
                 dq.add(tile.q, dq_t)
                 for total, share in ((dk[source], dk_t), (dv[source], dv_t)):
-                    for to, values_t in pieces(total, tile.k, share):
+                    for to, values_t in scatter_views(total, tile.k, share):
                         to.add_(values_t)
         return None, None, dq.result(), *(_scatter_sum(x, ctx.group).to(k.dtype) for x in (dk, dv))
 

@@ -16,14 +16,14 @@ from torch import Tensor
 from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Attended, Call, Keys, Queries
 from burst_mcore.attention.forward import forward
-from burst_mcore.attention.geometry.pattern import Seen
-from burst_mcore.attention.geometry.plan import plan
-from burst_mcore.attention.geometry.rows import take
-from burst_mcore.attention.kernels.kernel import Kernel, Problem, RowGradients, Scores
+from burst_mcore.attention.geometry.pattern import Pattern
+from burst_mcore.attention.geometry.plan import plan_for
+from burst_mcore.attention.geometry.rows import gather
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.attention.runtime.executor import Bundle
-from burst_mcore.attention.schedule.actions import Channel, Recv, Send
+from burst_mcore.attention.schedule.actions import Channel, Pass, Recv, Send
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
 from burst_mcore.dtypes import wide
@@ -48,7 +48,7 @@ class Copies:
         self.bytes = 0
         """That came, or would have come from "nowhere"."""
 
-    def connect(self, name: str) -> None:
+    def connect(self, pass_: Pass) -> None:
         """Nobody is there."""
 
     def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Bundle]]) -> Sequence[_Copied]:
@@ -107,23 +107,23 @@ def idle(kernel: Kernel) -> Kernel:
     kernel's are, and come again as he left them. It neither merges nor adds in place, whatever `kernel` does:
     what is done around it is what is done around a stock kernel.
     """
-    outs: dict[Seen, tuple[Tensor, Tensor]] = {}
-    gradients: dict[Seen, tuple[Tensor, Tensor, Tensor]] = {}
+    outs: dict[Pattern, tuple[Tensor, Tensor]] = {}
+    gradients: dict[Pattern, tuple[Tensor, Tensor, Tensor]] = {}
 
     def random_like(x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.randn(shape or x.shape, device=x.device).to(dtype or x.dtype)
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
-        if seen not in outs:
+    def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor]:
+        if pattern not in outs:
             batch, rows, heads, _ = q.shape
             lse = random_like(q, batch, heads, rows, dtype=wide(q.dtype))
-            outs[seen] = random_like(q, batch, rows, heads, v.shape[-1]), lse
-        return outs[seen]
+            outs[pattern] = random_like(q, batch, rows, heads, v.shape[-1]), lse
+        return outs[pattern]
 
-    def backward(x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
-        if seen not in gradients:
-            gradients[seen] = random_like(x.q), random_like(x.k), random_like(x.v)
-        return gradients[seen]
+    def backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+        if pattern not in gradients:
+            gradients[pattern] = random_like(inputs.q), random_like(inputs.k), random_like(inputs.v)
+        return gradients[pattern]
 
     return replace(kernel, forward=forward, backward=backward, in_place=None)
 
@@ -143,7 +143,7 @@ class VirtualRank:
         source: str,
         kernel: str = "auto",
         works: bool = True,
-        direction: str = "query",
+        direction: Pass = Pass.QUERY,
         layout: str = "zigzag",
         device: str = "cuda",
         poison: bool = False,
@@ -157,11 +157,11 @@ class VirtualRank:
         self.call = Call(
             rank=size // 2,
             route=Route(nodes=1, intra=size),
-            plan=plan(Layout.of(layout), mask, n, size),
+            plan=plan_for(Layout.of(layout), mask, n, size),
             scores=Scores(shape.head_dim**-0.5),
             problem=problem,
             kernel=chosen if works else idle(chosen),
-            direction=direction,
+            direction=Pass(direction),
             grad_dtype=shape.grad_dtype,
             kv_heads=shape.kv_heads,
         )
@@ -188,27 +188,27 @@ class VirtualRank:
     def pairs(self) -> int:
         """Query-key pairs of the forward."""
         here, size = self.call.position, self.call.route.positions
-        return sum(tile.pairs for source in range(size) for tile in self.call.tiles(here, source))
+        return sum(tile.pattern.pairs for source in range(size) for tile in self.call.tiles(here, source))
 
     def bare_forward(self) -> None:
         """The kernel alone on the tiles of the forward."""
         for at in range(self.call.route.positions):
             for tile in self.call.tiles(self.call.position, at):
-                rows = take(self.q, tile.q), take(self.k, tile.k), take(self.v, tile.k)
-                self.call.kernel.forward(*rows, tile.seen, self.call.scores)
+                rows = gather(self.q, tile.q), gather(self.k, tile.k), gather(self.v, tile.k)
+                self.call.kernel.forward(*rows, tile.pattern, self.call.scores)
 
     def bare_backward(self, queries: Queries, out: Tensor) -> None:
         """The kernel alone on the tiles of the backward, given its `queries`; out stands for itself."""
-        here, travels = self.call.position, self.call.direction == "query"
+        here, travels = self.call.position, self.call.direction == Pass.QUERY
         for at in range(self.call.route.positions):
             for tile in self.call.tiles(*((at, here) if travels else (here, at))):
-                x = RowGradients(
-                    take(queries.dout, tile.q),
-                    take(queries.q, tile.q),
-                    take(self.k, tile.k),
-                    take(self.v, tile.k),
-                    take(out, tile.q),
-                    take(queries.lse, tile.q),
-                    take(queries.delta, tile.q),
+                inputs = BackwardInputs(
+                    gather(queries.dout, tile.q),
+                    gather(queries.q, tile.q),
+                    gather(self.k, tile.k),
+                    gather(self.v, tile.k),
+                    gather(out, tile.q),
+                    gather(queries.lse, tile.q),
+                    gather(queries.delta, tile.q),
                 )
-                self.call.kernel.backward(x, tile.seen, self.call.scores)
+                self.call.kernel.backward(inputs, tile.pattern, self.call.scores)

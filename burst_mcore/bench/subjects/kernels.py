@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.geometry.plan import plan
-from burst_mcore.attention.geometry.rows import take
+from burst_mcore.attention.geometry.plan import plan_for
+from burst_mcore.attention.geometry.rows import gather
 from burst_mcore.attention.geometry.tiles import Tile, tiles_of
-from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Scores
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Scores
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.bench.core import (
@@ -76,7 +76,7 @@ class KernelCase(Case):
         return [torch.randn(shape, device=device, generator=generator).to(dtype) for _ in range(4)]
 
 
-Given = tuple[Tile, Tensor, Tensor, RowGradients]
+Given = tuple[Tile, Tensor, Tensor, BackwardInputs]
 """A tile, the output of its forward, and the inputs of its backward."""
 
 
@@ -85,22 +85,24 @@ class Tiles:
 
     def __init__(self, kernel: Kernel, case: KernelCase, tensors: Sequence[Tensor]) -> None:
         self.kernel, self.scores, self.tensors = kernel, Scores(case.head_dim**-0.5), tensors
-        planned = plan(Layout("contiguous"), case.seen, case.tokens, 1)
+        planned = plan_for(Layout("contiguous"), case.seen, case.tokens, 1)
         self.tiles = tiles_of(planned, 0, 0, kernel.abilities)
 
     def forward(self) -> list[tuple[Tensor, Tensor]]:
         """(out, lse) of every tile."""
-        return [self.kernel.forward(*self._rows(t), t.seen, self.scores) for t in self.tiles]
+        return [self.kernel.forward(*self._rows(t), t.pattern, self.scores) for t in self.tiles]
 
-    def backward(self, inputs: Sequence[RowGradients]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def backward(self, inputs: Sequence[BackwardInputs]) -> list[tuple[Tensor, Tensor, Tensor]]:
         """(dq, dk, dv) of every tile."""
-        return [self.kernel.backward(x, t.seen, self.scores) for x, t in zip(inputs, self.tiles, strict=True)]
+        return [
+            self.kernel.backward(x, t.pattern, self.scores) for x, t in zip(inputs, self.tiles, strict=True)
+        ]
 
-    def inputs(self, outputs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[RowGradients]:
+    def inputs(self, outputs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[BackwardInputs]:
         """Those of the backward, tile by tile."""
         for tile, (out, lse) in zip(self.tiles, outputs, strict=True):
-            dout = take(self.tensors[3], tile.q)
-            yield RowGradients(dout, *self._rows(tile), out, lse, row_delta(dout, out))
+            dout = gather(self.tensors[3], tile.q)
+            yield BackwardInputs(dout, *self._rows(tile), out, lse, row_delta(dout, out))
 
     def both(self) -> None:
         """Forward and backward, tile by tile."""
@@ -108,7 +110,7 @@ class Tiles:
 
     def _rows(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, _ = self.tensors
-        return take(q, tile.q), take(k, tile.k), take(v, tile.k)
+        return gather(q, tile.q), gather(k, tile.k), gather(v, tile.k)
 
 
 def _stage(case: KernelCase, world: World) -> Stage:

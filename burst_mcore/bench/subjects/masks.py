@@ -9,14 +9,14 @@ from functools import partial
 import torch
 
 from burst_mcore.attention.autotune.choose import Ranks, best, candidates
-from burst_mcore.attention.geometry.pattern import Seen
-from burst_mcore.attention.geometry.plan import Plan, plan
-from burst_mcore.attention.geometry.rows import count, take
+from burst_mcore.attention.geometry.pattern import Pattern
+from burst_mcore.attention.geometry.plan import Plan, plan_for
+from burst_mcore.attention.geometry.rows import count, gather
 from burst_mcore.attention.geometry.tiles import tiles_of
-from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Scores
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Scores
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.numerics.rowwise import row_delta
-from burst_mcore.attention.schedule.actions import Send
+from burst_mcore.attention.schedule.actions import Pass, Send
 from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.attention.shard import Shard
 from burst_mcore.bench.core import Bar, Derived, Stage, Subject, Table, Trial, World, over
@@ -91,28 +91,28 @@ def _bare_tiles(case: MaskCase, kernel: Kernel) -> Callable[[int], None]:
     parts = [
         [shard(x, 1, rank=rank, size=size, layout=layout) for x in case.tensors()] for rank in range(size)
     ]
-    planned, scores = plan(layout, case.seen, case.seq, size), Scores(case.head_dim**-0.5)
+    planned, scores = plan_for(layout, case.seen, case.seq, size), Scores(case.head_dim**-0.5)
 
     def run(rank: int) -> None:
         q, _, _, dout = parts[rank]
         for source in range(size):
             _, k, v, _ = parts[source]
             for tile in tiles_of(planned, rank, source, kernel.abilities):
-                rows = take(q, tile.q), take(k, tile.k), take(v, tile.k)
-                out, lse = kernel.forward(*rows, tile.seen, scores)
-                inputs = RowGradients(take(dout, tile.q), *rows, out, lse, lse)
-                kernel.backward(inputs, tile.seen, scores)
+                rows = gather(q, tile.q), gather(k, tile.k), gather(v, tile.k)
+                out, lse = kernel.forward(*rows, tile.pattern, scores)
+                inputs = BackwardInputs(gather(dout, tile.q), *rows, out, lse, lse)
+                kernel.backward(inputs, tile.pattern, scores)
 
     return run
 
 
 def _unmasked(case: MaskCase, kernel: Kernel) -> Callable[[], None]:
     q, k, v, dout = (x[:, :DENSE_TOKENS] for x in case.tensors())
-    seen, scores = Seen((q.shape[1], k.shape[1])), Scores(case.head_dim**-0.5)
+    pattern, scores = Pattern((q.shape[1], k.shape[1])), Scores(case.head_dim**-0.5)
 
     def run() -> None:
-        out, lse = kernel.forward(q, k, v, seen, scores)
-        kernel.backward(RowGradients(dout, q, k, v, out, lse, lse), seen, scores)
+        out, lse = kernel.forward(q, k, v, pattern, scores)
+        kernel.backward(BackwardInputs(dout, q, k, v, out, lse, lse), pattern, scores)
 
     return run
 
@@ -122,13 +122,15 @@ def _masked_dense(case: MaskCase, kernel: Kernel) -> Callable[[], None]:
     q, k, v, dout = case.tensors()
     scores, rows = Scores(case.head_dim**-0.5), torch.arange(case.seq)
     strips = [slice(first, first + DENSE_ROWS) for first in range(0, case.seq, DENSE_ROWS)]
-    masks = [Seen.by(case.seen.allows(rows[strip], rows)) for strip in strips]
+    masks = [Pattern.from_table(case.seen.allows(rows[strip], rows)) for strip in strips]
 
     def run() -> None:
-        for strip, seen in zip(strips, masks, strict=True):
-            out, lse = kernel.forward(q[:, strip], k, v, seen, scores)
+        for strip, pattern in zip(strips, masks, strict=True):
+            out, lse = kernel.forward(q[:, strip], k, v, pattern, scores)
             delta = row_delta(dout[:, strip], out)
-            kernel.backward(RowGradients(dout[:, strip], q[:, strip], k, v, out, lse, delta), seen, scores)
+            kernel.backward(
+                BackwardInputs(dout[:, strip], q[:, strip], k, v, out, lse, delta), pattern, scores
+            )
 
     return run
 
@@ -144,7 +146,7 @@ def _derive(case: MaskCase, table: Table) -> Derived:
         yield method, "masked dense / this", over(table, ("masked dense", "cpu"), mine)
         ratios = over(table, mine, ("dense kernel", "cpu"))
         yield method, "cpu a pair / dense", [ratio * per_pair for ratio in ratios]
-    planned = plan(case.dealt, mask, n, case.ranks)
+    planned = plan_for(case.dealt, mask, n, case.ranks)
     width = 2 * case.heads * case.head_dim * DTYPES[case.dtype].itemsize
     yield "plan", "busiest / mean", [imbalance(case.dealt, mask, n, case.ranks)]
     yield "plan", "sent", [_rows_sent(planned, _route(case, planned)) * width]
@@ -166,14 +168,14 @@ def _route(case: MaskCase, planned: Plan) -> Route:
     return best(
         candidates(
             shape, case.dealt, case.seen, case.seq, Ranks(case.ranks, case.ranks), DEFAULT["cpu"],
-            overlap=True, rings=("double", "flat", "direct"), degrees=(1,), directions=("query", "kv"),
+            overlap=True, rings=("double", "flat", "direct"), degrees=(1,), directions=(Pass.QUERY, Pass.KV),
         )
     ).route  # fmt: skip
 
 
 def _rows_sent(planned: Plan, route: Route) -> int:
     """Rows that all ranks send in a forward."""
-    programs = [program(rank, route, "forward", planned) for rank in range(route.size)]
+    programs = [program(rank, route, Pass.FORWARD, planned) for rank in range(route.size)]
     sends = [action for steps in programs for action in steps if isinstance(action, Send)]
     return sum(planned.rows if action.rows is None else count(action.rows) for action in sends)
 

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from burst_mcore.attention.autotune.choose import RINGS, Ranks, best, contenders, typical
-from burst_mcore.attention.geometry.plan import plan
+from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.aten import CPU
+from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.attention.shard import Shard
 from burst_mcore.bench.core import Bar, Case, Method, Stage, Subject, Trial, World
@@ -52,20 +53,20 @@ def packed(n: int, seed: int) -> Mask:
 
 def _program(mask: Mask, layout: Layout, size: int) -> None:
     """Rank 3's forward, and backward with K and V travelling, on the double ring."""
-    what, route = plan(layout, mask, TOKENS * size, size), Route(size // NODE, NODE)
-    for name in ("forward", "kv"):
-        program(3, route, name, what)
+    plan, route = plan_for(layout, mask, TOKENS * size, size), Route(size // NODE, NODE)
+    for pass_ in (Pass.FORWARD, Pass.KV):
+        program(3, route, pass_, plan)
 
 
 def _new_documents(size: int) -> None:
     """All that a step meets when it brings other documents: mask, plan, programs and tiles."""
     n, route = TOKENS * size, Route(size // NODE, NODE)
     mask, layout = packed(n, seed=1), Layout("zigzag")
-    what = plan(layout, mask, n, size)
-    for name in ("forward", "kv"):
-        program(3, route, name, what)
+    plan = plan_for(layout, mask, n, size)
+    for pass_ in (Pass.FORWARD, Pass.KV):
+        program(3, route, pass_, plan)
     for source in range(size):
-        tiles_of(what, 3, source, CPU.abilities)
+        tiles_of(plan, 3, source, CPU.abilities)
 
 
 def _auto(size: int, mask: Mask) -> None:
@@ -76,7 +77,7 @@ def _auto(size: int, mask: Mask) -> None:
     )
     played, _ = contenders(
         shard, layout, mask, TOKENS * size, Ranks(size, NODE), DEFAULT["cuda"],
-        overlap=True, rings=RINGS, degrees=(1,), directions=("query", "kv"),
+        overlap=True, rings=RINGS, degrees=(1,), directions=(Pass.QUERY, Pass.KV),
     )  # fmt: skip
     best(played)
 

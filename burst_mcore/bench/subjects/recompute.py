@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
-from burst_mcore.attention.recompute.cuts import cut_for, front
+from burst_mcore.attention.recompute.cuts import cut_for, head_mask
 from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.shard import Shard
 from burst_mcore.bench.core import Bar, Case, Derived, Method, Stage, Subject, Table, Trial, World
 from burst_mcore.bench.gate import relative
@@ -182,8 +183,8 @@ def shares_recomputed(name: str, policy: object, case: LayersCase) -> float:
         return float(name in ("megatron full", "megatron selective"))
     share, _ = policy.share(0)  # type: ignore[attr-defined]
     mask, layout = Mask.causal(), Layout.of(case.layout)
-    cut = cut_for(share, layout, mask, case.seq, case.ranks).at
-    return allowed_pairs(mask & front(cut, case.seq), case.seq) / allowed_pairs(mask, case.seq)
+    cut = cut_for(share, layout, mask, case.seq, case.ranks).position
+    return allowed_pairs(mask & head_mask(cut, case.seq), case.seq) / allowed_pairs(mask, case.seq)
 
 
 def policy_of(name: str) -> object:
@@ -207,7 +208,7 @@ def _derive(case: LayersCase, table: Table) -> Derived:
         value_dim=dim,
         dtype=torch.float32,
     )
-    flops = case.layers * pass_flops(shard, allowed_pairs(Mask.causal(), case.seq), "forward")
+    flops = case.layers * pass_flops(shard, allowed_pairs(Mask.causal(), case.seq), Pass.FORWARD)
     for name in (m for m, meter in table if meter == "error"):
         policy = policy_of(name) if name in METHODS["layers"] else None
         again = shares_recomputed(name, policy, case)

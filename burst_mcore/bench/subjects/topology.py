@@ -18,13 +18,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.attention.autotune.choose import RINGS, Candidate, Ranks, best, candidates, legal_degrees
+from burst_mcore.attention.autotune.choose import (
+    RINGS,
+    Candidate,
+    Ranks,
+    backward_passes,
+    best,
+    candidates,
+    legal_degrees,
+)
 from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
-from burst_mcore.attention.geometry.pattern import Seen
-from burst_mcore.attention.kernels.kernel import Kernel, RowGradients, Scores
+from burst_mcore.attention.geometry.pattern import Pattern
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Scores
 from burst_mcore.attention.kernels.table import KERNELS, choose
 from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.shard import Shard
 from burst_mcore.bench.core import (
     ALL,
@@ -117,8 +126,8 @@ class ClusterCase(Case):
         """The same with a kernel whose forward of one round takes `of_hop` hops of K, V between nodes."""
         size = self.cluster.size
         pairs = allowed_pairs(self.seen, self.tokens * size) // size // self.nodes
-        hop = self.shard.bundle_bytes("kv")[0] / self.inter_rate
-        compute = pass_flops(self.shard, pairs, "forward") / (of_hop * hop) if of_hop else FREE
+        hop = self.shard.bundle_bytes(of_queries=False)[0] / self.inter_rate
+        compute = pass_flops(self.shard, pairs, Pass.FORWARD) / (of_hop * hop) if of_hop else FREE
         return replace(self, compute=compute)
 
 
@@ -144,7 +153,7 @@ def costed(case: ClusterCase, way: str, latency: float) -> tuple[Candidate, ...]
         degrees=tuple(legal_degrees(case.cluster, case.heads, case.kv_heads))
         if degree == "auto"
         else (int(degree),),
-        directions=("query", "kv") if backward == "auto" else (backward,),
+        directions=backward_passes(backward),
     )
 
 
@@ -230,9 +239,9 @@ def _latency(world: World) -> float:
 def timed_kernel(rate: float) -> Kernel:
     """A kernel that takes as long as its FLOPs at `rate` FLOP/s, and computes nothing."""
 
-    def wait(q: Tensor, k: Tensor, v: Tensor, seen: Seen, name: str) -> None:
+    def wait(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, pass_: Pass) -> None:
         rows, columns = q.shape[1], k.shape[1]
-        pairs = rows * (rows + 1) // 2 if seen.causal else rows * columns
+        pairs = rows * (rows + 1) // 2 if pattern.causal else rows * columns
         shard = Shard(
             batch=q.shape[0],
             tokens=rows,
@@ -242,16 +251,16 @@ def timed_kernel(rate: float) -> Kernel:
             value_dim=v.shape[3],
             dtype=q.dtype,
         )
-        time.sleep(pass_flops(shard, pairs, name) / rate)
+        time.sleep(pass_flops(shard, pairs, pass_) / rate)
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, how: Scores) -> tuple[Tensor, Tensor]:
-        wait(q, k, v, seen, "forward")
+    def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor]:
+        wait(q, k, v, pattern, Pass.FORWARD)
         batch, rows, heads, _ = q.shape
         return q.new_zeros(batch, rows, heads, v.shape[3]), q.new_zeros(batch, heads, rows)
 
-    def backward(x: RowGradients, seen: Seen, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
-        wait(x.q, x.k, x.v, seen, "kv")
-        return torch.zeros_like(x.q), torch.zeros_like(x.k), torch.zeros_like(x.v)
+    def backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+        wait(inputs.q, inputs.k, inputs.v, pattern, Pass.KV)
+        return torch.zeros_like(inputs.q), torch.zeros_like(inputs.k), torch.zeros_like(inputs.v)
 
     return Kernel("timed", lambda problem: None, forward, backward, takes_delta=True)
 

@@ -9,6 +9,7 @@ from burst_mcore.attention.autotune.choose import (
     RINGS,
     Candidate,
     Ranks,
+    backward_passes,
     best,
     candidates,
     legal_degrees,
@@ -41,7 +42,7 @@ def ways(
         overlap=config.overlap,
         rings=RINGS if config.ring == "auto" else (config.ring,),
         degrees=(degree,) if isinstance(degree, int) else tuple(d for d in legal if d <= ranks.intra),
-        directions=("query", "kv") if config.backward == "auto" else (config.backward,),
+        directions=backward_passes(config.backward),
     )
 
 

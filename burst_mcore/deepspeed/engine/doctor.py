@@ -158,7 +158,7 @@ def recomputed(
         assert asked.memory_gb is not None
         keep, at_most = min(1.0, asked.memory_gb * 1e9 / (shape.layers * whole)), True
     cut = cut_for(keep, layout, Mask.causal(), shape.seq, size, at_most=at_most)
-    kept = f"the last {cut.keep:.3g} of the sequence" if cut.at else "the whole sequence"
+    kept = f"the last {cut.keep:.3g} of the sequence" if cut.position else "the whole sequence"
     moved = f" (asked for: the last {keep:.3g})" if cut.keep != keep else ""
     where = ", in pinned host memory" if asked.offload else ""
     layer = cut.keep * whole
