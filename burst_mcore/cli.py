@@ -115,7 +115,9 @@ def draw(
     inter_gb: InterGB = 25.0,
     tflops: Tflops = 156.0,
     latency_us: Latency = 10.0,
-    measure: Annotated[bool, typer.Option(help="Also run it on this machine's CPU, over gloo.")] = False,
+    measure: Annotated[
+        bool, typer.Option(help="Also run the pass on this machine's CPU, over gloo.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="The picture.")] = Path("timeline.png"),
     trace: Annotated[Path, typer.Option(help="The trace, for chrome://tracing or ui.perfetto.dev.")] = Path(
         "trace.json"
@@ -125,7 +127,7 @@ def draw(
     ] = None,
     kernel: Annotated[str, typer.Option(help="Kernel to show tiles for; auto is the CPU's.")] = "auto",
 ) -> None:
-    """One pass: its schedule as a step x rank grid, its timeline as picture and trace, its mask as picture.
+    """Draw one pass: its schedule as a step x rank grid, its timeline as picture and trace, its mask.
 
     The mask's picture shows the mask, the tiles that each rank computes, and the work of each rank.
     """
@@ -262,9 +264,16 @@ def doctor(
 
 @app.command()
 def patch(
-    check: Annotated[Path | None, typer.Option(metavar="DIR", help="Say what a tree is, and has.")] = None,
-    apply: Annotated[Path | None, typer.Option(metavar="DIR", help="Patch a tree; again is nothing.")] = None,
-    revert: Annotated[Path | None, typer.Option(metavar="DIR", help="Take all our lines out.")] = None,
+    check: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Name the version of a tree, and whether the tree is patched."),
+    ] = None,
+    apply: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Patch a tree; a second time changes nothing.")
+    ] = None,
+    revert: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Remove all lines that a patch added.")
+    ] = None,
     show: Annotated[
         Path | None,
         typer.Option(
@@ -272,10 +281,13 @@ def patch(
         ),
     ] = None,
     options: Annotated[
-        bool, typer.Option("--options", help="Also all options: layouts, recompute policies, the fused loss.")
+        bool,
+        typer.Option(
+            "--options", help="Add all other flags, too: layouts, recompute policies, the fused loss."
+        ),
     ] = False,
 ) -> None:
-    """Give a tree of Megatron's source the flag by itself. DIR holds megatron/core."""
+    """Add the flag to a tree of Megatron's source, so that no launcher is needed. DIR holds megatron/core."""
     from burst_mcore.megatron.patched import trees
 
     name = trees.OPTIONS if options else trees.BACKEND

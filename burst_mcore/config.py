@@ -1,4 +1,4 @@
-"""BurstConfig: how attention is run, checked when it is made; every field is a flag and a key, too."""
+"""BurstConfig, the settings of attention; each field is also a flag of Megatron and a key of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GRAD_DTYPES = {name: DTYPES[name] for name in ("float32", "bfloat16")}
 
 
 class Setting(NamedTuple):
-    """A field of `BurstConfig` as a person writes it: Megatron's flag, the section's key and the docs."""
+    """A field of `BurstConfig` as a person writes it, in a flag, in a key, and in the docs."""
 
     default: Any
     legal: tuple[str, ...] | str
@@ -32,10 +32,10 @@ def _told(legal: tuple[str, ...] | str, meaning: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class BurstConfig(Registered):
-    """How attention is run. Each field is a flag of Megatron and a key of the section for DeepSpeed, too.
+    """The settings of attention. Each field is a flag of Megatron and a key of DeepSpeed's section, too.
 
-    Raises ValueError where a field is not legal. Names of kernels, and degrees of head parallelism, are
-    checked where the call is known.
+    Raises ValueError if a field is not legal. The first call checks names of kernels and degrees of head
+    parallelism, which depend on the call.
     """
 
     layout: Layout | str = field(
@@ -46,7 +46,8 @@ class BurstConfig(Registered):
     backward: str = field(
         default="auto",
         metadata=_told(
-            BACKWARDS, "What travels in backward: queries, keys and values, or whichever the cost model says."
+            BACKWARDS,
+            "The side that travels in backward: queries, or keys and values; auto: the cost model chooses.",
         ),
     )
     """"query" sends Q, dO, D, LSE and dQ (BurstAttention, paper algorithm 2), "kv" K, V and dK, dV
@@ -56,8 +57,8 @@ class BurstConfig(Registered):
         default="auto",
         metadata=_told(
             RINGS,
-            "The way between ranks: rings within and between nodes at once, one ring over all ranks, no ring "
-            "but every row straight to its readers, or whichever the cost model says.",
+            "The route between ranks: double: a ring in each node and one between nodes; flat: one ring over "
+            "all ranks; direct: every row straight to its readers; auto: the cost model chooses.",
         ),
     )
     """On one node "double" and "flat" are the same."""
@@ -66,15 +67,15 @@ class BurstConfig(Registered):
         default=1,
         metadata=_told(
             "a number of ranks, auto",
-            "Neighbours that share the heads between them, around a ring over the rest: 1 is the ring alone, "
-            "all ranks are Ulysses, auto is what the cost model says.",
+            "The number of neighbours that divide the heads among them, in a ring over the other ranks: 1 is "
+            "a pure ring, all ranks are Ulysses; auto: the cost model chooses.",
         ),
     )
 
     overlap: bool = field(
         default=True,
         metadata=_told(
-            "true, false", "Communicate while computing; without, each hop is waited for: for ablations."
+            "true, false", "Communicate while ranks compute; false waits for each hop, for ablations."
         ),
     )
 
@@ -87,7 +88,7 @@ class BurstConfig(Registered):
         default=False,
         metadata=_told(
             "true, false",
-            "Gradients are bitwise equal between runs: kernels that cannot promise it are not used.",
+            "Make gradients bitwise equal between runs; kernels without that property are not used.",
         ),
     )
     """On one device, with one number of threads."""
@@ -96,7 +97,7 @@ class BurstConfig(Registered):
         default=torch.float32,
         metadata=_told(tuple(GRAD_DTYPES), "The dtype in which travelling gradients are summed and sent."),
     )
-    """Or its name; kept as a torch.dtype. float64 inputs always use float64."""
+    """A name is converted to a torch.dtype. Inputs in float64 always use float64."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", Layout.of(self.layout))
@@ -128,4 +129,4 @@ def _word(default: Any) -> Any:
 SETTINGS: dict[str, Setting] = {
     each.name: Setting(_word(each.default), **each.metadata) for each in fields(BurstConfig)
 }
-"""Of each field of BurstConfig the default, the legal values and a sentence: the only place for them."""
+"""The default, the legal values and a sentence for each field of BurstConfig: the only place for them."""
