@@ -115,9 +115,7 @@ def draw(
     inter_gb: InterGB = 25.0,
     tflops: Tflops = 156.0,
     latency_us: Latency = 10.0,
-    measure: Annotated[
-        bool, typer.Option(help="Also run the pass on this machine's CPU, over gloo.")
-    ] = False,
+    measure: Annotated[bool, typer.Option(help="Also run it on this machine's CPU, over gloo.")] = False,
     out: Annotated[Path, typer.Option(help="The picture.")] = Path("timeline.png"),
     trace: Annotated[Path, typer.Option(help="The trace, for chrome://tracing or ui.perfetto.dev.")] = Path(
         "trace.json"
