@@ -75,7 +75,7 @@ class BurstConfig(Registered):
     overlap: bool = field(
         default=True,
         metadata=_told(
-            "true, false", "Communicate while ranks compute; false waits for each hop, for ablations."
+            "true, false", "Communicate while ranks compute (off: wait for each hop, for ablations)."
         ),
     )
 
