@@ -1,4 +1,4 @@
-"""Where figures come from: the code and the machine that made them."""
+"""The origin of figures: the code and the machine that made them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank did when in one pass over gloo on this machine: `burst-mcore draw --measure`."""
+"""Records when each rank did what in one pass over gloo on this machine, for `burst-mcore draw --measure`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one process does to measure a case: gate every method, then time methods and units in turn."""
+"""The work of one process on a case: gate every method, then time methods and units in turn."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What draws and explains: schedules as pictures, masks as pictures, and what the cost model predicts."""
+"""Pictures of schedules and masks, and predictions of the cost model."""

@@ -1,4 +1,4 @@
-"""What the cost model says of a call on a cluster that need not be here: for `explain` and `draw`."""
+"""Predictions of the cost model for a call on any cluster, for the commands `explain` and `draw`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured: the shapes of one attention call, and its tensors."""
+"""The shapes and tensors of one attention call, for predictions and measurements."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the lines call that a patch adds to Megatron (see the folder patches/): the launcher's work, by hooks.
+"""Functions that patched lines of Megatron call (see the folder patches/), and the launcher, too.
 
-The names here are a contract with patched checkouts: keep them.
+Their names are a contract with patched checkouts: keep them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ EVERY_LAYER = {"recompute_granularity": "full", "recompute_method": "uniform", "
 
 
 def with_burst_attention(submodules: Any) -> Any:
-    """The submodules of an attention layer with burst attention in the place of Megatron's own.
+    """Return the submodules of an attention layer with burst attention in the place of Megatron's own.
 
     Raises:
         ValueError: the layer's core attention is another one (sparse, Kitchen's, ...), or the command line
-            asks for what burst attention does not do.
+            asks for a feature that burst attention lacks.
     """
     from burst_mcore.megatron import spec
     from burst_mcore.megatron.arguments import megatron_arguments
@@ -41,7 +41,7 @@ def with_burst_attention(submodules: Any) -> Any:
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Megatron's parser with the options of burst attention."""
+    """Add the options of burst attention to Megatron's parser."""
     from burst_mcore.megatron.arguments import add_arguments
 
     refuse_lost_flags(sys.argv[1:])
@@ -55,9 +55,9 @@ def checkpoint_every_layer(arguments: argparse.Namespace) -> None:
 
 
 def use_options(arguments: argparse.Namespace) -> None:
-    """Check the options of burst attention, and put those in effect that concern no single model.
+    """Check the options of burst attention, and put layout, recompute policy and read-ahead in effect.
 
-    Ends this process with one line on rank 0 and exit status 2 where options are refused.
+    Refused options end this process with one line on rank 0 and exit status 2.
     """
     from megatron.training import training
 
@@ -89,7 +89,7 @@ def _use_layout(arguments: argparse.Namespace) -> None:
 
 
 def fuse_losses(models: Sequence[Any]) -> None:
-    """Fuse the LM head and loss of each language model in these.
+    """Fuse the LM head and loss of each language model in `models`.
 
     Raises:
         ValueError: a language model that is neither a GPTModel nor a HybridModel, or as `fuse_loss`.
@@ -107,7 +107,7 @@ def fuse_losses(models: Sequence[Any]) -> None:
 
 
 def planned_ahead(build: Callable[..., Any]) -> Callable[..., Any]:
-    """The builder of data loaders, whose batches are planned ahead where burst attention is asked for."""
+    """Wrap Megatron's builder of data loaders: with burst attention, batches are planned ahead."""
     from burst_mcore.megatron.ahead import read_ahead
     from burst_mcore.megatron.arguments import burst_asked_for, megatron_arguments
 
@@ -119,16 +119,16 @@ def planned_ahead(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_lost_flags(argv: Sequence[str]) -> None:
-    """A YAML file (--yaml-cfg) takes the place of all that the command line says."""
+    """Refuse our flags beside a YAML file (--yaml-cfg), which replaces the whole command line."""
     ours = [word for word in argv if word.startswith(("--burst-", "--context-parallel-attention-backend"))]
     if ours and any(word.split("=")[0] == "--yaml-cfg" for word in argv):
         refuse(f"--yaml-cfg replaces the command line, and {ours[0]} with it: give flags alone")
 
 
 def refuse(reason: str) -> NoReturn:
-    """End this process: one line on rank 0, exit status 2.
+    """End this process with one line on rank 0 and exit status 2.
 
-    The other ranks wait a while: torchrun ends all as soon as one has ended, and rank 0 may be slower.
+    The other ranks wait a while: torchrun ends all ranks as soon as one has ended, and rank 0 may be slower.
     """
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"burst_mcore.megatron: {reason}\n")

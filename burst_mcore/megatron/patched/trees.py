@@ -1,4 +1,4 @@
-"""A tree of Megatron's source: its version, whether it is patched; apply, revert and print a patch."""
+"""A tree of Megatron's source: names its version; checks, applies, reverts and prints patches."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ BACKEND, OPTIONS = "backend", "backend-and-options"
 OLDEST, NEWEST = (0, 16, 1), (0, 20)
 """Versions of Megatron-Core that the patches serve; the newest with any third number."""
 OURS = re.compile("burst_mcore|context_parallel_attention_backend|around_checkpointed")
-"""What no file of Megatron's has without a patch."""
+"""Words that no file of Megatron has without a patch."""
 
 
 class UnknownTreeError(ValueError):
-    """A folder that is no tree of a known version of Megatron."""
+    """The folder is no tree of a known version of Megatron."""
 
 
 def patch_text(name: str) -> str:
@@ -67,18 +67,18 @@ class Tree:
         return all(insertion.is_in(file.lines) for file in self._files(name) for insertion in file.insertions)
 
     def apply(self, name: str) -> int:
-        """Add a patch; how many lines were missing. Raises UnknownTreeError as `has`."""
+        """Add a patch, and return the number of added lines. Raises UnknownTreeError as `has`."""
         return self._rewrite(self._files(name), insertions.added)
 
     def revert(self) -> int:
-        """Take all lines of all patches away; how many there were. Raises UnknownTreeError as `has`."""
+        """Remove all lines of all patches, and return their number. Raises UnknownTreeError as `has`."""
         return self._rewrite(self._files(OPTIONS, lambda text: bool(OURS.search(text))), insertions.removed)
 
     def numbered(self, name: str) -> str:
-        """The patch with the line numbers of this tree, for `git apply --unidiff-zero`.
+        """Return the patch with the line numbers of this tree, for `git apply --unidiff-zero`.
 
         Raises:
-            UnknownTreeError: as `has`, or the tree has lines of ours already.
+            UnknownTreeError: as `has`, or the tree is patched already.
         """
         lines = patch_text(name).split("\ndiff ")[0].split("\n")
         for file in self._files(name):
@@ -98,7 +98,7 @@ class Tree:
         return sum(abs(len(lines) - len(file.lines)) for file, lines in changed)
 
     def _files(self, name: str, wanted: Callable[[str], bool] | None = None) -> list[_File]:
-        """The files that a patch touches, or those of them with a wanted text, every place in them found."""
+        """Return the files of a patch, or those whose text is wanted, with every place found."""
         by_name: dict[str, list[Insertion]] = defaultdict(list)
         for insertion in insertions.parse(patch_text(name)):
             by_name[insertion.file].append(insertion)
@@ -129,13 +129,13 @@ class Tree:
 
 
 def _branch(root: Path) -> str:
-    """Branch dev has the version number of a release, and this field of its own."""
+    """Recognise branch dev, which has the version number of a release, by a field of its own."""
     config = root / "megatron" / "core" / "model_parallel_config.py"
     return ", branch dev" if config.is_file() and "dynamic_context_parallel:" in config.read_text() else ""
 
 
 def check(tree: Tree, name: str) -> str:
-    """What a tree is, and whether it has a patch. Raises UnknownTreeError as `Tree.has`."""
+    """Say which version a tree has, and whether it has a patch. Raises UnknownTreeError as `Tree.has`."""
     state = "is there" if tree.has(name) else "fits"
     return f"{tree.root}: {tree.version}: {name}.patch {state}\n"
 
@@ -148,14 +148,14 @@ def apply(tree: Tree, name: str) -> str:
 
 
 def revert(tree: Tree, name: str) -> str:
-    """Take all our lines out of a tree, whichever patch put them there, and say so."""
+    """Remove the lines of all patches from a tree, and say so."""
     lines = tree.revert()
     did = f"{lines} lines taken out" if lines else "it has no line of ours"
     return f"{tree.root}: {tree.version}: {did}\n"
 
 
 def show(tree: Tree, name: str) -> str:
-    """The patch with the line numbers of a tree. Raises UnknownTreeError as `Tree.numbered`."""
+    """Return the patch with the line numbers of a tree. Raises UnknownTreeError as `Tree.numbered`."""
     return tree.numbered(name)
 
 
@@ -168,7 +168,7 @@ class _File:
 
 
 def _write(path: Path, text: str) -> None:
-    """In one step, with the file's own mode: whoever reads the tree sees the old file or the new one."""
+    """Write in one step, keeping the file's mode: readers see the old file or the new one."""
     beside = path.with_name(f".{path.name}.burst-mcore")
     beside.write_bytes(text.encode())
     shutil.copymode(path, beside)
