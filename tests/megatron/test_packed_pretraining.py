@@ -71,10 +71,14 @@ def test_rings_train_as_one_process(ranks, arguments, data, alone, tmp_path):
     assert_equal(train(tmp_path, ranks, data, *DOCUMENTS, *arguments), alone)
 
 
-@pytest.mark.proves("training on documents between any tokens", "PP 2 x CP 2")
-def test_with_pipeline_parallelism(data, tmp_path):
+@pytest.mark.proves("training on documents between any tokens", "PP 2 x CP 2 on three layouts")
+@pytest.mark.parametrize(
+    "layout",
+    ["zigzag", *(pytest.param(word, marks=pytest.mark.slow) for word in ("striped", "contiguous"))],
+)
+def test_with_pipeline_parallelism(layout, data, tmp_path):
     plain = train(tmp_path / "plain", 2, data, *RESET, *PP2)  # its stages start from seeds of their own
-    assert_equal(train(tmp_path / "ring", 4, data, *DOCUMENTS, *PP2, *CP2), plain)
+    assert_equal(train(tmp_path / "ring", 4, data, *DOCUMENTS, *PP2, *CP2, "--burst-layout", layout), plain)
 
 
 @pytest.mark.proves(

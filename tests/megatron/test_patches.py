@@ -298,3 +298,23 @@ def test_without_burst_mcore_the_parser_is_as_ever(patched):
 def test_a_checkout_trains_by_the_launcher_and_by_the_patches(source, tmp_path):
     rows = versions.compared(source, tmp_path)
     assert len(rows) in (3, 10) and all(row["equal"] for row in rows), rows
+
+
+REGISTERING = """
+from burst_mcore.megatron.core_attention import BurstCoreAttention
+from megatron.core.transformer.core_attention_registry import register_core_attention
+register_core_attention("burst", BurstCoreAttention)
+"""
+
+
+@needs_training
+@pytest.mark.slow
+@pytest.mark.skipif("0.19.2" not in str(trees.Tree(INSTALLED).version), reason="the numbers are 0.19.2's")
+def test_the_proposed_registry_trains_a_ring_of_two(data, alone, tmp_path, monkeypatch):
+    tree = whole_copy(INSTALLED, tmp_path / "tree")
+    proposal = (PATCHES / "upstream" / "register_core_attention.patch").read_text()
+    subprocess.run(["git", "apply", "--unidiff-zero", "-"], input=proposal, text=True, cwd=tree, check=True)
+    monkeypatch.setattr(
+        versions, "SCRIPT", versions.SCRIPT.replace("sys.argv += cpu", REGISTERING + "sys.argv += cpu")
+    )
+    assert losses(start(tree, tmp_path, 2, [*MODEL, *data, *CP2, *BURST])) == pytest.approx(alone, rel=1e-4)

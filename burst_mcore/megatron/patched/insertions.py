@@ -1,13 +1,13 @@
 """A patch as data: blocks of lines, each with its place in Megatron's source.
 
-The patches are zero-context diffs of added lines, for `git apply --unidiff-zero`. Git puts such lines by their
-numbers, which differ from version to version. So each hunk also names its place, behind the second @@:
+The patches are zero-context diffs of added lines, for `git apply --unidiff-zero`. Git puts such lines by
+their numbers, which differ from version to version. So each hunk also names its place, behind the second @@:
 
     @@ -381,0 +382,3 @@ Attention.__init__, before self.core_attention = [9f86d081]
 
-The lines go before the one statement of Attention.__init__ that begins with these words, and above its comment.
-The brackets hold digests of the statement, without white space, one for each known form. A statement with
-another digest is refused.
+The lines go before the one statement of Attention.__init__ that begins with these words, and above its
+comment. The brackets hold digests of the statement, without white space, one for each known form. A statement
+with another digest is refused.
 """
 
 from __future__ import annotations
