@@ -18,7 +18,7 @@ ALIASES = (("causal", "is_causal"), ("window_size", "window_size_left"), ("windo
 
 @lru_cache
 def loaded(module: str, package: str, at_least: str = "0", below: str = "1000") -> Any:
-    """The module, or a string: why it cannot be had. `package` names the distribution, for its version."""
+    """Return the module, or a string with the reason why not; `package` names the distribution."""
     try:
         found = importlib.import_module(module)
     except Exception as error:  # also a build for another torch or CUDA
@@ -76,11 +76,11 @@ def call(
 
 
 def parameters(function: Callable[..., Any]) -> list[tuple[str, bool]]:
-    """(name, whether it must be given) of each argument; of torch's custom ops, those of what they wrap."""
+    """Return (name, whether it is required) of each argument; of custom ops, of the wrapped function."""
     signature = inspect.signature(getattr(function, "_init_fn", function))
     return [(name, p.default is inspect.Parameter.empty) for name, p in signature.parameters.items()]
 
 
 def has(function: Callable[..., Any], name: str) -> bool:
-    """Whether the function takes an argument of this name."""
+    """Return whether the function takes an argument of this name."""
     return any(known == name for known, _ in parameters(function))

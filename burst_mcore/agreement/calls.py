@@ -60,7 +60,7 @@ class Agreement:
         return number
 
     def meet(self, signature: Signature, if_even: Signature, rows: int) -> tuple[int, list[int] | None]:
-        """As `agree`; `if_even` must be the same as well, but only if every rank has as many rows.
+        """Agree as `agree` does; `if_even` must be the same as well, but only if every rank has as many rows.
 
         Returns:
             The number of the call, and None, or the rows of every rank if they differ.

@@ -37,7 +37,7 @@ def summary(claim: Claim) -> tuple[int, int]:
 
 
 def alike(summaries: Sequence[Sequence[int]]) -> bool:
-    """Whether no rank has an error, and all have the same signature. Further integers are not compared."""
+    """Return whether no rank has an error and all have the same signature; other integers do not count."""
     return len({tuple(each[:2]) for each in summaries}) == 1 and not summaries[0][0]
 
 
@@ -78,7 +78,7 @@ def ranks_by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
 
 
 def _differing(signatures: Mapping[int, Signature]) -> Iterator[tuple[str, dict[str, list[int]]]]:
-    """Each field of which ranks have different values, and the ranks of each value."""
+    """Yield each field that differs between ranks, and the ranks of each value."""
     for field in dict.fromkeys(field for signature in signatures.values() for field in signature):
         by_value = ranks_by_value({rank: each.get(field, "nothing") for rank, each in signatures.items()})
         if len(by_value) > 1:

@@ -128,7 +128,7 @@ class Gathering:
         return work
 
     def _nobodys(self) -> Tensor:
-        """A new table of absent ranks: a gather that nobody waits for may still write into its own."""
+        """Return a new table of absent ranks: a gather that nobody waits for may still write into its own."""
         return torch.tensor([self._absent] * len(self._order))
 
     def _wait(self, *works: dist.Work) -> None:
@@ -147,7 +147,7 @@ class Gathering:
 
 
 def _failed(work: dist.Work) -> bool:
-    """Whether the work has ended with an error."""
+    """Return whether the work has ended with an error."""
     try:
         if work.is_completed():
             work.wait()

@@ -55,7 +55,7 @@ def interleave(
 
 
 def one_round(trial: Trial, part: str, world: World, *, memory: bool = False) -> dict[str, float]:
-    """All meters of one step, over all ranks; with `memory` the peak as well."""
+    """Return all meters of one step, over all ranks; with `memory` the peak as well."""
     if world.size > 1:
         dist.barrier()
     clock, sample = _cuda if world.device == "cuda" else _cpu, dict[str, float]()
@@ -91,7 +91,7 @@ def _cuda(step: Step, ahead: bool) -> dict[str, float]:
 
 
 def over_ranks(sample: Mapping[str, float], world: World) -> dict[str, float]:
-    """Each meter's sum over ranks, or the largest."""
+    """Return each meter's sum over ranks, or the largest value."""
     if world.size == 1:
         return dict(sample)
     values = torch.tensor(list(sample.values()), dtype=torch.float64)

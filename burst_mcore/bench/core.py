@@ -49,7 +49,7 @@ class World:
 
 
 def nothing(case: Any, device: str) -> str | None:
-    """The `needs` of a method that runs everywhere."""
+    """Return the `needs` of a method that runs everywhere."""
     return None
 
 
@@ -175,7 +175,7 @@ T = TypeVar("T")
 
 
 def in_words(kind: type[T], text: str, **fixed: Any) -> T:
-    """An object of a data class from a text such as "seq=4096; mask=causal & window:64".
+    """Return an object of a data class from a text such as "seq=4096; mask=causal & window:64".
 
     Raises:
         ValueError: a field is unknown or its value is not legal; the message lists what is.
@@ -207,17 +207,17 @@ def _value(name: str, text: str, kinds: tuple[type, ...]) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """The kind of an error, and its first line."""
+    """Return the kind of an error, and its first line."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
 
 
 def package(module: str, name: str) -> str | None:
-    """What is lacking where a package is not installed."""
+    """Return the name of a package that is not installed; None if the package is there."""
     return None if find_spec(module) else f"the package {name}"
 
 
 def column(table: Table, meter: str) -> dict[str, Sequence[float]]:
-    """The samples of one meter by method."""
+    """Return the samples of one meter by method."""
     return {method: samples for (method, name), samples in table.items() if name == meter}
 
 

@@ -39,7 +39,7 @@ _NETWORK = "10.77"
 
 
 def missing() -> str | None:
-    """What this machine lacks to emulate a cluster, in words; None if nothing."""
+    """Return, in words, what this machine lacks to emulate a cluster; None if nothing."""
     if sys.platform != "linux" or not hasattr(os, "unshare"):
         return "Linux and Python 3.12 (os.unshare)"
     lacking = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -154,7 +154,7 @@ def _rank(
     args: tuple[Any, ...],
     results: Any,
 ) -> None:
-    """A rank's whole life; never returns."""
+    """Run a rank's whole life; never return."""
     answer: tuple[Any, ...]
     try:
         _die_with(os.getppid())

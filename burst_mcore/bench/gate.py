@@ -25,7 +25,7 @@ TABLE_TOKENS = 8192
 
 
 def error(problem: Problem, attention: Attention, world: World) -> float:
-    """The worst relative error of out, dq, dk, dv as a multiple of the bare kernel's own. Collective."""
+    """Return the worst error of out, dq, dk, dv as a multiple of the bare kernel's own. Collective."""
     tensors = problem.tensors()
     q, k, v, dout = map(attention.shard, tensors)
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -41,19 +41,19 @@ def error(problem: Problem, attention: Attention, world: World) -> float:
 
 
 def relative(got: Tensor | None, want: Tensor | None) -> float:
-    """The error of a tensor by the Frobenius norm, relative to that of the right one."""
+    """Return the error of a tensor by the Frobenius norm, relative to that of the right one."""
     assert got is not None and want is not None
     return float((got.double() - want).norm() / want.norm())
 
 
 def gate_problem(problem: Problem, size: int) -> Problem:
-    """The problem with few tokens, the lengths in its mask in proportion."""
+    """Return the problem with few tokens, the lengths in its mask in proportion."""
     unit = 2 * size
     return problem.shortened(max(unit, min(problem.seq, TOKENS) // unit * unit))
 
 
 def bare_kernel(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
-    """(out, dq, dk, dv) of the whole sequence by one call of the local kernel each way.
+    """Return (out, dq, dk, dv) of the whole sequence by one call of the local kernel each way.
 
     Masks besides causal and full go in as a table, without a word on what it lets the kernel skip.
 
@@ -85,7 +85,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def _pattern_of(problem: Problem) -> Pattern:
-    """The mask as a kernel takes it."""
+    """Return the mask as a kernel takes it."""
     whole = problem.seq, problem.seq
     if problem.seen in (Mask.causal(), Mask.full()):
         return Pattern(whole, high=0 if problem.seen == Mask.causal() else None)
@@ -96,7 +96,7 @@ def _pattern_of(problem: Problem) -> Pattern:
 
 
 def _exact(problem: Problem) -> tuple[Tensor, ...]:
-    """(out, dq, dk, dv) in float64, by the definition."""
+    """Return (out, dq, dk, dv) in float64, by the definition."""
     q, k, v, dout = (x.double() for x in problem.tensors())
     rows, scores, plain = torch.arange(problem.seq), kernel.Scores(problem.head_dim**-0.5), reference.KERNEL
     pattern = Pattern.from_table(problem.seen.allows(rows, rows))
@@ -106,7 +106,7 @@ def _exact(problem: Problem) -> tuple[Tensor, ...]:
 
 
 def _gathered(shard: Tensor, world: World) -> Sequence[Tensor]:
-    """The shards of all ranks, which need not be of one length."""
+    """Return the shards of all ranks, which need not be of one length."""
     if world.size == 1:
         return [shard]
     shards: list[Tensor] = [shard] * world.size

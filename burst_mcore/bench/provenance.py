@@ -22,7 +22,7 @@ LIBRARIES = (
 
 
 def made_by(device: str) -> dict[str, Any]:
-    """What could change a figure: commit, machine and versions."""
+    """Return the facts that may change a figure: commit, machine and versions."""
     return {"commit": commit(), "machine": machine(device), "versions": versions(device)}
 
 
@@ -33,7 +33,7 @@ def machine(device: str) -> str:
 
 
 def versions(device: str) -> dict[str, str]:
-    """Of Python, torch, the libraries that are installed, and of the GPU's driver."""
+    """Return the versions of Python, torch, the installed libraries, and the GPU's driver."""
     known = {"burst_mcore": __version__, "python": platform.python_version(), "torch": torch.__version__}
     for package in LIBRARIES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -53,7 +53,7 @@ def _driver() -> str:
 
 
 def commit() -> str:
-    """As git names it, with "-dirty" where files of the package were changed since."""
+    """Return the commit as git names it, with "-dirty" if files of the package were changed since."""
     here = Path(__file__).parent.parent
     try:
         _git(here, "ls-files", "--error-unmatch", __file__)  # not a package installed inside another checkout

@@ -23,7 +23,7 @@ from burst_mcore.rates import Rates
 def record_pass(
     problem: Problem, ranks: Ranks, pass_: Pass, config: BurstConfig, rates: Rates | None = None
 ) -> list[Event]:
-    """What every rank did when in one pass, over gloo on this machine.
+    """Return the events of every rank in one pass, over gloo on this machine.
 
     rates: those by which the way is chosen; default those of a CPU.
 

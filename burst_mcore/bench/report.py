@@ -36,7 +36,7 @@ def bars(results: Results) -> str:
 
 
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table whose columns are aligned."""
+    """Return a table whose columns are aligned."""
     rows = [tuple(header), *map(tuple, lines)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     shown = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
@@ -44,7 +44,7 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def table(results: Results, case: str) -> str:
-    """A case's medians and spreads: a row for each method and a column for each meter."""
+    """Return a case's medians and spreads: a row for each method and a column for each meter."""
     cells = results.tables.get(case, {})
     methods, meters = (list(dict.fromkeys(key[index] for key in cells)) for index in (0, 1))
     lines = [[m, *(_cell(cells.get((m, meter), ()), meter) for meter in meters)] for m in methods]

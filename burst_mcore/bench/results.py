@@ -22,7 +22,7 @@ UNITS = {
 
 
 def unit_of(meter: str) -> str:
-    """The unit of a meter's samples."""
+    """Return the unit of a meter's samples."""
     last = meter.split()[-1]
     if "/" in meter.split():
         return "x"
@@ -72,7 +72,7 @@ class Results:
                     self.not_judged.append(f"{name}: {bar.claim}")
 
     def as_json(self, made_by: Mapping[str, Any] | None = None) -> str:
-        """The file of this run; `made_by`: commit, machine and versions, if not those of here and now."""
+        """Return the file of this run; `made_by`: commit, machine and versions, by default those of now."""
         figures = [
             {**asdict(f), "unit": unit_of(f.meter), "median": statistics.median(f.samples)}
             for f in self.figures
@@ -94,7 +94,7 @@ class Results:
 
 
 def read(path: Path) -> Results:
-    """The results of a file.
+    """Return the results of a file.
 
     Raises:
         ValueError: it is not of this schema.

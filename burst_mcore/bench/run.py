@@ -18,7 +18,7 @@ from burst_mcore.bench.stage import Outcome, Work, measure
 
 
 def device_for(subject: Subject, word: str) -> str:
-    """The device that "auto", "cpu" or "cuda" means for a subject.
+    """Return the device that "auto", "cpu" or "cuda" means for a subject.
 
     Raises:
         ValueError: the subject, or this machine, does not have it.
@@ -32,7 +32,7 @@ def device_for(subject: Subject, word: str) -> str:
 
 
 def cases_for(subject: Subject, texts: Sequence[str], device: str) -> dict[str, Any]:
-    """The subject's cases, or those named by, or described in, `texts`, by name.
+    """Return the subject's cases by name, or those that `texts` name or describe.
 
     Raises:
         ValueError: a text is neither a name nor legal fields.
@@ -105,7 +105,7 @@ def _able(
 
 
 def _measured(subject: Subject, case: Case, methods: Sequence[Method], repeats: int, device: str) -> Outcome:
-    """The samples of all methods on one case."""
+    """Return the samples of all methods on one case."""
     work = Work(
         subject.stage, case, methods, 1 if subject.cold else repeats * case.rounds, device,
         cold=subject.cold, clearly=subject.clearly,
@@ -124,7 +124,7 @@ def _measured(subject: Subject, case: Case, methods: Sequence[Method], repeats: 
 
 
 def _in_world(subject: Subject, work: Work) -> Outcome:
-    """What one set of fresh processes measures."""
+    """Measure in one set of fresh processes."""
     if subject.emulated:
         place: Any = work.case
         outcome: Outcome = emulate.run(place.cluster, place.rates, measure, work)[0]
@@ -134,7 +134,7 @@ def _in_world(subject: Subject, work: Work) -> Outcome:
 
 
 def _alone(subject: Subject, work: Work) -> Outcome:
-    """The same for one method: whatever ends its process is its result, unless the method beside it did."""
+    """Measure one method: the end of its process is its result, unless the method beside caused it."""
     try:
         return _in_world(subject, work)
     except BrokenProcessPool:
@@ -147,7 +147,7 @@ def _alone(subject: Subject, work: Work) -> Outcome:
 
 
 def _joined(outcomes: Iterable[Outcome]) -> Outcome:
-    """The samples of several sets of processes; up to the first that refuses a method.
+    """Return the samples of several sets of processes; up to the first that refuses a method.
 
     Figures that one of the sets does not have are dropped: their rounds would not be those of the others.
     """

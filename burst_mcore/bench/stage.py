@@ -41,7 +41,7 @@ class Outcome:
 
 
 def measure(rank: int, size: int, work: Work) -> Outcome:
-    """The outcome, which is the same on every rank."""
+    """Return the outcome, which is the same on every rank."""
     torch.set_num_threads(work.case.threads)
     world = World(rank, size, work.device)
     stage = work.stage(work.case, world)
@@ -75,7 +75,7 @@ def _under(method: str, times: Samples) -> Samples:
 def _tried(
     stage: Stage, method: Method, world: World
 ) -> tuple[Trial | None, Mapping[str, float], str | None]:
-    """The method's trial, what was found before it is timed, and why it is not to be timed."""
+    """Return the method's trial, its figures before it is timed, and the reason not to time it."""
     trial, found, reason = None, {}, None
     try:
         trial = stage.trial(method)
@@ -92,7 +92,7 @@ def _tried(
 
 
 def wrong(found: Mapping[str, float], bound: float) -> str | None:
-    """Which error is above the bound, or not a number; None if none is."""
+    """Return the name of an error above the bound, or not a number; None if all are small."""
     for meter, value in found.items():
         if meter.endswith("error") and not value <= bound:
             return f"wrong: its {meter} is {value:.3g}, which may be {bound:.3g}"
@@ -100,7 +100,7 @@ def wrong(found: Mapping[str, float], bound: float) -> str | None:
 
 
 def _agreed(reason: str | None, world: World) -> str | None:
-    """The first reason that any rank has."""
+    """Return the first reason that any rank has."""
     if world.size == 1:
         return reason
     reasons: list[str | None] = [None] * world.size

@@ -79,7 +79,7 @@ def recorded(function: Callable[..., T], policy: Policy) -> Callable[..., T]:
 
 
 def _name(function: Any) -> str:
-    """What to call a checkpointed function in messages."""
+    """Return the name of a checkpointed function for messages."""
     while isinstance(function, functools.partial):
         function = function.func
     owner = getattr(function, "__self__", function)

@@ -20,7 +20,7 @@ class OnDevice:
         self._versions = _versions(tail.tensors)
 
     def take(self) -> SavedTail:
-        """What was kept.
+        """Return the kept tensors.
 
         Raises:
             RecomputeError: somebody has written to it.
@@ -59,7 +59,7 @@ class Moved:
 
 
 def may_move(tail: SavedTail) -> bool:
-    """Whether there is other memory to move it to: that of the host, of CUDA tensors."""
+    """Return whether there is other memory to move it to: that of the host, of CUDA tensors."""
     return any(x.is_cuda for x in tail.tensors)
 
 

@@ -25,7 +25,7 @@ class Policy:
         return False
 
     def share(self, size: int) -> tuple[float, bool]:
-        """(share of the sequence, no more than that) to keep of a call; size: bytes of its O and LSE here."""
+        """Return (share to keep of a call, whether less will do); size: bytes of its O and LSE."""
         raise NotImplementedError
 
     def hold(self, tail: SavedTail) -> Held:
@@ -40,7 +40,7 @@ class Policy:
     def contexts(
         self,
     ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        """What torch.utils.checkpoint, not reentrant, takes as `context_fn`, for those who call it for you.
+        """Return a `context_fn` for torch.utils.checkpoint, not reentrant, as libraries take it.
 
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": policy.contexts})
         """
@@ -146,7 +146,7 @@ class _Live:
         self._most = 0
 
     def share(self, budget: float, size: int) -> float:
-        """The largest share of each call whose results take `size` bytes, for as many calls as there were."""
+        """Return the largest share of each call that fits, if results take `size` bytes."""
         if self.most_calls is None:
             return 0.0
         if not size:  # of a rank without tokens
@@ -155,7 +155,7 @@ class _Live:
         return share if self.bytes + share * size <= budget * (1 + 1e-9) else 0.0
 
     def count(self, held: Held, size: int) -> None:
-        """One more, until `held` is gone."""
+        """Count one more, until `held` is gone."""
         self.calls, self.bytes = self.calls + 1, self.bytes + size
         self._most = max(self._most, self.calls)
         weakref.finalize(held, self._gone, size).atexit = False
@@ -166,7 +166,7 @@ class _Live:
             self.most_calls, self._most = self._most, 0
 
     def __reduce__(self) -> tuple[type[_Live], tuple[()]]:
-        """A copy of a policy begins anew: what is kept is kept for the original."""
+        """Let a copy of a policy begin anew: tensors are kept for the original."""
         return _Live, ()
 
 

@@ -21,7 +21,7 @@ class Keeper(Protocol):
     """Decides how much of a call is kept, and holds it: `policy.Policy`."""
 
     def share(self, size: int) -> tuple[float, bool]:
-        """(keep, at most) of a call whose results take `size` bytes on this rank."""
+        """Return (keep, at most) of a call whose results take `size` bytes on this rank."""
         ...
 
     def hold(self, tail: SavedTail) -> Held:
@@ -114,5 +114,5 @@ class _Recomputation:
 
 
 def in_backward() -> bool:
-    """Whether this thread is in the middle of a backward, where recomputations take place."""
+    """Return whether this thread is in the middle of a backward, where recomputations take place."""
     return bool(torch._C._current_graph_task_id() != -1)

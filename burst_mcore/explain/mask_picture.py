@@ -57,7 +57,7 @@ def save_mask(plan: Plan, pass_: Pass, kernel: Kernel, title: str, path: Path) -
 
 
 def raster(mask: Mask, n: int, cells: int = CELLS) -> Tensor:
-    """What share of the pairs of each cell is allowed, float64 [cells, cells], queries down, keys across.
+    """Return the allowed share of each cell's pairs, float64 [cells, cells], queries down, keys across.
 
     There are n cells a side if n is less. Exact for up to SAMPLES query rows a cell.
 
@@ -74,13 +74,13 @@ def raster(mask: Mask, n: int, cells: int = CELLS) -> Tensor:
 
 
 def edges_of(n: int, cells: int = CELLS) -> Tensor:
-    """Where the cells of the picture begin and end, int64 [cells + 1]."""
+    """Return the edges of the picture's cells, int64 [cells + 1]."""
     cells = min(cells, n)
     return torch.arange(cells + 1) * n // cells
 
 
 def _keys_in_cells(rows: Tensor, bands: Tensor, edges: Tensor, step: int) -> Tensor:
-    """How many keys of each cell the queries at `rows` see in all, int64 [cells].
+    """Return how many keys of each cell the queries at `rows` see in all, int64 [cells].
 
     A row's keys are intervals; those of an interval below x are whole cells, and a part of the cell of x.
     """
@@ -99,12 +99,12 @@ def _keys_in_cells(rows: Tensor, bands: Tensor, edges: Tensor, step: int) -> Ten
 
 
 def _multiples(first: Tensor, past: Tensor, query: Tensor, step: int) -> Tensor:
-    """How many keys of [first, past) are a multiple of `step` away from the query."""
+    """Return how many keys of [first, past) are a multiple of `step` away from the query."""
     return (past - 1 - query) // step - (first - 1 - query) // step
 
 
 def owners(plan: Plan, edges: Tensor) -> Tensor:
-    """What share of the tokens of each cell each position holds, float64 [cells, positions]."""
+    """Return the share of each cell's tokens that each position holds, float64 [cells, positions]."""
     shares = []
     for position in range(plan.size):
         runs = [run for member in range(plan.heads) for run in plan.runs(position, member)]
@@ -115,7 +115,7 @@ def owners(plan: Plan, edges: Tensor) -> Tensor:
 
 
 def kind_of(tile: Tile) -> str:
-    """One of KINDS."""
+    """Return one of KINDS."""
     if tile.pattern.parts:
         return "masked"
     if tile.pattern.full:
@@ -124,7 +124,7 @@ def kind_of(tile: Tile) -> str:
 
 
 def tiles_summary(plan: Plan, pass_: Pass, kernel: Kernel) -> str:
-    """How many tiles all positions compute in a pass, and how many of their pairs are allowed."""
+    """Say how many tiles all positions compute in a pass, and how many of their pairs are allowed."""
     kinds: Counter[str] = Counter()
     allowed = computed = 0
     for position, source in product(range(plan.size), repeat=2):
@@ -140,13 +140,13 @@ def tiles_summary(plan: Plan, pass_: Pass, kernel: Kernel) -> str:
 
 
 def _met(plan: Plan, pass_: Pass, kernel: Kernel, position: int, source: int) -> tuple[Tile, ...]:
-    """The tiles of the bundle of `source` at `position`."""
+    """Return the tiles of the bundle of `source` at `position`."""
     q_at, k_at = (source, position) if pass_ == Pass.QUERY else (position, source)
     return tiles_of(plan, q_at, k_at, kernel.abilities)
 
 
 def outlines(tile: Tile) -> list[list[Point]]:
-    """What a tile computes, as polygons of (key row, query row)."""
+    """Return the computed area of a tile, as polygons of (key row, query row)."""
     if tile.pattern.parts:
         found = []
         for part in tile.pattern.parts:
@@ -160,7 +160,7 @@ def outlines(tile: Tile) -> list[list[Point]]:
 
 
 def _row_at(rows: Sequence[range], place: int) -> int:
-    """The row that stands at `place` among `rows`."""
+    """Return the row that stands at `place` among `rows`."""
     for each in rows:
         if place < len(each):
             return each[place]
@@ -169,7 +169,7 @@ def _row_at(rows: Sequence[range], place: int) -> int:
 
 
 def _outline(q: range, k: range, low: int, high: int) -> list[Point]:
-    """A rectangle between two diagonals, n - m from low to high, its rows perhaps in reverse or with gaps."""
+    """Return the outline of a rectangle between two diagonals, n - m from low to high; rows may have gaps."""
     rows, columns = len(q), len(k)
     corners: list[Point] = [(0, 0), (columns, 0), (columns, rows), (0, rows)]
     corners = _clipped(corners, 1, high + 1)
@@ -178,14 +178,14 @@ def _outline(q: range, k: range, low: int, high: int) -> list[Point]:
 
 
 def _along(rows: range, at: float) -> float:
-    """Where the edge `at` is, between those that `rows` has before and after it."""
+    """Return the place of the edge `at` between its neighbours in `rows`."""
     if rows.step > 0:
         return min(rows.start + at * rows.step, rows[-1] + 1)
     return max(rows.start + 1 + at * rows.step, rows[-1])
 
 
 def _clipped(polygon: list[Point], sign: int, most: int) -> list[Point]:
-    """The part of a polygon in which sign * (x - y) <= most."""
+    """Return the part of a polygon in which sign * (x - y) <= most."""
     found: list[Point] = []
     for (x, y), (u, v) in zip(polygon, [*polygon[1:], *polygon[:1]], strict=True):
         here, there = sign * (x - y) - most, sign * (u - v) - most
@@ -198,7 +198,7 @@ def _clipped(polygon: list[Point], sign: int, most: int) -> list[Point]:
 
 
 def _colours(size: int) -> Tensor:
-    """A colour for each position, float64 [size, 3]."""
+    """Return a colour for each position, float64 [size, 3]."""
     from matplotlib import colormaps
 
     if size <= 10:
@@ -240,7 +240,7 @@ def _name(plan: Plan, position: int) -> str:
 
 
 def _draw_tiles(figure: Any, plan: Plan, pass_: Pass, kernel: Kernel) -> None:
-    """A strip for each position: its own rows down, those of all positions, one after another, across."""
+    """Draw a strip for each position: its own rows down, the rows of all positions across."""
     from matplotlib.patches import Patch
 
     shown = _shown(plan.size)
@@ -284,7 +284,7 @@ def _draw_strip(panel: Any, plan: Plan, pass_: Pass, kernel: Kernel, position: i
 
 
 def _placed(plan: Plan, pass_: Pass, kernel: Kernel, position: int) -> Iterator[tuple[str, list[Point]]]:
-    """(kind, polygon) of all that a position computes, in the coordinates of its strip."""
+    """Return (kind, polygon) of all that a position computes, in the coordinates of its strip."""
     for source in range(plan.size):
         for tile in _met(plan, pass_, kernel, position, source):
             for polygon in outlines(tile):
@@ -293,7 +293,7 @@ def _placed(plan: Plan, pass_: Pass, kernel: Kernel, position: int) -> Iterator[
 
 
 def _shown(size: int) -> list[int]:
-    """The positions whose tiles are drawn, the first and the last among them."""
+    """Return the positions whose tiles are drawn, the first and the last among them."""
     if size <= SHOWN:
         return list(range(size))
     return [round(at * (size - 1) / (SHOWN - 1)) for at in range(SHOWN)]

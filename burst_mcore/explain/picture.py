@@ -70,7 +70,7 @@ def save_timelines(runs: Mapping[str, Sequence[Event]], title: str, path: Path) 
 
 
 def _lanes(events: Sequence[Event]) -> list[tuple[int, str]]:
-    """(rank, lane), in the order of the picture."""
+    """Return (rank, lane), in the order of the picture."""
     order = list(COLOURS)
     return sorted(
         {(event.rank, event.lane) for event in events},

@@ -53,7 +53,7 @@ def cluster(text: str) -> Ranks:
 
 
 def layout_of(text: str, problem: Problem, ranks: Ranks) -> Layout:
-    """A layout from its word; "auto" is the one for the mask, "zigzag-documents" that of its documents.
+    """Return a layout from its word; "auto" balances the mask, "zigzag-documents" follows its documents.
 
     Raises:
         ValueError: an unknown word, or a layout that does not go with the mask, the sequence or the ranks.
@@ -72,7 +72,7 @@ def layout_of(text: str, problem: Problem, ranks: Ranks) -> Layout:
 
 
 def shard_of(problem: Problem, ranks: Ranks, layout: Layout) -> Shard:
-    """One rank's share. Raises ValueError if the sequence cannot be dealt."""
+    """Return the shapes of one rank. Raises ValueError if the sequence cannot be dealt."""
     return Shard(
         batch=problem.batch,
         tokens=layout.padded(problem.seq, ranks.size) // ranks.size,
@@ -87,7 +87,7 @@ def shard_of(problem: Problem, ranks: Ranks, layout: Layout) -> Shard:
 def explain(
     problem: Problem, ranks: Ranks, rates: Rates, *, ring: str, overlap: bool, layout: str = "zigzag"
 ) -> str:
-    """The ways to run a call that "auto" chooses from, what each costs, which is chosen and why; in words.
+    """Return, in words, the ways that "auto" chooses from, the cost of each, the choice and its reason.
 
     Raises:
         ValueError: as `layout_of`.
@@ -129,7 +129,7 @@ def _of_degree(
     ring: str,
     degree: int,
 ) -> tuple[Candidate, ...]:
-    """The candidates with one degree of head parallelism."""
+    """Return the candidates with one degree of head parallelism."""
     return candidates(
         shard, layout, mask, n, ranks, rates,
         overlap=overlap, rings=_rings(ring), degrees=(degree,), directions=(Pass.QUERY, Pass.KV),
@@ -200,7 +200,7 @@ def draw(
     overlap: bool,
     layout: str = "zigzag",
 ) -> Drawing:
-    """The schedule of a pass, and when every rank does what.
+    """Return the schedule of a pass, and when every rank does what.
 
     The way is the one that a call with these choices takes: the best ring for "auto", and of a ring the
     better way round.
@@ -246,7 +246,7 @@ def draw(
 
 
 def exposed(drawing: Drawing, most: int = 5) -> str:
-    """Where communication is exposed: the longest waits of the rank that ends last."""
+    """Say where communication is exposed: the longest waits of the rank that ends last."""
     waits, seconds = drawing.timeline.exposed(), drawing.timeline.seconds
     if not waits:
         return "exposed: nothing: the rank that ends last never waits for a message"
@@ -268,7 +268,7 @@ def _sent(drawn: Schedule, sizes: Sizes, intra_size: int) -> dict[Link, int]:
 
 
 def summary(drawing: Drawing, ranks: Ranks) -> str:
-    """How even the work is, and what is read and sent, beside what it would be if all were read by all."""
+    """Say how even the work is, and which rows travel, beside a ring in which every rank reads all rows."""
     plan, of_queries = drawing.plan, drawing.schedule.queries_travel
     sides = work(plan.layout, plan.mask, plan.n, ranks.size)
     queries, keys = (float(x.max()) * ranks.size / max(1.0, float(x.sum())) for x in sides)

@@ -51,11 +51,11 @@ class Problem:
         return KernelProblem("cpu", dtype, self.heads, self.kv_heads, self.head_dim, self.head_dim)
 
     def shortened(self, seq: int) -> Problem:
-        """The same over `seq` tokens, the lengths in its mask in proportion."""
+        """Return the same over `seq` tokens, the lengths in its mask in proportion."""
         return replace(self, seq=seq, mask=shortened(self.mask, self.seq, seq))
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(q, k, v, dout) of the whole sequence, the same on every rank."""
+        """Return (q, k, v, dout) of the whole sequence, the same on every rank."""
         generator = torch.Generator().manual_seed(0)
 
         def draw(heads: int) -> Tensor:

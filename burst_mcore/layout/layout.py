@@ -68,7 +68,7 @@ class Layout:
 
     @classmethod
     def of(cls, layout: Layout | str) -> Layout:
-        """A layout from itself or from its word: "zigzag", "stacked-zigzag:4", "block-striped:128", ...
+        """Return a layout from itself or from its word, such as "zigzag" or "block-striped:128".
 
         Raises:
             ValueError: for anything else.
@@ -82,7 +82,7 @@ class Layout:
 
     @classmethod
     def for_mask(cls, mask: Mask, n: int, size: int) -> Layout:
-        """The layout that balances `mask` over n tokens and `size` ranks, and moves little.
+        """Return the layout that balances `mask` over n tokens and `size` ranks, and moves little.
 
         The first of contiguous, zigzag, stacked zigzag, chunks dealt one by one to the rank with the least
         work, finer and finer, and striped under which the busiest rank has at most 1.05 times the mean work
@@ -116,7 +116,7 @@ class Layout:
         return self.rule.even_at_edges
 
     def divisor(self, size: int) -> int:
-        """What the padded sequence length is a multiple of, on a ring of `size` ranks.
+        """Return the number of which padded lengths are multiples, on a ring of `size` ranks.
 
         Raises:
             ValueError: the layout does not go with so many ranks.
@@ -124,7 +124,7 @@ class Layout:
         return _divisor(self, size)
 
     def padded(self, n: int, size: int) -> int:
-        """The length that a sequence of n tokens is dealt as: the next multiple of `divisor`.
+        """Return the length that a sequence of n tokens is dealt as: the next multiple of `divisor`.
 
         Raises:
             ValueError: as `divisor`; or n < 1.
@@ -150,7 +150,7 @@ class Layout:
         return (range(n),) if size == 1 else joined(self.rule.runs(n, rank, size))
 
     def run_table(self, n: int, size: int) -> Tensor:
-        """The runs of all ranks at once, int64 [runs, 4]: rank, start, stop, step; ordered by rank and start.
+        """Return the runs of all ranks, int64 [runs, 4]: rank, start, stop, step; by rank and start.
 
         Raises:
             ValueError: as `padded`.
@@ -159,7 +159,7 @@ class Layout:
         return torch.tensor([[0, 0, n, 1]]) if size == 1 else self.rule.run_table(n, size)
 
     def chunk_table(self, n: int, size: int) -> Tensor | None:
-        """Which of the equal chunks of the padded sequence each rank holds, int64 [size, chunks of a rank].
+        """Return the equal chunks of the padded sequence by rank, int64 [size, chunks of a rank].
 
         None where a layout does not deal equal chunks.
         """
@@ -201,7 +201,7 @@ def positions(n: int, *, rank: int, size: int, layout: Layout | str = "zigzag") 
 
 
 def shard(x: Tensor, dim: int, *, rank: int, size: int, layout: Layout | str = "zigzag") -> Tensor:
-    """The rows of `x` along `dim` that `rank` holds, as a new contiguous tensor. Differentiable.
+    """Return the rows of `x` along `dim` that `rank` holds, as a new contiguous tensor. Differentiable.
 
     Raises:
         ValueError: as `Layout.runs`, with n = x.shape[dim].
@@ -215,7 +215,7 @@ def shard(x: Tensor, dim: int, *, rank: int, size: int, layout: Layout | str = "
 
 
 def unshard(parts: Sequence[Tensor], dim: int, *, layout: Layout | str = "zigzag") -> Tensor:
-    """The global tensor from every rank's part, in rank order: the inverse of `shard`. Differentiable.
+    """Return the global tensor from every rank's part, in rank order: the inverse of `shard`. Differentiable.
 
     Raises:
         ValueError: no parts, parts that differ in another dimension, or lengths that the layout cannot have

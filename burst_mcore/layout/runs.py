@@ -12,7 +12,7 @@ Runs = tuple[range, ...]
 
 
 def joined(runs: Iterable[range]) -> Runs:
-    """The same with neighbours as one."""
+    """Join neighbouring runs."""
     first, *others = runs
     whole = [first]
     for run in others:
@@ -24,7 +24,7 @@ def joined(runs: Iterable[range]) -> Runs:
 
 
 def joined_table(ranks: Tensor, start: Tensor, stop: Tensor) -> Tensor:
-    """The runs of all ranks as a table, int64 [runs, 4]: rank, start, stop, step 1; neighbours as one.
+    """Return the runs of all ranks as a table, int64 [runs, 4]: rank, start, stop, step 1; neighbours as one.
 
     Args:
         ranks, start, stop: int64 [ranks, runs of a rank], ascending within each rank; runs may be empty.

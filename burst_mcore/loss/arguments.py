@@ -59,7 +59,7 @@ class Call:
     """How many labels are not ignored; all, while a CUDA graph is captured."""
 
     def head(self, weight: Tensor, bias: Tensor | None, tokens: int) -> Head:
-        """The head of so many valid tokens."""
+        """Return the head of so many valid tokens."""
         dtype = torch.float64 if weight.dtype == torch.float64 else self.grad_weight_dtype
         products = products_for(weight.dtype, weight.device, self.terms)
         width = max(self.vocabulary.most_rows, weight.shape[1])  # ranks must have the same number of chunks
@@ -68,7 +68,7 @@ class Call:
 
 
 def checked(a: Arguments) -> Call:
-    """The call, if all ranks of its groups make it alike.
+    """Return the call if all ranks of its groups make the same call.
 
     Raises:
         ValueError: on all of those ranks, if any of them gives what it must not; it names rank and argument.
@@ -221,7 +221,7 @@ def _wrong_shapes(a: Arguments, tp_size: int) -> str | None:
 
 
 def _values(a: Arguments) -> tuple[int, int, int, int]:
-    """The largest valid label, minus the smallest, whether a weight is not as it must be, valid labels.
+    """Return the largest label, minus the smallest, whether a weight is illegal, and the number of labels.
 
     In one transfer from the device. Nothing is looked at while a CUDA graph is being captured; then all
     labels count as valid.
@@ -298,7 +298,7 @@ def _signature_of_tokens(a: Arguments) -> Signature:
 
 
 def autocast(*tensors: Any) -> tuple[Any, ...]:
-    """As torch.autocast has them for products, if it is on; what is no floating tensor stays as it is."""
+    """Cast floating tensors as torch.autocast casts those of products, if it is on; leave others."""
     first = tensors[0]
     if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
         return tensors

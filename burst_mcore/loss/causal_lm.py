@@ -231,7 +231,7 @@ def _in_place(model: nn.Module, stand_in: StandIn) -> Iterator[None]:
 
 @contextmanager
 def _shadowed(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """An attribute of the instance, which Python finds before the module's submodules and methods."""
+    """Set an attribute of the instance, which Python finds before the module's submodules and methods."""
     before = module.__dict__.get(name)
     module.__dict__[name] = value
     try:

@@ -33,7 +33,7 @@ def fingerprint(rows: Tensor) -> int:
 
 
 def same_on_all(group: dist.ProcessGroup, x: Tensor) -> bool:
-    """Whether a tensor is the same on all ranks of a group, by its checksum. Collective over the group."""
+    """Return whether a tensor is the same on all ranks of a group, by its checksum. Collective."""
     mine = checksum(x)
     ends = torch.stack([mine, -mine])
     dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)

@@ -117,7 +117,7 @@ class DeferredLogits:
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor:
-        """As torch.nn.functional.cross_entropy has it, of logits [N, V] or [V]."""
+        """Compute torch.nn.functional.cross_entropy of logits [N, V] or [V]."""
         if weight is not None or size_average is not None or reduce is not None:
             self.head.refuse(
                 "weights classes, or uses options that torch has deprecated, in cross_entropy of"

@@ -204,7 +204,7 @@ def _tokens_of(hidden: Tensor, call: Call) -> Tensor:
 def _over_a_power_of_two(
     weights: Tensor | None, valid: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(unit, weights [tokens] over it): the largest from 1 to 2, so that float16 holds all that matter."""
+    """Return (unit, weights [tokens] over it), the largest from 1 to 2, so that float16 holds them."""
     if weights is None:
         return None, None
     w = weights.detach().to(dtype).reshape(-1).where(valid, 0.0)
@@ -218,7 +218,7 @@ def _over_a_power_of_two(
 def _reduced(
     losses: Tensor, y: Tensor, w: Tensor | None, unit: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor | None]:
-    """(loss, its share): a token's upstream gradient is the loss's times the share times w."""
+    """Return (loss, its share): a token's upstream gradient is the loss's times the share times w."""
     if call.reduction == "none":
         return losses, None
     total = losses if w is None else losses * w
@@ -234,7 +234,7 @@ def _reduced(
 
 
 def _scalar_and_others(each: Tensor, expected: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(c, the tokens whose upstream gradient is not c times the expected one, None if there are none).
+    """Return (c, the tokens whose upstream gradient is not c times the expected one, None if there are none).
 
     c is the median of their ratios, or 0 if that leaves fewer tokens to do again.
     """
@@ -270,6 +270,6 @@ def _times(x: Tensor, c: Tensor) -> Tensor:
 
 
 def _graph_is_kept() -> bool:
-    """Whether backward was called with retain_graph; taken for so where torch does not say."""
+    """Return whether backward was called with retain_graph; taken for so where torch does not say."""
     ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return ask is None or bool(ask())

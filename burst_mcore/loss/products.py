@@ -70,7 +70,7 @@ class Products:
             out += bias
 
     def own(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor | None:
-        """The labels' logits [tokens] in float32 if they are kept apart; 0 where the label is not here."""
+        """Return the labels' logits [tokens] in float32 if kept apart; 0 if another rank has the label."""
         if not self.apart:
             return None
         if len(weight) == 0:
@@ -144,7 +144,7 @@ class Products:
 
 
 def products_for(dtype: torch.dtype, device: torch.device, terms: Terms) -> Products:
-    """The products for hidden states and weights of this dtype on this device."""
+    """Return the products for hidden states and weights of this dtype on this device."""
     if wide(dtype) == dtype:
         return Products(dtype, dtype)
     if device.type == "cuda":

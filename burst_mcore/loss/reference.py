@@ -22,7 +22,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """As `fused_linear_cross_entropy` on one process; hidden [..., d], weight [V, d], labels [...]."""
+    """Compute `fused_linear_cross_entropy` on one process; hidden [..., d], weight [V, d], labels [...]."""
     logits = functional.linear(hidden, weight, bias).to(wide(hidden.dtype))
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)

@@ -29,7 +29,7 @@ def _row_gradient(
     logits, out, columns, row, label, lse, scale, softcap, temperature, z_loss, smoothing, vocabulary, size,
     logits_row, out_row, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row of scale dl/dlogits; the label's column also goes to `columns`."""
+    """Compute one row of scale dl/dlogits; the label's column also goes to `columns`."""
     row_scale = tl.load(scale + row) / temperature
     factor = row_scale * (1.0 + 2.0 * z_loss * lse)
     spread = row_scale * smoothing / vocabulary
@@ -53,7 +53,7 @@ def statistics_kernel(
     logits, labels, found, scale, out, columns, softcap, temperature, z_loss, smoothing, vocabulary, size,
     tokens, logits_row, out_row, SOFTCAP: tl.constexpr, GRADIENTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row's statistics, and its gradient if GRADIENTS; `out` may be `logits`."""
+    """Compute one row's statistics, and its gradient if GRADIENTS; `out` may be `logits`."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     most, powers, weighted, total, own = -float("inf"), 0.0, 0.0, 0.0, 0.0
@@ -92,7 +92,7 @@ def gradients_kernel(
     logits, labels, lse, scale, out, columns, softcap, temperature, z_loss, smoothing, vocabulary, size,
     logits_row, out_row, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row's gradient, from lse over the columns of all ranks."""
+    """Compute one row's gradient, from lse over the columns of all ranks."""
     row = tl.program_id(0).to(tl.int64)
     _row_gradient(
         logits, out, columns, row, tl.load(labels + row), tl.load(lse + row), scale, softcap, temperature,
@@ -110,7 +110,7 @@ def logits_to_gradients(
     out: Tensor,
     metrics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `rows.logits_to_gradients`, in float32; `own` must be None: a GPU's logits are in float32."""
+    """Do the work of `rows.logits_to_gradients` in float32; `own` must be None: GPUs have float32 logits."""
     assert own is None
     tokens, size = logits.shape
     found = torch.empty((5, tokens), dtype=torch.float32, device=logits.device)

@@ -18,12 +18,12 @@ UNBOUNDED = 2**40
 
 
 def everything(n: int) -> Tensor:
-    """All pairs of n tokens."""
+    """Return one band with all pairs of n tokens."""
     return torch.tensor([[0, n, 0, n, -UNBOUNDED, UNBOUNDED]])
 
 
 def transposed(bands: Tensor) -> Tensor:
-    """The same with queries and keys exchanged."""
+    """Exchange queries and keys."""
     return bands[:, (2, 3, 0, 1, 5, 4)] * torch.tensor([1, 1, 1, 1, -1, -1])
 
 
@@ -39,7 +39,7 @@ def tightened(bands: Tensor) -> Tensor:
 
 
 def intersected(a: Tensor, b: Tensor) -> Tensor:
-    """The bands of the intersection of two lists of disjoint bands."""
+    """Return the bands of the intersection of two lists of disjoint bands."""
     if len(a) > len(b):
         a, b = b, a
     if len(a) * len(b) <= 2**14:
@@ -57,7 +57,7 @@ BLOCK = 2**18
 
 
 def pairs_of_runs(first: Tensor, last: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every (i, j) with first[i] <= j < last[i], block by block, as two lists of indices."""
+    """Yield every (i, j) with first[i] <= j < last[i], block by block, as two lists of indices."""
     lengths = (last - first).clamp(min=0)
     ends = lengths.cumsum(0)
     start = 0
@@ -72,7 +72,7 @@ def pairs_of_runs(first: Tensor, last: Tensor) -> Iterator[tuple[Tensor, Tensor]
 
 
 def _near(row: Tensor, bands: Tensor) -> Tensor:
-    """Those of `bands` whose rectangles meet that of `row`."""
+    """Return the bands whose rectangles meet the rectangle of `row`."""
     meet = (bands[:, 0] < row[1]) & (row[0] < bands[:, 1]) & (bands[:, 2] < row[3]) & (row[2] < bands[:, 3])
     return bands[meet]
 

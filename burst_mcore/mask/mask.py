@@ -225,7 +225,7 @@ class Mask(Registered):
         return Mask(tuple(term for term in self.terms if not isinstance(term, Documents)))
 
     def with_documents(self, ends: Tensor) -> Mask:
-        """The same mask with other documents in the place of its own."""
+        """Return the same mask with other documents in the place of its own."""
         return self.without_documents & Mask.documents(ends)
 
     @property
@@ -243,7 +243,7 @@ class Mask(Registered):
             term.check(n)
 
     def clipped(self, n: int) -> Mask:
-        """The same over n tokens: a window at least as long as the sequence has no end there."""
+        """Return the same over n tokens: a window at least as long as the sequence has no end there."""
         long = [t for t in self.terms if isinstance(t, Window) and t.clipped(n) != t]
         if not long:
             return self
@@ -251,7 +251,7 @@ class Mask(Registered):
         return Mask(tuple(term for term in shorter if term is not None))
 
     def bands(self, n: int) -> Tensor:
-        """The mask over n tokens as disjoint bands, int64 [bands, 6]: see `mask.bands`. Cached."""
+        """Return the mask over n tokens as disjoint bands, int64 [bands, 6]: see `mask.bands`. Cached."""
         return _bands(self, n)
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
@@ -274,6 +274,6 @@ def _bands(mask: Mask, n: int) -> Tensor:
 
 
 def _as_long(term: Documents, others: Sequence[Term]) -> Documents | None:
-    """The documents among `others` that end where `term` ends."""
+    """Return the documents among `others` that end where `term` ends."""
     last = int(term.ends[-1])
     return next((x for x in others if isinstance(x, Documents) and int(x.ends[-1]) == last), None)

@@ -67,5 +67,5 @@ def short(x: Tensor) -> str:
 
 
 def is_int(value: object) -> bool:
-    """Whether a value is a whole number, of Python or numpy, and no bool."""
+    """Return whether a value is a whole number, of Python or numpy, and no bool."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)

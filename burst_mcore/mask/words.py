@@ -53,7 +53,7 @@ def legal() -> str:
 
 
 def tokens(text: str) -> int:
-    """A length such as 4096, 128K or 1M, in tokens. Raises ValueError for others."""
+    """Return a length such as 4096, 128K or 1M, in tokens. Raises ValueError for others."""
     match = re.fullmatch(r"(\d+)([KM]?)", text.upper())
     if match is None or int(match[1]) == 0:
         raise ValueError(f"a number of tokens looks like 4096, 128K or 1M, got {text!r}")
@@ -62,7 +62,7 @@ def tokens(text: str) -> int:
 
 @lru_cache(maxsize=64)
 def mask_of(text: str, n: int) -> Mask:
-    """The mask over n tokens that `text` says: words of this file, joined by "&".
+    """Return the mask over n tokens that `text` says: words of this file, joined by "&".
 
     What is random is the same every time. Every query sees itself, whatever the words.
 
@@ -75,7 +75,7 @@ def mask_of(text: str, n: int) -> Mask:
 
 
 def document_ends(text: str, n: int) -> tuple[int, ...]:
-    """Where the documents of a mask begin, from 0, and the sequence's end.
+    """Return the starts of a mask's documents, from 0, and the sequence's end.
 
     Raises:
         ValueError: as `mask_of`; or there are no documents, or twice.
@@ -89,7 +89,7 @@ def document_ends(text: str, n: int) -> tuple[int, ...]:
 
 
 def shortened(text: str, n: int, to: int) -> str:
-    """The same picture over fewer tokens: every length in it times to / n, at least 1.
+    """Return the same picture over fewer tokens: every length in it times to / n, at least 1.
 
     Raises:
         ValueError: an unknown word.

@@ -16,7 +16,7 @@ from burst_mcore.megatron.packed import packing_of
 
 
 def planned_ahead(batches: Iterable[dict[str, Any]], ranks: int) -> Iterator[dict[str, Any]]:
-    """The same batches; where these are packed, the next is read and planned before one is handed out.
+    """Yield the same batches; of packed ones the next is read and planned before each is handed out.
 
     For the tensor-parallel ranks that read data, the first of each group; others plan when a batch comes.
 
@@ -83,7 +83,7 @@ class Ahead:
 
 
 def read_ahead(loader: Any) -> Any:
-    """The loader, its batches planned ahead if it is Megatron's own and sequences are shared by ranks.
+    """Return the loader, its batches planned ahead if it is Megatron's own and sequences are shared by ranks.
 
     Loaders that a script made (--dataloader-type external) may be iterators, or have a state to be saved.
     """

@@ -70,12 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def has_flag(parser: argparse.ArgumentParser, flag: str) -> bool:
-    """Whether a parser knows a flag."""
+    """Return whether a parser knows a flag."""
     return flag in parser._option_string_actions
 
 
 def recompute_policy(arguments: argparse.Namespace) -> Policy:
-    """The recompute policy that the flags ask for; `Full()` where there are none.
+    """Return the recompute policy of the flags; `Full()` without such flags.
 
     Raises:
         ValueError: flags that contradict each other, or that Megatron's would leave without effect.
@@ -127,7 +127,7 @@ def _by_a_spec(arguments: argparse.Namespace) -> bool:
 
 
 def burst_config(arguments: argparse.Namespace) -> BurstConfig:
-    """The configuration that the flags ask for.
+    """Return the configuration of the flags.
 
     Raises:
         ValueError: as `BurstConfig`, or Megatron is asked for masks that burst attention would not see.
@@ -140,18 +140,18 @@ def burst_config(arguments: argparse.Namespace) -> BurstConfig:
 
 
 def setting(arguments: argparse.Namespace, name: str) -> Any:
-    """What the flag of a field of BurstConfig says; the default where it was not given."""
+    """Return the value of the flag of a field of BurstConfig; the default without the flag."""
     given = getattr(arguments, f"burst_{name}", None)
     return SETTINGS[name].default if given is None else given
 
 
 def given_flags(arguments: argparse.Namespace, *names: str) -> list[str]:
-    """The flags of these fields that the command line has, with whatever value."""
+    """Return the flags of these fields that the command line has, with any value."""
     return [flag_of(name) for name in names if getattr(arguments, f"burst_{name}", None) is not None]
 
 
 def options_without_effect(arguments: argparse.Namespace) -> str | None:
-    """A flag of ours that only burst attention reads, where that is not asked for."""
+    """Return a flag that only burst attention reads, if burst attention is not chosen."""
     if uses_burst(arguments):
         return None
     if getattr(arguments, "burst_rates", None):
@@ -160,12 +160,12 @@ def options_without_effect(arguments: argparse.Namespace) -> str | None:
 
 
 def uses_burst(arguments: argparse.Namespace) -> bool:
-    """Whether the flag, or a spec of this package, asks for burst attention."""
+    """Return whether the flag, or a spec of this package, asks for burst attention."""
     return burst_asked_for(arguments) or _by_a_spec(arguments)
 
 
 def burst_asked_for(arguments: argparse.Namespace) -> bool:
-    """Whether the flag asks for burst attention."""
+    """Return whether the flag asks for burst attention."""
     return getattr(arguments, "context_parallel_attention_backend", "default") == "burst"
 
 
@@ -179,7 +179,7 @@ def from_command_line(read: Callable[[argparse.Namespace], Value], otherwise: Va
 
 
 def rates_from_arguments() -> Rates | None:
-    """The rates of Megatron's command line, if it gives any.
+    """Return the rates of Megatron's command line, if it gives any.
 
     Raises:
         ValueError: as `Rates`.
@@ -188,7 +188,7 @@ def rates_from_arguments() -> Rates | None:
 
 
 def rates_of(arguments: argparse.Namespace) -> Rates | None:
-    """The rates of --burst-rates. Raises ValueError as `Rates`."""
+    """Return the rates of --burst-rates. Raises ValueError as `Rates`."""
     given = getattr(arguments, "burst_rates", None)
     if given is None:
         return None
@@ -197,7 +197,7 @@ def rates_of(arguments: argparse.Namespace) -> Rates | None:
 
 
 def _share(text: str) -> float | str:
-    """A share of the sequence, or auto."""
+    """Convert text to a share of the sequence, or auto."""
     if text == "auto":
         return text
     try:
@@ -213,7 +213,7 @@ def flag_of(name: str) -> str:
 
 
 def _argument(name: str) -> dict[str, Any]:
-    """What argparse is told of a field of BurstConfig."""
+    """Return argparse's options for a field of BurstConfig."""
     default, legal, meaning = SETTINGS[name]
     told = {"dest": f"burst_{name}", "default": None, "help": f"{meaning} Default: {default}."}
     if default is True:  # the flag turns it off
@@ -228,7 +228,7 @@ def _argument(name: str) -> dict[str, Any]:
 
 
 def _value(name: str, text: str) -> Any:
-    """What a flag says, as BurstConfig takes it."""
+    """Convert the text of a flag to a value of BurstConfig."""
     value: Any = int(text) if isinstance(SETTINGS[name].default, int) and text.isdigit() else text
     try:
         BurstConfig(**{name: value})
@@ -247,7 +247,7 @@ def packed_of(arguments: argparse.Namespace) -> str:
 
 
 def burst_config_from_arguments() -> BurstConfig:
-    """The configuration of Megatron's command line; the default one where there are no flags of ours."""
+    """Return the configuration of Megatron's command line; the default one without our flags."""
     try:
         return burst_config(megatron_arguments())
     except RuntimeError:

@@ -105,7 +105,7 @@ def check_arguments(arguments: Any) -> None:
 
 
 def _check_combinations(arguments: Any) -> None:
-    """What layers, their rings and their batches would refuse one by one, later."""
+    """Refuse what layers, their rings and their batches would refuse one by one, later."""
     size, layout = arguments.context_parallel_size, setting(arguments, "layout")
     kinds = [kind for kind in layers_comm_types(arguments) if (kind or "p2p").lower() != "p2p"]
     ways = given_flags(arguments, "ring", "head_parallel")
@@ -160,7 +160,7 @@ def _check_tokens(layout: Layout, arguments: Any) -> None:
 
 
 def refusal(config: Any, dropout: float | None = None) -> str | None:
-    """What is asked of core attention that burst attention does not do; None if nothing.
+    """Return a requested feature of core attention that burst attention lacks; None if all are there.
 
     dropout: of the layer, if it has its own.
     """

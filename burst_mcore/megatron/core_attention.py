@@ -237,7 +237,7 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         return out.transpose(0, 1).flatten(2)
 
     def _is_packed(self, params: Any) -> bool:
-        """Whether queries, keys and values are [tokens, heads, dim] of documents; ValueError if unclear."""
+        """Return whether q, k and v are [tokens, heads, dim] of documents; ValueError if that is unclear."""
         if params is None or params.qkv_format == "thd":
             return params is not None
         if params.qkv_format != "sbhd":
@@ -271,7 +271,7 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
             raise ValueError(f"layer {self.layer_number}: {error}") from error
 
     def _topology_of_call(self, params: Any) -> Topology:
-        """The ring of a call: over the model's group, unless the call brings its own."""
+        """Return the ring of a call: over the model's group, unless the call brings its own."""
         group, size = (getattr(params, name, None) for name in ("cp_group", "local_cp_size"))
         if group is None and size in (None, 1):
             return self.topology if size is None else Topology.single()
@@ -336,7 +336,7 @@ def _refuse_caches() -> None:
 
 
 def _refusing_a_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of an attention module, which refuses an inference context under context parallelism."""
+    """Wrap the forward of an attention module: an inference context under context parallelism is refused."""
     parameters = list(signature(forward).parameters)
     names = ("inference_context", "inference_params")
     places = {name: parameters.index(name) - 1 for name in names if name in parameters}
@@ -364,7 +364,7 @@ def _batch_first(x: Tensor, is_packed: bool) -> Tensor:
 
 
 def _window(config: TransformerConfig, layer_number: int) -> Mask:
-    """The layer's window, by Megatron's own rule."""
+    """Return the layer's window, by Megatron's own rule."""
     size, skipping = getattr(config, "window_size", None), getattr(config, "window_attn_skip_freq", None)
     if size is None or not is_layer_window_attention(size, skipping, layer_number):
         return Mask.full()
@@ -392,7 +392,7 @@ def _legal(kind: AttnMaskType, layer_number: int) -> AttnMaskType:
 
 
 def _group(config: TransformerConfig, pg_collection: Any) -> Any:
-    """The model's context-parallel group, None if there is none."""
+    """Return the model's context-parallel group, None if there is none."""
     group = getattr(pg_collection, "cp", None)
     if group is None:
         group = parallel_state.get_context_parallel_group(check_initialized=False)
@@ -406,7 +406,7 @@ def _group(config: TransformerConfig, pg_collection: Any) -> Any:
 
 
 def _topology(config: TransformerConfig, group: Any, pg_collection: Any, ring: str) -> Topology:
-    """The ring over Megatron's own groups: hierarchical ones if there are, else the context-parallel one."""
+    """Return the ring over Megatron's own groups: hierarchical ones if they exist, else context-parallel."""
     if group is None or group.size() == 1:
         return Topology.single()
     sizes = getattr(config, "hierarchical_context_parallel_sizes", None)

@@ -316,7 +316,7 @@ def _dealing_documents(original: Any) -> Any:
 
 
 def _rows_of_documents(cu_seqlens: torch.Tensor, tokens: int, size: int, rank: int) -> torch.Tensor:
-    """The tokens of a rank where each document is dealt zigzag."""
+    """Return the tokens of a rank where each document is dealt zigzag."""
     ends = torch.cat([cu_seqlens.long(), torch.tensor([tokens])]).unique()
     layout = Layout("zigzag-documents", ends=tuple(ends.tolist()))
     return positions(tokens, rank=rank, size=size, layout=layout)

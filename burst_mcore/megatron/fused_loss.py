@@ -57,7 +57,7 @@ def fuse_loss(model: Any) -> None:
 
 
 def refusal(config: Any) -> str | None:
-    """What of a TransformerConfig the fused loss does not go with, and what to do instead."""
+    """Return the setting of a TransformerConfig that the fused loss excludes, and what to do instead."""
     if getattr(config, "cross_entropy_loss_fusion", False):
         return "--cross-entropy-loss-fusion: both replace the loss, drop one"
     if getattr(config, "defer_embedding_wgrad_compute", False):

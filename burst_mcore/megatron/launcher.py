@@ -39,7 +39,7 @@ One process for each rank: start it with torchrun, as in
 
 
 def usage() -> str:
-    """How the launcher is called, with all its flags."""
+    """Return the usage of the launcher, with all its flags."""
     from burst_mcore.megatron.arguments import add_arguments
 
     parser = add_arguments(argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS))
@@ -117,7 +117,7 @@ def _checkpointing(argv: Sequence[str]) -> list[str]:
 
 
 def _not_given(flags: Sequence[str], argv: Sequence[str]) -> list[str]:
-    """Those of `flags`, each with the value that follows it, that `argv` does not set itself."""
+    """Return those of `flags`, each with its value, that `argv` does not set."""
     given = {argument.split("=")[0] for argument in argv}
     missing: list[str] = []
     for flag in flags:
@@ -163,14 +163,14 @@ def is_patched() -> bool:
 
 
 def burst_is_chosen() -> bool:
-    """Whether the command line asks for burst attention."""
+    """Return whether the command line asks for burst attention."""
     from burst_mcore.megatron.arguments import burst_asked_for, from_command_line
 
     return from_command_line(burst_asked_for, otherwise=False)
 
 
 def fused_loss_is_chosen() -> bool:
-    """Whether the command line asks for the fused loss."""
+    """Return whether the command line asks for the fused loss."""
     from burst_mcore.megatron.arguments import from_command_line
 
     return from_command_line(lambda arguments: bool(getattr(arguments, "burst_fused_loss", False)), False)
@@ -195,7 +195,7 @@ def _with_our_checks(validate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_burst_specs(init: Callable[..., None]) -> Callable[..., None]:
-    """A model's constructor, with burst attention in whatever specs it is given."""
+    """Wrap a model's constructor: its specs get burst attention."""
     from burst_mcore.megatron.spec import with_burst_attention
 
     signature = inspect.signature(init)
@@ -219,7 +219,7 @@ def _with_burst_specs(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _with_fused_loss(init: Callable[..., None]) -> Callable[..., None]:
-    """A model's constructor, whose model fuses its loss where the flag asks for it."""
+    """Wrap a model's constructor: with the flag, the model fuses its loss."""
     from burst_mcore.megatron.fused_loss import fuse_loss
 
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -231,7 +231,7 @@ def _with_fused_loss(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refusing_a_fused_loss(init: Callable[..., None]) -> Callable[..., None]:
-    """A language model's constructor, which refuses a loss that its class would not fuse."""
+    """Wrap a language model's constructor: a loss that the class would not fuse is refused."""
 
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
         names = {base.__name__ for base in type(self).__mro__}
@@ -268,7 +268,7 @@ def _refusing_stock_attention_alone(get_model: Callable[..., Any]) -> Callable[.
 
 
 def _unwrapped(model: Any) -> Iterator[Any]:
-    """A model, and what its wrappers (DDP, Float16Module) hold."""
+    """Yield a model, and the models within its wrappers (DDP, Float16Module)."""
     while model is not None:
         yield model
         model = getattr(model, "module", None)

@@ -272,7 +272,7 @@ def _dealt(x: Tensor, dim: int, group: Any) -> Tensor:
 
 
 def _refusing_unknown_modules(init: Callable[..., None]) -> Callable[..., None]:
-    """A model's constructor, which refuses modules that may assume zigzag beside another layout."""
+    """Wrap a model's constructor: modules that may assume zigzag are refused beside another layout."""
 
     def refusing(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
@@ -289,7 +289,7 @@ def _refusing_unknown_modules(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refusing_unknown_models(init: Callable[..., None]) -> Callable[..., None]:
-    """The constructor of all of Megatron's modules, which refuses its other models beside another layout."""
+    """Wrap the constructor of Megatron's modules: other models beside another layout are refused."""
 
     def refusing(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         kind, size = type(self), getattr(config, "context_parallel_size", 1)
@@ -304,14 +304,14 @@ def _refusing_unknown_models(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_other_model(kind: type) -> bool:
-    """Whether a class is, or extends, one of Megatron's models that is not known to work on any layout."""
+    """Return whether a class is, or extends, one of Megatron's models that may assume a layout."""
     models = (base for base in kind.__mro__ if base.__module__.startswith("megatron.core.models."))
     model = next(models, None)
     return model is not None and not _is_blind(model)
 
 
 def _is_blind(kind: type) -> bool:
-    """Whether modules of this class work on any layout; a user's own class of the same name may not."""
+    """Return whether modules of this class work on any layout; a user's class of that name may not."""
     package = kind.__module__.split(".")[0]
     if package == "torch":
         return True

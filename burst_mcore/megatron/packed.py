@@ -30,7 +30,7 @@ class Packing:
 
 
 def packing(params: Any, tokens: int, size: int) -> Packing:
-    """The documents of a packed batch of `tokens` tokens over `size` context-parallel ranks.
+    """Return the documents of a packed batch of `tokens` tokens over `size` context-parallel ranks.
 
     The tensors are read once for each batch, not for each layer: to read a CUDA tensor is to wait for it.
     Tokens behind the last document are padding.
@@ -60,7 +60,7 @@ def packing(params: Any, tokens: int, size: int) -> Packing:
 
 
 def packing_of(ends: Tensor | None, slots: Tensor | None, tokens: int, size: int) -> Packing:
-    """The documents that end at `ends` (cu_seqlens), of the slots `slots` (cu_seqlens_padded) if given."""
+    """Return the documents that end at `ends` (cu_seqlens), in the slots of cu_seqlens_padded if given."""
     return _packing((ends, None, slots, None), tokens, size)
 
 

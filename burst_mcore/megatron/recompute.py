@@ -42,7 +42,7 @@ def use_recompute(policy: Policy) -> None:
 
 
 def recompute_in_effect() -> Policy:
-    """What layers that Megatron checkpoints in this process keep of attention."""
+    """Return the policy of the layers that Megatron checkpoints in this process."""
     return _in_effect
 
 

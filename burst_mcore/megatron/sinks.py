@@ -13,7 +13,7 @@ SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
 def softmax_offset(config: TransformerConfig, pg_collection: Any) -> Tensor | None:
-    """What config.softmax_type asks for, [heads of this tensor-parallel rank]; a Parameter if it is learnt.
+    """Return the sinks for config.softmax_type, [heads of this rank]; a Parameter if they are learnable.
 
     Raises:
         ValueError: an unknown type.

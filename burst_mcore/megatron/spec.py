@@ -34,7 +34,7 @@ STOCK = (DotProductAttention, TEDotProductAttention)
 
 
 def core_attention_spec(burst_config: BurstConfig | None = None) -> ModuleSpec:
-    """The spec of the core attention alone; by default configured by the command line, if there is one."""
+    """Return the spec of the core attention alone; the command line configures it unless told otherwise."""
     if burst_config is not None:
         return ModuleSpec(module=BurstCoreAttention, params={"burst_config": burst_config})
     config, rates = burst_config_from_arguments(), rates_from_arguments()
@@ -45,7 +45,7 @@ class BurstLocalSpecProvider(LocalSpecProvider):  # type: ignore[misc]  # Megatr
     """Megatron's local modules with burst attention, for spec builders that take a backend."""
 
     def core_attention(self) -> ModuleSpec:
-        """Which module to use for attention."""
+        """Return the module for core attention."""
         return core_attention_spec()
 
 
@@ -53,12 +53,12 @@ class BurstTESpecProvider(TESpecProvider):  # type: ignore[misc]
     """TransformerEngine's modules with burst attention, for spec builders that take a backend."""
 
     def core_attention(self) -> ModuleSpec:
-        """Which module to use for attention."""
+        """Return the module for core attention."""
         return core_attention_spec()
 
 
 def with_burst_attention(spec: Any, burst_config: BurstConfig | None = None) -> Any:
-    """A copy of `spec` (ModuleSpec, submodules, block or MTP spec) with burst attention in it.
+    """Return a copy of `spec` (ModuleSpec, submodules, block or MTP spec) with burst attention in it.
 
     Raises:
         ValueError: nowhere in the spec is one of Megatron's own core attentions.
@@ -96,7 +96,7 @@ def _replaced(node: Any, burst: ModuleSpec) -> Any:
 
 
 def layer_spec(config: TransformerConfig, burst_config: BurstConfig | None = None) -> ModuleSpec:
-    """The spec of a GPT decoder layer as `config` asks for it (MLA, MoE, norms), with burst attention.
+    """Return the spec of a GPT decoder layer as `config` asks for it (MLA, MoE, norms), with burst attention.
 
     Raises:
         ValueError: layers that differ (moe_layer_freq): the launcher's flag serves those.
@@ -114,7 +114,7 @@ def layer_spec(config: TransformerConfig, burst_config: BurstConfig | None = Non
 
 
 def hybrid_stack_spec(config: TransformerConfig, burst_config: BurstConfig | None = None) -> ModuleSpec:
-    """The spec of a HybridModel's stack with burst attention (Megatron-Core 0.19 and later).
+    """Return the spec of a HybridModel's stack with burst attention (Megatron-Core 0.19 and later).
 
     With TransformerEngine it is Megatron's own, attention replaced. Without, it is made of local modules and
     serves attention (*) and MLP (-) layers; Mamba and the others need their own packages.
@@ -159,7 +159,7 @@ class FromArguments(ModuleSpec):  # type: ignore[misc]
         self._resolve = resolve
 
     def resolve(self) -> ModuleSpec:
-        """The spec for the arguments as they are now."""
+        """Return the spec for the arguments as they are now."""
         from megatron.training.arguments import core_transformer_config_from_args
 
         spec: ModuleSpec = self._resolve(core_transformer_config_from_args(megatron_arguments()))
@@ -192,7 +192,7 @@ burst_hybrid_stack_spec = _hybrid()
 
 
 def _asked_of(config: TransformerConfig, builder: Any) -> dict[str, Any]:
-    """The arguments of a spec builder, each named like the field of the config that it repeats."""
+    """Return the arguments of a spec builder, each named like the field of the config that it repeats."""
     fields = {name: name for name in inspect.signature(builder).parameters}
     fields["num_experts"] = "num_moe_experts"
     fields.pop("fp8", None)  # deprecated: builders warn if it is given

@@ -90,7 +90,7 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks of their x[this rank]: a reduce-scatter, of the collectives that gloo has."""
+    """Return the sum over ranks of their x[this rank]: a reduce-scatter, of the collectives that gloo has."""
     shares = torch.empty_like(x)
     dist.all_to_all_single(shares, x, group=group)
     return shares.sum(0)

@@ -63,7 +63,7 @@ class Attention:
 def dealt(
     layout: Layout | str, world: World, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Attention:
-    """A method that wants the sequence in a layout of ours."""
+    """Return a method that wants the sequence in a layout of ours."""
     return Attention(
         attend,
         partial(shard, dim=1, rank=world.rank, size=world.size, layout=layout),
@@ -72,7 +72,7 @@ def dealt(
 
 
 def divisible(case: RingCase, device: str) -> str | None:
-    """What a method for shards of one length lacks."""
+    """Return the need of a method for shards of one length; None if the case meets the need."""
     if case.seq % (2 * case.ranks):
         return f"a sequence that is a multiple of {2 * case.ranks}, got {case.seq}"
     return None
@@ -86,7 +86,7 @@ def burst(case: RingCase, world: World, backward: str = "auto", ulysses: bool = 
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """The output of burst_attention alone."""
+    """Return the output of burst_attention alone."""
     out = burst_attention(q, k, v, **options)
     assert isinstance(out, Tensor)
     return out

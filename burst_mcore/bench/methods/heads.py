@@ -95,7 +95,7 @@ def _deepspeed_needs(case: Any, device: str) -> str | None:
 
 
 def on_gpu(module: str, name: str, case: Any, device: str) -> str | None:
-    """What a package for GPUs lacks."""
+    """Return the need of a package for GPUs; None if this machine meets the need."""
     lacking = ["a GPU"] if device != "cuda" else []
     return " and ".join([*lacking, *filter(None, [package(module, name)])]) or None
 

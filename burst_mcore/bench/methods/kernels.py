@@ -16,7 +16,7 @@ def _kernel(name: str, case: Any, world: World) -> Kernel:
 
 
 def problem_of(case: Any, device: str) -> Problem:
-    """What a kernel is asked to serve."""
+    """Return the problem that a kernel must support for a case."""
     return Problem(device, DTYPES[case.dtype], case.heads, case.heads, case.head_dim, case.head_dim)
 
 

@@ -72,7 +72,7 @@ class Copies:
         return [_Copied(self._stream.record_event())]
 
     def _comes(self, x: Tensor) -> bool:
-        """Whether something is written to a buffer: always, or the first time that this memory is one."""
+        """Return whether a buffer is written: always, or the first time for this memory."""
         if self._source != "nowhere":
             return True
         memory = x.data_ptr(), x.shape, x.dtype
@@ -81,7 +81,7 @@ class Copies:
         return new
 
     def _values(self, x: Tensor, index: int) -> Tensor:
-        """What arrives: random numbers, made once for each shape and place in a bundle."""
+        """Return the arriving values: random numbers, made once for each shape and place in a bundle."""
         key = x.shape, x.dtype, index
         if key not in self._kept:
             values = torch.randn(x.shape, device=x.device).to(x.dtype)
@@ -101,7 +101,7 @@ class _Copied:
 
 
 def idle(kernel: Kernel) -> Kernel:
-    """A kernel that is called as `kernel` is, and computes nothing: results are there already.
+    """Return a kernel that is called as `kernel` is, and computes nothing: results are there already.
 
     Each tile has random results of its own, made when it is met first; they are the caller's to write, as a
     kernel's are, and come again as he left them. It neither merges nor adds in place, whatever `kernel` does:
@@ -173,15 +173,15 @@ class VirtualRank:
         self.v, self.dout = draw(shape.kv_heads, shape.value_dim), draw(shape.heads, shape.value_dim)
 
     def forward(self) -> Attended:
-        """This rank's forward."""
+        """Run this rank's forward."""
         return forward(self.call, self.transport, self.q, self.k, self.v)
 
     def queries(self, done: Attended) -> Queries:
-        """The query side of its backward, for which D is formed."""
+        """Return the query side of its backward, for which D is formed."""
         return Queries(done.q, self.dout, row_delta(self.dout, done.out), done.ring_lse)
 
     def backward(self, done: Attended) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's backward, with D."""
+        """Run this rank's backward, D included."""
         return backward(self.call, self.transport, self.queries(done), Keys(done.k, done.v), done.out)
 
     @property
@@ -191,14 +191,14 @@ class VirtualRank:
         return sum(tile.pattern.pairs for source in range(size) for tile in self.call.tiles(here, source))
 
     def bare_forward(self) -> None:
-        """The kernel alone on the tiles of the forward."""
+        """Run the kernel alone on the tiles of the forward."""
         for at in range(self.call.route.positions):
             for tile in self.call.tiles(self.call.position, at):
                 rows = gather(self.q, tile.q), gather(self.k, tile.k), gather(self.v, tile.k)
                 self.call.kernel.forward(*rows, tile.pattern, self.call.scores)
 
     def bare_backward(self, queries: Queries, out: Tensor) -> None:
-        """The kernel alone on the tiles of the backward, given its `queries`; out stands for itself."""
+        """Run the kernel alone on the tiles of the backward, with its `queries`; out stands for itself."""
         here, travels = self.call.position, self.call.direction == Pass.QUERY
         for at in range(self.call.route.positions):
             for tile in self.call.tiles(*((at, here) if travels else (here, at))):

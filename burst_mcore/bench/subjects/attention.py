@@ -23,7 +23,7 @@ class AttentionCase(RingCase):
 
 
 def ring_trial(case: RingCase, world: World, method: Method) -> Trial:
-    """A method of the kind "attention", behind the gate."""
+    """Return a method of the kind "attention", behind the gate."""
     built: Attention = method.build(case, world)
     *local, dout = map(built.shard, case.tensors())
 
@@ -40,7 +40,7 @@ def ring_trial(case: RingCase, world: World, method: Method) -> Trial:
 
 
 def on_first(world: World, run: Callable[[], object]) -> Trial:
-    """A unit on rank 0 while the others wait asleep, so that it has a core to itself."""
+    """Return a unit on rank 0 while the others wait asleep, so that it has a core to itself."""
 
     def step() -> None:
         if world.rank == 0:

@@ -89,17 +89,17 @@ class Tiles:
         self.tiles = tiles_of(planned, 0, 0, kernel.abilities)
 
     def forward(self) -> list[tuple[Tensor, Tensor]]:
-        """(out, lse) of every tile."""
+        """Return (out, lse) of every tile."""
         return [self.kernel.forward(*self._rows(t), t.pattern, self.scores) for t in self.tiles]
 
     def backward(self, inputs: Sequence[BackwardInputs]) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """(dq, dk, dv) of every tile."""
+        """Return (dq, dk, dv) of every tile."""
         return [
             self.kernel.backward(x, t.pattern, self.scores) for x, t in zip(inputs, self.tiles, strict=True)
         ]
 
     def inputs(self, outputs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[BackwardInputs]:
-        """Those of the backward, tile by tile."""
+        """Return the inputs of the backward, tile by tile."""
         for tile, (out, lse) in zip(self.tiles, outputs, strict=True):
             dout = gather(self.tensors[3], tile.q)
             yield BackwardInputs(dout, *self._rows(tile), out, lse, row_delta(dout, out))
@@ -133,7 +133,7 @@ def _stage(case: KernelCase, world: World) -> Stage:
 
 
 def _error(kernel: Kernel, case: KernelCase, device: str) -> float:
-    """The worst relative error over few tokens, beside the reference kernel in float64 on the same tiles."""
+    """Return the worst relative error over few tokens, beside the reference kernel in float64."""
     n = min(case.tokens, GATE_TOKENS)
     short = replace(case, tokens=n, mask=shortened(case.mask, case.tokens, n))
     tensors = short.tensors(device)

@@ -73,7 +73,7 @@ class HeadCase(Case):
         return self.tokens * self.vocabulary
 
     def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor]:
-        """(hidden [N, d], weight [V, d], labels [N]), the first two with gradients; the same every time."""
+        """Return hidden [N, d], weight [V, d], labels [N], always the same; the first two with gradients."""
         generator, n, v = torch.Generator(device).manual_seed(0), self.tokens, self.vocabulary
         weight = torch.empty(v, self.hidden, device=device).normal_(
             std=self.hidden**-0.5, generator=generator
@@ -149,7 +149,7 @@ def _reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def _gate_case(case: HeadCase, device: str) -> HeadCase:
-    """The problem with few tokens, and as much of the vocabulary as half of the memory holds in float64."""
+    """Return the problem with few tokens, and a vocabulary that fits half of the memory in float64."""
     tokens = min(case.tokens, GATE_TOKENS)
     memory = (
         torch.cuda.mem_get_info()[1]

@@ -53,7 +53,7 @@ class MaskCase(RingCase):
 
 
 def _cases(device: str) -> Mapping[str, MaskCase]:
-    """The paper's table (masked dense, causal balanced, window), and packed and sparse masks."""
+    """Return the cases of the paper's table, and packed and sparse masks."""
     n = MaskCase().seq
     window, dilated = f"window:{n // 8}", f"causal & dilated:{n // 8},4"
     documents = "causal & documents:" + ",".join(["8192"] * (n // 8192 - 1))  # the last is what is left
@@ -86,7 +86,7 @@ def _stage(case: MaskCase, world: World) -> Stage:
 
 
 def _bare_tiles(case: MaskCase, kernel: Kernel) -> Callable[[int], None]:
-    """A rank's tiles, forward and backward, with no ring and no merging around them."""
+    """Return a rank's tiles, forward and backward, with no ring and no merging around them."""
     layout, size = case.dealt, case.ranks
     parts = [
         [shard(x, 1, rank=rank, size=size, layout=layout) for x in case.tensors()] for rank in range(size)
@@ -118,7 +118,7 @@ def _unmasked(case: MaskCase, kernel: Kernel) -> Callable[[], None]:
 
 
 def _masked_dense(case: MaskCase, kernel: Kernel) -> Callable[[], None]:
-    """All queries x all keys with the mask put on the scores: the paper's "Attention Masking"."""
+    """Attend all queries to all keys with the mask on the scores: the paper's "Attention Masking"."""
     q, k, v, dout = case.tensors()
     scores, rows = Scores(case.head_dim**-0.5), torch.arange(case.seq)
     strips = [slice(first, first + DENSE_ROWS) for first in range(0, case.seq, DENSE_ROWS)]
@@ -155,7 +155,7 @@ def _derive(case: MaskCase, table: Table) -> Derived:
 
 
 def _route(case: MaskCase, planned: Plan) -> Route:
-    """The way that "auto" takes."""
+    """Return the way that "auto" takes."""
     shape = Shard(
         batch=1,
         tokens=planned.rows,

@@ -59,7 +59,7 @@ def _program(mask: Mask, layout: Layout, size: int) -> None:
 
 
 def _new_documents(size: int) -> None:
-    """All that a step meets when it brings other documents: mask, plan, programs and tiles."""
+    """Plan a step with new documents: mask, plan, programs and tiles."""
     n, route = TOKENS * size, Route(size // NODE, NODE)
     mask, layout = packed(n, seed=1), Layout("zigzag")
     plan = plan_for(layout, mask, n, size)
@@ -70,7 +70,7 @@ def _new_documents(size: int) -> None:
 
 
 def _auto(size: int, mask: Mask) -> None:
-    """What "auto" does in the first call, head_parallel=1: 32 heads, 8 K/V heads, bfloat16."""
+    """Choose as "auto" does in the first call, head_parallel=1: 32 heads, 8 K/V heads, bfloat16."""
     layout, mask = typical(Layout("zigzag"), mask, TOKENS * size, size)
     shard = Shard(
         batch=1, tokens=TOKENS, heads=32, kv_heads=8, head_dim=128, value_dim=128, dtype=torch.bfloat16

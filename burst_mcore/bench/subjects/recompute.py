@@ -114,7 +114,7 @@ class Model(nn.Module):
         self.zero_grad()
 
     def gradients(self) -> list[Tensor]:
-        """Of the input and of all parameters."""
+        """Return the gradients of the input and of all parameters."""
         found = [self.x.grad, *(p.grad for p in self.parameters())]
         return [g.double().clone() for g in found if g is not None]
 
@@ -132,7 +132,7 @@ class Model(nn.Module):
         return method.attention(self._clocked(attend) if alone else attend, *qkv)
 
     def _clocked(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The function, whose calls after the first are recomputations."""
+        """Time calls of the function after the first: they are recomputations."""
         called = False
 
         def call(*x: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ def _stage(case: LayersCase, world: World) -> Stage:
 
 
 def shares_recomputed(name: str, policy: object, case: LayersCase) -> float:
-    """Of the forward's query-key pairs, those that are computed again."""
+    """Return the share of the forward's query-key pairs that is recomputed."""
     if policy is None:
         return float(name in ("megatron full", "megatron selective"))
     share, _ = policy.share(0)  # type: ignore[attr-defined]
@@ -188,13 +188,13 @@ def shares_recomputed(name: str, policy: object, case: LayersCase) -> float:
 
 
 def policy_of(name: str) -> object:
-    """The policy of a method of ours, None of others."""
+    """Return the policy of a method of ours, None of others."""
     build = METHODS["layers"][name].build
     return build.args[0] if isinstance(build, partial) and not isinstance(build.args[0], str) else None
 
 
 def _derive(case: LayersCase, table: Table) -> Derived:
-    """What is saved beside full recompute, and what the FLOP model says.
+    """Yield the savings beside full recompute, and those that the FLOP model predicts.
 
     The model: the time of attention's own forward, times the share that is not recomputed.
     """

@@ -28,7 +28,7 @@ BYTES: Mapping[str, Callable[[RowCase], int]] = {
 
 
 def _build(case: RowCase, world: World) -> None:
-    """The stage makes the tensors, which all passes share."""
+    """Do nothing: the stage makes the tensors, which all passes share."""
 
 
 def _methods(case: RowCase) -> Mapping[str, Method]:

@@ -123,7 +123,7 @@ class ClusterCase(Case):
         )
 
     def with_compute(self, of_hop: float) -> ClusterCase:
-        """The same with a kernel whose forward of one round takes `of_hop` hops of K, V between nodes."""
+        """Return the case with a kernel whose forward of a round takes `of_hop` hops of K and V."""
         size = self.cluster.size
         pairs = allowed_pairs(self.seen, self.tokens * size) // size // self.nodes
         hop = self.shard.bundle_bytes(of_queries=False)[0] / self.inter_rate
@@ -132,13 +132,13 @@ class ClusterCase(Case):
 
 
 def config_of(way: str) -> BurstConfig:
-    """The configuration of a way, such as "ring=double; backward=kv"."""
+    """Return the configuration of a way, such as "ring=double; backward=kv"."""
     return in_words(BurstConfig, way, kernel="timed")
 
 
 @lru_cache(maxsize=4096)
 def costed(case: ClusterCase, way: str, latency: float) -> tuple[Candidate, ...]:
-    """What a way leaves to choose from; `latency`: seconds of a message besides its bytes."""
+    """Return the candidates that a way leaves open; `latency`: seconds of a message besides its bytes."""
     config = config_of(way)
     degree, backward = config.head_parallel, config.backward
     return candidates(
@@ -163,7 +163,7 @@ def predicted(case: ClusterCase, way: str, latency: float) -> float:
 
 
 def _ways(case: ClusterCase) -> list[str]:
-    """All but flat rings and direct exchanges that share heads: slow everywhere, and half of the time."""
+    """Return all ways but flat rings and direct exchanges that share heads, which are slow everywhere."""
     if case.ways:
         return [way.strip() for way in case.ways.split("|")]
     every = costed(case, "ring=auto; head_parallel=auto", 0.0)
@@ -201,7 +201,7 @@ def _small(case: ClusterCase) -> ClusterCase:
 
 
 def _step(case: ClusterCase, config: BurstConfig, topology: Topology, world: World) -> Any:
-    """A forward and backward."""
+    """Return a step of one forward and backward."""
     generator = torch.Generator().manual_seed(world.rank)
 
     def draw(heads: int) -> Tensor:
@@ -237,7 +237,7 @@ def _latency(world: World) -> float:
 
 
 def timed_kernel(rate: float) -> Kernel:
-    """A kernel that takes as long as its FLOPs at `rate` FLOP/s, and computes nothing."""
+    """Return a kernel that takes as long as its FLOPs at `rate` FLOP/s, and computes nothing."""
 
     def wait(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, pass_: Pass) -> None:
         rows, columns = q.shape[1], k.shape[1]
@@ -266,7 +266,7 @@ def timed_kernel(rate: float) -> Kernel:
 
 
 def _derive(case: ClusterCase, table: Table) -> Derived:
-    """What the cost model predicts for each way, and the ways beside each other."""
+    """Yield the cost model's prediction for each way, and the ways beside each other."""
     latency = table["message", "hop"][0]
     walls = column(table, "wall")
     for way, samples in walls.items():
@@ -282,7 +282,7 @@ def _derive(case: ClusterCase, table: Table) -> Derived:
 
 
 def _summary(tables: Mapping[str, Table]) -> Derived:
-    """The share of the cells in which what "auto" takes is as fast as the fastest way."""
+    """Return the share of the cells in which the choice of "auto" is as fast as the fastest way."""
     ratios = [
         table[AUTO, "wall / fastest"][0] for table in tables.values() if (AUTO, "wall / fastest") in table
     ]
@@ -291,7 +291,7 @@ def _summary(tables: Mapping[str, Table]) -> Derived:
 
 
 def _cases(device: str) -> Mapping[str, ClusterCase]:
-    """The rings without compute, overlap where it matters most, and a grid of cells for "auto".
+    """Return the rings without compute, overlap where it matters most, and a grid of cells for "auto".
 
     The rings are compared without a mask, so that all rows travel all the way: under a causal one the flat
     ring drops more of them. Data and gradients are as many bytes: "kv" travels.

@@ -49,7 +49,7 @@ class TrainingCase(Case):
 
 
 def _cases(device: str) -> Mapping[str, TrainingCase]:
-    """A case for all methods, and cases in which heads do not divide."""
+    """Return a case for all methods, and cases in which heads do not divide."""
     return {
         "8 heads, 4 ranks": TrainingCase(),
         "3 heads, 2 ranks": TrainingCase(ranks=2, heads=3, kv_heads=3, seq=1024),
@@ -108,7 +108,7 @@ def _model(case: TrainingCase) -> Any:
 def _engine_step(
     case: TrainingCase, recipe: Recipe, name: str, sample: dict[str, Any]
 ) -> Callable[[], float]:
-    """A step of an engine, which returns the loss; its learning rate is 0. Collective."""
+    """Run a step of an engine, and return the loss; the learning rate is 0. Collective."""
     from burst_mcore.deepspeed.engine.initialize import initialize, shard_loader
     from burst_mcore.deepspeed.engine.prepare import sequence_of
 
@@ -148,7 +148,7 @@ def _written() -> int:
 
 
 def _derive(case: TrainingCase, table: Table) -> Derived:
-    """Every method beside the faster of the two Ulysses, round by round."""
+    """Yield the ratio of every method to the faster of the two Ulysses, round by round."""
     walls = column(table, "wall")
     theirs = [method for method in walls if method.startswith("ulysses")]
     if theirs:

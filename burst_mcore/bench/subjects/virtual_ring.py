@@ -64,7 +64,7 @@ class VirtualCase(Case):
 
 
 def _fastest(case: VirtualCase, world: World) -> str:
-    """The kernel of others that is the fastest both ways here, on a small causal square."""
+    """Return the kernel of others that is the fastest both ways here, on a small causal square."""
     n = min(case.tokens, CHOOSING_TOKENS)
     square = KernelCase(tokens=n, heads=case.heads, head_dim=case.head_dim, dtype=case.dtype, passes="both")
     tensors = square.tensors(world.device)
@@ -86,7 +86,7 @@ def _seconds(calls: Tiles, world: World) -> float:
 
 
 def _build(case: VirtualCase, world: World) -> None:
-    """The stage makes the rank, which its units share."""
+    """Do nothing: the stage makes the rank, which its units share."""
 
 
 def _methods(case: VirtualCase) -> Mapping[str, Method]:

@@ -72,7 +72,7 @@ def whole(x: Any, loader: BurstSPDataLoaderAdapter) -> Any:
 
 
 def _evaluates(accelerator: Any, loader: BurstSPDataLoaderAdapter) -> bool:
-    """Whether the reported tensors belong to a batch that the loader dealt for evaluation."""
+    """Return whether the reported tensors belong to a batch that the loader dealt for evaluation."""
     training = any(getattr(model, "module", model).training for model in accelerator._models)
     return loader.evaluates and not training
 

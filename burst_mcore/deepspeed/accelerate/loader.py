@@ -42,7 +42,7 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         self._newest = _Newest(dl)
 
     def __getattr__(self, name: str) -> Any:
-        """What is asked of a loader besides (its dataset, its samplers) is the inner loader's."""
+        """Return other attributes of a loader (its dataset, its samplers) from the inner loader."""
         if name == "dl":
             raise AttributeError(name)
         return getattr(self.dl, name)
@@ -56,7 +56,7 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         return super().__iter__()
 
     def __next__(self) -> dict[str, Any]:
-        """The next of the epoch; the adapter that it stands for is an iterator."""
+        """Return the next batch of the epoch; Accelerate's adapter is an iterator, too."""
         self._batches = self._batches or iter(self)
         try:
             return next(self._batches)
@@ -65,7 +65,7 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
             raise
 
     def of_the_dataset(self, rows: int) -> list[int]:
-        """Of each sequence group, how many of `rows` numbers that it reports in this turn count.
+        """Return how many of the `rows` reported numbers count in this turn, for each sequence group.
 
         Accelerate fills the last load up with samples from the beginning of the dataset, which do not.
 
@@ -84,7 +84,7 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         return [-(-count * rows // self.rows) for count in mine]
 
     def without(self, batches: int, skip: Callable[[Any, int], Any]) -> BurstSPDataLoaderAdapter:
-        """A loader that begins `batches` micro-batches later; `skip` does so for a loader of Accelerate's."""
+        """Return a loader that begins `batches` micro-batches later; `skip` skips loads of Accelerate's."""
         loads, turns = divmod(batches, self.size)
         later = BurstSPDataLoaderAdapter(skip(self.dl, loads), self.rank, self.group, self.size, self.device)
         later._skipped = turns
@@ -104,7 +104,7 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         return super()._wholes({**batch, _UPCOMING: self._upcoming()}, states)
 
     def _upcoming(self) -> Tensor | None:
-        """The position_ids of this rank's batch in the next load, if that was read and has documents.
+        """Return the position_ids of this rank's batch in the next load, if that was read and has documents.
 
         All ranks of the group tell each other, and plan for it while they work on this load.
         """
@@ -188,7 +188,7 @@ def adapter_of(loader: Any) -> BurstSPDataLoaderAdapter | None:
 
 
 def is_of_preferences(batch: Mapping[str, Any]) -> bool:
-    """Whether a batch is one of TRL's preference trainers, whose loss is no sum over labels."""
+    """Return whether a batch is one of TRL's preference trainers, whose loss is no sum over labels."""
     return "completion_mask" in batch and "labels" not in batch and "shift_labels" not in batch
 
 

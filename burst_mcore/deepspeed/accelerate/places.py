@@ -44,7 +44,7 @@ _originals: dict[tuple[Any, str], Any] = {}
 
 
 def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """(where, which name, its own value -> ours)."""
+    """Return (where, which name, its own value -> ours)."""
     from deepspeed.runtime.sequence_parallel import ulysses_sp
 
     places: list[tuple[Any, str, Callable[[Any], Any]]] = [

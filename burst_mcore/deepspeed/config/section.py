@@ -64,7 +64,7 @@ class Checkpointing(_Strict):
         return self
 
     def recomputed(self) -> Policy | None:
-        """The policy of checkpointed layers; None where there are none.
+        """Return the policy of checkpointed layers; None where there are none.
 
         Raises:
             ValueError: keep and memory_gb are not legal, or not together.
@@ -113,7 +113,7 @@ class Section(_Settings):  # type: ignore[misc]
         return self
 
     def burst_config(self) -> BurstConfig:
-        """The configuration of attention calls that the section asks for."""
+        """Return the configuration of attention calls that the section asks for."""
         return BurstConfig(**{name: getattr(self, name) for name in SETTINGS})
 
 

@@ -162,7 +162,7 @@ def digest_of_batch(batch: Mapping[str, Any]) -> int:
 
 
 def is_dealt(x: Any, n: int) -> bool:
-    """Whether a value of a batch of n tokens has one entry for each of them."""
+    """Return whether a value of a batch of n tokens has one entry for each of them."""
     return isinstance(x, Tensor) and x.dim() >= 2 and x.shape[1] == n
 
 

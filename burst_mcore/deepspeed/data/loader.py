@@ -62,7 +62,7 @@ class ShardedLoader:
     def deal_as(
         self, *, layout: Layout | str = "zigzag", pad_token_id: int = 0, max_positions: int | None = None
     ) -> None:
-        """How batches are padded and dealt from the next epoch on: as the constructor has it."""
+        """Pad and deal batches so from the next epoch on; arguments as in the constructor."""
         self.layout = Layout.of(layout)
         self._how: dict[str, Any] = {
             "multiple": self.layout.divisor(self.size),
@@ -74,7 +74,7 @@ class ShardedLoader:
         return len(self.loader) * (self.size if self.own else 1)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
-        """Of the loader, or of its sampler: another order of samples."""
+        """Set the epoch of the loader, or of its sampler, for another order of samples."""
         places: list[Any] = [self.loader, getattr(self.loader, "sampler", None)]
         for of in places:
             if hasattr(of, "set_epoch"):
@@ -82,7 +82,7 @@ class ShardedLoader:
                 return
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """A batch is handed out once the next is there, whose plans are made meanwhile.
+        """Yield batches; a batch is handed out once the next one is there, whose plans are made meanwhile.
 
         Not of loaders that have a state to be saved: that would be one batch ahead.
         """
@@ -92,7 +92,7 @@ class ShardedLoader:
         yield from one_ahead(self._parts())
 
     def _states(self, mine: int) -> list[int]:
-        """The states of all ranks of the sequence group."""
+        """Return the states of all ranks of the sequence group."""
         table = [[mine]] if self.group is None else Collective(self.group).integers([mine])
         return [state for (state,) in table]
 
@@ -131,12 +131,12 @@ class ShardedLoader:
                 yield self._part(whole)
 
     def _prepared(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """A batch that was loaded, ready to be dealt."""
+        """Return a batch that was loaded, ready to be dealt."""
         here = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
         return prepared(here, **self._how)
 
     def _in_turn(self, wholes: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """The whole batches of a load, one after the other."""
+        """Return the whole batches of a load, one after the other."""
         return iter(wholes)
 
     def _part(self, whole: dict[str, Any]) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def _warn_of_repeated(data: Any, replicas: int) -> None:
 
 
 def _mapping(batch: Any) -> Mapping[str, Any]:
-    """A batch of tokens alone is one of input_ids."""
+    """Return a batch as a mapping; tokens alone are input_ids."""
     if isinstance(batch, Mapping):
         return batch
     if isinstance(batch, list | tuple) and len(batch) == 1:

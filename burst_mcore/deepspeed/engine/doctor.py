@@ -145,7 +145,7 @@ def _memory(device: str) -> float | None:
 def recomputed(
     asked: Checkpointing, layout: Layout, shape: Shape, shard: Shard, size: int
 ) -> tuple[float, str]:
-    """(bytes on the device, words): what checkpointed layers keep of causal attention and compute again.
+    """Return (bytes on the device, words) of the attention that checkpointed layers keep and recompute.
 
     One micro-batch is in flight.
     """

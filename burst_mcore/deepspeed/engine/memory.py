@@ -41,7 +41,7 @@ class Shape:
 
 
 def shape_of(folder: Path, seq: int) -> Shape:
-    """The shape of a model of transformers, from the config.json in a folder; no weight is loaded.
+    """Return the shape of a model of transformers, from the config.json in a folder; no weight is loaded.
 
     Raises:
         RefusedError: attention over shards cannot serve the model.

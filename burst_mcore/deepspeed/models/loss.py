@@ -63,7 +63,7 @@ def gradient_scale(config: Mapping[str, Any], size: int) -> float:
 
 
 def _scatters(settings: Any) -> bool:
-    """Whether ZeRO-3 reduces by reduce-scatter."""
+    """Return whether ZeRO-3 reduces by reduce-scatter."""
     return bool(settings.reduce_scatter or not settings.contiguous_gradients)
 
 

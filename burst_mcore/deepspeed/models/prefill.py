@@ -66,7 +66,7 @@ class Prefill:
         return shard(x, 1, rank=self.topology.rank, size=self.topology.size, layout=self.layout)
 
     def _last(self) -> tuple[int, int]:
-        """(rank that holds the prompt's last token, which row this rank keeps logits of: that, or 0)."""
+        """Return (rank of the prompt's last token, row whose logits this rank keeps: that one, or 0)."""
         size = self.topology.size
         for rank in range(size):
             rows = (positions(self.padded, rank=rank, size=size, layout=self.layout) == self.n - 1).nonzero()

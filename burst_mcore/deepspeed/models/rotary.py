@@ -28,7 +28,7 @@ def attach_rotary(model: nn.Module) -> bool:
 
 
 def depends_on_length(module: nn.Module) -> bool:
-    """Whether a module is a rotary embedding of transformers of kind "dynamic" or "longrope"."""
+    """Return whether a module is a rotary embedding of transformers of kind "dynamic" or "longrope"."""
     kinds = getattr(module, "rope_type", None)
     kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
     return any("dynamic" in str(kind) or kind == "longrope" for kind in kinds)

@@ -228,7 +228,7 @@ class SequenceParallel:
     def _exchange(
         self, problem: Exception | None, positions: Tensor | None, valid: int, has_loss: bool
     ) -> tuple[list[int], int]:
-        """(how many tokens each rank holds, how many labels all hold); an error of one rank is one of all."""
+        """Return (tokens of each rank, labels of all ranks); an error of one rank is an error of all."""
         rows, tokens = (0, 0) if positions is None else positions.shape
         if self.group is None:
             if problem is not None:

@@ -124,7 +124,7 @@ _POSITIONS = "create_position_ids_from_input_ids"
 
 
 def _makes_positions_of_tokens(module: nn.Module) -> bool:
-    """Whether its positions are not 0, 1, 2, ... but begin at its padding token (RoBERTa's family)."""
+    """Return whether its positions are not 0, 1, 2, ... but begin at its padding token (RoBERTa's family)."""
     return hasattr(module, _POSITIONS) or (
         isinstance(getattr(module, "position_embeddings", None), nn.Embedding)
         and hasattr(sys.modules[type(module).__module__], _POSITIONS)

@@ -21,14 +21,14 @@ from burst_mcore.layout import Layout
 
 
 def has_fused_head(model: nn.Module) -> bool:
-    """Whether TRL has replaced the model's forward."""
+    """Return whether TRL has replaced the model's forward."""
     forward = vars(model).get("forward")
     code = getattr(getattr(forward, "__func__", forward), "__code__", None)
     return code is not None and code.co_qualname.startswith("add_fused_lm_head.")
 
 
 def asks_for_fused_head(arguments: Mapping[str, Any]) -> bool:
-    """Whether a forward with these arguments returns numbers for each token, not logits."""
+    """Return whether a forward with these arguments returns numbers for each token, not logits."""
     return bool(arguments.get("fused_lm_head"))
 
 

@@ -17,7 +17,7 @@ ADAMS = ("adam", "adamw")
 
 
 def on_cpu() -> bool:
-    """Whether DeepSpeed's accelerator is the CPU."""
+    """Return whether DeepSpeed's accelerator is the CPU."""
     from deepspeed.accelerator import get_accelerator
 
     return bool(get_accelerator().device_name() == "cpu")

@@ -28,7 +28,7 @@ class SequenceParallelUnit:
         self._all = dist.new_group([*range(world)])
 
     def initialize_sequence_parallel(self, sequence_parallel_size: int) -> None:
-        """The marker by which DeepSpeed knows this kind of mpu; the groups are there already."""
+        """Mark this kind of mpu for DeepSpeed; the groups are there already."""
 
     def get_sequence_parallel_group(self) -> Any:
         return self._sequence

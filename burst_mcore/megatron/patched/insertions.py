@@ -47,7 +47,7 @@ class Insertion:
         return f"{self.scope}, before {self.start}"
 
     def line(self, source: Sequence[str]) -> int:
-        """The index of the line of `source` that the block goes before, whether or not it is there already.
+        """Return the index of the line that the block goes before, whether or not the block is there already.
 
         Raises:
             UnknownSourceError: no such statement, more than one, or one that is not known.
@@ -74,7 +74,7 @@ class Insertion:
         return index
 
     def is_in(self, source: Sequence[str]) -> bool:
-        """Whether the block stands in its place. Raises UnknownSourceError as `line`."""
+        """Return whether the block stands in its place. Raises UnknownSourceError as `line`."""
         end = self.line(source)
         return tuple(source[max(0, end - len(self.lines)) : end]) == self.lines
 
@@ -83,7 +83,7 @@ class Insertion:
 
 
 def parse(patch: str) -> list[Insertion]:
-    """The insertions of a patch file, in its order.
+    """Return the insertions of a patch file, in its order.
 
     Raises:
         ValueError: a hunk that is anything but added lines with a named place.
@@ -127,7 +127,7 @@ def removed(insertions: Sequence[Insertion], source: Sequence[str]) -> list[str]
 
 
 def hunks(insertions: Sequence[Insertion], source: Sequence[str]) -> Iterator[str]:
-    """The lines of a zero-context diff that adds these blocks to `source`, which has none of them."""
+    """Return the lines of a zero-context diff that adds these blocks to `source`, which has none of them."""
     places = sorted(((insertion.line(source), insertion) for insertion in insertions), key=lambda x: x[0])
     before = 0
     for index, insertion in places:
@@ -139,7 +139,7 @@ def hunks(insertions: Sequence[Insertion], source: Sequence[str]) -> Iterator[st
 
 
 def _statements(tree: ast.Module, scope: str) -> Iterator[ast.stmt]:
-    """The statements of a function or class, nested ones included, but for the bodies of inner functions."""
+    """Return the statements of a function or class, without those of inner functions."""
     body: list[ast.stmt] = tree.body
     for name in [] if scope == "module" else scope.split("."):
         inner = [node for node in body if getattr(node, "name", None) == name]
@@ -155,7 +155,7 @@ def _statements(tree: ast.Module, scope: str) -> Iterator[ast.stmt]:
 
 
 def _digest(source: Sequence[str], statement: ast.stmt) -> str:
-    """Of a statement's text without white space; of a compound one's first lines, up to its body."""
+    """Return the digest of a statement's text without white space; of a compound statement up to its body."""
     end = statement.end_lineno or statement.lineno
     if body := getattr(statement, "body", None):
         end = max(statement.lineno, body[0].lineno - 1)

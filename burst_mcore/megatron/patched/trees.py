@@ -26,7 +26,7 @@ class UnknownTreeError(ValueError):
 
 
 def patch_text(name: str) -> str:
-    """A patch file. Raises FileNotFoundError where this package was installed without its data."""
+    """Return the text of a patch. Raises FileNotFoundError if this package was installed without its data."""
     here = Path(__file__).resolve()
     # A checkout has the folder at its root; an installed package has it as data within.
     for folder in (here.parents[3] / "patches", here.parents[2] / "patches"):
@@ -59,7 +59,7 @@ class Tree:
             raise UnknownTreeError(f"{root} has {self.version}: the patches serve {oldest} to {newest}")
 
     def has(self, name: str) -> bool:
-        """Whether the tree has a patch.
+        """Return whether the tree has a patch.
 
         Raises:
             UnknownTreeError: the source around a place is of no known version, or was edited by hand.
