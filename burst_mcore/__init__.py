@@ -1,4 +1,13 @@
-"""burst_mcore: BurstAttention, context-parallel attention as a plugin for Megatron-Core."""
+"""burst_mcore: BurstAttention as a plugin for Megatron-Core, DeepSpeed and plain PyTorch.
+
+mask, layout            which tokens attend to which, and which rank holds which
+attention               the ring: `burst_attention`
+loss                    the fused LM head and loss
+checkpointing           recompute policies
+megatron, deepspeed     adapters to the frameworks
+explain, bench, cli     predictions, measurements, the command `burst-mcore`
+agreement, config, rates, registry, packages, dtypes, digest   shared by all of these
+"""
 
 from typing import TYPE_CHECKING, Any
 

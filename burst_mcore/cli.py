@@ -17,7 +17,7 @@ from burst_mcore.rates import Rates
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="Predict, draw and measure BurstAttention on a cluster, and check configurations of DeepSpeed.",
+    help="Predict, draw and measure BurstAttention; check configurations of DeepSpeed; patch Megatron.",
 )
 
 MEASURED_TOKENS = 16384
@@ -48,7 +48,9 @@ Ring = Annotated[
 Overlap = Annotated[bool, typer.Option(help="Communicate while ranks compute.")]
 IntraGB = Annotated[float, typer.Option(help="Bandwidth from a rank to ranks of its node, in GB/s.")]
 InterGB = Annotated[float, typer.Option(help="Bandwidth from a rank to other nodes, in GB/s.")]
-Tflops = Annotated[float, typer.Option(help="Speed of the attention kernel, in TFLOP/s.")]
+Tflops = Annotated[
+    float, typer.Option(help="Speed of the kernel, in TFLOP/s; 156 is half of an A100's peak.")
+]
 Latency = Annotated[float, typer.Option(help="Latency of a message, in microseconds.")]
 
 
@@ -100,15 +102,17 @@ def explain(
 @app.command()
 def draw(
     cluster: Cluster = "2x4",
-    direction: Annotated[str, typer.Option(help="forward, query or kv.")] = "query",
+    direction: Annotated[
+        str, typer.Option(help="forward, or the side that travels in backward: query or kv.")
+    ] = "query",
     ring: Ring = "double",
     overlap: Overlap = True,
     head_parallel: Annotated[int, typer.Option(help="Ranks that share the heads.")] = 1,
     heads: Heads = 8,
     kv_heads: KVHeads = None,
     seq: Seq = "128K",
-    head_dim: int = 128,
-    dtype: str = "bfloat16",
+    head_dim: HeadDim = 128,
+    dtype: Dtype = "bfloat16",
     mask: MaskText = "causal",
     layout: LayoutText = "zigzag",
     intra_gb: IntraGB = 200.0,
@@ -285,7 +289,7 @@ def patch(
         ),
     ] = False,
 ) -> None:
-    """Add the flag to a tree of Megatron's source, so that no launcher is needed. DIR holds megatron/core."""
+    """Add --context-parallel-attention-backend to a tree of Megatron's source. DIR holds megatron/core."""
     from burst_mcore.megatron.patched import trees
 
     name = trees.OPTIONS if options else trees.BACKEND

@@ -70,7 +70,7 @@ def extended(tmp_path):
         changed = {file if _is_there(file) else f"{Path(file).parent}/" for file in edits}
         assert changed == files_of(addition), f"docs/architecture.md names other files for {addition}"
         ignored = shutil.ignore_patterns("__pycache__")
-        for folder in ("burst_mcore", "docs"):
+        for folder in ("burst_mcore", "docs", "benchmarks", "tests/megatron"):
             shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
         for file, changes in edits.items():
             path = tmp_path / "burst_mcore" / file

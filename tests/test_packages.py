@@ -13,7 +13,7 @@ from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.kernels import small
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Problem, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
-from burst_mcore.attention.kernels.table import KERNELS, RANKS, by_rank, choose
+from burst_mcore.attention.kernels.table import KERNELS, PREFERENCE, by_rank, choose
 from burst_mcore.attention.numerics.rowwise import row_delta
 
 PACKAGES = ("flash2", "flash3", "flash4", "te")
@@ -309,7 +309,7 @@ def test_an_adapter_refuses_what_its_package_cannot(name, ask, words):
 
 
 def test_every_rank_names_kernels_of_the_table_once():
-    for names in RANKS.values():
+    for names in PREFERENCE.values():
         assert len(set(names)) == len(names) and set(names) <= set(KERNELS)
     assert [kernel.name for kernel in by_rank("cpu")] == ["aten-cpu", "reference"]
     assert by_rank("cuda")[-1].name == "reference"

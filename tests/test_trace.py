@@ -150,7 +150,9 @@ def test_a_wait_says_who_waits_for_which_message_and_how_long():
     (wait,) = timeline.exposed()
     assert (wait.rank, wait.step, wait.peer, wait.lane) == (0, 0, 1, "intra data")
     assert (wait.began, wait.seconds) == (pytest.approx(1.0), pytest.approx(2.0))
-    assert str(wait) == "rank 0 waits 2e+03 ms in step 0 for intra data from rank 1 (data0<1)"
+    assert (
+        str(wait) == "rank 0 waits 2e+03 ms in step 0 for intra data from rank 1 (data0<1, posted in step 0)"
+    )
     assert [each.rank for each in timeline.waits] == [0, 1]
     message = next(e for e in timeline.events if e.lane == "intra data" and e.rank == 0)
     assert (message.posted, message.started, message.ended) == (0.0, 0.0, pytest.approx(3.0))

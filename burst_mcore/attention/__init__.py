@@ -1,15 +1,15 @@
 """Distributed attention: one call, from a mask and a layout to kernels on every rank of a ring.
 
     mask, layout   which tokens attend to which, and which rank holds which (packages beside this one)
-    geometry       rows, pieces and tiles: which queries meet which keys, and whose rows a rank needs
-    schedule       a program of actions for every rank, which prints and is verified
-    autotune       the choice of a schedule by its bytes, FLOPs and simulated time
-    runtime        process groups, the executor of a program, agreement between ranks
-    kernels        the maths of a tile, by a table of libraries
-    numerics       the maths around tiles: partial outputs merged, gradients summed
     recompute      checkpointed layers: the tail of the results is saved, the head is computed again
+    geometry       rows, pieces and tiles: which queries meet which keys, and whose rows a rank needs
+    schedule       a program of actions for every rank, which prints and can be verified
+    numerics       the maths around tiles: partial outputs merged, gradients summed
+    kernels        the maths of a tile, by a table of libraries
+    runtime        process groups, the executor of a program, agreement between ranks
+    autotune       the choice of a schedule by its bytes, FLOPs and simulated time
 
-The files beside the folders are the call itself, from top to bottom:
+A folder imports only folders above it. The files beside the folders are the call itself, from top to bottom:
 
     api            the public function, and its calls in checkpointed layers
     operator       the torch operators: named arguments, results and saved tensors across flat schemas

@@ -45,9 +45,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="burst-mcore bench", description="Measure methods side by side.")
-    abouts = "; ".join(f"{name}: {subject.about}" for name, subject in SUBJECTS.items())
-    parser.add_argument("subject", choices=SUBJECTS, metavar="SUBJECT", help=abouts)
+    width = max(map(len, SUBJECTS))
+    parser = argparse.ArgumentParser(
+        prog="burst-mcore bench",
+        description="Measure methods side by side. The exit status is 1 if a case fails or misses its bar: the\n"
+        "worst figure that the project accepts.",
+        epilog="subjects:\n" + "\n".join(f"  {name:{width}}  {s.about}" for name, s in SUBJECTS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("subject", choices=SUBJECTS, metavar="SUBJECT", help="one of the subjects below")
     parser.add_argument(
         "--case", action="append", default=[],
         help="a case by name, or its fields: 'ranks=2; seq=4096'; repeat for more (default: all named cases)",

@@ -38,6 +38,11 @@ def cases_for(subject: Subject, texts: Sequence[str], device: str) -> dict[str, 
         ValueError: a text is neither a name nor legal fields.
     """
     named = subject.cases(device)
+    for text in texts:
+        if text not in named and "=" not in text:
+            raise ValueError(
+                f"unknown case {text!r}; legal: {'; '.join(named)}; or fields such as 'seq=4096'"
+            )
     asked = {text: named[text] if text in named else in_words(subject.case, text) for text in texts}
     return asked or dict(named)
 

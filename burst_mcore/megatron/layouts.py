@@ -24,7 +24,7 @@ from burst_mcore.megatron.patched.wrap import wrap, wrap_everywhere
 
 ZIGZAG = Layout("zigzag")
 
-BLIND_TO_LAYOUTS = frozenset(
+WORK_ON_ANY_LAYOUT = frozenset(
     (
         *("GPTModel", "HybridModel", "TransformerBlock", "HybridStack", "TransformerLayer"),
         *("MoETransformerLayer", "MLPLayer", "SelfAttention", "MLASelfAttention", "BurstCoreAttention"),
@@ -279,7 +279,7 @@ def _refusing_unknown_modules(init: Callable[..., None]) -> Callable[..., None]:
         if _in_effect == STOCK or self.config.context_parallel_size == 1:
             return
         for name, module in self.named_modules():
-            if not _is_blind(type(module)):
+            if not _ignores_layouts(type(module)):
                 raise ValueError(
                     f"{_in_effect} does not go with {type(module).__name__} ({name}), which may "
                     f"assume that sequences are dealt zigzag: use zigzag"
@@ -307,12 +307,14 @@ def _is_other_model(kind: type) -> bool:
     """Return whether a class is, or extends, one of Megatron's models that may assume a layout."""
     models = (base for base in kind.__mro__ if base.__module__.startswith("megatron.core.models."))
     model = next(models, None)
-    return model is not None and not _is_blind(model)
+    return model is not None and not _ignores_layouts(model)
 
 
-def _is_blind(kind: type) -> bool:
+def _ignores_layouts(kind: type) -> bool:
     """Return whether modules of this class work on any layout; a user's class of that name may not."""
     package = kind.__module__.split(".")[0]
     if package == "torch":
         return True
-    return package in ("megatron", "transformer_engine", "burst_mcore") and kind.__name__ in BLIND_TO_LAYOUTS
+    return (
+        package in ("megatron", "transformer_engine", "burst_mcore") and kind.__name__ in WORK_ON_ANY_LAYOUT
+    )

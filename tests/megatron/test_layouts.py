@@ -161,16 +161,16 @@ def _models():
 
 
 def test_classes_are_known_by_package_and_name():
-    from burst_mcore.megatron.layouts import _is_blind
+    from burst_mcore.megatron.layouts import _ignores_layouts
 
     def made(name, module):
         return type(name, (), {"__module__": module})
 
-    assert _is_blind(made("RMSNorm", "transformer_engine.pytorch.module.rmsnorm"))  # what TENorm makes
-    assert _is_blind(made("SelfAttention", "megatron.core.transformer.attention"))
-    assert _is_blind(torch.nn.Linear)
-    assert not _is_blind(made("SelfAttention", "my_models.attention"))
-    assert not _is_blind(made("MambaMixer", "megatron.core.ssm.mamba_mixer"))
+    assert _ignores_layouts(made("RMSNorm", "transformer_engine.pytorch.module.rmsnorm"))  # what TENorm makes
+    assert _ignores_layouts(made("SelfAttention", "megatron.core.transformer.attention"))
+    assert _ignores_layouts(torch.nn.Linear)
+    assert not _ignores_layouts(made("SelfAttention", "my_models.attention"))
+    assert not _ignores_layouts(made("MambaMixer", "megatron.core.ssm.mamba_mixer"))
 
 
 SERVED = {"GPTModel", "HybridModel", "HybridStack", "LanguageModelEmbedding"}

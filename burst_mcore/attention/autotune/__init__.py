@@ -1,1 +1,8 @@
-"""The choice of a schedule: bytes, FLOPs and simulated time of every route, and the best of them."""
+"""The choice of a schedule: bytes, FLOPs and simulated time of every route, and the best of them.
+
+cost           bytes and FLOPs of a pass
+simulate       a schedule against time, rank by rank
+lockstep       the same for ranks that do alike
+bounds         lower bounds of a route's time
+choose         candidates, the best one, and the reason
+"""

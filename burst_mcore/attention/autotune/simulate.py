@@ -40,11 +40,13 @@ class Exposed(NamedTuple):
 
     rank: int
     step: int
-    """The step of the schedule whose messages the rank waits for."""
+    """The step of the schedule in which the rank waits."""
     lane: str
     """Link and kind of the message that came last."""
     label: str
     """That message, as the rank's program prints it."""
+    posted: int
+    """The step in which the rank's program posts that message."""
     peer: int
     """The rank at its other end."""
     began: float
@@ -54,7 +56,7 @@ class Exposed(NamedTuple):
         direction = "to" if ">" in self.label else "from"
         return (
             f"rank {self.rank} waits {self.seconds * 1e3:.3g} ms in step {self.step} for {self.lane} "
-            f"{direction} rank {self.peer} ({self.label})"
+            f"{direction} rank {self.peer} ({self.label}, posted in step {self.posted})"
         )
 
 
@@ -269,7 +271,9 @@ class _Player:
         if waited > 0:
             where = lane(wait.channel)
             self.waits.append(
-                Exposed(rank.number, wait.step, where, str(last), last.peer, rank.waits_since, waited)
+                Exposed(
+                    rank.number, wait.step, where, str(last), last.step, last.peer, rank.waits_since, waited
+                )
             )
 
 

@@ -1,1 +1,9 @@
-"""Which query rows attend to which key rows, on which rank, and who needs whose rows."""
+"""Which query rows attend to which key rows, on which rank, and who needs whose rows.
+
+rows           ranges of rows of a tensor: counted, gathered, scattered
+piece          a rectangle of rows cut by two diagonals
+pattern        the mask pattern of one tile
+plan           mask and layout, as the pieces of each pair of ranks
+reading        which rows of a rank other ranks read
+tiles          the kernel calls of a pair of ranks
+"""

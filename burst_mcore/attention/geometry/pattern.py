@@ -19,7 +19,8 @@ class Abilities(NamedTuple):
     windows: bool = False
     """Row m sees column n iff low <= n - m <= high."""
     masks: bool = False
-    """Any pattern, as a table of rows x columns."""
+    """Any pattern, as a table of rows x columns. A kernel that adds minus infinity to scores lets NaN pass
+    between documents: wrap such a kernel in `kernels.finite.keeps_nan_where_seen`."""
     pieces: bool = False
     """Any pattern, as pieces; pairs outside them cost nothing."""
 

@@ -16,14 +16,15 @@ _ALL = (*aten.KERNELS, flash.FLASH2, flash.FLASH3, flash.FLASH4, te.KERNEL, trit
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
 """All kernels by name."""
 
-RANKS: dict[int | None, tuple[str, ...]] = {
+PREFERENCE: dict[int | None, tuple[str, ...]] = {
     8: ("flash2", "aten-flash", "te", "cudnn", "triton"),
     9: ("flash3", "flash4", "te", "cudnn", "flash2", "aten-flash", "triton"),
     10: ("flash4", "te", "cudnn", "flash2", "aten-flash", "triton"),
     None: ("cudnn", "aten-flash", "flash2", "te", "triton"),
 }
-"""Names in the order in which they are expected to be fast, by major compute capability; None: any other.
-A guess: this project has measured none of them yet."""
+"""Names that "auto" tries on CUDA, by major compute capability, fastest first; None: any other device.
+The order is a guess: this project has measured none of them yet. A kernel that is not here, nor in `by_rank`
+for the CPU, is chosen by its name alone."""
 
 
 @lru_cache(maxsize=1024)
@@ -77,12 +78,14 @@ def by_rank(device: str, sparse: bool = False, window: bool = False) -> list[Ker
 
     On CUDA kernels that take a mask in few launches come first. For a sparse mask that is our own, which
     takes any pattern whole; for a window, kernels that have windows. Other kernels need a call for each tile
-    that the mask is cut into. A guess, as `RANKS` is.
+    that the mask is cut into. The order is a guess, as `PREFERENCE` is.
     """
     if device == "cpu":
         return [KERNELS["aten-cpu"], KERNELS["reference"]]
     capability = packages.capability()
-    ranked = [KERNELS[name] for name in RANKS.get(capability[0] if capability else None, RANKS[None])]
+    ranked = [
+        KERNELS[name] for name in PREFERENCE.get(capability[0] if capability else None, PREFERENCE[None])
+    ]
     if sparse or window:
         ranked.sort(key=lambda kernel: not (kernel.abilities.pieces if sparse else kernel.abilities.windows))
     return [*ranked, KERNELS["reference"]]

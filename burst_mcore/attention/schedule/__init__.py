@@ -1,1 +1,14 @@
-"""Programs of actions for every rank: rings, the direct exchange and the exchange of heads."""
+"""Programs of actions for every rank: rings, the direct exchange and the exchange of heads.
+
+actions        the actions of a program: send, receive, wait, compute, add
+carried        which rows a message carries: all, or those that a mask lets somebody read
+counted        how many rows that is, without the rows themselves, for the cost model
+ring           programs of the double ring, the flat ring and the mirrored ring
+direct         programs of the exchange in which every row goes straight to its readers
+heads          the all-to-all of heads around a ring's program
+route          a route, and the program of each rank on the route
+walk           advances the programs of all ranks, for `verify` and the simulator
+communicator   NCCL's rule of order on one communicator
+verify         checks the programs of all ranks: deadlocks, buffers, gradients
+trace          events of a run, recorded or simulated
+"""

@@ -11,7 +11,7 @@ import torch
 
 from burst_mcore.attention.autotune.choose import Ranks, best, reason
 from burst_mcore.attention.kernels.kernel import Problem
-from burst_mcore.attention.kernels.table import RANKS, choose
+from burst_mcore.attention.kernels.table import PREFERENCE, choose
 from burst_mcore.attention.recompute.cuts import cut_for
 from burst_mcore.attention.shard import Shard
 from burst_mcore.deepspeed.config.refusals import (
@@ -84,7 +84,7 @@ def examine(path: Path, *, world: int, per_node: int, shape: Shape, device: str 
     if device == HERE:
         yield f"kernel on this {kind}, {_name(dtype)}: {choose(section.kernel, problem).name}"
     elif section.kernel == "auto":
-        order = ", ".join(RANKS[DEVICES[device].capability])
+        order = ", ".join(PREFERENCE[DEVICES[device].capability])
         yield f"kernel on {device}, {_name(dtype)}: the first installed that serves, of {order}"
     else:
         yield f"kernel on {device}, {_name(dtype)}: {section.kernel}, as the section asks (not checked here)"
