@@ -134,7 +134,7 @@ def test_the_command_prints_tables_and_writes_all_figures(tmp_path):
         (["--case", "seq=0"], "seq must be at least 1"),
         (["--case", "seq=many"], "seq must be int, got 'many'"),
         (["--case", "size=3"], "unknown field 'size' in 'size=3'; legal: seq, heads"),
-        (["--case", "4 fish"], "unknown field '4 fish'"),
+        (["--case", "4 fish"], "unknown case '4 fish'; legal: 1 rank"),
         (["--case", "mask=star"], "unknown mask 'star' in 'star'; legal: causal, full, window:W"),
         (["--case", "mask=window:64; seq=16384"], "over at most 8192 tokens, got 16384"),
         (["--case", "heads=6", "--methods", "deepspeed-ulysses"], "multiples of 4, got 6 and 6"),

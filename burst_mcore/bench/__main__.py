@@ -48,8 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     width = max(map(len, SUBJECTS))
     parser = argparse.ArgumentParser(
         prog="burst-mcore bench",
-        description="Measure methods side by side. The exit status is 1 if a case fails or misses its bar: the\n"
-        "worst figure that the project accepts.",
+        description="Measure methods side by side. The exit status is 1 if a case fails, or misses a bar:\n"
+        "the worst figure that the project accepts.",
         epilog="subjects:\n" + "\n".join(f"  {name:{width}}  {s.about}" for name, s in SUBJECTS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
