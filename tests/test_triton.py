@@ -127,7 +127,9 @@ def test_rows_that_see_nothing_are_zero_and_stay_as_they_are():
     )
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))]
+)
 def test_what_is_not_finite_stays_in_its_document(seed):
     draw = random.Random(seed)
     n = draw.randint(40, 90)
