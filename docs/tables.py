@@ -92,7 +92,7 @@ def _trained() -> Iterable[str]:
         worst = max(row["worst relative difference"] for row in of_tree)
         launched = sum(row["way"] == "launcher" for row in of_tree)
         version = f"{tree} ({of_tree[0]['version']})"
-        yield f"| {version} | {launched} runs | {len(of_tree) - launched} runs | {worst:.1e} |"
+        yield f"| {version} | runs: {launched} | runs: {len(of_tree) - launched} | {worst:.1e} |"
 
 
 def _legal(name: str) -> str:

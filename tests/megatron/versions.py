@@ -203,7 +203,7 @@ def compared(source: Path, folder: Path) -> list[dict[str, object]]:
         rows.append(row(way, arguments, ring, one))
         if not by_launcher:
             assert in_effect(ring) == [IN_EFFECT[way]] * 2
-    if DOCUMENTS in (plain / "megatron/training/arguments.py").read_text():
+    if DOCUMENTS[2:].replace("-", "_") in (plain / "pretrain_gpt.py").read_text():  # dev's ignores the flag
         rows += compared_packed(folder)
     return rows
 
