@@ -238,6 +238,7 @@ def _choosing_positions_in_documents(original: Callable[..., Any]) -> Callable[.
         tokens = t.shape[0] * group.size()
         of_batch = len(freqs) == tokens  # else of the longest document
         at = _positions_in_documents(cu_seqlens, tokens, group, of_batch)
+        at = at.clamp(max=len(freqs) - 1)  # padding behind the last document may be longer than each document
         return _apply_rotary_pos_emb_bshd(t[:, None], freqs[at], **options)[:, 0]  # type: ignore[no-any-return]
 
     return embedded
@@ -248,15 +249,20 @@ _POSITIONS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _positions_in_documents(cu_seqlens: Tensor, tokens: int, group: Any, of_batch: bool) -> Tensor:
-    """Positions [tokens of this rank], in the batch or in their documents, on the device of cu_seqlens."""
+    """Return positions [tokens of this rank], in the batch or in documents, on the device of cu_seqlens."""
+    if cu_seqlens.is_inference():  # has no version
+        return _positions(cu_seqlens, tokens, group, of_batch)
     key = (cu_seqlens._version, tokens, group.rank(), group.size(), _in_effect.layout, of_batch)
     known: dict[Any, Tensor] = _POSITIONS.setdefault(cu_seqlens, {})
     if key not in known:
-        at = positions(tokens, rank=group.rank(), size=group.size(), layout=_in_effect.layout)
-        at = at.to(cu_seqlens.device)
-        starts = cu_seqlens.to(at.dtype)
-        known[key] = at if of_batch else at - starts[torch.searchsorted(starts, at, right=True) - 1]
+        known[key] = _positions(cu_seqlens, tokens, group, of_batch)
     return known[key]
+
+
+def _positions(cu_seqlens: Tensor, tokens: int, group: Any, of_batch: bool) -> Tensor:
+    at = positions(tokens, rank=group.rank(), size=group.size(), layout=_in_effect.layout)
+    at, starts = at.to(cu_seqlens.device), cu_seqlens.to(at.dtype)
+    return at if of_batch else at - starts[torch.searchsorted(starts, at, right=True) - 1]
 
 
 def _dealt(x: Tensor, dim: int, group: Any) -> Tensor:

@@ -120,6 +120,13 @@ def rotated(seed):
         for _ in range(2):  # the second time from memory
             got = rope_utils._apply_rotary_pos_emb_thd(local, cu_seqlens, freqs, cp_group=Group(rank, size))
             assert torch.equal(got, want[positions(n, rank=rank, size=size, layout=layout)])
+    with torch.inference_mode():  # such tensors have no version
+        fresh = cu_seqlens + 0
+        got = rope_utils._apply_rotary_pos_emb_thd(local, fresh, freqs, cp_group=Group(size - 1, size))
+        assert torch.equal(got, want[positions(n, rank=size - 1, size=size, layout=layout)])
+    cut = cu_seqlens[:-1] if len(cu_seqlens) > 2 else cu_seqlens  # the rest is padding
+    padded = rope_utils._apply_rotary_pos_emb_thd(local, cut, freqs[:1], cp_group=Group(size - 1, size))
+    assert padded.shape == local.shape
     packing = packing_of(cu_seqlens, None, n, size)
     assert str(packing.layout) == layout
     at = torch.arange(n)
