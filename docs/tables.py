@@ -86,7 +86,7 @@ def _proofs(path: Path) -> Iterable[tuple[str, str, str, bool]]:
 
 def _trained() -> Iterable[str]:
     """Yield a row for each version of Megatron that tests/megatron/versions.py trained."""
-    rows = json.loads((DOCS.parent / "benchmarks" / "results" / "megatron-versions.json").read_text())["rows"]
+    rows = json.loads((DOCS.parent / "benchmarks" / "megatron-versions.json").read_text())["rows"]
     for tree in dict.fromkeys(row["tree"] for row in rows):
         of_tree = [row for row in rows if row["tree"] == tree]
         worst = max(row["worst relative difference"] for row in of_tree)

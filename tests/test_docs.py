@@ -78,7 +78,7 @@ def test_the_bytes_in_the_readme_are_those_of_the_schedules(row, nodes, intra, t
     computed = _busiest_nic(Route(nodes, intra), ("forward", travels))
     assert list(shown) == [f"{gigabytes:.2f}" for gigabytes in computed]
     forward, backward = _busiest_nic(Route(8, 8), ("forward", "kv"), kv_heads=8)
-    assert f"takes {forward:.2f} and {backward:.2f}" in text
+    assert f"sends {forward:.2f} and {backward:.2f}" in text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -2,7 +2,7 @@
 
 The functions serve tests/megatron/test_patches.py. As a command, this file records a table of versions::
 
-    PYTHONPATH=. python tests/megatron/versions.py --out benchmarks/results/megatron-versions.json TREE...
+    PYTHONPATH=. python tests/megatron/versions.py --out benchmarks/megatron-versions.json TREE...
 
 Each TREE is a checkout of Megatron-LM, whose own pretrain_gpt.py is run on a copy.
 """
