@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from burst_mcore.attention.numerics import rowwise as elementwise
-from burst_mcore.attention.numerics.rowwise import merge_, output_stand_in, row_delta
+from burst_mcore.attention.numerics.rowwise import add_up, combine, output_stand_in, row_delta
 
 
 def _tensors(dtype, rows=37, dim=24):
@@ -21,14 +21,16 @@ def _tensors(dtype, rows=37, dim=24):
     return out, dout, lse, lse_t
 
 
-def _merged(out, lse, out_t, lse_t):
+def _merged(parts):
     """By definition, in float64."""
-    a, b = (x.double().transpose(1, 2).unsqueeze(-1) for x in (lse, lse_t))
-    most = torch.maximum(a, b).masked_fill(torch.maximum(a, b) == -torch.inf, 0)
-    weights = torch.exp(a - most), torch.exp(b - most)
-    total = sum(weights)
-    mixed = (out.double() * weights[0] + out_t.double() * weights[1]) / total
-    return mixed.where(total > 0, out.double()), torch.logaddexp(lse.double(), lse_t.double())
+    lses = torch.stack([lse.double().transpose(1, 2).unsqueeze(-1) for _, lse in parts])
+    most = lses.amax(0)
+    weights = torch.exp(lses - most.masked_fill(most == -torch.inf, 0))
+    total = weights.sum(0)
+    mixed = sum(weight * out.double() for weight, (out, _) in zip(weights, parts, strict=True)) / total
+    lse = torch.stack([lse.double() for _, lse in parts]).logsumexp(0)
+    empty = parts[0][0].double() if len(parts) == 1 else torch.zeros_like(mixed)
+    return mixed.where(total > 0, empty), lse
 
 
 @pytest.mark.parametrize("code", ["blocks", "triton"])
@@ -48,11 +50,35 @@ def test_one_pass_each(code, dtype, monkeypatch):
     again = (dout.double() * stand_in.double()).sum(-1).transpose(1, 2)
     torch.testing.assert_close(again, want, rtol=0, atol=2e-6 * want.abs().max().item())
 
-    running, statistics = out.float().clone(), lse.clone()
-    want_out, want_lse = _merged(running, lse, dout, lse_t)
-    merge_(running, statistics, dout, lse_t)
-    torch.testing.assert_close(statistics.double(), want_lse, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(running.double(), want_out, rtol=1e-5, atol=1e-5)
+    part = torch.full_like(out, 3.0), torch.full_like(lse, 1.0)
+    for parts in ([(out.float(), lse), (dout, lse_t)], [(out, lse), (dout, lse_t), part], [part]):
+        want_out, want_lse = _merged(parts)
+        running, statistics = parts[0][0].clone(), parts[0][1].clone()  # also where results replace a part
+        combine([(running, statistics), *parts[1:]], running, statistics)
+        torch.testing.assert_close(statistics.double(), want_lse, rtol=1e-6, atol=1e-6)
+        unit = 1e-5 if running.dtype == torch.float32 else torch.finfo(dtype).eps
+        torch.testing.assert_close(running.double(), want_out, rtol=unit, atol=unit)
+        apart, apart_lse = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
+        combine(parts, apart, apart_lse)
+        torch.testing.assert_close(apart_lse, statistics)
+        torch.testing.assert_close(apart.double(), want_out, rtol=torch.finfo(dtype).eps, atol=1e-5)
+        summed = sum(x.double() for x, _ in parts)
+        total = parts[0][0].clone()
+        add_up([total, *(x for x, _ in parts[1:])], total)
+        torch.testing.assert_close(total.double(), summed, rtol=unit, atol=unit)
+
+
+@pytest.mark.parametrize("code", ["blocks", "triton"])
+def test_parts_that_are_not_finite_spoil_their_rows_alone(code, monkeypatch):
+    if code == "triton":
+        pytest.importorskip("triton")
+        monkeypatch.setattr(elementwise, "_fused", lambda *tensors: True)
+    out, other, lse, other_lse = _tensors(torch.float32)
+    out[:, 9], lse[..., 9] = torch.nan, torch.nan
+    results = torch.empty_like(out), torch.empty_like(lse)
+    combine([(out, lse), (other, other_lse)], *results)
+    assert results[0][:, 9].isnan().all() and results[1][..., 9].isnan().all()
+    assert results[0].isnan().sum() == out[:, 9].numel()
 
 
 def test_fresh_memory_is_written_whole():

@@ -1,7 +1,9 @@
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from burst_mcore.attention.numerics import merge
 from burst_mcore.attention.numerics.merge import GradientSum, OnlineSoftmax
 
 
@@ -100,8 +102,33 @@ def test_any_rows_in_any_order_are_summed_and_merged(tiles, seed):
     torch.testing.assert_close(got, (weights.transpose(2, 3)[..., None] * torch.stack(values)).sum(0))
 
 
-def test_rows_of_which_many_apart_were_empty_are_filled_at_once():
+def test_rows_with_gaps_are_summed_beside_rows_without():
     total = GradientSum(torch.zeros(1, 32, 1, 1))
     total.add((range(0, 32, 2),), torch.ones(1, 16, 1, 1))
     total.add((range(32),), torch.ones(1, 32, 1, 1))
     assert total.result().flatten().tolist() == [2, 1] * 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("limit", [1, 3, merge.WAITING])
+@pytest.mark.parametrize("period", [2, 5])
+def test_any_number_of_parts_waits_and_is_put_together(dtype, limit, period, monkeypatch):
+    """Twelve parts, of which some have half of the rows: more than may wait."""
+    monkeypatch.setattr(merge, "WAITING", limit)
+    like = torch.zeros(1, ROWS, 2, 3, dtype=dtype)
+    total, softmax = GradientSum(like), OnlineSoftmax(like, value_dim=3)
+    generator = torch.Generator().manual_seed(0)
+    outs, lses = torch.zeros(12, 1, ROWS, 2, 3), torch.full((12, 1, 2, ROWS), -torch.inf)
+    for index in range(12):
+        rows = range(ROWS // 2 * (index % period < period // 2), ROWS)
+        part = torch.randn(1, len(rows), 2, 3, generator=generator).to(dtype)
+        lse = torch.randn(1, 2, len(rows), generator=generator)
+        outs[index][:, rows.start :], lses[index][..., rows.start :] = part, lse
+        total.add((rows,), part.clone())
+        softmax.add((rows,), part.clone(), lse.clone())
+    out, lse = softmax.result()
+    weights = (lses - lses.logsumexp(0)).exp().transpose(2, 3).unsqueeze(-1)
+    unit = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
+    torch.testing.assert_close(lse, lses.logsumexp(0))
+    torch.testing.assert_close(out.float(), (weights * outs).sum(0), rtol=unit, atol=1e-6)
+    torch.testing.assert_close(total.result().float(), outs.sum(0), rtol=unit, atol=2e-6)

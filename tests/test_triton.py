@@ -195,8 +195,8 @@ def test_on_a_ring_it_equals_dense_attention(mask, layout, route, direction):
 @pytest.mark.parametrize("route", [Route(1, 3), Route(2, 2), Route(1, 3, direct=True)], ids=str)
 def test_no_share_of_a_gradient_takes_a_pass_of_its_own(route, direction, monkeypatch):
     """Ours adds to what stays and to what travels, where rows lie together; others have it done for them."""
-    added, add_ = [], merge.add_
-    monkeypatch.setattr(merge, "add_", lambda *args: (added.append(args), add_(*args)))
+    added, add_up = [], merge.add_up
+    monkeypatch.setattr(merge, "add_up", lambda *args: (added.append(args), add_up(*args)))
     p = problem(3, 48, kv_heads=2, dtype=torch.float32)
     simulate(p, Mask.causal(), "zigzag", route, direction, "triton", dtype=torch.float32)
     assert not added

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.call import Call, Keys, Queries, room_like, sendable
-from burst_mcore.attention.geometry.rows import Rows, gather, relative_to, scatter_views
+from burst_mcore.attention.geometry.rows import Rows, gather, relative_to, scatter_views, union
 from burst_mcore.attention.geometry.tiles import Tile
 from burst_mcore.attention.kernels.kernel import BackwardInputs
 from burst_mcore.attention.numerics.merge import GradientSum
@@ -105,8 +105,7 @@ class _Backward:
             met = self.call.tiles(position, source, q_part=part)
         out = self.out if source == position or not self.query_travels else None
         if out is None and part is None and met and not self.call.kernel.takes_delta:
-            out = output_stand_in(queries.dout, queries.delta)  # once for all tiles
-            self.out = self.out if self.query_travels else out  # queries that stay, all there by now
+            out = self._stand_in(queries, [relative_to(rows, tile.q) for tile in met])
         for tile in met:
             q_rows = relative_to(rows, tile.q) if self.query_travels else tile.q
             k_rows = tile.k if self.query_travels else relative_to(rows, tile.k)
@@ -115,6 +114,18 @@ class _Backward:
             share, stay = self._shares(inputs, tile)
             self._add(stay, self.staying, stays)
             self.shares.append((goes, share))
+
+    def _stand_in(self, queries: Queries, read: list[Rows]) -> Tensor:
+        """Return the stand-in for O, once for all tiles: of the rows that they read, or of all that stay."""
+        if not self.query_travels:
+            self.out = output_stand_in(queries.dout, queries.delta)  # they are all there by now
+            return self.out
+        stand_in = torch.empty_like(queries.dout)
+        ends = [sorted((span[0], span[-1])) for rows in read for span in rows]
+        for span in union([range(first, last + 1) for first, last in ends]):
+            dout, delta, into = (gather(x, (span,)) for x in (queries.dout, queries.delta, stand_in))
+            output_stand_in(dout, delta, into)
+        return stand_in
 
     def _shares(self, inputs: BackwardInputs, tile: Tile) -> tuple[Share, Share]:
         """Return a tile's gradients for the side that travels, and for the side that stays."""
@@ -220,10 +231,12 @@ class _Backward:
             Kind.RESULT: Outward(group, self._stayed, own[1], self.lease),
         }
 
-    def _arrived(self, rows: range) -> Bundle:
+    def _arrived(self, rows: range, into: Bundle) -> None:
         if self.travelled is None:
             self.travelled = self._travelled()
-        return tuple(gather(x, (rows,)) for x in self.travelled)
+        for to, total in zip(into, self.travelled, strict=True):
+            to.copy_(gather(total, (rows,)))
 
-    def _stayed(self, rows: range) -> Bundle:
-        return tuple(total.rows(rows) for total in self.staying)
+    def _stayed(self, rows: range, into: Bundle) -> None:
+        for to, total in zip(into, self.staying, strict=True):
+            total.put(rows, (to,))

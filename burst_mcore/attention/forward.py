@@ -58,11 +58,11 @@ class _Forward:
         home = sendable(self.call, (self.k, self.v))
         ring = Ring(transport, self.call.rank, home, self.new, self.free, self.exchanges)
         ring.run(self.call.program(Pass.FORWARD), self.compute)
-        out, lse = self.softmax.result()
-        on_ring = self.q, self.k, self.v, lse
         if not self.exchanges:
-            return Attended(out, lse, *on_ring)
-        return Attended(self.results[0], self.results[1] if self.call.lse_at_home else None, *on_ring)
+            out, lse = self.softmax.result()
+            return Attended(out, lse, self.q, self.k, self.v, lse)
+        home_lse = self.results[1] if self.call.lse_at_home else None
+        return Attended(self.results[0], home_lse, self.q, self.k, self.v, self.softmax.lse())
 
     def compute(self, source: int, part: int | None, bundle: Bundle, rows: Rows | None) -> None:
         """Attend the queries, or a member's, to the keys of one bundle, tile by tile."""
@@ -98,9 +98,9 @@ class _Forward:
         self.results: Bundle = (out, lse) if self.call.lse_at_home else (out,)
         return self.results
 
-    def result_rows(self, rows: range) -> Bundle:
-        out, lse = self.softmax.rows(rows)
-        return (out, lse) if self.call.lse_at_home else (out,)
+    def result_rows(self, rows: range, into: Bundle) -> None:
+        out, *lse = into
+        self.softmax.put(rows, (out, lse[0] if lse else self.softmax.room_for_lse(rows)))
 
 
 def forward_of_head(

@@ -13,7 +13,7 @@ from burst_mcore.attention.kernels.padding import takes_delta
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.numerics import rowwise as elementwise
-from burst_mcore.attention.numerics.rowwise import merge_, output_stand_in, row_delta
+from burst_mcore.attention.numerics.rowwise import combine, output_stand_in, row_delta
 from burst_mcore.layout import Layout
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -150,7 +150,7 @@ def test_fused_passes_equal_the_unfused(dtype, monkeypatch):
     def run():
         delta = row_delta(dout, out)
         total, statistics = out.to(torch.float32, copy=True), lse.clone()  # these are written
-        merge_(total, statistics, dout, lse_t)
+        combine([(total, statistics), (dout, lse_t)], total, statistics)
         return delta, output_stand_in(dout, delta), total, statistics
 
     fused = run()

@@ -1,6 +1,7 @@
 """The maths around the kernels: merging partial outputs, summing gradients, row-wise passes.
 
-merge            partial outputs and gradient sums
-rowwise          passes over rows: D, merging, casts
+merge            sums over tiles: partial outputs, gradients
+segments         the rows of a sum, and the parts that wait there
+rowwise          passes over rows: D, merges, sums
 rowwise_triton   the same as Triton kernels
 """

@@ -1,185 +1,248 @@
-"""Sums that start by adopting their first term: the online softmax of partial outputs, and of gradients.
+"""Sums over the tiles of a pass: the online softmax of partial outputs, and gradients.
 
+Partial results wait until several can be put together in one pass over memory, or until the sum is asked for.
 Where a single tile covers all rows (one rank, or a ring with a single step), nothing is copied.
 Letters: B batch, S rows, H heads, D head dim.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.geometry.rows import (
-    Rows,
-    WrittenRows,
-    add_,
-    count,
-    fill,
-    gather,
-    scatter_views,
-    view,
-)
-from burst_mcore.attention.numerics.rowwise import merge_
+from burst_mcore.attention.geometry.rows import Rows, count, shares, strided, view
+from burst_mcore.attention.numerics.rowwise import add_up, combine
+from burst_mcore.attention.numerics.segments import Bundle, Part, Segment, Segments, narrowed
 from burst_mcore.dtypes import wide
 
-
-class OnlineSoftmax:
-    """The running (out, lse) of one rank's queries over the tiles that it has met.
-
-    sinks [H]: scores that take part from the beginning, with values of zero.
-    """
-
-    def __init__(self, q: Tensor, value_dim: int, sinks: Tensor | None = None) -> None:
-        self._q, self._value_dim, self._sinks = q, value_dim, sinks
-        self._out: Tensor | None = None
-        self._lse: Tensor | None = None
-        self._written = WrittenRows(q.shape[1])
-        if sinks is not None:
-            self._written.mark(range(q.shape[1]))
-
-    def add(self, rows: Rows, out_t: Tensor, lse_t: Tensor) -> None:
-        """Merge a tile's out [B, M, H, D] and lse [B, H, M] of these M rows; this may keep and write both."""
-        if self._out is None and self._sinks is None and rows == (range(self._q.shape[1]),):
-            self._out, self._lse = out_t, lse_t
-            self._written.mark(rows[0])
-            return
-        out, lse = self._wide()
-        for span, (out_rows, out_new), (lse_rows, lse_new) in zip(
-            rows, scatter_views(out, rows, out_t), scatter_views(lse, rows, lse_t), strict=True
-        ):
-            before = self._written.mark(span)
-            if 1 not in before:
-                out_rows.copy_(out_new)
-                lse_rows.copy_(lse_new)
-            else:
-                _blank(out_rows, lse_rows, before)
-                merge_(out_rows, lse_rows, out_new, lse_new)
-
-    def running(self, rows: Rows) -> tuple[Tensor, Tensor, bool] | None:
-        """Return (out, lse) of these rows to merge into in place, and whether they hold no data yet.
-
-        None if a copy would be needed.
-        """
-        if view(self._q, rows) is None:
-            return None
-        if self._out is None and self._sinks is None and count(rows) == self._q.shape[1]:
-            self._written.mark(rows[0])  # all rows will be set before any is read
-            out, lse = self._room()
-            return out, lse, True
-        out, lse = (gather(x, rows) for x in self._wide())
-        before = self._written.mark(rows[0])
-        fresh = 1 not in before
-        if not fresh:
-            _blank(out, lse, before)
-        return out, lse, fresh
-
-    def result(self) -> tuple[Tensor, Tensor]:
-        """Return (out [B, S, H, D] in the queries' dtype, lse [B, H, S] in at least float32)."""
-        out, lse = self._complete(range(self._q.shape[1]))
-        return out.to(self._q.dtype), lse
-
-    def rows(self, span: range) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) of these rows, so far."""
-        out, lse = self._complete(span)
-        return out[:, span.start : span.stop], lse[:, :, span.start : span.stop]
-
-    def _complete(self, span: range) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) of all rows, after blanking those of `span` that hold no data."""
-        if self._out is None or self._lse is None:
-            self._wide()
-        assert self._out is not None and self._lse is not None
-        if span:
-            _blank(gather(self._out, (span,)), gather(self._lse, (span,)), self._written.mark(span))
-        return self._out, self._lse
-
-    def _room(self) -> tuple[Tensor, Tensor]:
-        batch, rows, heads, _ = self._q.shape
-        dtype = wide(self._q.dtype)
-        self._out = self._q.new_empty((batch, rows, heads, self._value_dim), dtype=dtype)
-        self._lse = self._q.new_empty((batch, heads, rows), dtype=dtype)
-        return self._out, self._lse
-
-    def _wide(self) -> tuple[Tensor, Tensor]:
-        dtype = wide(self._q.dtype)
-        if self._out is None or self._lse is None:
-            self._out, self._lse = self._room()
-            if self._sinks is not None:
-                self._out.zero_()
-                self._lse.copy_(self._sinks[:, None])
-        self._out = self._out.to(dtype)
-        return self._out, self._lse
+WAITING = 8
+"""Parts of a row, at most, that wait to be put together."""
+WAITING_BYTES = 2**30
+"""Bytes of parts, at most, that wait in one sum. Long shards put fewer together: their passes are short
+beside the kernels, and their memory is scarce."""
 
 
-def _blank(out: Tensor, lse: Tensor, written: bytes) -> None:
-    """Set rows that hold no data to the results of rows that have seen no key."""
-    fill(out, written, 0.0)
-    fill(lse, written, -torch.inf)
+class _Sum(ABC):
+    """A running sum of bundles: of parts that each cover some of its rows."""
 
+    _blank: tuple[float, ...]
+    """The values of rows that no part covers, by tensor."""
 
-class GradientSum:
-    """The running gradient of a tensor, in at least float32."""
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self._like, self._dtype = like, dtype
+        rows = like.shape[1]
+        self._segments = Segments(rows)
+        self._all = range(rows)
+        self._total: Bundle | None = None
+        self._limit = max(1, min(WAITING, WAITING_BYTES // max(1, like.numel() * like.itemsize)))
 
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
-        self._sum: Tensor | None = None
-        self._dtype = wide(like.dtype)
-        self._written = WrittenRows(like.shape[1])
+    @abstractmethod
+    def room(self, dtype: torch.dtype) -> Bundle:
+        """Return uninitialised tensors for all rows, results in `dtype`."""
 
-    @classmethod
-    def into(cls, total: Tensor, *, fresh: bool) -> Self:
-        """Return the sum in `total`, in its dtype: uninitialised if `fresh`, else a sum to go on with."""
-        gradient_sum = cls(total)
-        gradient_sum._sum, gradient_sum._dtype = total, total.dtype
-        if not fresh:
-            gradient_sum._written.mark(range(total.shape[1]))
-        return gradient_sum
+    @abstractmethod
+    def _combine(self, parts: Sequence[Bundle], into: Bundle) -> None:
+        """Put parts of the same rows together; `into` may be the first of them."""
 
-    def add(self, rows: Rows, gradient: Tensor) -> None:
-        """Add a tile's gradient [B, M, H, D] of these M rows; this may keep and write it."""
-        if self._sum is None and rows == (range(self._like.shape[1]),):
-            self._sum = gradient
-            self._written.mark(rows[0])
-            return
-        add_(self._wide(), rows, gradient, self._written)
+    def _add(self, rows: Rows, part: Bundle) -> None:
+        """Take a tile's results of these rows."""
+        for of_span in zip(*(shares(rows, x) for x in part), strict=True):
+            span, share = of_span[0][0], tuple(x for _, x in of_span)
+            if span.step > 1:
+                self._add_spread(span, share)
+                continue
+            met, part_of_span = list(self._segments.over(span)), Part(share, span.start)
+            for piece, segment in met:
+                if len(segment.parts) == self._limit:
+                    self._settle(piece, segment)
+            for _, segment in met:
+                segment.parts.append(part_of_span)
 
-    def running(self, rows: Rows) -> tuple[Tensor, bool] | None:
+    def _add_spread(self, span: range, share: Bundle) -> None:
+        """Take results of rows with gaps between them, at once."""
+        total = self._settled(range(span.start, span[-1] + 1))
+        to = tuple(strided(x, range(0, span[-1] + 1 - span.start, span.step)) for x in total)
+        self._combine([to, share], to)
+
+    def _running(self, rows: Rows) -> tuple[Bundle, bool] | None:
         """Return the sum of these rows to add to in place, and whether it holds no data yet.
 
         None if a copy would be needed.
         """
         if view(self._like, rows) is None:
             return None
-        total = gather(self._wide(), rows)
-        before = self._written.mark(rows[0])
-        fresh = 1 not in before
+        fresh = all(segment.empty for _, segment in self._segments.over(rows[0]))
+        if fresh:  # all rows will be set before any is read
+            self._segments.sum_up(rows[0])
+            return narrowed(self._room(), rows[0]), True
+        return self._settled(rows[0]), False
+
+    def put(self, span: range, into: Bundle) -> None:
+        """Write the sum of these rows, so far, into tensors of any dtypes."""
+        for piece, segment in self._segments.over(span):
+            to = narrowed(into, range(piece.start - span.start, piece.stop - span.start))
+            parts = self._parts(piece, segment)
+            if parts:
+                self._combine(parts, to)
+            else:
+                self._fill(to)
+
+    def complete(self) -> Bundle:
+        """Return the sum of all rows; it may be in the dtype of its only part."""
+        only = self._segments.alone
+        if self._total is None and only and len(only.parts) == 1 and only.parts[0].covers(self._all):
+            return only.parts[0].bundle
+        if self._like.dtype == self._dtype or (only and only.summed and not only.parts):
+            return self._settled(self._all)
+        results = self.room(self._like.dtype)
+        self.put(self._all, results)
+        return results
+
+    def _parts(self, piece: range, segment: Segment) -> list[Bundle]:
+        parts = [part.rows(piece) for part in segment.parts]
+        if segment.summed:
+            assert self._total is not None
+            parts.insert(0, narrowed(self._total, piece))
+        return parts
+
+    def _settled(self, span: range) -> Bundle:
+        """Return the running sum of these rows, with all that came."""
+        total = self._room()
+        for piece, segment in list(self._segments.over(span)):
+            self._settle(piece, segment)
+        self._segments.sum_up(span)
+        return narrowed(total, span)
+
+    def _settle(self, piece: range, segment: Segment) -> None:
+        """Put the parts of a segment together in the running sum."""
+        to = narrowed(self._room(), piece)
+        if segment.empty:
+            self._fill(to)
+        elif segment.parts:
+            self._combine(self._parts(piece, segment), to)
+        segment.parts, segment.summed = [], True
+
+    def _room(self) -> Bundle:
+        """Return the running sum: at first a part of all rows, where one is wide enough, else new memory."""
+        if self._total is None:
+            _, first = next(self._segments.over(self._all), (range(0), Segment()))
+            for part in first.parts:
+                if part.covers(self._all) and part.bundle[0].dtype == self._dtype:
+                    self._total = part.bundle
+                    self._segments.adopt(part)
+                    return self._total
+            self._total = self.room(self._dtype)
+        return self._total
+
+    def _fill(self, to: Bundle) -> None:
+        for x, value in zip(to, self._blank, strict=True):
+            x.fill_(value)
+
+
+class OnlineSoftmax(_Sum):
+    """The running (out, lse) of one rank's queries over the tiles that it has met.
+
+    sinks [H]: scores that take part from the beginning, with values of zero.
+    """
+
+    _blank = 0.0, -torch.inf
+
+    def __init__(self, q: Tensor, value_dim: int, sinks: Tensor | None = None) -> None:
+        super().__init__(q, wide(q.dtype))
+        self._value_dim = value_dim
+        if sinks is not None:
+            out, lse = self._total = self.room(self._dtype)
+            out.zero_()
+            lse.copy_(sinks[:, None])
+            self._segments.sum_up(self._all)
+
+    def add(self, rows: Rows, out_t: Tensor, lse_t: Tensor) -> None:
+        """Merge a tile's out [B, M, H, D] and lse [B, H, M] of these M rows; this may keep and write both."""
+        self._add(rows, (out_t, lse_t))
+
+    def running(self, rows: Rows) -> tuple[Tensor, Tensor, bool] | None:
+        """Return (out, lse) of these rows to merge into in place, and whether they hold no data yet.
+
+        None if a copy would be needed.
+        """
+        running = self._running(rows)
+        return running and (*running[0], running[1])  # type: ignore[return-value]
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return (out [B, S, H, D] in the queries' dtype, lse [B, H, S] in at least float32)."""
+        out, lse = self.complete()
+        return out.to(self._like.dtype), lse
+
+    def lse(self) -> Tensor:
+        """Return lse [B, H, S] alone: `put` wrote the outputs."""
+        result = self.room_for_lse(self._all)
+        for piece, segment in self._segments.over(self._all):
+            parts = [lse for _, lse in self._parts(piece, segment)]
+            to = narrowed((result,), piece)[0]
+            to.fill_(-torch.inf)
+            for part in parts:
+                torch.logaddexp(to, part, out=to)
+        return result
+
+    def room(self, dtype: torch.dtype) -> Bundle:
+        """Return uninitialised (out [B, S, H, D] in `dtype`, lse [B, H, S] in at least float32)."""
+        out = self._like.new_empty((*self._like.shape[:3], self._value_dim), dtype=dtype)
+        return out, self.room_for_lse(self._all)
+
+    def room_for_lse(self, rows: range) -> Tensor:
+        """Return an uninitialised statistic of these rows, in at least float32."""
+        batch, _, heads, _ = self._like.shape
+        return self._like.new_empty((batch, heads, len(rows)), dtype=self._dtype)
+
+    def _combine(self, parts: Sequence[Bundle], into: Bundle) -> None:
+        combine([(out, lse) for out, lse in parts], *into)
+
+
+class GradientSum(_Sum):
+    """The running gradient of a tensor, in at least float32."""
+
+    _blank = (0.0,)
+
+    def __init__(self, like: Tensor) -> None:
+        super().__init__(like, wide(like.dtype))
+
+    @classmethod
+    def into(cls, total: Tensor, *, fresh: bool) -> Self:
+        """Return the sum in `total`, in its dtype: uninitialised if `fresh`, else a sum to go on with."""
+        gradient_sum = cls(total)
+        gradient_sum._total, gradient_sum._dtype = (total,), total.dtype
         if not fresh:
-            fill(total, before, 0.0)
-        return total, fresh
+            gradient_sum._segments.sum_up(gradient_sum._all)
+        return gradient_sum
+
+    def add(self, rows: Rows, gradient: Tensor) -> None:
+        """Add a tile's gradient [B, M, H, D] of these M rows; this may keep and write it."""
+        self._add(rows, (gradient,))
+
+    def running(self, rows: Rows) -> tuple[Tensor, bool] | None:
+        """Return the sum of these rows to add to in place, and whether it holds no data yet.
+
+        None if a copy would be needed.
+        """
+        running = self._running(rows)
+        return running and (running[0][0], running[1])
 
     def apart(self, rows: Rows) -> Tensor:
         """Return room for a share of these rows, uninitialised."""
         shape = (self._like.shape[0], count(rows), *self._like.shape[2:])
         return self._like.new_empty(shape, dtype=self._dtype)
 
-    def rows(self, span: range) -> Tensor:
-        """Return the sum of these rows, so far."""
-        return gather(self.complete(), (span,))
-
     def result(self) -> Tensor:
         """Return the sum, in the dtype of `like`; zeros where nothing was added."""
-        return self.complete().to(self._like.dtype)
+        return self.complete()[0].to(self._like.dtype)
 
-    def complete(self) -> Tensor:
-        """Return the sum of all rows; zeros where nothing was added."""
-        if self._sum is None:
-            return torch.zeros_like(self._like)
-        fill(self._sum, self._written.mark(range(self._sum.shape[1])), 0.0)
-        return self._sum
+    def room(self, dtype: torch.dtype) -> Bundle:
+        """Return an uninitialised tensor for all rows."""
+        return (torch.empty_like(self._like, dtype=dtype, memory_format=torch.contiguous_format),)
 
-    def _wide(self) -> Tensor:
-        if self._sum is None:
-            self._sum = torch.empty_like(self._like, dtype=self._dtype, memory_format=torch.contiguous_format)
-        self._sum = self._sum.to(self._dtype)
-        return self._sum
+    def _combine(self, parts: Sequence[Bundle], into: Bundle) -> None:
+        add_up([part for (part,) in parts], *into)

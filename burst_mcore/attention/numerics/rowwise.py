@@ -1,15 +1,15 @@
-"""The row-wise maths around the kernels: D, the stand-in for O, and the merge of partial outputs.
+"""The row-wise maths around the kernels: D, the stand-in for O, merges and sums of parts.
 
 Each is one pass over its tensors, by a Triton kernel on CUDA. Elsewhere it goes over blocks of rows so small
 that intermediate results stay in the cache. A row of d elements of s bytes is read and written once. That is
-2 d s + 4 bytes for D and for the stand-in, and d (s + 8) + 12 for the merge. Tensors are [B, S, H, D],
-statistics [B, H, S].
+2 d s + 4 bytes for D and for the stand-in. n parts of s bytes are put together in d (n s + r), where the
+result has r bytes an element. Tensors are [B, S, H, D], statistics [B, H, S].
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -40,7 +40,7 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
     return delta
 
 
-def output_stand_in(dout: Tensor, delta: Tensor) -> Tensor:
+def output_stand_in(dout: Tensor, delta: Tensor, into: Tensor | None = None) -> Tensor:
     """Return a tensor that stands in for O in kernels that read O only to form D: O projected on dO.
 
     out' = D dO / |dO|^2, 0 where dO = 0, has rowsum(dO * out') = D. It is at most 16 times as large as O. So
@@ -49,8 +49,10 @@ def output_stand_in(dout: Tensor, delta: Tensor) -> Tensor:
     third of the columns carries D, and each later third the error that rounding left. Thirds that are nearly
     empty carry nothing. Rows are first scaled to max |dO| = 1, so squares neither vanish nor overflow, at any
     loss scale.
+
+    into: memory for the result, like dout.
     """
-    stand_in = torch.empty_like(dout, memory_format=torch.contiguous_format)
+    stand_in = torch.empty_like(dout, memory_format=torch.contiguous_format) if into is None else into
     if _fused(dout, stand_in):
         _code().stand_in_rows(dout, delta, stand_in, FAINT)
         return stand_in
@@ -68,21 +70,58 @@ def output_stand_in(dout: Tensor, delta: Tensor) -> Tensor:
     return stand_in
 
 
-def merge_(out: Tensor, lse: Tensor, out_t: Tensor, lse_t: Tensor) -> None:
-    """Merge softmax(S_t) V_t into (out, lse) in place, without overflow.
+def combine(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor, lse: Tensor) -> None:
+    """Set (out, lse) to the softmax over the keys of all parts, without overflow.
 
-    out and out_t are [B, S, H, D], lse and lse_t [B, H, S]. lse = -inf marks a row that has seen no key yet;
-    its out must be finite. The result equals softmax over the union of the keys (paper algorithm 4):
-    out -= sigmoid(lse_t - lse) * (out - out_t); lse = log(exp(lse) + exp(lse_t)).
+    Each part is a partial (out [B, S, H, D], lse [B, H, S]) over keys of its own, in any dtype; the results
+    may be those of one of the parts. lse = -inf marks a row that has seen no key; its out must be finite.
+    The rule is paper algorithm 4 for n parts at once: lse = log sum_i exp(lse_i), and
+    out = sum_i exp(lse_i - lse) out_i.
     """
-    if _fused(out, out_t):
-        _code().merge_rows(out, lse, out_t, lse_t)
+    if len(parts) == 1:
+        _copy(parts[0], (out, lse))
+        return
+    tensors = [x for part in parts for x in part]
+    if _fused(out, *tensors[::2]):
+        _code().combine_rows(parts, out, lse)
         return
     for block in _blocks(out):
-        weight = torch.sigmoid(lse_t[:, :, block] - lse[:, :, block])
-        weight.masked_fill_(lse_t[:, :, block] == -torch.inf, 0.0)  # (-inf) - (-inf) is NaN; nothing came
-        out[:, block].lerp_(out_t[:, block].to(out.dtype), weight.transpose(1, 2).unsqueeze(-1).to(out.dtype))
-        lse[:, :, block] = torch.logaddexp(lse[:, :, block], lse_t[:, :, block])
+        of_parts = torch.stack([x[:, :, block] for x in tensors[1::2]])
+        most = of_parts.amax(0)
+        weights = (of_parts - most.masked_fill(most == -torch.inf, 0.0)).exp_()
+        total = weights.sum(0)
+        lse[:, :, block] = most + total.log()
+        weights /= total.masked_fill_(total == 0.0, 1.0)
+        by_row = weights.transpose(2, 3).unsqueeze(-1)
+        mixed = tensors[0][:, block].to(weights.dtype) * by_row[0]
+        for weight, x in zip(by_row[1:], tensors[2::2], strict=True):
+            mixed.addcmul_(x[:, block].to(weights.dtype), weight)
+        out[:, block] = mixed
+
+
+def add_up(parts: Sequence[Tensor], total: Tensor) -> None:
+    """Set total [B, S, H, D] to the sum of the parts, in at least float32; total may be one of them."""
+    if len(parts) == 1:
+        _copy(parts, (total,))
+        return
+    if _fused(total, *parts):
+        _code().add_rows(parts, total)
+        return
+    dtype = wide(total.dtype)
+    for block in _blocks(total):
+        first, *others = (x[:, block] for x in parts)
+        in_place = total is parts[0] and total.dtype == dtype
+        sums = first if in_place else first.to(dtype, copy=True)
+        for x in others:
+            sums += x
+        if not in_place:
+            total[:, block] = sums
+
+
+def _copy(part: Sequence[Tensor], to: Sequence[Tensor]) -> None:
+    for x, y in zip(part, to, strict=True):
+        if x is not y:
+            y.copy_(x)
 
 
 def _blocks(x: Tensor) -> Iterator[slice]:
@@ -105,6 +144,6 @@ def _code() -> Any:
     try:
         from burst_mcore.attention.numerics import rowwise_triton
     except ImportError as error:
-        logger.warning("no Triton (%s): D, the stand-in for O and the merge take several passes each", error)
+        logger.warning("no Triton (%s): D, its stand-in, merges and sums take several passes each", error)
         return None
     return rowwise_triton

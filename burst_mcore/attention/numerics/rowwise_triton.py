@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import triton
@@ -67,28 +68,46 @@ def _stand_in(
 
 
 @triton.jit
-def _merge(
-    out, lse, out_t, lse_t, count, rows, heads, out_b, out_r, out_h, lse_b, lse_h, lse_r, out_t_b, out_t_r,
-    out_t_h, lse_t_b, lse_t_h, lse_t_r, USED: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+def _combine(
+    outs, lses, out, lse, count, rows, heads, outs_s, lses_s, out_b, out_r, out_h, lse_b, lse_h, lse_r,
+    PARTS: tl.constexpr, USED: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     ids, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
     there = ids < count
     inside = there[:, None] & (d < USED)[None, :]
+    most = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
+    for i in tl.static_range(PARTS):
+        at = _at(ids, rows, heads, lses_s[3 * i], lses_s[3 * i + 2], lses_s[3 * i + 1])
+        most = tl.maximum(most, tl.load(lses[i] + at, mask=there, other=-float("inf")), tl.PropagateNan.ALL)
+    finite = tl.where(most == -float("inf"), 0.0, most)
+    total, sums = most * 0.0, tl.zeros((ROWS, DIM), dtype=tl.float32)
+    total = tl.where(most == -float("inf"), 0.0, total)
+    for i in tl.static_range(PARTS):
+        at = _at(ids, rows, heads, lses_s[3 * i], lses_s[3 * i + 2], lses_s[3 * i + 1])
+        weight = tl.exp(tl.load(lses[i] + at, mask=there, other=-float("inf")) - finite)
+        at = _at(ids, rows, heads, outs_s[3 * i], outs_s[3 * i + 1], outs_s[3 * i + 2])
+        x = tl.load(outs[i] + at[:, None] + d[None, :], mask=inside, other=0.0)
+        sums += weight[:, None] * x.to(tl.float32)
+        total += weight
+    result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
     to_out = out + _at(ids, rows, heads, out_b, out_r, out_h)[:, None] + d[None, :]
-    to_lse = lse + _at(ids, rows, heads, lse_b, lse_r, lse_h)
-    before = tl.load(to_lse, mask=there, other=-float("inf"))
-    after = tl.load(lse_t + _at(ids, rows, heads, lse_t_b, lse_t_r, lse_t_h), mask=there, other=-float("inf"))
-    most, least = tl.maximum(before, after), tl.minimum(before, after)
-    both = least != -float("inf")
-    apart = tl.where(both, least - most, 0.0)
-    small = tl.where(both, tl.exp(apart), 0.0)  # the smaller share over the larger
-    weight = tl.where(after >= before, 1.0, small) / (1.0 + small)
-    weight = tl.where(after == -float("inf"), 0.0, weight)
-    x = tl.load(to_out, mask=inside, other=0.0).to(tl.float32)
-    from_t = out_t + _at(ids, rows, heads, out_t_b, out_t_r, out_t_h)[:, None] + d[None, :]
-    y = tl.load(from_t, mask=inside, other=0.0).to(tl.float32)
-    tl.store(to_out, (x + weight[:, None] * (y - x)).to(out.dtype.element_ty), mask=inside)
-    tl.store(to_lse, most + tl.log(1.0 + small), mask=there)
+    tl.store(to_out, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + _at(ids, rows, heads, lse_b, lse_r, lse_h), finite + tl.log(total), mask=there)
+
+
+@triton.jit
+def _add(
+    parts, out, count, rows, heads, parts_s, out_b, out_r, out_h, PARTS: tl.constexpr, USED: tl.constexpr,
+    DIM: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    ids, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
+    inside = (ids < count)[:, None] & (d < USED)[None, :]
+    sums = tl.zeros((ROWS, DIM), dtype=tl.float32)
+    for i in tl.static_range(PARTS):
+        at = _at(ids, rows, heads, parts_s[3 * i], parts_s[3 * i + 1], parts_s[3 * i + 2])
+        sums += tl.load(parts[i] + at[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    to = out + _at(ids, rows, heads, out_b, out_r, out_h)[:, None] + d[None, :]
+    tl.store(to, sums.to(out.dtype.element_ty), mask=inside)
 
 
 def delta_rows(dout: Tensor, out: Tensor, delta: Tensor) -> None:
@@ -101,16 +120,31 @@ def stand_in_rows(dout: Tensor, delta: Tensor, out: Tensor, faint: float) -> Non
     _launch(_stand_in, dout, (dout, delta, out), FAINT=faint)
 
 
-def merge_rows(out: Tensor, lse: Tensor, out_t: Tensor, lse_t: Tensor) -> None:
-    """Merge (out_t, lse_t) into (out, lse)."""
-    _launch(_merge, out, (out, lse, out_t, lse_t))
+def combine_rows(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor, lse: Tensor) -> None:
+    """Set (out, lse) to the softmax over the keys of all parts."""
+    outs, lses = zip(*parts, strict=True)
+    many = outs, lses
+    _launch(_combine, out, (out, lse), many, PARTS=len(parts))
 
 
-def _launch(kernel: Any, like: Tensor, tensors: tuple[Tensor, ...], **constants: float) -> None:
+def add_rows(parts: Sequence[Tensor], total: Tensor) -> None:
+    """Set total to the sum of the parts."""
+    _launch(_add, total, (total,), (tuple(parts),), PARTS=len(parts))
+
+
+def _launch(
+    kernel: Any,
+    like: Tensor,
+    tensors: tuple[Tensor, ...],
+    many: tuple[tuple[Tensor, ...], ...] = (),
+    **constants: float,
+) -> None:
+    """Run a kernel over the rows of `like`, on tensors and on any number of parts, with their strides."""
     batch, rows, heads, dim = like.shape
     count = batch * rows * heads
     strides = [stride for x in tensors for stride in x.stride()[:3]]
+    of_many = [tuple(stride for x in parts for stride in x.stride()[:3]) for parts in many]
     if count:
         grid = (triton.cdiv(count, ROWS),)
         sizes = {"USED": dim, "DIM": triton.next_power_of_2(dim), "ROWS": ROWS}
-        kernel[grid](*tensors, count, rows, heads, *strides, **sizes, **constants)
+        kernel[grid](*many, *tensors, count, rows, heads, *of_many, *strides, **sizes, **constants)

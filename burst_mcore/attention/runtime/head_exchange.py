@@ -85,14 +85,14 @@ class Outward:
     """Pooled rows of own heads -> own rows of all heads. Shares of one head, from several members, add up.
 
     Args:
-        results: a function that returns some rows of the pooled results, complete.
+        results: a function that writes some rows of the pooled results, complete, to tensors of any dtypes.
         own: the tensors that results go to; zeros where shares add up. Results travel in their dtype.
     """
 
     def __init__(
         self,
         group: HeadGroup,
-        results: Callable[[range], Bundle],
+        results: Callable[[range, Bundle], None],
         own: Bundle,
         lease: Lease,
     ) -> None:
@@ -103,8 +103,7 @@ class Outward:
         parcel = self.empty()
         pieces, start = _opened(parcel, self._group.share(self.own, member)), 0
         for rows in self._group.rows[member]:
-            for piece, result in zip(pieces, self._results(rows), strict=True):
-                _rows(piece, range(start, start + len(rows))).copy_(result)
+            self._results(rows, tuple(_rows(piece, range(start, start + len(rows))) for piece in pieces))
             start += len(rows)
         return parcel
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from burst_mcore.attention.numerics.rowwise import merge_, output_stand_in, row_delta
+from burst_mcore.attention.numerics.rowwise import add_up, combine, output_stand_in, row_delta
 from burst_mcore.bench.core import Derived, Method, Stage, Subject, Table, Trial, World, column
 from burst_mcore.bench.subjects.kernels import KernelCase
 
@@ -22,7 +22,9 @@ class RowCase(KernelCase):
 BYTES: Mapping[str, Callable[[RowCase], int]] = {
     "D": lambda case: 4 * case.head_dim + 4,
     "stand-in for O": lambda case: 4 * case.head_dim + 4,
-    "merge": lambda case: 10 * case.head_dim + 12,
+    "merge of 8": lambda case: 18 * case.head_dim + 36,
+    "sum of 8": lambda case: 18 * case.head_dim,
+    "sum in float32": lambda case: 10 * case.head_dim,
 }
 """Of a row of 16 bits, that each pass must move."""
 
@@ -37,12 +39,15 @@ def _methods(case: RowCase) -> Mapping[str, Method]:
 
 def _stage(case: RowCase, world: World) -> Stage:
     dout, out_t, *_ = case.tensors(world.device)
-    out, lse = out_t.float(), torch.randn(1, case.heads, case.tokens, device=world.device)
-    lse_t, delta = torch.randn_like(lse), row_delta(dout, out_t)
+    lse, delta = torch.randn(1, case.heads, case.tokens, device=world.device), row_delta(dout, out_t)
+    parts = [(out_t.clone(), torch.randn_like(lse)) for _ in range(8)]
+    outs, total = [out for out, _ in parts], dout.float()
     steps: dict[str, Callable[[], object]] = {
         "D": lambda: row_delta(dout, out_t),
         "stand-in for O": lambda: output_stand_in(dout, delta),
-        "merge": lambda: merge_(out, lse, out_t, lse_t),
+        "merge of 8": lambda: combine(parts, out_t, lse),
+        "sum of 8": lambda: add_up(outs, out_t),
+        "sum in float32": lambda: add_up((total, out_t), total),
     }
 
     return Stage(lambda method: Trial({"": steps[method.name]}, ahead=True))
