@@ -75,7 +75,7 @@ def test_the_passes_around_kernels_move_their_bytes(tmp_path):
     status, results = _measured("rowwise", tmp_path, SMALL)
     table = results.tables[SMALL]
     assert status == 0
-    for name, size in (("D", 4 * 16 + 4), ("stand-in for O", 4 * 16 + 4), ("merge", 10 * 16 + 12)):
+    for name, size in (("D", 4 * 16 + 4), ("stand-in for O", 4 * 16 + 4), ("merge of 8", 18 * 16 + 36)):
         rates = [size * 64 * 2 / seconds / 1e9 for seconds in table[name, "wall"]]
         assert table[name, "GB/s"] == pytest.approx(rates)
 
