@@ -143,7 +143,7 @@ def test_it_needs_torch_alone(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert read(tmp_path / "r.json").tables[SMALL]["merge", "GB/s"]
+    assert read(tmp_path / "r.json").tables[SMALL]["merge of 8", "GB/s"]
 
 
 def test_gpu_check_names_subjects_that_run_on_a_gpu():
