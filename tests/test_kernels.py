@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from burst_mcore import BurstConfig, Mask, Topology, packages
+from burst_mcore.attention.geometry.launches import Launches
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
@@ -117,25 +118,26 @@ def hopper(monkeypatch):
     choose.cache_clear()
 
 
-def test_auto_takes_first_what_takes_the_mask_whole_and_says_why(hopper, caplog):
+def test_auto_takes_first_the_kernels_whose_launches_are_large_and_says_so(hopper, caplog):
     ask = _ask(device="cuda", dtype=torch.bfloat16, head_dim=128, value_dim=128)
+    sparse = replace(ask, launches=Launches(alone=14, windows=14, packed=14, whole=26))
+    window = replace(ask, launches=Launches(alone=17, windows=26, packed=26, whole=26))
     with caplog.at_level(logging.INFO, logger="burst_mcore"):
         assert choose("auto", ask).name == "cudnn"  # the first of those that are here
-        assert "whole" not in caplog.records[-1].message
-        assert choose("auto", replace(ask, sparse=True)).name == "triton"
-        assert "which takes a sparse mask whole" in caplog.records[-1].message
-        assert choose("auto", replace(ask, sparse=True, dtype=torch.float64)).name == "reference"
+        assert "by the launches" not in caplog.records[-1].message
+        assert choose("auto", sparse).name == "triton"
+        assert "by the launches that this mask leaves: 2^26 pairs a launch" in caplog.records[-1].message
+        assert choose("auto", replace(sparse, dtype=torch.float64)).name == "reference"
         assert "triton: dtype torch.float64" in caplog.records[-1].message
-        assert choose("auto", replace(ask, window=True)).name == "aten-flash"
-        assert "which takes a window whole" in caplog.records[-1].message
+        assert choose("auto", window).name == "aten-flash"
+        assert "2^26 pairs a launch, others 2^17" in caplog.records[-1].message
         assert "flash3:" in caplog.records[-1].message
-        assert choose("auto", replace(ask, window=True, dtype=torch.float64)).name == "reference"
-        assert "whole" not in caplog.records[-1].message and "triton:" in caplog.records[-1].message
-        assert choose("auto", replace(ask, window=True, sparse=True)).name == "triton"
-        assert choose("auto", replace(ask, window=True, dtype=torch.float32)).name == "triton"
-    assert choose("cudnn", replace(ask, sparse=True)).name == "cudnn"  # as asked
-    assert choose("auto", _ask(sparse=True)).name == "aten-cpu"
-    assert taking_delta("auto", replace(ask, sparse=True)).name == "triton"
+        assert choose("auto", replace(window, dtype=torch.float64)).name == "reference"
+        assert "triton:" in caplog.records[-1].message
+        assert choose("auto", replace(window, dtype=torch.float32)).name == "triton"
+    assert choose("cudnn", sparse).name == "cudnn"  # as asked
+    assert choose("auto", _ask(launches=sparse.launches)).name == "aten-cpu"
+    assert taking_delta("auto", sparse).name == "triton"
 
 
 @pytest.mark.parametrize(
@@ -145,9 +147,10 @@ def test_auto_takes_first_what_takes_the_mask_whole_and_says_why(hopper, caplog)
         (Mask.window(8, 0), "aten-flash"),
         (Mask.window(8, 0) & Mask.documents([0, 20, 64]), "aten-flash"),
         (Mask.window(None, 5), "cudnn"),
-        (Mask.causal() & Mask.documents([0, 20, 64]), "cudnn"),
+        (Mask.causal() & Mask.documents([0, 20, 64]), "aten-flash"),
         (Mask.causal() & Mask.dilated(20, 3), "triton"),
-        (Mask.blocks(torch.eye(4, dtype=torch.bool), 16), "triton"),
+        (Mask.blocks(torch.eye(4, dtype=torch.bool), 16), "aten-flash"),
+        (Mask.blocks(torch.arange(64).view(8, 8) % 3 == 0, 8), "triton"),
     ],
     ids=str,
 )

@@ -31,6 +31,7 @@ from burst_mcore.attention.autotune.choose import (
     why_not_degree,
 )
 from burst_mcore.attention.call import Call
+from burst_mcore.attention.geometry.launches import Launches, launches_of
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.kernels.kernel import Problem, Scores
 from burst_mcore.attention.kernels.table import choose
@@ -227,7 +228,7 @@ def resolve(request: Request, lengths: Sequence[int]) -> Call:
     problem = problem_of(
         shard.pooled(route.heads),
         request.device,
-        mask,
+        launches_of(mask, n),
         softcap=request.scores.softcap is not None,
         deterministic=request.scores.deterministic,
     )
@@ -245,7 +246,9 @@ def resolve(request: Request, lengths: Sequence[int]) -> Call:
     )
 
 
-def problem_of(shard: Shard, device: str, mask: Mask, *, softcap: bool, deterministic: bool) -> Problem:
+def problem_of(
+    shard: Shard, device: str, launches: Launches, *, softcap: bool, deterministic: bool
+) -> Problem:
     """Return the problem that a kernel must serve; shard: as it is on the ring."""
     return Problem(
         device=device,
@@ -256,8 +259,7 @@ def problem_of(shard: Shard, device: str, mask: Mask, *, softcap: bool, determin
         value_dim=shard.value_dim,
         softcap=softcap,
         deterministic=deterministic,
-        sparse=mask.is_sparse,
-        window=mask.has_window,
+        launches=launches,
     )
 
 

@@ -31,7 +31,13 @@ LISTED = 16
 """Ranks, at most, that are named on an axis."""
 OUTLINED = 100
 """Tiles of a kind and a rank, at most, that are told apart by lines."""
-KINDS = {"full": "#37474f", "causal": "#8fa8b8", "window": "#c9b458", "masked": "#a1536b"}
+KINDS = {
+    "full": "#37474f",
+    "causal": "#8fa8b8",
+    "window": "#c9b458",
+    "packed": "#6f8f6a",
+    "masked": "#a1536b",
+}
 """Kinds of tiles, and their colours, which are none of the ranks'."""
 EMPTY = (0.95, 0.95, 0.95)
 
@@ -117,7 +123,7 @@ def owners(plan: Plan, edges: Tensor) -> Tensor:
 def kind_of(tile: Tile) -> str:
     """Return one of KINDS."""
     if tile.pattern.parts:
-        return "masked"
+        return "packed" if tile.pattern.packed else "masked"
     if tile.pattern.full:
         return "full"
     return "causal" if tile.pattern.causal else "window"
@@ -131,7 +137,7 @@ def tiles_summary(plan: Plan, pass_: Pass, kernel: Kernel) -> str:
         for tile in _met(plan, pass_, kernel, position, source):
             kinds[kind_of(tile)] += 1
             allowed += tile.pattern.pairs
-            computed += prod(tile.pattern.shape) if tile.pattern.parts else tile.pattern.pairs
+            computed += prod(tile.pattern.shape) if kind_of(tile) == "masked" else tile.pattern.pairs
     each = ", ".join(f"{kinds[kind]} {kind}" for kind in KINDS if kinds[kind])
     return (
         f"tiles:  {kinds.total()} for kernel {kernel.name} ({each}), {computed:,} pairs, of which the mask "

@@ -243,7 +243,7 @@ def kernel_of(burst: BurstConfig, config: Any, problem: Problem) -> BurstConfig:
             f"--burst-kernel {burst.kernel} contradicts --attention-backend {backend}: give one of them"
         )
     refusals = []
-    ranked = [k.name for k in by_rank(problem.device, problem.sparse, problem.window) if k.name in allowed]
+    ranked = [k.name for k in by_rank(problem.device, problem.launches) if k.name in allowed]
     for name in ranked or allowed:
         reason = KERNELS[name].supports(problem)
         if reason is None:

@@ -27,6 +27,7 @@ from torch import Tensor
 from burst_mcore.attention.api import burst_attention, connect
 from burst_mcore.attention.autotune.choose import Ranks
 from burst_mcore.attention.cached import attend_to_cache
+from burst_mcore.attention.geometry.launches import launches_of
 from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.recompute.replay import in_checkpoint, of_layer
@@ -46,6 +47,8 @@ from burst_mcore.rates import Rates
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 FULL = (AttnMaskType.no_mask, AttnMaskType.padding)
+TOKENS = 2**17
+"""Tokens for which a layer's kernel is tried before its sequences are known."""
 PADDING = (AttnMaskType.padding, AttnMaskType.padding_causal)
 """Mask types that need packed sequences: these say what is padding."""
 
@@ -190,7 +193,11 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         try:
             degree = degrees_of(burst, Ranks(self.topology.size, self.topology.intra_size), shard)[0]
             problem = problem_of(
-                shard.pooled(degree), device, mask, softcap=False, deterministic=burst.deterministic
+                shard.pooled(degree),
+                device,
+                launches_of(mask, TOKENS),
+                softcap=False,
+                deterministic=burst.deterministic,
             )
             self.burst_config = kernel_of(burst, config, problem)
             choose(self.burst_config.kernel, problem)

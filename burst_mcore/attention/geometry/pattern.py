@@ -23,9 +23,31 @@ class Abilities(NamedTuple):
     between documents: wrap such a kernel in `kernels.finite.keeps_nan_where_seen`."""
     pieces: bool = False
     """Any pattern, as pieces; pairs outside them cost nothing."""
+    packed: bool = False
+    """Diagonals one after another, each a sequence of its own (`Packed`), in one call."""
 
 
 NONE = Abilities()
+
+
+class Packed(NamedTuple):
+    """Sequences one after another: query i of each sees keys of the same sequence alone.
+
+    Of a sequence of M queries and N keys, query m sees key n iff -left <= n - m - (N - M) <= right, as flash
+    kernels count: from the lower right corner; -1 stands for no bound.
+    """
+
+    q: tuple[int, ...]
+    """Queries of each sequence."""
+    k: tuple[int, ...]
+    """Keys of each sequence."""
+    left: int
+    right: int
+
+    @property
+    def causal(self) -> bool:
+        """The last query of each sequence sees all keys, and each before it one key less."""
+        return (self.left, self.right) == (-1, 0)
 
 
 @dataclass(eq=False)  # not frozen: plans make one for every tile, and frozen ones take three times as long
@@ -44,6 +66,8 @@ class Pattern:
     """Disjoint, in rows and columns of the tile."""
     fixed_table: Final[Tensor | None] = None
     """Bool [M, N]: row m sees column n iff it is True there."""
+    packed: Final[Packed | None] = None
+    """The parts, where they are sequences one after another, for kernels that take them so."""
 
     @classmethod
     def from_table(cls, table: Tensor) -> Pattern:

@@ -2,15 +2,17 @@
 
 Any piece becomes rectangles that are full, causal, or, for kernels that support them, windows (with no more
 rows than columns). A triangle in the other corner becomes a causal tile with its rows and columns in reverse.
-Pieces that cost less than a kernel call share one tile with a mask, where the kernel supports masks.
+Pieces that cost less than a kernel call share one tile: as packed sequences, or with a mask, where the kernel
+supports either.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from burst_mcore.attention.geometry.pattern import Abilities, Pattern
+from burst_mcore.attention.geometry.pattern import Abilities, Packed, Pattern
 from burst_mcore.attention.geometry.piece import Piece
 from burst_mcore.attention.geometry.plan import Plan, cached_on_plan
 from burst_mcore.attention.geometry.rows import Rows, count, index_of, union
@@ -23,6 +25,9 @@ DIAGONAL = 512
 need fewer calls."""
 GATHERED = 2048
 """Full pieces of the same query rows become one tile if they have at most this many keys each, on average."""
+
+PACKED = 2**23
+"""Pairs of a piece, at most, that is packed with others: a larger one fills a GPU by itself."""
 
 
 class Tile(NamedTuple):
@@ -48,10 +53,13 @@ def tiles(pieces: Iterable[Piece], abilities: Abilities) -> tuple[Tile, ...]:
 
     Together they hold every pair of the pieces once, and no other pair.
     """
-    windows, masks, whole = abilities
+    windows, masks, whole, packs = abilities
     if whole:
         return _as_one(list(pieces), windows)
     large: list[Tile] = []
+    if packs:
+        packed, pieces = _packed(pieces)
+        large += packed
     small: list[Piece] = []
     for piece in pieces:
         if masks and _area(piece) < 16 * CALL:
@@ -86,6 +94,96 @@ def _as_one(pieces: list[Piece], windows: bool) -> tuple[Tile, ...]:
         if len(alone) == 1:
             return alone
     return (_masked(pieces),) if pieces else ()
+
+
+class _Sequence(NamedTuple):
+    """Queries [m0, m1) and keys [n0, n1) within bounds from the lower right corner (`Packed`)."""
+
+    m0: int
+    m1: int
+    n0: int
+    n1: int
+    left: int
+    right: int
+
+    @property
+    def tight(self) -> _Sequence:
+        """The same without bounds that exclude nothing."""
+        left = self.left if self.left < self.n1 - self.n0 - 1 else -1
+        return self._replace(left=left, right=self.right if self.right < self.m1 - self.m0 - 1 else -1)
+
+    def within(self, left: int, right: int) -> _Sequence | None:
+        """Return the sequence with these bounds; None if other pairs would meet."""
+        other = self._replace(left=left, right=right)
+        return other if other.tight == self.tight else None
+
+    def follows(self, other: _Sequence) -> bool:
+        """Return whether both sides begin where those of `other` have ended."""
+        return self.m0 >= other.m1 and self.n0 >= other.n1
+
+
+def _packed(pieces: Iterable[Piece]) -> tuple[list[Tile], list[Piece]]:
+    """Return tiles of packed sequences, and the pieces that have no other to be packed with."""
+    sequences = {piece: _sequences(piece) for piece in sorted(pieces)}
+    bounds = Counter((x.left, x.right) for some in sequences.values() for x in some).most_common()
+    chains: dict[tuple[int, int], list[list[_Sequence]]] = {}
+    of_piece: dict[Piece, list[list[_Sequence]]] = {}
+    for piece, some in sequences.items():
+        for sequence in some:
+            one = next(x for (left, right), _ in bounds if (x := sequence.within(left, right)))
+            of_bounds = chains.setdefault((one.left, one.right), [])
+            chain = next((chain for chain in of_bounds if one.follows(chain[-1])), None)
+            if chain is None:
+                of_bounds.append(chain := [])
+            chain.append(one)
+            of_piece.setdefault(piece, []).append(chain)
+    alone = [piece for piece in sequences if all(len(chain) == 1 for chain in of_piece.get(piece, []))]
+    for piece in alone:
+        for chain in of_piece.get(piece, []):
+            chain.clear()
+    return [_one_after_another(chain) for some in chains.values() for chain in some if chain], alone
+
+
+def _sequences(piece: Piece) -> list[_Sequence]:
+    """Return a piece as sequences of packed calls; none if it is large or cannot be one of them."""
+    sequences: list[_Sequence] = []
+    if piece.step > 1 or _area(piece) > PACKED:
+        return []
+    for tile in _band(
+        range(piece.m0, piece.m1), range(piece.n0, piece.n1), piece.low, piece.high, True, False
+    ):
+        (q,), (k,), pattern = tile
+        apart = len(k) - len(q)
+        left = -1 if pattern.low is None else apart - pattern.low
+        right = -1 if pattern.high is None else pattern.high - apart
+        if q.step < 0 or (right > 0 and left >= 0):
+            return []
+        if right > 0:  # the first rows are causal, the others see all
+            square = len(q) - right
+            sequences.append(_Sequence(q.start, q.start + square, k.start, k.stop, -1, 0))
+            sequences.append(_Sequence(q.start + square, q.stop, k.start, k.stop, -1, -1))
+        else:
+            sequences.append(_Sequence(q.start, q.stop, k.start, k.stop, left, right))
+    return sequences
+
+
+def _one_after_another(sequences: list[_Sequence]) -> Tile:
+    """Return the tile of packed sequences, or of a single one."""
+    lengths_q = tuple(x.m1 - x.m0 for x in sequences)
+    lengths_k = tuple(x.n1 - x.n0 for x in sequences)
+    left, right = sequences[0][4:]
+    parts, m, n = [], 0, 0
+    for rows, columns in zip(lengths_q, lengths_k, strict=True):
+        low = -UNBOUNDED if left < 0 else columns - rows - left
+        high = UNBOUNDED if right < 0 else columns - rows + right
+        parts.append(Piece(m, m + rows, n, n + columns, low, high))
+        m, n = m + rows, n + columns
+    q = union([range(x.m0, x.m1) for x in sequences])
+    k = union([range(x.n0, x.n1) for x in sequences])
+    if len(parts) == 1:
+        low, high = parts[0][4:6]
+        return _tile(q, k, None if left < 0 else low, None if right < 0 else high)
+    return Tile(q, k, Pattern((m, n), parts=tuple(parts), packed=Packed(lengths_q, lengths_k, left, right)))
 
 
 def _area(piece: Piece) -> int:

@@ -11,6 +11,15 @@ from torch import Tensor
 from burst_mcore.attention.geometry.pattern import Abilities, Pattern
 from burst_mcore.attention.kernels.finite import keeps_nan_where_seen
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
+from burst_mcore.attention.kernels.packed import (
+    Sequences,
+    flat,
+    flat_inputs,
+    gradients_of_batch,
+    is_causal,
+    of_batch,
+    sequences,
+)
 from burst_mcore.attention.kernels.padding import takes_any_value_dim
 from burst_mcore.attention.kernels.small import leaves_small_tiles
 from burst_mcore.attention.kernels.window import from_lower_right
@@ -89,23 +98,28 @@ def _flash_forward(
 ) -> tuple[Tensor, Tensor]:
     left, right = from_lower_right(pattern)
     out, lse, *_ = _aten._flash_attention_forward(
-        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, pattern.causal, False,
+        *flat(pattern, q, k, v), *_ends(pattern, q, k), 0.0, is_causal(pattern), False,
         scale=scores.scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
-    return out, lse
+    return of_batch(pattern, out, lse, len(q))
 
 
 def _flash_backward(
     inputs: BackwardInputs, pattern: Pattern, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     left, right = from_lower_right(pattern)
-    seed = _no_seed(inputs.q)
-    dq, dk, dv = _aten._flash_attention_backward(
-        inputs.dout, inputs.q, inputs.k, inputs.v, inputs.out, inputs.lse.contiguous(), None, None,
-        inputs.q.shape[1], inputs.k.shape[1], 0.0, pattern.causal, seed, seed,
-        scale=scores.scale, window_size_left=left, window_size_right=right,
+    seed, given = _no_seed(inputs.q), flat_inputs(pattern, inputs)
+    gradients = _aten._flash_attention_backward(
+        given.dout, given.q, given.k, given.v, given.out, given.lse, *_ends(pattern, inputs.q, inputs.k),
+        0.0, is_causal(pattern), seed, seed, scale=scores.scale, window_size_left=left,
+        window_size_right=right,
     )  # fmt: skip
-    return dq, dk, dv
+    return gradients_of_batch(pattern, gradients, len(inputs.q))
+
+
+def _ends(pattern: Pattern, q: Tensor, k: Tensor) -> Sequences:
+    """Return the sequences of a call: of a packed pattern its own, else whole rows."""
+    return sequences(pattern, q) if pattern.packed else Sequences(None, None, q.shape[1], k.shape[1])
 
 
 def _no_seed(x: Tensor) -> Tensor:
@@ -166,7 +180,11 @@ def _folded(gradient: Tensor, kv_heads: int) -> Tensor:
 CPU = Kernel("aten-cpu", _cpu_supports, _cpu_forward, _cpu_backward, abilities=Abilities(masks=True))
 CUDNN = Kernel("cudnn", _cudnn_supports, _cudnn_forward, _cudnn_backward)
 FLASH = Kernel(
-    "aten-flash", _flash_supports, _flash_forward, _flash_backward, abilities=Abilities(windows=True)
+    "aten-flash",
+    _flash_supports,
+    _flash_forward,
+    _flash_backward,
+    abilities=Abilities(windows=True, packed=True),
 )
 KERNELS = tuple(
     map(

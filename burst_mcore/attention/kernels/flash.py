@@ -1,7 +1,7 @@
 """The flash-attn packages: 2 (`flash_attn`), 3 (`flash_attn_interface`), 4 (`flash_attn.cute`).
 
 Their low-level forwards and backwards, which take and return the log-sum-exp. Written after the sources of
-2.5.9 to 2.8.3, of both signatures that version 3 has had, and of 4.0.0b36.
+2.6.0 to 2.8.3, of both signatures that version 3 has had, and of 4.0.0b36.
 """
 
 from __future__ import annotations
@@ -15,14 +15,22 @@ from burst_mcore import packages
 from burst_mcore.attention.geometry.pattern import Abilities, Pattern
 from burst_mcore.attention.kernels.aten import half_on_cuda
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
+from burst_mcore.attention.kernels.packed import (
+    flat,
+    flat_inputs,
+    gradients_of_batch,
+    is_causal,
+    keywords,
+    of_batch,
+)
 from burst_mcore.attention.kernels.padding import takes_any_value_dim
 from burst_mcore.attention.kernels.window import from_lower_right
 
-WINDOWS = Abilities(windows=True)
+ABILITIES = Abilities(windows=True, packed=True)
 
 
 def _flash2() -> Any:
-    return packages.loaded("flash_attn.flash_attn_interface", "flash-attn", "2.5", "2.9")
+    return packages.loaded("flash_attn.flash_attn_interface", "flash-attn", "2.6", "2.9")
 
 
 def _flash2_supports(problem: Problem) -> str | None:
@@ -30,40 +38,41 @@ def _flash2_supports(problem: Problem) -> str | None:
     if reason is not None:
         return reason
     module = _flash2()
-    if isinstance(module, str):
-        return module
-    if problem.softcap and not packages.has(module._flash_attn_forward, "softcap"):
-        return "flash-attn has a softcap from 2.6 on"
-    return None
+    return module if isinstance(module, str) else None
 
 
 def _flash2_forward(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores
 ) -> tuple[Tensor, Tensor]:
     left, right = from_lower_right(pattern)
+    of = "_varlen" if pattern.packed else ""
     results = packages.call(
-        _flash2()._flash_attn_forward,
-        q, k, v, dropout_p=0.0, softmax_scale=scores.scale, causal=pattern.causal, window_size=(left, right),
-        window_size_left=left, window_size_right=right, softcap=_softcap(scores), alibi_slopes=None,
-        return_softmax=False,
+        getattr(_flash2(), f"_flash_attn{of}_forward"),
+        *flat(pattern, q, k, v), **keywords(pattern, q), dropout_p=0.0, softmax_scale=scores.scale,
+        causal=is_causal(pattern), window_size=(left, right), window_size_left=left,
+        window_size_right=right, softcap=_softcap(scores), alibi_slopes=None, return_softmax=False,
     )  # fmt: skip
     out, lse = results[0], results[5 if len(results) == 8 else 1]  # 8 results before 2.7
-    return out, lse.masked_fill_(lse == torch.inf, -torch.inf)  # rows that see nothing have +inf
+    if left >= 0 or right > 0:  # rows that see nothing have +inf
+        lse.masked_fill_(lse == torch.inf, -torch.inf)
+    return of_batch(pattern, out, lse, len(q))
 
 
 def _flash2_backward(
     inputs: BackwardInputs, pattern: Pattern, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     left, right = from_lower_right(pattern)
-    dq, dk, dv = _room(inputs)
+    given = flat_inputs(pattern, inputs)
+    gradients = _room(given)
+    of = "_varlen" if pattern.packed else ""
     packages.call(
-        _flash2()._flash_attn_backward,
-        inputs.dout, inputs.q, inputs.k, inputs.v, inputs.out, inputs.lse.contiguous(), dq, dk, dv,
-        dropout_p=0.0, softmax_scale=scores.scale, causal=pattern.causal,
+        getattr(_flash2(), f"_flash_attn{of}_backward"),
+        given.dout, given.q, given.k, given.v, given.out, given.lse, *gradients,
+        **keywords(pattern, inputs.q), dropout_p=0.0, softmax_scale=scores.scale, causal=is_causal(pattern),
         window_size=(left, right), window_size_left=left, window_size_right=right,
         softcap=_softcap(scores), alibi_slopes=None, deterministic=scores.deterministic,
     )  # fmt: skip
-    return dq, dk, dv
+    return gradients_of_batch(pattern, gradients, len(inputs.q))
 
 
 def _flash3() -> Any:
@@ -89,25 +98,27 @@ def _flash3_forward(
     left, right = from_lower_right(pattern)
     out, lse, *_ = packages.call(
         _flash3()._flash_attn_forward,
-        q, k, _rows_dense(v), softmax_scale=scores.scale, causal=pattern.causal, window_size=(left, right),
-        window_size_left=left, window_size_right=right, softcap=_softcap(scores),
+        *flat(pattern, q, k, _rows_dense(v)), **keywords(pattern, q), softmax_scale=scores.scale,
+        causal=is_causal(pattern), window_size=(left, right), window_size_left=left,
+        window_size_right=right, softcap=_softcap(scores),
     )  # fmt: skip
-    return out, lse
+    return of_batch(pattern, out, lse, len(q))
 
 
 def _flash3_backward(
     inputs: BackwardInputs, pattern: Pattern, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     left, right = from_lower_right(pattern)
-    dq, dk, dv = _room(inputs)
+    given, causal = flat_inputs(pattern, inputs), is_causal(pattern)
+    dq, dk, dv = _room(given)
     packages.call(
         _flash3()._flash_attn_backward,
-        inputs.dout, inputs.q, inputs.k, _rows_dense(inputs.v), inputs.out, inputs.lse.contiguous(),
-        dq=dq, dk=dk, dv=dv, softmax_scale=scores.scale, causal=pattern.causal, is_causal=pattern.causal,
-        window_size=(left, right), window_size_left=left, window_size_right=right, softcap=_softcap(scores),
-        deterministic=scores.deterministic,
+        given.dout, given.q, given.k, _rows_dense(given.v), given.out, given.lse,
+        **keywords(pattern, inputs.q), dq=dq, dk=dk, dv=dv, softmax_scale=scores.scale, causal=causal,
+        is_causal=causal, window_size=(left, right), window_size_left=left, window_size_right=right,
+        softcap=_softcap(scores), deterministic=scores.deterministic,
     )  # fmt: skip
-    return dq, dk, dv
+    return gradients_of_batch(pattern, (dq, dk, dv), len(inputs.q))
 
 
 def _flash4() -> Any:
@@ -137,24 +148,25 @@ def _flash4_forward(
 ) -> tuple[Tensor, Tensor]:
     left, right = (None if bound < 0 else bound for bound in from_lower_right(pattern))
     out, lse, *_ = _flash4()._flash_attn_fwd(
-        q, k, v, softmax_scale=scores.scale, causal=pattern.causal, softcap=scores.softcap,
-        window_size_left=left, window_size_right=right, return_lse=True,
+        *flat(pattern, q, k, v), **keywords(pattern, q), softmax_scale=scores.scale,
+        causal=is_causal(pattern), softcap=scores.softcap, window_size_left=left, window_size_right=right,
+        return_lse=True,
     )  # fmt: skip
-    return out, lse
+    return of_batch(pattern, out, lse, len(q))
 
 
 def _flash4_backward(
     inputs: BackwardInputs, pattern: Pattern, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     left, right = (None if bound < 0 else bound for bound in from_lower_right(pattern))
-    nothing = torch.zeros_like(inputs.dout)  # it takes D as rowsum(dO * O) - dLSE
+    given = flat_inputs(pattern, inputs)
+    nothing = torch.zeros_like(given.dout)  # it takes D as rowsum(dO * O) - dLSE
     dq, dk, dv, *_ = _flash4()._flash_attn_bwd(
-        inputs.q, inputs.k, inputs.v, nothing, inputs.dout, inputs.lse.contiguous(),
-        softmax_scale=scores.scale, causal=pattern.causal, softcap=_softcap(scores),
-        window_size_left=left, window_size_right=right, deterministic=scores.deterministic,
-        dlse=-inputs.delta,
+        given.q, given.k, given.v, nothing, given.dout, given.lse, softmax_scale=scores.scale,
+        causal=is_causal(pattern), softcap=_softcap(scores), window_size_left=left, window_size_right=right,
+        deterministic=scores.deterministic, dlse=-given.delta, **keywords(pattern, inputs.q),
     )  # fmt: skip
-    return dq, dk, dv
+    return gradients_of_batch(pattern, (dq, dk, dv), len(inputs.q))
 
 
 def _softcap(scores: Scores) -> float:
@@ -174,9 +186,9 @@ def _room(inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 FLASH2 = takes_any_value_dim(
-    Kernel("flash2", _flash2_supports, _flash2_forward, _flash2_backward, abilities=WINDOWS)
+    Kernel("flash2", _flash2_supports, _flash2_forward, _flash2_backward, abilities=ABILITIES)
 )
-FLASH3 = Kernel("flash3", _flash3_supports, _flash3_forward, _flash3_backward, abilities=WINDOWS)
+FLASH3 = Kernel("flash3", _flash3_supports, _flash3_forward, _flash3_backward, abilities=ABILITIES)
 FLASH4 = Kernel(
-    "flash4", _flash4_supports, _flash4_forward, _flash4_backward, takes_delta=True, abilities=WINDOWS
+    "flash4", _flash4_supports, _flash4_forward, _flash4_backward, takes_delta=True, abilities=ABILITIES
 )

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from burst_mcore.attention.geometry.launches import LARGE, Launches
 from burst_mcore.attention.geometry.pattern import NONE, Abilities, Pattern
 
 
@@ -29,11 +30,8 @@ class Problem:
     softcap: bool = False
     deterministic: bool = False
     """Gradients must be bitwise equal between runs."""
-    sparse: bool = False
-    """The mask is sparse (`Mask.is_sparse`). This field and the next change only the order in which "auto"
-    tries kernels."""
-    window: bool = False
-    """The mask has a window (`Mask.has_window`)."""
+    launches: Launches = LARGE
+    """How much work the mask leaves to a launch. It changes only the order in which "auto" tries kernels."""
 
 
 class Scores(NamedTuple):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from burst_mcore import packages
+from burst_mcore.attention.geometry.launches import LARGE, LAUNCH, Launches
 from burst_mcore.attention.kernels import aten, flash, reference, te, triton
 from burst_mcore.attention.kernels.kernel import Kernel, Problem
 from burst_mcore.attention.kernels.padding import takes_delta
@@ -27,6 +28,10 @@ The order is a guess: this project has measured none of them yet. A kernel that 
 for the CPU, is chosen by its name alone."""
 
 
+OWN = 1.6
+"""The time of a pair in our own kernel, as a multiple of that in a stock kernel."""
+
+
 @lru_cache(maxsize=1024)
 def choose(name: str, problem: Problem) -> Kernel:
     """Return the kernel called `name`, or, if that is "auto", the first of `by_rank` that serves.
@@ -46,7 +51,7 @@ def choose(name: str, problem: Problem) -> Kernel:
         logger.info("kernel %s for %s, as asked", name, problem)
         return KERNELS[name]
     refusals: list[str] = []
-    for kernel in by_rank(problem.device, problem.sparse, problem.window):
+    for kernel in by_rank(problem.device, problem.launches):
         reason = kernel.supports(problem)
         if reason is None:
             level = logging.WARNING if kernel.name == "reference" else logging.INFO
@@ -63,7 +68,7 @@ def taking_delta(name: str, problem: Problem) -> Kernel:
         ValueError: none does, or not the one of this name.
     """
     refusals = []
-    ranked = by_rank(problem.device, problem.sparse, problem.window)
+    ranked = by_rank(problem.device, problem.launches)
     for kernel in ranked if name == "auto" else [KERNELS[name]]:
         taking = takes_delta(kernel)
         reason = taking.supports(problem)
@@ -73,31 +78,32 @@ def taking_delta(name: str, problem: Problem) -> Kernel:
     raise ValueError(f"a gradient came through lse, which no kernel here takes{_because(refusals)}")
 
 
-def by_rank(device: str, sparse: bool = False, window: bool = False) -> list[Kernel]:
+def by_rank(device: str, launches: Launches = LARGE) -> list[Kernel]:
     """Return the kernels in the order in which "auto" tries them; the reference is the last.
 
-    On CUDA kernels that take a mask in few launches come first. For a sparse mask that is our own, which
-    takes any pattern whole; for a window, kernels that have windows. Other kernels need a call for each tile
-    that the mask is cut into. The order is a guess, as `PREFERENCE` is.
+    On CUDA that is the order of `PREFERENCE`, by the time that a pair is expected to take. A launch costs as
+    much as LAUNCH pairs besides its own: so kernels that take a mask in few launches come first where the
+    launches of others would be small. The order is a guess, as `PREFERENCE` is.
     """
     if device == "cpu":
         return [KERNELS["aten-cpu"], KERNELS["reference"]]
     capability = packages.capability()
-    ranked = [
-        KERNELS[name] for name in PREFERENCE.get(capability[0] if capability else None, PREFERENCE[None])
-    ]
-    if sparse or window:
-        ranked.sort(key=lambda kernel: not (kernel.abilities.pieces if sparse else kernel.abilities.windows))
-    return [*ranked, KERNELS["reference"]]
+    names = PREFERENCE.get(capability[0] if capability else None, PREFERENCE[None])
+    return [*sorted((KERNELS[name] for name in names), key=partial(_time, launches)), KERNELS["reference"]]
+
+
+def _time(launches: Launches, kernel: Kernel) -> float:
+    """Return the time of a pair in a kernel's launches, as a multiple of a stock kernel's in large ones."""
+    of_pair = OWN if kernel.abilities.pieces else 1.0
+    return of_pair * (1.0 + LAUNCH / 2.0 ** launches.of(kernel.abilities))
 
 
 def _why(kernel: Kernel, problem: Problem, refusals: list[str]) -> str:
-    words, can = _because(refusals), kernel.abilities
-    whole = can.pieces if problem.sparse else problem.window and can.windows
-    if not whole or problem.device == "cpu" or kernel.name == "reference":
+    words, launches = _because(refusals), problem.launches
+    if problem.device == "cpu" or by_rank(problem.device, launches) == by_rank(problem.device):
         return words
-    kind = "sparse mask" if problem.sparse else "window"
-    return f", which takes a {kind} whole: those that do are tried first (not measured){words}"
+    size = f"2^{launches.of(kernel.abilities)} pairs a launch, others 2^{launches.alone}"
+    return f", by the launches that this mask leaves: {size} (not measured){words}"
 
 
 def _because(refusals: list[str]) -> str:

@@ -13,6 +13,8 @@ def from_lower_right(pattern: Pattern) -> tuple[int, int]:
     read as unbounded. A window has no more rows than columns: FlashAttention-2 takes a right bound of N and
     more as unbounded, and an unbounded one as N.
     """
+    if pattern.packed:
+        return pattern.packed.left, pattern.packed.right
     if not pattern.windowed:
         return -1, -1
     rows, columns = pattern.shape

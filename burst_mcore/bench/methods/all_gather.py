@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from burst_mcore.attention.geometry.launches import launches_of
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.rows import gather, scatter_views
 from burst_mcore.attention.geometry.tiles import tiles_of
@@ -33,7 +34,7 @@ class _AllGatherAttention(torch.autograd.Function):
         size, n = group.size(), q.shape[1] * group.size()
         heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
         problem = Problem(q.device.type, q.dtype, heads, kv_heads, head_dim, head_dim)
-        problem = replace(problem, sparse=mask.is_sparse, window=mask.has_window)
+        problem = replace(problem, launches=launches_of(mask, n))
         ctx.kernel = choose("auto", problem)
         ctx.scores, ctx.size = Scores(head_dim**-0.5), size
         plan = plan_for(Layout("zigzag"), mask, n, size)

@@ -16,6 +16,7 @@ from torch import Tensor
 from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Attended, Call, Keys, Queries
 from burst_mcore.attention.forward import forward
+from burst_mcore.attention.geometry.launches import launches_of
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.rows import gather
@@ -150,8 +151,8 @@ class VirtualRank:
     ) -> None:
         self.shape, self.device = shape, torch.device(device)
         heads, dims = (shape.heads, shape.kv_heads), (shape.head_dim, shape.value_dim)
-        problem = Problem(device, shape.dtype, *heads, *dims, sparse=mask.is_sparse, window=mask.has_window)
         n = shape.tokens * size
+        problem = Problem(device, shape.dtype, *heads, *dims, launches=launches_of(mask, n))
         self.transport = Copies(source, self.device, poison)
         chosen = choose(kernel, problem)
         self.call = Call(

@@ -1,0 +1,85 @@
+"""Packed sequences in the convention of flash kernels: many diagonals of one tile in one call, by cu_seqlens.
+
+For a packed pattern, tensors of a tile [B, S, H, D] become [B * S, H, D], and statistics [B, H, S] become
+[H, B * S]: sequence after sequence, batch after batch. For other patterns these functions change nothing.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_mcore.attention.geometry.pattern import Pattern
+from burst_mcore.attention.kernels.kernel import BackwardInputs
+
+
+class Sequences(NamedTuple):
+    """Where sequences begin and end in packed queries and keys, int32 [sequences + 1], and the longest."""
+
+    of_q: Tensor | None
+    of_k: Tensor | None
+    longest_q: int
+    longest_k: int
+
+
+def sequences(pattern: Pattern, q: Tensor) -> Sequences:
+    """Return the sequences of a packed pattern, for the batches of q [B, S, H, D]; kept with the pattern."""
+    assert pattern.packed is not None
+    key = "sequences", q.shape[0], q.device
+    if key not in pattern.kernel_cache:
+        lengths = pattern.packed.q, pattern.packed.k
+        ends = torch.tensor([[*accumulate(x * q.shape[0], initial=0)] for x in lengths], dtype=torch.int32)
+        if q.is_cuda:  # one copy, which the host does not wait for; its source lives as long as the pattern
+            ends = ends.pin_memory()
+        of_q, of_k = ends.to(q.device, non_blocking=True)
+        pattern.kernel_cache[key] = Sequences(of_q, of_k, *map(max, lengths)), ends
+    result: Sequences = pattern.kernel_cache[key][0]
+    return result
+
+
+def keywords(pattern: Pattern, q: Tensor) -> dict[str, Any]:
+    """Return the arguments by which flash-attn packages are told of sequences."""
+    if pattern.packed is None:
+        return {}
+    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+    return dict(zip(names, sequences(pattern, q), strict=True))
+
+
+def is_causal(pattern: Pattern) -> bool:
+    """Return whether the tile, or each of its sequences, is causal from the lower right corner."""
+    return pattern.packed.causal if pattern.packed else pattern.causal
+
+
+def flat(pattern: Pattern, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors as a call for the pattern takes them."""
+    return tuple(x.flatten(0, 1).contiguous() for x in tensors) if pattern.packed else tensors
+
+
+def flat_inputs(pattern: Pattern, inputs: BackwardInputs) -> BackwardInputs:
+    """Return the inputs of a backward as a call for the pattern takes them; lse contiguous in any case."""
+    if pattern.packed is None:
+        return inputs._replace(lse=inputs.lse.contiguous())
+    dout, q, k, v = flat(pattern, inputs.dout, inputs.q, inputs.k, inputs.v)
+    out = None if inputs.out is None else flat(pattern, inputs.out)[0]
+    lse, delta = (x.transpose(0, 1).flatten(1).contiguous() for x in (inputs.lse, inputs.delta))
+    return BackwardInputs(dout, q, k, v, out, lse, delta)
+
+
+def of_batch(pattern: Pattern, out: Tensor, lse: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+    """Return (out [B, S, H, D], lse [B, H, S]) of a call's results."""
+    if pattern.packed is None:
+        return out, lse
+    return out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1)
+
+
+def gradients_of_batch(
+    pattern: Pattern, gradients: tuple[Tensor, Tensor, Tensor], batch: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv), each [B, S, H, D], of a call's results."""
+    if pattern.packed is None:
+        return gradients
+    dq, dk, dv = (x.unflatten(0, (batch, -1)) for x in gradients)
+    return dq, dk, dv

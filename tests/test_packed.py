@@ -1,0 +1,154 @@
+"""Documents in one launch: packed sequences, from the plan to a kernel, and the choice of kernels."""
+
+import random
+
+import pytest
+import torch
+from dense import dense, error, problem
+from masks import random_layout
+from test_simulation import simulate
+
+from burst_mcore import Layout, Mask, packages
+from burst_mcore.attention.geometry import tiles as tiles_module
+from burst_mcore.attention.geometry.launches import LARGE, launches_of
+from burst_mcore.attention.geometry.pattern import Abilities, Pattern
+from burst_mcore.attention.geometry.plan import plan_for
+from burst_mcore.attention.geometry.rows import Rows
+from burst_mcore.attention.geometry.tiles import tiles_of
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel
+from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
+from burst_mcore.attention.kernels.table import KERNELS, by_rank
+from burst_mcore.attention.schedule.route import Route
+
+ABILITIES = Abilities(windows=True, packed=True)
+
+
+def _apart(pattern):
+    """(rows, columns, pattern) of each sequence, as flash kernels count: from the lower right corner."""
+    m = n = 0
+    for rows, columns in zip(pattern.packed.q, pattern.packed.k, strict=True):
+        apart, left, right = columns - rows, pattern.packed.left, pattern.packed.right
+        low, high = None if left < 0 else apart - left, None if right < 0 else apart + right
+        yield slice(m, m + rows), slice(n, n + columns), Pattern((rows, columns), low, high)
+        m, n = m + rows, n + columns
+    assert (m, n) == pattern.shape
+
+
+def _forward(q, k, v, pattern, scores):
+    if pattern.packed is None:
+        return REFERENCE.forward(q, k, v, pattern, scores)
+    parts = [REFERENCE.forward(q[:, m], k[:, n], v[:, n], one, scores) for m, n, one in _apart(pattern)]
+    return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 2)
+
+
+def _backward(inputs, pattern, scores):
+    if pattern.packed is None:
+        return REFERENCE.backward(inputs, pattern, scores)
+    dq, dk, dv = (torch.full_like(x, torch.nan) for x in (inputs.q, inputs.k, inputs.v))
+    for m, n, one in _apart(pattern):
+        x = BackwardInputs(
+            inputs.dout[:, m], inputs.q[:, m], inputs.k[:, n], inputs.v[:, n], None, inputs.lse[:, :, m],
+            inputs.delta[:, :, m],
+        )  # fmt: skip
+        dq[:, m], dk[:, n], dv[:, n] = REFERENCE.backward(x, one, scores)
+    return dq, dk, dv
+
+
+@pytest.fixture
+def packing(monkeypatch):
+    """A kernel that takes packed sequences, on the CPU: each by the reference, on its own."""
+    kernel = Kernel("packing", lambda ask: None, _forward, _backward, takes_delta=True, abilities=ABILITIES)
+    monkeypatch.setitem(KERNELS, "packing", kernel)
+    return kernel
+
+
+def _documents(draw, n):
+    ends = sorted({0, n, *(draw.randrange(1, n) for _ in range(draw.randrange(1, 12)))})
+    mask = Mask.documents(torch.tensor(ends))
+    return mask & draw.choice([Mask.causal(), Mask.full(), Mask.window(draw.randrange(1, 20), 0)])
+
+
+@pytest.mark.usefixtures("packing")
+@pytest.mark.parametrize("seed", range(12))
+def test_documents_on_a_ring_equal_dense_attention(seed):
+    draw = random.Random(seed)
+    size = draw.choice([1, 2, 3, 4])
+    n = 24 * size
+    mask, layout = _documents(draw, n), random_layout(draw, size, n)
+    route = draw.choice([Route(1, size), Route(1, size, direct=True)])
+    p = problem(seed, n, batch=draw.choice([1, 2]), kv_heads=2, dtype=torch.float64)
+    direction = draw.choice(["query", "kv"])
+    got, *_ = simulate(p, mask, layout, route, direction, "packing", dtype=torch.float64)
+    for name, g, w in zip(("out", "lse", "dq", "dk", "dv"), got, dense(p, mask), strict=True):
+        assert error(g, w) < 1e-12, name
+
+
+def _calls(mask, layout, n, size, abilities=ABILITIES):
+    plan = plan_for(Layout.of(layout), mask, n, size)
+    return [tiles_of(plan, q_at, k_at, abilities) for q_at in range(size) for k_at in range(size)]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_all_documents_of_a_rank_are_one_or_two_launches(layout):
+    n, size = 2**17, 4
+    mask = Mask.causal() & Mask.documents(torch.arange(0, n + 1, 1024))
+    for met in _calls(mask, layout, n, size):
+        assert len(met) <= 2
+        assert all(tile.pattern.packed for tile in met if len(tile.q[0]) > 4096)
+    one_by_one = sum(map(len, _calls(mask, layout, n, size, Abilities(windows=True))))
+    assert one_by_one > 15 * sum(map(len, _calls(mask, layout, n, size)))
+
+
+def test_long_documents_are_not_packed_with_others():
+    ends = torch.tensor([0, 8192, 16384, 16384 + 100, 16384 + 300])
+    (met,) = _calls(Mask.causal() & Mask.documents(ends), "contiguous", 16684, 1)
+    assert [tile.pattern.packed and tile.pattern.packed.q for tile in met] == [(100, 200), None, None]
+    assert tiles_module.PACKED < 8192**2
+    (alone,) = _calls(Mask.causal() & Mask.documents(ends[:3]), "contiguous", 16384, 1)
+    assert [tile.pattern.causal for tile in alone] == [True, True]
+
+
+def test_rows_of_packed_documents_that_lie_together_are_not_copied():
+    mask = Mask.causal() & Mask.documents(torch.tensor([0, 5, 6, 20, 32]))
+    (met,) = _calls(mask, "contiguous", 32, 1)
+    rows: Rows = (range(32),)
+    assert [(tile.q, tile.k, tile.pattern.packed.q) for tile in met] == [(rows, rows, (5, 1, 14, 12))]
+
+
+SCATTERED = torch.rand(1024, 1024, generator=torch.Generator().manual_seed(0)).tril() > 0.9
+HOPPER = ("flash3", "flash4", "te", "cudnn", "flash2", "aten-flash", "triton")
+
+
+@pytest.mark.parametrize(
+    ("mask", "first", "last"),
+    [
+        (Mask.causal(), "flash3", "triton"),
+        (Mask.causal() & Mask.documents(torch.arange(0, 2**17 + 1, 2**15)), "flash3", "triton"),
+        (Mask.causal() & Mask.documents(torch.arange(0, 2**17 + 1, 1024)), "flash3", "cudnn"),
+        (Mask.causal() & Mask.documents(torch.arange(0, 2**17 + 1, 64)), "flash3", "cudnn"),
+        (Mask.window(512, 0), "flash3", "cudnn"),
+        (Mask.window(2**16, 0), "flash3", "triton"),
+        (Mask.causal() & Mask.dilated(2**14, 64), "triton", "cudnn"),
+        (Mask.blocks(torch.eye(1024, dtype=torch.bool).roll(5, 0), 128), "flash3", "cudnn"),
+        (Mask.blocks(SCATTERED, 128), "triton", "cudnn"),
+        (Mask.blocks(torch.eye(8, dtype=torch.bool), 2**14), "flash3", "triton"),
+    ],
+    ids=[
+        "causal",
+        "long",
+        "1K",
+        "64",
+        "window",
+        "wide",
+        "dilated",
+        "one block a row",
+        "many blocks a row",
+        "large blocks",
+    ],
+)
+def test_kernels_are_ranked_by_launches_and_tile_shapes(mask, first, last, monkeypatch):
+    monkeypatch.setattr(packages, "capability", lambda: (9, 0))
+    ranked = [kernel.name for kernel in by_rank("cuda", launches_of(mask, 2**17))]
+    assert ranked[0] == first and set(ranked[:-1]) == set(HOPPER)
+    assert not last or last in ranked[-3:-1]
+    assert [kernel.name for kernel in by_rank("cuda", LARGE)][:-1] == list(HOPPER)
