@@ -45,11 +45,12 @@ def _index(rows):
 def test_tiles_hold_every_allowed_pair_once_and_no_other(draw, n, size, heads, windows, masks, whole, packed):
     layout, mask = random_layout(draw, size * heads, n), random_mask(draw, n)
     plan = plan_for(layout, mask, n, size, heads)
-    part = draw.choice([None, *range(heads)])
+    windows = windows or packed
+    abilities, part = Abilities(windows, masks, whole, packed), draw.choice([None, *range(heads)])
     met = torch.zeros(layout.padded(n, size * heads), layout.padded(n, size * heads), dtype=torch.int)
     at = [_rows(plan, position) for position in range(size)]
     for q_at, k_at in itertools.product(range(size), repeat=2):
-        found = tiles_of(plan, q_at, k_at, Abilities(windows, masks, whole, packed), q_part=part)
+        found = tiles_of(plan, q_at, k_at, abilities, q_part=part)
         pieces = plan.pieces(q_at, k_at, q_part=part)
         assert sum(tile.pattern.pairs for tile in found) == sum(piece.pairs for piece in pieces)
         for tile in found:

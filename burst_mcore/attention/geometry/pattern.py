@@ -24,7 +24,7 @@ class Abilities(NamedTuple):
     pieces: bool = False
     """Any pattern, as pieces; pairs outside them cost nothing."""
     packed: bool = False
-    """Diagonals one after another, each a sequence of its own (`Packed`), in one call."""
+    """Diagonals one after another, each a sequence of its own (`Packed`), in one call; windows too."""
 
 
 NONE = Abilities()
