@@ -1,6 +1,7 @@
 """The fused LM head and loss on one process: equal to plain PyTorch, at three products a token."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from burst_mcore.bench.memory import LargestMade
-from burst_mcore.loss import arguments, fused_linear_cross_entropy
-from burst_mcore.loss.chunked import CHUNK_BYTES, automatic_chunk
+from burst_mcore.loss import arguments, chunked, fused_linear_cross_entropy
+from burst_mcore.loss.chunked import CHUNK_BYTES, automatic_chunk, chunk_bytes
 from burst_mcore.loss.products import TILE, products_for
 from burst_mcore.loss.reference import linear_cross_entropy
 from burst_mcore.loss.terms import Terms
@@ -200,12 +201,37 @@ def test_chunks_are_chosen():
 @pytest.mark.parametrize("tokens", [0, 1, 2, 3, 127, 128, 129, 256, 257, 3844, 4097, 7707, 8193, 10**6])
 def test_chunks_are_several_few_small_and_of_whole_tiles(tokens, v, dtype):
     made = products_for(dtype, torch.device("cpu"), Terms())
-    chunk = automatic_chunk(tokens, v, made, "cpu")
-    most = max(CHUNK_BYTES["cpu"] // (v * dtype.itemsize), 2 * TILE)
+    chunk = automatic_chunk(tokens, v, made, CHUNK_BYTES)
+    most = max(CHUNK_BYTES // (v * dtype.itemsize), 2 * TILE)
     assert 1 <= chunk < max(2, tokens)
     assert chunk <= most
     assert math.ceil(tokens / chunk) <= max(2, math.ceil(tokens / (most // TILE * TILE)))
     assert chunk % TILE == 0 or tokens <= TILE
+
+
+def test_chunks_of_a_gpu_are_a_share_of_its_memory(monkeypatch):
+    properties = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert chunk_bytes(torch.device("cuda")) == 5 * 2**30 and chunk_bytes(torch.device("cpu")) == CHUNK_BYTES
+
+
+@pytest.mark.parametrize("v", [1, 7, 1000, 1001, 1007])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_logits_are_aligned_whatever_the_vocabulary(v, dtype, monkeypatch):
+    """Fast products and wide loads need rows that begin at multiples of 16 bytes."""
+    rows, made = [], chunked.rows_for
+
+    def aligned(weight):
+        def run(logits, *given):
+            rows.append((logits.shape[1], logits.stride(0) * logits.itemsize, given[5].stride(0) * 2))
+            return made(weight)(logits, *given)
+
+        return run
+
+    monkeypatch.setattr(chunked, "rows_for", aligned)
+    hidden, weight, labels, _ = draw(dtype, (40,), v=v)
+    fused_linear_cross_entropy(hidden, weight, labels).backward()
+    assert rows and all(columns == v and a % 16 == b % 16 == 0 for columns, a, b in rows)
 
 
 @pytest.mark.parametrize(("d", "v"), [(500, 10), (10, 500)])

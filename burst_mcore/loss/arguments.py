@@ -12,7 +12,7 @@ from torch import Tensor
 from burst_mcore.agreement import Claim, Collective, Signature, alike, claims_of, disagreement, summary
 from burst_mcore.dtypes import DTYPES, TRAINED, wide
 from burst_mcore.loss.checksums import checksum, fingerprint
-from burst_mcore.loss.chunked import Head, automatic_chunk
+from burst_mcore.loss.chunked import Head, automatic_chunk, chunk_bytes
 from burst_mcore.loss.products import products_for
 from burst_mcore.loss.terms import Terms
 from burst_mcore.loss.vocabulary import Vocabulary, shard
@@ -63,7 +63,7 @@ class Call:
         dtype = torch.float64 if weight.dtype == torch.float64 else self.grad_weight_dtype
         products = products_for(weight.dtype, weight.device, self.terms)
         width = max(self.vocabulary.most_rows, weight.shape[1])  # ranks must have the same number of chunks
-        chunk = self.chunk_tokens or automatic_chunk(tokens, width, products, weight.device.type)
+        chunk = self.chunk_tokens or automatic_chunk(tokens, width, products, chunk_bytes(weight.device))
         return Head(weight, bias, self.terms, self.vocabulary, self.ignore_index, chunk, dtype, tokens)
 
 

@@ -21,10 +21,15 @@ from burst_mcore.loss.rows import rows_for
 from burst_mcore.loss.terms import ENTROPY, LABEL, LARGEST, LSE, Terms, losses
 from burst_mcore.loss.vocabulary import Vocabulary
 
-CHUNK_BYTES = {"cpu": 2**28, "cuda": 2**32}
-"""Size of a chunk's logits at most, about, if the caller leaves the number of tokens open. Each chunk
-reads and writes the weight's gradient once: 5 % of the products' time at 5500 tokens, where a byte of memory
-takes as long as 200 operations (Hopper). An estimate, not measured."""
+CHUNK_BYTES = 2**28
+"""Size of a chunk's logits at most, about, on a CPU, if the caller leaves the number of tokens open."""
+CHUNK_SHARE = 16
+"""On a GPU that size is this share of its memory: the same on all ranks, whatever is free. Each chunk reads
+and writes the weight's gradient once. That is 5 % of the products' time at 5500 tokens, where a byte of
+memory takes as long as 200 operations (Hopper). An estimate, not measured."""
+ALIGNED = 8
+"""Elements at whose multiples rows of logits begin. Fast products and loads want 16 bytes, and a vocabulary
+may be odd (50257, or a share of some ranks)."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +97,15 @@ class Weights(NamedTuple):
         return cls(mantissa, (weights / mantissa).nan_to_num(nan=1.0))  # exact; inf and NaN are mantissas
 
 
-def automatic_chunk(tokens: int, width: int, products: Products, device: str) -> int:
-    """Return how many tokens a chunk has: even chunks of at most CHUNK_BYTES, or two tiles.
+def chunk_bytes(device: torch.device) -> int:
+    """Return how large a chunk's logits may be."""
+    if device.type != "cuda":
+        return CHUNK_BYTES
+    return int(torch.cuda.get_device_properties(device).total_memory) // CHUNK_SHARE
+
+
+def automatic_chunk(tokens: int, width: int, products: Products, most_bytes: int) -> int:
+    """Return how many tokens a chunk has: even chunks of at most so many bytes, or two tiles.
 
     There are always several chunks: memory never grows with tokens x vocabulary. All but the last are of
     whole tiles, unless one tile would hold all tokens.
@@ -102,11 +114,11 @@ def automatic_chunk(tokens: int, width: int, products: Products, device: str) ->
         tokens: number of tokens that have a loss.
         width: columns of the logits, or the hidden size, if that is larger: chunks of both are made.
         products: the products of a chunk.
-        device: "cpu" or "cuda".
+        most_bytes: the size of a chunk's logits, at most, unless two tiles are larger.
     """
     itemsize = products.logits.itemsize
     itemsize += products.gradients.itemsize if products.gradients != products.logits else 0
-    most = CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // max(1, width * itemsize)
+    most = most_bytes // max(1, width * itemsize)
     most = max(2, most // TILE) * TILE
     chunks = max(2, -(-tokens // most))
     even = max(1, -(-tokens // chunks))
@@ -210,11 +222,11 @@ class Chunk:
         self._head, self._products = head, head.products
         self._rows = rows_for(head.weight)
         made = self._products
-        shape = (made.padded(tokens), head.vocabulary.rows)
-        self._all_logits = torch.empty(shape, dtype=made.logits, device=head.weight.device)
+        rows, columns = made.padded(tokens), head.vocabulary.rows
+        self._all_logits = _aligned(rows, columns, made.logits, head.weight.device)
         self._all_gradients = self._all_logits
         if gradients and made.gradients != made.logits:
-            self._all_gradients = torch.empty(shape, dtype=made.gradients, device=head.weight.device)
+            self._all_gradients = _aligned(rows, columns, made.gradients, head.weight.device)
 
     def run(self, hidden: Tensor, columns: Tensor, scale: Tensor | None, metrics: bool) -> Tensor:
         """Statistics [5, tokens] of the logits; with `scale` they become scale_i dl_i/dlogits."""
@@ -255,3 +267,8 @@ class Chunk:
         if d_bias is not None:
             power = d_bias.new_ones(len(hidden)) if power is None else power.to(d_bias.dtype)
             self._products.bias(dlogits, columns, labels, alpha * power, d_bias)
+
+
+def _aligned(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an uninitialised matrix whose rows begin at multiples of ALIGNED elements."""
+    return torch.empty((rows, -(-columns // ALIGNED) * ALIGNED), dtype=dtype, device=device)[:, :columns]

@@ -138,10 +138,8 @@ def _cudnn_supports(problem: Problem) -> str | None:
 def _cudnn_forward(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    q, k, v = _heads_first(q, k, v)
-    k, v = _expanded(k, q.shape[1]), _expanded(v, q.shape[1])
     out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, pattern.causal, scale=scores.scale
+        *_heads_first(q, k, v), None, True, 0.0, pattern.causal, scale=scores.scale
     )
     return out.transpose(1, 2), lse.reshape(lse.shape[:3])
 
@@ -154,27 +152,12 @@ def _cudnn_backward(
     dout, q, k, v, out = _heads_first(
         inputs.dout.contiguous(), inputs.q, inputs.k, inputs.v, inputs.out.contiguous()
     )
-    kv_heads = k.shape[1]
-    k, v = _expanded(k, q.shape[1]), _expanded(v, q.shape[1])
     seed = _no_seed(q)
     dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, inputs.lse.contiguous().unsqueeze(-1), seed, seed, None, None, None, q.shape[2],
         k.shape[2], 0.0, pattern.causal, scale=scores.scale,
     )  # fmt: skip
-    return dq.transpose(1, 2), _folded(dk, kv_heads).transpose(1, 2), _folded(dv, kv_heads).transpose(1, 2)
-
-
-def _expanded(x: Tensor, heads: int) -> Tensor:
-    """Repeat K or V [B, H, S, D] to `heads` heads, on this device only, for kernels without GQA."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
-
-
-def _folded(gradient: Tensor, kv_heads: int) -> Tensor:
-    """Sum the gradient of heads that `_expanded` repeated over each group of query heads."""
-    if gradient.shape[1] == kv_heads:
-        return gradient
-    grouped: Tensor = gradient.unflatten(1, (kv_heads, -1))
-    return grouped.sum(2, dtype=torch.float32).to(gradient.dtype)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 CPU = Kernel("aten-cpu", _cpu_supports, _cpu_forward, _cpu_backward, abilities=Abilities(masks=True))
