@@ -18,7 +18,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train finetune compare test test-all tables lint bench bench-masks bench-loss bench-recompute bench-training bench-topology bench-planning gpu-check gpu-sanitize clean
+.PHONY: help train finetune compare test test-all tables lint bench bench-masks bench-loss bench-recompute bench-training bench-topology bench-planning compiled gpu-check gpu-sanitize clean
 
 help:
 	@echo 'make train [ARGS="..."]    train a GPT on Megatron-Core with a burst ring (4 CPU processes)'
@@ -29,6 +29,7 @@ help:
 	@echo 'make tables                write the tables of the docs again, after a setting, layout or kernel was added'
 	@echo 'make bench                 attention, measured beside other methods'
 	@echo 'make bench-SUBJECT         masks, loss, recompute, training, planning, or topology (needs root and iproute2)'
+	@echo 'make compiled              compile our Triton kernels for GPUs, and write benchmarks/compiled.json (needs none)'
 	@echo 'make gpu-check             tests and figures of a GPU (needs torch, triton, pytest; no environment is made)'
 
 train: $(VENV)
@@ -79,6 +80,9 @@ gpu-check:
 	  python3 -m burst_mcore.bench $$subject --device cuda --out benchmarks/results/gpu-$$subject.json $(ARGS) || worst=$$?
 	done
 	exit $$worst
+
+compiled: $(VENV)
+	@TRITON_INTERPRET=0 PYTHONPATH=.:tests .venv/bin/python tests/compiled.py
 
 gpu-sanitize:
 	PYTHONPATH=. compute-sanitizer --tool memcheck python3 -m pytest -q tests/gpu -k 'pattern or fused or virtual'

@@ -1,64 +1,46 @@
-"""Compiles the Triton kernels for a GPU that need not be there, and looks at what came out."""
+"""Compiles the Triton kernels for GPUs that need not be there, and counts what came out.
+
+`python tests/compiled.py` writes the table `benchmarks/compiled.json`: registers, spills, shared memory, and
+instructions of the inner loops of each kernel.
+"""
 
 from __future__ import annotations
 
 import inspect
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from burst_mcore.attention.kernels import triton_code
-from burst_mcore.attention.kernels.triton import launch
+from burst_mcore.attention.kernels.triton import SHARED, launch, of_keys
 from burst_mcore.loss import rows_triton
 
-HOPPER = GPUTarget("cuda", 90, 32)
-SHARED = 227 * 1024
-"""Bytes of shared memory that a block may have there."""
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+TABLE = Path(__file__).resolve().parents[1] / "benchmarks/compiled.json"
+CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0))
+HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+PRODUCTS = r"\b(?:HGMMA|HMMA|UTC\w*MMA)"
 
 
-def compiled(name: str, head_dim: int, value_dim: int, dtype: str = "bf16", **options: bool):
-    """The compiled kernel `name` for tensors of these head dims and this dtype."""
-    function = getattr(triton_code, name)
+def _compiled(function, constants, types, capability, options):
+    """The kernel for pointers and strides that 16 divides; integers are 32 bits."""
     names = list(inspect.signature(function.fn).parameters)
-    wide, wide_value = (1 << (dim - 1).bit_length() for dim in (head_dim, value_dim))
-    sizes = launch(name, max(wide, wide_value), 4 if dtype == "fp32" else 2)
-    constants = {
-        "USED": head_dim, "VALUE_USED": value_dim, "DIM": wide, "VALUE_DIM": wide_value,
-        "ROWS": sizes.rows, "COLUMNS": sizes.columns, "SOFTCAP": False, "FRESH": False, "lse_row": 1,
-        "delta_row": 1, "PRECISION": "ieee" if dtype == "fp32" else "tf32", **options,
-    }  # fmt: skip
-    types = dict.fromkeys(("q", "k", "v", "dout"), f"*{dtype}")
-    types |= dict.fromkeys(("out", "lse", "delta", "dq", "dk", "dv", "unused"), "*fp32")
-    types |= dict.fromkeys(("starts", "full", "others", "firsts", "parts"), "*i32")
-    types |= dict.fromkeys(("scale", "softcap"), "fp32") | dict.fromkeys(constants, "constexpr")
+    constants = {name: value for name, value in constants.items() if name in names}
+    types |= dict.fromkeys(constants, "constexpr")
     aligned = [
         i
-        for i, n in enumerate(names)
-        if n not in constants
+        for i, name in enumerate(names)
+        if name not in constants
         and not function.params[i].do_not_specialize
-        and (types.get(n, "").startswith("*") or n.endswith(("_row", "_head", "_batch")))
-    ]
-    source = ASTSource(
-        fn=function,
-        signature={name: types.get(name, "i32") for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items() if name in names},
-        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
-    )
-    return triton.compile(source, HOPPER, {"num_warps": sizes.warps, "num_stages": sizes.stages})
-
-
-def compiled_rows(name: str, gradients: bool):
-    """The compiled kernel `name` of the loss's elementwise work, from float32 to bfloat16."""
-    function = getattr(rows_triton, name)
-    names = list(inspect.signature(function.fn).parameters)
-    constants = {"SOFTCAP": True, "GRADIENTS": gradients, "BLOCK": rows_triton.BLOCK}
-    constants = {name: value for name, value in constants.items() if name in names}
-    types = dict.fromkeys(("logits", "found", "scale", "columns", "lse"), "*fp32")
-    types |= {"out": "*bf16", "labels": "*i64"} | dict.fromkeys(constants, "constexpr")
-    types |= dict.fromkeys(("softcap", "temperature", "z_loss", "smoothing"), "fp32")
-    aligned = [
-        i for i, n in enumerate(names) if types.get(n, "*")[0] == "*" and not n.endswith(("lary", "tokens"))
+        and not function.params[i].do_not_specialize_on_alignment
+        and (types.get(name, "").startswith("*") or name.endswith(("_row", "_head", "_batch", "size")))
     ]
     source = ASTSource(
         fn=function,
@@ -66,30 +48,177 @@ def compiled_rows(name: str, gradients: bool):
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )
-    return triton.compile(source, HOPPER, {"num_warps": rows_triton.WARPS})
+    return triton.compile(source, GPUTarget("cuda", 10 * capability[0] + capability[1], 32), options)
 
 
-def check() -> None:
+def attention(name, head_dim, value_dim, dtype="bf16", capability=(9, 0), sizes=None, **options):
+    """The compiled attention kernel `name` for tensors of these head dims and this dtype."""
+    wide, wide_value = (1 << (dim - 1).bit_length() for dim in (head_dim, value_dim))
+    itemsize = 4 if dtype == "fp32" else 2
+    sizes = sizes or launch(name, wide + wide_value, itemsize, capability)
+    constants = {
+        "USED": head_dim, "VALUE_USED": value_dim, "DIM": wide, "VALUE_DIM": wide_value,
+        "ROWS": sizes.rows, "COLUMNS": sizes.columns, "SOFTCAP": False, "FRESH": False, "BAND": True,
+        "KEYS": name != "dv", "VALUES": name != "dk", "lse_row": 1, "delta_row": 1,
+        "PRECISION": "ieee" if dtype == "fp32" else "tf32", **options,
+    }  # fmt: skip
+    types = dict.fromkeys(("q", "k", "v", "dout"), f"*{dtype}")
+    types |= dict.fromkeys(("out", "lse", "delta", "dq", "dk", "dv", "unused"), "*fp32")
+    lists = ("starts", "full", "lone", "others", "firsts", "parts")
+    spoilt = ("v_spoilt", "k_spoilt", "q_spoilt", "dout_spoilt")
+    types |= dict.fromkeys(spoilt, "*fp32")
+    if constants["BAND"]:
+        constants |= dict.fromkeys((*lists, *spoilt))
+    types |= dict.fromkeys(lists, "*i32") | dict.fromkeys(("scale", "softcap"), "fp32")
+    function = getattr(triton_code, "dkv" if name in ("dk", "dv") else name)
+    warps = {"num_warps": sizes.warps, "num_stages": sizes.stages}
+    return _compiled(function, constants, types, capability, warps)
+
+
+def rows_of_loss(name, gradients):
+    """The compiled kernel `name` of the loss's elementwise work, from float32 to bfloat16."""
+    constants = {"SOFTCAP": True, "GRADIENTS": gradients, "BLOCK": rows_triton.BLOCK}
+    types = dict.fromkeys(("logits", "found", "scale", "columns", "lse"), "*fp32")
+    types |= {"out": "*bf16", "labels": "*i64"}
+    types |= dict.fromkeys(("softcap", "temperature", "z_loss", "smoothing"), "fp32")
+    options = {"num_warps": rows_triton.WARPS}
+    return _compiled(getattr(rows_triton, name), constants, types, (9, 0), options)
+
+
+def loops(sass):
+    """The instructions of each inner loop that multiplies matrices, in the order of the code."""
+    lines = [line.strip() for line in sass.splitlines()]
+    labels = {line[:-1]: at for at, line in enumerate(lines) if re.fullmatch(r"\.L_\w+:", line)}
+    spans = []
+    for at, line in enumerate(lines):
+        target = re.search(r"\bBRA\b.*\((\.L_\w+)\)", line)
+        if target and labels.get(target[1], at) < at:
+            spans.append((labels[target[1]], at))
+    inner = [a for a in spans if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in spans)]
+    bodies = [[x for x in lines[first : last + 1] if x.startswith("/*")] for first, last in sorted(inner)]
+    return [body for body in bodies if any(re.search(PRODUCTS, x) for x in body)]
+
+
+def figures(kernel):
+    """Registers, spills, shared memory, and the inner loops' instructions of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+
+        def told(tool, *options):
+            return subprocess.run([TOOLS / tool, *options, file.name], capture_output=True, text=True).stdout
+
+        usage, sass = told("cuobjdump", "-res-usage"), told("nvdisasm", "-c")
+    bodies = loops(sass)
+    return {
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+        "spills": len(re.findall(r"\b(?:STL|LDL)\b", sass)),
+        "spills in loops": sum(bool(re.search(r"\b(?:STL|LDL)\b", x)) for body in bodies for x in body),
+        "shared": kernel.metadata.shared,
+        "instructions of loops": [len(body) for body in bodies],
+        "products": sorted(set(re.findall(PRODUCTS, sass))),
+    }
+
+
+def kernels(dims):
+    """The names of the attention kernels for some head dims."""
+    return ("forward", "dq", *of_keys(padded(dims), 2))
+
+
+def padded(dims):
+    """The head dims of keys and values, padded and added up."""
+    return sum(1 << (dim - 1).bit_length() for dim in dims)
+
+
+def row(name, dims, capability, walk="band"):
+    """A line of the table; walk: "band" (full, causal and windowed tiles) or "lists" (other patterns)."""
+    sizes = launch(name, padded(dims), 2, capability)
+    counted = figures(attention(name, *dims, capability=capability, BAND=walk == "band"))
+    return {
+        "kernel": name, "walk": walk, "head dims": list(dims), "capability": list(capability),
+        "launch": list(sizes), **counted,
+    }  # fmt: skip
+
+
+def faults(figures):
+    """What is wrong with a line of the table. Lists cost more at their edges: their table is their bound."""
+    whole, edge = figures["instructions of loops"]
+    if figures["spills in loops"] and figures["walk"] == "band":
+        yield f"{figures['spills in loops']} spills in inner loops"
+    if edge > 1.7 * whole and figures["walk"] == "band":
+        yield f"an edge block takes {edge} instructions, a whole one {whole}"
+    if figures["shared"] > SHARED[tuple(figures["capability"])]:
+        yield f"{figures['shared']} bytes of shared memory"
+    if set(figures["products"]) != {{8: "HMMA", 9: "HGMMA", 10: "UTCHMMA"}[figures["capability"][0]]}:
+        yield f"products by {figures['products']}"
+
+
+def key(figures):
+    """What a line of the table is about."""
+    return figures["kernel"], figures["walk"], *figures["head dims"], *figures["capability"]
+
+
+def grown(now, before):
+    """What a line of the table has more of than the committed one; versions of Triton differ a little."""
+    for name in ("registers", "spills in loops", "shared"):
+        if now[name] > before[name]:
+            yield f"{name}: {now[name]}, before {before[name]}"
+    loops = zip(now["instructions of loops"], before["instructions of loops"], strict=True)
+    yield from (f"a loop of {a} instructions, before {b}" for a, b in loops if a > 1.05 * b)
+
+
+def cases():
+    """(kernel, head dims, capability, walk) of each line of the table."""
+    for capability in CAPABILITIES:
+        for dims in HEAD_DIMS:
+            yield from ((name, dims, capability, "band") for name in kernels(dims))
+    yield from ((name, (128, 128), (9, 0), "lists") for name in kernels((128, 128)))
+
+
+def hold(*wanted):
+    """AssertionError if kernels have faults, or cost more than the table says: all, or some of Hopper's."""
+    table = {key(each): each for each in json.loads(TABLE.read_text())["rows"]}
+    for case in cases():
+        if wanted and (case[0] not in wanted or case[1:] != ((128, 128), (9, 0), "band")):
+            continue
+        now = row(*case)
+        wrong = [*faults(now), *grown(now, table.pop(key(now)))]
+        assert not wrong, (case, wrong)
+    assert wanted or not table, f"the table has lines of no kernel: {list(table)}"
+
+
+def check():
     """AssertionError if a kernel does not fit a Hopper GPU, or misses its matrix units or wide copies."""
     for name in ("forward", "dq", "dkv"):
-        kernel = compiled(name, 128, 128)
+        kernel = attention(name, 128, 128)
         assert "wgmma.mma_async" in kernel.asm["ptx"], name
         assert "cp.async.cg.shared.global" in kernel.asm["ptx"], name
-        assert kernel.metadata.shared <= SHARED, name
-    for options in ({"SOFTCAP": True}, {"FRESH": True}):
-        assert compiled("dkv", 64, 64, **options).metadata.shared <= SHARED
+        assert kernel.metadata.shared <= SHARED[9, 0], name
+    for options in ({"SOFTCAP": True}, {"FRESH": True}, {"BAND": False}):
+        assert attention("dkv", 64, 64, **options).metadata.shared <= SHARED[9, 0]
     for name, gradients in (("statistics_kernel", True), ("gradients_kernel", True)):
-        assert "ld.global.v4" in compiled_rows(name, gradients).asm["ptx"], name
+        assert "ld.global.v4" in rows_of_loss(name, gradients).asm["ptx"], name
 
 
-def check_others() -> None:
+def check_others():
     """The same for other head dims, and that float32 is multiplied as such."""
-    for name in ("forward", "dq", "dkv"):
-        for dims in ((256, 256), (192, 128)):
-            kernel = compiled(name, *dims)
+    for dims in ((256, 256), (192, 128)):
+        for name in kernels(dims):
+            kernel = attention(name, *dims)
             assert "wgmma.mma_async" in kernel.asm["ptx"], (name, dims)
-            assert kernel.metadata.shared <= SHARED, (name, dims)
+            assert kernel.metadata.shared <= SHARED[9, 0], (name, dims)
+    for name in ("forward", "dq", "dkv"):
         for dim in (64, 128, 256):
-            kernel = compiled(name, dim, dim, "fp32", FRESH=True)
+            kernel = attention(name, dim, dim, "fp32", FRESH=True)
             assert "fma.rn.f32" in kernel.asm["ptx"] and "tf32" not in kernel.asm["ptx"], (name, dim)
-            assert kernel.metadata.shared <= SHARED, (name, dim)
+            assert kernel.metadata.shared <= SHARED[9, 0], (name, dim)
+
+
+if __name__ == "__main__":
+    rows = []
+    for case in cases():
+        rows.append(row(*case))
+        sys.stdout.write(f"{case} {rows[-1]['instructions of loops']} {'; '.join(faults(rows[-1]))}\n")
+    written = {"triton": triton.__version__, "dtype": "bfloat16", "rows": rows}
+    TABLE.write_text(json.dumps(written, indent=1) + "\n")
+    sys.exit(any(any(faults(x)) for x in rows))

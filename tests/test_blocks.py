@@ -16,7 +16,7 @@ def _walked(pattern, block_m, block_n, by_columns):
     rows, columns = pattern.shape
     met = torch.zeros(rows, columns, dtype=torch.int)
     lists = blocks(pattern, block_m, block_n, by_columns=by_columns)
-    starts, full, others, firsts, parts = (x.tolist() for x in lists)
+    starts, full, lone, others, firsts, parts = (x.tolist() for x in lists)
     m, n = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
     for block in range(len(full)):
         assert len(set(others[starts[block] : starts[block + 1]])) == starts[block + 1] - starts[block]
@@ -26,7 +26,10 @@ def _walked(pattern, block_m, block_n, by_columns):
             if entry < full[block]:
                 assert (bn + 1) * block_n <= columns  # columns beyond the end are never read unmasked
                 met += inside.int()
+                assert firsts[entry] == firsts[entry + 1]
                 continue
+            alone = firsts[entry + 1] - firsts[entry] == 1 and parts[firsts[entry]][6] == 1
+            assert alone == (entry < lone[block])
             for m0, m1, n0, n1, low, high, step, shift in parts[firsts[entry] : firsts[entry + 1]]:
                 ahead = (n - n0) - (m - m0)
                 seen_here = (m >= m0) & (m < m1) & (n >= n0) & (n < n1) & (ahead >= low) & (ahead <= high)

@@ -19,7 +19,7 @@ from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Call, Keys, Queries
 from burst_mcore.attention.forward import forward
 from burst_mcore.attention.geometry.plan import plan_for
-from burst_mcore.attention.kernels.kernel import Scores
+from burst_mcore.attention.kernels.kernel import Problem, Scores
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.attention.schedule.route import Route, program, schedule
@@ -43,7 +43,7 @@ def simulate(
             route=route,
             plan=plan,
             scores=Scores(p.q.shape[-1] ** -0.5),
-            problem=None,
+            problem=Problem("cpu", p.q.dtype, p.q.shape[2], p.k.shape[2], p.q.shape[3], p.v.shape[3]),
             kernel=KERNELS[kernel],
             direction=direction,
             grad_dtype=dtype,

@@ -18,8 +18,9 @@ from burst_mcore.attention import backward as backward_module
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of
+from burst_mcore.attention.kernels import blocks
 from burst_mcore.attention.kernels import triton as ours
-from burst_mcore.attention.kernels.kernel import BackwardInputs, InPlace, Scores
+from burst_mcore.attention.kernels.kernel import BackwardInputs, InPlace, Problem, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.numerics import merge
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.skipif(not ours.interpreted(), reason="Triton compiles 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(ours, "launch", lambda name, dim, itemsize: ours.Launch(16, 32, 4, 1))
+    monkeypatch.setattr(ours, "launch", lambda name, *given: ours.Launch(16, 32, 4, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -221,11 +222,95 @@ def test_it_adds_to_travelling_sums_in_their_dtype(direction, monkeypatch):
     assert any((total != total.float()).any() for total, first in sums if not first)
 
 
-@pytest.mark.parametrize("check", ["check", pytest.param("check_others", marks=pytest.mark.slow)])
-def test_kernels_compile_for_hopper_with_its_matrix_units(check):
-    done = subprocess.run(
-        [sys.executable, "-c", f"import compiled; compiled.{check}()"],
-        capture_output=True, text=True, timeout=300, check=False,
+def _compiling(statement):
+    """Run a statement about `compiled` in a process where Triton compiles."""
+    return subprocess.run(
+        [sys.executable, "-c", f"import compiled; {statement}"],
+        capture_output=True, text=True, timeout=500, check=False,
         env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": ":".join(sys.path)},
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("check", ["check", pytest.param("check_others", marks=pytest.mark.slow)])
+def test_kernels_compile_for_hopper_with_its_matrix_units(check):
+    done = _compiling(f"compiled.{check}()")
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    "named", ["'forward', 'dq', 'dkv'", pytest.param("", marks=pytest.mark.slow)], ids=["Hopper", "all"]
+)
+def test_no_inner_loop_spills_and_none_costs_more_than_the_table_says(named):
+    """Registers, spills, shared memory and instructions of the machine code for GPUs that are not here."""
+    done = _compiling(f"compiled.hold({named})")
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("capability", [None, (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)])
+@pytest.mark.parametrize("dims", range(32, 513, 16))
+def test_each_warp_has_sixteen_rows_of_every_product(capability, dims, monkeypatch):
+    monkeypatch.undo()
+    for itemsize in (2, 4):
+        for name in ("forward", "dq", *ours.of_keys(dims, itemsize)):
+            sizes = ours.launch(name, dims, itemsize, capability)
+            own = sizes.rows if name in ("forward", "dq") else sizes.columns
+            assert own >= 16 * sizes.warps, (name, sizes)
+
+
+def test_no_list_is_made_of_full_causal_and_windowed_tiles():
+    sizes, device = ours.launch("forward", 256, 2), torch.device("cpu")
+    for pattern in (
+        Pattern((2**20, 2**20), high=0),
+        Pattern((2**20, 2**20)),
+        Pattern((2**20, 2**20), -99, 5),
+    ):
+        (*lists, low, high), band = ours._lists(pattern, sizes, device, by_columns=False)
+        assert band and lists == [None] * 6 and not pattern.kernel_cache
+        assert (low, high) == (
+            pattern.low or -blocks.FAR,
+            blocks.FAR if pattern.high is None else pattern.high,
+        )
+
+
+def test_the_lists_of_a_pass_are_made_at_once(monkeypatch):
+    made, on_device = [], ours.on_device
+    monkeypatch.setattr(
+        ours, "on_device", lambda lists, device: made.append(lists) or on_device(lists, device)
+    )
+    mask = Mask.causal() & Mask.documents([0, 7, 30, 48])
+    p = problem(3, 48, kv_heads=2, dtype=torch.float32)
+    simulate(p, mask, "striped", Route(1, 1), "query", "triton", dtype=torch.float32)
+    assert [len(lists) for lists in made] == [
+        1,
+        1,
+    ]  # by rows for out and dq, by columns for dk and dv
+    plan = plan_for(Layout.of("striped"), mask, 48, 4)
+    patterns = [tile.pattern for at in range(4) for tile in tiles_of(plan, 2, at, KERNEL.abilities)]
+    asked = Problem("cpu", torch.float32, 4, 2, 16, 16)
+    made.clear()
+    for _ in range(2):
+        ours.prepare(patterns, asked, torch.device("cpu"), forward=False)
+    assert [len(lists) for lists in made] == [2 * sum(pattern.masked for pattern in patterns)]
+    lists = [x for pattern in patterns for lists in pattern.kernel_cache.values() for x in lists]
+    memory = {x.untyped_storage().data_ptr() for x in lists if x.numel()}
+    assert len(memory) == 1
+
+
+def test_any_number_of_batches_and_heads_fits_a_grid(monkeypatch):
+    """A grid's second dimension ends at 65,535; the first does not."""
+    grids = []
+
+    class Code:
+        def __getattr__(self, name):
+            return self
+
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **kwargs: None
+
+    monkeypatch.setattr(ours, "_device_code", Code)
+    q = torch.empty(2**15, 1, 4, 16).expand(2**15, 40, 4, 16)
+    out, lse = KERNEL.forward(q, q, q, Pattern((40, 40), high=0), Scores(0.25))
+    x = BackwardInputs(out, q, q, q, None, lse, lse)
+    KERNEL.backward(x, Pattern((40, 40), high=0), Scores(0.25))
+    assert grids == [(3 * 2**17,), (3 * 2**17,), (2 * 2**17,)]

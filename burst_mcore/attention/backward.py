@@ -82,6 +82,7 @@ class _Backward:
         )
         self.ring = ring
         self.steps = self.call.program(self.call.direction)
+        self.call.prepare(self.call.direction, self.queries.q.device)
         ring.run(self.steps, self.compute, self.accumulate)
         if self.heads_shared:
             travelled, stayed = outward[Kind.SUM].own, outward[Kind.RESULT].own

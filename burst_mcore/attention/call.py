@@ -6,6 +6,7 @@ or the pooled rows of a head group.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from burst_mcore.attention.kernels.kernel import Kernel, Problem, Scores
 from burst_mcore.attention.runtime.buffers import Lease
 from burst_mcore.attention.runtime.executor import Bundle
 from burst_mcore.attention.runtime.head_exchange import HeadGroup
-from burst_mcore.attention.schedule.actions import Pass, Program
+from burst_mcore.attention.schedule.actions import Compute, Pass, Program
 from burst_mcore.attention.schedule.route import Route, program
 
 
@@ -86,6 +87,27 @@ class Call:
                 self.plan, q_position, k_position, self.kernel.abilities, q_part=q_part, k_part=k_part
             )
         return self._tiles[key]
+
+    def prepare(self, pass_: Pass, device: torch.device) -> None:
+        """Let the kernel get ready for all tiles of a pass."""
+        if self.kernel.prepare is None or (pass_, device) in self._prepared:
+            return
+        patterns = [tile.pattern for tiles in self._tiles_of(pass_) for tile in tiles]
+        self.kernel.prepare(patterns, self.problem, device, forward=pass_ == Pass.FORWARD)
+        self._prepared.add((pass_, device))
+
+    @cached_property
+    def _prepared(self) -> set[tuple[Pass, torch.device]]:
+        return set()
+
+    def _tiles_of(self, pass_: Pass) -> Iterator[tuple[Tile, ...]]:
+        here, travels = self.position, pass_ == Pass.QUERY
+        for action in self.program(pass_):
+            if isinstance(action, Compute):
+                if travels:
+                    yield self.tiles(action.source, here, k_part=action.part)
+                else:
+                    yield self.tiles(here, action.source, q_part=action.part)
 
     @cached_property
     def signature(self) -> Signature:

@@ -57,6 +57,7 @@ class _Forward:
     def run(self, transport: Transport) -> Attended:
         home = sendable(self.call, (self.k, self.v))
         ring = Ring(transport, self.call.rank, home, self.new, self.free, self.exchanges)
+        self.call.prepare(Pass.FORWARD, self.q.device)
         ring.run(self.call.program(Pass.FORWARD), self.compute)
         if not self.exchanges:
             out, lse = self.softmax.result()

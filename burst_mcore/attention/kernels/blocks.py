@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -16,20 +18,37 @@ FAR = 2**30
 class Blocks(NamedTuple):
     """For each block of one side, the blocks of the other that it meets: int32 tensors.
 
-    Block i meets `others[starts[i]:starts[i + 1]]`. Up to `full[i]` they are seen wholly. Of a later entry e,
-    parts[firsts[e]:firsts[e + 1]] say which pairs meet. Their rows are the fields of `Piece`, in rows and
-    columns of the tile, whichever side is walked.
+    Block i meets `others[starts[i]:starts[i + 1]]`. Up to `full[i]` they are seen wholly. Up to `lone[i]` one
+    part without a step says which pairs meet. Of any entry e that is not seen wholly,
+    parts[firsts[e]:firsts[e + 1]] say so. Their rows are the fields of `Piece`, in rows and columns of the
+    tile, whichever side is walked.
     """
 
     starts: Tensor
     full: Tensor
+    lone: Tensor
     others: Tensor
     firsts: Tensor
     parts: Tensor
 
-    def to(self, device: torch.device) -> Blocks:
-        """Return the lists on a device."""
-        return Blocks(*(x.to(device) for x in self))
+
+ALIGNED = 4
+"""Numbers at whose multiples lists begin in a common memory: 16 bytes, as kernels are compiled for."""
+
+
+def on_device(lists: Sequence[Blocks], device: torch.device) -> list[Blocks]:
+    """Return many lists on a device, by one copy which the host does not wait for.
+
+    Pinned memory is torch's: its allocator lends no block again before copies from it are done.
+    """
+    tensors = [x for one in lists for x in one]
+    ends = list(accumulate((-(-x.numel() // ALIGNED) * ALIGNED for x in tensors), initial=0))
+    memory = torch.empty(ends[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+    for start, x in zip(ends, tensors, strict=False):
+        memory[start : start + x.numel()] = x.flatten()
+    there = memory.to(device, non_blocking=True)
+    views = [there[start : start + x.numel()].view(x.shape) for start, x in zip(ends, tensors, strict=False)]
+    return [Blocks(*views[i : i + len(Blocks._fields)]) for i in range(0, len(views), len(Blocks._fields))]
 
 
 def blocks(pattern: Pattern, block_m: int, block_n: int, *, by_columns: bool) -> Blocks:
@@ -55,21 +74,29 @@ def blocks(pattern: Pattern, block_m: int, block_n: int, *, by_columns: bool) ->
     part, bm, bn, whole = part[met], bm[met], bn[met], whole[met]
 
     own, other = (bn, bm) if by_columns else (bm, bn)
-    count = -(-columns // block_n) if by_columns else -(-rows // block_m)
-    order = torch.argsort(
-        other + (~whole * 1 + 2 * own) * (int(other.max()) + 1 if len(other) else 1), stable=True
-    )
-    part, own, other, whole = part[order], own[order], other[order], whole[order]
-    new = torch.ones_like(whole)
-    new[1:] = (own[1:] != own[:-1]) | (other[1:] != other[:-1])
-    entry, end, whole_part = new.nonzero().flatten(), torch.tensor([len(part)]), whole
-    own, other, whole = own[entry], other[entry], whole[entry]
-    starts = torch.searchsorted(own, torch.arange(count + 1))
-    full = starts[:-1] + torch.zeros(count, dtype=torch.int64).index_add_(0, own, whole.long())
-    partly = ~whole_part
-    firsts = torch.cat([partly.new_zeros(1).long(), partly.long().cumsum(0)])[torch.cat([entry, end])]
-    lists = (starts, full, other, firsts, parts[part[partly]])
+    many = -(-columns // block_n) if by_columns else -(-rows // block_m)
+    width = int(other.max()) + 1 if len(other) else 1
+    entries, entry = torch.unique(own * width + other, return_inverse=True)
+    is_whole = torch.zeros(len(entries), dtype=torch.bool).index_put_((entry,), whole)
+    alone = torch.bincount(entry, minlength=len(entries)) == 1
+    alone &= ~torch.zeros(len(entries), dtype=torch.bool).index_put_((entry[step[part] > 1],), _TRUE)
+    kind = torch.where(is_whole, 0, torch.where(alone, 1, 2))
+    order = torch.argsort(entries // width * 3 * width + kind * width + entries % width)
+    place = torch.empty_like(order).index_put_((order,), torch.arange(len(order)))
+    own, other, kind = entries[order] // width, entries[order] % width, kind[order]
+    starts = torch.searchsorted(own, torch.arange(many + 1))
+    ends = [
+        starts[:-1] + torch.zeros(many, dtype=torch.int64).index_add_(0, own, (kind <= most).long())
+        for most in (0, 1)
+    ]
+    by_entry = torch.argsort(place[entry], stable=True)
+    by_entry = by_entry[~whole[by_entry]]
+    firsts = torch.searchsorted(place[entry][by_entry], torch.arange(len(order) + 1))
+    lists = (starts, *ends, other, firsts, parts[part[by_entry]])
     return Blocks(*(x.to(torch.int32).contiguous() for x in lists))
+
+
+_TRUE = torch.tensor(True)
 
 
 def _parts(pattern: Pattern) -> Tensor:
@@ -84,3 +111,10 @@ def _parts(pattern: Pattern) -> Tensor:
     table = torch.tensor(pattern.parts or [(0, rows, 0, columns, low, high, 1, 0)], dtype=torch.int64)
     table[:, 4:6].clamp_(-FAR, FAR)
     return table
+
+
+def diagonals(pattern: Pattern) -> tuple[int, int] | None:
+    """Return (low, high) of a pattern that is a band of the whole tile; None if it has parts."""
+    if pattern.masked:
+        return None
+    return -FAR if pattern.low is None else pattern.low, FAR if pattern.high is None else pattern.high

@@ -35,12 +35,14 @@ class Problem:
 
 
 class Scores(NamedTuple):
-    """The options of scores: s = scale q k^T, and with a softcap, softcap * tanh(s / softcap)."""
+    """The options of a tile: s = scale q k^T, and with a softcap, softcap * tanh(s / softcap)."""
 
     scale: float
     softcap: float | None = None
     deterministic: bool = False
     """Gradients are bitwise equal between runs."""
+    sm_margin: int = 0
+    """Multiprocessors to leave to messages under way, for kernels that take all others for themselves."""
 
 
 class Forward(Protocol):
@@ -111,3 +113,5 @@ class Kernel:
     _: KW_ONLY
     abilities: Abilities = NONE
     in_place: InPlace | None = None
+    prepare: Callable[..., None] | None = None
+    """(patterns, problem, device, *, forward): called before the tiles of a pass, with all their patterns."""

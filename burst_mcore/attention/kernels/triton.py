@@ -1,9 +1,9 @@
 """Our own kernel, in Triton: any pattern in one launch, D given, fp32 accumulators read and written in place.
 
-A tile's pattern is walked as lists of blocks (`blocks`): empty ones cost nothing, full ones need no mask.
-Forward starts from the running (out, lse) and leaves the merged ones, so merging costs no pass of its own.
-Backward adds to running fp32 gradients. dk and dv come from one kernel, dq from another. Each element comes
-from one program in one order, so gradients are deterministic.
+Full, causal and windowed tiles are walked by arithmetic, other patterns by lists of blocks (`blocks`). Blocks
+that are empty cost nothing, full ones need no mask. Forward starts from the running (out, lse) and leaves the
+merged ones, so merging costs no pass of its own. Backward adds to running fp32 gradients. dk and dv come from
+one kernel, dq from another. Each element comes from one program in one order, so gradients are deterministic.
 
 Works on CPU tensors where Triton interprets (TRITON_INTERPRET=1), for tests.
 """
@@ -11,6 +11,7 @@ Works on CPU tensors where Triton interprets (TRITON_INTERPRET=1), for tests.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +19,13 @@ from torch import Tensor
 
 from burst_mcore import packages
 from burst_mcore.attention.geometry.pattern import Abilities, Pattern
-from burst_mcore.attention.kernels.blocks import Blocks, blocks
+from burst_mcore.attention.kernels.blocks import Blocks, blocks, diagonals, on_device
 from burst_mcore.attention.kernels.kernel import BackwardInputs, InPlace, Kernel, Problem, Scores
 from burst_mcore.dtypes import TRAINED, wide
 
 LARGEST_HEAD_DIM = 256
+NOTED = 64
+"""Rows that a program looks at for numbers that are not finite."""
 
 
 class Launch(NamedTuple):
@@ -34,19 +37,65 @@ class Launch(NamedTuple):
     stages: int
 
 
-def launch(name: str, dim: int, itemsize: int) -> Launch:
-    """Return the sizes for a kernel ("forward", "dkv", "dq"), a head dim and the bytes of an element.
+def _launches(*sizes: tuple[int, int, int, int]) -> tuple[Launch, ...]:
+    return tuple(Launch(*each) for each in sizes)
 
-    dim is a power of two. The sizes compile for Hopper with few or no registers spilled; no speed was
-    measured.
+
+_ADA = {
+    "forward": _launches((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 1)),
+    "dq": _launches((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1)),
+    "dkv": _launches((64, 128, 8, 2), (32, 64, 4, 2)),
+    "dk": _launches((32, 64, 4, 2), (32, 64, 4, 1)),
+    "dv": _launches((32, 128, 8, 2), (32, 64, 4, 1)),
+}
+_LAUNCHES: dict[tuple[int, int], dict[str, tuple[Launch, ...]]] = {
+    (8, 0): {**_ADA, "dk": _launches((32, 64, 4, 3), (32, 64, 4, 1))},
+    (8, 9): _ADA,
+    (9, 0): {
+        "forward": _launches((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 8, 2)),
+        "dq": _launches((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 2)),
+        "dkv": _launches((64, 128, 8, 2), (32, 128, 8, 2)),
+        "dk": _launches((32, 128, 8, 1), (32, 128, 8, 2)),
+        "dv": _launches((64, 128, 8, 1), (64, 128, 8, 2)),
+    },
+    (10, 0): {
+        "forward": _launches((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 1), (128, 64, 8, 1)),
+        "dq": _launches((64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 1), (128, 64, 8, 1)),
+        "dkv": _launches((64, 128, 8, 2), (64, 128, 8, 1)),
+        "dk": _launches((64, 128, 8, 1), (32, 128, 8, 2)),
+        "dv": _launches((64, 128, 8, 1), (64, 128, 8, 1)),
+    },
+}
+"""By compute capability and kernel: for head dims of keys and values that add up to 128, 256, 384 and 512.
+
+dk and dv have a launch for both up to 256, and launches of their own beyond. No inner loop spills a register
+(`benchmarks/compiled.json`). In every product each warp has 16 rows or more, so no two warps compute the
+same. No speed was measured."""
+SHARED = {(8, 0): 166912, (8, 9): 101376, (9, 0): 232448, (10, 0): 232448}
+"""Bytes of shared memory that a block may have, by compute capability; no launch needs more."""
+
+
+def like(capability: tuple[int, int]) -> tuple[int, int]:
+    """Return the compute capability, of those that kernels are laid out for, that a GPU comes nearest to."""
+    if capability[0] in (8, 12):  # all but 8.0 have 99 KiB of shared memory
+        return (8, 0) if capability == (8, 0) else (8, 9)
+    return (9, 0) if capability[0] == 9 else (10, 0)
+
+
+def launch(name: str, dims: int, itemsize: int, capability: tuple[int, int] | None = None) -> Launch:
+    """Return the sizes of a kernel.
+
+    Args:
+        name: "forward", "dq", "dkv", "dk" or "dv".
+        dims: the padded head dims of keys and values, added up.
+        itemsize: bytes of an element.
+        capability: of the GPU; None for Hopper's.
     """
     if itemsize == 4:
-        return Launch(32, 32, 8, 1)
-    if dim > 128:
-        return Launch(64, 32, 8, 2)
-    if name == "forward":
-        return Launch(128, 128 if dim <= 64 else 64, 8, 3)
-    return Launch(64 if name == "dkv" and dim > 64 else 128, 64, 8, 2)
+        return Launch(32, 32, 2, 1)
+    of_kernel = _LAUNCHES[like(capability or (9, 0))][name]
+    smallest = 384 if name in ("dk", "dv") else 128
+    return of_kernel[max(0, -(-(dims - smallest) // 128))]
 
 
 def _device_code() -> Any:
@@ -95,15 +144,14 @@ def merge_forward(
     """Merge a tile's share into out [B, M, H, Dv] and lse [B, H, M], in place; set them if `fresh`."""
     batch, rows, heads, dim = q.shape
     wide_dim, value_dim = _power(dim), _power(v.shape[-1])
-    sizes = launch("forward", max(wide_dim, value_dim), q.itemsize)
-    lists = _lists(pattern, sizes, q.device, by_columns=False)
-    grid = (-(-rows // sizes.rows), batch * heads)
-    _device_code().forward[grid](
-        q, k, v, out, lse, *lists, scores.scale, scores.softcap or 0.0, rows, k.shape[1], heads,
-        heads // k.shape[2], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        *lse.stride(), USED=dim, VALUE_USED=v.shape[-1], DIM=wide_dim, VALUE_DIM=value_dim, ROWS=sizes.rows,
-        COLUMNS=sizes.columns, SOFTCAP=scores.softcap is not None, FRESH=fresh, PRECISION=_precision(q),
-        num_warps=sizes.warps, num_stages=sizes.stages,
+    sizes = launch("forward", wide_dim + value_dim, q.itemsize, packages.capability())
+    lists, band = _lists(pattern, sizes, q.device, by_columns=False)
+    _device_code().forward[(-(-rows // sizes.rows) * batch * heads,)](
+        q, k, v, None if band else _spoilt(v), out, lse, *lists, scores.scale, scores.softcap or 0.0, rows,
+        k.shape[1], heads, heads // k.shape[2], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        *out.stride()[:3], *lse.stride(), USED=dim, VALUE_USED=v.shape[-1], DIM=wide_dim,
+        VALUE_DIM=value_dim, ROWS=sizes.rows, COLUMNS=sizes.columns, SOFTCAP=scores.softcap is not None,
+        FRESH=fresh, BAND=band, PRECISION=_precision(q), num_warps=sizes.warps, num_stages=sizes.stages,
     )  # fmt: skip
 
 
@@ -124,8 +172,18 @@ def add_dq(inputs: BackwardInputs, pattern: Pattern, scores: Scores, dq: Tensor,
 def add_dkv(
     inputs: BackwardInputs, pattern: Pattern, scores: Scores, dk: Tensor, dv: Tensor, *, fresh: bool
 ) -> None:
-    """Add a tile's share to dk [B, N, Hkv, D] and dv [B, N, Hkv, Dv], in place; set them if `fresh`."""
-    _gradients("dkv", inputs, pattern, scores, (dk, dv), fresh)
+    """Add a tile's share to dk [B, N, Hkv, D] and dv [B, N, Hkv, Dv], in place; set them if `fresh`.
+
+    Both sums of a large head dim do not fit a GPU's registers: then each has a launch of its own.
+    """
+    dims = _power(inputs.q.shape[-1]) + _power(inputs.v.shape[-1])
+    for name in of_keys(dims, inputs.q.itemsize):
+        _gradients(name, inputs, pattern, scores, (dk, dv), fresh)
+
+
+def of_keys(dims: int, itemsize: int) -> tuple[str, ...]:
+    """Return the launches that make dk and dv; arguments as of `launch`."""
+    return ("dk", "dv") if dims > 256 and itemsize < 4 else ("dkv",)
 
 
 def _gradients(
@@ -138,29 +196,75 @@ def _gradients(
 ) -> None:
     batch, rows, heads, dim = inputs.q.shape
     columns, kv_heads = inputs.k.shape[1:3]
-    wide_dim, value_dim = _power(dim), _power(inputs.v.shape[-1])
-    sizes = launch(name, max(wide_dim, value_dim), inputs.q.itemsize)
-    lists = _lists(pattern, sizes, inputs.q.device, by_columns=name == "dkv")
-    of_columns = -(-columns // sizes.columns), batch * kv_heads
-    grid = of_columns if name == "dkv" else (-(-rows // sizes.rows), batch * heads)
-    getattr(_device_code(), name)[grid](
-        inputs.q, inputs.k, inputs.v, inputs.dout, inputs.lse, inputs.delta, *into, *lists,
+    wide_dim, value_dim, code = _power(dim), _power(inputs.v.shape[-1]), _device_code()
+    sizes = launch(name, wide_dim + value_dim, inputs.q.itemsize, packages.capability())
+    wanted = {} if name == "dq" else {"KEYS": name != "dv", "VALUES": name != "dk"}
+    lists, band = _lists(pattern, sizes, inputs.q.device, by_columns=name != "dq")
+    others = (inputs.k, inputs.v) if name == "dq" else (inputs.q, inputs.dout)
+    notes = [None if band else _spoilt(x) for x in others]
+    blocks = -(-rows // sizes.rows) * heads if name == "dq" else -(-columns // sizes.columns) * kv_heads
+    (code.dkv if wanted else code.dq)[(blocks * batch,)](
+        inputs.q, inputs.k, inputs.v, inputs.dout, *notes, inputs.lse, inputs.delta, *into, *lists,
         scores.scale, scores.softcap or 0.0, rows, columns, heads, heads // kv_heads,
         *inputs.q.stride()[:3], *inputs.k.stride()[:3], *inputs.v.stride()[:3],
         *inputs.dout.stride()[:3], *inputs.lse.stride(), *inputs.delta.stride(), *into[0].stride()[:3],
         *into[1].stride()[:3], USED=dim, VALUE_USED=inputs.v.shape[-1], DIM=wide_dim, VALUE_DIM=value_dim,
-        ROWS=sizes.rows, COLUMNS=sizes.columns, SOFTCAP=scores.softcap is not None, FRESH=fresh,
-        PRECISION=_precision(inputs.q), num_warps=sizes.warps, num_stages=sizes.stages,
+        ROWS=sizes.rows, COLUMNS=sizes.columns, SOFTCAP=scores.softcap is not None, FRESH=fresh, BAND=band,
+        PRECISION=_precision(inputs.q), num_warps=sizes.warps, num_stages=sizes.stages, **wanted,
     )  # fmt: skip
 
 
-def _lists(pattern: Pattern, sizes: Launch, device: torch.device, *, by_columns: bool) -> Blocks:
-    key = "blocks", sizes.rows, sizes.columns, by_columns, device
+def _spoilt(x: Tensor) -> Tensor:
+    """Return NaN for each row of x [B, S, H, D] that is not finite, else 0, [B, H, S]."""
+    batch, rows, heads, dim = x.shape
+    notes = torch.empty((batch, heads, rows), dtype=torch.float32, device=x.device)
+    grid = (-(-rows // NOTED) * batch * heads,)
+    _device_code().spoilt_rows[grid](
+        x, notes, rows, heads, *x.stride()[:3], USED=dim, DIM=_power(dim), ROWS=NOTED
+    )
+    return notes
+
+
+_Key = tuple[str, int, int, bool, torch.device]
+
+
+def _lists(
+    pattern: Pattern, sizes: Launch, device: torch.device, *, by_columns: bool
+) -> tuple[tuple[Tensor | int | None, ...], bool]:
+    """Return the pattern as arguments of a kernel, and whether it is a band, which needs no lists."""
+    band = diagonals(pattern)
+    if band is not None:
+        return (*(None,) * len(Blocks._fields), *band), True
+    key = _key(sizes, device, by_columns=by_columns)
     if key not in pattern.kernel_cache:
-        lists_on_cpu = blocks(pattern, sizes.rows, sizes.columns, by_columns=by_columns)
-        pattern.kernel_cache[key] = lists_on_cpu.to(device)
-    lists: Blocks = pattern.kernel_cache[key]
-    return lists
+        _make_lists([(pattern, key)])
+    return (*pattern.kernel_cache[key], 0, 0), False
+
+
+def _key(sizes: Launch, device: torch.device, *, by_columns: bool) -> _Key:
+    return "blocks", sizes.rows, sizes.columns, by_columns, device
+
+
+def _make_lists(missing: Sequence[tuple[Pattern, _Key]]) -> None:
+    made = [blocks(pattern, rows, columns, by_columns=by) for pattern, (_, rows, columns, by, _) in missing]
+    if made:
+        for (pattern, key), lists in zip(missing, on_device(made, missing[0][1][-1]), strict=True):
+            pattern.kernel_cache[key] = lists
+
+
+def prepare(patterns: Iterable[Pattern], problem: Problem, device: torch.device, *, forward: bool) -> None:
+    """Make the lists of all tiles of a pass, with one copy to the device for all of them."""
+    dims = _power(problem.head_dim) + _power(problem.value_dim)
+    itemsize, capability = problem.dtype.itemsize, packages.capability()
+    names = ("forward",) if forward else ("dq", *of_keys(dims, itemsize))
+    missing: dict[tuple[int, _Key], tuple[Pattern, _Key]] = {}
+    for pattern in patterns:
+        for name in names if diagonals(pattern) is None else ():
+            sizes = launch(name, dims, itemsize, capability)
+            key = _key(sizes, device, by_columns=name not in ("forward", "dq"))
+            if key not in pattern.kernel_cache:
+                missing[id(pattern), key] = pattern, key
+    _make_lists(list(missing.values()))
 
 
 def _power(dim: int) -> int:
@@ -181,4 +285,5 @@ KERNEL = Kernel(
     takes_delta=True,
     abilities=Abilities(windows=True, pieces=True),
     in_place=InPlace(merge_forward, add_dq, add_dkv),
+    prepare=prepare,
 )
