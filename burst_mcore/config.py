@@ -99,6 +99,25 @@ class BurstConfig(Registered):
     )
     """A name is converted to a torch.dtype. Inputs in float64 always use float64."""
 
+    max_ctas: int = field(
+        default=8,
+        metadata=_told(
+            "a number of at least 1",
+            "The thread blocks of a GPU that each NCCL communicator of the ring may use, at most; the others "
+            "are left to attention.",
+        ),
+    )
+    """NCCL's `maxCTAs`. Eight move what a ring sends at 8K tokens a rank: an estimate, not measured."""
+
+    sm_margin: int = field(
+        default=0,
+        metadata=_told(
+            "a number of at least 0",
+            "The multiprocessors that flash-attn 3 leaves to messages under way; other kernels ignore it.",
+        ),
+    )
+    """With 0 its persistent kernels take all, so that a message that comes late waits for a whole kernel."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", Layout.of(self.layout))
         if self.backward not in BACKWARDS:
@@ -113,6 +132,10 @@ class BurstConfig(Registered):
             raise ValueError(
                 f"head_parallel must be a number of ranks, at least 1, or 'auto', got {degree!r}"
             )
+        for name, least in (("max_ctas", 1), ("sm_margin", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name} must be a number of at least {least}, got {value!r}")
         if not isinstance(self.kernel, str):
             raise ValueError(f"kernel must be the name of a kernel or 'auto', got {self.kernel!r}")
         dtype = GRAD_DTYPES.get(str(self.grad_dtype), self.grad_dtype)

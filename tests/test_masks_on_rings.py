@@ -188,8 +188,8 @@ def _with_communicators_of_its_own(rank, size):
     """As on NCCL each kind of message has a group of its own, collectively made; here of gloo."""
     made = []
 
-    def group_of(self, link, what, members):
-        made.append((link, what))
+    def group_of(self, link, members, max_ctas):
+        made.append(link)
         return communicators.companion([self.ranks[r] for r in members], "gloo", self._timeout)
 
     communicators.Communicators._group = group_of

@@ -187,6 +187,7 @@ def connect(topology: Topology, config: BurstConfig) -> None:
             f"head_parallel={degree} is not legal with {ranks.size} ranks, {ranks.intra} a node: {why_not}"
         )
     for ring in ("double", "direct") if config.ring == "auto" else (config.ring,):
-        transport = ProcessGroups(topology, route_for(degree, ranks, ring=ring, overlap=config.overlap))
+        route = route_for(degree, ranks, ring=ring, overlap=config.overlap)
+        transport = ProcessGroups(topology, route, config.max_ctas)
         for pass_ in Pass:
             transport.connect(pass_)

@@ -32,6 +32,7 @@ from burst_mcore.attention.runtime.executor import Transport, transport_of
 from burst_mcore.attention.runtime.head_exchange import pooled_like
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
+from burst_mcore.config import BurstConfig
 from burst_mcore.dtypes import wide
 from burst_mcore.registry import lookup
 
@@ -203,7 +204,8 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
     cut = _cut(args, request, call, agreement) if args.keep else args.cut
     tokens = lengths[call.rank]
     with torch.autocast(q.device.type, enabled=False), _on(q.device), _in_ring(agreement):
-        transport = _connected(topology, call, Pass.FORWARD)
+        passes = (Pass.FORWARD, call.direction) if args.needs_gradient else (Pass.FORWARD,)
+        transport = _connected(topology, call, lookup(args.config), *passes)
         q, k, v = _with_rows(q, call.rows), _with_rows(k, call.rows), _with_rows(v, call.rows)
         if args.tail:
             attended = forward_of_head(
@@ -343,7 +345,7 @@ def attention_backward(args: BackwardArgs) -> BackwardResults:
             }
         )
     with torch.autocast(out.device.type, enabled=False), _on(out.device), _in_ring(agreement):
-        transport = _connected(topology, call, call.direction)
+        transport = _connected(topology, call, config, call.direction)
         dout = args.dout.contiguous()
         delta = row_delta(dout, out)
         if args.dlse is not None:  # d lse / d scores = P, which enters dS as -D does
@@ -407,10 +409,11 @@ def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return -(weights * delta).sum((0, 2)).to(sinks.dtype)
 
 
-def _connected(topology: Topology, call: Call, pass_: Pass) -> Transport:
-    """Return the transport of a pass, with its communicators made."""
-    transport = transport_of(topology, call.route)
-    transport.connect(pass_)
+def _connected(topology: Topology, call: Call, config: BurstConfig, *passes: Pass) -> Transport:
+    """Return the transport of a call, with the communicators of these passes made."""
+    transport = transport_of(topology, call.route, config.max_ctas)
+    for pass_ in passes:
+        transport.connect(pass_)
     return transport
 
 

@@ -191,6 +191,8 @@ def _request(
     Layout.of(options.layout).divisor(ranks.size)  # raises if it does not go with so many ranks
     degrees_of(options, ranks, shard)
     scale = shard.head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
+    softcap = None if softcap is None else float(softcap)
+    margin = options.sm_margin if ranks.size > 1 else 0
     return Request(
         rank=place.rank,
         ranks=ranks,
@@ -199,7 +201,7 @@ def _request(
         config=options,
         device=device,
         shard=shard,
-        scores=Scores(scale, None if softcap is None else float(softcap), options.deterministic),
+        scores=Scores(scale, softcap, options.deterministic, margin),
         return_lse=return_lse,
         sinks=sinks,
     )

@@ -100,7 +100,7 @@ def _flash3_forward(
         _flash3()._flash_attn_forward,
         *flat(pattern, q, k, _rows_dense(v)), **keywords(pattern, q), softmax_scale=scores.scale,
         causal=is_causal(pattern), window_size=(left, right), window_size_left=left,
-        window_size_right=right, softcap=_softcap(scores),
+        window_size_right=right, softcap=_softcap(scores), if_there={"sm_margin": scores.sm_margin},
     )  # fmt: skip
     return of_batch(pattern, out, lse, len(q))
 
@@ -117,6 +117,7 @@ def _flash3_backward(
         **keywords(pattern, inputs.q), dq=dq, dk=dk, dv=dv, softmax_scale=scores.scale, causal=causal,
         is_causal=causal, window_size=(left, right), window_size_left=left, window_size_right=right,
         softcap=_softcap(scores), deterministic=scores.deterministic,
+        if_there={"sm_margin": scores.sm_margin},
     )  # fmt: skip
     return gradients_of_batch(pattern, (dq, dk, dv), len(inputs.q))
 

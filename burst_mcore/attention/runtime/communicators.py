@@ -23,12 +23,13 @@ class Communicators:
 
     On gloo messages are told apart by tag, so the user's groups carry all. NCCL runs the messages of a
     communicator one after another. So there each kind of message on each link gets a communicator of its own,
-    and all kinds can be in flight at once. The first call that needs one makes it, after the ranks have
-    agreed on that call.
+    and all kinds can be in flight at once, on streams of high priority. None is the user's: collectives of
+    the model would come between. The first call that needs one makes it, after the ranks have agreed on that
+    call; a forward makes those of its backward as well.
 
     Args:
         ranks: global ranks in the order of the ring.
-        groups: the user's groups, by link ("whole", "intra", "inter"). They carry data.
+        groups: the user's groups, by link ("whole", "intra", "inter").
         control: a gloo group over all, for the agreement at the start of a call.
     """
 
@@ -40,7 +41,7 @@ class Communicators:
         self._timeout = timeout_of(next(iter(groups.values())))
         self.ranks = tuple(ranks)
         self._groups = dict(groups)
-        self._made: dict[tuple[tuple[int, ...], str, str], Carrier] = {}
+        self._made: dict[tuple[tuple[int, ...], str, str, int], Carrier] = {}
         self.transports: dict[Any, Any] = {}
         """By ranks of a node and route: see `executor.transport_of`."""
 
@@ -49,36 +50,41 @@ class Communicators:
         backend = {"cpu": "cpu:gloo", "cuda": "cuda:nccl"}.get(device.type)
         return backend is not None and backend in self.backends
 
-    def carrier(self, link: str, kind: str, members: tuple[int, ...]) -> Carrier:
-        """Return the group for messages of a kind on a link between `members`, ranks of the ring."""
-        key = (members, link, kind)
+    def carrier(self, link: str, kind: str, members: tuple[int, ...], max_ctas: int) -> Carrier:
+        """Return the group for messages of a kind on a link between `members`, ranks of the ring.
+
+        max_ctas: thread blocks of a GPU that NCCL may use for it.
+        """
+        key = (members, link, kind, max_ctas)
         if key not in self._made:
-            group = self._group(link, kind, members)
+            group = self._group(link, members, max_ctas)
             place = {world: index for index, world in enumerate(dist.get_process_group_ranks(group))}
             reached = {rank: place[world] for rank, world in enumerate(self.ranks) if world in place}
             self._made[key] = group, reached
         return self._made[key]
 
-    def _group(self, link: str, kind: str, members: tuple[int, ...]) -> dist.ProcessGroup:
+    def _group(self, link: str, members: tuple[int, ...], max_ctas: int) -> dist.ProcessGroup:
+        if "cuda:nccl" in self.backends:
+            return companion([self.ranks[rank] for rank in members], "nccl", self._timeout, max_ctas)
         own = self._groups.get(link)
         if own is None and link != "heads" and len(members) == len(self.ranks):
             own = self._groups.get("whole")
-        if "cuda:nccl" not in self.backends:
-            return own or self._groups.get("whole", self.control)
-        if own is not None and kind == "data":
-            start(own)
-            return own
-        return companion([self.ranks[rank] for rank in members], "nccl", self._timeout)
+        return own or self._groups.get("whole", self.control)
 
 
-def companion(ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Make a communicator over these global ranks. Collective over them, not over the world."""
+def companion(
+    ranks: Sequence[int], backend: str, timeout: timedelta, max_ctas: int | None = None
+) -> dist.ProcessGroup:
+    """Make a communicator over these global ranks. Collective over them, not over the world.
+
+    max_ctas: thread blocks of a GPU that NCCL may use for it; None leaves the choice to NCCL.
+    """
     with _same_name_on_all(ranks):
         made = dist.new_group(
             list(ranks),
             backend=backend,
             timeout=timeout,
-            pg_options=_options(backend, timeout),
+            pg_options=_options(backend, timeout, max_ctas),
             use_local_synchronization=True,
         )
     assert isinstance(made, dist.ProcessGroup)
@@ -87,12 +93,17 @@ def companion(ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.Pr
     return made
 
 
-def _options(backend: str, timeout: timedelta) -> Any:
-    """Return options for NCCL: streams of high priority, so that messages do not queue behind compute."""
+def _options(backend: str, timeout: timedelta, max_ctas: int | None) -> Any:
+    """Return options for NCCL: streams of high priority, so that messages do not queue behind compute.
+
+    The limit of thread blocks must be within what NCCL uses at least by itself: one.
+    """
     if backend != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
+    if max_ctas is not None:
+        options.config.min_ctas, options.config.max_ctas = 1, max_ctas
     return options
 
 

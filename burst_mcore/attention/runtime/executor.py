@@ -66,8 +66,8 @@ class ProcessGroups:
 
     _TAGS = tuple(Kind)
 
-    def __init__(self, topology: Topology, route: Route) -> None:
-        self._topology, self._route = topology, route
+    def __init__(self, topology: Topology, route: Route, max_ctas: int) -> None:
+        self._topology, self._route, self._max_ctas = topology, route, max_ctas
         self._carriers: dict[tuple[Link, Kind], Carrier] = {}
 
     def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Bundle]]) -> Sequence[Work]:
@@ -103,17 +103,17 @@ class ProcessGroups:
             topology = self._topology
             assert topology.communicators is not None
             wanted = communicator_of(channel, topology.rank, self._route, topology.intra_size)
-            self._carriers[key] = topology.communicators.carrier(*wanted)
+            self._carriers[key] = topology.communicators.carrier(*wanted, self._max_ctas)
         return self._carriers[key]
 
 
-def transport_of(topology: Topology, route: Route) -> Transport:
+def transport_of(topology: Topology, route: Route, max_ctas: int) -> Transport:
     """Return the transport of a route over the process groups of a topology, made at its first call."""
     if topology.communicators is None:
-        return ProcessGroups(topology, route)
-    transports, key = topology.communicators.transports, (topology.intra_size, route)
+        return ProcessGroups(topology, route, max_ctas)
+    transports, key = topology.communicators.transports, (topology.intra_size, route, max_ctas)
     if key not in transports:
-        transports[key] = ProcessGroups(topology, route)
+        transports[key] = ProcessGroups(topology, route, max_ctas)
     transport: Transport = transports[key]
     return transport
 

@@ -87,7 +87,7 @@ def _field(name: str) -> tuple[Any, Any]:
     words = ("auto", *KERNELS) if name == "kernel" else legal
     kind: Any = bool if isinstance(default, bool) else str
     if isinstance(default, int) and not isinstance(default, bool):
-        kind = int | Literal["auto"]
+        kind = int | Literal["auto"] if "auto" in words else int
     elif isinstance(words, tuple):
         kind = Literal[words]
     else:
