@@ -18,7 +18,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train finetune compare test test-all tables lint bench bench-masks bench-loss bench-recompute bench-training bench-topology bench-planning compiled gpu-check gpu-sanitize clean
+.PHONY: help train finetune compare test test-all tables lint bench bench-masks bench-loss bench-recompute bench-training bench-topology bench-planning compiled gpu-smoke gpu-tests gpu-figures gpu-check gpu-sanitize clean
 
 help:
 	@echo 'make train [ARGS="..."]    train a GPT on Megatron-Core with a burst ring (4 CPU processes)'
@@ -30,7 +30,11 @@ help:
 	@echo 'make bench                 attention, measured beside other methods'
 	@echo 'make bench-SUBJECT         masks, loss, recompute, training, planning, or topology (needs root and iproute2)'
 	@echo 'make compiled              compile our Triton kernels for GPUs, and write benchmarks/compiled.json (needs none)'
-	@echo 'make gpu-check             tests and figures of a GPU (needs torch, triton, pytest; no environment is made)'
+	@echo 'make gpu-smoke             two minutes on a GPU: kernels, a ring, messages (needs torch, triton, pytest; no'
+	@echo '                           environment is made)'
+	@echo 'make gpu-tests             the tests that need a GPU'
+	@echo 'make gpu-figures           what was predicted of a GPU, measured; ARGS=--part=N for one of four parts'
+	@echo 'make gpu-check             all three in turn'
 
 train: $(VENV)
 	@$(RUN) examples/train.py $(ARGS)
@@ -72,13 +76,26 @@ bench-topology: subject-topology
 subject-%: $(VENV)
 	@.venv/bin/burst-mcore bench $* --out benchmarks/results/$*.json $(ARGS)
 
+GPU = python3 -c 'import torch, triton, pytest, sys; sys.exit(not torch.cuda.is_available())' && command -v "$${CC:-cc}" >/dev/null || { echo 'this needs a GPU, a python3 with torch, triton and pytest, and a C compiler (for triton)'; exit 1; }
+
+gpu-smoke:
+	@$(GPU)
+	python3 -m burst_mcore.bench.check smoke $(ARGS)
+
+gpu-tests:
+	@$(GPU)
+	PYTHONPATH=. python3 -m pytest -q --durations=20 tests/gpu $(ARGS)
+
+gpu-figures:
+	@$(GPU)
+	python3 -m burst_mcore.bench.check figures $(ARGS)
+
 gpu-check:
-	@python3 -c 'import torch, triton, pytest, sys; sys.exit(not torch.cuda.is_available())' && command -v "$${CC:-cc}" >/dev/null || { echo 'make gpu-check needs a GPU, a python3 with torch, triton and pytest, and a C compiler (for triton)'; exit 1; }
+	@$(GPU)
 	worst=0
-	PYTHONPATH=. python3 -m pytest -q tests/gpu || worst=$$?
-	for subject in kernels rowwise loss virtual-ring; do
-	  python3 -m burst_mcore.bench $$subject --device cuda --out benchmarks/results/gpu-$$subject.json $(ARGS) || worst=$$?
-	done
+	python3 -m burst_mcore.bench.check smoke || worst=$$?
+	PYTHONPATH=. python3 -m pytest -q --durations=20 tests/gpu || worst=$$?
+	python3 -m burst_mcore.bench.check figures $(ARGS) || worst=$$?
 	exit $$worst
 
 compiled: $(VENV)

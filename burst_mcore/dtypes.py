@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 TRAINED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -12,7 +10,6 @@ DTYPES = {**TRAINED, "float64": torch.float64}
 """All dtypes of inputs by name; float64 is for checks."""
 
 
-@cache
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which values of `dtype` are summed: at least float32."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,5 +1,6 @@
 """Subjects of the bench for a GPU, with small tensors on the CPU: all but what only a GPU does."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,9 @@ import pytest
 
 from burst_mcore.attention.kernels.triton import interpreted
 from burst_mcore.bench.__main__ import main
+from burst_mcore.bench.check.__main__ import as_text, lines_of
+from burst_mcore.bench.check.__main__ import main as check
+from burst_mcore.bench.check.parts import PARTS, SMOKE, Check, Claim
 from burst_mcore.bench.core import Figure, Method
 from burst_mcore.bench.methods import METHODS
 from burst_mcore.bench.results import Results, read
@@ -42,7 +46,7 @@ def test_kernels_are_right_before_they_are_timed_beside_each_other(tmp_path):
     reasons = {entry["method"]: entry["reason"] for entry in results.refused}
     assert set(reasons) == set(METHODS["kernels"]) - {"aten-cpu", "triton"}
     assert "not on cuda" in reasons["cudnn"]
-    for case, bound in zip(cases, (0.70, 0.60, 1.0), strict=True):
+    for case, bound in zip(cases, (0.68, 0.55, 1.0), strict=True):
         table = results.tables[case]
         for name in ("aten-cpu", "triton"):
             assert 0 < table[name, "error"][0] < 0.03 and min(table[name, "TFLOP/s"]) > 0
@@ -105,8 +109,8 @@ def test_bars_of_a_ring_of_8(reachable):
     results.judge(subject, {"ring": case})
     bars = {bar.claim: (bar.bound, bar.at_most, bar.reached) for bar in results.bars}
     want = {
-        "forward, of the kernel's speed": (0.95, False, True),
-        "both, of the kernel's speed": (0.92, False, True),
+        "forward, of the kernel's speed": (0.97, False, True),
+        "both, of the kernel's speed": (0.96, False, True),
         "with copies over without": (1.03, True, True),
         "share of the time around the kernels": (0.02, True, False),
     }
@@ -146,8 +150,44 @@ def test_it_needs_torch_alone(tmp_path):
     assert read(tmp_path / "r.json").tables[SMALL]["merge of 8", "GB/s"]
 
 
-def test_gpu_check_names_subjects_that_run_on_a_gpu():
-    recipe = (ROOT / "Makefile").read_text().split("gpu-check:\n")[1].split("\n\n")[0]
-    names = recipe.split("for subject in ")[1].split(";")[0].split()
-    assert names and all("cuda" in SUBJECTS[name].devices for name in names)
-    assert set(names) == {name for name, subject in SUBJECTS.items() if "cuda" in subject.devices}
+def test_the_gpu_check_runs_whole_and_prints_a_line_for_each_claim(tmp_path, capsys):
+    """On a CPU with tiny shapes: the way through, not the figures."""
+    for what, parts in (("smoke", {"smoke": SMOKE}), ("figures", dict(enumerate(PARTS, 1)))):
+        check([what, "--device", "cpu", "--repeats", "1", "--out", str(tmp_path)])
+        lines = capsys.readouterr().out.splitlines()
+        claims = [claim for part in parts.values() for each in part for claim in each.claims]
+        assert [line.split(": ")[0] for line in lines] == [claim.words.split(": ")[0] for claim in claims]
+        for claim, line in zip(claims, lines, strict=True):
+            measured = ": ok" in line and "measured" in line
+            assert measured or (claim.method in ("liger", "cce") and "needs a GPU" in line), line
+            assert claim.predicted is None or not measured or "predicted" in line
+        for name in parts:
+            path = tmp_path / (f"figures-{name}.json" if what == "figures" else "smoke.json")
+            written = json.loads(path.read_text())
+            assert written["commit"] and len(written["claims"]) == sum(
+                len(each.claims) for each in parts[name]
+            )
+
+
+def test_a_claim_is_judged_by_its_bar_on_a_gpu_alone():
+    claim = Claim("speed", "ours", "x", 0.9, 0.8)
+    one = Check(
+        "kernels", "case", KernelCase(), (claim, replace(claim, at_most=True), replace(claim, bar=None))
+    )
+    for device, verdicts in (("cuda", [False, True, True]), ("cpu", [True, True, True])):
+        results = Results("kernels", "", device, 1, figures=[Figure("case", "ours", "x", (0.7,))])
+        assert [line["ok"] for line in lines_of(one, results)] == verdicts
+    (line, *_) = lines_of(
+        one, Results("kernels", "", "cuda", 1, errors=[{"case": "case", "error": "no kernel"}])
+    )
+    assert line["ok"] is False and as_text(line, False) == "speed: not measured (no kernel)"
+
+
+def test_every_check_names_a_subject_that_runs_on_a_gpu():
+    for part in (SMOKE, *PARTS):
+        for each in part:
+            subject = SUBJECTS[each.subject]
+            assert "cuda" in subject.devices and isinstance(each.case, subject.case)
+            assert isinstance(replace(each.case, **each.small), subject.case)
+    names = {each.subject for part in PARTS for each in part}
+    assert names == {name for name, subject in SUBJECTS.items() if "cuda" in subject.devices}

@@ -2,6 +2,7 @@
 
 subjects/     what is measured: cases, a stage for each process, what is derived from times, bars
 methods/      what is compared: rows of METHODS, ours and those of other packages
+check/        the GPU check: claims with predictions and bars, a line each
 run           cases one by one, each in fresh processes; results as they come
 stage         in such a process: gate every method, then time methods and units in turn
 clock         CPU, wall and CUDA seconds of steps in turn

@@ -17,7 +17,6 @@ from torch import Tensor
 from burst_mcore.attention.geometry.rows import Rows, count, shares, strided, view
 from burst_mcore.attention.numerics.rowwise import add_up, combine
 from burst_mcore.attention.numerics.segments import Bundle, Part, Segment, Segments, narrowed
-from burst_mcore.dtypes import wide
 
 WAITING = 8
 """Parts of a row, at most, that wait to be put together."""
@@ -32,8 +31,8 @@ class _Sum(ABC):
     _blank: tuple[float, ...]
     """The values of rows that no part covers, by tensor."""
 
-    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
-        self._like, self._dtype = like, dtype
+    def __init__(self, like: Tensor) -> None:
+        self._like, self._dtype = like, torch.promote_types(like.dtype, torch.float32)
         rows = like.shape[1]
         self._segments = Segments(rows)
         self._all = range(rows)
@@ -152,7 +151,7 @@ class OnlineSoftmax(_Sum):
     _blank = 0.0, -torch.inf
 
     def __init__(self, q: Tensor, value_dim: int, sinks: Tensor | None = None) -> None:
-        super().__init__(q, wide(q.dtype))
+        super().__init__(q)
         self._value_dim = value_dim
         if sinks is not None:
             out, lse = self._total = self.room(self._dtype)
@@ -206,9 +205,6 @@ class GradientSum(_Sum):
     """The running gradient of a tensor, in at least float32."""
 
     _blank = (0.0,)
-
-    def __init__(self, like: Tensor) -> None:
-        super().__init__(like, wide(like.dtype))
 
     @classmethod
     def into(cls, total: Tensor, *, fresh: bool) -> Self:

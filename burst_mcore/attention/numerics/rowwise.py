@@ -128,7 +128,7 @@ def _blocks(x: Tensor) -> Iterator[slice]:
     rows = x.shape[1]
     step = rows
     if x.device.type == "cpu" and rows:
-        step = max(1, BLOCK_BYTES * rows // max(1, x.numel() * wide(x.dtype).itemsize))
+        step = max(1, BLOCK_BYTES * rows // max(1, x.numel() * max(4, x.itemsize)))
     return (slice(first, first + step) for first in range(0, rows, max(1, step)))
 
 

@@ -73,18 +73,28 @@ class Communicators:
 
 
 def companion(
-    ranks: Sequence[int], backend: str, timeout: timedelta, max_ctas: int | None = None
+    ranks: Sequence[int],
+    backend: str,
+    timeout: timedelta,
+    max_ctas: int | None = None,
+    *,
+    priority: bool = True,
 ) -> dist.ProcessGroup:
     """Make a communicator over these global ranks. Collective over them, not over the world.
 
-    max_ctas: thread blocks of a GPU that NCCL may use for it; None leaves the choice to NCCL.
+    Args:
+        ranks: in the order of the communicator.
+        backend: "gloo" or "nccl".
+        timeout: how long it waits for its ranks.
+        max_ctas: thread blocks of a GPU that NCCL may use for it; None leaves the choice to NCCL.
+        priority: NCCL's messages do not queue behind compute.
     """
     with _same_name_on_all(ranks):
         made = dist.new_group(
             list(ranks),
             backend=backend,
             timeout=timeout,
-            pg_options=_options(backend, timeout, max_ctas),
+            pg_options=_options(backend, timeout, max_ctas, priority),
             use_local_synchronization=True,
         )
     assert isinstance(made, dist.ProcessGroup)
@@ -93,14 +103,14 @@ def companion(
     return made
 
 
-def _options(backend: str, timeout: timedelta, max_ctas: int | None) -> Any:
-    """Return options for NCCL: streams of high priority, so that messages do not queue behind compute.
+def _options(backend: str, timeout: timedelta, max_ctas: int | None, priority: bool) -> Any:
+    """Return options for NCCL, by default with streams of high priority.
 
     The limit of thread blocks must be within what NCCL uses at least by itself: one.
     """
     if backend != "nccl":
         return None
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=priority)
     options._timeout = timeout
     if max_ctas is not None:
         options.config.min_ctas, options.config.max_ctas = 1, max_ctas

@@ -17,7 +17,8 @@ def _kernel(name: str, case: Any, world: World) -> Kernel:
 
 def problem_of(case: Any, device: str) -> Problem:
     """Return the problem that a kernel must support for a case."""
-    return Problem(device, DTYPES[case.dtype], case.heads, case.heads, case.head_dim, case.head_dim)
+    heads, dims = (case.heads, case.kv_heads or case.heads), (case.head_dim, case.value_dim or case.head_dim)
+    return Problem(device, DTYPES[case.dtype], *heads, *dims)
 
 
 def _needs(name: str, case: Any, device: str) -> str | None:

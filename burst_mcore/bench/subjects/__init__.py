@@ -2,6 +2,7 @@
 
 from burst_mcore.bench.core import Subject
 from burst_mcore.bench.subjects.attention import SUBJECT as ATTENTION
+from burst_mcore.bench.subjects.hops import SUBJECT as HOPS
 from burst_mcore.bench.subjects.kernels import SUBJECT as KERNELS
 from burst_mcore.bench.subjects.loss import SUBJECT as LOSS
 from burst_mcore.bench.subjects.masks import SUBJECT as MASKS
@@ -13,7 +14,8 @@ from burst_mcore.bench.subjects.training import SUBJECT as TRAINING
 from burst_mcore.bench.subjects.virtual_ring import SUBJECT as VIRTUAL_RING
 
 _ALL = (
-    ATTENTION, MASKS, TOPOLOGY, PLANNING, LOSS, RECOMPUTE, TRAINING, KERNELS, ROWWISE, VIRTUAL_RING,
+    ATTENTION, MASKS, TOPOLOGY, PLANNING, LOSS, RECOMPUTE, TRAINING, KERNELS, ROWWISE, HOPS,
+    VIRTUAL_RING,
 )  # fmt: skip
 SUBJECTS: dict[str, Subject] = {subject.name: subject for subject in _ALL}
 
