@@ -60,6 +60,9 @@ def scatter_views(x: Tensor, rows: Rows, values: Tensor) -> Iterator[tuple[Tenso
 
 def shares(rows: Rows, values: Tensor) -> Iterator[tuple[range, Tensor]]:
     """Yield each range of the rows, ascending, with its share of `values` in that order."""
+    if len(rows) == 1 and rows[0].step > 0:  # by far the most frequent
+        yield rows[0], values
+        return
     start = 0
     for span in rows:
         share = values.narrow(axis(values), start, len(span))
@@ -70,7 +73,8 @@ def shares(rows: Rows, values: Tensor) -> Iterator[tuple[range, Tensor]]:
 def strided(x: Tensor, span: range) -> Tensor:
     """Return a view of these rows, an ascending range of any step."""
     if span.step == 1 or not span:
-        return x.narrow(axis(x), span.start if span else 0, len(span))
+        along, many = axis(x), len(span)
+        return x if many == x.shape[along] else x.narrow(along, span.start if span else 0, many)
     spread = slice(span.start, span.stop, span.step)
     return x[:, spread] if axis(x) == 1 else x[:, :, spread]
 

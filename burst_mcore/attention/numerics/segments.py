@@ -30,6 +30,8 @@ class Part:
 
     def rows(self, span: range) -> Bundle:
         """Return views of these rows, among those that the part covers."""
+        if len(span) == self.bundle[0].shape[1]:
+            return self.bundle
         return narrowed(self.bundle, range(span.start - self.start, span.stop - self.start))
 
 
@@ -93,4 +95,6 @@ class Segments:
 
 def narrowed(bundle: Bundle, rows: range) -> Bundle:
     """Return views of the rows of these tensors."""
+    if len(rows) == bundle[0].shape[1]:
+        return bundle
     return tuple(x.narrow(axis(x), rows.start, len(rows)) for x in bundle)
