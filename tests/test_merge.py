@@ -39,6 +39,16 @@ def test_large_scores_do_not_overflow():
     assert torch.isfinite(lse).all()
 
 
+@pytest.mark.parametrize("heads", [1, 2, 3, 4])
+def test_a_statistic_alone_equals_that_of_the_result(heads):
+    """Also where a segment has as many rows as there are heads."""
+    softmax = OnlineSoftmax(torch.zeros(1, 4, heads, 2), value_dim=2)
+    for rows in (range(4), range(1, 4), range(2)):
+        softmax.add((rows,), torch.rand(1, len(rows), heads, 2), torch.rand(1, heads, len(rows)))
+    alone = softmax.lse()
+    torch.testing.assert_close(alone, softmax.result()[1])
+
+
 def test_rows_that_no_tile_touched_are_zero_and_minus_infinity():
     softmax = OnlineSoftmax(torch.zeros(1, 4, 1, 2, dtype=torch.bfloat16), value_dim=2)
     softmax.add((range(2, 4),), torch.ones(1, 2, 1, 2, dtype=torch.bfloat16), torch.zeros(1, 1, 2))

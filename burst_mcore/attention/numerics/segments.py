@@ -95,6 +95,6 @@ class Segments:
 
 def narrowed(bundle: Bundle, rows: range) -> Bundle:
     """Return views of the rows of these tensors."""
-    if len(rows) == bundle[0].shape[1]:
+    if len(rows) == bundle[0].shape[axis(bundle[0])]:
         return bundle
     return tuple(x.narrow(axis(x), rows.start, len(rows)) for x in bundle)
