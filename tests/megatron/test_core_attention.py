@@ -268,18 +268,19 @@ def _ring_is_made_once():
     made, start = [], communicators.start
     communicators.start = dist.barrier
     new_group, companion, backends = dist.new_group, topology.companion, dist.get_backend_config
-    dist.get_backend_config = lambda *args: "cuda:nccl"  # there gradients and agreement get their own groups
+    dist.get_backend_config = lambda *args: "cuda:nccl"  # there each kind of message gets a group of its own
     try:
         for module in (topology, communicators):
-            module.companion = lambda ranks, backend, timeout: (
-                made.append(backend) or companion(ranks, "gloo", timeout)
+            module.companion = lambda ranks, backend, timeout, *more: (
+                made.append((backend, *more)) or companion(ranks, "gloo", timeout)
             )
         model = build(Case(cp=2))
     finally:
         dist.get_backend_config = backends
         topology.companion = communicators.companion = companion
         communicators.start = start
-    assert made == ["gloo", "nccl"]  # once, though the model has two layers
+    # of agreement, data and gradients: once, though the model has two layers
+    assert made == [("gloo",), ("nccl", 8), ("nccl", 8)]
     dist.new_group = None  # a forward that made a group would fail
     rings = {id(m.topology.communicators) for m in model.modules() if hasattr(m, "topology")}
     assert len(rings) == 1
