@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 
 from burst_mcore.attention.kernels import triton_code
 from burst_mcore.attention.kernels.triton import SHARED, launch, of_keys
+from burst_mcore.attention.numerics import rowwise_triton
 from burst_mcore.loss import rows_triton
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -83,6 +84,29 @@ def rows_of_loss(name, gradients):
     types |= dict.fromkeys(("softcap", "temperature", "z_loss", "smoothing"), "fp32")
     options = {"num_warps": rows_triton.WARPS}
     return _compiled(getattr(rows_triton, name), constants, types, (9, 0), options)
+
+
+def rows_of_parts(name, parts):
+    """The compiled kernel that puts so many partial results in bfloat16 together."""
+    function = getattr(rowwise_triton, name)
+    names = list(inspect.signature(function.fn).parameters)
+    constants = {"PARTS": parts, "USED": 128, "DIM": 128, "ROWS": rowwise_triton.ROWS}
+    types = {"outs": ("*bf16",) * parts, "parts": ("*bf16",) * parts, "lses": ("*fp32",) * parts}
+    types |= dict.fromkeys(("outs_s", "lses_s", "parts_s"), ("i32",) * (3 * parts))
+    types |= {"out": "*bf16", "lse": "*fp32"} | dict.fromkeys(constants, "constexpr")
+    places = [
+        (i, j) if isinstance(types.get(each), tuple) else (i,)
+        for i, each in enumerate(names)
+        if each not in ("count", "rows", "heads", *constants)
+        for j in range(len(types[each]) if isinstance(types.get(each), tuple) else 1)
+    ]
+    source = ASTSource(
+        fn=function,
+        signature={each: types.get(each, "i32") for each in names},
+        constexprs={(names.index(each),): value for each, value in constants.items()},
+        attrs={place: [["tt.divisibility", 16]] for place in places},
+    )
+    return triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4})
 
 
 def loops(sass):
@@ -198,6 +222,9 @@ def check():
         assert attention("dkv", 64, 64, **options).metadata.shared <= SHARED[9, 0]
     for name, gradients in (("statistics_kernel", True), ("gradients_kernel", True)):
         assert "ld.global.v4" in rows_of_loss(name, gradients).asm["ptx"], name
+    for name in ("_combine", "_add"):
+        for parts in (2, 9):
+            assert "ld.global.v4" in rows_of_parts(name, parts).asm["ptx"], (name, parts)
 
 
 def check_others():
