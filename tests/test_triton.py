@@ -16,9 +16,10 @@ from test_simulation import simulate
 from burst_mcore import Layout, Mask
 from burst_mcore.attention import backward as backward_module
 from burst_mcore.attention.geometry.pattern import Pattern
+from burst_mcore.attention.geometry.piece import Piece
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of
-from burst_mcore.attention.kernels import blocks
+from burst_mcore.attention.kernels import blocks, captured
 from burst_mcore.attention.kernels import triton as ours
 from burst_mcore.attention.kernels.kernel import BackwardInputs, InPlace, Problem, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
@@ -294,6 +295,20 @@ def test_the_lists_of_a_pass_are_made_at_once(monkeypatch):
     lists = [x for pattern in patterns for lists in pattern.kernel_cache.values() for x in lists]
     memory = {x.untyped_storage().data_ptr() for x in lists if x.numel()}
     assert len(memory) == 1
+
+
+@pytest.mark.parametrize("capturing", [True, False])
+def test_lists_that_a_graph_was_captured_with_outlive_their_plan(capturing, monkeypatch):
+    kept = {}
+    monkeypatch.setattr(captured, "_READ_BY_GRAPHS", kept)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(ours, "on_device", lambda lists, device: lists)
+    pattern = Pattern((4, 4), parts=(Piece(0, 2, 0, 2, 0, 0), Piece(2, 4, 2, 4, 0, 0)))
+    (starts, *_), band = ours._lists(
+        pattern, ours.launch("forward", 256, 2), torch.device("cpu"), by_columns=False
+    )
+    assert not band and list(kept) == [starts.untyped_storage().data_ptr()] * capturing
 
 
 def test_any_number_of_batches_and_heads_fits_a_grid(monkeypatch):

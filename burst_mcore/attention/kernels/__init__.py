@@ -5,5 +5,7 @@ table                 all kernels by name, and the choice of one
 aten, flash, te       kernels of torch, flash-attn and TransformerEngine
 triton, triton_code   our own kernel, for any mask
 reference             plain torch, slow and exact
-padding, small, finite, window, blocks   what a kernel lacks: head dims, small tiles, NaN, windows, blocks
+packed                the convention of flash kernels: windows, and documents by cu_seqlens
+blocks, captured      lists of blocks for our own kernel, and memory that graphs read
+padding, small, finite   what a kernel lacks: head dims, small tiles, NaN
 """

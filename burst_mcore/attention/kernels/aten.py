@@ -15,6 +15,7 @@ from burst_mcore.attention.kernels.packed import (
     Sequences,
     flat,
     flat_inputs,
+    from_lower_right,
     gradients_of_batch,
     is_causal,
     of_batch,
@@ -22,7 +23,6 @@ from burst_mcore.attention.kernels.packed import (
 )
 from burst_mcore.attention.kernels.padding import takes_any_value_dim
 from burst_mcore.attention.kernels.small import leaves_small_tiles
-from burst_mcore.attention.kernels.window import from_lower_right
 
 _aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)

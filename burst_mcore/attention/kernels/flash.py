@@ -18,13 +18,13 @@ from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem
 from burst_mcore.attention.kernels.packed import (
     flat,
     flat_inputs,
+    from_lower_right,
     gradients_of_batch,
     is_causal,
     keywords,
     of_batch,
 )
 from burst_mcore.attention.kernels.padding import takes_any_value_dim
-from burst_mcore.attention.kernels.window import from_lower_right
 
 ABILITIES = Abilities(windows=True, packed=True)
 

@@ -1,4 +1,4 @@
-"""Packed sequences in the convention of flash kernels: many diagonals of one tile in one call, by cu_seqlens.
+"""The convention of flash kernels: windows, and many diagonals of one tile in one call, by cu_seqlens.
 
 For a packed pattern, tensors of a tile [B, S, H, D] become [B * S, H, D], and statistics [B, H, S] become
 [H, B * S]: sequence after sequence, batch after batch. For other patterns these functions change nothing.
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.geometry.pattern import Pattern
+from burst_mcore.attention.kernels.captured import keep_for_graphs
 from burst_mcore.attention.kernels.kernel import BackwardInputs
 
 
@@ -37,6 +38,8 @@ def sequences(pattern: Pattern, q: Tensor) -> Sequences:
         of_q, of_k = ends.to(q.device, non_blocking=True)
         pattern.kernel_cache[key] = Sequences(of_q, of_k, *map(max, lengths)), ends
     result: Sequences = pattern.kernel_cache[key][0]
+    assert result.of_q is not None
+    keep_for_graphs(result.of_q)  # both ends are in one memory
     return result
 
 
@@ -83,3 +86,25 @@ def gradients_of_batch(
         return gradients
     dq, dk, dv = (x.unflatten(0, (batch, -1)) for x in gradients)
     return dq, dk, dv
+
+
+def from_lower_right(pattern: Pattern) -> tuple[int, int]:
+    """Return (left, right), -1 for unbounded, counted from the diagonal into the lower right corner.
+
+    FlashAttention's convention: row m sees column n iff -left <= n - (m + N - M) <= right. A tile's window
+    leaves no row and no column of its rectangle unseen. So neither bound is negative; a negative one would be
+    read as unbounded. A window has no more rows than columns: FlashAttention-2 takes a right bound of N and
+    more as unbounded, and an unbounded one as N.
+    """
+    if pattern.packed:
+        return pattern.packed.left, pattern.packed.right
+    if not pattern.windowed:
+        return -1, -1
+    rows, columns = pattern.shape
+    assert rows <= columns, f"a window over {pattern.shape}"
+    apart = columns - rows
+    left = -1 if pattern.low is None else apart - pattern.low
+    right = -1 if pattern.high is None else pattern.high - apart
+    assert left >= 0 or pattern.low is None, f"a window from {pattern.low} on over {pattern.shape}"
+    assert right >= 0 or pattern.high is None, f"a window up to {pattern.high} over {pattern.shape}"
+    return left, right

@@ -20,6 +20,7 @@ from torch import Tensor
 from burst_mcore import packages
 from burst_mcore.attention.geometry.pattern import Abilities, Pattern
 from burst_mcore.attention.kernels.blocks import Blocks, blocks, diagonals, on_device
+from burst_mcore.attention.kernels.captured import keep_for_graphs
 from burst_mcore.attention.kernels.kernel import BackwardInputs, InPlace, Kernel, Problem, Scores
 from burst_mcore.dtypes import TRAINED, wide
 
@@ -238,7 +239,9 @@ def _lists(
     key = _key(sizes, device, by_columns=by_columns)
     if key not in pattern.kernel_cache:
         _make_lists([(pattern, key)])
-    return (*pattern.kernel_cache[key], 0, 0), False
+    lists: Blocks = pattern.kernel_cache[key]
+    keep_for_graphs(lists.starts)  # all lists are in one memory
+    return (*lists, 0, 0), False
 
 
 def _key(sizes: Launch, device: torch.device, *, by_columns: bool) -> _Key:
