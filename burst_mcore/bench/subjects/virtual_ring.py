@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.shard import Shard
@@ -137,8 +138,21 @@ def _stage(case: VirtualCase, world: World) -> Stage:
         ("kernel alone", "pairs"): float(rank.pairs),
         ("burst", "host forward / step wall"): host[0] / case.size,
         ("burst", "host backward / step wall"): host[1] / case.size,
+        ("burst", "launches / step of forward"): _launches(rank.forward, world) / case.size,
+        ("burst", "launches / step of backward"): _launches(partial(rank.backward, done), world) / case.size,
     }
     return Stage(lambda method: ring, units, facts=facts)
+
+
+def _launches(step: Step, world: World) -> int:
+    """Return how many kernels a GPU runs in a pass; on a CPU, how many operators are called."""
+    cuda = world.device == "cuda"
+    kinds = [ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]
+    with profile(activities=kinds) as seen:
+        step()
+        if cuda:
+            torch.cuda.synchronize()
+    return sum(event.count for event in seen.key_averages() if cuda or event.key.startswith("aten::"))
 
 
 def _host_seconds(step: Step) -> float:
