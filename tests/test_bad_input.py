@@ -416,3 +416,91 @@ def test_ranks_that_stay_are_told_of_one_that_is_gone():
     with pytest.raises(AssertionError, match=r"ranks \[2\] of 4 did not answer") as caught:
         processes(4, _one_goes_while_others_stay, timeout=20)
     assert len(caught.value.args[1]) == 3 and max(caught.value.args[1].values()) < 4
+
+
+def _step(topology, size, *, mask=None, dtype=torch.float32, heads=4):
+    """One forward and backward."""
+    q, k, v, _ = (x.requires_grad_() for x in problem(0, 8, heads=heads, dtype=dtype))
+    out = burst_attention(q, k, v, topology=topology, mask=mask or Mask.causal())
+    out.sum().backward()
+    return q.grad
+
+
+def _ahead_and_apart(rank, size, what):
+    """Backwards that were seen go ahead; then one rank's backward is another than the others'."""
+    topology = Topology.from_group(dist.group.WORLD)
+    for _ in range(3):
+        _step(topology, size)
+    q, k, v, _ = (x.requires_grad_() for x in problem(0, 8, dtype=torch.float32))
+    outs = [burst_attention(q, k, v, topology=topology, mask=Mask.causal()) for _ in range(2)]
+    start = time.monotonic()
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        if what == "forward" and rank == 1:
+            burst_attention(q, k, v, topology=topology, mask=Mask.causal())
+        else:
+            outs[rank == 1 and what == "order"].sum().backward()
+    taken = time.monotonic() - start
+    with pytest.raises((ValueError, RuntimeError), match="make the process group anew"):
+        _step(topology, size)
+    dist.barrier = lambda: None  # the connections are closed
+    return str(caught.value), taken
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("order", "of call: 7 on ranks [0, 2], 8 on ranks [1]"),
+        ("forward", "pass: backward on ranks [0, 2], forward on ranks [1]"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_calls_that_went_ahead_apart_are_an_error_on_every_rank(what, words):
+    for message, taken in processes(3, _ahead_and_apart, what):
+        assert words in message
+        assert taken < 60
+
+
+def _looked_at_the_end(rank, size):
+    """The last backward of a step needs no message, and differs: `backward` itself raises."""
+    topology = Topology.from_group(dist.group.WORLD)
+    apart = Mask.documents([0, 4, 8, 12, 16]) & Mask.window(0, 0)
+    config = BurstConfig(layout="contiguous")
+
+    def run(scale):
+        q, k, v, _ = (x.requires_grad_() for x in problem(0, 8, dtype=torch.float32))
+        out = burst_attention(q, k, v, topology=topology, mask=apart, config=config, return_lse=True)
+        (out[0].sum() + (scale * out[1].sum() if scale else 0)).backward()
+
+    for scale in (0, 1, 0, 1):
+        run(scale)
+    with pytest.raises(ValueError, match="gradient through lse: False on ranks .0., True on ranks .1."):
+        run(rank)
+    dist.barrier = lambda: None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_last_backward_of_a_step_is_looked_at_before_it_returns():
+    processes(2, _looked_at_the_end)
+
+
+def _calling_path(rank, size):
+    """Thread CPU seconds of one agreement: waiting, and ahead."""
+    calls = agreement(Topology.from_group(dist.group.WORLD))
+    signature = {f"field {i}": "value" for i in range(25)}
+    calls.agree(signature)
+    taken = []
+    for ahead in (False, True):
+        times = []
+        for _ in range(50):
+            start = time.thread_time()
+            calls.agree(signature, ahead=ahead)
+            times.append(time.thread_time() - start)
+            calls.settle()
+        taken.append(sorted(times)[25])
+    return taken
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_the_calling_path_takes_a_tenth_of_a_millisecond(size):
+    for waiting, ahead in processes(size, _calling_path):
+        assert waiting < 2e-4 and ahead < 1e-4

@@ -2,16 +2,17 @@
 
 claims     what is compared: signatures and errors of ranks, and the words for their differences. Pure
 exchange   how ranks learn each other's claims: collectives of a few integers, and of text
-calls      numbered calls: a rank that refuses its call waits for nobody, and nobody waits for it
+calls      numbered calls, which wait for the exchange or go ahead; a rank that refuses one waits for nobody
 
 Attention agrees by `calls`; the loss and DeepSpeed's adapter use `exchange` alone.
 """
 
-from burst_mcore.agreement.calls import Agreement
+from burst_mcore.agreement.calls import Agreed, Agreement
 from burst_mcore.agreement.claims import Claim, Signature, alike, digest_of, disagreement, summary
 from burst_mcore.agreement.exchange import Collective, claims_of
 
 __all__ = [
+    "Agreed",
     "Agreement",
     "Claim",
     "Collective",

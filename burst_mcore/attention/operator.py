@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from burst_mcore.agreement import Agreement, Signature
+from burst_mcore.agreement import Agreed, Agreement, Signature
 from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Attended, Call, Keys, Queries
 from burst_mcore.attention.forward import forward, forward_of_head, tail_of
@@ -28,7 +28,7 @@ from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.recompute.cuts import check_keep, cut_for
 from burst_mcore.attention.request import Request, request_of, shard_of, validate
 from burst_mcore.attention.runtime.agreement import agreement as agreement_of
-from burst_mcore.attention.runtime.executor import Transport, transport_of
+from burst_mcore.attention.runtime.executor import ProcessGroups, transport_of
 from burst_mcore.attention.runtime.head_exchange import pooled_like
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
@@ -200,12 +200,12 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
         if args.keep:
             check_keep(args.keep)
         signature = {**request.signature, **_signature_of(args)}
-    call, number, lengths = agree_on_call(request, agreement, signature)
+    call, agreed, lengths = agree_on_call(request, agreement, signature)
     cut = _cut(args, request, call, agreement) if args.keep else args.cut
     tokens = lengths[call.rank]
     with torch.autocast(q.device.type, enabled=False), _on(q.device), _in_ring(agreement):
         passes = (Pass.FORWARD, call.direction) if args.needs_gradient else (Pass.FORWARD,)
-        transport = _connected(topology, call, lookup(args.config), *passes)
+        transport = _connected(topology, call, lookup(args.config), *passes).labelled(agreed.label)
         q, k, v = _with_rows(q, call.rows), _with_rows(k, call.rows), _with_rows(v, call.rows)
         if args.tail:
             attended = forward_of_head(
@@ -219,7 +219,7 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
         out=attended.out[:, :tokens].contiguous(),
         lse=nowhere if attended.lse is None else attended.lse[..., :tokens].contiguous(),
         on_ring=[attended.q, attended.k, attended.v, attended.ring_lse] if call.route.heads > 1 else [],
-        record=CallRecord(number, cut, lengths).pack(),
+        record=CallRecord(agreed.number, cut, lengths).pack(),
         tail=tail,
     )
 
@@ -235,8 +235,8 @@ def _signature_of(args: ForwardArgs) -> Signature:
 
 def agree_on_call(
     request: Request, agreement: Agreement | None, signature: Signature
-) -> tuple[Call, int, tuple[int, ...]]:
-    """Return the call that all ranks make, its number, and how many tokens each rank holds.
+) -> tuple[Call, Agreed, tuple[int, ...]]:
+    """Return the call that all ranks make, their agreement, and how many tokens each rank holds.
 
     Raises:
         ValueError: the ranks make different calls, or none that is legal.
@@ -244,7 +244,7 @@ def agree_on_call(
     tokens, size = request.shard.tokens, request.ranks.size
     even = (tokens,) * size
     if agreement is None:
-        return call_of(request, even), 0, even
+        return call_of(request, even), Agreed(0, None, 0), even
     call, problem, details = None, None, {}
     try:  # as it is if all ranks hold as many tokens
         call = call_of(request, even)
@@ -254,15 +254,17 @@ def agree_on_call(
     except Exception as error:
         agreement.refuse(error)
         raise
-    number, lengths = agreement.meet({"pass": "forward", **signature}, details, tokens)
+    agreed = agreement.meet({"pass": "forward", **signature}, details, tokens)
+    lengths = agreed.lengths
     if lengths is not None:
         with refusing(agreement):  # perhaps of this rank alone: its kernels are its own
             call = call_of(request, tuple(lengths))
-        agreement.agree({"pass": "forward, lengths known", **signature, **call.signature})
+        known = agreement.agree({"pass": "forward, lengths known", **signature, **call.signature})
+        agreed = agreed._replace(label=known.label)
     elif problem is not None:
         raise problem
     assert call is not None
-    return call, number, even if lengths is None else tuple(lengths)
+    return call, agreed, even if lengths is None else tuple(lengths)
 
 
 @contextlib.contextmanager
@@ -334,18 +336,11 @@ def attention_backward(args: BackwardArgs) -> BackwardResults:
         call = call_of(request, record.lengths)
         if args.dlse is not None:
             call = replace(call, kernel=taking_delta(config.kernel, call.problem))
-    if agreement is not None:
-        agreement.agree(
-            {
-                "pass": "backward",
-                "of call": str(record.number),
-                "gradient through lse": str(args.dlse is not None),
-                **request.signature,
-                **call.signature,
-            }
-        )
+    transport = transport_of(topology, call.route, config.max_ctas)
+    agreed = _agree_on_backward(args, request, call, record, agreement, transport)
     with torch.autocast(out.device.type, enabled=False), _on(out.device), _in_ring(agreement):
-        transport = _connected(topology, call, config, call.direction)
+        transport.connect(call.direction)
+        transport = transport.labelled(agreed.label)
         dout = args.dout.contiguous()
         delta = row_delta(dout, out)
         if args.dlse is not None:  # d lse / d scores = P, which enters dS as -D does
@@ -358,6 +353,37 @@ def attention_backward(args: BackwardArgs) -> BackwardResults:
         gradients = backward(call, transport, Queries(q, dout, delta, ring_lse), Keys(k, v), out)
     dq, dk, dv = (x[:, :tokens].contiguous() for x in gradients)
     return BackwardResults(dq, dk, dv, dsinks)
+
+
+def _agree_on_backward(
+    args: BackwardArgs,
+    request: Request,
+    call: Call,
+    record: CallRecord,
+    agreement: Agreement | None,
+    transport: ProcessGroups,
+) -> Agreed:
+    """Agree on a backward; ahead of the others if its like was made before and no communicator is missing.
+
+    A call that goes ahead is looked at before the whole backward of autograd returns.
+    """
+    if agreement is None:
+        return Agreed(0, None, 0)
+    signature = {
+        "pass": "backward",
+        "of call": str(record.number),
+        "gradient through lse": str(args.dlse is not None),
+        **request.signature,
+        **call.signature,
+    }
+    description = Pass.QUERY, request.shard, args.config, request.scores, call.route, args.dlse is not None
+    in_autograd = torch._C._current_graph_task_id() != -1  # else nothing is called at the end
+    ahead = in_autograd and agreement.seen(description) and transport.connected((call.direction,))
+    agreed = agreement.agree(signature, ahead=ahead)
+    agreement.remember(description)
+    if ahead:
+        torch.autograd.Variable._execution_engine.queue_callback(agreement.settle)
+    return agreed
 
 
 @attention_backward.register_fake
@@ -409,7 +435,7 @@ def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return -(weights * delta).sum((0, 2)).to(sinks.dtype)
 
 
-def _connected(topology: Topology, call: Call, config: BurstConfig, *passes: Pass) -> Transport:
+def _connected(topology: Topology, call: Call, config: BurstConfig, *passes: Pass) -> ProcessGroups:
     """Return the transport of a call, with the communicators of these passes made."""
     transport = transport_of(topology, call.route, config.max_ctas)
     for pass_ in passes:

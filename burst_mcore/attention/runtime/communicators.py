@@ -14,6 +14,9 @@ import torch.distributed.distributed_c10d as c10d
 
 from burst_mcore.digest import digest
 
+_NEVER_SENT = 2**31 - 1
+"""A tag of no message."""
+
 Carrier = tuple[dist.ProcessGroup, Mapping[int, int]]
 """A process group, and the place in it of each rank of the ring that it reaches."""
 
@@ -62,6 +65,20 @@ class Communicators:
             reached = {rank: place[world] for rank, world in enumerate(self.ranks) if world in place}
             self._made[key] = group, reached
         return self._made[key]
+
+    def abort(self) -> None:
+        """End every wait of this process for messages of the ring. The groups are of no use afterwards.
+
+        NCCL's waits never come back to the host: its communicators are aborted. gloo has no abort, but a
+        receive that is not answered in time closes the connection to its rank, and so ends all waits for it.
+        """
+        for group, _ in list(self._made.values()):
+            if dist.get_backend(group) == "nccl":
+                group.abort()
+                continue
+            for peer in set(range(dist.get_world_size(group))) - {dist.get_rank(group)}:
+                with contextlib.suppress(RuntimeError):  # it always times out
+                    group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def _group(self, link: str, members: tuple[int, ...], max_ctas: int) -> dist.ProcessGroup:
         if "cuda:nccl" in self.backends:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from functools import lru_cache
 from typing import Protocol
 
@@ -69,11 +70,27 @@ class ProcessGroups:
     def __init__(self, topology: Topology, route: Route, max_ctas: int) -> None:
         self._topology, self._route, self._max_ctas = topology, route, max_ctas
         self._carriers: dict[tuple[Link, Kind], Carrier] = {}
+        self._connected: set[Pass] = set()
+        self._first_tag = 0
+
+    def labelled(self, label: int) -> ProcessGroups:
+        """Return the transport of one call: gloo matches no message of it with one of another label.
+
+        gloo ends the process when a message is longer than the buffer that awaits it, as those of different
+        calls may be.
+        """
+        transport = copy(self)
+        transport._first_tag = label % 2**21 * 2**9
+        return transport
+
+    def connected(self, passes: Iterable[Pass]) -> bool:
+        """Return whether `connect` has nothing left to make for these passes."""
+        return self._connected.issuperset(passes)
 
     def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Bundle]]) -> Sequence[Work]:
         """Start all messages as one batch, in their order (receives first is fastest on gloo)."""
         group, place = self.carrier(channel)
-        first_tag = 64 * self._TAGS.index(channel.kind)
+        first_tag = self._first_tag + 64 * self._TAGS.index(channel.kind)
         return dist.batch_isend_irecv(
             [
                 dist.P2POp(
@@ -95,6 +112,7 @@ class ProcessGroups:
         """
         for channel in _channels(self._topology.rank, self._route, pass_):
             self.carrier(channel)
+        self._connected.add(pass_)
 
     def carrier(self, channel: Channel) -> Carrier:
         """Return the process group of a channel, made at its first use."""
@@ -107,14 +125,14 @@ class ProcessGroups:
         return self._carriers[key]
 
 
-def transport_of(topology: Topology, route: Route, max_ctas: int) -> Transport:
+def transport_of(topology: Topology, route: Route, max_ctas: int) -> ProcessGroups:
     """Return the transport of a route over the process groups of a topology, made at its first call."""
     if topology.communicators is None:
         return ProcessGroups(topology, route, max_ctas)
     transports, key = topology.communicators.transports, (topology.intra_size, route, max_ctas)
     if key not in transports:
         transports[key] = ProcessGroups(topology, route, max_ctas)
-    transport: Transport = transports[key]
+    transport: ProcessGroups = transports[key]
     return transport
 
 
