@@ -11,6 +11,7 @@ from ranks import processes
 from torch.autograd import forward_ad
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention
+from burst_mcore.agreement import Agreement
 from burst_mcore.attention.runtime.agreement import agreement
 
 
@@ -481,6 +482,32 @@ def _looked_at_the_end(rank, size):
 @pytest.mark.filterwarnings("ignore")
 def test_the_last_backward_of_a_step_is_looked_at_before_it_returns():
     processes(2, _looked_at_the_end)
+
+
+def _documents_apart(rank, size):
+    """Batches of other documents go ahead; in one the ranks have different documents."""
+    topology = Topology.from_group(dist.group.WORLD)
+    ends = [[0, 5, 24], [0, 9, 24], [0, 24], [0, 3, 20, 24]]
+    for each in ends:
+        q, k, v, _ = (x.requires_grad_() for x in problem(0, 8, dtype=torch.float32))
+        burst_attention(
+            q, k, v, topology=topology, mask=Mask.causal() & Mask.documents(each)
+        ).sum().backward()
+    looked = []
+    meet = Agreement.meet
+    Agreement.meet = lambda self, *args, ahead=False: looked.append(ahead) or meet(self, *args, ahead=ahead)
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=r"mask: .* on ranks \[0, 2\], .* on ranks \[1\]"):
+        mask = Mask.causal() & Mask.documents([0, 12, 24] if rank == 1 else [0, 1, 2, 24])
+        burst_attention(q, k, v, topology=topology, mask=mask).sum().backward()
+    dist.barrier = lambda: None
+    assert looked[0]  # went ahead
+    return time.monotonic() - start
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_documents_that_differ_in_a_call_that_went_ahead_are_an_error():
+    assert max(processes(3, _documents_apart)) < 60
 
 
 def _calling_path(rank, size):

@@ -32,7 +32,6 @@ from burst_mcore.attention.runtime.executor import ProcessGroups, transport_of
 from burst_mcore.attention.runtime.head_exchange import pooled_like
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
-from burst_mcore.config import BurstConfig
 from burst_mcore.dtypes import wide
 from burst_mcore.registry import lookup
 
@@ -199,13 +198,14 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
         request = validate(q, k, v, topology, lookup(args.mask), *options)
         if args.keep:
             check_keep(args.keep)
-        signature = {**request.signature, **_signature_of(args)}
-    call, agreed, lengths = agree_on_call(request, agreement, signature)
+    call, agreed, lengths = agree_on_call(args, request, agreement, topology)
     cut = _cut(args, request, call, agreement) if args.keep else args.cut
     tokens = lengths[call.rank]
     with torch.autocast(q.device.type, enabled=False), _on(q.device), _in_ring(agreement):
-        passes = (Pass.FORWARD, call.direction) if args.needs_gradient else (Pass.FORWARD,)
-        transport = _connected(topology, call, lookup(args.config), *passes).labelled(agreed.label)
+        transport = transport_of(topology, call.route, request.config.max_ctas)
+        for pass_ in _passes(args, call):
+            transport.connect(pass_)
+        transport = transport.labelled(agreed.label)
         q, k, v = _with_rows(q, call.rows), _with_rows(k, call.rows), _with_rows(v, call.rows)
         if args.tail:
             attended = forward_of_head(
@@ -233,14 +233,32 @@ def _signature_of(args: ForwardArgs) -> Signature:
     }
 
 
+def _passes(args: ForwardArgs, call: Call) -> tuple[Pass, ...]:
+    """Return the passes whose communicators a forward makes: its own, and that of its backward."""
+    return (Pass.FORWARD, call.direction) if args.needs_gradient else (Pass.FORWARD,)
+
+
+def _length_known(args: ForwardArgs, request: Request, call: Call) -> object | None:
+    """Return a description of a call, the same for all documents; None without documents."""
+    if request.mask.document_ends is None:
+        return None
+    fields = (request.shard, args.config, request.scores, request.mask.without_documents, args.return_lse)
+    return Pass.FORWARD, *fields, call.route, call.direction, call.kernel.name, *_signature_of(args).values()
+
+
 def agree_on_call(
-    request: Request, agreement: Agreement | None, signature: Signature
+    args: ForwardArgs, request: Request, agreement: Agreement | None, topology: Topology
 ) -> tuple[Call, Agreed, tuple[int, ...]]:
     """Return the call that all ranks make, their agreement, and how many tokens each rank holds.
+
+    A call like an earlier one goes ahead if its documents say how long the sequence is. Without documents
+    only the other ranks know whether they hold as many tokens.
 
     Raises:
         ValueError: the ranks make different calls, or none that is legal.
     """
+    own = _signature_of(args)
+    signature = {**request.signature, **own}
     tokens, size = request.shard.tokens, request.ranks.size
     even = (tokens,) * size
     if agreement is None:
@@ -254,7 +272,14 @@ def agree_on_call(
     except Exception as error:
         agreement.refuse(error)
         raise
-    agreed = agreement.meet({"pass": "forward", **signature}, details, tokens)
+    description, ahead = None, False
+    if call is not None and not args.at_most:
+        description = _length_known(args, request, call)
+        transport = transport_of(topology, call.route, request.config.max_ctas)
+        ahead = agreement.seen(description) and transport.connected(_passes(args, call))
+    agreed = agreement.meet({"pass": "forward", **signature}, details, tokens, ahead=ahead)
+    if description is not None and agreed.lengths is None:
+        agreement.remember(description)
     lengths = agreed.lengths
     if lengths is not None:
         with refusing(agreement):  # perhaps of this rank alone: its kernels are its own
@@ -371,7 +396,6 @@ def _agree_on_backward(
         return Agreed(0, None, 0)
     signature = {
         "pass": "backward",
-        "of call": str(record.number),
         "gradient through lse": str(args.dlse is not None),
         **request.signature,
         **call.signature,
@@ -379,7 +403,8 @@ def _agree_on_backward(
     description = Pass.QUERY, request.shard, args.config, request.scores, call.route, args.dlse is not None
     in_autograd = torch._C._current_graph_task_id() != -1  # else nothing is called at the end
     ahead = in_autograd and agreement.seen(description) and transport.connected((call.direction,))
-    agreed = agreement.agree(signature, ahead=ahead)
+    number = {"of call": str(record.number)}  # apart: digests of signatures that stay the same are cached
+    agreed = agreement.meet(signature, number, 0, ahead=ahead)
     agreement.remember(description)
     if ahead:
         torch.autograd.Variable._execution_engine.queue_callback(agreement.settle)
@@ -433,14 +458,6 @@ def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """Return -sum of P_sink D: a sink is a key with a value of zero, so its dP is 0."""
     weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill_(lse == -torch.inf, 0.0)
     return -(weights * delta).sum((0, 2)).to(sinks.dtype)
-
-
-def _connected(topology: Topology, call: Call, config: BurstConfig, *passes: Pass) -> ProcessGroups:
-    """Return the transport of a call, with the communicators of these passes made."""
-    transport = transport_of(topology, call.route, config.max_ctas)
-    for pass_ in passes:
-        transport.connect(pass_)
-    return transport
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
