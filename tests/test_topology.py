@@ -12,6 +12,7 @@ from test_ring import _attend, _gathered
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
 from burst_mcore.attention.api import connect
 from burst_mcore.attention.runtime import topology as module
+from burst_mcore.attention.runtime.communicators import Communicators
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.rates import Rates
 
@@ -263,3 +264,21 @@ def test_on_nccl_every_link_and_kind_of_message_has_a_communicator_of_its_own(mo
     assert len(heads) == 1 and heads.isdisjoint(double.values())
     assert {hybrid[key] for key in double} == set(double.values())  # those that exist are used again
     assert len(made) == 7
+
+
+class _Aborted:
+    """An NCCL communicator that notes whether it was aborted."""
+
+    aborted = False
+
+    def abort(self):
+        self.aborted = True
+
+
+def test_an_abort_ends_every_communicator_of_nccl(monkeypatch):
+    communicators = object.__new__(Communicators)
+    groups = [_Aborted(), _Aborted()]
+    communicators._made = {index: (group, {}) for index, group in enumerate(groups)}
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    communicators.abort()
+    assert all(group.aborted for group in groups)
