@@ -19,6 +19,8 @@ def agreement(topology: Topology) -> Agreement | None:
     group = communicators.control
     known = _BY_GROUP.get(group.group_name)
     if known is None or known.group is not group:  # names come again after destroy_process_group
+        if known is not None:
+            known.close()
         known = Agreement(group, communicators.ranks, topology.rank, communicators.abort)
         _BY_GROUP[group.group_name] = known
     return known
