@@ -511,7 +511,7 @@ def test_documents_that_differ_in_a_call_that_went_ahead_are_an_error():
 
 
 def _calling_path(rank, size):
-    """Thread CPU seconds of one agreement: waiting, and ahead."""
+    """Thread CPU seconds of one agreement, the least of 50: waiting, and ahead."""
     calls = agreement(Topology.from_group(dist.group.WORLD))
     signature = {f"field {i}": "value" for i in range(25)}
     calls.agree(signature)
@@ -523,11 +523,11 @@ def _calling_path(rank, size):
             calls.agree(signature, ahead=ahead)
             times.append(time.thread_time() - start)
             calls.settle()
-        taken.append(sorted(times)[25])
+        taken.append(min(times))  # the machine's other work only adds
     return taken
 
 
 @pytest.mark.parametrize("size", [2, 8])
 def test_the_calling_path_takes_a_tenth_of_a_millisecond(size):
     for waiting, ahead in processes(size, _calling_path):
-        assert waiting < 2e-4 and ahead < 1e-4
+        assert max(waiting, ahead) < 1e-4
