@@ -86,3 +86,22 @@ def _numbered(rank, size):
 
 def test_numbered_calls_go_by_the_order_of_the_ring():
     assert processes(3, _numbered) == [(1, [2, 0, 1], 4, 0.0, "rank 2")] * 3
+
+
+def _settled_after_a_loss(rank, size):
+    """Rank 1 goes before the last call that rank 0 made ahead."""
+    calls = Agreement(dist.group.WORLD, range(size), rank)
+    calls.agree({"call": "all"})
+    dist.barrier = lambda: None  # ranks.processes ends with one
+    if rank == 1:
+        dist.destroy_process_group()
+        return True
+    calls.agree({"call": "all"}, ahead=True)
+    with pytest.raises(RuntimeError, match="has gone or did not come"):
+        calls.settle()
+    return True
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_call_that_went_ahead_of_a_rank_that_is_gone_does_not_settle():
+    assert processes(2, _settled_after_a_loss) == [True, True]

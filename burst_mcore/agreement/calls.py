@@ -180,7 +180,8 @@ class Agreement:
 
     def _begin(self) -> None:
         """Number the call. Refuse it if an earlier one failed."""
-        self._raise_untold()
+        if isinstance(self._failure, ValueError):  # names ranks and fields; others are told below
+            self._raise_untold()
         if self._failure is not None:
             error = RuntimeError(
                 f"an earlier call failed in mid-ring on this rank, so that messages of it may still be on "
@@ -191,8 +192,8 @@ class Agreement:
         self._calls += 1
 
     def _raise_untold(self) -> None:
-        """Raise the disagreement of a call that went ahead, unless the caller has seen it."""
-        if isinstance(self._failure, ValueError) and not self._told:
+        """Raise the failure of a call that went ahead, unless the caller has seen it."""
+        if self._failure is not None and not self._told:
             self._told = True
             raise self._failure
 

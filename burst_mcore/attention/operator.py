@@ -238,8 +238,11 @@ def _passes(args: ForwardArgs, call: Call) -> tuple[Pass, ...]:
     return (Pass.FORWARD, call.direction) if args.needs_gradient else (Pass.FORWARD,)
 
 
-def _length_known(args: ForwardArgs, request: Request, call: Call) -> object | None:
-    """Return a description of a call, the same for all documents; None without documents."""
+def _description_of(args: ForwardArgs, request: Request, call: Call) -> object | None:
+    """Return the properties by which a forward is like an earlier one, whatever the documents.
+
+    None without documents, since such a forward never goes ahead.
+    """
     if request.mask.document_ends is None:
         return None
     fields = (request.shard, args.config, request.scores, request.mask.without_documents, args.return_lse)
@@ -274,7 +277,7 @@ def agree_on_call(
         raise
     description, ahead = None, False
     if call is not None and not args.at_most:
-        description = _length_known(args, request, call)
+        description = _description_of(args, request, call)
         transport = transport_of(topology, call.route, request.config.max_ctas)
         ahead = agreement.seen(description) and transport.connected(_passes(args, call))
     agreed = agreement.meet({"pass": "forward", **signature}, details, tokens, ahead=ahead)
