@@ -1,9 +1,11 @@
 """Where the ranks are: hosts, nodes, groups that exist; and what is refused."""
 
+import random
 import time
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from dense import dense, error, problem
 from ranks import processes
@@ -12,6 +14,7 @@ from test_ring import _attend, _gathered
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
 from burst_mcore.attention.api import connect
 from burst_mcore.attention.runtime import topology as module
+from burst_mcore.attention.runtime.agreement import agreement
 from burst_mcore.attention.runtime.communicators import Communicators
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.rates import Rates
@@ -187,6 +190,26 @@ def _connected(rank, size):
 
 def test_connecting_refuses_what_no_heads_can_make_legal():
     assert all(processes(4, _connected))
+
+
+def _collectives_between(rank, size, sub):
+    """Calls that go ahead, and collectives of the model on the same group, by ranks that keep no step."""
+    group = _mine(rank, [list(range(size))]) if sub else dist.group.WORLD
+    calls = agreement(Topology.from_group(group, intra_size=size))
+    generator = random.Random(rank)
+    for step in range(60):
+        calls.agree({"step": str(step)}, ahead=True)
+        time.sleep(generator.random() * 4e-3)
+        found = [torch.zeros(5, dtype=torch.int64) for _ in range(size)]
+        dist.all_gather(found, torch.full((5,), rank + 10 * step), group=group)
+        assert torch.stack(found).tolist() == [[each + 10 * step] * 5 for each in range(size)], step
+    calls.settle()
+    return True
+
+
+@pytest.mark.parametrize("sub", [False, True], ids=["world", "a group of the user"])
+def test_calls_that_go_ahead_meet_no_collective_of_the_model(sub):
+    assert all(processes(3, _collectives_between, sub, timeout=60))
 
 
 def _sequence_group(rank, size):

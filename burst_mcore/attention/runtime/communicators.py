@@ -24,16 +24,17 @@ Carrier = tuple[dist.ProcessGroup, Mapping[int, int]]
 class Communicators:
     """The process groups of one ring of ranks.
 
-    On gloo messages are told apart by tag, so the user's groups carry all. NCCL runs the messages of a
-    communicator one after another. So there each kind of message on each link gets a communicator of its own,
-    and all kinds can be in flight at once, on streams of high priority. None is the user's: collectives of
-    the model would come between. The first call that needs one makes it, after the ranks have agreed on that
-    call; a forward makes those of its backward as well.
+    On gloo messages are told apart by tag, so the user's groups carry all where they reach. NCCL runs the
+    messages of a communicator one after another. So there each kind of message on each link gets a
+    communicator of its own, and all kinds can be in flight at once, on streams of high priority. None is the
+    user's: collectives of the model would come between. The first call that needs a communicator makes it,
+    after the ranks have agreed on that call; a forward makes those of its backward as well.
 
     Args:
         ranks: global ranks in the order of the ring.
         groups: the user's groups, by link ("whole", "intra", "inter").
-        control: a gloo group over all, for the agreement at the start of a call.
+        control: a gloo group over all, for the agreement at the start of a call. Nothing else may use it: the
+            thread of the agreement makes collectives while the user makes his own.
     """
 
     def __init__(
@@ -83,10 +84,8 @@ class Communicators:
     def _group(self, link: str, members: tuple[int, ...], max_ctas: int) -> dist.ProcessGroup:
         if "cuda:nccl" in self.backends:
             return companion([self.ranks[rank] for rank in members], "nccl", self._timeout, max_ctas)
-        own = self._groups.get(link)
-        if own is None and link != "heads" and len(members) == len(self.ranks):
-            own = self._groups.get("whole")
-        return own or self._groups.get("whole", self.control)
+        own = self._groups.get(link) or self._groups.get("whole")
+        return own or companion([self.ranks[rank] for rank in members], "gloo", self._timeout)
 
 
 def companion(

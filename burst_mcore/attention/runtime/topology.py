@@ -60,9 +60,9 @@ class Topology(Registered):
     ) -> Topology:
         """Return the ring over `group`, in the order of its ranks, `intra_size` of them on each node.
 
-        By default the nodes are the hosts that the ranks are on. The first call for a group asks for them,
-        and is collective over the group; on NCCL it is collective in any case. Later calls return the same
-        topology, so it may stand in a forward; but build it with the model.
+        By default the nodes are the hosts that the ranks are on. The first call for a group is collective
+        over it: it makes a gloo group over the same ranks. Later calls return the same topology, so it may
+        stand in a forward; but build it with the model.
 
         Raises:
             ValueError: the group is not initialised, or this rank is not in it; intra_size does not divide
@@ -130,10 +130,10 @@ class Topology(Registered):
         sizes, ranks = [len(row) for row in rows], [rank for row in rows for rank in row]
         if len(ranks) == 1:
             return cls.single()
-        gloo = "cpu:gloo" in dist.get_backend_config(intra)
-        whole = next((g for g, n in ((intra, len(rows)), (inter, len(rows[0]))) if n == 1 and gloo), None)
-        control = whole or companion(ranks, "gloo", timeout_of(intra))
-        communicators = Communicators(ranks, {"intra": intra, "inter": inter}, control)
+        groups = {"intra": intra, "inter": inter}
+        if 1 in (len(rows), sizes[0]):
+            groups["whole"] = intra if len(rows) == 1 else inter
+        communicators = Communicators(ranks, groups, _control(ranks, intra))
         return cls(m * sizes[0] + l, len(ranks), sizes[0], communicators=communicators)
 
 
@@ -217,8 +217,11 @@ def _check_divides(intra_size: int, size: int) -> None:
 
 
 def _communicators(group: dist.ProcessGroup) -> Communicators:
+    _ask("ring", "", group)  # a rank that does not come is named here; making a group would wait for it
     ranks = dist.get_process_group_ranks(group)
-    has_gloo = "cpu:gloo" in dist.get_backend_config(group)
-    return Communicators(
-        ranks, {"whole": group}, group if has_gloo else companion(ranks, "gloo", timeout_of(group))
-    )
+    return Communicators(ranks, {"whole": group}, _control(ranks, group))
+
+
+def _control(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a gloo group over the ranks that nobody else uses, as patient as `like`."""
+    return companion(ranks, "gloo", timeout_of(like))
