@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from ranks import processes
-from zoo import NAMES, everything, outcomes, page
+from zoo import NAMES, VERSION, everything, outcomes, page
 
 NOT_BUILT = {
     *("cohere_compass_text", "dbrx", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "musicgen"),
@@ -35,4 +35,6 @@ def test_a_few_of_each_kind():
 
 def test_the_page_names_every_model():
     text = PAGE.read_text()
+    if f"transformers {VERSION}." not in text:
+        pytest.skip(f"the page is of another version than {VERSION}, which may name other models")
     assert all(f"`{name}`" in text for name in NAMES)

@@ -19,6 +19,7 @@ from burst_mcore.deepspeed.accelerate.gathered import whole
 from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter, adapter_of
 from burst_mcore.deepspeed.data.batches import IGNORED
 from burst_mcore.deepspeed.errors import RefusedError
+from burst_mcore.deepspeed.models.prefill import CACHE_NAMES
 from burst_mcore.deepspeed.ranks.groups import unit_of
 from burst_mcore.loss import unpatched
 
@@ -131,7 +132,7 @@ def with_whole_outputs(prediction_step: Method) -> Method:
             )
             return found
         if "labels" not in inputs:  # then plain transformers has no loss, which here is one of the tokens
-            own = getattr(self.model.config, "keys_to_ignore_at_inference", ["past_key_values"])
+            own = getattr(self.model.config, "keys_to_ignore_at_inference", CACHE_NAMES)
             ignore_keys = [*(own if ignore_keys is None else ignore_keys), "loss"]
         with nullcontext() if prediction_loss_only else unpatched(self.model):
             loss, logits, labels = prediction_step(self, model, inputs, prediction_loss_only, ignore_keys)

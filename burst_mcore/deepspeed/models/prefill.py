@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,14 @@ from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.layout import Layout, positions, shard, unshard
+
+CACHE_NAMES = ("past_key_values", "cache")
+"""Argument of a forward, and field of its output, that holds a cache: "cache" from transformers 5.24 on."""
+
+
+def cache_name(arguments: Mapping[str, Any]) -> str | None:
+    """Return the name under which arguments or outputs of a forward have a cache; None if they have none."""
+    return next((name for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
 class Prefill:
@@ -40,14 +49,16 @@ class Prefill:
         if arguments.get("input_ids") is None:
             raise RefusedError("inputs_embeds", "generate under sequence parallelism needs input_ids")
         ids = arguments["input_ids"]
-        self._cache = arguments["past_key_values"]
+        name = cache_name(arguments)
+        assert name is not None
+        self._cache = arguments[name]
         places = torch.arange(self.padded, device=ids.device).expand(ids.shape[0], -1)
         arguments = {
             **arguments,
             "input_ids": self._dealt(torch.nn.functional.pad(ids, (0, self.padded - self.n))),
             "position_ids": self._dealt(places.where(places < self.n, 0)),
             "attention_mask": None,
-            "past_key_values": DynamicCache(),  # without a model's config: it keeps all that it is given
+            name: DynamicCache(),  # without a model's config: it keeps all that it is given
             "logits_to_keep": torch.tensor([self._last()[1]], device=ids.device),
         }
         arguments.pop("cache_position", None)
@@ -55,11 +66,13 @@ class Prefill:
 
     def finish(self, out: Any) -> Any:
         """Return the output of a forward over the whole prompt."""
-        for layer, own in enumerate(out.past_key_values.layers):
+        name = cache_name(out)
+        assert name is not None
+        for layer, own in enumerate(out[name].layers):
             self._cache.update(self._whole(own.keys), self._whole(own.values), layer)
         logits = out.logits.contiguous()
         dist.broadcast(logits, dist.get_global_rank(self.group, self._last()[0]), group=self.group)
-        out.logits, out.past_key_values = logits, self._cache
+        out.logits, out[name] = logits, self._cache
         return out
 
     def _dealt(self, x: Tensor) -> Tensor:

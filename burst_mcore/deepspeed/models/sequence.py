@@ -19,7 +19,7 @@ from burst_mcore.deepspeed.data.batches import IGNORED, documents, prepared
 from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.models.attention import Sequence, running
 from burst_mcore.deepspeed.models.loss import WholeLoss
-from burst_mcore.deepspeed.models.prefill import Prefill
+from burst_mcore.deepspeed.models.prefill import Prefill, cache_name
 from burst_mcore.deepspeed.models.served import attention_modules
 from burst_mcore.deepspeed.models.trl import asks_for_fused_head, gather_tokens, shard_of_whole_batch
 from burst_mcore.layout import unshard
@@ -78,7 +78,7 @@ class SequenceParallel:
             sequence, arguments, finish = self._dealt_here(arguments)
         elif self.evaluates_whole and not self.model.training and arguments.get("shift_labels") is None:
             sequence = self._alone(arguments)
-        elif arguments.get("past_key_values") is not None:
+        elif cache_name(arguments) is not None:
             sequence, arguments, finish = self._generating(arguments)
         else:
             sequence, arguments, finish = self._sharded(arguments)
@@ -172,8 +172,7 @@ class SequenceParallel:
     def _alone(self, arguments: dict[str, Any]) -> Sequence:
         """Prepare a forward of this rank alone over whole sequences; the loss is the model's own."""
         new = _tokens(arguments)
-        cache, positions = arguments.get("past_key_values"), arguments.get("position_ids")
-        before = 0 if cache is None else int(cache.get_seq_length())
+        before, positions = _cached(arguments), arguments.get("position_ids")
         mask = arguments.get("attention_mask")
         ends: tuple[tuple[int, ...], ...] = ()
         if not before:  # of a batch that is padded on the right, or packed
@@ -269,9 +268,9 @@ class SequenceParallel:
     def _generating(self, arguments: dict[str, Any]) -> tuple[Sequence, dict[str, Any], Finish]:
         """Prepare a forward of `generate`, with a cache: ranks have all tokens; the prompt is dealt here."""
         if arguments.get("labels") is not None or arguments.get("shift_labels") is not None:
-            raise RefusedError("labels", "a forward with a cache (past_key_values) has no loss")
+            raise RefusedError("labels", "a forward with a cache has no loss")
         new = _tokens(arguments)
-        before, n = int(arguments["past_key_values"].get_seq_length()), new.shape[1]
+        before, n = _cached(arguments), new.shape[1]
         if before or n == 1 or self.group is None:
             return Sequence(Topology.single(), self.config, before + n), arguments, _unchanged
         prefill = Prefill(self.topology, self.group, self.config, n)
@@ -288,6 +287,12 @@ def _tokens(arguments: dict[str, Any]) -> Any:
     return (
         arguments["input_ids"] if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
     )
+
+
+def _cached(arguments: dict[str, Any]) -> int:
+    """Return how many tokens the cache of a forward holds."""
+    name = cache_name(arguments)
+    return 0 if name is None else int(arguments[name].get_seq_length())
 
 
 def _packed(ends: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
