@@ -1,5 +1,9 @@
 import logging
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -45,6 +49,28 @@ def test_a_kernel_equals_float64_within_its_dtype(name, kind, kv_heads, dtype):
     want = dense(p, MASKS[kind])
     for name_, g, w in zip(got._fields, got, want, strict=True):
         assert error(g, w) < bound, name_
+
+
+def _lost(names):
+    """Keys, dtype, mask and input of which NaN does not come to every result that depends on it."""
+    lost = []
+    for keys, dtype, kind, which in product((*range(1, 34), 48), DTYPES, ("causal", "full"), "qk"):
+        p = problem(0, keys, heads=2, kv_heads=1, head_dim=8, dtype=dtype)
+        getattr(p, which).fill_(torch.nan)
+        for name in names:
+            got = single_kernel(p, KERNELS[name], MASKS[kind])
+            if not all(bool(x.isnan().all()) for x in got):
+                lost.append((name, keys, dtype, kind, which))
+    return lost
+
+
+@pytest.mark.parametrize("vectors", ["default", "avx2", "avx512"])
+def test_no_kernel_loses_nan_in_a_tile_of_few_keys(vectors):
+    """torch's own gives zeros where its vectors are wider than the tile."""
+    program = f"import test_kernels; print(test_kernels._lost({ON_CPU}))"
+    env = {**os.environ, "ATEN_CPU_CAPABILITY": vectors, "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def test_reference_takes_value_dims_of_their_own():
