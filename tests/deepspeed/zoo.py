@@ -59,7 +59,8 @@ SIZES: dict[str, Any] = {
 LATENT = {"num_key_value_heads": 4, "head_dim": 4}
 """Multi-head latent attention: as many K/V heads as heads, and positions in a head's rotary part."""
 PARTICULAR: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("axk1", "deepseek_v3", "longcat_flash", "minicpm3", "youtu"), LATENT),
+    **dict.fromkeys(("axk1", "deepseek_v3", "longcat_flash", "minicpm3", "sarvam_mla", "youtu"), LATENT),
+    **{name: {"rotary_dim": 4} for name in ("codegen", "gptj")},
     "glm4_moe_lite": LATENT,
     "deepseek_v2": {**LATENT, "num_experts_per_tok": 2, "topk_method": "greedy"},
     "gemma4": {"per_layer_config": None},
