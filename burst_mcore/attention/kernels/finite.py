@@ -2,7 +2,7 @@
 
 A table may join small pieces of several documents. There a NaN or an infinity of one document would reach
 the others: NaN - inf is NaN, and so is 0 x NaN. And where all scores of a row are NaN, a CPU kernel gives 0
-for fewer keys than a vector of the machine has numbers (measured on torch 2.13: 7 keys by AVX2, 15 by AVX-512).
+for fewer keys than a vector of the machine has numbers (torch 2.13: 7 keys by AVX2, 15 by AVX-512).
 """
 
 from __future__ import annotations
