@@ -270,5 +270,11 @@ class Chunk:
 
 
 def _aligned(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialised matrix whose rows begin at multiples of ALIGNED elements."""
-    return torch.empty((rows, -(-columns // ALIGNED) * ALIGNED), dtype=dtype, device=device)[:, :columns]
+    """Return an uninitialised matrix whose rows begin at multiples of ALIGNED elements.
+
+    The gaps between rows hold zeros. With an odd number of columns, oneDNN's products in bfloat16 read one
+    element of the gap and multiply it by zero (CPUs with AMX, torch 2.13), which makes NaN of NaN.
+    """
+    whole = torch.empty((rows, -(-columns // ALIGNED) * ALIGNED), dtype=dtype, device=device)
+    whole[:, columns:].zero_()
+    return whole[:, :columns]
