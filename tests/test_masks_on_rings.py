@@ -235,14 +235,18 @@ def _single_keys(rank, size, dtype):
     for (where, mask), degree, backward in itertools.product(masks.items(), (1, 2), ("query", "kv")):
         config = BurstConfig(layout="contiguous", head_parallel=degree, backward=backward, ring="flat")
         got, alone = _attend(p, mask, rank, size, config, topology), single_kernel(p, KERNEL, mask)
-        for name in ("dq", "dk"):
+        # D in float32 is rounded once more than in the kernel of one device, which sums in its own order.
+        largest = ((p.dout.float() * alone.out.float()).sum(-1).abs().max() / 64**0.5).item()
+        for name, factor in (("dq", p.k), ("dk", p.q)):
             ours, theirs = (getattr(x, name).abs().max().item() for x in (got, alone))
-            found[f"{name}: {where}, head_parallel={degree}, {backward}"] = ours, theirs
+            rounding = torch.finfo(torch.float32).eps * largest * factor.float().abs().max().item()
+            found[f"{name}: {where}, head_parallel={degree}, {backward}"] = ours, theirs, rounding
     return found
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("size", [2, 4])
 def test_rows_that_see_a_single_key_have_gradients_as_small_as_on_one_device(size, dtype):
-    for way, (ours, theirs) in processes(size, _single_keys, dtype)[0].items():
-        assert ours <= 2 * theirs, f"{way}: {ours:.2g} beside {theirs:.2g}"
+    for way, (ours, theirs, rounding) in processes(size, _single_keys, dtype)[0].items():
+        assert rounding < 1e-5  # a rounding in 16 bits is a hundred times larger
+        assert ours <= 2 * theirs + rounding, f"{way}: {ours:.2g} beside {theirs:.2g} and {rounding:.2g}"
