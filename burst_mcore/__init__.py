@@ -6,7 +6,7 @@ loss                    the fused LM head and loss
 checkpointing           recompute policies
 megatron, deepspeed     adapters to the frameworks
 explain, bench, cli     predictions, measurements, the command `burst-mcore`
-agreement, config, rates, registry, packages, dtypes, digest   shared by all of these
+agreement, config, rates, machines, registry, packages, dtypes, digest   shared by all of these
 """
 
 from typing import TYPE_CHECKING, Any

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 try:
     import typer
 except ImportError:
     sys.exit("burst-mcore needs the packages of its extra 'bench': pip install 'burst-mcore[bench]'")
 
-from burst_mcore.rates import Rates
+if TYPE_CHECKING:
+    from burst_mcore.attention.autotune.choose import Ranks
+    from burst_mcore.rates import Rates
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -29,7 +32,9 @@ Seq = Annotated[str, typer.Option(help="Tokens of the whole sequence, such as 40
 HeadDim = Annotated[int, typer.Option(help="Size of a head.")]
 Batch = Annotated[int, typer.Option(help="Sequences in a batch.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
-Cluster = Annotated[str, typer.Option(help="Nodes x ranks of a node, such as 4x8.")]
+Cluster = Annotated[
+    str, typer.Option(help="Nodes x ranks of a node, such as 4x8; with a machine, such as a800:4x8.")
+]
 MaskText = Annotated[
     str,
     typer.Option("--mask", help="Mask, such as causal, full, window:4096 or 'causal & documents:random,64'."),
@@ -46,12 +51,14 @@ Ring = Annotated[
     str, typer.Option(help="Route between ranks: double, flat, direct, or auto for the cost model.")
 ]
 Overlap = Annotated[bool, typer.Option(help="Communicate while ranks compute.")]
-IntraGB = Annotated[float, typer.Option(help="Bandwidth from a rank to ranks of its node, in GB/s.")]
-InterGB = Annotated[float, typer.Option(help="Bandwidth from a rank to other nodes, in GB/s.")]
-Tflops = Annotated[
-    float, typer.Option(help="Speed of the kernel, in TFLOP/s; 156 is half of an A100's peak.")
+IntraGB = Annotated[float | None, typer.Option(help="Bandwidth from a rank to ranks of its node, in GB/s.")]
+InterGB = Annotated[float | None, typer.Option(help="Bandwidth from a rank to other nodes, in GB/s.")]
+Tflops = Annotated[float | None, typer.Option(help="Speed of the kernel in both passes, in TFLOP/s.")]
+Latency = Annotated[float | None, typer.Option(help="Latency of a message, in microseconds.")]
+RatesFile = Annotated[
+    Path | None,
+    typer.Option("--rates", help="File of rates, as Rates.save writes it; in place of a machine's preset."),
 ]
-Latency = Annotated[float, typer.Option(help="Latency of a message, in microseconds.")]
 
 
 @app.command()
@@ -67,10 +74,11 @@ def explain(
     layout: LayoutText = "zigzag",
     ring: Ring = "auto",
     overlap: Overlap = True,
-    intra_gb: IntraGB = 200.0,
-    inter_gb: InterGB = 25.0,
-    tflops: Tflops = 156.0,
-    latency_us: Latency = 10.0,
+    rates_file: RatesFile = None,
+    intra_gb: IntraGB = None,
+    inter_gb: InterGB = None,
+    tflops: Tflops = None,
+    latency_us: Latency = None,
 ) -> None:
     """Predict what "auto" chooses on a cluster for head_parallel, backward and ring, and say why."""
     import torch
@@ -91,8 +99,7 @@ def explain(
             mask=mask,
             dtype=dtype,
         )
-        rates = _rates(intra_gb, inter_gb, tflops, latency_us)
-        where = predict.cluster(cluster)
+        where, rates = _cluster(cluster, rates_file, intra_gb, inter_gb, tflops, latency_us)
         torch.set_num_threads(1)  # many small operations: threads would wait for each other
         typer.echo(predict.explain(problem, where, rates, ring=ring, overlap=config.overlap, layout=layout))
     except ValueError as error:
@@ -115,10 +122,11 @@ def draw(
     dtype: Dtype = "bfloat16",
     mask: MaskText = "causal",
     layout: LayoutText = "zigzag",
-    intra_gb: IntraGB = 200.0,
-    inter_gb: InterGB = 25.0,
-    tflops: Tflops = 156.0,
-    latency_us: Latency = 10.0,
+    rates_file: RatesFile = None,
+    intra_gb: IntraGB = None,
+    inter_gb: InterGB = None,
+    tflops: Tflops = None,
+    latency_us: Latency = None,
     measure: Annotated[bool, typer.Option(help="Also run it on this machine's CPU, over gloo.")] = False,
     out: Annotated[Path, typer.Option(help="The picture.")] = Path("timeline.png"),
     trace: Annotated[Path, typer.Option(help="The trace, for chrome://tracing or ui.perfetto.dev.")] = Path(
@@ -162,7 +170,7 @@ def draw(
             mask=mask,
             dtype=dtype,
         )
-        where, rates = predict.cluster(cluster), _rates(intra_gb, inter_gb, tflops, latency_us)
+        where, rates = _cluster(cluster, rates_file, intra_gb, inter_gb, tflops, latency_us)
         drawing = predict.draw(
             problem,
             where,
@@ -208,6 +216,33 @@ def bench(context: typer.Context) -> None:
 
 
 @app.command()
+def plan(
+    against: Annotated[
+        list[Path],
+        typer.Option(metavar="FILE", help="Measured rows, or a paper's results, as JSON; may be repeated."),
+    ],
+    calibrate: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Rows to which two numbers of their machines are fitted first."),
+    ] = None,
+) -> None:
+    """Predict measured figures of attention, and print both side by side; the last line is JSON."""
+    import json
+
+    import torch
+
+    from burst_mcore.plan.against import compare
+
+    torch.set_num_threads(1)
+    try:
+        report = compare(against, calibrate or ())
+    except ValueError as error:
+        _fail("plan", error, status=2)
+    typer.echo(report.text())
+    typer.echo(json.dumps(report.as_json()))
+
+
+@app.command()
 def doctor(
     config: Annotated[
         Path | None, typer.Argument(help="DeepSpeed's JSON file, with a section burst_attention.")
@@ -229,7 +264,8 @@ def doctor(
         typer.Option(help="Folder with a model's config.json; replaces --heads to --vocabulary."),
     ] = None,
     device: Annotated[
-        str, typer.Option(help="GPU to predict for: a100, h100, h200 or b200; here: this machine's device.")
+        str,
+        typer.Option(help="Machine to predict for, such as h100 or l20; here: this machine's device."),
     ] = "here",
     reference: Annotated[
         bool, typer.Option(help="Print the reference page of the section burst_attention, and stop.")
@@ -304,8 +340,41 @@ def patch(
         _fail("patch", error, status=2)
 
 
-def _rates(intra_gb: float, inter_gb: float, tflops: float, latency_us: float) -> Rates:
-    return Rates(intra=intra_gb * 1e9, inter=inter_gb * 1e9, compute=tflops * 1e12, latency=latency_us * 1e-6)
+def _cluster(
+    cluster: str,
+    rates_file: Path | None,
+    intra_gb: float | None,
+    inter_gb: float | None,
+    tflops: float | None,
+    latency_us: float | None,
+) -> tuple[Ranks, Rates]:
+    """Return the ranks and the rates that options name; single numbers replace those of the machine."""
+    import torch
+
+    from burst_mcore.explain.predict import cluster as parse
+    from burst_mcore.machines import MACHINES, default_rates
+    from burst_mcore.rates import Rates
+
+    where, machine = parse(cluster)
+    if rates_file is not None and machine is not None:
+        raise ValueError(f"--rates {rates_file} and the machine in --cluster {cluster}: give one of them")
+    if rates_file is not None:
+        rates = Rates.load(rates_file)
+    elif machine is None and torch.cuda.is_available():
+        rates = default_rates("cuda")
+    else:
+        rates = (machine or MACHINES["A800"]).rates
+    values: dict[str, Any] = {}
+    for name, number, unit in (
+        ("intra", intra_gb, 1e9),
+        ("inter", inter_gb, 1e9),
+        ("compute", tflops, 1e12),
+        ("latency", latency_us, 1e-6),
+    ):
+        values |= {} if number is None else {name: number * unit}
+    if tflops is not None:  # all that the kernel takes
+        values |= {"backward": None, "exponentials": math.inf, "fill": 0.0}
+    return where, replace(rates, **values)
 
 
 def _fail(command: str, error: Exception, status: int = 1) -> NoReturn:

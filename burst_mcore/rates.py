@@ -1,67 +1,122 @@
-"""The speed of a cluster: rates of links and ranks, for the cost model."""
+"""The speed of a cluster: rates of kernels, memory and links, for the cost model."""
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Self
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Sustained rates of one rank, in SI units. Raises ValueError where one is not a positive number."""
+    """Sustained rates of one rank, in SI units. Raises ValueError for a value that is not legal.
+
+    The first five suffice for a coarse prediction. The others refine it; by default they cost nothing.
+    """
 
     intra: float
     """Bytes a second that a rank sends to ranks of its own node."""
     inter: float
     """Bytes a second that a rank sends to other nodes: its share of the node's NICs."""
     compute: float
-    """FLOPs a second of the local attention kernel, forward and backward."""
+    """FLOPs a second of the attention kernel in forward, for long sequences."""
     latency: float = 10e-6
     """Seconds that a message takes besides its bytes."""
     hidden: bool = True
     """Whether messages travel while a rank computes; sockets take the cores that compute."""
+    backward: float | None = None
+    """FLOPs a second of the kernel in backward; None: as in forward."""
+    exponentials: float = math.inf
+    """Exponentials a second: the kernel needs one for each head of a query-key pair."""
+    memory: float = math.inf
+    """Bytes a second of the device's memory, for the passes between kernels."""
+    fill: float = 0.0
+    """Keys that a query row of a kernel call costs besides those it sees, while pipelines fill."""
+    call: float = 0.0
+    """Seconds of each ring step and each exchange of heads that nothing hides: launches and waits."""
+    crowding: float = 0.0
+    """Exponent by which members of an all-to-all slow each other down where no switch joins the devices.
+
+    Among h members of a node, a rank sends at `intra` / (h / 2) ** crowding."""
+    levels: tuple[tuple[int, float], ...] = ()
+    """Slower links within a node: (n, bytes a second) between ranks of different groups of n neighbours."""
+    slowdown: float = 0.0
+    """Share of a message's time by which it lengthens the kernel that runs beside it."""
+    others: float = 0.0
+    """Share of all links that other traffic takes."""
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if name == "hidden":
-                continue
-            legal = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            if not legal or value < 0 or (value == 0 and name != "latency"):
-                raise ValueError(f"Rates.{name} must be a positive number, got {value!r}")
+        legal = (isinstance(self.hidden, bool), "hidden", "True or False", self.hidden)
+        checks = [legal, *(self._check(field.name) for field in fields(self) if field.name not in _OTHER)]
+        checks += [
+            (_number(rate) and rate > 0 and size > 1, "levels", "pairs (ranks, bytes a second)", self.levels)
+            for size, rate in self.levels
+        ]
+        for right, name, wanted, value in checks:
+            if not right:
+                raise ValueError(f"Rates.{name} must be {wanted}, got {value!r}")
+
+    def _check(self, name: str) -> tuple[bool, str, str, object]:
+        value = getattr(self, name)
+        if name == "backward" and value is None:
+            return True, name, "", value
+        if name in ("others", "slowdown"):
+            return _number(value) and 0 <= value < 1, name, "from 0 to below 1", value
+        if name in ("latency", "fill", "call", "crowding"):
+            return _number(value) and 0 <= value < math.inf, name, "a number, not negative", value
+        infinite = name in ("exponentials", "memory")
+        return (
+            _number(value) and value > 0 and (infinite or value < math.inf),
+            name,
+            "a positive number",
+            value,
+        )
+
+    @classmethod
+    def load(cls, path: Path | str) -> Self:
+        """Return the rates in a JSON file that `save` wrote.
+
+        Raises:
+            ValueError: no such file, or not rates.
+        """
+        try:
+            text = json.loads(Path(path).read_text())
+            values = {**text["rates"]} if "rates" in text else {**text}
+            values["levels"] = tuple((int(size), float(rate)) for size, rate in values.get("levels", ()))
+            return cls(**values)
+        except (OSError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is no file of rates: {error}") from None
+
+    def save(self, path: Path | str, **about: object) -> None:
+        """Write the rates as JSON; about: further entries, such as the machine that was measured."""
+        known = {name: value for name, value in asdict(self).items() if value != math.inf}
+        Path(path).write_text(json.dumps({**about, "rates": known}, indent=1) + "\n")
+
+    @property
+    def per_exponential(self) -> float:
+        """Seconds of one exponential."""
+        return 1 / self.exponentials
+
+    @property
+    def in_words(self) -> str:
+        """The rates in a line."""
+        backward = "" if self.backward is None else f" forward, {self.backward / 1e12:.3g} backward"
+        return (
+            f"{self.intra / 1e9:.3g} GB/s within a node, {self.inter / 1e9:.3g} GB/s a rank between nodes, "
+            f"kernel {self.compute / 1e12:.3g} TFLOP/s{backward}, {self.latency * 1e6:.3g} us a message, "
+            f"{self.call * 1e6:.3g} us a step"
+        )
+
+    def link(self, *, inter: bool) -> float:
+        """Return the bytes a second that are left to a rank, between nodes or at best within one."""
+        return (self.inter if inter else self.intra) * (1 - self.others)
 
 
-DEFAULT = {
-    # A node of 8 with NVLink at 400 GB/s both ways and a 200 Gbit/s NIC a GPU: the paper's cluster
-    # (section 5), its peak 312 TFLOP/s; half of the peak is what flash kernels sustain there.
-    "cuda": Rates(intra=200e9, inter=25e9, compute=156e12),
-    # Processes of one machine over loopback; between machines 10 Gbit/s that ten of them share.
-    "cpu": Rates(intra=1e9, inter=125e6, compute=50e9, latency=200e-6, hidden=False),
-}
-"""Rates by device type, if the user gives none. Links between nodes are slower than links within."""
+_OTHER = ("hidden", "levels")
+_POSITIVE = "a positive number"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Device:
-    """A kind of GPU, as its maker specifies it."""
-
-    rates: Rates
-    memory: float
-    """Bytes."""
-    capability: int
-    """Major compute capability."""
-
-
-def _gpu(*, tflops: float, nvlink: float, nic: float, memory: float, capability: int) -> Device:
-    """tflops: dense, in bfloat16, of which flash kernels sustain half; GB/s one way of all links; GB."""
-    rates = Rates(intra=nvlink * 1e9, inter=nic * 1e9, compute=tflops / 2 * 1e12)
-    return Device(rates=rates, memory=memory * 1e9, capability=capability)
-
-
-DEVICES = {
-    # Data sheets of NVIDIA's SXM modules, and the NIC of a GPU in its DGX systems.
-    "a100": _gpu(tflops=312, nvlink=300, nic=25, memory=80, capability=8),
-    "h100": _gpu(tflops=989, nvlink=450, nic=50, memory=80, capability=9),
-    "h200": _gpu(tflops=989, nvlink=450, nic=50, memory=141, capability=9),
-    "b200": _gpu(tflops=2250, nvlink=900, nic=50, memory=180, capability=10),
-}
-"""By name: for predictions on a machine that has none of them."""
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)

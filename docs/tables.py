@@ -13,6 +13,7 @@ from pathlib import Path
 from burst_mcore.config import SETTINGS
 from burst_mcore.deepspeed.config.section import reference
 from burst_mcore.megatron.arguments import flag_of
+from burst_mcore.plan.page import page
 
 DOCS = Path(__file__).parent
 TESTS = DOCS.parent / "tests" / "megatron"
@@ -35,6 +36,7 @@ def pages() -> dict[str, str]:
             megatron, "Megatron's own, or BurstAttention |\n", _flags(), "| `--burst-rates` |"
         ),
         "deepspeed-section.md": reference(),
+        "predictions.md": page(DOCS.parent / "benchmarks" / "public"),
     }
 
 

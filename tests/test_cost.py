@@ -39,7 +39,8 @@ from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, program, schedule
 from burst_mcore.bench.subjects.planning import packed
-from burst_mcore.rates import DEFAULT, Rates
+from burst_mcore.machines import CPU, MACHINES
+from burst_mcore.rates import Rates
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 """By bytes."""
@@ -312,8 +313,8 @@ def test_short_sequences_share_heads_and_long_ones_move_the_fewest_bytes():
 
 def test_messages_that_take_the_cores_are_not_hidden():
     shard, ranks = _shard(8, 4, tokens=1024), Ranks(4, 4)
-    sockets = replace(DEFAULT["cpu"], hidden=True)
-    chosen, every = _choose(shard, ranks, DEFAULT["cpu"])
+    sockets = replace(CPU, hidden=True)
+    chosen, every = _choose(shard, ranks, CPU)
     assert chosen.route.heads == 4 and not chosen.route.overlap  # the fewest bytes, one tile
     _, hiding = _choose(shard, ranks, sockets)
     for one, other in zip(every, hiding, strict=True):
@@ -384,9 +385,10 @@ def test_what_is_as_fast_says_what_it_saves():
         assert part in words
 
 
-@pytest.mark.parametrize("device", DEFAULT)
-def test_links_between_nodes_never_count_as_fast_as_those_within(device):
-    assert DEFAULT[device].inter < DEFAULT[device].intra
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
+def test_links_between_nodes_never_count_as_fast_as_nvlink(machine):
+    assert machine.rates.inter < machine.rates.intra or not machine.switched
+    assert CPU.inter < CPU.intra
 
 
 def test_one_decision_serves_all_documents_of_a_kind():

@@ -10,13 +10,25 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "burst_mcore"
 FLOORS = [
     {
-        *("version", "config", "layout", "registry", "mask", "rates", "digest", "dtypes", "agreement"),
+        *(
+            "version",
+            "config",
+            "layout",
+            "registry",
+            "mask",
+            "rates",
+            "machines",
+            "digest",
+            "dtypes",
+            "agreement",
+        ),
         *("packages", "loss"),
     },
     {"attention"},
     {"checkpointing"},
     {"megatron", "deepspeed"},
     {"explain"},
+    {"plan"},
     {"bench"},
     {"cli"},
 ]

@@ -42,8 +42,9 @@ from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.dtypes import DTYPES
 from burst_mcore.layout import Layout
+from burst_mcore.machines import default_rates
 from burst_mcore.mask import Mask
-from burst_mcore.rates import DEFAULT, Rates
+from burst_mcore.rates import Rates
 from burst_mcore.registry import ensure, lookup
 
 logger = logging.getLogger("burst_mcore")
@@ -58,7 +59,7 @@ class Request:
 
     rank: int
     ranks: Ranks
-    rates: Rates | None
+    rates: Rates
     mask: Mask
     config: BurstConfig
     device: str
@@ -196,7 +197,7 @@ def _request(
     return Request(
         rank=place.rank,
         ranks=ranks,
-        rates=place.rates,
+        rates=place.rates or default_rates(device),
         mask=lookup(mask),
         config=options,
         device=device,
@@ -225,8 +226,7 @@ def resolve(request: Request, lengths: Sequence[int]) -> Call:
     request.mask.check(n)
     mask = request.mask.clipped(n)
     shard = replace(request.shard, tokens=request.layout.padded(n, size) // size)
-    rates = request.rates or DEFAULT.get(request.device, DEFAULT["cpu"])
-    route, direction = choose_route(request.config, request.ranks, rates, shard, mask, n)
+    route, direction = choose_route(request.config, request.ranks, request.rates, shard, mask, n)
     problem = problem_of(
         shard.pooled(route.heads),
         request.device,

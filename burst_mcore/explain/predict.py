@@ -36,6 +36,7 @@ from burst_mcore.attention.shard import Shard
 from burst_mcore.explain.problem import DTYPES, Problem
 from burst_mcore.layout import Layout
 from burst_mcore.layout.balance import imbalance, work
+from burst_mcore.machines import Machine, machine
 from burst_mcore.mask import Mask
 from burst_mcore.mask.words import document_ends
 from burst_mcore.rates import Rates
@@ -44,12 +45,19 @@ LARGE = 512
 """Ranks from which on several processes are worth their start."""
 
 
-def cluster(text: str) -> Ranks:
-    """M x L, such as 4x8: 4 nodes of 8 ranks. Raises ValueError for others."""
-    found = re.fullmatch(r"(\d+)x(\d+)", text.lower())
-    if found is None or 0 in (int(found[1]), int(found[2])):
-        raise ValueError(f"a cluster is nodes x ranks of a node, such as 4x8, got {text!r}")
-    return Ranks(int(found[1]) * int(found[2]), int(found[2]))
+def cluster(text: str) -> tuple[Ranks, Machine | None]:
+    """Return the ranks of a cluster, and its machine if it is named: M x L, such as 4x8 or a800:4x8.
+
+    Raises:
+        ValueError: other words, or an unknown machine.
+    """
+    match = re.fullmatch(r"(?:([\w-]+):)?(\d+)x(\d+)", text)
+    if match is None or 0 in (int(match[2]), int(match[3])):
+        raise ValueError(
+            f"a cluster is nodes x ranks of a node, such as 4x8, or with a machine a800:4x8, got {text!r}"
+        )
+    ranks = Ranks(int(match[2]) * int(match[3]), int(match[3]))
+    return ranks, None if match[1] is None else machine(match[1])
 
 
 def layout_of(text: str, problem: Problem, ranks: Ranks) -> Layout:
@@ -113,8 +121,7 @@ def explain(
         f"times are those of the slowest rank, MB those that a rank sends on average; exposed: time in which "
         f"the busiest rank does not compute;\ntied: ranks that wait for each other in one exchange across "
         f"nodes\n"
-        f"(predicted, not measured: {rates.intra / 1e9:g} GB/s within a node, {rates.inter / 1e9:g} GB/s a "
-        f"rank between nodes, {rates.compute / 1e12:g} TFLOP/s, {rates.latency * 1e6:g} us a message)"
+        f"(predicted, not measured: {rates.in_words})"
     )
 
 

@@ -44,7 +44,7 @@ def test_the_doctor_predicts_for_devices_that_are_not_there(tmp_path):
     config = {**config_of(3, 8), "bf16": {"enabled": True}}
     done = _doctor(tmp_path, config, "--device", "h100", "--seq", "1M", "--world", "64", "--per-node", "8")
     assert done.exit_code == 0, done.output
-    assert "kernel on h100, bfloat16: the first installed that serves, of flash3" in done.output
+    assert "kernel on H100, bfloat16: the first installed that serves, of flash3" in done.output
     assert re.search("memory of a rank: about .* GB .*8.03 billion parameters; there are 80 GB", done.output)
     assert "optimizer" in done.output
     trainers = {**config, "gradient_accumulation_steps": "auto", "train_micro_batch_size_per_gpu": "auto"}
@@ -55,7 +55,7 @@ def test_the_doctor_predicts_for_devices_that_are_not_there(tmp_path):
     done = _doctor(tmp_path, {**trainers, "zero_optimization": zero}, "--device", "h100")
     assert done.exit_code == 0 and ", optimizer" in done.output
     done = _doctor(tmp_path, config, "--device", "h1000")
-    assert done.exit_code == 1 and "one of here, a100, h100, h200, b200" in done.output
+    assert done.exit_code == 1 and "unknown machine 'h1000': one of A100-NVLink, A800" in done.output
     done = _doctor(tmp_path, config, "--heads", "12", "--kv-heads", "5")
     assert done.exit_code == 1 and "12 query heads do not group over 5 K/V heads" in done.output
 

@@ -16,7 +16,7 @@ from burst_mcore.attention.runtime import topology
 from burst_mcore.attention.shard import Shard
 from burst_mcore.deepspeed.config.ways import within_nodes
 from burst_mcore.deepspeed.models import attention
-from burst_mcore.rates import DEFAULT
+from burst_mcore.machines import CPU
 
 CLIP = 0.5
 STAGES = (0, 1, 2, 3)
@@ -196,7 +196,7 @@ SHARD = Shard(batch=1, tokens=2048, heads=32, kv_heads=32, head_dim=128, value_d
 
 
 def test_auto_shares_heads_within_a_node_where_it_would_not():
-    shard, mask, rates = SHARD, Mask.causal(), DEFAULT["cpu"]
+    shard, mask, rates = SHARD, Mask.causal(), CPU
     config, ranks = BurstConfig(head_parallel="auto", ring="double"), Ranks(4, 2)
     free = candidates(
         shard, Layout.of("zigzag"), mask, 8192, ranks, rates,

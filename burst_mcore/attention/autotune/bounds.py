@@ -50,16 +50,16 @@ def _elsewhere(counts: Tensor, sampled: Tensor) -> Tensor:
 def _longest_send(sent: Tensor, sampled: Tensor, node: Tensor, rates: Rates) -> float:
     """Return the seconds until a rank has sent its bytes, [sampled, receivers], over its two links."""
     across = node[sampled][:, None] != node
-    between = (sent * across).sum(1).max() / rates.inter
-    within = (sent * ~across).sum(1).max() / rates.intra
+    between = (sent * across).sum(1).max() / rates.link(inter=True)
+    within = (sent * ~across).sum(1).max() / rates.link(inter=False)
     return float(torch.maximum(between, within))
 
 
 def _longest_way(lent: Tensor, sampled: Tensor, node: Tensor, route: Route, rates: Rates) -> float:
     """Return the seconds until bytes, [sampled, readers], reach their farthest reader, hop by hop."""
     between, within = _hops(sampled, node, route)
-    seconds = between * (rates.latency + lent / rates.inter)
-    seconds += within * (rates.latency + lent / rates.intra)
+    seconds = between * (rates.latency + lent / rates.link(inter=True))
+    seconds += within * (rates.latency + lent / rates.link(inter=False))
     return float(seconds.masked_fill_(lent == 0, 0).max())
 
 

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.autotune.bounds import at_least
-from burst_mcore.attention.autotune.cost import mean_bytes, message_bytes, pass_flops
+from burst_mcore.attention.autotune.cost import (
+    OURS,
+    Passes,
+    call_time,
+    exchange_seconds,
+    mean_bytes,
+    message_bytes,
+    slowdown_seconds,
+)
 from burst_mcore.attention.autotune.lockstep import Played, RoutedPass, Work, play_all
 from burst_mcore.attention.autotune.simulate import play
 from burst_mcore.attention.geometry.plan import Plan
@@ -310,13 +318,19 @@ class _Costs:
             ring,
             route,
             direction,
-            forward.seconds,
-            backward.seconds,
+            forward.seconds + self.besides(route, Pass.FORWARD),
+            backward.seconds + self.besides(route, direction),
             forward.compute + backward.compute,
             round(sent[Link.INTRA]),
             round(sent[Link.INTER]),
             self.tied(route),
         )
+
+    def besides(self, route: Route, pass_: Pass) -> float:
+        """Return the seconds of a pass that the simulation of its schedule leaves out."""
+        sizes = message_bytes(self.shard, route, pass_)
+        slowed = slowdown_seconds(self.played[route, pass_].sent, self.rates) if route.overlap else 0.0
+        return exchange_seconds(route, sizes, self.rates) + slowed
 
     def play(self, ways: Iterable[tuple[Route, Pass]]) -> None:
         """Simulate the passes of these ways, and of their rings the other way round."""
@@ -393,10 +407,12 @@ def pairs_of(layout: Layout, mask: Mask, n: int, ranks: int) -> Tensor:
     return pairs_between(layout, mask, n, ranks)
 
 
-def work_of(shard: Shard, pairs: Tensor, route: Route, pass_: Pass, rates: Rates) -> Work:
-    """Return the seconds of the kernel in a pass; pairs: of rows that stay and travel, [ranks, ranks]."""
-    per_pair = pass_flops(shard.pooled(route.heads), 1, pass_) / rates.compute
-    return Work(pairs, route.heads, per_pair)
+def work_of(
+    shard: Shard, pairs: Tensor, route: Route, pass_: Pass, rates: Rates, passes: Passes = OURS
+) -> Work:
+    """Return the seconds of kernel calls in a pass; pairs: of rows that stay and travel, [ranks, ranks]."""
+    pooled = shard.pooled(route.heads)
+    return Work(pairs, route.heads, call_time(pooled, pass_, rates, passes), pooled.tokens)
 
 
 def best(costed: Sequence[Candidate]) -> Candidate:

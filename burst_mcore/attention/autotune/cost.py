@@ -1,9 +1,12 @@
-"""The cost of a schedule: bytes by link, and FLOPs. Pure functions of shapes."""
+"""The cost of a schedule: bytes by link, FLOPs, and seconds of kernel calls. Pure functions of shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from burst_mcore.attention.geometry.rows import count
 from burst_mcore.attention.schedule.actions import Kind, Link, Pass, Program, Recv, Send
@@ -11,6 +14,7 @@ from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
 from burst_mcore.layout.balance import keys_per_query
 from burst_mcore.mask import Mask
+from burst_mcore.rates import Rates
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,106 @@ def mean_bytes(programs: Sequence[Program], sizes: Sizes, intra_size: int) -> di
 def link_class(rank: int, peer: int, intra_size: int) -> Link:
     """Return the link between two ranks: INTRA or INTER."""
     return Link.INTRA if rank // intra_size == peer // intra_size else Link.INTER
+
+
+def stretched(link: Link, members: int, rates: Rates) -> float:
+    """Return how many times as long a message within a node takes as on a link of its own.
+
+    Args:
+        link: the kind of exchange that the message belongs to.
+        members: ranks of a node that exchange with each other.
+    """
+    if link not in (Link.HEADS, Link.DIRECT):
+        return 1.0
+    return float(max(1.0, members / 2) ** rates.crowding)
+
+
+def farther(rank: Tensor, peer: Tensor, rates: Rates) -> Tensor:
+    """Return how many times as long messages of a node take as over its fastest link (`Rates.levels`)."""
+    times = torch.ones(len(rank), dtype=torch.float64)
+    for size, rate in rates.levels:
+        apart = rank // size != peer // size
+        times = torch.where(apart, times.clamp(min=rates.intra / rate), times)
+    return times
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Bytes of memory that passes around a kernel move, for each element of the result of a kernel call."""
+
+    out: float
+    """O, merged."""
+    stays: float
+    """A gradient, added to a sum that stays with its rank."""
+    travels: float
+    """A gradient, added to a sum that travels."""
+    stand_in: float
+    """O of a travelling query: a kernel that forms D itself gets a stand-in for O."""
+
+
+OURS = Passes(out=2.5, stays=2.5, travels=10.0, stand_in=3.3)
+"""The passes of `forward` and `backward`, as tests/test_passes.py counts them on a ring of 8."""
+
+
+@dataclass(frozen=True)
+class CallTime:
+    """Seconds of a kernel call and of the passes around it, by the size of its tile."""
+
+    per_pair: float
+    """Seconds of a query-key pair of all heads and of the whole batch."""
+    per_row: float = 0.0
+    """Seconds of a row that takes part: its share of the passes, and of pipelines that fill."""
+    per_call: float = 0.0
+
+    def seconds(self, pairs: Tensor, rows: int) -> Tensor:
+        """Return the seconds of calls, by their query-key pairs; rows: those of either side, at most.
+
+        Rows that take part are taken to be the side of a triangle with as many pairs.
+        """
+        kernel = pairs * self.per_pair
+        if not self.per_row and not self.per_call:
+            return kernel
+        part = (2 * pairs).sqrt().clamp(max=rows)
+        return kernel + part * self.per_row + (pairs > 0) * self.per_call
+
+
+def call_time(shard: Shard, pass_: Pass, rates: Rates, passes: Passes = OURS) -> CallTime:
+    """Return the time of kernel calls in a pass over `shard`'s heads."""
+    forward = Pass(pass_) == Pass.FORWARD
+    compute = rates.compute if forward else rates.backward or rates.compute
+    softmax = shard.batch * shard.heads * rates.per_exponential
+    per_pair = pass_flops(shard, 1, pass_) / compute + softmax
+    moved = _bytes_around(shard, Pass(pass_), passes) / rates.memory
+    return CallTime(per_pair, rates.fill * per_pair + moved, rates.call)
+
+
+def _bytes_around(shard: Shard, pass_: Pass, passes: Passes) -> float:
+    """Return the bytes that passes move for a row that takes part in a kernel call, on both sides of it."""
+    q, out = shard.batch * shard.heads * shard.head_dim, shard.batch * shard.heads * shard.value_dim
+    kv = shard.batch * shard.kv_heads * (shard.head_dim + shard.value_dim)
+    if pass_ == Pass.FORWARD:
+        return passes.out * out
+    if pass_ == Pass.KV:
+        return passes.stays * q + passes.travels * kv
+    return passes.travels * q + passes.stays * kv + passes.stand_in * out
+
+
+COPIES = 4
+"""Times that a byte of an all-to-all passes the memory of a rank: packed and unpacked, read and written."""
+
+
+def exchange_seconds(route: Route, sizes: Sizes, rates: Rates) -> float:
+    """Return the seconds that the exchange of heads takes besides its messages: launches and copies."""
+    if route.heads == 1:
+        return 0.0
+    parcels = sum(size for kind, size in sizes.whole.items() if kind not in (Kind.DATA, Kind.GRADIENT))
+    return 2 * rates.call + COPIES * route.heads * parcels / rates.memory
+
+
+def slowdown_seconds(sent: Mapping[Link, float], rates: Rates) -> float:
+    """Return the seconds by which messages lengthen the kernels that run beside them; sent: bytes by link."""
+    seconds = sum(size / rates.link(inter=link == Link.INTER) for link, size in sent.items())
+    return rates.slowdown * seconds
 
 
 def pass_flops(shard: Shard, pairs: int, pass_: Pass) -> int:

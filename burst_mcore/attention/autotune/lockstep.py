@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.autotune.cost import Sizes
+from burst_mcore.attention.autotune.cost import CallTime, Sizes, farther, stretched
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.schedule.actions import Channel, Compute, Kind, Link, Pass, Program, Send, Wait
 from burst_mcore.attention.schedule.counted import NEVER, Counted, OfAll, RowCounts, moved
@@ -70,43 +70,51 @@ class Work:
     """Seconds of the kernel, by rank and source.
 
     Args:
-        pairs: [ranks, ranks], of rows that stay and rows that travel.
+        pairs: query-key pairs, [ranks, ranks], of rows that stay and rows that travel.
         heads: ranks of a position.
-        per_pair: seconds of a query-key pair.
+        time: the time of kernel calls.
+        rows: rows of a position.
     """
 
-    def __init__(self, pairs: Tensor, heads: int, per_pair: float) -> None:
-        self.pairs, self._heads, self.per_pair = pairs, heads, per_pair
+    def __init__(self, pairs: Tensor, heads: int, time: CallTime, rows: int) -> None:
+        self._pairs, self._heads, self._time, self._rows = pairs, heads, time, rows
+
+    @cached_property
+    def _by_member(self) -> Tensor:
+        """Pairs, [position, member, source]."""
+        positions = len(self._pairs) // self._heads
+        return self._pairs.reshape(positions, self._heads, positions, self._heads).sum(3)
 
     @cached_property
     def parts(self) -> Tensor:
-        """Pairs, [position, member, source]."""
-        positions = len(self.pairs) // self._heads
-        return self.pairs.reshape(positions, self._heads, positions, self._heads).sum(3)
+        """Seconds of a member's rows, [position, member, source]: parts of one step."""
+        step = replace(self._time, per_call=self._time.per_call / self._heads)
+        return step.seconds(self._by_member, self._rows)
 
     @cached_property
     def whole(self) -> Tensor:
-        """Pairs, [position, source]; contiguous."""
-        return (self.parts.sum(1) if self._heads > 1 else self.pairs).contiguous()
+        """Seconds of all rows, [position, source]; contiguous."""
+        pairs = self._by_member.sum(1) if self._heads > 1 else self._pairs
+        return self._time.seconds(pairs, self._rows).contiguous()
 
     @cached_property
     def _by_place(self) -> dict[tuple[int, int], float]:
-        """Pairs by position and source, where there are any: an entry of a tensor takes ten times as long."""
+        """Seconds by position and source, where there are any: entries of tensors are ten times as slow."""
         position, source = self.whole.nonzero(as_tuple=True)
-        pairs = self.whole[position, source].double().tolist()
-        return dict(zip(zip(position.tolist(), source.tolist(), strict=True), pairs, strict=True))
+        seconds = self.whole[position, source].double().tolist()
+        return dict(zip(zip(position.tolist(), source.tolist(), strict=True), seconds, strict=True))
 
     def of_action(self, rank: int, action: Compute) -> float:
         """Return the seconds of one rank's compute, in its own program."""
         position = rank // self._heads
         if action.part is None:
-            return self._by_place.get((position, action.source), 0.0) * self.per_pair
-        return float(self.parts[position, action.part, action.source]) * self.per_pair
+            return self._by_place.get((position, action.source), 0.0)
+        return float(self.parts[position, action.part, action.source])
 
     @property
     def busiest(self) -> float:
         """Seconds of the busiest rank, all sources together."""
-        return float(self.whole.sum(1).max()) * self.per_pair
+        return float(self.whole.sum(1).max())
 
 
 def _has_messages(pass_: Pass, kind: Kind) -> bool:
@@ -260,7 +268,9 @@ class _Lockstep:
             back = torch.empty_like(to)
             back[to] = self.rank
             inter = to // self.intra != self.rank // self.intra
-            rates = torch.tensor([self.rates.intra, self.rates.inter], dtype=torch.float64)
+            rates = torch.tensor(
+                [self.rates.link(inter=inter) for inter in (False, True)], dtype=torch.float64
+            )
             rate = rates[inter.long()][:, None]
             none = torch.zeros_like(self.clock)
             self.peers[peer] = _Peers(to, back, inter, rate, none, none.clone())
@@ -297,28 +307,19 @@ class _Lockstep:
         member, per_pass = (self.rank + action.part) % self.heads, []
         for routed in self.passes:
             position, other = (x[self.rank // self.heads] for x in self.unmirrored(routed, source))
-            per_pass.append(routed.work.parts[position, member, other] * routed.work.per_pair)
+            per_pass.append(routed.work.parts[position, member, other])
         return torch.stack(per_pass, 1)
 
     def whole(self, source: Tensor) -> Tensor:
         """Return the seconds of all rows that stay, [P, W]."""
-        table, columns, per_pair = self.pairs
-        return table.index_select(0, self.row + source).index_select(1, columns).mul_(per_pair)
+        return self.seconds_by_place.index_select(0, self.row + source)
 
     @cached_property
-    def pairs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Pairs by position and source, [P * P, columns]; each pass's column, and its seconds a pair.
-
-        Passes that differ by a factor share a column.
-        """
-        columns: dict[tuple[int, bool], Tensor] = {}
-        for routed in self.passes:
-            pairs, mirrored = routed.work.whole.view(-1), routed.route.mirrored
-            columns.setdefault((id(routed.work.pairs), mirrored), pairs.flip(0) if mirrored else pairs)
-        order = list(columns)
-        column_of = [order.index((id(routed.work.pairs), routed.route.mirrored)) for routed in self.passes]
-        per_pair = torch.tensor([routed.work.per_pair for routed in self.passes], dtype=torch.float64)
-        return torch.stack([*columns.values()], 1), torch.tensor(column_of), per_pair
+    def seconds_by_place(self) -> Tensor:
+        """Seconds by position and source, of every pass: [P * P, W]."""
+        columns = [routed.work.whole.view(-1).double() for routed in self.passes]
+        mirrored = [routed.route.mirrored for routed in self.passes]
+        return torch.stack([x.flip(0) if other else x for x, other in zip(columns, mirrored, strict=True)], 1)
 
     def unmirrored(self, routed: RoutedPass, source: Tensor) -> tuple[Tensor, Tensor]:
         """Return positions and sources as they really are: counted from the other end in a mirrored pass."""
@@ -342,6 +343,8 @@ class _Lockstep:
         """Start a message at both ends: each rank receives with the same action as it sends."""
         peers, size = self.peers_of(send.peer), self.bytes_of(send)
         peers.carried += size.clamp(min=0)
+        if self.rates.crowding or self.rates.levels:
+            size = size * self.stretch(send.channel.link, peers)
         begin = torch.maximum(self.clock, self.clock.index_select(0, peers.to))
         if shares:
             begin = torch.maximum(begin, peers.busy)
@@ -354,6 +357,12 @@ class _Lockstep:
             peers.busy = torch.maximum(peers.busy, end)
             message = _Message(peers, begin, size, end)
         self.under_way[send.channel].append(message)
+
+    def stretch(self, link: Link, peers: _Peers) -> Tensor:
+        """Return how many times as long messages take as at the rates of their links, [G, 1]."""
+        members = min(self.intra, self.heads if link == Link.HEADS else self.route.size)
+        times = farther(self.rank, peers.to, self.rates) * stretched(link, members, self.rates)
+        return times.masked_fill(peers.inter, 1.0)[:, None]
 
     def wait(self, channels: list[Channel]) -> None:
         messages = [message for channel in channels for message in self.under_way.pop(channel, ())]
@@ -385,7 +394,7 @@ class _Lockstep:
             behind = torch.tensor(
                 [[a.peers is b.peers and j < i for j, b in enumerate(every)] for i, a in enumerate(every)]
             ).float()
-        for link, rate in ((0, self.rates.intra), (1, self.rates.inter)):
+        for link, rate in ((0, self.rates.link(inter=False)), (1, self.rates.link(inter=True))):
             on = (inter == bool(link)) & (end == torch.inf)
             now = (self.links[link] - since).float()
             while bool((wanted := on[awaited].any(0)).any()):

@@ -14,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from burst_mcore.attention.autotune.cost import Sizes, link_class
+import torch
+
+from burst_mcore.attention.autotune.cost import Sizes, farther, link_class, stretched
 from burst_mcore.attention.schedule.actions import (
     Action,
     Channel,
@@ -146,7 +148,8 @@ class _Player:
     def __init__(self, schedule: Schedule, sizes: Sizes, seconds: Seconds, intra: int, rates: Rates) -> None:
         self.ranks = [_Rank(number, program) for number, program in enumerate(schedule.programs)]
         self.sizes, self.seconds, self.intra, self.rates = sizes, seconds, intra, rates
-        rate_of = {Link.INTRA: rates.intra, Link.INTER: rates.inter}
+        self.heads = schedule.route.heads
+        rate_of = {link: rates.link(inter=link == Link.INTER) for link in (Link.INTRA, Link.INTER)}
         self.links = {(r.number, link): _Link(rate) for r in self.ranks for link, rate in rate_of.items()}
         self.mail: dict[tuple[int, int, Link, Kind], tuple[deque[_Message], deque[_Message]]] = defaultdict(
             lambda: (deque(), deque())
@@ -217,8 +220,9 @@ class _Player:
         if theirs:
             message = theirs.popleft()
         else:
-            link = self.links[sender, link_class(sender, receiver, self.intra)]
-            message = _Message(self.sizes.of(action), receiver, link)
+            where = link_class(sender, receiver, self.intra)
+            size = self.sizes.of(action) * self.stretch(action.channel.link, where, sender, receiver)
+            message = _Message(size, receiver, self.links[sender, where])
             ours.append(message)
         message.ends.append(rank)
         rank.under_way[action.channel].append((action, message, now))
@@ -229,6 +233,14 @@ class _Player:
                 message.started = now
             queue.append(message)
             self.expect(message.link)
+
+    def stretch(self, link: Link, where: Link, sender: int, receiver: int) -> float:
+        """Return how many times as long a message takes as at the rate of its link."""
+        if where == Link.INTER or not (self.rates.crowding or self.rates.levels):
+            return 1.0
+        members = min(self.intra, self.heads if link == Link.HEADS else len(self.ranks))
+        apart = float(farther(torch.tensor([sender]), torch.tensor([receiver]), self.rates))
+        return stretched(link, members, self.rates) * apart
 
     def expect(self, link: _Link) -> None:
         """Look again when the next message is through, unless something changes before."""

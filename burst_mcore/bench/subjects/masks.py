@@ -25,7 +25,7 @@ from burst_mcore.bench.subjects.attention import on_first, ring_trial
 from burst_mcore.explain.problem import DTYPES
 from burst_mcore.layout import shard
 from burst_mcore.layout.balance import imbalance, keys_per_query
-from burst_mcore.rates import DEFAULT
+from burst_mcore.machines import CPU
 
 SHORT = 3
 """Times as many rounds of cases without masked dense attention, which takes the most time."""
@@ -167,7 +167,7 @@ def _route(case: MaskCase, planned: Plan) -> Route:
     )
     return best(
         candidates(
-            shape, case.dealt, case.seen, case.seq, Ranks(case.ranks, case.ranks), DEFAULT["cpu"],
+            shape, case.dealt, case.seen, case.seq, Ranks(case.ranks, case.ranks), CPU,
             overlap=True, rings=("double", "flat", "direct"), degrees=(1,), directions=(Pass.QUERY, Pass.KV),
         )
     ).route  # fmt: skip

@@ -21,8 +21,8 @@ from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.attention.shard import Shard
 from burst_mcore.bench.core import Bar, Case, Method, Stage, Subject, Trial, World
 from burst_mcore.layout import Layout
+from burst_mcore.machines import MACHINES
 from burst_mcore.mask import Mask
-from burst_mcore.rates import DEFAULT
 
 TOKENS = 4096
 """Of a rank."""
@@ -76,7 +76,7 @@ def _auto(size: int, mask: Mask) -> None:
         batch=1, tokens=TOKENS, heads=32, kv_heads=8, head_dim=128, value_dim=128, dtype=torch.bfloat16
     )
     played, _ = contenders(
-        shard, layout, mask, TOKENS * size, Ranks(size, NODE), DEFAULT["cuda"],
+        shard, layout, mask, TOKENS * size, Ranks(size, NODE), MACHINES["A800"].rates,
         overlap=True, rings=RINGS, degrees=(1,), directions=(Pass.QUERY, Pass.KV),
     )  # fmt: skip
     best(played)

@@ -26,11 +26,11 @@ from burst_mcore.deepspeed.config.ways import ways
 from burst_mcore.deepspeed.engine.memory import Shape, activations, states
 from burst_mcore.deepspeed.models.loss import gradient_scale
 from burst_mcore.layout import Layout
+from burst_mcore.machines import MACHINES, default_rates, machine
 from burst_mcore.mask import Mask
-from burst_mcore.rates import DEFAULT, DEVICES
 
 HERE = "here"
-"""The device that this machine has, as a name beside those of `DEVICES`."""
+"""The device that this machine has, as a name beside those of `MACHINES`."""
 
 
 def examine(path: Path, *, world: int, per_node: int, shape: Shape, device: str = HERE) -> Iterator[str]:
@@ -39,14 +39,14 @@ def examine(path: Path, *, world: int, per_node: int, shape: Shape, device: str 
     Bytes and times are the cost model's, for rates of this kind of device; memory is arithmetic.
 
     Args:
-        device: `HERE`, or a name of `burst_mcore.rates.DEVICES`, which need not be in this machine.
+        device: `HERE`, or a name in `MACHINES`, which need not be in this machine.
 
     Raises:
         SectionError, RefusedError: what `initialize` would raise of the configuration.
-        ValueError: no kernel, or no way over the ranks, serves it; heads that do not group; no such device.
+        ValueError: no kernel, or no way over the ranks, serves it; heads that do not group; no such machine.
     """
-    if device != HERE and device not in DEVICES:
-        raise ValueError(f"unknown device {device!r}: one of {HERE}, {', '.join(DEVICES)}")
+    if device != HERE:
+        device = machine(device).name  # or ValueError
     if shape.heads % shape.kv_heads:
         raise ValueError(
             f"{shape.heads} query heads do not group over {shape.kv_heads} K/V heads: their number must be "
@@ -61,7 +61,7 @@ def examine(path: Path, *, world: int, per_node: int, shape: Shape, device: str 
     size = sequence_parallel_size(config, world)
     refuse_batch(config, world // size)
     kind = "cuda" if device != HERE or torch.cuda.is_available() else "cpu"
-    rates = DEFAULT[kind] if device == HERE else DEVICES[device].rates
+    rates = default_rates(kind) if device == HERE else MACHINES[device].rates
     dtype = _dtype(config)
     stage = int(zero(config).stage)
     yield f"groups: {world // size} data-parallel x {size} ranks that share a sequence, consecutive ones"
@@ -84,7 +84,7 @@ def examine(path: Path, *, world: int, per_node: int, shape: Shape, device: str 
     if device == HERE:
         yield f"kernel on this {kind}, {_name(dtype)}: {choose(section.kernel, problem).name}"
     elif section.kernel == "auto":
-        order = ", ".join(PREFERENCE[DEVICES[device].capability])
+        order = ", ".join(PREFERENCE[MACHINES[device].capability])
         yield f"kernel on {device}, {_name(dtype)}: the first installed that serves, of {order}"
     else:
         yield f"kernel on {device}, {_name(dtype)}: {section.kernel}, as the section asks (not checked here)"
@@ -138,7 +138,7 @@ def examine(path: Path, *, world: int, per_node: int, shape: Shape, device: str 
 def _memory(device: str) -> float | None:
     """Return the bytes of a device; None if its memory is that of the whole machine."""
     if device != HERE:
-        return DEVICES[device].memory
+        return MACHINES[device].memory
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 

@@ -25,8 +25,8 @@ from burst_mcore.config import BurstConfig
 from burst_mcore.deepspeed.config.ways import within_nodes
 from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.layout import Layout
+from burst_mcore.machines import default_rates
 from burst_mcore.mask import Mask
-from burst_mcore.rates import DEFAULT
 
 NAME = "burst"
 """The attn_implementation."""
@@ -274,7 +274,7 @@ def _within_nodes(sequence: Sequence, q: Tensor, k: Tensor, v: Tensor, mask: Mas
         dtype=q.dtype,
         grad_dtype=config.grad_dtype,
     )
-    rates = topology.rates or DEFAULT.get(q.device.type, DEFAULT["cpu"])
+    rates = topology.rates or default_rates(q.device.type)
     return within_nodes(config, shard, mask, n, Ranks(topology.size, topology.intra_size), rates)
 
 

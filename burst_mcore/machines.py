@@ -1,0 +1,201 @@
+"""Known machines: specifications of GPUs and their links, and the rates that "auto" takes by default."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from burst_mcore.rates import Rates
+
+logger = logging.getLogger("burst_mcore")
+
+RATES_FILE = "BURST_MCORE_RATES"
+"""Environment variable: a file of rates that replaces the presets, as `Rates.save` writes it."""
+
+CPU = Rates(intra=1e9, inter=125e6, compute=50e9, latency=200e-6, hidden=False)
+"""Processes of one machine over loopback; between machines 10 Gbit/s that ten of them share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """Numbers that no data sheet gives and that all GPUs share."""
+
+    fill: float = 300.0
+    """`Rates.fill`, keys: a kernel of a few hundred keys is half as fast as a kernel of many thousands.
+    Public rows of attention do not tell 300 from 100 or 450."""
+    call: float = 0.37e-3
+    """`Rates.call`, seconds: the one constant that is fitted to public rows (docs/predictions.md)."""
+    links: float = 0.85
+    """Share of a specified rate that messages reach over NVLink and network cards: between 0.78 and 0.97 in
+    runs of nccl-tests that users publish. Public rows of attention do not tell it from 1."""
+    slowdown: float = 0.06
+    """`Rates.slowdown`: 8 thread blocks of NCCL (`BurstConfig.max_ctas`) on 132 multiprocessors."""
+
+
+CONSTANTS = Constants()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A kind of GPU and its links as their makers specify them, with two numbers that were fitted."""
+
+    name: str
+    tflops: float
+    """Dense products in 16 bits, 10**12 FLOPs a second."""
+    exponentials: float
+    """10**12 a second: 16 a clock and multiprocessor."""
+    memory_rate: float
+    """10**9 bytes a second."""
+    memory: float
+    """Bytes."""
+    capability: int
+    """Major compute capability."""
+    link: float
+    """10**9 bytes a second, one way: all NVLinks of a GPU, or its PCIe lanes."""
+    switched: bool = True
+    """Whether NVLink joins the GPUs of a node; else PCIe does."""
+    nic: float
+    """10**9 bytes a second, one way, of a GPU's network card."""
+    node: int = 8
+    """GPUs of a node."""
+    forward: float
+    """Share of `tflops` that flash kernels reach in forward, besides exponentials and `Constants.fill`."""
+    backward: float
+    reached: float = 1.0
+    """Share of `link` that messages reach over PCIe."""
+    crowding: float = 0.0
+    """`Rates.crowding`, of PCIe."""
+
+    @property
+    def fitted(self) -> tuple[str, str]:
+        """The names of the two numbers that are fitted to measurements of this machine."""
+        return ("forward", "backward") if self.switched else ("reached", "crowding")
+
+    @property
+    def rates(self) -> Rates:
+        """Return the rates by which "auto" chooses."""
+        return self.rates_by(CONSTANTS)
+
+    def rates_by(self, constants: Constants) -> Rates:
+        """Return the rates with other constants."""
+        return Rates(
+            intra=self.link * (constants.links if self.switched else self.reached) * 1e9,
+            inter=self.nic * constants.links * 1e9,
+            compute=self.tflops * self.forward * 1e12,
+            backward=self.tflops * self.backward * 1e12,
+            exponentials=self.exponentials * 1e12,
+            memory=self.memory_rate * 1e9,
+            fill=constants.fill,
+            call=constants.call,
+            crowding=self.crowding,
+            slowdown=constants.slowdown,
+        )
+
+
+_A100 = Machine(
+    name="A100-NVLink",
+    tflops=312,
+    exponentials=2.4,
+    memory_rate=2039,
+    memory=80e9,
+    capability=8,
+    link=300,
+    nic=25,
+    forward=0.91,
+    backward=0.65,
+)
+_H100 = Machine(
+    name="H100",
+    tflops=989,
+    exponentials=3.9,
+    memory_rate=3350,
+    memory=80e9,
+    capability=9,
+    link=450,
+    nic=50,
+    forward=0.93,
+    backward=0.67,
+)
+_B200 = replace(
+    _H100,
+    name="B200",
+    tflops=2250,
+    exponentials=8.8,  # half of them by polynomials on other units, as FlashAttention 4 publishes
+    memory_rate=8000,
+    memory=180e9,
+    capability=10,
+    link=900,
+    forward=0.82,
+    backward=0.41,
+)
+_PCIE = replace(_A100, link=32, switched=False)
+_L20 = replace(_PCIE, name="L20-PCIe", tflops=119.5, exponentials=3.7, memory_rate=864, memory=48e9)
+MACHINES = {
+    machine.name: machine
+    for machine in (
+        _A100,
+        replace(_A100, name="A800", link=200),
+        replace(_PCIE, name="A100-PCIe", memory_rate=1935, node=4, reached=0.08, crowding=0.17),
+        _H100,
+        replace(_H100, name="H200", memory_rate=4800, memory=141e9),
+        _B200,
+        replace(_L20, reached=0.27, crowding=1.3),
+    )
+}
+"""Specifications are those of NVIDIA's data sheets, network cards those of its DGX systems.
+
+Machines without rows of their own take the kernel shares of a relative. The A800, the A100 on PCIe and the
+L20 take those of the A100, the H200 those of the H100.
+"""
+
+
+@lru_cache
+def default_rates(device: str) -> Rates:
+    """Return the rates of this machine's devices; device: "cpu" or "cuda".
+
+    They are those of the file that `RATES_FILE` names, else the preset of the GPU's name. Another GPU counts
+    as an A800, and a line in the log says so.
+
+    Raises:
+        ValueError: the file holds no rates.
+    """
+    path = os.environ.get(RATES_FILE)
+    if path:
+        return Rates.load(path)
+    if device != "cuda":
+        return CPU
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    name = machine_of(gpu)
+    if name is None:
+        logger.warning(
+            "no preset of rates for %s: burst counts with those of an A800; give your own by Rates or %s",
+            gpu,
+            RATES_FILE,
+        )
+    return MACHINES[name or "A800"].rates
+
+
+def machine(word: str) -> Machine:
+    """Return the machine of a name in `MACHINES`, in any case; "a100" is the one with NVLink.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    for name, known in MACHINES.items():
+        if word.lower() in (name.lower(), name.lower().split("-")[0]):
+            return known
+    raise ValueError(f"unknown machine {word!r}: one of {', '.join(MACHINES)}")
+
+
+def machine_of(gpu: str) -> str | None:
+    """Return the name in `MACHINES` of a GPU, from the name that CUDA gives it; None if it is unknown."""
+    words = gpu.upper().replace("-", " ").split()
+    pcie = any("PCIE" in word for word in words)
+    for model in ("A800", "H100", "H200", "B200", "L20", "A100"):
+        if model in words:
+            return {"A100": "A100-PCIe" if pcie else "A100-NVLink", "L20": "L20-PCIe"}.get(model, model)
+    return None

@@ -1,0 +1,195 @@
+"""The field's methods of context parallelism on the cost model's clock, each by the schedule that it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from burst_mcore.attention.autotune.choose import Ranks, pairs_of, route_for, why_not_degree
+from burst_mcore.attention.autotune.cost import (
+    COPIES,
+    CallTime,
+    Passes,
+    call_time,
+    message_bytes,
+    slowdown_seconds,
+    stretched,
+)
+from burst_mcore.attention.autotune.lockstep import RoutedPass, Work, play_all
+from burst_mcore.attention.geometry.plan import Plan
+from burst_mcore.attention.schedule.actions import Kind, Link, Pass
+from burst_mcore.attention.schedule.route import Route
+from burst_mcore.attention.shard import Shard
+from burst_mcore.layout import Layout
+from burst_mcore.mask import Mask
+from burst_mcore.plan.rows import Row
+from burst_mcore.rates import Rates
+
+EAGER = Passes(out=10.0, stays=10.0, travels=10.0, stand_in=0.0)
+"""The passes of other projects: 2 bytes of a result are read, 4 of a float32 sum read and written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How a method runs: a ring of groups that share heads, and what it does besides."""
+
+    heads: int = 1
+    """Ranks of a group: they exchange tokens for heads before the ring, and back after it."""
+    double: bool = False
+    """Whether bundles travel between nodes beside those within a node."""
+    layout: str = "zigzag"
+    direction: Pass = Pass.KV
+    exchanges: int = 0
+    """Collectives of a pass: all-to-alls of heads, or gathers."""
+    gathers: bool = False
+    """Whether keys and values are gathered before one kernel call."""
+
+
+def _ulysses(row: Row) -> Way | str:
+    return _usp(replace(row, head_parallel=row.gpus))
+
+
+def _ring(row: Row) -> Way:
+    return Way(layout=_layout(row))
+
+
+def _double_ring(row: Row) -> Way:
+    return Way(double=True, layout=_layout(row))
+
+
+def _burst(row: Row) -> Way:
+    return replace(_double_ring(row), direction=Pass.QUERY)
+
+
+def _all_gather(row: Row) -> Way:
+    return Way(double=True, layout=_layout(row), exchanges=2, gathers=True)
+
+
+def _usp(row: Row) -> Way | str:
+    heads = row.head_parallel or _most_heads(row)
+    why_not = why_not_degree(heads, row.ranks, row.heads, row.kv_heads)
+    exchanges = 2 if "qkvpack" in row.variant.split() else 4
+    return (
+        f"head_parallel={heads}: {why_not}"
+        if why_not
+        else Way(heads=heads, layout=_layout(row), exchanges=exchanges)
+    )
+
+
+def _loongtrain(row: Row) -> Way | str:
+    way = _usp(row)
+    return way if isinstance(way, str) else replace(way, double=True)
+
+
+def _most_heads(row: Row) -> int:
+    """Return the most ranks of a node that can share the heads."""
+    degrees = range(1, row.ranks.intra + 1)
+    return max(d for d in degrees if why_not_degree(d, row.ranks, row.heads, row.kv_heads) is None)
+
+
+METHODS: dict[str, Callable[[Row], Way | str]] = {
+    "ulysses": _ulysses,
+    "ring": _ring,
+    "all-gather": _all_gather,
+    "usp": _usp,
+    "loongtrain": _loongtrain,
+    "double-ring": _double_ring,
+    "burst": _burst,
+}
+"""By name: the way of a row's shapes on its cluster, or the reason why there is none."""
+NOT_MODELLED = {
+    "hybrid-dcp": "its ranks split documents by a schedule of Megatron's own",
+    "magi-a2av": "MagiAttention has a kernel and a dispatch of its own",
+    "magi-native": "MagiAttention has a kernel and a dispatch of its own",
+}
+"""Methods of the field that no schedule here runs, and why."""
+
+
+def _layout(row: Row) -> str:
+    words = {"basic": "contiguous", "zigzag": "zigzag", "stripe": "striped", "strip": "striped"}
+    named = [layout for word, layout in words.items() if word in row.variant.split()]
+    return named[0] if named else "zigzag" if row.mask == "causal" else "contiguous"
+
+
+def way_of(row: Row) -> Way | str:
+    """Return the way of a row's method, or the reason why the model has none."""
+    if row.varlen:
+        return "the row does not give the lengths of its documents"
+    if row.method in NOT_MODELLED:
+        return NOT_MODELLED[row.method]
+    if row.method not in METHODS:
+        return f"unknown method; known are {', '.join(METHODS)}"
+    return METHODS[row.method](row)
+
+
+def seconds_of(row: Row, way: Way, rates: Rates) -> float:
+    """Return the predicted seconds of a row's passes on the slowest rank."""
+    if row.passes == "fwd":
+        return _seconds(row, way, Pass.FORWARD, rates)
+    backward = _seconds(row, way, way.direction, rates)
+    return backward if row.passes == "bwd" else backward + _seconds(row, way, Pass.FORWARD, rates)
+
+
+def _seconds(row: Row, way: Way, pass_: Pass, rates: Rates) -> float:
+    """Return the seconds of a pass: collectives, then the ring of groups, each group as one place."""
+    shard = Shard(
+        batch=row.batch,
+        tokens=-(-row.seq // row.gpus),
+        heads=row.heads,
+        kv_heads=row.kv_heads,
+        head_dim=row.head_dim,
+        value_dim=row.head_dim,
+        dtype=torch.bfloat16,
+        grad_dtype=torch.bfloat16,
+    )
+    groups = Ranks(row.gpus // way.heads, max(1, row.ranks.intra // way.heads))
+    exchanged = _exchanged(shard, way.heads, row.ranks, pass_, rates) + way.exchanges * rates.call
+    return exchanged + _on_ring(row, way, shard.pooled(way.heads), groups, pass_, rates)
+
+
+def _exchanged(shard: Shard, heads: int, ranks: Ranks, pass_: Pass, rates: Rates) -> float:
+    """Return the seconds of the all-to-alls of a pass, one after another, and of packing and unpacking."""
+    parcels = {  # to one member
+        kind: size
+        for kind, size in message_bytes(shard, Route(heads=heads), pass_).whole.items()
+        if kind not in (Kind.DATA, Kind.GRADIENT)
+    }
+    each = sum(parcels.values())
+    within = min(heads, ranks.intra)
+    near = each * (within - 1) / rates.link(inter=False) * stretched(Link.HEADS, within, rates)
+    far = each * (heads - within) / rates.link(inter=True)
+    copies = COPIES * each * heads / rates.memory
+    return copies + max(near, far) + (heads > 1) * len(parcels) * rates.latency
+
+
+def _on_ring(row: Row, way: Way, shard: Shard, groups: Ranks, pass_: Pass, rates: Rates) -> float:
+    """Return the seconds of the ring; every place sends and receives all, whatever a mask leaves out."""
+    route = route_for(1, groups, ring="double" if way.double else "flat", overlap=True)
+    plan = _plan(way.layout, row.seq, groups.size)
+    pairs = pairs_of(Layout.of(way.layout), row.seen, row.seq, groups.size)
+    pairs = pairs.T.contiguous() if pass_ == Pass.QUERY else pairs
+    sizes, time = message_bytes(shard, route, pass_), call_time(shard, pass_, rates, EAGER)
+    work = Work(pairs, 1, CallTime(0.0) if way.gathers else time, shard.tokens)
+    (played,) = play_all(plan, [RoutedPass(route, pass_, sizes, work)], groups.intra, rates)
+    if way.gathers:
+        kernel = float(time.seconds(pairs.sum(1), shard.tokens).max())
+        return played.seconds + kernel + _gathered(shard, groups.size, pass_) / rates.memory
+    return played.seconds + slowdown_seconds(played.sent, rates)
+
+
+def _gathered(shard: Shard, ranks: int, pass_: Pass) -> float:
+    """Return the bytes of memory that a gather moves besides the kernel's: K and V, and sums of gradients.
+
+    K and V of all ranks are put in order, dK and dV of all ranks added and put in order.
+    """
+    elements = ranks * shard.batch * shard.tokens * shard.kv_heads * (shard.head_dim + shard.value_dim)
+    ordered = 2 * elements * shard.itemsize
+    return ordered if pass_ == Pass.FORWARD else 2 * ordered + EAGER.travels * elements
+
+
+@lru_cache(maxsize=64)
+def _plan(layout: str, n: int, size: int) -> Plan:
+    return Plan(Layout.of(layout), Mask.full(), n, size, 1)

@@ -1,0 +1,134 @@
+"""Rows of published measurements: one figure of one method on one cluster, checked field by field."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.attention.autotune.cost import allowed_pairs
+from burst_mcore.mask import Mask
+
+MASKS = ("causal", "full", "varlen_causal", "varlen_full")
+PASSES = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
+"""Passes that a figure covers, and their FLOPs as multiples of a forward's."""
+FIGURES = ("tflops", "iterations_per_second")
+"""Figures of a row: 10**12 FLOPs a second and GPU, or passes a second of the slowest rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measured figure of an attention layer. Raises ValueError for a field that is missing or wrong."""
+
+    hardware: str
+    """A name of `burst_mcore.machines.MACHINES`."""
+    gpus: int
+    gpus_per_node: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    batch: int
+    seq: int
+    """Tokens of the whole sequence."""
+    mask: str
+    passes: str
+    method: str
+    head_parallel: int | None = None
+    """Ranks that share heads; None: as the method does by itself."""
+    variant: str = ""
+    """Words about the method: basic, zigzag or stripe for the layout; qkvpack if Q, K, V travel as one."""
+    tflops: float | None = None
+    iterations_per_second: float | None = None
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "gpus_per_node", "heads", "kv_heads", "head_dim", "batch", "seq"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        for name, legal in (("mask", MASKS), ("passes", tuple(PASSES))):
+            if getattr(self, name) not in legal:
+                raise ValueError(f"{name} must be one of {', '.join(legal)}, got {getattr(self, name)!r}")
+        if self.gpus % min(self.gpus, self.gpus_per_node):
+            raise ValueError(f"{self.gpus} gpus do not go evenly on nodes of {self.gpus_per_node}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads must divide heads, got {self.kv_heads} and {self.heads}")
+        if sum(getattr(self, name) is not None for name in FIGURES) != 1:
+            raise ValueError(f"a row has one figure of {' and '.join(FIGURES)}")
+        figure = getattr(self, self.figure)
+        if isinstance(figure, bool) or not isinstance(figure, (int, float)) or not 0 < figure < math.inf:
+            raise ValueError(f"{self.figure} must be a positive number, got {figure!r}")
+
+    @classmethod
+    def of(cls, entries: Mapping[str, Any]) -> Row:
+        """Return the row of a JSON object; entries that are no fields are left out."""
+        known = {field.name: field for field in fields(cls)}
+        missing = [name for name in list(known)[:11] if name not in entries]
+        if missing:
+            raise ValueError(f"has no {', '.join(missing)}")
+        return cls(**{name: value for name, value in entries.items() if name in known})
+
+    @property
+    def figure(self) -> str:
+        """The name of the figure: "tflops" or "iterations_per_second"."""
+        return "tflops" if self.tflops is not None else "iterations_per_second"
+
+    @property
+    def measured(self) -> float:
+        value = getattr(self, self.figure)
+        assert value is not None
+        return float(value)
+
+    @property
+    def ranks(self) -> Ranks:
+        return Ranks(self.gpus, min(self.gpus, self.gpus_per_node))
+
+    @property
+    def seen(self) -> Mask:
+        """The mask, without documents."""
+        return Mask.causal() if self.mask == "causal" else Mask.full()
+
+    @property
+    def varlen(self) -> bool:
+        """Whether the row packs documents, whose lengths it does not give."""
+        return self.mask.startswith("varlen")
+
+    def figure_of(self, seconds: float) -> float:
+        """Return the figure of a run that takes `seconds`, in the unit of the row's own."""
+        if self.figure == "iterations_per_second":
+            return 1 / seconds
+        pairs = allowed_pairs(self.seen, self.seq)
+        flops = 4 * pairs * self.batch * self.heads * self.head_dim * PASSES[self.passes]
+        return flops / seconds / self.gpus / 1e12
+
+    @property
+    def group(self) -> tuple[object, ...]:
+        """The choice that a user faces: rows of one group differ in method and variant alone."""
+        shape = self.heads, self.kv_heads, self.head_dim, self.batch, self.seq
+        return self.hardware, self.gpus, *shape, self.mask, self.passes
+
+
+def read(path: Path) -> Sequence[Mapping[str, Any]] | Mapping[str, Any]:
+    """Return the contents of a JSON file: rows, or a paper's results. Raises ValueError for others."""
+    try:
+        contents = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is no JSON file: {error}") from None
+    if not isinstance(contents, (list, dict)):
+        raise ValueError(f"{path} holds neither a list of rows nor results of a paper")
+    return contents
+
+
+def rows_of(contents: Sequence[Mapping[str, Any]], path: Path) -> Iterator[tuple[Mapping[str, Any], Row]]:
+    """Yield (JSON object, row). Raises ValueError, with the number of the row, if one is not legal."""
+    for number, entries in enumerate(contents):
+        if not isinstance(entries, Mapping):
+            raise ValueError(f"{path}, row {number}: a row is an object, got {entries!r}")
+        try:
+            yield entries, Row.of(entries)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}, row {number}: {error}") from None
