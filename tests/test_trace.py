@@ -166,7 +166,7 @@ def test_where_all_is_hidden_nobody_waits():
 
 def test_a_message_starts_when_those_before_it_are_through():
     """Two nodes of 2: data and gradients between the same ranks share a link."""
-    sizes = Sizes({"data": 10**9, "gradient": 10**9}, 1)
+    sizes = Sizes({"data": 10**9, "gradient": 10**9, "total": 10**9}, 1)
     timeline = play(schedule(Route(2, 2), "kv"), sizes, lambda rank, action: 0.1, 2, SLOW)
     assert all(e.posted <= e.started <= e.ended for e in timeline.events)
     assert any(e.posted < e.started for e in timeline.events)
