@@ -2,6 +2,7 @@
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,9 +48,8 @@ def passes(monkeypatch):
         done = rank.forward()
         queries, keys = rank.queries(done), Keys(done.k, done.v)
         runs["forward"] = rank.forward
-        runs[direction] = lambda rank=rank, given=(queries, keys, done.out): backward(
-            rank.call, rank.transport, *given
-        )
+        inputs = queries, keys, done.out
+        runs[direction] = partial(backward, rank.call, rank.transport, *inputs)
     for run in runs.values():
         run()
     return runs

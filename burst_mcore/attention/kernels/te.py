@@ -127,8 +127,8 @@ def _backward_of_documents(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if _windowed(pattern):
         return aten.FLASH.backward(inputs, pattern, scores)
-    given = (inputs.q, inputs.k, inputs.v, inputs.out, inputs.dout)
-    tensors = tuple(y.flatten(0, 1).contiguous() for y in given if y is not None)
+    of_batch = (inputs.q, inputs.k, inputs.v, inputs.out, inputs.dout)
+    tensors = tuple(y.flatten(0, 1).contiguous() for y in of_batch if y is not None)
     statistics = inputs.lse.transpose(1, 2).flatten(0, 1).unsqueeze(-1).contiguous()
     call = _of_sequences(pattern, inputs.q, inputs.k)
     dq, dk, dv = _gradients(call, tensors, statistics, scores)
