@@ -105,7 +105,7 @@ class _Backward:
             met = self.call.tiles(position, source, q_part=part)
         out = self.out if source == position or not self.query_travels else None
         if out is None and part is None and met and not self.call.kernel.takes_delta:
-            out = self._stand_in(queries, tuple([relative_to(rows, tile.q) for tile in met]))
+            out = self._stand_in(queries, met, rows)
         for tile in met:
             q_rows = relative_to(rows, tile.q) if self.query_travels else tile.q
             k_rows = tile.k if self.query_travels else relative_to(rows, tile.k)
@@ -115,13 +115,13 @@ class _Backward:
             self._add(stay, self.staying, stays)
             self.shares.append((goes, share))
 
-    def _stand_in(self, queries: Queries, read: tuple[Rows, ...]) -> Tensor:
+    def _stand_in(self, queries: Queries, met: Sequence[Tile], rows: Rows | None) -> Tensor:
         """Return the stand-in for O, once for all tiles: of the rows that they read, or of all that stay."""
         if not self.query_travels:
             self.out = output_stand_in(queries.dout, queries.delta)  # they are all there by now
             return self.out
         stand_in = torch.empty_like(queries.dout)
-        for span in _spans(read):
+        for span in _spans(tuple([relative_to(rows, tile.q) for tile in met])):
             dout, delta, into = (gather(x, (span,)) for x in (queries.dout, queries.delta, stand_in))
             output_stand_in(dout, delta, into)
         return stand_in
