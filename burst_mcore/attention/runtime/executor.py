@@ -224,13 +224,15 @@ class Ring:
     def _collect(self, step: Collect) -> None:
         assert self._accumulate is not None
         sums = self._room(step.sums)
-        total = None if step.total is None else self._room(step.total)
-        self._accumulate(sums, step.sums.rows, step.action.first, total)
+        total = None if step.total is None else self._total(step.total, sums)
+        self._accumulate(sums, step.sums.rows, step.action.first, None if total is sums else total)
 
     def _join(self, step: Join) -> None:
-        first = step.action.first
-        sums = self._room(step.sums)
-        for total, other in zip(sums, self._buffers[step.action.other], strict=True):
+        first, others = step.action.first, self._buffers[step.action.other]
+        sums = self._total(step.sums, others) if step.sums.kind == Kind.TOTAL else self._room(step.sums)
+        if sums is others:
+            return
+        for total, other in zip(sums, others, strict=True):
             if step.places is None:
                 (total.copy_ if first else total.add_)(other)
                 continue
@@ -243,6 +245,15 @@ class Ring:
 
     def _unpack(self, action: Unpack) -> None:
         self._exchanges[action.kind].unpack(action.member, self._buffers.get(action.buffer))
+
+    def _total(self, room: Room, sums: Bundle) -> Bundle:
+        """Return a buffer for complete sums: themselves, if they have the dtype in which they go home."""
+        total = self._room(room)
+        if total[0].dtype != sums[0].dtype:
+            return total
+        self._free(total)
+        self._buffers[room.name] = sums
+        return sums
 
     def _room(self, room: Room) -> Bundle:
         """Return a buffer with room for its rows: with what it held, or uninitialised."""
