@@ -72,9 +72,9 @@ def _bytes(shard, route, pass_, rank=0, intra=None):
 def test_bytes_of_a_ring_are_the_formulas(size, heads, kv_heads, s, g):
     shard, n = _shard(heads, kv_heads, s=s, g=g), 64 * size
     d, d_kv = heads * 128, kv_heads * 128
-    hops_of_gradients = 1 if size > 1 else 0  # alone, nothing travels home
-    query = (size - 1) * (n // size) * (2 * d * s + 8 * heads) + n * d * g * hops_of_gradients
-    kv = 2 * n * d_kv * s * (size - 1) // size + 2 * n * d_kv * g * hops_of_gradients
+    of_gradients = n // size * ((size - 1) * g + s) if size > 1 else 0  # alone, nothing travels home
+    query = (size - 1) * (n // size) * (2 * d * s + 8 * heads) + d * of_gradients
+    kv = 2 * n * d_kv * s * (size - 1) // size + 2 * d_kv * of_gradients
     route = Route(1, size)
     assert _bytes(shard, route, "forward") == (2 * n * d_kv * s * (size - 1) // size, 0)
     assert _bytes(shard, route, "query") == (query, 0)
@@ -92,7 +92,8 @@ def test_bytes_of_a_double_ring_are_the_formulas(nodes, intra):
         for pass_, data, gradient in (("forward", kv, 0), ("kv", kv, dkv), ("query", q, dq)):
             within, between = _bytes(shard, route, pass_, rank, intra)
             assert between == (nodes - 1) * data + nodes * gradient
-            assert within == nodes * (intra - 1) * data + (nodes * (intra - 1) + 1) * gradient
+            last = gradient // g * s
+            assert within == nodes * (intra - 1) * (data + gradient) + last
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "degree"), [(8, 8, 4), (8, 2, 4), (8, 1, 8), (32, 8, 2)])
@@ -115,7 +116,8 @@ def test_head_x_ring_sends_less_between_nodes():
         _bytes(shard, route_for(h, Ranks(32, 8), ring="double", overlap=True), "kv", intra=8)[1]
         for h in (1, 8)
     ]
-    assert inter[0] == inter[1]  # the NIC of a rank carries as much: fewer heads of more tokens
+    # the NIC of a rank carries as much, fewer heads of more tokens; but the last hop, in 2 bytes, is its own
+    assert inter[0] == inter[1] + 1024 * 8 * 2 * 128 * (4 - 2)
     assert route_for(8, Ranks(32, 8), ring="double", overlap=True) == Route(4, 1, 8)
     assert route_for(16, Ranks(32, 8), ring="double", overlap=True) == Route(2, 1, 16)
     assert route_for(32, Ranks(32, 8), ring="double", overlap=True) == Route(1, 1, 32)
@@ -135,7 +137,7 @@ RATES = Rates(intra=100.0, inter=10.0, compute=1.0, latency=0.0)
 
 
 def _play(route, pass_, compute, *, data, gradient=0, intra):
-    sizes = Sizes({"data": data, "gradient": gradient}, 1)
+    sizes = Sizes({"data": data, "gradient": gradient, "total": gradient}, 1)
     return play(schedule(route, pass_), sizes, lambda rank, action: compute, intra, RATES).seconds
 
 

@@ -1,5 +1,6 @@
 import logging
 import os
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from burst_mcore import BurstConfig, Mask, Topology, packages
+from burst_mcore.attention.autotune.choose import Ranks
 from burst_mcore.attention.geometry.launches import Launches
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
@@ -185,6 +187,38 @@ def test_a_call_on_a_gpu_knows_what_its_mask_is_like(hopper, mask, name):
     shard = shard_of((1, 64, 4, 128), 4, 128, torch.bfloat16, config)
     request = request_of(shard, "cuda", Topology.single(), mask, None, None, False, config, False)
     assert resolve(request, [64]).kernel.name == name
+
+
+def _packings(steps, n):
+    """Masks of packed documents, as a data loader makes them: other lengths in every step."""
+    draw = random.Random(0)
+    for _ in range(steps):
+        ends = sorted({0, n, *(draw.randrange(64, n) for _ in range(6))})
+        yield Mask.causal() & Mask.documents(ends)
+
+
+def _shapes_planned(masks, n, kernel="auto"):
+    """The shapes of all tiles of forwards that go to kernels which plan for each new shape."""
+    shapes, config = set(), BurstConfig(kernel=kernel, ring="flat")
+    for mask in masks:
+        shard = shard_of((1, n // 4, 4, 128), 4, 128, torch.bfloat16, config)
+        request = request_of(shard, "cuda", Topology.single(), mask, None, None, False, config, False)
+        call = resolve(replace(request, rank=1, ranks=Ranks(4, 4)), [n // 4] * 4)
+        if call.kernel.name == "cudnn":
+            for source in range(4):
+                shapes |= {(*tile.pattern.shape, tile.pattern.causal) for tile in call.tiles(1, source)}
+    return shapes
+
+
+def test_no_step_of_packed_documents_brings_a_shape_that_is_planned_anew(hopper, monkeypatch):
+    n = 2**16
+    assert len(_shapes_planned([Mask.causal()] * 8, n)) == 3  # cuDNN's, the same in every step
+    assert _shapes_planned(_packings(8, n), n) == set()
+    with pytest.raises(ValueError, match="documents give its tiles new shapes.*'aten-flash', 'flash2'"):
+        _shapes_planned(_packings(1, n), n, "cudnn")
+    anyway = replace(KERNELS["cudnn"], supports=lambda problem: None)
+    monkeypatch.setitem(KERNELS, "cudnn", anyway)
+    assert len(_shapes_planned(_packings(8, n), n, "cudnn")) > 8 * 3  # what is refused
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import gc
 import pickle
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,25 @@ import torch._functorch.aot_autograd  # both here once, for all that is forked
 import torch.distributed as dist
 from dense import dense, error, problem
 from ranks import processes
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from burst_mcore import BurstConfig, Mask, burst_attention
 from burst_mcore.attention import request as request_module
 from burst_mcore.attention.geometry.plan import plan_for
-from burst_mcore.attention.operator import CallRecord, ForwardArgs, ForwardResults, attention_forward
+from burst_mcore.attention.operator import (
+    OPTIONS,
+    BackwardArgs,
+    ForwardArgs,
+    ForwardResults,
+    Saved,
+    attention_backward,
+    attention_forward,
+)
 from burst_mcore.attention.prepare import call_of
+from burst_mcore.attention.runtime import record as records
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.layout import shard
 from burst_mcore.mask import mask as mask_module
@@ -49,6 +63,27 @@ def test_a_warm_forward_runs_few_functions_of_few_files():
         assert 15 < len(files) <= 22 and 60 < len(functions) <= 120, sorted(functions)
 
 
+def _args(q, k, v, topology, mask, config, **changes):
+    args = ForwardArgs(
+        q=q,
+        k=k,
+        v=v,
+        sinks=None,
+        topology=topology.handle,
+        mask=mask.handle,
+        config=config.handle,
+        softmax_scale=None,
+        softcap=None,
+        return_lse=False,
+        needs_gradient=True,
+        keep=0.0,
+        at_most=False,
+        tail=[],
+        cut=0,
+    )
+    return args._replace(**changes)
+
+
 def _checked(rank, size, options, sunk):
     # opcheck compares runs, which torch's switch that poisons memory would make it refuse to
     torch.use_deterministic_algorithms(False)
@@ -58,27 +93,12 @@ def _checked(rank, size, options, sunk):
     sinks = torch.randn(4, requires_grad=True) if sunk else None
     softmax_scale, softcap, return_lse = options
     for keep in (0.0, 0.5, 1.0):
-        args = ForwardArgs(
-            q=q,
-            k=k,
-            v=v,
-            sinks=sinks,
-            topology=topology.handle,
-            mask=mask.handle,
-            config=config.handle,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            return_lse=return_lse,
-            needs_gradient=True,
-            keep=keep,
-            at_most=False,
-            tail=[],
-            cut=0,
-        )
+        options = {"softmax_scale": softmax_scale, "softcap": softcap, "return_lse": return_lse}
+        args = _args(q, k, v, topology, mask, config, sinks=sinks, keep=keep, **options)
         torch.library.opcheck(attention_forward, args)
         results = ForwardResults(*attention_forward(*args))
         if results.tail:  # the recomputation
-            tail, cut = [x.detach() for x in results.tail], CallRecord.unpack(results.record).cut
+            tail, cut = [x.detach() for x in results.tail], records.unpack(results.record).cut
             torch.library.opcheck(attention_forward, args._replace(keep=0.0, tail=tail, cut=cut))
     return True
 
@@ -124,6 +144,91 @@ def _compiled(rank, size, config):
 @pytest.mark.parametrize(("size", "degree"), [(1, 1), (2, 1), (2, 2)])
 def test_a_layer_compiles_into_one_graph(size, degree):
     assert all(processes(size, _compiled, BurstConfig(head_parallel=degree)))
+
+
+def _devices_of_results(rank, size):
+    """The devices of all that the operators return and save, of tensors on CUDA without data."""
+    values = Topology.single(), Mask.causal(), BurstConfig()
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 64, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        args = _args(q, k, v, *values, sinks=torch.empty(4, device="cuda"), return_lse=True)
+        results = ForwardResults(*attention_forward(*args))
+        options = {name: getattr(args, name) for name in OPTIONS}
+        saved = Saved.of(args, results)._asdict()
+        gradients = attention_backward(*BackwardArgs(q, results.lse, kv_heads=4, **saved, **options))
+    tensors = [x for x in tree_leaves([list(results), list(saved.values()), list(gradients)])]
+    assert len(tensors) == 3 + 8 + 4
+    return {x.device.type for x in tensors}
+
+
+def test_no_result_of_the_operators_is_on_another_device_than_q():
+    """A tensor of the CPU among a graph's inputs or outputs turns CUDA graphs off."""
+    assert processes(1, _devices_of_results) == [{"cuda"}]
+
+
+def _devices_of_graphs(rank, size):
+    """The devices of all tensors in the graphs that Dynamo and AOTAutograd make of a layer on "meta"."""
+    devices = {}
+
+    def note(when):
+        def compiler(graph, inputs):
+            values = [x for node in graph.graph.nodes for x in tree_leaves(node.meta.get("val"))]
+            devices[when] = {x.device.type for x in values if isinstance(x, torch.Tensor)}
+            names = {str(node.target) for node in graph.graph.nodes}
+            assert f"burst_mcore.attention_{when}.default" in names
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+    backend = aot_autograd(fw_compiler=note("forward"), bw_compiler=note("backward"))
+    layer = Layer(Topology.single()).to("meta")
+    x = torch.empty(2, 32, 32, device="meta", requires_grad=True)
+    torch.compile(layer, fullgraph=True, backend=backend)(x).sum().backward()
+    return devices
+
+
+def test_a_compiled_layer_hands_its_backward_nothing_of_another_device():
+    assert processes(1, _devices_of_graphs) == [{"forward": {"meta"}, "backward": {"meta"}}]
+
+
+def _read(rank, size, packed, hooks):
+    """Whether the values of a record's tensor were read by a backward."""
+    topology, read, unpack = Topology.from_group(dist.group.WORLD), [], records.unpack
+    p = problem(0, 32, dtype=torch.float32)
+    q, k, v = (shard(x, 1, rank=rank, size=size, layout="zigzag").requires_grad_() for x in p[:3])
+    run = torch.compile(_plain(topology), fullgraph=True, backend="aot_eager") if packed else _plain(topology)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone) if hooks else nullcontext():
+        out = run(q, k, v)
+    records.unpack = lambda packed: read.append(records.known(packed) is None) or unpack(packed)
+    out.sum().backward()
+    (was_read,) = read
+    return was_read
+
+
+def _plain(topology):
+    mask, config = Mask.causal(), BurstConfig()
+    return lambda q, k, v: burst_attention(q, k, v, topology=topology, mask=mask, config=config)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("hooks", [False, True], ids=["plain", "hooks"])
+def test_the_values_of_a_record_are_read_only_where_a_compiled_call_has_moved_it(packed, hooks):
+    assert processes(2, _read, packed, hooks) == [packed and hooks] * 2
+
+
+def test_a_record_is_known_as_long_as_its_tensor_lives():
+    record = records.CallRecord(7, 64, (30, 34))
+    packed = records.pack(record, torch.device("cpu"))
+    copy, address = packed.clone(), packed.data_ptr()
+    packed.fill_(-1)  # nobody looks
+    assert records.known(packed) is record and records.known(packed.view(2, 2)) is record
+    assert records.known(copy) is None and records.unpack(copy) == record
+    del packed
+    storage, _ = records._BY_ADDRESS[address]
+    assert storage.expired()
+    for _ in range(2 * records.MANY):
+        records.pack(record, torch.device("cpu"))
+    assert len(records._BY_ADDRESS) <= records.MANY
 
 
 def test_gradients_outlive_the_mask():

@@ -1,6 +1,9 @@
 """Adapters of packages that are not here: stand-ins with the signatures of their versions, our arithmetic."""
 
+import functools
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from importlib import metadata
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
@@ -14,6 +17,7 @@ from burst_mcore.attention.geometry.launches import Launches
 from burst_mcore.attention.geometry.pattern import Packed, Pattern
 from burst_mcore.attention.geometry.piece import Piece
 from burst_mcore.attention.kernels import small
+from burst_mcore.attention.kernels import te as te_module
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Problem, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.table import KERNELS, PREFERENCE, by_rank, choose
@@ -263,42 +267,88 @@ def _flash4(version):
     return {"flash_attn.cute.interface": {"_flash_attn_fwd": forward, "_flash_attn_bwd": backward}}
 
 
+def _checked_by_te(
+    qkv_layout, cu_seqlens_q, cu_seqlens_q_padded, cu_seqlens_kv, cu_seqlens_kv_padded, tensors
+):
+    assert all(x.is_contiguous() for x in tensors)
+    if qkv_layout == "bshd_bshd_bshd":
+        q = tensors[0]
+        assert cu_seqlens_q.tolist() == [i * q.shape[1] for i in range(q.shape[0] + 1)]
+        return
+    assert qkv_layout == "thd_thd_thd"
+    assert cu_seqlens_q_padded is cu_seqlens_q and cu_seqlens_kv_padded is cu_seqlens_kv
+
+
+def _causal_in_te(attn_mask_type, packed, ends):
+    """Whether, from the lower right corner: the upper left one is the same where lengths are equal."""
+    if not packed:
+        return {"causal": True, "no_mask": False}[attn_mask_type]
+    if attn_mask_type == "padding_causal":
+        assert torch.equal(ends[0], ends[1])
+    elif attn_mask_type == "padding_causal_bottom_right":
+        assert ends[2] <= ends[3]
+    return {"padding": False, "padding_causal": True, "padding_causal_bottom_right": True}[attn_mask_type]
+
+
 def _te(version):
     new = version == "2.15"
+    tokens_of_plan = 1024  # statistics of packed calls have as many rows as their plan
 
     def forward(
         is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, fake_dtype,
-        fused_attention_backend, attn_bias=None, attn_scale=None, dropout=0.0, qkv_layout="sbh3d",
+        fused_attention_backend, attn_bias=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None,
+        page_table_k=None, page_table_v=None, attn_scale=None, dropout=0.0, qkv_layout="sbh3d",
         attn_bias_type="no_bias", attn_mask_type="padding", window_size=(-1, -1),
     ):  # fmt: skip
-        assert is_training and fused_attention_backend == 1 and qkv_layout == "bshd_bshd_bshd"
-        assert cu_seqlens_q.tolist() == [i * q.shape[1] for i in range(q.shape[0] + 1)]
-        assert attn_mask_type in ("causal", "no_mask") and all(x.is_contiguous() for x in (q, k, v))
-        pattern = _pattern(q, k, attn_mask_type == "causal", -1, -1, -1)
-        out, lse = _forward(q, k, v, attn_scale, None, pattern)
+        assert is_training and fused_attention_backend == 1 and window_size == (-1, -1)
+        _checked_by_te(
+            qkv_layout, cu_seqlens_q, cu_seqlens_q_padded, cu_seqlens_kv, cu_seqlens_kv_padded, (q, k, v)
+        )
+        ends = cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
+        causal = _causal_in_te(attn_mask_type, q.dim() == 3, ends)
+        if q.dim() == 3:
+            out, lse = _packed_forward(q, k, v, ends, attn_scale, None, causal, -1, -1, -1)
+            statistics = torch.full((tokens_of_plan, q.shape[1], 1), torch.nan, dtype=lse.dtype)
+            statistics[: len(q)] = lse.T[..., None]
+            return out, [statistics, torch.zeros(2)], None
+        out, lse = _forward(q, k, v, attn_scale, None, _pattern(q, k, causal, -1, -1, -1))
         return out, [lse.unsqueeze(-1), torch.zeros(2)], None
 
-    def gradients(q, k, v, o, d_o, aux, attn_scale, attn_mask_type):
-        assert aux[0].shape == (q.shape[0], q.shape[2], q.shape[1], 1) and aux[1].shape == (2,)
+    def gradients(q, k, v, o, d_o, aux, ends, attn_scale, attn_mask_type):
+        causal = _causal_in_te(attn_mask_type, q.dim() == 3, ends)
+        assert aux[1].shape == (2,) and aux[0].is_contiguous()
+        if q.dim() == 3:
+            assert aux[0].shape == (len(q), q.shape[1], 1)
+            x = d_o, q, k, v, o, aux[0].squeeze(-1).T.contiguous()
+            return *_packed_backward(x, ends, attn_scale, None, causal, -1, -1, -1), None
+        assert aux[0].shape == (q.shape[0], q.shape[2], q.shape[1], 1)
         x = _of_out(d_o, q, k, v, o, aux[0].squeeze(-1))
-        return *_backward(x, attn_scale, None, _pattern(q, k, attn_mask_type == "causal", -1, -1, -1)), None
+        return *_backward(x, attn_scale, None, _pattern(q, k, causal, -1, -1, -1)), None
 
     def backward_20(
         max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, dqkv_dtype,
-        aux_ctx_tensors, fused_attention_backend, attn_scale=None, dropout=0.0, qkv_layout="sbh3d",
-        attn_bias_type="no_bias", attn_mask_type="padding", window_size=(-1, -1), deterministic=False,
+        aux_ctx_tensors, fused_attention_backend, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None,
+        attn_scale=None, dropout=0.0, qkv_layout="sbh3d", attn_bias_type="no_bias", attn_mask_type="padding",
+        window_size=(-1, -1), deterministic=False,
     ):  # fmt: skip
         assert dqkv_dtype == "the type" and fused_attention_backend == 1
-        return gradients(q, k, v, o, d_o, aux_ctx_tensors, attn_scale, attn_mask_type)
+        tensors, of_kv = (q, k, v, o, d_o), (cu_seqlens_kv, cu_seqlens_kv_padded)
+        _checked_by_te(qkv_layout, cu_seqlens_q, cu_seqlens_q_padded, *of_kv, tensors)
+        ends = cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
+        return gradients(*tensors, aux_ctx_tensors, ends, attn_scale, attn_mask_type)
 
     def backward_215(
         max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype,
-        aux_ctx_tensors, fused_attention_backend, attn_scale=None, dropout=0.0, qkv_layout="sbh3d",
-        o_format="sbhd", do_format="sbhd", dqkv_layout="sbh3d", attn_bias_type="no_bias",
-        attn_mask_type="padding", window_size=(-1, -1), deterministic=False,
+        aux_ctx_tensors, fused_attention_backend, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None,
+        attn_scale=None, dropout=0.0, qkv_layout="sbh3d", o_format="sbhd", do_format="sbhd",
+        dqkv_layout="sbh3d", attn_bias_type="no_bias", attn_mask_type="padding", window_size=(-1, -1),
+        deterministic=False,
     ):  # fmt: skip
-        assert (o_format, do_format, dqkv_layout) == ("bshd", "bshd", "bshd_bshd_bshd")
-        return gradients(q, k, v, o, d_o, aux_ctx_tensors, attn_scale, attn_mask_type)
+        assert qkv_layout == dqkv_layout and o_format == do_format == qkv_layout[: len(o_format)]
+        tensors, of_kv = (q, k, v, o, d_o), (cu_seqlens_kv, cu_seqlens_kv_padded)
+        _checked_by_te(qkv_layout, cu_seqlens_q, cu_seqlens_q_padded, *of_kv, tensors)
+        ends = cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
+        return gradients(*tensors, aux_ctx_tensors, ends, attn_scale, attn_mask_type)
 
     dtypes = {dtype: "the type" for dtype in (torch.float64, torch.float32)}
     return {
@@ -308,6 +358,7 @@ def _te(version):
             "FusedAttnBackend": {"F16_arbitrary_seqlen": 1},
         },
         "transformer_engine.pytorch.constants": {"TE_DType": dtypes},
+        "transformer_engine.pytorch.utils": {"get_cudnn_version": lambda: (9, 8, 0)},
     }
 
 
@@ -365,14 +416,13 @@ def test_an_adapter_says_what_is_meant_in_the_words_of_its_version(stand_in, kin
         assert error(g, w) < 1e-12
 
 
-PACKERS = [s for s in STAND_INS if s[0] != "te"]
-
-
-@pytest.mark.parametrize("stand_in", PACKERS, indirect=True, ids=lambda each: f"{each[0]}-{each[2]}")
+@pytest.mark.parametrize("stand_in", STAND_INS, indirect=True, ids=lambda each: f"{each[0]}-{each[2]}")
 @pytest.mark.parametrize("bounds", [(-1, 0), (-1, -1), (3, 0), (3, -1)], ids=str)
 @pytest.mark.parametrize("dims", [(16, 16), (24, 16)], ids=str)
 def test_an_adapter_takes_packed_sequences_in_one_call(stand_in, bounds, dims):
-    kernel, lengths_q, lengths_k = stand_in.kernel, (5, 1, 8), (7, 1, 8)
+    kernel, lengths_q, lengths_k = stand_in.kernel.of_documents or stand_in.kernel, (5, 1, 8), (7, 1, 8)
+    if kernel.name == "te" and bounds[0] >= 0:
+        pytest.skip("it leaves windows to a kernel of torch's, which is on CUDA alone")
     parts, m, n = [], 0, 0
     for rows, columns in zip(lengths_q, lengths_k, strict=True):
         low = -UNBOUNDED if bounds[0] < 0 else columns - rows - bounds[0]
@@ -389,6 +439,86 @@ def test_an_adapter_takes_packed_sequences_in_one_call(stand_in, bounds, dims):
     x = BackwardInputs(p.dout, p.q, p.k, p.v, out, lse, row_delta(p.dout, out))
     for g, w in zip(kernel.backward(x, pattern, scores), REFERENCE.backward(x, same, scores), strict=True):
         assert g.shape == w.shape and error(g, w) < 1e-12
+
+
+TES = [s for s in STAND_INS if s[0] == "te"]
+
+
+@pytest.mark.parametrize("stand_in", TES, indirect=True, ids=lambda each: each[2])
+@pytest.mark.parametrize("tile", [Pattern((9, 9), high=0), Pattern((5, 11)), Pattern((11, 5))], ids=str)
+def test_te_calls_every_tile_of_documents_as_packed_sequences(stand_in, tile, monkeypatch):
+    """So that no tile is planned by its shape; `_checked_by_te` counts on it."""
+    kernel, (rows, columns) = stand_in.kernel.of_documents, tile.shape
+    p = problem(0, 11, batch=2, kv_heads=2)
+    q, dout, k, v = p.q[:, :rows], p.dout[:, :rows], p.k[:, :columns], p.v[:, :columns]
+    te = sys.modules["transformer_engine.pytorch.cpp_extensions.fused_attn"]
+    layouts = []
+    for name in ("fused_attn_fwd", "fused_attn_bwd"):
+        monkeypatch.setattr(te, name, _noting_layouts(getattr(te, name), layouts))
+    scores = Scores(0.3)
+    want = REFERENCE.forward(q, k, v, tile, scores)
+    out, lse = kernel.forward(q, k, v, tile, scores)
+    assert error(out, want[0]) < 1e-12 and error(lse, want[1]) < 1e-12
+    x = BackwardInputs(dout, q, k, v, out, lse, row_delta(dout, out))
+    for g, w in zip(kernel.backward(x, tile, scores), REFERENCE.backward(x, tile, scores), strict=True):
+        assert g.shape == w.shape and error(g, w) < 1e-12
+    assert layouts == ["thd_thd_thd"] * 2
+
+
+def _noting_layouts(function, layouts):
+    @functools.wraps(function)  # its signature stays
+    def noting(*args, **kwargs):
+        layouts.append(kwargs["qkv_layout"])
+        return function(*args, **kwargs)
+
+    return noting
+
+
+WINDOWS = [
+    Pattern((16, 24), 2, 13),
+    Pattern((2, 2), parts=(Piece(0, 2, 0, 2, -1, 0),), packed=Packed((2,), (2,), 1, 0)),
+]
+
+
+@pytest.mark.parametrize("stand_in", TES, indirect=True, ids=lambda each: each[2])
+@pytest.mark.parametrize("tile", WINDOWS, ids=["alone", "packed"])
+def test_te_leaves_windows_within_documents_to_torch_and_says_so(stand_in, tile, monkeypatch, caplog):
+    asked, kernel = [], stand_in.kernel.of_documents
+    flash = SimpleNamespace(forward=lambda *x: asked.append(x[3:]), backward=lambda *x: asked.append(x[1:]))
+    monkeypatch.setattr(te_module.aten, "FLASH", flash)
+    te_module._tell_of_windows.cache_clear()
+    with caplog.at_level("INFO", logger="burst_mcore"):
+        te_module._forward_of_documents(None, None, None, tile, Scores(0.3))
+        te_module._backward_of_documents(None, tile, Scores(0.3))
+    assert kernel.abilities.packed and asked == [(tile, Scores(0.3))] * 2
+    assert [record.message for record in caplog.records] == [
+        "kernel te: windows within documents are left to aten-flash"
+    ]
+
+
+@pytest.mark.parametrize("stand_in", TES[-1:], indirect=True, ids=lambda each: each[2])
+@pytest.mark.parametrize(
+    ("cudnn", "capability", "deterministic", "words"),
+    [
+        ((9, 8, 0), (9, 0), False, None),
+        ((9, 6, 0), (9, 0), False, "documents need cuDNN 9.7.*this is .9, 6, 0."),
+        ((9, 10, 1), (9, 0), False, "without the faults of 9.10"),
+        ((9, 8, 0), (8, 0), False, "compute capability 9"),
+        ((9, 8, 0), (9, 0), True, "not deterministic"),
+    ],
+)
+def test_te_says_where_it_does_not_take_documents(
+    stand_in, cudnn, capability, deterministic, words, monkeypatch
+):
+    utils = sys.modules["transformer_engine.pytorch.utils"]
+    monkeypatch.setattr(utils, "get_cudnn_version", lambda: cudnn)
+    monkeypatch.setattr(packages, "capability", lambda: capability)
+    ask = Problem("cuda", torch.bfloat16, 8, 8, 128, 128, deterministic=deterministic)
+    choose.cache_clear()
+    assert choose("te", ask) is KERNELS["te"]  # without documents
+    with nullcontext() if words is None else pytest.raises(ValueError, match=words):
+        assert choose("te", replace(ask, documents=True)) is KERNELS["te"].of_documents
+    choose.cache_clear()
 
 
 @pytest.mark.parametrize(

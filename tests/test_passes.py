@@ -70,6 +70,13 @@ def moved(monkeypatch):
     moved = Moved()
     for name in ("combine", "add_up"):
         _as_one(moved, monkeypatch, merge, name, _outputs_and_parts)
+    post = virtual_rank.Copies.post
+
+    def arrive(*args):  # what a network writes is no pass either
+        with torch.utils._python_dispatch._disable_current_modes():
+            return post(*args)
+
+    monkeypatch.setattr(virtual_rank.Copies, "post", arrive)
     for module, name in ((backward_module, "output_stand_in"), (virtual_rank, "row_delta")):
         _as_one(moved, monkeypatch, module, name, lambda args, result: [*args[:2], result])
     return moved
@@ -95,12 +102,12 @@ def _passes(moved, direction="query", kv_heads=4, takes_delta=False):
 
 @pytest.mark.parametrize(
     ("direction", "kv_heads", "takes_delta", "backward"),
-    [("query", 4, True, 96), ("query", 4, False, 116.2), ("kv", 4, False, 143), ("kv", 1, False, 50)],
+    [("query", 4, True, 88.1), ("query", 4, False, 108.2), ("kv", 4, False, 127.1), ("kv", 1, False, 46.1)],
 )
 def test_bytes_around_kernels(moved, direction, kv_heads, takes_delta, backward):
     """A zigzag ring of 8 in bfloat16, seen from a rank in its middle; before parts waited: 67 and 233."""
     in_forward, in_backward = _passes(moved, direction, kv_heads, takes_delta)
     assert set(in_forward) <= {"combine", "aten.promote_types"}, "passes of their own beside merging"
     assert 13 < sum(in_forward.values()) <= 15.5  # 6.5 parts of 2 bytes a row, and the result
-    assert sum(in_backward.values()) <= backward + 0.1
+    assert backward - 0.1 < sum(in_backward.values()) <= backward <= (110 if direction == "query" else 130)
     assert ("output_stand_in" in in_backward) == (direction == "query" and not takes_delta)

@@ -101,7 +101,8 @@ def test_a_nic_carries_each_bundle_once_a_round(pass_, nodes, intra):
         assert count[INTER_DATA] == nodes - 1
         assert count[INTRA_DATA] == nodes * (intra - 1)
         assert count.get(INTER_GRADIENT, 0) == (0 if pass_ == Pass.FORWARD else nodes)
-        assert count.get(INTRA_GRADIENT, 0) == (0 if pass_ == Pass.FORWARD else nodes * (intra - 1) + 1)
+        assert count.get(INTRA_GRADIENT, 0) == (0 if pass_ == Pass.FORWARD else nodes * (intra - 1))
+        assert count.get(Channel(Link.INTRA, Kind.TOTAL), 0) == (pass_ != Pass.FORWARD)
 
 
 def test_the_head_group_overlaps_with_the_first_and_the_last_step():
@@ -177,7 +178,7 @@ def _accumulated_into_what_is_sent(rank, program):
         (_without(Compute, step=1), "computed sources|gradient of"),
         (_changed(Compute, {"source": 0}, step=1), "does not hold|computed"),
         (_without(Wait, step=0, channel=INTRA_DATA), "while a message arrives"),
-        (_without(Wait, step=3, channel=INTRA_GRADIENT), "nobody waited"),
+        (_without(Wait, step=3, channel=Channel(Link.INTRA, Kind.TOTAL)), "nobody waited"),
         (_changed(Recv, {"buffer": "home"}, step=0), "caller's"),
         (_changed(Recv, {"buffer": "data0"}, step=1, channel=INTRA_DATA), "while a message arrives"),
         (_accumulated_into_what_is_sent, "written while it is sent"),

@@ -91,6 +91,19 @@ def test_all_ranks_together_equal_dense_attention(route, kind, direction):
             assert error(g, w) <= 1e-12, layout
 
 
+@pytest.mark.parametrize("direction", ["query", "kv"])
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_a_kernel_that_forms_d_where_heads_are_shared_and_bundles_travel_in_part(direction, mirrored):
+    """Each block sees itself; odd ones the next, even ones that at a distance of four: halves of bundles."""
+    sees = torch.eye(8, dtype=torch.bool)
+    for block in range(8):
+        sees[block, (block + (1 if block % 2 else 4)) % 8] = True
+    p, mask = problem(0, 96, kv_heads=2), Mask.blocks(sees, 12)
+    got, *_ = simulate(p, mask, "contiguous", Route(1, 4, 2, mirrored=mirrored), direction, "aten-cpu")
+    for g, w in zip(got, dense(p, mask), strict=True):
+        assert error(g, w) <= 1e-12
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("direction", ["query", "kv"])

@@ -15,9 +15,10 @@ from burst_mcore.attention.autotune.cost import Sizes
 from burst_mcore.attention.autotune.simulate import play
 from burst_mcore.attention.schedule.actions import Compute, Recv
 from burst_mcore.attention.schedule.route import Route, program, schedule
-from burst_mcore.attention.schedule.trace import Event, chrome_trace, record
+from burst_mcore.attention.schedule.trace import Event, chrome_trace, lane, record
 from burst_mcore.cli import app
 from burst_mcore.explain import predict
+from burst_mcore.explain.picture import COLOURS
 from burst_mcore.explain.problem import Problem
 from burst_mcore.rates import Rates
 
@@ -139,6 +140,13 @@ def test_explain_shows_all_ways_the_choice_and_why():
     assert "predicted, not measured" in done.output
 
 
+def test_every_message_between_positions_has_a_colour():
+    routes = Route(1, 4), Route(2, 2), Route(4, 1), Route(1, 4, direct=True)
+    programs = [program(0, route, pass_) for route in routes for pass_ in ("forward", "query", "kv")]
+    lanes = {lane(action.channel) for each in programs for action in each if isinstance(action, Recv)}
+    assert {"compute", *lanes} == set(COLOURS)
+
+
 SLOW = Rates(intra=1e9, inter=1e8, compute=1.0, latency=0.0)
 
 
@@ -166,7 +174,7 @@ def test_where_all_is_hidden_nobody_waits():
 
 def test_a_message_starts_when_those_before_it_are_through():
     """Two nodes of 2: data and gradients between the same ranks share a link."""
-    sizes = Sizes({"data": 10**9, "gradient": 10**9}, 1)
+    sizes = Sizes({"data": 10**9, "gradient": 10**9, "total": 10**9}, 1)
     timeline = play(schedule(Route(2, 2), "kv"), sizes, lambda rank, action: 0.1, 2, SLOW)
     assert all(e.posted <= e.started <= e.ended for e in timeline.events)
     assert any(e.posted < e.started for e in timeline.events)

@@ -212,8 +212,8 @@ def test_it_adds_to_travelling_sums_in_their_dtype(direction, monkeypatch):
     """Sums in float64 hold what float32 cannot: each adds up shares that differ in size."""
     sums, accumulate = [], backward_module._Backward.accumulate
 
-    def seen(self, totals, held, first):
-        accumulate(self, totals, held, first)
+    def seen(self, totals, held, first, complete):
+        accumulate(self, totals, held, first, complete)
         sums.extend((total.clone(), first) for total in totals)
 
     monkeypatch.setattr(backward_module._Backward, "accumulate", seen)

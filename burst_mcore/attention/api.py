@@ -6,13 +6,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.autotune.choose import Ranks, route_for, why_not_placed
-from burst_mcore.attention.operator import (
-    CallRecord,
-    ForwardArgs,
-    ForwardResults,
-    attention_forward,
-    refusing,
-)
+from burst_mcore.attention.operator import ForwardArgs, ForwardResults, attention_forward, refusing
 from burst_mcore.attention.recompute.replay import (
     CallId,
     SavedTail,
@@ -24,6 +18,7 @@ from burst_mcore.attention.recompute.replay import (
 from burst_mcore.attention.request import validate
 from burst_mcore.attention.runtime.agreement import agreement as agreement_of
 from burst_mcore.attention.runtime.executor import ProcessGroups
+from burst_mcore.attention.runtime.record import unpack
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.config import BurstConfig
@@ -161,7 +156,7 @@ def _checkpointed(args: ForwardArgs) -> tuple[Tensor, Tensor]:
             args = args._replace(keep=keep, at_most=at_most)
         results = ForwardResults(*attention_forward(*args))
         tensors = results.whole(lse_at_home=call_id.return_lse or call_id.sinks) if whole else results.tail
-        cut = CallRecord.unpack(results.record).cut
+        cut = unpack(results.record).cut
         tail = SavedTail(cut, [x.detach() for x in tensors], copied=not whole)
     with refusing(agreement):
         for recording in recordings():

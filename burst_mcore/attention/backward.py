@@ -8,7 +8,7 @@ P].
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ from burst_mcore.attention.numerics.rowwise import output_stand_in
 from burst_mcore.attention.runtime.buffers import Lease
 from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
 from burst_mcore.attention.runtime.head_exchange import Inward, Outward, pooled_like
-from burst_mcore.attention.schedule.actions import Kind, Pass
-from burst_mcore.attention.schedule.ring import home_sum
+from burst_mcore.attention.schedule.actions import HOME_TOTAL, Kind, Pass
 
 
 def backward(
@@ -81,9 +80,9 @@ class _Backward:
             {**self.inward, **outward},
         )
         self.ring = ring
-        self.steps = self.call.program(self.call.direction)
+        self.bound = self.call.bound(self.call.direction)
         self.call.prepare(self.call.direction, self.queries.q.device)
-        ring.run(self.steps, self.compute, self.accumulate)
+        ring.run(self.bound, self.compute, self.accumulate)
         if self.heads_shared:
             travelled, stayed = outward[Kind.SUM].own, outward[Kind.RESULT].own
         else:
@@ -106,7 +105,7 @@ class _Backward:
             met = self.call.tiles(position, source, q_part=part)
         out = self.out if source == position or not self.query_travels else None
         if out is None and part is None and met and not self.call.kernel.takes_delta:
-            out = self._stand_in(queries, [relative_to(rows, tile.q) for tile in met])
+            out = self._stand_in(queries, met, rows)
         for tile in met:
             q_rows = relative_to(rows, tile.q) if self.query_travels else tile.q
             k_rows = tile.k if self.query_travels else relative_to(rows, tile.k)
@@ -116,14 +115,13 @@ class _Backward:
             self._add(stay, self.staying, stays)
             self.shares.append((goes, share))
 
-    def _stand_in(self, queries: Queries, read: list[Rows]) -> Tensor:
+    def _stand_in(self, queries: Queries, met: Sequence[Tile], rows: Rows | None) -> Tensor:
         """Return the stand-in for O, once for all tiles: of the rows that they read, or of all that stay."""
         if not self.query_travels:
             self.out = output_stand_in(queries.dout, queries.delta)  # they are all there by now
             return self.out
         stand_in = torch.empty_like(queries.dout)
-        ends = [sorted((span[0], span[-1])) for rows in read for span in rows]
-        for span in union([range(first, last + 1) for first, last in ends]):
+        for span in _spans(tuple([relative_to(rows, tile.q) for tile in met])):
             dout, delta, into = (gather(x, (span,)) for x in (queries.dout, queries.delta, stand_in))
             output_stand_in(dout, delta, into)
         return stand_in
@@ -141,18 +139,20 @@ class _Backward:
             of_queries, of_keys = (dq,), (dk, dv)
         return (of_queries, of_keys) if self.query_travels else (of_keys, of_queries)
 
-    def accumulate(self, sums: Bundle, sum_rows: Rows | None, first: bool) -> None:
+    def accumulate(self, sums: Bundle, sum_rows: Rows | None, first: bool, total: Bundle | None) -> None:
         """Add the shares of the last compute to the travelling sums, which have arrived meanwhile.
 
         A kernel that adds in place computes the travelling share only now. The hop of the sums was hidden
         behind the share that stays.
+
+        total: where complete sums go, in the pass over memory that adds the last shares to them.
         """
         shares, self.shares = self.shares, []
-        totals = [GradientSum.into(total, fresh=first) for total in sums]
+        running = [GradientSum.into(each, fresh=first) for each in sums]
         for rows, share in shares:
-            self._add(share, totals, relative_to(sum_rows, rows))
-        for total in totals:
-            total.complete()
+            self._add(share, running, relative_to(sum_rows, rows))
+        for gradient, result in zip(running, total or (None,) * len(running), strict=True):
+            gradient.finish(result)
 
     def _add(self, share: Share, totals: Sequence[GradientSum], rows: Rows) -> None:
         """Add a tile's gradients of these rows."""
@@ -191,7 +191,8 @@ class _Backward:
         """Return a buffer for these rows of a travelling bundle, or of its gradient."""
         if kind == Kind.DATA:
             return room_like(self.lease, self.queries if self.query_travels else self.keys, rows)
-        return room_like(self.lease, self.travelling, rows, self.call.grad_dtype)
+        dtype = self.call.total_dtype if kind == Kind.TOTAL else self.call.grad_dtype
+        return room_like(self.lease, self.travelling, rows, dtype)
 
     def free(self, bundle: Bundle) -> None:
         """Take back a buffer that is not needed any more."""
@@ -200,14 +201,15 @@ class _Backward:
 
     def _travelled(self) -> Bundle:
         """Return the complete gradient of the rank's own bundle, of all its rows."""
-        buffer = home_sum(self.steps)
-        if buffer is not None and self.ring.rows(buffer) is None:
+        buffer = self.bound.home_sum
+        rows = () if buffer is None else self.bound.rows[buffer]
+        if buffer is not None and rows is None:
             return self.ring.buffer(buffer)
-        whole = room_like(self.lease, self.travelling, None, self.call.grad_dtype)
+        dtype = self.call.total_dtype if buffer == HOME_TOTAL else self.call.grad_dtype
+        whole = room_like(self.lease, self.travelling, None, dtype)
         for total in whole:
             total.zero_()
         if buffer is not None:
-            rows = self.ring.rows(buffer)
             assert rows is not None
             for total, sums in zip(whole, self.ring.buffer(buffer), strict=True):
                 for to, values in scatter_views(total, rows, sums):
@@ -241,3 +243,10 @@ class _Backward:
     def _stayed(self, rows: range, into: Bundle) -> None:
         for to, total in zip(into, self.staying, strict=True):
             total.put(rows, (to,))
+
+
+@lru_cache(maxsize=1024)
+def _spans(read: tuple[Rows, ...]) -> Rows:
+    """Return the rows from the first to the last of each range, joined."""
+    ends = [sorted((span[0], span[-1])) for rows in read for span in rows]
+    return union([range(first, last + 1) for first, last in ends])

@@ -19,6 +19,7 @@ from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.geometry.rows import Rows, axis, count
 from burst_mcore.attention.geometry.tiles import Tile, tiles_of
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, Scores
+from burst_mcore.attention.runtime.binding import Bound, bind
 from burst_mcore.attention.runtime.buffers import Lease
 from burst_mcore.attention.runtime.executor import Bundle
 from burst_mcore.attention.runtime.head_exchange import HeadGroup
@@ -47,6 +48,16 @@ class Call:
     """Whether lse, too, goes back to the rank that owns its rows, under head x ring."""
 
     @cached_property
+    def total_dtype(self) -> torch.dtype:
+        """The dtype in which a complete gradient makes its last hop: of those of q and of sums, the smaller.
+
+        Where members of a head group share a K/V head, their gradients of it are still to be summed.
+        """
+        several = self.kv_heads < self.route.heads and self.direction == Pass.KV
+        smaller = self.problem.dtype.itemsize <= self.grad_dtype.itemsize
+        return self.problem.dtype if smaller and not several else self.grad_dtype
+
+    @cached_property
     def position(self) -> int:
         """The position of this rank, or of its head group, on the ring."""
         return self.rank // self.route.heads
@@ -64,7 +75,7 @@ class Call:
         return HeadGroup(self.rank % h, tuple(rows))
 
     @cached_property
-    def _programs(self) -> dict[Pass, Program]:
+    def _bound(self) -> dict[Pass, Bound]:
         return {}
 
     @cached_property
@@ -73,9 +84,13 @@ class Call:
 
     def program(self, pass_: Pass) -> Program:
         """Return the program of this rank in a pass."""
-        if pass_ not in self._programs:
-            self._programs[pass_] = program(self.rank, self.route, pass_, self.plan)
-        return self._programs[pass_]
+        return program(self.rank, self.route, pass_, self.plan)
+
+    def bound(self, pass_: Pass) -> Bound:
+        """Return the steps of this rank in a pass."""
+        if pass_ not in self._bound:
+            self._bound[pass_] = bind(self.program(pass_))
+        return self._bound[pass_]
 
     def tiles(
         self, q_position: int, k_position: int, *, q_part: int | None = None, k_part: int | None = None

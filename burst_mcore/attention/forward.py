@@ -58,7 +58,7 @@ class _Forward:
         home = sendable(self.call, (self.k, self.v))
         ring = Ring(transport, self.call.rank, home, self.new, self.free, self.exchanges)
         self.call.prepare(Pass.FORWARD, self.q.device)
-        ring.run(self.call.program(Pass.FORWARD), self.compute)
+        ring.run(self.call.bound(Pass.FORWARD), self.compute)
         if not self.exchanges:
             out, lse = self.softmax.result()
             return Attended(out, lse, self.q, self.k, self.v, lse)

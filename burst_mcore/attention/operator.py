@@ -27,9 +27,11 @@ from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.recompute.cuts import check_keep, cut_for
 from burst_mcore.attention.request import Request, request_of, shard_of, validate
+from burst_mcore.attention.runtime import record as records
 from burst_mcore.attention.runtime.agreement import agreement as agreement_of
 from burst_mcore.attention.runtime.executor import ProcessGroups, transport_of
 from burst_mcore.attention.runtime.head_exchange import pooled_like
+from burst_mcore.attention.runtime.record import CallRecord
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.dtypes import wide
@@ -75,7 +77,7 @@ class ForwardResults(NamedTuple):
     on_ring: list[Tensor]
     """q, k, v and lse as they are on the ring, if heads are shared; else empty: they are as they came."""
     record: Tensor
-    """A packed `CallRecord`."""
+    """A packed `CallRecord`, on the device of q."""
     tail: list[Tensor]
     """The results after the cut, in memory of their own: see `recompute.replay.SavedTail`."""
 
@@ -84,32 +86,6 @@ class ForwardResults(NamedTuple):
         if not self.on_ring:
             return [self.out, self.lse]
         return [self.out, self.on_ring[3], *([self.lse] if lse_at_home else [])]
-
-
-class CallRecord(NamedTuple):
-    """The agreement of the ranks in forward, for backward and recomputation."""
-
-    number: int
-    """The number of the call."""
-    cut: int
-    """Global position from which on the results are saved, or were."""
-    lengths: tuple[int, ...]
-    """The tokens of each rank."""
-
-    def pack(self) -> Tensor:
-        """Return it as int64 on the CPU, as operators take it."""
-        return torch.tensor([self.number, self.cut, *self.lengths], dtype=torch.int64)
-
-    @classmethod
-    def unpack(cls, packed: Tensor) -> Self:
-        """Return the record that `pack` packed."""
-        number, cut, *lengths = packed.tolist()
-        return cls(number, cut, tuple(lengths))
-
-    @staticmethod
-    def packed_like(topology: Topology) -> Tensor:
-        """Return a tensor of the shape of a packed record, for tracing."""
-        return torch.empty(2 + topology.size, dtype=torch.int64, device="cpu")
 
 
 class BackwardArgs(NamedTuple):
@@ -219,7 +195,7 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
         out=attended.out[:, :tokens].contiguous(),
         lse=nowhere if attended.lse is None else attended.lse[..., :tokens].contiguous(),
         on_ring=[attended.q, attended.k, attended.v, attended.ring_lse] if call.route.heads > 1 else [],
-        record=CallRecord(agreed.number, cut, lengths).pack(),
+        record=records.pack(CallRecord(agreed.number, cut, lengths), q.device),
         tail=tail,
     )
 
@@ -324,7 +300,7 @@ def _traced(args: ForwardArgs) -> ForwardResults:
     topology, config, dtype = lookup(args.topology), lookup(args.config), wide(q.dtype)
     out = q.new_empty((*q.shape[:3], v.shape[-1]))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
-    record, saves = CallRecord.packed_like(topology), not args.tail and args.keep > 0
+    record, saves = records.packed_like(q, topology.size), not args.tail and args.keep > 0
     if config.head_parallel == 1 and not saves:
         return ForwardResults(out, lse, [], record, [])
     with unset_fake_temporarily():  # plans are made of real tensors, and cached
@@ -352,7 +328,7 @@ def _traced(args: ForwardArgs) -> ForwardResults:
 @_operator("attention_backward", BackwardArgs, BackwardResults)
 def attention_backward(args: BackwardArgs) -> BackwardResults:
     """Return the gradients of `attention_forward`."""
-    record = CallRecord.unpack(args.record)
+    record = records.unpack(args.record)
     out, lse, tokens = args.out, args.lse, args.out.shape[1]
     topology, config = lookup(args.topology), lookup(args.config)
     agreement = agreement_of(topology)
@@ -430,6 +406,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     args, results = ForwardArgs(*inputs), ForwardResults(*output)
     ctx.options = {name: getattr(args, name) for name in OPTIONS}
     ctx.kv_heads, ctx.tail = args.k.shape[2], len(args.tail)
+    ctx.record = records.known(results.record)
     ctx.alive = lookup(args.topology), lookup(args.mask), lookup(args.config)
     ctx.save_for_backward(*Saved.of(args, results))
     ctx.set_materialize_grads(False)
@@ -437,6 +414,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *unused: Any) -> tuple[Any, ...]:
     saved = Saved(*ctx.saved_tensors)
+    if ctx.record is not None and records.has_memory(saved.record):  # a hook may have moved the tensor
+        records.remember(saved.record, ctx.record)
     args = BackwardArgs(
         dout=torch.zeros_like(saved.out) if dout is None else dout,
         dlse=dlse,

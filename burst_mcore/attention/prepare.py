@@ -126,9 +126,10 @@ def _plan(request: Request, tokens: int) -> None:
 
 
 def plan_call(call: Call) -> None:
-    """Make the programs and the tiles of a call, of forward and backward."""
+    """Make the programs, bound, and the tiles of a call, of forward and backward."""
     position = call.position
     for pass_ in (Pass.FORWARD, call.direction):
+        call.bound(pass_)
         for action in call.program(pass_):
             if isinstance(action, Compute) and pass_ == Pass.QUERY:
                 call.tiles(action.source, position, k_part=action.part)

@@ -231,6 +231,7 @@ def resolve(request: Request, lengths: Sequence[int]) -> Call:
         shard.pooled(route.heads),
         request.device,
         launches_of(mask, n),
+        documents=mask.document_ends is not None,
         softcap=request.scores.softcap is not None,
         deterministic=request.scores.deterministic,
     )
@@ -249,7 +250,13 @@ def resolve(request: Request, lengths: Sequence[int]) -> Call:
 
 
 def problem_of(
-    shard: Shard, device: str, launches: Launches, *, softcap: bool, deterministic: bool
+    shard: Shard,
+    device: str,
+    launches: Launches,
+    *,
+    softcap: bool,
+    deterministic: bool,
+    documents: bool = False,
 ) -> Problem:
     """Return the problem that a kernel must serve; shard: as it is on the ring."""
     return Problem(
@@ -262,6 +269,7 @@ def problem_of(
         softcap=softcap,
         deterministic=deterministic,
         launches=launches,
+        documents=documents,
     )
 
 

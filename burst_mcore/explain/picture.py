@@ -13,6 +13,8 @@ COLOURS = {
     "inter data": "#c44e52",
     "intra gradient": "#8172b3",
     "inter gradient": "#937860",
+    "intra total": "#ccb974",
+    "inter total": "#64b5cd",
     "direct data": "#da8bc3",
     "direct gradient": "#8c8c8c",
 }

@@ -114,6 +114,17 @@ def test_any_pattern_on_our_own(mask, layout, dtype):
         _compare(kernel, _tensors(SHAPES["GQA"], *tile.shape, dtype), tile.pattern, Scores(0.2))
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("name", NAMES)
+def test_documents(name, layout):
+    of_documents = {"adapted": lambda kernel: kernel.of_documents or kernel, "documents": True}
+    kernel = _kernel(name, SHAPES["GQA"], torch.bfloat16, **of_documents)
+    plan = plan_for(Layout.of(layout), MASKS["documents"], 2048, 2)
+    for q_at, k_at in ((0, 0), (1, 0), (1, 1)):
+        for tile in tiles_of(plan, q_at, k_at, kernel.abilities):
+            _compare(kernel, _tensors(SHAPES["GQA"], *tile.shape, torch.bfloat16), tile.pattern, Scores(0.2))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_given_delta(name):
     kernel = _kernel(name, SHAPES["GQA"], torch.bfloat16, takes_delta)  # it may need room for more columns

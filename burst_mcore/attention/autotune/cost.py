@@ -35,7 +35,8 @@ class Sizes:
 def message_bytes(shard: Shard, route: Route, pass_: Pass, *, return_lse: bool = False) -> Sizes:
     """Return the bytes of the messages in a pass."""
     h, pass_ = route.heads, Pass(pass_)
-    data, gradient = shard.pooled(h).bundle_bytes(of_queries=pass_ == Pass.QUERY)
+    of_queries = pass_ == Pass.QUERY
+    data, gradient = shard.pooled(h).bundle_bytes(of_queries=of_queries)
     rows, heads = shard.batch * shard.tokens, shard.heads // h
     kv_heads, several = max(1, shard.kv_heads // h), shard.kv_heads < h
     q = rows * heads * shard.head_dim * shard.itemsize
@@ -48,7 +49,11 @@ def message_bytes(shard: Shard, route: Route, pass_: Pass, *, return_lse: bool =
         Pass.KV: {Kind.ROWS: out + statistic, Kind.RESULT: q, Kind.SUM: dkv},
         Pass.QUERY: {Kind.BUNDLE: out + statistic, Kind.RESULT: dkv, Kind.SUM: q},
     }
-    return Sizes({Kind.DATA: data, Kind.GRADIENT: gradient, **through_heads[pass_]}, shard.tokens * h)
+    summed_again = several and not of_queries  # over the members: see `Call.total_dtype`
+    own = shard.grad_itemsize if summed_again else min(shard.itemsize, shard.grad_itemsize)
+    total = gradient // shard.grad_itemsize * own
+    whole = {Kind.DATA: data, Kind.GRADIENT: gradient, Kind.TOTAL: total, **through_heads[pass_]}
+    return Sizes(whole, shard.tokens * h)
 
 
 def link_bytes(program: Program, rank: int, sizes: Sizes, intra_size: int) -> dict[Link, int]:

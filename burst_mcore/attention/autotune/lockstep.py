@@ -122,6 +122,7 @@ def _has_messages(pass_: Pass, kind: Kind) -> bool:
     moves = PASSES[pass_]
     sent = {
         Kind.GRADIENT: moves.gradients,
+        Kind.TOTAL: moves.gradients,
         Kind.SUM: moves.gradients,
         Kind.BUNDLE: moves.bundle,
         Kind.ROWS: moves.rows,

@@ -48,6 +48,9 @@ def axis(x: Tensor) -> int:
 
 def gather(x: Tensor, rows: Rows) -> Tensor:
     """Return these rows, in their order: a view if they are one ascending range, else a copy."""
+    if len(rows) == 1 and (span := rows[0]).step == 1:  # by far the most frequent
+        along, many = 1 if x.dim() == 4 else 2, len(span)
+        return x if many == x.shape[along] else x.narrow(along, span.start, many)
     parts = [strided(x, span) if span.step > 0 else strided(x, span[::-1]).flip(axis(x)) for span in rows]
     return parts[0] if len(parts) == 1 else torch.cat(parts, axis(x))
 
@@ -60,7 +63,7 @@ def scatter_views(x: Tensor, rows: Rows, values: Tensor) -> Iterator[tuple[Tenso
 
 def shares(rows: Rows, values: Tensor) -> Iterator[tuple[range, Tensor]]:
     """Yield each range of the rows, ascending, with its share of `values` in that order."""
-    if len(rows) == 1 and rows[0].step > 0:  # by far the most frequent
+    if len(rows) == 1 and rows[0].step > 0:
         yield rows[0], values
         return
     start = 0

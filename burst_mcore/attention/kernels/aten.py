@@ -132,6 +132,11 @@ def _cudnn_supports(problem: Problem) -> str | None:
         return "torch gives no way to a softcap"
     if problem.deterministic:
         return "its gradients are not known to be deterministic"
+    if problem.documents:
+        return (
+            "documents give its tiles new shapes in every call, and it plans a shape for up to 0.2 s: choose "
+            "'aten-flash', 'flash2', 'flash3', 'flash4', 'te' or 'triton'"
+        )
     return half_on_cuda(problem, largest_head_dim=128)
 
 

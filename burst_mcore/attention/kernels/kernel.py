@@ -32,6 +32,8 @@ class Problem:
     """Gradients must be bitwise equal between runs."""
     launches: Launches = LARGE
     """How much work the mask leaves to a launch. It changes only the order in which "auto" tries kernels."""
+    documents: bool = False
+    """The mask has documents: their lengths, and so the shapes of tiles, differ from call to call."""
 
 
 class Scores(NamedTuple):
@@ -115,3 +117,9 @@ class Kernel:
     in_place: InPlace | None = None
     prepare: Callable[..., None] | None = None
     """(patterns, problem, device, *, forward): called before the tiles of a pass, with all their patterns."""
+    of_documents: Kernel | None = None
+    """The kernel that takes the place of this one under masks with documents."""
+
+    def for_problem(self, problem: Problem) -> Kernel:
+        """Return the kernel that serves a problem in the name of this one."""
+        return self.of_documents if problem.documents and self.of_documents else self

@@ -45,13 +45,15 @@ def choose(name: str, problem: Problem) -> Kernel:
     if name != "auto":
         if name not in KERNELS:
             raise ValueError(f"unknown kernel {name!r}; legal: 'auto', {', '.join(map(repr, KERNELS))}")
-        reason = KERNELS[name].supports(problem)
+        kernel = KERNELS[name].for_problem(problem)
+        reason = kernel.supports(problem)
         if reason is not None:
             raise ValueError(f"kernel {name!r} cannot serve this call: {reason}")
         logger.info("kernel %s for %s, as asked", name, problem)
-        return KERNELS[name]
+        return kernel
     refusals: list[str] = []
-    for kernel in by_rank(problem.device, problem.launches):
+    for ranked in by_rank(problem.device, problem.launches):
+        kernel = ranked.for_problem(problem)
         reason = kernel.supports(problem)
         if reason is None:
             level = logging.WARNING if kernel.name == "reference" else logging.INFO
@@ -70,7 +72,7 @@ def taking_delta(name: str, problem: Problem) -> Kernel:
     refusals = []
     ranked = by_rank(problem.device, problem.launches)
     for kernel in ranked if name == "auto" else [KERNELS[name]]:
-        taking = takes_delta(kernel)
+        taking = takes_delta(kernel.for_problem(problem))
         reason = taking.supports(problem)
         if reason is None:
             return taking

@@ -2,24 +2,31 @@
 
 Its low-level forward and backward, with the softmax statistics among the tensors that pass between them.
 Written after the sources of 2.0 to 2.18.
+
+Under masks with documents every tile is a call for packed sequences ("thd"). TransformerEngine rounds their
+number and that of tokens up, so that few plans of cuDNN serve all lengths. Other tiles are planned by shape.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from burst_mcore import packages
-from burst_mcore.attention.geometry.pattern import Pattern
+from burst_mcore.attention.geometry.pattern import Abilities, Pattern
 from burst_mcore.attention.kernels import aten, reference
 from burst_mcore.attention.kernels.aten import half_on_cuda
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
+from burst_mcore.attention.kernels.packed import Sequences, is_causal, sequences
 from burst_mcore.attention.kernels.padding import takes_any_value_dim
 from burst_mcore.attention.kernels.small import leaves_small_tiles
 
-LAYOUT = "bshd_bshd_bshd"
+logger = logging.getLogger("burst_mcore")
 
 
 def _te() -> Any:
@@ -37,33 +44,112 @@ def _supports(problem: Problem) -> str | None:
     return module if isinstance(module, str) else None
 
 
+def _supports_documents(problem: Problem) -> str | None:
+    if problem.deterministic:
+        return "windows within documents are left to 'aten-flash', which is not deterministic"
+    reason = _supports(problem) or packages.not_on((9, 10))
+    if reason is not None:
+        return reason
+    version = packages.loaded("transformer_engine.pytorch.utils", "transformer_engine").get_cudnn_version()
+    if tuple(version) < (9, 7) or tuple(version)[:2] == (9, 10):
+        return f"documents need cuDNN 9.7 or later, without the faults of 9.10; this is {version}"
+    return None
+
+
+class _Call(NamedTuple):
+    """The arguments of a call that depend on the layout of its tensors."""
+
+    layout: str
+    """"bshd" or "thd", of all tensors."""
+    mask: str
+    ends: Sequences
+    padded: dict[str, Tensor]
+    """Where sequences begin in memory, which packed calls must be told."""
+
+
+def _of_tile(pattern: Pattern, q: Tensor, k: Tensor) -> _Call:
+    """Return a call for a batch of tiles."""
+    ends = Sequences(_ends(q), _ends(k), q.shape[1], k.shape[1])
+    return _Call("bshd", "causal" if pattern.causal else "no_mask", ends, {})
+
+
+def _of_sequences(pattern: Pattern, q: Tensor, k: Tensor) -> _Call:
+    """Return a call for packed sequences; those of a tile that is not packed are its batches."""
+    packed = pattern.packed
+    ends = sequences(pattern, q) if packed else _of_tile(pattern, q, k).ends
+    assert ends.of_q is not None and ends.of_k is not None
+    lengths = (packed.q, packed.k) if packed else pattern.shape
+    causal = "padding_causal" if lengths[0] == lengths[1] else "padding_causal_bottom_right"
+    mask = causal if is_causal(pattern) else "padding"
+    return _Call("thd", mask, ends, {"cu_seqlens_q_padded": ends.of_q, "cu_seqlens_kv_padded": ends.of_k})
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor]:
-    te = _te()
     q, k, v = (x.contiguous() for x in (q, k, v))  # it reads by the layout's name, not by strides
+    out, statistics = _attend(_of_tile(pattern, q, k), q, k, v, scores)
+    return out, statistics.squeeze(-1)
+
+
+def _forward_of_documents(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    if _windowed(pattern):
+        return aten.FLASH.forward(q, k, v, pattern, scores)
+    (batch, rows), call = q.shape[:2], _of_sequences(pattern, q, k)
+    q, k, v = (x.flatten(0, 1).contiguous() for x in (q, k, v))
+    out, statistics = _attend(call, q, k, v, scores)
+    lse = statistics[: batch * rows].view(batch, rows, -1)  # of more tokens: their number is rounded up
+    return out.unflatten(0, (batch, rows)), lse.transpose(1, 2)
+
+
+def _attend(call: _Call, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    """Return (out, statistics) as TransformerEngine lays them out."""
+    te, ends = _te(), call.ends
     out, aux, *_ = packages.call(
-        te.fused_attn_fwd, True, q.shape[1], k.shape[1], _ends(q), _ends(k), q, k, v, q.dtype,
-        te.FusedAttnBackend["F16_arbitrary_seqlen"], attn_scale=scores.scale, dropout=0.0, qkv_layout=LAYOUT,
-        attn_bias_type="no_bias", attn_mask_type="causal" if pattern.causal else "no_mask",
-        if_there={"o_format": "bshd"},
+        te.fused_attn_fwd, True, ends.longest_q, ends.longest_k, ends.of_q, ends.of_k, q, k, v, q.dtype,
+        te.FusedAttnBackend["F16_arbitrary_seqlen"], attn_scale=scores.scale, dropout=0.0,
+        qkv_layout="_".join([call.layout] * 3), attn_bias_type="no_bias", attn_mask_type=call.mask,
+        if_there={"o_format": call.layout}, **call.padded,
     )  # fmt: skip
-    return out, aux[0].squeeze(-1)
+    return out, aux[0]
 
 
 def _backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
-    te = _te()
-    q, k, v, out, dout = (
+    tensors = tuple(
         y.contiguous() for y in (inputs.q, inputs.k, inputs.v, inputs.out, inputs.dout) if y is not None
     )
-    no_seed = torch.zeros(2, dtype=torch.int64, device=q.device)
-    statistics = [inputs.lse.unsqueeze(-1).contiguous(), no_seed]
+    statistics = inputs.lse.unsqueeze(-1).contiguous()
+    return _gradients(_of_tile(pattern, *tensors[:2]), tensors, statistics, scores)
+
+
+def _backward_of_documents(
+    inputs: BackwardInputs, pattern: Pattern, scores: Scores
+) -> tuple[Tensor, Tensor, Tensor]:
+    if _windowed(pattern):
+        return aten.FLASH.backward(inputs, pattern, scores)
+    of_batch = (inputs.q, inputs.k, inputs.v, inputs.out, inputs.dout)
+    tensors = tuple(y.flatten(0, 1).contiguous() for y in of_batch if y is not None)
+    statistics = inputs.lse.transpose(1, 2).flatten(0, 1).unsqueeze(-1).contiguous()
+    call = _of_sequences(pattern, inputs.q, inputs.k)
+    dq, dk, dv = _gradients(call, tensors, statistics, scores)
+    batch = len(inputs.q)
+    return dq.unflatten(0, (batch, -1)), dk.unflatten(0, (batch, -1)), dv.unflatten(0, (batch, -1))
+
+
+def _gradients(
+    call: _Call, tensors: tuple[Tensor, ...], statistics: Tensor, scores: Scores
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv) as TransformerEngine lays them out; tensors: q, k, v, out, dout."""
+    te, ends, dtype = _te(), call.ends, tensors[0].dtype
+    no_seed = torch.zeros(2, dtype=torch.int64, device=statistics.device)
     backend, run = te.FusedAttnBackend["F16_arbitrary_seqlen"], te.fused_attn_bwd
-    tensors = (q.shape[1], k.shape[1], _ends(q), _ends(k), q, k, v, out, dout, q.dtype)
-    typed = (_te_dtype(q.dtype),) if packages.has(run, "dqkv_dtype") else ()
+    layout = "_".join([call.layout] * 3)
+    typed = (_te_dtype(dtype),) if packages.has(run, "dqkv_dtype") else ()
     dq, dk, dv, *_ = packages.call(
-        run, *tensors, *typed, statistics, backend, attn_scale=scores.scale, dropout=0.0, qkv_layout=LAYOUT,
-        attn_bias_type="no_bias", attn_mask_type="causal" if pattern.causal else "no_mask",
-        deterministic=scores.deterministic,
-        if_there={"o_format": "bshd", "do_format": "bshd", "dqkv_layout": LAYOUT},
+        run, ends.longest_q, ends.longest_k, ends.of_q, ends.of_k, *tensors, dtype, *typed,
+        [statistics, no_seed], backend, attn_scale=scores.scale, dropout=0.0, qkv_layout=layout,
+        attn_bias_type="no_bias", attn_mask_type=call.mask, deterministic=scores.deterministic,
+        if_there={"o_format": call.layout, "do_format": call.layout, "dqkv_layout": layout}, **call.padded,
     )  # fmt: skip
     return dq, dk, dv
 
@@ -79,10 +165,36 @@ def _te_dtype(dtype: torch.dtype) -> Any:
     return constants.TE_DType[dtype]
 
 
+def _windowed(pattern: Pattern) -> bool:
+    """Return whether a tile has a window, for which this kernel is not called; the first is logged."""
+    packed = pattern.packed
+    windowed = pattern.windowed if packed is None else packed.left >= 0 or packed.right > 0
+    if windowed:
+        _tell_of_windows()
+    return windowed
+
+
+@lru_cache
+def _tell_of_windows() -> None:
+    logger.info("kernel te: windows within documents are left to aten-flash")
+
+
 def _for_small_tiles(scores: Scores) -> Kernel:
     return reference.KERNEL if scores.deterministic else aten.FLASH
 
 
-KERNEL = takes_any_value_dim(
-    leaves_small_tiles(Kernel("te", _supports, _forward, _backward, takes_delta=False), _for_small_tiles)
+OF_DOCUMENTS = takes_any_value_dim(
+    Kernel(
+        "te",
+        _supports_documents,
+        _forward_of_documents,
+        _backward_of_documents,
+        abilities=Abilities(packed=True),
+    )
+)
+KERNEL = replace(
+    takes_any_value_dim(
+        leaves_small_tiles(Kernel("te", _supports, _forward, _backward, takes_delta=False), _for_small_tiles)
+    ),
+    of_documents=OF_DOCUMENTS,
 )

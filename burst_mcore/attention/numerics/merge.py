@@ -49,17 +49,24 @@ class _Sum(ABC):
 
     def _add(self, rows: Rows, part: Bundle) -> None:
         """Take a tile's results of these rows."""
+        if len(rows) == 1 and rows[0].step == 1:
+            self._add_span(rows[0], part)
+            return
         for of_span in zip(*(shares(rows, x) for x in part), strict=True):
             span, share = of_span[0][0], tuple(x for _, x in of_span)
-            if span.step > 1:
+            if span.step == 1:
+                self._add_span(span, share)
+            else:
                 self._add_spread(span, share)
-                continue
-            met, part_of_span = list(self._segments.over(span)), Part(share, span.start)
-            for piece, segment in met:
-                if len(segment.parts) == self._limit:
-                    self._settle(piece, segment)
-            for _, segment in met:
-                segment.parts.append(part_of_span)
+
+    def _add_span(self, span: range, share: Bundle) -> None:
+        """Let results of neighbouring rows wait."""
+        met, part = list(self._segments.over(span)), Part(share, span.start)
+        for piece, segment in met:
+            if len(segment.parts) == self._limit:
+                self._settle(piece, segment)
+        for _, segment in met:
+            segment.parts.append(part)
 
     def _add_spread(self, span: range, share: Bundle) -> None:
         """Take results of rows with gaps between them, at once."""
@@ -226,6 +233,13 @@ class GradientSum(_Sum):
         """
         running = self._running(rows)
         return running and (running[0][0], running[1])
+
+    def finish(self, result: Tensor | None) -> None:
+        """Put all that came into the running sum, or into `result` instead, of any dtype."""
+        if result is None:
+            self.complete()
+        else:
+            self.put(self._all, (result,))
 
     def apart(self, rows: Rows) -> Tensor:
         """Return room for a share of these rows, uninitialised."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from burst_mcore.attention.geometry.rows import axis
+from burst_mcore.attention.geometry.rows import gather
 
 Bundle = tuple[Tensor, ...]
 
@@ -95,6 +95,6 @@ class Segments:
 
 def narrowed(bundle: Bundle, rows: range) -> Bundle:
     """Return views of the rows of these tensors."""
-    if len(rows) == bundle[0].shape[axis(bundle[0])]:
+    if len(rows) == bundle[0].shape[1 if bundle[0].dim() == 4 else 2]:
         return bundle
-    return tuple(x.narrow(axis(x), rows.start, len(rows)) for x in bundle)
+    return tuple([gather(x, (rows,)) for x in bundle])

@@ -2,8 +2,10 @@
 
 topology       the ranks that share a sequence, and their nodes
 communicators  the process groups of a ring
-executor       runs a program: posts messages, waits, calls back for tiles
+binding        a program as a flat list of steps, made once for all its runs
+executor       runs these steps: posts messages, waits, calls back for tiles
 buffers        memory that passes share
 head_exchange  the tensors of the all-to-all of heads
 agreement      the agreement of a ring on its calls
+record         the agreement on a forward, kept for its backward
 """

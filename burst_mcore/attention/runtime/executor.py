@@ -5,28 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import lru_cache
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.attention.geometry.rows import Rows, gather, relative_to, scatter_views
+from burst_mcore.attention.geometry.rows import Rows, gather, scatter_views
+from burst_mcore.attention.runtime.binding import Attend, Bound, Collect, Join, Post, Room
 from burst_mcore.attention.runtime.communicators import Carrier
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import (
     HOME,
-    Accumulate,
     Action,
-    Add,
     Channel,
-    Compute,
     Kind,
     Link,
     Pack,
     Pass,
-    Program,
     Recv,
-    Return,
     Send,
     Unpack,
     Wait,
@@ -35,11 +31,11 @@ from burst_mcore.attention.schedule.actions import (
 from burst_mcore.attention.schedule.communicator import communicator_of
 from burst_mcore.attention.schedule.ring import kind_of
 from burst_mcore.attention.schedule.route import Route, program
-from burst_mcore.attention.schedule.trace import Recorder, recorder
+from burst_mcore.attention.schedule.trace import recorder
 
 Bundle = tuple[Tensor, ...]
 OnCompute = Callable[[int, int | None, Bundle, Rows | None], None]
-OnAccumulate = Callable[[Bundle, Rows | None, bool], None]
+OnAccumulate = Callable[[Bundle, Rows | None, bool, Bundle | None], None]
 New = Callable[[Kind, Rows | None], Bundle]
 Free = Callable[[Bundle], None]
 
@@ -189,126 +185,118 @@ class Ring:
         self._new, self._free = new, free
         self._exchanges = exchanges or {}
         self._buffers: dict[str, Bundle] = {HOME: home}
-        self._rows: dict[str, Rows | None] = {}
-        """Which rows the buffers hold, if not all."""
         self._under_way: dict[Channel, tuple[list[Action], list[Work], list[Bundle]]] = {}
 
-    def run(self, program: Program, compute: OnCompute, accumulate: OnAccumulate | None = None) -> None:
-        """Execute `program`.
+    def run(self, bound: Bound, compute: OnCompute, accumulate: OnAccumulate | None = None) -> None:
+        """Carry out the steps of a program.
 
         compute(source, part, bundle, rows) attends to a bundle of these rows. Then, while the bundle is still
-        in its buffer, accumulate(sums, rows, first) adds its gradients to the travelling sums, or sets them
-        if `first`.
+        in its buffer, accumulate(sums, rows, first, total) adds its gradients to the travelling sums, or sets
+        them if `first`. With `total` the sums are complete, and go there.
 
         Raises:
             RuntimeError: a hop failed; the message names its step and ranks.
         """
-        record = recorder()
+        self._compute, self._accumulate = compute, accumulate
+        carry_out, record = self._CARRY_OUT, recorder()
         try:
-            for channel, actions in hops(program):
-                if channel is not None:
-                    self._post(channel, actions, record)
-                    continue
-                for action in actions:
-                    with record.span(action):
-                        match action:
-                            case Compute():
-                                rows = self._rows.get(action.buffer)
-                                compute(action.source, action.part, self.buffer(action.buffer), rows)
-                            case Accumulate():
-                                assert accumulate is not None
-                                sums = self._room(action.buffer, action.rows, action.first)
-                                accumulate(sums, action.rows, action.first)
-                            case _:
-                                self._execute(action)
+            for step in bound.steps:
+                if record is None:
+                    carry_out[type(step)](self, step)
+                elif isinstance(step, Post):
+                    self._post(step)
+                    record.posted(step.channel, step.actions)
+                else:
+                    with record.span(step if isinstance(step, (Wait, Pack, Unpack)) else step.action):
+                        carry_out[type(step)](self, step)
         except BaseException:
             _ABANDONED.append((self._under_way, self._buffers))
             raise
 
-    def _execute(self, action: Action) -> None:
-        match action:
-            case Wait():
-                self._wait(action)
-            case Add():
-                self._add(action)
-            case Return():
-                pass
-            case Pack():
-                self._buffers[action.buffer] = self._exchanges[action.kind].pack(action.member)
-            case Unpack():
-                piece = self._buffers.get(action.buffer)
-                self._exchanges[action.kind].unpack(action.member, piece)
-
     def buffer(self, name: str) -> Bundle:
-        """Return the bundle in the buffer `name`, made at its first use."""
-        if name not in self._buffers:
-            self._buffers[name] = self._new(kind_of(name), self._rows.get(name))
+        """Return the bundle in the buffer `name`."""
         return self._buffers[name]
 
-    def rows(self, name: str) -> Rows | None:
-        """Return which rows the buffer holds; None: all."""
-        return self._rows.get(name)
+    def _attend(self, step: Attend) -> None:
+        action = step.action
+        self._compute(action.source, action.part, self._buffers[action.buffer], step.rows)
 
-    def _room(self, name: str, rows: Rows | None, fresh: bool) -> Bundle:
-        """Return the buffer with room for `rows`: uninitialised if `fresh`, else with its data and zeros."""
-        if self._rows.get(name) == rows:
-            return self.buffer(name)
-        old_rows, old = self._rows.get(name), self._buffers.pop(name, None)
-        self._rows[name] = rows
-        new = self.buffer(name)
-        if old is not None and not fresh:
-            assert old_rows is not None  # a buffer with room for all rows never grows
-            for total, before in zip(new, old, strict=True):
-                total.zero_()
-                for to, values in scatter_views(total, relative_to(rows, old_rows), before):
-                    to.copy_(values)
+    def _collect(self, step: Collect) -> None:
+        assert self._accumulate is not None
+        sums = self._room(step.sums)
+        total = None if step.total is None else self._total(step.total, sums)
+        self._accumulate(sums, step.sums.rows, step.action.first, None if total is sums else total)
+
+    def _join(self, step: Join) -> None:
+        first, others = step.action.first, self._buffers[step.action.other]
+        sums = self._total(step.sums, others) if step.sums.kind == Kind.TOTAL else self._room(step.sums)
+        if sums is others:
+            return
+        for total, other in zip(sums, others, strict=True):
+            if step.places is None:
+                (total.copy_ if first else total.add_)(other)
+                continue
+            assert not first
+            for to, values in scatter_views(total, step.places, other):
+                to.add_(values)
+
+    def _pack(self, action: Pack) -> None:
+        self._buffers[action.buffer] = self._exchanges[action.kind].pack(action.member)
+
+    def _unpack(self, action: Unpack) -> None:
+        self._exchanges[action.kind].unpack(action.member, self._buffers.get(action.buffer))
+
+    def _total(self, room: Room, sums: Bundle) -> Bundle:
+        """Return a buffer for complete sums: themselves, if they have the dtype in which they go home."""
+        total = self._room(room)
+        if total[0].dtype != sums[0].dtype:
+            return total
+        self._free(total)
+        self._buffers[room.name] = sums
+        return sums
+
+    def _room(self, room: Room) -> Bundle:
+        """Return a buffer with room for its rows: with what it held, or uninitialised."""
+        if room.held:
+            return self._buffers[room.name]
+        old = self._buffers.get(room.name)
+        new = self._buffers[room.name] = self._new(room.kind, room.rows)
         if old is not None:
+            if room.places is not None:
+                for total, before in zip(new, old, strict=True):
+                    total.zero_()
+                    for to, values in scatter_views(total, room.places, before):
+                        to.copy_(values)
             self._free(old)
         return new
 
-    def _add(self, action: Add) -> None:
-        other_rows = self._rows.get(action.other)
-        sums = self._room(action.buffer, action.rows, action.first)
-        for total, other in zip(sums, self.buffer(action.other), strict=True):
-            if other_rows == action.rows:
-                (total.copy_ if action.first else total.add_)(other)
-                continue
-            assert other_rows is not None and not action.first
-            for to, values in scatter_views(total, relative_to(action.rows, other_rows), other):
-                to.add_(values)
-
-    def _post(self, channel: Channel, actions: list[Action], record: Recorder) -> None:
+    def _post(self, step: Post) -> None:
         messages, copies = [], []
-        for action in actions:
-            assert isinstance(action, (Send, Recv))
-            if isinstance(action, Send):
-                bundle = self._part(action)
-                if bundle is not self.buffer(action.buffer):
-                    copies.append(bundle)
-            elif channel.link == Link.HEADS:
-                bundle = self._buffers[action.buffer] = self._exchanges[channel.kind].empty()
+        for action, room, cut in step.parcels:
+            if room is not None:
+                bundle = self._room(room)
+            elif isinstance(action, Recv):
+                bundle = self._buffers[action.buffer] = self._exchanges[step.channel.kind].empty()
+            elif cut is None:
+                bundle = self._buffers[action.buffer]
             else:
-                bundle = self._room(action.buffer, action.rows, fresh=True)
+                bundle = self._copy(action, cut)
+                copies.append(bundle)
             messages.append((action, bundle))
         try:
-            works = self._transport.post(channel, messages)
+            works = self._transport.post(step.channel, messages)
         except RuntimeError as error:
-            raise self._broken(actions, error) from error
-        posted, under_way, copies_under_way = self._under_way.setdefault(channel, ([], [], []))
-        posted += actions
+            raise self._broken(step.actions, error) from error
+        posted, under_way, copies_under_way = self._under_way.setdefault(step.channel, ([], [], []))
+        posted += step.actions
         under_way += works
         copies_under_way += copies
-        record.posted(channel, actions)
 
-    def _part(self, action: Send) -> Bundle:
-        """Return the rows that are sent: the buffer itself, or a copy of some of its rows."""
-        bundle, buffer_rows = self.buffer(action.buffer), self._rows.get(action.buffer)
-        if action.channel.link == Link.HEADS or buffer_rows == action.rows:
-            return bundle
-        assert action.rows is not None
+    def _copy(self, action: Send, cut: Rows) -> Bundle:
+        """Return a copy of some rows of a buffer."""
         copy = self._new(kind_of(action.buffer), action.rows)
-        for to, x in zip(copy, bundle, strict=True):
-            to.copy_(gather(x, relative_to(buffer_rows, action.rows)))
+        for to, x in zip(copy, self._buffers[action.buffer], strict=True):
+            to.copy_(gather(x, cut))
         return copy
 
     def _wait(self, action: Wait) -> None:
@@ -331,3 +319,14 @@ class Ring:
             f"(from ranks {sources}, to ranks {targets}) failed: a rank is gone or did not come in time; see "
             f"for the first error among the other ranks ({error})"
         )
+
+    _CARRY_OUT: ClassVar[dict[type, Callable[..., None]]] = {
+        Post: _post,
+        Attend: _attend,
+        Collect: _collect,
+        Join: _join,
+        Wait: _wait,
+        Pack: _pack,
+        Unpack: _unpack,
+    }
+    """By kind of step."""

@@ -17,6 +17,8 @@ PARTIAL = "partial"
 
 HOME_SUM = "sum home"
 """The buffer that sums a gradient which stays with its rank, or comes straight back to it."""
+TOTAL, HOME_TOTAL = "total", "total home"
+"""The buffers of complete gradients: of another rank's bundle, on its way home, and of the rank's own."""
 
 
 class _Word(StrEnum):
@@ -60,6 +62,8 @@ class Kind(_Word):
     """A travelling bundle."""
     GRADIENT = "gradient"
     """The sum of gradients that follows a bundle."""
+    TOTAL = "total"
+    """The complete gradient of a bundle on its last hop, rounded to the dtype in which it is returned."""
     BUNDLE = "bundle"
     """Into the head group: the bundle that will travel."""
     ROWS = "rows"
@@ -70,7 +74,7 @@ class Kind(_Word):
     """Out of the head group: the gradient of the bundle that travelled."""
 
 
-COMES_LATE = (Kind.GRADIENT, Kind.RESULT, Kind.SUM)
+COMES_LATE = (Kind.GRADIENT, Kind.TOTAL, Kind.RESULT, Kind.SUM)
 """Kinds of messages whose contents must be computed first; the others can be sent at once."""
 
 
@@ -156,9 +160,13 @@ class Accumulate:
     buffer: str
     first: bool
     rows: Rows | None = None
+    into: str | None = None
+    """The buffer to which the sum goes instead, since it is complete; `buffer` is free then."""
 
     def __str__(self) -> str:
-        return f"{self.buffer}{'=' if self.first else '+='}d[{self.source}]"
+        if self.into is None:
+            return f"{self.buffer}{'=' if self.first else '+='}d[{self.source}]"
+        return f"{self.into}={'' if self.first else f'{self.buffer}+'}d[{self.source}]"
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ def communicator_of(channel: Channel, rank: int, route: Route, intra_size: int) 
     size = route.size
     everyone, several_nodes = tuple(range(size)), size > intra_size
     node = everyone[rank - rank % intra_size :][:intra_size]
+    if channel.kind == Kind.TOTAL:
+        channel = channel._replace(kind=Kind.GRADIENT)  # it follows them
     if channel.link == Link.HEADS:
         return Link.HEADS, Kind.DATA, node if route.heads <= intra_size else everyone
     if channel.link == Link.INTER:

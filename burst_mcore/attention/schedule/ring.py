@@ -9,7 +9,9 @@ from burst_mcore.attention.schedule.actions import (
     COMES_LATE,
     HOME,
     HOME_SUM,
+    HOME_TOTAL,
     PARTIAL,
+    TOTAL,
     Accumulate,
     Action,
     Add,
@@ -41,7 +43,8 @@ def double_ring(
     Gradients: within a round a sum starts with the bundle and follows it. It is complete for this node one
     position before the place where the bundle came in. There the sum of the nodes before, which travelled
     during the whole round, is added, and the total leaves for the next node. After the last round the total
-    makes one more hop between nodes and one within the node, and is at home.
+    makes one more hop between nodes and one within the node, and is at home. On the last hop it has the dtype
+    in which it is returned: nothing is added any more.
 
     Args:
         position: the position, of nodes * intra, whose program is returned.
@@ -93,7 +96,7 @@ class _Position:
             if arriving:
                 self.wait(step, _INTRA_DATA)
                 current = arriving
-        if self.gradients and self.nodes > 1:
+        if self.gradients and self.nodes > 1 and not (last_round and self.intra == 1):
             comes, goes = (self.hops.so_far_in_rounds(self.held(at, self.intra - 1), i) for at in (i + 1, i))
             self.hop(step, _INTER_GRADIENT, PARTIAL, self.total, comes, goes)
             self.leaving = self.total
@@ -130,18 +133,30 @@ class _Position:
         self.actions.append(Accumulate(step, source, self.total, first=first, rows=rows))
 
     def bring_home(self) -> None:
+        """Let every total make its last hop: within the node, or between nodes of one position."""
         step, last = self.nodes * self.intra, self.nodes - 1
-        if self.nodes > 1:
+        if self.nodes > 1 and self.intra > 1:
             self.wait(step, _INTER_GRADIENT)
             self.total = PARTIAL
-        if self.intra > 1:
-            comes, goes = (
-                self.hops.so_far_in_rounds(owner, last)
-                for owner in (self.position, self.at(self.m, self.l + self.turn))
-            )
-            self.pass_on(step, comes, goes)
-            self.wait(step, _INTRA_GRADIENT)
+        if step > 1:
+            within = self.intra > 1
+            channel = Channel(Link.INTRA if within else Link.INTER, Kind.TOTAL)
+            owner = self.at(self.m + self.turn * (not within), self.l + self.turn * within)
+            comes, goes = (self.hops.so_far_in_rounds(each, last) for each in (self.position, owner))
+            if not nothing(goes):
+                self.complete(step, goes)
+            self.hop(step, channel, HOME_TOTAL, TOTAL, comes, goes)
+            self.wait(step, channel)
+            self.total = HOME_TOTAL
         self.actions.append(Return(step, self.at_home()))
+
+    def complete(self, step: int, rows: Carried) -> None:
+        """Put the total, of these rows, into the buffer that goes home, together with its last share."""
+        last = self.actions[-1]
+        if isinstance(last, Accumulate) and last.buffer == self.total:
+            self.actions[-1] = replace(last, into=TOTAL)
+        else:
+            self.actions.append(Add(step, TOTAL, self.total, first=True, rows=rows))
 
     def at_home(self) -> str | None:
         """Return the buffer in which the gradient of the position's own bundle ends."""
@@ -191,13 +206,15 @@ def _free(kind: Kind, *taken: str) -> str:
 
 @cache
 def kind_of(buffer: str) -> Kind:
-    """Return whether a buffer holds a bundle (DATA) or a sum of gradients (SUM)."""
+    """Return whether a buffer holds a bundle (DATA), a sum of gradients (SUM) or a complete one (TOTAL)."""
+    if buffer in (TOTAL, HOME_TOTAL):
+        return Kind.TOTAL
     return Kind.DATA if buffer.startswith(Kind.DATA) or buffer == HOME else Kind.SUM
 
 
 def home_sum(program: Program) -> str | None:
-    """Return the buffer of a rank's own complete gradient at the end of a program; None if nobody read it."""
-    return next(action.buffer for action in program if isinstance(action, Return))
+    """Return the buffer of a rank's own complete gradient at the end of a program; None if there is none."""
+    return next((action.buffer for action in program if isinstance(action, Return)), None)
 
 
 def without_overlap(program: Program) -> Program:

@@ -75,19 +75,8 @@ def _name(kind: str, process: int, lane: int, name: str) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": process, "tid": lane, "args": {"name": name}}
 
 
-class Recorder:
-    """The recorder that records nothing, for runs that are not traced."""
-
-    def span(self, action: Action) -> contextlib.AbstractContextManager[None]:
-        """Return a context to execute an action in."""
-        return contextlib.nullcontext()
-
-    def posted(self, channel: Channel, actions: Sequence[Action]) -> None:
-        """Take note that a hop was posted."""
-
-
 @dataclass
-class Recording(Recorder):
+class Recording:
     """A recorder of the times of one rank's actions; if `on_cuda`, of times on the current stream.
 
     A message's end is the time when its wait was over: it arrived then, or earlier.
@@ -148,14 +137,13 @@ def lane(channel: Channel) -> str:
     return f"{channel.link} {channel.kind}"
 
 
-_NOTHING = Recorder()
 _SHARED: list[Recording] = []
 """Recordings of this process: backward runs in another thread, where the context does not reach."""
 
 
-def recorder() -> Recorder:
-    """Return the recorder of this process: the innermost `record`, or a no-op."""
-    return _SHARED[-1] if _SHARED else _NOTHING
+def recorder() -> Recording | None:
+    """Return the recorder of this process, that of the innermost `record`, if there is one."""
+    return _SHARED[-1] if _SHARED else None
 
 
 @contextlib.contextmanager

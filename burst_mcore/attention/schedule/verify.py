@@ -349,7 +349,7 @@ def _accumulate(rank: _Rank, action: Accumulate) -> None:
         raise rank.fail(f"{rank.attended} is lost before the gradient of {source} is added")
     if not _cover(action.rows, rows) or not _cover(action.rows, rank.reads[source]):
         raise rank.fail(f"{action.buffer} has no room for all rows of the gradient")
-    rank.holds[action.buffer] = (kind, source, shares | {rank.position}, action.rows)
+    rank.write(action.into or action.buffer, (kind, source, shares | {rank.position}, action.rows))
 
 
 def _add(rank: _Rank, action: Add) -> None:

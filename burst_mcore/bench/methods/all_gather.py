@@ -34,7 +34,8 @@ class _AllGatherAttention(torch.autograd.Function):
         size, n = group.size(), q.shape[1] * group.size()
         heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
         problem = Problem(q.device.type, q.dtype, heads, kv_heads, head_dim, head_dim)
-        problem = replace(problem, launches=launches_of(mask, n))
+        documents = mask.document_ends is not None
+        problem = replace(problem, launches=launches_of(mask, n), documents=documents)
         ctx.kernel = choose("auto", problem)
         ctx.scores, ctx.size = Scores(head_dim**-0.5), size
         plan = plan_for(Layout("zigzag"), mask, n, size)

@@ -152,7 +152,9 @@ class VirtualRank:
         self.shape, self.device = shape, torch.device(device)
         heads, dims = (shape.heads, shape.kv_heads), (shape.head_dim, shape.value_dim)
         n = shape.tokens * size
-        problem = Problem(device, shape.dtype, *heads, *dims, launches=launches_of(mask, n))
+        documents = mask.document_ends is not None
+        launches = launches_of(mask, n)
+        problem = Problem(device, shape.dtype, *heads, *dims, launches=launches, documents=documents)
         self.transport = Copies(source, self.device, poison)
         chosen = choose(kernel, problem)
         self.call = Call(

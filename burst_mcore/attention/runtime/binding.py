@@ -1,0 +1,152 @@
+"""A program bound once for all its runs: a flat list of steps, each with the rows that its buffers hold.
+
+A run of the program then looks nothing up but buffers. `executor.Ring` carries the steps out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from burst_mcore.attention.geometry.rows import Rows, relative_to
+from burst_mcore.attention.schedule.actions import (
+    HOME,
+    Accumulate,
+    Action,
+    Add,
+    Channel,
+    Compute,
+    Kind,
+    Link,
+    Pack,
+    Program,
+    Recv,
+    Send,
+    Unpack,
+    Wait,
+    hops,
+)
+from burst_mcore.attention.schedule.ring import home_sum, kind_of
+
+
+class Room(NamedTuple):
+    """A buffer that gets room for some rows."""
+
+    name: str
+    kind: Kind
+    rows: Rows | None
+    """The rows that it holds from now on; None: all."""
+    held: bool
+    """Whether it had room for the same rows before."""
+    places: Rows | None
+    """Where its rows of before go, if they are kept."""
+
+
+class Parcel(NamedTuple):
+    """A message of a hop, and the buffer that it leaves, or arrives in."""
+
+    action: Send | Recv
+    room: Room | None
+    """Of a message that arrives on the ring; None within a head group, and of one that leaves."""
+    cut: Rows | None
+    """The places of the rows that are sent, if not all that the buffer holds."""
+
+
+class Post(NamedTuple):
+    """The messages of one hop, which start together."""
+
+    channel: Channel
+    actions: list[Action]
+    parcels: tuple[Parcel, ...]
+
+
+class Attend(NamedTuple):
+    """A compute, with the rows that its bundle has."""
+
+    action: Compute
+    rows: Rows | None
+
+
+class Collect(NamedTuple):
+    """An accumulate, with room for its sum, and for the total if the sum is complete."""
+
+    action: Accumulate
+    sums: Room
+    total: Room | None
+
+
+class Join(NamedTuple):
+    """An addition of one sum to another."""
+
+    action: Add
+    sums: Room
+    places: Rows | None
+    """Where rows go, if the sum that is added has fewer."""
+
+
+Step = Post | Attend | Collect | Join | Wait | Pack | Unpack
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The steps of a program, and the rows that its buffers hold at the end, if not all."""
+
+    steps: tuple[Step, ...]
+    rows: dict[str, Rows | None]
+    home_sum: str | None
+    """The buffer of the rank's own complete gradient; None if there is none."""
+
+
+def bind(program: Program) -> Bound:
+    """Return the program as steps."""
+    binder = _Binder()
+    steps = [step for channel, actions in hops(program) for step in binder.steps(channel, actions)]
+    return Bound(tuple(steps), binder.rows, home_sum(program))
+
+
+class _Binder:
+    def __init__(self) -> None:
+        self.rows: dict[str, Rows | None] = {HOME: None}
+        """By buffer that exists."""
+
+    def steps(self, channel: Channel | None, actions: list[Action]) -> list[Step]:
+        if channel is None:
+            return [step for action in actions if (step := self.step(action)) is not None]
+        return [Post(channel, actions, tuple(self.parcel(action) for action in actions))]
+
+    def step(self, action: Action) -> Step | None:
+        match action:
+            case Compute():
+                return Attend(action, self.rows[action.buffer])
+            case Accumulate():
+                sums = self.room(action.buffer, action.rows, fresh=action.first)
+                total = None if action.into is None else self.room(action.into, action.rows, fresh=True)
+                return Collect(action, sums, total)
+            case Add():
+                others = self.rows[action.other]
+                sums = self.room(action.buffer, action.rows, fresh=action.first)
+                places = None if others is None or others == action.rows else relative_to(action.rows, others)
+                return Join(action, sums, places)
+            case Wait() | Pack() | Unpack():
+                return action
+        return None
+
+    def parcel(self, action: Action) -> Parcel:
+        if isinstance(action, Recv):
+            within_group = action.channel.link == Link.HEADS
+            return Parcel(action, None if within_group else self.room(action.buffer, action.rows), None)
+        assert isinstance(action, Send)
+        held = self.rows.get(action.buffer)
+        if action.channel.link == Link.HEADS or held == action.rows:
+            return Parcel(action, None, None)
+        assert action.rows is not None
+        return Parcel(action, None, relative_to(held, action.rows))
+
+    def room(self, name: str, rows: Rows | None, *, fresh: bool = True) -> Room:
+        """Return room for rows in a buffer: uninitialised if `fresh`, else with its data and zeros."""
+        before, exists = self.rows.get(name), name in self.rows
+        self.rows[name] = rows
+        held = before == rows if exists else False
+        kept = exists and not held and not fresh
+        assert before is not None or not kept  # a buffer with room for all rows never grows
+        return Room(name, kind_of(name), rows, held, relative_to(rows, before) if kept and before else None)

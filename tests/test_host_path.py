@@ -1,0 +1,95 @@
+"""Work of the host in each step of a ring, beside kernels, passes over memory and messages."""
+
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import burst_mcore
+from burst_mcore import Mask
+from burst_mcore.attention import backward as backward_module
+from burst_mcore.attention.backward import backward
+from burst_mcore.attention.call import Keys
+from burst_mcore.attention.numerics import merge
+from burst_mcore.attention.runtime import executor
+from burst_mcore.attention.shard import Shard
+from burst_mcore.bench.methods.virtual_rank import Copies, VirtualRank
+
+PACKAGE = str(Path(burst_mcore.__file__).parent)
+SIZE = 8
+
+
+class Arrived:
+    """A message that is there."""
+
+    def wait(self):
+        pass
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """A forward, and a backward of each direction, of a rank in the middle of a causal zigzag ring.
+
+    Kernels, passes over memory and messages are done at once: functions that return.
+    """
+    monkeypatch.setattr(merge, "combine", lambda *args: None)
+    monkeypatch.setattr(merge, "add_up", lambda *args: None)
+    monkeypatch.setattr(backward_module, "output_stand_in", lambda dout, delta, into=None: dout)
+    monkeypatch.setattr(Copies, "post", lambda *args: [Arrived()])
+    shape = {"batch": 1, "tokens": 64, "heads": 4, "kv_heads": 4, "head_dim": 64, "value_dim": 64}
+    shard, runs = Shard(**shape, dtype=torch.bfloat16), {}
+    for direction in ("query", "kv"):
+        rank = VirtualRank(
+            shard, SIZE, mask=Mask.causal(), source="nowhere", direction=direction, device="cpu", works=False
+        )
+        done = rank.forward()
+        queries, keys = rank.queries(done), Keys(done.k, done.v)
+        runs["forward"] = rank.forward
+        inputs = queries, keys, done.out
+        runs[direction] = partial(backward, rank.call, rank.transport, *inputs)
+    for run in runs.values():
+        run()
+    return runs
+
+
+def _calls(run):
+    """How many functions of this package a run calls."""
+    files = []
+
+    def note(frame, event, arg):
+        if event == "call":
+            files.append(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return sum(file.startswith(PACKAGE) for file in files)
+
+
+@pytest.mark.parametrize(("name", "most"), [("forward", 40), ("query", 135), ("kv", 150)])
+def test_a_step_calls_few_functions(passes, name, most):
+    """Before programs were bound: 77, 222 and 230."""
+    assert most / 2 < _calls(passes[name]) / SIZE <= most
+
+
+@pytest.mark.parametrize("name", ["forward", "query", "kv"])
+def test_the_host_takes_little_time_for_a_step(passes, name):
+    """Of this thread, and the least of many: what else the machine does takes no part."""
+    times = []
+    for _ in range(50):
+        began = time.thread_time()
+        passes[name]()
+        times.append(time.thread_time() - began)
+    assert min(times) / SIZE < 150e-6
+
+
+def test_a_program_is_bound_once(passes, monkeypatch):
+    monkeypatch.setattr(executor.Bound, "__init__", None)  # nobody may make another
+    for run in passes.values():
+        run()
