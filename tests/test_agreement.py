@@ -1,8 +1,12 @@
 """What ranks compare, the words for how they differ, and the integers that they exchange."""
 
+import time
+from datetime import timedelta
+
 import pytest
 import torch.distributed as dist
 from ranks import processes
+from torch.distributed.distributed_c10d import _get_default_store
 
 from burst_mcore.agreement import (
     Agreement,
@@ -105,3 +109,62 @@ def _settled_after_a_loss(rank, size):
 @pytest.mark.filterwarnings("ignore")
 def test_a_call_that_went_ahead_of_a_rank_that_is_gone_does_not_settle():
     assert processes(2, _settled_after_a_loss) == [True, True]
+
+
+def _told_of_a_failed_pass(rank, size, ahead):
+    """Rank 1 fails in a pass, ahead of rank 0 or beside it, and makes no call that would tell so."""
+    calls, store = Agreement(dist.group.WORLD, range(size), rank), _get_default_store()
+    calls.agree({"call": "all"})
+    dist.barrier = lambda: None  # ranks.processes ends with one
+    if rank == 1:
+        for _ in range(2 * ahead):
+            calls.agree({"call": "all"}, ahead=True)
+        with pytest.raises(MemoryError), calls.ring():
+            raise MemoryError("no memory left")
+        store.set("failed", "")
+        store.wait(["told"], timedelta(seconds=60))
+        return 0.0
+    store.wait(["failed"], timedelta(seconds=60))
+    start = time.monotonic()
+    with pytest.raises((ValueError, RuntimeError), match="rank 1 of the ring .*no memory left"):
+        for _ in range(1 + ahead):
+            calls.agree({"call": "all"}, ahead=ahead)
+        calls.settle()
+    seconds = time.monotonic() - start
+    store.set("told", "")
+    return seconds
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_pass_that_failed_is_told_to_ranks_in_other_calls(ahead):
+    assert max(processes(2, _told_of_a_failed_pass, ahead)) < 20
+
+
+class _LostStore:
+    """A store whose process has ended."""
+
+    def __getattr__(self, name):
+        def lost(*arguments):
+            raise RuntimeError("Connection reset by peer")
+
+        return lost
+
+
+def _without_a_store(rank, size):
+    """Rank 0 waits in vain, and then refuses a call; errors are those of the calls."""
+    calls, store = Agreement(dist.group.WORLD, range(size), rank), _get_default_store()
+    dist.barrier = lambda: None
+    if rank == 1:
+        store.wait(["told"], timedelta(seconds=60))
+        return
+    calls._store = _LostStore()
+    with pytest.raises(RuntimeError, match="has gone or did not come to this call.*reset by peer"):
+        calls.agree({"call": "all"})
+    calls.refuse(KeyError("no"))
+    with pytest.raises(MemoryError), calls.ring():
+        raise MemoryError("no memory left")
+    store.set("told", "")
+
+
+def test_a_store_that_is_gone_hides_no_error():
+    processes(2, _without_a_store)

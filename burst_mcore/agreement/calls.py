@@ -145,8 +145,7 @@ class Agreement:
     def refuse(self, error: Exception) -> None:
         """Tell the ranks that may wait for this one that it refuses its call, and why. Waits for nobody."""
         self._calls += 1
-        text = f"rank {self._rank} of the ring refused this call: {_text_of(error)}"
-        self._leave(self._calls, text)
+        self._leave_refusal(self._calls, error)
         self._post(_Meeting((REFUSES, self._calls, 0, 0, 0), {}))
 
     @contextlib.contextmanager
@@ -159,14 +158,15 @@ class Agreement:
             meeting = self._last
             if isinstance(error, RuntimeError) and meeting is not None and meeting.ahead:
                 meeting.done.wait(VERDICT_WITHIN.total_seconds())  # a hop fails of a disagreement, too
+            if type(error) is RuntimeError and self._failure is None:  # a hop; out of memory is a subclass
+                self._failure = self._failed_pass()
             failure, self._told = self._failure, True
             if failure is not None:
                 raise failure from error
             self._failure = RuntimeError(_text_of(error))
+            text = f"rank {self._rank} of the ring failed in mid-ring: {_text_of(error)}"
             with contextlib.suppress(RuntimeError):  # a store whose process is gone
-                self._store.set(
-                    _FAILED, f"rank {self._rank} of the ring failed in mid-ring: {_text_of(error)}"
-                )
+                self._store.compare_set(_FAILED, "", text)  # the first rank that fails has the cause
             raise
         finally:
             self._in_pass = False
@@ -221,11 +221,13 @@ class Agreement:
     def _hold(self, meeting: _Meeting) -> None:
         self._at = meeting.number
         try:
-            if meeting.refused:
+            failure = self._failure
+            if failure is not None and not meeting.refused:  # the pass of an earlier call failed meanwhile
+                meeting.error = failure
+                self._leave_refusal(meeting.number, failure)
+            if failure is not None or meeting.refused:
                 self._exchange.stay_in_step()
                 return
-            if self._failure is not None:
-                raise self._failure
             table = self._exchange.integers(meeting.row)
             try:
                 meeting.lengths = self._compare(table, meeting)
@@ -234,7 +236,7 @@ class Agreement:
                     self._break(error)
                 raise
         except Exception as error:
-            meeting.error = error
+            meeting.error = meeting.error or error
             if meeting.ahead:
                 self._break(error)
         finally:
@@ -259,26 +261,39 @@ class Agreement:
         """End the ring: a call went ahead that not all ranks make, so its messages never come."""
         if self._failure is None:
             self._failure = error
+            if self._stopping:
+                return
             logger.error("%s", error)
             self._abort()
 
     def _look_for_failed_passes(self) -> None:
-        if not self._in_pass or self._failure is not None:
-            return
+        error = self._failed_pass() if self._in_pass and self._failure is None else None
+        if error is not None:
+            self._break(error)
+
+    def _failed_pass(self) -> RuntimeError | None:
+        """Return the error of the first rank whose pass failed, if any told so."""
         with contextlib.suppress(RuntimeError):  # a store whose process is gone
             if self._store.check([_FAILED]):
-                self._break(RuntimeError(self._store.get(_FAILED).decode()))
+                return RuntimeError(self._store.get(_FAILED).decode())
+        return None
 
     def _look(self) -> None:
-        """Raise the error that a rank has left for this call, if any. The store goes with its process."""
+        """Raise the error that a rank has left for this call, or of a pass that failed, if there is one.
+
+        The store goes with its process.
+        """
         if self._stopping:
-            raise RuntimeError("this process ends")
+            raise RuntimeError(f"the process of rank {self._rank} of the ring ends")
         try:
             left = self._store.check([self._key("error")])
         except RuntimeError as error:
             raise self._exchange.gone(error) from error
         if left:
             raise self._error() from None
+        failed = self._failed_pass()  # a rank that failed in an earlier call may never come to this one
+        if failed is not None:
+            raise failed from None
 
     def _leave_failure(self, error: BaseException) -> None:
         """Tell the other ranks why the hub stopped waiting, unless a rank has told them already."""
@@ -286,9 +301,13 @@ class Agreement:
             text = str(error) if isinstance(error, RuntimeError) else _text_of(error)
             self._leave(self._at, text, gone=True)
 
+    def _leave_refusal(self, call: int, error: Exception) -> None:
+        self._leave(call, f"rank {self._rank} of the ring refused this call: {_text_of(error)}")
+
     def _leave(self, call: int, text: str, *, gone: bool = False) -> None:
         """Leave an error for the other ranks. A call has one: of several, the last is read."""
-        self._store.set(f"error/{call}", json.dumps([gone, text]))
+        with contextlib.suppress(RuntimeError):  # a store whose process is gone: nobody can be told
+            self._store.set(f"error/{call}", json.dumps([gone, text]))
 
     def _error(self) -> ValueError | RuntimeError:
         gone, text = json.loads(self._store.get(self._key("error")))
