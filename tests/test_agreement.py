@@ -168,3 +168,35 @@ def _without_a_store(rank, size):
 
 def test_a_store_that_is_gone_hides_no_error():
     processes(2, _without_a_store)
+
+
+class _Signatures:
+    """A store where some ranks leave their signatures and others never do; counts the seconds waited."""
+
+    def __init__(self, signatures):
+        self.signatures, self.clock = signatures, 0.0
+
+    def set(self, key, value):
+        self.signatures[key] = value
+
+    def get(self, key):
+        return self.signatures[key]
+
+    def wait(self, keys, timeout):
+        if keys[0] not in self.signatures:
+            self.clock += timeout.total_seconds()
+            raise RuntimeError("not there")
+
+
+def _many_gone(rank, size):
+    calls = Agreement(dist.group.WORLD, range(size), rank)
+    calls._size, calls._store = 64, _Signatures({"signature/63/0": '{"a": "1"}'})
+    time.monotonic = lambda: calls._store.clock
+    return calls._differences({"a": "2"}), calls._store.clock
+
+
+def test_ranks_that_are_gone_are_waited_for_together():
+    ((words, seconds),) = processes(1, _many_gone)
+    assert words.startswith("a: 2 on ranks [0], nothing on ranks [1, 2, 3,")
+    assert "1 on ranks [63]" in words and "answer: nothing on ranks [0, 63], none within 20 s" in words
+    assert seconds < 30

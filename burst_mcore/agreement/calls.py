@@ -15,6 +15,7 @@ import logging
 import queue
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -30,6 +31,8 @@ logger = logging.getLogger("burst_mcore")
 
 ANSWER_WITHIN = timedelta(seconds=20)
 """How long ranks that disagree wait for each other's signatures."""
+LAST_LOOK = 0.1
+"""How many seconds each signature is looked for when that time is over."""
 VERDICT_WITHIN = timedelta(seconds=5)
 """How long a rank whose hop failed waits to hear whether the ranks disagreed on the call."""
 
@@ -316,12 +319,14 @@ class Agreement:
     def _differences(self, signature: Signature) -> str:
         """Return the fields that differ. Signatures go through the store: some ranks may not come."""
         self._store.set(self._key(f"signature/{self._rank}"), json.dumps(signature))
-        return differences({rank: self._signature(rank) for rank in range(self._size)})
+        deadline = time.monotonic() + ANSWER_WITHIN.total_seconds()  # of all together, however many are gone
+        return differences({rank: self._signature(rank, deadline) for rank in range(self._size)})
 
-    def _signature(self, rank: int) -> Signature:
+    def _signature(self, rank: int, deadline: float) -> Signature:
         key = self._key(f"signature/{rank}")
+        left = max(deadline - time.monotonic(), LAST_LOOK)
         try:
-            self._store.wait([key], ANSWER_WITHIN)
+            self._store.wait([key], timedelta(seconds=left))
         except RuntimeError:
             return {"answer": f"none within {ANSWER_WITHIN.seconds} s"}
         signature: Signature = json.loads(self._store.get(key))
