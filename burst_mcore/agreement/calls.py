@@ -107,7 +107,7 @@ class Agreement:
         Raises:
             ValueError: signatures differ (names each field and who has what), or a rank refused its call.
             RuntimeError: a rank has gone, or did not come within the group's time-out; an earlier call failed
-                in mid-ring.
+                in mid-ring; the agreement is closed.
         """
         return self.meet(signature, {}, 0, ahead=ahead)
 
@@ -175,7 +175,7 @@ class Agreement:
             self._in_pass = False
 
     def close(self) -> None:
-        """Stop the thread of the exchanges."""
+        """Stop the thread of the exchanges. No call may follow."""
         self._stopping = True
         self._meetings.put(None)
         if self._worker is not None:
@@ -183,6 +183,10 @@ class Agreement:
 
     def _begin(self) -> None:
         """Number the call. Refuse it if an earlier one failed."""
+        if self._stopping:
+            raise RuntimeError(
+                "the process groups of this ring were destroyed: make new ones, and their Topology.from_group"
+            )
         if isinstance(self._failure, ValueError):  # names ranks and fields; others are told below
             self._raise_untold()
         if self._failure is not None:
