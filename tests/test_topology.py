@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import threading
 import time
 from datetime import timedelta
 
@@ -17,7 +18,7 @@ from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
 from burst_mcore.attention.api import connect
 from burst_mcore.attention.runtime import topology as module
 from burst_mcore.attention.runtime.agreement import agreement
-from burst_mcore.attention.runtime.communicators import Communicators
+from burst_mcore.attention.runtime.communicators import Communicators, companion
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.rates import Rates
 
@@ -289,6 +290,33 @@ def test_on_nccl_every_link_and_kind_of_message_has_a_communicator_of_its_own(mo
     assert len(heads) == 1 and heads.isdisjoint(double.values())
     assert {hybrid[key] for key in double} == set(double.values())  # those that exist are used again
     assert len(made) == 7
+
+
+def test_threads_that_make_groups_at_once_get_their_own_names(monkeypatch):
+    """Both threads, and a third that makes a group of the user's, are in torch's new_group together."""
+    together, names = threading.Barrier(3, timeout=60), {}
+    monkeypatch.setattr(
+        dist.distributed_c10d, "_process_group_name", lambda ranks, use_hashed_name: "torch's"
+    )
+
+    def new_group(ranks, **options):
+        together.wait()
+        names[tuple(ranks)] = dist.distributed_c10d._process_group_name(ranks, True)
+        together.wait()
+        return dist.ProcessGroup(0, 2)
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    makers = [
+        threading.Thread(target=companion, args=(ranks, "gloo", timedelta(seconds=1)))
+        for ranks in ([0, 1], [0, 2])
+    ]
+    for each in makers:
+        each.start()
+    new_group([0])
+    for each in makers:
+        each.join()
+    assert names[0,] == "torch's" == dist.distributed_c10d._process_group_name([3], True)
+    assert len(set(names.values())) == 3
 
 
 class _Aborted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -170,6 +171,8 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 _MADE: Counter[tuple[int, ...]] = Counter()
+_OF_THREAD = threading.local()
+"""The name of the next group of a thread, where we give it one."""
 
 
 @contextlib.contextmanager
@@ -183,10 +186,23 @@ def _same_name_on_all(ranks: Sequence[int]) -> Iterator[None]:
     """
     key = tuple(sorted(ranks))
     _MADE[key] += 1
-    name = c10d.GroupName(f"burst_mcore_{digest(repr((key, _MADE[key])))}")
-    original = c10d._process_group_name
-    c10d._process_group_name = lambda ranks, use_hashed_name: name
+    _let_threads_name_groups()
+    _OF_THREAD.name = c10d.GroupName(f"burst_mcore_{digest(repr((key, _MADE[key])))}")
     try:
         yield
     finally:
-        c10d._process_group_name = original
+        del _OF_THREAD.name
+
+
+def _let_threads_name_groups() -> None:
+    """Replace torch's naming of groups, once. Other threads, and other groups, get torch's names."""
+    original = c10d._process_group_name
+    if hasattr(original, "replaces"):
+        return
+
+    def name_of(ranks: Sequence[int], use_hashed_name: bool) -> c10d.GroupName:
+        own: c10d.GroupName | None = getattr(_OF_THREAD, "name", None)
+        return original(ranks, use_hashed_name) if own is None else own
+
+    name_of.replaces = original  # type: ignore[attr-defined]
+    c10d._process_group_name = name_of
