@@ -218,12 +218,14 @@ def test_chunks_of_a_gpu_are_a_share_of_its_memory(monkeypatch):
 @pytest.mark.parametrize("v", [1, 7, 1000, 1001, 1007])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_of_logits_are_aligned_whatever_the_vocabulary(v, dtype, monkeypatch):
-    """Fast products and wide loads need rows that begin at multiples of 16 bytes."""
-    rows, made = [], chunked.rows_for
+    """Fast products and wide loads need rows that begin at multiples of 16 bytes; zeros are between them."""
+    rows, gaps, made = [], [], chunked.rows_for
 
     def aligned(weight):
         def run(logits, *given):
             rows.append((logits.shape[1], logits.stride(0) * logits.itemsize, given[5].stride(0) * 2))
+            for x in (logits, given[5]):
+                gaps.append(x.as_strided((len(x), x.stride(0) - v), x.stride(), x.storage_offset() + v))
             return made(weight)(logits, *given)
 
         return run
@@ -232,6 +234,7 @@ def test_rows_of_logits_are_aligned_whatever_the_vocabulary(v, dtype, monkeypatc
     hidden, weight, labels, _ = draw(dtype, (40,), v=v)
     fused_linear_cross_entropy(hidden, weight, labels).backward()
     assert rows and all(columns == v and a % 16 == b % 16 == 0 for columns, a, b in rows)
+    assert not any(gap.any() for gap in gaps)
 
 
 @pytest.mark.parametrize(("d", "v"), [(500, 10), (10, 500)])

@@ -270,5 +270,11 @@ class Chunk:
 
 
 def _aligned(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialised matrix whose rows begin at multiples of ALIGNED elements."""
-    return torch.empty((rows, -(-columns // ALIGNED) * ALIGNED), dtype=dtype, device=device)[:, :columns]
+    """Return an uninitialised matrix whose rows begin at multiples of ALIGNED elements.
+
+    Zeros fill the gaps between rows. On CPUs with AMX, products in bfloat16 (oneDNN, in torch 2.13) read on
+    behind a row, and multiply what is there by 0: NaN stays NaN.
+    """
+    whole = torch.empty((rows, -(-columns // ALIGNED) * ALIGNED), dtype=dtype, device=device)
+    whole[:, columns:] = 0
+    return whole[:, :columns]
