@@ -200,3 +200,48 @@ def test_ranks_that_are_gone_are_waited_for_together():
     assert words.startswith("a: 2 on ranks [0], nothing on ranks [1, 2, 3,")
     assert "1 on ranks [63]" in words and "answer: nothing on ranks [0, 63], none within 20 s" in words
     assert seconds < 30
+
+
+def _abort_that_fails(rank, size):
+    """Ranks differ in a call made ahead, and no wait can be ended; then rank 1 refuses a call."""
+
+    def abort():
+        raise ValueError("the group is gone")
+
+    calls = Agreement(dist.group.WORLD, range(size), rank, abort)
+    calls.agree({"call": "all"})
+    calls.agree({"call": str(rank)}, ahead=True)
+    with pytest.raises(ValueError, match="call: 0 on ranks .0., 1 on ranks .1."):
+        calls.settle()
+    with pytest.raises(RuntimeError, match="make the process group anew"):
+        calls.agree({"call": "all"})
+    calls.settle()
+    return calls._worker.is_alive()
+
+
+def _told_where_no_wait_can_be_ended(rank, size):
+    """Rank 0 learns in a pass that rank 1 failed; its own thread goes on after an abort that fails."""
+
+    def abort():
+        raise ValueError("the group is gone")
+
+    calls = Agreement(dist.group.WORLD, range(size), rank, abort)
+    calls.agree({"call": "all"})
+    dist.barrier = lambda: None
+    if rank == 1:
+        with pytest.raises(MemoryError), calls.ring():
+            raise MemoryError("no memory left")
+        _get_default_store().wait(["told"], timedelta(seconds=60))
+        return True
+    with pytest.raises(RuntimeError, match="no memory left"), calls.ring():
+        while calls._failure is None:
+            time.sleep(0.1)
+        raise RuntimeError("a hop failed")
+    time.sleep(0.1)  # for the thread to end, if it does
+    _get_default_store().set("told", "")
+    return calls._worker.is_alive()
+
+
+@pytest.mark.parametrize("test", [_abort_that_fails, _told_where_no_wait_can_be_ended])
+def test_an_abort_that_fails_hides_no_error_and_ends_no_thread(test):
+    assert processes(2, test) == [True, True]

@@ -271,7 +271,10 @@ class Agreement:
             if self._stopping:
                 return
             logger.error("%s", error)
-            self._abort()
+            try:
+                self._abort()
+            except Exception:  # the thread must go on: it tells the others of calls that this rank refuses
+                logger.exception("waits for messages of the ring could not be ended")
 
     def _look_for_failed_passes(self) -> None:
         error = self._failed_pass() if self._in_pass and self._failure is None else None
