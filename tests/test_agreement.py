@@ -1,8 +1,12 @@
 """What ranks compare, the words for how they differ, and the integers that they exchange."""
 
+import time
+from datetime import timedelta
+
 import pytest
 import torch.distributed as dist
 from ranks import processes
+from torch.distributed.distributed_c10d import _get_default_store
 
 from burst_mcore.agreement import (
     Agreement,
@@ -105,3 +109,139 @@ def _settled_after_a_loss(rank, size):
 @pytest.mark.filterwarnings("ignore")
 def test_a_call_that_went_ahead_of_a_rank_that_is_gone_does_not_settle():
     assert processes(2, _settled_after_a_loss) == [True, True]
+
+
+def _told_of_a_failed_pass(rank, size, ahead):
+    """Rank 1 fails in a pass, ahead of rank 0 or beside it, and makes no call that would tell so."""
+    calls, store = Agreement(dist.group.WORLD, range(size), rank), _get_default_store()
+    calls.agree({"call": "all"})
+    dist.barrier = lambda: None  # ranks.processes ends with one
+    if rank == 1:
+        for _ in range(2 * ahead):
+            calls.agree({"call": "all"}, ahead=True)
+        with pytest.raises(MemoryError), calls.ring():
+            raise MemoryError("no memory left")
+        store.set("failed", "")
+        store.wait(["told"], timedelta(seconds=60))
+        return 0.0
+    store.wait(["failed"], timedelta(seconds=60))
+    start = time.monotonic()
+    with pytest.raises((ValueError, RuntimeError), match="rank 1 of the ring .*no memory left"):
+        for _ in range(1 + ahead):
+            calls.agree({"call": "all"}, ahead=ahead)
+        calls.settle()
+    seconds = time.monotonic() - start
+    store.set("told", "")
+    return seconds
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_pass_that_failed_is_told_to_ranks_in_other_calls(ahead):
+    assert max(processes(2, _told_of_a_failed_pass, ahead)) < 20
+
+
+class _LostStore:
+    """A store whose process has ended."""
+
+    def __getattr__(self, name):
+        def lost(*arguments):
+            raise RuntimeError("Connection reset by peer")
+
+        return lost
+
+
+def _without_a_store(rank, size):
+    """Rank 0 waits in vain, and then refuses a call; errors are those of the calls."""
+    calls, store = Agreement(dist.group.WORLD, range(size), rank), _get_default_store()
+    dist.barrier = lambda: None
+    if rank == 1:
+        store.wait(["told"], timedelta(seconds=60))
+        return
+    calls._store = _LostStore()
+    with pytest.raises(RuntimeError, match="has gone or did not come to this call.*reset by peer"):
+        calls.agree({"call": "all"})
+    calls.refuse(KeyError("no"))
+    with pytest.raises(MemoryError), calls.ring():
+        raise MemoryError("no memory left")
+    store.set("told", "")
+
+
+def test_a_store_that_is_gone_hides_no_error():
+    processes(2, _without_a_store)
+
+
+class _Signatures:
+    """A store where some ranks leave their signatures and others never do; counts the seconds waited."""
+
+    def __init__(self, signatures):
+        self.signatures, self.clock = signatures, 0.0
+
+    def set(self, key, value):
+        self.signatures[key] = value
+
+    def get(self, key):
+        return self.signatures[key]
+
+    def wait(self, keys, timeout):
+        if keys[0] not in self.signatures:
+            self.clock += timeout.total_seconds()
+            raise RuntimeError("not there")
+
+
+def _many_gone(rank, size):
+    calls = Agreement(dist.group.WORLD, range(size), rank)
+    calls._size, calls._store = 64, _Signatures({"signature/63/0": '{"a": "1"}'})
+    time.monotonic = lambda: calls._store.clock
+    return calls._differences({"a": "2"}), calls._store.clock
+
+
+def test_ranks_that_are_gone_are_waited_for_together():
+    ((words, seconds),) = processes(1, _many_gone)
+    assert words.startswith("a: 2 on ranks [0], nothing on ranks [1, 2, 3,")
+    assert "1 on ranks [63]" in words and "answer: nothing on ranks [0, 63], none within 20 s" in words
+    assert seconds < 30
+
+
+def _abort_that_fails(rank, size):
+    """Ranks differ in a call made ahead, and no wait can be ended; then rank 1 refuses a call."""
+
+    def abort():
+        raise ValueError("the group is gone")
+
+    calls = Agreement(dist.group.WORLD, range(size), rank, abort)
+    calls.agree({"call": "all"})
+    calls.agree({"call": str(rank)}, ahead=True)
+    with pytest.raises(ValueError, match="call: 0 on ranks .0., 1 on ranks .1."):
+        calls.settle()
+    with pytest.raises(RuntimeError, match="make the process group anew"):
+        calls.agree({"call": "all"})
+    calls.settle()
+    return calls._worker.is_alive()
+
+
+def _told_where_no_wait_can_be_ended(rank, size):
+    """Rank 0 learns in a pass that rank 1 failed; its own thread goes on after an abort that fails."""
+
+    def abort():
+        raise ValueError("the group is gone")
+
+    calls = Agreement(dist.group.WORLD, range(size), rank, abort)
+    calls.agree({"call": "all"})
+    dist.barrier = lambda: None
+    if rank == 1:
+        with pytest.raises(MemoryError), calls.ring():
+            raise MemoryError("no memory left")
+        _get_default_store().wait(["told"], timedelta(seconds=60))
+        return True
+    with pytest.raises(RuntimeError, match="no memory left"), calls.ring():
+        while calls._failure is None:
+            time.sleep(0.1)
+        raise RuntimeError("a hop failed")
+    time.sleep(0.1)  # for the thread to end, if it does
+    _get_default_store().set("told", "")
+    return calls._worker.is_alive()
+
+
+@pytest.mark.parametrize("test", [_abort_that_fails, _told_where_no_wait_can_be_ended])
+def test_an_abort_that_fails_hides_no_error_and_ends_no_thread(test):
+    assert processes(2, test) == [True, True]

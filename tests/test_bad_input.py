@@ -510,6 +510,29 @@ def test_documents_that_differ_in_a_call_that_went_ahead_are_an_error():
     assert max(processes(3, _documents_apart)) < 60
 
 
+def _looked_at_without_gradients(rank, size):
+    """A forward that goes ahead, needs no message and has no backward: no later call would tell."""
+    topology, config = Topology.from_group(dist.group.WORLD), BurstConfig(layout="contiguous")
+
+    def attend(ends):
+        mask = Mask.causal() & Mask.documents(ends)
+        return _attend(topology=topology, mask=mask, config=config)
+
+    looked, meet = [], Agreement.meet
+    Agreement.meet = lambda self, *args, ahead=False: looked.append(ahead) or meet(self, *args, ahead=ahead)
+    for ends in ([0, 8, 16], [0, 4, 8, 16]):
+        attend(ends)
+    with pytest.raises(ValueError, match="mask: .* on ranks .0., .* on ranks .1."):
+        attend([0, 2 + rank, 8, 16])
+    dist.barrier = lambda: None
+    return looked
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_forward_without_gradients_is_looked_at_before_it_returns():
+    assert processes(2, _looked_at_without_gradients) == [[False, True, True]] * 2
+
+
 def _calling_path(rank, size):
     """Thread CPU seconds of one agreement, the least of 50: waiting, and ahead."""
     calls = agreement(Topology.from_group(dist.group.WORLD))

@@ -209,21 +209,53 @@ def test_chunks_are_several_few_small_and_of_whole_tiles(tokens, v, dtype):
     assert chunk % TILE == 0 or tokens <= TILE
 
 
-def test_chunks_of_a_gpu_are_a_share_of_its_memory(monkeypatch):
-    properties = SimpleNamespace(total_memory=80 * 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert chunk_bytes(torch.device("cuda")) == 5 * 2**30 and chunk_bytes(torch.device("cpu")) == CHUNK_BYTES
+@pytest.mark.parametrize(
+    ("free", "unused", "alone", "capturing", "share"),
+    [
+        (70, 0, True, False, 10),  # an eighth of the GPU, at most
+        (30, 2, True, False, 8),
+        (27, 4, True, False, 4),
+        (0, 3, True, False, 0.5),
+        (70, 0, False, False, 5),  # other ranks may have less
+        (3, 0, False, False, 5),
+        (70, 0, True, True, 5),
+    ],
+)
+def test_chunks_of_a_gpu_follow_its_free_memory_where_no_rank_must_agree(
+    free, unused, alone, capturing, share, monkeypatch
+):
+    gibibyte = 2**30
+    for name, value in {
+        "get_device_properties": SimpleNamespace(total_memory=80 * gibibyte),
+        "mem_get_info": (free * gibibyte, 80 * gibibyte),
+        "memory_reserved": (unused + 7) * gibibyte,
+        "memory_allocated": 7 * gibibyte,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    assert chunk_bytes(torch.device("cuda"), alone=alone) == share * gibibyte
+    assert chunk_bytes(torch.device("cpu"), alone=alone) == CHUNK_BYTES
+
+
+def test_a_process_with_the_whole_vocabulary_chooses_its_chunks_alone(monkeypatch):
+    asked = []
+    monkeypatch.setattr(arguments, "chunk_bytes", lambda device, *, alone: asked.append(alone) or CHUNK_BYTES)
+    hidden, weight, labels, _ = draw(torch.float32, (40,))
+    fused_linear_cross_entropy(hidden, weight, labels)
+    assert asked == [True]
 
 
 @pytest.mark.parametrize("v", [1, 7, 1000, 1001, 1007])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_of_logits_are_aligned_whatever_the_vocabulary(v, dtype, monkeypatch):
-    """Fast products and wide loads need rows that begin at multiples of 16 bytes."""
-    rows, made = [], chunked.rows_for
+    """Fast products and wide loads need rows that begin at multiples of 16 bytes; zeros are between them."""
+    rows, gaps, made = [], [], chunked.rows_for
 
     def aligned(weight):
         def run(logits, *given):
             rows.append((logits.shape[1], logits.stride(0) * logits.itemsize, given[5].stride(0) * 2))
+            for x in (logits, given[5]):
+                gaps.append(x.as_strided((len(x), x.stride(0) - v), x.stride(), x.storage_offset() + v))
             return made(weight)(logits, *given)
 
         return run
@@ -232,6 +264,7 @@ def test_rows_of_logits_are_aligned_whatever_the_vocabulary(v, dtype, monkeypatc
     hidden, weight, labels, _ = draw(dtype, (40,), v=v)
     fused_linear_cross_entropy(hidden, weight, labels).backward()
     assert rows and all(columns == v and a % 16 == b % 16 == 0 for columns, a, b in rows)
+    assert not any(gap.any() for gap in gaps)
 
 
 @pytest.mark.parametrize(("d", "v"), [(500, 10), (10, 500)])

@@ -270,9 +270,11 @@ def test_a_checksum_is_of_values_and_places():
 
 def chunked(rank, size):
     """A loss in automatic chunks, of a vocabulary of which ranks hold different parts, and its backward."""
-    from burst_mcore.loss import chunked
+    from burst_mcore.loss import arguments, chunked
 
     chunked.CHUNK_BYTES = 384 * 26 * 4  # 384 tokens of one rank, 256 of the other: fewer chunks
+    alone = []
+    arguments.chunk_bytes = lambda device, **how: alone.append(how) or chunked.chunk_bytes(device, **how)
     group = dist.new_group([0, 1])
     torch.manual_seed(0)
     weight, hidden = torch.randn(53, D), torch.randn(1350, D)
@@ -283,6 +285,7 @@ def chunked(rank, size):
     loss = fused_linear_cross_entropy(hidden, mine, labels, tp_group=group, reduction="none")
     upstream = torch.randn(1350)
     loss.backward(upstream)
+    assert alone and all(how == {"alone": False} for how in alone)
     whole = weight.clone().requires_grad_()
     linear_cross_entropy(hidden, whole, labels, reduction="none").backward(upstream)
     return distance(mine.grad, whole.grad[first : first + rows])

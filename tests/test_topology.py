@@ -1,6 +1,9 @@
 """Where the ranks are: hosts, nodes, groups that exist; and what is refused."""
 
+import gc
+import os
 import random
+import threading
 import time
 from datetime import timedelta
 
@@ -15,7 +18,7 @@ from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
 from burst_mcore.attention.api import connect
 from burst_mcore.attention.runtime import topology as module
 from burst_mcore.attention.runtime.agreement import agreement
-from burst_mcore.attention.runtime.communicators import Communicators
+from burst_mcore.attention.runtime.communicators import Communicators, companion
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.rates import Rates
 
@@ -293,6 +296,33 @@ def test_on_nccl_every_link_and_kind_of_message_has_a_communicator_of_its_own(mo
     assert len(made) == 7
 
 
+def test_threads_that_make_groups_at_once_get_their_own_names(monkeypatch):
+    """Both threads, and a third that makes a group of the user's, are in torch's new_group together."""
+    together, names = threading.Barrier(3, timeout=60), {}
+    monkeypatch.setattr(
+        dist.distributed_c10d, "_process_group_name", lambda ranks, use_hashed_name: "torch's"
+    )
+
+    def new_group(ranks, **options):
+        together.wait()
+        names[tuple(ranks)] = dist.distributed_c10d._process_group_name(ranks, True)
+        together.wait()
+        return dist.ProcessGroup(0, 2)
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    makers = [
+        threading.Thread(target=companion, args=(ranks, "gloo", timedelta(seconds=1)))
+        for ranks in ([0, 1], [0, 2])
+    ]
+    for each in makers:
+        each.start()
+    new_group([0])
+    for each in makers:
+        each.join()
+    assert names[0,] == "torch's" == dist.distributed_c10d._process_group_name([3], True)
+    assert len(set(names.values())) == 3
+
+
 class _Aborted:
     """An NCCL communicator that notes whether it was aborted."""
 
@@ -309,3 +339,40 @@ def test_an_abort_ends_every_communicator_of_nccl(monkeypatch):
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
     communicators.abort()
     assert all(group.aborted for group in groups)
+
+
+def _made_anew(rank, size, kind):
+    """Threads and open files in each of five rings; the user destroys the groups of each."""
+    counts, topology, store = [], None, dist.distributed_c10d._get_default_store()
+    for number in range(5):
+        groups, before = [], topology
+        if kind == "world":
+            dist.destroy_process_group()
+            own = dist.PrefixStore(str(number), store)
+            dist.init_process_group("gloo", rank=rank, world_size=size, store=own)
+            topology = Topology.from_group(dist.group.WORLD)
+        elif kind == "group":
+            groups = [dist.new_group(range(size))]
+            topology = Topology.from_group(groups[0])
+        else:
+            groups = _groups(rank, size, 2)
+            topology = Topology.from_groups(intra=groups[0], inter=groups[1])
+        q, k, v, _ = (x.requires_grad_() for x in problem(0, 8, dtype=torch.float32))
+        burst_attention(q, k, v, topology=topology, mask=Mask.causal()).sum().backward()
+        gc.collect()
+        counts.append([len(os.listdir(f"/proc/self/{each}")) for each in ("task", "fd")])
+        store.set(f"{number} {rank}", "")  # nothing is under way anywhere after this
+        store.wait([f"{number} {each}" for each in range(size)])
+        for group in groups:
+            dist.destroy_process_group(group)
+        if before is not None:
+            with pytest.raises(RuntimeError, match=r"were destroyed: make new ones"):
+                burst_attention(q, k, v, topology=before, mask=Mask.causal())
+            del before
+    return counts
+
+
+@pytest.mark.parametrize("kind", ["group", "groups", "world"])
+def test_rings_made_anew_leave_no_threads_and_no_connections(kind):
+    for counts in processes(4, _made_anew, kind):
+        assert counts[2:] == counts[1:2] * 3

@@ -15,6 +15,7 @@ import logging
 import queue
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -30,6 +31,8 @@ logger = logging.getLogger("burst_mcore")
 
 ANSWER_WITHIN = timedelta(seconds=20)
 """How long ranks that disagree wait for each other's signatures."""
+LAST_LOOK = 0.1
+"""How many seconds each signature is looked for when that time is over."""
 VERDICT_WITHIN = timedelta(seconds=5)
 """How long a rank whose hop failed waits to hear whether the ranks disagreed on the call."""
 
@@ -104,7 +107,7 @@ class Agreement:
         Raises:
             ValueError: signatures differ (names each field and who has what), or a rank refused its call.
             RuntimeError: a rank has gone, or did not come within the group's time-out; an earlier call failed
-                in mid-ring.
+                in mid-ring; the agreement is closed.
         """
         return self.meet(signature, {}, 0, ahead=ahead)
 
@@ -145,8 +148,7 @@ class Agreement:
     def refuse(self, error: Exception) -> None:
         """Tell the ranks that may wait for this one that it refuses its call, and why. Waits for nobody."""
         self._calls += 1
-        text = f"rank {self._rank} of the ring refused this call: {_text_of(error)}"
-        self._leave(self._calls, text)
+        self._leave_refusal(self._calls, error)
         self._post(_Meeting((REFUSES, self._calls, 0, 0, 0), {}))
 
     @contextlib.contextmanager
@@ -159,20 +161,21 @@ class Agreement:
             meeting = self._last
             if isinstance(error, RuntimeError) and meeting is not None and meeting.ahead:
                 meeting.done.wait(VERDICT_WITHIN.total_seconds())  # a hop fails of a disagreement, too
+            if type(error) is RuntimeError and self._failure is None:  # a hop; out of memory is a subclass
+                self._failure = self._failed_pass()
             failure, self._told = self._failure, True
             if failure is not None:
                 raise failure from error
             self._failure = RuntimeError(_text_of(error))
+            text = f"rank {self._rank} of the ring failed in mid-ring: {_text_of(error)}"
             with contextlib.suppress(RuntimeError):  # a store whose process is gone
-                self._store.set(
-                    _FAILED, f"rank {self._rank} of the ring failed in mid-ring: {_text_of(error)}"
-                )
+                self._store.compare_set(_FAILED, "", text)  # the first rank that fails has the cause
             raise
         finally:
             self._in_pass = False
 
     def close(self) -> None:
-        """Stop the thread of the exchanges."""
+        """Stop the thread of the exchanges. No call may follow."""
         self._stopping = True
         self._meetings.put(None)
         if self._worker is not None:
@@ -180,6 +183,10 @@ class Agreement:
 
     def _begin(self) -> None:
         """Number the call. Refuse it if an earlier one failed."""
+        if self._stopping:
+            raise RuntimeError(
+                "the process groups of this ring were destroyed: make new ones, and their Topology.from_group"
+            )
         if isinstance(self._failure, ValueError):  # names ranks and fields; others are told below
             self._raise_untold()
         if self._failure is not None:
@@ -221,11 +228,13 @@ class Agreement:
     def _hold(self, meeting: _Meeting) -> None:
         self._at = meeting.number
         try:
-            if meeting.refused:
+            failure = self._failure
+            if failure is not None and not meeting.refused:  # the pass of an earlier call failed meanwhile
+                meeting.error = failure
+                self._leave_refusal(meeting.number, failure)
+            if failure is not None or meeting.refused:
                 self._exchange.stay_in_step()
                 return
-            if self._failure is not None:
-                raise self._failure
             table = self._exchange.integers(meeting.row)
             try:
                 meeting.lengths = self._compare(table, meeting)
@@ -234,7 +243,7 @@ class Agreement:
                     self._break(error)
                 raise
         except Exception as error:
-            meeting.error = error
+            meeting.error = meeting.error or error
             if meeting.ahead:
                 self._break(error)
         finally:
@@ -259,26 +268,42 @@ class Agreement:
         """End the ring: a call went ahead that not all ranks make, so its messages never come."""
         if self._failure is None:
             self._failure = error
+            if self._stopping:
+                return
             logger.error("%s", error)
-            self._abort()
+            try:
+                self._abort()
+            except Exception:  # the thread must go on: it tells the others of calls that this rank refuses
+                logger.exception("waits for messages of the ring could not be ended")
 
     def _look_for_failed_passes(self) -> None:
-        if not self._in_pass or self._failure is not None:
-            return
+        error = self._failed_pass() if self._in_pass and self._failure is None else None
+        if error is not None:
+            self._break(error)
+
+    def _failed_pass(self) -> RuntimeError | None:
+        """Return the error of the first rank whose pass failed, if any told so."""
         with contextlib.suppress(RuntimeError):  # a store whose process is gone
             if self._store.check([_FAILED]):
-                self._break(RuntimeError(self._store.get(_FAILED).decode()))
+                return RuntimeError(self._store.get(_FAILED).decode())
+        return None
 
     def _look(self) -> None:
-        """Raise the error that a rank has left for this call, if any. The store goes with its process."""
+        """Raise the error that a rank has left for this call, or of a pass that failed, if there is one.
+
+        The store goes with its process.
+        """
         if self._stopping:
-            raise RuntimeError("this process ends")
+            raise RuntimeError(f"the process of rank {self._rank} of the ring ends")
         try:
             left = self._store.check([self._key("error")])
         except RuntimeError as error:
             raise self._exchange.gone(error) from error
         if left:
             raise self._error() from None
+        failed = self._failed_pass()  # a rank that failed in an earlier call may never come to this one
+        if failed is not None:
+            raise failed from None
 
     def _leave_failure(self, error: BaseException) -> None:
         """Tell the other ranks why the hub stopped waiting, unless a rank has told them already."""
@@ -286,9 +311,13 @@ class Agreement:
             text = str(error) if isinstance(error, RuntimeError) else _text_of(error)
             self._leave(self._at, text, gone=True)
 
+    def _leave_refusal(self, call: int, error: Exception) -> None:
+        self._leave(call, f"rank {self._rank} of the ring refused this call: {_text_of(error)}")
+
     def _leave(self, call: int, text: str, *, gone: bool = False) -> None:
         """Leave an error for the other ranks. A call has one: of several, the last is read."""
-        self._store.set(f"error/{call}", json.dumps([gone, text]))
+        with contextlib.suppress(RuntimeError):  # a store whose process is gone: nobody can be told
+            self._store.set(f"error/{call}", json.dumps([gone, text]))
 
     def _error(self) -> ValueError | RuntimeError:
         gone, text = json.loads(self._store.get(self._key("error")))
@@ -297,12 +326,14 @@ class Agreement:
     def _differences(self, signature: Signature) -> str:
         """Return the fields that differ. Signatures go through the store: some ranks may not come."""
         self._store.set(self._key(f"signature/{self._rank}"), json.dumps(signature))
-        return differences({rank: self._signature(rank) for rank in range(self._size)})
+        deadline = time.monotonic() + ANSWER_WITHIN.total_seconds()  # of all together, however many are gone
+        return differences({rank: self._signature(rank, deadline) for rank in range(self._size)})
 
-    def _signature(self, rank: int) -> Signature:
+    def _signature(self, rank: int, deadline: float) -> Signature:
         key = self._key(f"signature/{rank}")
+        left = max(deadline - time.monotonic(), LAST_LOOK)
         try:
-            self._store.wait([key], ANSWER_WITHIN)
+            self._store.wait([key], timedelta(seconds=left))
         except RuntimeError:
             return {"answer": f"none within {ANSWER_WITHIN.seconds} s"}
         signature: Signature = json.loads(self._store.get(key))

@@ -143,6 +143,7 @@ class Gathering:
                 if work.is_completed():  # work that waits for a rank that is gone may never be
                     work.wait()
         except RuntimeError as error:
+            self._look()  # a rank that has gone may have told why
             raise self.gone(error) from error
 
 

@@ -26,6 +26,7 @@ from burst_mcore.attention.kernels.table import taking_delta
 from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.recompute.cuts import check_keep, cut_for
+from burst_mcore.attention.recompute.replay import in_checkpoint
 from burst_mcore.attention.request import Request, request_of, shard_of, validate
 from burst_mcore.attention.runtime import record as records
 from burst_mcore.attention.runtime.agreement import agreement as agreement_of
@@ -190,6 +191,8 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
         else:
             attended = forward(call, transport, q, k, v, sinks)
         tail = tail_of(call, cut, attended, tokens) if args.keep and not args.tail else []
+    if agreement is not None and not args.needs_gradient and not in_checkpoint():
+        agreement.settle()  # no backward will
     nowhere = q.new_empty(0, dtype=attended.ring_lse.dtype)
     return ForwardResults(
         out=attended.out[:, :tokens].contiguous(),

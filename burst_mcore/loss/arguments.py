@@ -63,7 +63,10 @@ class Call:
         dtype = torch.float64 if weight.dtype == torch.float64 else self.grad_weight_dtype
         products = products_for(weight.dtype, weight.device, self.terms)
         width = max(self.vocabulary.most_rows, weight.shape[1])  # ranks must have the same number of chunks
-        chunk = self.chunk_tokens or automatic_chunk(tokens, width, products, chunk_bytes(weight.device))
+        chunk = self.chunk_tokens
+        if chunk is None:
+            most_bytes = chunk_bytes(weight.device, alone=self.vocabulary.group is None)
+            chunk = automatic_chunk(tokens, width, products, most_bytes)
         return Head(weight, bias, self.terms, self.vocabulary, self.ignore_index, chunk, dtype, tokens)
 
 

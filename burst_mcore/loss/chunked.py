@@ -24,9 +24,12 @@ from burst_mcore.loss.vocabulary import Vocabulary
 CHUNK_BYTES = 2**28
 """Size of a chunk's logits at most, about, on a CPU, if the caller leaves the number of tokens open."""
 CHUNK_SHARE = 16
-"""On a GPU that size is this share of its memory: the same on all ranks, whatever is free. Each chunk reads
-and writes the weight's gradient once. That is 5 % of the products' time at 5500 tokens, where a byte of
-memory takes as long as 200 operations (Hopper). An estimate, not measured."""
+"""On a GPU that size is this share of its memory where ranks share the vocabulary: they must have the same
+chunks, and what is free differs between them. Else it is a quarter of the free memory, as a power of two, so
+that it seldom changes between steps, and at most twice this share. A larger chunk is faster, since each reads
+and writes the weight's gradient once: 8 V d bytes beside 6 T V d operations. Where a byte of memory takes as
+long as 200 operations (Hopper) that is 267 / T of the products' time: 5 % at 5500 tokens, 2 % at 13,000. An
+estimate, not measured."""
 ALIGNED = 8
 """Elements at whose multiples rows of logits begin. Fast products and loads want 16 bytes, and a vocabulary
 may be odd (50257, or a share of some ranks)."""
@@ -97,11 +100,20 @@ class Weights(NamedTuple):
         return cls(mantissa, (weights / mantissa).nan_to_num(nan=1.0))  # exact; inf and NaN are mantissas
 
 
-def chunk_bytes(device: torch.device) -> int:
-    """Return how large a chunk's logits may be."""
+def chunk_bytes(device: torch.device, *, alone: bool) -> int:
+    """Return how large a chunk's logits may be; alone: no other rank must come to the same size."""
     if device.type != "cuda":
         return CHUNK_BYTES
-    return int(torch.cuda.get_device_properties(device).total_memory) // CHUNK_SHARE
+    share = int(torch.cuda.get_device_properties(device).total_memory) // CHUNK_SHARE
+    if not alone or torch.cuda.is_current_stream_capturing():  # replays find other memory free
+        return share
+    return min(1 << (free_bytes(device) // 4).bit_length() >> 1, 2 * share)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return how much memory of a GPU torch can hand out: what is free, and what torch holds unused."""
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + held
 
 
 def automatic_chunk(tokens: int, width: int, products: Products, most_bytes: int) -> int:

@@ -1,4 +1,15 @@
-"""The elementwise work on logits as Triton kernels: a program does one row, in two sweeps if it is whole."""
+"""The elementwise work on logits as Triton kernels: a program does one row, in two sweeps if it is whole.
+
+Of 32-bit logits with 16-bit gradients the sweeps move 10 bytes each: two reads and a write. One read less was
+considered for Hopper (132 multiprocessors, 50 MB of L2), and left:
+
+* A row in registers, read once, compiles without spills up to 16,384 columns: 127 registers a thread of 16
+  warps. So few columns are still in L2 at the second sweep: 3 or 4 rows on each multiprocessor are 35 MB at
+  most. At 32,768 columns it spills: 83 to 163 loads and stores of local memory a thread.
+* A second sweep out of L2, at 128,256 columns and 513 KB a row, allows 48 rows in flight: half of L2. On 48
+  multiprocessors the 57 instructions a logit (compiled, both sweeps, no softcap) take 5.3 ps at 1.755 GHz.
+  There 10 bytes of memory take 3.0 ps at 3.35 TB/s. On all 132 the instructions take 1.9 ps.
+"""
 
 from __future__ import annotations
 

@@ -6,4 +6,5 @@ pattern        the mask pattern of one tile
 plan           mask and layout, as the pieces of each pair of ranks
 reading        which rows of a rank other ranks read
 tiles          the kernel calls of a pair of ranks
+captured       memory that graphs read
 """

@@ -6,6 +6,6 @@ aten, flash, te       kernels of torch, flash-attn and TransformerEngine
 triton, triton_code   our own kernel, for any mask
 reference             plain torch, slow and exact
 packed                the convention of flash kernels: windows, and documents by cu_seqlens
-blocks, captured      lists of blocks for our own kernel, and memory that graphs read
+blocks                lists of blocks for our own kernel
 padding, small, finite   what a kernel lacks: head dims, small tiles, NaN
 """

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from burst_mcore import packages
+from burst_mcore.attention.geometry.captured import keep_for_graphs
 from burst_mcore.attention.geometry.pattern import Abilities, Pattern
 from burst_mcore.attention.kernels.blocks import Blocks, blocks, diagonals, on_device
-from burst_mcore.attention.kernels.captured import keep_for_graphs
 from burst_mcore.attention.kernels.kernel import BackwardInputs, InPlace, Kernel, Problem, Scores
 from burst_mcore.dtypes import TRAINED, wide
 
@@ -240,7 +240,7 @@ def _lists(
     if key not in pattern.kernel_cache:
         _make_lists([(pattern, key)])
     lists: Blocks = pattern.kernel_cache[key]
-    keep_for_graphs(lists.starts)  # all lists are in one memory
+    keep_for_graphs(device, lists.starts)  # all lists are in one memory
     return (*lists, 0, 0), False
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from burst_mcore.agreement import Agreement
 from burst_mcore.digest import digest
 
 _NEVER_SENT = 2**31 - 1
@@ -46,6 +48,10 @@ class Communicators:
         self.ranks = tuple(ranks)
         self._groups = dict(groups)
         self._made: dict[tuple[tuple[int, ...], str, str, int], Carrier] = {}
+        self._own = [control]
+        """The groups that nobody but the ring uses."""
+        self.agreement: Agreement | None = None
+        """Made by the first call: see `runtime.agreement`."""
         self.transports: dict[Any, Any] = {}
         """By ranks of a node and route: see `executor.transport_of`."""
 
@@ -81,11 +87,29 @@ class Communicators:
                 with contextlib.suppress(RuntimeError):  # it always times out
                     group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
+    def close(self) -> None:
+        """Stop the agreement's thread and destroy the groups that were made here."""
+        if self.agreement is not None:
+            self.agreement.close()
+        for group in filter(exists, self._own):
+            dist.destroy_process_group(group)
+
     def _group(self, link: str, members: tuple[int, ...], max_ctas: int) -> dist.ProcessGroup:
+        ranks = [self.ranks[rank] for rank in members]
         if "cuda:nccl" in self.backends:
-            return companion([self.ranks[rank] for rank in members], "nccl", self._timeout, max_ctas)
-        own = self._groups.get(link) or self._groups.get("whole")
-        return own or companion([self.ranks[rank] for rank in members], "gloo", self._timeout)
+            made = companion(ranks, "nccl", self._timeout, max_ctas)
+        else:
+            users = self._groups.get(link) or self._groups.get("whole")
+            if users is not None:
+                return users
+            made = companion(ranks, "gloo", self._timeout)
+        self._own.append(made)
+        return made
+
+
+def exists(group: dist.ProcessGroup) -> bool:
+    """Return whether a process group has not been destroyed."""
+    return group in c10d._world.pg_map
 
 
 def companion(
@@ -147,6 +171,8 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 _MADE: Counter[tuple[int, ...]] = Counter()
+_OF_THREAD = threading.local()
+"""The name of the next group of a thread, where we give it one."""
 
 
 @contextlib.contextmanager
@@ -160,10 +186,23 @@ def _same_name_on_all(ranks: Sequence[int]) -> Iterator[None]:
     """
     key = tuple(sorted(ranks))
     _MADE[key] += 1
-    name = c10d.GroupName(f"burst_mcore_{digest(repr((key, _MADE[key])))}")
-    original = c10d._process_group_name
-    c10d._process_group_name = lambda ranks, use_hashed_name: name
+    _let_threads_name_groups()
+    _OF_THREAD.name = c10d.GroupName(f"burst_mcore_{digest(repr((key, _MADE[key])))}")
     try:
         yield
     finally:
-        c10d._process_group_name = original
+        del _OF_THREAD.name
+
+
+def _let_threads_name_groups() -> None:
+    """Replace torch's naming of groups, once. Other threads, and other groups, get torch's names."""
+    original = c10d._process_group_name
+    if hasattr(original, "replaces"):
+        return
+
+    def name_of(ranks: Sequence[int], use_hashed_name: bool) -> c10d.GroupName:
+        own: c10d.GroupName | None = getattr(_OF_THREAD, "name", None)
+        return original(ranks, use_hashed_name) if own is None else own
+
+    name_of.replaces = original  # type: ignore[attr-defined]
+    c10d._process_group_name = name_of

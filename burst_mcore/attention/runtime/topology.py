@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from burst_mcore.attention.runtime.communicators import Communicators, companion, timeout_of
+from burst_mcore.attention.runtime.communicators import Communicators, companion, exists, timeout_of
 from burst_mcore.rates import Rates
 from burst_mcore.registry import Registered, register
 
@@ -80,6 +80,7 @@ class Topology(Registered):
             _check_divides(intra_size, size)
         known = _KNOWN.get(group.group_name)
         if known is None or known.group is not group:  # names come again after destroy_process_group
+            _forget_destroyed()
             _KNOWN[group.group_name] = known = _Known(group)
         if size == 1:
             return cls(rank, size, rates=rates)
@@ -114,6 +115,7 @@ class Topology(Registered):
         key = f"{intra.group_name} {inter.group_name}"
         known = _KNOWN_PAIRS.get(key)
         if known is None or known[:2] != (intra, inter):
+            _forget_destroyed()
             _KNOWN_PAIRS[key] = known = (intra, inter, cls._from_groups(intra, inter))
         return replace(known[2], rates=rates)
 
@@ -148,6 +150,22 @@ class _Known:
 
 _KNOWN: dict[str, _Known] = {}
 _KNOWN_PAIRS: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup, Topology]] = {}
+
+
+def _forget_destroyed() -> None:
+    """Close the rings whose process groups are destroyed: each has a thread and connections of its own."""
+    for name, known in list(_KNOWN.items()):
+        if not exists(known.group):
+            _close(_KNOWN.pop(name).communicators)
+    for names, (intra, inter, topology) in list(_KNOWN_PAIRS.items()):
+        if not (exists(intra) and exists(inter)):
+            del _KNOWN_PAIRS[names]
+            _close(topology.communicators)
+
+
+def _close(communicators: Communicators | None) -> None:
+    if communicators is not None:
+        communicators.close()
 
 
 def host_name() -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from burst_mcore.bench.subjects.hops import HopsCase
 from burst_mcore.bench.subjects.kernels import WRONG, KernelCase
 from burst_mcore.bench.subjects.loss import HeadCase
+from burst_mcore.bench.subjects.offload import OffloadCase
 from burst_mcore.bench.subjects.rowwise import RowCase
 from burst_mcore.bench.subjects.virtual_ring import VirtualCase
 
@@ -154,6 +155,16 @@ def _loss() -> Iterator[Check]:
     yield Check("loss", "head of 128K words", case, claims, small=small)
 
 
+def _offload() -> Iterator[Check]:
+    """272 MB a layer leave at some 50 GB/s, behind 40 ms of its forward; the last comes back in 5 ms."""
+    claims = (
+        Claim("step of layers with offload, over one without", "offloaded", "this / kept", 1.01, 1.05, True),
+        Claim("bytes that left, over O and LSE", "offloaded", "left / (O and LSE)", 1.0, 0.99),
+    )
+    small = {"seq": 64, "hidden": 32, "heads": 2, "layers": 2}
+    yield Check("offload", "4 layers of 32K tokens", OffloadCase(), claims, small=small)
+
+
 SMOKE: tuple[Check, ...] = (
     *_kernels_are_right(),
     _ring("ring of 4, 2K a rank", (0.5, 0.5), None, size=4, tokens=2048, heads=8),
@@ -163,6 +174,6 @@ PARTS: tuple[tuple[Check, ...], ...] = (
     tuple(_rings()),
     tuple(_own_kernel()),
     (*_messages(), *_passes(), *_more_rings()),
-    tuple(_loss()),
+    (*_loss(), *_offload()),
 )
 """The figures, part by part, the most telling first."""
