@@ -64,12 +64,10 @@ def attention(name, head_dim, value_dim, dtype="bf16", capability=(9, 0), sizes=
         "PRECISION": "ieee" if dtype == "fp32" else "tf32", **options,
     }  # fmt: skip
     types = dict.fromkeys(("q", "k", "v", "dout"), f"*{dtype}")
-    types |= dict.fromkeys(("out", "lse", "delta", "dq", "dk", "dv", "unused"), "*fp32")
-    lists = ("starts", "full", "lone", "others", "firsts", "parts")
-    spoilt = ("v_spoilt", "k_spoilt", "q_spoilt", "dout_spoilt")
-    types |= dict.fromkeys(spoilt, "*fp32")
+    types |= dict.fromkeys(("out", "lse", "delta", "unit_of", "dq", "dk", "dv", "unused"), "*fp32")
+    lists = ("starts", "full", "entries")
     if constants["BAND"]:
-        constants |= dict.fromkeys((*lists, *spoilt))
+        constants |= dict.fromkeys((*lists, "unit_of"))
     types |= dict.fromkeys(lists, "*i32") | dict.fromkeys(("scale", "softcap"), "fp32")
     function = getattr(triton_code, "dkv" if name in ("dk", "dv") else name)
     warps = {"num_warps": sizes.warps, "num_stages": sizes.stages}
@@ -165,11 +163,11 @@ def row(name, dims, capability, walk="band"):
 
 
 def faults(figures):
-    """What is wrong with a line of the table. Lists cost more at their edges: their table is their bound."""
+    """What is wrong with a line of the table."""
     whole, edge = figures["instructions of loops"]
-    if figures["spills in loops"] and figures["walk"] == "band":
+    if figures["spills in loops"]:
         yield f"{figures['spills in loops']} spills in inner loops"
-    if edge > 1.7 * whole and figures["walk"] == "band":
+    if edge > 1.7 * whole:
         yield f"an edge block takes {edge} instructions, a whole one {whole}"
     if figures["shared"] > SHARED[tuple(figures["capability"])]:
         yield f"{figures['shared']} bytes of shared memory"

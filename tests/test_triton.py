@@ -28,7 +28,8 @@ from burst_mcore.attention.numerics import merge
 from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.attention.schedule.route import Route
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+tl, allowed = triton.language, ours._device_code()._allowed
 KERNEL = KERNELS["triton"]
 pytestmark = pytest.mark.skipif(not ours.interpreted(), reason="Triton compiles here: see tests/gpu")
 
@@ -88,6 +89,35 @@ def test_any_pattern_and_option(seed):
         strict=True,
     ):
         assert error(g, w) < 2e-6 or w.norm() < 1e-6
+
+
+@triton.jit
+def _table_of(entries, table, SIZE: tl.constexpr):
+    at, along = tl.arange(0, SIZE), tl.arange(0, SIZE)
+    met = allowed(entries, tl.program_id(0), 0, 0, 0, 0, 0, 0, SIZE, SIZE, False)
+    tl.store(table + (tl.program_id(0) * SIZE + at[:, None]) * SIZE + along[None, :], met.to(tl.int8))
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_the_largest_block_meets_what_its_part_says_for_any_step(by_columns):
+    """The comparison that tells multiples of a step from other numbers, against division."""
+    size, draw, pieces = blocks.LARGEST_BLOCK, random.Random(by_columns), []
+    for step in range(1, 256):
+        m0, m1, n0, n1 = (
+            draw.randrange(40) if end == 0 else size - draw.randrange(40) for end in (0, 1, 0, 1)
+        )
+        low, high = sorted(draw.choices(range(m0 - m1 + 1, n1 - n0), k=2))
+        low, high = (low, high) if draw.random() < 0.5 else (-blocks.FAR, blocks.FAR)
+        pieces.append(Piece(m0, m1, n0, n1, low, high, step, draw.randrange(step)))
+    patterns = [Pattern((size, size), parts=(piece,)) for piece in pieces]
+    lists = [blocks.blocks(pattern, size, size, by_columns=by_columns) for pattern in patterns]
+    some = [i for i, pattern in enumerate(patterns) if pattern.table.any() and not pattern.table.all()]
+    entries = torch.cat([lists[i].entries for i in some])
+    assert len(entries) == len(some) > 150
+    tables = torch.full((len(some), size, size), -1, dtype=torch.int8)
+    _table_of[(len(some),)](entries, tables, SIZE=size)
+    for table, i in zip(tables, some, strict=True):
+        assert torch.equal((table.T if by_columns else table) == 1, patterns[i].table), pieces[i]
 
 
 def test_it_merges_and_adds_in_place_into_views():
@@ -266,7 +296,7 @@ def test_no_list_is_made_of_full_causal_and_windowed_tiles():
         Pattern((2**20, 2**20), -99, 5),
     ):
         (*lists, low, high), band = ours._lists(pattern, sizes, device, by_columns=False)
-        assert band and lists == [None] * 6 and not pattern.kernel_cache
+        assert band and lists == [None] * 3 and not pattern.kernel_cache
         assert (low, high) == (
             pattern.low or -blocks.FAR,
             blocks.FAR if pattern.high is None else pattern.high,

@@ -10,23 +10,23 @@ Works on CPU tensors where Triton interprets (TRITON_INTERPRET=1), for tests.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from burst_mcore import packages
 from burst_mcore.attention.geometry.pattern import Abilities, Pattern
-from burst_mcore.attention.kernels.blocks import Blocks, blocks, diagonals, on_device
+from burst_mcore.attention.kernels.blocks import LARGEST_BLOCK, Blocks, blocks, diagonals, on_device
 from burst_mcore.attention.kernels.captured import keep_for_graphs
 from burst_mcore.attention.kernels.kernel import BackwardInputs, InPlace, Kernel, Problem, Scores
 from burst_mcore.dtypes import TRAINED, wide
 
 LARGEST_HEAD_DIM = 256
-NOTED = 64
-"""Rows that a program looks at for numbers that are not finite."""
 
 
 class Launch(NamedTuple):
@@ -148,8 +148,9 @@ def merge_forward(
     sizes = launch("forward", wide_dim + value_dim, q.itemsize, packages.capability())
     lists, band = _lists(pattern, sizes, q.device, by_columns=False)
     _device_code().forward[(-(-rows // sizes.rows) * batch * heads,)](
-        q, k, v, None if band else _spoilt(v), out, lse, *lists, scores.scale, scores.softcap or 0.0, rows,
-        k.shape[1], heads, heads // k.shape[2], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        q, k, v, None if band else _spoilt(v, _units(k, scores)), out, lse, *lists, scores.scale,
+        scores.softcap or 0.0, rows, k.shape[1], heads, heads // k.shape[2], *q.stride()[:3],
+        *k.stride()[:3], *v.stride()[:3],
         *out.stride()[:3], *lse.stride(), USED=dim, VALUE_USED=v.shape[-1], DIM=wide_dim,
         VALUE_DIM=value_dim, ROWS=sizes.rows, COLUMNS=sizes.columns, SOFTCAP=scores.softcap is not None,
         FRESH=fresh, BAND=band, PRECISION=_precision(q), num_warps=sizes.warps, num_stages=sizes.stages,
@@ -201,28 +202,47 @@ def _gradients(
     sizes = launch(name, wide_dim + value_dim, inputs.q.itemsize, packages.capability())
     wanted = {} if name == "dq" else {"KEYS": name != "dv", "VALUES": name != "dk"}
     lists, band = _lists(pattern, sizes, inputs.q.device, by_columns=name != "dq")
-    others = (inputs.k, inputs.v) if name == "dq" else (inputs.q, inputs.dout)
-    notes = [None if band else _spoilt(x) for x in others]
     blocks = -(-rows // sizes.rows) * heads if name == "dq" else -(-columns // sizes.columns) * kv_heads
+    units: tuple[Tensor | None, ...] = ()
+    lse = inputs.lse
+    if name == "dq":
+        units = (None if band else _spoilt(inputs.k, _spoilt(inputs.v, _units(inputs.k, scores))),)
+    elif not band:
+        lse = _spoilt(inputs.q, _spoilt(inputs.dout, _statistics(inputs)))
     (code.dkv if wanted else code.dq)[(blocks * batch,)](
-        inputs.q, inputs.k, inputs.v, inputs.dout, *notes, inputs.lse, inputs.delta, *into, *lists,
+        inputs.q, inputs.k, inputs.v, inputs.dout, *units, lse, inputs.delta, *into, *lists,
         scores.scale, scores.softcap or 0.0, rows, columns, heads, heads // kv_heads,
         *inputs.q.stride()[:3], *inputs.k.stride()[:3], *inputs.v.stride()[:3],
-        *inputs.dout.stride()[:3], *inputs.lse.stride(), *inputs.delta.stride(), *into[0].stride()[:3],
+        *inputs.dout.stride()[:3], *lse.stride(), *inputs.delta.stride(), *into[0].stride()[:3],
         *into[1].stride()[:3], USED=dim, VALUE_USED=inputs.v.shape[-1], DIM=wide_dim, VALUE_DIM=value_dim,
         ROWS=sizes.rows, COLUMNS=sizes.columns, SOFTCAP=scores.softcap is not None, FRESH=fresh, BAND=band,
         PRECISION=_precision(inputs.q), num_warps=sizes.warps, num_stages=sizes.stages, **wanted,
     )  # fmt: skip
 
 
-def _spoilt(x: Tensor) -> Tensor:
-    """Return NaN for each row of x [B, S, H, D] that is not finite, else 0, [B, H, S]."""
+def _units(k: Tensor, scores: Scores) -> Tensor:
+    """Return the factor of the scores of each row of k, for exponents of base 2: notes for `_spoilt`."""
+    unit = (scores.scale if scores.softcap is None else scores.softcap) * math.log2(math.e)
+    batch, rows, heads, _ = k.shape
+    return torch.full((batch, heads, _noted(rows)), unit, dtype=torch.float32, device=k.device)
+
+
+def _statistics(inputs: BackwardInputs) -> Tensor:
+    """Return the log-sum-exp of rows, NaN where it or delta is: notes for `_spoilt`."""
+    rows = inputs.lse.shape[-1]
+    return pad(inputs.lse + 0.0 * inputs.delta, (0, _noted(rows) - rows))
+
+
+def _noted(rows: int) -> int:
+    """Return the length of notes about so many rows: whole blocks, so that kernels read them unchecked."""
+    return -(-rows // LARGEST_BLOCK) * LARGEST_BLOCK
+
+
+def _spoilt(x: Tensor, notes: Tensor) -> Tensor:
+    """Turn the notes [B, H, whole blocks] of rows of x [B, S, H, D] that are not finite into NaN."""
     batch, rows, heads, dim = x.shape
-    notes = torch.empty((batch, heads, rows), dtype=torch.float32, device=x.device)
-    grid = (-(-rows // NOTED) * batch * heads,)
-    _device_code().spoilt_rows[grid](
-        x, notes, rows, heads, *x.stride()[:3], USED=dim, DIM=_power(dim), ROWS=NOTED
-    )
+    grid = (notes.shape[-1] // LARGEST_BLOCK * batch * heads,)
+    _device_code().spoilt_rows[grid](x, notes, rows, heads, *x.stride()[:3], USED=dim, DIM=_power(dim))
     return notes
 
 
