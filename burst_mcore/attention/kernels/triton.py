@@ -2,8 +2,10 @@
 
 Full, causal and windowed tiles are walked by arithmetic, other patterns by lists of blocks (`blocks`). Blocks
 that are empty cost nothing, full ones need no mask. Forward starts from the running (out, lse) and leaves the
-merged ones, so merging costs no pass of its own. Backward adds to running fp32 gradients. dk and dv come from
-one kernel, dq from another. Each element comes from one program in one order, so gradients are deterministic.
+merged ones, so merging costs no pass of its own. Backward adds to running fp32 gradients. One launch makes
+them all and forms the scores once: dq by atomic additions, in any order. Deterministic calls take two
+launches, one for dk and dv, and one for dq; so do head dims for which one launch has too few registers. There
+each element comes from one program in one order.
 
 Works on CPU tensors where Triton interprets (TRITON_INTERPRET=1), for tests.
 """
@@ -45,16 +47,22 @@ def _launches(*sizes: tuple[int, int, int, int]) -> tuple[Launch, ...]:
 _ADA = {
     "forward": _launches((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 1)),
     "dq": _launches((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1)),
+    "all": _launches((64, 128, 8, 2)),
     "dkv": _launches((64, 128, 8, 2), (32, 64, 4, 2)),
     "dk": _launches((32, 64, 4, 2), (32, 64, 4, 1)),
     "dv": _launches((32, 128, 8, 2), (32, 64, 4, 1)),
 }
 _LAUNCHES: dict[tuple[int, int], dict[str, tuple[Launch, ...]]] = {
-    (8, 0): {**_ADA, "dk": _launches((32, 64, 4, 3), (32, 64, 4, 1))},
+    (8, 0): {
+        **_ADA,
+        "all": _launches((64, 128, 8, 2), (32, 128, 8, 2)),
+        "dk": _launches((32, 64, 4, 3), (32, 64, 4, 1)),
+    },
     (8, 9): _ADA,
     (9, 0): {
         "forward": _launches((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 8, 2)),
         "dq": _launches((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 2)),
+        "all": _launches((32, 128, 8, 2), (32, 128, 8, 2)),
         "dkv": _launches((64, 128, 8, 2), (32, 128, 8, 2)),
         "dk": _launches((32, 128, 8, 1), (32, 128, 8, 2)),
         "dv": _launches((64, 128, 8, 1), (64, 128, 8, 2)),
@@ -62,6 +70,7 @@ _LAUNCHES: dict[tuple[int, int], dict[str, tuple[Launch, ...]]] = {
     (10, 0): {
         "forward": _launches((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 1), (128, 64, 8, 1)),
         "dq": _launches((64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 1), (128, 64, 8, 1)),
+        "all": _launches((64, 128, 8, 2), (64, 128, 8, 1)),
         "dkv": _launches((64, 128, 8, 2), (64, 128, 8, 1)),
         "dk": _launches((64, 128, 8, 1), (32, 128, 8, 2)),
         "dv": _launches((64, 128, 8, 1), (64, 128, 8, 1)),
@@ -69,7 +78,8 @@ _LAUNCHES: dict[tuple[int, int], dict[str, tuple[Launch, ...]]] = {
 }
 """By compute capability and kernel: for head dims of keys and values that add up to 128, 256, 384 and 512.
 
-dk and dv have a launch for both up to 256, and launches of their own beyond. No inner loop spills a register
+All gradients have one launch up to 256, where the device has registers and memory for it. dk and dv have a
+launch for both up to 256, and one each beyond. No inner loop spills a register
 (`benchmarks/compiled.json`). In every product each warp has 16 rows or more, so no two warps compute the
 same. No speed was measured."""
 SHARED = {(8, 0): 166912, (8, 9): 101376, (9, 0): 232448, (10, 0): 232448}
@@ -87,7 +97,7 @@ def launch(name: str, dims: int, itemsize: int, capability: tuple[int, int] | No
     """Return the sizes of a kernel.
 
     Args:
-        name: "forward", "dq", "dkv", "dk" or "dv".
+        name: "forward", "dq", "dkv", "dk", "dv", or "all" for dq, dk and dv at once.
         dims: the padded head dims of keys and values, added up.
         itemsize: bytes of an element.
         capability: of the GPU; None for Hopper's.
@@ -161,6 +171,10 @@ def _backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> tuple
     dq, dk, dv = (
         torch.empty_like(y, memory_format=torch.contiguous_format) for y in (inputs.q, inputs.k, inputs.v)
     )
+    if at_once(inputs, scores):
+        total = torch.empty_like(dq, dtype=wide(dq.dtype))
+        add_all(inputs, pattern, scores, total, dk, dv, fresh_dq=True, fresh_dkv=True)
+        return total.to(dq.dtype), dk, dv
     add_dq(inputs, pattern, scores, dq, fresh=True)
     add_dkv(inputs, pattern, scores, dk, dv, fresh=True)
     return dq, dk, dv
@@ -168,7 +182,7 @@ def _backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> tuple
 
 def add_dq(inputs: BackwardInputs, pattern: Pattern, scores: Scores, dq: Tensor, *, fresh: bool) -> None:
     """Add a tile's share to dq [B, M, H, D], in place; set it if `fresh`."""
-    _gradients("dq", inputs, pattern, scores, (dq, dq), fresh)
+    _gradients("dq", inputs, pattern, scores, (dq,), fresh)
 
 
 def add_dkv(
@@ -180,7 +194,47 @@ def add_dkv(
     """
     dims = _power(inputs.q.shape[-1]) + _power(inputs.v.shape[-1])
     for name in of_keys(dims, inputs.q.itemsize):
-        _gradients(name, inputs, pattern, scores, (dk, dv), fresh)
+        _gradients(name, inputs, pattern, scores, (dk, dv, dk), fresh)
+
+
+def add_all(
+    inputs: BackwardInputs,
+    pattern: Pattern,
+    scores: Scores,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    *,
+    fresh_dq: bool,
+    fresh_dkv: bool,
+) -> None:
+    """Add a tile's shares to dq, dk and dv, in place, in one launch; set those that are fresh.
+
+    dq is in at least float32: many programs add to each element of it.
+    """
+    if fresh_dq:
+        dq.zero_()
+    _gradients("all", inputs, pattern, scores, (dk, dv, dq), fresh_dkv)
+
+
+def at_once(inputs: BackwardInputs, scores: Scores) -> bool:
+    """Return whether one launch makes all gradients."""
+    dims = _power(inputs.q.shape[-1]) + _power(inputs.v.shape[-1])
+    capability, deterministic = packages.capability(), scores.deterministic
+    return of_gradients(dims, inputs.q.itemsize, capability, deterministic=deterministic) == ("all",)
+
+
+def of_gradients(
+    dims: int, itemsize: int, capability: tuple[int, int] | None = None, *, deterministic: bool
+) -> tuple[str, ...]:
+    """Return the launches of backward: one for all gradients, where its inner loop spills nothing.
+
+    The other arguments are those of `launch`.
+    """
+    largest = 128 * len(_LAUNCHES[like(capability or (9, 0))]["all"])
+    if not deterministic and dims <= largest:
+        return ("all",)
+    return ("dq", *of_keys(dims, itemsize))
 
 
 def of_keys(dims: int, itemsize: int) -> tuple[str, ...]:
@@ -193,14 +247,14 @@ def _gradients(
     inputs: BackwardInputs,
     pattern: Pattern,
     scores: Scores,
-    into: tuple[Tensor, Tensor],
+    into: tuple[Tensor, ...],
     fresh: bool,
 ) -> None:
     batch, rows, heads, dim = inputs.q.shape
     columns, kv_heads = inputs.k.shape[1:3]
     wide_dim, value_dim, code = _power(dim), _power(inputs.v.shape[-1]), _device_code()
     sizes = launch(name, wide_dim + value_dim, inputs.q.itemsize, packages.capability())
-    wanted = {} if name == "dq" else {"KEYS": name != "dv", "VALUES": name != "dk"}
+    wanted = {"KEYS": name != "dv", "VALUES": name != "dk", "QUERIES": name == "all"} if name != "dq" else {}
     lists, band = _lists(pattern, sizes, inputs.q.device, by_columns=name != "dq")
     blocks = -(-rows // sizes.rows) * heads if name == "dq" else -(-columns // sizes.columns) * kv_heads
     units: tuple[Tensor | None, ...] = ()
@@ -213,8 +267,9 @@ def _gradients(
         inputs.q, inputs.k, inputs.v, inputs.dout, *units, lse, inputs.delta, *into, *lists,
         scores.scale, scores.softcap or 0.0, rows, columns, heads, heads // kv_heads,
         *inputs.q.stride()[:3], *inputs.k.stride()[:3], *inputs.v.stride()[:3],
-        *inputs.dout.stride()[:3], *lse.stride(), *inputs.delta.stride(), *into[0].stride()[:3],
-        *into[1].stride()[:3], USED=dim, VALUE_USED=inputs.v.shape[-1], DIM=wide_dim, VALUE_DIM=value_dim,
+        *inputs.dout.stride()[:3], *lse.stride(), *inputs.delta.stride(),
+        *(stride for total in into for stride in total.stride()[:3]), USED=dim,
+        VALUE_USED=inputs.v.shape[-1], DIM=wide_dim, VALUE_DIM=value_dim,
         ROWS=sizes.rows, COLUMNS=sizes.columns, SOFTCAP=scores.softcap is not None, FRESH=fresh, BAND=band,
         PRECISION=_precision(inputs.q), num_warps=sizes.warps, num_stages=sizes.stages, **wanted,
     )  # fmt: skip
@@ -279,7 +334,8 @@ def prepare(patterns: Iterable[Pattern], problem: Problem, device: torch.device,
     """Make the lists of all tiles of a pass, with one copy to the device for all of them."""
     dims = _power(problem.head_dim) + _power(problem.value_dim)
     itemsize, capability = problem.dtype.itemsize, packages.capability()
-    names = ("forward",) if forward else ("dq", *of_keys(dims, itemsize))
+    backward = of_gradients(dims, itemsize, capability, deterministic=problem.deterministic)
+    names = ("forward",) if forward else backward
     missing: dict[tuple[int, _Key], tuple[Pattern, _Key]] = {}
     for pattern in patterns:
         for name in names if diagonals(pattern) is None else ():
@@ -307,6 +363,6 @@ KERNEL = Kernel(
     _backward,
     takes_delta=True,
     abilities=Abilities(windows=True, pieces=True),
-    in_place=InPlace(merge_forward, add_dq, add_dkv),
+    in_place=InPlace(merge_forward, add_dq, add_dkv, at_once, add_all),
     prepare=prepare,
 )

@@ -320,11 +320,10 @@ def _put_rows(
 
 @triton.jit(do_not_specialize=OF_ROWS_AND_DELTA)
 def dq(
-    q, k, v, dout, unit_of, lse, delta, dq, unused, starts, full, entries,
-    low, high, scale, softcap, rows, columns, heads, group, q_batch, q_row, q_head, k_batch, k_row, k_head,
-    v_batch, v_row, v_head, dout_batch, dout_row, dout_head, lse_batch, lse_head, lse_row, delta_batch,
-    delta_head, delta_row, dq_batch, dq_row, dq_head, unused_batch, unused_row, unused_head,
-    USED: tl.constexpr, VALUE_USED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    q, k, v, dout, unit_of, lse, delta, dq, starts, full, entries, low, high, scale, softcap, rows, columns,
+    heads, group, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch,
+    dout_row, dout_head, lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row, dq_batch, dq_row,
+    dq_head, USED: tl.constexpr, VALUE_USED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr, FRESH: tl.constexpr,
     BAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -371,15 +370,18 @@ def dq(
 
 @triton.jit(do_not_specialize=OF_ROWS_AND_DELTA)
 def dkv(  # noqa: C901
-    q, k, v, dout, lse, delta, dk, dv, starts, full, entries,
-    low, high, scale, softcap, rows, columns, heads, group, q_batch, q_row, q_head, k_batch, k_row, k_head,
-    v_batch, v_row, v_head, dout_batch, dout_row, dout_head, lse_batch, lse_head, lse_row, delta_batch,
-    delta_head, delta_row, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, USED: tl.constexpr,
+    q, k, v, dout, lse, delta, dk, dv, dq, starts, full, entries, low, high, scale, softcap, rows, columns,
+    heads, group, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch,
+    dout_row, dout_head, lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row, dk_batch, dk_row,
+    dk_head, dv_batch, dv_row, dv_head, dq_batch, dq_row, dq_head, USED: tl.constexpr,
     VALUE_USED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr, FRESH: tl.constexpr, BAND: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, QUERIES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns of one K/V head, over all query heads that share it: dk if KEYS, dv if VALUES."""
+    """A block of columns of one K/V head, over all query heads that share it: dk if KEYS, dv if VALUES.
+
+    If QUERIES, dq too: its sums are there already, and all programs add to them in any order.
+    """
     block, batch, kv_head = _place(columns, heads // group, COLUMNS)
     block = tl.cdiv(columns, COLUMNS) - 1 - block  # under a causal mask the first are seen most: first
     n = block * COLUMNS + tl.arange(0, COLUMNS)
@@ -387,6 +389,15 @@ def dkv(  # noqa: C901
     v_rows = _rows(v + batch * v_batch + kv_head * v_head, n, v_row, columns, True, VALUE_USED, VALUE_DIM)
     a, b, c, d = _walk(starts, full, block, -high, -low, columns, rows, COLUMNS, ROWS, BAND, True)
     unit = _unit(scale, softcap, SOFTCAP)
+    if QUERIES and BAND:  # dq must not see columns beyond the end: no block of theirs is whole
+        cut = block * COLUMNS + COLUMNS > columns
+        c, b = tl.where(cut, c + b - a, c), tl.where(cut, a, b)
+    if QUERIES and not BAND:  # nor columns that are not finite, where it does not see them
+        note = tl.sum(k_rows.to(tl.float32) * 0.0, 1) + tl.sum(v_rows.to(tl.float32) * 0.0, 1)
+        k_rows = tl.where((note == 0.0)[:, None], k_rows, 0.0).to(k_rows.dtype)
+        v_rows = tl.where((note == 0.0)[:, None], v_rows, 0.0).to(v_rows.dtype)
+        unit = (unit + note)[:, None]
+    e = tl.arange(0, DIM)
     k_sums = tl.zeros((COLUMNS, DIM), dtype=tl.float32)
     v_sums = tl.zeros((COLUMNS, VALUE_DIM), dtype=tl.float32)
     for of_group in range(group):
@@ -419,6 +430,13 @@ def dkv(  # noqa: C901
                     v_sums += _dot(p.to(dout_rows.dtype), dout_rows, PRECISION)
                 if KEYS:
                     k_sums += _dot(ds.to(q_rows.dtype), q_rows, PRECISION)
+                if QUERIES:
+                    share = _dot(tl.trans(k_rows), ds.to(k_rows.dtype), PRECISION) * scale
+                    to = (
+                        dq + batch * dq_batch + head * dq_head + m.to(tl.int64)[None, :] * dq_row + e[:, None]
+                    )
+                    inside = (m < rows)[None, :] & (e < USED)[:, None]
+                    tl.atomic_add(to, share.to(to.dtype.element_ty), mask=inside, sem="relaxed")
     if FRESH or _any(a, b, c, d, BAND):
         if KEYS:
             to_k = dk + batch * dk_batch + kv_head * dk_head
