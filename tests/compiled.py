@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from burst_mcore.attention.kernels import triton_code
-from burst_mcore.attention.kernels.triton import SHARED, launch, of_gradients
+from burst_mcore.attention.kernels.triton import SHARED, launch, needs, of_gradients
 from burst_mcore.attention.numerics import rowwise_triton
 from burst_mcore.loss import rows_triton
 
@@ -180,7 +180,8 @@ def faults(figures):
         yield f"{figures['spills in loops']} spills in inner loops"
     if edge > 1.7 * whole:
         yield f"an edge block takes {edge} instructions, a whole one {whole}"
-    if figures["shared"] > SHARED[tuple(figures["capability"])]:
+    most = needs(padded(figures["head dims"]), SIZES[figures["dtype"]], tuple(figures["capability"]))
+    if figures["shared"] > most:
         yield f"{figures['shared']} bytes of shared memory"
     units = {8: "HMMA", 9: "HGMMA", 10: "UTCHMMA"}[figures["capability"][0]]
     if set(figures["products"]) != {units if figures["dtype"] == "bf16" else "FFMA"}:

@@ -302,6 +302,22 @@ def test_no_inner_loop_spills_and_none_costs_more_than_the_table_says(named):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_a_gpu_with_too_little_shared_memory_is_refused_before_any_launch(monkeypatch):
+    asked = Problem("cuda", torch.bfloat16, 4, 2, 192, 128)
+    monkeypatch.setattr(ours.packages, "capability", lambda: (8, 9))
+    need = ours.needs(384, 2, (8, 9))
+    for there, refused in ((None, False), (need, False), (need - 1, True), (49152, True)):
+        monkeypatch.setattr(ours.packages, "shared_memory", lambda there=there: there)
+        reason = KERNEL.supports(asked)
+        if not refused:
+            assert reason is None, reason
+            continue
+        for word in ("192", "128", str(need), str(there), "(8, 9)"):
+            assert word in reason, reason
+    monkeypatch.setattr(ours.packages, "shared_memory", lambda: 2**14)
+    assert KERNEL.supports(replace(asked, device="cpu")) is None
+
+
 @pytest.mark.parametrize("capability", [None, (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)])
 @pytest.mark.parametrize("dims", range(32, 513, 16))
 def test_each_warp_has_sixteen_rows_of_every_product(capability, dims, monkeypatch):

@@ -86,6 +86,16 @@ SHARED = {(8, 0): 166912, (8, 9): 101376, (9, 0): 232448, (10, 0): 232448}
 """Bytes of shared memory that a block may have, by compute capability; no launch needs more."""
 
 
+_NEEDED: dict[tuple[int, int] | None, tuple[int, ...]] = {
+    None: (40960, 73728, 131072, 131072),
+    (8, 0): (82432, 131328, 102912, 98304),
+    (8, 9): (82432, 74020, 90276, 98304),
+    (9, 0): (81920, 147748, 164132, 196900),
+    (10, 0): (115712, 164932, 147464, 213332),
+}
+"""Bytes of shared memory that launches need, for head dims as in `_LAUNCHES`; None: of float32 anywhere."""
+
+
 def like(capability: tuple[int, int]) -> tuple[int, int]:
     """Return the compute capability, of those that kernels are laid out for, that a GPU comes nearest to."""
     if capability[0] in (8, 12):  # all but 8.0 have 99 KiB of shared memory
@@ -127,10 +137,32 @@ def _supports(problem: Problem) -> str | None:
     if dim > LARGEST_HEAD_DIM:
         return f"head dim {dim}, it takes up to {LARGEST_HEAD_DIM}"
     reason = packages.not_on((8, 9, 10, 11, 12)) if problem.device == "cuda" else None
+    reason = reason or _lacks_memory(problem)
     if reason is not None:
         return reason
     code = _device_code()
     return code if isinstance(code, str) else None
+
+
+def _lacks_memory(problem: Problem) -> str | None:
+    """Return why a launch does not fit the shared memory of this GPU; None if all fit, or there is no GPU."""
+    there = packages.shared_memory() if problem.device == "cuda" else None
+    if there is None:
+        return None
+    dims = _power(problem.head_dim) + _power(problem.value_dim)
+    needed = needs(dims, problem.dtype.itemsize, packages.capability())
+    if needed <= there:
+        return None
+    return (
+        f"head dims {problem.head_dim} (keys) and {problem.value_dim} (values) need {needed} bytes of shared "
+        f"memory a block, this GPU (compute capability {packages.capability()}) has {there}; "
+        "smaller head dims need less"
+    )
+
+
+def needs(dims: int, itemsize: int, capability: tuple[int, int] | None) -> int:
+    """Return the bytes of shared memory that a call's launches need; arguments as of `launch`."""
+    return _NEEDED[like(capability or (9, 0)) if itemsize < 4 else None][max(0, -(-dims // 128) - 1)]
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor]:
