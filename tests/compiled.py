@@ -143,9 +143,12 @@ def figures(kernel):
     }
 
 
-def kernels(dims, capability=(9, 0), dtype="bf16"):
+def kernels(dims, capability=(9, 0), dtype="bf16", walk="band"):
     """The names of the attention kernels for some head dims."""
-    of_two = (of_gradients(padded(dims), SIZES[dtype], capability, deterministic=x) for x in (True, False))
+    of_two = (
+        of_gradients(padded(dims), SIZES[dtype], capability, deterministic=x, softcap=walk == "softcap")
+        for x in (True, False)
+    )
     return tuple(dict.fromkeys(("forward", *(name for names in of_two for name in names))))
 
 
@@ -209,6 +212,11 @@ def cases():
         for dims in HEAD_DIMS:
             yield from ((name, dims, capability, "band", "bf16") for name in kernels(dims, capability))
     yield from ((name, (128, 128), (9, 0), "lists", "bf16") for name in kernels((128, 128)))
+    for capability in ((8, 0), (9, 0)):
+        for dims in ((64, 64), (128, 128)):
+            for walk in ("softcap", "fresh"):
+                names = kernels(dims, capability, walk=walk)
+                yield from ((name, dims, capability, walk, "bf16") for name in names)
 
 
 def hold(*wanted):

@@ -253,17 +253,25 @@ def at_once(inputs: BackwardInputs, scores: Scores) -> bool:
     """Return whether one launch makes all gradients."""
     dims = _power(inputs.q.shape[-1]) + _power(inputs.v.shape[-1])
     capability, deterministic = packages.capability(), scores.deterministic
-    return of_gradients(dims, inputs.q.itemsize, capability, deterministic=deterministic) == ("all",)
+    softcap, itemsize = scores.softcap is not None, inputs.q.itemsize
+    launches = of_gradients(dims, itemsize, capability, deterministic=deterministic, softcap=softcap)
+    return launches == ("all",)
 
 
 def of_gradients(
-    dims: int, itemsize: int, capability: tuple[int, int] | None = None, *, deterministic: bool
+    dims: int,
+    itemsize: int,
+    capability: tuple[int, int] | None = None,
+    *,
+    deterministic: bool,
+    softcap: bool = False,
 ) -> tuple[str, ...]:
     """Return the launches of backward: one for all gradients, where its inner loop spills nothing.
 
     The other arguments are those of `launch`.
     """
-    largest = 128 * len(_LAUNCHES[like(capability or (9, 0))]["all"])
+    device = like(capability or (9, 0))
+    largest = 128 if softcap and device == (8, 0) else 128 * len(_LAUNCHES[device]["all"])
     if not deterministic and dims <= largest:
         return ("all",)
     return ("dq", *of_keys(dims, itemsize))
@@ -366,7 +374,9 @@ def prepare(patterns: Iterable[Pattern], problem: Problem, device: torch.device,
     """Make the lists of all tiles of a pass, with one copy to the device for all of them."""
     dims = _power(problem.head_dim) + _power(problem.value_dim)
     itemsize, capability = problem.dtype.itemsize, packages.capability()
-    backward = of_gradients(dims, itemsize, capability, deterministic=problem.deterministic)
+    backward = of_gradients(
+        dims, itemsize, capability, deterministic=problem.deterministic, softcap=problem.softcap
+    )
     names = ("forward",) if forward else backward
     missing: dict[tuple[int, _Key], tuple[Pattern, _Key]] = {}
     for pattern in patterns:
