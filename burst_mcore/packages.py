@@ -46,6 +46,14 @@ def capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
+def shared_memory() -> int | None:
+    """Bytes of shared memory that a block of the current GPU may have, None without one."""
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return getattr(properties, "shared_memory_per_block_optin", None)  # older torch does not tell
+
+
 def not_on(architectures: Sequence[int]) -> str | None:
     """Why a kernel for GPUs of these major compute capabilities cannot serve here, if there is a GPU."""
     found = capability()

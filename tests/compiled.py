@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from burst_mcore.attention.kernels import triton_code
-from burst_mcore.attention.kernels.triton import SHARED, launch, of_keys
+from burst_mcore.attention.kernels.triton import SHARED, launch, needs, of_gradients
 from burst_mcore.attention.numerics import rowwise_triton
 from burst_mcore.loss import rows_triton
 
@@ -27,6 +27,7 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 TABLE = Path(__file__).resolve().parents[1] / "benchmarks/compiled.json"
 CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0))
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+SIZES = {"bf16": 2, "fp32": 4}
 PRODUCTS = r"\b(?:HGMMA|HMMA|UTC\w*MMA)"
 
 
@@ -60,18 +61,16 @@ def attention(name, head_dim, value_dim, dtype="bf16", capability=(9, 0), sizes=
     constants = {
         "USED": head_dim, "VALUE_USED": value_dim, "DIM": wide, "VALUE_DIM": wide_value,
         "ROWS": sizes.rows, "COLUMNS": sizes.columns, "SOFTCAP": False, "FRESH": False, "BAND": True,
-        "KEYS": name != "dv", "VALUES": name != "dk", "lse_row": 1, "delta_row": 1,
+        "KEYS": name != "dv", "VALUES": name != "dk", "QUERIES": name == "all", "lse_row": 1, "delta_row": 1,
         "PRECISION": "ieee" if dtype == "fp32" else "tf32", **options,
     }  # fmt: skip
     types = dict.fromkeys(("q", "k", "v", "dout"), f"*{dtype}")
-    types |= dict.fromkeys(("out", "lse", "delta", "dq", "dk", "dv", "unused"), "*fp32")
-    lists = ("starts", "full", "lone", "others", "firsts", "parts")
-    spoilt = ("v_spoilt", "k_spoilt", "q_spoilt", "dout_spoilt")
-    types |= dict.fromkeys(spoilt, "*fp32")
+    types |= dict.fromkeys(("out", "lse", "delta", "unit_of", "dq", "dk", "dv", "unused"), "*fp32")
+    lists = ("starts", "full", "entries")
     if constants["BAND"]:
-        constants |= dict.fromkeys((*lists, *spoilt))
+        constants |= dict.fromkeys((*lists, "unit_of"))
     types |= dict.fromkeys(lists, "*i32") | dict.fromkeys(("scale", "softcap"), "fp32")
-    function = getattr(triton_code, "dkv" if name in ("dk", "dv") else name)
+    function = getattr(triton_code, "dkv" if name in ("dk", "dv", "all") else name)
     warps = {"num_warps": sizes.warps, "num_stages": sizes.stages}
     return _compiled(function, constants, types, capability, warps)
 
@@ -144,9 +143,13 @@ def figures(kernel):
     }
 
 
-def kernels(dims):
+def kernels(dims, capability=(9, 0), dtype="bf16", walk="band"):
     """The names of the attention kernels for some head dims."""
-    return ("forward", "dq", *of_keys(padded(dims), 2))
+    of_two = (
+        of_gradients(padded(dims), SIZES[dtype], capability, deterministic=x, softcap=walk == "softcap")
+        for x in (True, False)
+    )
+    return tuple(dict.fromkeys(("forward", *(name for names in of_two for name in names))))
 
 
 def padded(dims):
@@ -154,32 +157,44 @@ def padded(dims):
     return sum(1 << (dim - 1).bit_length() for dim in dims)
 
 
-def row(name, dims, capability, walk="band"):
-    """A line of the table; walk: "band" (full, causal and windowed tiles) or "lists" (other patterns)."""
-    sizes = launch(name, padded(dims), 2, capability)
-    counted = figures(attention(name, *dims, capability=capability, BAND=walk == "band"))
+VARIANTS = {
+    "band": {"BAND": True},
+    "lists": {"BAND": False},
+    "softcap": {"BAND": True, "SOFTCAP": True},
+    "fresh": {"BAND": True, "FRESH": True},
+}
+"""The options of a kernel: full, causal and windowed tiles added to sums; and what differs from those."""
+
+
+def row(name, dims, capability, walk="band", dtype="bf16"):
+    """A line of the table; walk: of `VARIANTS`."""
+    sizes = launch(name, padded(dims), SIZES[dtype], capability)
+    counted = figures(attention(name, *dims, dtype, capability, **VARIANTS[walk]))
     return {
-        "kernel": name, "walk": walk, "head dims": list(dims), "capability": list(capability),
+        "kernel": name, "walk": walk, "dtype": dtype, "head dims": list(dims), "capability": list(capability),
         "launch": list(sizes), **counted,
     }  # fmt: skip
 
 
 def faults(figures):
-    """What is wrong with a line of the table. Lists cost more at their edges: their table is their bound."""
+    """What is wrong with a line of the table."""
     whole, edge = figures["instructions of loops"]
-    if figures["spills in loops"] and figures["walk"] == "band":
+    if figures["spills in loops"]:
         yield f"{figures['spills in loops']} spills in inner loops"
-    if edge > 1.7 * whole and figures["walk"] == "band":
+    if edge > 1.7 * whole:
         yield f"an edge block takes {edge} instructions, a whole one {whole}"
-    if figures["shared"] > SHARED[tuple(figures["capability"])]:
+    most = needs(padded(figures["head dims"]), SIZES[figures["dtype"]], tuple(figures["capability"]))
+    if figures["shared"] > most:
         yield f"{figures['shared']} bytes of shared memory"
-    if set(figures["products"]) != {{8: "HMMA", 9: "HGMMA", 10: "UTCHMMA"}[figures["capability"][0]]}:
+    units = {8: "HMMA", 9: "HGMMA", 10: "UTCHMMA"}[figures["capability"][0]]
+    if set(figures["products"]) != {units if figures["dtype"] == "bf16" else "FFMA"}:
         yield f"products by {figures['products']}"
 
 
 def key(figures):
     """What a line of the table is about."""
-    return figures["kernel"], figures["walk"], *figures["head dims"], *figures["capability"]
+    dims, capability = figures["head dims"], figures["capability"]
+    return figures["kernel"], figures["walk"], figures["dtype"], *dims, *capability
 
 
 def grown(now, before):
@@ -192,18 +207,23 @@ def grown(now, before):
 
 
 def cases():
-    """(kernel, head dims, capability, walk) of each line of the table."""
+    """(kernel, head dims, capability, walk, dtype) of each line of the table."""
     for capability in CAPABILITIES:
         for dims in HEAD_DIMS:
-            yield from ((name, dims, capability, "band") for name in kernels(dims))
-    yield from ((name, (128, 128), (9, 0), "lists") for name in kernels((128, 128)))
+            yield from ((name, dims, capability, "band", "bf16") for name in kernels(dims, capability))
+    yield from ((name, (128, 128), (9, 0), "lists", "bf16") for name in kernels((128, 128)))
+    for capability in ((8, 0), (9, 0)):
+        for dims in ((64, 64), (128, 128)):
+            for walk in ("softcap", "fresh"):
+                names = kernels(dims, capability, walk=walk)
+                yield from ((name, dims, capability, walk, "bf16") for name in names)
 
 
 def hold(*wanted):
     """AssertionError if kernels have faults, or cost more than the table says: all, or some of Hopper's."""
     table = {key(each): each for each in json.loads(TABLE.read_text())["rows"]}
     for case in cases():
-        if wanted and (case[0] not in wanted or case[1:] != ((128, 128), (9, 0), "band")):
+        if wanted and (case[0] not in wanted or case[1:] != ((128, 128), (9, 0), "band", "bf16")):
             continue
         now = row(*case)
         wrong = [*faults(now), *grown(now, table.pop(key(now)))]
@@ -246,6 +266,6 @@ if __name__ == "__main__":
     for case in cases():
         rows.append(row(*case))
         sys.stdout.write(f"{case} {rows[-1]['instructions of loops']} {'; '.join(faults(rows[-1]))}\n")
-    written = {"triton": triton.__version__, "dtype": "bfloat16", "rows": rows}
+    written = {"triton": triton.__version__, "rows": rows}
     TABLE.write_text(json.dumps(written, indent=1) + "\n")
     sys.exit(any(any(faults(x)) for x in rows))

@@ -11,29 +11,35 @@ from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.blocks import blocks
 
 
+def _bytes(word):
+    return list((word & 0xFFFFFFFF).to_bytes(4, "little"))
+
+
 def _walked(pattern, block_m, block_n, by_columns):
     """How often each pair is seen, and where, by the lists."""
     rows, columns = pattern.shape
     met = torch.zeros(rows, columns, dtype=torch.int)
-    lists = blocks(pattern, block_m, block_n, by_columns=by_columns)
-    starts, full, lone, others, firsts, parts = (x.tolist() for x in lists)
+    starts, full, entries = (x.tolist() for x in blocks(pattern, block_m, block_n, by_columns=by_columns))
     m, n = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
     for block in range(len(full)):
-        assert len(set(others[starts[block] : starts[block + 1]])) == starts[block + 1] - starts[block]
+        whole = [other for other, *_ in entries[starts[block] : full[block]]]
+        assert len(set(whole)) == len(whole)
         for entry in range(starts[block], starts[block + 1]):
-            bm, bn = (others[entry], block) if by_columns else (block, others[entry])
+            other, spans, diagonals, inverse = entries[entry]
+            bm, bn = (other, block) if by_columns else (block, other)
             inside = (m // block_m == bm) & (n // block_n == bn)
             if entry < full[block]:
                 assert (bn + 1) * block_n <= columns  # columns beyond the end are never read unmasked
                 met += inside.int()
-                assert firsts[entry] == firsts[entry + 1]
                 continue
-            alone = firsts[entry + 1] - firsts[entry] == 1 and parts[firsts[entry]][6] == 1
-            assert alone == (entry < lone[block])
-            for m0, m1, n0, n1, low, high, step, shift in parts[firsts[entry] : firsts[entry + 1]]:
-                ahead = (n - n0) - (m - m0)
-                seen_here = (m >= m0) & (m < m1) & (n >= n0) & (n < n1) & (ahead >= low) & (ahead <= high)
-                met += (inside & seen_here & ((ahead - shift) % step == 0)).int()
+            own0, own1, others0, others1 = _bytes(spans)
+            low, high, step, _ = _bytes(diagonals)
+            low, high = ((x ^ 128) - 128 for x in (low, high))
+            assert inverse == 2**20 // step + 1
+            own, others = (n % block_n, m % block_m) if by_columns else (m % block_m, n % block_n)
+            ahead = others - own
+            seen_here = (own >= own0) & (own < own1) & (others >= others0) & (others < others1)
+            met += (inside & seen_here & (ahead >= low) & (ahead <= high) & ((ahead - low) % step == 0)).int()
     return met
 
 

@@ -28,7 +28,15 @@ from burst_mcore.attention.shard import Shard
 
 
 def simulate(
-    p, mask, layout, route, direction, kernel="reference", dtype=torch.float64, transport=MailboxTransport
+    p,
+    mask,
+    layout,
+    route,
+    direction,
+    kernel="reference",
+    dtype=torch.float64,
+    transport=MailboxTransport,
+    deterministic=False,
 ):
     """(out, lse, dq, dk, dv) of the whole sequence; bytes each rank sent by peer, forward and backward."""
     mail, n, size = Mailboxes(), p.q.shape[1], route.size
@@ -42,8 +50,16 @@ def simulate(
             rank=r,
             route=route,
             plan=plan,
-            scores=Scores(p.q.shape[-1] ** -0.5),
-            problem=Problem("cpu", p.q.dtype, p.q.shape[2], p.k.shape[2], p.q.shape[3], p.v.shape[3]),
+            scores=Scores(p.q.shape[-1] ** -0.5, deterministic=deterministic),
+            problem=Problem(
+                "cpu",
+                p.q.dtype,
+                p.q.shape[2],
+                p.k.shape[2],
+                p.q.shape[3],
+                p.v.shape[3],
+                deterministic=deterministic,
+            ),
             kernel=KERNELS[kernel],
             direction=direction,
             grad_dtype=dtype,

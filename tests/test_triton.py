@@ -31,7 +31,8 @@ from burst_mcore.attention.numerics import merge
 from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.attention.schedule.route import Route
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+tl, allowed = triton.language, ours._device_code()._allowed
 KERNEL = KERNELS["triton"]
 pytestmark = pytest.mark.skipif(not ours.interpreted(), reason="Triton compiles here: see tests/gpu")
 
@@ -73,14 +74,15 @@ def _tile(seed):
             return found[0]
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_any_pattern_and_option(seed):
+def test_any_pattern_and_option(seed, deterministic):
     pattern = _tile(seed).pattern
     rows, columns = pattern.shape
     softcap = 2.0 if seed % 3 == 0 else None
     p = problem(seed, max(rows, columns), heads=4, kv_heads=1 + seed % 2, head_dim=16, dtype=torch.float32)
     q, dout, k, v = p.q[:, :rows], p.dout[:, :rows], p.k[:, :columns], p.v[:, :columns]
-    scores = Scores(0.3, softcap)
+    scores = Scores(0.3, softcap, deterministic)
     out, lse = KERNEL.forward(q, k, v, pattern, scores)
     want_out, want_lse = REFERENCE.forward(q, k, v, Pattern.from_table(pattern.table), scores)
     assert error(out, want_out) < 1e-6 and error(lse, want_lse) < 1e-6
@@ -91,6 +93,35 @@ def test_any_pattern_and_option(seed):
         strict=True,
     ):
         assert error(g, w) < 2e-6 or w.norm() < 1e-6
+
+
+@triton.jit
+def _table_of(entries, table, SIZE: tl.constexpr):
+    at, along = tl.arange(0, SIZE), tl.arange(0, SIZE)
+    met = allowed(entries, tl.program_id(0), 0, 0, 0, 0, 0, 0, SIZE, SIZE, False)
+    tl.store(table + (tl.program_id(0) * SIZE + at[:, None]) * SIZE + along[None, :], met.to(tl.int8))
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_the_largest_block_meets_what_its_part_says_for_any_step(by_columns):
+    """The comparison that tells multiples of a step from other numbers, against division."""
+    size, draw, pieces = blocks.LARGEST_BLOCK, random.Random(by_columns), []
+    for step in range(1, 256):
+        m0, m1, n0, n1 = (
+            draw.randrange(40) if end == 0 else size - draw.randrange(40) for end in (0, 1, 0, 1)
+        )
+        low, high = sorted(draw.choices(range(m0 - m1 + 1, n1 - n0), k=2))
+        low, high = (low, high) if draw.random() < 0.5 else (-blocks.FAR, blocks.FAR)
+        pieces.append(Piece(m0, m1, n0, n1, low, high, step, draw.randrange(step)))
+    patterns = [Pattern((size, size), parts=(piece,)) for piece in pieces]
+    lists = [blocks.blocks(pattern, size, size, by_columns=by_columns) for pattern in patterns]
+    some = [i for i, pattern in enumerate(patterns) if pattern.table.any() and not pattern.table.all()]
+    entries = torch.cat([lists[i].entries for i in some])
+    assert len(entries) == len(some) > 150
+    tables = torch.full((len(some), size, size), -1, dtype=torch.int8)
+    _table_of[(len(some),)](entries, tables, SIZE=size)
+    for table, i in zip(tables, some, strict=True):
+        assert torch.equal((table.T if by_columns else table) == 1, patterns[i].table), pieces[i]
 
 
 def test_it_merges_and_adds_in_place_into_views():
@@ -188,9 +219,10 @@ def on_threads(monkeypatch):
     ],
     ids=str,
 )
-def test_on_a_ring_it_equals_dense_attention(mask, layout, route, direction):
-    p = problem(3, 48, kv_heads=2, dtype=torch.float32)
-    got, *_ = simulate(p, mask, layout, route, direction, "triton", dtype=torch.float32)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_on_a_ring_it_equals_dense_attention(mask, layout, route, direction, deterministic):
+    p, options = problem(3, 48, kv_heads=2, dtype=torch.float32), {"deterministic": deterministic}
+    got, *_ = simulate(p, mask, layout, route, direction, "triton", dtype=torch.float32, **options)
     for name, g, w in zip(("out", "lse", "dq", "dk", "dv"), got, dense(p, mask), strict=True):
         assert error(g, w) < 3e-6, name
 
@@ -198,20 +230,32 @@ def test_on_a_ring_it_equals_dense_attention(mask, layout, route, direction):
 @pytest.mark.usefixtures("on_threads")
 @pytest.mark.parametrize("direction", ["query", "kv"])
 @pytest.mark.parametrize("route", [Route(1, 3), Route(2, 2), Route(1, 3, direct=True)], ids=str)
-def test_no_share_of_a_gradient_takes_a_pass_of_its_own(route, direction, monkeypatch):
-    """Ours adds to what stays and to what travels, where rows lie together; others have it done for them."""
-    added, add_up = [], merge.add_up
-    monkeypatch.setattr(merge, "add_up", lambda *args: (added.append(args), add_up(*args)))
+def test_shares_that_take_a_pass_of_their_own(route, direction, monkeypatch):
+    """In two launches ours adds to what stays and to what travels, where rows lie together; others to none.
+
+    In one launch for all gradients, the share that travels waits for its sums, so it alone takes a pass.
+    """
+    added, launched, add_up, gradients = [], [], merge.add_up, ours._gradients
+    monkeypatch.setattr(merge, "add_up", lambda parts, *into: (added.append(parts), add_up(parts, *into)))
+    monkeypatch.setattr(ours, "_gradients", lambda name, *x: (launched.append(name), gradients(name, *x)))
     p = problem(3, 48, kv_heads=2, dtype=torch.float32)
-    simulate(p, Mask.causal(), "zigzag", route, direction, "triton", dtype=torch.float32)
-    assert not added
-    simulate(p, Mask.causal(), "zigzag", route, direction, "reference", dtype=torch.float32)
+    simulated = p, Mask.causal(), "zigzag", route, direction
+    simulate(*simulated, "triton", dtype=torch.float32, deterministic=True)
+    assert not added and set(launched) == {"dq", "dkv"}
+    launched.clear()
+    simulate(*simulated, "triton", dtype=torch.float32)
+    heads = p.q.shape[2] if direction == "query" else p.k.shape[2]
+    assert added and {x.shape[2] for parts in added for x in parts} == {heads}
+    assert set(launched) == {"all"}
+    added.clear()
+    simulate(*simulated, "reference", dtype=torch.float32)
     assert added
 
 
 @pytest.mark.usefixtures("on_threads")
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("direction", ["query", "kv"])
-def test_it_adds_to_travelling_sums_in_their_dtype(direction, monkeypatch):
+def test_it_adds_to_travelling_sums_in_their_dtype(direction, deterministic, monkeypatch):
     """Sums in float64 hold what float32 cannot: each adds up shares that differ in size."""
     sums, accumulate = [], backward_module._Backward.accumulate
 
@@ -221,7 +265,16 @@ def test_it_adds_to_travelling_sums_in_their_dtype(direction, monkeypatch):
 
     monkeypatch.setattr(backward_module._Backward, "accumulate", seen)
     p = problem(3, 48, kv_heads=2, dtype=torch.float32)
-    simulate(p, Mask.causal(), "zigzag", Route(1, 3), direction, "triton", dtype=torch.float64)
+    simulate(
+        p,
+        Mask.causal(),
+        "zigzag",
+        Route(1, 3),
+        direction,
+        "triton",
+        dtype=torch.float64,
+        deterministic=deterministic,
+    )
     assert all(total.dtype == torch.float64 for total, _ in sums)
     assert any((total != total.float()).any() for total, first in sums if not first)
 
@@ -242,7 +295,9 @@ def test_kernels_compile_for_hopper_with_its_matrix_units(check):
 
 
 @pytest.mark.parametrize(
-    "named", ["'forward', 'dq', 'dkv'", pytest.param("", marks=pytest.mark.slow)], ids=["Hopper", "all"]
+    "named",
+    ["'forward', 'dq', 'dkv', 'all'", pytest.param("", marks=pytest.mark.slow)],
+    ids=["Hopper", "all"],
 )
 def test_no_inner_loop_spills_and_none_costs_more_than_the_table_says(named):
     """Registers, spills, shared memory and instructions of the machine code for GPUs that are not here."""
@@ -250,12 +305,32 @@ def test_no_inner_loop_spills_and_none_costs_more_than_the_table_says(named):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_a_gpu_with_too_little_shared_memory_is_refused_before_any_launch(monkeypatch):
+    asked = Problem("cuda", torch.bfloat16, 4, 2, 192, 128)
+    monkeypatch.setattr(ours.packages, "capability", lambda: (8, 9))
+    need = ours.needs(384, 2, (8, 9))
+    for there, refused in ((None, False), (need, False), (need - 1, True), (49152, True)):
+        monkeypatch.setattr(ours.packages, "shared_memory", lambda there=there: there)
+        reason = KERNEL.supports(asked)
+        if not refused:
+            assert reason is None, reason
+            continue
+        for word in ("192", "128", str(need), str(there), "(8, 9)"):
+            assert word in reason, reason
+    monkeypatch.setattr(ours.packages, "shared_memory", lambda: 2**14)
+    assert KERNEL.supports(replace(asked, device="cpu")) is None
+
+
 @pytest.mark.parametrize("capability", [None, (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)])
 @pytest.mark.parametrize("dims", range(32, 513, 16))
 def test_each_warp_has_sixteen_rows_of_every_product(capability, dims, monkeypatch):
     monkeypatch.undo()
     for itemsize in (2, 4):
-        for name in ("forward", "dq", *ours.of_keys(dims, itemsize)):
+        launches = (
+            ours.of_gradients(dims, itemsize, capability, deterministic=deterministic)
+            for deterministic in (True, False)
+        )
+        for name in {"forward", *(name for names in launches for name in names)}:
             sizes = ours.launch(name, dims, itemsize, capability)
             own = sizes.rows if name in ("forward", "dq") else sizes.columns
             assert own >= 16 * sizes.warps, (name, sizes)
@@ -269,7 +344,7 @@ def test_no_list_is_made_of_full_causal_and_windowed_tiles():
         Pattern((2**20, 2**20), -99, 5),
     ):
         (*lists, low, high), band = ours._lists(pattern, sizes, device, by_columns=False)
-        assert band and lists == [None] * 6 and not pattern.kernel_cache
+        assert band and lists == [None] * 3 and not pattern.kernel_cache
         assert (low, high) == (
             pattern.low or -blocks.FAR,
             blocks.FAR if pattern.high is None else pattern.high,
@@ -284,20 +359,19 @@ def test_the_lists_of_a_pass_are_made_at_once(monkeypatch):
     mask = Mask.causal() & Mask.documents([0, 7, 30, 48])
     p = problem(3, 48, kv_heads=2, dtype=torch.float32)
     simulate(p, mask, "striped", Route(1, 1), "query", "triton", dtype=torch.float32)
-    assert [len(lists) for lists in made] == [
-        1,
-        1,
-    ]  # by rows for out and dq, by columns for dk and dv
+    assert [len(lists) for lists in made] == [1, 1]  # by rows for out, by columns for the gradients
     plan = plan_for(Layout.of("striped"), mask, 48, 4)
     patterns = [tile.pattern for at in range(4) for tile in tiles_of(plan, 2, at, KERNEL.abilities)]
     asked = Problem("cpu", torch.float32, 4, 2, 16, 16)
     made.clear()
     for _ in range(2):
         ours.prepare(patterns, asked, torch.device("cpu"), forward=False)
-    assert [len(lists) for lists in made] == [2 * sum(pattern.masked for pattern in patterns)]
+    assert [len(lists) for lists in made] == [sum(pattern.masked for pattern in patterns)]
+    ours.prepare(patterns, replace(asked, deterministic=True), torch.device("cpu"), forward=False)
+    assert [len(lists) for lists in made] == 2 * [sum(pattern.masked for pattern in patterns)]
     lists = [x for pattern in patterns for lists in pattern.kernel_cache.values() for x in lists]
     memory = {x.untyped_storage().data_ptr() for x in lists if x.numel()}
-    assert len(memory) == 1
+    assert len(memory) == 2
 
 
 CUDA = torch.device("cuda")
@@ -352,4 +426,5 @@ def test_any_number_of_batches_and_heads_fits_a_grid(monkeypatch):
     out, lse = KERNEL.forward(q, q, q, Pattern((40, 40), high=0), Scores(0.25))
     x = BackwardInputs(out, q, q, q, None, lse, lse)
     KERNEL.backward(x, Pattern((40, 40), high=0), Scores(0.25))
-    assert grids == [(3 * 2**17,), (3 * 2**17,), (2 * 2**17,)]
+    KERNEL.backward(x, Pattern((40, 40), high=0), Scores(0.25, deterministic=True))
+    assert grids == [(3 * 2**17,), (2 * 2**17,), (3 * 2**17,), (2 * 2**17,)]

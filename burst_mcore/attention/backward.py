@@ -23,6 +23,7 @@ from burst_mcore.attention.runtime.buffers import Lease
 from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
 from burst_mcore.attention.runtime.head_exchange import Inward, Outward, pooled_like
 from burst_mcore.attention.schedule.actions import HOME_TOTAL, Kind, Pass
+from burst_mcore.dtypes import wide
 
 
 def backward(
@@ -131,6 +132,8 @@ class _Backward:
         arguments, kernel = (inputs, tile.pattern, self.call.scores), self.call.kernel
         of_queries: Share
         of_keys: Share
+        if kernel.in_place and kernel.in_place.at_once(inputs, self.call.scores):
+            return self._shares_at_once(inputs, tile)
         if kernel.in_place:
             of_queries = partial(kernel.in_place.add_dq, *arguments)
             of_keys = partial(kernel.in_place.add_dkv, *arguments)
@@ -139,11 +142,34 @@ class _Backward:
             of_queries, of_keys = (dq,), (dk, dv)
         return (of_queries, of_keys) if self.query_travels else (of_keys, of_queries)
 
+    def _shares_at_once(self, inputs: BackwardInputs, tile: Tile) -> tuple[Share, Share]:
+        """Return the gradients of a tile that one launch makes, for the side that travels, and that stays.
+
+        The sums that travel are not here yet: their share waits for them in memory of its own.
+        """
+        assert self.call.kernel.in_place
+        add_all = self.call.kernel.in_place.add_all
+        assert add_all
+        travels = (inputs.q,) if self.query_travels else (inputs.k, inputs.v)
+        apart = tuple(
+            torch.empty_like(x, dtype=wide(x.dtype), memory_format=torch.contiguous_format) for x in travels
+        )
+
+        def stay(*totals: Tensor, fresh: bool) -> None:
+            dq, dk, dv = (*apart, *totals) if self.query_travels else (*totals, *apart)
+            arguments = inputs, tile.pattern, self.call.scores, dq, dk, dv
+            if self.query_travels:
+                add_all(*arguments, fresh_dq=True, fresh_dkv=fresh)
+            else:
+                add_all(*arguments, fresh_dq=fresh, fresh_dkv=True)
+
+        return apart, stay
+
     def accumulate(self, sums: Bundle, sum_rows: Rows | None, first: bool, total: Bundle | None) -> None:
         """Add the shares of the last compute to the travelling sums, which have arrived meanwhile.
 
-        A kernel that adds in place computes the travelling share only now. The hop of the sums was hidden
-        behind the share that stays.
+        A kernel that adds in place, and not all at once, computes the travelling share only now. The hop of
+        the sums was hidden behind the share that stays.
 
         total: where complete sums go, in the pass over memory that adds the last shares to them.
         """

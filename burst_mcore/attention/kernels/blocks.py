@@ -16,21 +16,26 @@ FAR = 2**30
 """A diagonal beyond all others, in 32 bits."""
 
 
-class Blocks(NamedTuple):
-    """For each block of one side, the blocks of the other that it meets: int32 tensors.
+LARGEST_BLOCK = 128
+"""Rows or columns of a block, at most: numbers that count from its corner have 8 bits."""
 
-    Block i meets `others[starts[i]:starts[i + 1]]`. Up to `full[i]` they are seen wholly. Up to `lone[i]` one
-    part without a step says which pairs meet. Of any entry e that is not seen wholly,
-    parts[firsts[e]:firsts[e + 1]] say so. Their rows are the fields of `Piece`, in rows and columns of the
-    tile, whichever side is walked.
+
+class Blocks(NamedTuple):
+    """For each block of one side (its own), the blocks of the other side that it meets: int32 tensors.
+
+    Block i meets the `entries` from starts[i] to starts[i + 1]. Up to `full[i]` they are blocks that are seen
+    wholly, each once. Each further entry is one part of a block: where several parts share a block, it has
+    several entries. An entry is four numbers:
+
+    * the block of the other side;
+    * own0, own1, others0, others1, 8 bits each: rows of either side within the block;
+    * low, high, step, 8 bits each: rows with low <= other - own <= high meet, `step` apart from low on;
+    * 2^20 / step, rounded up to the next number: its product divides by the step.
     """
 
     starts: Tensor
     full: Tensor
-    lone: Tensor
-    others: Tensor
-    firsts: Tensor
-    parts: Tensor
+    entries: Tensor
 
 
 ALIGNED = 4
@@ -55,9 +60,10 @@ def on_device(lists: Sequence[Blocks], device: torch.device) -> list[Blocks]:
 
 def blocks(pattern: Pattern, block_m: int, block_n: int, *, by_columns: bool) -> Blocks:
     """Return the lists for blocks of block_m rows and block_n columns, by blocks of rows or of columns."""
+    assert max(block_m, block_n) <= LARGEST_BLOCK
     rows, columns = pattern.shape
     parts = _parts(pattern)
-    m0, m1, n0, n1, low, high, step, _ = parts.unbind(1)
+    m0, m1, n0, n1, low, high, step, shift = parts.unbind(1)
     first_m, first_n = m0 // block_m, n0 // block_n
     many_m, many_n = (-(-m1 // block_m) - first_m, -(-n1 // block_n) - first_n)
     times = (many_m * many_n).clamp_min(0)
@@ -65,40 +71,46 @@ def blocks(pattern: Pattern, block_m: int, block_n: int, *, by_columns: bool) ->
     index = torch.arange(int(times.sum())) - (times.cumsum(0) - times)[part]
     bm, bn = first_m[part] + index // many_n[part], first_n[part] + index % many_n[part]
 
-    top, bottom = torch.maximum(bm * block_m, m0[part]), torch.minimum((bm + 1) * block_m, m1[part])
-    left, right = torch.maximum(bn * block_n, n0[part]), torch.minimum((bn + 1) * block_n, n1[part])
+    corner_m, corner_n, step = bm * block_m, bn * block_n, step[part]
+    top, bottom = torch.maximum(corner_m, m0[part]), torch.minimum(corner_m + block_m, m1[part])
+    left, right = torch.maximum(corner_n, n0[part]), torch.minimum(corner_n + block_n, n1[part])
     apart = n0[part] - m0[part]  # diagonals of a part are counted from its corner
     nearest, farthest = left - (bottom - 1) - apart, (right - 1) - top - apart
-    met = (nearest <= high[part]) & (farthest >= low[part])
-    whole = (top == bm * block_m) & (bottom == torch.clamp((bm + 1) * block_m, max=rows))
-    whole &= (left == bn * block_n) & (right == (bn + 1) * block_n)
-    whole &= (nearest >= low[part]) & (farthest <= high[part]) & (step[part] == 1)
-    part, bm, bn, whole = part[met], bm[met], bn[met], whole[met]
-
-    own, other = (bn, bm) if by_columns else (bm, bn)
-    many = -(-columns // block_n) if by_columns else -(-rows // block_m)
+    low, high = torch.maximum(nearest, low[part]), torch.minimum(farthest, high[part])
+    whole = (top == corner_m) & (bottom == torch.clamp(corner_m + block_m, max=rows)) & (step == 1)
+    whole &= (left == corner_n) & (right == corner_n + block_n) & (low == nearest) & (high == farthest)
+    low = low + (shift[part] - low) % step  # both ends of a range of diagonals are in it
+    high = high - (high - low) % step
+    met = low <= high
+    step = torch.where(low == high, 1, step)
+    low, high = low + apart - (corner_n - corner_m), high + apart - (corner_n - corner_m)
+    spans = [top - corner_m, bottom - corner_m, left - corner_n, right - corner_n]
+    own, other, many = bm, bn, -(-rows // block_m)
+    if by_columns:
+        own, other, many, low, high, spans = (
+            bn,
+            bm,
+            -(-columns // block_n),
+            -high,
+            -low,
+            spans[2:] + spans[:2],
+        )
+    words = (other, _bytes(*spans), _bytes(low, high, step), (1 << 20) // step + 1)
+    entries, own, is_part = torch.stack(words, 1)[met], own[met], (~whole[met]).long()
     width = int(other.max()) + 1 if len(other) else 1
-    entries, entry = torch.unique(own * width + other, return_inverse=True)
-    is_whole = torch.zeros(len(entries), dtype=torch.bool).index_put_((entry,), whole)
-    alone = torch.bincount(entry, minlength=len(entries)) == 1
-    alone &= ~torch.zeros(len(entries), dtype=torch.bool).index_put_((entry[step[part] > 1],), _TRUE)
-    kind = torch.where(is_whole, 0, torch.where(alone, 1, 2))
-    order = torch.argsort(entries // width * 3 * width + kind * width + entries % width)
-    place = torch.empty_like(order).index_put_((order,), torch.arange(len(order)))
-    own, other, kind = entries[order] // width, entries[order] % width, kind[order]
+    order = torch.argsort((own * 2 + is_part) * (width) + other[met], stable=True)
+    own, is_part = own[order], is_part[order]
     starts = torch.searchsorted(own, torch.arange(many + 1))
-    ends = [
-        starts[:-1] + torch.zeros(many, dtype=torch.int64).index_add_(0, own, (kind <= most).long())
-        for most in (0, 1)
-    ]
-    by_entry = torch.argsort(place[entry], stable=True)
-    by_entry = by_entry[~whole[by_entry]]
-    firsts = torch.searchsorted(place[entry][by_entry], torch.arange(len(order) + 1))
-    lists = (starts, *ends, other, firsts, parts[part[by_entry]])
-    return Blocks(*(x.to(torch.int32).contiguous() for x in lists))
+    full = starts[:-1] + torch.zeros(many, dtype=torch.int64).index_add_(0, own, 1 - is_part)
+    return Blocks(*(x.to(torch.int32).contiguous() for x in (starts, full, entries[order])))
 
 
-_TRUE = torch.tensor(True)
+def _bytes(*values: Tensor) -> Tensor:
+    """Return the lowest bytes of values as one number of 32 bits, the first value lowest."""
+    word = torch.zeros_like(values[0])
+    for place, value in enumerate(values):
+        word |= (value & 255) << 8 * place
+    return torch.where(word >= 2**31, word - 2**32, word)
 
 
 def _parts(pattern: Pattern) -> Tensor:

@@ -101,6 +101,10 @@ class InPlace(NamedTuple):
     """(inputs, pattern, scores, dq, *, fresh)."""
     add_dkv: Callable[..., None]
     """(inputs, pattern, scores, dk, dv, *, fresh)."""
+    at_once: Callable[[BackwardInputs, Scores], bool] = lambda inputs, scores: False
+    """Whether one launch makes all gradients of a tile, `add_all`, and forms the scores once for them."""
+    add_all: Callable[..., None] | None = None
+    """(inputs, pattern, scores, dq, dk, dv, *, fresh_dq, fresh_dkv)."""
 
 
 @dataclass(frozen=True)

@@ -2,31 +2,33 @@
 
 Full, causal and windowed tiles are walked by arithmetic, other patterns by lists of blocks (`blocks`). Blocks
 that are empty cost nothing, full ones need no mask. Forward starts from the running (out, lse) and leaves the
-merged ones, so merging costs no pass of its own. Backward adds to running fp32 gradients. dk and dv come from
-one kernel, dq from another. Each element comes from one program in one order, so gradients are deterministic.
+merged ones, so merging costs no pass of its own. Backward adds to running fp32 gradients. One launch makes
+them all and forms the scores once: dq by atomic additions, in any order. Deterministic calls take two
+launches, one for dk and dv, and one for dq; so do head dims for which one launch has too few registers. There
+each element comes from one program in one order.
 
 Works on CPU tensors where Triton interprets (TRITON_INTERPRET=1), for tests.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from burst_mcore import packages
 from burst_mcore.attention.geometry.captured import keep_for_graphs
 from burst_mcore.attention.geometry.pattern import Abilities, Pattern
-from burst_mcore.attention.kernels.blocks import Blocks, blocks, diagonals, on_device
+from burst_mcore.attention.kernels.blocks import LARGEST_BLOCK, Blocks, blocks, diagonals, on_device
 from burst_mcore.attention.kernels.kernel import BackwardInputs, InPlace, Kernel, Problem, Scores
 from burst_mcore.dtypes import TRAINED, wide
 
 LARGEST_HEAD_DIM = 256
-NOTED = 64
-"""Rows that a program looks at for numbers that are not finite."""
 
 
 class Launch(NamedTuple):
@@ -45,16 +47,22 @@ def _launches(*sizes: tuple[int, int, int, int]) -> tuple[Launch, ...]:
 _ADA = {
     "forward": _launches((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 1)),
     "dq": _launches((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1)),
+    "all": _launches((64, 128, 8, 2)),
     "dkv": _launches((64, 128, 8, 2), (32, 64, 4, 2)),
     "dk": _launches((32, 64, 4, 2), (32, 64, 4, 1)),
     "dv": _launches((32, 128, 8, 2), (32, 64, 4, 1)),
 }
 _LAUNCHES: dict[tuple[int, int], dict[str, tuple[Launch, ...]]] = {
-    (8, 0): {**_ADA, "dk": _launches((32, 64, 4, 3), (32, 64, 4, 1))},
+    (8, 0): {
+        **_ADA,
+        "all": _launches((64, 128, 8, 2), (32, 128, 8, 2)),
+        "dk": _launches((32, 64, 4, 3), (32, 64, 4, 1)),
+    },
     (8, 9): _ADA,
     (9, 0): {
         "forward": _launches((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 8, 2)),
         "dq": _launches((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 2)),
+        "all": _launches((32, 128, 8, 2), (32, 128, 8, 2)),
         "dkv": _launches((64, 128, 8, 2), (32, 128, 8, 2)),
         "dk": _launches((32, 128, 8, 1), (32, 128, 8, 2)),
         "dv": _launches((64, 128, 8, 1), (64, 128, 8, 2)),
@@ -62,6 +70,7 @@ _LAUNCHES: dict[tuple[int, int], dict[str, tuple[Launch, ...]]] = {
     (10, 0): {
         "forward": _launches((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 1), (128, 64, 8, 1)),
         "dq": _launches((64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 1), (128, 64, 8, 1)),
+        "all": _launches((64, 128, 8, 2), (64, 128, 8, 1)),
         "dkv": _launches((64, 128, 8, 2), (64, 128, 8, 1)),
         "dk": _launches((64, 128, 8, 1), (32, 128, 8, 2)),
         "dv": _launches((64, 128, 8, 1), (64, 128, 8, 1)),
@@ -69,11 +78,22 @@ _LAUNCHES: dict[tuple[int, int], dict[str, tuple[Launch, ...]]] = {
 }
 """By compute capability and kernel: for head dims of keys and values that add up to 128, 256, 384 and 512.
 
-dk and dv have a launch for both up to 256, and launches of their own beyond. No inner loop spills a register
+All gradients have one launch up to 256, where the device has registers and memory for it. dk and dv have a
+launch for both up to 256, and one each beyond. No inner loop spills a register
 (`benchmarks/compiled.json`). In every product each warp has 16 rows or more, so no two warps compute the
 same. No speed was measured."""
 SHARED = {(8, 0): 166912, (8, 9): 101376, (9, 0): 232448, (10, 0): 232448}
 """Bytes of shared memory that a block may have, by compute capability; no launch needs more."""
+
+
+_NEEDED: dict[tuple[int, int] | None, tuple[int, ...]] = {
+    None: (40960, 73728, 131072, 131072),
+    (8, 0): (82432, 131328, 102912, 98304),
+    (8, 9): (82432, 74020, 90276, 98304),
+    (9, 0): (81920, 147748, 164132, 196900),
+    (10, 0): (115712, 164932, 147464, 213332),
+}
+"""Bytes of shared memory that launches need, for head dims as in `_LAUNCHES`; None: of float32 anywhere."""
 
 
 def like(capability: tuple[int, int]) -> tuple[int, int]:
@@ -87,7 +107,7 @@ def launch(name: str, dims: int, itemsize: int, capability: tuple[int, int] | No
     """Return the sizes of a kernel.
 
     Args:
-        name: "forward", "dq", "dkv", "dk" or "dv".
+        name: "forward", "dq", "dkv", "dk", "dv", or "all" for dq, dk and dv at once.
         dims: the padded head dims of keys and values, added up.
         itemsize: bytes of an element.
         capability: of the GPU; None for Hopper's.
@@ -117,10 +137,32 @@ def _supports(problem: Problem) -> str | None:
     if dim > LARGEST_HEAD_DIM:
         return f"head dim {dim}, it takes up to {LARGEST_HEAD_DIM}"
     reason = packages.not_on((8, 9, 10, 11, 12)) if problem.device == "cuda" else None
+    reason = reason or _lacks_memory(problem)
     if reason is not None:
         return reason
     code = _device_code()
     return code if isinstance(code, str) else None
+
+
+def _lacks_memory(problem: Problem) -> str | None:
+    """Return why a launch does not fit the shared memory of this GPU; None if all fit, or there is no GPU."""
+    there = packages.shared_memory() if problem.device == "cuda" else None
+    if there is None:
+        return None
+    dims = _power(problem.head_dim) + _power(problem.value_dim)
+    needed = needs(dims, problem.dtype.itemsize, packages.capability())
+    if needed <= there:
+        return None
+    return (
+        f"head dims {problem.head_dim} (keys) and {problem.value_dim} (values) need {needed} bytes of shared "
+        f"memory a block, this GPU (compute capability {packages.capability()}) has {there}; "
+        "smaller head dims need less"
+    )
+
+
+def needs(dims: int, itemsize: int, capability: tuple[int, int] | None) -> int:
+    """Return the bytes of shared memory that a call's launches need; arguments as of `launch`."""
+    return _NEEDED[like(capability or (9, 0)) if itemsize < 4 else None][max(0, -(-dims // 128) - 1)]
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -148,8 +190,9 @@ def merge_forward(
     sizes = launch("forward", wide_dim + value_dim, q.itemsize, packages.capability())
     lists, band = _lists(pattern, sizes, q.device, by_columns=False)
     _device_code().forward[(-(-rows // sizes.rows) * batch * heads,)](
-        q, k, v, None if band else _spoilt(v), out, lse, *lists, scores.scale, scores.softcap or 0.0, rows,
-        k.shape[1], heads, heads // k.shape[2], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        q, k, v, None if band else _spoilt(v, _units(k, scores)), out, lse, *lists, scores.scale,
+        scores.softcap or 0.0, rows, k.shape[1], heads, heads // k.shape[2], *q.stride()[:3],
+        *k.stride()[:3], *v.stride()[:3],
         *out.stride()[:3], *lse.stride(), USED=dim, VALUE_USED=v.shape[-1], DIM=wide_dim,
         VALUE_DIM=value_dim, ROWS=sizes.rows, COLUMNS=sizes.columns, SOFTCAP=scores.softcap is not None,
         FRESH=fresh, BAND=band, PRECISION=_precision(q), num_warps=sizes.warps, num_stages=sizes.stages,
@@ -160,6 +203,10 @@ def _backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> tuple
     dq, dk, dv = (
         torch.empty_like(y, memory_format=torch.contiguous_format) for y in (inputs.q, inputs.k, inputs.v)
     )
+    if at_once(inputs, scores):
+        total = torch.empty_like(dq, dtype=wide(dq.dtype))
+        add_all(inputs, pattern, scores, total, dk, dv, fresh_dq=True, fresh_dkv=True)
+        return total.to(dq.dtype), dk, dv
     add_dq(inputs, pattern, scores, dq, fresh=True)
     add_dkv(inputs, pattern, scores, dk, dv, fresh=True)
     return dq, dk, dv
@@ -167,7 +214,7 @@ def _backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> tuple
 
 def add_dq(inputs: BackwardInputs, pattern: Pattern, scores: Scores, dq: Tensor, *, fresh: bool) -> None:
     """Add a tile's share to dq [B, M, H, D], in place; set it if `fresh`."""
-    _gradients("dq", inputs, pattern, scores, (dq, dq), fresh)
+    _gradients("dq", inputs, pattern, scores, (dq,), fresh)
 
 
 def add_dkv(
@@ -179,7 +226,55 @@ def add_dkv(
     """
     dims = _power(inputs.q.shape[-1]) + _power(inputs.v.shape[-1])
     for name in of_keys(dims, inputs.q.itemsize):
-        _gradients(name, inputs, pattern, scores, (dk, dv), fresh)
+        _gradients(name, inputs, pattern, scores, (dk, dv, dk), fresh)
+
+
+def add_all(
+    inputs: BackwardInputs,
+    pattern: Pattern,
+    scores: Scores,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    *,
+    fresh_dq: bool,
+    fresh_dkv: bool,
+) -> None:
+    """Add a tile's shares to dq, dk and dv, in place, in one launch; set those that are fresh.
+
+    dq is in at least float32: many programs add to each element of it.
+    """
+    if fresh_dq:
+        dq.zero_()
+    _gradients("all", inputs, pattern, scores, (dk, dv, dq), fresh_dkv)
+
+
+def at_once(inputs: BackwardInputs, scores: Scores) -> bool:
+    """Return whether one launch makes all gradients."""
+    dims = _power(inputs.q.shape[-1]) + _power(inputs.v.shape[-1])
+    capability, deterministic = packages.capability(), scores.deterministic
+    softcap, itemsize = scores.softcap is not None, inputs.q.itemsize
+    launches = of_gradients(dims, itemsize, capability, deterministic=deterministic, softcap=softcap)
+    return launches == ("all",)
+
+
+def of_gradients(
+    dims: int,
+    itemsize: int,
+    capability: tuple[int, int] | None = None,
+    *,
+    deterministic: bool,
+    softcap: bool = False,
+) -> tuple[str, ...]:
+    """Return the launches of backward: one for all gradients, where its inner loop spills nothing.
+
+    The other arguments are those of `launch`.
+    """
+    device = like(capability or (9, 0))
+    largest = 128 if softcap and device == (8, 0) else 128 * len(_LAUNCHES[device]["all"])
+    if not deterministic and dims <= largest:
+        return ("all",)
+    return ("dq", *of_keys(dims, itemsize))
 
 
 def of_keys(dims: int, itemsize: int) -> tuple[str, ...]:
@@ -192,37 +287,57 @@ def _gradients(
     inputs: BackwardInputs,
     pattern: Pattern,
     scores: Scores,
-    into: tuple[Tensor, Tensor],
+    into: tuple[Tensor, ...],
     fresh: bool,
 ) -> None:
     batch, rows, heads, dim = inputs.q.shape
     columns, kv_heads = inputs.k.shape[1:3]
     wide_dim, value_dim, code = _power(dim), _power(inputs.v.shape[-1]), _device_code()
     sizes = launch(name, wide_dim + value_dim, inputs.q.itemsize, packages.capability())
-    wanted = {} if name == "dq" else {"KEYS": name != "dv", "VALUES": name != "dk"}
+    wanted = {"KEYS": name != "dv", "VALUES": name != "dk", "QUERIES": name == "all"} if name != "dq" else {}
     lists, band = _lists(pattern, sizes, inputs.q.device, by_columns=name != "dq")
-    others = (inputs.k, inputs.v) if name == "dq" else (inputs.q, inputs.dout)
-    notes = [None if band else _spoilt(x) for x in others]
     blocks = -(-rows // sizes.rows) * heads if name == "dq" else -(-columns // sizes.columns) * kv_heads
+    units: tuple[Tensor | None, ...] = ()
+    lse = inputs.lse
+    if name == "dq":
+        units = (None if band else _spoilt(inputs.k, _spoilt(inputs.v, _units(inputs.k, scores))),)
+    elif not band:
+        lse = _spoilt(inputs.q, _spoilt(inputs.dout, _statistics(inputs)))
     (code.dkv if wanted else code.dq)[(blocks * batch,)](
-        inputs.q, inputs.k, inputs.v, inputs.dout, *notes, inputs.lse, inputs.delta, *into, *lists,
+        inputs.q, inputs.k, inputs.v, inputs.dout, *units, lse, inputs.delta, *into, *lists,
         scores.scale, scores.softcap or 0.0, rows, columns, heads, heads // kv_heads,
         *inputs.q.stride()[:3], *inputs.k.stride()[:3], *inputs.v.stride()[:3],
-        *inputs.dout.stride()[:3], *inputs.lse.stride(), *inputs.delta.stride(), *into[0].stride()[:3],
-        *into[1].stride()[:3], USED=dim, VALUE_USED=inputs.v.shape[-1], DIM=wide_dim, VALUE_DIM=value_dim,
+        *inputs.dout.stride()[:3], *lse.stride(), *inputs.delta.stride(),
+        *(stride for total in into for stride in total.stride()[:3]), USED=dim,
+        VALUE_USED=inputs.v.shape[-1], DIM=wide_dim, VALUE_DIM=value_dim,
         ROWS=sizes.rows, COLUMNS=sizes.columns, SOFTCAP=scores.softcap is not None, FRESH=fresh, BAND=band,
         PRECISION=_precision(inputs.q), num_warps=sizes.warps, num_stages=sizes.stages, **wanted,
     )  # fmt: skip
 
 
-def _spoilt(x: Tensor) -> Tensor:
-    """Return NaN for each row of x [B, S, H, D] that is not finite, else 0, [B, H, S]."""
+def _units(k: Tensor, scores: Scores) -> Tensor:
+    """Return the factor of the scores of each row of k, for exponents of base 2: notes for `_spoilt`."""
+    unit = (scores.scale if scores.softcap is None else scores.softcap) * math.log2(math.e)
+    batch, rows, heads, _ = k.shape
+    return torch.full((batch, heads, _noted(rows)), unit, dtype=torch.float32, device=k.device)
+
+
+def _statistics(inputs: BackwardInputs) -> Tensor:
+    """Return the log-sum-exp of rows, NaN where it or delta is: notes for `_spoilt`."""
+    rows = inputs.lse.shape[-1]
+    return pad(inputs.lse + 0.0 * inputs.delta, (0, _noted(rows) - rows))
+
+
+def _noted(rows: int) -> int:
+    """Return the length of notes about so many rows: whole blocks, so that kernels read them unchecked."""
+    return -(-rows // LARGEST_BLOCK) * LARGEST_BLOCK
+
+
+def _spoilt(x: Tensor, notes: Tensor) -> Tensor:
+    """Turn the notes [B, H, whole blocks] of rows of x [B, S, H, D] that are not finite into NaN."""
     batch, rows, heads, dim = x.shape
-    notes = torch.empty((batch, heads, rows), dtype=torch.float32, device=x.device)
-    grid = (-(-rows // NOTED) * batch * heads,)
-    _device_code().spoilt_rows[grid](
-        x, notes, rows, heads, *x.stride()[:3], USED=dim, DIM=_power(dim), ROWS=NOTED
-    )
+    grid = (notes.shape[-1] // LARGEST_BLOCK * batch * heads,)
+    _device_code().spoilt_rows[grid](x, notes, rows, heads, *x.stride()[:3], USED=dim, DIM=_power(dim))
     return notes
 
 
@@ -259,7 +374,10 @@ def prepare(patterns: Iterable[Pattern], problem: Problem, device: torch.device,
     """Make the lists of all tiles of a pass, with one copy to the device for all of them."""
     dims = _power(problem.head_dim) + _power(problem.value_dim)
     itemsize, capability = problem.dtype.itemsize, packages.capability()
-    names = ("forward",) if forward else ("dq", *of_keys(dims, itemsize))
+    backward = of_gradients(
+        dims, itemsize, capability, deterministic=problem.deterministic, softcap=problem.softcap
+    )
+    names = ("forward",) if forward else backward
     missing: dict[tuple[int, _Key], tuple[Pattern, _Key]] = {}
     for pattern in patterns:
         for name in names if diagonals(pattern) is None else ():
@@ -287,6 +405,6 @@ KERNEL = Kernel(
     _backward,
     takes_delta=True,
     abilities=Abilities(windows=True, pieces=True),
-    in_place=InPlace(merge_forward, add_dq, add_dkv),
+    in_place=InPlace(merge_forward, add_dq, add_dkv, at_once, add_all),
     prepare=prepare,
 )

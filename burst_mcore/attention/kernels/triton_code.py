@@ -1,9 +1,13 @@
 """Device code of our Triton kernel; see `triton.py`, which launches it.
 
-Blocks of scores are [ROWS, COLUMNS], in `dkv` [COLUMNS, ROWS]. A program has a block of one side. It walks
-the blocks of the other side in three loops, by KIND: those that are seen WHOLE, those within two diagonals
-(ONE part), and those with SEVERAL parts, or a part with a step. Of a BAND the blocks follow by arithmetic; of
-other patterns lists name them (`Blocks`). Exponents are of base 2.
+Blocks of scores are [ROWS, COLUMNS], in `dkv` [COLUMNS, ROWS]. A program has a block of one side, its own. It
+walks the blocks of the other side in two loops, by KIND: blocks that are seen WHOLE, and blocks that are seen
+in PART. Of a BAND the blocks follow by arithmetic; of other patterns lists name them (`Blocks`). Exponents
+are of base 2.
+
+A row that is not finite must not reach rows that do not see it, though 0 x NaN is NaN. So in parts of lists
+such a row is read as zeros, and a note turns the scores of all pairs that see it into NaN. Columns have their
+note in `unit_of`, the factors of their scores; rows have it in their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -13,11 +17,15 @@ import os
 import triton
 import triton.language as tl
 
+from burst_mcore.attention.kernels.blocks import LARGEST_BLOCK
+
 UPCAST = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 """The interpreter multiplies the bits of bfloat16 as if they were integers."""
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-WHOLE, ONE, SEVERAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+WHOLE, PART = tl.constexpr(0), tl.constexpr(1)
+NOTED = tl.constexpr(LARGEST_BLOCK)
+"""Rows of a block of notes."""
 OF_ROWS = ("low", "high", "rows", "columns", "lse", "lse_batch", "lse_head")
 OF_ROWS_AND_DELTA = (*OF_ROWS, "delta", "delta_batch", "delta_head")
 """Arguments that change with a tile's rows: a kernel is not compiled anew for those that 16 divides."""
@@ -54,63 +62,47 @@ def _unit(scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _several(m, n, entry, firsts, parts, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return which pairs of rows m and columns n the parts of an entry allow, [ROWS, COLUMNS]."""
-    seen = tl.zeros((ROWS, COLUMNS), dtype=tl.int1)
-    for at in range(tl.load(firsts + entry), tl.load(firsts + entry + 1)):
-        part = parts + 8 * at
-        m0, m1, n0, n1 = tl.load(part), tl.load(part + 1), tl.load(part + 2), tl.load(part + 3)
-        low, high, step, shift = tl.load(part + 4), tl.load(part + 5), tl.load(part + 6), tl.load(part + 7)
-        ahead = (n[None, :] - n0) - (m[:, None] - m0)
-        inside = (m >= m0)[:, None] & (m < m1)[:, None] & (n >= n0)[None, :] & (n < n1)[None, :]
-        inside = inside & (ahead >= low) & (ahead <= high) & ((ahead - shift) % step == 0)
-        seen = seen | inside
-    return seen
-
-
-@triton.jit
-def _within(own, others, own0, own1, others0, others1, low, high):
-    """Return which of `others` lie between two diagonals of `own`, and both within their ranges.
-
-    Without a loop, so that the loop around is pipelined.
-    """
-    apart = others0 - own0
-    first = tl.where((own >= own0) & (own < own1), tl.maximum(own + apart + low, others0), 2147483647)
-    last = tl.minimum(own + apart + high, others1 - 1)
-    return (others[None, :] >= first[:, None]) & (others[None, :] <= last[:, None])
-
-
-@triton.jit
 def _allowed(
-    m, n, entry, firsts, parts, low, high, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BAND: tl.constexpr, KIND: tl.constexpr, BY_COLUMNS: tl.constexpr,
+    entries, entry, block, other, low, high, own, others, OWN: tl.constexpr, OTHERS: tl.constexpr,
+    BAND: tl.constexpr,
 ):  # fmt: skip
-    """Return which pairs of a block are seen: [ROWS, COLUMNS], or [COLUMNS, ROWS] if BY_COLUMNS."""
-    m0, m1, n0, n1 = 0, rows, 0, columns
-    if KIND == ONE and not BAND:
-        part = parts + 8 * tl.load(firsts + entry)
-        m0, m1, n0, n1 = tl.load(part), tl.load(part + 1), tl.load(part + 2), tl.load(part + 3)
-        low, high = tl.load(part + 4), tl.load(part + 5)
-    if KIND == ONE and BY_COLUMNS:
-        seen = _within(n, m, n0, n1, m0, m1, -high, -low)
-    elif KIND == ONE:
-        seen = _within(m, n, m0, m1, n0, n1, low, high)
+    """Return which pairs of a block of the own side and a block of the other one meet, [OWN, OTHERS].
+
+    A row of the own side meets rows of the other side from `first` to `last`. In lists these count from the
+    corner of the block, are `step` apart, and one comparison of 32 bits tells: times 2^32 / step, rounded up,
+    multiples of the step wrap to little, in their order, and other numbers to more. No loop is in here, so
+    that the loop around is pipelined.
+    """
+    at, along = tl.arange(0, OWN), tl.arange(0, OTHERS)
+    if BAND:
+        at, along = block * OWN + at, other * OTHERS + along
+        first = tl.where(at < own, tl.maximum(at + low, 0), 2147483647)
+        last = tl.minimum(at + high, others - 1)
+        met = (along[None, :] >= first[:, None]) & (along[None, :] <= last[:, None])
     else:
-        seen = _several(m, n, entry, firsts, parts, ROWS, COLUMNS)
-        if BY_COLUMNS:
-            seen = tl.trans(seen)
-    return seen
+        spans, diagonals = tl.load(entries + 4 * entry + 1), tl.load(entries + 4 * entry + 2)
+        low, high, step = diagonals << 24 >> 24, diagonals << 16 >> 24, diagonals >> 16
+        inverse = tl.load(entries + 4 * entry + 3)
+        inside = (at >= (spans & 255)) & (at < (spans >> 8 & 255))
+        before = tl.maximum((spans >> 16 & 255) - (at + low), 0)
+        first = at + low + ((before + step - 1) * inverse >> 20) * step
+        last = tl.minimum(at + high, (spans >> 24 & 255) - 1)
+        count = tl.where(inside, tl.maximum(last - first + step, 0) * inverse >> 20, 0)
+        most = count * (inverse * step - 1048576 << 12)
+        ahead = (along * (inverse << 12))[None, :] - (first * (inverse << 12))[:, None]
+        met = ahead.to(tl.uint32) < most.to(tl.uint32)[:, None]
+    return met
 
 
 @triton.jit
 def _walk(
-    starts, full, lone, block, low, high, own, others, OWN: tl.constexpr, OTHERS: tl.constexpr,
+    starts, full, block, low, high, own, others, OWN: tl.constexpr, OTHERS: tl.constexpr,
     BAND: tl.constexpr, OPEN: tl.constexpr,
 ):  # fmt: skip
     """Return four numbers that say which blocks of the other side a block meets; see `_range` and `_other`.
 
     Of a BAND: the first and the last block that are seen wholly, how many others are met, and the first block
-    of all. Else: where the entries of the block begin in the lists, and where each kind of entries ends.
+    of all. Else: where the entries of the block begin in the lists, where whole ones end, and where all end.
 
     OPEN: a block that the end of the other side cuts may be whole, too.
     """
@@ -127,8 +119,7 @@ def _walk(
         b = tl.maximum(tl.minimum(outer, tail), a)
         c, d = tl.where(end > begin, tail - head - (b - a), 0), head
     else:
-        a, b = tl.load(starts + block), tl.load(full + block)
-        c, d = tl.load(lone + block), tl.load(starts + block + 1)
+        a, b, c, d = tl.load(starts + block), tl.load(full + block), tl.load(starts + block + 1), 0
     return a, b, c, d
 
 
@@ -137,8 +128,6 @@ def _range(a, b, c, d, BAND: tl.constexpr, KIND: tl.constexpr):
     """Return the first and last entry of a kind, from the numbers of `_walk`."""
     if KIND == WHOLE:
         first, last = a, b
-    elif KIND == SEVERAL:
-        first, last = c, d
     elif BAND:
         first, last = 0, c
     else:
@@ -149,14 +138,14 @@ def _range(a, b, c, d, BAND: tl.constexpr, KIND: tl.constexpr):
 @triton.jit
 def _any(a, b, c, d, BAND: tl.constexpr):
     """Return whether a block meets any other, from the numbers of `_walk`."""
-    return (b > a) | (c > 0) if BAND else d > a
+    return (b > a) | (c > 0) if BAND else c > a
 
 
 @triton.jit
-def _other(others, entry, a, b, d, BAND: tl.constexpr, KIND: tl.constexpr):
+def _other(entries, entry, a, b, d, BAND: tl.constexpr, KIND: tl.constexpr):
     """Return the block of the other side that an entry stands for."""
     if not BAND:
-        block = tl.load(others + entry)
+        block = tl.load(entries + 4 * entry)
     elif KIND == WHOLE:
         block = entry
     else:  # the blocks before the whole ones, and those behind
@@ -194,49 +183,37 @@ def _rows_if(base, at, stride, there, CHECKED: tl.constexpr, USED: tl.constexpr,
 
 
 @triton.jit
-def _spoil(spoilt, at, limit):
-    """Return NaN for the rows `at` that are not finite, by the notes of `spoilt_rows`, and 0 for others.
-
-    0 x NaN is NaN, and P is 0 where nothing is seen: so rows that are not finite are read as zeros, and the
-    pairs that see them become NaN.
-    """
-    return tl.load(spoilt + at.to(tl.int64), mask=at < limit, other=0.0)
-
-
-@triton.jit
 def spoilt_rows(
-    x, spoilt, rows, heads, x_batch, x_row, x_head, USED: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr
+    x, notes, rows, heads, x_batch, x_row, x_head, USED: tl.constexpr, DIM: tl.constexpr
 ):  # fmt: skip
-    """Note NaN for each row of x that is not finite, else 0; spoilt: [B, H, S], contiguous."""
-    block, batch, head = _place(rows, heads, ROWS)
-    m = block * ROWS + tl.arange(0, ROWS)
+    """Turn notes of rows that are not finite into NaN; notes: [B, H, whole blocks of NOTED rows]."""
+    block, batch, head = _place(rows, heads, NOTED)
+    m = block * NOTED + tl.arange(0, NOTED)
     values = _rows(x + batch * x_batch + head * x_head, m, x_row, rows, True, USED, DIM)
-    notes = tl.sum(values.to(tl.float32) * 0.0, 1)
-    tl.store(spoilt + (batch * heads + head) * rows + m.to(tl.int64), notes, mask=m < rows)
+    to = notes + (batch * heads + head) * (tl.cdiv(rows, NOTED) * NOTED) + m.to(tl.int64)
+    tl.store(to, tl.where(m < rows, tl.load(to) + tl.sum(values.to(tl.float32) * 0.0, 1), float("nan")))
 
 
 @triton.jit
 def _attend(
-    q, k_base, v_base, v_spoilt, k_stride, v_stride, most, total, out, m, block, entry, rows, columns,
-    firsts, parts, low, high, scale, softcap, USED: tl.constexpr, VALUE_USED: tl.constexpr,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    SOFTCAP: tl.constexpr, BAND: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    q, k_base, v_base, unit_of, k_stride, v_stride, most, total, out, block, other, entries, entry, rows,
+    columns, low, high, scale, softcap, USED: tl.constexpr, VALUE_USED: tl.constexpr, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr,
+    BAND: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One block of columns more: the new (most, total, out)."""
-    n = block * COLUMNS + tl.arange(0, COLUMNS)
-    k = _rows(k_base, n, k_stride, columns, KIND != WHOLE, USED, DIM)
-    s = _scores(q, k, scale, softcap, SOFTCAP, PRECISION) * _unit(scale, softcap, SOFTCAP)
-    if KIND == WHOLE:
-        v = _rows(v_base, n, v_stride, columns, False, VALUE_USED, VALUE_DIM)
-    else:
-        there = n < columns
-        if not BAND:
-            spoil = _spoil(v_spoilt, n, columns)
-            there, s = there & (spoil == 0.0), s + spoil[None, :]
-        v = _rows_if(v_base, n, v_stride, there, True, VALUE_USED, VALUE_DIM)
+    n = other * COLUMNS + tl.arange(0, COLUMNS)
+    there, unit = n < columns, _unit(scale, softcap, SOFTCAP)
+    if KIND != WHOLE and not BAND:
+        units = tl.load(unit_of + n.to(tl.int64))
+        there, unit = units == units, units[None, :]
+    k = _rows_if(k_base, n, k_stride, there, KIND != WHOLE, USED, DIM)
+    s = _scores(q, k, scale, softcap, SOFTCAP, PRECISION) * unit
+    v = _rows_if(v_base, n, v_stride, there, KIND != WHOLE, VALUE_USED, VALUE_DIM)
+    if KIND != WHOLE:
         allowed = _allowed(
-            m, n, entry, firsts, parts, low, high, rows, columns, ROWS, COLUMNS, BAND, KIND, False
-        )
+            entries, entry, block, other, low, high, rows, columns, ROWS, COLUMNS, BAND
+        )  # fmt: skip
         s = tl.where(allowed, s, -float("inf"))
     greatest = tl.maximum(most, tl.max(s, 1))
     finite = tl.where(greatest == -float("inf"), 0.0, greatest)
@@ -249,7 +226,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=OF_ROWS)
 def forward(
-    q, k, v, v_spoilt, out, lse, starts, full, lone, others, firsts, parts, low, high, scale, softcap, rows,
+    q, k, v, unit_of, out, lse, starts, full, entries, low, high, scale, softcap, rows,
     columns, heads, group, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     out_batch, out_row, out_head, lse_batch, lse_head, lse_row, USED: tl.constexpr,
     VALUE_USED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr,
@@ -263,13 +240,13 @@ def forward(
     there = m < rows
     k_base, v_base = k + batch * k_batch + kv_head * k_head, v + batch * v_batch + kv_head * v_head
     if not BAND:
-        v_spoilt += (batch * (heads // group) + kv_head) * columns
+        unit_of += (batch * (heads // group) + kv_head) * (tl.cdiv(columns, NOTED) * NOTED)
     e = tl.arange(0, VALUE_DIM)
     to_out = out + batch * out_batch + head * out_head + m.to(tl.int64)[:, None] * out_row + e[None, :]
     in_out = there[:, None] & (e < VALUE_USED)[None, :]
     to_lse = lse + batch * lse_batch + head * lse_head + m.to(tl.int64) * lse_row
 
-    a, b, c, d = _walk(starts, full, lone, block, low, high, rows, columns, ROWS, COLUMNS, BAND, False)
+    a, b, c, d = _walk(starts, full, block, low, high, rows, columns, ROWS, COLUMNS, BAND, False)
     if FRESH:
         most = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
         total = tl.zeros((ROWS,), dtype=tl.float32)
@@ -279,14 +256,13 @@ def forward(
         total = tl.where(most == -float("inf"), 0.0, 1.0)
         sums = tl.load(to_out, mask=in_out, other=0.0).to(tl.float32)
     q_rows = _rows(q + batch * q_batch + head * q_head, m, q_row, rows, True, USED, DIM)
-    for KIND in tl.static_range(2 if BAND else 3):
+    for KIND in tl.static_range(2):
         first, last = _range(a, b, c, d, BAND, KIND)
         for entry in range(first, last):
             most, total, sums = _attend(
-                q_rows, k_base, v_base, v_spoilt, k_row, v_row, most, total, sums, m,
-                _other(others, entry, a, b, d, BAND, KIND), entry, rows, columns, firsts, parts, low, high,
-                scale, softcap, USED, VALUE_USED, DIM, VALUE_DIM, ROWS, COLUMNS, SOFTCAP, BAND, KIND,
-                PRECISION,
+                q_rows, k_base, v_base, unit_of, k_row, v_row, most, total, sums, block,
+                _other(entries, entry, a, b, d, BAND, KIND), entries, entry, rows, columns, low, high, scale,
+                softcap, USED, VALUE_USED, DIM, VALUE_DIM, ROWS, COLUMNS, SOFTCAP, BAND, KIND, PRECISION,
             )  # fmt: skip
     if FRESH or _any(a, b, c, d, BAND):
         blind = total == 0.0
@@ -298,13 +274,12 @@ def forward(
 
 @triton.jit
 def _weights(
-    q, k, v, dout, lse, delta, allowed, spoil, scale, softcap, MASKED: tl.constexpr,
-    BAND: tl.constexpr, TRANSPOSED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, dout, lse, delta, allowed, unit, scale, softcap, MASKED: tl.constexpr, TRANSPOSED: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(P, dS without the scale) of a block; TRANSPOSED: [COLUMNS, ROWS], as dk and dv read them.
 
-    Where MASKED, P is 0 of pairs that are not allowed, and NaN of those with a row of the other side that
-    `spoil` says is not finite.
+    Where MASKED, both are 0 of pairs that are not allowed.
     """
     if TRANSPOSED:
         s, dp = _scores(k, q, scale, softcap, SOFTCAP, PRECISION), _dot(v, tl.trans(dout), PRECISION)
@@ -312,9 +287,9 @@ def _weights(
     else:
         s, dp = _scores(q, k, scale, softcap, SOFTCAP, PRECISION), _dot(dout, tl.trans(v), PRECISION)
         lse, delta = lse[:, None], delta[:, None]
-    p = tl.exp2(s * _unit(scale, softcap, SOFTCAP) - lse)
+    p = tl.exp2(s * unit - lse)
     if MASKED:
-        p = tl.where(allowed, p if BAND else p + spoil, 0.0)
+        p = tl.where(allowed, p, 0.0)
     ds = p * (dp - delta)
     if SOFTCAP:
         ds = ds * (1.0 - s * s)
@@ -345,11 +320,10 @@ def _put_rows(
 
 @triton.jit(do_not_specialize=OF_ROWS_AND_DELTA)
 def dq(
-    q, k, v, dout, k_spoilt, v_spoilt, lse, delta, dq, unused, starts, full, lone, others, firsts, parts,
-    low, high, scale, softcap, rows, columns, heads, group, q_batch, q_row, q_head, k_batch, k_row, k_head,
-    v_batch, v_row, v_head, dout_batch, dout_row, dout_head, lse_batch, lse_head, lse_row, delta_batch,
-    delta_head, delta_row, dq_batch, dq_row, dq_head, unused_batch, unused_row, unused_head,
-    USED: tl.constexpr, VALUE_USED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    q, k, v, dout, unit_of, lse, delta, dq, starts, full, entries, low, high, scale, softcap, rows, columns,
+    heads, group, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch,
+    dout_row, dout_head, lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row, dq_batch, dq_row,
+    dq_head, USED: tl.constexpr, VALUE_USED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr, FRESH: tl.constexpr,
     BAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -366,27 +340,27 @@ def dq(
         lse_row, delta_row, rows,
     )  # fmt: skip
     if not BAND:
-        k_spoilt += (batch * (heads // group) + kv_head) * columns
-        v_spoilt += (batch * (heads // group) + kv_head) * columns
-    a, b, c, d = _walk(starts, full, lone, block, low, high, rows, columns, ROWS, COLUMNS, BAND, False)
+        unit_of += (batch * (heads // group) + kv_head) * (tl.cdiv(columns, NOTED) * NOTED)
+    a, b, c, d = _walk(starts, full, block, low, high, rows, columns, ROWS, COLUMNS, BAND, False)
     sums = tl.zeros((ROWS, DIM), dtype=tl.float32)
-    for KIND in tl.static_range(2 if BAND else 3):
+    for KIND in tl.static_range(2):
         first, last = _range(a, b, c, d, BAND, KIND)
         for entry in range(first, last):
-            n = _other(others, entry, a, b, d, BAND, KIND) * COLUMNS + tl.arange(0, COLUMNS)
-            there, allowed, spoil = n < columns, True, 0.0
+            other = _other(entries, entry, a, b, d, BAND, KIND)
+            n = other * COLUMNS + tl.arange(0, COLUMNS)
+            there, allowed, unit = n < columns, True, _unit(scale, softcap, SOFTCAP)
             if KIND != WHOLE:
                 allowed = _allowed(
-                    m, n, entry, firsts, parts, low, high, rows, columns, ROWS, COLUMNS, BAND, KIND, False
-                )
+                    entries, entry, block, other, low, high, rows, columns, ROWS, COLUMNS, BAND
+                )  # fmt: skip
             if KIND != WHOLE and not BAND:
-                notes = _spoil(k_spoilt, n, columns) + _spoil(v_spoilt, n, columns)
-                there, spoil = there & (notes == 0.0), notes[None, :]
+                units = tl.load(unit_of + n.to(tl.int64))
+                there, unit = units == units, units[None, :]
             k_rows = _rows_if(k_base, n, k_row, there, KIND != WHOLE, USED, DIM)
             v_rows = _rows_if(v_base, n, v_row, there, KIND != WHOLE, VALUE_USED, VALUE_DIM)
             _, ds = _weights(
-                q_rows, k_rows, v_rows, dout_rows, lse_rows, delta_rows, allowed, spoil, scale, softcap,
-                KIND != WHOLE, BAND, False, SOFTCAP, PRECISION,
+                q_rows, k_rows, v_rows, dout_rows, lse_rows, delta_rows, allowed, unit, scale, softcap,
+                KIND != WHOLE, False, SOFTCAP, PRECISION,
             )  # fmt: skip
             sums += _dot(ds.to(k_rows.dtype), k_rows, PRECISION)
     if FRESH or _any(a, b, c, d, BAND):
@@ -396,21 +370,34 @@ def dq(
 
 @triton.jit(do_not_specialize=OF_ROWS_AND_DELTA)
 def dkv(  # noqa: C901
-    q, k, v, dout, q_spoilt, dout_spoilt, lse, delta, dk, dv, starts, full, lone, others, firsts, parts,
-    low, high, scale, softcap, rows, columns, heads, group, q_batch, q_row, q_head, k_batch, k_row, k_head,
-    v_batch, v_row, v_head, dout_batch, dout_row, dout_head, lse_batch, lse_head, lse_row, delta_batch,
-    delta_head, delta_row, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, USED: tl.constexpr,
+    q, k, v, dout, lse, delta, dk, dv, dq, starts, full, entries, low, high, scale, softcap, rows, columns,
+    heads, group, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch,
+    dout_row, dout_head, lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row, dk_batch, dk_row,
+    dk_head, dv_batch, dv_row, dv_head, dq_batch, dq_row, dq_head, USED: tl.constexpr,
     VALUE_USED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr, FRESH: tl.constexpr, BAND: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, QUERIES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns of one K/V head, over all query heads that share it: dk if KEYS, dv if VALUES."""
+    """A block of columns of one K/V head, over all query heads that share it: dk if KEYS, dv if VALUES.
+
+    If QUERIES, dq too: its sums are there already, and all programs add to them in any order.
+    """
     block, batch, kv_head = _place(columns, heads // group, COLUMNS)
     block = tl.cdiv(columns, COLUMNS) - 1 - block  # under a causal mask the first are seen most: first
     n = block * COLUMNS + tl.arange(0, COLUMNS)
     k_rows = _rows(k + batch * k_batch + kv_head * k_head, n, k_row, columns, True, USED, DIM)
     v_rows = _rows(v + batch * v_batch + kv_head * v_head, n, v_row, columns, True, VALUE_USED, VALUE_DIM)
-    a, b, c, d = _walk(starts, full, lone, block, -high, -low, columns, rows, COLUMNS, ROWS, BAND, True)
+    a, b, c, d = _walk(starts, full, block, -high, -low, columns, rows, COLUMNS, ROWS, BAND, True)
+    unit = _unit(scale, softcap, SOFTCAP)
+    if QUERIES and BAND:  # dq must not see columns beyond the end: no block of theirs is whole
+        cut = block * COLUMNS + COLUMNS > columns
+        c, b = tl.where(cut, c + b - a, c), tl.where(cut, a, b)
+    if QUERIES and not BAND:  # nor columns that are not finite, where it does not see them
+        note = tl.sum(k_rows.to(tl.float32) * 0.0, 1) + tl.sum(v_rows.to(tl.float32) * 0.0, 1)
+        k_rows = tl.where((note == 0.0)[:, None], k_rows, 0.0).to(k_rows.dtype)
+        v_rows = tl.where((note == 0.0)[:, None], v_rows, 0.0).to(v_rows.dtype)
+        unit = (unit + note)[:, None]
+    e = tl.arange(0, DIM)
     k_sums = tl.zeros((COLUMNS, DIM), dtype=tl.float32)
     v_sums = tl.zeros((COLUMNS, VALUE_DIM), dtype=tl.float32)
     for of_group in range(group):
@@ -419,34 +406,37 @@ def dkv(  # noqa: C901
         dout_base = dout + batch * dout_batch + head * dout_head
         lse_base = lse + batch * lse_batch + head * lse_head
         delta_base = delta + batch * delta_batch + head * delta_head
-        q_notes, dout_notes = q_spoilt, dout_spoilt
-        if not BAND:
-            q_notes += (batch * heads + head) * rows
-            dout_notes += (batch * heads + head) * rows
-        for KIND in tl.static_range(2 if BAND else 3):
+        for KIND in tl.static_range(2):
             first, last = _range(a, b, c, d, BAND, KIND)
             for entry in range(first, last):
-                m = _other(others, entry, a, b, d, BAND, KIND) * ROWS + tl.arange(0, ROWS)
+                other = _other(entries, entry, a, b, d, BAND, KIND)
+                m = other * ROWS + tl.arange(0, ROWS)
                 lse_rows, delta_rows = _statistics(lse_base, delta_base, m, lse_row, delta_row, rows)
-                there, allowed, spoil = m < rows, True, 0.0
+                there, allowed = m < rows, True
                 if KIND != WHOLE:
                     allowed = _allowed(
-                        m, n, entry, firsts, parts, low, high, rows, columns, ROWS, COLUMNS, BAND, KIND, True
-                    )
+                        entries, entry, block, other, -high, -low, columns, rows, COLUMNS, ROWS, BAND
+                    )  # fmt: skip
                 if KIND != WHOLE and not BAND:
-                    notes = _spoil(q_notes, m, rows) + _spoil(dout_notes, m, rows) + delta_rows * 0.0
-                    there, spoil = there & (notes == 0.0), notes[None, :]
-                    delta_rows = tl.where(notes == 0.0, delta_rows, 0.0)
+                    there = there & (lse_rows == lse_rows)
+                    delta_rows = tl.where(there, delta_rows, 0.0)
                 q_rows = _rows_if(q_base, m, q_row, there, True, USED, DIM)
                 dout_rows = _rows_if(dout_base, m, dout_row, there, True, VALUE_USED, VALUE_DIM)
                 p, ds = _weights(
-                    q_rows, k_rows, v_rows, dout_rows, lse_rows, delta_rows, allowed, spoil, scale, softcap,
-                    KIND != WHOLE, BAND, True, SOFTCAP, PRECISION,
+                    q_rows, k_rows, v_rows, dout_rows, lse_rows, delta_rows, allowed, unit, scale, softcap,
+                    KIND != WHOLE, True, SOFTCAP, PRECISION,
                 )  # fmt: skip
                 if VALUES:
                     v_sums += _dot(p.to(dout_rows.dtype), dout_rows, PRECISION)
                 if KEYS:
                     k_sums += _dot(ds.to(q_rows.dtype), q_rows, PRECISION)
+                if QUERIES:
+                    share = _dot(tl.trans(k_rows), ds.to(k_rows.dtype), PRECISION) * scale
+                    to = (
+                        dq + batch * dq_batch + head * dq_head + m.to(tl.int64)[None, :] * dq_row + e[:, None]
+                    )
+                    inside = (m < rows)[None, :] & (e < USED)[:, None]
+                    tl.atomic_add(to, share.to(to.dtype.element_ty), mask=inside, sem="relaxed")
     if FRESH or _any(a, b, c, d, BAND):
         if KEYS:
             to_k = dk + batch * dk_batch + kv_head * dk_head
