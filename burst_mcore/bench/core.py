@@ -6,9 +6,9 @@ import contextlib
 import math
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch.distributed as dist
 
@@ -16,20 +16,6 @@ from burst_mcore.mask.words import tokens
 
 Step = Callable[[], object]
 """What is timed. If a step returns a mapping, that has further meters of the same round."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """The parameters of one measurement, which a subject extends by its own."""
-
-    ranks: int = 1
-    """Processes that share the work."""
-    threads: int = 1
-    """Of torch, in each process."""
-    processes: int = 1
-    """Fresh sets of processes, one after another: one differs from the next by more than rounds do."""
-    rounds: int = 1
-    """Timed rounds for each of --repeats."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +34,8 @@ class World:
         return group
 
 
-def nothing(case: Any, device: str) -> str | None:
-    """Return the `needs` of a method that runs everywhere."""
-    return None
+def nothing(case: Any, place: Any) -> None:
+    """Build nothing, or need nothing."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +43,7 @@ class Method:
     """One way to do what is measured. Processes get it pickled: its functions are importable by name."""
 
     name: str
-    build: Callable[[Any, World], Any]
+    build: Callable[[Any, World], Any] = nothing
     """(case, world) -> the method, ready to be called, in the form that its kind has. Collective."""
     needs: Callable[[Any, str], str | None] = nothing
     """(case, device) -> what the method lacks there, in words; None if nothing."""
@@ -132,6 +117,86 @@ Derived = Iterable[tuple[str, str, Sequence[float]]]
 """(method, meter, samples) of figures that follow from others."""
 
 
+def one_of(default: Any, legal: Iterable[Any]) -> Any:
+    """Return a field of a case that has one of these values."""
+    return field(default=default, metadata={"legal": tuple(legal)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One measurement. A subject is a subclass: its name, its cases, and the work of a process on a case.
+
+    The docstring of a subject is what its tables and files say of it. Fields can be given in words. Those
+    that are integers are at least 1, unless 0 is their default.
+    """
+
+    subject: ClassVar[str]
+    """The name: `burst-mcore bench NAME`."""
+    kind: ClassVar[str] = ""
+    """Of its methods in METHODS; "" if `own` has their names."""
+    default: ClassVar[tuple[str, ...]] = ()
+    """Methods that are measured where none is asked for; all if empty."""
+    devices: ClassVar[tuple[str, ...]] = ("cpu",)
+    repeats: ClassVar[int] = 3
+    emulated: ClassVar[bool] = False
+    """Ranks are on an emulated cluster: a case has its `cluster` and `rates`."""
+    beside: ClassVar[str | None] = None
+    """Each method has processes of its own, where only this one runs in turn with it."""
+    cold: ClassVar[bool] = False
+    """Every round is the first of a fresh process, and its peak memory counts."""
+    clearly: ClassVar[float] = math.inf
+    """A step that takes so many times as long as the fastest in the first round is not timed again."""
+    overall: ClassVar[tuple[Bar, ...]] = ()
+    """Bars of the summary."""
+    curve: ClassVar[tuple[str, str] | None] = None
+    """Meters of which a picture shows the second against the first."""
+
+    ranks: int = 1
+    """Processes that share the work."""
+    threads: int = 1
+    """Of torch, in each process."""
+    processes: int = 1
+    """Fresh sets of processes, one after another: one differs from the next by more than rounds do."""
+    rounds: int = 1
+    """Timed rounds for each of --repeats."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value, legal = getattr(self, each.name), each.metadata.get("legal")
+            if legal and value not in legal:
+                words = ", ".join(map(str, legal))
+                raise ValueError(f"{each.name} must be one of {words}, got {value!r}")
+            if not legal and type(value) is int and value < (each.default != 0):
+                raise ValueError(f"{each.name} must be at least 1, got {value}")
+
+    @classmethod
+    def named(cls, device: str) -> Mapping[str, Self]:
+        """Return the cases that are measured where none is asked for."""
+        raise NotImplementedError
+
+    @property
+    def own(self) -> Iterable[str]:
+        """Methods of the subject alone, which its trials make."""
+        return ("burst",)
+
+    def prepare(self, world: World) -> Stage:
+        """Prepare a process to measure the case."""
+        raise NotImplementedError
+
+    def derive(self, table: Table) -> Derived:
+        """Yield the figures that follow from those of the case."""
+        return ()
+
+    @classmethod
+    def summary(cls, tables: Mapping[str, Table]) -> Derived:
+        """Yield figures of all cases together, by the tables of the cases."""
+        return ()
+
+    def bars(self, device: str) -> Sequence[Bar]:
+        """Return the bars of the case."""
+        return ()
+
+
 @dataclass(frozen=True)
 class Subject:
     """What is measured: `burst-mcore bench NAME`."""
@@ -171,6 +236,22 @@ class Subject:
 ALL = "all cases"
 """The case of figures that follow from several cases."""
 
+
+def subject_of(cls: type[Case]) -> Subject:
+    """Return the record of a subject that is a class of cases."""
+    return Subject(
+        name=cls.subject, about=cls.__doc__ or "", case=cls, cases=cls.named, stage=_stage_of, kind=cls.kind,
+        methods=lambda case: {name: Method(name) for name in case.own}, default=cls.default,
+        devices=cls.devices, repeats=cls.repeats, emulated=cls.emulated, beside=cls.beside, cold=cls.cold,
+        clearly=cls.clearly, derive=lambda case, table: case.derive(table), summary=cls.summary,
+        bars=lambda name, case, device: case.bars(device) if case else cls.overall, curve=cls.curve,
+    )  # fmt: skip
+
+
+def _stage_of(case: Case, world: World) -> Stage:
+    return case.prepare(world)
+
+
 T = TypeVar("T")
 
 
@@ -180,7 +261,8 @@ def in_words(kind: type[T], text: str, **fixed: Any) -> T:
     Raises:
         ValueError: a field is unknown or its value is not legal; the message lists what is.
     """
-    hints, changes = typing.get_type_hints(kind), {}
+    every = typing.get_type_hints(kind)
+    hints, changes = {each.name: every[each.name] for each in fields(kind)}, {}  # type: ignore[arg-type]
     for part in filter(None, (part.strip() for part in text.split(";"))):
         name, equals, value = (word.strip() for word in part.partition("="))
         if not equals or name not in hints:
@@ -219,6 +301,11 @@ def package(module: str, name: str) -> str | None:
 def column(table: Table, meter: str) -> dict[str, Sequence[float]]:
     """Return the samples of one meter by method."""
     return {method: samples for (method, name), samples in table.items() if name == meter}
+
+
+def methods_of(table: Table) -> list[str]:
+    """Return the methods and units of a table, in their order."""
+    return list(dict.fromkeys(method for method, _ in table))
 
 
 def over(table: Table, method: tuple[str, str], unit: tuple[str, str]) -> list[float]:

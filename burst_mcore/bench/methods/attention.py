@@ -20,6 +20,9 @@ from burst_mcore.config import BurstConfig
 from burst_mcore.explain.problem import Problem
 from burst_mcore.layout import Layout, shard, unshard
 
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Differentiable, of local q, k, v [batch, local sequence, heads, head_dim]."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RingCase(Case, Problem):
@@ -36,33 +39,29 @@ class RingCase(Case, Problem):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
-        super().__post_init__()
+        Case.__post_init__(self)
+        Problem.__post_init__(self)
 
     @property
     def dealt(self) -> Layout:
         """The layout."""
-        return (
-            Layout.for_mask(self.seen, self.seq, self.ranks)
-            if self.layout == "auto"
-            else Layout.of(self.layout)
-        )
+        if self.layout == "auto":
+            return Layout.for_mask(self.seen, self.seq, self.ranks)
+        return Layout.of(self.layout)
 
 
 @dataclass(frozen=True)
 class Attention:
     """A method of the kind "attention", on one rank."""
 
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Differentiable, of local q, k, v [batch, local sequence, heads, head_dim]."""
+    attend: Attend
     shard: Callable[[Tensor], Tensor]
     """This rank's part of a tensor [batch, sequence, ...]."""
     unshard: Callable[[Sequence[Tensor]], Tensor]
     """The whole tensor of the parts of all ranks."""
 
 
-def dealt(
-    layout: Layout | str, world: World, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-) -> Attention:
+def dealt(layout: Layout | str, world: World, attend: Attend) -> Attention:
     """Return a method that wants the sequence in a layout of ours."""
     return Attention(
         attend,
@@ -73,9 +72,8 @@ def dealt(
 
 def divisible(case: RingCase, device: str) -> str | None:
     """Return the need of a method for shards of one length; None if the case meets the need."""
-    if case.seq % (2 * case.ranks):
-        return f"a sequence that is a multiple of {2 * case.ranks}, got {case.seq}"
-    return None
+    unit = 2 * case.ranks
+    return f"a sequence that is a multiple of {unit}, got {case.seq}" if case.seq % unit else None
 
 
 def burst(case: RingCase, world: World, backward: str = "auto", ulysses: bool = False) -> Attention:
