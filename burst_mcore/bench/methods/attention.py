@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.runtime.head_exchange import why_not_heads
 from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.shard import Shard
 from burst_mcore.bench.core import Case, Method, World, package
 from burst_mcore.bench.methods.all_gather import all_gather_attention
 from burst_mcore.config import BurstConfig
@@ -68,6 +70,15 @@ def dealt(layout: Layout | str, world: World, attend: Attend) -> Attention:
         partial(shard, dim=1, rank=world.rank, size=world.size, layout=layout),
         partial(unshard, dim=1, layout=layout),
     )
+
+
+def share_of(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
+) -> Shard:
+    """Return a rank's share of one sequence, values as wide as keys."""
+    return Shard(
+        batch=1, tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=head_dim, dtype=dtype
+    )  # fmt: skip
 
 
 def divisible(case: RingCase, device: str) -> str | None:
