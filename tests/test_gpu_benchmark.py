@@ -123,8 +123,10 @@ def test_bars_of_a_ring_of_8(reachable):
 
 def test_a_case_that_fails_costs_no_other():
     subject = SUBJECTS["virtual-ring"]
-    sizes = {"bad": -1, "good": 64}
-    cases = {name: VirtualCase(tokens=n, size=2, heads=2, head_dim=16) for name, n in sizes.items()}
+    groups = {"bad": 3, "good": 1}  # heads over so many K/V heads
+    cases = {
+        name: VirtualCase(tokens=64, size=2, heads=2, kv_heads=n, head_dim=16) for name, n in groups.items()
+    }
     seen = []
     results = run(subject, cases, [], 1, "cpu", lambda results: seen.append(len(results.figures)))
     assert [error["case"] for error in results.errors] == ["bad"]

@@ -133,7 +133,9 @@ class Case:
     subject: ClassVar[str]
     """The name: `burst-mcore bench NAME`."""
     kind: ClassVar[str] = ""
-    """Of its methods in METHODS; "" if `own` has their names."""
+    """Of its methods in METHODS; "" if they are its `own`."""
+    own: ClassVar[tuple[str, ...]] = ("burst",)
+    """Methods of the subject alone, which its trials make."""
     default: ClassVar[tuple[str, ...]] = ()
     """Methods that are measured where none is asked for; all if empty."""
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
@@ -174,10 +176,9 @@ class Case:
         """Return the cases that are measured where none is asked for."""
         raise NotImplementedError
 
-    @property
-    def own(self) -> Iterable[str]:
-        """Methods of the subject alone, which its trials make."""
-        return ("burst",)
+    def methods(self) -> Sequence[Method]:
+        """Return the methods of a subject without a kind."""
+        return [Method(name) for name in self.own]
 
     def prepare(self, world: World) -> Stage:
         """Prepare a process to measure the case."""
@@ -241,7 +242,7 @@ def subject_of(cls: type[Case]) -> Subject:
     """Return the record of a subject that is a class of cases."""
     return Subject(
         name=cls.subject, about=cls.__doc__ or "", case=cls, cases=cls.named, stage=_stage_of, kind=cls.kind,
-        methods=lambda case: {name: Method(name) for name in case.own}, default=cls.default,
+        methods=lambda case: {method.name: method for method in case.methods()}, default=cls.default,
         devices=cls.devices, repeats=cls.repeats, emulated=cls.emulated, beside=cls.beside, cold=cls.cold,
         clearly=cls.clearly, derive=lambda case, table: case.derive(table), summary=cls.summary,
         bars=lambda name, case, device: case.bars(device) if case else cls.overall, curve=cls.curve,

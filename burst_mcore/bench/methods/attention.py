@@ -77,7 +77,8 @@ def share_of(
 ) -> Shard:
     """Return a rank's share of one sequence, values as wide as keys."""
     return Shard(
-        batch=1, tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=head_dim, dtype=dtype
+        batch=1, tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=head_dim,
+        dtype=dtype,
     )  # fmt: skip
 
 
