@@ -14,7 +14,7 @@ from burst_mcore.bench.methods import METHODS
 from burst_mcore.bench.methods.layers import Checkpointing
 from burst_mcore.bench.results import read
 from burst_mcore.bench.subjects import recompute
-from burst_mcore.bench.subjects.recompute import LayersCase, policy_of, shares_recomputed
+from burst_mcore.bench.subjects.recompute import LayersCase
 from burst_mcore.cli import app
 
 LAYERS = METHODS["layers"]
@@ -45,7 +45,7 @@ def test_the_command_prints_a_table_draws_a_curve_and_writes_all_figures(others,
 
 def test_the_flop_model():
     case = LayersCase(seq=4096)
-    shares = {name: shares_recomputed(name, policy_of(name), case) for name in LAYERS}
+    shares = {name: case.share_recomputed(name) for name in LAYERS}
     want = {"none": 0, "full": 1, "segment 0.25": 0.5625, "segment 0.5": 0.25, "segment 0.75": 0.0625}
     assert {name: shares[name] for name in want} == pytest.approx(want, abs=1e-3)
     assert shares["attention"] == 0 == shares["torch selective"]

@@ -39,6 +39,12 @@ def peak_bytes(call: Callable[[], object], device: str) -> int | None:
     return 1024 * max(0, _kilobytes("VmHWM") - before)
 
 
+def peak_meter(call: Callable[[], object], device: str) -> dict[str, float]:
+    """Return the peak of a call as a meter; none where it is unknown."""
+    peak = peak_bytes(call, device)
+    return {} if peak is None else {"peak": float(peak)}
+
+
 def _reset_high_water() -> bool:
     if sys.platform != "linux":
         return False

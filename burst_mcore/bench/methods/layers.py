@@ -29,16 +29,6 @@ class Checkpointing:
     """Calls a layer, its first argument, on the others."""
     attention: Callable[..., Tensor] = as_it_is
     """The same for attention alone, which is called as part of its layer unless `layer` is `as_it_is`."""
-    policy: Policy | None = None
-    """Of ours."""
-
-
-def _none(case: Any, world: World) -> Checkpointing:
-    return Checkpointing()
-
-
-def _ours(policy: Policy, case: Any, world: World) -> Checkpointing:
-    return Checkpointing(layer=partial(checkpoint, policy=policy), policy=policy)
 
 
 def _selective(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
@@ -49,8 +39,8 @@ def _selective(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
     return out
 
 
-def _torch(case: Any, world: World) -> Checkpointing:
-    return Checkpointing(layer=_selective)
+def _as_told(layer: Callable[..., Tensor], case: Any, world: World) -> Checkpointing:
+    return Checkpointing(layer=layer)
 
 
 def _megatron(around: str, case: Any, world: World) -> Checkpointing:
@@ -73,13 +63,22 @@ def _megatron_needs(case: Any, device: str) -> str | None:
     return package("megatron", "megatron-core")
 
 
-SHARES = (0.25, 0.5, 0.75)
+POLICIES: dict[str, Policy] = {
+    "full": Full(),
+    "segment 0.25": Segment(0.25),
+    "segment 0.5": Segment(0.5),
+    "segment 0.75": Segment(0.75),
+    "attention": KeepAttention(),
+}
+"""Ours, by the method's name."""
+
 METHODS = (
-    Method("none", _none),
-    Method("full", partial(_ours, Full())),
-    *(Method(f"segment {share:g}", partial(_ours, Segment(share))) for share in SHARES),
-    Method("attention", partial(_ours, KeepAttention())),
-    Method("torch selective", _torch, ours=False),
+    Method("none", partial(_as_told, as_it_is)),
+    *(
+        Method(name, partial(_as_told, partial(checkpoint, policy=policy)))
+        for name, policy in POLICIES.items()
+    ),
+    Method("torch selective", partial(_as_told, _selective), ours=False),
     Method("megatron full", partial(_megatron, "layer"), _megatron_needs, ours=False),
     Method("megatron selective", partial(_megatron, "attention"), _megatron_needs, ours=False),
 )

@@ -27,7 +27,7 @@ from burst_mcore.bench.core import (
     subject_of,
 )
 from burst_mcore.bench.gate import relative
-from burst_mcore.bench.memory import LargestMade, peak_bytes
+from burst_mcore.bench.memory import LargestMade, peak_meter
 from burst_mcore.bench.methods.heads import IGNORED, Head, HeadLoss
 from burst_mcore.explain.problem import DTYPES
 from burst_mcore.loss.reference import linear_cross_entropy
@@ -60,9 +60,9 @@ NO_LARGER = {"cpu": ("torch", "deepspeed", "compiled-naive"), "cuda": ()}
 
 @dataclass(frozen=True, kw_only=True)
 class HeadCase(Case):
-    """Forward and backward of an LM head with the mean loss of its tokens, beside its matrix products and ours.
+    """Forward and backward of an LM head with the mean loss of its tokens.
 
-    Each method has processes of its own.
+    Each method has processes of its own, in turn with its three matrix products and with ours.
     """
 
     subject = "loss"
@@ -168,9 +168,8 @@ def memory(head: Head, case: HeadCase, device: str) -> dict[str, float]:
     tensors = case.tensors(device)
     made = LargestMade(tensors) if head.visible else None
     with made or nullcontext():
-        peak = peak_bytes(lambda: step(head.loss, *tensors), device)
-    found = {} if peak is None else {"peak": float(peak)}
-    return found if made is None else {**found, "largest / (N x V)": made.elements / case.logits}
+        meters = peak_meter(lambda: step(head.loss, *tensors), device)
+    return meters if made is None else {**meters, "largest / (N x V)": made.elements / case.logits}
 
 
 def errors(loss: HeadLoss, case: HeadCase, device: str) -> dict[str, float]:
@@ -180,7 +179,7 @@ def errors(loss: HeadLoss, case: HeadCase, device: str) -> dict[str, float]:
     value = step(loss, hidden, weight, labels)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     reference = partial(linear_cross_entropy, ignore_index=IGNORED)
-    want = step(reference, *exact, labels)
+    want = step(reference, exact[0], exact[1], labels)
     return {
         "loss error": relative(value, want),
         "d_hidden error": relative(hidden.grad, exact[0].grad),
