@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from typing import Any, ClassVar, Self, TypeVar
@@ -14,6 +15,8 @@ import torch.distributed as dist
 
 from burst_mcore.mask.words import tokens
 
+ALL = "all cases"
+"""The case of figures that follow from several cases."""
 Step = Callable[[], object]
 """What is timed. If a step returns a mapping, that has further meters of the same round."""
 
@@ -59,11 +62,11 @@ class Trial:
     """What is timed, by the word that goes before its meters; "" for a single step."""
     warm: Step | None = None
     """Called once before all else: what is made once is made."""
-    memory: Callable[[], Mapping[str, float]] | None = None
+    memory: Callable[[], Mapping[str, float]] = dict
     """Meters that are read once, while freed memory still goes back to the system."""
-    check: Callable[[], Mapping[str, float]] | None = None
+    check: Callable[[], Mapping[str, float]] = dict
     """The gate: errors by meter ("... error"), and what they were found over."""
-    bound: float = float("inf")
+    bound: float = math.inf
     """A method with an error that is not at most this is wrong, and is not timed."""
     ahead: bool = False
     """A GPU sleeps before the steps, so that it need not wait for the host."""
@@ -93,6 +96,33 @@ class Figure:
     """One for each round."""
 
 
+class Table(dict[tuple[str, str], Sequence[float]]):
+    """The samples of one case by (method, meter)."""
+
+    @property
+    def methods(self) -> list[str]:
+        """Methods and units, in their order."""
+        return list(dict.fromkeys(method for method, _ in self))
+
+    def column(self, meter: str) -> dict[str, Sequence[float]]:
+        """Return the samples of one meter by method."""
+        return {method: samples for (method, name), samples in self.items() if name == meter}
+
+    def over(self, figure: tuple[str, str], unit: tuple[str, str]) -> list[float]:
+        """Return ratios of two figures, round by round; none where one was not measured."""
+        return [a / b for a, b in zip(self.get(figure, ()), self.get(unit, ()), strict=False)]
+
+    def fastest(self, methods: Collection[str]) -> str | None:
+        """Return which of the methods takes the least wall seconds; None if none was timed."""
+        walls = self.column("wall").items()
+        medians = {method: statistics.median(samples) for method, samples in walls if method in methods}
+        return min(medians, key=medians.__getitem__, default=None)
+
+
+Derived = Iterable[tuple[str, str, Sequence[float]]]
+"""(method, meter, samples) of figures that follow from others."""
+
+
 @dataclass(frozen=True)
 class Bar:
     """A value that the median of a figure must reach."""
@@ -109,17 +139,6 @@ class Bar:
     @property
     def reached(self) -> bool:
         return self.value <= self.bound if self.at_most else self.value >= self.bound
-
-
-Table = Mapping[tuple[str, str], Sequence[float]]
-"""The samples of one case by (method, meter)."""
-Derived = Iterable[tuple[str, str, Sequence[float]]]
-"""(method, meter, samples) of figures that follow from others."""
-
-
-def one_of(default: Any, legal: Iterable[Any]) -> Any:
-    """Return a field of a case that has one of these values."""
-    return field(default=default, metadata={"legal": tuple(legal)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +191,11 @@ class Case:
                 raise ValueError(f"{each.name} must be at least 1, got {value}")
 
     @classmethod
+    def about(cls) -> str:
+        """Return the docstring of the subject as one line."""
+        return " ".join((cls.__doc__ or "").split())
+
+    @classmethod
     def named(cls, device: str) -> Mapping[str, Self]:
         """Return the cases that are measured where none is asked for."""
         raise NotImplementedError
@@ -198,59 +222,9 @@ class Case:
         return ()
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What is measured: `burst-mcore bench NAME`."""
-
-    name: str
-    about: str
-    """One sentence for tables and files."""
-    case: type
-    """The class of its cases, whose fields can be given in words."""
-    cases: Callable[[str], Mapping[str, Any]]
-    """The cases by name, on a device, that are measured where none is asked for."""
-    stage: Callable[[Any, World], Stage]
-    kind: str
-    """Of its methods in METHODS; "" if `methods` makes them."""
-    methods: Callable[[Any], Mapping[str, Method]] = lambda case: {}
-    default: tuple[str, ...] = ()
-    """Methods that are measured where none is asked for; all if empty."""
-    devices: tuple[str, ...] = ("cpu",)
-    repeats: int = 3
-    emulated: bool = False
-    """Ranks are on an emulated cluster; the case has its `cluster` and `rates`."""
-    beside: str | None = None
-    """Each method has processes of its own, where only this one runs in turn with it."""
-    cold: bool = False
-    """Every round is the first of a fresh process, and its peak memory counts."""
-    clearly: float = float("inf")
-    """A step that takes so many times as long as the fastest in the first round is not timed again."""
-    derive: Callable[[Any, Table], Derived] = lambda case, table: ()
-    summary: Callable[[Mapping[str, Table]], Derived] = lambda tables: ()
-    """Figures of all cases together, by the tables of the cases."""
-    bars: Callable[[str, Any, str], Sequence[Bar]] = lambda name, case, device: ()
-    """(name, case, device) -> bars; (ALL, None, device) -> those of the summary."""
-    curve: tuple[str, str] | None = None
-    """Meters of which a picture shows the second against the first."""
-
-
-ALL = "all cases"
-"""The case of figures that follow from several cases."""
-
-
-def subject_of(cls: type[Case]) -> Subject:
-    """Return the record of a subject that is a class of cases."""
-    return Subject(
-        name=cls.subject, about=cls.__doc__ or "", case=cls, cases=cls.named, stage=_stage_of, kind=cls.kind,
-        methods=lambda case: {method.name: method for method in case.methods()}, default=cls.default,
-        devices=cls.devices, repeats=cls.repeats, emulated=cls.emulated, beside=cls.beside, cold=cls.cold,
-        clearly=cls.clearly, derive=lambda case, table: case.derive(table), summary=cls.summary,
-        bars=lambda name, case, device: case.bars(device) if case else cls.overall, curve=cls.curve,
-    )  # fmt: skip
-
-
-def _stage_of(case: Case, world: World) -> Stage:
-    return case.prepare(world)
+def one_of(default: Any, legal: Iterable[Any]) -> Any:
+    """Return a field of a case that has one of these values."""
+    return field(default=default, metadata={"legal": tuple(legal)})
 
 
 T = TypeVar("T")
@@ -262,12 +236,12 @@ def in_words(kind: type[T], text: str, **fixed: Any) -> T:
     Raises:
         ValueError: a field is unknown or its value is not legal; the message lists what is.
     """
-    every = typing.get_type_hints(kind)
-    hints, changes = {each.name: every[each.name] for each in fields(kind)}, {}  # type: ignore[arg-type]
-    for part in filter(None, (part.strip() for part in text.split(";"))):
-        name, equals, value = (word.strip() for word in part.partition("="))
-        if not equals or name not in hints:
-            legal = ", ".join(hints)
+    hints, names = typing.get_type_hints(kind), [each.name for each in fields(kind)]  # type: ignore[arg-type]
+    changes = {}
+    for part in filter(None, map(str.strip, text.split(";"))):
+        name, equals, value = map(str.strip, part.partition("="))
+        if not equals or name not in names:
+            legal = ", ".join(names)
             raise ValueError(f"unknown field {name!r} in {text!r}; legal: {legal}, as in 'ranks=2; ...'")
         changes[name] = _value(name, value, typing.get_args(hints[name]) or (hints[name],))
     return kind(**fixed, **changes)
@@ -297,18 +271,3 @@ def first_line(error: BaseException) -> str:
 def package(module: str, name: str) -> str | None:
     """Return the name of a package that is not installed; None if the package is there."""
     return None if find_spec(module) else f"the package {name}"
-
-
-def column(table: Table, meter: str) -> dict[str, Sequence[float]]:
-    """Return the samples of one meter by method."""
-    return {method: samples for (method, name), samples in table.items() if name == meter}
-
-
-def methods_of(table: Table) -> list[str]:
-    """Return the methods and units of a table, in their order."""
-    return list(dict.fromkeys(method for method, _ in table))
-
-
-def over(table: Table, method: tuple[str, str], unit: tuple[str, str]) -> list[float]:
-    """Ratios of two figures, round by round; none where one was not measured."""
-    return [a / b for a, b in zip(table.get(method, ()), table.get(unit, ()), strict=False)]

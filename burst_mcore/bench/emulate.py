@@ -50,6 +50,12 @@ def missing() -> str | None:
     return _why_not()
 
 
+def require() -> None:
+    """Raise a RuntimeError if this machine cannot emulate a cluster."""
+    if (lacks := missing()) is not None:
+        raise RuntimeError(f"the emulated cluster needs {lacks}")
+
+
 @lru_cache
 def _why_not() -> str | None:
     """Try all that is needed once, in a process of its own."""
@@ -85,9 +91,7 @@ def run(
     Raises:
         RuntimeError: the machine cannot emulate a cluster, or a rank failed or did not end in time.
     """
-    lacks = missing()
-    if lacks is not None:
-        raise RuntimeError(f"the emulated cluster needs {lacks}")
+    require()
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
     hub = context.Process(target=_hub, args=(os.getpid(), ranks, rates, function, args, results))

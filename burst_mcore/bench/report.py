@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from burst_mcore.bench.core import Table
 from burst_mcore.bench.results import Results, read, unit_of
 
 SCALES = {"B": (1e6, "MB"), "FLOP": (1e12, "TFLOP")}
@@ -45,9 +46,9 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 def table(results: Results, case: str) -> str:
     """Return a case's medians and spreads: a row for each method and a column for each meter."""
-    cells = results.tables.get(case, {})
-    methods, meters = (list(dict.fromkeys(key[index] for key in cells)) for index in (0, 1))
-    lines = [[m, *(_cell(cells.get((m, meter), ()), meter) for meter in meters)] for m in methods]
+    cells = results.tables.get(case, Table())
+    meters = list(dict.fromkeys(meter for _, meter in cells))
+    lines = [[m, *(_cell(cells.get((m, meter), ()), meter) for meter in meters)] for m in cells.methods]
     return f"{case}\n{markdown(['', *map(_title, meters)], lines)}"
 
 
@@ -82,7 +83,7 @@ def save_curve(results: Results, meters: tuple[str, str], path: Path) -> None:
     panel = _panel(f"{results.subject}: {', '.join(results.tables)}", 12)
     scales = [SCALES.get(unit_of(meter), (1, ""))[0] for meter in meters]
     for table in results.tables.values():
-        for method in dict.fromkeys(method for method, _ in table):
+        for method in table.methods:
             if all((method, meter) in table for meter in meters):
                 point = [statistics.median(table[method, m]) / s for m, s in zip(meters, scales, strict=True)]
                 panel.plot(*point, "o", color="#4c72b0")

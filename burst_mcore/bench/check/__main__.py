@@ -16,6 +16,7 @@ from pathlib import Path
 
 from burst_mcore.bench import provenance
 from burst_mcore.bench.check.parts import PARTS, SMOKE, Check, Claim
+from burst_mcore.bench.core import Table
 from burst_mcore.bench.results import Results
 from burst_mcore.bench.run import device_for, run
 from burst_mcore.bench.subjects import SUBJECTS
@@ -25,7 +26,7 @@ Line = dict[str, str | float | bool | None]
 
 def lines_of(check: Check, results: Results) -> Iterator[Line]:
     """Yield each claim of a check with its figure; without one, with the reason. A CPU reaches no bar."""
-    table = results.tables.get(check.name, {})
+    table = results.tables.get(check.name, Table())
     for claim in check.claims:
         samples = table.get((claim.method, claim.meter))
         value = statistics.median(samples) if samples else None
@@ -70,7 +71,7 @@ def check_part(name: str, part: Sequence[Check], device: str, repeats: int, out:
         try:
             results = run(subject, {check.name: case}, check.methods, repeats, device)
         except (ValueError, RuntimeError) as error:
-            results = Results(subject.name, subject.about, device, repeats)
+            results = Results(subject.subject, subject.about(), device, repeats)
             results.errors.append({"case": check.name, "error": str(error)})
         for line, claim in zip(lines_of(check, results), check.claims, strict=True):
             lines.append(line)

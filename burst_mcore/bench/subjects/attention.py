@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from burst_mcore.bench import gate
-from burst_mcore.bench.core import Derived, Method, Stage, Table, Trial, World, methods_of, over, subject_of
+from burst_mcore.bench.core import Derived, Method, Stage, Table, Trial, World
 from burst_mcore.bench.methods.attention import Attention, RingCase
 
 
@@ -33,8 +33,8 @@ class AttentionCase(RingCase):
         return Stage(partial(ring_trial, self, world), {"kernel": kernel})
 
     def derive(self, table: Table) -> Derived:
-        for method in methods_of(table):
-            yield method, "cpu / kernel", over(table, (method, "cpu"), ("kernel", "cpu"))
+        for method in table.methods:
+            yield method, "cpu / kernel", table.over((method, "cpu"), ("kernel", "cpu"))
 
 
 def ring_trial(case: RingCase, world: World, method: Method) -> Trial:
@@ -57,6 +57,3 @@ def ring_trial(case: RingCase, world: World, method: Method) -> Trial:
 def on_first(world: World, run: Callable[[], object]) -> Trial:
     """Return a unit on rank 0 while the others wait asleep, so that it has a core to itself."""
     return Trial({"": run if world.rank == 0 else lambda: None})
-
-
-SUBJECT = subject_of(AttentionCase)

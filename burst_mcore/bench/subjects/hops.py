@@ -12,7 +12,7 @@ from torch import Tensor
 
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.runtime.communicators import companion
-from burst_mcore.bench.core import Bar, Derived, Stage, Table, Trial, World, column, over, subject_of
+from burst_mcore.bench.core import Bar, Derived, Stage, Table, Trial, World
 from burst_mcore.bench.methods.kernels import SquareCase, others
 
 
@@ -59,8 +59,8 @@ class HopsCase(SquareCase):
         )
 
     def derive(self, table: Table) -> Derived:
-        yield "under way", "this / alone", over(table, ("under way", "wall"), ("alone", "wall"))
-        size, walls = table["messages", "sent"][0], column(table, "wall")
+        yield "under way", "this / alone", table.over(("under way", "wall"), ("alone", "wall"))
+        size, walls = table["messages", "sent"][0], table.column("wall")
         yield "messages", "GB/s", [size / seconds / 1e9 for seconds in walls.get("messages", ())]
 
     def bars(self, device: str) -> Sequence[Bar]:
@@ -91,6 +91,3 @@ class Messages:
             for bundle, arrived in self.pairs:
                 arrived.copy_(bundle)
         return works
-
-
-SUBJECT = subject_of(HopsCase)

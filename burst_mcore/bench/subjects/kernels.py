@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,10 +17,7 @@ from burst_mcore.bench.core import (
     Table,
     Trial,
     World,
-    column,
     one_of,
-    over,
-    subject_of,
 )
 from burst_mcore.bench.gate import relative
 from burst_mcore.bench.methods.kernels import SquareCase
@@ -74,14 +70,13 @@ class KernelCase(SquareCase):
 
     def derive(self, table: Table) -> Derived:
         """Yield TFLOP/s of each, and the speed of ours over the best other's."""
-        walls = column(table, "wall")
+        walls = table.column("wall")
         flops = WORK[self.passes] * self.flops(int(keys_per_query(self.seen, self.tokens).sum()))
         for method, samples in walls.items():
             yield method, "TFLOP/s", [flops / seconds / 1e12 for seconds in samples]
-        medians = {method: statistics.median(samples) for method, samples in walls.items() if method != OURS}
-        if OURS in walls and medians:
-            best = min(medians, key=medians.__getitem__)
-            yield OURS, "speed / best other", over(table, (best, "wall"), (OURS, "wall"))
+        rival = table.fastest(walls.keys() - {OURS})
+        if rival is not None:
+            yield OURS, "speed / best other", table.over((rival, "wall"), (OURS, "wall"))
 
     def bars(self, device: str) -> Sequence[Bar]:
         if (self.mask == "causal") == (self.passes == "both"):
@@ -101,6 +96,3 @@ def worst_error(kernel: Kernel, case: SquareCase, device: str) -> float:
         want = both_ways(KERNELS["reference"], tile.pattern, *(x.double() for x in rows))
         errors += map(relative, got, want)
     return max(errors)
-
-
-SUBJECT = subject_of(KernelCase)

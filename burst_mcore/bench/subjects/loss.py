@@ -20,11 +20,7 @@ from burst_mcore.bench.core import (
     Table,
     Trial,
     World,
-    column,
-    methods_of,
     one_of,
-    over,
-    subject_of,
 )
 from burst_mcore.bench.gate import relative
 from burst_mcore.bench.memory import LargestMade, peak_meter
@@ -132,10 +128,10 @@ class HeadCase(Case):
         return Stage(trial, {"products": Trial({"": lambda: products()()})})
 
     def derive(self, table: Table) -> Derived:
-        peaks = column(table, "peak")
-        for method in methods_of(table):
-            yield method, "wall / products", over(table, (method, "wall"), (method, "products wall"))
-            yield method, "burst / this", over(table, (method, f"{OURS} wall"), (method, "wall"))
+        peaks = table.column("peak")
+        for method in table.methods:
+            yield method, "wall / products", table.over((method, "wall"), (method, "products wall"))
+            yield method, "burst / this", table.over((method, f"{OURS} wall"), (method, "wall"))
             if method != OURS and method in peaks and OURS in peaks and peaks[method][0]:
                 yield method, "burst peak / this", [peaks[OURS][0] / peaks[method][0]]
 
@@ -220,6 +216,3 @@ def three_products(hidden: Tensor, weight: Tensor) -> Callable[[], None]:
                 torch.mm(x.t(), h, out=of_weight)
 
     return run
-
-
-SUBJECT = subject_of(HeadCase)

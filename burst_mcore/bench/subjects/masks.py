@@ -19,7 +19,7 @@ from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.schedule.actions import Pass, Send
 from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.bench.bare import Tiles, both_ways
-from burst_mcore.bench.core import Bar, Derived, Stage, Step, Table, Trial, World, over, subject_of
+from burst_mcore.bench.core import Bar, Derived, Stage, Step, Table, Trial, World
 from burst_mcore.bench.methods.attention import RingCase, share_of
 from burst_mcore.bench.subjects.attention import on_first, ring_trial
 from burst_mcore.explain.problem import DTYPES
@@ -91,10 +91,10 @@ class MaskCase(RingCase):
         per_pair = min(n, DENSE_TOKENS) ** 2 / int(keys_per_query(self.seen, n).sum())
         for method in (m for m, meter in table if meter == "error"):
             mine = method, "cpu"
-            yield method, "cpu / tiles", over(table, mine, ("tiles", "cpu"))
-            yield method, "cpu / tiles, sharing", over(table, mine, ("tiles, sharing", "cpu"))
-            yield method, "masked dense / this", over(table, ("masked dense", "cpu"), mine)
-            ratios = over(table, mine, ("dense kernel", "cpu"))
+            yield method, "cpu / tiles", table.over(mine, ("tiles", "cpu"))
+            yield method, "cpu / tiles, sharing", table.over(mine, ("tiles, sharing", "cpu"))
+            yield method, "masked dense / this", table.over(("masked dense", "cpu"), mine)
+            ratios = table.over(mine, ("dense kernel", "cpu"))
             yield method, "cpu a pair / dense", [ratio * per_pair for ratio in ratios]
         plan = plan_for(self.dealt, self.seen, n, self.ranks)
         width = 2 * self.heads * self.head_dim * DTYPES[self.dtype].itemsize
@@ -172,6 +172,3 @@ def rows_sent(plan: Plan, route: Route) -> int:
     programs = [program(rank, route, Pass.FORWARD, plan) for rank in range(route.size)]
     sends = [action for steps in programs for action in steps if isinstance(action, Send)]
     return sum(plan.rows if action.rows is None else count(action.rows) for action in sends)
-
-
-SUBJECT = subject_of(MaskCase)

@@ -19,7 +19,7 @@ from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.aten import CPU
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, program
-from burst_mcore.bench.core import Bar, Case, Stage, Trial, World, one_of, subject_of
+from burst_mcore.bench.core import Bar, Case, Stage, Trial, World, one_of
 from burst_mcore.bench.methods.attention import share_of
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
@@ -123,6 +123,3 @@ class PlanCase(Case):
         if self.planned in ("causal", "full", "window") and self.of_ranks == 1024:
             bars.append(Bar("bytes", "burst", "peak", MEGABYTES * 1e6))
         return bars
-
-
-SUBJECT = subject_of(PlanCase)

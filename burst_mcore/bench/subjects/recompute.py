@@ -15,7 +15,7 @@ from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
 from burst_mcore.attention.recompute.cuts import cut_for, head_mask
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
-from burst_mcore.bench.core import Bar, Case, Derived, Method, Stage, Table, Trial, World, one_of, subject_of
+from burst_mcore.bench.core import Bar, Case, Derived, Method, Stage, Table, Trial, World, one_of
 from burst_mcore.bench.gate import relative
 from burst_mcore.bench.memory import peak_meter
 from burst_mcore.bench.methods.attention import attended, share_of
@@ -217,6 +217,3 @@ class Model(nn.Module):
                 self.recompute_seconds += 0.0 if first else time.process_time() - start
 
         return call
-
-
-SUBJECT = subject_of(LayersCase)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from burst_mcore.attention.numerics.rowwise import add_up, combine, output_stand_in, row_delta
-from burst_mcore.bench.core import Derived, Stage, Table, Trial, World, column, subject_of
+from burst_mcore.bench.core import Derived, Stage, Table, Trial, World
 from burst_mcore.bench.methods.kernels import SquareCase
 
 BYTES = {
@@ -49,10 +49,7 @@ class RowCase(SquareCase):
         return Stage(lambda method: Trial({"": steps[method.name]}, ahead=True))
 
     def derive(self, table: Table) -> Derived:
-        for method, samples in column(table, "wall").items():
+        for method, samples in table.column("wall").items():
             of_element, besides = BYTES[method]
             size = (of_element * self.head_dim + besides) * self.tokens * self.heads
             yield method, "GB/s", [size / seconds / 1e9 for seconds in samples]
-
-
-SUBJECT = subject_of(RowCase)

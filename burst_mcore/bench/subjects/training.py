@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,10 +21,7 @@ from burst_mcore.bench.core import (
     Table,
     Trial,
     World,
-    column,
     one_of,
-    over,
-    subject_of,
 )
 from burst_mcore.bench.memory import peak_meter
 from burst_mcore.bench.methods.steps import Recipe
@@ -89,12 +85,11 @@ class TrainingCase(Case):
 
     def derive(self, table: Table) -> Derived:
         """Yield the ratio of every method to the faster of the two Ulysses, round by round."""
-        walls = column(table, "wall")
-        theirs = [method for method in walls if method.startswith("ulysses")]
-        if theirs:
-            rival = min(theirs, key=lambda method: statistics.median(walls[method]))
-            for method in walls:
-                yield method, "wall / ulysses", over(table, (method, "wall"), (rival, "wall"))
+        theirs = [method for method in table.methods if method.startswith("ulysses")]
+        rival = table.fastest(theirs)
+        if rival is not None:
+            for method in table.methods:
+                yield method, "wall / ulysses", table.over((method, "wall"), (rival, "wall"))
 
     def bars(self, device: str) -> Sequence[Bar]:
         return [Bar("auto's step over Ulysses'", "burst auto", "wall / ulysses", 1.05)]
@@ -165,6 +160,3 @@ def written() -> int:
     """Bytes that this process has written, to sockets too."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))
-
-
-SUBJECT = subject_of(TrainingCase)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -22,9 +22,7 @@ from burst_mcore.bench.core import (
     Table,
     Trial,
     World,
-    column,
     one_of,
-    subject_of,
 )
 from burst_mcore.bench.methods.kernels import SquareCase, others
 from burst_mcore.bench.methods.virtual_rank import FROM, VirtualRank
@@ -119,7 +117,7 @@ class VirtualCase(SquareCase):
         return Stage(lambda method: ring, units, facts=facts)
 
     def derive(self, table: Table) -> Derived:
-        forward, backward = column(table, "forward wall"), column(table, "backward wall")
+        forward, backward = table.column("forward wall"), table.column("backward wall")
         whole = {
             name: [a + b for a, b in zip(forward[name], backward[name], strict=True)] for name in forward
         }
@@ -134,7 +132,7 @@ class VirtualCase(SquareCase):
         rates = {name: [flops / s / 1e12 for s in backward[name]] for name in ("burst", "kernel alone")}
         for name, samples in rates.items():
             yield name, "backward TFLOP/s", samples
-        if statistics.median(rates["kernel alone"]) >= TFLOPS:
+        if median(rates["kernel alone"]) >= TFLOPS:
             yield "burst", FULL, rates["burst"]
 
     def bars(self, device: str) -> Sequence[Bar]:
@@ -194,6 +192,3 @@ def least_seconds(step: Step) -> float:
 def both(forward: Step, backward: Step, ahead: bool = False) -> Trial:
     """Return a trial of the two passes."""
     return Trial({"forward": forward, "backward": backward}, ahead=ahead)
-
-
-SUBJECT = subject_of(VirtualCase)
