@@ -11,7 +11,7 @@ import torch
 
 from burst_mcore.bench import emulate
 from burst_mcore.bench.core import ALL, Case, Method, Table, first_line, in_words
-from burst_mcore.bench.launch import in_processes
+from burst_mcore.bench.launch import fresh_processes, in_processes
 from burst_mcore.bench.methods import METHODS
 from burst_mcore.bench.results import Results
 from burst_mcore.bench.stage import Outcome, Work, measure
@@ -122,7 +122,8 @@ def _in_world(work: Work) -> Outcome:
     if place.emulated:
         outcomes = emulate.run(place.cluster, place.rates, measure, work)
     else:
-        outcomes = in_processes(place.ranks, measure, work, cuda=work.device == "cuda")
+        processes = fresh_processes(cuda=work.device == "cuda")
+        outcomes = in_processes(place.ranks, measure, work, context=processes)
     outcome: Outcome = outcomes[0]
     return outcome
 
