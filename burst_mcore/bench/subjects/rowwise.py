@@ -35,7 +35,7 @@ class RowCase(SquareCase):
         return {"32768 tokens": cls()}
 
     def prepare(self, world: World) -> Stage:
-        dout, out_t, *_ = self.tensors(world.device)
+        out_t, _, _, dout = self.tensors(world.device)
         lse, delta = torch.randn(1, self.heads, self.tokens, device=world.device), row_delta(dout, out_t)
         parts = [(out_t.clone(), torch.randn_like(lse)) for _ in range(8)]
         outs, total = [out for out, _ in parts], dout.float()
