@@ -268,6 +268,11 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
 
 
+def installed(module: str, name: str, case: Any, device: str) -> str | None:
+    """Return the need of a method for a package."""
+    return package(module, name)
+
+
 def package(module: str, name: str) -> str | None:
     """Return the name of a package that is not installed; None if the package is there."""
     return None if find_spec(module) else f"the package {name}"

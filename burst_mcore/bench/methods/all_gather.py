@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,14 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from burst_mcore.attention.call import Keys, Queries
 from burst_mcore.attention.geometry.launches import launches_of
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.rows import gather, scatter_views
 from burst_mcore.attention.geometry.tiles import tiles_of
-from burst_mcore.attention.kernels.kernel import BackwardInputs, Problem, Scores
+from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.numerics.merge import GradientSum, OnlineSoftmax
 from burst_mcore.attention.numerics.rowwise import output_stand_in, row_delta
+from burst_mcore.bench.bare import inputs_of, scores_of
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 
@@ -31,28 +32,23 @@ def all_gather_attention(q: Tensor, k: Tensor, v: Tensor, *, group: dist.Process
 class _AllGatherAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        size, n = group.size(), q.shape[1] * group.size()
-        heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
-        problem = Problem(q.device.type, q.dtype, heads, kv_heads, head_dim, head_dim)
-        problem = replace(problem, launches=launches_of(mask, n))
+        ctx.group, n = group, q.shape[1] * group.size()
+        heads, dims = (q.shape[2], k.shape[2]), (q.shape[3], v.shape[3])
+        problem = Problem(q.device.type, q.dtype, *heads, *dims, launches=launches_of(mask, n))
         ctx.kernel = choose("auto", problem)
-        ctx.scores, ctx.size = Scores(head_dim**-0.5), size
-        plan = plan_for(Layout("zigzag"), mask, n, size)
-        ctx.tiles = [tiles_of(plan, group.rank(), source, ctx.kernel.abilities) for source in range(size)]
-        softmax = OnlineSoftmax(q, value_dim=head_dim)
-        keys, values = _gather(k, group), _gather(v, group)
-        for source, met in enumerate(ctx.tiles):
-            for tile in met:
-                part = ctx.kernel.forward(
-                    gather(q, tile.q),
-                    gather(keys[source], tile.k),
-                    gather(values[source], tile.k),
-                    tile.pattern,
-                    ctx.scores,
-                )
+        plan, softmax = (
+            plan_for(Layout("zigzag"), mask, n, group.size()),
+            OnlineSoftmax(q, value_dim=v.shape[3]),
+        )
+        ctx.tiles = [
+            tiles_of(plan, group.rank(), source, ctx.kernel.abilities) for source in range(group.size())
+        ]
+        for tiles, *keys in zip(ctx.tiles, _gather(k, group), _gather(v, group), strict=True):
+            for tile in tiles:
+                k_tile, v_tile = (gather(x, tile.k) for x in keys)
+                part = ctx.kernel.forward(gather(q, tile.q), k_tile, v_tile, tile.pattern, scores_of(q))
                 softmax.add(tile.q, *part)
         out, lse = softmax.result()
-        ctx.group = group
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -60,28 +56,21 @@ class _AllGatherAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        keys, values = _gather(k, ctx.group), _gather(v, ctx.group)
-        delta = row_delta(dout, out)
-        stand_in = output_stand_in(dout, delta)
-        dq = GradientSum(q)
-        dk, dv = (torch.zeros(ctx.size, *k.shape, dtype=torch.float32) for _ in range(2))
-        for source, met in enumerate(ctx.tiles):
-            for tile in met:
-                inputs = BackwardInputs(
-                    gather(dout, tile.q),
-                    gather(q, tile.q),
-                    gather(keys[source], tile.k),
-                    gather(values[source], tile.k),
-                    gather(stand_in, tile.q),
-                    gather(lse, tile.q),
-                    gather(delta, tile.q),
-                )
-                dq_t, dk_t, dv_t = ctx.kernel.backward(inputs, tile.pattern, ctx.scores)
-                dq.add(tile.q, dq_t)
-                for total, share in ((dk[source], dk_t), (dv[source], dv_t)):
-                    for to, values_t in scatter_views(total, tile.k, share):
-                        to.add_(values_t)
-        return None, None, dq.result(), *(_scatter_sum(x, ctx.group).to(k.dtype) for x in (dk, dv))
+        queries = Queries(q, dout, row_delta(dout, out), lse)
+        stand_in, dq = output_stand_in(dout, queries.delta), GradientSum(q)
+        totals = [torch.zeros(ctx.group.size(), *x.shape, dtype=torch.float32) for x in (k, v)]
+        for tiles, *of_source in zip(
+            ctx.tiles, _gather(k, ctx.group), _gather(v, ctx.group), *totals, strict=True
+        ):
+            keys, sums = Keys(*of_source[:2]), of_source[2:]
+            for tile in tiles:
+                inputs = inputs_of(tile, queries, keys, stand_in)
+                dq_tile, *shares = ctx.kernel.backward(inputs, tile.pattern, scores_of(q))
+                dq.add(tile.q, dq_tile)
+                for total, share in zip(sums, shares, strict=True):
+                    for destination, values in scatter_views(total, tile.k, share):
+                        destination.add_(values)
+        return None, None, dq.result(), *(_scatter_sum(x, ctx.group).to(k.dtype) for x in totals)
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

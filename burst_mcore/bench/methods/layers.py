@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from burst_mcore.attention.operator import attention_forward
-from burst_mcore.bench.core import Method, World, package
+from burst_mcore.bench.core import Method, World, installed
 from burst_mcore.checkpointing import Full, KeepAttention, Policy, Segment, checkpoint
 
 
@@ -59,10 +59,6 @@ def _megatron(around: str, case: Any, world: World) -> Checkpointing:
     return Checkpointing(layer=recomputed) if around == "layer" else Checkpointing(attention=recomputed)
 
 
-def _megatron_needs(case: Any, device: str) -> str | None:
-    return package("megatron", "megatron-core")
-
-
 POLICIES: dict[str, Policy] = {
     "full": Full(),
     "segment 0.25": Segment(0.25),
@@ -72,6 +68,7 @@ POLICIES: dict[str, Policy] = {
 }
 """Ours, by the method's name."""
 
+IN_MEGATRON = partial(installed, "megatron", "megatron-core")
 METHODS = (
     Method("none", partial(_as_told, as_it_is)),
     *(
@@ -79,6 +76,6 @@ METHODS = (
         for name, policy in POLICIES.items()
     ),
     Method("torch selective", partial(_as_told, _selective), ours=False),
-    Method("megatron full", partial(_megatron, "layer"), _megatron_needs, ours=False),
-    Method("megatron selective", partial(_megatron, "attention"), _megatron_needs, ours=False),
+    Method("megatron full", partial(_megatron, "layer"), IN_MEGATRON, ours=False),
+    Method("megatron selective", partial(_megatron, "attention"), IN_MEGATRON, ours=False),
 )
