@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from burst_mcore.attention.call import Keys, Queries
 from burst_mcore.attention.geometry.launches import launches_of
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.rows import gather, scatter_views
-from burst_mcore.attention.geometry.tiles import tiles_of
+from burst_mcore.attention.geometry.tiles import Tile, tiles_of
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.numerics.merge import GradientSum, OnlineSoftmax
@@ -36,18 +37,13 @@ class _AllGatherAttention(torch.autograd.Function):
         heads, dims = (q.shape[2], k.shape[2]), (q.shape[3], v.shape[3])
         problem = Problem(q.device.type, q.dtype, *heads, *dims, launches=launches_of(mask, n))
         ctx.kernel = choose("auto", problem)
-        plan, softmax = (
-            plan_for(Layout("zigzag"), mask, n, group.size()),
-            OnlineSoftmax(q, value_dim=v.shape[3]),
-        )
-        ctx.tiles = [
-            tiles_of(plan, group.rank(), source, ctx.kernel.abilities) for source in range(group.size())
-        ]
-        for tiles, *keys in zip(ctx.tiles, _gather(k, group), _gather(v, group), strict=True):
-            for tile in tiles:
-                k_tile, v_tile = (gather(x, tile.k) for x in keys)
-                part = ctx.kernel.forward(gather(q, tile.q), k_tile, v_tile, tile.pattern, scores_of(q))
-                softmax.add(tile.q, *part)
+        plan, ranks = plan_for(Layout("zigzag"), mask, n, group.size()), range(group.size())
+        ctx.tiles = [tiles_of(plan, group.rank(), source, ctx.kernel.abilities) for source in ranks]
+        keys, values = _gather(k, group), _gather(v, group)
+        softmax = OnlineSoftmax(q, value_dim=v.shape[3])
+        for source, tile in _by_source(ctx.tiles):
+            rows = gather(q, tile.q), gather(keys[source], tile.k), gather(values[source], tile.k)
+            softmax.add(tile.q, *ctx.kernel.forward(*rows, tile.pattern, scores_of(q)))
         out, lse = softmax.result()
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -58,19 +54,20 @@ class _AllGatherAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         queries = Queries(q, dout, row_delta(dout, out), lse)
         stand_in, dq = output_stand_in(dout, queries.delta), GradientSum(q)
-        totals = [torch.zeros(ctx.group.size(), *x.shape, dtype=torch.float32) for x in (k, v)]
-        for tiles, *of_source in zip(
-            ctx.tiles, _gather(k, ctx.group), _gather(v, ctx.group), *totals, strict=True
-        ):
-            keys, sums = Keys(*of_source[:2]), of_source[2:]
-            for tile in tiles:
-                inputs = inputs_of(tile, queries, keys, stand_in)
-                dq_tile, *shares = ctx.kernel.backward(inputs, tile.pattern, scores_of(q))
-                dq.add(tile.q, dq_tile)
-                for total, share in zip(sums, shares, strict=True):
-                    for destination, values in scatter_views(total, tile.k, share):
-                        destination.add_(values)
-        return None, None, dq.result(), *(_scatter_sum(x, ctx.group).to(k.dtype) for x in totals)
+        keys, values = _gather(k, ctx.group), _gather(v, ctx.group)
+        sums = [torch.zeros(ctx.group.size(), *x.shape, dtype=torch.float32) for x in (k, v)]
+        for source, tile in _by_source(ctx.tiles):
+            inputs = inputs_of(tile, queries, Keys(keys[source], values[source]), stand_in)
+            dq_tile, *shares = ctx.kernel.backward(inputs, tile.pattern, scores_of(q))
+            dq.add(tile.q, dq_tile)
+            for total, share in zip(sums, shares, strict=True):
+                for rows, part in scatter_views(total[source], tile.k, share):
+                    rows.add_(part)
+        return None, None, dq.result(), *(_scatter_sum(x, ctx.group).to(k.dtype) for x in sums)
+
+
+def _by_source(tiles: Sequence[Sequence[Tile]]) -> Iterator[tuple[int, Tile]]:
+    return ((source, tile) for source, of_source in enumerate(tiles) for tile in of_source)
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
