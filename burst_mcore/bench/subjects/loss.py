@@ -11,17 +11,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from burst_mcore.bench.core import (
-    Bar,
-    Case,
-    Derived,
-    Method,
-    Stage,
-    Table,
-    Trial,
-    World,
-    one_of,
-)
+from burst_mcore.bench.core import Bar, Case, Derived, Method, Stage, Table, Trial, World, one_of
 from burst_mcore.bench.gate import relative
 from burst_mcore.bench.memory import LargestMade, peak_meter
 from burst_mcore.bench.methods.heads import IGNORED, Head, HeadLoss

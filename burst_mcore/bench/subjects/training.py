@@ -12,17 +12,7 @@ from typing import Any
 
 import torch
 
-from burst_mcore.bench.core import (
-    Bar,
-    Case,
-    Derived,
-    Method,
-    Stage,
-    Table,
-    Trial,
-    World,
-    one_of,
-)
+from burst_mcore.bench.core import Bar, Case, Derived, Method, Stage, Table, Trial, World, one_of
 from burst_mcore.bench.memory import peak_meter
 from burst_mcore.bench.methods.steps import Recipe
 

@@ -14,16 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.shard import Shard
-from burst_mcore.bench.core import (
-    Bar,
-    Derived,
-    Stage,
-    Step,
-    Table,
-    Trial,
-    World,
-    one_of,
-)
+from burst_mcore.bench.core import Bar, Derived, Stage, Step, Table, Trial, World, one_of
 from burst_mcore.bench.methods.kernels import SquareCase, others
 from burst_mcore.bench.methods.virtual_rank import FROM, VirtualRank
 from burst_mcore.bench.subjects.kernels import WORK
