@@ -143,7 +143,6 @@ class VirtualRank:
         kernel: str = "auto",
         works: bool = True,
         direction: Pass = Pass.QUERY,
-        layout: str = "zigzag",
         device: str = "cuda",
     ) -> None:
         self.shape, self.device = shape, torch.device(device)
@@ -155,7 +154,7 @@ class VirtualRank:
         self.call = Call(
             rank=size // 2,
             route=Route(nodes=1, intra=size),
-            plan=plan_for(Layout.of(layout), mask, n, size),
+            plan=plan_for(Layout("zigzag"), mask, n, size),
             scores=Scores(shape.head_dim**-0.5),
             problem=problem,
             kernel=chosen if works else idle(chosen),
