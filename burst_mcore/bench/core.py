@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from burst_mcore.mask.words import tokens
 
+T = TypeVar("T")
 ALL = "all cases"
 """The case of figures that follow from several cases."""
 Step = Callable[[], object]
@@ -39,6 +40,11 @@ class World:
 
 def nothing(case: Any, place: Any) -> None:
     """Build nothing, or need nothing."""
+
+
+def ready(built: T, case: Any, world: World) -> T:
+    """Return a method that is the same for all cases: partial(ready, built) builds it."""
+    return built
 
 
 @dataclass(frozen=True)
@@ -225,9 +231,6 @@ class Case:
 def one_of(default: Any, legal: Iterable[Any]) -> Any:
     """Return a field of a case that has one of these values."""
     return field(default=default, metadata={"legal": tuple(legal)})
-
-
-T = TypeVar("T")
 
 
 def in_words(kind: type[T], text: str, **fixed: Any) -> T:

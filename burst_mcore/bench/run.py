@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any
 
 import torch
 
 from burst_mcore.bench import emulate
+from burst_mcore.bench.clock import Samples
 from burst_mcore.bench.core import ALL, Case, Method, Table, first_line, in_words
 from burst_mcore.bench.launch import fresh_processes, in_processes
 from burst_mcore.bench.methods import METHODS
@@ -124,8 +126,8 @@ def _in_world(work: Work) -> Outcome:
     else:
         processes = fresh_processes(cuda=work.device == "cuda")
         outcomes = in_processes(place.ranks, measure, work, context=processes)
-    outcome: Outcome = outcomes[0]
-    return outcome
+    first: Outcome = outcomes[0]
+    return first
 
 
 def _alone(work: Work) -> Outcome:
@@ -146,13 +148,10 @@ def _joined(outcomes: Iterable[Outcome]) -> Outcome:
 
     Figures that one of the sets does not have are dropped: their rounds would not be those of the others.
     """
-    whole = Outcome()
-    for number, outcome in enumerate(outcomes):
-        if number == 0 or outcome.refused:
-            whole = outcome
-        else:
-            both = [figure for figure in whole.samples if figure in outcome.samples]
-            whole.samples = {figure: whole.samples[figure] + outcome.samples[figure] for figure in both}
-        if whole.refused:
-            break
-    return whole
+    several: list[Samples] = []
+    for outcome in outcomes:
+        if outcome.refused:
+            return outcome
+        several.append(outcome.samples)
+    figures = [figure for figure in several[0] if all(figure in samples for samples in several)]
+    return Outcome({figure: list(chain(*(samples[figure] for samples in several))) for figure in figures})

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from burst_mcore.bench.core import Method, World, installed, nothing, package
+from burst_mcore.bench.core import Method, World, installed, nothing, package, ready
 from burst_mcore.dtypes import wide
 from burst_mcore.loss import fused_linear_cross_entropy
 
@@ -35,10 +35,6 @@ class Head:
     """It is compiled anew for each shape, which must not be measured."""
     visible: bool = True
     """Whether a dispatch mode of torch sees every tensor that it makes."""
-
-
-def _told(head: Head, case: Any, world: World) -> Head:
-    return head
 
 
 def _naive(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -105,7 +101,7 @@ def on_gpu(module: str, name: str, case: Any, device: str) -> str | None:
 def _method(
     name: str, loss: HeadLoss, needs: Callable[[Any, str], str | None] = nothing, visible: bool = True
 ) -> Method:
-    return Method(name, partial(_told, Head(loss, visible=visible)), needs, ours=name == "burst")
+    return Method(name, partial(ready, Head(loss, visible=visible)), needs, ours=name == "burst")
 
 
 METHODS = (

@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from burst_mcore.attention.operator import attention_forward
-from burst_mcore.bench.core import Method, World, installed
+from burst_mcore.bench.core import Method, World, installed, ready
 from burst_mcore.checkpointing import Full, KeepAttention, Policy, Segment, checkpoint
 
 
@@ -37,10 +37,6 @@ def _selective(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
     contexts = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, kept)
     out: Tensor = torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
     return out
-
-
-def _as_told(layer: Callable[..., Tensor], case: Any, world: World) -> Checkpointing:
-    return Checkpointing(layer=layer)
 
 
 def _megatron(around: str, case: Any, world: World) -> Checkpointing:
@@ -70,12 +66,12 @@ POLICIES: dict[str, Policy] = {
 
 IN_MEGATRON = partial(installed, "megatron", "megatron-core")
 METHODS = (
-    Method("none", partial(_as_told, as_it_is)),
+    Method("none", partial(ready, Checkpointing())),
     *(
-        Method(name, partial(_as_told, partial(checkpoint, policy=policy)))
+        Method(name, partial(ready, Checkpointing(partial(checkpoint, policy=policy))))
         for name, policy in POLICIES.items()
     ),
-    Method("torch selective", partial(_as_told, _selective), ours=False),
+    Method("torch selective", partial(ready, Checkpointing(_selective)), ours=False),
     Method("megatron full", partial(_megatron, "layer"), IN_MEGATRON, ours=False),
     Method("megatron selective", partial(_megatron, "attention"), IN_MEGATRON, ours=False),
 )
