@@ -65,10 +65,10 @@ def _kilobytes(name: str) -> int:
 class LargestMade(TorchDispatchMode):
     """Within it, the elements of the largest tensor that any operator makes, or has a view of."""
 
-    def __init__(self, given: Iterable[Tensor]) -> None:
-        """given: tensors that are there already, which do not count."""
+    def __init__(self, old: Iterable[Tensor]) -> None:
+        """old: tensors that are there already, which do not count."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._given = {x.untyped_storage().data_ptr() for x in given}
+        self._old = {x.untyped_storage().data_ptr() for x in old}
         self.elements = 0
 
     def __torch_dispatch__(
@@ -76,6 +76,6 @@ class LargestMade(TorchDispatchMode):
     ) -> Any:
         made = func(*args, **(kwargs or {}))
         for x in tree_leaves(made):
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in self._given:
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in self._old:
                 self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
         return made

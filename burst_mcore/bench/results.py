@@ -112,5 +112,5 @@ def read(path: Path) -> Results:
     names = ("subject", "about", "device", "repeats", "cases", "refused", "errors", "notes")
     figures = [Figure(f["case"], f["method"], f["meter"], tuple(f["samples"])) for f in whole["figures"]]
     bars = [Bar(**{k: v for k, v in bar.items() if k != "reached"}) for bar in whole["bars"]]
-    given = {name: whole[name] for name in names}
-    return Results(**given, figures=figures, bars=bars, not_judged=whole["not judged"])
+    heads = {name: whole[name] for name in names}
+    return Results(**heads, figures=figures, bars=bars, not_judged=whole["not judged"])

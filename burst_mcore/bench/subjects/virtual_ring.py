@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
@@ -52,13 +52,9 @@ class VirtualCase(SquareCase):
 
     @property
     def square(self) -> SquareCase:
-        """A small square with the mask in proportion, on which kernels are compared."""
+        """A small square with the mask in proportion, on which kernels are compared: a ring of one."""
         n = min(self.tokens, CHOOSING_TOKENS)
-        return SquareCase(
-            tokens=n, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim,
-            value_dim=self.value_dim, dtype=self.dtype,
-            mask=shortened(self.mask, self.tokens * self.size, n),
-        )  # fmt: skip
+        return replace(self, size=1, tokens=n, mask=shortened(self.mask, self.tokens * self.size, n))
 
     def rank(self, kernel: str, device: str, source: str, works: bool = True) -> VirtualRank:
         """Return the rank, with bundles from `source`."""
