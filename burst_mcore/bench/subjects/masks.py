@@ -9,19 +9,18 @@ from itertools import chain
 
 import torch
 
-from burst_mcore.attention.autotune.choose import Ranks, best, candidates
+from burst_mcore.attention.autotune.choose import Ranks
 from burst_mcore.attention.geometry.pattern import Pattern
-from burst_mcore.attention.geometry.plan import Plan, plan_for
-from burst_mcore.attention.geometry.rows import count
+from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.kernel import Kernel
 from burst_mcore.attention.kernels.table import choose
-from burst_mcore.attention.schedule.actions import Pass, Send
-from burst_mcore.attention.schedule.route import Route, program
+from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.bench.bare import Tiles, both_ways
 from burst_mcore.bench.core import Bar, Derived, Stage, Step, Table, Trial, World
-from burst_mcore.bench.methods.attention import RingCase, share_of
+from burst_mcore.bench.methods.attention import RingCase
 from burst_mcore.bench.subjects.attention import on_first, ring_trial
+from burst_mcore.explain.predict import draw
 from burst_mcore.explain.problem import DTYPES
 from burst_mcore.layout import shard
 from burst_mcore.layout.balance import imbalance, keys_per_query
@@ -96,12 +95,15 @@ class MaskCase(RingCase):
             yield method, "masked dense / this", table.over(("masked dense", "cpu"), mine)
             ratios = table.over(mine, ("dense kernel", "cpu"))
             yield method, "cpu a pair / dense", [ratio * per_pair for ratio in ratios]
-        plan = plan_for(self.dealt, self.seen, n, self.ranks)
+        drawing = draw(
+            self, Ranks(self.ranks, self.ranks), DEFAULT["cpu"], pass_=Pass.FORWARD, degree=1, ring="auto",
+            overlap=True, layout=self.layout,
+        )  # fmt: skip
         width = 2 * self.heads * self.head_dim * DTYPES[self.dtype].itemsize
         yield "plan", "busiest / mean", [imbalance(self.dealt, self.seen, n, self.ranks)]
-        yield "plan", "sent", [rows_sent(plan, route_of(self, plan)) * width]
-        yield "plan", "all-gather", [(self.ranks - 1) * self.ranks * plan.rows * width]
-        yield "plan", "least", [plan.reading(of_queries=False).elsewhere * width]
+        yield "plan", "sent", [sum(drawing.sent.values())]
+        yield "plan", "all-gather", [sum(drawing.sent_dense.values())]
+        yield "plan", "least", [drawing.plan.reading(of_queries=False).elsewhere * width]
 
     def bars(self, device: str) -> Sequence[Bar]:
         bars = [Bar("CPU over its tiles' called bare", "burst", "cpu / tiles", 1.10)]
@@ -155,20 +157,3 @@ def masked_dense(case: MaskCase, kernel: Kernel) -> Step:
             both_ways(kernel, pattern, q[:, strip], k, v, dout[:, strip])
 
     return run
-
-
-def route_of(case: MaskCase, plan: Plan) -> Route:
-    """Return the way that "auto" takes."""
-    share = share_of(plan.rows, case.heads, case.kv_heads, case.head_dim)
-    ways = candidates(
-        share, case.dealt, case.seen, case.seq, Ranks(case.ranks, case.ranks), DEFAULT["cpu"],
-        overlap=True, rings=("double", "flat", "direct"), degrees=(1,), directions=(Pass.QUERY, Pass.KV),
-    )  # fmt: skip
-    return best(ways).route
-
-
-def rows_sent(plan: Plan, route: Route) -> int:
-    """Return the rows that all ranks send in a forward."""
-    programs = [program(rank, route, Pass.FORWARD, plan) for rank in range(route.size)]
-    sends = [action for steps in programs for action in steps if isinstance(action, Send)]
-    return sum(plan.rows if action.rows is None else count(action.rows) for action in sends)
