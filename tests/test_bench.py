@@ -184,12 +184,12 @@ def test_what_masks_save_is_measured_and_judged(tmp_path):
 
 
 def test_the_cases_are_legal():
-    for case in masks.SUBJECT.cases("cpu").values():
+    for case in masks.MaskCase.named("cpu").values():
         assert case.seen.bands(case.seq) is not None
     for subject in SUBJECTS.values():
         for device in subject.devices:
-            cases = subject.cases(device)
-            assert cases and all(isinstance(case, subject.case) for case in cases.values())
+            cases = subject.named(device)
+            assert cases and all(isinstance(case, subject) for case in cases.values())
 
 
 def test_steps_are_timed_in_turn_forth_and_back():
@@ -236,16 +236,16 @@ def test_cpu_seconds_of_ranks_are_summed_and_the_rest_is_the_slowest_ranks():
     assert processes(2, _over_ranks) == [{"cpu": 3.0, "wall": 2.0, "forward cpu": 4.0}] * 2
 
 
-def _bars_of(name, case, device):
-    if case is None:
-        return [Bar("all", "burst", "cpu", 1.0)]
-    return [Bar("low", "burst", "cpu", 2.0), Bar("high", "burst", "cpu", 2.0, at_most=False)]
+class Judged(attention.AttentionCase):
+    overall = (Bar("all", "burst", "cpu", 1.0),)
+
+    def bars(self, device):
+        return [Bar("low", "burst", "cpu", 2.0), Bar("high", "burst", "cpu", 2.0, at_most=False)]
 
 
 def test_bars_judge_medians_and_a_missing_figure_is_told():
-    subject = replace(SUBJECTS["attention"], bars=_bars_of)
     results = Results("attention", "", "cpu", 3, figures=[Figure("a", "burst", "cpu", (1.0, 9.0, 1.5))])
-    results.judge(subject, {"a": SMALL})
+    results.judge(Judged, {"a": Judged()})
     assert [(bar.claim, bar.value, bar.reached) for bar in results.bars] == [
         ("low", 1.5, True),
         ("high", 1.5, False),
@@ -280,7 +280,7 @@ def test_committed_results_say_the_commit_the_machine_and_bars_that_follow(file)
     assert re.fullmatch("[0-9a-f]{12}", commit) or re.search("committed with [0-9a-f]{7,}$", commit)
     assert "cores" in whole["machine"] and isinstance(whole["versions"], dict)
     subject = SUBJECTS[results.subject]
-    cases = {name: subject.case(**fields) for name, fields in results.cases.items()}
+    cases = {name: subject(**fields) for name, fields in results.cases.items()}
     recorded, open_ = results.bars, results.not_judged
     results.judge(subject, cases)
     assert (results.bars, results.not_judged) == (recorded, open_)

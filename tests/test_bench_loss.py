@@ -12,13 +12,13 @@ pytest.importorskip("typer")
 from ranks import processes
 from typer.testing import CliRunner
 
-from burst_mcore.bench.core import Figure, Method, World
+from burst_mcore.bench.core import Figure, Method, Table, World
 from burst_mcore.bench.memory import LargestMade, peak_bytes
 from burst_mcore.bench.methods import METHODS, heads
 from burst_mcore.bench.results import Results, read
 from burst_mcore.bench.run import run
 from burst_mcore.bench.subjects import loss
-from burst_mcore.bench.subjects.loss import SUBJECT, HeadCase
+from burst_mcore.bench.subjects.loss import HeadCase
 from burst_mcore.cli import app
 
 HEADS = METHODS["heads"]
@@ -83,7 +83,7 @@ def test_every_method_that_runs_here_is_right(name, dtype):
 def _measured(monkeypatch, methods, names):
     for method in methods:
         monkeypatch.setitem(HEADS, method.name, method)
-    return run(SUBJECT, {"small": SMALL}, names, 1, "cpu")
+    return run(HeadCase, {"small": SMALL}, names, 1, "cpu")
 
 
 def test_what_cannot_run_gives_its_reason(monkeypatch):
@@ -150,9 +150,9 @@ def _judged(case, **of_methods):
         for name, meters in of_methods.items()
         for meter, samples in meters.items()
     }
-    table |= {(m, meter): samples for m, meter, samples in SUBJECT.derive(case, table) if len(samples)}
+    table |= {(m, meter): samples for m, meter, samples in case.derive(Table(table)) if len(samples)}
     results.figures = [Figure("large", m, meter, tuple(samples)) for (m, meter), samples in table.items()]
-    results.judge(SUBJECT, {"large": case})
+    results.judge(HeadCase, {"large": case})
     return {bar.claim: bar.reached for bar in results.bars}, results.not_judged
 
 
@@ -199,14 +199,14 @@ def test_other_shapes_and_more_masked_tokens_have_no_bars():
 
 
 def _claims(case, device):
-    return [bar.claim for bar in SUBJECT.bars("", case, device)]
+    return [bar.claim for bar in case.bars(device)]
 
 
 @pytest.mark.parametrize(
     ("words", "error"),
     [
         (["--case", "tokens=12x"], "tokens must be int, got '12x'"),
-        (["--case", "tokens=0"], "must be at least 1, got 0x1024x32000"),
+        (["--case", "tokens=0"], "tokens must be at least 1, got 0"),
         (["--case", "dtype=int8"], "dtype must be one of float32"),
         (["--methods", "magic"], "unknown method 'magic'; legal: burst, naive"),
         (["--device", "tpu"], "no device 'tpu' here"),

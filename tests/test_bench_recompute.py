@@ -9,12 +9,12 @@ from ranks import processes
 from typer.testing import CliRunner
 
 from burst_mcore.bench import stage
-from burst_mcore.bench.core import Method, World
+from burst_mcore.bench.core import Method, Table, World
 from burst_mcore.bench.methods import METHODS
 from burst_mcore.bench.methods.layers import Checkpointing
 from burst_mcore.bench.results import read
 from burst_mcore.bench.subjects import recompute
-from burst_mcore.bench.subjects.recompute import LayersCase, policy_of, shares_recomputed
+from burst_mcore.bench.subjects.recompute import LayersCase
 from burst_mcore.cli import app
 
 LAYERS = METHODS["layers"]
@@ -45,7 +45,7 @@ def test_the_command_prints_a_table_draws_a_curve_and_writes_all_figures(others,
 
 def test_the_flop_model():
     case = LayersCase(seq=4096)
-    shares = {name: shares_recomputed(name, policy_of(name), case) for name in LAYERS}
+    shares = {name: case.share_recomputed(name) for name in LAYERS}
     want = {"none": 0, "full": 1, "segment 0.25": 0.5625, "segment 0.5": 0.25, "segment 0.75": 0.0625}
     assert {name: shares[name] for name in want} == pytest.approx(want, abs=1e-3)
     assert shares["attention"] == 0 == shares["torch selective"]
@@ -58,7 +58,7 @@ def test_what_is_saved_is_judged_beside_the_model():
         ("full", "recomputing"): [3.0, 3.2, 3.4], ("attention", "recomputing"): [1.0, 1.0, 1.2],
         ("none", "recomputing"): [0.0, 0.0, 0.0], ("attention's forward", "cpu"): [2.0, 2.0, 2.2],
     }  # fmt: skip
-    found = {(m, meter): list(samples) for m, meter, samples in recompute.SUBJECT.derive(LayersCase(), table)}
+    found = {(m, meter): list(samples) for m, meter, samples in LayersCase().derive(Table(table))}
     assert found["attention", "saved"] == pytest.approx([2.0, 2.2, 2.2])
     assert found["attention", "off the FLOP model"] == pytest.approx([0.1])
     assert ("full", "off the FLOP model") not in found and ("none", "saved") not in found
@@ -85,7 +85,7 @@ def _doubling(case, world):
 
 def _wrong(rank, size):
     case = LayersCase(ranks=1, seq=64, hidden=16, heads=2, layers=1)
-    work = stage.Work(recompute.SUBJECT.stage, case, [Method("doubling", _doubling), LAYERS["full"]], 1)
+    work = stage.Work(case, [Method("doubling", _doubling), LAYERS["full"]], 1)
     return stage.measure(rank, size, work)
 
 

@@ -112,7 +112,7 @@ def test_a_killed_run_leaves_nothing_behind(tmp_path):
 
 def _timed(case, repeats=5):
     """{way: (median wall, predicted)} of a case."""
-    results = run(topology.SUBJECT, {"cell": case}, [], repeats, "cpu")
+    results = run(ClusterCase, {"cell": case}, [], repeats, "cpu")
     assert not results.errors and not results.refused, (results.errors, results.refused)
     table = results.tables["cell"]
     walls = {way: median(samples) for (way, meter), samples in table.items() if meter == "wall"}
@@ -189,7 +189,7 @@ def test_todays_predictions_are_within_15_per_cent_of_what_was_measured():
 
 
 def test_the_committed_cells_are_those_of_the_subject():
-    cases = topology.SUBJECT.cases("cpu")
+    cases = ClusterCase.named("cpu")
     committed = read(RESULTS).cases
     assert set(cases) == set(committed) and len(cases) == 27
     for name, case in cases.items():

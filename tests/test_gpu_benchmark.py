@@ -14,7 +14,7 @@ from burst_mcore.bench.__main__ import main
 from burst_mcore.bench.check.__main__ import as_text, lines_of
 from burst_mcore.bench.check.__main__ import main as check
 from burst_mcore.bench.check.parts import PARTS, SMOKE, Check, Claim
-from burst_mcore.bench.core import Figure, Method
+from burst_mcore.bench.core import Figure, Method, Table
 from burst_mcore.bench.methods import METHODS
 from burst_mcore.bench.results import Results, read
 from burst_mcore.bench.run import run
@@ -104,7 +104,7 @@ def test_bars_of_a_ring_of_8(reachable):
     table = {(name, f"{part} wall"): [1.0] for name in names for part in ("forward", "backward")}
     table["kernel alone", "pairs"] = [pairs]
     results = Results("virtual-ring", "", "cuda", 1)
-    derived = [(m, meter, s) for m, meter, s in subject.derive(case, table)]
+    derived = [(m, meter, s) for m, meter, s in case.derive(Table(table))]
     results.figures = [Figure("ring", m, meter, tuple(s)) for m, meter, s in derived]
     results.judge(subject, {"ring": case})
     bars = {bar.claim: (bar.bound, bar.at_most, bar.reached) for bar in results.bars}
@@ -118,13 +118,15 @@ def test_bars_of_a_ring_of_8(reachable):
         want["backward, where the kernel reaches as much"] = (575, False, True)
     assert bars == want
     for other in (replace(case, source="host"), replace(case, size=4), replace(case, tokens=TOKENS // 2)):
-        assert subject.bars("ring", other, "cuda") == ()
+        assert other.bars("cuda") == ()
 
 
 def test_a_case_that_fails_costs_no_other():
     subject = SUBJECTS["virtual-ring"]
-    sizes = {"bad": -1, "good": 64}
-    cases = {name: VirtualCase(tokens=n, size=2, heads=2, head_dim=16) for name, n in sizes.items()}
+    groups = {"bad": 3, "good": 1}  # heads over so many K/V heads
+    cases = {
+        name: VirtualCase(tokens=64, size=2, heads=2, kv_heads=n, head_dim=16) for name, n in groups.items()
+    }
     seen = []
     results = run(subject, cases, [], 1, "cpu", lambda results: seen.append(len(results.figures)))
     assert [error["case"] for error in results.errors] == ["bad"]
@@ -172,9 +174,7 @@ def test_the_gpu_check_runs_whole_and_prints_a_line_for_each_claim(tmp_path, cap
 
 def test_a_claim_is_judged_by_its_bar_on_a_gpu_alone():
     claim = Claim("speed", "ours", "x", 0.9, 0.8)
-    one = Check(
-        "kernels", "case", KernelCase(), (claim, replace(claim, at_most=True), replace(claim, bar=None))
-    )
+    one = Check("case", KernelCase(), (claim, replace(claim, at_most=True), replace(claim, bar=None)))
     for device, verdicts in (("cuda", [False, True, True]), ("cpu", [True, True, True])):
         results = Results("kernels", "", device, 1, figures=[Figure("case", "ours", "x", (0.7,))])
         assert [line["ok"] for line in lines_of(one, results)] == verdicts
@@ -187,8 +187,7 @@ def test_a_claim_is_judged_by_its_bar_on_a_gpu_alone():
 def test_every_check_names_a_subject_that_runs_on_a_gpu():
     for part in (SMOKE, *PARTS):
         for each in part:
-            subject = SUBJECTS[each.subject]
-            assert "cuda" in subject.devices and isinstance(each.case, subject.case)
-            assert isinstance(replace(each.case, **each.small), subject.case)
-    names = {each.subject for part in PARTS for each in part}
+            subject = SUBJECTS[each.case.subject]
+            assert "cuda" in subject.devices and type(each.case) is subject is type(each.small)
+    names = {each.case.subject for part in PARTS for each in part}
     assert names == {name for name, subject in SUBJECTS.items() if "cuda" in subject.devices}

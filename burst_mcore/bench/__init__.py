@@ -1,16 +1,16 @@
 """The bench: one runner measures methods side by side, for every subject.
 
-subjects/     what is measured: cases, a stage for each process, what is derived from times, bars
+subjects/     what is measured: a class of cases each, with its trials, figures and bars
 methods/      what is compared: rows of METHODS, ours and those of other packages
 check/        the GPU check: claims with predictions and bars, a line each
+core          the data classes of all this; Case is what a subject extends
 run           cases one by one, each in fresh processes; results as they come
 stage         in such a process: gate every method, then time methods and units in turn
 clock         CPU, wall and CUDA seconds of steps in turn
-gate          errors beside float64
+gate, bare    errors beside float64; a kernel called with nothing around it
 memory        peak memory, and the largest tensor
 launch        fresh processes over gloo; emulate: the same on an emulated cluster
 results       figures, bars, and the JSON file of a run; provenance: commit, machine, versions
 report        results as a table and as a picture
-core          the data classes of all this
 record        what ranks did when, for `burst-mcore draw --measure`
 """

@@ -17,7 +17,7 @@ def main(arguments: Sequence[str]) -> int:
     """Measure a subject; 0 if all ran and every bar was reached, otherwise 1."""
     options = _parser().parse_args(arguments)
     subject = SUBJECTS[options.subject]
-    out: Path = options.out or Path(f"{subject.name}.json")
+    out: Path = options.out or Path(f"{subject.subject}.json")
     say = sys.stdout.write
     try:
         if options.repeats is not None and options.repeats < 1:
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, RuntimeError, OSError) as error:
         sys.stderr.write(f"burst-mcore bench: {' '.join(str(error).split())}\n")
         return 1
-    say(f"{subject.about}\n\n{report.report(results)}\n\nall figures: {out}\n")
+    say(f"{subject.about()}\n\n{report.report(results)}\n\nall figures: {out}\n")
     if subject.curve is not None and results.figures:
         report.save_curve(results, subject.curve, out.with_suffix(".png"))
         say(f"curve:       {out.with_suffix('.png')}\n")
@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="burst-mcore bench",
         description="Measure methods side by side. The exit status is 1 if a case fails, or misses a bar:\n"
         "the worst figure that the project accepts.",
-        epilog="subjects:\n" + "\n".join(f"  {name:{width}}  {s.about}" for name, s in SUBJECTS.items()),
+        epilog="subjects:\n" + "\n".join(f"  {name:{width}}  {s.about()}" for name, s in SUBJECTS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("subject", choices=SUBJECTS, metavar="SUBJECT", help="one of the subjects below")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from burst_mcore.bench.core import Step, Trial, World
-from burst_mcore.bench.memory import peak_bytes
+from burst_mcore.bench.memory import peak_meter
 
 HEAD_START = 10**8
 """Clock cycles, about 50 ms, that a GPU sleeps so that the host gets ahead of it."""
@@ -64,8 +64,7 @@ def one_round(trial: Trial, part: str, world: World, *, memory: bool = False) ->
         sample.update(clock(trial.steps[part], trial.ahead))
 
     if memory:
-        peak = peak_bytes(run, world.device)
-        sample |= {} if peak is None else {"peak": peak}
+        sample |= peak_meter(run, world.device)
     else:
         run()
     return over_ranks(sample, world)

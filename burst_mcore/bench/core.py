@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch.distributed as dist
 
 from burst_mcore.mask.words import tokens
 
+T = TypeVar("T")
+ALL = "all cases"
+"""The case of figures that follow from several cases."""
 Step = Callable[[], object]
 """What is timed. If a step returns a mapping, that has further meters of the same round."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """The parameters of one measurement, which a subject extends by its own."""
-
-    ranks: int = 1
-    """Processes that share the work."""
-    threads: int = 1
-    """Of torch, in each process."""
-    processes: int = 1
-    """Fresh sets of processes, one after another: one differs from the next by more than rounds do."""
-    rounds: int = 1
-    """Timed rounds for each of --repeats."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +38,13 @@ class World:
         return group
 
 
-def nothing(case: Any, device: str) -> str | None:
-    """Return the `needs` of a method that runs everywhere."""
-    return None
+def nothing(case: Any, place: Any) -> None:
+    """Build nothing, or need nothing."""
+
+
+def ready(built: T, case: Any, world: World) -> T:
+    """Return a method that is the same for all cases: partial(ready, built) builds it."""
+    return built
 
 
 @dataclass(frozen=True)
@@ -58,7 +52,7 @@ class Method:
     """One way to do what is measured. Processes get it pickled: its functions are importable by name."""
 
     name: str
-    build: Callable[[Any, World], Any]
+    build: Callable[[Any, World], Any] = nothing
     """(case, world) -> the method, ready to be called, in the form that its kind has. Collective."""
     needs: Callable[[Any, str], str | None] = nothing
     """(case, device) -> what the method lacks there, in words; None if nothing."""
@@ -74,11 +68,11 @@ class Trial:
     """What is timed, by the word that goes before its meters; "" for a single step."""
     warm: Step | None = None
     """Called once before all else: what is made once is made."""
-    memory: Callable[[], Mapping[str, float]] | None = None
+    memory: Callable[[], Mapping[str, float]] = dict
     """Meters that are read once, while freed memory still goes back to the system."""
-    check: Callable[[], Mapping[str, float]] | None = None
+    check: Callable[[], Mapping[str, float]] = dict
     """The gate: errors by meter ("... error"), and what they were found over."""
-    bound: float = float("inf")
+    bound: float = math.inf
     """A method with an error that is not at most this is wrong, and is not timed."""
     ahead: bool = False
     """A GPU sleeps before the steps, so that it need not wait for the host."""
@@ -108,6 +102,33 @@ class Figure:
     """One for each round."""
 
 
+class Table(dict[tuple[str, str], Sequence[float]]):
+    """The samples of one case by (method, meter)."""
+
+    @property
+    def methods(self) -> list[str]:
+        """Methods and units, in their order."""
+        return list(dict.fromkeys(method for method, _ in self))
+
+    def column(self, meter: str) -> dict[str, Sequence[float]]:
+        """Return the samples of one meter by method."""
+        return {method: samples for (method, name), samples in self.items() if name == meter}
+
+    def over(self, figure: tuple[str, str], unit: tuple[str, str]) -> list[float]:
+        """Return ratios of two figures, round by round; none where one was not measured."""
+        return [a / b for a, b in zip(self.get(figure, ()), self.get(unit, ()), strict=False)]
+
+    def fastest(self, methods: Collection[str]) -> str | None:
+        """Return which of the methods takes the least wall seconds; None if none was timed."""
+        walls = self.column("wall").items()
+        medians = {method: statistics.median(samples) for method, samples in walls if method in methods}
+        return min(medians, key=medians.__getitem__, default=None)
+
+
+Derived = Iterable[tuple[str, str, Sequence[float]]]
+"""(method, meter, samples) of figures that follow from others."""
+
+
 @dataclass(frozen=True)
 class Bar:
     """A value that the median of a figure must reach."""
@@ -126,52 +147,90 @@ class Bar:
         return self.value <= self.bound if self.at_most else self.value >= self.bound
 
 
-Table = Mapping[tuple[str, str], Sequence[float]]
-"""The samples of one case by (method, meter)."""
-Derived = Iterable[tuple[str, str, Sequence[float]]]
-"""(method, meter, samples) of figures that follow from others."""
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One measurement. A subject is a subclass: its name, its cases, and the work of a process on a case.
 
+    The docstring of a subject is what its tables and files say of it. Fields can be given in words. Those
+    that are integers are at least 1, unless 0 is their default.
+    """
 
-@dataclass(frozen=True)
-class Subject:
-    """What is measured: `burst-mcore bench NAME`."""
-
-    name: str
-    about: str
-    """One sentence for tables and files."""
-    case: type
-    """The class of its cases, whose fields can be given in words."""
-    cases: Callable[[str], Mapping[str, Any]]
-    """The cases by name, on a device, that are measured where none is asked for."""
-    stage: Callable[[Any, World], Stage]
-    kind: str
-    """Of its methods in METHODS; "" if `methods` makes them."""
-    methods: Callable[[Any], Mapping[str, Method]] = lambda case: {}
-    default: tuple[str, ...] = ()
+    subject: ClassVar[str]
+    """The name: `burst-mcore bench NAME`."""
+    kind: ClassVar[str] = ""
+    """Of its methods in METHODS; "" if they are its `own`."""
+    own: ClassVar[tuple[str, ...]] = ("burst",)
+    """Methods of the subject alone, which its trials make."""
+    default: ClassVar[tuple[str, ...]] = ()
     """Methods that are measured where none is asked for; all if empty."""
-    devices: tuple[str, ...] = ("cpu",)
-    repeats: int = 3
-    emulated: bool = False
-    """Ranks are on an emulated cluster; the case has its `cluster` and `rates`."""
-    beside: str | None = None
+    devices: ClassVar[tuple[str, ...]] = ("cpu",)
+    repeats: ClassVar[int] = 3
+    emulated: ClassVar[bool] = False
+    """Ranks are on an emulated cluster: a case has its `cluster` and `rates`."""
+    beside: ClassVar[str | None] = None
     """Each method has processes of its own, where only this one runs in turn with it."""
-    cold: bool = False
+    cold: ClassVar[bool] = False
     """Every round is the first of a fresh process, and its peak memory counts."""
-    clearly: float = float("inf")
+    clearly: ClassVar[float] = math.inf
     """A step that takes so many times as long as the fastest in the first round is not timed again."""
-    derive: Callable[[Any, Table], Derived] = lambda case, table: ()
-    summary: Callable[[Mapping[str, Table]], Derived] = lambda tables: ()
-    """Figures of all cases together, by the tables of the cases."""
-    bars: Callable[[str, Any, str], Sequence[Bar]] = lambda name, case, device: ()
-    """(name, case, device) -> bars; (ALL, None, device) -> those of the summary."""
-    curve: tuple[str, str] | None = None
+    overall: ClassVar[tuple[Bar, ...]] = ()
+    """Bars of the summary."""
+    curve: ClassVar[tuple[str, str] | None] = None
     """Meters of which a picture shows the second against the first."""
 
+    ranks: int = 1
+    """Processes that share the work."""
+    threads: int = 1
+    """Of torch, in each process."""
+    processes: int = 1
+    """Fresh sets of processes, one after another: one differs from the next by more than rounds do."""
+    rounds: int = 1
+    """Timed rounds for each of --repeats."""
 
-ALL = "all cases"
-"""The case of figures that follow from several cases."""
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value, legal = getattr(self, each.name), each.metadata.get("legal")
+            if legal and value not in legal:
+                words = ", ".join(map(str, legal))
+                raise ValueError(f"{each.name} must be one of {words}, got {value!r}")
+            if not legal and type(value) is int and value < (each.default != 0):
+                raise ValueError(f"{each.name} must be at least 1, got {value}")
 
-T = TypeVar("T")
+    @classmethod
+    def about(cls) -> str:
+        """Return the docstring of the subject as one line."""
+        return " ".join((cls.__doc__ or "").split())
+
+    @classmethod
+    def named(cls, device: str) -> Mapping[str, Self]:
+        """Return the cases that are measured where none is asked for."""
+        raise NotImplementedError
+
+    def methods(self) -> Sequence[Method]:
+        """Return the methods of a subject without a kind."""
+        return [Method(name) for name in self.own]
+
+    def prepare(self, world: World) -> Stage:
+        """Prepare a process to measure the case."""
+        raise NotImplementedError
+
+    def derive(self, table: Table) -> Derived:
+        """Yield the figures that follow from those of the case."""
+        return ()
+
+    @classmethod
+    def summary(cls, tables: Mapping[str, Table]) -> Derived:
+        """Yield figures of all cases together, by the tables of the cases."""
+        return ()
+
+    def bars(self, device: str) -> Sequence[Bar]:
+        """Return the bars of the case."""
+        return ()
+
+
+def one_of(default: Any, legal: Iterable[Any]) -> Any:
+    """Return a field of a case that has one of these values."""
+    return field(default=default, metadata={"legal": tuple(legal)})
 
 
 def in_words(kind: type[T], text: str, **fixed: Any) -> T:
@@ -180,11 +239,12 @@ def in_words(kind: type[T], text: str, **fixed: Any) -> T:
     Raises:
         ValueError: a field is unknown or its value is not legal; the message lists what is.
     """
-    hints, changes = typing.get_type_hints(kind), {}
-    for part in filter(None, (part.strip() for part in text.split(";"))):
-        name, equals, value = (word.strip() for word in part.partition("="))
-        if not equals or name not in hints:
-            legal = ", ".join(hints)
+    hints, names = typing.get_type_hints(kind), [each.name for each in fields(kind)]  # type: ignore[arg-type]
+    changes = {}
+    for part in filter(None, map(str.strip, text.split(";"))):
+        name, equals, value = map(str.strip, part.partition("="))
+        if not equals or name not in names:
+            legal = ", ".join(names)
             raise ValueError(f"unknown field {name!r} in {text!r}; legal: {legal}, as in 'ranks=2; ...'")
         changes[name] = _value(name, value, typing.get_args(hints[name]) or (hints[name],))
     return kind(**fixed, **changes)
@@ -211,16 +271,11 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
 
 
+def installed(module: str, name: str, case: Any, device: str) -> str | None:
+    """Return the need of a method for a package."""
+    return package(module, name)
+
+
 def package(module: str, name: str) -> str | None:
     """Return the name of a package that is not installed; None if the package is there."""
     return None if find_spec(module) else f"the package {name}"
-
-
-def column(table: Table, meter: str) -> dict[str, Sequence[float]]:
-    """Return the samples of one meter by method."""
-    return {method: samples for (method, name), samples in table.items() if name == meter}
-
-
-def over(table: Table, method: tuple[str, str], unit: tuple[str, str]) -> list[float]:
-    """Ratios of two figures, round by round; none where one was not measured."""
-    return [a / b for a, b in zip(table.get(method, ()), table.get(unit, ()), strict=False)]

@@ -11,29 +11,23 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
-import pickle
-import queue
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import time
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
-from functools import lru_cache
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.bench.core import first_line
+from burst_mcore.bench.launch import in_processes
 from burst_mcore.rates import Rates
 
 _PR_SET_PDEATHSIG = 1
-_COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 _NETWORK = "10.77"
 """Node m has 10.77.m.0/24. Nothing leaves the bridge, which is in a network without a way out."""
 
@@ -48,6 +42,12 @@ def missing() -> str | None:
     if os.geteuid() != 0:
         return "root, to make network namespaces and shape their links (run it with sudo)"
     return _why_not()
+
+
+def require() -> None:
+    """Raise a RuntimeError if this machine cannot emulate a cluster."""
+    if (lacks := missing()) is not None:
+        raise RuntimeError(f"the emulated cluster needs {lacks}")
 
 
 @lru_cache
@@ -85,97 +85,42 @@ def run(
     Raises:
         RuntimeError: the machine cannot emulate a cluster, or a rank failed or did not end in time.
     """
-    lacks = missing()
-    if lacks is not None:
-        raise RuntimeError(f"the emulated cluster needs {lacks}")
-    context = multiprocessing.get_context("spawn")
-    results: Any = context.Queue()
-    hub = context.Process(target=_hub, args=(os.getpid(), ranks, rates, function, args, results))
-    hub.start()
-    found: dict[int, Any] = {}
+    require()
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, initializer=_die_with, initargs=(os.getpid(),)) as pool:
+        hub, results = pool.submit(os.getpid).result(), pool.submit(_hub, ranks, rates, function, args)
+        try:
+            return results.result(timeout)
+        except TimeoutError:
+            os.kill(hub, signal.SIGKILL)  # and the ranks with it
+            raise RuntimeError(f"the emulated cluster did not end within {timeout} s") from None
+
+
+def _hub(ranks: Ranks, rates: Rates, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+    """Hold the bridge, as the parent of all ranks."""
+    os.unshare(os.CLONE_NEWNET)
+    _ip("link add bridge type bridge", "link set bridge mtu 9000 up")
+    plug_in, fork = partial(_plug_in, os.getpid(), ranks, rates), multiprocessing.get_context("fork")
     try:
-        deadline = time.monotonic() + timeout
-        while len(found) < ranks.size:
-            rank, result, error = pickle.loads(results.get(timeout=deadline - time.monotonic()))
-            if error is not None:
-                raise RuntimeError(f"rank {rank} of the emulated cluster failed:\n{error}")
-            found[rank] = result
-    except (queue.Empty, ValueError):  # ValueError: the deadline is behind us
-        raise RuntimeError(f"the emulated cluster did not end within {timeout} s") from None
-    finally:
-        hub.kill()  # and the ranks with it
-        hub.join()
-    return [found[rank] for rank in range(ranks.size)]
+        return in_processes(ranks.size, function, *args, context=fork, before=plug_in)
+    except BrokenProcessPool:
+        raise RuntimeError("a rank of the emulated cluster was killed") from None
+    except Exception as error:
+        raise RuntimeError(f"the emulated cluster failed: {first_line(error)}") from error
 
 
-def _hub(
-    parent: int, ranks: Ranks, rates: Rates, function: Callable[..., Any], args: tuple[Any, ...], results: Any
-) -> None:
-    """Holds the bridge; the parent of all ranks."""
-    try:
-        _die_with(parent)
-        os.unshare(os.CLONE_NEWNET)
-        _ip("link add bridge type bridge", "link set bridge mtu 9000 up")
-        with tempfile.TemporaryDirectory() as folder:
-            for rank in range(ranks.size):
-                ready, go = os.pipe(), os.pipe()
-                pid = os.fork()
-                if pid == 0:
-                    _rank(rank, ranks, rates, folder, ready[1], go[0], function, args, results)
-                _join(pid, rank, ready[0], go[1])
-            for _ in range(ranks.size):
-                pid, status = os.wait()
-                if status:  # a rank that fails says so itself, and exits with 0
-                    raise RuntimeError(f"a rank (process {pid}) was killed, wait status {status}")
-    except BaseException:
-        results.put(pickle.dumps((-1, None, traceback.format_exc())))
-        raise
-    signal.pause()  # until the results are read
-
-
-def _join(pid: int, rank: int, ready: int, go: int) -> None:
-    """Put a cable between the bridge and the rank, once it has a network."""
-    os.read(ready, 1)
-    _ip(
-        f"link add rank{rank} type veth peer name eth0 netns {pid}",
-        f"link set rank{rank} mtu 9000 master bridge up",
-    )
-    os.write(go, b"!")
-
-
-def _rank(
-    rank: int,
-    ranks: Ranks,
-    rates: Rates,
-    folder: str,
-    ready: int,
-    go: int,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    results: Any,
-) -> None:
-    """Run a rank's whole life; never return."""
-    answer: tuple[Any, ...]
-    try:
-        _die_with(os.getppid())
-        os.unshare(os.CLONE_NEWNET)
-        os.write(ready, b"!")
-        os.read(go, 1)
-        _shape(rank, ranks, rates)
-        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-        torch.set_num_threads(1)
-        store = dist.FileStore(f"{folder}/store", ranks.size)  # type: ignore[attr-defined]
-        dist.init_process_group(
-            "gloo", rank=rank, world_size=ranks.size, store=store, timeout=_COLLECTIVE_TIMEOUT
-        )
-        answer = rank, function(rank, ranks.size, *args), None
-        dist.barrier()
-    except BaseException:
-        answer = rank, None, traceback.format_exc()
-    results.put(pickle.dumps(answer))
-    results.close()
-    results.join_thread()
-    os._exit(0)
+def _plug_in(hub: int, ranks: Ranks, rates: Rates, rank: int) -> None:
+    """Move this process to a network of its own, with a cable to the bridge."""
+    _die_with(hub)
+    bridged = os.open("/proc/self/ns/net", os.O_RDONLY)
+    os.unshare(os.CLONE_NEWNET)
+    own = os.open("/proc/self/ns/net", os.O_RDONLY)
+    _ip(f"link add eth0 type veth peer name rank{rank} netns {hub}")
+    os.setns(bridged)
+    _ip(f"link set rank{rank} mtu 9000 master bridge up")
+    os.setns(own)
+    _shape(rank, ranks, rates)
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
 
 
 def _die_with(parent: int) -> None:

@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -17,19 +17,41 @@ import torch
 import torch.distributed as dist
 
 
-def in_processes(size: int, function: Callable[..., Any], *args: Any, cuda: bool = False) -> list[Any]:
-    """function(rank, size, *args) on `size` gloo ranks, one thread each; `cuda`: they use a GPU.
+def in_processes(
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    context: BaseContext | None = None,
+    before: Callable[[int], None] | None = None,
+) -> list[Any]:
+    """function(rank, size, *args) on `size` gloo ranks, one thread each. The first error ends all ranks.
+
+    Args:
+        size: how many ranks.
+        function: importable from its module.
+        args: picklable.
+        context: makes the processes; default: `fresh_processes`.
+        before: called with the rank before the ranks are joined.
 
     Raises:
         BrokenProcessPool: a process was ended from outside, for want of memory above all.
         Exception: whatever a rank raised.
     """
+    others = multiprocessing.active_children()
     with (
         tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(size, mp_context=fresh_processes(cuda)) as pool,
+        ProcessPoolExecutor(size, mp_context=context or fresh_processes()) as pool,
     ):
         store = f"{folder}/store"
-        ranks = [pool.submit(_rank, rank, size, store, function, args) for rank in range(size)]
+        ranks = [pool.submit(_rank, rank, size, store, before, function, args) for rank in range(size)]
+        try:
+            for rank in as_completed(ranks):
+                rank.result()
+        except BaseException:
+            for process in multiprocessing.active_children():
+                if process not in others:  # it may wait for the rank that failed
+                    process.kill()
+            raise
         return [rank.result() for rank in ranks]
 
 
@@ -45,14 +67,23 @@ def fresh_processes(cuda: bool = False) -> BaseContext:
     return context
 
 
-def _rank(rank: int, size: int, store: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _rank(
+    rank: int,
+    size: int,
+    store: str,
+    before: Callable[[int], None] | None,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> Any:
+    if before is not None:
+        before(rank)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=size, store=dist.FileStore(store, size))  # type: ignore[attr-defined]
-    try:
-        return function(rank, size, *args)
-    finally:
-        dist.destroy_process_group()
+    result = function(rank, size, *args)
+    dist.barrier()  # a rank that ends takes its connections with it
+    dist.destroy_process_group()
+    return result
 
 
 def keep_freed_memory() -> None:

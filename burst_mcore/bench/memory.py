@@ -39,6 +39,12 @@ def peak_bytes(call: Callable[[], object], device: str) -> int | None:
     return 1024 * max(0, _kilobytes("VmHWM") - before)
 
 
+def peak_meter(call: Callable[[], object], device: str) -> dict[str, float]:
+    """Return the peak of a call as a meter; none where it is unknown."""
+    peak = peak_bytes(call, device)
+    return {} if peak is None else {"peak": float(peak)}
+
+
 def _reset_high_water() -> bool:
     if sys.platform != "linux":
         return False
@@ -59,10 +65,10 @@ def _kilobytes(name: str) -> int:
 class LargestMade(TorchDispatchMode):
     """Within it, the elements of the largest tensor that any operator makes, or has a view of."""
 
-    def __init__(self, given: Iterable[Tensor]) -> None:
-        """given: tensors that are there already, which do not count."""
+    def __init__(self, old: Iterable[Tensor]) -> None:
+        """old: tensors that are there already, which do not count."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._given = {x.untyped_storage().data_ptr() for x in given}
+        self._old = {x.untyped_storage().data_ptr() for x in old}
         self.elements = 0
 
     def __torch_dispatch__(
@@ -70,6 +76,6 @@ class LargestMade(TorchDispatchMode):
     ) -> Any:
         made = func(*args, **(kwargs or {}))
         for x in tree_leaves(made):
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in self._given:
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in self._old:
                 self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
         return made

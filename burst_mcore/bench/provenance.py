@@ -23,13 +23,9 @@ LIBRARIES = (
 
 def made_by(device: str) -> dict[str, Any]:
     """Return the facts that may change a figure: commit, machine and versions."""
-    return {"commit": commit(), "machine": machine(device), "versions": versions(device)}
-
-
-def machine(device: str) -> str:
-    """Cores, architecture and GPU."""
     gpu = f", {torch.cuda.get_device_name()}" if device == "cuda" else ""
-    return f"{os.cpu_count()} cores, {platform.machine()}{gpu}"
+    machine = f"{os.cpu_count()} cores, {platform.machine()}{gpu}"
+    return {"commit": commit(), "machine": machine, "versions": versions(device)}
 
 
 def versions(device: str) -> dict[str, str]:
@@ -39,31 +35,26 @@ def versions(device: str) -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             known[package] = metadata.version(package)
     if device == "cuda":
-        cudnn = torch.backends.cudnn.version()
-        known |= {"cuda": str(torch.version.cuda), "cudnn": str(cudnn), "driver": _driver()}
+        driver = _answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        known |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+        known["driver"] = driver or "unknown: no nvidia-smi"
     return known
-
-
-def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "unknown: no nvidia-smi"
 
 
 def commit() -> str:
     """Return the commit as git names it, with "-dirty" if files of the package were changed since."""
-    here = Path(__file__).parent.parent
-    try:
-        _git(here, "ls-files", "--error-unmatch", __file__)  # not a package installed inside another checkout
-        head = _git(here, "rev-parse", "--short=12", "HEAD")
-        changed = _git(here, "status", "--porcelain", "--untracked-files=no", "--", ".")
-    except (OSError, subprocess.CalledProcessError):
+    git = "git", "-C", str(Path(__file__).parent.parent)
+    if not _answer(*git, "ls-files", __file__):  # a package installed inside another checkout is not it
         return "unknown: not in a git checkout"
+    head = _answer(*git, "rev-parse", "--short=12", "HEAD")
+    changed = _answer(*git, "status", "--porcelain", "--untracked-files=no", "--", ".")
     return f"{head}-dirty" if changed else head
 
 
-def _git(folder: Path, *words: str) -> str:
-    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True)
+def _answer(*command: str) -> str:
+    """Return the output of a command; nothing if there is no such command, or it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return ""
     return done.stdout.strip()

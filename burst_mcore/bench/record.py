@@ -6,17 +6,16 @@ from dataclasses import replace
 from functools import partial
 
 import torch.distributed as dist
-from torch import Tensor
 
-from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.autotune.choose import Ranks
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.trace import Event, record
+from burst_mcore.bench.core import World
 from burst_mcore.bench.launch import in_processes, keep_freed_memory
+from burst_mcore.bench.methods.attention import attended, dealt
 from burst_mcore.config import BurstConfig
 from burst_mcore.explain.problem import Problem
-from burst_mcore.layout import shard
 from burst_mcore.rates import Rates
 
 
@@ -31,33 +30,26 @@ def record_pass(
         ValueError: the configuration cannot serve the problem.
         RuntimeError: a rank failed.
     """
-    per_rank = in_processes(ranks.size, _record_pass, problem, ranks, pass_, config, rates)
+    config = replace(config, backward=Pass.KV if pass_ == Pass.FORWARD else pass_)
+    per_rank = in_processes(ranks.size, _record_pass, problem, ranks.intra, pass_, config, rates)
     return [event for events in per_rank for event in events]
 
 
 def _record_pass(
-    rank: int,
-    size: int,
-    problem: Problem,
-    ranks: Ranks,
-    pass_: Pass,
-    config: BurstConfig,
-    rates: Rates | None,
+    rank: int, size: int, problem: Problem, intra: int, pass_: Pass, config: BurstConfig, rates: Rates | None
 ) -> list[Event]:
     keep_freed_memory()
-    group = dist.group.WORLD
-    assert group is not None
-    topology = Topology.from_group(group, intra_size=ranks.intra, rates=rates)
-    config = replace(config, backward=Pass.KV if pass_ == Pass.FORWARD else pass_)
-    deal = partial(shard, dim=1, rank=rank, size=size, layout=config.layout)
-    q, k, v, dout = map(deal, problem.tensors())
-    inputs = [x.requires_grad_() for x in (q, k, v)]
+    world = World(rank, size)
+    topology = Topology.from_group(world.group, intra_size=intra, rates=rates)
+    attend = partial(attended, topology=topology, mask=problem.seen, config=config)
+    *inputs, dout = map(dealt(config.layout, world, attend).shard, problem.tensors())
+    for x in inputs:
+        x.requires_grad_()
     for _ in range(2):  # once to warm up: connections, buffers
         dist.barrier()
         with record(rank) as events:
-            out = burst_attention(*inputs, topology=topology, mask=problem.seen, config=config)
+            out = attend(*inputs)
         if pass_ != Pass.FORWARD:
-            assert isinstance(out, Tensor)
             dist.barrier()
             with record(rank) as events:
                 out.backward(dout)

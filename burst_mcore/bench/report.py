@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from burst_mcore.bench.core import Table
 from burst_mcore.bench.results import Results, read, unit_of
 
 SCALES = {"B": (1e6, "MB"), "FLOP": (1e12, "TFLOP")}
@@ -45,23 +46,24 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 def table(results: Results, case: str) -> str:
     """Return a case's medians and spreads: a row for each method and a column for each meter."""
-    cells = results.tables.get(case, {})
-    methods, meters = (list(dict.fromkeys(key[index] for key in cells)) for index in (0, 1))
-    lines = [[m, *(_cell(cells.get((m, meter), ()), meter) for meter in meters)] for m in methods]
-    return f"{case}\n{markdown(['', *map(_title, meters)], lines)}"
+    cells = results.tables.get(case, Table())
+    meters = list(dict.fromkeys(meter for _, meter in cells))
+    lines = [[m, *(_cell(cells.get((m, meter), ()), meter) for meter in meters)] for m in cells.methods]
+    return f"{case}\n{markdown(['', *(_shown(meter)[1] for meter in meters)], lines)}"
 
 
-def _title(meter: str) -> str:
+def _shown(meter: str) -> tuple[float, str]:
+    """Return the scale of a meter's column, and its title."""
     unit = unit_of(meter)
-    shown = SCALES.get(unit, (1, unit))[1]
-    return meter if shown in ("", "x", meter.split()[-1]) else f"{meter}, {shown}"
+    scale, shown = SCALES.get(unit, (1, unit))
+    return scale, meter if shown in ("", "x", meter.split()[-1]) else f"{meter}, {shown}"
 
 
 def _cell(samples: Sequence[float], meter: str) -> str:
     if not samples:
         return ""
     median = statistics.median(samples)
-    value = f"{median / SCALES.get(unit_of(meter), (1, ''))[0]:.3g}"
+    value = f"{median / _shown(meter)[0]:.3g}"
     spread = (max(samples) - min(samples)) / 2 / abs(median) if median and len(samples) > 1 else 0.0
     return f"{value} +-{spread:.0%}" if spread >= 0.01 else value
 
@@ -80,14 +82,14 @@ def save_bars(results: Results, path: Path) -> None:
 def save_curve(results: Results, meters: tuple[str, str], path: Path) -> None:
     """Write a PNG: medians of the second meter against those of the first, a point for each method."""
     panel = _panel(f"{results.subject}: {', '.join(results.tables)}", 12)
-    scales = [SCALES.get(unit_of(meter), (1, ""))[0] for meter in meters]
+    scales, titles = zip(*map(_shown, meters), strict=True)
     for table in results.tables.values():
-        for method in dict.fromkeys(method for method, _ in table):
-            if all((method, meter) in table for meter in meters):
-                point = [statistics.median(table[method, m]) / s for m, s in zip(meters, scales, strict=True)]
-                panel.plot(*point, "o", color="#4c72b0")
-                panel.annotate(method, point, textcoords="offset points", xytext=(6, 5), fontsize=9)
-    panel.set(xlabel=_title(meters[0]), ylabel=_title(meters[1]))
+        across, up = map(table.column, meters)
+        for method in across.keys() & up.keys():
+            point = [statistics.median(x[method]) / s for x, s in zip((across, up), scales, strict=True)]
+            panel.plot(*point, "o", color="#4c72b0")
+            panel.annotate(method, point, textcoords="offset points", xytext=(6, 5), fontsize=9)
+    panel.set(xlabel=titles[0], ylabel=titles[1])
     panel.margins(x=0.2, y=0.1)
     panel.figure.savefig(path, dpi=120)
 

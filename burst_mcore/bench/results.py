@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from burst_mcore.bench import provenance
-from burst_mcore.bench.core import ALL, Bar, Case, Figure, Subject
+from burst_mcore.bench.core import ALL, Bar, Case, Derived, Figure, Table
 
 SCHEMA = 1
 UNITS = {
@@ -52,44 +52,51 @@ class Results:
     """What a reader must know besides."""
 
     @property
-    def tables(self) -> dict[str, dict[tuple[str, str], tuple[float, ...]]]:
+    def tables(self) -> dict[str, Table]:
         """The samples of each case by (method, meter)."""
-        tables: dict[str, dict[tuple[str, str], tuple[float, ...]]] = {}
+        tables: dict[str, Table] = {}
         for f in self.figures:
-            tables.setdefault(f.case, {})[f.method, f.meter] = f.samples
+            tables.setdefault(f.case, Table())[f.method, f.meter] = f.samples
         return tables
 
-    def judge(self, subject: Subject, cases: Mapping[str, Case]) -> None:
+    def add(self, case: str, figures: Derived) -> None:
+        """Take the figures of a case, but those without samples."""
+        for method, meter, samples in figures:
+            if len(samples):
+                self.figures.append(Figure(case, method, meter, tuple(samples)))
+
+    def judge(self, subject: type[Case], cases: Mapping[str, Case]) -> None:
         """Put every figure that has a bar beside it, and list the claims that have none."""
         self.bars, self.not_judged, tables = [], [], self.tables
-        for name, case in (*cases.items(), (ALL, None)):
-            table = tables.get(name, {})
-            for bar in subject.bars(name, case, self.device):
-                samples = table.get((bar.method, bar.meter))
-                if samples:
-                    self.bars.append(replace(bar, case=name, value=statistics.median(samples)))
-                else:
-                    self.not_judged.append(f"{name}: {bar.claim}")
+        bars = [replace(bar, case=name) for name, case in cases.items() for bar in case.bars(self.device)]
+        for bar in (*bars, *(replace(bar, case=ALL) for bar in subject.overall)):
+            samples = tables.get(bar.case, Table()).get((bar.method, bar.meter))
+            if samples:
+                self.bars.append(replace(bar, value=statistics.median(samples)))
+            else:
+                self.not_judged.append(f"{bar.case}: {bar.claim}")
 
     def as_json(self, made_by: Mapping[str, Any] | None = None) -> str:
         """Return the file of this run; `made_by`: commit, machine and versions, by default those of now."""
-        figures = [
-            {**asdict(f), "unit": unit_of(f.meter), "median": statistics.median(f.samples)}
-            for f in self.figures
-        ]
-        bars = [{**asdict(bar), "reached": bar.reached} for bar in self.bars]
-        head = {"schema": SCHEMA, "subject": self.subject, "about": self.about}
-        made = made_by or provenance.made_by(self.device)
-        rest = {
+        whole = {
+            "schema": SCHEMA,
+            "subject": self.subject,
+            "about": self.about,
+            **(made_by or provenance.made_by(self.device)),
+            "device": self.device,
+            "repeats": self.repeats,
             "cases": self.cases,
-            "bars": bars,
+            "bars": [{**asdict(bar), "reached": bar.reached} for bar in self.bars],
             "not judged": self.not_judged,
             "refused": self.refused,
             "errors": self.errors,
             "notes": self.notes,
         }
-        whole = {**head, **made, "device": self.device, "repeats": self.repeats, **rest}
-        lines = ",\n  ".join(map(json.dumps, figures))  # a figure a line: short, and easy to compare
+        figures = [
+            json.dumps({**asdict(f), "unit": unit_of(f.meter), "median": statistics.median(f.samples)})
+            for f in self.figures
+        ]
+        lines = ",\n  ".join(figures)  # a figure a line: short, and easy to compare
         return f'{json.dumps(whole, indent=1)[:-2]},\n "figures": [\n  {lines}\n ]\n}}\n'
 
 
@@ -105,5 +112,5 @@ def read(path: Path) -> Results:
     names = ("subject", "about", "device", "repeats", "cases", "refused", "errors", "notes")
     figures = [Figure(f["case"], f["method"], f["meter"], tuple(f["samples"])) for f in whole["figures"]]
     bars = [Bar(**{k: v for k, v in bar.items() if k != "reached"}) for bar in whole["bars"]]
-    given = {name: whole[name] for name in names}
-    return Results(**given, figures=figures, bars=bars, not_judged=whole["not judged"])
+    heads = {name: whole[name] for name in names}
+    return Results(**heads, figures=figures, bars=bars, not_judged=whole["not judged"])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,17 +17,12 @@ from burst_mcore.bench.launch import keep_freed_memory, touch_memory
 class Work:
     """What a set of processes measures."""
 
-    stage: Callable[[Any, World], Stage]
     case: Case
     methods: Sequence[Method]
     rounds: int
     device: str = "cpu"
-    alone: bool = False
-    """There is one method, and its units are timed for it alone."""
     beside: Method | None = None
-    """Timed in turn with that method."""
-    cold: bool = False
-    clearly: float = float("inf")
+    """Timed in turn with the only method."""
 
 
 @dataclass
@@ -42,25 +36,25 @@ class Outcome:
 
 def measure(rank: int, size: int, work: Work) -> Outcome:
     """Return the outcome, which is the same on every rank."""
-    torch.set_num_threads(work.case.threads)
-    world = World(rank, size, work.device)
-    stage = work.stage(work.case, world)
-    outcome, trials = Outcome({key: [value] for key, value in stage.facts.items()}), {}
+    case, world = work.case, World(rank, size, work.device)
+    torch.set_num_threads(case.threads)
+    stage, trials = case.prepare(world), dict[str, Trial]()
+    outcome = Outcome({figure: [value] for figure, value in stage.facts.items()})
     for method in work.methods:
-        trial, found, reason = _tried(stage, method, world)
-        outcome.samples |= {(method.name, meter): [value] for meter, value in found.items()}
+        trial, meters, reason = _gated(stage, method, world)
+        outcome.samples |= {(method.name, meter): [value] for meter, value in meters.items()}
         if reason is not None:
             outcome.refused[method.name] = reason
         elif trial is not None:
             trials[method.name] = trial
     if trials:
-        if not work.cold:
+        if not case.cold:
             keep_freed_memory()
             touch_memory(stage.room)
         beside = {} if work.beside is None else {work.beside.name: stage.trial(work.beside)}
         running = {**stage.units, **beside, **trials}
-        times = interleave(running, world, work.rounds, cold=work.cold, clearly=work.clearly)
-        outcome.samples |= _under(work.methods[0].name, times) if work.alone else times
+        times = interleave(running, world, work.rounds, cold=case.cold, clearly=case.clearly)
+        outcome.samples |= _under(work.methods[0].name, times) if case.beside else times
     return outcome
 
 
@@ -72,28 +66,28 @@ def _under(method: str, times: Samples) -> Samples:
     }
 
 
-def _tried(
+def _gated(
     stage: Stage, method: Method, world: World
 ) -> tuple[Trial | None, Mapping[str, float], str | None]:
     """Return the method's trial, its figures before it is timed, and the reason not to time it."""
-    trial, found, reason = None, {}, None
+    trial, meters, reason = None, dict[str, float](), None
     try:
         trial = stage.trial(method)
         if trial.warm is not None:
             trial.warm()
-        found = {**(trial.memory() if trial.memory else {}), **(trial.check() if trial.check else {})}
+        meters = {**trial.memory(), **trial.check()}
     except Exception as error:  # whatever a method raises is a result of the measurement
         reason = first_line(error)
     reason = _agreed(reason, world)
     if trial is None or reason is not None:
         return None, {}, reason
-    found = over_ranks(found, world)
-    return trial, found, wrong(found, trial.bound)
+    meters = over_ranks(meters, world)
+    return trial, meters, wrong(meters, trial.bound)
 
 
-def wrong(found: Mapping[str, float], bound: float) -> str | None:
+def wrong(meters: Mapping[str, float], bound: float) -> str | None:
     """Return the name of an error above the bound, or not a number; None if all are small."""
-    for meter, value in found.items():
+    for meter, value in meters.items():
         if meter.endswith("error") and not value <= bound:
             return f"wrong: its {meter} is {value:.3g}, which may be {bound:.3g}"
     return None

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tabulate import tabulate
-
 from burst_mcore.attention.autotune.choose import (
     RINGS,
     Candidate,
@@ -100,6 +98,8 @@ def explain(
     Raises:
         ValueError: as `layout_of`.
     """
+    from tabulate import tabulate  # of the extra "bench": predictions do without it
+
     dealt = layout_of(layout, problem, ranks)
     of_kind, mask = typical(dealt, problem.seen, problem.seq, ranks.size)
     of_degree = partial(

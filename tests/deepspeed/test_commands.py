@@ -77,10 +77,10 @@ def test_the_doctor_takes_the_shape_of_a_model(tmp_path):
 @pytest.mark.slow
 def test_the_benchmark_where_heads_do_not_divide():
     from burst_mcore.bench.run import run
-    from burst_mcore.bench.subjects.training import SUBJECT, TrainingCase
+    from burst_mcore.bench.subjects.training import TrainingCase
 
     case = TrainingCase(ranks=2, heads=3, kv_heads=3, seq=64, layers=1, head_dim=8)
-    results = run(SUBJECT, {"small": case}, [], 1, "cpu")
+    results = run(TrainingCase, {"small": case}, [], 1, "cpu")
     table = results.tables["small"]
     assert results.errors == []
     assert min(table["burst auto", "wall"] + table["burst auto", "written"]) > 0

@@ -11,42 +11,36 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from burst_mcore.bench import provenance
 from burst_mcore.bench.check.parts import PARTS, SMOKE, Check, Claim
+from burst_mcore.bench.core import Table
 from burst_mcore.bench.results import Results
 from burst_mcore.bench.run import device_for, run
-from burst_mcore.bench.subjects import SUBJECTS
+from burst_mcore.bench.subjects.kernels import KernelCase
 
 Line = dict[str, str | float | bool | None]
 
 
 def lines_of(check: Check, results: Results) -> Iterator[Line]:
     """Yield each claim of a check with its figure; without one, with the reason. A CPU reaches no bar."""
-    table = results.tables.get(check.name, {})
+    table = results.tables.get(check.name, Table())
     for claim in check.claims:
+        line: Line = {"claim": claim.words, "predicted": claim.predicted, "measured": None, "bar": claim.bar}
         samples = table.get((claim.method, claim.meter))
-        value = statistics.median(samples) if samples else None
-        reason = None if samples else _reason(claim, results)
-        yield {
-            "claim": claim.words, "predicted": claim.predicted, "measured": value, "bar": claim.bar,
-            "ok": _ok(claim, value, judged=results.device == "cuda"), "reason": reason,
-        }  # fmt: skip
-
-
-def _ok(claim: Claim, value: float | None, *, judged: bool) -> bool:
-    if value is None or claim.bar is None or not judged:
-        return value is not None
-    return value <= claim.bar if claim.at_most else value >= claim.bar
+        if samples:
+            value = statistics.median(samples)
+            judged = claim.bar is not None and results.device == "cuda"
+            yield {**line, "measured": value, "ok": not judged or claim.reached(value), "reason": None}
+        else:
+            yield {**line, "ok": False, "reason": _reason(claim, results)}
 
 
 def _reason(claim: Claim, results: Results) -> str:
     reasons = [entry["error"] for entry in results.errors]
-    reasons += [
-        f"{each['method']}: {each['reason']}" for each in results.refused if each["method"] == claim.method
-    ]
+    refused = [entry for entry in results.refused if entry["method"] == claim.method]
+    reasons += [f"{entry['method']}: {entry['reason']}" for entry in refused]
     return "; ".join(reasons) or f"no {claim.meter} of {claim.method}"
 
 
@@ -64,13 +58,11 @@ def check_part(name: str, part: Sequence[Check], device: str, repeats: int, out:
     """Run a part, print its claims and write them; return whether all were measured and reach their bars."""
     lines: list[Line] = []
     for check in part:
-        subject, case = SUBJECTS[check.subject], check.case
-        if device == "cpu":
-            case = replace(case, **check.small)
+        case = check.small if device == "cpu" else check.case
         try:
-            results = run(subject, {check.name: case}, check.methods, repeats, device)
+            results = run(type(case), {check.name: case}, (), repeats, device)
         except (ValueError, RuntimeError) as error:
-            results = Results(subject.name, subject.about, device, repeats)
+            results = Results(case.subject, case.about(), device, repeats)
             results.errors.append({"case": check.name, "error": str(error)})
         for line, claim in zip(lines_of(check, results), check.claims, strict=True):
             lines.append(line)
@@ -98,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.part is not None and not 1 <= options.part <= len(PARTS):
         parser.error(f"--part must be from 1 to {len(PARTS)}, got {options.part}")
     try:
-        device = device_for(SUBJECTS["kernels"], options.device)
+        device = device_for(KernelCase, options.device)
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 1

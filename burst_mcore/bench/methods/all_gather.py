@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from burst_mcore.attention.call import Keys, Queries
 from burst_mcore.attention.geometry.launches import launches_of
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.rows import gather, scatter_views
-from burst_mcore.attention.geometry.tiles import tiles_of
-from burst_mcore.attention.kernels.kernel import BackwardInputs, Problem, Scores
+from burst_mcore.attention.geometry.tiles import Tile, tiles_of
+from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.numerics.merge import GradientSum, OnlineSoftmax
 from burst_mcore.attention.numerics.rowwise import output_stand_in, row_delta
+from burst_mcore.bench.bare import inputs_of, scores_of
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 
@@ -31,29 +34,19 @@ def all_gather_attention(q: Tensor, k: Tensor, v: Tensor, *, group: dist.Process
 class _AllGatherAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        size, n = group.size(), q.shape[1] * group.size()
-        heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
-        problem = Problem(q.device.type, q.dtype, heads, kv_heads, head_dim, head_dim)
-        documents = mask.document_ends is not None
-        problem = replace(problem, launches=launches_of(mask, n), documents=documents)
+        ctx.group, n = group, q.shape[1] * group.size()
+        heads, dims = (q.shape[2], k.shape[2]), (q.shape[3], v.shape[3])
+        problem = Problem(q.device.type, q.dtype, *heads, *dims, launches=launches_of(mask, n))
+        problem = replace(problem, documents=mask.document_ends is not None)
         ctx.kernel = choose("auto", problem)
-        ctx.scores, ctx.size = Scores(head_dim**-0.5), size
-        plan = plan_for(Layout("zigzag"), mask, n, size)
-        ctx.tiles = [tiles_of(plan, group.rank(), source, ctx.kernel.abilities) for source in range(size)]
-        softmax = OnlineSoftmax(q, value_dim=head_dim)
+        plan, ranks = plan_for(Layout("zigzag"), mask, n, group.size()), range(group.size())
+        ctx.tiles = [tiles_of(plan, group.rank(), source, ctx.kernel.abilities) for source in ranks]
         keys, values = _gather(k, group), _gather(v, group)
-        for source, met in enumerate(ctx.tiles):
-            for tile in met:
-                part = ctx.kernel.forward(
-                    gather(q, tile.q),
-                    gather(keys[source], tile.k),
-                    gather(values[source], tile.k),
-                    tile.pattern,
-                    ctx.scores,
-                )
-                softmax.add(tile.q, *part)
+        softmax = OnlineSoftmax(q, value_dim=v.shape[3])
+        for source, tile in _by_source(ctx.tiles):
+            rows = gather(q, tile.q), gather(keys[source], tile.k), gather(values[source], tile.k)
+            softmax.add(tile.q, *ctx.kernel.forward(*rows, tile.pattern, scores_of(q)))
         out, lse = softmax.result()
-        ctx.group = group
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -61,28 +54,22 @@ class _AllGatherAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
+        queries = Queries(q, dout, row_delta(dout, out), lse)
+        stand_in, dq = output_stand_in(dout, queries.delta), GradientSum(q)
         keys, values = _gather(k, ctx.group), _gather(v, ctx.group)
-        delta = row_delta(dout, out)
-        stand_in = output_stand_in(dout, delta)
-        dq = GradientSum(q)
-        dk, dv = (torch.zeros(ctx.size, *k.shape, dtype=torch.float32) for _ in range(2))
-        for source, met in enumerate(ctx.tiles):
-            for tile in met:
-                inputs = BackwardInputs(
-                    gather(dout, tile.q),
-                    gather(q, tile.q),
-                    gather(keys[source], tile.k),
-                    gather(values[source], tile.k),
-                    gather(stand_in, tile.q),
-                    gather(lse, tile.q),
-                    gather(delta, tile.q),
-                )
-                dq_t, dk_t, dv_t = ctx.kernel.backward(inputs, tile.pattern, ctx.scores)
-                dq.add(tile.q, dq_t)
-                for total, share in ((dk[source], dk_t), (dv[source], dv_t)):
-                    for to, values_t in scatter_views(total, tile.k, share):
-                        to.add_(values_t)
-        return None, None, dq.result(), *(_scatter_sum(x, ctx.group).to(k.dtype) for x in (dk, dv))
+        sums = [torch.zeros(ctx.group.size(), *x.shape, dtype=torch.float32) for x in (k, v)]
+        for source, tile in _by_source(ctx.tiles):
+            inputs = inputs_of(tile, queries, Keys(keys[source], values[source]), stand_in)
+            dq_tile, *shares = ctx.kernel.backward(inputs, tile.pattern, scores_of(q))
+            dq.add(tile.q, dq_tile)
+            for total, share in zip(sums, shares, strict=True):
+                for rows, part in scatter_views(total[source], tile.k, share):
+                    rows.add_(part)
+        return None, None, dq.result(), *(_scatter_sum(x, ctx.group).to(k.dtype) for x in sums)
+
+
+def _by_source(tiles: Sequence[Sequence[Tile]]) -> Iterator[tuple[int, Tile]]:
+    return ((source, tile) for source, of_source in enumerate(tiles) for tile in of_source)
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

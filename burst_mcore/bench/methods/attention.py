@@ -8,17 +8,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.runtime.head_exchange import why_not_heads
 from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.shard import Shard
 from burst_mcore.bench.core import Case, Method, World, package
 from burst_mcore.bench.methods.all_gather import all_gather_attention
 from burst_mcore.config import BurstConfig
 from burst_mcore.explain.problem import Problem
 from burst_mcore.layout import Layout, shard, unshard
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Differentiable, of local q, k, v [batch, local sequence, heads, head_dim]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,33 +41,29 @@ class RingCase(Case, Problem):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
-        super().__post_init__()
+        Case.__post_init__(self)
+        Problem.__post_init__(self)
 
     @property
     def dealt(self) -> Layout:
         """The layout."""
-        return (
-            Layout.for_mask(self.seen, self.seq, self.ranks)
-            if self.layout == "auto"
-            else Layout.of(self.layout)
-        )
+        if self.layout == "auto":
+            return Layout.for_mask(self.seen, self.seq, self.ranks)
+        return Layout.of(self.layout)
 
 
 @dataclass(frozen=True)
 class Attention:
     """A method of the kind "attention", on one rank."""
 
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Differentiable, of local q, k, v [batch, local sequence, heads, head_dim]."""
+    attend: Attend
     shard: Callable[[Tensor], Tensor]
     """This rank's part of a tensor [batch, sequence, ...]."""
     unshard: Callable[[Sequence[Tensor]], Tensor]
     """The whole tensor of the parts of all ranks."""
 
 
-def dealt(
-    layout: Layout | str, world: World, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-) -> Attention:
+def dealt(layout: Layout | str, world: World, attend: Attend) -> Attention:
     """Return a method that wants the sequence in a layout of ours."""
     return Attention(
         attend,
@@ -71,11 +72,20 @@ def dealt(
     )
 
 
+def share_of(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
+) -> Shard:
+    """Return a rank's share of one sequence, values as wide as keys."""
+    return Shard(
+        batch=1, tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=head_dim,
+        dtype=dtype,
+    )  # fmt: skip
+
+
 def divisible(case: RingCase, device: str) -> str | None:
     """Return the need of a method for shards of one length; None if the case meets the need."""
-    if case.seq % (2 * case.ranks):
-        return f"a sequence that is a multiple of {2 * case.ranks}, got {case.seq}"
-    return None
+    unit = 2 * case.ranks
+    return f"a sequence that is a multiple of {unit}, got {case.seq}" if case.seq % unit else None
 
 
 def burst(case: RingCase, world: World, backward: str = "auto", ulysses: bool = False) -> Attention:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from burst_mcore.bench.core import Method, World, package
+from burst_mcore.bench.core import Method, World, installed, nothing, package, ready
 from burst_mcore.dtypes import wide
 from burst_mcore.loss import fused_linear_cross_entropy
 
@@ -37,61 +37,59 @@ class Head:
     """Whether a dispatch mode of torch sees every tensor that it makes."""
 
 
-def _naive_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def _naive(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     logits = functional.linear(hidden, weight)
     return functional.cross_entropy(logits.to(wide(logits.dtype)), labels, ignore_index=IGNORED)
 
 
-def _burst(case: Any, world: World) -> Head:
-    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        found = fused_linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORED, chunk_tokens="auto")
-        assert isinstance(found, Tensor)
-        return found
-
-    return Head(loss)
+def _compiled(case: Any, world: World) -> Head:
+    return Head(torch.compile(_naive, dynamic=False), compiled=True, visible=False)
 
 
-def _naive(case: Any, world: World) -> Head:
-    return Head(_naive_loss)
+def _burst(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    mean = fused_linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORED, chunk_tokens="auto")
+    assert isinstance(mean, Tensor)
+    return mean
 
 
-def _compiled_naive(case: Any, world: World) -> Head:
-    return Head(torch.compile(_naive_loss, dynamic=False), compiled=True, visible=False)
-
-
-def _torch(case: Any, world: World) -> Head:
+def _torch(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     options = nn.LinearCrossEntropyOptions()
-    return Head(
-        partial(functional.linear_cross_entropy, ignore_index=IGNORED, options=options), visible=False
-    )
+    return functional.linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORED, options=options)
 
 
 def _torch_needs(case: Any, device: str) -> str | None:
     return None if hasattr(functional, "linear_cross_entropy") else f"torch 2.13, got {torch.__version__}"
 
 
-def _deepspeed(case: Any, world: World) -> Head:
-    os.environ.setdefault("DS_ACCELERATOR", world.device)  # else it says at length that it looks for one
+def _deepspeed(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    os.environ.setdefault("DS_ACCELERATOR", hidden.device.type)  # else it tells of its search
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
-    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        counted = (labels != IGNORED).sum()
+    counted = (labels != IGNORED).sum()
 
-        def share(head: object, x: Tensor, y: Tensor) -> Tensor:  # a shard's part of the mean
-            logits = functional.linear(x, weight).to(wide(x.dtype))
-            return functional.cross_entropy(logits, y, ignore_index=IGNORED, reduction="sum") / counted
+    def share(head: object, x: Tensor, y: Tensor) -> Tensor:  # a shard's part of the mean
+        logits = functional.linear(x, weight).to(wide(x.dtype))
+        return functional.cross_entropy(logits, y, ignore_index=IGNORED, reduction="sum") / counted
 
-        shards = math.ceil(len(hidden) * len(weight) * 4 / DEEPSPEED_SHARD_BYTES)
-        whole: Tensor = TiledFusedLogitsLoss.apply(
-            share, None, hidden[None], labels[None], None, shards, [weight], "sum"
-        )
-        return whole
-
-    return Head(loss)
+    shards = math.ceil(len(hidden) * len(weight) * 4 / DEEPSPEED_SHARD_BYTES)
+    mean: Tensor = TiledFusedLogitsLoss.apply(
+        share, None, hidden[None], labels[None], None, shards, [weight], "sum"
+    )
+    return mean
 
 
-def _deepspeed_needs(case: Any, device: str) -> str | None:
-    return package("deepspeed", "deepspeed")
+def _liger(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    mean: Tensor = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED)(weight, hidden, labels)
+    return mean
+
+
+def _cce(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    from cut_cross_entropy import linear_cross_entropy
+
+    mean: Tensor = linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORED)
+    return mean
 
 
 def on_gpu(module: str, name: str, case: Any, device: str) -> str | None:
@@ -100,25 +98,18 @@ def on_gpu(module: str, name: str, case: Any, device: str) -> str | None:
     return " and ".join([*lacking, *filter(None, [package(module, name)])]) or None
 
 
-def _liger(case: Any, world: World) -> Head:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    fused = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED)
-    return Head(lambda hidden, weight, labels: fused(weight, hidden, labels))
-
-
-def _cce(case: Any, world: World) -> Head:
-    from cut_cross_entropy import linear_cross_entropy
-
-    return Head(partial(linear_cross_entropy, ignore_index=IGNORED), visible=False)
+def _method(
+    name: str, loss: HeadLoss, needs: Callable[[Any, str], str | None] = nothing, visible: bool = True
+) -> Method:
+    return Method(name, partial(ready, Head(loss, visible=visible)), needs, ours=name == "burst")
 
 
 METHODS = (
-    Method("burst", _burst),
-    Method("naive", _naive, ours=False),
-    Method("compiled-naive", _compiled_naive, ours=False),
-    Method("torch", _torch, _torch_needs, ours=False),
-    Method("deepspeed", _deepspeed, _deepspeed_needs, ours=False),
-    Method("liger", _liger, partial(on_gpu, "liger_kernel", "liger-kernel"), ours=False),
-    Method("cce", _cce, partial(on_gpu, "cut_cross_entropy", "cut-cross-entropy"), ours=False),
+    _method("burst", _burst),
+    _method("naive", _naive),
+    Method("compiled-naive", _compiled, ours=False),
+    _method("torch", _torch, _torch_needs, visible=False),
+    _method("deepspeed", _deepspeed, partial(installed, "deepspeed", "deepspeed")),
+    _method("liger", _liger, partial(on_gpu, "liger_kernel", "liger-kernel")),
+    _method("cce", _cce, partial(on_gpu, "cut_cross_entropy", "cut-cross-entropy"), visible=False),
 )

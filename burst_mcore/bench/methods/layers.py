@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from burst_mcore.attention.operator import attention_forward
-from burst_mcore.bench.core import Method, World, package
+from burst_mcore.bench.core import Method, World, installed, ready
 from burst_mcore.checkpointing import Full, KeepAttention, Policy, Segment, checkpoint
 
 
@@ -29,16 +29,6 @@ class Checkpointing:
     """Calls a layer, its first argument, on the others."""
     attention: Callable[..., Tensor] = as_it_is
     """The same for attention alone, which is called as part of its layer unless `layer` is `as_it_is`."""
-    policy: Policy | None = None
-    """Of ours."""
-
-
-def _none(case: Any, world: World) -> Checkpointing:
-    return Checkpointing()
-
-
-def _ours(policy: Policy, case: Any, world: World) -> Checkpointing:
-    return Checkpointing(layer=partial(checkpoint, policy=policy), policy=policy)
 
 
 def _selective(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
@@ -47,10 +37,6 @@ def _selective(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
     contexts = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, kept)
     out: Tensor = torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
     return out
-
-
-def _torch(case: Any, world: World) -> Checkpointing:
-    return Checkpointing(layer=_selective)
 
 
 def _megatron(around: str, case: Any, world: World) -> Checkpointing:
@@ -69,17 +55,23 @@ def _megatron(around: str, case: Any, world: World) -> Checkpointing:
     return Checkpointing(layer=recomputed) if around == "layer" else Checkpointing(attention=recomputed)
 
 
-def _megatron_needs(case: Any, device: str) -> str | None:
-    return package("megatron", "megatron-core")
+POLICIES: dict[str, Policy] = {
+    "full": Full(),
+    "segment 0.25": Segment(0.25),
+    "segment 0.5": Segment(0.5),
+    "segment 0.75": Segment(0.75),
+    "attention": KeepAttention(),
+}
+"""Ours, by the method's name."""
 
-
-SHARES = (0.25, 0.5, 0.75)
+IN_MEGATRON = partial(installed, "megatron", "megatron-core")
 METHODS = (
-    Method("none", _none),
-    Method("full", partial(_ours, Full())),
-    *(Method(f"segment {share:g}", partial(_ours, Segment(share))) for share in SHARES),
-    Method("attention", partial(_ours, KeepAttention())),
-    Method("torch selective", _torch, ours=False),
-    Method("megatron full", partial(_megatron, "layer"), _megatron_needs, ours=False),
-    Method("megatron selective", partial(_megatron, "attention"), _megatron_needs, ours=False),
+    Method("none", partial(ready, Checkpointing())),
+    *(
+        Method(name, partial(ready, Checkpointing(partial(checkpoint, policy=policy))))
+        for name, policy in POLICIES.items()
+    ),
+    Method("torch selective", partial(ready, Checkpointing(_selective)), ours=False),
+    Method("megatron full", partial(_megatron, "layer"), IN_MEGATRON, ours=False),
+    Method("megatron selective", partial(_megatron, "attention"), IN_MEGATRON, ours=False),
 )

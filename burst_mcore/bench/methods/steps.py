@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,24 +11,21 @@ import torch
 from torch import nn
 
 from burst_mcore.attention.runtime.head_exchange import why_not_heads
-from burst_mcore.bench.core import Method, World, package
+from burst_mcore.bench.core import Method, World, package, ready
 
 OURS = {"layout": "zigzag", "head_parallel": 1, "fused_loss": False}
 """The section `burst_attention` of a configuration, unless a method changes it."""
+AUTO = {**OURS, "head_parallel": "auto"}
 
 
 @dataclass(frozen=True)
 class Recipe:
     """A method of the kind "steps"."""
 
-    section: dict[str, Any] = field(default_factory=lambda: dict(OURS))
+    section: dict[str, Any]
     """Of the configuration: `burst_attention`."""
     attention: Callable[..., Any] | None = None
     """In the place of ours, as transformers' interface has it."""
-
-
-def _ours(case: Any, world: World, **changes: Any) -> Recipe:
-    return Recipe({**OURS, **changes})
 
 
 def _theirs(build: Callable[[Any, World], Callable[..., Any]], case: Any, world: World) -> Recipe:
@@ -74,8 +71,8 @@ def _hybrid_needs(case: Any, device: str) -> str | None:
 METHODS = (
     Method("ulysses (UlyssesSPAttentionHF)", partial(_theirs, _ulysses_hf), _needs, ours=False),
     Method("ulysses (DistributedAttention)", partial(_theirs, _ulysses_layer), _needs, ours=False),
-    Method("burst ring", _ours, _needs),
-    Method("burst hybrid", partial(_ours, head_parallel=2), _hybrid_needs),
-    Method("burst auto", partial(_ours, head_parallel="auto"), _needs),
-    Method("burst auto with fused loss", partial(_ours, head_parallel="auto", fused_loss=True), _needs),
+    Method("burst ring", partial(ready, Recipe(OURS)), _needs),
+    Method("burst hybrid", partial(ready, Recipe({**OURS, "head_parallel": 2})), _hybrid_needs),
+    Method("burst auto", partial(ready, Recipe(AUTO)), _needs),
+    Method("burst auto with fused loss", partial(ready, Recipe({**AUTO, "fused_loss": True})), _needs),
 )

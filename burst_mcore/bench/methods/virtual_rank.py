@@ -19,7 +19,7 @@ from burst_mcore.attention.forward import forward
 from burst_mcore.attention.geometry.launches import launches_of
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.geometry.plan import plan_for
-from burst_mcore.attention.geometry.rows import gather
+from burst_mcore.attention.geometry.tiles import Tile
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.numerics.rowwise import row_delta
@@ -27,6 +27,7 @@ from burst_mcore.attention.runtime.executor import Bundle
 from burst_mcore.attention.schedule.actions import Channel, Pass, Recv, Send
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
+from burst_mcore.bench.bare import Tiles, inputs_of
 from burst_mcore.dtypes import wide
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
@@ -39,10 +40,10 @@ is from then on, for a ring without communication."""
 class Copies:
     """A transport whose messages are copies on a stream of their own. On the CPU they are done at once."""
 
-    def __init__(self, source: str, device: torch.device, poison: bool = False) -> None:
+    def __init__(self, source: str, device: torch.device) -> None:
         if source not in FROM:
             raise ValueError(f"bundles come from one of {', '.join(FROM)}, not {source!r}")
-        self._source, self._cuda, self._poison = source, device.type == "cuda", poison
+        self._source, self._cuda = source, device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._cuda else None
         self._kept: dict[tuple[object, ...], Tensor] = {}
         self._filled: set[tuple[object, ...]] = set()
@@ -57,9 +58,6 @@ class Copies:
         came = [x for action, bundle in messages if isinstance(action, Recv) for x in bundle]
         self.bytes += sum(x.nbytes for x in came)
         written = [(x, self._values(x, index)) for index, x in enumerate(came) if self._comes(x)]
-        if self._poison:  # who reads before the copy is waited for reads NaN
-            for x, _ in written:
-                x.fill_(torch.nan)
         if self._stream is None:
             for x, values in written:
                 x.copy_(values)
@@ -145,22 +143,19 @@ class VirtualRank:
         kernel: str = "auto",
         works: bool = True,
         direction: Pass = Pass.QUERY,
-        layout: str = "zigzag",
         device: str = "cuda",
-        poison: bool = False,
     ) -> None:
         self.shape, self.device = shape, torch.device(device)
         heads, dims = (shape.heads, shape.kv_heads), (shape.head_dim, shape.value_dim)
         n = shape.tokens * size
-        documents = mask.document_ends is not None
-        launches = launches_of(mask, n)
-        problem = Problem(device, shape.dtype, *heads, *dims, launches=launches, documents=documents)
-        self.transport = Copies(source, self.device, poison)
+        problem = Problem(device, shape.dtype, *heads, *dims, launches=launches_of(mask, n))
+        problem = replace(problem, documents=mask.document_ends is not None)
+        self.transport = Copies(source, self.device)
         chosen = choose(kernel, problem)
         self.call = Call(
             rank=size // 2,
             route=Route(nodes=1, intra=size),
-            plan=plan_for(Layout.of(layout), mask, n, size),
+            plan=plan_for(Layout("zigzag"), mask, n, size),
             scores=Scores(shape.head_dim**-0.5),
             problem=problem,
             kernel=chosen if works else idle(chosen),
@@ -187,31 +182,23 @@ class VirtualRank:
         """Run this rank's backward, D included."""
         return backward(self.call, self.transport, self.queries(done), Keys(done.k, done.v), done.out)
 
+    def tiles(self, pass_: Pass) -> list[Tile]:
+        """Return the tiles of a pass."""
+        here, sources = self.call.position, range(self.call.route.positions)
+        pairs = [(source, here) if pass_ == Pass.QUERY else (here, source) for source in sources]
+        return [tile for pair in pairs for tile in self.call.tiles(*pair)]
+
     @property
     def pairs(self) -> int:
         """Query-key pairs of the forward."""
-        here, size = self.call.position, self.call.route.positions
-        return sum(tile.pattern.pairs for source in range(size) for tile in self.call.tiles(here, source))
+        return sum(tile.pattern.pairs for tile in self.tiles(Pass.FORWARD))
 
     def bare_forward(self) -> None:
         """Run the kernel alone on the tiles of the forward."""
-        for at in range(self.call.route.positions):
-            for tile in self.call.tiles(self.call.position, at):
-                rows = gather(self.q, tile.q), gather(self.k, tile.k), gather(self.v, tile.k)
-                self.call.kernel.forward(*rows, tile.pattern, self.call.scores)
+        Tiles(self.call.kernel, self.tiles(Pass.FORWARD), (self.q, self.k, self.v, self.dout)).forward()
 
     def bare_backward(self, queries: Queries, out: Tensor) -> None:
         """Run the kernel alone on the tiles of the backward, with its `queries`; out stands for itself."""
-        here, travels = self.call.position, self.call.direction == Pass.QUERY
-        for at in range(self.call.route.positions):
-            for tile in self.call.tiles(*((at, here) if travels else (here, at))):
-                inputs = BackwardInputs(
-                    gather(queries.dout, tile.q),
-                    gather(queries.q, tile.q),
-                    gather(self.k, tile.k),
-                    gather(self.v, tile.k),
-                    gather(out, tile.q),
-                    gather(queries.lse, tile.q),
-                    gather(queries.delta, tile.q),
-                )
-                self.call.kernel.backward(inputs, tile.pattern, self.call.scores)
+        for tile in self.tiles(self.call.direction):
+            inputs = inputs_of(tile, queries, Keys(self.k, self.v), out)
+            self.call.kernel.backward(inputs, tile.pattern, self.call.scores)

@@ -1,23 +1,23 @@
 """SUBJECTS: everything that can be measured, by name."""
 
-from burst_mcore.bench.core import Subject
-from burst_mcore.bench.subjects.attention import SUBJECT as ATTENTION
-from burst_mcore.bench.subjects.hops import SUBJECT as HOPS
-from burst_mcore.bench.subjects.kernels import SUBJECT as KERNELS
-from burst_mcore.bench.subjects.loss import SUBJECT as LOSS
-from burst_mcore.bench.subjects.masks import SUBJECT as MASKS
-from burst_mcore.bench.subjects.offload import SUBJECT as OFFLOAD
-from burst_mcore.bench.subjects.planning import SUBJECT as PLANNING
-from burst_mcore.bench.subjects.recompute import SUBJECT as RECOMPUTE
-from burst_mcore.bench.subjects.rowwise import SUBJECT as ROWWISE
-from burst_mcore.bench.subjects.topology import SUBJECT as TOPOLOGY
-from burst_mcore.bench.subjects.training import SUBJECT as TRAINING
-from burst_mcore.bench.subjects.virtual_ring import SUBJECT as VIRTUAL_RING
+from burst_mcore.bench.core import Case
+from burst_mcore.bench.subjects.attention import AttentionCase
+from burst_mcore.bench.subjects.hops import HopsCase
+from burst_mcore.bench.subjects.kernels import KernelCase
+from burst_mcore.bench.subjects.loss import HeadCase
+from burst_mcore.bench.subjects.masks import MaskCase
+from burst_mcore.bench.subjects.offload import OffloadCase
+from burst_mcore.bench.subjects.planning import PlanCase
+from burst_mcore.bench.subjects.recompute import LayersCase
+from burst_mcore.bench.subjects.rowwise import RowCase
+from burst_mcore.bench.subjects.topology import ClusterCase
+from burst_mcore.bench.subjects.training import TrainingCase
+from burst_mcore.bench.subjects.virtual_ring import VirtualCase
 
-_ALL = (
-    ATTENTION, MASKS, TOPOLOGY, PLANNING, LOSS, RECOMPUTE, TRAINING, KERNELS, ROWWISE, HOPS,
-    VIRTUAL_RING, OFFLOAD,
+_ALL: tuple[type[Case], ...] = (
+    AttentionCase, MaskCase, ClusterCase, PlanCase, HeadCase, LayersCase, TrainingCase, KernelCase, RowCase,
+    HopsCase, VirtualCase, OffloadCase,
 )  # fmt: skip
-SUBJECTS: dict[str, Subject] = {subject.name: subject for subject in _ALL}
+SUBJECTS = {case.subject: case for case in _ALL}
 
 __all__ = ["SUBJECTS"]

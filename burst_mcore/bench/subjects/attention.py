@@ -4,22 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-from torch import Tensor
+from functools import partial
 
 from burst_mcore.bench import gate
-from burst_mcore.bench.core import Derived, Method, Stage, Subject, Table, Trial, World, over
+from burst_mcore.bench.core import Derived, Method, Stage, Table, Trial, World
 from burst_mcore.bench.methods.attention import Attention, RingCase
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCase(RingCase):
-    """Attention that the bare kernel can also do in one call."""
+    """Forward and backward of one attention layer over gloo; errors are multiples of the bare kernel's."""
+
+    subject = "attention"
+    kind = "attention"
+    default = ("burst", "all-gather", "deepspeed-ulysses")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if (reason := gate.refusal(self)) is not None:
             raise ValueError(reason)
+
+    @classmethod
+    def named(cls, device: str) -> Mapping[str, AttentionCase]:
+        return {"1 rank": cls(ranks=1), "4 ranks": cls(ranks=4)}
+
+    def prepare(self, world: World) -> Stage:
+        kernel = on_first(world, partial(gate.bare_kernel(self), *self.tensors()))
+        return Stage(partial(ring_trial, self, world), {"kernel": kernel})
+
+    def derive(self, table: Table) -> Derived:
+        for method in table.methods:
+            yield method, "cpu / kernel", table.over((method, "cpu"), ("kernel", "cpu"))
 
 
 def ring_trial(case: RingCase, world: World, method: Method) -> Trial:
@@ -41,37 +56,4 @@ def ring_trial(case: RingCase, world: World, method: Method) -> Trial:
 
 def on_first(world: World, run: Callable[[], object]) -> Trial:
     """Return a unit on rank 0 while the others wait asleep, so that it has a core to itself."""
-
-    def step() -> None:
-        if world.rank == 0:
-            run()
-
-    return Trial({"": step})
-
-
-def _stage(case: AttentionCase, world: World) -> Stage:
-    tensors: tuple[Tensor, ...] = case.tensors()
-    alone = gate.bare_kernel(case)
-    kernel = on_first(world, lambda: alone(*tensors))
-    return Stage(lambda method: ring_trial(case, world, method), {"kernel": kernel})
-
-
-def _derive(case: AttentionCase, table: Table) -> Derived:
-    for method in dict.fromkeys(method for method, _ in table):
-        yield method, "cpu / kernel", over(table, (method, "cpu"), ("kernel", "cpu"))
-
-
-def _cases(device: str) -> Mapping[str, AttentionCase]:
-    return {f"{n} rank{'s' if n > 1 else ''}": AttentionCase(ranks=n) for n in (1, 4)}
-
-
-SUBJECT = Subject(
-    name="attention",
-    about="Forward and backward of one attention layer over gloo; errors are multiples of the bare kernel's.",
-    case=AttentionCase,
-    cases=_cases,
-    stage=_stage,
-    kind="attention",
-    default=("burst", "all-gather", "deepspeed-ulysses"),
-    derive=_derive,
-)
+    return Trial({"": run if world.rank == 0 else lambda: None})

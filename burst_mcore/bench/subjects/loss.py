@@ -6,29 +6,17 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from burst_mcore.bench.core import (
-    Bar,
-    Case,
-    Derived,
-    Method,
-    Stage,
-    Subject,
-    Table,
-    Trial,
-    World,
-    column,
-    over,
-)
+from burst_mcore.bench.core import Bar, Case, Derived, Method, Stage, Table, Trial, World, one_of
 from burst_mcore.bench.gate import relative
-from burst_mcore.bench.memory import LargestMade, peak_bytes
+from burst_mcore.bench.memory import LargestMade, peak_meter
 from burst_mcore.bench.methods.heads import IGNORED, Head, HeadLoss
 from burst_mcore.explain.problem import DTYPES
-from burst_mcore.loss import reference
+from burst_mcore.loss.reference import linear_cross_entropy
 
 OURS = "burst"
 MASKED = 1 / 16
@@ -44,28 +32,50 @@ PRODUCT_TOKENS = {"cpu": 1024, "cuda": 8192}
 """There the products go over so many tokens at once."""
 
 
+SHAPES = {
+    "cpu": ((4096, 1024, 32000), (8192, 1024, 128256)),
+    "cuda": ((4096, 4096, 128256), (32768, 4096, 128256)),
+}
+"""Tokens, hidden size and vocabulary for which there are bars."""
+OF_PRODUCTS = {"cpu": {"float32": 1.10, "bfloat16": 1.35}, "cuda": {"float32": 1.10, "bfloat16": 1.10}}
+"""Time over that of the three products alone, at most."""
+NO_SLOWER = {"cpu": ("compiled-naive",), "cuda": ("liger", "cce")}
+NO_LARGER = {"cpu": ("torch", "deepspeed", "compiled-naive"), "cuda": ()}
+"""Than these methods, in peak memory, where all logits together are LARGE."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeadCase(Case):
-    """One LM head with its loss. Raises ValueError where a field is not legal."""
+    """Forward and backward of an LM head with the mean loss of its tokens.
+
+    Each method has processes of its own, in turn with its three matrix products and with ours.
+    """
+
+    subject = "loss"
+    kind = "heads"
+    devices = ("cpu", "cuda")
+    beside = OURS
 
     threads: int = os.cpu_count() or 1
     tokens: int = 4096
     hidden: int = 1024
     vocabulary: int = 32000
-    dtype: str = "float32"
+    dtype: str = one_of("float32", DTYPES)
     masked: float = MASKED
 
     def __post_init__(self) -> None:
-        if min(self.tokens, self.hidden, self.vocabulary) < 1:
-            raise ValueError(f"tokens, hidden and vocabulary must be at least 1, got {self.shape}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        super().__post_init__()
         if not 0.0 <= self.masked < 1.0:
             raise ValueError(f"the masked share of tokens must be at least 0 and below 1, got {self.masked}")
 
-    @property
-    def shape(self) -> str:
-        return f"{self.tokens}x{self.hidden}x{self.vocabulary}"
+    @classmethod
+    def named(cls, device: str) -> Mapping[str, HeadCase]:
+        dtypes = ("float32", "bfloat16") if device == "cpu" else ("bfloat16",)
+        return {
+            f"{n}x{d}x{v}, {dtype}": cls(tokens=n, hidden=d, vocabulary=v, dtype=dtype)
+            for n, d, v in SHAPES[device]
+            for dtype in dtypes
+        }
 
     @property
     def logits(self) -> int:
@@ -75,9 +85,8 @@ class HeadCase(Case):
     def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor]:
         """Return hidden [N, d], weight [V, d], labels [N], always the same; the first two with gradients."""
         generator, n, v = torch.Generator(device).manual_seed(0), self.tokens, self.vocabulary
-        weight = torch.empty(v, self.hidden, device=device).normal_(
-            std=self.hidden**-0.5, generator=generator
-        )
+        weight = torch.empty(v, self.hidden, device=device)
+        weight.normal_(std=self.hidden**-0.5, generator=generator)
         hidden = torch.empty(n, self.hidden, device=device).normal_(generator=generator)
         labels = torch.empty(n, dtype=torch.int64, device=device).random_(v, generator=generator)
         masked = torch.empty(n, device=device).uniform_(generator=generator) < self.masked
@@ -86,28 +95,50 @@ class HeadCase(Case):
         dtype = DTYPES[self.dtype]
         return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), labels
 
+    def prepare(self, world: World) -> Stage:
+        @cache  # made when they are first asked for: after memory was measured
+        def tensors() -> tuple[Tensor, ...]:
+            return self.tensors(world.device)
 
-def _stage(case: HeadCase, world: World) -> Stage:
-    @cache  # made when they are first asked for: after memory was measured
-    def tensors() -> tuple[Tensor, ...]:
-        return case.tensors(world.device)
+        @cache
+        def products() -> Callable[[], None]:
+            return three_products(*(x.detach() for x in tensors()[:2]))
 
-    @cache
-    def products() -> Callable[[], None]:
-        return three_products(*(x.detach() for x in tensors()[:2]))
+        def trial(method: Method) -> Trial:
+            head: Head = method.build(self, world)
+            warm = self if head.compiled else replace(self, tokens=min(self.tokens, WARM_TOKENS))
+            return Trial(
+                {"": lambda: step(head.loss, *tensors())},
+                warm=lambda: step(head.loss, *warm.tensors(world.device)),
+                memory=lambda: memory(head, self, world.device),
+                check=lambda: errors(head.loss, self, world.device),
+                bound=WRONG,
+            )
 
-    def trial(method: Method) -> Trial:
-        head: Head = method.build(case, world)
-        warm = case if head.compiled else replace(case, tokens=min(case.tokens, WARM_TOKENS))
-        return Trial(
-            {"": lambda: step(head.loss, *tensors())},
-            warm=lambda: step(head.loss, *warm.tensors(world.device)),
-            memory=lambda: _memory(head, case, world.device),
-            check=lambda: errors(head.loss, case, world.device),
-            bound=WRONG,
-        )
+        return Stage(trial, {"products": Trial({"": lambda: products()()})})
 
-    return Stage(trial, {"products": Trial({"": lambda: products()()})})
+    def derive(self, table: Table) -> Derived:
+        peaks = table.column("peak")
+        for method in table.methods:
+            yield method, "wall / products", table.over((method, "wall"), (method, "products wall"))
+            yield method, "burst / this", table.over((method, f"{OURS} wall"), (method, "wall"))
+            if method != OURS and method in peaks and OURS in peaks and peaks[method][0]:
+                yield method, "burst peak / this", [peaks[OURS][0] / peaks[method][0]]
+
+    def bars(self, device: str) -> Sequence[Bar]:
+        """Return bars for few masked tokens: others are easier for who leaves those out."""
+        if self.masked > MASKED or (self.tokens, self.hidden, self.vocabulary) not in SHAPES[device]:
+            return ()
+        bars = []
+        if self.dtype in OF_PRODUCTS[device]:
+            products = OF_PRODUCTS[device][self.dtype]
+            bars.append(Bar("time over the three products alone", OURS, "wall / products", products))
+        for other in NO_SLOWER[device]:
+            bars.append(Bar(f"time over that of {other}, in turn", other, "burst / this", 1.0))
+        for other in NO_LARGER[device] if self.logits >= LARGE else ():
+            bars.append(Bar(f"peak memory over that of {other}", other, "burst peak / this", 1.0))
+        below = 1.0 - 1.0 / self.logits
+        return [*bars, Bar("largest tensor made over N x V, below 1", OURS, "largest / (N x V)", below)]
 
 
 def step(loss: HeadLoss, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -118,23 +149,23 @@ def step(loss: HeadLoss, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     return value.detach()
 
 
-def _memory(head: Head, case: HeadCase, device: str) -> dict[str, float]:
+def memory(head: Head, case: HeadCase, device: str) -> dict[str, float]:
     """Peak memory beyond the inputs, the gradients in it, and the largest tensor as a part of N x V."""
     tensors = case.tensors(device)
     made = LargestMade(tensors) if head.visible else None
     with made or nullcontext():
-        peak = peak_bytes(lambda: step(head.loss, *tensors), device)
-    found = {} if peak is None else {"peak": float(peak)}
-    return found if made is None else {**found, "largest / (N x V)": made.elements / case.logits}
+        meters = peak_meter(lambda: step(head.loss, *tensors), device)
+    return meters if made is None else {**meters, "largest / (N x V)": made.elements / case.logits}
 
 
 def errors(loss: HeadLoss, case: HeadCase, device: str) -> dict[str, float]:
     """Relative to the same in float64 from the same inputs, and over how much that was computed."""
-    short = _gate_case(case, device)
+    short = gate_case(case, device)
     hidden, weight, labels = short.tensors(device)
     value = step(loss, hidden, weight, labels)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    want = step(_reference, exact[0], exact[1], labels)
+    reference = partial(linear_cross_entropy, ignore_index=IGNORED)
+    want = step(reference, exact[0], exact[1], labels)
     return {
         "loss error": relative(value, want),
         "d_hidden error": relative(hidden.grad, exact[0].grad),
@@ -144,18 +175,11 @@ def errors(loss: HeadLoss, case: HeadCase, device: str) -> dict[str, float]:
     }
 
 
-def _reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    return reference.linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORED)
-
-
-def _gate_case(case: HeadCase, device: str) -> HeadCase:
+def gate_case(case: HeadCase, device: str) -> HeadCase:
     """Return the problem with few tokens, and a vocabulary that fits half of the memory in float64."""
     tokens = min(case.tokens, GATE_TOKENS)
-    memory = (
-        torch.cuda.mem_get_info()[1]
-        if device == "cuda"
-        else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    )
+    on_host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = torch.cuda.mem_get_info()[1] if device == "cuda" else on_host
     of_a_row = 8 * (4 * case.hidden + 10 * tokens)  # copies that live at once, in backward at most
     return replace(case, tokens=tokens, vocabulary=min(case.vocabulary, memory // 2 // of_a_row))
 
@@ -182,68 +206,3 @@ def three_products(hidden: Tensor, weight: Tensor) -> Callable[[], None]:
                 torch.mm(x.t(), h, out=of_weight)
 
     return run
-
-
-def _derive(case: HeadCase, table: Table) -> Derived:
-    peaks = column(table, "peak")
-    for method in dict.fromkeys(method for method, _ in table):
-        yield method, "wall / products", over(table, (method, "wall"), (method, "products wall"))
-        yield method, "burst / this", over(table, (method, f"{OURS} wall"), (method, "wall"))
-        if method != OURS and method in peaks and OURS in peaks and peaks[method][0]:
-            yield method, "burst peak / this", [peaks[OURS][0] / peaks[method][0]]
-
-
-SHAPES = {
-    "cpu": ((4096, 1024, 32000), (8192, 1024, 128256)),
-    "cuda": ((4096, 4096, 128256), (32768, 4096, 128256)),
-}
-"""Tokens, hidden size and vocabulary for which there are bars."""
-OF_PRODUCTS = {"cpu": {"float32": 1.10, "bfloat16": 1.35}, "cuda": {"float32": 1.10, "bfloat16": 1.10}}
-"""Time over that of the three products alone, at most."""
-NO_SLOWER = {"cpu": ("compiled-naive",), "cuda": ("liger", "cce")}
-NO_LARGER = {"cpu": ("torch", "deepspeed", "compiled-naive"), "cuda": ()}
-"""Than these methods, in peak memory, where all logits together are LARGE."""
-
-
-def _cases(device: str) -> Mapping[str, HeadCase]:
-    dtypes = ("float32", "bfloat16") if device == "cpu" else ("bfloat16",)
-    cases = [
-        HeadCase(tokens=n, hidden=d, vocabulary=v, dtype=dtype)
-        for n, d, v in SHAPES[device]
-        for dtype in dtypes
-    ]
-    return {f"{case.shape}, {case.dtype}": case for case in cases}
-
-
-def _bars(name: str, case: HeadCase | None, device: str) -> Sequence[Bar]:
-    """Bars are for problems with few masked tokens: others are easier for who leaves those out."""
-    if case is None or case.masked > MASKED:
-        return ()
-    if (case.tokens, case.hidden, case.vocabulary) not in SHAPES[device]:
-        return ()
-    bars = []
-    if case.dtype in OF_PRODUCTS[device]:
-        products = OF_PRODUCTS[device][case.dtype]
-        bars.append(Bar("time over the three products alone", OURS, "wall / products", products))
-    for other in NO_SLOWER[device]:
-        bars.append(Bar(f"time over that of {other}, in turn", other, "burst / this", 1.0))
-    if case.logits >= LARGE:
-        for other in NO_LARGER[device]:
-            bars.append(Bar(f"peak memory over that of {other}", other, "burst peak / this", 1.0))
-    below = 1.0 - 1.0 / case.logits
-    return [*bars, Bar("largest tensor made over N x V, below 1", OURS, "largest / (N x V)", below)]
-
-
-SUBJECT = Subject(
-    name="loss",
-    about="Forward and backward of an LM head with the mean loss of its tokens, each method in processes "
-    "of its own, in turn with its three matrix products and with ours.",
-    case=HeadCase,
-    cases=_cases,
-    stage=_stage,
-    kind="heads",
-    devices=("cpu", "cuda"),
-    beside=OURS,
-    derive=_derive,
-    bars=_bars,
-)

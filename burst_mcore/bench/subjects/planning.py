@@ -5,21 +5,22 @@ Every figure is of a process of its own, in which nothing was planned before.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 
 from burst_mcore.attention.autotune.choose import RINGS, Ranks, best, contenders, typical
-from burst_mcore.attention.geometry.plan import plan_for
+from burst_mcore.attention.geometry.plan import Plan, plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.aten import CPU
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, program
-from burst_mcore.attention.shard import Shard
-from burst_mcore.bench.core import Bar, Case, Method, Stage, Subject, Trial, World
+from burst_mcore.bench.core import Bar, Case, Stage, Trial, World, one_of
+from burst_mcore.bench.methods.attention import share_of
 from burst_mcore.layout import Layout
 from burst_mcore.machines import MACHINES
 from burst_mcore.mask import Mask
@@ -51,20 +52,17 @@ def packed(n: int, seed: int) -> Mask:
     return Mask.causal() & Mask.documents(ends)
 
 
-def _program(mask: Mask, layout: Layout, size: int) -> None:
-    """Rank 3's forward, and backward with K and V travelling, on the double ring."""
-    plan, route = plan_for(layout, mask, TOKENS * size, size), Route(size // NODE, NODE)
+def _programs(mask: Mask, size: int, layout: str = "zigzag") -> Plan:
+    """Plan rank 3's forward, and its backward with K and V travelling, on the double ring."""
+    plan, route = plan_for(Layout(layout), mask, TOKENS * size, size), Route(size // NODE, NODE)
     for pass_ in (Pass.FORWARD, Pass.KV):
         program(3, route, pass_, plan)
+    return plan
 
 
 def _new_documents(size: int) -> None:
     """Plan a step with new documents: mask, plan, programs and tiles."""
-    n, route = TOKENS * size, Route(size // NODE, NODE)
-    mask, layout = packed(n, seed=1), Layout("zigzag")
-    plan = plan_for(layout, mask, n, size)
-    for pass_ in (Pass.FORWARD, Pass.KV):
-        program(3, route, pass_, plan)
+    plan = _programs(packed(TOKENS * size, seed=1), size)
     for source in range(size):
         tiles_of(plan, 3, source, CPU.abilities)
 
@@ -72,21 +70,19 @@ def _new_documents(size: int) -> None:
 def _auto(size: int, mask: Mask) -> None:
     """Choose as "auto" does in the first call, head_parallel=1: 32 heads, 8 K/V heads, bfloat16."""
     layout, mask = typical(Layout("zigzag"), mask, TOKENS * size, size)
-    shard = Shard(
-        batch=1, tokens=TOKENS, heads=32, kv_heads=8, head_dim=128, value_dim=128, dtype=torch.bfloat16
-    )
+    share = share_of(TOKENS, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
     played, _ = contenders(
-        shard, layout, mask, TOKENS * size, Ranks(size, NODE), MACHINES["A800"].rates,
+        share, layout, mask, TOKENS * size, Ranks(size, NODE), MACHINES["A800"].rates,
         overlap=True, rings=RINGS, degrees=(1,), directions=(Pass.QUERY, Pass.KV),
     )  # fmt: skip
     best(played)
 
 
 PLANNED: dict[str, Callable[[int], object]] = {
-    "causal": lambda size: _program(Mask.causal(), Layout("zigzag"), size),
-    "full": lambda size: _program(Mask.full(), Layout("zigzag"), size),
-    "window": lambda size: _program(Mask.window(TOKENS - 1, 0), Layout("zigzag"), size),
-    "causal, striped": lambda size: _program(Mask.causal(), Layout("striped"), size),
+    "causal": lambda size: _programs(Mask.causal(), size),
+    "full": lambda size: _programs(Mask.full(), size),
+    "window": lambda size: _programs(Mask.window(TOKENS - 1, 0), size),
+    "causal, striped": lambda size: _programs(Mask.causal(), size, "striped"),
     "new documents": _new_documents,
     "auto": lambda size: _auto(size, Mask.causal()),
     "auto, window": lambda size: _auto(size, Mask.window(TOKENS - 1, 0)),
@@ -98,62 +94,32 @@ PLANNED: dict[str, Callable[[int], object]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCase(Case):
-    """What one rank plans for a number of ranks. Raises ValueError where a field is not legal."""
+    """CPU seconds and memory of one rank that plans, cold; 4096 tokens a rank, 8 a node."""
 
-    planned: str = "causal"
+    subject = "planning"
+    cold = True
+
+    planned: str = one_of("causal", PLANNED)
     of_ranks: int = 64
 
     def __post_init__(self) -> None:
-        if self.planned not in PLANNED:
-            raise ValueError(f"unknown {self.planned!r}; legal: {', '.join(PLANNED)}")
-        if self.of_ranks < NODE or self.of_ranks % NODE:
+        super().__post_init__()
+        if self.of_ranks % NODE:
             raise ValueError(f"of_ranks must be a multiple of {NODE}, got {self.of_ranks}")
 
+    @classmethod
+    def named(cls, device: str) -> Mapping[str, PlanCase]:
+        sizes = itertools.product(SIZES, PLANNED)
+        return {f"{planned}, {size} ranks": cls(planned=planned, of_ranks=size) for size, planned in sizes}
 
-def _cases(device: str) -> Mapping[str, PlanCase]:
-    return {
-        f"{planned}, {size} ranks": PlanCase(planned=planned, of_ranks=size)
-        for size in SIZES
-        for planned in PLANNED
-    }
+    def prepare(self, world: World) -> Stage:
+        Layout.for_mask(packed(64, seed=2), 64, 2)  # what torch does at its first operations is not planning
+        return Stage(lambda method: Trial({"": partial(PLANNED[self.planned], self.of_ranks)}))
 
-
-def _stage(case: PlanCase, world: World) -> Stage:
-    Layout.for_mask(packed(64, seed=2), 64, 2)  # what torch does at its first operations is not planning
-
-    def plan_once() -> None:
-        PLANNED[case.planned](case.of_ranks)
-
-    return Stage(lambda method: Trial({"": plan_once}))
-
-
-def _build(case: Any, world: World) -> None:
-    """Nothing is made before it is measured."""
-
-
-def _methods(case: PlanCase) -> Mapping[str, Method]:
-    return {"burst": Method("burst", _build)}
-
-
-def _bars(name: str, case: PlanCase | None, device: str) -> Sequence[Bar]:
-    if case is None:
-        return ()
-    bars = []
-    if (case.planned, case.of_ranks) in BARS:
-        bars.append(Bar("seconds", "burst", "cpu", BARS[case.planned, case.of_ranks]))
-    if case.planned in ("causal", "full", "window") and case.of_ranks == 1024:
-        bars.append(Bar("bytes", "burst", "peak", MEGABYTES * 1e6))
-    return bars
-
-
-SUBJECT = Subject(
-    name="planning",
-    about=f"CPU seconds and memory of one rank that plans, cold; {TOKENS} tokens a rank, {NODE} a node.",
-    case=PlanCase,
-    cases=_cases,
-    stage=_stage,
-    kind="",
-    methods=_methods,
-    cold=True,
-    bars=_bars,
-)
+    def bars(self, device: str) -> Sequence[Bar]:
+        bars = []
+        if (self.planned, self.of_ranks) in BARS:
+            bars.append(Bar("seconds", "burst", "cpu", BARS[self.planned, self.of_ranks]))
+        if self.planned in ("causal", "full", "window") and self.of_ranks == 1024:
+            bars.append(Bar("bytes", "burst", "peak", MEGABYTES * 1e6))
+        return bars

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,20 +12,8 @@ from typing import Any
 
 import torch
 
-from burst_mcore.bench.core import (
-    Bar,
-    Case,
-    Derived,
-    Method,
-    Stage,
-    Subject,
-    Table,
-    Trial,
-    World,
-    column,
-    over,
-)
-from burst_mcore.bench.memory import peak_bytes
+from burst_mcore.bench.core import Bar, Case, Derived, Method, Stage, Table, Trial, World, one_of
+from burst_mcore.bench.memory import peak_meter
 from burst_mcore.bench.methods.steps import Recipe
 
 VOCABULARY = 2048
@@ -36,29 +23,70 @@ WRONG = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCase(Case):
-    """A small Llama, and how it is trained: one sequence over all ranks, float32."""
+    """A training step of a small Llama under DeepSpeed, beside its Ulysses; the slowest rank's."""
+
+    subject = "training"
+    kind = "steps"
+    repeats = 25
 
     ranks: int = 4
     seq: int = 4096
+    """Tokens of one sequence, over all ranks."""
     heads: int = 8
     kv_heads: int = 4
     head_dim: int = 32
     layers: int = 2
-    stage: int = 3
-    """Of ZeRO."""
+    stage: int = one_of(3, range(4))
+    """The ZeRO stage."""
+
+    @classmethod
+    def named(cls, device: str) -> Mapping[str, TrainingCase]:
+        """Return a case for all methods, and cases in which heads do not divide."""
+        return {
+            "8 heads, 4 ranks": cls(),
+            "3 heads, 2 ranks": cls(ranks=2, heads=3, kv_heads=3, seq=1024),
+            "1 K/V head, 4 ranks": cls(ranks=4, heads=4, kv_heads=1, seq=1024),
+            "6 heads, 8 ranks": cls(ranks=8, heads=6, kv_heads=3, seq=1024),
+        }
+
+    def prepare(self, world: World) -> Stage:
+        start_deepspeed()
+        ids = torch.randint(3, VOCABULARY, (1, self.seq), generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            want = float(llama(self)(input_ids=ids, labels=ids).loss)
+
+        def trial(method: Method) -> Trial:
+            train = engine_step(self, method.build(self, world), method.name, {"input_ids": ids})
+            first = train()
+
+            def step() -> Mapping[str, float]:
+                before = written()
+                train()
+                return {"written": float(written() - before)}
+
+            return Trial(
+                {"": step},
+                memory=lambda: peak_meter(train, "cpu"),
+                check=lambda: {"first loss": first, "loss error": abs(first / want - 1)},
+                bound=WRONG,
+            )
+
+        return Stage(trial)
+
+    def derive(self, table: Table) -> Derived:
+        """Yield the ratio of every method to the faster of the two Ulysses, round by round."""
+        theirs = [method for method in table.methods if method.startswith("ulysses")]
+        rival = table.fastest(theirs)
+        if rival is not None:
+            for method in table.methods:
+                yield method, "wall / ulysses", table.over((method, "wall"), (rival, "wall"))
+
+    def bars(self, device: str) -> Sequence[Bar]:
+        return [Bar("auto's step over Ulysses'", "burst auto", "wall / ulysses", 1.05)]
 
 
-def _cases(device: str) -> Mapping[str, TrainingCase]:
-    """Return a case for all methods, and cases in which heads do not divide."""
-    return {
-        "8 heads, 4 ranks": TrainingCase(),
-        "3 heads, 2 ranks": TrainingCase(ranks=2, heads=3, kv_heads=3, seq=1024),
-        "1 K/V head, 4 ranks": TrainingCase(ranks=4, heads=4, kv_heads=1, seq=1024),
-        "6 heads, 8 ranks": TrainingCase(ranks=8, heads=6, kv_heads=3, seq=1024),
-    }
-
-
-def _stage(case: TrainingCase, world: World) -> Stage:
+def start_deepspeed() -> None:
+    """Make DeepSpeed ready for a CPU, quietly."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
@@ -68,31 +96,10 @@ def _stage(case: TrainingCase, world: World) -> Stage:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # of its calls
     prepare_cpu()
     deepspeed.init_distributed("gloo", verbose=False)
-    ids = torch.randint(3, VOCABULARY, (1, case.seq), generator=torch.Generator().manual_seed(1))
-    sample = {"input_ids": ids}
-    with torch.no_grad():
-        want = float(_model(case)(**sample, labels=ids).loss)
-
-    def trial(method: Method) -> Trial:
-        train = _engine_step(case, method.build(case, world), method.name, sample)
-        first = train()
-
-        def step() -> Mapping[str, float]:
-            before = _written()
-            train()
-            return {"written": float(_written() - before)}
-
-        def memory() -> Mapping[str, float]:
-            peak = peak_bytes(train, "cpu")
-            return {} if peak is None else {"peak": float(peak)}
-
-        check = {"first loss": first, "loss error": abs(first / want - 1)}
-        return Trial({"": step}, memory=memory, check=lambda: check, bound=WRONG)
-
-    return Stage(trial)
 
 
-def _model(case: TrainingCase) -> Any:
+def llama(case: TrainingCase) -> Any:
+    """Return the model, the same every time."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -105,9 +112,7 @@ def _model(case: TrainingCase) -> Any:
     return LlamaForCausalLM(config)
 
 
-def _engine_step(
-    case: TrainingCase, recipe: Recipe, name: str, sample: dict[str, Any]
-) -> Callable[[], float]:
+def engine_step(case: TrainingCase, recipe: Recipe, name: str, sample: dict[str, Any]) -> Callable[[], float]:
     """Run a step of an engine, and return the loss; the learning rate is 0. Collective."""
     from burst_mcore.deepspeed.engine.initialize import initialize, shard_loader
     from burst_mcore.deepspeed.engine.prepare import sequence_of
@@ -121,7 +126,7 @@ def _engine_step(
         "steps_per_print": 10**9,
         "burst_attention": recipe.section,
     }
-    model = _model(case)
+    model = llama(case)
     engine, *_ = initialize(model, config)
     if recipe.attention is not None:
         from transformers import AttentionInterface
@@ -141,34 +146,7 @@ def _engine_step(
     return step
 
 
-def _written() -> int:
+def written() -> int:
     """Bytes that this process has written, to sockets too."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))
-
-
-def _derive(case: TrainingCase, table: Table) -> Derived:
-    """Yield the ratio of every method to the faster of the two Ulysses, round by round."""
-    walls = column(table, "wall")
-    theirs = [method for method in walls if method.startswith("ulysses")]
-    if theirs:
-        rival = min(theirs, key=lambda method: statistics.median(walls[method]))
-        for method in walls:
-            yield method, "wall / ulysses", over(table, (method, "wall"), (rival, "wall"))
-
-
-def _bars(name: str, case: TrainingCase | None, device: str) -> Sequence[Bar]:
-    return [Bar("auto's step over Ulysses'", "burst auto", "wall / ulysses", 1.05)] if case else ()
-
-
-SUBJECT = Subject(
-    name="training",
-    about="A training step of a small Llama under DeepSpeed, beside its Ulysses; the slowest rank's.",
-    case=TrainingCase,
-    cases=_cases,
-    stage=_stage,
-    kind="steps",
-    repeats=25,
-    derive=_derive,
-    bars=_bars,
-)

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from statistics import median
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.shard import Shard
-from burst_mcore.bench.core import (
-    Bar,
-    Case,
-    Derived,
-    Method,
-    Stage,
-    Step,
-    Subject,
-    Table,
-    Trial,
-    World,
-    column,
-)
-from burst_mcore.bench.methods.kernels import others
+from burst_mcore.bench.core import Bar, Derived, Stage, Step, Table, Trial, World, one_of
+from burst_mcore.bench.methods.kernels import SquareCase, others
 from burst_mcore.bench.methods.virtual_rank import FROM, VirtualRank
-from burst_mcore.bench.subjects.kernels import KernelCase, Tiles
+from burst_mcore.bench.subjects.kernels import WORK
 from burst_mcore.explain.problem import DTYPES
+from burst_mcore.mask import Mask
 from burst_mcore.mask.words import mask_of, shortened
 
 TOKENS = 32768
@@ -44,107 +33,129 @@ CHOOSING_TOKENS = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
-class VirtualCase(Case):
-    """A rank in the middle of a ring, its local tokens, and where its bundles come from."""
+class VirtualCase(SquareCase):
+    """One rank's share of a ring on one device, bundles by asynchronous copies; bars are for an H200."""
+
+    subject = "virtual-ring"
 
     size: int = 8
     """Ranks of the ring, of which one is there."""
     tokens: int = TOKENS
-    source: str = "device"
-    """device, host or nowhere."""
-    direction: str = "query"
-    heads: int = 32
-    kv_heads: int = 0
-    """0: as many as heads."""
-    head_dim: int = 128
-    value_dim: int = 0
-    """0: as wide as keys."""
-    mask: str = "causal"
-    dtype: str = "bfloat16"
+    """Of that rank."""
+    source: str = one_of("device", FROM)
+    direction: str = one_of("query", ("query", "kv"))
 
-    def __post_init__(self) -> None:
-        if self.source not in FROM:
-            raise ValueError(f"source must be one of {', '.join(FROM)}, got {self.source!r}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+    @property
+    def seen(self) -> Mask:
+        """The mask over the tokens of all ranks."""
+        return mask_of(self.mask, self.tokens * self.size)
+
+    @property
+    def square(self) -> SquareCase:
+        """A small square with the mask in proportion, on which kernels are compared: a ring of one."""
+        n = min(self.tokens, CHOOSING_TOKENS)
+        return replace(self, size=1, tokens=n, mask=shortened(self.mask, self.tokens * self.size, n))
+
+    def rank(self, kernel: str, device: str, source: str, works: bool = True) -> VirtualRank:
+        """Return the rank, with bundles from `source`."""
+        (head_dim, value_dim), kv_heads = self.dims, self.kv_heads or self.heads
+        share = Shard(
+            batch=1, tokens=self.tokens, heads=self.heads, kv_heads=kv_heads, head_dim=head_dim,
+            value_dim=value_dim, dtype=DTYPES[self.dtype],
+        )  # fmt: skip
+        return VirtualRank(
+            share, self.size, mask=self.seen, source=source, kernel=kernel, works=works,
+            direction=Pass(self.direction), device=device,
+        )  # fmt: skip
+
+    @classmethod
+    def named(cls, device: str) -> Mapping[str, VirtualCase]:
+        """Return rings with fewer tokens where there are many ranks, to end in time."""
+        sizes = {1: 1, 2: 1, 4: 1, 8: 1, 16: 2, 32: 2, 64: 4}
+        cases = [cls(size=size, tokens=TOKENS // fewer) for size, fewer in sizes.items()]
+        for source, direction in (("device", "kv"), ("host", "query"), ("host", "kv")):
+            cases.append(cls(source=source, direction=direction))
+        cases.append(cls(size=64, tokens=TOKENS // 4, source="host"))
+        return {
+            f"ring of {c.size}, {c.tokens} local tokens, from {c.source}, {c.direction}": c for c in cases
+        }
+
+    def prepare(self, world: World) -> Stage:
+        """Make a rank's passes, and what they are measured beside, all of the same kernel.
+
+        The idle rank's kernel does nothing: its passes are all that is not the kernel's. There the host is
+        ahead of the device, as where kernels take their time.
+        """
+        make = partial(self.rank, fastest(self, world), world.device)
+        rank, quiet, idle = make(self.source), make("nowhere"), make("nowhere", works=False)
+        done = rank.forward()
+        bare_backward = partial(rank.bare_backward, rank.queries(done), done.out)
+        units = {
+            "kernel alone": both(rank.bare_forward, bare_backward),
+            "without copies": both(quiet.forward, partial(quiet.backward, done)),
+            "around the kernels": both(idle.forward, partial(idle.backward, done), ahead=True),
+        }
+        ring = both(rank.forward, partial(rank.backward, done))
+        facts = {("kernel alone", "pairs"): float(rank.pairs)}
+        for name, step in ring.steps.items():
+            host = least_seconds(units["around the kernels"].steps[name])
+            facts["burst", f"host {name} / step wall"] = host / self.size
+            facts["burst", f"launches / step of {name}"] = launches(step, world) / self.size
+        return Stage(lambda method: ring, units, facts=facts)
+
+    def derive(self, table: Table) -> Derived:
+        forward, backward = table.column("forward wall"), table.column("backward wall")
+        whole = {
+            name: [a + b for a, b in zip(forward[name], backward[name], strict=True)] for name in forward
+        }
+        for meter, seconds, one, other in (
+            ("forward kernel / this", forward, "kernel alone", "burst"),
+            ("kernel / this", whole, "kernel alone", "burst"),
+            ("copies / without", whole, "burst", "without copies"),
+            ("around kernels / whole", whole, "around the kernels", "without copies"),
+        ):
+            yield "burst", meter, [a / b for a, b in zip(seconds[one], seconds[other], strict=True)]
+        flops = WORK["backward"] * self.flops(table["kernel alone", "pairs"][0])
+        rates = {name: [flops / s / 1e12 for s in backward[name]] for name in ("burst", "kernel alone")}
+        for name, samples in rates.items():
+            yield name, "backward TFLOP/s", samples
+        if median(rates["kernel alone"]) >= TFLOPS:
+            yield "burst", FULL, rates["burst"]
+
+    def bars(self, device: str) -> Sequence[Bar]:
+        if (self.size, self.source) != (8, "device") or self.tokens < TOKENS:
+            return ()
+        return (
+            Bar("forward, of the kernel's speed", "burst", "forward kernel / this", 0.97, at_most=False),
+            Bar("both, of the kernel's speed", "burst", "kernel / this", 0.96, at_most=False),
+            Bar("with copies over without", "burst", "copies / without", 1.03),
+            Bar("share of the time around the kernels", "burst", "around kernels / whole", 0.02),
+            Bar("backward, where the kernel reaches as much", "burst", FULL, TFLOPS, at_most=False),
+        )
 
 
-def _fastest(case: VirtualCase, world: World) -> str:
+def fastest(case: VirtualCase, world: World) -> str:
     """Return the kernel of others that is the fastest both ways here, on a small causal square."""
-    n = min(case.tokens, CHOOSING_TOKENS)
-    square = KernelCase(
-        tokens=n, heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, value_dim=case.value_dim,
-        dtype=case.dtype, mask=shortened(case.mask, case.tokens * case.size, n), passes="both",
-    )  # fmt: skip
-    tensors = square.tensors(world.device)
+    tensors, square = case.square.tensors(world.device), case.square
+
+    def seconds(name: str) -> float:
+        calls = square.bare(KERNELS[name], tensors)
+
+        def step() -> None:
+            calls.both()
+            if world.device == "cuda":
+                torch.cuda.synchronize()
+
+        step()
+        return least_seconds(step)
+
     names = others(case, world.device)
     if not names:
         raise LookupError("no kernel of others is here")
-    return min(names, key=lambda name: _seconds(Tiles(KERNELS[name], square, tensors), world))
+    return min(names, key=seconds)
 
 
-def _seconds(calls: Tiles, world: World) -> float:
-    seconds = []
-    for _ in range(4):
-        start = time.perf_counter()
-        calls.both()
-        if world.device == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])
-
-
-def _build(case: VirtualCase, world: World) -> None:
-    """Do nothing: the stage makes the rank, which its units share."""
-
-
-def _methods(case: VirtualCase) -> Mapping[str, Method]:
-    return {"burst": Method("burst", _build)}
-
-
-def _stage(case: VirtualCase, world: World) -> Stage:
-    """Passes of a rank, and of what they are measured beside, all of the same kernel.
-
-    The idle rank's kernel does nothing: its passes are all that is not the kernel's. There the host is ahead
-    of the device, as where kernels take their time.
-    """
-    kernel = _fastest(case, world)
-    shape = Shard(
-        batch=1,
-        tokens=case.tokens,
-        heads=case.heads,
-        kv_heads=case.kv_heads or case.heads,
-        head_dim=case.head_dim,
-        value_dim=case.value_dim or case.head_dim,
-        dtype=DTYPES[case.dtype],
-    )
-    options: dict[str, Any] = {
-        "mask": mask_of(case.mask, case.tokens * case.size), "direction": case.direction, "kernel": kernel,
-        "device": world.device,
-    }  # fmt: skip
-    rank, quiet = (VirtualRank(shape, case.size, source=s, **options) for s in (case.source, "nowhere"))
-    idle = VirtualRank(shape, case.size, source="nowhere", works=False, **options)
-    done = rank.forward()
-    queries = rank.queries(done)
-    bare_backward = partial(rank.bare_backward, queries, done.out)
-    units = {
-        "kernel alone": _both(rank.bare_forward, bare_backward),
-        "without copies": _both(quiet.forward, partial(quiet.backward, done)),
-        "around the kernels": _both(idle.forward, partial(idle.backward, done), ahead=True),
-    }
-    ring = _both(rank.forward, partial(rank.backward, done))
-    host = [_host_seconds(idle.forward), _host_seconds(partial(idle.backward, done))]
-    facts = {
-        ("kernel alone", "pairs"): float(rank.pairs),
-        ("burst", "host forward / step wall"): host[0] / case.size,
-        ("burst", "host backward / step wall"): host[1] / case.size,
-        ("burst", "launches / step of forward"): _launches(rank.forward, world) / case.size,
-        ("burst", "launches / step of backward"): _launches(partial(rank.backward, done), world) / case.size,
-    }
-    return Stage(lambda method: ring, units, facts=facts)
-
-
-def _launches(step: Step, world: World) -> int:
+def launches(step: Step, world: World) -> int:
     """Return how many kernels a GPU runs in a pass; on a CPU, how many operators are called."""
     cuda = world.device == "cuda"
     kinds = [ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]
@@ -155,8 +166,8 @@ def _launches(step: Step, world: World) -> int:
     return sum(event.count for event in seen.key_averages() if cuda or event.key.startswith("aten::"))
 
 
-def _host_seconds(step: Step) -> float:
-    """Return the least seconds that the host takes to start a pass, of several; nothing is waited for."""
+def least_seconds(step: Step) -> float:
+    """Return the least seconds of a step on the host, of several."""
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
@@ -165,70 +176,6 @@ def _host_seconds(step: Step) -> float:
     return min(seconds)
 
 
-def _both(forward: Step, backward: Step, ahead: bool = False) -> Trial:
+def both(forward: Step, backward: Step, ahead: bool = False) -> Trial:
+    """Return a trial of the two passes."""
     return Trial({"forward": forward, "backward": backward}, ahead=ahead)
-
-
-def _derive(case: VirtualCase, table: Table) -> Derived:
-    forward, backward = column(table, "forward wall"), column(table, "backward wall")
-    whole = {name: [a + b for a, b in zip(forward[name], backward[name], strict=True)] for name in forward}
-    for meter, seconds, one, other in (
-        ("forward kernel / this", forward, "kernel alone", "burst"),
-        ("kernel / this", whole, "kernel alone", "burst"),
-        ("copies / without", whole, "burst", "without copies"),
-        ("around kernels / whole", whole, "around the kernels", "without copies"),
-    ):
-        yield "burst", meter, [a / b for a, b in zip(seconds[one], seconds[other], strict=True)]
-    dims = case.head_dim + (case.value_dim or case.head_dim)
-    flops = 2.5 * 2 * case.heads * dims * table["kernel alone", "pairs"][0]
-    rates = {name: [flops / s / 1e12 for s in backward[name]] for name in ("burst", "kernel alone")}
-    for name, samples in rates.items():
-        yield name, "backward TFLOP/s", samples
-    if statistics.median(rates["kernel alone"]) >= TFLOPS:
-        yield "burst", FULL, rates["burst"]
-
-
-def _rings() -> Iterator[VirtualCase]:
-    """Fewer tokens where there are many ranks, to end in time."""
-    for size, fewer in ((1, 1), (2, 1), (4, 1), (8, 1), (16, 2), (32, 2), (64, 4)):
-        yield VirtualCase(size=size, tokens=TOKENS // fewer)
-    for source, direction in (("device", "kv"), ("host", "query"), ("host", "kv")):
-        yield VirtualCase(source=source, direction=direction)
-    yield VirtualCase(size=64, tokens=TOKENS // 4, source="host")
-
-
-def _cases(device: str) -> Mapping[str, VirtualCase]:
-    return {f"ring of {c.size}, {c.tokens} local tokens, from {c.source}, {c.direction}": c for c in _rings()}
-
-
-def _bars(name: str, case: VirtualCase | None, device: str) -> Sequence[Bar]:
-    if case is None or (case.size, case.source) != (8, "device") or case.tokens < TOKENS:
-        return ()
-    return [
-        Bar("forward, of the kernel's speed", "burst", "forward kernel / this", 0.97, at_most=False),
-        Bar("both, of the kernel's speed", "burst", "kernel / this", 0.96, at_most=False),
-        Bar("with copies over without", "burst", "copies / without", 1.03),
-        Bar("share of the time around the kernels", "burst", "around kernels / whole", 0.02),
-        Bar(
-            "backward, where the kernel reaches as much",
-            "burst",
-            FULL,
-            TFLOPS,
-            at_most=False,
-        ),
-    ]
-
-
-SUBJECT = Subject(
-    name="virtual-ring",
-    about="One rank's share of a ring on one device, bundles by asynchronous copies; bars are for an H200.",
-    case=VirtualCase,
-    cases=_cases,
-    stage=_stage,
-    kind="",
-    methods=_methods,
-    devices=("cpu", "cuda"),
-    repeats=5,
-    derive=_derive,
-    bars=_bars,
-)
