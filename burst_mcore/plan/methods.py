@@ -11,6 +11,7 @@ import torch
 from burst_mcore.attention.autotune.choose import Ranks, pairs_of, route_for, why_not_degree
 from burst_mcore.attention.autotune.cost import (
     COPIES,
+    PARCELS,
     CallTime,
     Passes,
     call_time,
@@ -20,7 +21,7 @@ from burst_mcore.attention.autotune.cost import (
 )
 from burst_mcore.attention.autotune.lockstep import RoutedPass, Work, play_all
 from burst_mcore.attention.geometry.plan import Plan
-from burst_mcore.attention.schedule.actions import Kind, Link, Pass
+from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
 from burst_mcore.layout import Layout
@@ -155,7 +156,7 @@ def _exchanged(shard: Shard, heads: int, ranks: Ranks, pass_: Pass, rates: Rates
     parcels = {  # to one member
         kind: size
         for kind, size in message_bytes(shard, Route(heads=heads), pass_).whole.items()
-        if kind not in (Kind.DATA, Kind.GRADIENT)
+        if kind in PARCELS
     }
     each = sum(parcels.values())
     within = min(heads, ranks.intra)

@@ -161,6 +161,8 @@ def _bytes_around(shard: Shard, pass_: Pass, passes: Passes) -> float:
     return passes.travels * q + passes.stays * kv + passes.stand_in * out
 
 
+PARCELS = (Kind.BUNDLE, Kind.ROWS, Kind.RESULT, Kind.SUM)
+"""Messages of an exchange of heads."""
 COPIES = 4
 """Times that a byte of an all-to-all passes the memory of a rank: packed and unpacked, read and written."""
 
@@ -169,7 +171,7 @@ def exchange_seconds(route: Route, sizes: Sizes, rates: Rates) -> float:
     """Return the seconds that the exchange of heads takes besides its messages: launches and copies."""
     if route.heads == 1:
         return 0.0
-    parcels = sum(size for kind, size in sizes.whole.items() if kind not in (Kind.DATA, Kind.GRADIENT))
+    parcels = sum(size for kind, size in sizes.whole.items() if kind in PARCELS)
     return 2 * rates.call + COPIES * route.heads * parcels / rates.memory
 
 
