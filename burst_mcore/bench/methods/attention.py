@@ -88,10 +88,17 @@ def divisible(case: RingCase, device: str) -> str | None:
     return f"a sequence that is a multiple of {unit}, got {case.seq}" if case.seq % unit else None
 
 
-def burst(case: RingCase, world: World, backward: str = "auto", ulysses: bool = False) -> Attention:
-    """burst_attention on the case's layout."""
-    topology, layout = Topology.from_group(world.group), case.dealt
-    config = BurstConfig(layout=layout, backward=backward, head_parallel=topology.size if ulysses else 1)
+def burst(
+    case: RingCase,
+    world: World,
+    backward: str = "auto",
+    heads: int | None = 1,
+    ring: str = "auto",
+    nodes: int = 1,
+) -> Attention:
+    """burst_attention on the case's layout; heads: ranks that share them, None: all; nodes: pretended."""
+    topology, layout = Topology.from_group(world.group, intra_size=world.size // nodes), case.dealt
+    config = BurstConfig(layout=layout, backward=backward, head_parallel=heads or topology.size, ring=ring)
     return dealt(layout, world, partial(attended, topology=topology, mask=case.seen, config=config))
 
 
@@ -105,6 +112,14 @@ def attended(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 def _all_gather(case: RingCase, world: World) -> Attention:
     attend = partial(all_gather_attention, group=world.group, mask=case.seen)
     return dealt("zigzag", world, attend)
+
+
+def _two_by(case: RingCase, device: str, *, heads: bool = False) -> str | None:
+    """Return the need of a method that pairs ranks: as two nodes, or to share heads."""
+    if case.ranks < 4 or case.ranks % 2:
+        return f"an even number of ranks from 4 on, got {case.ranks}"
+    why_not = why_not_heads(case.heads, case.kv_heads, 2) if heads else None
+    return f"heads that 2 ranks can share: {why_not}" if why_not else divisible(case, device)
 
 
 def _ulysses_needs(case: RingCase, device: str) -> str | None:
@@ -140,7 +155,10 @@ METHODS = (
     Method("burst", burst, divisible),
     Method("burst-query", partial(burst, backward="query"), divisible),
     Method("burst-kv", partial(burst, backward="kv"), divisible),
-    Method("burst-ulysses", partial(burst, ulysses=True), _ulysses_needs),
+    Method("burst-ulysses", partial(burst, heads=None), _ulysses_needs),
+    Method("ring", partial(burst, ring="flat", backward="kv"), divisible),
+    Method("double-ring", partial(burst, ring="double", backward="kv", nodes=2), _two_by),
+    Method("usp", partial(burst, heads=2, ring="flat", backward="kv"), partial(_two_by, heads=True)),
     Method("all-gather", _all_gather, divisible),
     Method("deepspeed-ulysses", _deepspeed, _deepspeed_needs, ours=False),
 )
