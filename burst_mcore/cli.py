@@ -57,7 +57,7 @@ Tflops = Annotated[float | None, typer.Option(help="Speed of the kernel in both 
 Latency = Annotated[float | None, typer.Option(help="Latency of a message, in microseconds.")]
 RatesFile = Annotated[
     Path | None,
-    typer.Option("--rates", help="File of rates, as Rates.save writes it; in place of a machine's preset."),
+    typer.Option("--rates", help="File of rates, as calibrate writes it; in place of a machine's preset."),
 ]
 
 
@@ -213,6 +213,27 @@ def bench(context: typer.Context) -> None:
     from burst_mcore.bench.__main__ import main
 
     raise typer.Exit(main(context.args))
+
+
+@app.command()
+def calibrate(
+    ranks: Annotated[int, typer.Option(help="Processes that are measured together.")] = 2,
+    repeats: Annotated[int, typer.Option(help="Times that each figure is measured; the least counts.")] = 5,
+    out: Annotated[Path, typer.Option(help="File of the rates.")] = Path("rates.json"),
+) -> None:
+    """Measure kernel, memory and messages of processes on this CPU, over gloo, as a file of rates."""
+    from burst_mcore.bench.calibrate import calibrate as measure
+    from burst_mcore.bench.provenance import made_by
+
+    try:
+        if not out.parent.is_dir():
+            raise ValueError(f"there is no folder {out.parent} for {out}")
+        rates = measure(ranks, repeats)
+    except ValueError as error:
+        _fail("calibrate", error, status=2)
+    rates.save(out, **made_by("cpu"))
+    typer.echo(f"measured with {ranks} processes: {rates.in_words}")
+    typer.echo(f"not measured: links between machines, taken as an eighth of those within; file: {out}")
 
 
 @app.command()

@@ -14,7 +14,7 @@ from burst_mcore.rates import Rates
 logger = logging.getLogger("burst_mcore")
 
 RATES_FILE = "BURST_MCORE_RATES"
-"""Environment variable: a file of rates that replaces the presets, as `Rates.save` writes it."""
+"""Environment variable: a file of rates that replaces the presets, as `burst-mcore calibrate` writes it."""
 
 CPU = Rates(intra=1e9, inter=125e6, compute=50e9, latency=200e-6, hidden=False)
 """Processes of one machine over loopback; between machines 10 Gbit/s that ten of them share."""

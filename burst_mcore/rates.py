@@ -76,7 +76,7 @@ class Rates:
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """Return the rates in a JSON file that `save` wrote.
+        """Return the rates in a JSON file that `save` or `burst-mcore calibrate` wrote.
 
         Raises:
             ValueError: no such file, or not rates.

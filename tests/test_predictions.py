@@ -14,6 +14,7 @@ from burst_mcore.attention.autotune.choose import Ranks, candidates
 from burst_mcore.attention.autotune.cost import CallTime, call_time
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.shard import Shard
+from burst_mcore.bench.calibrate import Line
 from burst_mcore.cli import app
 from burst_mcore.machines import CONSTANTS, CPU, MACHINES, RATES_FILE, default_rates, machine, machine_of
 from burst_mcore.plan.against import compare
@@ -274,3 +275,29 @@ def test_explain_takes_a_machine_or_a_file_not_both(tmp_path):
     assert both.exit_code == 1 and "give one of them" in both.output
     unknown = CliRunner().invoke(app, [*asked, "--cluster", "z80:1x4"])
     assert unknown.exit_code == 1 and "unknown machine 'z80'" in unknown.output
+
+
+def test_this_machine_is_measured_into_a_file_that_explain_takes(tmp_path):
+    file = tmp_path / "rates.json"
+    done = CliRunner().invoke(app, ["calibrate", "--ranks", "3", "--repeats", "1", "--out", str(file)])
+    assert done.exit_code == 0, done.output
+    rates = Rates.load(file)
+    assert 1e8 < rates.compute < 1e13 and 1e8 < rates.memory < 1e13 and not rates.hidden
+    assert 1e6 < rates.intra < 1e11 and 0 < rates.latency < 1 and rates.inter < rates.intra
+    assert {"commit", "machine", "versions"} <= set(json.loads(file.read_text()))
+    explained = CliRunner().invoke(app, ["explain", "--heads", "4", "--cluster", "1x2", "--rates", str(file)])
+    assert explained.exit_code == 0 and rates.in_words in explained.output
+
+
+@pytest.mark.parametrize(
+    "args", [["--ranks", "1"], ["--repeats", "0"], ["--out", "/nowhere/rates.json"]], ids=" ".join
+)
+def test_calibrate_refuses_in_one_line(args):
+    done = CliRunner().invoke(app, ["calibrate", *args])
+    assert done.exit_code == 2 and len(done.output.splitlines()) == 1, done.output
+
+
+def test_a_line_has_no_negative_numbers():
+    assert Line.through((1.0, 5.0), (3.0, 9.0)) == Line(3.0, 2.0)
+    assert Line.through((1.0, 1.0), (3.0, 9.0)).start == 0.0
+    assert 0 < Line.through((1.0, 9.0), (3.0, 5.0)).slope < 1e-9

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.kernels.table import KERNELS, choose
-from burst_mcore.bench.bare import both_ways
 from burst_mcore.bench.core import World
 from burst_mcore.bench.methods.attention import Attention
+from burst_mcore.bench.methods.bare import both_ways
 from burst_mcore.explain.problem import Problem
 from burst_mcore.mask import Mask
 

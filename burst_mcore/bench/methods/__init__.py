@@ -7,6 +7,7 @@
     kernels     local attention kernels
 
 `virtual_rank` is one rank of a ring, alone on a device, for the subject virtual-ring.
+`bare` calls a kernel with nothing around it.
 
 A new method is a row in one of these files, and is measured by every subject of its kind.
 """

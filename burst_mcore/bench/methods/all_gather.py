@@ -20,7 +20,7 @@ from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.numerics.merge import GradientSum, OnlineSoftmax
 from burst_mcore.attention.numerics.rowwise import output_stand_in, row_delta
-from burst_mcore.bench.bare import inputs_of, scores_of
+from burst_mcore.bench.methods.bare import inputs_of, scores_of
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 

@@ -13,8 +13,8 @@ from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.kernel import Kernel, Problem
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.bench.bare import Tiles
 from burst_mcore.bench.core import Case, Method, World, one_of
+from burst_mcore.bench.methods.bare import Tiles
 from burst_mcore.explain.problem import DTYPES
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask

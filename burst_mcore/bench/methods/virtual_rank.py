@@ -27,7 +27,7 @@ from burst_mcore.attention.runtime.executor import Bundle
 from burst_mcore.attention.schedule.actions import Channel, Pass, Recv, Send
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
-from burst_mcore.bench.bare import Tiles, inputs_of
+from burst_mcore.bench.methods.bare import Tiles, inputs_of
 from burst_mcore.dtypes import wide
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask

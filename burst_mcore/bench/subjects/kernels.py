@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from burst_mcore.attention.kernels.kernel import Kernel
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.bench.bare import both_ways
 from burst_mcore.bench.core import Bar, Derived, Method, Stage, Table, Trial, World, one_of
 from burst_mcore.bench.gate import relative
+from burst_mcore.bench.methods.bare import both_ways
 from burst_mcore.bench.methods.kernels import SquareCase
 from burst_mcore.layout.balance import keys_per_query
 from burst_mcore.mask.words import shortened
