@@ -5,7 +5,8 @@ attention               the ring: `burst_attention`
 loss                    the fused LM head and loss
 checkpointing           recompute policies
 megatron, deepspeed     adapters to the frameworks
-explain, bench, cli     predictions, measurements, the command `burst-mcore`
+explain, plan           predictions, and predictions beside public measurements
+bench, calibrate, cli   measurements, rates of a machine, the command `burst-mcore`
 agreement, config, rates, machines, registry, packages, dtypes, digest   shared by all of these
 """
 

@@ -222,8 +222,8 @@ def calibrate(
     out: Annotated[Path, typer.Option(help="File of the rates.")] = Path("rates.json"),
 ) -> None:
     """Measure kernel, memory and messages of processes on this CPU, over gloo, as a file of rates."""
-    from burst_mcore.bench.calibrate import calibrate as measure
     from burst_mcore.bench.provenance import made_by
+    from burst_mcore.calibrate import calibrate as measure
 
     try:
         if not out.parent.is_dir():

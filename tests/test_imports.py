@@ -30,6 +30,7 @@ FLOORS = [
     {"explain"},
     {"plan"},
     {"bench"},
+    {"calibrate"},
     {"cli"},
 ]
 WITHIN = {

@@ -14,7 +14,7 @@ from burst_mcore.attention.autotune.choose import Ranks, candidates
 from burst_mcore.attention.autotune.cost import CallTime, call_time
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.shard import Shard
-from burst_mcore.bench.calibrate import Line
+from burst_mcore.calibrate import Line
 from burst_mcore.cli import app
 from burst_mcore.machines import CONSTANTS, CPU, MACHINES, RATES_FILE, default_rates, machine, machine_of
 from burst_mcore.plan.against import compare

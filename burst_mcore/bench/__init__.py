@@ -8,7 +8,6 @@ run           cases one by one, each in fresh processes; results as they come
 stage         in such a process: gate every method, then time methods and units in turn
 clock         CPU, wall and CUDA seconds of steps in turn
 gate          errors beside float64
-calibrate     the rates of this machine, as a file
 memory        peak memory, and the largest tensor
 launch        fresh processes over gloo; emulate: the same on an emulated cluster
 results       figures, bars, and the JSON file of a run; provenance: commit, machine, versions
