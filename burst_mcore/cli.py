@@ -239,9 +239,9 @@ def calibrate(
 @app.command()
 def plan(
     against: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Option(metavar="FILE", help="Measured rows, or a paper's results, as JSON; may be repeated."),
-    ],
+    ] = None,
     calibrate: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE", help="Rows to which two numbers of their machines are fitted first."),
@@ -256,6 +256,8 @@ def plan(
 
     torch.set_num_threads(1)
     try:
+        if not against:
+            raise ValueError("give --against FILE: the measured rows beside which to predict")
         report = compare(against, calibrate or ())
     except ValueError as error:
         _fail("plan", error, status=2)

@@ -155,6 +155,13 @@ def test_files_of_another_form_are_one_line_and_status_2(text, tmp_path):
         assert done.exit_code == 2 and len(done.output.splitlines()) == 1, done.output
 
 
+def test_a_plan_without_rows_is_one_line_and_status_2(tmp_path):
+    for args in ([], ["--calibrate", str(tmp_path / "rows.json")]):
+        done = CliRunner().invoke(app, ["plan", *args])
+        assert done.exit_code == 2 and done.output.startswith("burst-mcore plan: give --against FILE")
+        assert len(done.output.splitlines()) == 1
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("passes", ["fwd", "bwd", "fwd+bwd"])
 @pytest.mark.parametrize("hardware", MACHINES)
