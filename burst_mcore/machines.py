@@ -30,8 +30,8 @@ class Constants:
     call: float = 0.37e-3
     """`Rates.call`, seconds: the one constant that is fitted to public rows (docs/predictions.md)."""
     links: float = 0.85
-    """Share of a specified rate that messages reach over NVLink and network cards: between 0.78 and 0.97 in
-    runs of nccl-tests that users publish. Public rows of attention do not tell it from 1."""
+    """Share of a specified rate that messages reach over NVLink and network cards: an assumption. Public rows
+    of attention do not tell it from 1."""
     slowdown: float = 0.06
     """`Rates.slowdown`: 8 thread blocks of NCCL (`BurstConfig.max_ctas`) on 132 multiprocessors."""
 
@@ -65,6 +65,7 @@ class Machine:
     forward: float
     """Share of `tflops` that flash kernels reach in forward, besides exponentials and `Constants.fill`."""
     backward: float
+    """The same in backward. For an A100 no public row tells it: set by hand beside the paper's rows."""
     reached: float = 1.0
     """Share of `link` that messages reach over PCIe."""
     crowding: float = 0.0
@@ -124,7 +125,7 @@ _B200 = replace(
     _H100,
     name="B200",
     tflops=2250,
-    exponentials=8.8,  # half of them by polynomials on other units, as FlashAttention 4 publishes
+    exponentials=8.8,  # twice 16 a clock: kernels make some by polynomials; an assumption
     memory_rate=8000,
     memory=180e9,
     capability=10,

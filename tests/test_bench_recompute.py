@@ -58,10 +58,10 @@ def test_what_is_saved_is_judged_beside_the_model():
         ("full", "recomputing"): [3.0, 3.2, 3.4], ("attention", "recomputing"): [1.0, 1.0, 1.2],
         ("none", "recomputing"): [0.0, 0.0, 0.0], ("attention's forward", "cpu"): [2.0, 2.0, 2.2],
     }  # fmt: skip
-    found = {(m, meter): list(samples) for m, meter, samples in LayersCase().derive(Table(table))}
-    assert found["attention", "saved"] == pytest.approx([2.0, 2.2, 2.2])
-    assert found["attention", "off the FLOP model"] == pytest.approx([0.1])
-    assert ("full", "off the FLOP model") not in found and ("none", "saved") not in found
+    figures = {(m, meter): list(samples) for m, meter, samples in LayersCase().derive(Table(table))}
+    assert figures["attention", "saved"] == pytest.approx([2.0, 2.2, 2.2])
+    assert figures["attention", "off the FLOP model"] == pytest.approx([0.1])
+    assert ("full", "off the FLOP model") not in figures and ("none", "saved") not in figures
 
 
 @pytest.mark.parametrize(

@@ -378,7 +378,7 @@ CUDA = torch.device("cuda")
 
 
 def _copies_to_a_stand_in(monkeypatch):
-    """Let copies to a GPU be copies on the host; return the sources of those that will be made."""
+    """Let copies to a GPU be copies on the host; return a list that will hold the source of each copy."""
     sources, to, empty = [], torch.Tensor.to, torch.empty
 
     def copied(x, *args, **options):

@@ -42,13 +42,15 @@ Four constants hold for all GPUs. One of them is fitted, to the rows in
 _SOURCES = {
     "fill": "kernels slow down on few keys; public rows do not tell 300 from 100 or 450",
     "call": "fitted; without any one machine the median error of the others moves by less than 3 points",
-    "links": "shares of specified rates that users of nccl-tests publish, 0.78 to 0.97",
+    "links": "an assumption; public rows do not tell it from 1",
     "slowdown": "8 thread blocks of NCCL on 132 multiprocessors",
 }
 _MACHINES = """
 Two numbers of each machine are fitted to its own rows in the same file. On NVLink they are the shares of the
 peak that kernels reach in both passes. On PCIe they are the share of the link and the crowding of an
-all-to-all. All else is a maker's specification.
+all-to-all. All else is a maker's specification, with two exceptions. The backward share of the A100 has no
+public row: it was set by hand beside the paper's figures. The exponentials of the B200 are twice those of its
+special units, an assumption. The form of the model was developed with all of these rows in view.
 
 | machine | TFLOP/s | exp/s | memory GB/s | link GB/s | NIC GB/s | fitted |
 |---|---|---|---|---|---|---|"""

@@ -240,7 +240,7 @@ def add_all(
     fresh_dq: bool,
     fresh_dkv: bool,
 ) -> None:
-    """Add a tile's shares to dq, dk and dv, in place, in one launch; set those that are fresh.
+    """Add a tile's shares to dq, dk and dv, in place, in one launch; set fresh sums instead.
 
     dq is in at least float32: many programs add to each element of it.
     """

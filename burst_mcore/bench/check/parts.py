@@ -56,7 +56,7 @@ TINY: Mapping[str, Any] = {
     "tokens": 64, "heads": 2, "kv_heads": 1, "head_dim": 16, "value_dim": 0, "mask": "causal", "size": 4,
     "hidden": 16, "vocabulary": 96, "seq": 64, "layers": 2,
 }  # fmt: skip
-"""Fields of a small case, of those that it has."""
+"""Values of a small case. A field that the case lacks is left out."""
 OURS, BEST, STOCK = "triton", "speed / best other", "the best stock kernel"
 HOST = 1.5e-4
 """Seconds of the host in a step, at most: then a step of 4K tokens keeps the GPU busy."""

@@ -108,7 +108,7 @@ class LayersCase(Case):
         return Stage(trial, {"attention's forward": Trial({"": model.attention})})
 
     def derive(self, table: Table) -> Derived:
-        """Yield the savings beside full recompute, and those that the FLOP model predicts.
+        """Yield the time saved beside full recompute, measured and predicted by the FLOP model.
 
         The model: the time of attention's own forward, times the share that is not recomputed.
         """
