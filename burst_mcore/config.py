@@ -13,6 +13,7 @@ from burst_mcore.registry import Registered, register
 
 BACKWARDS = ("auto", "query", "kv")
 RINGS = ("auto", "double", "flat", "direct")
+PLACEMENTS = ("auto", "inner", "outer")
 GRAD_DTYPES = {name: DTYPES[name] for name in ("float32", "bfloat16")}
 
 
@@ -67,10 +68,20 @@ class BurstConfig(Registered):
         default=1,
         metadata=_told(
             "a number of ranks, auto",
-            "The number of neighbours that divide the heads among them, in a ring over the other ranks: 1 is "
-            "a pure ring, all ranks are Ulysses; auto: the cost model chooses.",
+            "The number of ranks that divide the heads among them, in a ring over the other ranks: 1 is a "
+            "pure ring, all ranks are Ulysses; auto: the cost model chooses.",
         ),
     )
+
+    head_placement: str = field(
+        default="auto",
+        metadata=_told(
+            PLACEMENTS,
+            "The ranks that divide heads: inner: neighbours, and the ring goes from node to node; outer: one "
+            "of each ring of neighbours, and heads cross the nodes; auto: the cost model chooses.",
+        ),
+    )
+    """Matters where `head_parallel` is neither 1 nor all ranks. On one node "auto" is "inner"."""
 
     overlap: bool = field(
         default=True,
@@ -120,10 +131,10 @@ class BurstConfig(Registered):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", Layout.of(self.layout))
-        if self.backward not in BACKWARDS:
-            raise ValueError(f"unknown backward {self.backward!r}; legal: {', '.join(map(repr, BACKWARDS))}")
-        if self.ring not in RINGS:
-            raise ValueError(f"unknown ring {self.ring!r}; legal: {', '.join(map(repr, RINGS))}")
+        for name, words in (("backward", BACKWARDS), ("ring", RINGS), ("head_placement", PLACEMENTS)):
+            word = getattr(self, name)
+            if word not in words:
+                raise ValueError(f"unknown {name} {word!r}; legal: {', '.join(map(repr, words))}")
         for name in ("overlap", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")

@@ -64,9 +64,9 @@ RING = Topology(rank=1, size=4)
             {
                 "topology": Topology(rank=1, size=12, intra_size=6),
                 "q": (1, 8, 12, 16),
-                "config": BurstConfig(head_parallel=4),
+                "config": BurstConfig(head_parallel=8),
             },
-            r"12 ranks, 6 a node: its groups would straddle nodes of 6; legal: \[1, 2, 3, 6, 12\]",
+            r"12 ranks, 6 a node: it does not divide the 12 ranks; legal: \[1, 2, 3, 4, 6, 12\]",
         ),
         (
             {

@@ -10,7 +10,8 @@ from masks import brute, random_layout, random_mask, randoms
 
 from burst_mcore import Layout, Mask, positions
 from burst_mcore.attention.geometry import reading as readings
-from burst_mcore.attention.geometry.plan import Plan, plan_for
+from burst_mcore.attention.geometry.placement import Placement
+from burst_mcore.attention.geometry.plan import Plan, plan_for, plan_of
 from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.geometry.rows import count, union
 from burst_mcore.attention.schedule.actions import Pass, Send
@@ -60,7 +61,7 @@ def test_pairs_between_ranks_are_counted(draw, size, n):
 def test_programs_carry_what_is_read_and_are_verified(draw, n, route, mirrored, direct):
     route = replace(route, direct=True, nodes=1) if direct else replace(route, mirrored=mirrored)
     layout, mask = random_layout(draw, route.size, n), random_mask(draw, n)
-    plan = plan_for(layout, mask, n, route.positions, route.heads)
+    plan = plan_of(layout, mask, n, route.placement)
     for pass_ in Pass:
         verify(schedule(route, pass_, plan))
 
@@ -70,10 +71,10 @@ def test_programs_carry_what_is_read_and_are_verified(draw, n, route, mirrored, 
 @given(draw=randoms, n=st.integers(8, 120), size=st.integers(2, 4))
 def test_where_finding_out_costs_too_much_more_is_read_never_less(limit, draw, n, size):
     layout, mask = random_layout(draw, size, n), random_mask(draw, n)
-    exact = Plan(layout, mask, n, size, 1)
+    exact = Plan(layout, mask, n, Placement(size))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readings, limit, 8 * size)
-        coarse = Plan(layout, mask, n, size, 1)
+        coarse = Plan(layout, mask, n, Placement(size))
         for of_queries in (False, True):
             coarse.reading(of_queries=of_queries)
     for of_queries in (False, True):

@@ -53,6 +53,7 @@ def _case(draw, ranks, dtype):
         ring=draw.choice(("auto", "double", "flat", "direct")),
         overlap=draw.random() < 0.75,
         head_parallel=draw.choice((1, 1, "auto", *legal_degrees(ranks, heads, kv_heads))),
+        head_placement=draw.choice(("auto", "inner", "outer")),
     )
     p = problem(
         n,

@@ -13,6 +13,7 @@ from masks import brute, layouts, random_layout, random_mask, randoms
 from burst_mcore import Layout, Mask, positions
 from burst_mcore.attention.geometry.pattern import Abilities
 from burst_mcore.attention.geometry.piece import band_pairs
+from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan, plan_for
 from burst_mcore.attention.geometry.rows import count
 from burst_mcore.attention.geometry.tiles import tiles, tiles_of
@@ -177,7 +178,7 @@ def test_ten_thousand_documents_are_planned_in_time():
     cuts = torch.randperm(n - 1, generator=torch.Generator().manual_seed(0))[:9999] + 1
     mask = Mask.causal() & Mask.documents(torch.cat([torch.tensor([0, n]), cuts]).sort().values)
     start = time.process_time()
-    plan = Plan(Layout("zigzag"), mask, n, size, 1)
+    plan = Plan(Layout("zigzag"), mask, n, Placement(size))
     for at in range(size):
         tiles_of(plan, 5, at, Abilities(masks=True))
         plan.needed(at, 5, of_queries=False)

@@ -41,6 +41,7 @@ def _cases(nodes, intra, heads, kv_heads):
                 BurstConfig(
                     backward=direction,
                     head_parallel=degree,
+                    head_placement=draw.choice(("inner", "outer")),
                     layout=draw.choice(layouts(nodes * intra)),
                     ring=draw.choice(("double", "double", "flat", "direct")),
                     overlap=draw.random() < 0.75,

@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from burst_mcore.attention.autotune.choose import backward_passes
+from burst_mcore.attention.autotune.choose import Ranks, backward_passes, route_for
 from burst_mcore.attention.autotune.cost import message_bytes, pass_flops
-from burst_mcore.attention.geometry.plan import plan_for
+from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.schedule.actions import (
     Accumulate,
     Add,
@@ -262,6 +262,8 @@ def _routes(size, intra):
             if positions > 1:
                 yield Route(1, positions, heads, overlap, mirrored=True)
                 yield Route(1, positions, heads, overlap, direct=True)
+            if 1 < heads < size:
+                yield route_for(heads, Ranks(size, intra), ring="double", overlap=overlap, outer=True)
             if size > intra and intra % heads == 0:
                 yield Route(size // intra, intra // heads, heads, overlap)
                 yield Route(size // intra, intra // heads, heads, overlap, mirrored=True)
@@ -285,9 +287,7 @@ def test_all_schedules_pass_under_nccls_rule(size, intra):
     draw, n, count = random.Random(0), 64 * size, 0
     for route, layout in itertools.product(_routes(size, intra), ("zigzag", "striped", "contiguous")):
         for mask in _masks(draw, n):
-            plan = (
-                mask if mask is None else plan_for(Layout.of(layout), mask, n, route.positions, route.heads)
-            )
+            plan = mask if mask is None else plan_of(Layout.of(layout), mask, n, route.placement)
             for pass_ in Pass:
                 verify(schedule(route, pass_, plan), intra)
                 count += 1

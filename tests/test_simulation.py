@@ -18,7 +18,7 @@ from burst_mcore.attention.autotune.cost import link_bytes, link_class, message_
 from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Call, Keys, Queries
 from burst_mcore.attention.forward import forward
-from burst_mcore.attention.geometry.plan import plan_for
+from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.kernels.kernel import Problem, Scores
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.numerics.rowwise import row_delta
@@ -40,7 +40,7 @@ def simulate(
 ):
     """(out, lse, dq, dk, dv) of the whole sequence; bytes each rank sent by peer, forward and backward."""
     mail, n, size = Mailboxes(), p.q.shape[1], route.size
-    plan = plan_for(Layout.of(layout), mask, n, route.positions, route.heads)
+    plan = plan_of(Layout.of(layout), mask, n, route.placement)
     for pass_ in ("forward", direction):
         verify(schedule(route, pass_, plan))
 
@@ -89,6 +89,8 @@ ROUTES = [
     *(Route(1, size) for size in range(1, 9)),
     *(Route(m, intra) for m, intra in [(2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (3, 3), (4, 1), (2, 1)]),
     *(Route(1, 4 // h, h) for h in (2, 4)),
+    *(Route(1, positions, 2, outer=True) for positions in (2, 3, 4)),
+    *(Route(2, 2, 2, outer=True), Route(2, 2, 4, overlap=False, outer=True), Route(1, 3, 4, outer=True)),
     *(Route(2, 2, 2), Route(3, 2, 2), Route(2, 1, 4), Route(3, 1, 2), Route(1, 3, 2)),
     *(Route(2, 3, overlap=False), Route(2, 2, 2, overlap=False), Route(1, 1, 4, overlap=False)),
 ]
@@ -138,6 +140,7 @@ ANYTHING = given(
     nodes=st.integers(1, 3),
     intra=st.integers(1, 4),
     degree=st.integers(1, 6),
+    outer=st.booleans(),
     ring=st.sampled_from(["double", "flat", "direct"]),
     mirrored=st.booleans(),
     overlap=st.booleans(),
@@ -157,11 +160,25 @@ def test_any_mask_layout_shape_and_route(examples):
 
 
 def _equals_dense_attention(
-    draw, nodes, intra, degree, ring, mirrored, overlap, n, direction, batch, kv_heads, group, dims, kernel
+    draw,
+    nodes,
+    intra,
+    degree,
+    outer,
+    ring,
+    mirrored,
+    overlap,
+    n,
+    direction,
+    batch,
+    kv_heads,
+    group,
+    dims,
+    kernel,
 ):
     ranks, heads = Ranks(nodes * intra, intra), kv_heads * group
     assume(degree in legal_degrees(ranks, heads, kv_heads))
-    route = route_for(degree, ranks, ring=ring, overlap=overlap)
+    route = route_for(degree, ranks, ring=ring, overlap=overlap, outer=outer)
     route = replace(route, mirrored=mirrored and not route.direct)
     head_dim, value_dim = dims if kernel == "reference" else (8, 8)
     layout, mask = random_layout(draw, ranks.size, n), random_mask(draw, n)
@@ -169,7 +186,7 @@ def _equals_dense_attention(
     got, forward_sent, backward_sent = simulate(p, mask, layout, route, direction, kernel)
     for g, w in zip(got, dense(p, mask), strict=True):
         torch.testing.assert_close(g, w, rtol=1e-11, atol=1e-11)
-    plan = plan_for(layout, mask, n, route.positions, route.heads)
+    plan = plan_of(layout, mask, n, route.placement)
     tokens = layout.padded(n, ranks.size) // ranks.size
     costed = Shard(
         batch=batch,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.autotune.choose import Ranks, route_for, why_not_placed
+from burst_mcore.attention.autotune.choose import Ranks, placements, route_for, why_not_placed
 from burst_mcore.attention.operator import ForwardArgs, ForwardResults, attention_forward, refusing
 from burst_mcore.attention.recompute.replay import (
     CallId,
@@ -181,8 +183,9 @@ def connect(topology: Topology, config: BurstConfig) -> None:
         raise ValueError(
             f"head_parallel={degree} is not legal with {ranks.size} ranks, {ranks.intra} a node: {why_not}"
         )
-    for ring in ("double", "direct") if config.ring == "auto" else (config.ring,):
-        route = route_for(degree, ranks, ring=ring, overlap=config.overlap)
+    rings = ("double", "direct") if config.ring == "auto" else (config.ring,)
+    for ring, outer in product(rings, placements(config.head_placement, degree, ranks)):
+        route = route_for(degree, ranks, ring=ring, overlap=config.overlap, outer=outer)
         transport = ProcessGroups(topology, route, config.max_ctas)
         for pass_ in Pass:
             transport.connect(pass_)

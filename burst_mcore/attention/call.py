@@ -60,7 +60,12 @@ class Call:
     @cached_property
     def position(self) -> int:
         """The position of this rank, or of its head group, on the ring."""
-        return self.rank // self.route.heads
+        return self.route.placement.position(self.rank)
+
+    @cached_property
+    def member(self) -> int:
+        """The number of this rank in its head group."""
+        return self.route.placement.member(self.rank)
 
     @cached_property
     def rows(self) -> int:
@@ -70,9 +75,8 @@ class Call:
     @cached_property
     def head_group(self) -> HeadGroup:
         """The ranks that share heads with this one."""
-        h = self.route.heads
-        rows = (self.plan.member_rows(self.position, member) for member in range(h))
-        return HeadGroup(self.rank % h, tuple(rows))
+        rows = (self.plan.member_rows(self.position, member) for member in range(self.route.heads))
+        return HeadGroup(self.member, tuple(rows))
 
     @cached_property
     def _bound(self) -> dict[Pass, Bound]:

@@ -41,7 +41,7 @@ class _Forward:
         self.call, self.lease = call, lease
         self.own = q, k, v
         if sinks is not None:
-            sinks = sinks.unflatten(0, (call.route.heads, -1))[call.rank % call.route.heads]
+            sinks = sinks.unflatten(0, (call.route.heads, -1))[call.member]
         self.exchanges: dict[Kind, Exchange] = {}
         if call.route.heads > 1:
             group = call.head_group
@@ -164,7 +164,7 @@ def tail_of(call: Call, cut: int, attended: Attended, tokens: int) -> list[Tenso
 
 def _own_tail(call: Call, cut: int, tokens: int) -> Rows:
     """Return this rank's own rows after the cut."""
-    runs = call.plan.runs(call.position, call.rank % call.route.heads)
+    runs = call.plan.runs(call.position, call.member)
     head = sum(len(range(run.start, min(run.stop, cut), run.step)) for run in runs)
     return (range(min(tokens, head), tokens),)
 

@@ -32,7 +32,7 @@ from burst_mcore.attention.autotune.choose import (
 )
 from burst_mcore.attention.call import Call
 from burst_mcore.attention.geometry.launches import Launches, launches_of
-from burst_mcore.attention.geometry.plan import plan_for
+from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.kernels.kernel import Problem, Scores
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.runtime.topology import Topology
@@ -238,7 +238,7 @@ def resolve(request: Request, lengths: Sequence[int]) -> Call:
     return Call(
         rank=request.rank,
         route=route,
-        plan=plan_for(request.layout, mask, n, route.positions, route.heads),
+        plan=plan_of(request.layout, mask, n, route.placement),
         scores=request.scores,
         problem=problem,
         kernel=choose(request.config.kernel, problem),
@@ -336,6 +336,7 @@ def _route_of_kind(
         rings=rings,
         degrees=degrees,
         directions=directions,
+        placement=config.head_placement,
     )
     chosen = best(costed)
     logger.info("%s, backward %s: %s", chosen.route, chosen.direction, reason(chosen, costed, slower))

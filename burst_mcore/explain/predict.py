@@ -26,7 +26,7 @@ from burst_mcore.attention.autotune.choose import (
 )
 from burst_mcore.attention.autotune.cost import Sizes, link_bytes, message_bytes
 from burst_mcore.attention.autotune.simulate import Timeline, play
-from burst_mcore.attention.geometry.plan import Plan, plan_for
+from burst_mcore.attention.geometry.plan import Plan, plan_of
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Schedule, schedule
 from burst_mcore.attention.schedule.verify import verify
@@ -166,7 +166,7 @@ def _rings(ring: str) -> tuple[str, ...]:
 def _row(candidate: Candidate, chosen: Candidate) -> dict[str, Any]:
     return {
         "": "*" if candidate is chosen else "",
-        "head_parallel": candidate.route.heads,
+        "head_parallel": f"{candidate.route.heads}{' outer' * candidate.route.outer}",
         "backward": candidate.direction,
         "ring": f"{candidate.ring}{', mirrored' * candidate.route.mirrored}",
         "positions": f"{candidate.route.nodes} x {candidate.route.intra}",
@@ -236,7 +236,7 @@ def draw(
     )
     chosen = best(found)
     route = chosen.route
-    plan = plan_for(dealt, problem.seen, problem.seq, route.positions, route.heads)
+    plan = plan_of(dealt, problem.seen, problem.seq, route.placement)
 
     pairs = pairs_of(dealt, problem.seen, problem.seq, ranks.size)
     seconds = work_of(shard, pairs.T if pass_ == Pass.QUERY else pairs, route, pass_, rates).of_action

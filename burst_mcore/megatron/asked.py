@@ -108,7 +108,7 @@ def _check_combinations(arguments: Any) -> None:
     """Refuse what layers, their rings and their batches would refuse one by one, later."""
     size, layout = arguments.context_parallel_size, setting(arguments, "layout")
     kinds = [kind for kind in layers_comm_types(arguments) if (kind or "p2p").lower() != "p2p"]
-    ways = given_flags(arguments, "ring", "head_parallel")
+    ways = given_flags(arguments, "ring", "head_parallel", "head_placement")
     if size > 1 and kinds and ways:
         raise ValueError(
             f"--cp-comm-type {kinds[0]} says how ranks communicate, and so does {ways[0]}: give one of them"
@@ -192,8 +192,8 @@ def configured(burst: BurstConfig, config: Any, cp_comm_type: str | None) -> Bur
     groups, all_gather is the direct exchange.
 
     Raises:
-        ValueError: another cp_comm_type, a2a+p2p without hierarchical sizes, or one beside a ring or a
-            head_parallel of `burst` that is not its default.
+        ValueError: another cp_comm_type, a2a+p2p without hierarchical sizes, or one beside a ring, a
+            head_parallel or a head_placement of `burst` that is not its default.
     """
     if getattr(config, "deterministic_mode", False):
         burst = replace(burst, deterministic=True)
@@ -201,7 +201,8 @@ def configured(burst: BurstConfig, config: Any, cp_comm_type: str | None) -> Bur
     word = (cp_comm_type or "p2p").lower().replace("_", "")
     if word == "p2p" or size == 1:
         return burst
-    given = [name for name in ("ring", "head_parallel") if getattr(burst, name) != SETTINGS[name].default]
+    settings = "ring", "head_parallel", "head_placement"
+    given = [name for name in settings if getattr(burst, name) != SETTINGS[name].default]
     if given:
         raise ValueError(
             f"--cp-comm-type {cp_comm_type} says how ranks communicate, and so does {flag_of(given[0])} "
@@ -216,7 +217,7 @@ def configured(burst: BurstConfig, config: Any, cp_comm_type: str | None) -> Bur
             sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
             if not sizes:
                 raise ValueError("--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes")
-            return replace(burst, head_parallel=int(sizes[0]))
+            return replace(burst, head_parallel=int(sizes[0]), head_placement="inner")
     raise ValueError(f"unknown --cp-comm-type {cp_comm_type}; legal: p2p, a2a, a2a+p2p, all_gather")
 
 

@@ -20,6 +20,7 @@ from burst_mcore.attention.autotune.cost import (
     stretched,
 )
 from burst_mcore.attention.autotune.lockstep import RoutedPass, Work, play_all
+from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route
@@ -173,7 +174,7 @@ def _on_ring(row: Row, way: Way, shard: Shard, groups: Ranks, pass_: Pass, rates
     pairs = pairs_of(Layout.of(way.layout), row.seen, row.seq, groups.size)
     pairs = pairs.T.contiguous() if pass_ == Pass.QUERY else pairs
     sizes, time = message_bytes(shard, route, pass_), call_time(shard, pass_, rates, EAGER)
-    work = Work(pairs, 1, CallTime(0.0) if way.gathers else time, shard.tokens)
+    work = Work(pairs, Placement(groups.size), CallTime(0.0) if way.gathers else time, shard.tokens)
     (played,) = play_all(plan, [RoutedPass(route, pass_, sizes, work)], groups.intra, rates)
     if way.gathers:
         kernel = float(time.seconds(pairs.sum(1), shard.tokens).max())
@@ -193,4 +194,4 @@ def _gathered(shard: Shard, ranks: int, pass_: Pass) -> float:
 
 @lru_cache(maxsize=64)
 def _plan(layout: str, n: int, size: int) -> Plan:
-    return Plan(Layout.of(layout), Mask.full(), n, size, 1)
+    return Plan(Layout.of(layout), Mask.full(), n, Placement(size))

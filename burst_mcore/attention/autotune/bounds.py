@@ -31,7 +31,7 @@ def at_least(
     if route.positions == 1:
         return work.busiest
     sampled = torch.arange(0, route.positions, route.positions // SAMPLED | 1)  # odd: at all places of a node
-    node = torch.arange(route.positions) * route.heads // intra_size
+    node = route.placement.rank(torch.arange(route.positions), 0) // intra_size
     lent = _elsewhere(reading.counts, sampled) * (sizes.whole[Kind.DATA] / sizes.rows)
     if not route.direct:
         return max(work.busiest, _longest_way(lent, sampled, node, route, rates))

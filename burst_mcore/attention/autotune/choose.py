@@ -25,6 +25,7 @@ from burst_mcore.attention.autotune.cost import (
 )
 from burst_mcore.attention.autotune.lockstep import Played, RoutedPass, Work, play_all
 from burst_mcore.attention.autotune.simulate import play
+from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.runtime.head_exchange import why_not_heads
@@ -92,20 +93,16 @@ class Candidate:
 
     def __str__(self) -> str:
         ring = f"{self.ring}{', mirrored' * self.route.mirrored}"
-        return f"{ring}, head_parallel={self.route.heads}, {self.direction}"
+        return f"{ring}, head_parallel={self.route.heads}{' outer' * self.route.outer}, {self.direction}"
 
 
 def why_not_placed(degree: int, ranks: Ranks) -> str | None:
-    """Return why the ranks cannot be cut into groups of `degree` neighbours; None if they can."""
-    if ranks.size % degree:
-        return f"it does not divide the {ranks.size} ranks"
-    if ranks.intra % degree and degree % ranks.intra:
-        return f"its groups would straddle nodes of {ranks.intra}"
-    return None
+    """Return why the ranks cannot be cut into groups of `degree`; None if they can."""
+    return f"it does not divide the {ranks.size} ranks" if ranks.size % degree else None
 
 
 def why_not_degree(degree: int, ranks: Ranks, heads: int, kv_heads: int) -> str | None:
-    """Return why `degree` neighbours cannot share these heads; None if they can."""
+    """Return why `degree` ranks cannot share these heads; None if they can."""
     return why_not_placed(degree, ranks) or why_not_heads(heads, kv_heads, degree)
 
 
@@ -114,14 +111,39 @@ def legal_degrees(ranks: Ranks, heads: int, kv_heads: int) -> list[int]:
     return [d for d in range(1, ranks.size + 1) if why_not_degree(d, ranks, heads, kv_heads) is None]
 
 
-def route_for(degree: int, ranks: Ranks, *, ring: str, overlap: bool) -> Route:
-    """Return the route where `degree` neighbours share heads; ring: "double", "flat" or "direct"."""
+def route_for(degree: int, ranks: Ranks, *, ring: str, overlap: bool, outer: bool = False) -> Route:
+    """Return the route where `degree` ranks share heads: neighbours, or one of each ring (`outer`).
+
+    ring: "double", "flat" or "direct". Where nodes do not cut the ring into equal parts, it is flat.
+    """
+    positions, outer = ranks.size // degree, outer and 1 < degree < ranks.size
     if ring == "direct":
-        return Route(1, ranks.size // degree, degree, overlap, direct=ranks.size > degree)
-    if ring == "flat" or ranks.size == ranks.intra:
-        return Route(1, ranks.size // degree, degree, overlap)
-    nodes = ranks.size // max(degree, ranks.intra)
-    return Route(nodes, ranks.size // degree // nodes, degree, overlap)
+        return Route(1, positions, degree, overlap, direct=positions > 1, outer=outer)
+    nodes = 1 if ring == "flat" else _nodes_of_ring(positions, 1 if outer else degree, ranks.intra)
+    return Route(nodes, positions // nodes, degree, overlap, outer=outer)
+
+
+def _nodes_of_ring(positions: int, apart: int, intra: int) -> int:
+    """Return over how many nodes a ring goes whose positions are `apart` ranks from each other."""
+    if apart % intra == 0:
+        return positions
+    return positions * apart // intra if intra % apart == 0 and positions * apart % intra == 0 else 1
+
+
+def placements(setting: str, degree: int, ranks: Ranks) -> tuple[bool, ...]:
+    """Return whether members of a head group may be far apart (True), neighbours (False), or both, in order.
+
+    setting: `BurstConfig.head_placement`. "auto" tries groups over several nodes where there are such nodes.
+    Neighbours that straddle nodes come last.
+    """
+    if degree in (1, ranks.size) or setting == "inner":
+        return (False,)
+    if setting == "outer":
+        return (True,)
+    if ranks.size == ranks.intra:
+        return (False,)
+    straddles = ranks.intra % degree and degree % ranks.intra
+    return (True, False) if straddles else (False, True)
 
 
 def backward_passes(setting: str) -> tuple[Pass, ...]:
@@ -144,12 +166,13 @@ class Slower:
 
     ring: str
     heads: int
+    outer: bool
     direction: Pass
     at_least: float
     """Seconds."""
 
     def __str__(self) -> str:
-        return f"{self.ring}, head_parallel={self.heads}, {self.direction}"
+        return f"{self.ring}, head_parallel={self.heads}{' outer' * self.outer}, {self.direction}"
 
 
 @lru_cache(maxsize=64)
@@ -165,17 +188,20 @@ def candidates(
     rings: tuple[str, ...],
     degrees: tuple[int, ...],
     directions: tuple[Pass, ...],
+    placement: str = "auto",
 ) -> tuple[Candidate, ...]:
     """Return every combination of ring, degree and direction with its cost; rings the faster way round.
 
-    A direct exchange between very many pairs (`PARTNERS`) is left out where there is a ring as well.
+    A direct exchange between very many pairs (`PARTNERS`) is left out where there is a ring as well. The
+    second placement of head groups is left out where the first hides its communication.
 
     n: tokens in the global sequence.
     """
     with _collector_paused():
-        search = _Search(shard, layout, mask, n, ranks, rates, overlap, rings, degrees, directions)
+        search = _Search(shard, layout, mask, n, ranks, rates, overlap, rings, degrees, directions, placement)
         for contest in search.contests:
-            search.play(contest)
+            if search.may_gain(contest):
+                search.play(contest)
     return tuple(search.played)
 
 
@@ -192,27 +218,32 @@ def contenders(
     rings: tuple[str, ...],
     degrees: tuple[int, ...],
     directions: tuple[Pass, ...],
+    placement: str = "auto",
 ) -> tuple[tuple[Candidate, ...], tuple[Slower, ...]]:
     """Return the `candidates` that may be the best, and the ways that are certainly slower, with a bound.
 
     The best is the same as among all candidates. A way is left out only if its lower bound is above `AS_FAST`
     times the time of a way that was simulated.
     """
-    slower: list[Slower] = []
+    slower: dict[int, list[Slower]] = {}
     with _collector_paused():
-        search = _Search(shard, layout, mask, n, ranks, rates, overlap, rings, degrees, directions)
+        search = _Search(shard, layout, mask, n, ranks, rates, overlap, rings, degrees, directions, placement)
         # Rings are too alike for bounds to tell them apart; beside a direct exchange bounds pay.
         sparse = any(route.direct for contest in search.contests for route, _ in contest.ways)
-        contests = sorted(search.contests, key=lambda contest: contest.bound) if sparse else search.contests
-        for contest in contests:
-            if not sparse or contest.bound <= AS_FAST * search.fastest:
+        contests = search.contests
+        if sparse:
+            contests = sorted(contests, key=lambda contest: (contest.second, contest.bound))
+        for index, contest in enumerate(contests):
+            if (sparse or contest.second) and contest.bound > AS_FAST * search.fastest:
+                slower[index] = contest.all_slower()
+                continue
+            if contest.second:  # whether it may gain follows from all ways of the first placement
+                for other in [i for i in slower if contests[i].comes_before(contest)]:
+                    search.play(contests[other])
+                    del slower[other]
+            if search.may_gain(contest):
                 search.play(contest)
-            else:
-                slower += (
-                    Slower(ring, route.heads, direction, contest.bound)
-                    for (route, direction), ring in contest.ways.items()
-                )
-    return tuple(search.played), tuple(slower)
+    return tuple(search.played), tuple(way for ways in slower.values() for way in ways)
 
 
 @contextmanager
@@ -234,10 +265,23 @@ class _Contest:
     costs: _Costs
     ways: dict[tuple[Route, Pass], str]
     """The ring's setting, by route and backward pass."""
+    second: bool
+    """The head groups are placed as they are only if the first placement exposes communication."""
 
     @cached_property
     def bound(self) -> float:
         return min(self.costs.at_least(route, direction) for route, direction in self.ways)
+
+    def all_slower(self) -> list[Slower]:
+        """Return the ways, not simulated."""
+        return [
+            Slower(ring, route.heads, route.outer, direction, self.bound)
+            for (route, direction), ring in self.ways.items()
+        ]
+
+    def comes_before(self, second: _Contest) -> bool:
+        """Return whether these are ways of the first placement, and `second` of the other of that degree."""
+        return not self.second and self.costs.plan.heads == second.costs.plan.heads
 
 
 class _Search:
@@ -255,15 +299,22 @@ class _Search:
         rings: tuple[str, ...],
         degrees: tuple[int, ...],
         directions: tuple[Pass, ...],
+        placement: str,
     ) -> None:
         self.played: list[Candidate] = []
         self.contests: list[_Contest] = []
-        for degree in degrees:
-            costs = _Costs(shard, layout, mask, n, ranks, rates, degree)
+        pairs = pairs_of(layout, mask, n, ranks.size)
+        tried = [(degree, placements(placement, degree, ranks)) for degree in degrees]
+        first = [(degree, outer[0], False) for degree, outer in tried]
+        second = [(degree, outer[1], True) for degree, outer in tried if len(outer) > 1]
+        for degree, outer, is_second in first + second:
+            hides = overlaps(overlap, degree, ranks, rates)
+            plan = Plan(layout, mask, n, Placement(ranks.size // degree, degree, outer))
+            costs = _Costs(shard, plan, pairs, ranks, rates)
             ways: dict[tuple[Route, Pass], str] = {}
             for ring, direction in itertools.product(rings, directions):
-                route = route_for(degree, ranks, ring=ring, overlap=overlaps(overlap, degree, ranks, rates))
-                if ring == "flat" and "double" in rings and degree >= ranks.intra:
+                route = route_for(degree, ranks, ring=ring, overlap=hides, outer=outer)
+                if ring == "flat" and "double" in rings and degree >= ranks.intra and not outer:
                     continue  # between nodes that share all heads the two are one
                 if len(rings) == 1 or not route.direct or costs.partners(direction) <= PARTNERS:
                     ways.setdefault((route, direction), ring)
@@ -272,7 +323,15 @@ class _Search:
                 # Both directions of a ring are played at once, at little more than one's cost.
                 alone = direction if route.direct else None
                 together.setdefault((route, alone), {})[route, direction] = ring
-            self.contests += (_Contest(costs, group) for group in together.values())
+            self.contests += (_Contest(costs, group, is_second) for group in together.values())
+
+    def may_gain(self, contest: _Contest) -> bool:
+        """Return whether another placement of the head groups may hide more than the first does."""
+        if not contest.second:
+            return True
+        degree = contest.costs.plan.heads
+        first = [candidate for candidate in self.played if candidate.route.heads == degree]
+        return all(c.exposed_seconds > (AS_FAST - 1) * c.seconds for c in first)
 
     def play(self, contest: _Contest) -> None:
         costs = contest.costs
@@ -288,15 +347,11 @@ class _Search:
 
 
 class _Costs:
-    """The costs of the passes of a call, at one degree of head parallelism."""
+    """The costs of the passes of a call, at one degree and placement of head parallelism."""
 
-    def __init__(
-        self, shard: Shard, layout: Layout, mask: Mask, n: int, ranks: Ranks, rates: Rates, degree: int
-    ) -> None:
-        self.shard, self.ranks, self.rates, self.degree = shard, ranks, rates, degree
-        self.plan = Plan(layout, mask, n, ranks.size // degree, degree)
-        self.pairs = pairs_of(layout, mask, n, ranks.size)
-        self.pairs_of_keys = self.pairs.T.contiguous()
+    def __init__(self, shard: Shard, plan: Plan, pairs: Tensor, ranks: Ranks, rates: Rates) -> None:
+        self.shard, self.plan, self.ranks, self.rates = shard, plan, ranks, rates
+        self.pairs, self.pairs_of_keys = pairs, pairs.T.contiguous()
         self.works: dict[Pass, Work] = {}
         self.played: dict[tuple[Route, Pass], Played] = {}
         """Results by route and pass."""
@@ -389,15 +444,18 @@ class _Costs:
         """Return `Candidate.tied` of a route."""
         if self.ranks.size == self.ranks.intra:
             return 0
-        of_heads = route.heads if route.heads > self.ranks.intra else 0
+        intra = self.ranks.intra
+        of_heads = 0 if not route.outer and intra % route.heads == 0 else route.heads
         if route.positions == 1:
             return of_heads
         if route.direct:
             reads = self.plan.reading(of_queries=False).meets
-            node = torch.arange(len(reads)) * route.heads // self.ranks.intra
+            node = route.placement.rank(torch.arange(len(reads)), 0) // intra
             across = (reads & (node[:, None] != node)).any(1)
             return max(of_heads, int((reads.sum(1) * across).max()))
-        every_rank_hops = route.nodes > 1 or route.heads >= self.ranks.intra
+        if intra % route.span == 0 and route.nodes == 1:
+            return of_heads
+        every_rank_hops = route.nodes > 1 or (not route.outer and route.heads % intra == 0)
         return max(of_heads, 2 if every_rank_hops else self.ranks.size)
 
 
@@ -412,7 +470,7 @@ def work_of(
 ) -> Work:
     """Return the seconds of kernel calls in a pass; pairs: of rows that stay and travel, [ranks, ranks]."""
     pooled = shard.pooled(route.heads)
-    return Work(pairs, route.heads, call_time(pooled, pass_, rates, passes), pooled.tokens)
+    return Work(pairs, route.placement, call_time(pooled, pass_, rates, passes), pooled.tokens)
 
 
 def best(costed: Sequence[Candidate]) -> Candidate:
@@ -427,8 +485,8 @@ def best(costed: Sequence[Candidate]) -> Candidate:
     exposed = min(c.exposed_seconds for c in as_fast) + (AS_FAST - 1) * fastest
 
     def order(c: Candidate) -> tuple[float, ...]:
-        across = c.tied, c.crosses_flat, c.inter_bytes
-        return *across, c.intra_bytes, c.route.direct, c.route.heads, _second(c), c.route.mirrored
+        across, route = (c.tied, c.crosses_flat, c.inter_bytes), c.route
+        return *across, c.intra_bytes, route.direct, route.heads, route.outer, _second(c), route.mirrored
 
     return min((c for c in as_fast if c.exposed_seconds <= exposed), key=order)
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.autotune.cost import CallTime, Sizes, farther, stretched
+from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.schedule.actions import Channel, Compute, Kind, Link, Pass, Program, Send, Wait
 from burst_mcore.attention.schedule.counted import NEVER, Counted, OfAll, RowCounts, moved
@@ -71,30 +72,33 @@ class Work:
 
     Args:
         pairs: query-key pairs, [ranks, ranks], of rows that stay and rows that travel.
-        heads: ranks of a position.
+        placement: the ranks of each position.
         time: the time of kernel calls.
         rows: rows of a position.
     """
 
-    def __init__(self, pairs: Tensor, heads: int, time: CallTime, rows: int) -> None:
-        self._pairs, self._heads, self._time, self._rows = pairs, heads, time, rows
+    def __init__(self, pairs: Tensor, placement: Placement, time: CallTime, rows: int) -> None:
+        self._pairs, self._placement, self._time, self._rows = pairs, placement, time, rows
 
     @cached_property
     def _by_member(self) -> Tensor:
         """Pairs, [position, member, source]."""
-        positions = len(self._pairs) // self._heads
-        return self._pairs.reshape(positions, self._heads, positions, self._heads).sum(3)
+        positions, heads = self._placement.positions, self._placement.heads
+        if self._placement.outer:
+            pairs = self._pairs.reshape(heads, positions, heads, positions).sum(2)
+            return pairs.transpose(0, 1)
+        return self._pairs.reshape(positions, heads, positions, heads).sum(3)
 
     @cached_property
     def parts(self) -> Tensor:
         """Seconds of a member's rows, [position, member, source]: parts of one step."""
-        step = replace(self._time, per_call=self._time.per_call / self._heads)
+        step = replace(self._time, per_call=self._time.per_call / self._placement.heads)
         return step.seconds(self._by_member, self._rows)
 
     @cached_property
     def whole(self) -> Tensor:
         """Seconds of all rows, [position, source]; contiguous."""
-        pairs = self._by_member.sum(1) if self._heads > 1 else self._pairs
+        pairs = self._by_member.sum(1) if self._placement.heads > 1 else self._pairs
         return self._time.seconds(pairs, self._rows).contiguous()
 
     @cached_property
@@ -106,7 +110,7 @@ class Work:
 
     def of_action(self, rank: int, action: Compute) -> float:
         """Return the seconds of one rank's compute, in its own program."""
-        position = rank // self._heads
+        position = self._placement.position(rank)
         if action.part is None:
             return self._by_place.get((position, action.source), 0.0)
         return float(self.parts[position, action.part, action.source])
@@ -178,8 +182,10 @@ class _Lockstep:
     def __init__(self, plan: Plan, passes: Sequence[RoutedPass], intra: int, rates: Rates) -> None:
         self.passes, self.route, self.intra, self.rates = passes, passes[0].route, intra, rates
         self.heads, self.positions = self.route.heads, self.route.positions
+        self.placement = self.route.placement
         self.moved = moved(self.route.nodes, self.route.intra)
         self.rank, self.here = torch.arange(self.route.size), torch.arange(self.positions)
+        self.position, self.member = self.placement.position(self.rank), self.placement.member(self.rank)
         self.clock = torch.zeros(self.route.size, len(passes), dtype=torch.float64)
         self.counts = [self.counts_in(plan, routed) for routed in passes]
         self.program = self.of_all(plan)
@@ -218,7 +224,7 @@ class _Lockstep:
                 step: Counted(none.masked_fill(last == step, plan.rows)[None], 0, 0)
                 for step in last.unique().tolist()
             }
-            ring = with_heads(ring, 0, self.heads, every, by_part=route.overlap, leaving=leaving)
+            ring = with_heads(ring, 0, self.placement, every, by_part=route.overlap, leaving=leaving)
         return ring if route.overlap else without_overlap(ring)
 
     @cached_property
@@ -264,8 +270,8 @@ class _Lockstep:
     def peers_of(self, peer: int) -> _Peers:
         """Return the receivers of all ranks where rank 0 sends to `peer`."""
         if peer not in self.peers:
-            position, member = self.rank // self.heads, self.rank % self.heads
-            to = self.moved.to(peer // self.heads)[position] * self.heads + (member + peer) % self.heads
+            position, member = self.position, (self.member + self.placement.member(peer)) % self.heads
+            to = self.placement.rank(self.moved.to(self.placement.position(peer))[position], member)
             back = torch.empty_like(to)
             back[to] = self.rank
             inter = to // self.intra != self.rank // self.intra
@@ -305,9 +311,9 @@ class _Lockstep:
         source = self.moved.to(action.source)
         if action.part is None:
             return self.of_ranks(self.whole(source))
-        member, per_pass = (self.rank + action.part) % self.heads, []
+        member, per_pass = (self.member + action.part) % self.heads, []
         for routed in self.passes:
-            position, other = (x[self.rank // self.heads] for x in self.unmirrored(routed, source))
+            position, other = (x[self.position] for x in self.unmirrored(routed, source))
             per_pass.append(routed.work.parts[position, member, other])
         return torch.stack(per_pass, 1)
 
@@ -328,7 +334,7 @@ class _Lockstep:
         return (last - self.here, last - source) if routed.route.mirrored else (self.here, source)
 
     def of_ranks(self, of_positions: Tensor) -> Tensor:
-        return of_positions if self.heads == 1 else of_positions.repeat_interleave(self.heads, 0)
+        return of_positions if self.heads == 1 else of_positions.index_select(0, self.position)
 
     def bytes_of(self, send: Send) -> Tensor:
         """Return the bytes of a send, [G, W]; below zero where there is no message."""

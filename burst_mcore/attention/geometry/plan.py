@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.geometry.piece import Piece
+from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.reading import Reading, reading
 from burst_mcore.attention.geometry.rows import Rows, union
 from burst_mcore.attention.recompute.cuts import head_mask
@@ -70,15 +71,16 @@ class Stretch:
 
 
 class Plan:
-    """The pieces of a layout and a mask on a ring of `size` positions of `heads` ranks each.
+    """The pieces of a layout and a mask on a ring, each position of which has the rows of a head group.
 
-    Pieces are computed when they are first asked for, and cached. Plans are cached by value: `plan_for`.
+    Pieces are computed when they are first asked for, and cached. Plans are cached by value: `plan_of`.
     """
 
-    def __init__(self, layout: Layout, mask: Mask, n: int, size: int, heads: int) -> None:
-        self.layout, self.mask, self.n, self.size, self.heads = layout, mask, n, size, heads
+    def __init__(self, layout: Layout, mask: Mask, n: int, placement: Placement) -> None:
+        self.layout, self.mask, self.n, self.placement = layout, mask, n, placement
+        self.size, self.heads = placement.positions, placement.heads
         self.bands = mask.bands(n)
-        self.rows = layout.padded(n, size * heads) // size
+        self.rows = layout.padded(n, placement.size) // self.size
         """Local rows of a position."""
         self.cache: dict[tuple[Any, ...], Any] = {}
         """Results that follow from the plan: see `cached_on_plan`."""
@@ -87,7 +89,7 @@ class Plan:
 
     def runs(self, position: int, member: int) -> Runs:
         """Return the global positions that a rank holds."""
-        return self.layout.runs(self.n, position * self.heads + member, self.size * self.heads)
+        return self.layout.runs(self.n, self.placement.rank(position, member), self.placement.size)
 
     def stretches(self, position: int, part: int | None = None) -> tuple[Stretch, ...]:
         """Return the rows of a position, or of one member of its head group (each of its runs).
@@ -127,7 +129,7 @@ class Plan:
         key = "head", cut
         if key not in self.cache:
             mask = self.mask & head_mask(cut, self.n)
-            self.cache[key] = plan_for(self.layout, mask, self.n, self.size, self.heads)
+            self.cache[key] = plan_of(self.layout, mask, self.n, self.placement)
         head: Plan = self.cache[key]
         return head
 
@@ -156,9 +158,7 @@ class Plan:
         """Return who reads which keys, or which queries, of all positions."""
         key = "reading", of_queries
         if key not in self.cache:
-            self.cache[key] = reading(
-                self.layout, self.mask, self.n, self.size, self.heads, of_queries=of_queries
-            )
+            self.cache[key] = reading(self.layout, self.mask, self.n, self.placement, of_queries=of_queries)
         result: Reading = self.cache[key]
         return result
 
@@ -225,14 +225,23 @@ PLANS = 64
 kinds of layers, and the next batch, which is planned meanwhile, as many again."""
 
 
-@lru_cache(maxsize=PLANS)
 def plan_for(layout: Layout, mask: Mask, n: int, size: int, heads: int = 1) -> Plan:
-    """Return the plan of a mask over n tokens, dealt over `size` positions of `heads` ranks. Cached.
+    """Return the plan of a mask over n tokens, dealt over `size` positions of `heads` neighbours. Cached.
+
+    Raises:
+        ValueError: as `plan_of`.
+    """
+    return plan_of(layout, mask, n, Placement(size, heads))
+
+
+@lru_cache(maxsize=PLANS)
+def plan_of(layout: Layout, mask: Mask, n: int, placement: Placement) -> Plan:
+    """Return the plan of a mask over n tokens, dealt over the ranks of a placement. Cached.
 
     Raises:
         ValueError: the mask does not go with n tokens, or the layout not with so many ranks.
     """
-    return Plan(layout, mask, n, size, heads)
+    return Plan(layout, mask, n, placement)
 
 
 def _straight(local: Tensor, limits: Tensor, q: Stretch, k: Stretch, step: int, shift: int) -> list[Piece]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.geometry.piece import band_pairs_of
+from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.rows import Rows
 from burst_mcore.layout import Layout
 from burst_mcore.layout.balance import keys_per_query
@@ -109,18 +110,19 @@ def everything(size: int, rows: int) -> Reading:
     return Reading(size, rows, positions, torch.zeros_like(positions), torch.full_like(positions, rows), read)
 
 
-def reading(layout: Layout, mask: Mask, n: int, size: int, heads: int, *, of_queries: bool) -> Reading:
+def reading(layout: Layout, mask: Mask, n: int, placement: Placement, *, of_queries: bool) -> Reading:
     """Return who reads which keys, or which queries (`of_queries`, where the keys stay).
 
     Args:
-        layout: deals the sequence over size * heads ranks.
-        size: positions of `heads` ranks each, whose rows are pooled as in `Plan.stretches`.
+        layout: deals the sequence over the ranks.
+        placement: the ranks of each position, whose rows are pooled as in `Plan.stretches`.
     """
-    rows = layout.padded(n, size * heads) // size
+    size = placement.positions
+    rows = layout.padded(n, placement.size) // size
     if not mask.terms and n == rows * size:
         return everything(size, rows)
     bands = transposed(mask.bands(n)) if of_queries else mask.bands(n)
-    runs = _runs(layout, n, size, heads)
+    runs = _Runs(layout.run_table(n, placement.size), placement, rows)
     if mask.stride == 1 and bool((runs.step == 1).all()):
         segments = _by_position(runs, bands, size, rows)
     else:
@@ -135,8 +137,8 @@ def reading(layout: Layout, mask: Mask, n: int, size: int, heads: int, *, of_que
 class _Runs:
     """The runs of all positions, sorted by their first position: int64 [runs] each."""
 
-    def __init__(self, table: Tensor, heads: int, rows: int) -> None:
-        position, start, stop, step = table[:, 0] // heads, *table.unbind(1)[1:]
+    def __init__(self, table: Tensor, placement: Placement, rows: int) -> None:
+        position, start, stop, step = placement.position(table[:, 0]), *table.unbind(1)[1:]
         order = (position * (int(stop.max()) + 1) + start).argsort()
         position, start, stop, step = (x[order] for x in (position, start, stop, step))
         length = -((start - stop) // step)
@@ -145,10 +147,6 @@ class _Runs:
         self.position, self.start, self.stop = position[order], start[order], stop[order]
         self.step, self.length, self.offset = step[order], length[order], offset[order]
         """`offset`: the first row of the run at its position."""
-
-
-def _runs(layout: Layout, n: int, size: int, heads: int) -> _Runs:
-    return _Runs(layout.run_table(n, size * heads), heads, layout.padded(n, size * heads) // size)
 
 
 Segments = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -262,7 +260,7 @@ def pairs_between(layout: Layout, mask: Mask, n: int, ranks: int) -> Tensor:
     regular = _pairs_by_distance(layout, mask.bands(n), n, ranks) if mask.stride == 1 else None
     if regular is not None:
         return regular
-    runs = _runs(layout, n, ranks, 1)
+    runs = _Runs(layout.run_table(n, ranks), Placement(ranks), layout.padded(n, ranks) // ranks)
     total = torch.zeros(ranks * ranks, dtype=torch.float64)
     counted = _pairs_by_position if bool((runs.step == 1).all()) else _pairs_of_stripes
     if not counted(total, runs, mask.bands(n), mask.stride, ranks):

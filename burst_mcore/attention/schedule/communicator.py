@@ -29,10 +29,11 @@ def communicator_of(channel: Channel, rank: int, route: Route, intra_size: int) 
     if channel.kind == Kind.TOTAL:
         channel = channel._replace(kind=Kind.GRADIENT)  # it follows them
     if channel.link == Link.HEADS:
-        return Link.HEADS, Kind.DATA, node if route.heads <= intra_size else everyone
+        group_in_node = not route.outer and intra_size % route.heads == 0
+        return Link.HEADS, Kind.DATA, node if group_in_node else everyone
     if channel.link == Link.INTER:
         return Link.INTER, channel.kind, everyone[rank % intra_size :: intra_size]
-    flat_across = route.nodes == 1 and several_nodes
-    if several_nodes and (channel.link == Link.DIRECT or flat_across):
+    ring_in_node = intra_size % route.span == 0
+    if several_nodes and not ring_in_node:
         return WHOLE, channel.kind, everyone
     return Link.INTRA, channel.kind, node

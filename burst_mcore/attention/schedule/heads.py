@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.schedule.actions import (
     Action,
     Channel,
@@ -37,13 +38,13 @@ class Moves(NamedTuple):
 def with_heads(
     ring: Program,
     rank: int,
-    heads: int,
+    placement: Placement,
     moves: Moves,
     *,
     by_part: bool,
     leaving: Mapping[int, Carried] | None = None,
 ) -> Program:
-    """Put the all-to-all of `heads` neighbours around the ring of the position that they share.
+    """Put the all-to-all of a head group around the ring of the position that its members share.
 
     The travelling bundle comes first, in whole, so that the ring can start. The rows that stay come from two
     members at a time and are computed as they come (own first), while the ring makes its first hop. In the
@@ -52,15 +53,15 @@ def with_heads(
 
     Args:
         ring: the program of the position, between positions.
-        rank: this rank; it is member rank % heads of position rank // heads.
-        heads: ranks of a head group.
+        rank: this rank.
+        placement: the ranks of each head group.
         moves: the bundles, rows and gradients of the pass.
         by_part: compute the first and last step member by member; else all rows at once.
         leaving: the steps after which results leave, and how many rows of them; default the last, all.
     """
     if leaving is None:
         leaving = {max(action.step for action in ring if isinstance(action, Compute)): None}
-    return tuple(_Member(ring, rank, heads, moves, by_part, leaving).actions())
+    return tuple(_Member(ring, rank, placement, moves, by_part, leaving).actions())
 
 
 class _Member:
@@ -68,13 +69,16 @@ class _Member:
         self,
         ring: Program,
         rank: int,
-        heads: int,
+        placement: Placement,
         moves: Moves,
         by_part: bool,
         leaving: Mapping[int, Carried],
     ) -> None:
-        self.ring, self.heads, self.moves, self.by_part, self.leaving = ring, heads, moves, by_part, leaving
-        self.member, self.first_rank = rank % heads, rank - rank % heads
+        self.ring, self.placement, self.moves, self.by_part, self.leaving = (
+            ring, placement, moves, by_part, leaving
+        )  # fmt: skip
+        heads = self.heads = placement.heads
+        self.position, self.member = placement.position(rank), placement.member(rank)
         self.arrived: set[Channel] = set()
         """Channels that were waited for."""
         self.shifts = [sorted({shift, heads - shift}) for shift in range(1, heads // 2 + 1)]
@@ -92,7 +96,7 @@ class _Member:
             if isinstance(action, Compute):
                 yield from self.compute(action)
             elif isinstance(action, (Send, Recv)):
-                yield replace(action, peer=action.peer * self.heads + self.member)
+                yield replace(action, peer=self.placement.rank(action.peer, self.member))
             else:
                 yield action
         if self.moves.gradients:
@@ -135,11 +139,11 @@ class _Member:
             yield Pack(step, kind, f"{kind}.to{to}", to)
         for shift in shifts:
             source = self.after(-shift)
-            yield Recv(step, self.channel(kind, shift), f"{kind}.from{source}", self.first_rank + source)
+            yield Recv(step, self.channel(kind, shift), f"{kind}.from{source}", self.rank_of(source))
         rows = self.leaving[step] if kind == Kind.RESULT else None
         for shift in shifts:
             to = self.after(shift)
-            yield Send(step, self.channel(kind, shift), f"{kind}.to{to}", self.first_rank + to, rows)
+            yield Send(step, self.channel(kind, shift), f"{kind}.to{to}", self.rank_of(to), rows)
 
     def arrive_from(self, step: int, kind: Kind, shift: int) -> Iterator[Action]:
         source, channel = self.after(-shift), self.channel(kind, shift)
@@ -151,6 +155,10 @@ class _Member:
     def after(self, shift: int) -> int:
         """Return the member at a shift."""
         return (self.member + shift) % self.heads
+
+    def rank_of(self, member: int) -> int:
+        """Return the rank of a member of the own head group."""
+        return self.placement.rank(self.position, member)
 
     def channel(self, kind: Kind, shift: int) -> Channel:
         return Channel(Link.HEADS, kind, min(shift, self.heads - shift))

@@ -8,8 +8,9 @@ The three passes (`Pass`) differ only in which bundle travels and whether its gr
     kv       K, V travel, dK, dV follow       (paper algorithm 1, RingAttention)
     query    Q, dO, D, LSE travel, dQ follows (paper algorithm 2, BurstAttention)
 
-A `Route` is M nodes of L positions. A bundle goes round its node, one hop a step. Meanwhile the bundle that
-entered the node goes on to the next node, one hop a round. At round i and step j position (m, l) holds the
+A `Route` is M nodes of L positions. A position is a rank, or a group of ranks that share heads (`Placement`).
+A bundle goes round its node, one hop a step. Meanwhile the bundle that entered the node goes on to the next
+node, one hop a round. At round i and step j position (m, l) holds the
 bundle of (m - i, l - j). With one node this is the flat ring. The gradient of a bundle follows one step
 behind it and ends at home: see `double_ring`. Where a position is a group of ranks that share the heads
 (head x ring), `with_heads` puts the all-to-all around the ring. Overlap is an order of actions, no more:
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
 
+from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan, cached_on_plan
 from burst_mcore.attention.schedule.actions import Pass, Program
 from burst_mcore.attention.schedule.carried import EVERYTHING, Hops, Itinerary, OfPosition
@@ -36,7 +38,7 @@ from burst_mcore.attention.schedule.ring import double_ring, without_overlap
 
 @dataclass(frozen=True)
 class Route:
-    """The path of the bundles: `nodes` x `intra` positions, each of them `heads` consecutive ranks."""
+    """The path of the bundles: `nodes` x `intra` positions, each of them `heads` ranks."""
 
     nodes: int = 1
     intra: int = 1
@@ -46,6 +48,13 @@ class Route:
     """No ring: every position exchanges with every other."""
     mirrored: bool = False
     """The bundles go from higher positions to lower ones."""
+    outer: bool = False
+    """The ranks of a position are not neighbours, but one of each run of `positions` neighbours."""
+
+    @cached_property
+    def placement(self) -> Placement:
+        """The ranks of each position."""
+        return Placement(self.positions, self.heads, self.outer)
 
     @cached_property
     def positions(self) -> int:
@@ -62,11 +71,17 @@ class Route:
         """Ranks in all."""
         return self.positions * self.heads
 
+    @property
+    def span(self) -> int:
+        """Neighbouring ranks over which the ring of a node goes."""
+        return self.intra if self.outer else self.intra * self.heads
+
     def __str__(self) -> str:
         ring = f"ring of {self.intra}" if self.nodes == 1 else f"double ring of {self.nodes} x {self.intra}"
         ring = f"direct exchange of {self.positions}" if self.direct else ring
         ring = f"{ring}, mirrored" if self.mirrored else ring
-        heads = f", heads over {self.heads}" if self.heads > 1 else ""
+        apart = f" ranks, {self.positions} apart" if self.outer else ""
+        heads = f", heads over {self.heads}{apart}" if self.heads > 1 else ""
         return f"{ring}{heads}{'' if self.overlap else ', no overlap'}"
 
 
@@ -89,12 +104,12 @@ def program(rank: int, route: Route, pass_: Pass, plan: Plan | None = None) -> P
 
 @lru_cache(maxsize=256)
 def _of_all(rank: int, route: Route, pass_: Pass) -> Program:
-    return _around(on_ring(rank // route.heads, route, PASSES[pass_]), rank, route, pass_)
+    return _around(on_ring(route.placement.position(rank), route, PASSES[pass_]), rank, route, pass_)
 
 
 @cached_on_plan
 def _of_plan(plan: Plan, rank: int, route: Route, pass_: Pass) -> Program:
-    position, of_queries = rank // route.heads, pass_ == Pass.QUERY
+    position, of_queries = route.placement.position(rank), pass_ == Pass.QUERY
     reading = plan.reading(of_queries=of_queries)
     places = None if route.direct else itinerary(plan, route.nodes, route.intra, route.turn, of_queries)
     ring = on_ring(position, route, PASSES[pass_], OfPosition(reading, position, places))
@@ -110,7 +125,7 @@ def itinerary(plan: Plan, nodes: int, intra: int, turn: int, of_queries: bool) -
 def _around(ring: Program, rank: int, route: Route, pass_: Pass) -> Program:
     """Return the program of a rank, made from the program of its position on the ring."""
     if route.heads > 1:
-        ring = with_heads(ring, rank, route.heads, PASSES[pass_], by_part=route.overlap)
+        ring = with_heads(ring, rank, route.placement, PASSES[pass_], by_part=route.overlap)
     return ring if route.overlap else without_overlap(ring)
 
 

@@ -200,12 +200,12 @@ def verify(schedule: Schedule, intra_size: int | None = None) -> None:
     reads = [_reads(schedule, position) for position in range(route.positions)]
     ranks = []
     for number, program in enumerate(schedule.programs):
-        position, member = divmod(number, len(members))
+        position, member = route.placement.position(number), route.placement.member(number)
         readers = frozenset(reader for reader, rows in enumerate(reads) if rows.get(position, None) != ())
         rank = _Rank(number, position, member, program, reads[position], readers, members)
         rank.holds[HOME] = (Kind.DATA, position, None)
         ranks.append(rank)
-    network = _Network(schedule, intra_size or route.intra * route.heads)
+    network = _Network(schedule, intra_size or route.span)
     stuck = walk(ranks, partial(_execute, network), network.tick)
     if stuck:
         raise ValueError(f"deadlock: {_waiting(stuck, network)}")
