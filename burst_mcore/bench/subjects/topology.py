@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -67,7 +67,10 @@ SHAPES = ((8, 512), (2, 1024))
 which serves a call of 8 ranks on 2 cores in about 0.2 s."""
 FLAT, DOUBLE = "ring=flat; backward=kv", "ring=double; backward=kv"
 OFF = f"{DOUBLE}; overlap=False"
+NODES_APART = "ring=double; head_placement=outer; backward=kv; head_parallel="
+"""Heads across nodes, a ring within each: to be completed by the number of nodes."""
 BOTH_RINGS, OVERLAP = f"{FLAT} | {DOUBLE}", f"{DOUBLE} | {OFF}"
+GAIN = f"{DOUBLE} / this"
 AUTO = "ring=auto; head_parallel=auto; backward=auto"
 """All left to the cost model."""
 FLAT_OVER_DOUBLE = {2: 2.2, 4: 4.5}
@@ -141,6 +144,10 @@ class ClusterCase(Case):
             f"double ring, 2 x {intra}": cls(intra=intra, tokens=128, mask="full", ways=BOTH_RINGS)
             for intra in FLAT_OVER_DOUBLE
         }
+        for intra, kv_heads in itertools.product((4, 8), (8, 2)):
+            ways = f"{DOUBLE} | {NODES_APART}4"
+            name = f"heads across nodes, 4 x {intra}, heads 8:{kv_heads}"
+            cases[name] = cls(nodes=4, intra=intra, kv_heads=kv_heads, tokens=1024, ways=ways)
         alone = cls(intra=4, tokens=128, ways=OVERLAP)
         computing = [alone.with_compute(eighths / 8) for eighths in range(2, 25)]
         cases["overlap, 2 x 4"] = max(
@@ -161,8 +168,7 @@ class ClusterCase(Case):
             return [Method(way.strip()) for way in self.ways.split("|")]
         every = costed(self, "ring=auto; head_parallel=auto", 0.0)
         ways = [way for way in every if way.ring == "double" or way.route.heads == 1]
-        names = [f"ring={w.ring}; head_parallel={w.route.heads}; backward={w.direction}" for w in ways]
-        return [Method(name) for name in (AUTO, *names)]
+        return [Method(name) for name in (AUTO, *map(settings_of, ways))]
 
     def prepare(self, world: World) -> Stage:
         latency = hop_seconds(world)
@@ -207,6 +213,11 @@ class ClusterCase(Case):
         for slow in (FLAT, OFF):
             if {slow, DOUBLE} <= medians.keys():
                 yield DOUBLE, f"{slow} / this", [medians[slow] / medians[DOUBLE]]
+        apart = f"{NODES_APART}{self.nodes}"
+        if {apart, DOUBLE} <= medians.keys():
+            gain, forecast = (x[DOUBLE] / x[apart] for x in (medians, _predictions(self, medians, latency)))
+            yield apart, GAIN, [gain]
+            yield apart, f"{GAIN}, of predicted", [gain / forecast]
         rival = table.fastest(medians.keys() - {AUTO})
         if AUTO in medians and rival is not None:
             yield AUTO, "wall / fastest", [medians[AUTO] / medians[rival]]
@@ -224,6 +235,12 @@ class ClusterCase(Case):
         if self.ways == BOTH_RINGS and self.intra in FLAT_OVER_DOUBLE:
             least = FLAT_OVER_DOUBLE[self.intra]
             return [Bar("flat over double ring", DOUBLE, f"{FLAT} / this", least, at_most=False)]
+        if NODES_APART in self.ways:
+            apart = f"{NODES_APART}{self.nodes}"
+            bars = [Bar("gain, of predicted", apart, f"{GAIN}, of predicted", 0.8, at_most=False)]
+            if self.intra == 8 and self.heads == self.kv_heads:
+                bars.append(Bar("double ring over heads across nodes", apart, GAIN, 1.5, at_most=False))
+            return bars
         if self.ways == OVERLAP:
             return [Bar("without overlap over with", DOUBLE, f"{OFF} / this", 1.5, at_most=False)]
         return ()
@@ -232,6 +249,12 @@ class ClusterCase(Case):
 def config_of(way: str) -> BurstConfig:
     """Return the configuration of a way, such as "ring=double; backward=kv"."""
     return in_words(BurstConfig, way, kernel="timed")
+
+
+def settings_of(way: Candidate) -> str:
+    """Return the settings that ask for a way."""
+    placement = f"head_placement={'outer' if way.route.outer else 'inner'}; " * (way.route.heads > 1)
+    return f"ring={way.ring}; head_parallel={way.route.heads}; {placement}backward={way.direction}"
 
 
 @lru_cache(maxsize=4096)
@@ -249,12 +272,17 @@ def costed(case: ClusterCase, way: str, latency: float) -> tuple[Candidate, ...]
         rings=RINGS if config.ring == "auto" else (config.ring,),
         degrees=tuple(every) if config.head_parallel == "auto" else (int(config.head_parallel),),
         directions=backward_passes(config.backward),
+        placement=config.head_placement,
     )
 
 
 def predicted(case: ClusterCase, way: str, latency: float) -> float:
     """Seconds that a way takes by today's cost model."""
     return best(costed(case, way, latency)).seconds
+
+
+def _predictions(case: ClusterCase, ways: Iterable[str], latency: float) -> dict[str, float]:
+    return {way: predicted(case, way, latency) for way in ways}
 
 
 def hop_seconds(world: World) -> float:
