@@ -12,6 +12,7 @@ agreement, config, rates, machines, registry, packages, dtypes, digest   shared 
 
 from typing import TYPE_CHECKING, Any
 
+from burst_mcore.attention.numerics.latent import Latent
 from burst_mcore.attention.prepare import prepare
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BurstConfig",
+    "Latent",
     "Layout",
     "Mask",
     "Topology",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.autotune.choose import Ranks, placements, route_for, why_not_placed
+from burst_mcore.attention.numerics.latent import Latent
 from burst_mcore.attention.operator import ForwardArgs, ForwardResults, attention_forward, refusing
 from burst_mcore.attention.recompute.replay import (
     CallId,
@@ -30,11 +31,12 @@ from burst_mcore.registry import lookup
 
 def burst_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
     *,
     topology: Topology,
     mask: Mask,
+    latent: Latent | None = None,
     softmax_scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -55,6 +57,10 @@ def burst_attention(
         topology: the ring. It has no default: attention over one rank is `Topology.single()`.
         mask: over global positions; which positions a rank holds is up to `config.layout`. A query that may
             attend to nothing gets zeros.
+        latent: instead of k and v, what they are made of in multi-latent attention: a latent [batch, local
+            sequence, R], a rope key [batch, local sequence, 1, Dr] and weights [heads, R, Dk + Dv], with
+            Dk = head_dim - Dr. The latent travels, by its field `travels`; K and V are not saved for
+            backward, but made again. The gradient of the weights is this rank's share, as that of sinks.
         softmax_scale: default 1 / sqrt(head_dim).
         softcap: scores s become softcap * tanh(s / softcap).
         sinks: [heads], floating point: a logit of each head that takes part in the softmax of every query and
@@ -77,11 +83,12 @@ def burst_attention(
             mid-ring later calls on the same process group are refused, on all ranks.
     """
     config = BurstConfig() if config is None else config
+    k, v, up, travels = _keys(k, v, latent)
     if not torch.compiler.is_compiling():  # a compiled call is checked when it runs
-        _check(q, k, v, topology, mask, softmax_scale, softcap, sinks, config, return_lse)
-    needs_gradient = torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
-    )
+        options = softmax_scale, softcap, sinks, config, return_lse
+        _check(q, k, v, topology, mask, *options, up, travels)
+    tensors = [x for x in (q, k, v, sinks, up) if x is not None]
+    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     args = ForwardArgs(
         q=q,
         k=k,
@@ -98,9 +105,30 @@ def burst_attention(
         at_most=False,
         tail=[],
         cut=0,
+        up=up,
+        travels=travels,
     )
     out, lse = _checkpointed(args) if in_checkpoint() else attention_forward(*args)[:2]
     return (out, lse.transpose(1, 2)) if return_lse else out
+
+
+def _keys(
+    k: Tensor | None, v: Tensor | None, latent: Latent | None
+) -> tuple[Tensor, Tensor, Tensor | None, str]:
+    """Return k, v, no weights, "off"; or the latent and the rope key as [B, S, 1, .], and their weights."""
+    if latent is None:
+        if k is None or v is None:
+            raise ValueError("burst_attention needs k and v, or latent=Latent(compressed, rope_key, weight)")
+        return k, v, None, "off"
+    if k is not None or v is not None:
+        raise ValueError("burst_attention takes k and v, or latent, not both")
+    if not isinstance(latent, Latent) or not all(isinstance(x, Tensor) for x in latent[:3]):
+        raise ValueError("latent must be a Latent(compressed, rope_key, weight) of tensors, got another type")
+    if latent.compressed.dim() != 3:
+        raise ValueError(
+            f"latent.compressed must be [batch, local sequence, R], got {tuple(latent.compressed.shape)}"
+        )
+    return latent.compressed.unsqueeze(2), latent.rope_key, latent.weight, latent.travels
 
 
 def _check(
@@ -114,6 +142,8 @@ def _check(
     sinks: Tensor | None,
     config: BurstConfig,
     return_lse: bool,
+    up: Tensor | None,
+    travels: str,
 ) -> None:
     """Refuse illegal arguments, and tell the other ranks."""
     if not isinstance(topology, Topology):
@@ -121,7 +151,7 @@ def _check(
             f"topology must be a Topology, got {topology!r}: Topology.from_group(group) or Topology.single()"
         )
     with refusing(agreement_of(topology)):
-        validate(q, k, v, topology, mask, softmax_scale, softcap, sinks, config, return_lse)
+        validate(q, k, v, topology, mask, softmax_scale, softcap, sinks, config, return_lse, up, travels)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -134,7 +164,7 @@ def _checkpointed(args: ForwardArgs) -> tuple[Tensor, Tensor]:
     call_id = CallId(
         q=tuple(args.q.shape),
         kv_heads=args.k.shape[2],
-        value_dim=args.v.shape[-1],
+        value_dim=args.value_dim,
         dtype=args.q.dtype,
         layer=layer(),
         topology=args.topology,

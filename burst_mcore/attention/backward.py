@@ -8,15 +8,16 @@ P].
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from burst_mcore.attention.call import Call, Keys, Queries, room_like, sendable
-from burst_mcore.attention.geometry.rows import Rows, gather, relative_to, scatter_views, union
+from burst_mcore.attention.geometry.rows import Rows, gather, relative_to, scatter_views, spans
 from burst_mcore.attention.geometry.tiles import Tile
 from burst_mcore.attention.kernels.kernel import BackwardInputs
+from burst_mcore.attention.numerics.latent import Expansion
 from burst_mcore.attention.numerics.merge import GradientSum
 from burst_mcore.attention.numerics.rowwise import output_stand_in
 from burst_mcore.attention.runtime.buffers import Lease
@@ -27,7 +28,12 @@ from burst_mcore.dtypes import wide
 
 
 def backward(
-    call: Call, transport: Transport, queries: Queries, keys: Keys, out: Tensor
+    call: Call,
+    transport: Transport,
+    queries: Queries,
+    keys: Keys,
+    out: Tensor,
+    expansion: Expansion | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), in the dtypes of q, k and v.
 
@@ -36,9 +42,10 @@ def backward(
         queries: q and lse as on the ring, dout and delta of the rank's own rows.
         keys: k and v as on the ring.
         out: the output of the rank's own rows; it never travels.
+        expansion: where the latent travels, its weights. k and v are then the latent and the rope key.
     """
     with Lease() as lease:
-        return _Backward(call, queries, keys, out, lease).run(transport)
+        return _Backward(call, queries, keys, out, lease, expansion).run(transport)
 
 
 Share = Bundle | Callable[..., None]
@@ -46,8 +53,16 @@ Share = Bundle | Callable[..., None]
 
 
 class _Backward:
-    def __init__(self, call: Call, queries: Queries, keys: Keys, out: Tensor, lease: Lease) -> None:
-        self.call, self.lease = call, lease
+    def __init__(
+        self,
+        call: Call,
+        queries: Queries,
+        keys: Keys,
+        out: Tensor,
+        lease: Lease,
+        expansion: Expansion | None,
+    ) -> None:
+        self.call, self.lease, self.expansion = call, lease, expansion
         self.query_travels = call.direction == Pass.QUERY
         self.heads_shared = call.route.heads > 1
         self.inward: dict[Kind, Exchange] = {}
@@ -61,12 +76,18 @@ class _Backward:
             )
             queries = Queries(queries.q, dout, delta, queries.lse)
         self.queries, self.keys = queries, keys
+        """As on the ring."""
+        expands = expansion is not None and self.query_travels
+        self.expanded = Keys(*expansion.expand(*keys)) if expansion and expands else keys
+        """Home's K and V, where they stay."""
         q_side: Bundle = (queries.q,)
-        k_side: Bundle = (keys.k, keys.v)
+        k_side: Bundle = self.expanded if self.query_travels else keys
         self.travelling, self.stays = (q_side, k_side) if self.query_travels else (k_side, q_side)
         self.staying = tuple(GradientSum(like=tensor) for tensor in self.stays)
         self.shares: list[tuple[Rows, Share]] = []
         """Gradients of the travelling bundle from the last compute, by its rows."""
+        self.chunk: tuple[Rows, Keys, tuple[GradientSum, ...]] | None = None
+        """Where the latent travels: rows of the last bundle, their K and V, and the gradients of these."""
         self.travelled: Bundle | None = None
 
     def run(self, transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,6 +113,8 @@ class _Backward:
                 if total.dtype == like.dtype:  # it is returned itself, not a copy
                     self.lease.keep(total)
             stayed = tuple(total.result() for total in self.staying)
+            if self.expansion and self.query_travels:
+                stayed = self.expansion.gradients(self.keys.k, *stayed)
         dq, dk, dv = (*travelled, *stayed) if self.query_travels else (*stayed, *travelled)
         return dq.to(self.queries.q.dtype), dk.to(self.keys.k.dtype), dv.to(self.keys.v.dtype)
 
@@ -99,11 +122,13 @@ class _Backward:
         """Compute gradients of one bundle and this rank's own tensors, or a member's share, tile by tile."""
         position = self.call.position
         if self.query_travels:
-            queries, keys = Queries(*bundle), self.keys
+            queries, keys = Queries(*bundle), self.expanded
             met = self.call.tiles(source, position, k_part=part)
         else:
             queries, keys = self.queries, Keys(*bundle)
             met = self.call.tiles(position, source, q_part=part)
+            if self.expansion and met:
+                rows, keys = self._expanded(source, bundle, rows)
         out = self.out if source == position or not self.query_travels else None
         if out is None and part is None and met and not self.call.kernel.takes_delta:
             out = self._stand_in(queries, met, rows)
@@ -114,7 +139,31 @@ class _Backward:
             goes, stays = (tile.q, tile.k) if self.query_travels else (tile.k, tile.q)
             share, stay = self._shares(inputs, tile)
             self._add(stay, self.staying, stays)
-            self.shares.append((goes, share))
+            if self.chunk:
+                self._add(share, self.chunk[2], k_rows)
+            else:
+                self.shares.append((goes, share))
+        if part is None:
+            self._chain()
+
+    def _expanded(self, source: int, bundle: Bundle, rows: Rows | None) -> tuple[Rows, Keys]:
+        """Return the rows of a latent that are read, and their K and V, once for all parts of a step."""
+        assert self.expansion
+        if self.chunk is None:
+            read = spans(tuple([tile.k for tile in self.call.tiles(self.call.position, source)]))
+            keys = Keys(*self.expansion.expand_rows(bundle, rows, read))
+            self.latent = gather(bundle[0], relative_to(rows, read))
+            self.chunk = read, keys, tuple(GradientSum(like=x) for x in keys)
+        return self.chunk[:2]
+
+    def _chain(self) -> None:
+        """Make the share of the travelling latent of the gradients of its K and V."""
+        if self.chunk:
+            assert self.expansion
+            rows, _, sums = self.chunk
+            share = self.expansion.gradients(self.latent, *(total.result() for total in sums))
+            self.shares.append((rows, share))
+            self.chunk = None
 
     def _stand_in(self, queries: Queries, met: Sequence[Tile], rows: Rows | None) -> Tensor:
         """Return the stand-in for O, once for all tiles: of the rows that they read, or of all that stay."""
@@ -122,7 +171,7 @@ class _Backward:
             self.out = output_stand_in(queries.dout, queries.delta)  # they are all there by now
             return self.out
         stand_in = torch.empty_like(queries.dout)
-        for span in _spans(tuple([relative_to(rows, tile.q) for tile in met])):
+        for span in spans(tuple([relative_to(rows, tile.q) for tile in met])):
             dout, delta, into = (gather(x, (span,)) for x in (queries.dout, queries.delta, stand_in))
             output_stand_in(dout, delta, into)
         return stand_in
@@ -173,6 +222,7 @@ class _Backward:
 
         total: where complete sums go, in the pass over memory that adds the last shares to them.
         """
+        self._chain()
         shares, self.shares = self.shares, []
         running = [GradientSum.into(each, fresh=first) for each in sums]
         for rows, share in shares:
@@ -267,12 +317,14 @@ class _Backward:
             to.copy_(gather(total, (rows,)))
 
     def _stayed(self, rows: range, into: Bundle) -> None:
-        for to, total in zip(into, self.staying, strict=True):
+        chained = self.expansion if self.query_travels else None
+        sums = into
+        if chained:
+            sums = tuple(x.new_empty((len(x), len(rows), *x.shape[2:])) for x in self.stays)
+        for to, total in zip(sums, self.staying, strict=True):
             total.put(rows, (to,))
-
-
-@lru_cache(maxsize=1024)
-def _spans(read: tuple[Rows, ...]) -> Rows:
-    """Return the rows from the first to the last of each range, joined."""
-    ends = [sorted((span[0], span[-1])) for rows in read for span in rows]
-    return union([range(first, last + 1) for first, last in ends])
+        if chained:
+            for to, gradient in zip(
+                into, chained.gradients(gather(self.keys.k, (rows,)), *sums), strict=True
+            ):
+                to.copy_(gradient)

@@ -43,7 +43,8 @@ class Call:
     """The backward pass: QUERY or KV, the side that travels."""
     grad_dtype: torch.dtype
     kv_heads: int
-    """K/V heads in all."""
+    """K/V heads in all, as they travel: one where the latent does."""
+    latent_travels: bool = False
     lse_at_home: bool = False
     """Whether lse, too, goes back to the rank that owns its rows, under head x ring."""
 
@@ -136,6 +137,7 @@ class Call:
             "route": str(self.route),
             "travels in backward": str(self.direction),
             "kernel used": self.kernel.name,
+            "latent travels": str(self.latent_travels),
         }
 
 
@@ -149,7 +151,7 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The key side."""
+    """The key side; where the latent travels, it and the rope key."""
 
     k: Tensor
     v: Tensor

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.call import Attended, Call, room_like, sendable
-from burst_mcore.attention.geometry.rows import Rows, count, gather, relative_to, scatter_views
+from burst_mcore.attention.geometry.rows import Rows, count, gather, relative_to, scatter_views, spans
+from burst_mcore.attention.numerics.latent import Expansion
 from burst_mcore.attention.numerics.merge import OnlineSoftmax
 from burst_mcore.attention.runtime.buffers import Lease
 from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
@@ -24,21 +25,38 @@ from burst_mcore.dtypes import wide
 
 
 def forward(
-    call: Call, transport: Transport, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    call: Call,
+    transport: Transport,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None = None,
+    expansion: Expansion | None = None,
 ) -> Attended:
     """Attend this rank's queries to the whole sequence.
 
-    sinks [H]: a score of each head that takes part in every row's softmax, and brings no value.
+    Args:
+        sinks: [H], a score of each head that takes part in every row's softmax, and brings no value.
+        expansion: where the latent travels, its weights. k and v are then the latent and the rope key.
     """
     with Lease() as lease:
-        return _Forward(call, q, k, v, sinks, lease).run(transport)
+        return _Forward(call, q, k, v, sinks, expansion, lease).run(transport)
 
 
 class _Forward:
     def __init__(
-        self, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lease: Lease
+        self,
+        call: Call,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        expansion: Expansion | None,
+        lease: Lease,
     ) -> None:
-        self.call, self.lease = call, lease
+        self.call, self.lease, self.expansion = call, lease, expansion
+        self.chunk: tuple[int, Rows, Bundle] | None = None
+        """Of a latent that is computed part by part: its owner, rows that are read, and their K and V."""
         self.own = q, k, v
         if sinks is not None:
             sinks = sinks.unflatten(0, (call.route.heads, -1))[call.member]
@@ -52,7 +70,7 @@ class _Forward:
                 Kind.RESULT: Outward(group, self.result_rows, self.new_results(), lease),
             }
         self.q, self.k, self.v = q, k, v
-        self.softmax = OnlineSoftmax(q, value_dim=v.shape[-1], sinks=sinks)
+        self.softmax = OnlineSoftmax(q, value_dim=call.problem.value_dim, sinks=sinks)
 
     def run(self, transport: Transport) -> Attended:
         home = sendable(self.call, (self.k, self.v))
@@ -67,9 +85,12 @@ class _Forward:
 
     def compute(self, source: int, part: int | None, bundle: Bundle, rows: Rows | None) -> None:
         """Attend the queries, or a member's, to the keys of one bundle, tile by tile."""
-        k, v = bundle
         kernel, scores = self.call.kernel, self.call.scores
-        for tile in self.call.tiles(self.call.position, source, q_part=part):
+        met = self.call.tiles(self.call.position, source, q_part=part)
+        if self.expansion and met:
+            rows, bundle = self._expanded(source, part, bundle, rows)
+        k, v = bundle
+        for tile in met:
             keys = relative_to(rows, tile.k)
             q_tile, k_tile, v_tile = gather(self.q, tile.q), gather(k, keys), gather(v, keys)
             running = self.softmax.running(tile.q) if kernel.in_place else None
@@ -82,6 +103,20 @@ class _Forward:
             out, lse = kernel.forward(q_tile, k_tile, v_tile, tile.pattern, scores)
             self.softmax.add(tile.q, out, lse)
 
+    def _expanded(
+        self, source: int, part: int | None, bundle: Bundle, rows: Rows | None
+    ) -> tuple[Rows, Bundle]:
+        """Return the rows of a latent that are read, and their K and V, once for all parts of a step."""
+        assert self.expansion
+        if self.chunk is None or self.chunk[0] != source:
+            self.chunk = None  # its memory first
+            read = spans(tuple([tile.k for tile in self.call.tiles(self.call.position, source)]))
+            self.chunk = source, read, self.expansion.expand_rows(bundle, rows, read)
+        _, read, keys = self.chunk
+        if part is None:
+            self.chunk = None
+        return read, keys
+
     def new(self, kind: Kind, rows: Rows | None) -> Bundle:
         """Return a buffer for these rows of a travelling bundle."""
         assert kind == Kind.DATA
@@ -93,8 +128,8 @@ class _Forward:
             self.lease.free(tensor)
 
     def new_results(self) -> Bundle:
-        q, _, v = self.own
-        out = q.new_empty((*q.shape[:3], v.shape[-1]))
+        q = self.own[0]
+        out = q.new_empty((*q.shape[:3], self.call.problem.value_dim))
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide(q.dtype))
         self.results: Bundle = (out, lse) if self.call.lse_at_home else (out,)
         return self.results
@@ -111,6 +146,7 @@ def forward_of_head(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
+    expansion: Expansion | None,
     *,
     cut: int,
     tail: Sequence[Tensor],
@@ -138,7 +174,7 @@ def forward_of_head(
     if cut == 0 and call.route.heads == 1:
         lse = lse.clone()
         return Attended(out.clone(), lse, q, k, v, lse)
-    attended = forward(replace(call, plan=call.plan.head(cut)), transport, q, k, v, sinks)
+    attended = forward(replace(call, plan=call.plan.head(cut)), transport, q, k, v, sinks, expansion)
     _fill(attended.out, own, out)
     _fill(attended.ring_lse, on_ring, lse)
     for values in home:

@@ -23,6 +23,7 @@ from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Attended, Call, Keys, Queries
 from burst_mcore.attention.forward import forward, forward_of_head, tail_of
 from burst_mcore.attention.kernels.table import taking_delta
+from burst_mcore.attention.numerics.latent import Expansion
 from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.recompute.cuts import check_keep, cut_for
@@ -31,7 +32,7 @@ from burst_mcore.attention.request import Request, request_of, shard_of, validat
 from burst_mcore.attention.runtime import record as records
 from burst_mcore.attention.runtime.agreement import agreement as agreement_of
 from burst_mcore.attention.runtime.executor import ProcessGroups, transport_of
-from burst_mcore.attention.runtime.head_exchange import pooled_like
+from burst_mcore.attention.runtime.head_exchange import pooled_like, share_of_heads
 from burst_mcore.attention.runtime.record import CallRecord
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
@@ -44,7 +45,9 @@ class ForwardArgs(NamedTuple):
 
     q: Tensor
     k: Tensor
+    """With `up` the latent, [B, S, 1, R]."""
     v: Tensor
+    """With `up` the rope key, [B, S, 1, Dr]."""
     sinks: Tensor | None
     topology: str
     """Handles, as the next two."""
@@ -62,6 +65,16 @@ class ForwardArgs(NamedTuple):
     tail: list[Tensor]
     """In a recomputation, the tail that the forward returned, from position `cut` on."""
     cut: int
+    up: Tensor | None = None
+    """The weights that make K and V of a latent: see `Latent`, and so the next."""
+    travels: str = "off"
+
+    @property
+    def value_dim(self) -> int:
+        """The width of a value, and of a result."""
+        if self.up is None:
+            return self.v.shape[-1]
+        return self.up.shape[2] - (self.q.shape[-1] - self.v.shape[-1])
 
     @classmethod
     def gradients(cls, tail: int, **gradients: Tensor | None) -> Self:
@@ -110,15 +123,20 @@ class BackwardArgs(NamedTuple):
     softmax_scale: float | None
     softcap: float | None
     return_lse: bool
+    latent: Tensor | None = None
+    """The rank's own latent, with `up`."""
+    up: Tensor | None = None
+    travels: str = "off"
 
 
 class BackwardResults(NamedTuple):
-    """The results of `attention_backward`; dsinks is empty without sinks."""
+    """The results of `attention_backward`; dsinks is empty without sinks, and dup without a latent."""
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
     dsinks: Tensor
+    dup: Tensor
 
 
 class Saved(NamedTuple):
@@ -132,15 +150,18 @@ class Saved(NamedTuple):
     out: Tensor
     lse: Tensor
     record: Tensor
+    latent: Tensor | None
+    up: Tensor | None
 
     @classmethod
     def of(cls, args: ForwardArgs, results: ForwardResults) -> Self:
         """Return the tensors that the backward of a forward needs."""
         q, k, v, ring_lse = results.on_ring or (args.q, args.k, args.v, results.lse)
-        return cls(q, k, v, ring_lse, args.sinks, results.out, results.lse, results.record)
+        latent = None if args.up is None else args.k
+        return cls(q, k, v, ring_lse, args.sinks, results.out, results.lse, results.record, latent, args.up)
 
 
-OPTIONS = ("topology", "mask", "config", "softmax_scale", "softcap", "return_lse")
+OPTIONS = ("topology", "mask", "config", "softmax_scale", "softcap", "return_lse", "travels")
 """The arguments that forward and backward have in common, besides tensors."""
 
 
@@ -172,7 +193,7 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
     agreement = agreement_of(topology)
     with refusing(agreement):
         options = args.softmax_scale, args.softcap, sinks, lookup(args.config), args.return_lse
-        request = validate(q, k, v, topology, lookup(args.mask), *options)
+        request = validate(q, k, v, topology, lookup(args.mask), *options, args.up, args.travels)
         if args.keep:
             check_keep(args.keep)
     call, agreed, lengths = agree_on_call(args, request, agreement, topology)
@@ -183,13 +204,17 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
         for pass_ in _passes(args, call):
             transport.connect(pass_)
         transport = transport.labelled(agreed.label)
+        expansion = _expansion(call, args.up)
+        if expansion and not call.latent_travels:
+            k, v = expansion.expand(k, v)
         q, k, v = _with_rows(q, call.rows), _with_rows(k, call.rows), _with_rows(v, call.rows)
+        travelling = expansion if call.latent_travels else None
         if args.tail:
             attended = forward_of_head(
-                call, transport, q, k, v, sinks, cut=cut, tail=args.tail, tokens=tokens
+                call, transport, q, k, v, sinks, travelling, cut=cut, tail=args.tail, tokens=tokens
             )
         else:
-            attended = forward(call, transport, q, k, v, sinks)
+            attended = forward(call, transport, q, k, v, sinks, travelling)
         tail = tail_of(call, cut, attended, tokens) if args.keep and not args.tail else []
     if agreement is not None and not args.needs_gradient and not in_checkpoint():
         agreement.settle()  # no backward will
@@ -201,6 +226,18 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
         record=records.pack(CallRecord(agreed.number, cut, lengths), q.device),
         tail=tail,
     )
+
+
+def _expansion(call: Call, up: Tensor | None) -> Expansion | None:
+    """Return the up-projection that this rank applies: of its own heads if the latent travels, else of all.
+
+    None if K and V are not made of a latent.
+    """
+    if up is None:
+        return None
+    member, members = (call.member, call.route.heads) if call.latent_travels else (0, 1)
+    heads = share_of_heads(up.shape[0], member, members)
+    return Expansion(up, heads, call.problem.value_dim)
 
 
 def _signature_of(args: ForwardArgs) -> Signature:
@@ -301,20 +338,24 @@ def _traced(args: ForwardArgs) -> ForwardResults:
     """Return the shapes of the results; ranks of other lengths pool and save other numbers of rows."""
     q, k, v = args.q, args.k, args.v
     topology, config, dtype = lookup(args.topology), lookup(args.config), wide(q.dtype)
-    out = q.new_empty((*q.shape[:3], v.shape[-1]))
+    out = q.new_empty((*q.shape[:3], args.value_dim))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
     record, saves = records.packed_like(q, topology.size), not args.tail and args.keep > 0
     if config.head_parallel == 1 and not saves:
         return ForwardResults(out, lse, [], record, [])
     with unset_fake_temporarily():  # plans are made of real tensors, and cached
-        shard = shard_of([int(size) for size in q.shape], int(k.shape[2]), int(v.shape[3]), q.dtype, config)
+        latent = None if args.up is None else (int(k.shape[3]), int(v.shape[3]))
+        kv_heads = int(k.shape[2] if latent is None else q.shape[2])
+        shape = [int(size) for size in q.shape]
+        shard = shard_of(shape, kv_heads, int(args.value_dim), q.dtype, config, latent)
         sinks, options = args.sinks is not None, (args.softmax_scale, args.softcap)
-        request = request_of(
-            shard, q.device.type, topology, lookup(args.mask), *options, sinks, config, args.return_lse
-        )
+        wanted = *options, sinks, config, args.return_lse, args.travels
+        request = request_of(shard, q.device.type, topology, lookup(args.mask), *wanted)
         call = call_of(request, (shard.tokens,) * topology.size)
         cut = _cut(args, request, call, None) if saves else call.plan.n
     on_ring, ring_lse = [], lse
+    if call.route.heads > 1 and args.up is not None and not call.latent_travels:
+        k, v = (q.new_empty((*q.shape[:3], width)) for width in (q.shape[-1], args.value_dim))
     if call.route.heads > 1:
         shapes = [pooled_like(x, call.head_group) for x in (q, k, v)]
         ring_lse = q.new_empty((q.shape[0], shapes[0][2], shapes[0][1]), dtype=dtype)
@@ -336,10 +377,13 @@ def attention_backward(args: BackwardArgs) -> BackwardResults:
     topology, config = lookup(args.topology), lookup(args.config)
     agreement = agreement_of(topology)
     with refusing(agreement):
-        shape = (*out.shape[:3], args.q.shape[-1])
-        shard = shard_of(shape, args.kv_heads, out.shape[-1], out.dtype, config)
+        shape, latent, kv_heads = (*out.shape[:3], args.q.shape[-1]), None, args.kv_heads
+        if args.up is not None:
+            rope = shape[3] + out.shape[3] - args.up.shape[2]
+            latent, kv_heads = (args.up.shape[1], rope), shape[2]
+        shard = shard_of(shape, kv_heads, out.shape[-1], out.dtype, config, latent)
         options = args.softmax_scale, args.softcap, args.sinks is not None, config, args.return_lse
-        request = request_of(shard, out.device.type, topology, lookup(args.mask), *options)
+        request = request_of(shard, out.device.type, topology, lookup(args.mask), *options, args.travels)
         call = call_of(request, record.lengths)
         if args.dlse is not None:
             call = replace(call, kernel=taking_delta(config.kernel, call.problem))
@@ -354,12 +398,22 @@ def attention_backward(args: BackwardArgs) -> BackwardResults:
             delta -= args.dlse
         dsinks = out.new_empty(0) if args.sinks is None else _sinks_gradient(args.sinks, lse, delta)
         q, k, v, ring_lse = args.q, args.k, args.v, args.ring_lse
+        expansion = _expansion(call, args.up)
         if call.route.heads == 1:
+            if expansion and not call.latent_travels:
+                k, v = expansion.expand(k, v)
             q, k, v, ring_lse = (_with_rows(x, call.rows) for x in (q, k, v, ring_lse))
         dout, out, delta = (_with_rows(x, call.rows) for x in (dout, out, delta))
-        gradients = backward(call, transport, Queries(q, dout, delta, ring_lse), Keys(k, v), out)
-    dq, dk, dv = (x[:, :tokens].contiguous() for x in gradients)
-    return BackwardResults(dq, dk, dv, dsinks)
+        queries, travelling = Queries(q, dout, delta, ring_lse), expansion if call.latent_travels else None
+        gradients = backward(call, transport, queries, Keys(k, v), out, travelling)
+        dq, dk, dv = (x[:, :tokens].contiguous() for x in gradients)
+        dup = out.new_empty(0)
+        if expansion:
+            if not call.latent_travels:
+                assert args.latent is not None
+                dk, dv = (x.to(dk.dtype) for x in expansion.gradients(args.latent, dk, dv))
+            dup = expansion.weight_gradient()
+    return BackwardResults(dq, dk, dv, dsinks, dup)
 
 
 def _agree_on_backward(
@@ -397,11 +451,14 @@ def _agree_on_backward(
 def _(*values: Any) -> tuple[Any, ...]:
     args = BackwardArgs(*values)
     shape, dim = args.out.shape, args.q.shape[-1]
+    of_key, of_value = dim, shape[3]
+    if args.up is not None:
+        of_key, of_value = args.up.shape[1], dim + shape[3] - args.up.shape[2]
     dq = args.q.new_empty((*shape[:3], dim))
-    dk = args.q.new_empty((*shape[:2], args.kv_heads, dim))
-    dv = args.q.new_empty((*shape[:2], args.kv_heads, shape[3]))
-    dsinks = args.out.new_empty(0) if args.sinks is None else torch.empty_like(args.sinks)
-    return tuple(BackwardResults(dq, dk, dv, dsinks))
+    dk = args.q.new_empty((*shape[:2], args.kv_heads, of_key))
+    dv = args.q.new_empty((*shape[:2], args.kv_heads, of_value))
+    dsinks, dup = (args.out.new_empty(0) if x is None else torch.empty_like(x) for x in (args.sinks, args.up))
+    return tuple(BackwardResults(dq, dk, dv, dsinks, dup))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -428,7 +485,9 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *unused: Any)
     )
     results = BackwardResults(*attention_backward(*args))
     dsinks = None if saved.sinks is None else results.dsinks
-    return tuple(ForwardArgs.gradients(ctx.tail, q=results.dq, k=results.dk, v=results.dv, sinks=dsinks))
+    dup = None if saved.up is None else results.dup
+    of_keys = {"k": results.dk, "v": results.dv, "up": dup}
+    return tuple(ForwardArgs.gradients(ctx.tail, q=results.dq, sinks=dsinks, **of_keys))
 
 
 def _no_second_derivative(ctx: Any, *gradients: Tensor | None) -> None:

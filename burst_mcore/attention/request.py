@@ -18,8 +18,11 @@ from torch.autograd import forward_ad
 
 from burst_mcore.agreement import Signature
 from burst_mcore.attention.autotune.choose import (
+    AS_FAST,
     RINGS,
+    Candidate,
     Ranks,
+    Slower,
     backward_passes,
     best,
     contenders,
@@ -35,6 +38,7 @@ from burst_mcore.attention.geometry.launches import Launches, launches_of
 from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.kernels.kernel import Problem, Scores
 from burst_mcore.attention.kernels.table import choose
+from burst_mcore.attention.numerics.latent import check_latent
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route
@@ -68,6 +72,8 @@ class Request:
     scores: Scores
     return_lse: bool
     sinks: bool
+    travels: str = "off"
+    """Whether the latent travels, if K and V are made of one: `Latent.travels`."""
 
     def __hash__(self) -> int:
         return self._hash
@@ -87,6 +93,7 @@ class Request:
         return {
             "q": f"[{shard.batch}, ., {shard.heads}, {shard.head_dim}]",
             "k": f"[{shard.batch}, ., {shard.kv_heads}, {shard.head_dim}]",
+            "latent": f"{shard.latent}, travels: {self.travels}",
             "v": f"[{shard.batch}, ., {shard.kv_heads}, {shard.value_dim}]",
             "dtype": str(shard.dtype),
             "device": self.device,
@@ -112,12 +119,27 @@ def validate(
     sinks: Tensor | None,
     config: BurstConfig,
     return_lse: bool,
+    up: Tensor | None = None,
+    travels: str = "off",
 ) -> Request:
-    """Return the request that these arguments make; ValueError if they are not legal on any other ranks."""
-    _check_tensors(q, k, v, may_be_empty=topology.size > 1)
+    """Return the request that these arguments make; ValueError if they are not legal on any other ranks.
+
+    Args:
+        up: the weights of a latent, if k and v are it and its rope key: see `Latent`.
+        travels: `Latent.travels`.
+    """
+    if up is None:
+        _check_tensors(q, k, v, may_be_empty=topology.size > 1)
+        shard = shard_of(q.shape, k.shape[2], v.shape[3], q.dtype, config)
+    else:
+        check_latent(q, k, v, up, travels, may_be_empty=topology.size > 1)
+        for name, x in (("q", q), ("compressed", k), ("rope_key", v), ("weight", up)):
+            _refuse_tangent(name, x)
+        value_dim = up.shape[2] - (q.shape[3] - v.shape[3])
+        shard = shard_of(q.shape, q.shape[2], value_dim, q.dtype, config, (k.shape[3], v.shape[3]))
     _check_sinks(sinks, q)
     return request_of(
-        shard_of(q.shape, k.shape[2], v.shape[3], q.dtype, config),
+        shard,
         q.device.type,
         topology,
         mask,
@@ -126,11 +148,17 @@ def validate(
         sinks is not None,
         config,
         return_lse,
+        travels,
     )
 
 
 def shard_of(
-    q_shape: Sequence[int], kv_heads: int, value_dim: int, dtype: torch.dtype, config: BurstConfig
+    q_shape: Sequence[int],
+    kv_heads: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    config: BurstConfig,
+    latent: tuple[int, int] | None = None,
 ) -> Shard:
     """Return the shapes of a rank's tensors; q_shape: [batch, tokens, heads, head_dim]."""
     if not isinstance(config, BurstConfig):
@@ -145,6 +173,7 @@ def shard_of(
         value_dim=value_dim,
         dtype=dtype,
         grad_dtype=dtype if dtype == torch.float64 else config.grad_dtype,
+        latent=latent,
     )
 
 
@@ -158,6 +187,7 @@ def request_of(
     sinks: bool,
     config: BurstConfig,
     return_lse: bool,
+    travels: str = "off",
 ) -> Request:
     """Return the request of legal tensors of these shapes; see `validate`."""
     if not isinstance(mask, Mask):
@@ -167,7 +197,7 @@ def request_of(
         if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
             raise ValueError(f"{name} must be positive and finite, got {value!r}")
     handles = ensure(topology), ensure(mask), ensure(config)
-    request = _request(shard, device, *handles, softmax_scale, softcap, sinks, return_lse)
+    request = _request(shard, device, *handles, softmax_scale, softcap, sinks, return_lse, travels)
     if topology.size > 1:
         _check_group(topology, device)
     return request
@@ -184,6 +214,7 @@ def _request(
     softcap: float | None,
     sinks: bool,
     return_lse: bool,
+    travels: str,
 ) -> Request:
     """Return the request, cached for equal arguments: handles compare faster than their values."""
     place: Topology = lookup(topology)
@@ -205,6 +236,7 @@ def _request(
         scores=Scores(scale, softcap, options.deterministic, margin),
         return_lse=return_lse,
         sinks=sinks,
+        travels=travels,
     )
 
 
@@ -226,6 +258,10 @@ def resolve(request: Request, lengths: Sequence[int]) -> Call:
     request.mask.check(n)
     mask = request.mask.clipped(n)
     shard = replace(request.shard, tokens=request.layout.padded(n, size) // size)
+    if shard.latent is not None and request.travels != "off":
+        travelling = replace(shard, latent_travels=True)
+        options = request.config, request.ranks, request.rates, travelling, mask, n
+        shard = travelling if request.travels == "on" or latent_gains(*options) else shard
     route, direction = choose_route(request.config, request.ranks, request.rates, shard, mask, n)
     problem = problem_of(
         shard.pooled(route.heads),
@@ -244,7 +280,8 @@ def resolve(request: Request, lengths: Sequence[int]) -> Call:
         kernel=choose(request.config.kernel, problem),
         direction=direction,
         grad_dtype=shard.grad_dtype,
-        kv_heads=shard.kv_heads,
+        kv_heads=shard.carried[0],
+        latent_travels=shard.latent_travels,
         lse_at_home=request.return_lse or request.sinks,
     )
 
@@ -308,6 +345,56 @@ def choose_route(
     return _route_of_kind(without_layout(config), layout, ranks, rates, shard, mask, n)
 
 
+@lru_cache(maxsize=256)
+def latent_gains(
+    config: BurstConfig, ranks: Ranks, rates: Rates, travelling: Shard, mask: Mask, n: int
+) -> bool:
+    """Return whether the model predicts that a call is faster if the latent travels, and not K and V.
+
+    travelling: the shapes where it does.
+    """
+    if ranks.size == 1:
+        return False
+    layout, mask = typical(Layout.of(config.layout), mask, n, ranks.size)
+    options = without_layout(config), layout, ranks, rates
+    latent = _fastest(*options, travelling, mask, n)
+    expanded = _fastest(*options, replace(travelling, latent_travels=False), mask, n)
+    gains = latent.seconds * AS_FAST < expanded.seconds
+    logger.info(
+        "MLA: %s travel: predicted %.3g s with the latent, %.3g s with K and V",
+        "the latent and its rope key" if gains else "K and V",
+        latent.seconds,
+        expanded.seconds,
+    )
+    return gains
+
+
+def _fastest(
+    config: BurstConfig, layout: Layout, ranks: Ranks, rates: Rates, shard: Shard, mask: Mask, n: int
+) -> Candidate:
+    """Return the way that "auto", or the configured way, would take."""
+    return best(_costed(config, layout, ranks, rates, shard, mask, n)[0])
+
+
+def _costed(
+    config: BurstConfig, layout: Layout, ranks: Ranks, rates: Rates, shard: Shard, mask: Mask, n: int
+) -> tuple[tuple[Candidate, ...], tuple[Slower, ...]]:
+    """Return the ways that the configuration allows, with their costs; the layout of `config` is not used."""
+    return contenders(
+        shard,
+        layout,
+        mask,
+        n,
+        ranks,
+        rates,
+        overlap=config.overlap,
+        rings=RINGS if config.ring == "auto" else (config.ring,),
+        degrees=degrees_of(config, ranks, shard),
+        directions=backward_passes(config.backward),
+        placement=config.head_placement,
+    )
+
+
 @lru_cache(maxsize=64)
 def without_layout(config: BurstConfig) -> BurstConfig:
     """Return the configuration that stands for all which differ from it in their layout alone."""
@@ -325,19 +412,7 @@ def _route_of_kind(
     if ranks.size == 1 or (degrees == (ranks.size,) and len(directions) == 1):
         overlap = overlaps(config.overlap, degrees[0], ranks, rates)
         return route_for(degrees[0], ranks, ring=rings[0], overlap=overlap), directions[0]
-    costed, slower = contenders(
-        shard,
-        layout,
-        mask,
-        n,
-        ranks,
-        rates,
-        overlap=config.overlap,
-        rings=rings,
-        degrees=degrees,
-        directions=directions,
-        placement=config.head_placement,
-    )
+    costed, slower = _costed(config, layout, ranks, rates, shard, mask, n)
     chosen = best(costed)
     logger.info("%s, backward %s: %s", chosen.route, chosen.direction, reason(chosen, costed, slower))
     return chosen.route, chosen.direction

@@ -21,6 +21,17 @@ class Shard:
     """Of Q, K, V."""
     grad_dtype: torch.dtype = torch.float32
     """Of a travelling gradient."""
+    latent: tuple[int, int] | None = None
+    """The widths of the latent and of the rope key that K and V are made of, if they are: see `Latent`."""
+    latent_travels: bool = False
+    """Whether the latent travels, and not K and V."""
+
+    @property
+    def carried(self) -> tuple[int, int]:
+        """The heads, and the width of each, of what travels for keys and values."""
+        if self.latent is not None and self.latent_travels:
+            return 1, sum(self.latent)
+        return self.kv_heads, self.head_dim + self.value_dim
 
     @property
     def itemsize(self) -> int:
@@ -51,7 +62,8 @@ class Shard:
         """Return the (data, gradient) bytes of a travelling bundle: of queries, or of keys and values."""
         rows = self.batch * self.tokens
         if not of_queries:
-            elements = rows * self.kv_heads * (self.head_dim + self.value_dim)
+            heads, width = self.carried
+            elements = rows * heads * width
             return elements * self.itemsize, elements * self.grad_itemsize
         width = (self.head_dim + self.value_dim) * self.itemsize + 2 * self.statistic
         return rows * self.heads * width, rows * self.heads * self.head_dim * self.grad_itemsize

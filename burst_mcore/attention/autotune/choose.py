@@ -19,6 +19,7 @@ from burst_mcore.attention.autotune.cost import (
     Passes,
     call_time,
     exchange_seconds,
+    home_expansion_seconds,
     mean_bytes,
     message_bytes,
     slowdown_seconds,
@@ -385,7 +386,8 @@ class _Costs:
         """Return the seconds of a pass that the simulation of its schedule leaves out."""
         sizes = message_bytes(self.shard, route, pass_)
         slowed = slowdown_seconds(self.played[route, pass_].sent, self.rates) if route.overlap else 0.0
-        return exchange_seconds(route, sizes, self.rates) + slowed
+        expanded = home_expansion_seconds(self.shard, pass_, self.rates)
+        return exchange_seconds(route, sizes, self.rates) + slowed + expanded
 
     def play(self, ways: Iterable[tuple[Route, Pass]]) -> None:
         """Simulate the passes of these ways, and of their rings the other way round."""

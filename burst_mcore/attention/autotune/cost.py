@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,9 +39,10 @@ def message_bytes(shard: Shard, route: Route, pass_: Pass, *, return_lse: bool =
     of_queries = pass_ == Pass.QUERY
     data, gradient = shard.pooled(h).bundle_bytes(of_queries=of_queries)
     rows, heads = shard.batch * shard.tokens, shard.heads // h
-    kv_heads, several = max(1, shard.kv_heads // h), shard.kv_heads < h
+    kv_heads, width = shard.carried
+    kv_heads, several = max(1, kv_heads // h), kv_heads < h
     q = rows * heads * shard.head_dim * shard.itemsize
-    kv = rows * kv_heads * (shard.head_dim + shard.value_dim) * shard.itemsize
+    kv = rows * kv_heads * width * shard.itemsize
     dkv = kv // shard.itemsize * (shard.grad_itemsize if several else shard.itemsize)
     out = rows * heads * shard.value_dim * shard.itemsize
     statistic = rows * heads * shard.statistic
@@ -146,8 +148,32 @@ def call_time(shard: Shard, pass_: Pass, rates: Rates, passes: Passes = OURS) ->
     compute = rates.compute if forward else rates.backward or rates.compute
     softmax = shard.batch * shard.heads * rates.per_exponential
     per_pair = pass_flops(shard, 1, pass_) / compute + softmax
-    moved = _bytes_around(shard, Pass(pass_), passes) / rates.memory
-    return CallTime(per_pair, rates.fill * per_pair + moved, rates.call)
+    per_row = rates.fill * per_pair + _bytes_around(shard, Pass(pass_), passes) / rates.memory
+    if shard.latent_travels and Pass(pass_) != Pass.QUERY:  # the rows of every bundle are expanded
+        per_row += expansion_seconds(shard, pass_, rates)
+    return CallTime(per_pair, per_row, rates.call)
+
+
+def expansion_seconds(shard: Shard, pass_: Pass, rates: Rates) -> float:
+    """Return the seconds to expand the latent of one token of each batch, in backward with its gradients.
+
+    Matrix products are taken to be as fast as the kernel. K and V are written, and in backward their
+    gradients read, twice.
+    """
+    if shard.latent is None:
+        return 0.0
+    products = 1 if Pass(pass_) == Pass.FORWARD else 3  # of K and V; of the latent's and of the weights'
+    width, rope = shard.latent
+    made = shard.batch * shard.kv_heads * (shard.head_dim - rope + shard.value_dim)
+    moved = 2 * made * shard.itemsize * (1 if products == 1 else 2)
+    return 2 * products * made * width / rates.compute + moved / rates.memory
+
+
+def home_expansion_seconds(shard: Shard, pass_: Pass, rates: Rates) -> float:
+    """Return the seconds to expand the rank's own rows alone, where K and V travel or stay."""
+    if shard.latent_travels and Pass(pass_) != Pass.QUERY:
+        return 0.0
+    return shard.tokens * expansion_seconds(shard, pass_, rates)
 
 
 def _bytes_around(shard: Shard, pass_: Pass, passes: Passes) -> float:
@@ -157,6 +183,8 @@ def _bytes_around(shard: Shard, pass_: Pass, passes: Passes) -> float:
     if pass_ == Pass.FORWARD:
         return passes.out * out
     if pass_ == Pass.KV:
+        if shard.latent_travels:
+            return passes.stays * (q + kv) + passes.travels * shard.batch * math.prod(shard.carried)
         return passes.stays * q + passes.travels * kv
     return passes.travels * q + passes.stays * kv + passes.stand_in * out
 

@@ -7,6 +7,7 @@ may have gaps, and may descend.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -24,6 +25,13 @@ def union(ranges: list[range]) -> Rows:
         elif span:
             joined.append(span)
     return tuple(joined)
+
+
+@lru_cache(maxsize=1024)
+def spans(read: tuple[Rows, ...]) -> Rows:
+    """Return the rows from the first to the last of each range, joined."""
+    ends = [sorted((span[0], span[-1])) for rows in read for span in rows]
+    return union([range(first, last + 1) for first, last in ends])
 
 
 def index_of(rows: Rows, row: int) -> int:

@@ -1,0 +1,144 @@
+"""K and V as what they are made of in multi-latent attention: a latent, a rope key, and weights.
+
+The latent and the rope key of a token are a few hundred numbers; K and V of all heads are many thousands. So
+the latent travels, and each rank expands the rows that it reads. The gradient of the latent travels likewise.
+
+Letters: B batch, S rows, H heads, R width of the latent, Dk and Dr widths of a key without position and of
+the rope key, Dv width of a value. Queries and whole keys have head dim D = Dk + Dr.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_mcore.attention.geometry.rows import Rows, gather, relative_to
+from burst_mcore.attention.numerics.segments import Bundle
+from burst_mcore.dtypes import DTYPES, wide
+
+TRAVELS = ("auto", "on", "off")
+
+
+class Latent(NamedTuple):
+    """Keys and values of multi-latent attention (MLA), before the up-projection.
+
+    Head h has the keys [compressed @ weight[h, :, :Dk], rope_key] and the values
+    compressed @ weight[h, :, Dk:].
+    """
+
+    compressed: Tensor
+    """[B, S, R]: the latent, normalized, in the dtype of q."""
+    rope_key: Tensor
+    """[B, S, 1, Dr]: the part of a key that has its position, the same for all heads."""
+    weight: Tensor
+    """[H, R, Dk + Dv]: the up-projection of the heads of q. Its gradient is that of the keys which this rank
+    has met: sum it over the ranks of the ring, as gradients of weights are."""
+    travels: str = "auto"
+    """What the ring carries: the latent ("on"), K and V ("off"), or the latent where the cost model predicts
+    a gain ("auto")."""
+
+
+def check_latent(q: Tensor, k: Tensor, v: Tensor, up: Tensor, travels: str, *, may_be_empty: bool) -> None:
+    """Refuse a latent that does not go with q; k: [B, S, 1, R], v: [B, S, 1, Dr]."""
+    if travels not in TRAVELS:
+        raise ValueError(f"travels must be one of {', '.join(map(repr, TRAVELS))}, got {travels!r}")
+    named = {"q": q, "latent.compressed": k, "latent.rope_key": v}
+    for name, x in named.items():
+        if x.dim() != 4 or 0 in (x.shape[:1] + x.shape[2:] if may_be_empty else x.shape):
+            wanted = "[batch, local sequence, heads, head_dim]" if x is q else "as `Latent` says"
+            raise ValueError(
+                f"{name} must be a tensor {wanted}, without empty dimensions, got {tuple(x.shape)}"
+            )
+    named["latent.weight"] = up
+    for name, x in named.items():
+        if x.layout != torch.strided:
+            raise ValueError(f"{name} must be a dense tensor (torch.strided), got {x.layout}")
+    shapes = (
+        f"q {list(q.shape)}, compressed {list(k.shape[:2] + k.shape[3:])}, rope_key {list(v.shape)}, "
+        f"weight {list(up.shape)}"
+    )
+    if not q.shape[:2] == k.shape[:2] == v.shape[:2] or k.shape[2] != 1 or v.shape[2] != 1:
+        raise ValueError(
+            f"q, latent.compressed [B, S, R] and latent.rope_key [B, S, 1, Dr] must have the same batch and "
+            f"local sequence, got {shapes}"
+        )
+    fits = up.dim() == 3 and up.shape[:2] == (q.shape[2], k.shape[3])
+    if not fits or not v.shape[3] < q.shape[3] or not up.shape[2] > q.shape[3] - v.shape[3]:
+        raise ValueError(
+            f"latent.weight must be [heads of q, R, Dk + Dv] with Dk = head_dim - Dr, got {shapes}"
+        )
+    if len({x.dtype for x in named.values()}) > 1 or q.dtype not in DTYPES.values():
+        found = ", ".join(str(x.dtype) for x in named.values())
+        raise ValueError(
+            f"q and the latent must have one dtype, of {', '.join(map(str, DTYPES.values()))}; got {found}"
+        )
+    if len({x.device for x in named.values()}) > 1:
+        found = ", ".join(str(x.device) for x in named.values())
+        raise ValueError(f"q and the latent must be on one device, got {found}")
+
+
+class Expansion:
+    """The up-projection of some heads: K and V of a latent, and back the gradients of all three.
+
+    Gradients of weights are summed over all rows that come, in at least float32.
+    """
+
+    def __init__(self, up: Tensor, heads: range, value_dim: int) -> None:
+        """Take the weights of `heads`; up: [all heads, R, Dk + Dv], value_dim: Dv."""
+        self._up, self._heads, self._key = up, heads, up.shape[2] - value_dim
+        of_heads = up[heads.start : heads.stop].transpose(1, 2)  # [H, Dk + Dv, R]
+        parts = of_heads[:, : self._key], of_heads[:, self._key :]
+        self._weights = tuple(part.flatten(0, 1) for part in parts)
+        self._sums: list[Tensor] = []
+
+    def expand(self, compressed: Tensor, rope_key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (k [B, S, H, D], v [B, S, H, Dv]) of compressed [B, S, 1, R], rope_key [B, S, 1, Dr]."""
+        many = len(self._heads)
+        keys, values = (
+            (compressed.flatten(2) @ weight.T).unflatten(2, (many, len(weight) // many))
+            for weight in self._weights
+        )
+        return torch.cat([keys, rope_key.expand(-1, -1, many, -1)], 3), values
+
+    def expand_rows(self, bundle: Bundle, rows: Rows | None, read: Rows) -> Bundle:
+        """Return (k, v) of the rows `read`; rows: those that the bundle has (None: all)."""
+        compressed, rope_key = (gather(x, relative_to(rows, read)) for x in bundle)
+        return self.expand(compressed, rope_key)
+
+    def gradients(self, compressed: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the latent and of the rope key, [B, S, 1, R] and [B, S, 1, Dr].
+
+        Both are in at least float32. The gradient of the weights is added to that of other rows.
+        """
+        batch, rows = compressed.shape[:2]
+        of_weights = [x.reshape(batch * rows, x.shape[2] * x.shape[3]) for x in (dk[..., : self._key], dv)]
+        latent = sum(_product(x, weight) for x, weight in zip(of_weights, self._weights, strict=True))
+        assert isinstance(latent, Tensor)
+        own = compressed.reshape(batch * rows, compressed.shape[3])
+        shares = [_product(x.T, own) for x in of_weights]
+        if self._sums:
+            for total, share in zip(self._sums, shares, strict=True):
+                total.add_(share)
+        else:
+            self._sums = shares
+        rope = dk[..., self._key :].sum(2, keepdim=True, dtype=wide(dk.dtype))
+        return latent.view(batch, rows, 1, compressed.shape[3]), rope
+
+    def weight_gradient(self) -> Tensor:
+        """Return the gradient of `up`, summed so far; zeros for other heads."""
+        gradient = torch.zeros_like(self._up)
+        for total, place in zip(self._sums, (slice(0, self._key), slice(self._key, None)), strict=False):
+            of_heads = total.unflatten(0, (len(self._heads), -1)).transpose(1, 2)
+            gradient[self._heads.start : self._heads.stop, :, place] = of_heads
+        return gradient
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b in at least float32."""
+    if a.dtype == wide(a.dtype):
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=wide(a.dtype))
+    return a.float() @ b.float()

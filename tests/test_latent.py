@@ -1,0 +1,330 @@
+"""Multi-latent attention: the latent on the wire gives what K and V on the wire give, in fewer bytes."""
+
+import itertools
+import random
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from dense import Problem, dense, error, single_kernel
+from masks import random_layout, random_mask
+from ranks import processes
+from torch import Tensor
+
+from burst_mcore import BurstConfig, Latent, Mask, Topology, burst_attention, shard, unshard
+from burst_mcore.attention.autotune.choose import Ranks, legal_degrees
+from burst_mcore.attention.autotune.cost import message_bytes
+from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.attention.request import latent_gains
+from burst_mcore.attention.schedule.route import Route
+from burst_mcore.attention.shard import Shard
+from burst_mcore.checkpointing import Segment, checkpoint
+from burst_mcore.rates import Rates
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KERNEL = KERNELS["aten-cpu"]
+
+
+class Case(NamedTuple):
+    """Global tensors, the same on every rank."""
+
+    q: Tensor
+    compressed: Tensor
+    rope_key: Tensor
+    weight: Tensor
+    dout: Tensor
+
+    def to(self, dtype):
+        return Case(*(x.to(dtype) for x in self))
+
+
+class Gradients(NamedTuple):
+    out: Tensor
+    dq: Tensor
+    dcompressed: Tensor
+    drope_key: Tensor
+    dweight: Tensor
+
+
+def case(seed, n, *, batch=1, heads=4, rank=24, nope=16, rope=8, value=16, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    weight = draw(heads, rank, nope + value) / rank**0.5
+    drawn = draw(batch, n, heads, nope + rope), draw(batch, n, rank), draw(batch, n, 1, rope), weight
+    return Case(*drawn, draw(batch, n, heads, value)).to(dtype)
+
+
+def expanded(c: Case) -> tuple[Tensor, Tensor]:
+    """K and V by definition."""
+    nope = c.q.shape[3] - c.rope_key.shape[3]
+    up = torch.einsum("bsr,hre->bshe", c.compressed, c.weight)
+    keys = [up[..., :nope], c.rope_key.expand(-1, -1, c.q.shape[2], -1)]
+    return torch.cat(keys, 3), up[..., nope:].contiguous()
+
+
+def through(c: Case, attend) -> Gradients:
+    """The gradients of attention to expanded K and V, these by torch.autograd; attend: of a `Problem`."""
+    compressed, rope_key, weight = (x.detach().requires_grad_() for x in c[1:4])
+    k, v = expanded(c._replace(compressed=compressed, rope_key=rope_key, weight=weight))
+    result = attend(Problem(c.q, k.detach(), v.detach(), c.dout))
+    torch.autograd.backward((k, v), (result.dk.to(k.dtype), result.dv.to(v.dtype)))
+    return Gradients(result.out, result.dq, compressed.grad, rope_key.grad, weight.grad)
+
+
+def on_ring(c: Case, mask, rank, size, config, topology, travels, around=lambda f, *args: f(*args)):
+    """The same of a ring, on every rank; around: calls the function of the rank's tensors."""
+    q, compressed, rope_key, dout = (
+        shard(x, 1, rank=rank, size=size, layout=config.layout)
+        for x in (c.q, c.compressed, c.rope_key, c.dout)
+    )
+    leaves = [x.detach().clone().requires_grad_() for x in (q, compressed, rope_key, c.weight)]
+
+    def attend(q, compressed, rope_key, weight):
+        latent = Latent(compressed, rope_key, weight, travels)
+        return burst_attention(q, latent=latent, topology=topology, mask=mask, config=config)
+
+    out = around(attend, *leaves)
+    assert out.shape == dout.shape
+    out.backward(dout)
+    whole = []
+    for x in (out.detach(), *(leaf.grad for leaf in leaves[:3])):
+        parts = [None] * size
+        dist.all_gather_object(parts, x)
+        whole.append(unshard(parts, 1, layout=config.layout))
+    dweight = leaves[3].grad.double()
+    dist.all_reduce(dweight)  # as the framework sums gradients of weights
+    return Gradients(*whole, dweight)
+
+
+def _random(draw, ranks, dtype):
+    heads = draw.choice((1, 2, 4, 6))
+    n = draw.choice((draw.randint(8, 40), draw.randint(100, 300), 48 * draw.randint(2, 6)))
+    config = BurstConfig(
+        layout=random_layout(draw, ranks.size, n),
+        backward=draw.choice(("auto", "query", "kv")),
+        ring=draw.choice(("auto", "double", "flat", "direct")),
+        overlap=draw.random() < 0.75,
+        head_parallel=draw.choice((1, 1, "auto", *legal_degrees(ranks, heads, heads))),
+    )
+    widths = {"rank": draw.choice((8, 24)), "nope": draw.choice((8, 16)), "rope": draw.choice((8, 16))}
+    c = case(n, n, batch=draw.randint(1, 2), heads=heads, value=draw.choice((8, 24)), **widths)
+    return c.to(dtype), random_mask(draw, n), config, draw.choice(("on", "on", "off", "auto"))
+
+
+def _as_exact(got, bar, want):
+    """Each error at most twice that of one kernel on expanded K and V, or of half an ulp."""
+    for name, g, b, w in zip(Gradients._fields, got, bar, want, strict=True):
+        eps = torch.finfo(b.dtype).eps
+        if w.norm() < 1e-10:  # nothing to be relative to
+            allowed = 2 * max(b.double().norm(), eps * g.numel() ** 0.5)
+            assert g.double().norm() <= allowed, f"{name} is {g.norm()}, not 0"
+            continue
+        allowed = 2 * max(error(b, w), eps / 2)
+        assert error(g, w) <= allowed, f"{name}: {error(g, w):.3e} > {allowed:.3e}"
+
+
+def _samples(rank, size, intra, seeds):
+    topology = Topology.from_group(dist.group.WORLD, intra_size=intra)
+    for seed in seeds:
+        draw = random.Random(seed)
+        c, mask, config, travels = _random(draw, Ranks(size, intra), draw.choice(DTYPES))
+        words = f"seed {seed}: {mask} {config} {[list(x.shape) for x in c]} {c.q.dtype} {travels}"
+        try:
+            got = on_ring(c, mask, rank, size, config, topology, travels)
+            if seed % size == rank:
+                bar = through(c, lambda p, mask=mask: single_kernel(p, KERNEL, mask))
+                _as_exact(got, bar, through(c.to(torch.float64), lambda p, mask=mask: dense(p, mask)))
+        except Exception as error_:
+            raise AssertionError(f"{words}: {error_}") from error_
+
+
+@pytest.mark.parametrize(
+    ("size", "intra"),
+    [(2, 2), (3, 1), (4, 2), pytest.param(6, 3, marks=pytest.mark.slow)],
+)
+def test_random_masks_layouts_and_shapes(size, intra):
+    processes(size, _samples, intra, range(25), timeout=500)
+
+
+def _in_float64(rank, size):
+    """Few tokens, some ranks without any; and every way, in float64."""
+    topology = Topology.from_group(dist.group.WORLD, intra_size=2)
+    ways = itertools.product(("on", "off", "auto"), ("query", "kv"), (1, 2, 4), ("double", "direct"))
+    varied = itertools.cycle(itertools.product((1, 2, 3, 5, 7, 64), (True, False)))
+    for (travels, backward, degree, ring), (n, overlap) in zip(ways, varied, strict=False):
+        c = case(n, n, heads=4, batch=2)
+        mask = Mask.causal() if n % 2 else Mask.window(2, 1)
+        config = BurstConfig(backward=backward, head_parallel=degree, ring=ring, overlap=overlap)
+        got = on_ring(c, mask, rank, size, config, topology, travels)
+        want = through(c, lambda p, mask=mask: dense(p, mask))
+        errors = [float((g - w).norm() / w.norm().clamp_min(1e-3)) for g, w in zip(got, want, strict=True)]
+        assert max(errors) < 1e-11, (n, travels, config, mask, errors)
+
+
+def test_every_way_agrees_in_float64_also_where_ranks_hold_nothing():
+    processes(4, _in_float64)
+
+
+def _counted(rank, size):
+    """(way, bytes sent in forward and backward) of this rank."""
+    sent, batch, rows = [], dist.batch_isend_irecv, []
+
+    def counting(operations):
+        sent.extend(op.tensor.nbytes for op in operations if op.op is dist.isend)
+        return batch(operations)
+
+    dist.batch_isend_irecv = counting
+    topology = Topology.from_group(dist.group.WORLD)
+    c = case(0, 256, heads=4, dtype=torch.float32)
+    for travels, backward in itertools.product(("on", "off"), ("query", "kv")):
+        config = BurstConfig(layout="contiguous", backward=backward, ring="flat")
+        latent = Latent(
+            *(shard(x, 1, rank=rank, size=size, layout="contiguous") for x in c[1:3]), c.weight, travels
+        )
+        q, dout = (shard(x, 1, rank=rank, size=size, layout="contiguous") for x in (c.q, c.dout))
+        out = burst_attention(
+            q.requires_grad_(), latent=latent, topology=topology, mask=Mask.full(), config=config
+        )
+        forward = sum(sent)
+        out.backward(dout)
+        rows.append((travels, backward, forward, sum(sent) - forward))
+        sent.clear()
+    return rows
+
+
+def test_the_wire_carries_the_latent_and_the_rope_key_and_no_k_or_v():
+    size, s = 4, 4
+    tokens, latent, keys, queries = 256 // size, 24 + 8, 4 * (24 + 16), 4 * (24 + 16 + 2)
+    for rows in processes(size, _counted):
+        for travels, backward, forward, sent in rows:
+            width = latent if travels == "on" else keys
+            gradient = width if backward == "kv" else 4 * 24
+            data = (size - 1) * (width if backward == "kv" else queries)
+            assert forward == tokens * s * (size - 1) * width
+            assert sent == tokens * s * (data + size * gradient)
+
+
+def _recomputed(rank, size):
+    topology = Topology.from_group(dist.group.WORLD, intra_size=2)
+    mask = Mask.causal()
+    for travels, degree, keep, reentrant in itertools.product(
+        ("on", "off"), (1, 2), (0.0, 0.5, 1.0), (True, False)
+    ):
+        c = case(3, 96, heads=4)
+        config = BurstConfig(layout="striped", head_parallel=degree)
+
+        def around(attend, *leaves, keep=keep, reentrant=reentrant):
+            def layer(*args):
+                return attend(*(x * 1 for x in args)) * 1
+
+            return checkpoint(layer, *leaves, policy=Segment(keep), use_reentrant=reentrant)
+
+        got = on_ring(c, mask, rank, size, config, topology, travels, around)
+        for g, w in zip(got, through(c, lambda p: dense(p, mask)), strict=True):
+            torch.testing.assert_close(g, w, rtol=1e-11, atol=1e-11)
+
+
+def test_checkpointed_layers_keep_segments_of_it():
+    processes(4, _recomputed)
+
+
+def _compiled(rank, size):
+    topology, mask, config = (
+        Topology.from_group(dist.group.WORLD),
+        Mask.causal(),
+        BurstConfig(head_parallel=size),
+    )
+    c = case(1, 64, heads=4)
+
+    def around(attend, *leaves):
+        return torch.compile(attend, fullgraph=True, backend="aot_eager")(*leaves)
+
+    for travels in ("on", "off"):
+        got = on_ring(c, mask, rank, size, config, topology, travels, around)
+        for g, w in zip(got, through(c, lambda p: dense(p, mask)), strict=True):
+            torch.testing.assert_close(g, w, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.slow
+def test_compiled_layers_take_it():
+    processes(2, _compiled)
+
+
+def test_one_rank_saves_the_latent_and_not_k_and_v():
+    c, saved = case(2, 64, heads=4, dtype=torch.float32), []
+    leaves = [x.requires_grad_() for x in c[:4]]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        burst_attention(leaves[0], latent=Latent(*leaves[1:]), topology=Topology.single(), mask=Mask.causal())
+    shapes = [tuple(x.shape) for x in saved]
+    assert (1, 64, 1, 24) in shapes and (1, 64, 4, 16) in shapes  # the latent; and O
+    assert sum(shape == (1, 64, 4, 24) for shape in shapes) == 1  # q, but no k
+
+
+DEEPSEEK = Shard(
+    batch=1,
+    tokens=8192,
+    heads=128,
+    kv_heads=128,
+    head_dim=192,
+    value_dim=128,
+    dtype=torch.bfloat16,
+    latent=(512, 64),
+)
+
+
+def test_deepseek_carries_576_numbers_a_token_instead_of_40960():
+    travelling = replace(DEEPSEEK, latent_travels=True)
+    route = Route(1, 4)
+    for pass_, kind in (("forward", "data"), ("kv", "data"), ("kv", "gradient")):
+        bytes_ = 4 if kind == "gradient" else 2
+        assert message_bytes(travelling, route, pass_).whole[kind] == 8192 * 576 * bytes_
+        assert message_bytes(DEEPSEEK, route, pass_).whole[kind] == 8192 * 40960 * bytes_
+
+
+def test_auto_takes_the_latent_only_where_a_gain_is_predicted():
+    fast, slow = (Rates(intra=4e11, inter=inter, compute=4e14) for inter in (4e11, 5e9))
+    config, mask, ranks = BurstConfig(), Mask.causal(), Ranks(16, 4)
+    for rates, tokens, gains in ((slow, 8192, True), (fast, 8192, False)):
+        travelling = replace(DEEPSEEK, tokens=tokens, latent_travels=True)
+        assert latent_gains(config, ranks, rates, travelling, mask, 16 * tokens) == gains
+    assert not latent_gains(config, Ranks(1, 1), slow, replace(DEEPSEEK, latent_travels=True), mask, 8192)
+
+
+def _latent(**changed):
+    c = case(0, 8, dtype=torch.float32)
+    return c.q, Latent(*c[1:4])._replace(**changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"travels": "maybe"}, "travels must be one of 'auto', 'on', 'off', got 'maybe'"),
+        ({"compressed": torch.zeros(1, 8, 1, 24)}, r"\[batch, local sequence, R\], got \(1, 8, 1, 24\)"),
+        ({"compressed": torch.zeros(1, 7, 24)}, "the same batch and local sequence"),
+        ({"rope_key": torch.zeros(1, 8, 4, 8)}, "the same batch and local sequence"),
+        ({"rope_key": torch.zeros(1, 8, 1, 24)}, "Dk = head_dim - Dr"),
+        ({"weight": torch.zeros(4, 24, 16)}, "Dk = head_dim - Dr"),
+        ({"weight": torch.zeros(2, 24, 32)}, r"\[heads of q, R, Dk \+ Dv\]"),
+        ({"weight": torch.zeros(4, 24, 32, dtype=torch.float64)}, "one dtype"),
+    ],
+)
+def test_bad_latents_are_refused(changed, words):
+    q, latent = _latent(**changed)
+    with pytest.raises(ValueError, match=words):
+        burst_attention(q, latent=latent, topology=Topology.single(), mask=Mask.causal())
+
+
+def test_keys_come_once():
+    q, latent = _latent()
+    call = {"topology": Topology.single(), "mask": Mask.causal()}
+    with pytest.raises(ValueError, match="k and v, or latent, not both"):
+        burst_attention(q, q, q, latent=latent, **call)
+    with pytest.raises(ValueError, match="needs k and v, or latent"):
+        burst_attention(q, q, **call)
+    with pytest.raises(ValueError, match="must be a Latent"):
+        burst_attention(q, latent=tuple(latent), **call)
