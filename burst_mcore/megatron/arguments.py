@@ -39,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="For auto: GB/s that a rank sends within its node and to others, TFLOP/s of the kernel.",
     )
     group.add_argument(
+        "--burst-mla-latent",
+        choices=("off", "on", "auto"),
+        help="Under multi-latent attention the latent travels between ranks, and not K and V; auto: where "
+        "the cost model predicts a gain. Default: off.",
+    )
+    group.add_argument(
         "--burst-fused-loss",
         action="store_true",
         help="Fuse the LM head with its loss: no logits in training, gradients in one pass.",
@@ -145,6 +151,11 @@ def setting(arguments: argparse.Namespace, name: str) -> Any:
     return SETTINGS[name].default if given is None else given
 
 
+def mla_latent(arguments: argparse.Namespace) -> str:
+    """Return whether the latent of MLA layers travels: "on", "off", or "auto"."""
+    return getattr(arguments, "burst_mla_latent", None) or "off"
+
+
 def given_flags(arguments: argparse.Namespace, *names: str) -> list[str]:
     """Return the flags of these fields that the command line has, with any value."""
     return [flag_of(name) for name in names if getattr(arguments, f"burst_{name}", None) is not None]
@@ -154,8 +165,9 @@ def options_without_effect(arguments: argparse.Namespace) -> str | None:
     """Return a flag that only burst attention reads, if burst attention is not chosen."""
     if uses_burst(arguments):
         return None
-    if getattr(arguments, "burst_rates", None):
-        return "--burst-rates"
+    for name in ("rates", "mla_latent"):
+        if getattr(arguments, f"burst_{name}", None):
+            return f"--burst-{name.replace('_', '-')}"
     return next(iter(given_flags(arguments, *SETTINGS)), None)
 
 

@@ -18,6 +18,7 @@ from burst_mcore.megatron.arguments import (
     burst_config,
     flag_of,
     given_flags,
+    mla_latent,
     options_without_effect,
     packed_of,
     rates_of,
@@ -95,6 +96,8 @@ def check_arguments(arguments: Any) -> None:
     if not uses_burst(arguments):
         return
     what = refusal(arguments)
+    if what is None and mla_latent(arguments) != "off":
+        what = latent_refusal(arguments)
     if what is not None:
         raise ValueError(f"burst attention does not support {what}")
     _check_combinations(arguments)
@@ -183,6 +186,28 @@ def refusal(config: Any, dropout: float | None = None) -> str | None:
         f"--attention-backend {backend}: legal are auto, flash, fused": backend in ("unfused", "local"),
     }
     return next((what for what, is_asked in asked.items() if is_asked), None)
+
+
+def latent_refusal(config: Any) -> str | None:
+    """Return a requested feature of MLA layers that --burst-mla-latent lacks; None if there is none.
+
+    It takes the input of the layer's up-projection, and the projection's weight as it is in memory.
+    """
+    selective = getattr(config, "recompute_granularity", None) == "selective"
+    recomputed = (getattr(config, "recompute_modules", None) or []) if selective else []
+    asked = {
+        "a layer without --multi-latent-attention": not _is_set(config, "multi_latent_attention"),
+        "fused rope (pass --no-rope-fusion)": (
+            _is_set(config, "apply_rope_fusion") and _is_set(config, "multi_latent_attention")
+        ),
+        "mla_up_proj in --recompute-modules: K and V are not kept anyway": "mla_up_proj" in recomputed,
+        "FP8 or FP4 weights": _is_set(config, "fp8") or _is_set(config, "fp4"),
+        "--delay-wgrad-compute": _is_set(config, "delay_wgrad_compute"),
+        "Megatron-FSDP (--use-megatron-fsdp)": _is_set(config, "use_megatron_fsdp"),
+        "an experimental attention variant": _is_set(config, "experimental_attention_variant"),
+    }
+    what = next((what for what, is_asked in asked.items() if is_asked), None)
+    return None if what is None else f"{what} with --burst-mla-latent (pass off)"
 
 
 def configured(burst: BurstConfig, config: Any, cp_comm_type: str | None) -> BurstConfig:

@@ -38,7 +38,8 @@ from burst_mcore.config import BurstConfig
 from burst_mcore.layout import positions
 from burst_mcore.mask import Mask
 from burst_mcore.megatron.arguments import from_command_line, packed_of
-from burst_mcore.megatron.asked import configured, kernel_of, refusal
+from burst_mcore.megatron.asked import configured, kernel_of, latent_refusal, refusal
+from burst_mcore.megatron.latent import hand_over_latents, is_latent, latent_of
 from burst_mcore.megatron.layouts import ZIGZAG, layout_of_packed, refuse_other_layout
 from burst_mcore.megatron.packed import Packing, packing
 from burst_mcore.megatron.patched.wrap import wrap
@@ -60,8 +61,9 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
     """Core attention over Megatron's own context-parallel group.
 
     Stands where DotProductAttention or TEDotProductAttention stand in a layer spec, with their constructor,
-    plus `burst_config` and, for its choices called "auto", `rates`. Its only parameter is `softmax_offset`,
-    if softmax_type is learnable. With a context-parallel size of 1 it attends locally. The ring, and on NCCL
+    plus `burst_config` and, for its choices called "auto", `rates`. With `mla_latent` "on" or "auto" an MLA
+    layer gives it the latent that K and V are made of. Its only parameter is `softmax_offset`, if
+    softmax_type is learnable. With a context-parallel size of 1 it attends locally. The ring, and on NCCL
     its communicators, are made here, once for each group; those of a group that comes with a call, in the
     first such call.
 
@@ -84,6 +86,7 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         pg_collection: Any = None,
         burst_config: BurstConfig | None = None,
         rates: Rates | None = None,
+        mla_latent: str = "off",
     ) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
@@ -91,9 +94,14 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         self.window = _window(config, layer_number)
         head_dim = k_channels if k_channels is not None else config.kv_channels
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(head_dim)
-        _refuse_unsupported(config, attention_type, attention_dropout, layer_number)
+        _refuse_unsupported(config, attention_type, attention_dropout, layer_number, mla_latent)
         self.burst_config = configured(burst_config or BurstConfig(), config, cp_comm_type)
         self.softmax_offset = softmax_offset(config, pg_collection)
+        self.mla_latent = mla_latent
+        self.up_weight: Callable[[], Tensor] | None = None
+        """Returns the weights that make K and V of the layer's latent, if the layer gives a latent."""
+        if mla_latent != "off":
+            hand_over_latents()
         # Last: these may make communicators.
         self.group = _group(config, pg_collection)
         self.topology = replace(
@@ -122,7 +130,8 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
 
         Args:
             query: [S, B, H, D]. key: [S, B, Hkv, D]. value: [S, B, Hkv, Dv], K/V heads not repeated. Packed
-                (thd): [T, H, D], [T, Hkv, D], [T, Hkv, Dv], with or without a batch of 1 behind T.
+                (thd): [T, H, D], [T, Hkv, D], [T, Hkv, Dv], with or without a batch of 1 behind T. Of an MLA
+                layer perhaps key [S, B, 1, R + Dr], a latent and its rope key, and value [S, B, 0, D].
             attention_mask: None, or Megatron's [1 or B, 1, S, global sequence], True where masked. It must
                 say the same as the mask type, which is what is used; this is checked. None if packed.
             attn_mask_type: overrides the one given at construction. A window comes from the config.
@@ -158,10 +167,16 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         if is_packed:
             found = self._packing(packed_seq_params, n, topology.size)
             mask, config = mask & found.documents, replace(config, layout=found.layout)
+        q, k, v = (_batch_first(x, is_packed) for x in (query, key, value))
+        keys: dict[str, Any] = {"k": k, "v": v}
+        if is_latent(value):
+            assert self.up_weight
+            keys = {"latent": latent_of(k, self.up_weight(), self.mla_latent)}
         # Only there: compiled, layers that say their number are code of their own.
         with of_layer(f"layer {self.layer_number}") if in_checkpoint() else contextlib.nullcontext():
             out = burst_attention(
-                *(_batch_first(x, is_packed) for x in (query, key, value)),
+                q,
+                **keys,
                 topology=topology,
                 mask=mask & self.window,
                 softmax_scale=self.softmax_scale,
@@ -379,10 +394,16 @@ def _window(config: TransformerConfig, layer_number: int) -> Mask:
 
 
 def _refuse_unsupported(
-    config: TransformerConfig, attention_type: str, dropout: float | None, layer_number: int
+    config: TransformerConfig,
+    attention_type: str,
+    dropout: float | None,
+    layer_number: int,
+    mla_latent: str,
 ) -> None:
     """ValueError for what a model may ask of its core attention and this one does not do."""
     what = refusal(config, dropout)
+    if what is None and mla_latent != "off":
+        what = latent_refusal(config)
     if attention_type != "self":
         what = f"attention of type {attention_type!r}, it does self attention"
     if what is not None:

@@ -24,21 +24,31 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from burst_mcore.config import BurstConfig
 from burst_mcore.megatron.arguments import (
     burst_config_from_arguments,
+    from_command_line,
     megatron_arguments,
     rates_from_arguments,
 )
+from burst_mcore.megatron.arguments import mla_latent as mla_latent_of
 from burst_mcore.megatron.core_attention import BurstCoreAttention
 
 STOCK = (DotProductAttention, TEDotProductAttention)
 """The core attentions that burst attention takes the place of."""
 
 
-def core_attention_spec(burst_config: BurstConfig | None = None) -> ModuleSpec:
-    """Return the spec of the core attention alone; the command line configures it unless told otherwise."""
+def core_attention_spec(burst_config: BurstConfig | None = None, mla_latent: str = "off") -> ModuleSpec:
+    """Return the spec of the core attention alone; without a config, as the command line says.
+
+    mla_latent: beside a config, what --burst-mla-latent is on the command line.
+    """
     if burst_config is not None:
-        return ModuleSpec(module=BurstCoreAttention, params={"burst_config": burst_config})
-    config, rates = burst_config_from_arguments(), rates_from_arguments()
-    return ModuleSpec(module=BurstCoreAttention, params={"burst_config": config, "rates": rates})
+        params = {"burst_config": burst_config, "mla_latent": mla_latent}
+        return ModuleSpec(module=BurstCoreAttention, params=params)
+    params = {
+        "burst_config": burst_config_from_arguments(),
+        "rates": rates_from_arguments(),
+        "mla_latent": from_command_line(mla_latent_of, mla_latent),
+    }
+    return ModuleSpec(module=BurstCoreAttention, params=params)
 
 
 class BurstLocalSpecProvider(LocalSpecProvider):  # type: ignore[misc]  # Megatron is untyped
@@ -57,13 +67,13 @@ class BurstTESpecProvider(TESpecProvider):  # type: ignore[misc]
         return core_attention_spec()
 
 
-def with_burst_attention(spec: Any, burst_config: BurstConfig | None = None) -> Any:
+def with_burst_attention(spec: Any, burst_config: BurstConfig | None = None, mla_latent: str = "off") -> Any:
     """Return a copy of `spec` (ModuleSpec, submodules, block or MTP spec) with burst attention in it.
 
     Raises:
         ValueError: nowhere in the spec is one of Megatron's own core attentions.
     """
-    burst = core_attention_spec(burst_config)
+    burst = core_attention_spec(burst_config, mla_latent)
     result = _replaced(spec, burst)
     if result is spec:
         raise ValueError(f"no core attention of Megatron's own to replace in this spec: {spec}")
@@ -95,7 +105,9 @@ def _replaced(node: Any, burst: ModuleSpec) -> Any:
     return node
 
 
-def layer_spec(config: TransformerConfig, burst_config: BurstConfig | None = None) -> ModuleSpec:
+def layer_spec(
+    config: TransformerConfig, burst_config: BurstConfig | None = None, mla_latent: str = "off"
+) -> ModuleSpec:
     """Return the spec of a GPT decoder layer as `config` asks for it (MLA, MoE, norms), with burst attention.
 
     Raises:
@@ -110,7 +122,7 @@ def layer_spec(config: TransformerConfig, burst_config: BurstConfig | None = Non
         stock = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
     else:
         stock = gpt_layer_specs.get_gpt_layer_local_spec
-    return with_burst_attention(stock(**_asked_of(config, stock)), burst_config)
+    return with_burst_attention(stock(**_asked_of(config, stock)), burst_config, mla_latent)
 
 
 def hybrid_stack_spec(config: TransformerConfig, burst_config: BurstConfig | None = None) -> ModuleSpec:

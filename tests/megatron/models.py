@@ -56,6 +56,8 @@ class Step(NamedTuple):
     """Of this rank, by parameter."""
     recomputed: int
     """Query-key pairs that burst attention's forward met in backward, on all ranks."""
+    latents: int
+    """Core attentions that were given a latent."""
 
 
 class Case(NamedTuple):
@@ -85,6 +87,7 @@ class Case(NamedTuple):
     """Whether the loss is fused."""
     tied: bool = False
     """Whether embedding and head share their weight."""
+    mla_latent: str = "off"
 
 
 def step(case: Case) -> Step:
@@ -136,6 +139,8 @@ def _steps(rank: int, size: int, cases: tuple[Case, ...]) -> list[Step]:
         context_parallel_size=cp,
         hierarchical_context_parallel_sizes=list(hierarchy) if hierarchy else None,
     )
+    if VERSION < (0, 19):
+        let_mla_be_local()
     attended = count_pairs()
     return [_step(case, attended) for case in cases]
 
@@ -202,8 +207,18 @@ def _step(case: Case, attended: Counter[str]) -> Step:
             dist.all_reduce(square, group=parallel_state.get_tensor_model_parallel_group())
         norms[name] = square.sqrt().item()
     cores = [type(m).__name__ for n, m in model.named_modules() if n.endswith("core_attention")]
+    latents = sum(getattr(module, "up_weight", None) is not None for module in model.modules())
     losses_of_all = unshard(whole, 1, layout=layout)[:, real]
-    return Step(losses_of_all, norms, cores, gradients, int(recomputed))
+    return Step(losses_of_all, norms, cores, gradients, int(recomputed), latents)
+
+
+def let_mla_be_local() -> None:
+    """Before 0.19 an MLA layer compares its modules with TransformerEngine's, also where there are none."""
+    from megatron.core.transformer import multi_latent_attention
+
+    for name in ("TELinear", "TEColumnParallelLinear", "Linear"):
+        setattr(multi_latent_attention, name, None)
+    multi_latent_attention.HAVE_TE = False
 
 
 def let_torchs_norms_be_sequence_parallel() -> None:
@@ -366,7 +381,7 @@ def build(case: Case, **stage: Any) -> Any:
     if case.model == "mtp":
         mtp = gpt_layer_specs.get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
     if case.attention == "burst":
-        layer = spec.layer_spec(config, burst)
+        layer = spec.layer_spec(config, burst, case.mla_latent)
         mtp = None if mtp is None else spec.with_burst_attention(mtp, burst)
     return GPTModel(config, layer, mtp_block_spec=mtp, **common, **stage)
 

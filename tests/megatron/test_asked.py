@@ -249,7 +249,9 @@ def _arguments(*words, **others):
     return Namespace(**{**defaults, **vars(given), **others})
 
 
+MLA = {"multi_latent_attention": True}
 BURST = ("--context-parallel-attention-backend", "burst")
+LATENT = (*BURST, "--burst-mla-latent", "on")
 
 
 def test_flags_are_the_fields_of_the_config_with_its_defaults():
@@ -275,6 +277,15 @@ def test_flags_are_the_fields_of_the_config_with_its_defaults():
         (["--burst-deterministic"], {}, "--burst-deterministic has no effect"),
         (["--burst-no-overlap"], {}, "--burst-no-overlap has no effect"),
         (["--burst-rates", "1", "1", "1"], {}, "--burst-rates has no effect"),
+        (["--burst-mla-latent", "off"], {}, "--burst-mla-latent has no effect"),
+        (LATENT, {}, "a layer without --multi-latent-attention with --burst-mla-latent"),
+        (LATENT, {**MLA, "apply_rope_fusion": True}, "fused rope .pass --no-rope-fusion"),
+        (LATENT, {**MLA, "fp8": "e4m3"}, "FP8 or FP4 weights with --burst-mla-latent"),
+        (
+            LATENT,
+            {**MLA, "recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
+            "mla_up_proj in --recompute-modules",
+        ),
         (["--burst-recompute", "attention"], {}, "needs --context-parallel-attention-backend burst"),
         (["--burst-fused-loss"], {"cross_entropy_loss_fusion": True}, "--cross-entropy-loss-fusion"),
         (BURST, {"attention_dropout": 0.1}, "attention dropout 0.1 .pass --attention-dropout 0"),

@@ -357,3 +357,25 @@ def _spec_without_arguments():
 
     with pytest.raises(RuntimeError, match="has not parsed its arguments"):
         _ = burst_layer_spec.submodules
+
+
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_a_norm_fused_into_the_up_projection_of_mla_is_applied(normalization, zero_centered):
+    """TransformerEngine's module, which is not here, by the attributes that it has."""
+    from burst_mcore.megatron.latent import _normed
+
+    torch.manual_seed(0)
+    gamma, bias, x = torch.randn(16), torch.randn(16), torch.randn(5, 2, 16)
+    linear = SimpleNamespace(
+        layer_norm_weight=gamma - 1 if zero_centered else gamma,
+        layer_norm_bias=None if normalization == "RMSNorm" else bias,
+        eps=1e-3,
+        normalization=normalization,
+        zero_centered_gamma=zero_centered,
+    )
+    mean = x.mean(-1, keepdim=True) if normalization == "LayerNorm" else 0
+    variance = (x - mean).square().mean(-1, keepdim=True)
+    want = (x - mean) / (variance + 1e-3).sqrt() * gamma + (bias if normalization == "LayerNorm" else 0)
+    torch.testing.assert_close(_normed(x, linear), want)
+    assert _normed(x, SimpleNamespace()) is x

@@ -1,7 +1,9 @@
 """Training steps with burst attention equal those of CP 1 with Megatron's own attention."""
 
 import pytest
-from models import MLA, MOE, MTP, VERSION, Case, assert_equal, default, needs_019, step
+from models import MLA, MOE, MTP, VERSION, Case, assert_equal, default, needs_019, step, steps
+
+from burst_mcore.checkpointing import Segment
 
 
 def test_the_baseline_is_megatrons_own_attention():
@@ -57,6 +59,32 @@ def test_moe_and_mtp(model, fields):
 def test_mla():
     # Megatron's local attention does not build in an MLA layer: the baseline is ours on one rank.
     assert_equal(step(Case(cp=2, fields=MLA)), step(Case(cp=1, fields=MLA)))
+
+
+@pytest.mark.proves("MLA", "the latent travels: CP 1, 2, 4; TP 2 x CP 2, sequence parallelism; shared heads")
+@pytest.mark.parametrize(
+    ("tp", "cp", "backward", "others"),
+    [
+        (1, 1, "auto", {}),
+        (1, 2, "query", {}),
+        (1, 2, "kv", {"recompute": "selective"}),
+        (1, 4, "kv", {"recompute": "full", "policy": Segment(0.5), "layout": "striped"}),
+        (1, 4, "query", {"hierarchy": (2, 2), "burst": (("head_parallel", 2),)}),
+        (2, 2, "kv", {}),
+        (2, 2, "query", {"sequence_parallel": True}),
+    ],
+)
+def test_the_latent_of_mla_travels(tp, cp, backward, others):
+    others = dict(others)
+    fields = (*MLA, *((("sequence_parallel", True),) if others.pop("sequence_parallel", False) else ()))
+    case = Case(tp=tp, cp=cp, backward=backward, fields=fields, **others)
+    got, want = steps(case._replace(mla_latent="on"), case)
+    assert_equal(got[0], want[0])
+    assert (got[0].latents, want[0].latents) == (2, 0)
+    for rank in range(tp):  # every parameter, summed over CP as Megatron's own reduction of gradients does
+        for name in want[rank].gradients:
+            ours, theirs = (sum(each.gradients[name] for each in of[rank::tp]) for of in (got, want))
+            assert (ours - theirs).norm() <= 2e-6 * theirs.norm(), name
 
 
 @pytest.mark.proves("attention sinks, off-by-one and learnable", "CP 2")

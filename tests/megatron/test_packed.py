@@ -54,7 +54,11 @@ def test_packed_documents_on_other_ways(way):
 @needs_019
 def test_packed_documents_in_other_models():
     # Megatron's local attention does not build in an MLA layer: the baseline is ours on one rank.
-    assert_equal(step(Case(cp=2, fields=MLA, **PADDED)), step(Case(fields=MLA, **PADDED)))
+    mla = step(Case(fields=MLA, **PADDED))
+    assert_equal(step(Case(cp=2, fields=MLA, **PADDED)), mla)
+    latent = step(Case(cp=2, fields=MLA, mla_latent="on", **PADDED))
+    assert latent.latents == 2
+    assert_equal(latent, mla)
     for model, fields in (("hybrid", ()), ("moe", MOE)):
         want = default(model=model, fields=fields, **PADDED)
         assert_equal(step(Case(model=model, cp=2, fields=fields, **PADDED)), want)

@@ -19,7 +19,7 @@ import megatron.training.training  # noqa: F401 -- here once, for all ranks that
 import prepare_bytes  # it needs megatron.core
 from job import Job, JobFailedError  # it needs tensorboard
 
-from burst_mcore.megatron import launcher
+from burst_mcore.megatron import core_attention, launcher
 
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
@@ -102,6 +102,23 @@ def test_windows_in_some_layers(data, alone, tmp_path):
 @pytest.mark.proves("training runs", "CP 2 by a spec")
 def test_a_ring_of_two_chosen_by_a_spec(data, alone, tmp_path):
     assert_equal(train(tmp_path, 2, data, *SPEC, *CP2, "--burst-backward", "kv"), alone)
+
+
+@pytest.mark.proves("training runs", "MLA whose latent travels, beside K and V")
+@pytest.mark.slow
+def test_the_latent_of_mla(data, tmp_path, monkeypatch):
+    mla = ["--multi-latent-attention", "--kv-lora-rank", "16", "--qk-head-dim", "8", "--rope-type", "rope"]
+    mla += ["--qk-pos-emb-head-dim", "8", "--v-head-dim", "8"]
+    grouped = MODEL.index("--group-query-attention")  # and --num-query-groups 2
+    monkeypatch.setattr("test_training.MODEL", [*MODEL[:grouped], *MODEL[grouped + 3 :]])
+    call = [*BURST, *CP2, "--burst-backward", "kv", *mla]
+    plain = train(tmp_path / "plain", 2, data, *call)
+    with monkeypatch.context() as patch:
+        patch.setattr(core_attention, "latent_of", None)  # none is made without the flag
+        assert_equal(train(tmp_path / "without", 2, data, *call, iterations=1), plain[:1])
+        with pytest.raises(JobFailedError):
+            train(tmp_path / "with", 2, data, *call, "--burst-mla-latent", "on", iterations=1)
+    assert_equal(train(tmp_path / "latent", 2, data, *call, "--burst-mla-latent", "on"), plain)
 
 
 @pytest.mark.proves("training runs", "fused loss")

@@ -1,0 +1,117 @@
+"""The latent of Megatron's multi-latent attention (MLA), which core attention gets in the place of K and V.
+
+An MLA layer up-projects its latent to K and V of all heads, and calls core attention. Here the layer's own
+code runs with a stand-in for that up-projection, which only takes its input. Core attention gets the latent
+and the rope key as one key of one head, and values of no heads: these mark it. Norms, rope and the regions of
+tensor parallelism stay Megatron's.
+
+This can go when Megatron gives core attention its latent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from torch import Tensor
+
+from burst_mcore.attention.numerics.latent import Latent
+from burst_mcore.megatron.patched.wrap import wrap
+
+
+def hand_over_latents() -> None:
+    """Let MLA layers give their latent to core attentions whose `mla_latent` is not "off"."""
+    wrap(MLASelfAttention, "get_query_key_value_tensors", _handing_over)
+
+
+def is_latent(value: Tensor) -> bool:
+    """Return whether these values mark a key as a latent: they have no heads."""
+    return value.shape[-2] == 0
+
+
+def latent_of(key: Tensor, weight: Tensor, travels: str) -> Latent:
+    """Return the latent in a key [B, S, 1, R + Dr]; weight: [H, R, Dk + Dv]."""
+    compressed, rope_key = key.split([weight.shape[1], key.shape[-1] - weight.shape[1]], -1)
+    return Latent(compressed[:, :, 0], rope_key, weight, travels)
+
+
+def _handing_over(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the function of a layer that makes its query, key and value."""
+    signature = inspect.signature(original)
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs).arguments
+        cached = any(given.get(name) is not None for name in ("inference_context", "inference_params"))
+        if cached or getattr(self.core_attention, "mla_latent", "off") == "off":
+            return original(self, *args, **kwargs)
+        with _taking_the_latent(self) as taken:
+            query, key, _, *others = original(self, *args, **kwargs)
+        (latent,) = taken
+        rope_key = key[..., :1, self.config.qk_head_dim :]
+        self.core_attention.up_weight = functools.partial(_weight, self)
+        key = torch.cat([latent.unsqueeze(-2), rope_key], -1)
+        return query, key, query[..., :0, :], *others
+
+    return made
+
+
+def _weight(layer: Any) -> Tensor:
+    """Return the up-projection of a layer's heads, [H, R, Dk + Dv]."""
+    by_head = layer.linear_kv_up_proj.weight.unflatten(0, (layer.num_attention_heads_per_partition, -1))
+    weight: Tensor = by_head.transpose(1, 2)
+    return weight
+
+
+@contextlib.contextmanager
+def _taking_the_latent(layer: Any) -> Iterator[list[Tensor]]:
+    """Let the layer's up-projection take its input, and return zeros that need no memory.
+
+    The module is still called, so that hooks before it (which gather its parameters) run.
+    """
+    linear, taken = layer.linear_kv_up_proj, []
+
+    def take(latent: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        taken.append(_of_whole_rows(_normed(latent, linear), layer))
+        latent = taken[-1]
+        return latent.new_zeros(()).expand(*latent.shape[:-1], linear.weight.shape[0]), None
+
+    linear.forward = take
+    try:
+        yield taken
+    finally:
+        del linear.forward
+
+
+def _normed(latent: Tensor, linear: Any) -> Tensor:
+    """Return the latent, normalized where TransformerEngine fuses the norm into the up-projection."""
+    gamma = getattr(linear, "layer_norm_weight", None)
+    if gamma is None:
+        return latent
+    gamma = gamma + 1 if linear.zero_centered_gamma else gamma
+    if linear.normalization == "RMSNorm":
+        return torch.nn.functional.rms_norm(latent, latent.shape[-1:], gamma, linear.eps)
+    bias = linear.layer_norm_bias
+    return torch.nn.functional.layer_norm(latent, latent.shape[-1:], gamma, bias, linear.eps)
+
+
+def _of_whole_rows(latent: Tensor, layer: Any) -> Tensor:
+    """Return the latent of all rows of the layer; backward sums its gradients over tensor parallelism."""
+    group = layer.pg_collection.tp
+    if group is None or group.size() == 1:
+        return latent
+    if layer.config.sequence_parallel:
+        gathered: Tensor = gather_from_sequence_parallel_region(latent, group=group)
+        return gathered
+    copied: Tensor = copy_to_tensor_model_parallel_region(latent, group=group)
+    if copied.requires_grad:  # Megatron-Core 0.16 loses the sum of a gradient that is not contiguous
+        copied.register_hook(Tensor.contiguous)
+    return copied
