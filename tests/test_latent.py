@@ -3,6 +3,7 @@
 import itertools
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -13,14 +14,15 @@ from masks import random_layout, random_mask
 from ranks import processes
 from torch import Tensor
 
-from burst_mcore import BurstConfig, Latent, Mask, Topology, burst_attention, shard, unshard
+from burst_mcore import BurstConfig, Latent, Layout, Mask, Topology, burst_attention, shard, unshard
 from burst_mcore.attention.autotune.choose import Ranks, legal_degrees
 from burst_mcore.attention.autotune.cost import message_bytes
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.attention.request import latent_gains
+from burst_mcore.attention.request import _fastest, latent_gains
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
 from burst_mcore.checkpointing import Segment, checkpoint
+from burst_mcore.machines import machine
 from burst_mcore.rates import Rates
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -328,3 +330,17 @@ def test_keys_come_once():
         burst_attention(q, q, **call)
     with pytest.raises(ValueError, match="must be a Latent"):
         burst_attention(q, latent=tuple(latent), **call)
+
+
+def test_predictions_in_the_docs_are_those_of_the_model():
+    page = (Path(__file__).parent.parent / "docs" / "attention.md").read_text()
+    rows = page.split("| K and V travel | the latent travels |\n")[1].splitlines()[1:4]
+    for row in rows:
+        name, nodes, *said = (cell.strip() for cell in row.strip("|").split("|"))
+        ranks, config = Ranks(int(nodes) * 8, 8), BurstConfig(head_parallel="auto")
+        call = config, Layout("zigzag"), ranks, machine(name).rates
+        found = [
+            _fastest(*call, replace(DEEPSEEK, latent_travels=travels), Mask.causal(), 8192 * ranks.size)
+            for travels in (False, True)
+        ]
+        assert said == [f"{way.seconds * 1e3:.0f} ms" for way in found]

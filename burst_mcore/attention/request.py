@@ -18,7 +18,6 @@ from torch.autograd import forward_ad
 
 from burst_mcore.agreement import Signature
 from burst_mcore.attention.autotune.choose import (
-    AS_FAST,
     RINGS,
     Candidate,
     Ranks,
@@ -349,9 +348,11 @@ def choose_route(
 def latent_gains(
     config: BurstConfig, ranks: Ranks, rates: Rates, travelling: Shard, mask: Mask, n: int
 ) -> bool:
-    """Return whether the model predicts that a call is faster if the latent travels, and not K and V.
+    """Return whether the model predicts a gain if the latent travels, and not K and V.
 
-    travelling: the shapes where it does.
+    The call may not be slower; if both are as fast, the order of `best` decides, as by bytes between nodes.
+
+    travelling: the shapes where the latent travels.
     """
     if ranks.size == 1:
         return False
@@ -359,7 +360,7 @@ def latent_gains(
     options = without_layout(config), layout, ranks, rates
     latent = _fastest(*options, travelling, mask, n)
     expanded = _fastest(*options, replace(travelling, latent_travels=False), mask, n)
-    gains = latent.seconds * AS_FAST < expanded.seconds
+    gains = latent.seconds <= expanded.seconds and best([expanded, latent]) is latent
     logger.info(
         "MLA: %s travel: predicted %.3g s with the latent, %.3g s with K and V",
         "the latent and its rope key" if gains else "K and V",

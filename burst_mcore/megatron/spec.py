@@ -125,7 +125,9 @@ def layer_spec(
     return with_burst_attention(stock(**_asked_of(config, stock)), burst_config, mla_latent)
 
 
-def hybrid_stack_spec(config: TransformerConfig, burst_config: BurstConfig | None = None) -> ModuleSpec:
+def hybrid_stack_spec(
+    config: TransformerConfig, burst_config: BurstConfig | None = None, mla_latent: str = "off"
+) -> ModuleSpec:
     """Return the spec of a HybridModel's stack with burst attention (Megatron-Core 0.19 and later).
 
     With TransformerEngine it is Megatron's own, attention replaced. Without, it is made of local modules and
@@ -140,8 +142,8 @@ def hybrid_stack_spec(config: TransformerConfig, burst_config: BurstConfig | Non
     except ImportError as error:
         raise ValueError("HybridModel needs Megatron-Core 0.19 or later") from error
     if config.transformer_impl == "transformer_engine":
-        return with_burst_attention(hybrid_layer_specs.hybrid_stack_spec, burst_config)
-    layer = layer_spec(config, burst_config).submodules
+        return with_burst_attention(hybrid_layer_specs.hybrid_stack_spec, burst_config, mla_latent)
+    layer = layer_spec(config, burst_config, mla_latent).submodules
     attention = type(layer)(
         input_layernorm=layer.input_layernorm,
         self_attention=layer.self_attention,
