@@ -15,11 +15,12 @@ from ranks import processes
 from torch import Tensor
 
 from burst_mcore import BurstConfig, Latent, Layout, Mask, Topology, burst_attention, shard, unshard
+from burst_mcore.attention import operator
 from burst_mcore.attention.autotune.choose import Ranks, legal_degrees
-from burst_mcore.attention.autotune.cost import message_bytes
+from burst_mcore.attention.autotune.cost import link_bytes, message_bytes
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.request import _fastest, latent_gains
-from burst_mcore.attention.schedule.route import Route
+from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.attention.shard import Shard
 from burst_mcore.checkpointing import Segment, checkpoint
 from burst_mcore.machines import machine
@@ -173,28 +174,48 @@ def test_every_way_agrees_in_float64_also_where_ranks_hold_nothing():
 
 
 def _counted(rank, size):
-    """(way, bytes sent in forward and backward) of this rank."""
-    sent, batch, rows = [], dist.batch_isend_irecv, []
+    """(way, bytes sent in forward and backward, bytes of the program) of this rank."""
+    sent, made, rows = [], [], []
+    batch, agreed = dist.batch_isend_irecv, operator.agree_on_call
 
     def counting(operations):
         sent.extend(op.tensor.nbytes for op in operations if op.op is dist.isend)
         return batch(operations)
 
-    dist.batch_isend_irecv = counting
-    topology = Topology.from_group(dist.group.WORLD)
-    c = case(0, 256, heads=4, dtype=torch.float32)
-    for travels, backward in itertools.product(("on", "off"), ("query", "kv")):
-        config = BurstConfig(layout="contiguous", backward=backward, ring="flat")
-        latent = Latent(
-            *(shard(x, 1, rank=rank, size=size, layout="contiguous") for x in c[1:3]), c.weight, travels
+    def watched(*args):
+        made.append(agreed(*args))
+        return made[-1]
+
+    dist.batch_isend_irecv, operator.agree_on_call = counting, watched
+    topology, n = Topology.from_group(dist.group.WORLD), 256
+    c = case(0, n, heads=4, dtype=torch.float32)
+    for travels, backward, degree in itertools.product(("on", "off"), ("query", "kv"), (1, 2, 4)):
+        config = BurstConfig(layout="contiguous", backward=backward, ring="flat", head_parallel=degree)
+        q, dout, *own = (
+            shard(x, 1, rank=rank, size=size, layout="contiguous") for x in (c.q, c.dout, *c[1:3])
         )
-        q, dout = (shard(x, 1, rank=rank, size=size, layout="contiguous") for x in (c.q, c.dout))
+        latent = Latent(*own, c.weight, travels)
         out = burst_attention(
             q.requires_grad_(), latent=latent, topology=topology, mask=Mask.full(), config=config
         )
         forward = sum(sent)
         out.backward(dout)
-        rows.append((travels, backward, forward, sum(sent) - forward))
+        shape = Shard(
+            batch=1,
+            tokens=n // size,
+            heads=4,
+            kv_heads=4,
+            head_dim=24,
+            value_dim=16,
+            dtype=torch.float32,
+            latent=(24, 8),
+            latent_travels=travels == "on",
+        )
+        route, planned = made[-1][0].route, []
+        for pass_ in ("forward", backward):
+            sizes = message_bytes(shape, route, pass_)
+            planned.append(link_bytes(program(rank, route, pass_), rank, sizes, size)["intra"])
+        rows.append((travels, backward, degree, [forward, sum(sent) - forward], planned))
         sent.clear()
     return rows
 
@@ -203,12 +224,15 @@ def test_the_wire_carries_the_latent_and_the_rope_key_and_no_k_or_v():
     size, s = 4, 4
     tokens, latent, keys, queries = 256 // size, 24 + 8, 4 * (24 + 16), 4 * (24 + 16 + 2)
     for rows in processes(size, _counted):
-        for travels, backward, forward, sent in rows:
+        for travels, backward, degree, sent, planned in rows:
+            assert sent == planned, (travels, backward, degree)
+            if degree > 1:
+                continue
             width = latent if travels == "on" else keys
             gradient = width if backward == "kv" else 4 * 24
             data = (size - 1) * (width if backward == "kv" else queries)
-            assert forward == tokens * s * (size - 1) * width
-            assert sent == tokens * s * (data + size * gradient)
+            assert sent[0] == tokens * s * (size - 1) * width
+            assert sent[1] == tokens * s * (data + size * gradient)
 
 
 def _recomputed(rank, size):
