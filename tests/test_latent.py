@@ -173,6 +173,34 @@ def test_every_way_agrees_in_float64_also_where_ranks_hold_nothing():
     processes(4, _in_float64)
 
 
+def _by_a_kernel_that_adds_in_place(rank, size, ways):
+    topology = Topology.from_group(dist.group.WORLD)
+    masks = itertools.cycle((Mask.causal(), Mask.window(9, 3), Mask.causal() & Mask.dilated(20, 3)))
+    for (deterministic, backward, degree), mask in zip(ways, masks, strict=False):
+        options = {"kernel": "triton", "deterministic": deterministic, "head_parallel": degree}
+        config = BurstConfig(backward=backward, ring="flat", **options)
+        c = case(5, 32, heads=2, dtype=torch.float32)
+        got = on_ring(c, mask, rank, size, config, topology, "on")
+        want = through(c.to(torch.float64), lambda p, mask=mask: dense(p, mask))
+        for name, g, w in zip(Gradients._fields, got, want, strict=True):
+            assert error(g, w) < 3e-6, (name, config, mask)
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        ((False, "kv", 1), (True, "kv", 1)),
+        pytest.param(
+            tuple(itertools.product((False, True), ("query", "kv"), (1, 2))), marks=pytest.mark.slow
+        ),
+    ],
+    ids=["some ways", "all ways"],
+)
+def test_kernels_that_add_in_place_take_it(ways):
+    pytest.importorskip("triton")
+    processes(2, _by_a_kernel_that_adds_in_place, ways)
+
+
 def _counted(rank, size):
     """(way, bytes sent in forward and backward, bytes of the program) of this rank."""
     sent, made, rows = [], [], []
