@@ -113,6 +113,7 @@ def _random(draw, ranks, dtype):
         ring=draw.choice(("auto", "double", "flat", "direct")),
         overlap=draw.random() < 0.75,
         head_parallel=draw.choice((1, 1, "auto", *legal_degrees(ranks, heads, heads))),
+        head_placement=draw.choice(("auto", "inner", "outer")),
     )
     widths = {"rank": draw.choice((8, 24)), "nope": draw.choice((8, 16)), "rope": draw.choice((8, 16))}
     c = case(n, n, batch=draw.randint(1, 2), heads=heads, value=draw.choice((8, 24)), **widths)
@@ -386,10 +387,12 @@ def test_keys_come_once():
 
 def test_predictions_in_the_docs_are_those_of_the_model():
     page = (Path(__file__).parent.parent / "docs" / "attention.md").read_text()
-    rows = page.split("| K and V travel | the latent travels |\n")[1].splitlines()[1:4]
+    rows = page.split("| K and V travel | the latent travels |\n")[1].splitlines()[1:7]
+    assert len(rows) == 6
     for row in rows:
-        name, nodes, *said = (cell.strip() for cell in row.strip("|").split("|"))
-        ranks, config = Ranks(int(nodes) * 8, 8), BurstConfig(head_parallel="auto")
+        name, nodes, degree, *said = (cell.strip() for cell in row.strip("|").split("|"))
+        config = BurstConfig(ring="double", head_parallel=int(degree), head_placement="inner")
+        ranks = Ranks(int(nodes) * 8, 8)
         call = config, Layout("zigzag"), ranks, machine(name).rates
         found = [
             _fastest(*call, replace(DEEPSEEK, latent_travels=travels), Mask.causal(), 8192 * ranks.size)
