@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.call import Call, Keys, Queries, room_like, sendable
-from burst_mcore.attention.geometry.rows import Rows, gather, relative_to, scatter_views, union
+from burst_mcore.attention.geometry.rows import Rows, gather, relative_to, union
 from burst_mcore.attention.geometry.tiles import Tile
 from burst_mcore.attention.kernels.kernel import BackwardInputs
 from burst_mcore.attention.numerics.merge import GradientSum
@@ -22,7 +22,7 @@ from burst_mcore.attention.numerics.rowwise import output_stand_in
 from burst_mcore.attention.runtime.buffers import Lease
 from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
 from burst_mcore.attention.runtime.head_exchange import Inward, Outward, pooled_like
-from burst_mcore.attention.schedule.actions import HOME_TOTAL, Kind, Pass
+from burst_mcore.attention.schedule.actions import Kind, Pass
 from burst_mcore.dtypes import wide
 
 
@@ -67,7 +67,8 @@ class _Backward:
         self.staying = tuple(GradientSum(like=tensor) for tensor in self.stays)
         self.shares: list[tuple[Rows, Share]] = []
         """Gradients of the travelling bundle from the last compute, by its rows."""
-        self.travelled: Bundle | None = None
+        self.returned = tuple(GradientSum(like=tensor) for tensor in self.travelling)
+        """Gradients of the rank's own travelling bundle: its own share, and sums of others that come home."""
 
     def run(self, transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
         home: Bundle = self.queries if self.query_travels else self.keys
@@ -80,17 +81,12 @@ class _Backward:
             self.free,
             {**self.inward, **outward},
         )
-        self.ring = ring
-        self.bound = self.call.bound(self.call.direction)
         self.call.prepare(self.call.direction, self.queries.q.device)
-        ring.run(self.bound, self.compute, self.accumulate)
+        ring.run(self.call.bound(self.call.direction), self.compute, self.accumulate, self.keep)
         if self.heads_shared:
             travelled, stayed = outward[Kind.SUM].own, outward[Kind.RESULT].own
         else:
-            travelled = self._travelled()
-            for total, like in zip(travelled, self.travelling, strict=True):
-                if total.dtype == like.dtype:  # it is returned itself, not a copy
-                    self.lease.keep(total)
+            travelled = tuple(self.lease.keep(total.result()) for total in self.returned)
             stayed = tuple(total.result() for total in self.staying)
         dq, dk, dv = (*travelled, *stayed) if self.query_travels else (*stayed, *travelled)
         return dq.to(self.queries.q.dtype), dk.to(self.keys.k.dtype), dv.to(self.keys.v.dtype)
@@ -180,6 +176,15 @@ class _Backward:
         for gradient, result in zip(running, total or (None,) * len(running), strict=True):
             gradient.finish(result)
 
+    def keep(self, sums: Bundle | None, rows: Rows | None) -> None:
+        """Add sums that came home, or else the shares of the last compute, to the returned gradient."""
+        if sums is not None:
+            self._add(sums, self.returned, (range(sums[0].shape[1]),) if rows is None else rows)
+            return
+        shares, self.shares = self.shares, []
+        for place, share in shares:
+            self._add(share, self.returned, place)
+
     def _add(self, share: Share, totals: Sequence[GradientSum], rows: Rows) -> None:
         """Add a tile's gradients of these rows."""
         if not callable(share):
@@ -225,23 +230,6 @@ class _Backward:
         for tensor in bundle:
             self.lease.free(tensor)
 
-    def _travelled(self) -> Bundle:
-        """Return the complete gradient of the rank's own bundle, of all its rows."""
-        buffer = self.bound.home_sum
-        rows = () if buffer is None else self.bound.rows[buffer]
-        if buffer is not None and rows is None:
-            return self.ring.buffer(buffer)
-        dtype = self.call.total_dtype if buffer == HOME_TOTAL else self.call.grad_dtype
-        whole = room_like(self.lease, self.travelling, None, dtype)
-        for total in whole:
-            total.zero_()
-        if buffer is not None:
-            assert rows is not None
-            for total, sums in zip(whole, self.ring.buffer(buffer), strict=True):
-                for to, values in scatter_views(total, rows, sums):
-                    to.copy_(values)
-        return whole
-
     def outward(self) -> Mapping[Kind, Outward]:
         """Return the exchanges out of the head group, for the gradients that stay and that travelled."""
         q, (k, v), h = self.queries.q, self.keys, self.call.route.heads
@@ -261,10 +249,8 @@ class _Backward:
         }
 
     def _arrived(self, rows: range, into: Bundle) -> None:
-        if self.travelled is None:
-            self.travelled = self._travelled()
-        for to, total in zip(into, self.travelled, strict=True):
-            to.copy_(gather(total, (rows,)))
+        for to, total in zip(into, self.returned, strict=True):
+            total.put(rows, (to,))
 
     def _stayed(self, rows: range, into: Bundle) -> None:
         for to, total in zip(into, self.staying, strict=True):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_mcore.attention.geometry.rows import Rows, gather, scatter_views
-from burst_mcore.attention.runtime.binding import Attend, Bound, Collect, Join, Post, Room
+from burst_mcore.attention.runtime.binding import Attend, Bound, Collect, Join, Keep, Post, Room, TakeIn
 from burst_mcore.attention.runtime.communicators import Carrier
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import (
@@ -36,6 +36,7 @@ from burst_mcore.attention.schedule.trace import recorder
 Bundle = tuple[Tensor, ...]
 OnCompute = Callable[[int, int | None, Bundle, Rows | None], None]
 OnAccumulate = Callable[[Bundle, Rows | None, bool, Bundle | None], None]
+OnKeep = Callable[[Bundle | None, Rows | None], None]
 New = Callable[[Kind, Rows | None], Bundle]
 Free = Callable[[Bundle], None]
 
@@ -187,17 +188,24 @@ class Ring:
         self._buffers: dict[str, Bundle] = {HOME: home}
         self._under_way: dict[Channel, tuple[list[Action], list[Work], list[Bundle]]] = {}
 
-    def run(self, bound: Bound, compute: OnCompute, accumulate: OnAccumulate | None = None) -> None:
+    def run(
+        self,
+        bound: Bound,
+        compute: OnCompute,
+        accumulate: OnAccumulate | None = None,
+        keep: OnKeep | None = None,
+    ) -> None:
         """Carry out the steps of a program.
 
         compute(source, part, bundle, rows) attends to a bundle of these rows. Then, while the bundle is still
         in its buffer, accumulate(sums, rows, first, total) adds its gradients to the travelling sums, or sets
-        them if `first`. With `total` the sums are complete, and go there.
+        them if `first`. With `total` the sums are complete, and go there. Gradients of the rank's own bundle
+        go to keep(sums, rows): the sums of others that came home, or None after the compute of the own share.
 
         Raises:
             RuntimeError: a hop failed; the message names its step and ranks.
         """
-        self._compute, self._accumulate = compute, accumulate
+        self._compute, self._accumulate, self._keep_own = compute, accumulate, keep
         carry_out, record = self._CARRY_OUT, recorder()
         try:
             for step in bound.steps:
@@ -213,10 +221,6 @@ class Ring:
             _ABANDONED.append((self._under_way, self._buffers))
             raise
 
-    def buffer(self, name: str) -> Bundle:
-        """Return the bundle in the buffer `name`."""
-        return self._buffers[name]
-
     def _attend(self, step: Attend) -> None:
         action = step.action
         self._compute(action.source, action.part, self._buffers[action.buffer], step.rows)
@@ -226,6 +230,15 @@ class Ring:
         sums = self._room(step.sums)
         total = None if step.total is None else self._total(step.total, sums)
         self._accumulate(sums, step.sums.rows, step.action.first, None if total is sums else total)
+
+    def _keep(self, step: Keep) -> None:
+        assert self._keep_own is not None
+        self._keep_own(None, None)
+
+    def _take_in(self, step: TakeIn) -> None:
+        assert self._keep_own is not None
+        for buffer, rows in step.sums:
+            self._keep_own(self._buffers[buffer], rows)
 
     def _join(self, step: Join) -> None:
         first, others = step.action.first, self._buffers[step.action.other]
@@ -324,6 +337,8 @@ class Ring:
         Post: _post,
         Attend: _attend,
         Collect: _collect,
+        Keep: _keep,
+        TakeIn: _take_in,
         Join: _join,
         Wait: _wait,
         Pack: _pack,

@@ -15,10 +15,12 @@ HOME = "home"
 PARTIAL = "partial"
 """The buffer in which the sum of the nodes before arrives."""
 
+KEPT = "kept"
+"""The rank's own share of the gradient of its own bundle: it never travels."""
 HOME_SUM = "sum home"
-"""The buffer that sums a gradient which stays with its rank, or comes straight back to it."""
+"""The buffer that sums the shares of other ranks which come straight back."""
 TOTAL, HOME_TOTAL = "total", "total home"
-"""The buffers of complete gradients: of another rank's bundle, on its way home, and of the rank's own."""
+"""The buffers of sums on their last hop: of another rank's bundle on its way home, and of the rank's own."""
 
 
 class _Word(StrEnum):
@@ -63,7 +65,7 @@ class Kind(_Word):
     GRADIENT = "gradient"
     """The sum of gradients that follows a bundle."""
     TOTAL = "total"
-    """The complete gradient of a bundle on its last hop, rounded to the dtype in which it is returned."""
+    """The sum of all shares but the owner's on its last hop, rounded to the dtype that is returned."""
     BUNDLE = "bundle"
     """Into the head group: the bundle that will travel."""
     ROWS = "rows"
@@ -149,7 +151,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Accumulate:
-    """Add the gradients of the last Compute to the travelling sum in `buffer`; the `first` share is set.
+    """Add the gradients of the last Compute to the sum in `buffer`; the `first` share is set.
 
     Afterwards the buffer holds `rows`. The bundle that was computed is still in place: a kernel that adds to
     the sum itself reads it once more.
@@ -188,13 +190,13 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """The gradient of the rank's own bundle is complete, in `buffer`; None: nobody reads the bundle."""
+    """The gradient of the rank's own bundle is the sum of these buffers; none: nobody reads the bundle."""
 
     step: int
-    buffer: str | None
+    buffers: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"done {self.buffer or 'nothing'}"
+        return f"done {' + '.join(self.buffers) or 'nothing'}"
 
 
 @dataclass(frozen=True, slots=True)

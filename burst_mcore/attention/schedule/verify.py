@@ -32,7 +32,7 @@ from burst_mcore.attention.schedule.actions import (
     Wait,
 )
 from burst_mcore.attention.schedule.communicator import Communicator, communicator_of
-from burst_mcore.attention.schedule.ring import home_sum
+from burst_mcore.attention.schedule.ring import at_home
 from burst_mcore.attention.schedule.route import Schedule
 from burst_mcore.attention.schedule.walk import walk
 
@@ -254,14 +254,11 @@ def _check_end(rank: _Rank) -> None:
 
 
 def _check_sum(rank: _Rank) -> None:
-    buffer = home_sum(rank.program)
-    if buffer is None:
-        if rank.readers:
-            raise rank.fail(f"no gradient comes home, but {sorted(rank.readers)} read its bundle")
-        return
-    token = rank.read(buffer)
-    if token[:3] != (Kind.SUM, rank.position, rank.readers):
-        raise rank.fail(f"gradient of {rank.position} at home is {token}")
+    """Check that the buffers at home have every reader's share of the gradient, once."""
+    tokens = [rank.read(buffer) for buffer in at_home(rank.program)]
+    shares = sorted(reader for token in tokens for reader in token[2])
+    if shares != sorted(rank.readers) or any(token[:2] != (Kind.SUM, rank.position) for token in tokens):
+        raise rank.fail(f"gradient of {rank.position} at home is {tokens}, of readers {sorted(rank.readers)}")
 
 
 def _cover(present: Rows | None, rows: Rows | None) -> bool:
