@@ -1,4 +1,8 @@
-"""The field's methods of context parallelism on the cost model's clock, each by the schedule that it runs."""
+"""The field's methods of context parallelism on the cost model's clock, each by the schedule that it runs.
+
+Rings stand for others' by our programs, in which a rank's own share of a gradient does not travel. Where
+others let it travel, their backward makes one hop more than is counted here.
+"""
 
 from __future__ import annotations
 
