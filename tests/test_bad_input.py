@@ -77,6 +77,11 @@ RING = Topology(rank=1, size=4)
             },
             r"6 K/V heads and 4 do not divide one another; legal: \[1, 2\]",
         ),
+        (
+            {"topology": RING, "config": BurstConfig(mesh=(2, 4))},
+            r"mesh=2x4 with head_parallel=1 is not legal: rows x columns x head_parallel must be the 4 ranks",
+        ),
+        ({"topology": RING, "config": BurstConfig(mesh="2x2", ring="direct")}, "a mesh has rings"),
         ({"config": BurstConfig(head_parallel=2)}, r"does not divide the 1 ranks; legal: \[1\]"),
         ({"mask": "causal"}, r"got 'causal': Mask.causal\(\)"),
         ({"mask": torch.ones(8, 8)}, r"got a tensor \[8, 8\]: Mask.causal"),

@@ -266,6 +266,9 @@ def _routes(size, intra):
                 yield Route(1, positions, heads, overlap, direct=True)
             if 1 < heads < size:
                 yield route_for(heads, Ranks(size, intra), ring="double", overlap=overlap, outer=True)
+            for rings in (r for r in range(2, positions + 1) if positions % r == 0):
+                ranks = Ranks(size, intra)
+                yield route_for(heads, ranks, ring="double", overlap=overlap, rings=rings)
             if size > intra and intra % heads == 0:
                 yield Route(size // intra, intra // heads, heads, overlap)
                 yield Route(size // intra, intra // heads, heads, overlap, mirrored=True)
@@ -318,7 +321,7 @@ def test_verify_finds_what_is_wrong_with_a_double_ring(edit, words):
         (_without(Unpack, kind=Kind.ROWS), "before they came"),
         (_without(Unpack, kind=Kind.BUNDLE), "before all of the head group"),
         (_without(Unpack, kind=Kind.RESULT), "result of the head group|its results stay"),
-        (_without(Compute, step=0), "leave before they are complete|computed sources"),
+        (_without(Compute, step=0), "leave before they are complete|must be each of"),
         (_without(Wait, channel=Channel(Link.HEADS, Kind.BUNDLE, 1)), "while a message arrives"),
         (_changed(Unpack, {"member": 0}, kind=Kind.RESULT), "before anything arrived"),
     ],

@@ -8,21 +8,23 @@ P].
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.call import Call, Keys, Queries, room_like, sendable
-from burst_mcore.attention.geometry.rows import Rows, gather, relative_to, union
+from burst_mcore.attention.call import Call, Keys, Queries, sendable
+from burst_mcore.attention.geometry.rows import Rows, count, gather, relative_to, union
 from burst_mcore.attention.geometry.tiles import Tile
 from burst_mcore.attention.kernels.kernel import BackwardInputs
 from burst_mcore.attention.numerics.merge import GradientSum
 from burst_mcore.attention.numerics.rowwise import output_stand_in
-from burst_mcore.attention.runtime.buffers import Lease
+from burst_mcore.attention.runtime.buffers import Lease, room_like
+from burst_mcore.attention.runtime.columns import Residents, Shares
 from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
 from burst_mcore.attention.runtime.head_exchange import Inward, Outward, pooled_like
-from burst_mcore.attention.schedule.actions import Kind, Pass
+from burst_mcore.attention.schedule.actions import Compute, Kind, Pass
 from burst_mcore.dtypes import wide
 
 
@@ -45,6 +47,19 @@ Share = Bundle | Callable[..., None]
 """A tile's gradients: tensors, or a deferred kernel call that accumulates into the buffers it is given."""
 
 
+@dataclass
+class _Resident:
+    """Rows that stay at a rank while bundles travel past, and the sums of their gradients."""
+
+    rows: Rows | None
+    """Their rows at the position that owns them; None: all."""
+    bundle: Bundle
+    """`Queries` or `Keys`."""
+    sums: tuple[GradientSum, ...]
+    out: Tensor | None = None
+    """The output of staying queries, or a stand-in; None where it is not known yet."""
+
+
 class _Backward:
     def __init__(self, call: Call, queries: Queries, keys: Keys, out: Tensor, lease: Lease) -> None:
         self.call, self.lease = call, lease
@@ -65,6 +80,9 @@ class _Backward:
         k_side: Bundle = (keys.k, keys.v)
         self.travelling, self.stays = (q_side, k_side) if self.query_travels else (k_side, q_side)
         self.staying = tuple(GradientSum(like=tensor) for tensor in self.stays)
+        stays: Bundle = self.keys if self.query_travels else self.queries
+        self.residents = {call.position: _Resident(None, stays, self.staying, self.out)}
+        """By position: the own rows that stay, and on a mesh those of others."""
         self.shares: list[tuple[Rows, Share]] = []
         """Gradients of the travelling bundle from the last compute, by its rows."""
         self.returned = tuple(GradientSum(like=tensor) for tensor in self.travelling)
@@ -79,7 +97,7 @@ class _Backward:
             sendable(self.call, home),
             self.new,
             self.free,
-            {**self.inward, **outward},
+            {**self.inward, **outward, **self.along_column()},
         )
         self.call.prepare(self.call.direction, self.queries.q.device)
         ring.run(self.call.bound(self.call.direction), self.compute, self.accumulate, self.keep)
@@ -91,32 +109,37 @@ class _Backward:
         dq, dk, dv = (*travelled, *stayed) if self.query_travels else (*stayed, *travelled)
         return dq.to(self.queries.q.dtype), dk.to(self.keys.k.dtype), dv.to(self.keys.v.dtype)
 
-    def compute(self, source: int, part: int | None, bundle: Bundle, rows: Rows | None) -> None:
-        """Compute gradients of one bundle and this rank's own tensors, or a member's share, tile by tile."""
-        position = self.call.position
+    def compute(self, action: Compute, bundle: Bundle, rows: Rows | None) -> None:
+        """Compute gradients of one bundle and of rows that stay, or a member's share, tile by tile."""
+        source, part, own = action.source, action.part, self.call.position
+        position = own if action.resident is None else action.resident
+        resident = self.residents[position]
         if self.query_travels:
-            queries, keys = Queries(*bundle), self.keys
+            queries, keys = Queries(*bundle), Keys(*resident.bundle)
             met = self.call.tiles(source, position, k_part=part)
+            out = self.out if source == own else None
         else:
-            queries, keys = self.queries, Keys(*bundle)
+            queries, keys = Queries(*resident.bundle), Keys(*bundle)
             met = self.call.tiles(position, source, q_part=part)
-        out = self.out if source == position or not self.query_travels else None
+            out = resident.out
         if out is None and part is None and met and not self.call.kernel.takes_delta:
-            out = self._stand_in(queries, met, rows)
+            out = self._stand_in(queries, met, rows, resident)
+        q_stored, k_stored = (rows, resident.rows) if self.query_travels else (resident.rows, rows)
         for tile in met:
-            q_rows = relative_to(rows, tile.q) if self.query_travels else tile.q
-            k_rows = tile.k if self.query_travels else relative_to(rows, tile.k)
+            q_rows, k_rows = relative_to(q_stored, tile.q), relative_to(k_stored, tile.k)
             inputs = self._inputs(q_rows, k_rows, queries, keys, out)
-            goes, stays = (tile.q, tile.k) if self.query_travels else (tile.k, tile.q)
+            goes, stays = (tile.q, k_rows) if self.query_travels else (tile.k, q_rows)
             share, stay = self._shares(inputs, tile)
-            self._add(stay, self.staying, stays)
+            self._add(stay, resident.sums, stays)
             self.shares.append((goes, share))
 
-    def _stand_in(self, queries: Queries, met: Sequence[Tile], rows: Rows | None) -> Tensor:
+    def _stand_in(
+        self, queries: Queries, met: Sequence[Tile], rows: Rows | None, resident: _Resident
+    ) -> Tensor:
         """Return the stand-in for O, once for all tiles: of the rows that they read, or of all that stay."""
         if not self.query_travels:
-            self.out = output_stand_in(queries.dout, queries.delta)  # they are all there by now
-            return self.out
+            resident.out = output_stand_in(queries.dout, queries.delta)  # they are all there by now
+            return resident.out
         stand_in = torch.empty_like(queries.dout)
         for span in _spans(tuple([relative_to(rows, tile.q) for tile in met])):
             dout, delta, into = (gather(x, (span,)) for x in (queries.dout, queries.delta, stand_in))
@@ -229,6 +252,36 @@ class _Backward:
         """Take back a buffer that is not needed any more."""
         for tensor in bundle:
             self.lease.free(tensor)
+
+    def along_column(self) -> dict[Kind, Exchange]:
+        """Return the exchanges along the column of a mesh: of rows that stay, and of their gradients."""
+        if self.call.route.of(self.call.direction).rings == 1:
+            return {}
+        return {
+            Kind.RESIDENT: Residents(self.residents[self.call.position].bundle, self._came, self.lease),
+            Kind.SHARE: Shares(self._room_for_share, self._share, self._add_share),
+        }
+
+    def _came(self, member: int, rows: Rows | None, bundle: Bundle) -> None:
+        stays = bundle if self.query_travels else bundle[:1]
+        sums = tuple(GradientSum(like=tensor) for tensor in stays)
+        position = self.call.resident(self.call.direction, member)
+        self.residents[position] = _Resident(rows, bundle, sums)
+
+    def _room_for_share(self, rows: Rows | None) -> Bundle:
+        """Return room for gradients of some own rows that stay, in the dtype of travelling sums."""
+        shapes = [(len(x), x.shape[1] if rows is None else count(rows), *x.shape[2:]) for x in self.stays]
+        return tuple(
+            x.new_empty(s, dtype=self.call.grad_dtype) for x, s in zip(self.stays, shapes, strict=True)
+        )
+
+    def _share(self, member: int, into: Bundle) -> None:
+        resident = self.residents[self.call.resident(self.call.direction, member)]
+        for to, total in zip(into, resident.sums, strict=True):
+            total.put(range(to.shape[1]), (to,))
+
+    def _add_share(self, rows: Rows, share: Bundle) -> None:
+        self._add(share, self.staying, rows)
 
     def outward(self) -> Mapping[Kind, Outward]:
         """Return the exchanges out of the head group, for the gradients that stay and that travelled."""

@@ -26,6 +26,7 @@ from burst_mcore.attention.autotune.choose import (
     legal_degrees,
     overlaps,
     reason,
+    rings_of,
     route_for,
     typical,
     why_not_degree,
@@ -39,7 +40,7 @@ from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
-from burst_mcore.config import BurstConfig
+from burst_mcore.config import BurstConfig, sides_of
 from burst_mcore.dtypes import DTYPES
 from burst_mcore.layout import Layout
 from burst_mcore.machines import default_rates
@@ -322,7 +323,9 @@ def _route_of_kind(
     degrees = degrees_of(config, ranks, shard)
     directions = backward_passes(config.backward)
     rings = RINGS if config.ring == "auto" else (config.ring,)
-    if ranks.size == 1 or (degrees == (ranks.size,) and len(directions) == 1):
+    if config.mesh != "none" and ranks.size > 1:
+        degrees = tuple(d for d in degrees if rings_of(config.mesh, ranks.size // d, shard))
+    elif ranks.size == 1 or (degrees == (ranks.size,) and len(directions) == 1):
         overlap = overlaps(config.overlap, degrees[0], ranks, rates)
         return route_for(degrees[0], ranks, ring=rings[0], overlap=overlap), directions[0]
     costed, slower = contenders(
@@ -337,6 +340,7 @@ def _route_of_kind(
         degrees=degrees,
         directions=directions,
         placement=config.head_placement,
+        mesh=config.mesh,
     )
     chosen = best(costed)
     logger.info("%s, backward %s: %s", chosen.route, chosen.direction, reason(chosen, costed, slower))
@@ -346,6 +350,9 @@ def _route_of_kind(
 def degrees_of(config: BurstConfig, ranks: Ranks, shard: Shard) -> tuple[int, ...]:
     """Return the degrees of head parallelism to choose from; ValueError if the configured one is illegal."""
     degree = config.head_parallel
+    if sides := sides_of(config.mesh):
+        check_mesh(config, sides, ranks)
+        degree = ranks.size // math.prod(sides)
     if not isinstance(degree, int):
         return tuple(legal_degrees(ranks, shard.heads, shard.kv_heads))
     why_not = why_not_degree(degree, ranks, shard.heads, shard.kv_heads)
@@ -356,6 +363,17 @@ def degrees_of(config: BurstConfig, ranks: Ranks, shard: Shard) -> tuple[int, ..
             f"{legal_degrees(ranks, shard.heads, shard.kv_heads)}"
         )
     return (degree,)
+
+
+def check_mesh(config: BurstConfig, sides: tuple[int, int], ranks: Ranks) -> None:
+    """Raise ValueError if the configured mesh does not go with so many ranks, or with the other settings."""
+    rows, columns = sides
+    degree = config.head_parallel
+    legal = f"rows x columns x head_parallel must be the {ranks.size} ranks"
+    if ranks.size % (rows * columns) or (degree != "auto" and rows * columns * degree != ranks.size):
+        raise ValueError(f"mesh={rows}x{columns} with head_parallel={degree} is not legal: {legal}")
+    if config.ring == "direct":
+        raise ValueError("a mesh has rings: ring='direct' does not go with mesh; use 'auto'")
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, may_be_empty: bool) -> None:

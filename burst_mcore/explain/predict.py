@@ -28,7 +28,7 @@ from burst_mcore.attention.autotune.cost import Sizes, link_bytes, message_bytes
 from burst_mcore.attention.autotune.simulate import Timeline, play
 from burst_mcore.attention.geometry.plan import Plan, plan_of
 from burst_mcore.attention.schedule.actions import Link, Pass
-from burst_mcore.attention.schedule.route import Schedule, schedule
+from burst_mcore.attention.schedule.route import Route, Schedule, schedule
 from burst_mcore.attention.schedule.verify import verify
 from burst_mcore.attention.shard import Shard
 from burst_mcore.explain.problem import DTYPES, Problem
@@ -169,7 +169,7 @@ def _row(candidate: Candidate, chosen: Candidate) -> dict[str, Any]:
         "head_parallel": f"{candidate.route.heads}{' outer' * candidate.route.outer}",
         "backward": candidate.direction,
         "ring": f"{candidate.ring}{', mirrored' * candidate.route.mirrored}",
-        "positions": f"{candidate.route.nodes} x {candidate.route.intra}",
+        "positions": f"{candidate.route.nodes} x {candidate.route.intra}{_beside(candidate.route)}",
         "forward ms": candidate.forward_seconds * 1e3,
         "backward ms": candidate.backward_seconds * 1e3,
         "total ms": candidate.seconds * 1e3,
@@ -179,6 +179,10 @@ def _row(candidate: Candidate, chosen: Candidate) -> dict[str, Any]:
         "inter MB": candidate.inter_bytes / 1e6,
         "intra MB": candidate.intra_bytes / 1e6,
     }
+
+
+def _beside(route: Route) -> str:
+    return f", {route.rings} rings" if route.rings > 1 else ""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from burst_mcore.attention.geometry.rows import Rows, relative_to
 from burst_mcore.attention.schedule.actions import (
+    GROUPS,
     HOME,
     KEPT,
     Accumulate,
@@ -18,7 +19,6 @@ from burst_mcore.attention.schedule.actions import (
     Channel,
     Compute,
     Kind,
-    Link,
     Pack,
     Program,
     Recv,
@@ -150,11 +150,11 @@ class _Binder:
 
     def parcel(self, action: Action) -> Parcel:
         if isinstance(action, Recv):
-            within_group = action.channel.link == Link.HEADS
+            within_group = action.channel.link in GROUPS
             return Parcel(action, None if within_group else self.room(action.buffer, action.rows), None)
         assert isinstance(action, Send)
         held = self.rows.get(action.buffer)
-        if action.channel.link == Link.HEADS or held == action.rows:
+        if action.channel.link in GROUPS or held == action.rows:
             return Parcel(action, None, None)
         assert action.rows is not None
         return Parcel(action, None, relative_to(held, action.rows))

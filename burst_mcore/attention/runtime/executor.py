@@ -18,6 +18,7 @@ from burst_mcore.attention.schedule.actions import (
     HOME,
     Action,
     Channel,
+    Compute,
     Kind,
     Link,
     Pack,
@@ -34,7 +35,7 @@ from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.attention.schedule.trace import recorder
 
 Bundle = tuple[Tensor, ...]
-OnCompute = Callable[[int, int | None, Bundle, Rows | None], None]
+OnCompute = Callable[[Compute, Bundle, Rows | None], None]
 OnAccumulate = Callable[[Bundle, Rows | None, bool, Bundle | None], None]
 OnKeep = Callable[[Bundle | None, Rows | None], None]
 New = Callable[[Kind, Rows | None], Bundle]
@@ -145,18 +146,18 @@ _ABANDONED: list[object] = []
 
 
 class Exchange(Protocol):
-    """One kind of message of the all-to-all over a head group."""
+    """One kind of message in a group: the all-to-all over a head group, or along a column of a mesh."""
 
-    def pack(self, member: int) -> Bundle:
-        """Return the share of `member` as one contiguous tensor: a message has a cost besides its bytes."""
+    def pack(self, action: Pack) -> Bundle:
+        """Return the share of a member, contiguous."""
         ...
 
-    def empty(self) -> Bundle:
-        """Return room for the share that comes from another member."""
+    def empty(self, rows: Rows | None) -> Bundle:
+        """Return room for the share, of these rows, that comes from another member."""
         ...
 
-    def unpack(self, member: int, parcel: Bundle | None) -> None:
-        """Copy the share of `member` to its place; None stands for this rank's own share."""
+    def unpack(self, action: Unpack, parcel: Bundle | None) -> None:
+        """Copy the share of a member to its place; None stands for this rank's own share."""
         ...
 
 
@@ -197,7 +198,7 @@ class Ring:
     ) -> None:
         """Carry out the steps of a program.
 
-        compute(source, part, bundle, rows) attends to a bundle of these rows. Then, while the bundle is still
+        compute(action, bundle, rows) attends to a bundle of these rows. Then, while the bundle is still
         in its buffer, accumulate(sums, rows, first, total) adds its gradients to the travelling sums, or sets
         them if `first`. With `total` the sums are complete, and go there. Gradients of the rank's own bundle
         go to keep(sums, rows): the sums of others that came home, or None after the compute of the own share.
@@ -223,7 +224,7 @@ class Ring:
 
     def _attend(self, step: Attend) -> None:
         action = step.action
-        self._compute(action.source, action.part, self._buffers[action.buffer], step.rows)
+        self._compute(action, self._buffers[action.buffer], step.rows)
 
     def _collect(self, step: Collect) -> None:
         assert self._accumulate is not None
@@ -254,10 +255,10 @@ class Ring:
                 to.add_(values)
 
     def _pack(self, action: Pack) -> None:
-        self._buffers[action.buffer] = self._exchanges[action.kind].pack(action.member)
+        self._buffers[action.buffer] = self._exchanges[action.kind].pack(action)
 
     def _unpack(self, action: Unpack) -> None:
-        self._exchanges[action.kind].unpack(action.member, self._buffers.get(action.buffer))
+        self._exchanges[action.kind].unpack(action, self._buffers.get(action.buffer))
 
     def _total(self, room: Room, sums: Bundle) -> Bundle:
         """Return a buffer for complete sums: themselves, if they have the dtype in which they go home."""
@@ -289,7 +290,7 @@ class Ring:
             if room is not None:
                 bundle = self._room(room)
             elif isinstance(action, Recv):
-                bundle = self._buffers[action.buffer] = self._exchanges[step.channel.kind].empty()
+                bundle = self._buffers[action.buffer] = self._exchanges[step.channel.kind].empty(action.rows)
             elif cut is None:
                 bundle = self._buffers[action.buffer]
             else:

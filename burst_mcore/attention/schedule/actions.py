@@ -55,6 +55,12 @@ class Link(_Word):
     """Any two ranks."""
     HEADS = "heads"
     """Members of one head group."""
+    MESH = "mesh"
+    """Positions of one column of a mesh: the same place on rings side by side."""
+
+
+GROUPS = (Link.HEADS, Link.MESH)
+"""Links of messages that are packed and unpacked."""
 
 
 class Kind(_Word):
@@ -74,9 +80,13 @@ class Kind(_Word):
     """Out of the head group: the results of the rows that stay."""
     SUM = "sum"
     """Out of the head group: the gradient of the bundle that travelled."""
+    RESIDENT = "resident"
+    """Along a column of a mesh: the rows that stay at a position, to ranks that attend with them as well."""
+    SHARE = "share"
+    """Back along the column: the results that another rank has for them."""
 
 
-COMES_LATE = (Kind.GRADIENT, Kind.TOTAL, Kind.RESULT, Kind.SUM)
+COMES_LATE = (Kind.GRADIENT, Kind.TOTAL, Kind.RESULT, Kind.SUM, Kind.SHARE)
 """Kinds of messages whose contents must be computed first; the others can be sent at once."""
 
 
@@ -135,18 +145,21 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Attend this rank's own tensors to the bundle of position `source`, which lies in `buffer`.
+    """Attend rows that stay to the bundle of position `source`, which lies in `buffer`.
 
-    With `part`, only own rows that are the share of this member of the head group take part.
+    These are the position's own rows; with `part`, those of one member of the head group; with `resident`,
+    those of another position of a mesh.
     """
 
     step: int
     source: int
     buffer: str
     part: int | None = None
+    resident: int | None = None
 
     def __str__(self) -> str:
-        return f"[{self.source}{'' if self.part is None else f'.{self.part}'}]"
+        part = "" if self.part is None else f".{self.part}"
+        return f"[{'' if self.resident is None else f'{self.resident}:'}{self.source}{part}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +214,14 @@ class Return:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Copy the share of member `member` of the head group into `buffer`."""
+    """Copy the share of member `member` of the group into `buffer`: a head group, or a column of a mesh."""
 
     step: int
     kind: Kind
     buffer: str
     member: int
+    rows: Rows | None = None
+    """The rows of the share, in a column (None: all)."""
 
     def __str__(self) -> str:
         return f"pack {self.buffer}"
@@ -214,12 +229,13 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Unpack:
-    """Copy the share that came from member `member` of the head group out of `buffer`, to its place."""
+    """Copy the share that came from member `member` of the group out of `buffer`, to its place."""
 
     step: int
     kind: Kind
     buffer: str
     member: int
+    rows: Rows | None = None
 
     def __str__(self) -> str:
         return f"unpack {self.buffer}"

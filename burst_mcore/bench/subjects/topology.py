@@ -273,6 +273,7 @@ def costed(case: ClusterCase, way: str, latency: float) -> tuple[Candidate, ...]
         degrees=tuple(every) if config.head_parallel == "auto" else (int(config.head_parallel),),
         directions=backward_passes(config.backward),
         placement=config.head_placement,
+        mesh=config.mesh,
     )
 
 
