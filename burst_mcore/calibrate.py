@@ -18,8 +18,8 @@ from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.bench.launch import in_processes
-from burst_mcore.bench.methods.attention import share_of
 from burst_mcore.bench.methods.bare import both_ways, scores_of
+from burst_mcore.bench.methods.sharded import share_of
 from burst_mcore.machines import CPU
 from burst_mcore.rates import Rates
 

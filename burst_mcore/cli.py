@@ -246,6 +246,10 @@ def plan(
         list[Path] | None,
         typer.Option(metavar="FILE", help="Rows to which two numbers of their machines are fitted first."),
     ] = None,
+    rates_file: Annotated[
+        Path | None,
+        typer.Option("--rates", help="Rates of the machine of all rows, as calibrate writes them."),
+    ] = None,
 ) -> None:
     """Predict measured figures of attention, and print both side by side; the last line is JSON."""
     import json
@@ -253,12 +257,14 @@ def plan(
     import torch
 
     from burst_mcore.plan.against import compare
+    from burst_mcore.rates import Rates
 
     torch.set_num_threads(1)
     try:
         if not against:
             raise ValueError("give --against FILE: the measured rows beside which to predict")
-        report = compare(against, calibrate or ())
+        rates = None if rates_file is None else Rates.load(rates_file)
+        report = compare(against, calibrate or (), rates)
     except ValueError as error:
         _fail("plan", error, status=2)
     typer.echo(report.text())

@@ -11,11 +11,14 @@ from typing import Any
 
 from burst_mcore.attention.autotune.choose import Ranks
 from burst_mcore.attention.autotune.cost import allowed_pairs
+from burst_mcore.dtypes import TRAINED
 from burst_mcore.mask import Mask
 
 MASKS = ("causal", "full", "varlen_causal", "varlen_full")
 PASSES = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
 """Passes that a figure covers, and their FLOPs as multiples of a forward's."""
+CPU = "cpu"
+"""Hardware of rows that were measured on some CPU; no preset predicts them, a file of rates does."""
 FIGURES = ("tflops", "iterations_per_second")
 """Figures of a row: 10**12 FLOPs a second and GPU, or passes a second of the slowest rank."""
 
@@ -25,7 +28,7 @@ class Row:
     """One measured figure of an attention layer. Raises ValueError for a field that is missing or wrong."""
 
     hardware: str
-    """A name of `burst_mcore.machines.MACHINES`."""
+    """A name of `burst_mcore.machines.MACHINES`, or `CPU`; with rates of its own, any machine."""
     gpus: int
     gpus_per_node: int
     heads: int
@@ -41,6 +44,7 @@ class Row:
     """Ranks that share heads; None: as the method does by itself."""
     variant: str = ""
     """Words about the method: basic, zigzag or stripe for the layout; qkvpack if Q, K, V travel as one."""
+    dtype: str = "bfloat16"
     tflops: float | None = None
     iterations_per_second: float | None = None
     source: str = ""
@@ -50,7 +54,7 @@ class Row:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        for name, legal in (("mask", MASKS), ("passes", tuple(PASSES))):
+        for name, legal in (("mask", MASKS), ("passes", tuple(PASSES)), ("dtype", tuple(TRAINED))):
             if getattr(self, name) not in legal:
                 raise ValueError(f"{name} must be one of {', '.join(legal)}, got {getattr(self, name)!r}")
         if self.gpus % min(self.gpus, self.gpus_per_node):
