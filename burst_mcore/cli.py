@@ -296,6 +296,7 @@ def doctor(
         str,
         typer.Option(help="Machine to predict for, such as h100 or l20; here: this machine's device."),
     ] = "here",
+    rates_file: RatesFile = None,
     reference: Annotated[
         bool, typer.Option(help="Print the reference page of the section burst_attention, and stop.")
     ] = False,
@@ -306,6 +307,7 @@ def doctor(
     from burst_mcore.deepspeed.engine import doctor as examiner
     from burst_mcore.deepspeed.engine.memory import Shape, shape_of
     from burst_mcore.mask.words import tokens
+    from burst_mcore.rates import Rates
 
     if reference:
         typer.echo(page(), nl=False)
@@ -322,7 +324,10 @@ def doctor(
         ) if model is None else shape_of(model, tokens(seq))  # fmt: skip
         world = world or config_dict(config).get("sequence_parallel_size", 1)
         per_node = per_node or min(world, 8)
-        lines = examiner.examine(config, world=world, per_node=per_node, shape=shape, device=device)
+        rates = None if rates_file is None else Rates.load(rates_file)
+        lines = examiner.examine(
+            config, world=world, per_node=per_node, shape=shape, device=device, rates=rates
+        )
         for line in lines:
             typer.echo(line)
     except ValueError as error:
