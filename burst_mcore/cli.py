@@ -217,23 +217,29 @@ def bench(context: typer.Context) -> None:
 
 @app.command()
 def calibrate(
-    ranks: Annotated[int, typer.Option(help="Processes that are measured together.")] = 2,
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes that are measured together on this CPU; default 2.")
+    ] = None,
     repeats: Annotated[int, typer.Option(help="Times that each figure is measured; the least counts.")] = 5,
+    device: Annotated[str, typer.Option(help="cpu, or cuda: then torchrun starts the ranks.")] = "cpu",
     out: Annotated[Path, typer.Option(help="File of the rates.")] = Path("rates.json"),
 ) -> None:
-    """Measure kernel, memory and messages of processes on this CPU, over gloo, as a file of rates."""
+    """Measure kernel, memory and messages of ranks as a file of rates; torchrun may start the ranks."""
     from burst_mcore.bench.provenance import made_by
-    from burst_mcore.calibrate import calibrate as measure
+    from burst_mcore.calibrate import measure
 
     try:
         if not out.parent.is_dir():
             raise ValueError(f"there is no folder {out.parent} for {out}")
-        rates = measure(ranks, repeats)
+        found = measure(ranks, repeats, device)
     except ValueError as error:
         _fail("calibrate", error, status=2)
-    rates.save(out, **made_by("cpu"))
-    typer.echo(f"measured with {ranks} processes: {rates.in_words}")
-    typer.echo(f"not measured: links between machines, taken as an eighth of those within; file: {out}")
+    if found.rank == 0:
+        found.rates.save(out, **made_by(device))
+        typer.echo(f"measured with {found.words}: {found.rates.in_words}")
+        if found.one_node:
+            typer.echo("not measured: links between machines, taken as an eighth of those within")
+        typer.echo(f"file: {out}")
 
 
 @app.command()
