@@ -135,13 +135,13 @@ def _scatter(report: Report) -> str:
     middle, tenth = statistics.median(several), several[int(0.9 * len(several))]
     scattered = (
         f"{_EQUAL} {shared} of the {count} rows have others of equal work, in {len(several)} classes. "
-        f"Within a class the largest figure exceeds the smallest by {middle:.0%} in the median, by {tenth:.0%} "
-        f"or more in a tenth of the classes, and by {several[-1]:.0%} at most."
+        f"Within a class the largest figure exceeds the smallest by {middle:.0%} in the median, "
+        f"by {tenth:.0%} or more in a tenth of the classes, and by {several[-1]:.0%} at most."
     )
     bounded = (
         f"So any model that knows these fields misses at least {floor} rows by more than {WITHIN:.0%}; "
-        f"this one misses {missed}. Scatter of equal work {_excludes(floor, count)} 90 % of the rows within "
-        f"{WITHIN:.0%}. It bounds no choice of splits either, but in {blurred} of the {len(lost)} groups with "
+        f"this one misses {missed}. Scatter of equal work {_excludes(floor, count)} 90 % of the rows "
+        f"within {WITHIN:.0%}. It bounds no choice of splits either, but in {blurred} of the {len(lost)} groups with "
         f"a regret above {LOSS:.0%} equal work differs by at least the regret."
     )
     return f"{textwrap.fill(scattered, 110)}\n\n{textwrap.fill(bounded, 110)}"
