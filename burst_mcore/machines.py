@@ -32,6 +32,8 @@ class Constants:
     links: float = 0.85
     """Share of a specified rate that messages reach over NVLink and network cards: an assumption. Public rows
     of attention do not tell it from 1."""
+    latency: float = 10e-6
+    """`Rates.latency`, seconds: an assumption. From 2 us to 30 us the median error moves by less than a point."""
     slowdown: float = 0.06
     """`Rates.slowdown`: 8 thread blocks of NCCL (`BurstConfig.max_ctas`) on 132 multiprocessors."""
 
@@ -92,6 +94,7 @@ class Machine:
             memory=self.memory_rate * 1e9,
             fill=constants.fill,
             call=constants.call,
+            latency=constants.latency,
             crowding=self.crowding,
             slowdown=constants.slowdown,
         )

@@ -112,6 +112,20 @@ def test_the_last_line_is_the_report_as_json(tmp_path):
     assert regret["measured_best"] == "ulysses" and regret["chosen"] in ("ulysses", "ring")
 
 
+def test_a_null_is_a_field_that_is_not_there():
+    assert Row.of({**ROW, "variant": None, "head_parallel": None, "iterations_per_second": None}) == _row()
+    with pytest.raises(ValueError, match="has no gpus"):
+        Row.of({**ROW, "gpus": None})
+
+
+def test_rows_of_other_units_clusters_or_dtypes_are_no_alternatives(tmp_path):
+    others = ({"tflops": None, "iterations_per_second": 9.0}, {"gpus_per_node": 4}, {"dtype": "float16"})
+    file = tmp_path / "rows.json"
+    for changes, groups in ((others[0], 0), (others[1], 0), (others[2], 0), ({}, 1)):
+        file.write_text(json.dumps([ROW, {**ROW, "method": "ring", **changes}]))
+        assert len(compare([file]).regret) == groups, changes
+
+
 def test_rows_that_no_schedule_runs_say_why(tmp_path):
     rows = [
         {**ROW, "method": "magi-native"},
@@ -140,6 +154,12 @@ def test_rows_that_no_schedule_runs_say_why(tmp_path):
         ({"kv_heads": 7}, "kv_heads must divide heads"),
         ({"gpus": 12}, "12 gpus do not go evenly on nodes of 8"),
         ({"passes": "sideways"}, "passes must be one of fwd, bwd"),
+        ({"dtype": "int8"}, "dtype must be one of float32, bfloat16"),
+        ({"method": "usp", "head_parallel": "8"}, "head_parallel must be a positive integer, got '8'"),
+        ({"method": "usp", "head_parallel": 0}, "head_parallel must be a positive integer, got 0"),
+        ({"passes": None, "mask": None}, "row 0: has no mask, passes"),
+        ({"variant": ["zigzag"]}, "variant must be words, got ['zigzag']"),
+        ({"hardware": ["H100"]}, "hardware must be words"),
     ],
 )
 def test_bad_rows_are_one_line_and_status_2(change, words, tmp_path):

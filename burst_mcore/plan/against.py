@@ -96,11 +96,11 @@ class Report:
         The regret is the best measured figure over that of the chosen split, less 1. A split is a method and
         how many ranks share heads.
         """
-        groups: dict[tuple[object, ...], list[Compared]] = defaultdict(list)
+        groups: dict[tuple[tuple[object, ...], str], list[Compared]] = defaultdict(list)
         for one in self.compared:
             if one.row is not None and one.error is not None:
-                groups[one.row.group].append(one)
-        regrets = [_regret(group, members) for group, members in groups.items()]
+                groups[one.row.group, one.row.figure].append(one)
+        regrets = [_regret(group, members) for (group, _), members in groups.items()]
         return [regret for regret in regrets if regret is not None]
 
     def as_json(self) -> dict[str, Any]:
