@@ -33,7 +33,7 @@ class Constants:
     """Share of a specified rate that messages reach over NVLink and network cards: an assumption. Public rows
     of attention do not tell it from 1."""
     latency: float = 10e-6
-    """`Rates.latency`, seconds: an assumption. Between 2 us and 30 us the median error of public rows moves by
+    """`Rates.latency`, seconds: an assumption. From 2 to 30 us the median error of public rows moves by
     less than a point."""
     slowdown: float = 0.06
     """`Rates.slowdown`: 8 thread blocks of NCCL (`BurstConfig.max_ctas`) on 132 multiprocessors."""
