@@ -217,23 +217,29 @@ def bench(context: typer.Context) -> None:
 
 @app.command()
 def calibrate(
-    ranks: Annotated[int, typer.Option(help="Processes that are measured together.")] = 2,
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes that are measured together on this CPU; default 2.")
+    ] = None,
     repeats: Annotated[int, typer.Option(help="Times that each figure is measured; the least counts.")] = 5,
+    device: Annotated[str, typer.Option(help="cpu, or cuda: then torchrun starts the ranks.")] = "cpu",
     out: Annotated[Path, typer.Option(help="File of the rates.")] = Path("rates.json"),
 ) -> None:
-    """Measure kernel, memory and messages of processes on this CPU, over gloo, as a file of rates."""
+    """Measure kernel, memory and messages of ranks as a file of rates; torchrun may start the ranks."""
     from burst_mcore.bench.provenance import made_by
-    from burst_mcore.calibrate import calibrate as measure
+    from burst_mcore.calibrate import measure
 
     try:
         if not out.parent.is_dir():
             raise ValueError(f"there is no folder {out.parent} for {out}")
-        rates = measure(ranks, repeats)
+        found = measure(ranks, repeats, device)
     except ValueError as error:
         _fail("calibrate", error, status=2)
-    rates.save(out, **made_by("cpu"))
-    typer.echo(f"measured with {ranks} processes: {rates.in_words}")
-    typer.echo(f"not measured: links between machines, taken as an eighth of those within; file: {out}")
+    if found.rank == 0:
+        found.rates.save(out, **made_by(device))
+        typer.echo(f"measured with {found.words}: {found.rates.in_words}")
+        if found.one_node:
+            typer.echo("not measured: links between machines, taken as an eighth of those within")
+        typer.echo(f"file: {out}")
 
 
 @app.command()
@@ -246,6 +252,10 @@ def plan(
         list[Path] | None,
         typer.Option(metavar="FILE", help="Rows to which two numbers of their machines are fitted first."),
     ] = None,
+    rates_file: Annotated[
+        Path | None,
+        typer.Option("--rates", help="Rates of the machine of all rows, as calibrate writes them."),
+    ] = None,
 ) -> None:
     """Predict measured figures of attention, and print both side by side; the last line is JSON."""
     import json
@@ -253,12 +263,14 @@ def plan(
     import torch
 
     from burst_mcore.plan.against import compare
+    from burst_mcore.rates import Rates
 
     torch.set_num_threads(1)
     try:
         if not against:
             raise ValueError("give --against FILE: the measured rows beside which to predict")
-        report = compare(against, calibrate or ())
+        rates = None if rates_file is None else Rates.load(rates_file)
+        report = compare(against, calibrate or (), rates)
     except ValueError as error:
         _fail("plan", error, status=2)
     typer.echo(report.text())
@@ -290,6 +302,7 @@ def doctor(
         str,
         typer.Option(help="Machine to predict for, such as h100 or l20; here: this machine's device."),
     ] = "here",
+    rates_file: RatesFile = None,
     reference: Annotated[
         bool, typer.Option(help="Print the reference page of the section burst_attention, and stop.")
     ] = False,
@@ -300,6 +313,7 @@ def doctor(
     from burst_mcore.deepspeed.engine import doctor as examiner
     from burst_mcore.deepspeed.engine.memory import Shape, shape_of
     from burst_mcore.mask.words import tokens
+    from burst_mcore.rates import Rates
 
     if reference:
         typer.echo(page(), nl=False)
@@ -316,7 +330,10 @@ def doctor(
         ) if model is None else shape_of(model, tokens(seq))  # fmt: skip
         world = world or config_dict(config).get("sequence_parallel_size", 1)
         per_node = per_node or min(world, 8)
-        lines = examiner.examine(config, world=world, per_node=per_node, shape=shape, device=device)
+        rates = None if rates_file is None else Rates.load(rates_file)
+        lines = examiner.examine(
+            config, world=world, per_node=per_node, shape=shape, device=device, rates=rates
+        )
         for line in lines:
             typer.echo(line)
     except ValueError as error:

@@ -10,10 +10,11 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from predictions import page
+
 from burst_mcore.config import SETTINGS
 from burst_mcore.deepspeed.config.section import reference
 from burst_mcore.megatron.arguments import flag_of
-from burst_mcore.plan.page import page
 
 DOCS = Path(__file__).parent
 TESTS = DOCS.parent / "tests" / "megatron"

@@ -58,6 +58,8 @@ class Method:
     """(case, device) -> what the method lacks there, in words; None if nothing."""
     ours: bool = True
     """A failure is an error of the run, not a result."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """Its fields in a row of measurements, as `burst-mcore plan --against` reads them; empty: no row."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,8 @@ class Case:
     default: ClassVar[tuple[str, ...]] = ()
     """Methods that are measured where none is asked for; all if empty."""
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
+    joined: ClassVar[bool] = False
+    """torchrun may start the ranks; on GPUs it must."""
     repeats: ClassVar[int] = 3
     emulated: ClassVar[bool] = False
     """Ranks are on an emulated cluster: a case has its `cluster` and `rates`."""
@@ -236,6 +240,8 @@ def one_of(default: Any, legal: Iterable[Any]) -> Any:
 def in_words(kind: type[T], text: str, **fixed: Any) -> T:
     """Return an object of a data class from a text such as "seq=4096; mask=causal & window:64".
 
+    `fixed` has fields that the text may leave out.
+
     Raises:
         ValueError: a field is unknown or its value is not legal; the message lists what is.
     """
@@ -247,7 +253,7 @@ def in_words(kind: type[T], text: str, **fixed: Any) -> T:
             legal = ", ".join(names)
             raise ValueError(f"unknown field {name!r} in {text!r}; legal: {legal}, as in 'ranks=2; ...'")
         changes[name] = _value(name, value, typing.get_args(hints[name]) or (hints[name],))
-    return kind(**fixed, **changes)
+    return kind(**{**fixed, **changes})
 
 
 READERS: dict[type, Callable[[str], Any]] = {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ from tabulate import tabulate
 from burst_mcore.machines import MACHINES, Machine
 from burst_mcore.plan.fit import calibrated
 from burst_mcore.plan.methods import seconds_of, way_of
-from burst_mcore.plan.paper import figures
-from burst_mcore.plan.rows import Row, read, rows_of
+from burst_mcore.plan.paper import Figure, figures
+from burst_mcore.plan.rows import CPU, Row, read, rows_of
+from burst_mcore.rates import Rates
 
+Predict = Callable[[Row], tuple[float | None, str | None]]
+"""(figure, None), or (None, the reason why there is none)."""
 NO_STEP = "a whole training step is not modelled"
 
 
@@ -92,11 +96,11 @@ class Report:
         The regret is the best measured figure over that of the chosen split, less 1. A split is a method and
         how many ranks share heads.
         """
-        groups: dict[tuple[object, ...], list[Compared]] = defaultdict(list)
+        groups: dict[tuple[tuple[object, ...], str], list[Compared]] = defaultdict(list)
         for one in self.compared:
             if one.row is not None and one.error is not None:
-                groups[one.row.group].append(one)
-        regrets = [_regret(group, members) for group, members in groups.items()]
+                groups[one.row.group, one.row.figure].append(one)
+        regrets = [_regret(group, members) for (group, _), members in groups.items()]
         return [regret for regret in regrets if regret is not None]
 
     def as_json(self) -> dict[str, Any]:
@@ -175,43 +179,73 @@ def _remark(one: Compared) -> str:
     return one.why or ("used for calibration" if one.calibrated else "")
 
 
-def compare(files: Iterable[Path], calibrate: Iterable[Path] = ()) -> Report:
-    """Return the figures of files beside predictions; machines are calibrated on the rows of other files.
+def compare(files: Iterable[Path], calibrate: Iterable[Path] = (), rates: Rates | None = None) -> Report:
+    """Return the figures of files beside predictions.
+
+    Args:
+        files: Rows, or a paper's results.
+        calibrate: Files of rows to which machines are fitted first.
+        rates: Those of the machine that all rows are from, in place of presets.
 
     Raises:
-        ValueError: a file or a row that is not legal, with its name and number.
+        ValueError: a file or a row that is not legal, with its name and number; both rates and rows to fit.
     """
-    fitted_on = [one.row for path in calibrate for one in _figures(path, MACHINES, frozenset()) if one.row]
+    fitted_on = [row for path in calibrate for row in _rows(path)]
+    if rates is not None and fitted_on:
+        raise ValueError("--rates replaces the machines that --calibrate fits: give one of them")
     machines = calibrated(fitted_on)
-    used, known = frozenset(fitted_on), {**MACHINES, **machines}
-    return Report([one for path in files for one in _figures(path, known, used)], machines)
+    known = {name: machine.rates for name, machine in {**MACHINES, **machines}.items()}
+    predict = partial(_predict, rates=known if rates is None else defaultdict(lambda: rates))
+    used = frozenset(fitted_on)
+    return Report([one for path in files for one in _figures(path, predict, used)], machines)
 
 
-def _figures(path: Path, machines: Mapping[str, Machine], used: frozenset[Row]) -> list[Compared]:
+def _rows(path: Path) -> list[Row]:
+    """Return the measured rows of a file, of known machines."""
+    contents = read(path)
+    if isinstance(contents, Mapping):
+        rows = [one.row for one in figures(contents) if one.row is not None and one.measured is not None]
+    else:
+        rows = [row for _, row in rows_of(contents, path)]
+    for row in rows:
+        if row.hardware not in MACHINES:
+            raise ValueError(f"{path}: rows of {row.hardware!r} cannot be fitted: {_legal()}")
+    return rows
+
+
+def _figures(path: Path, predict: Predict, used: frozenset[Row]) -> list[Compared]:
     """Return the figures of one file."""
     contents = read(path)
     if isinstance(contents, Mapping):
-        return [_of_paper(figure, machines, used) for figure in figures(contents)]
+        return [_of_paper(figure, predict, used) for figure in figures(contents)]
     return [
-        Compared(entries, row.measured, *_predict(row, machines), row, row in used)
+        Compared(entries, row.measured, *predict(row), row, row in used)
         for entries, row in rows_of(contents, path)
     ]
 
 
-def _of_paper(figure: Any, machines: Mapping[str, Machine], used: frozenset[Row]) -> Compared:
+def _of_paper(figure: Figure, predict: Predict, used: frozenset[Row]) -> Compared:
     entries = {"name": figure.name, "metric": figure.metric}
     if figure.row is None:
         return Compared(entries, figure.measured, None, NO_STEP)
-    predicted, why = _predict(figure.row, machines)
+    predicted, why = predict(figure.row)
     row = figure.row if figure.measured is not None else None
     return Compared(entries, figure.measured, predicted, why, row, figure.row in used)
 
 
-def _predict(row: Row, machines: Mapping[str, Machine]) -> tuple[float | None, str | None]:
+def _predict(row: Row, rates: Mapping[str, Rates]) -> tuple[float | None, str | None]:
     """Return (figure, None), or (None, the reason why there is none)."""
-    if row.hardware not in machines:
-        raise ValueError(f"unknown machine {row.hardware!r}: one of {', '.join(machines)}")
+    try:
+        of_machine = rates[row.hardware]
+    except KeyError:
+        if row.hardware == CPU:
+            return None, "no preset knows this CPU: give --rates FILE, as burst-mcore calibrate writes it"
+        raise ValueError(f"unknown machine {row.hardware!r}: {_legal()}, or any with --rates FILE") from None
     way = way_of(row)
     if isinstance(way, str):
         return None, way
-    return row.figure_of(seconds_of(row, way, machines[row.hardware].rates)), None
+    return row.figure_of(seconds_of(row, way, of_machine)), None
+
+
+def _legal() -> str:
+    return f"one of {', '.join(MACHINES)}"

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-import torch
-
 from burst_mcore.attention.autotune.choose import Ranks, pairs_of, route_for, why_not_degree
 from burst_mcore.attention.autotune.cost import (
     COPIES,
@@ -29,6 +27,7 @@ from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
+from burst_mcore.dtypes import TRAINED
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.plan.rows import Row
@@ -148,8 +147,8 @@ def _seconds(row: Row, way: Way, pass_: Pass, rates: Rates) -> float:
         kv_heads=row.kv_heads,
         head_dim=row.head_dim,
         value_dim=row.head_dim,
-        dtype=torch.bfloat16,
-        grad_dtype=torch.bfloat16,
+        dtype=TRAINED[row.dtype],
+        grad_dtype=TRAINED[row.dtype],
     )
     groups = Ranks(row.gpus // way.heads, max(1, row.ranks.intra // way.heads))
     exchanged = _exchanged(shard, way.heads, row.ranks, pass_, rates) + way.exchanges * rates.call

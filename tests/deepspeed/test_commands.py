@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from engines import config_of, model_of
 from typer.testing import CliRunner
 
 from burst_mcore.cli import app
+from burst_mcore.machines import MACHINES
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,6 +40,20 @@ def test_the_doctor_says_what_initialize_would_refuse(tmp_path):
 def _doctor(path, config, *options):
     (path / "ds.json").write_text(json.dumps(config))
     return CliRunner().invoke(app, ["doctor", str(path / "ds.json"), *options])
+
+
+def test_the_doctor_takes_the_rates_of_a_file(tmp_path):
+    config = config_of(2, 4)
+    asked = ("--device", "a800", "--seq", "64K", "--world", "4", "--per-node", "2", "--heads", "8")
+    preset = _doctor(tmp_path, config, *asked).output
+    file, slow = tmp_path / "rates.json", MACHINES["A800"].rates
+    for rates, same in ((slow, True), (replace(slow, inter=slow.inter / 1e3, intra=slow.intra * 10), False)):
+        rates.save(file)
+        done = _doctor(tmp_path, config, *asked, "--rates", str(file))
+        assert done.exit_code == 0 and (done.output == preset) == same, done.output
+    done = _doctor(tmp_path, config, "--rates", str(tmp_path / "none.json"))
+    assert done.exit_code == 1 and "is no file of rates" in done.output
+    assert len(done.output.splitlines()) == 1
 
 
 def test_the_doctor_predicts_for_devices_that_are_not_there(tmp_path):

@@ -6,6 +6,7 @@
     steps       training steps under DeepSpeed
     kernels     local attention kernels
 
+`sharded` is the form of the first kind, `peers` has its methods of other projects.
 `virtual_rank` is one rank of a ring, alone on a device, for the subject virtual-ring.
 `bare` calls a kernel with nothing around it.
 

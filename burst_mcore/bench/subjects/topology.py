@@ -47,7 +47,8 @@ from burst_mcore.bench.core import (
     in_words,
     one_of,
 )
-from burst_mcore.bench.methods.attention import attended, share_of
+from burst_mcore.bench.methods.attention import attended
+from burst_mcore.bench.methods.sharded import share_of
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
