@@ -1,21 +1,21 @@
-"""Closed formulas for the bytes that a rank sends: rings, shared heads, a mesh of rows and columns, the bound.
+"""Closed formulas for the bytes that a rank sends: rings, shared heads, a mesh, and the least of all.
 
 All h heads x a rows x b columns = G ranks are one family. Each rank has N / G tokens. Groups of h ranks pool
 tokens and divide the heads. Queries and outputs pass the a groups that share a row of pairs, keys and values
 the b groups that share a column. a = 1 is RingAttention, b = 1 the rotation of queries, h = G Ulysses.
 
 The same formulas hold for what passes the NICs, with nodes in the place of ranks: a and b then count nodes.
-Everything is for full masks. `cost` counts the bytes of programs; tests hold the two against each other.
+Masks are full. `cost` counts the bytes of programs; tests hold the two against each other.
 
-Between nodes, forward of MHA on 64, 256, 1024 ranks (nodes of 8, 32 heads) moves fewer bytes than a double ring:
+Between nodes (of 8), forward of 32 heads on 64, 256, 1024 ranks moves fewer bytes than a double ring:
 
     mesh of nodes, outputs in bfloat16      1.75 / 3.1 / 5.8 times
     the same, sums of outputs in float32    1.56 / 2.7 / 5.0
     heads across nodes as well              4 / 16 / 32, or 28.6 at 1024 with sums in float32
     backward of 64 heads, 8 K/V heads       2.7 / 5.5 / 8.5
 
-The last line is for gradients in float32 and 8 heads a group. Were dQ, dK and dV in float32 in the exchange of
-heads, the line would be 1.7 / 4.4 / 7.7: our exchange sends complete gradients, which are rounded.
+The last line has gradients in float32, and at most 8 ranks that share heads. The exchange of heads sends
+complete gradients, rounded. In float32 they would make it 1.7 / 4.4 / 7.7.
 """
 
 from __future__ import annotations
@@ -175,10 +175,10 @@ def least(share: Share, places: int) -> float:
     """Return the bytes that a rank sends at least in a pass, however the pairs are cut into rectangles.
 
     A place is a rank, or a node whose ranks share the bytes. It computes R x C pairs for n = H / h heads, and
-    has N / places rows already. Up to H places it is best to take whole heads, R = C = N: Ulysses. Beyond, rows
-    and columns in balance give about 4 N d / sqrt(r h G), less the own rows: 4 N d / sqrt(H G) at best, since r h
-    is at most H. Every number counts once, in the dtype of Q, and the mask is full. A backward that keeps Q, K
-    and V moves as many numbers: dO in, dQ, dK and dV out.
+    has N / places rows already. Up to H places it is best to take whole heads, R = C = N: Ulysses. Beyond,
+    rows and columns in balance give about 4 N d / sqrt(r h G), less the own rows. r h is at most H, so that
+    4 N d / sqrt(H G) remains. Every number counts once, in the dtype of Q. A backward that keeps Q, K and V
+    moves as many numbers: dO in, dQ, dK and dV out.
     """
     return min(_least_with(share, places, n) for n in range(1, share.heads + 1) if n * places >= share.heads)
 
