@@ -55,6 +55,19 @@ def test_links_are_as_slow_as_asked_for():
         assert 0.8 * ideal < measured < 1.5 * ideal + 0.02, (rank, measured, ideal)
 
 
+def neighbours(rank, size):
+    """The other ranks that this one has in its table of neighbours after a message, asked for and given."""
+    dist.all_reduce(torch.ones(1))
+    lines = subprocess.check_output(["ip", "-4", "neigh"], text=True).splitlines()
+    return len(lines), sum("PERMANENT" in line for line in lines)
+
+
+@needs_root
+def test_ranks_do_not_ask_for_the_addresses_of_others():
+    """Linux remembers 1024 answers, of all networks together: too few for two clusters of 32 at once."""
+    assert emulate.run(Ranks(4, 2), RATES, neighbours) == [(3, 3)] * 4
+
+
 def fails(rank, size):
     assert rank != 1, "rank 1 has its reasons"
     dist.barrier()

@@ -131,10 +131,14 @@ def _die_with(parent: int) -> None:
 
 def _shape(rank: int, ranks: Ranks, rates: Rates) -> None:
     """Address and links of a rank, from inside its network."""
-    node, local = divmod(rank, ranks.intra)
+    node = rank // ranks.intra
+    others = (other for other in range(ranks.size) if other != rank)
     _ip(
         "link set lo up",
-        f"addr add {_NETWORK}.{node}.{local + 1}/16 dev eth0",
+        f"addr add {_address(rank, ranks)}/16 dev eth0",
+        # Nobody asks for addresses: Linux remembers 1024 answers for all networks, and 32 ranks ask for 992.
+        f"link set eth0 address {_hardware(rank)}",
+        *(f"neigh add {_address(o, ranks)} lladdr {_hardware(o)} dev eth0 nud permanent" for o in others),
         # One packet at a time: large ones of several connections, queued before a slow link, keep each other
         # waiting until their senders take them for lost and send them again.
         "link set eth0 mtu 9000 gso_max_segs 1 up",
@@ -160,6 +164,16 @@ def _shape(rank: int, ranks: Ranks, rates: Rates) -> None:
         f"{filters} prio 2 u32 match ip dst {_NETWORK}.{node}.0/24 flowid 1:1",
         f"{filters} prio 3 u32 match ip dst {_NETWORK}.0.0/16 flowid 1:2",
     )
+
+
+def _address(rank: int, ranks: Ranks) -> str:
+    node, local = divmod(rank, ranks.intra)
+    return f"{_NETWORK}.{node}.{local + 1}"
+
+
+def _hardware(rank: int) -> str:
+    """Return the hardware address of a rank's end of its cable; 02: it is given by hand."""
+    return f"02:00:00:00:{rank // 256:02x}:{rank % 256:02x}"
 
 
 def _ip(*commands: str) -> None:
