@@ -12,9 +12,14 @@ from burst_mcore.bench.results import Results
 from burst_mcore.bench.run import cases_for, device_for, run
 from burst_mcore.bench.subjects import SUBJECTS
 
+OPTIONS = {
+    name: [s for s in SUBJECTS.values() if name in s.options] for s in SUBJECTS.values() for name in s.options
+}
+"""Subjects by the options that they have."""
+
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure a subject; 0 if all ran and every bar was reached, otherwise 1."""
+    """Measure a subject; 0 if all ran and every bar was reached, otherwise 1; 2 if it cannot be measured."""
     options = _parser().parse_args(arguments)
     subject = SUBJECTS[options.subject]
     out: Path = options.out or Path(f"{subject.subject}.json")
@@ -23,7 +28,8 @@ def main(arguments: Sequence[str]) -> int:
         if options.repeats is not None and options.repeats < 1:
             raise ValueError(f"--repeats must be at least 1, got {options.repeats}")
         device = device_for(subject, options.device)
-        cases = cases_for(subject, options.case, device)
+        given = {name: value for name in OPTIONS if (value := getattr(options, name)) is not None}
+        cases = cases_for(subject, options.case, device, given)
         names = [name for name in map(str.strip, options.methods.split(",")) if name]
 
         def note(results: Results) -> None:
@@ -36,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         note(results)
     except (ValueError, RuntimeError, OSError) as error:
         sys.stderr.write(f"burst-mcore bench: {' '.join(str(error).split())}\n")
-        return 1
+        return 2
     say(f"{subject.about()}\n\n{report.report(results)}\n\nall figures: {out}\n")
     if subject.curve is not None and results.figures:
         report.save_curve(results, subject.curve, out.with_suffix(".png"))
@@ -58,6 +64,9 @@ def _parser() -> argparse.ArgumentParser:
         "--case", action="append", default=[],
         help="a case by name, or its fields: 'ranks=2; seq=4096'; repeat for more (default: all named cases)",
     )  # fmt: skip
+    for name, of in OPTIONS.items():
+        subjects = ", ".join(s.subject for s in of)
+        parser.add_argument(f"--{name}", help=f"for {subjects}: that field of all cases")
     parser.add_argument("--methods", default="", help="names, separated by commas")
     parser.add_argument("--repeats", type=int, help="timed rounds, after a round that is not counted")
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda where there is one")

@@ -166,7 +166,9 @@ class Case:
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
     repeats: ClassVar[int] = 3
     emulated: ClassVar[bool] = False
-    """Ranks are on an emulated cluster: a case has its `cluster` and `rates`."""
+    """Ranks are on an emulated cluster: a case has its ranks, `where`, and `rates`."""
+    options: ClassVar[tuple[str, ...]] = ()
+    """Fields that have an option of the command line, such as --cluster: all cases get what was given."""
     beside: ClassVar[str | None] = None
     """Each method has processes of its own, where only this one runs in turn with it."""
     cold: ClassVar[bool] = False
@@ -225,6 +227,11 @@ class Case:
 
     def bars(self, device: str) -> Sequence[Bar]:
         """Return the bars of the case."""
+        return ()
+
+    @classmethod
+    def notes(cls, tables: Mapping[str, Table]) -> Sequence[str]:
+        """Return what a reader of the figures must know besides."""
         return ()
 
 

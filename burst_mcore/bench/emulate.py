@@ -8,13 +8,17 @@ process dies with its parent, so that nothing is left behind, however the run en
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -30,6 +34,9 @@ from burst_mcore.rates import Rates
 _PR_SET_PDEATHSIG = 1
 _NETWORK = "10.77"
 """Node m has 10.77.m.0/24. Nothing leaves the bridge, which is in a network without a way out."""
+
+_DATAGRAM, _PORT = 1400, 9
+"""Bytes of a datagram of other traffic, and the port where such are thrown away."""
 
 
 def missing() -> str | None:
@@ -112,6 +119,8 @@ def _hub(ranks: Ranks, rates: Rates, function: Callable[..., Any], args: tuple[A
 def _plug_in(hub: int, ranks: Ranks, rates: Rates, rank: int) -> None:
     """Move this process to a network of its own, with a cable to the bridge."""
     _die_with(hub)
+    with contextlib.suppress(OSError):  # a rank sleeps most of the time: other work shall not make it late
+        os.setpriority(os.PRIO_PROCESS, 0, -20)
     bridged = os.open("/proc/self/ns/net", os.O_RDONLY)
     os.unshare(os.CLONE_NEWNET)
     own = os.open("/proc/self/ns/net", os.O_RDONLY)
@@ -172,3 +181,30 @@ def _batch(tool: str, *commands: str) -> None:
     )
     if done.returncode != 0:
         raise RuntimeError(f"{tool} failed: {done.stderr.strip()} (commands: {'; '.join(commands)})")
+
+
+def traffic(rank: int, ranks: Ranks, rates: Rates, share: float) -> None:
+    """Send other traffic for as long as this process lives: datagrams that take a share of its two links.
+
+    They go to the next rank of the node and to the same place of the next node, and nobody reads them.
+    """
+    node, local = divmod(rank, ranks.intra)
+    nodes = ranks.size // ranks.intra
+    for to, rate, others in (
+        ((node, (local + 1) % ranks.intra), rates.intra, ranks.intra > 1),
+        (((node + 1) % nodes, local), rates.inter, nodes > 1),
+    ):
+        if others:
+            address = f"{_NETWORK}.{to[0]}.{to[1] + 1}"
+            threading.Thread(target=_send, args=(address, share * rate), daemon=True).start()
+
+
+def _send(address: str, rate: float) -> None:
+    """Send so many bytes a second, for ever; what was late is not made up for."""
+    datagram, due = bytes(_DATAGRAM), time.monotonic()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):  # nobody reads
+                out.sendto(datagram, (address, _PORT))
+            due = max(due + len(datagram) / rate, time.monotonic() - 1)
+            time.sleep(max(0.0, due - time.monotonic()))

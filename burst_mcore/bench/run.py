@@ -33,19 +33,26 @@ def device_for(subject: type[Case], word: str) -> str:
     return word
 
 
-def cases_for(subject: type[Case], texts: Sequence[str], device: str) -> dict[str, Case]:
+def cases_for(
+    subject: type[Case], texts: Sequence[str], device: str, given: Mapping[str, Any] | None = None
+) -> dict[str, Case]:
     """Return the subject's cases by name, or those that `texts` name or describe.
 
+    given: fields that all of them get, by name (`Case.options`).
+
     Raises:
-        ValueError: a text is neither a name nor legal fields.
+        ValueError: a text is neither a name nor legal fields, or the subject has no such option.
     """
-    named = subject.named(device)
+    given = dict(given or {})
+    if foreign := given.keys() - set(subject.options):
+        raise ValueError(f"{subject.subject} has no option --{min(foreign)}")
+    named = {name: replace(case, **given) for name, case in subject.named(device).items()}
     for text in texts:
         if text not in named and "=" not in text:
             raise ValueError(
                 f"unknown case {text!r}; legal: {'; '.join(named)}; or fields such as 'seq=4096'"
             )
-    asked = {text: named[text] if text in named else in_words(subject, text) for text in texts}
+    asked = {text: named[text] if text in named else in_words(subject, text, **given) for text in texts}
     return asked or dict(named)
 
 
@@ -87,6 +94,7 @@ def run(
         say(results)
     results.add(ALL, subject.summary(results.tables))
     results.judge(subject, cases)
+    results.notes += subject.notes(results.tables)
     return results
 
 
@@ -122,7 +130,7 @@ def _in_world(work: Work) -> Outcome:
     """Measure in one set of fresh processes."""
     place: Any = work.case
     if place.emulated:
-        outcomes = emulate.run(place.cluster, place.rates, measure, work)
+        outcomes = emulate.run(place.where, place.rates, measure, work)
     else:
         processes = fresh_processes(cuda=work.device == "cuda")
         outcomes = in_processes(place.ranks, measure, work, context=processes)

@@ -5,6 +5,7 @@
     layers      ways to checkpoint the layers of a model
     steps       training steps under DeepSpeed
     kernels     local attention kernels
+    played      attention on a cluster as programs, without kernels
 
 `virtual_rank` is one rank of a ring, alone on a device, for the subject virtual-ring.
 `bare` calls a kernel with nothing around it.
@@ -17,9 +18,13 @@ from burst_mcore.bench.methods.attention import METHODS as ATTENTION
 from burst_mcore.bench.methods.heads import METHODS as HEADS
 from burst_mcore.bench.methods.kernels import METHODS as KERNELS
 from burst_mcore.bench.methods.layers import METHODS as LAYERS
+from burst_mcore.bench.methods.played import METHODS as PLAYED
 from burst_mcore.bench.methods.steps import METHODS as STEPS
 
-_KINDS = {"attention": ATTENTION, "heads": HEADS, "layers": LAYERS, "steps": STEPS, "kernels": KERNELS}
+_KINDS = {
+    "attention": ATTENTION, "heads": HEADS, "layers": LAYERS, "steps": STEPS, "kernels": KERNELS,
+    "played": PLAYED,
+}  # fmt: skip
 METHODS: dict[str, dict[str, Method]] = {
     kind: {method.name: method for method in methods} for kind, methods in _KINDS.items()
 }

@@ -7,6 +7,7 @@ from burst_mcore.bench.subjects.kernels import KernelCase
 from burst_mcore.bench.subjects.loss import HeadCase
 from burst_mcore.bench.subjects.masks import MaskCase
 from burst_mcore.bench.subjects.offload import OffloadCase
+from burst_mcore.bench.subjects.paper import PaperCase
 from burst_mcore.bench.subjects.planning import PlanCase
 from burst_mcore.bench.subjects.recompute import LayersCase
 from burst_mcore.bench.subjects.rowwise import RowCase
@@ -15,8 +16,8 @@ from burst_mcore.bench.subjects.training import TrainingCase
 from burst_mcore.bench.subjects.virtual_ring import VirtualCase
 
 _ALL: tuple[type[Case], ...] = (
-    AttentionCase, MaskCase, ClusterCase, PlanCase, HeadCase, LayersCase, TrainingCase, KernelCase, RowCase,
-    HopsCase, VirtualCase, OffloadCase,
+    AttentionCase, MaskCase, ClusterCase, PaperCase, PlanCase, HeadCase, LayersCase, TrainingCase, KernelCase,
+    RowCase, HopsCase, VirtualCase, OffloadCase,
 )  # fmt: skip
 SUBJECTS = {case.subject: case for case in _ALL}
 
