@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from burst_mcore.bench import report
+from burst_mcore.bench.launch import torchrun
 from burst_mcore.bench.results import Results
 from burst_mcore.bench.run import cases_for, device_for, run
 from burst_mcore.bench.subjects import SUBJECTS
@@ -23,7 +24,8 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     subject = SUBJECTS[options.subject]
     out: Path = options.out or Path(f"{subject.subject}.json")
-    say = sys.stdout.write
+    first = (torchrun() or (0, 1))[0] == 0  # of several processes one speaks
+    say = sys.stdout.write if first else len
     try:
         if options.repeats is not None and options.repeats < 1:
             raise ValueError(f"--repeats must be at least 1, got {options.repeats}")
@@ -33,6 +35,8 @@ def main(arguments: Sequence[str]) -> int:
         names = [name for name in map(str.strip, options.methods.split(",")) if name]
 
         def note(results: Results) -> None:
+            if not first:
+                return
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(results.as_json())
             if len(results.cases) < len(cases):
@@ -41,10 +45,11 @@ def main(arguments: Sequence[str]) -> int:
         results = run(subject, cases, names, options.repeats or subject.repeats, device, note)
         note(results)
     except (ValueError, RuntimeError, OSError) as error:
-        sys.stderr.write(f"burst-mcore bench: {' '.join(str(error).split())}\n")
+        if first:
+            sys.stderr.write(f"burst-mcore bench: {' '.join(str(error).split())}\n")
         return 2
     say(f"{subject.about()}\n\n{report.report(results)}\n\nall figures: {out}\n")
-    if subject.curve is not None and results.figures:
+    if first and subject.curve is not None and results.figures:
         report.save_curve(results, subject.curve, out.with_suffix(".png"))
         say(f"curve:       {out.with_suffix('.png')}\n")
     return int(bool(results.errors) or not all(bar.reached for bar in results.bars))

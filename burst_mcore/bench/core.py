@@ -165,6 +165,8 @@ class Case:
     """Methods that are measured where none is asked for; all if empty."""
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
     repeats: ClassVar[int] = 3
+    several_gpus: ClassVar[bool] = False
+    """On cuda each rank has a GPU: torchrun starts the ranks."""
     emulated: ClassVar[bool] = False
     """Ranks are on an emulated cluster: a case has its ranks, `where`, and `rates`."""
     options: ClassVar[tuple[str, ...]] = ()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import multiprocessing
 import os
 import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -53,6 +55,44 @@ def in_processes(
                     process.kill()
             raise
         return [rank.result() for rank in ranks]
+
+
+def torchrun() -> tuple[int, int] | None:
+    """Return (rank, size) if torchrun started this process as one of several."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def in_torchrun(function: Callable[..., Any], cuda: bool, *args: Any) -> Any:
+    """function(rank, size, *args) on the processes that torchrun started, this one among them.
+
+    Messages between GPUs go over NCCL, figures over gloo.
+    """
+    started = torchrun()
+    assert started is not None
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    rank, size = started
+    store = dist.PrefixStore(f"burst_mcore/bench/{next(_SETS)}", _store())  # type: ignore[attr-defined]
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=size, store=store)
+    try:
+        result = function(rank, size, *args)
+        dist.barrier()
+        return result
+    finally:
+        dist.destroy_process_group()
+
+
+_SETS = itertools.count()
+
+
+@cache
+def _store() -> Any:
+    """Return the store that torchrun gives its processes; what one group wrote there stays."""
+    store, _, _ = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+    return store
 
 
 def fresh_processes(cuda: bool = False) -> BaseContext:

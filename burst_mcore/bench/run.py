@@ -13,7 +13,7 @@ import torch
 from burst_mcore.bench import emulate
 from burst_mcore.bench.clock import Samples
 from burst_mcore.bench.core import ALL, Case, Method, Table, first_line, in_words
-from burst_mcore.bench.launch import fresh_processes, in_processes
+from burst_mcore.bench.launch import fresh_processes, in_processes, in_torchrun, torchrun
 from burst_mcore.bench.methods import METHODS
 from burst_mcore.bench.results import Results
 from burst_mcore.bench.stage import Outcome, Work, measure
@@ -73,6 +73,8 @@ def run(
         RuntimeError: this machine cannot emulate the cluster that the subject needs.
     """
     results = Results(subject.subject, subject.about(), device, repeats)
+    for case in cases.values():
+        _check_processes(case, device)
     plans = {name: _able(case, names, device) for name, case in cases.items()}
     if subject.emulated:
         emulate.require()
@@ -96,6 +98,25 @@ def run(
     results.judge(subject, cases)
     results.notes += subject.notes(results.tables)
     return results
+
+
+def _check_processes(case: Case, device: str) -> None:
+    """Raise a ValueError if the ranks of a case are not the processes that there are."""
+    started = torchrun()
+    if started is None:
+        if case.several_gpus and device == "cuda" and case.ranks > 1:
+            raise ValueError(
+                f"{case.subject} on cuda needs a GPU for each rank: torchrun --nproc-per-node {case.ranks} "
+                f"-m burst_mcore.bench {case.subject} --device cuda"
+            )
+        return
+    if not case.several_gpus:
+        raise ValueError(f"{case.subject} starts its own processes: run it without torchrun")
+    if started[1] != case.ranks:
+        raise ValueError(
+            f"torchrun started {started[1]} processes, a case has {case.ranks} ranks: give --case 'ranks="
+            f"{started[1]}; ...'"
+        )
 
 
 def _able(case: Case, names: Sequence[str], device: str) -> tuple[list[Method], dict[str, str]]:
@@ -129,7 +150,9 @@ def _measured(case: Case, methods: Sequence[Method], repeats: int, device: str) 
 def _in_world(work: Work) -> Outcome:
     """Measure in one set of fresh processes."""
     place: Any = work.case
-    if place.emulated:
+    if torchrun() is not None:
+        outcomes = [in_torchrun(measure, work.device == "cuda", work)]
+    elif place.emulated:
         outcomes = emulate.run(place.where, place.rates, measure, work)
     else:
         processes = fresh_processes(cuda=work.device == "cuda")
