@@ -246,7 +246,7 @@ def in_words(kind: type[T], text: str, **fixed: Any) -> T:
     """Return an object of a data class from a text such as "seq=4096; mask=causal & window:64".
 
     Raises:
-        ValueError: a field is unknown or its value is not legal; the message lists what is.
+        ValueError: a field is unknown, one of the fixed, or not of a legal value; the message says what is.
     """
     hints, names = typing.get_type_hints(kind), [each.name for each in fields(kind)]  # type: ignore[arg-type]
     changes = {}
@@ -255,6 +255,8 @@ def in_words(kind: type[T], text: str, **fixed: Any) -> T:
         if not equals or name not in names:
             legal = ", ".join(names)
             raise ValueError(f"unknown field {name!r} in {text!r}; legal: {legal}, as in 'ranks=2; ...'")
+        if name in fixed:
+            raise ValueError(f"{name} is given twice: as {fixed[name]!r}, and in {text!r}")
         changes[name] = _value(name, value, typing.get_args(hints[name]) or (hints[name],))
     return kind(**fixed, **changes)
 
