@@ -152,6 +152,7 @@ class PaperCase(Case):
 
     def prepare(self, world: World) -> Stage:
         scale = self.scale
+        emulate.go_first()
         if self.gathers:
             emulate.traffic(world.rank, self.where, self.rates, self.gathers)
 
