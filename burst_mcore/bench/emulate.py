@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +181,7 @@ def _batch(tool: str, *commands: str) -> None:
         raise RuntimeError(f"{tool} failed: {done.stderr.strip()} (commands: {'; '.join(commands)})")
 
 
+@cache
 def go_first() -> None:
     """Let this process run as soon as it wakes up, whatever else runs: for ranks that sleep most of the time.
 

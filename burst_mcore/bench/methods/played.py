@@ -210,7 +210,7 @@ def most_heads(problem: Problem) -> int:
 
 
 def ours(problem: Problem, rank: int, config: BurstConfig) -> Played:
-    """Return a rank's part in the way that a configuration takes. Raises an error for a wrong schedule."""
+    """Return a rank's part in the way that a configuration takes. Rank 0 verifies the schedule."""
     share, where, rates, chosen = problem.share, problem.where, problem.model, costed(problem, config)
     n, route = share.tokens * where.size, chosen.route
     plan, pairs = (
@@ -220,7 +220,8 @@ def ours(problem: Problem, rank: int, config: BurstConfig) -> Played:
     parts = []
     for pass_ in (Pass.FORWARD, chosen.direction):
         drawn, sizes = schedule(route, pass_, plan), message_bytes(share, route, pass_)
-        verify(drawn, where.intra)
+        if rank == 0:
+            verify(drawn, where.intra)
         work = work_of(share, pairs.T.contiguous() if pass_ == Pass.QUERY else pairs, route, pass_, rates)
         sent = mean_bytes(drawn.programs, sizes, where.intra)
         after = exchange_seconds(route, sizes, rates) + slowdown_seconds(sent, rates)
@@ -245,7 +246,8 @@ def _in_turn(parts: Parts, way: Way, rank: int, rates: Rates) -> Iterator[Part]:
     into = [Kind.BUNDLE] * moves.bundle + [Kind.ROWS] * moves.rows
     out = [Kind.RESULT] + [Kind.SUM] * moves.gradients
     drawn = schedule(ring.route, ring.pass_, parts.plan)
-    verify(drawn, parts.groups.intra)
+    if rank == 0:
+        verify(drawn, parts.groups.intra)
     program = tuple(_of_member(action, way.heads, member) for action in drawn.programs[position])
     sent = mean_bytes(drawn.programs, ring.sizes, parts.groups.intra)
     slowed = 0.0 if way.gathers else slowdown_seconds(sent, rates)

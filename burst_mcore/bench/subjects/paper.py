@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -152,14 +151,18 @@ class PaperCase(Case):
 
     def prepare(self, world: World) -> Stage:
         scale = self.scale
-        emulate.go_first()
         if self.gathers:
             emulate.traffic(world.rank, self.where, self.rates, self.gathers)
 
         def trial(method: Method) -> Trial:
             built: Played = method.build(self, world)
+
+            def step() -> Mapping[str, float]:
+                emulate.go_first()
+                return play(built.parts, world.rank, self.where.intra, scale)
+
             return Trial(
-                {"": partial(play, built.parts, world.rank, self.where.intra, scale)},
+                {"": step},
                 check=lambda: {"predicted": built.predicted, "kernel": built.kernel},
             )
 
