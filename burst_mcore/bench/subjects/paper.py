@@ -28,7 +28,7 @@ from burst_mcore.rates import Rates
 
 TOKENS = (4096, 8192, 16384, 32768)
 """Tokens of a rank: 128K to 1M on the paper's 32 GPUs."""
-PACE = 0.375
+PACE = 0.25
 """Seconds of a call here for each rank."""
 HALF = "with half the NIC"
 GROWS = "lead with half the NIC / lead"
@@ -64,7 +64,7 @@ class PaperCase(Case):
     subject = "paper"
     kind = "played"
     emulated = True
-    repeats = 2
+    repeats = 3
     clearly = 2.0
     options = ("cluster",)
     overall = (
