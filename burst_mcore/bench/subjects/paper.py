@@ -65,7 +65,6 @@ class PaperCase(Case):
     kind = "played"
     emulated = True
     repeats = 3
-    clearly = 2.0
     options = ("cluster",)
     overall = (
         Bar("the lead grows", "auto", f"{TOKENS[0] // 1024}K tokens a GPU: {GROWS}", 1.0, at_most=False),
