@@ -152,7 +152,7 @@ def test_the_command_prints_tables_and_writes_all_figures(tmp_path):
 )  # fmt: skip
 def test_bad_options_are_one_line(words, error):
     done = _bench("attention", *words)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert error in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 

@@ -160,7 +160,7 @@ def test_a_machine_that_cannot_is_told_why(change, words, monkeypatch):
     monkeypatch.setattr(emulate.os, "geteuid", lambda: 0)
     change(monkeypatch)
     done = CliRunner().invoke(app, ["bench", "topology"])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert words in done.output
     with pytest.raises(RuntimeError, match=words):
         emulate.run(Ranks(2, 1), RATES, fails)

@@ -123,9 +123,11 @@ def test_every_method_and_kernel_is_in_the_docs():
     from burst_mcore.attention.kernels.table import KERNELS
     from burst_mcore.bench.methods import METHODS
     from burst_mcore.bench.subjects import SUBJECTS
+    from burst_mcore.bench.subjects.step import FRAMEWORKS
 
     page = (ROOT / "docs" / "benchmark.md").read_text()
     names = [name for kind, methods in METHODS.items() if kind != "kernels" for name in methods]
+    names += [method.name for framework in FRAMEWORKS.values() for method in framework.METHODS]
     assert all(f"`{name}`" in page for name in [*names, *SUBJECTS])
     assert all(f'`"{name}"`' in (ROOT / "docs" / "attention.md").read_text() for name in KERNELS)
 

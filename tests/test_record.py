@@ -77,7 +77,7 @@ def test_torchrun_starts_the_ranks(tmp_path):
         [*command[:-4], "--case", "ranks=3; seq=96"], capture_output=True, text=True, cwd=tmp_path,
         env=environment,
     )  # fmt: skip
-    assert three.returncode == 1 and "torchrun started 2 ranks, and 'ranks=3; seq=96' wants 3" in three.stderr
+    assert three.returncode == 2 and "torchrun started 2 ranks, and 'ranks=3; seq=96' wants 3" in three.stderr
 
 
 def test_every_word_of_a_method_is_one_that_predictions_know():
@@ -99,9 +99,9 @@ def test_a_run_that_could_not_be_recorded_is_refused_before_it_is_measured(tmp_p
     paper = tmp_path / "paper.json"
     paper.write_text("{}")
     done = _run("bench", "attention", "--record", paper)
-    assert done.exit_code == 1 and "holds no list of rows" in done.stderr
+    assert done.exit_code == 2 and "holds no list of rows" in done.stderr
     done = _run("bench", "masks", "--record", tmp_path / "rows.json")
-    assert done.exit_code == 1 and "--record writes rows of the subject attention" in done.stderr
+    assert done.exit_code == 2 and "--record writes rows of the subject attention" in done.stderr
 
 
 def test_rates_are_those_of_all_rows_and_do_not_go_with_fits(tmp_path):

@@ -170,7 +170,9 @@ class Case:
     """torchrun may start the ranks; on GPUs it must."""
     repeats: ClassVar[int] = 3
     emulated: ClassVar[bool] = False
-    """Ranks are on an emulated cluster: a case has its `cluster` and `rates`."""
+    """Ranks are on an emulated cluster: a case has its ranks, `where`, and `rates`."""
+    options: ClassVar[tuple[str, ...]] = ()
+    """Fields that have an option of the command line, such as --cluster: all cases get what was given."""
     beside: ClassVar[str | None] = None
     """Each method has processes of its own, where only this one runs in turn with it."""
     cold: ClassVar[bool] = False
@@ -231,6 +233,11 @@ class Case:
         """Return the bars of the case."""
         return ()
 
+    @classmethod
+    def notes(cls, tables: Mapping[str, Table]) -> Sequence[str]:
+        """Return what a reader of the figures must know besides."""
+        return ()
+
 
 def one_of(default: Any, legal: Iterable[Any]) -> Any:
     """Return a field of a case that has one of these values."""
@@ -243,7 +250,7 @@ def in_words(kind: type[T], text: str, **fixed: Any) -> T:
     `fixed` has fields that the text may leave out.
 
     Raises:
-        ValueError: a field is unknown or its value is not legal; the message lists what is.
+        ValueError: a field is unknown, one of the fixed, or not of a legal value; the message says what is.
     """
     hints, names = typing.get_type_hints(kind), [each.name for each in fields(kind)]  # type: ignore[arg-type]
     changes = {}
@@ -252,6 +259,8 @@ def in_words(kind: type[T], text: str, **fixed: Any) -> T:
         if not equals or name not in names:
             legal = ", ".join(names)
             raise ValueError(f"unknown field {name!r} in {text!r}; legal: {legal}, as in 'ranks=2; ...'")
+        if name in fixed:
+            raise ValueError(f"{name} is given twice: as {fixed[name]!r}, and in {text!r}")
         changes[name] = _value(name, value, typing.get_args(hints[name]) or (hints[name],))
     return kind(**{**fixed, **changes})
 

@@ -8,17 +8,21 @@ process dies with its parent, so that nothing is left behind, however the run en
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,9 @@ from burst_mcore.rates import Rates
 _PR_SET_PDEATHSIG = 1
 _NETWORK = "10.77"
 """Node m has 10.77.m.0/24. Nothing leaves the bridge, which is in a network without a way out."""
+
+_DATAGRAM, _PORT = 1400, 9
+"""Bytes of a datagram of other traffic, and the port where such are thrown away."""
 
 
 def missing() -> str | None:
@@ -186,3 +193,41 @@ def _batch(tool: str, *commands: str) -> None:
     )
     if done.returncode != 0:
         raise RuntimeError(f"{tool} failed: {done.stderr.strip()} (commands: {'; '.join(commands)})")
+
+
+@cache
+def go_first() -> None:
+    """Let this process run as soon as it wakes up, whatever else runs: for ranks that sleep most of the time.
+
+    Without the right to do so it stays as it is.
+    """
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(int(thread.name), os.SCHED_RR, os.sched_param(1))
+
+
+def traffic(rank: int, ranks: Ranks, rates: Rates, share: float) -> None:
+    """Send other traffic for as long as this process lives: datagrams that take a share of its two links.
+
+    They go to the next rank of the node and to the same place of the next node, and nobody reads them.
+    """
+    node, local = divmod(rank, ranks.intra)
+    nodes = ranks.size // ranks.intra
+    for to, rate, others in (
+        ((node, (local + 1) % ranks.intra), rates.intra, ranks.intra > 1),
+        (((node + 1) % nodes, local), rates.inter, nodes > 1),
+    ):
+        if others:
+            address = f"{_NETWORK}.{to[0]}.{to[1] + 1}"
+            threading.Thread(target=_send, args=(address, share * rate), daemon=True).start()
+
+
+def _send(address: str, rate: float) -> None:
+    """Send so many bytes a second, for ever; what was late is not made up for."""
+    datagram, due = bytes(_DATAGRAM), time.monotonic()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):  # nobody reads
+                out.sendto(datagram, (address, _PORT))
+            due = max(due + len(datagram) / rate, time.monotonic() - 1)
+            time.sleep(max(0.0, due - time.monotonic()))

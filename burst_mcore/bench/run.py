@@ -47,7 +47,11 @@ def device_for(subject: type[Case], word: str, joined: bool = False) -> str:
 
 
 def cases_for(
-    subject: type[Case], texts: Sequence[str], device: str, ranks: int | None = None
+    subject: type[Case],
+    texts: Sequence[str],
+    device: str,
+    ranks: int | None = None,
+    given: Mapping[str, Any] | None = None,
 ) -> dict[str, Case]:
     """Return the subject's cases by name, or those that `texts` name or describe.
 
@@ -56,12 +60,19 @@ def cases_for(
         texts: Names or fields of cases.
         device: "cpu" or "cuda".
         ranks: Processes that torchrun started; None: a case says how many are started.
+        given: Fields that all cases get, by name (`Case.options`).
 
     Raises:
-        ValueError: a text is neither a name nor legal fields, or wants another number of ranks.
+        ValueError: a text is neither a name nor legal fields, or wants another number of ranks; the subject
+            has no such option.
     """
-    fixed = {} if ranks is None else {"ranks": ranks}
-    named = subject.named(device) if ranks is None else {f"{ranks} ranks": subject(ranks=ranks)}
+    fixed = dict(given or {})
+    if foreign := fixed.keys() - set(subject.options):
+        raise ValueError(f"{subject.subject} has no option --{min(foreign)}")
+    named = {name: replace(case, **fixed) for name, case in subject.named(device).items()}
+    if ranks is not None:
+        fixed["ranks"] = ranks
+        named = {f"{ranks} ranks": subject(**fixed)}
     for text in texts:
         if text not in named and "=" not in text:
             raise ValueError(
@@ -112,6 +123,7 @@ def run(
         say(results)
     results.add(ALL, subject.summary(results.tables))
     results.judge(subject, cases)
+    results.notes += subject.notes(results.tables)
     return results
 
 
@@ -149,7 +161,7 @@ def _in_world(work: Work) -> Outcome:
     if dist.is_initialized():
         return measure(dist.get_rank(), dist.get_world_size(), work)
     if place.emulated:
-        outcomes = emulate.run(place.cluster, place.rates, measure, work)
+        outcomes = emulate.run(place.where, place.rates, measure, work)
     else:
         processes = fresh_processes(cuda=work.device == "cuda")
         outcomes = in_processes(place.ranks, measure, work, context=processes)
