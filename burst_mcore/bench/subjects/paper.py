@@ -30,6 +30,8 @@ TOKENS = (4096, 8192, 16384, 32768)
 """Tokens of a rank: 128K to 1M on the paper's 32 GPUs."""
 PACE = 0.25
 """Seconds of a call here for each rank."""
+CARRIED = 400e6
+"""Bytes a second that this machine carries over all links together, with time to spare."""
 HALF = "with half the NIC"
 GROWS = "lead with half the NIC / lead"
 WITHIN = 0.05
@@ -85,7 +87,7 @@ class PaperCase(Case):
     """Seconds that the way of "auto" shall take here; 0: `PACE` for each rank, so that what
     the processes do besides counts for little."""
     largest: int = 2**18
-    """Bytes here of the largest message."""
+    """Bytes here of the largest message, at most: see `CARRIED`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -136,8 +138,9 @@ class PaperCase(Case):
         most = max(
             size for of_queries in (True, False) for size in self.share.bundle_bytes(of_queries=of_queries)
         )
-        pace = self.pace or PACE * self.where.size
-        return Scale(pace / costed(self, AUTO).seconds, most / self.largest)
+        pace = (self.pace or PACE * self.where.size) / costed(self, AUTO).seconds
+        least = self.where.size * self.model.intra / pace / CARRIED
+        return Scale(pace, max(most / self.largest, least))
 
     @classmethod
     def named(cls, device: str) -> Mapping[str, PaperCase]:
