@@ -34,6 +34,12 @@ class Constants:
     of attention do not tell it from 1."""
     slowdown: float = 0.06
     """`Rates.slowdown`: 8 thread blocks of NCCL (`BurstConfig.max_ctas`) on 132 multiprocessors."""
+    products: float = 0.7
+    """Share of `Machine.tflops` that products of matrices reach in a training step: an assumption."""
+    host_link: float = 25e9
+    """Bytes a second between a GPU and its host: PCIe 4 of 16 lanes, less its overhead."""
+    host_memory: float = 20e9
+    """Bytes a second of host memory for each GPU, in Adam on the host: 8 GPUs share 200 GB/s."""
 
 
 CONSTANTS = Constants()

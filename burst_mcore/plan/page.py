@@ -36,7 +36,7 @@ The regret is the best measured figure over that of the split that the model cho
 _CONSTANTS = """
 ## Where the numbers come from
 
-Four constants hold for all GPUs. One of them is fitted, to the rows in
+Seven constants hold for all GPUs. One of them is fitted, to the rows in
 [calibration.json](../benchmarks/public/calibration.json).
 """
 _SOURCES = {
@@ -44,6 +44,9 @@ _SOURCES = {
     "call": "fitted; without any one machine the median error of the others moves by less than 3 points",
     "links": "an assumption; public rows do not tell it from 1",
     "slowdown": "8 thread blocks of NCCL on 132 multiprocessors",
+    "products": "an assumption, of training steps alone: large products of matrices in 16 bits",
+    "host_link": "PCIe 4 with 16 lanes, for what is offloaded",
+    "host_memory": "8 GPUs share 200 GB/s of their host, for an optimizer that is offloaded",
 }
 _MACHINES = """
 Two numbers of each machine are fitted to its own rows in the same file. On NVLink they are the shares of the
