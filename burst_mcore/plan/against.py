@@ -17,8 +17,8 @@ from burst_mcore.plan.fit import calibrated
 from burst_mcore.plan.methods import seconds_of, way_of
 from burst_mcore.plan.paper import figures
 from burst_mcore.plan.rows import Row, read, rows_of
-
-NO_STEP = "a whole training step is not modelled"
+from burst_mcore.plan.training import OUT_OF_MEMORY, of_row
+from burst_mcore.plan.training import figure as figure_of
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Compared:
     row: Row | None = None
     calibrated: bool = False
     """Whether the figure was used for calibration."""
+    step: bool = False
+    """Whether the figure is of a whole training step."""
 
     @property
     def error(self) -> float | None:
@@ -46,6 +48,10 @@ class Compared:
     def words(self) -> str:
         """The row in words."""
         row = self.row
+        if self.step and "method" in self.entries:
+            model, gpus = self.entries["model"]["name"], self.entries["gpus"]
+            where = f"{gpus} {self.entries['hardware']}, {self.entries['seq']}"
+            return f"{model} on {where}, {self.entries['method']}, {self.entries['metric']}"
         if row is None or "name" in self.entries:
             return str(self.entries.get("name", ""))
         shape = f"{row.gpus} {row.hardware}, {row.seq} x {row.heads}:{row.kv_heads} x {row.head_dim}"
@@ -118,6 +124,21 @@ class Report:
         return "\n".join([table, "", *map(_fitted, self.machines.values()), self.sentence])
 
     @property
+    def _memory(self) -> str:
+        """Say of which runs that failed the model foresees it, and of which that did not it wrongly does."""
+        failed = [one for one in self.compared if one.step and one.measured is None]
+        if not failed:
+            return ""
+        foreseen = sum(one.predicted is None for one in failed)
+        wrong = sum(
+            one.measured is not None and (one.why or "").startswith(OUT_OF_MEMORY) for one in self.compared
+        )
+        return (
+            f"; of {len(failed)} figures of runs that failed {foreseen} are predicted so, of those that ran "
+            f"{wrong} are wrongly predicted out of memory"
+        )
+
+    @property
     def sentence(self) -> str:
         """The errors in words."""
         errors, regrets = self.errors, [one["regret"] for one in self.regret]
@@ -128,7 +149,7 @@ class Report:
         return (
             f"{len(self.compared)} figures, {len(errors)} predicted and not used for calibration: "
             f"median error {self.median:.1%}, 90 % of them within {self.within(0.9):.1%}"
-            f"{chosen if regrets else ''}"
+            f"{chosen if regrets else ''}{self._memory}"
         )
 
 
@@ -181,30 +202,44 @@ def compare(files: Iterable[Path], calibrate: Iterable[Path] = ()) -> Report:
     Raises:
         ValueError: a file or a row that is not legal, with its name and number.
     """
-    fitted_on = [one.row for path in calibrate for one in _figures(path, MACHINES, frozenset()) if one.row]
-    machines = calibrated(fitted_on)
-    used, known = frozenset(fitted_on), {**MACHINES, **machines}
+    given = [one for path in calibrate for one in _figures(path, MACHINES, frozenset())]
+    machines = calibrated([one.row for one in given if one.row])
+    steps = {(one.entries["name"], one.entries["metric"]) for one in given if "metric" in one.entries}
+    used: frozenset[object] = frozenset([one.row for one in given if one.row]) | steps
+    known = {**MACHINES, **machines}
     return Report([one for path in files for one in _figures(path, known, used)], machines)
 
 
-def _figures(path: Path, machines: Mapping[str, Machine], used: frozenset[Row]) -> list[Compared]:
+def _figures(path: Path, machines: Mapping[str, Machine], used: frozenset[object]) -> list[Compared]:
     """Return the figures of one file."""
     contents = read(path)
     if isinstance(contents, Mapping):
-        return [_of_paper(figure, machines, used) for figure in figures(contents)]
+        return [_of_paper(one, machines, used) for one in figures(contents)]
+    if contents and all(isinstance(one, Mapping) and one.get("pass") == "train" for one in contents):
+        return [_of_training(one, machines) for one in contents]
     return [
         Compared(entries, row.measured, *_predict(row, machines), row, row in used)
         for entries, row in rows_of(contents, path)
     ]
 
 
-def _of_paper(figure: Any, machines: Mapping[str, Machine], used: frozenset[Row]) -> Compared:
+def _of_paper(figure: Any, machines: Mapping[str, Machine], used: frozenset[object]) -> Compared:
     entries = {"name": figure.name, "metric": figure.metric}
     if figure.row is None:
-        return Compared(entries, figure.measured, None, NO_STEP)
+        value, why = (
+            (None, run) if isinstance(run := figure.run, str) else figure_of(run, figure.metric, machines)
+        )
+        name = figure.name, figure.metric
+        return Compared(entries, figure.measured, value, why, calibrated=name in used, step=True)
     predicted, why = _predict(figure.row, machines)
     row = figure.row if figure.measured is not None else None
     return Compared(entries, figure.measured, predicted, why, row, figure.row in used)
+
+
+def _of_training(entries: Mapping[str, Any], machines: Mapping[str, Machine]) -> Compared:
+    run = of_row(entries)
+    value, why = (None, run) if isinstance(run, str) else figure_of(run, entries["metric"], machines)
+    return Compared(entries, entries["value"], value, why, step=True)
 
 
 def _predict(row: Row, machines: Mapping[str, Machine]) -> tuple[float | None, str | None]:

@@ -17,7 +17,7 @@ from burst_mcore.step.way import FRAMEWORKS, Way, why_not
 
 RECOMPUTES = (("none", 1.0), ("attention", 1.0), ("segment", 0.5), ("full", 0.0))
 AS_FAST = 1.01
-"""Ways within this factor of the fastest are equally fast: those without offload win, then the least memory."""
+"""Ways within this factor of the fastest are as fast: those without offload win, then least memory."""
 SHAPES = (0.25, 0.5, 1, 2, 4)
 """Sequence lengths of the grid, as multiples of the one that is planned."""
 
