@@ -146,6 +146,7 @@ MACHINES = {
     for machine in (
         _A100,
         replace(_A100, name="A800", link=200),
+        replace(_A100, name="A100-quad", node=4, nic=1.7),
         replace(_PCIE, name="A100-PCIe", memory_rate=1935, node=4, reached=0.08, crowding=0.17),
         _H100,
         replace(_H100, name="H200", memory_rate=4800, memory=141e9),
@@ -156,7 +157,9 @@ MACHINES = {
 """Specifications are those of NVIDIA's data sheets, network cards those of its DGX systems.
 
 Machines without rows of their own take the kernel shares of a relative. The A800, the A100 on PCIe and the
-L20 take those of the A100, the H200 those of the H100.
+L20 take those of the A100, the H200 those of the H100. A100-quad is the cluster of DeepSpeed's figures of
+Ulysses-Offload, 4 GPUs a node. Its network is not published: `nic` is fitted to one of those figures
+(`burst_mcore.plan.training.FITTED`).
 """
 
 

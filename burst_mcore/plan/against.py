@@ -17,7 +17,7 @@ from burst_mcore.plan.fit import calibrated
 from burst_mcore.plan.methods import seconds_of, way_of
 from burst_mcore.plan.paper import figures
 from burst_mcore.plan.rows import Row, read, rows_of
-from burst_mcore.plan.training import OUT_OF_MEMORY, of_row
+from burst_mcore.plan.training import OUT_OF_MEMORY, fitted, of_row
 from burst_mcore.plan.training import figure as figure_of
 
 
@@ -239,7 +239,7 @@ def _of_paper(figure: Any, machines: Mapping[str, Machine], used: frozenset[obje
 def _of_training(entries: Mapping[str, Any], machines: Mapping[str, Machine]) -> Compared:
     run = of_row(entries)
     value, why = (None, run) if isinstance(run, str) else figure_of(run, entries["metric"], machines)
-    return Compared(entries, entries["value"], value, why, step=True)
+    return Compared(entries, entries["value"], value, why, calibrated=fitted(entries), step=True)
 
 
 def _predict(row: Row, machines: Mapping[str, Machine]) -> tuple[float | None, str | None]:

@@ -51,9 +51,9 @@ _SOURCES = {
 _MACHINES = """
 Two numbers of each machine are fitted to its own rows in the same file. On NVLink they are the shares of the
 peak that kernels reach in both passes. On PCIe they are the share of the link and the crowding of an
-all-to-all. All else is a maker's specification, with two exceptions. The backward share of the A100 has no
+all-to-all. All else is a maker's specification, with three exceptions. The backward share of the A100 has no
 public row: it was set by hand beside the paper's figures. The exponentials of the B200 are twice those of its
-special units, an assumption. The form of the model was developed with all of these rows in view.
+special units, an assumption. The NIC of A100-quad is fitted to one published step of training. The form of the model was developed with all of these rows in view.
 
 | machine | TFLOP/s | exp/s | memory GB/s | link GB/s | NIC GB/s | fitted |
 |---|---|---|---|---|---|---|"""

@@ -147,7 +147,7 @@ PRESETS = {
         _gpt("gpt-2.7b", 32, 2560, 32),
         _gpt("gpt-6.7b", 32, 4096, 32),
         _gpt("gpt-13b", 40, 5120, 40),
-        _gpt("gpt-30b", 48, 7168, 56),
+        _gpt("gpt-30b", 48, 7168, 64),  # of DeepSpeed's figures, in which 16 ranks share its heads
     )
 }
 """7b and 14b are those of the BurstEngine paper, the others as their makers publish them."""

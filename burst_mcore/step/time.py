@@ -70,7 +70,7 @@ def times(
     ring = calls * (1 - attention.share) * (attention.forward * runs + attention.backward)
     exposed = {
         "ring": ring,
-        "tensor parallel": _tensor(model, way, calls, seq, rates, passes),
+        "tensor parallel": _tensor(model, way, calls, seq, cluster, rates, passes),
         "weights gathered": _gathers(model, way, cluster, rates, busy),
         "gradients reduced": _reduced(model, way, cluster, rates, busy),
         "activations offloaded": _moved(model, way, seq, calls, busy, constants),
@@ -94,23 +94,29 @@ def _optimizer(model: Model, way: Way, rates: Rates, constants: Constants) -> fl
     return own * 30 / rates.memory
 
 
-def _tensor(model: Model, way: Way, calls: float, seq: int, rates: Rates, passes: float) -> float:
+def _tensor(
+    model: Model, way: Way, calls: float, seq: int, cluster: Ranks, rates: Rates, passes: float
+) -> float:
     """Return seconds of tensor and sequence parallelism: 4 gathers or scatters a layer and pass."""
     if way.tp == 1:
         return 0.0
-    size = 2 * seq / way.cp * model.hidden * (way.tp - 1) / way.tp
-    each = size / rates.link(inter=False) + rates.call
+    within = min(way.tp, cluster.intra)
+    each = _collective(2 * seq / way.cp * model.hidden, way.tp, within, rates) + rates.call
     return calls * 4 * (passes - 1) * each
 
 
-def _collective(size: float, way: Way, cluster: Ranks, rates: Rates) -> float:
-    """Return the seconds of an all-gather or a reduce-scatter of `size` bytes over the ranks of ZeRO."""
-    ranks = way.sharded
-    within = min(ranks, max(1, cluster.intra // way.tp))
+def _collective(size: float, ranks: int, within: int, rates: Rates) -> float:
+    """Return the seconds of an all-gather or a reduce-scatter of `size` bytes; within: ranks of a node."""
     nodes = ranks / within
     near = size * (within - 1) / within / rates.link(inter=False)
     far = size * (nodes - 1) / nodes / (within * rates.link(inter=True))
     return max(near, far)
+
+
+def _sharded(size: float, way: Way, cluster: Ranks, rates: Rates) -> float:
+    """Return the seconds of a collective over the ranks of ZeRO."""
+    ranks = way.sharded
+    return _collective(size, ranks, min(ranks, max(1, cluster.intra // way.tp)), rates)
 
 
 def _gathers(model: Model, way: Way, cluster: Ranks, rates: Rates, busy: float) -> float:
@@ -118,7 +124,7 @@ def _gathers(model: Model, way: Way, cluster: Ranks, rates: Rates, busy: float) 
     if way.zero < 3 or way.sharded == 1:
         return 0.0
     times = 2 * way.micro
-    seconds = times * _collective(2 * parameters(model, way), way, cluster, rates)
+    seconds = times * _sharded(2 * parameters(model, way), way, cluster, rates)
     return max(0.0, seconds - busy) + seconds / max(1, times * model.layers)
 
 
@@ -129,7 +135,7 @@ def _reduced(model: Model, way: Way, cluster: Ranks, rates: Rates, busy: float) 
     bytes_each = 4 if way.framework == "megatron" else 2
     size = parameters(model, way) * (bytes_each + 2 * (0 < way.zero < 3))
     rounds = way.micro if way.zero >= 2 else 1
-    seconds = rounds * _collective(size * (1 if way.zero else 2), way, cluster, rates)
+    seconds = rounds * _sharded(size * (1 if way.zero else 2), way, cluster, rates)
     hidden = busy * 2 / 3 if way.zero >= 2 else busy * 2 / 3 / way.micro
     return max(0.0, seconds - hidden) + seconds / max(1, rounds * model.layers)
 

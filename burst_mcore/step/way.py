@@ -77,8 +77,8 @@ def why_not(way: Way, model: Model, seq: int, cluster: Ranks) -> str | None:
     """Return why ranks cannot run a model this way; None if they can. Memory is another question."""
     if way.gpus != cluster.size:
         return f"{way.gpus} ranks of the way are not the {cluster.size} of the cluster"
-    if way.tp > cluster.intra or cluster.intra % way.tp:
-        return f"TP {way.tp} does not divide the {cluster.intra} ranks of a node"
+    if cluster.intra % way.tp and way.tp % cluster.intra:
+        return f"TP {way.tp} does not go evenly on nodes of {cluster.intra}"
     if model.heads % way.tp or (model.kv_heads % way.tp and way.tp % model.kv_heads):
         return f"TP {way.tp} does not divide {model.heads} heads and {model.kv_heads} K/V heads"
     if model.vocab % way.tp or (model.ffn % way.tp):
