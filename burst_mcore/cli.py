@@ -244,6 +244,20 @@ def calibrate(
 
 @app.command()
 def plan(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A model to train: 7b, 14b, llama3-8b; a folder with config.json; or arguments of Megatron."
+        ),
+    ] = None,
+    seq: Annotated[str | None, typer.Option(help="Tokens of a sequence, such as 128K or 1M.")] = None,
+    cluster: Cluster = "a800:4x8",
+    batch: Annotated[int, typer.Option(help="Sequences of a step, of all ranks.")] = 1,
+    rates_file: RatesFile = None,
+    top: Annotated[int, typer.Option(help="Ways to print.")] = 12,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all that is predicted as JSON.")
+    ] = None,
     against: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE", help="Measured rows, or a paper's results, as JSON; may be repeated."),
@@ -252,26 +266,34 @@ def plan(
         list[Path] | None,
         typer.Option(metavar="FILE", help="Rows to which two numbers of their machines are fitted first."),
     ] = None,
-    rates_file: Annotated[
-        Path | None,
-        typer.Option("--rates", help="Rates of the machine of all rows, as calibrate writes them."),
-    ] = None,
 ) -> None:
-    """Predict measured figures of attention, and print both side by side; the last line is JSON."""
+    """Predict every way to train a model, or measured figures (--against); predicted, not measured."""
     import json
 
     import torch
 
-    from burst_mcore.plan.against import compare
-    from burst_mcore.rates import Rates
-
     torch.set_num_threads(1)
     try:
-        if not against:
-            raise ValueError("give --against FILE: the measured rows beside which to predict")
+        if (model is None) == (not against):
+            raise ValueError("give --model MODEL with --seq, or --against FILE: the measured rows to predict")
+        if model is not None:
+            from burst_mcore.step.planned import planned, text
+
+            if calibrate:
+                raise ValueError("--calibrate goes with --against, not with --model")
+            if json_file is not None and not json_file.resolve().parent.is_dir():
+                raise ValueError(f"there is no folder {json_file.parent} for {json_file}")
+            answer = planned(model, seq, cluster, batch, rates_file)
+            if json_file is not None:
+                json_file.write_text(json.dumps(answer.as_json()) + "\n")
+            typer.echo(text(answer, top))
+            return
+        from burst_mcore.plan.against import compare
+        from burst_mcore.rates import Rates
+
         rates = None if rates_file is None else Rates.load(rates_file)
-        report = compare(against, calibrate or (), rates)
-    except ValueError as error:
+        report = compare(against or (), calibrate or (), rates)
+    except (ValueError, OSError) as error:
         _fail("plan", error, status=2)
     typer.echo(report.text())
     typer.echo(json.dumps(report.as_json()))

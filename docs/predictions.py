@@ -47,7 +47,7 @@ less 1.
 _CONSTANTS = """
 ## Where the numbers come from
 
-Five constants hold for all GPUs. One of them is fitted, to the rows in
+Eight constants hold for all GPUs. One of them is fitted, to the rows in
 [calibration.json](../benchmarks/public/calibration.json).
 """
 _SOURCES = {
@@ -56,15 +56,19 @@ _SOURCES = {
     "links": "an assumption; public rows do not tell it from 1",
     "latency": "an assumption; from 2e-06 to 3e-05 the median error moves by less than a point",
     "slowdown": "8 thread blocks of NCCL on 132 multiprocessors",
+    "products": "an assumption, of training steps alone: large products of matrices in 16 bits",
+    "host_link": "PCIe 4 with 16 lanes, for what is offloaded",
+    "host_memory": "8 GPUs share 200 GB/s of their host, for an optimizer that is offloaded",
 }
 _MACHINES = """
-Two numbers of each machine are fitted to its own rows in the same file. On NVLink they are the shares of the
-peak that kernels reach in both passes. On PCIe they are the share of the link and the crowding of an
-all-to-all. All else is a maker's specification, with two exceptions. The backward share of the A100 has no
-public row: it was set by hand beside the paper's figures. The exponentials of the B200 are twice those of its
-special units, an assumption. Bytes of passes around kernels are counted, not fitted: 10 for each element of
-a result that others' methods merge or add, and 4 passes for each byte of an exchange of heads. The form of
-the model was developed with all of these rows in view.
+Two numbers of each machine are fitted to its own rows in the same file. On NVLink they are the shares of
+the peak that kernels reach in both passes. On PCIe they are the share of the link and the crowding of an
+all-to-all. All else is a maker's specification, with three exceptions. The backward share of the A100 has
+no public row: it was set by hand beside the paper's figures. The exponentials of the B200 are twice those
+of its special units, an assumption. The NIC of A100-quad is fitted to one published step of training. Bytes
+of passes around kernels are counted, not fitted: 10 for each element of a result that others' methods merge
+or add, and 4 passes for each byte of an exchange of heads. The form of the model was developed with all of
+these rows in view.
 
 | machine | TFLOP/s | exp/s | memory GB/s | link GB/s | NIC GB/s | fitted |
 |---|---|---|---|---|---|---|"""

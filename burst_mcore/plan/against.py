@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ from burst_mcore.plan.fit import calibrated
 from burst_mcore.plan.methods import seconds_of, way_of
 from burst_mcore.plan.paper import Figure, figures
 from burst_mcore.plan.rows import CPU, Row, read, rows_of
+from burst_mcore.plan.training import OUT_OF_MEMORY, fitted, of_row
+from burst_mcore.plan.training import figure as figure_of
 from burst_mcore.rates import Rates
 
-Predict = Callable[[Row], tuple[float | None, str | None]]
+Prediction = tuple[float | None, str | None]
 """(figure, None), or (None, the reason why there is none)."""
-NO_STEP = "a whole training step is not modelled"
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class Compared:
     row: Row | None = None
     calibrated: bool = False
     """Whether the figure was used for calibration."""
+    step: bool = False
+    """Whether the figure is of a whole training step."""
 
     @property
     def error(self) -> float | None:
@@ -50,6 +52,10 @@ class Compared:
     def words(self) -> str:
         """The row in words."""
         row = self.row
+        if self.step and "method" in self.entries:
+            model, gpus = self.entries["model"]["name"], self.entries["gpus"]
+            where = f"{gpus} {self.entries['hardware']}, {self.entries['seq']}"
+            return f"{model} on {where}, {self.entries['method']}, {self.entries['metric']}"
         if row is None or "name" in self.entries:
             return str(self.entries.get("name", ""))
         shape = f"{row.gpus} {row.hardware}, {row.seq} x {row.heads}:{row.kv_heads} x {row.head_dim}"
@@ -122,6 +128,21 @@ class Report:
         return "\n".join([table, "", *map(_fitted, self.machines.values()), self.sentence])
 
     @property
+    def _memory(self) -> str:
+        """Say of which runs that failed the model foresees it, and of which that did not it wrongly does."""
+        failed = [one for one in self.compared if one.step and one.measured is None]
+        if not failed:
+            return ""
+        foreseen = sum(one.predicted is None for one in failed)
+        wrong = sum(
+            one.measured is not None and (one.why or "").startswith(OUT_OF_MEMORY) for one in self.compared
+        )
+        return (
+            f"; of {len(failed)} figures of runs that failed {foreseen} are predicted so, of those that ran "
+            f"{wrong} are wrongly predicted out of memory"
+        )
+
+    @property
     def sentence(self) -> str:
         """The errors in words."""
         errors, regrets = self.errors, [one["regret"] for one in self.regret]
@@ -132,7 +153,7 @@ class Report:
         return (
             f"{len(self.compared)} figures, {len(errors)} predicted and not used for calibration: "
             f"median error {self.median:.1%}, 90 % of them within {self.within(0.9):.1%}"
-            f"{chosen if regrets else ''}"
+            f"{chosen if regrets else ''}{self._memory}"
         )
 
 
@@ -194,10 +215,26 @@ def compare(files: Iterable[Path], calibrate: Iterable[Path] = (), rates: Rates 
     if rates is not None and fitted_on:
         raise ValueError("--rates replaces the machines that --calibrate fits: give one of them")
     machines = calibrated(fitted_on)
-    known = {name: machine.rates for name, machine in {**MACHINES, **machines}.items()}
-    predict = partial(_predict, rates=known if rates is None else defaultdict(lambda: rates))
-    used = frozenset(fitted_on)
-    return Report([one for path in files for one in _figures(path, predict, used)], machines)
+    known = Known({**MACHINES, **machines}, rates)
+    steps = {
+        (one.entries["name"], one.entries["metric"]) for path in calibrate for one in _steps(path, known)
+    }
+    used: frozenset[object] = frozenset(fitted_on) | steps
+    return Report([one for path in files for one in _figures(path, known, used)], machines)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What predictions start from: machines by name, or the rates of all rows instead."""
+
+    machines: Mapping[str, Machine]
+    rates: Rates | None = None
+
+    def of(self, hardware: str) -> Rates | None:
+        """Return the rates of a machine; None if it is not known."""
+        if self.rates is not None:
+            return self.rates
+        return self.machines[hardware].rates if hardware in self.machines else None
 
 
 def _rows(path: Path) -> list[Row]:
@@ -205,6 +242,8 @@ def _rows(path: Path) -> list[Row]:
     contents = read(path)
     if isinstance(contents, Mapping):
         rows = [one.row for one in figures(contents) if one.row is not None and one.measured is not None]
+    elif _of_steps(contents):
+        rows = []
     else:
         rows = [row for _, row in rows_of(contents, path)]
     for row in rows:
@@ -213,34 +252,58 @@ def _rows(path: Path) -> list[Row]:
     return rows
 
 
-def _figures(path: Path, predict: Predict, used: frozenset[Row]) -> list[Compared]:
+def _steps(path: Path, known: Known) -> list[Compared]:
+    """Return the figures of whole steps in a paper's results."""
+    contents = read(path)
+    if not isinstance(contents, Mapping):
+        return []
+    return [_of_paper(one, known, frozenset()) for one in figures(contents) if one.row is None]
+
+
+def _of_steps(contents: Any) -> bool:
+    """Return whether rows are of training steps."""
+    return bool(contents) and all(isinstance(one, Mapping) and one.get("pass") == "train" for one in contents)
+
+
+def _figures(path: Path, known: Known, used: frozenset[object]) -> list[Compared]:
     """Return the figures of one file."""
     contents = read(path)
     if isinstance(contents, Mapping):
-        return [_of_paper(figure, predict, used) for figure in figures(contents)]
+        return [_of_paper(one, known, used) for one in figures(contents)]
+    if _of_steps(contents):
+        return [_of_training(one, known) for one in contents]
     return [
-        Compared(entries, row.measured, *predict(row), row, row in used)
+        Compared(entries, row.measured, *_predict(row, known), row, row in used)
         for entries, row in rows_of(contents, path)
     ]
 
 
-def _of_paper(figure: Figure, predict: Predict, used: frozenset[Row]) -> Compared:
+def _of_paper(figure: Figure, known: Known, used: frozenset[object]) -> Compared:
     entries = {"name": figure.name, "metric": figure.metric}
     if figure.row is None:
-        return Compared(entries, figure.measured, None, NO_STEP)
-    predicted, why = predict(figure.row)
+        run = figure.run
+        assert run is not None
+        value, why = (None, run) if isinstance(run, str) else figure_of(run, figure.metric, known.machines)
+        name = figure.name, figure.metric
+        return Compared(entries, figure.measured, value, why, calibrated=name in used, step=True)
+    predicted, why = _predict(figure.row, known)
     row = figure.row if figure.measured is not None else None
     return Compared(entries, figure.measured, predicted, why, row, figure.row in used)
 
 
-def _predict(row: Row, rates: Mapping[str, Rates]) -> tuple[float | None, str | None]:
-    """Return (figure, None), or (None, the reason why there is none)."""
-    try:
-        of_machine = rates[row.hardware]
-    except KeyError:
+def _of_training(entries: Mapping[str, Any], known: Known) -> Compared:
+    run = of_row(entries)
+    value, why = (None, run) if isinstance(run, str) else figure_of(run, entries["metric"], known.machines)
+    return Compared(entries, entries["value"], value, why, calibrated=fitted(entries), step=True)
+
+
+def _predict(row: Row, known: Known) -> Prediction:
+    """Return the figure of a row of attention."""
+    of_machine = known.of(row.hardware)
+    if of_machine is None:
         if row.hardware == CPU:
             return None, "no preset knows this CPU: give --rates FILE, as burst-mcore calibrate writes it"
-        raise ValueError(f"unknown machine {row.hardware!r}: {_legal()}, or any with --rates FILE") from None
+        raise ValueError(f"unknown machine {row.hardware!r}: {_legal()}, or any with --rates FILE")
     way = way_of(row)
     if isinstance(way, str):
         return None, way
