@@ -173,6 +173,11 @@ BARS = {
     ("double ring, 2 x 2", "flat over double ring"): 2.2,
     ("double ring, 2 x 4", "flat over double ring"): 4.5,
     ("overlap, 2 x 4", "without overlap over with"): 1.5,
+    ("heads across nodes, 4 x 4, heads 8:8", "gain, of predicted"): 0.8,
+    ("heads across nodes, 4 x 4, heads 8:2", "gain, of predicted"): 0.8,
+    ("heads across nodes, 4 x 8, heads 8:8", "gain, of predicted"): 0.8,
+    ("heads across nodes, 4 x 8, heads 8:8", "double ring over heads across nodes"): 1.5,
+    ("heads across nodes, 4 x 8, heads 8:2", "gain, of predicted"): 0.8,
     (ALL, "right choices of auto"): 0.9,
 }
 
@@ -189,7 +194,7 @@ def test_the_committed_results_reach_their_bars():
 def test_todays_predictions_are_within_15_per_cent_of_what_was_measured():
     results, count = read(RESULTS), 0
     for name, table in results.tables.items():
-        if name == ALL:
+        if name == ALL or name.startswith("heads across nodes"):  # 16 and 32 ranks on 2 cores: see their bars
             continue
         case = ClusterCase(**results.cases[name])
         latency = table["message", "hop"][0]
@@ -204,7 +209,7 @@ def test_todays_predictions_are_within_15_per_cent_of_what_was_measured():
 def test_the_committed_cells_are_those_of_the_subject():
     cases = ClusterCase.named("cpu")
     committed = read(RESULTS).cases
-    assert set(cases) == set(committed) and len(cases) == 27
+    assert set(cases) == set(committed) and len(cases) == 31
     for name, case in cases.items():
         assert {**committed[name], "compute": 0} == {**vars(case), "compute": 0}, name
         if not name.startswith("overlap"):  # there the model chose it, with the rates of its time

@@ -1,4 +1,4 @@
-"""Closed formulas for bytes: held against the bytes of programs, by link and dtype, and against the bound."""
+"""Closed formulas for bytes, held against programs by link and dtype, and the bound; what auto takes."""
 
 from dataclasses import replace
 from math import sqrt
@@ -6,12 +6,15 @@ from math import sqrt
 import pytest
 import torch
 
+from burst_mcore import BurstConfig, Mask
 from burst_mcore.attention.autotune.choose import Ranks, legal_degrees, route_for
 from burst_mcore.attention.autotune.cost import mean_bytes, message_bytes
 from burst_mcore.attention.autotune.volume import Share, factors, least, moved, of_ring, through_nic
+from burst_mcore.attention.request import choose_route
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route, schedule
 from burst_mcore.attention.shard import Shard
+from burst_mcore.rates import Rates
 
 DTYPES = {
     "bf16, sums in float32": (torch.bfloat16, torch.float32),
@@ -153,3 +156,34 @@ def test_heads_and_a_mesh_meet_the_bound():
         grouped = _units(32, 8)
         assert least(grouped, size) == pytest.approx(4 * sqrt(size / 32), rel=1e-2)
     assert least(replace(share, heads=1, kv_heads=1), 64) == moved(share, Pass.FORWARD, rows=8, columns=8)
+
+
+HIDES = Rates(intra=400e9, inter=100e9, compute=400e12)
+"""Links that are fast beside the kernel, at 16K tokens a rank."""
+
+
+def _route(ranks, rates, **config):
+    shard = Shard(
+        batch=1, tokens=2**14, heads=32, kv_heads=8, head_dim=128, value_dim=128, dtype=torch.bfloat16
+    )
+    config = BurstConfig(ring="double", **config)
+    return choose_route(config, ranks, rates, shard, Mask.causal(), 2**14 * ranks.size)[0]
+
+
+@pytest.mark.parametrize("ranks", [Ranks(8, 8), Ranks(16, 4), Ranks(32, 8)], ids=str)
+def test_auto_leaves_heads_in_the_node_where_bytes_are_hidden(ranks):
+    """The route, and with it the program and its CPU seconds, is the one without a placement to choose."""
+    assert _route(ranks, HIDES) == Route(ranks.size // ranks.intra, ranks.intra)  # of itself, a ring
+    for degree in (1, 2, 4, "auto"):
+        inner = _route(ranks, HIDES, head_parallel=degree, head_placement="inner")
+        assert not inner.outer and _route(ranks, HIDES, head_parallel=degree) == inner
+
+
+@pytest.mark.parametrize("rates", [HIDES, replace(HIDES, intra=4e9)], ids=["fast links", "slow links"])
+def test_one_node_has_no_outer_heads_by_itself(rates):
+    for degree in ("auto", 2, 4):
+        assert not _route(Ranks(8, 8), rates, head_parallel=degree).outer
+
+
+def test_auto_takes_heads_across_nodes_where_links_between_them_are_slow():
+    assert _route(Ranks(32, 8), replace(HIDES, inter=0.5e9), head_parallel="auto").outer
