@@ -18,7 +18,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train finetune compare test test-all tables lint bench bench-masks bench-loss bench-recompute bench-training bench-topology bench-planning compiled gpu-smoke gpu-tests gpu-figures gpu-check gpu-sanitize clean
+.PHONY: help train finetune compare test test-all tables lint bench bench-masks bench-loss bench-recompute bench-step bench-paper bench-topology bench-planning compiled gpu-smoke gpu-tests gpu-figures gpu-check gpu-sanitize clean
 
 help:
 	@echo 'make train [ARGS="..."]    train a GPT on Megatron-Core with a burst ring (4 CPU processes)'
@@ -28,7 +28,7 @@ help:
 	@echo 'make test-all              the same, and the slow cells'
 	@echo 'make tables                write the tables of the docs again, after a setting, layout or kernel was added'
 	@echo 'make bench                 attention, measured beside other methods'
-	@echo 'make bench-SUBJECT         masks, loss, recompute, training, planning, or topology (needs root and iproute2)'
+	@echo 'make bench-SUBJECT         masks, loss, recompute, step, planning, or topology, paper (both need root and iproute2)'
 	@echo 'make compiled              compile our Triton kernels for GPUs, and write benchmarks/compiled.json (needs none)'
 	@echo 'make gpu-smoke             two minutes on a GPU: kernels, a ring, messages (needs torch, triton, pytest; no'
 	@echo '                           environment is made)'
@@ -69,7 +69,8 @@ bench: $(VENV)
 bench-masks: subject-masks
 bench-loss: subject-loss
 bench-recompute: subject-recompute
-bench-training: subject-training
+bench-step: subject-step
+bench-paper: subject-paper
 bench-planning: subject-planning
 bench-topology: subject-topology
 

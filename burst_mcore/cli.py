@@ -217,27 +217,47 @@ def bench(context: typer.Context) -> None:
 
 @app.command()
 def calibrate(
-    ranks: Annotated[int, typer.Option(help="Processes that are measured together.")] = 2,
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes that are measured together on this CPU; default 2.")
+    ] = None,
     repeats: Annotated[int, typer.Option(help="Times that each figure is measured; the least counts.")] = 5,
+    device: Annotated[str, typer.Option(help="cpu, or cuda: then torchrun starts the ranks.")] = "cpu",
     out: Annotated[Path, typer.Option(help="File of the rates.")] = Path("rates.json"),
 ) -> None:
-    """Measure kernel, memory and messages of processes on this CPU, over gloo, as a file of rates."""
+    """Measure kernel, memory and messages of ranks as a file of rates; torchrun may start the ranks."""
     from burst_mcore.bench.provenance import made_by
-    from burst_mcore.calibrate import calibrate as measure
+    from burst_mcore.calibrate import measure
 
     try:
         if not out.parent.is_dir():
             raise ValueError(f"there is no folder {out.parent} for {out}")
-        rates = measure(ranks, repeats)
+        found = measure(ranks, repeats, device)
     except ValueError as error:
         _fail("calibrate", error, status=2)
-    rates.save(out, **made_by("cpu"))
-    typer.echo(f"measured with {ranks} processes: {rates.in_words}")
-    typer.echo(f"not measured: links between machines, taken as an eighth of those within; file: {out}")
+    if found.rank == 0:
+        found.rates.save(out, **made_by(device))
+        typer.echo(f"measured with {found.words}: {found.rates.in_words}")
+        if found.one_node:
+            typer.echo("not measured: links between machines, taken as an eighth of those within")
+        typer.echo(f"file: {out}")
 
 
 @app.command()
 def plan(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A model to train: 7b, 14b, llama3-8b; a folder with config.json; or arguments of Megatron."
+        ),
+    ] = None,
+    seq: Annotated[str | None, typer.Option(help="Tokens of a sequence, such as 128K or 1M.")] = None,
+    cluster: Cluster = "a800:4x8",
+    batch: Annotated[int, typer.Option(help="Sequences of a step, of all ranks.")] = 1,
+    rates_file: RatesFile = None,
+    top: Annotated[int, typer.Option(help="Ways to print.")] = 12,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all that is predicted as JSON.")
+    ] = None,
     against: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE", help="Measured rows, or a paper's results, as JSON; may be repeated."),
@@ -247,19 +267,33 @@ def plan(
         typer.Option(metavar="FILE", help="Rows to which two numbers of their machines are fitted first."),
     ] = None,
 ) -> None:
-    """Predict measured figures of attention, and print both side by side; the last line is JSON."""
+    """Predict every way to train a model, or measured figures (--against); predicted, not measured."""
     import json
 
     import torch
 
-    from burst_mcore.plan.against import compare
-
     torch.set_num_threads(1)
     try:
-        if not against:
-            raise ValueError("give --against FILE: the measured rows beside which to predict")
-        report = compare(against, calibrate or ())
-    except ValueError as error:
+        if (model is None) == (not against):
+            raise ValueError("give --model MODEL with --seq, or --against FILE: the measured rows to predict")
+        if model is not None:
+            from burst_mcore.step.planned import planned, text
+
+            if calibrate:
+                raise ValueError("--calibrate goes with --against, not with --model")
+            if json_file is not None and not json_file.resolve().parent.is_dir():
+                raise ValueError(f"there is no folder {json_file.parent} for {json_file}")
+            answer = planned(model, seq, cluster, batch, rates_file)
+            if json_file is not None:
+                json_file.write_text(json.dumps(answer.as_json()) + "\n")
+            typer.echo(text(answer, top))
+            return
+        from burst_mcore.plan.against import compare
+        from burst_mcore.rates import Rates
+
+        rates = None if rates_file is None else Rates.load(rates_file)
+        report = compare(against or (), calibrate or (), rates)
+    except (ValueError, OSError) as error:
         _fail("plan", error, status=2)
     typer.echo(report.text())
     typer.echo(json.dumps(report.as_json()))
@@ -290,6 +324,7 @@ def doctor(
         str,
         typer.Option(help="Machine to predict for, such as h100 or l20; here: this machine's device."),
     ] = "here",
+    rates_file: RatesFile = None,
     reference: Annotated[
         bool, typer.Option(help="Print the reference page of the section burst_attention, and stop.")
     ] = False,
@@ -300,6 +335,7 @@ def doctor(
     from burst_mcore.deepspeed.engine import doctor as examiner
     from burst_mcore.deepspeed.engine.memory import Shape, shape_of
     from burst_mcore.mask.words import tokens
+    from burst_mcore.rates import Rates
 
     if reference:
         typer.echo(page(), nl=False)
@@ -316,7 +352,10 @@ def doctor(
         ) if model is None else shape_of(model, tokens(seq))  # fmt: skip
         world = world or config_dict(config).get("sequence_parallel_size", 1)
         per_node = per_node or min(world, 8)
-        lines = examiner.examine(config, world=world, per_node=per_node, shape=shape, device=device)
+        rates = None if rates_file is None else Rates.load(rates_file)
+        lines = examiner.examine(
+            config, world=world, per_node=per_node, shape=shape, device=device, rates=rates
+        )
         for line in lines:
             typer.echo(line)
     except ValueError as error:

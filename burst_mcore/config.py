@@ -83,6 +83,16 @@ class BurstConfig(Registered):
     )
     """Matters where `head_parallel` is neither 1 nor all ranks. On one node "auto" is "inner"."""
 
+    mesh: str | tuple[int, int] = field(
+        default="none",
+        metadata=_told(
+            "none, auto, or rows x columns such as 2x4",
+            "Rings side by side: each rank also attends with the queries of its column, so that fewer bytes "
+            "travel and more stay in memory; none: one ring; auto: the cost model chooses.",
+        ),
+    )
+    """Rings x places of a ring, with rings * places * head_parallel ranks; (2, 4) is converted to "2x4"."""
+
     overlap: bool = field(
         default=True,
         metadata=_told(
@@ -135,6 +145,18 @@ class BurstConfig(Registered):
             word = getattr(self, name)
             if word not in words:
                 raise ValueError(f"unknown {name} {word!r}; legal: {', '.join(map(repr, words))}")
+        if sides := sides_of(self.mesh):
+            object.__setattr__(self, "mesh", f"{sides[0]}x{sides[1]}")
+        if not isinstance(self.kernel, str):
+            raise ValueError(f"kernel must be the name of a kernel or 'auto', got {self.kernel!r}")
+        self._check_numbers()
+        dtype = GRAD_DTYPES.get(str(self.grad_dtype), self.grad_dtype)
+        if dtype not in GRAD_DTYPES.values():
+            raise ValueError(f"grad_dtype must be one of {', '.join(GRAD_DTYPES)}, got {self.grad_dtype!r}")
+        object.__setattr__(self, "grad_dtype", dtype)
+        register(self, repr(self))
+
+    def _check_numbers(self) -> None:
         for name in ("overlap", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -147,13 +169,22 @@ class BurstConfig(Registered):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be a number of at least {least}, got {value!r}")
-        if not isinstance(self.kernel, str):
-            raise ValueError(f"kernel must be the name of a kernel or 'auto', got {self.kernel!r}")
-        dtype = GRAD_DTYPES.get(str(self.grad_dtype), self.grad_dtype)
-        if dtype not in GRAD_DTYPES.values():
-            raise ValueError(f"grad_dtype must be one of {', '.join(GRAD_DTYPES)}, got {self.grad_dtype!r}")
-        object.__setattr__(self, "grad_dtype", dtype)
-        register(self, repr(self))
+
+
+def sides_of(mesh: object) -> tuple[int, int] | None:
+    """Return the rows and columns of a mesh; None for "none" and "auto".
+
+    Raises:
+        ValueError: neither a word nor two numbers.
+    """
+    if mesh in ("none", "auto"):
+        return None
+    sides = mesh.split("x") if isinstance(mesh, str) else mesh
+    if isinstance(sides, list | tuple) and len(sides) == 2:
+        rows, columns = (int(x) if isinstance(x, str) and x.isdecimal() else x for x in sides)
+        if type(rows) is int and type(columns) is int and rows >= 1 and columns >= 1:
+            return rows, columns
+    raise ValueError(f"mesh must be 'none', 'auto', or rows x columns such as '2x4' or (2, 4), got {mesh!r}")
 
 
 def _word(default: Any) -> Any:

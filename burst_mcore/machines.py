@@ -32,8 +32,17 @@ class Constants:
     links: float = 0.85
     """Share of a specified rate that messages reach over NVLink and network cards: an assumption. Public rows
     of attention do not tell it from 1."""
+    latency: float = 10e-6
+    """`Rates.latency`, seconds: an assumption. From 2 to 30 us the median error of public rows moves by
+    less than a point."""
     slowdown: float = 0.06
     """`Rates.slowdown`: 8 thread blocks of NCCL (`BurstConfig.max_ctas`) on 132 multiprocessors."""
+    products: float = 0.7
+    """Share of `Machine.tflops` that products of matrices reach in a training step: an assumption."""
+    host_link: float = 25e9
+    """Bytes a second between a GPU and its host: PCIe 4 of 16 lanes, less its overhead."""
+    host_memory: float = 20e9
+    """Bytes a second of host memory for each GPU, in Adam on the host: 8 GPUs share 200 GB/s."""
 
 
 CONSTANTS = Constants()
@@ -92,6 +101,7 @@ class Machine:
             memory=self.memory_rate * 1e9,
             fill=constants.fill,
             call=constants.call,
+            latency=constants.latency,
             crowding=self.crowding,
             slowdown=constants.slowdown,
         )
@@ -140,6 +150,7 @@ MACHINES = {
     for machine in (
         _A100,
         replace(_A100, name="A800", link=200),
+        replace(_A100, name="A100-quad", node=4, nic=1.7),
         replace(_PCIE, name="A100-PCIe", memory_rate=1935, node=4, reached=0.08, crowding=0.17),
         _H100,
         replace(_H100, name="H200", memory_rate=4800, memory=141e9),
@@ -150,7 +161,11 @@ MACHINES = {
 """Specifications are those of NVIDIA's data sheets, network cards those of its DGX systems.
 
 Machines without rows of their own take the kernel shares of a relative. The A800, the A100 on PCIe and the
-L20 take those of the A100, the H200 those of the H100.
+L20 take those of the A100, the H200 those of the H100. No preset has `Rates.levels`: no specification names
+the hosts of the PCIe machines in public rows. Slower links between pairs or halves explain these rows
+hardly better: the mean error of the L20's falls from 12 % to 11 %, that of the A100's not at all. A100-quad
+is the cluster of DeepSpeed's figures of Ulysses-Offload, 4 GPUs a node. Its network is not published: `nic`
+is fitted to one of those figures (`burst_mcore.plan.training.FITTED`).
 """
 
 

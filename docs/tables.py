@@ -1,4 +1,4 @@
-"""Writes the tables of the docs that follow from the code: settings, flags, keys, tests of Megatron.
+"""Writes the tables of the docs that follow from the code: settings, flags, keys, tests of Megatron, bytes.
 
 `make tables`, after a setting, a layout or a kernel was added. tests/test_docs.py fails until then.
 """
@@ -7,13 +7,25 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from predictions import page
+
+from burst_mcore.attention.autotune.choose import Ranks, legal_degrees, route_for
+from burst_mcore.attention.autotune.volume import (
+    Share,
+    factors,
+    least,
+    of_columns,
+    of_ring,
+    of_rows,
+    through_nic,
+)
+from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.config import SETTINGS
 from burst_mcore.deepspeed.config.section import reference
 from burst_mcore.megatron.arguments import flag_of
-from burst_mcore.plan.page import page
 
 DOCS = Path(__file__).parent
 TESTS = DOCS.parent / "tests" / "megatron"
@@ -21,7 +33,9 @@ TESTS = DOCS.parent / "tests" / "megatron"
 
 def pages() -> dict[str, str]:
     """Return the pages with tables, by name, as they follow from the code."""
-    attention, megatron = ((DOCS / name).read_text() for name in ("attention.md", "megatron.md"))
+    attention, megatron, topology = (
+        (DOCS / name).read_text() for name in ("attention.md", "megatron.md", "topology.md")
+    )
     megatron = _with_rows(megatron, "| what | with | 0.16.1 | 0.19.2 |\n|---|---|---|---|\n", _tested())
     megatron = _with_rows(
         megatron,
@@ -34,6 +48,11 @@ def pages() -> dict[str, str]:
         ),
         "megatron.md": _with_rows(
             megatron, "Megatron's own, or BurstAttention |\n", _flags(), "| `--burst-rates` |"
+        ),
+        "topology.md": _with_rows(
+            topology,
+            "| heads | way | 64 GPUs | 256 GPUs | 1024 GPUs |\n|---|---|---|---|---|\n",
+            _through_nics(),
         ),
         "deepspeed-section.md": reference(),
         "predictions.md": page(DOCS.parent / "benchmarks" / "public"),
@@ -95,6 +114,89 @@ def _trained() -> Iterable[str]:
         launched = sum(row["way"] == "launcher" for row in of_tree)
         version = f"{tree} ({of_tree[0]['version']})"
         yield f"| {version} | runs: {launched} | runs: {len(of_tree) - launched} | {worst:.1e} |"
+
+
+TOKENS, NODE = 2**20, 8
+"""Tokens of the sequence, and GPUs of a node, in the table of bytes."""
+SHAPES = {
+    "32:32": (32, 32, 128, 256),
+    "32:8": (32, 8, 128, 256),
+    "64:8": (64, 8, 128, 256),
+    "128, MLA's latent": (128, 1, 192, 576),
+}
+"""Heads, K/V heads, the width of a query head, and of a head of keys and values."""
+Bytes = tuple[float, float]
+"""Of forward and backward."""
+
+
+def _through_nics() -> Iterable[str]:
+    """Yield a row for each way: the GB that pass the NIC of a GPU, forward and backward."""
+    for heads, shape in SHAPES.items():
+        columns = [_ways(_share(gpus, *shape), Ranks(gpus, NODE)) for gpus in (64, 256, 1024)]
+        for way in columns[0]:
+            yield f"| {heads} | {way} | {' | '.join(column[way] for column in columns)} |"
+
+
+def _share(gpus: int, heads: int, kv_heads: int, width: int, kv_width: int) -> Share:
+    """The bytes of the rows of a GPU, in bfloat16, sums in float32; a head of O has 128 numbers."""
+    row = TOKENS // gpus * heads
+    q, out, kv = (2 * numbers for numbers in (row * width, row * 128, row // heads * kv_heads * kv_width))
+    return Share(heads=heads, kv_heads=kv_heads, q=q, out=out, kv=kv, statistic=4 * row)
+
+
+def _ways(share: Share, ranks: Ranks) -> dict[str, str]:
+    """The bytes of each way, in words."""
+    nodes, forward = ranks.size // ranks.intra, of_columns(share, Pass.FORWARD)
+    hops = [of_columns(share, Pass.KV), of_rows(share, Pass.QUERY)]
+    ring = forward.around(ranks.size), min(hop.around(ranks.size) for hop in hops)
+    across = {f"h {h}": _of_route(share, h, ranks, outer=True) for h in _degrees(share, ranks)}
+    meshes = {f"{a} x {b}": _of_mesh(share, 1, a, b) for a, b in factors(nodes) if a > 1 and b > 1}
+    both = {
+        f"h {h}, {a} x {b}": _of_mesh(share, h, a, b)
+        for h in _degrees(share, ranks)
+        if nodes % h == 0
+        for a, b in factors(nodes // h)
+    }
+    bound = least(share, nodes)
+    return {
+        "ring": _cell(ring),
+        "double ring": _cell(_of_route(share, 1, ranks)),
+        "USP: heads in the node": _cell(_of_route(share, NODE, ranks)),
+        "heads across nodes": _fewest(across),
+        "mesh of nodes": _fewest(meshes),
+        "heads and mesh of nodes": _fewest(both),
+        "bound": _cell((bound, bound)),
+    }
+
+
+def _degrees(share: Share, ranks: Ranks) -> list[int]:
+    return legal_degrees(ranks, share.heads, share.kv_heads)[1:]
+
+
+def _of_route(share: Share, degree: int, ranks: Ranks, *, outer: bool = False) -> Bytes:
+    route = route_for(degree, ranks, ring="double", overlap=True, outer=outer)
+    forward, *backward = (
+        of_ring(share, pass_, route, ranks.intra)[Link.INTER] for pass_ in (Pass.FORWARD, Pass.KV, Pass.QUERY)
+    )
+    return forward, min(backward)
+
+
+def _of_mesh(share: Share, heads: int, rows: int, columns: int) -> Bytes:
+    forward, backward = (
+        through_nic(share, pass_, heads=heads, rows=rows, columns=columns)
+        for pass_ in (Pass.FORWARD, Pass.KV)
+    )
+    return forward, backward
+
+
+def _fewest(ways: Mapping[str, Bytes]) -> str:
+    """The bytes of the way with fewest, and its name."""
+    name = min(ways, key=lambda name: sum(ways[name]))
+    return f"{_cell(ways[name])} ({name})"
+
+
+def _cell(sent: Bytes) -> str:
+    return " / ".join(f"{size / 1e9:.3g}" for size in sent)
 
 
 def _legal(name: str) -> str:

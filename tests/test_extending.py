@@ -327,7 +327,7 @@ def _bring_home(position, size, hops):
         if not nothing(comes[2]):
             first, summed = nothing(summed), hops.together(summed, comes[2])
             yield Add(size, HOME_SUM, f"{PARTIAL}{t}", first=first, rows=summed)
-    yield Return(size, None if nothing(summed) else HOME_SUM)
+    yield Return(size, () if nothing(summed) else (HOME_SUM,))
 '''
 
 HOLD_RING = """

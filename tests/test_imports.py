@@ -28,6 +28,7 @@ FLOORS = [
     {"checkpointing"},
     {"megatron", "deepspeed"},
     {"explain"},
+    {"step"},
     {"plan"},
     {"bench"},
     {"calibrate"},

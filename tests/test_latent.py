@@ -19,7 +19,7 @@ from burst_mcore.attention import operator
 from burst_mcore.attention.autotune.choose import Ranks, legal_degrees
 from burst_mcore.attention.autotune.cost import link_bytes, message_bytes
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.attention.request import _fastest, latent_gains
+from burst_mcore.attention.request import _fastest, choose_route, latent_gains
 from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.attention.shard import Shard
 from burst_mcore.checkpointing import Segment, checkpoint
@@ -259,9 +259,9 @@ def test_the_wire_carries_the_latent_and_the_rope_key_and_no_k_or_v():
                 continue
             width = latent if travels == "on" else keys
             gradient = width if backward == "kv" else 4 * 24
-            data = (size - 1) * (width if backward == "kv" else queries)
+            data = width if backward == "kv" else queries
             assert sent[0] == tokens * s * (size - 1) * width
-            assert sent[1] == tokens * s * (data + size * gradient)
+            assert sent[1] == tokens * s * (size - 1) * (data + gradient)
 
 
 def _recomputed(rank, size):
@@ -348,6 +348,24 @@ def test_auto_takes_the_latent_only_where_a_gain_is_predicted():
         travelling = replace(DEEPSEEK, tokens=tokens, latent_travels=True)
         assert latent_gains(config, ranks, rates, travelling, mask, 16 * tokens) == gains
     assert not latent_gains(config, Ranks(1, 1), slow, replace(DEEPSEEK, latent_travels=True), mask, 8192)
+
+
+def test_auto_leaves_meshes_out_where_the_latent_travels():
+    rates, ranks, mask = Rates(intra=4e11, inter=5e9, compute=4e14), Ranks(16, 4), Mask.causal()
+    travelling, n = replace(DEEPSEEK, latent_travels=True), 16 * DEEPSEEK.tokens
+    of_one_head = BurstConfig(mesh="auto", head_parallel=1)
+    assert choose_route(of_one_head, ranks, rates, DEEPSEEK, mask, n)[0].rings > 1
+    assert choose_route(of_one_head, ranks, rates, travelling, mask, n)[0].rings == 1
+    assert latent_gains(BurstConfig(head_parallel=1), ranks, rates, travelling, mask, n)
+    assert not latent_gains(BurstConfig(mesh="4x4"), ranks, rates, travelling, mask, n)
+
+
+def test_a_latent_does_not_travel_over_a_configured_mesh():
+    q, latent = _latent(travels="on")
+    ring = Topology(size=4, rank=0, intra_size=2)
+    words = "got travels='on' and mesh=2x2: use mesh='none' or 'auto', or travels='off'"
+    with pytest.raises(ValueError, match=words):
+        burst_attention(q, latent=latent, topology=ring, mask=Mask.causal(), config=BurstConfig(mesh="2x2"))
 
 
 def _latent(**changed):

@@ -47,12 +47,15 @@ def _case(draw, ranks, dtype):
     kv_heads, group = draw.randint(1, 3), draw.choice((1, 2, 4))
     heads = kv_heads * group
     n = draw.choice((draw.randint(1, 40), draw.randint(100, 300), 48 * draw.randint(2, 6)))
+    degree = draw.choice((1, 1, "auto", *legal_degrees(ranks, heads, kv_heads)))
+    ring = draw.choice(("auto", "double", "flat", "direct"))
     config = BurstConfig(
         layout=random_layout(draw, ranks.size, n),
         backward=draw.choice(("auto", "query", "kv")),
-        ring=draw.choice(("auto", "double", "flat", "direct")),
+        ring=ring,
         overlap=draw.random() < 0.75,
-        head_parallel=draw.choice((1, 1, "auto", *legal_degrees(ranks, heads, kv_heads))),
+        head_parallel=degree,
+        mesh="none" if ring == "direct" else _mesh(draw, ranks.size, degree),
         head_placement=draw.choice(("auto", "inner", "outer")),
     )
     p = problem(
@@ -65,6 +68,14 @@ def _case(draw, ranks, dtype):
         dtype=dtype,
     )
     return p, random_mask(draw, n), config
+
+
+def _mesh(draw, size, degree):
+    if degree == "auto" or draw.random() < 0.3:
+        return draw.choice(("none", "auto"))
+    positions = size // degree
+    rows = draw.choice([a for a in range(1, positions + 1) if positions % a == 0])
+    return f"{rows}x{positions // rows}"
 
 
 def _samples(rank, size, intra, seeds):

@@ -135,7 +135,7 @@ def test_bytes_on_the_wire_are_the_formulas_on_every_rank(size):
         for (direction, heads, kv_heads, s, g), (forward, backward) in counted.items():
             n, d, d_kv = 24 * size, heads * 16, kv_heads * 16
             assert forward == 2 * n * d_kv * s * (size - 1) // size
-            of_gradients = (size - 1) * g + min(s, g)
+            of_gradients = (size - 2) * g + min(s, g)
             if direction == "query":
                 assert backward == n // size * ((size - 1) * (2 * d * s + 8 * heads) + d * of_gradients)
             else:

@@ -53,7 +53,9 @@ def test_every_head_x_ring_up_to_24_ranks_is_verified(heads, pass_, overlap):
             verify(schedule(Route(nodes, intra, heads, overlap), pass_))
 
 
-@pytest.mark.parametrize(("route", "data", "sums"), [(Route(1, 8), 2, 2), (Route(4, 4), 4, 4)])
+@pytest.mark.parametrize(
+    ("route", "data", "sums"), [(Route(1, 8), 2, 2), (Route(4, 4), 4, 5), (Route(5, 6), 4, 5)]
+)
 @pytest.mark.parametrize("pass_", Pass)
 def test_bundles_in_flight_do_not_grow_with_the_ring(pass_, route, data, sums):
     for program in schedule(route, pass_).programs:
@@ -100,8 +102,8 @@ def test_a_nic_carries_each_bundle_once_a_round(pass_, nodes, intra):
         count = {c: sum(a.channel == c for a in sends) for c in {a.channel for a in sends}}
         assert count[INTER_DATA] == nodes - 1
         assert count[INTRA_DATA] == nodes * (intra - 1)
-        assert count.get(INTER_GRADIENT, 0) == (0 if pass_ == Pass.FORWARD else nodes)
-        assert count.get(INTRA_GRADIENT, 0) == (0 if pass_ == Pass.FORWARD else nodes * (intra - 1))
+        assert count.get(INTER_GRADIENT, 0) == (0 if pass_ == Pass.FORWARD else nodes - 1)
+        assert count.get(INTRA_GRADIENT, 0) == (0 if pass_ == Pass.FORWARD else nodes * (intra - 1) - 1)
         assert count.get(Channel(Link.INTRA, Kind.TOTAL), 0) == (pass_ != Pass.FORWARD)
 
 
@@ -264,6 +266,9 @@ def _routes(size, intra):
                 yield Route(1, positions, heads, overlap, direct=True)
             if 1 < heads < size:
                 yield route_for(heads, Ranks(size, intra), ring="double", overlap=overlap, outer=True)
+            for rings in (r for r in range(2, positions + 1) if positions % r == 0):
+                ranks = Ranks(size, intra)
+                yield route_for(heads, ranks, ring="double", overlap=overlap, rings=rings)
             if size > intra and intra % heads == 0:
                 yield Route(size // intra, intra // heads, heads, overlap)
                 yield Route(size // intra, intra // heads, heads, overlap, mirrored=True)
@@ -297,7 +302,7 @@ def test_all_schedules_pass_under_nccls_rule(size, intra):
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (_without(Add, step=3), "at home is"),
+        (_without(Add, step=4), "at home is"),
         (_changed(Add, {"other": "sum0"}), "added to that of|before anything arrived|touched"),
         (_without(Wait, channel=INTER_DATA), "while a message arrives|nobody waited"),
         (_without(Wait, channel=INTER_GRADIENT), "while a message arrives"),
@@ -316,7 +321,7 @@ def test_verify_finds_what_is_wrong_with_a_double_ring(edit, words):
         (_without(Unpack, kind=Kind.ROWS), "before they came"),
         (_without(Unpack, kind=Kind.BUNDLE), "before all of the head group"),
         (_without(Unpack, kind=Kind.RESULT), "result of the head group|its results stay"),
-        (_without(Compute, step=0), "leave before they are complete|computed sources"),
+        (_without(Compute, step=0), "leave before they are complete|must be each of"),
         (_without(Wait, channel=Channel(Link.HEADS, Kind.BUNDLE, 1)), "while a message arrives"),
         (_changed(Unpack, {"member": 0}, kind=Kind.RESULT), "before anything arrived"),
     ],

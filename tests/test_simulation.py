@@ -91,6 +91,9 @@ ROUTES = [
     *(Route(1, 4 // h, h) for h in (2, 4)),
     *(Route(1, positions, 2, outer=True) for positions in (2, 3, 4)),
     *(Route(2, 2, 2, outer=True), Route(2, 2, 4, overlap=False, outer=True), Route(1, 3, 4, outer=True)),
+    *(Route(1, places, rings=rings) for rings, places in [(2, 1), (2, 2), (3, 2), (2, 3), (4, 2)]),
+    *(Route(2, 2, rings=2), Route(2, 1, 2, rings=2), Route(1, 2, 2, rings=2), Route(1, 2, 2, rings=3)),
+    *(Route(1, 2, 4, rings=2, outer=True), Route(2, 2, overlap=False, rings=2)),
     *(Route(2, 2, 2), Route(3, 2, 2), Route(2, 1, 4), Route(3, 1, 2), Route(1, 3, 2)),
     *(Route(2, 3, overlap=False), Route(2, 2, 2, overlap=False), Route(1, 1, 4, overlap=False)),
 ]
@@ -141,6 +144,7 @@ ANYTHING = given(
     intra=st.integers(1, 4),
     degree=st.integers(1, 6),
     outer=st.booleans(),
+    rings=st.sampled_from([1, 2, 3]),
     ring=st.sampled_from(["double", "flat", "direct"]),
     mirrored=st.booleans(),
     overlap=st.booleans(),
@@ -165,6 +169,7 @@ def _equals_dense_attention(
     intra,
     degree,
     outer,
+    rings,
     ring,
     mirrored,
     overlap,
@@ -180,6 +185,8 @@ def _equals_dense_attention(
     assume(degree in legal_degrees(ranks, heads, kv_heads))
     route = route_for(degree, ranks, ring=ring, overlap=overlap, outer=outer)
     route = replace(route, mirrored=mirrored and not route.direct)
+    if not route.direct and route.places % rings == 0 and route.nodes == 1:
+        route = replace(route, rings=rings, intra=route.intra // rings)
     head_dim, value_dim = dims if kernel == "reference" else (8, 8)
     layout, mask = random_layout(draw, ranks.size, n), random_mask(draw, n)
     p = problem(n, n, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)

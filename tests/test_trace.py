@@ -1,6 +1,7 @@
 """Timelines: recorded and predicted, as trace and picture; the commands that show them."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -135,9 +136,32 @@ def test_explain_shows_all_ways_the_choice_and_why():
     )
     assert done.exit_code == 0, done.output
     rows = [line for line in done.output.splitlines() if " x " in line and ("query" in line or "kv" in line)]
-    assert len([r for r in rows if "chosen" not in r]) == 12  # six degrees, two directions
+    ways = [row for row in rows if "chosen" not in row]
+    assert len([way for way in ways if " outer " not in way]) == 12  # six degrees, two directions
+    assert (
+        len([way for way in ways if "16 outer " in way]) == 2
+    )  # elsewhere neighbours hide all that they send
     assert "chosen: ring='double', head_parallel=" in done.output
     assert "predicted, not measured" in done.output
+
+
+def test_explain_names_heads_across_nodes_and_puts_bytes_beside_the_bound():
+    """Eight heads on four nodes with slow links: all-to-alls between nodes, rings of four within."""
+    call = "--heads 8 --kv-heads 8 --seq 32K --mask full --dtype bfloat16 --cluster l20:4x8 --ring double"
+    done = CliRunner().invoke(app, ["explain", *call.split()])
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    rows = [re.split(r"  +", line.strip()) for line in lines if re.search(r"\d x \d", line)][:-1]
+    assert rows[0][:5] == ["*", "8 outer", "query", "double", "1 x 4"]
+    assert "chosen: ring='double', head_parallel=8, head_placement='outer', backward='query'" in done.output
+    bound = float(re.search(r"bound: ([\d.]+) MB between nodes", done.output)[1])
+    for row in rows:
+        assert float(row[-1]) == pytest.approx(float(row[-3]) / bound, rel=2e-3)
+    # 4 nodes, 8 heads: two heads a node, 4 N d 3 / 4 numbers of 2 bytes, forward and backward
+    assert bound == pytest.approx(2 * 3 * 2**10 * 1024 * 2 / 1e6, rel=1e-3)
+    assert min(float(row[-1]) for row in rows) >= 1
+    one_node = CliRunner().invoke(app, ["explain", *call.replace("l20:4x8", "l20:1x8").split()])
+    assert "intra / bound" in one_node.output and "MB within the node" in one_node.output
 
 
 def test_every_message_between_positions_has_a_colour():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 
 import torch
@@ -18,13 +19,13 @@ from burst_mcore.attention.recompute.replay import (
     recordings,
     replays,
 )
-from burst_mcore.attention.request import validate
+from burst_mcore.attention.request import check_mesh, validate
 from burst_mcore.attention.runtime.agreement import agreement as agreement_of
 from burst_mcore.attention.runtime.executor import ProcessGroups
 from burst_mcore.attention.runtime.record import unpack
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
-from burst_mcore.config import BurstConfig
+from burst_mcore.config import BurstConfig, sides_of
 from burst_mcore.mask import Mask
 from burst_mcore.registry import lookup
 
@@ -213,9 +214,15 @@ def connect(topology: Topology, config: BurstConfig) -> None:
         raise ValueError(
             f"head_parallel={degree} is not legal with {ranks.size} ranks, {ranks.intra} a node: {why_not}"
         )
-    rings = ("double", "direct") if config.ring == "auto" else (config.ring,)
+    sides = sides_of(config.mesh)
+    if sides:
+        check_mesh(config, sides, ranks)
+        degree = ranks.size // math.prod(sides)
+    rings = ("double", "direct") if config.ring == "auto" and not sides else (config.ring,)
     for ring, outer in product(rings, placements(config.head_placement, degree, ranks)):
-        route = route_for(degree, ranks, ring=ring, overlap=config.overlap, outer=outer)
+        route = route_for(
+            degree, ranks, ring=ring, overlap=config.overlap, outer=outer, rings=sides[0] if sides else 1
+        )
         transport = ProcessGroups(topology, route, config.max_ctas)
         for pass_ in Pass:
             transport.connect(pass_)

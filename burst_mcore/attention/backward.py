@@ -8,22 +8,24 @@ P].
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.call import Call, Keys, Queries, room_like, sendable
-from burst_mcore.attention.geometry.rows import Rows, gather, relative_to, scatter_views, spans
+from burst_mcore.attention.call import Call, Keys, Queries, sendable
+from burst_mcore.attention.geometry.rows import Rows, count, gather, relative_to, spans
 from burst_mcore.attention.geometry.tiles import Tile
 from burst_mcore.attention.kernels.kernel import BackwardInputs
 from burst_mcore.attention.numerics.latent import Expansion
 from burst_mcore.attention.numerics.merge import GradientSum
 from burst_mcore.attention.numerics.rowwise import output_stand_in
-from burst_mcore.attention.runtime.buffers import Lease
+from burst_mcore.attention.runtime.buffers import Lease, room_like
+from burst_mcore.attention.runtime.columns import Residents, Shares
 from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
 from burst_mcore.attention.runtime.head_exchange import Inward, Outward, pooled_like
-from burst_mcore.attention.schedule.actions import HOME_TOTAL, Kind, Pass
+from burst_mcore.attention.schedule.actions import Compute, Kind, Pass
 from burst_mcore.dtypes import wide
 
 
@@ -50,6 +52,19 @@ def backward(
 
 Share = Bundle | Callable[..., None]
 """A tile's gradients: tensors, or a deferred kernel call that accumulates into the buffers it is given."""
+
+
+@dataclass
+class _Resident:
+    """Rows that stay at a rank while bundles travel past, and the sums of their gradients."""
+
+    rows: Rows | None
+    """Their rows at the position that owns them; None: all."""
+    bundle: Bundle
+    """`Queries` or `Keys`."""
+    sums: tuple[GradientSum, ...]
+    out: Tensor | None = None
+    """The output of staying queries, or a stand-in; None where it is not known yet."""
 
 
 class _Backward:
@@ -84,11 +99,15 @@ class _Backward:
         k_side: Bundle = self.expanded if self.query_travels else keys
         self.travelling, self.stays = (q_side, k_side) if self.query_travels else (k_side, q_side)
         self.staying = tuple(GradientSum(like=tensor) for tensor in self.stays)
+        stays: Bundle = self.expanded if self.query_travels else self.queries
+        self.residents = {call.position: _Resident(None, stays, self.staying, self.out)}
+        """By position: the own rows that stay, and on a mesh those of others."""
         self.shares: list[tuple[Rows, Share]] = []
         """Gradients of the travelling bundle from the last compute, by its rows."""
         self.chunk: tuple[Rows, Keys, tuple[GradientSum, ...]] | None = None
         """Where the latent travels: rows of the last bundle, their K and V, and the gradients of these."""
-        self.travelled: Bundle | None = None
+        self.returned = tuple(GradientSum(like=tensor) for tensor in self.travelling)
+        """Gradients of the rank's own travelling bundle: its own share, and sums of others that come home."""
 
     def run(self, transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
         home: Bundle = self.queries if self.query_travels else self.keys
@@ -99,46 +118,44 @@ class _Backward:
             sendable(self.call, home),
             self.new,
             self.free,
-            {**self.inward, **outward},
+            {**self.inward, **outward, **self.along_column()},
         )
-        self.ring = ring
-        self.bound = self.call.bound(self.call.direction)
         self.call.prepare(self.call.direction, self.queries.q.device)
-        ring.run(self.bound, self.compute, self.accumulate)
+        ring.run(self.call.bound(self.call.direction), self.compute, self.accumulate, self.keep)
         if self.heads_shared:
             travelled, stayed = outward[Kind.SUM].own, outward[Kind.RESULT].own
         else:
-            travelled = self._travelled()
-            for total, like in zip(travelled, self.travelling, strict=True):
-                if total.dtype == like.dtype:  # it is returned itself, not a copy
-                    self.lease.keep(total)
+            travelled = tuple(self.lease.keep(total.result()) for total in self.returned)
             stayed = tuple(total.result() for total in self.staying)
             if self.expansion and self.query_travels:
                 stayed = self.expansion.gradients(self.keys.k, *stayed)
         dq, dk, dv = (*travelled, *stayed) if self.query_travels else (*stayed, *travelled)
         return dq.to(self.queries.q.dtype), dk.to(self.keys.k.dtype), dv.to(self.keys.v.dtype)
 
-    def compute(self, source: int, part: int | None, bundle: Bundle, rows: Rows | None) -> None:
-        """Compute gradients of one bundle and this rank's own tensors, or a member's share, tile by tile."""
-        position = self.call.position
+    def compute(self, action: Compute, bundle: Bundle, rows: Rows | None) -> None:
+        """Compute gradients of one bundle and of rows that stay, or a member's share, tile by tile."""
+        source, part, own = action.source, action.part, self.call.position
+        position = own if action.resident is None else action.resident
+        resident = self.residents[position]
         if self.query_travels:
-            queries, keys = Queries(*bundle), self.expanded
+            queries, keys = Queries(*bundle), Keys(*resident.bundle)
             met = self.call.tiles(source, position, k_part=part)
+            out = self.out if source == own else None
         else:
-            queries, keys = self.queries, Keys(*bundle)
+            queries, keys = Queries(*resident.bundle), Keys(*bundle)
             met = self.call.tiles(position, source, q_part=part)
+            out = resident.out
             if self.expansion and met:
                 rows, keys = self._expanded(source, bundle, rows)
-        out = self.out if source == position or not self.query_travels else None
         if out is None and part is None and met and not self.call.kernel.takes_delta:
-            out = self._stand_in(queries, met, rows)
+            out = self._stand_in(queries, met, rows, resident)
+        q_stored, k_stored = (rows, resident.rows) if self.query_travels else (resident.rows, rows)
         for tile in met:
-            q_rows = relative_to(rows, tile.q) if self.query_travels else tile.q
-            k_rows = tile.k if self.query_travels else relative_to(rows, tile.k)
+            q_rows, k_rows = relative_to(q_stored, tile.q), relative_to(k_stored, tile.k)
             inputs = self._inputs(q_rows, k_rows, queries, keys, out)
-            goes, stays = (tile.q, tile.k) if self.query_travels else (tile.k, tile.q)
+            goes, stays = (tile.q, k_rows) if self.query_travels else (tile.k, q_rows)
             share, stay = self._shares(inputs, tile)
-            self._add(stay, self.staying, stays)
+            self._add(stay, resident.sums, stays)
             if self.chunk:
                 self._add(share, self.chunk[2], k_rows)
             else:
@@ -165,11 +182,13 @@ class _Backward:
             self.shares.append((rows, share))
             self.chunk = None
 
-    def _stand_in(self, queries: Queries, met: Sequence[Tile], rows: Rows | None) -> Tensor:
+    def _stand_in(
+        self, queries: Queries, met: Sequence[Tile], rows: Rows | None, resident: _Resident
+    ) -> Tensor:
         """Return the stand-in for O, once for all tiles: of the rows that they read, or of all that stay."""
         if not self.query_travels:
-            self.out = output_stand_in(queries.dout, queries.delta)  # they are all there by now
-            return self.out
+            resident.out = output_stand_in(queries.dout, queries.delta)  # they are all there by now
+            return resident.out
         stand_in = torch.empty_like(queries.dout)
         for span in spans(tuple([relative_to(rows, tile.q) for tile in met])):
             dout, delta, into = (gather(x, (span,)) for x in (queries.dout, queries.delta, stand_in))
@@ -230,6 +249,16 @@ class _Backward:
         for gradient, result in zip(running, total or (None,) * len(running), strict=True):
             gradient.finish(result)
 
+    def keep(self, sums: Bundle | None, rows: Rows | None) -> None:
+        """Add sums that came home, or else the shares of the last compute, to the returned gradient."""
+        if sums is not None:
+            self._add(sums, self.returned, (range(sums[0].shape[1]),) if rows is None else rows)
+            return
+        self._chain()
+        shares, self.shares = self.shares, []
+        for place, share in shares:
+            self._add(share, self.returned, place)
+
     def _add(self, share: Share, totals: Sequence[GradientSum], rows: Rows) -> None:
         """Add a tile's gradients of these rows."""
         if not callable(share):
@@ -275,22 +304,35 @@ class _Backward:
         for tensor in bundle:
             self.lease.free(tensor)
 
-    def _travelled(self) -> Bundle:
-        """Return the complete gradient of the rank's own bundle, of all its rows."""
-        buffer = self.bound.home_sum
-        rows = () if buffer is None else self.bound.rows[buffer]
-        if buffer is not None and rows is None:
-            return self.ring.buffer(buffer)
-        dtype = self.call.total_dtype if buffer == HOME_TOTAL else self.call.grad_dtype
-        whole = room_like(self.lease, self.travelling, None, dtype)
-        for total in whole:
-            total.zero_()
-        if buffer is not None:
-            assert rows is not None
-            for total, sums in zip(whole, self.ring.buffer(buffer), strict=True):
-                for to, values in scatter_views(total, rows, sums):
-                    to.copy_(values)
-        return whole
+    def along_column(self) -> dict[Kind, Exchange]:
+        """Return the exchanges along the column of a mesh: of rows that stay, and of their gradients."""
+        if self.call.route.of(self.call.direction).rings == 1:
+            return {}
+        return {
+            Kind.RESIDENT: Residents(self.residents[self.call.position].bundle, self._came, self.lease),
+            Kind.SHARE: Shares(self._room_for_share, self._share, self._add_share),
+        }
+
+    def _came(self, member: int, rows: Rows | None, bundle: Bundle) -> None:
+        stays = bundle if self.query_travels else bundle[:1]
+        sums = tuple(GradientSum(like=tensor) for tensor in stays)
+        position = self.call.resident(self.call.direction, member)
+        self.residents[position] = _Resident(rows, bundle, sums)
+
+    def _room_for_share(self, rows: Rows | None) -> Bundle:
+        """Return room for gradients of some own rows that stay, in the dtype of travelling sums."""
+        shapes = [(len(x), x.shape[1] if rows is None else count(rows), *x.shape[2:]) for x in self.stays]
+        return tuple(
+            x.new_empty(s, dtype=self.call.grad_dtype) for x, s in zip(self.stays, shapes, strict=True)
+        )
+
+    def _share(self, member: int, into: Bundle) -> None:
+        resident = self.residents[self.call.resident(self.call.direction, member)]
+        for to, total in zip(into, resident.sums, strict=True):
+            total.put(range(to.shape[1]), (to,))
+
+    def _add_share(self, rows: Rows, share: Bundle) -> None:
+        self._add(share, self.staying, rows)
 
     def outward(self) -> Mapping[Kind, Outward]:
         """Return the exchanges out of the head group, for the gradients that stay and that travelled."""
@@ -311,10 +353,8 @@ class _Backward:
         }
 
     def _arrived(self, rows: range, into: Bundle) -> None:
-        if self.travelled is None:
-            self.travelled = self._travelled()
-        for to, total in zip(into, self.travelled, strict=True):
-            to.copy_(gather(total, (rows,)))
+        for to, total in zip(into, self.returned, strict=True):
+            total.put(rows, (to,))
 
     def _stayed(self, rows: range, into: Bundle) -> None:
         chained = self.expansion if self.query_travels else None

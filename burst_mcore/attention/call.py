@@ -16,11 +16,9 @@ from torch import Tensor
 
 from burst_mcore.agreement import Signature
 from burst_mcore.attention.geometry.plan import Plan
-from burst_mcore.attention.geometry.rows import Rows, axis, count
 from burst_mcore.attention.geometry.tiles import Tile, tiles_of
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, Scores
 from burst_mcore.attention.runtime.binding import Bound, bind
-from burst_mcore.attention.runtime.buffers import Lease
 from burst_mcore.attention.runtime.executor import Bundle
 from burst_mcore.attention.runtime.head_exchange import HeadGroup
 from burst_mcore.attention.schedule.actions import Compute, Pass, Program
@@ -79,6 +77,11 @@ class Call:
         rows = (self.plan.member_rows(self.position, member) for member in range(self.route.heads))
         return HeadGroup(self.member, tuple(rows))
 
+    def resident(self, pass_: Pass, member: int) -> int:
+        """Return the position of a member of this rank's column in a pass over a mesh."""
+        places = self.route.of(pass_).places
+        return member * places + self.position % places
+
     @cached_property
     def _bound(self) -> dict[Pass, Bound]:
         return {}
@@ -124,10 +127,11 @@ class Call:
         here, travels = self.position, pass_ == Pass.QUERY
         for action in self.program(pass_):
             if isinstance(action, Compute):
+                stays = here if action.resident is None else action.resident
                 if travels:
-                    yield self.tiles(action.source, here, k_part=action.part)
+                    yield self.tiles(action.source, stays, k_part=action.part)
                 else:
-                    yield self.tiles(here, action.source, q_part=action.part)
+                    yield self.tiles(stays, action.source, q_part=action.part)
 
     @cached_property
     def signature(self) -> Signature:
@@ -169,17 +173,6 @@ class Attended(NamedTuple):
     k: Tensor
     v: Tensor
     ring_lse: Tensor
-
-
-def room_like(lease: Lease, like: Bundle, rows: Rows | None, dtype: torch.dtype | None = None) -> Bundle:
-    """Return uninitialised tensors like these, with room for `rows` of them alone (None: all)."""
-    room = []
-    for tensor in like:
-        shape = list(tensor.shape)
-        if rows is not None:
-            shape[axis(tensor)] = count(rows)
-        room.append(lease.empty(shape, dtype or tensor.dtype, tensor.device))
-    return tuple(room)
 
 
 def sendable(call: Call, bundle: Bundle) -> Bundle:

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.call import Attended, Call, room_like, sendable
+from burst_mcore.attention.call import Attended, Call, sendable
 from burst_mcore.attention.geometry.rows import Rows, count, gather, relative_to, scatter_views, spans
 from burst_mcore.attention.numerics.latent import Expansion
 from burst_mcore.attention.numerics.merge import OnlineSoftmax
-from burst_mcore.attention.runtime.buffers import Lease
+from burst_mcore.attention.runtime.buffers import Lease, room_like
+from burst_mcore.attention.runtime.columns import Residents, Shares
 from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
 from burst_mcore.attention.runtime.head_exchange import Inward, Outward, pooled_like
-from burst_mcore.attention.schedule.actions import Kind, Pass
+from burst_mcore.attention.schedule.actions import Compute, Kind, Pass
 from burst_mcore.dtypes import wide
 
 
@@ -41,6 +43,15 @@ def forward(
     """
     with Lease() as lease:
         return _Forward(call, q, k, v, sinks, expansion, lease).run(transport)
+
+
+class _Resident(NamedTuple):
+    """Queries that stay at a rank while keys travel past."""
+
+    rows: Rows | None
+    """Their rows at the position that owns them; None: all."""
+    q: Tensor
+    softmax: OnlineSoftmax
 
 
 class _Forward:
@@ -71,29 +82,35 @@ class _Forward:
             }
         self.q, self.k, self.v = q, k, v
         self.softmax = OnlineSoftmax(q, value_dim=call.problem.value_dim, sinks=sinks)
+        self.residents = {call.position: _Resident(None, q, self.softmax)}
+        """Queries that stay here, by position: of the own, and on a mesh of others."""
+        if call.route.rings > 1:
+            self.exchanges |= self.along_column()
 
     def run(self, transport: Transport) -> Attended:
         home = sendable(self.call, (self.k, self.v))
         ring = Ring(transport, self.call.rank, home, self.new, self.free, self.exchanges)
         self.call.prepare(Pass.FORWARD, self.q.device)
         ring.run(self.call.bound(Pass.FORWARD), self.compute)
-        if not self.exchanges:
+        if self.call.route.heads == 1:
             out, lse = self.softmax.result()
             return Attended(out, lse, self.q, self.k, self.v, lse)
         home_lse = self.results[1] if self.call.lse_at_home else None
         return Attended(self.results[0], home_lse, self.q, self.k, self.v, self.softmax.lse())
 
-    def compute(self, source: int, part: int | None, bundle: Bundle, rows: Rows | None) -> None:
-        """Attend the queries, or a member's, to the keys of one bundle, tile by tile."""
+    def compute(self, action: Compute, bundle: Bundle, rows: Rows | None) -> None:
+        """Attend queries, or a member's, to the keys of one bundle, tile by tile."""
         kernel, scores = self.call.kernel, self.call.scores
-        met = self.call.tiles(self.call.position, source, q_part=part)
+        position = self.call.position if action.resident is None else action.resident
+        stored, q, softmax = self.residents[position]
+        met = self.call.tiles(position, action.source, q_part=action.part)
         if self.expansion and met:
-            rows, bundle = self._expanded(source, part, bundle, rows)
+            rows, bundle = self._expanded(action, bundle, rows)
         k, v = bundle
         for tile in met:
-            keys = relative_to(rows, tile.k)
-            q_tile, k_tile, v_tile = gather(self.q, tile.q), gather(k, keys), gather(v, keys)
-            running = self.softmax.running(tile.q) if kernel.in_place else None
+            queries, keys = relative_to(stored, tile.q), relative_to(rows, tile.k)
+            q_tile, k_tile, v_tile = gather(q, queries), gather(k, keys), gather(v, keys)
+            running = softmax.running(queries) if kernel.in_place else None
             if kernel.in_place and running:
                 out, lse, fresh = running
                 kernel.in_place.merge_forward(
@@ -101,19 +118,44 @@ class _Forward:
                 )
                 continue
             out, lse = kernel.forward(q_tile, k_tile, v_tile, tile.pattern, scores)
-            self.softmax.add(tile.q, out, lse)
+            softmax.add(queries, out, lse)
 
-    def _expanded(
-        self, source: int, part: int | None, bundle: Bundle, rows: Rows | None
-    ) -> tuple[Rows, Bundle]:
+    def along_column(self) -> dict[Kind, Exchange]:
+        """Return the exchanges along the column of a mesh: of queries, and of shares of out and lse."""
+        return {
+            Kind.RESIDENT: Residents((self.q,), self.arrived, self.lease),
+            Kind.SHARE: Shares(self.room_for_share, self.share, self.add_share),
+        }
+
+    def arrived(self, member: int, rows: Rows | None, queries: Bundle) -> None:
+        (q,) = queries
+        position = self.call.resident(Pass.FORWARD, member)
+        self.residents[position] = _Resident(rows, q, OnlineSoftmax(q, value_dim=self.call.problem.value_dim))
+
+    def room_for_share(self, rows: Rows | None) -> Bundle:
+        """Return room for out and lse of some own rows; out travels in the dtype of travelling sums."""
+        batch, every, heads, _ = self.q.shape
+        size = every if rows is None else count(rows)
+        out = self.q.new_empty((batch, size, heads, self.call.problem.value_dim), dtype=self.call.grad_dtype)
+        return out, self.q.new_empty((batch, heads, size), dtype=wide(self.q.dtype))
+
+    def share(self, member: int, into: Bundle) -> None:
+        softmax = self.residents.pop(self.call.resident(Pass.FORWARD, member)).softmax
+        softmax.put(range(into[0].shape[1]), into)
+
+    def add_share(self, rows: Rows, share: Bundle) -> None:
+        self.softmax.add(rows, *share)
+
+    def _expanded(self, action: Compute, bundle: Bundle, rows: Rows | None) -> tuple[Rows, Bundle]:
         """Return the rows of a latent that are read, and their K and V, once for all parts of a step."""
         assert self.expansion
+        source = action.source
         if self.chunk is None or self.chunk[0] != source:
             self.chunk = None  # its memory first
             read = spans(tuple([tile.k for tile in self.call.tiles(self.call.position, source)]))
             self.chunk = source, read, self.expansion.expand_rows(bundle, rows, read)
         _, read, keys = self.chunk
-        if part is None:
+        if action.part is None:
             self.chunk = None
         return read, keys
 

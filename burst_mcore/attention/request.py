@@ -42,7 +42,7 @@ from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
-from burst_mcore.config import BurstConfig
+from burst_mcore.config import BurstConfig, sides_of
 from burst_mcore.dtypes import DTYPES
 from burst_mcore.layout import Layout
 from burst_mcore.machines import default_rates
@@ -221,6 +221,11 @@ def _request(
     ranks = Ranks(place.size, place.intra_size)
     Layout.of(options.layout).divisor(ranks.size)  # raises if it does not go with so many ranks
     degrees_of(options, ranks, shard)
+    if travels == "on" and sides_of(options.mesh):
+        raise ValueError(
+            f"a latent does not travel over a mesh, got travels='on' and mesh={options.mesh}: use "
+            f"mesh='none' or 'auto', or travels='off' for K and V to travel"
+        )
     scale = shard.head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
     softcap = None if softcap is None else float(softcap)
     margin = options.sm_margin if ranks.size > 1 else 0
@@ -354,7 +359,7 @@ def latent_gains(
 
     travelling: the shapes where the latent travels.
     """
-    if ranks.size == 1:
+    if ranks.size == 1 or sides_of(config.mesh):
         return False
     layout, mask = typical(Layout.of(config.layout), mask, n, ranks.size)
     options = without_layout(config), layout, ranks, rates
@@ -393,6 +398,7 @@ def _costed(
         degrees=degrees_of(config, ranks, shard),
         directions=backward_passes(config.backward),
         placement=config.head_placement,
+        mesh="none" if shard.latent_travels else config.mesh,
     )
 
 
@@ -410,7 +416,8 @@ def _route_of_kind(
     degrees = degrees_of(config, ranks, shard)
     directions = backward_passes(config.backward)
     rings = RINGS if config.ring == "auto" else (config.ring,)
-    if ranks.size == 1 or (degrees == (ranks.size,) and len(directions) == 1):
+    only = config.mesh == "none" and degrees == (ranks.size,) and len(directions) == 1
+    if ranks.size == 1 or only:
         overlap = overlaps(config.overlap, degrees[0], ranks, rates)
         return route_for(degrees[0], ranks, ring=rings[0], overlap=overlap), directions[0]
     costed, slower = _costed(config, layout, ranks, rates, shard, mask, n)
@@ -422,6 +429,9 @@ def _route_of_kind(
 def degrees_of(config: BurstConfig, ranks: Ranks, shard: Shard) -> tuple[int, ...]:
     """Return the degrees of head parallelism to choose from; ValueError if the configured one is illegal."""
     degree = config.head_parallel
+    if sides := sides_of(config.mesh):
+        check_mesh(config, sides, ranks)
+        degree = ranks.size // math.prod(sides)
     if not isinstance(degree, int):
         return tuple(legal_degrees(ranks, shard.heads, shard.kv_heads))
     why_not = why_not_degree(degree, ranks, shard.heads, shard.kv_heads)
@@ -432,6 +442,17 @@ def degrees_of(config: BurstConfig, ranks: Ranks, shard: Shard) -> tuple[int, ..
             f"{legal_degrees(ranks, shard.heads, shard.kv_heads)}"
         )
     return (degree,)
+
+
+def check_mesh(config: BurstConfig, sides: tuple[int, int], ranks: Ranks) -> None:
+    """Raise ValueError if the configured mesh does not go with so many ranks, or with the other settings."""
+    rows, columns = sides
+    degree = config.head_parallel
+    legal = f"rows x columns x head_parallel must be the {ranks.size} ranks"
+    if ranks.size % (rows * columns) or (degree != "auto" and rows * columns * degree != ranks.size):
+        raise ValueError(f"mesh={rows}x{columns} with head_parallel={degree} is not legal: {legal}")
+    if config.ring == "direct":
+        raise ValueError("a mesh has rings: ring='direct' does not go with mesh; use 'auto'")
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, may_be_empty: bool) -> None:

@@ -12,5 +12,6 @@ memory        peak memory, and the largest tensor
 launch        fresh processes over gloo; emulate: the same on an emulated cluster
 results       figures, bars, and the JSON file of a run; provenance: commit, machine, versions
 report        results as a table and as a picture
+rows          rows of measurements for `burst-mcore plan --against`, from results
 record        what ranks did when, for `burst-mcore draw --measure`
 """

@@ -58,6 +58,8 @@ class Method:
     """(case, device) -> what the method lacks there, in words; None if nothing."""
     ours: bool = True
     """A failure is an error of the run, not a result."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """Its fields in a row of measurements, as `burst-mcore plan --against` reads them; empty: no row."""
 
 
 @dataclass(frozen=True)
@@ -164,9 +166,13 @@ class Case:
     default: ClassVar[tuple[str, ...]] = ()
     """Methods that are measured where none is asked for; all if empty."""
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
+    joined: ClassVar[bool] = False
+    """torchrun may start the ranks; on GPUs it must."""
     repeats: ClassVar[int] = 3
     emulated: ClassVar[bool] = False
-    """Ranks are on an emulated cluster: a case has its `cluster` and `rates`."""
+    """Ranks are on an emulated cluster: a case has its ranks, `where`, and `rates`."""
+    options: ClassVar[tuple[str, ...]] = ()
+    """Fields that have an option of the command line, such as --cluster: all cases get what was given."""
     beside: ClassVar[str | None] = None
     """Each method has processes of its own, where only this one runs in turn with it."""
     cold: ClassVar[bool] = False
@@ -227,6 +233,11 @@ class Case:
         """Return the bars of the case."""
         return ()
 
+    @classmethod
+    def notes(cls, tables: Mapping[str, Table]) -> Sequence[str]:
+        """Return what a reader of the figures must know besides."""
+        return ()
+
 
 def one_of(default: Any, legal: Iterable[Any]) -> Any:
     """Return a field of a case that has one of these values."""
@@ -236,8 +247,10 @@ def one_of(default: Any, legal: Iterable[Any]) -> Any:
 def in_words(kind: type[T], text: str, **fixed: Any) -> T:
     """Return an object of a data class from a text such as "seq=4096; mask=causal & window:64".
 
+    `fixed` has fields that the text may leave out.
+
     Raises:
-        ValueError: a field is unknown or its value is not legal; the message lists what is.
+        ValueError: a field is unknown, one of the fixed, or not of a legal value; the message says what is.
     """
     hints, names = typing.get_type_hints(kind), [each.name for each in fields(kind)]  # type: ignore[arg-type]
     changes = {}
@@ -246,8 +259,10 @@ def in_words(kind: type[T], text: str, **fixed: Any) -> T:
         if not equals or name not in names:
             legal = ", ".join(names)
             raise ValueError(f"unknown field {name!r} in {text!r}; legal: {legal}, as in 'ranks=2; ...'")
+        if name in fixed:
+            raise ValueError(f"{name} is given twice: as {fixed[name]!r}, and in {text!r}")
         changes[name] = _value(name, value, typing.get_args(hints[name]) or (hints[name],))
-    return kind(**fixed, **changes)
+    return kind(**{**fixed, **changes})
 
 
 READERS: dict[type, Callable[[str], Any]] = {

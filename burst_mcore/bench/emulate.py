@@ -8,17 +8,21 @@ process dies with its parent, so that nothing is left behind, however the run en
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,9 @@ from burst_mcore.rates import Rates
 _PR_SET_PDEATHSIG = 1
 _NETWORK = "10.77"
 """Node m has 10.77.m.0/24. Nothing leaves the bridge, which is in a network without a way out."""
+
+_DATAGRAM, _PORT = 1400, 9
+"""Bytes of a datagram of other traffic, and the port where such are thrown away."""
 
 
 def missing() -> str | None:
@@ -131,10 +138,14 @@ def _die_with(parent: int) -> None:
 
 def _shape(rank: int, ranks: Ranks, rates: Rates) -> None:
     """Address and links of a rank, from inside its network."""
-    node, local = divmod(rank, ranks.intra)
+    node = rank // ranks.intra
+    others = (other for other in range(ranks.size) if other != rank)
     _ip(
         "link set lo up",
-        f"addr add {_NETWORK}.{node}.{local + 1}/16 dev eth0",
+        f"addr add {_address(rank, ranks)}/16 dev eth0",
+        # Nobody asks for addresses: Linux remembers 1024 answers for all networks, and 32 ranks ask for 992.
+        f"link set eth0 address {_hardware(rank)}",
+        *(f"neigh add {_address(o, ranks)} lladdr {_hardware(o)} dev eth0 nud permanent" for o in others),
         # One packet at a time: large ones of several connections, queued before a slow link, keep each other
         # waiting until their senders take them for lost and send them again.
         "link set eth0 mtu 9000 gso_max_segs 1 up",
@@ -162,6 +173,16 @@ def _shape(rank: int, ranks: Ranks, rates: Rates) -> None:
     )
 
 
+def _address(rank: int, ranks: Ranks) -> str:
+    node, local = divmod(rank, ranks.intra)
+    return f"{_NETWORK}.{node}.{local + 1}"
+
+
+def _hardware(rank: int) -> str:
+    """Return the hardware address of a rank's end of its cable; 02: it is given by hand."""
+    return f"02:00:00:00:{rank // 256:02x}:{rank % 256:02x}"
+
+
 def _ip(*commands: str) -> None:
     _batch("ip", *commands)
 
@@ -172,3 +193,41 @@ def _batch(tool: str, *commands: str) -> None:
     )
     if done.returncode != 0:
         raise RuntimeError(f"{tool} failed: {done.stderr.strip()} (commands: {'; '.join(commands)})")
+
+
+@cache
+def go_first() -> None:
+    """Let this process run as soon as it wakes up, whatever else runs: for ranks that sleep most of the time.
+
+    Without the right to do so it stays as it is.
+    """
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(int(thread.name), os.SCHED_RR, os.sched_param(1))
+
+
+def traffic(rank: int, ranks: Ranks, rates: Rates, share: float) -> None:
+    """Send other traffic for as long as this process lives: datagrams that take a share of its two links.
+
+    They go to the next rank of the node and to the same place of the next node, and nobody reads them.
+    """
+    node, local = divmod(rank, ranks.intra)
+    nodes = ranks.size // ranks.intra
+    for to, rate, others in (
+        ((node, (local + 1) % ranks.intra), rates.intra, ranks.intra > 1),
+        (((node + 1) % nodes, local), rates.inter, nodes > 1),
+    ):
+        if others:
+            address = f"{_NETWORK}.{to[0]}.{to[1] + 1}"
+            threading.Thread(target=_send, args=(address, share * rate), daemon=True).start()
+
+
+def _send(address: str, rate: float) -> None:
+    """Send so many bytes a second, for ever; what was late is not made up for."""
+    datagram, due = bytes(_DATAGRAM), time.monotonic()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):  # nobody reads
+                out.sendto(datagram, (address, _PORT))
+            due = max(due + len(datagram) / rate, time.monotonic() - 1)
+            time.sleep(max(0.0, due - time.monotonic()))

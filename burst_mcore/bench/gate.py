@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.kernels.table import KERNELS, choose
 from burst_mcore.bench.core import World
-from burst_mcore.bench.methods.attention import Attention
-from burst_mcore.bench.methods.bare import both_ways
+from burst_mcore.bench.methods.bare import both_ways, forward_of
+from burst_mcore.bench.methods.sharded import Attention
 from burst_mcore.explain.problem import Problem
 from burst_mcore.mask import Mask
 
@@ -28,17 +29,17 @@ TABLE_TOKENS = 8192
 def error(problem: Problem, attention: Attention, world: World) -> float:
     """Return the worst error of out, dq, dk, dv as a multiple of the bare kernel's own. Collective."""
     tensors = problem.tensors()
-    q, k, v, dout = map(attention.shard, tensors)
+    q, k, v, dout = (attention.shard(x).to(world.device) for x in tensors)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     out = attention.attend(*inputs)
     out.backward(dout)
-    near = bare_kernel(problem)(*tensors)
+    near = [x.cpu() for x in bare_kernel(problem, world.device)(*(x.to(world.device) for x in tensors))]
     exact = both_ways(KERNELS["reference"], _table(problem), *(x.double() for x in tensors))
     worst = 0.0
     for got, bare, want in zip((out, None, *(x.grad for x in inputs)), near, exact, strict=True):
         if got is None:  # a method returns no lse
             continue
-        whole = attention.unshard(_gathered(got.detach(), world)).double()
+        whole = attention.unshard(_gathered(got.detach().cpu(), world)).double()
         worst = max(worst, relative(whole, want) / relative(bare, want))
     return worst
 
@@ -55,15 +56,19 @@ def gate_problem(problem: Problem, size: int) -> Problem:
     return problem.shortened(max(unit, min(problem.seq, TOKENS) // unit * unit))
 
 
-def bare_kernel(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
+def bare_kernel(
+    problem: Problem, device: str = "cpu", passes: str = "fwd+bwd"
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
     """Return (out, lse, dq, dk, dv) of the whole sequence by one call of the local kernel each way.
 
-    Masks besides causal and full go in as a table, without a word on what it lets the kernel skip.
+    Masks besides causal and full go in as a table, without a word on what it lets the kernel skip. With
+    passes "fwd" the call returns (out, lse).
     """
-    chosen, whole = choose("auto", problem.on_kernel), (problem.seq, problem.seq)
+    chosen, whole = choose("auto", replace(problem.on_kernel, device=device)), (problem.seq, problem.seq)
+    call = both_ways if passes == "fwd+bwd" else forward_of
     if problem.seen in (Mask.causal(), Mask.full()):
-        return partial(both_ways, chosen, Pattern(whole, high=0 if problem.seen == Mask.causal() else None))
-    return partial(both_ways, chosen if chosen.abilities.masks else KERNELS["reference"], _table(problem))
+        return partial(call, chosen, Pattern(whole, high=0 if problem.seen == Mask.causal() else None))
+    return partial(call, chosen if chosen.abilities.masks else KERNELS["reference"], _table(problem))
 
 
 def refusal(problem: Problem) -> str | None:

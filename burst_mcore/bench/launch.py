@@ -1,4 +1,4 @@
-"""Fresh processes of this machine, joined over gloo, and the memory that they keep."""
+"""Processes that measure together: fresh ones over gloo, or those of torchrun; and the memory they keep."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -84,6 +84,17 @@ def _rank(
     dist.barrier()  # a rank that ends takes its connections with it
     dist.destroy_process_group()
     return result
+
+
+@contextlib.contextmanager
+def joined(device: str) -> Iterator[None]:
+    """Join the processes that torchrun started, for messages on CPUs over gloo and on GPUs over NCCL."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def keep_freed_memory() -> None:

@@ -13,7 +13,8 @@ from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.trace import Event, record
 from burst_mcore.bench.core import World
 from burst_mcore.bench.launch import in_processes, keep_freed_memory
-from burst_mcore.bench.methods.attention import attended, dealt
+from burst_mcore.bench.methods.attention import attended
+from burst_mcore.bench.methods.sharded import dealt
 from burst_mcore.config import BurstConfig
 from burst_mcore.explain.problem import Problem
 from burst_mcore.rates import Rates

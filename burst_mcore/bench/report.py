@@ -16,11 +16,11 @@ SCALES = {"B": (1e6, "MB"), "FLOP": (1e12, "TFLOP")}
 
 
 def report(results: Results) -> str:
-    """Everything: tables, what did not run, and the bars."""
+    """Everything: tables, what did not run, the bars, and notes."""
     parts = [table(results, name) for name in results.tables]
     parts += [f"{r['case']}: {r['method']} was not timed: {r['reason']}" for r in results.refused]
     parts += [f"{error['case']} failed: {error['error']}" for error in results.errors]
-    parts.append(bars(results))
+    parts += [bars(results), *results.notes]
     return "\n\n".join(parts)
 
 

@@ -15,7 +15,7 @@ from burst_mcore.bench.core import ALL, Bar, Case, Derived, Figure, Table
 SCHEMA = 1
 UNITS = {
     "B": ("peak", "written", "sent", "all-gather", "least"),
-    "s": ("cpu", "wall", "recomputing", "saved", "predicted", "hop"),
+    "s": ("cpu", "wall", "recomputing", "saved", "predicted", "hop", "kernel", "emulated"),
     "FLOP": ("flops",),
 }
 """Meters by their unit; a meter is told by its last word. Others are ratios, or have their unit as name."""

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from burst_mcore.bench import emulate
 from burst_mcore.bench.clock import Samples
@@ -19,13 +20,25 @@ from burst_mcore.bench.results import Results
 from burst_mcore.bench.stage import Outcome, Work, measure
 
 
-def device_for(subject: type[Case], word: str) -> str:
+def device_for(subject: type[Case], word: str, joined: bool = False) -> str:
     """Return the device that "auto", "cpu" or "cuda" means for a subject.
+
+    Args:
+        subject: Says which devices serve.
+        word: What was asked for.
+        joined: Whether torchrun started this process.
 
     Raises:
         ValueError: the subject, or this machine, does not have it.
     """
+    if joined and not subject.joined:
+        raise ValueError(f"{subject.subject} starts its own processes: run it without torchrun")
     here = [device for device in subject.devices if device == "cpu" or torch.cuda.is_available()]
+    if subject.joined and not joined and "cuda" in here:
+        if word == "cuda":
+            command = f"torchrun --nproc-per-node 8 -m burst_mcore.bench {subject.subject} --device cuda"
+            raise ValueError(f"{subject.subject} on GPUs needs a process for each: {command}")
+        here.remove("cuda")
     if word == "auto":
         return here[-1] if here else subject.devices[0]
     if word not in here:
@@ -33,19 +46,42 @@ def device_for(subject: type[Case], word: str) -> str:
     return word
 
 
-def cases_for(subject: type[Case], texts: Sequence[str], device: str) -> dict[str, Case]:
+def cases_for(
+    subject: type[Case],
+    texts: Sequence[str],
+    device: str,
+    ranks: int | None = None,
+    given: Mapping[str, Any] | None = None,
+) -> dict[str, Case]:
     """Return the subject's cases by name, or those that `texts` name or describe.
 
+    Args:
+        subject: Has the cases.
+        texts: Names or fields of cases.
+        device: "cpu" or "cuda".
+        ranks: Processes that torchrun started; None: a case says how many are started.
+        given: Fields that all cases get, by name (`Case.options`).
+
     Raises:
-        ValueError: a text is neither a name nor legal fields.
+        ValueError: a text is neither a name nor legal fields, or wants another number of ranks; the subject
+            has no such option.
     """
-    named = subject.named(device)
+    fixed = dict(given or {})
+    if foreign := fixed.keys() - set(subject.options):
+        raise ValueError(f"{subject.subject} has no option --{min(foreign)}")
+    named = {name: replace(case, **fixed) for name, case in subject.named(device).items()}
+    if ranks is not None:
+        fixed["ranks"] = ranks
+        named = {f"{ranks} ranks": subject(**fixed)}
     for text in texts:
         if text not in named and "=" not in text:
             raise ValueError(
                 f"unknown case {text!r}; legal: {'; '.join(named)}; or fields such as 'seq=4096'"
             )
-    asked = {text: named[text] if text in named else in_words(subject, text) for text in texts}
+    asked = {text: named[text] if text in named else in_words(subject, text, **fixed) for text in texts}
+    for text, case in asked.items():
+        if ranks is not None and case.ranks != ranks:
+            raise ValueError(f"torchrun started {ranks} ranks, and {text!r} wants {case.ranks}")
     return asked or dict(named)
 
 
@@ -87,6 +123,7 @@ def run(
         say(results)
     results.add(ALL, subject.summary(results.tables))
     results.judge(subject, cases)
+    results.notes += subject.notes(results.tables)
     return results
 
 
@@ -95,7 +132,7 @@ def _able(case: Case, names: Sequence[str], device: str) -> tuple[list[Method], 
     known = METHODS[case.kind] if case.kind else {method.name: method for method in case.methods()}
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"unknown method {unknown[0]!r}; legal: {', '.join(known)}")
-    methods = [known[name] for name in names or case.default or known]
+    methods = [known[name] for name in names or (case.default if device == "cpu" else ()) or known]
     lacking = {m.name: f"needs {why}" for m in methods if (why := m.needs(case, device)) is not None}
     if len(lacking) == len(methods):
         raise ValueError("; ".join(f"method {name} {why}" for name, why in lacking.items()))
@@ -119,10 +156,12 @@ def _measured(case: Case, methods: Sequence[Method], repeats: int, device: str) 
 
 
 def _in_world(work: Work) -> Outcome:
-    """Measure in one set of fresh processes."""
+    """Measure in one set of fresh processes, or in those that torchrun started."""
     place: Any = work.case
+    if dist.is_initialized():
+        return measure(dist.get_rank(), dist.get_world_size(), work)
     if place.emulated:
-        outcomes = emulate.run(place.cluster, place.rates, measure, work)
+        outcomes = emulate.run(place.where, place.rates, measure, work)
     else:
         processes = fresh_processes(cuda=work.device == "cuda")
         outcomes = in_processes(place.ranks, measure, work, context=processes)

@@ -26,9 +26,10 @@ from burst_mcore.attention.autotune.choose import (
 )
 from burst_mcore.attention.autotune.cost import Sizes, link_bytes, message_bytes
 from burst_mcore.attention.autotune.simulate import Timeline, play
+from burst_mcore.attention.autotune.volume import Share, least
 from burst_mcore.attention.geometry.plan import Plan, plan_of
 from burst_mcore.attention.schedule.actions import Link, Pass
-from burst_mcore.attention.schedule.route import Schedule, schedule
+from burst_mcore.attention.schedule.route import Route, Schedule, schedule
 from burst_mcore.attention.schedule.verify import verify
 from burst_mcore.attention.shard import Shard
 from burst_mcore.explain.problem import DTYPES, Problem
@@ -102,25 +103,26 @@ def explain(
 
     dealt = layout_of(layout, problem, ranks)
     of_kind, mask = typical(dealt, problem.seen, problem.seq, ranks.size)
-    of_degree = partial(
-        _of_degree, shard_of(problem, ranks, dealt), of_kind, mask, problem.seq, ranks, rates, overlap, ring
-    )
+    shard = shard_of(problem, ranks, dealt)
+    of_degree = partial(_of_degree, shard, of_kind, mask, problem.seq, ranks, rates, overlap, ring)
     degrees = legal_degrees(ranks, problem.heads, problem.kv_heads)
     found = [each for of_one in _in_parallel(of_degree, degrees, ranks) for each in of_one]
     chosen = best(found)
     ordered = sorted(found, key=lambda candidate: (candidate.seconds, candidate is not chosen))
-    table: str = tabulate([_row(c, chosen) for c in ordered], headers="keys", floatfmt=".4g")
+    bound = _bound(shard, ranks)
+    table: str = tabulate([_row(c, chosen, bound) for c in ordered], headers="keys", floatfmt=".4g")
+    placed = ", head_placement='outer'" * chosen.route.outer
     uneven = imbalance(dealt, problem.seen, problem.seq, ranks.size)
     kind = f"documents count as {_length(mask)} tokens on average, for any batch of this kind\n"
     return (
-        f"{table}\n\nchosen: ring={chosen.ring!r}, head_parallel={chosen.route.heads}, "
+        f"{table}\n\nchosen: ring={chosen.ring!r}, head_parallel={chosen.route.heads}{placed}, "
         f"backward={chosen.direction!r} "
         f"({chosen.route}): {reason(chosen, found)}\n"
         f"mask {problem.mask}, layout {dealt}: the busiest rank has {uneven:.2f} x the mean work\n"
         f"{kind if mask.document_ends is not None else ''}"
         f"times are those of the slowest rank, MB those that a rank sends on average; exposed: time in which "
         f"the busiest rank does not compute;\ntied: ranks that wait for each other in one exchange across "
-        f"nodes\n"
+        f"nodes; {bound}\n"
         f"(predicted, not measured: {rates.in_words})"
     )
 
@@ -163,13 +165,36 @@ def _rings(ring: str) -> tuple[str, ...]:
     return RINGS if ring == "auto" else (ring,)
 
 
-def _row(candidate: Candidate, chosen: Candidate) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Bound:
+    """The bytes that a rank must send, forward and backward, over the slowest links of the cluster."""
+
+    link: Link
+    bytes: float
+
+    def over(self, candidate: Candidate) -> float | None:
+        """Return how many times the bound a way sends; None where nothing must be sent."""
+        sent = candidate.inter_bytes if self.link == Link.INTER else candidate.intra_bytes
+        return sent / self.bytes if self.bytes else None
+
+    def __str__(self) -> str:
+        where = "between nodes" if self.link == Link.INTER else "within the node"
+        return f"bound: {self.bytes / 1e6:.4g} MB {where}, which any way sends if no mask spares rows"
+
+
+def _bound(shard: Shard, ranks: Ranks) -> _Bound:
+    across = ranks.size > ranks.intra
+    places = ranks.size // ranks.intra if across else ranks.size
+    return _Bound(Link.INTER if across else Link.INTRA, 2 * least(Share.of(shard), places))
+
+
+def _row(candidate: Candidate, chosen: Candidate, bound: _Bound) -> dict[str, Any]:
     return {
         "": "*" if candidate is chosen else "",
         "head_parallel": f"{candidate.route.heads}{' outer' * candidate.route.outer}",
         "backward": candidate.direction,
         "ring": f"{candidate.ring}{', mirrored' * candidate.route.mirrored}",
-        "positions": f"{candidate.route.nodes} x {candidate.route.intra}",
+        "positions": f"{candidate.route.nodes} x {candidate.route.intra}{_beside(candidate.route)}",
         "forward ms": candidate.forward_seconds * 1e3,
         "backward ms": candidate.backward_seconds * 1e3,
         "total ms": candidate.seconds * 1e3,
@@ -178,7 +203,12 @@ def _row(candidate: Candidate, chosen: Candidate) -> dict[str, Any]:
         "tied": candidate.tied,
         "inter MB": candidate.inter_bytes / 1e6,
         "intra MB": candidate.intra_bytes / 1e6,
+        f"{bound.link} / bound": bound.over(candidate),
     }
+
+
+def _beside(route: Route) -> str:
+    return f", {route.rings} rings" if route.rings > 1 else ""
 
 
 @dataclass(frozen=True)

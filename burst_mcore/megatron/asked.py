@@ -11,7 +11,8 @@ from typing import Any
 from burst_mcore.attention.autotune.choose import Ranks, why_not_degree
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import KERNELS, by_rank
-from burst_mcore.config import SETTINGS, BurstConfig
+from burst_mcore.attention.request import check_mesh
+from burst_mcore.config import SETTINGS, BurstConfig, sides_of
 from burst_mcore.layout import Layout
 from burst_mcore.megatron import fused_loss
 from burst_mcore.megatron.arguments import (
@@ -111,7 +112,7 @@ def _check_combinations(arguments: Any) -> None:
     """Refuse what layers, their rings and their batches would refuse one by one, later."""
     size, layout = arguments.context_parallel_size, setting(arguments, "layout")
     kinds = [kind for kind in layers_comm_types(arguments) if (kind or "p2p").lower() != "p2p"]
-    ways = given_flags(arguments, "ring", "head_parallel", "head_placement")
+    ways = given_flags(arguments, "ring", "head_parallel", "head_placement", "mesh")
     if size > 1 and kinds and ways:
         raise ValueError(
             f"--cp-comm-type {kinds[0]} says how ranks communicate, and so does {ways[0]}: give one of them"
@@ -135,6 +136,8 @@ def _check_combinations(arguments: Any) -> None:
 
 def _check_heads(burst: BurstConfig, arguments: Any, cp_comm_type: str | None) -> None:
     size, degree, heads = arguments.context_parallel_size, burst.head_parallel, arguments.num_attention_heads
+    if sides := sides_of(burst.mesh):
+        check_mesh(burst, sides, Ranks(size, size))
     if not isinstance(degree, int) or not heads:
         return
     shards = arguments.tensor_model_parallel_size
@@ -217,8 +220,8 @@ def configured(burst: BurstConfig, config: Any, cp_comm_type: str | None) -> Bur
     groups, all_gather is the direct exchange.
 
     Raises:
-        ValueError: another cp_comm_type, a2a+p2p without hierarchical sizes, or one beside a ring, a
-            head_parallel or a head_placement of `burst` that is not its default.
+        ValueError: another cp_comm_type, a2a+p2p without hierarchical sizes, or one beside a ring, a mesh,
+            a head_parallel or a head_placement of `burst` that is not its default.
     """
     if getattr(config, "deterministic_mode", False):
         burst = replace(burst, deterministic=True)
@@ -226,7 +229,7 @@ def configured(burst: BurstConfig, config: Any, cp_comm_type: str | None) -> Bur
     word = (cp_comm_type or "p2p").lower().replace("_", "")
     if word == "p2p" or size == 1:
         return burst
-    settings = "ring", "head_parallel", "head_placement"
+    settings = "ring", "head_parallel", "head_placement", "mesh"
     given = [name for name in settings if getattr(burst, name) != SETTINGS[name].default]
     if given:
         raise ValueError(

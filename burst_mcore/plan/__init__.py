@@ -5,5 +5,5 @@ paper     the figures in a file of a paper's results
 methods   the field's methods, each by the schedule that it runs
 fit       two numbers of a machine, and the constants of all, fitted to rows
 against   measured and predicted side by side: errors and regret
-page      docs/predictions.md
+training  published training steps, each by the step model
 """

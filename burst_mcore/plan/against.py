@@ -15,10 +15,14 @@ from tabulate import tabulate
 from burst_mcore.machines import MACHINES, Machine
 from burst_mcore.plan.fit import calibrated
 from burst_mcore.plan.methods import seconds_of, way_of
-from burst_mcore.plan.paper import figures
-from burst_mcore.plan.rows import Row, read, rows_of
+from burst_mcore.plan.paper import Figure, figures
+from burst_mcore.plan.rows import CPU, Row, read, rows_of
+from burst_mcore.plan.training import OUT_OF_MEMORY, fitted, of_row
+from burst_mcore.plan.training import figure as figure_of
+from burst_mcore.rates import Rates
 
-NO_STEP = "a whole training step is not modelled"
+Prediction = tuple[float | None, str | None]
+"""(figure, None), or (None, the reason why there is none)."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class Compared:
     row: Row | None = None
     calibrated: bool = False
     """Whether the figure was used for calibration."""
+    step: bool = False
+    """Whether the figure is of a whole training step."""
 
     @property
     def error(self) -> float | None:
@@ -46,6 +52,10 @@ class Compared:
     def words(self) -> str:
         """The row in words."""
         row = self.row
+        if self.step and "method" in self.entries:
+            model, gpus = self.entries["model"]["name"], self.entries["gpus"]
+            where = f"{gpus} {self.entries['hardware']}, {self.entries['seq']}"
+            return f"{model} on {where}, {self.entries['method']}, {self.entries['metric']}"
         if row is None or "name" in self.entries:
             return str(self.entries.get("name", ""))
         shape = f"{row.gpus} {row.hardware}, {row.seq} x {row.heads}:{row.kv_heads} x {row.head_dim}"
@@ -92,11 +102,11 @@ class Report:
         The regret is the best measured figure over that of the chosen split, less 1. A split is a method and
         how many ranks share heads.
         """
-        groups: dict[tuple[object, ...], list[Compared]] = defaultdict(list)
+        groups: dict[tuple[tuple[object, ...], str], list[Compared]] = defaultdict(list)
         for one in self.compared:
             if one.row is not None and one.error is not None:
-                groups[one.row.group].append(one)
-        regrets = [_regret(group, members) for group, members in groups.items()]
+                groups[one.row.group, one.row.figure].append(one)
+        regrets = [_regret(group, members) for (group, _), members in groups.items()]
         return [regret for regret in regrets if regret is not None]
 
     def as_json(self) -> dict[str, Any]:
@@ -118,6 +128,21 @@ class Report:
         return "\n".join([table, "", *map(_fitted, self.machines.values()), self.sentence])
 
     @property
+    def _memory(self) -> str:
+        """Say of which runs that failed the model foresees it, and of which that did not it wrongly does."""
+        failed = [one for one in self.compared if one.step and one.measured is None]
+        if not failed:
+            return ""
+        foreseen = sum(one.predicted is None for one in failed)
+        wrong = sum(
+            one.measured is not None and (one.why or "").startswith(OUT_OF_MEMORY) for one in self.compared
+        )
+        return (
+            f"; of {len(failed)} figures of runs that failed {foreseen} are predicted so, of those that ran "
+            f"{wrong} are wrongly predicted out of memory"
+        )
+
+    @property
     def sentence(self) -> str:
         """The errors in words."""
         errors, regrets = self.errors, [one["regret"] for one in self.regret]
@@ -128,7 +153,7 @@ class Report:
         return (
             f"{len(self.compared)} figures, {len(errors)} predicted and not used for calibration: "
             f"median error {self.median:.1%}, 90 % of them within {self.within(0.9):.1%}"
-            f"{chosen if regrets else ''}"
+            f"{chosen if regrets else ''}{self._memory}"
         )
 
 
@@ -175,43 +200,115 @@ def _remark(one: Compared) -> str:
     return one.why or ("used for calibration" if one.calibrated else "")
 
 
-def compare(files: Iterable[Path], calibrate: Iterable[Path] = ()) -> Report:
-    """Return the figures of files beside predictions; machines are calibrated on the rows of other files.
+def compare(files: Iterable[Path], calibrate: Iterable[Path] = (), rates: Rates | None = None) -> Report:
+    """Return the figures of files beside predictions.
+
+    Args:
+        files: Rows, or a paper's results.
+        calibrate: Files of rows to which machines are fitted first.
+        rates: Those of the machine that all rows are from, in place of presets.
 
     Raises:
-        ValueError: a file or a row that is not legal, with its name and number.
+        ValueError: a file or a row that is not legal, with its name and number; both rates and rows to fit.
     """
-    fitted_on = [one.row for path in calibrate for one in _figures(path, MACHINES, frozenset()) if one.row]
+    fitted_on = [row for path in calibrate for row in _rows(path)]
+    if rates is not None and fitted_on:
+        raise ValueError("--rates replaces the machines that --calibrate fits: give one of them")
     machines = calibrated(fitted_on)
-    used, known = frozenset(fitted_on), {**MACHINES, **machines}
+    known = Known({**MACHINES, **machines}, rates)
+    steps = {
+        (one.entries["name"], one.entries["metric"]) for path in calibrate for one in _steps(path, known)
+    }
+    used: frozenset[object] = frozenset(fitted_on) | steps
     return Report([one for path in files for one in _figures(path, known, used)], machines)
 
 
-def _figures(path: Path, machines: Mapping[str, Machine], used: frozenset[Row]) -> list[Compared]:
+@dataclass(frozen=True)
+class Known:
+    """What predictions start from: machines by name, or the rates of all rows instead."""
+
+    machines: Mapping[str, Machine]
+    rates: Rates | None = None
+
+    def of(self, hardware: str) -> Rates | None:
+        """Return the rates of a machine; None if it is not known."""
+        if self.rates is not None:
+            return self.rates
+        return self.machines[hardware].rates if hardware in self.machines else None
+
+
+def _rows(path: Path) -> list[Row]:
+    """Return the measured rows of a file, of known machines."""
+    contents = read(path)
+    if isinstance(contents, Mapping):
+        rows = [one.row for one in figures(contents) if one.row is not None and one.measured is not None]
+    elif _of_steps(contents):
+        rows = []
+    else:
+        rows = [row for _, row in rows_of(contents, path)]
+    for row in rows:
+        if row.hardware not in MACHINES:
+            raise ValueError(f"{path}: rows of {row.hardware!r} cannot be fitted: {_legal()}")
+    return rows
+
+
+def _steps(path: Path, known: Known) -> list[Compared]:
+    """Return the figures of whole steps in a paper's results."""
+    contents = read(path)
+    if not isinstance(contents, Mapping):
+        return []
+    return [_of_paper(one, known, frozenset()) for one in figures(contents) if one.row is None]
+
+
+def _of_steps(contents: Any) -> bool:
+    """Return whether rows are of training steps."""
+    return bool(contents) and all(isinstance(one, Mapping) and one.get("pass") == "train" for one in contents)
+
+
+def _figures(path: Path, known: Known, used: frozenset[object]) -> list[Compared]:
     """Return the figures of one file."""
     contents = read(path)
     if isinstance(contents, Mapping):
-        return [_of_paper(figure, machines, used) for figure in figures(contents)]
+        return [_of_paper(one, known, used) for one in figures(contents)]
+    if _of_steps(contents):
+        return [_of_training(one, known) for one in contents]
     return [
-        Compared(entries, row.measured, *_predict(row, machines), row, row in used)
+        Compared(entries, row.measured, *_predict(row, known), row, row in used)
         for entries, row in rows_of(contents, path)
     ]
 
 
-def _of_paper(figure: Any, machines: Mapping[str, Machine], used: frozenset[Row]) -> Compared:
+def _of_paper(figure: Figure, known: Known, used: frozenset[object]) -> Compared:
     entries = {"name": figure.name, "metric": figure.metric}
     if figure.row is None:
-        return Compared(entries, figure.measured, None, NO_STEP)
-    predicted, why = _predict(figure.row, machines)
+        run = figure.run
+        assert run is not None
+        value, why = (None, run) if isinstance(run, str) else figure_of(run, figure.metric, known.machines)
+        name = figure.name, figure.metric
+        return Compared(entries, figure.measured, value, why, calibrated=name in used, step=True)
+    predicted, why = _predict(figure.row, known)
     row = figure.row if figure.measured is not None else None
     return Compared(entries, figure.measured, predicted, why, row, figure.row in used)
 
 
-def _predict(row: Row, machines: Mapping[str, Machine]) -> tuple[float | None, str | None]:
-    """Return (figure, None), or (None, the reason why there is none)."""
-    if row.hardware not in machines:
-        raise ValueError(f"unknown machine {row.hardware!r}: one of {', '.join(machines)}")
+def _of_training(entries: Mapping[str, Any], known: Known) -> Compared:
+    run = of_row(entries)
+    value, why = (None, run) if isinstance(run, str) else figure_of(run, entries["metric"], known.machines)
+    return Compared(entries, entries["value"], value, why, calibrated=fitted(entries), step=True)
+
+
+def _predict(row: Row, known: Known) -> Prediction:
+    """Return the figure of a row of attention."""
+    of_machine = known.of(row.hardware)
+    if of_machine is None:
+        if row.hardware == CPU:
+            return None, "no preset knows this CPU: give --rates FILE, as burst-mcore calibrate writes it"
+        raise ValueError(f"unknown machine {row.hardware!r}: {_legal()}, or any with --rates FILE")
     way = way_of(row)
     if isinstance(way, str):
         return None, way
-    return row.figure_of(seconds_of(row, way, machines[row.hardware].rates)), None
+    return row.figure_of(seconds_of(row, way, of_machine)), None
+
+
+def _legal() -> str:
+    return f"one of {', '.join(MACHINES)}"

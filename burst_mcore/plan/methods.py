@@ -1,12 +1,14 @@
-"""The field's methods of context parallelism on the cost model's clock, each by the schedule that it runs."""
+"""The field's methods of context parallelism on the cost model's clock, each by the schedule that it runs.
+
+Rings stand for others' by our programs, in which a rank's own share of a gradient does not travel. Where
+others let it travel, their backward makes one hop more than is counted here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-
-import torch
 
 from burst_mcore.attention.autotune.choose import Ranks, pairs_of, route_for, why_not_degree
 from burst_mcore.attention.autotune.cost import (
@@ -22,9 +24,10 @@ from burst_mcore.attention.autotune.cost import (
 from burst_mcore.attention.autotune.lockstep import RoutedPass, Work, play_all
 from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan
-from burst_mcore.attention.schedule.actions import Link, Pass
+from burst_mcore.attention.schedule.actions import Kind, Link, Pass
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
+from burst_mcore.dtypes import TRAINED
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.plan.rows import Row
@@ -135,8 +138,27 @@ def seconds_of(row: Row, way: Way, rates: Rates) -> float:
     return backward if row.passes == "bwd" else backward + _seconds(row, way, Pass.FORWARD, rates)
 
 
-def _seconds(row: Row, way: Way, pass_: Pass, rates: Rates) -> float:
-    """Return the seconds of a pass: collectives, then the ring of groups, each group as one place."""
+@dataclass(frozen=True)
+class Parts:
+    """A pass of a method in parts, one after another: exchanges of heads around a ring of groups."""
+
+    parcels: Mapping[Kind, int]
+    """Bytes of a message to one member of the group, by kind."""
+    groups: Ranks
+    """The places of the ring: all of them, and those of a node."""
+    plan: Plan
+    ring: RoutedPass
+    kernel: float
+    """Seconds of the kernel on the busiest rank."""
+    after: float
+    """Seconds besides, which nothing hides: launches, copies, the kernel after a gather."""
+
+
+def parts_of(row: Row, way: Way, pass_: Pass, rates: Rates) -> Parts:
+    """Return the parts of a pass; on its ring every place sends and receives all, whatever a mask leaves out.
+
+    Each group of ranks that share heads is one place.
+    """
     shard = Shard(
         batch=row.batch,
         tokens=-(-row.seq // row.gpus),
@@ -144,42 +166,42 @@ def _seconds(row: Row, way: Way, pass_: Pass, rates: Rates) -> float:
         kv_heads=row.kv_heads,
         head_dim=row.head_dim,
         value_dim=row.head_dim,
-        dtype=torch.bfloat16,
-        grad_dtype=torch.bfloat16,
+        dtype=TRAINED[row.dtype],
+        grad_dtype=TRAINED[row.dtype],
     )
     groups = Ranks(row.gpus // way.heads, max(1, row.ranks.intra // way.heads))
-    exchanged = _exchanged(shard, way.heads, row.ranks, pass_, rates) + way.exchanges * rates.call
-    return exchanged + _on_ring(row, way, shard.pooled(way.heads), groups, pass_, rates)
-
-
-def _exchanged(shard: Shard, heads: int, ranks: Ranks, pass_: Pass, rates: Rates) -> float:
-    """Return the seconds of the all-to-alls of a pass, one after another, and of packing and unpacking."""
-    parcels = {  # to one member
-        kind: size
-        for kind, size in message_bytes(shard, Route(heads=heads), pass_).whole.items()
-        if kind in PARCELS
-    }
-    each = sum(parcels.values())
-    within = min(heads, ranks.intra)
-    near = each * (within - 1) / rates.link(inter=False) * stretched(Link.HEADS, within, rates)
-    far = each * (heads - within) / rates.link(inter=True)
-    copies = COPIES * each * heads / rates.memory
-    return copies + max(near, far) + (heads > 1) * len(parcels) * rates.latency
-
-
-def _on_ring(row: Row, way: Way, shard: Shard, groups: Ranks, pass_: Pass, rates: Rates) -> float:
-    """Return the seconds of the ring; every place sends and receives all, whatever a mask leaves out."""
+    sizes = message_bytes(shard, Route(heads=way.heads), pass_).whole
+    parcels = {kind: size for kind, size in sizes.items() if kind in PARCELS}
+    pooled = shard.pooled(way.heads)
     route = route_for(1, groups, ring="double" if way.double else "flat", overlap=True)
-    plan = _plan(way.layout, row.seq, groups.size)
     pairs = pairs_of(Layout.of(way.layout), row.seen, row.seq, groups.size)
     pairs = pairs.T.contiguous() if pass_ == Pass.QUERY else pairs
-    sizes, time = message_bytes(shard, route, pass_), call_time(shard, pass_, rates, EAGER)
-    work = Work(pairs, Placement(groups.size), CallTime(0.0) if way.gathers else time, shard.tokens)
-    (played,) = play_all(plan, [RoutedPass(route, pass_, sizes, work)], groups.intra, rates)
+    time = call_time(pooled, pass_, rates, EAGER)
+    work = Work(pairs, Placement(groups.size), CallTime(0.0) if way.gathers else time, pooled.tokens)
+    after = way.exchanges * rates.call + COPIES * sum(parcels.values()) * way.heads / rates.memory
+    kernel = work.busiest
     if way.gathers:
-        kernel = float(time.seconds(pairs.sum(1), shard.tokens).max())
-        return played.seconds + kernel + _gathered(shard, groups.size, pass_) / rates.memory
-    return played.seconds + slowdown_seconds(played.sent, rates)
+        kernel = float(time.seconds(pairs.sum(1), pooled.tokens).max())
+        after += kernel + _gathered(pooled, groups.size, pass_) / rates.memory
+    plan = _plan(way.layout, row.seq, groups.size)
+    ring = RoutedPass(route, pass_, message_bytes(pooled, route, pass_), work)
+    return Parts(parcels, groups, plan, ring, kernel, after)
+
+
+def _seconds(row: Row, way: Way, pass_: Pass, rates: Rates) -> float:
+    """Return the seconds of a pass, part by part."""
+    parts = parts_of(row, way, pass_, rates)
+    (played,) = play_all(parts.plan, [parts.ring], parts.groups.intra, rates)
+    slowed = 0.0 if way.gathers else slowdown_seconds(played.sent, rates)
+    return _exchanged(parts.parcels, way.heads, row.ranks, rates) + played.seconds + slowed + parts.after
+
+
+def _exchanged(parcels: Mapping[Kind, int], heads: int, ranks: Ranks, rates: Rates) -> float:
+    """Return the seconds of the messages of a pass's all-to-alls, one after another."""
+    each, within = sum(parcels.values()), min(heads, ranks.intra)
+    near = each * (within - 1) / rates.link(inter=False) * stretched(Link.HEADS, within, rates)
+    far = each * (heads - within) / rates.link(inter=True)
+    return max(near, far) + (heads > 1) * len(parcels) * rates.latency
 
 
 def _gathered(shard: Shard, ranks: int, pass_: Pass) -> float:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from burst_mcore.attention.autotune.choose import Ranks
 from burst_mcore.attention.autotune.cost import allowed_pairs
+from burst_mcore.dtypes import TRAINED
 from burst_mcore.mask import Mask
 
 MASKS = ("causal", "full", "varlen_causal", "varlen_full")
 PASSES = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
 """Passes that a figure covers, and their FLOPs as multiples of a forward's."""
+COUNTS = ("gpus", "gpus_per_node", "heads", "kv_heads", "head_dim", "batch", "seq")
+"""Fields that are positive integers."""
+CPU = "cpu"
+"""Hardware of rows that were measured on some CPU; no preset predicts them, a file of rates does."""
 FIGURES = ("tflops", "iterations_per_second")
 """Figures of a row: 10**12 FLOPs a second and GPU, or passes a second of the slowest rank."""
 
@@ -25,7 +30,7 @@ class Row:
     """One measured figure of an attention layer. Raises ValueError for a field that is missing or wrong."""
 
     hardware: str
-    """A name of `burst_mcore.machines.MACHINES`."""
+    """A name of `burst_mcore.machines.MACHINES`, or `CPU`; with rates of its own, any machine."""
     gpus: int
     gpus_per_node: int
     heads: int
@@ -41,16 +46,14 @@ class Row:
     """Ranks that share heads; None: as the method does by itself."""
     variant: str = ""
     """Words about the method: basic, zigzag or stripe for the layout; qkvpack if Q, K, V travel as one."""
+    dtype: str = "bfloat16"
     tflops: float | None = None
     iterations_per_second: float | None = None
     source: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "gpus_per_node", "heads", "kv_heads", "head_dim", "batch", "seq"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        for name, legal in (("mask", MASKS), ("passes", tuple(PASSES))):
+        self._check_kinds()
+        for name, legal in (("mask", MASKS), ("passes", tuple(PASSES)), ("dtype", tuple(TRAINED))):
             if getattr(self, name) not in legal:
                 raise ValueError(f"{name} must be one of {', '.join(legal)}, got {getattr(self, name)!r}")
         if self.gpus % min(self.gpus, self.gpus_per_node):
@@ -63,14 +66,27 @@ class Row:
         if isinstance(figure, bool) or not isinstance(figure, (int, float)) or not 0 < figure < math.inf:
             raise ValueError(f"{self.figure} must be a positive number, got {figure!r}")
 
+    def _check_kinds(self) -> None:
+        """Raise ValueError for a count that is no positive integer, or words that are no string."""
+        for name in COUNTS if self.head_parallel is None else (*COUNTS, "head_parallel"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        for name in ("hardware", "method", "variant", "source"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} must be words, got {getattr(self, name)!r}")
+
     @classmethod
     def of(cls, entries: Mapping[str, Any]) -> Row:
-        """Return the row of a JSON object; entries that are no fields are left out."""
-        known = {field.name: field for field in fields(cls)}
-        missing = [name for name in list(known)[:11] if name not in entries]
+        """Return the row of a JSON object; entries that are no fields, or null, are left out."""
+        values = {field.name: entries.get(field.name) for field in fields(cls)}
+        given = {name: value for name, value in values.items() if value is not None}
+        missing = [
+            field.name for field in fields(cls) if field.default is MISSING and field.name not in given
+        ]
         if missing:
             raise ValueError(f"has no {', '.join(missing)}")
-        return cls(**{name: value for name, value in entries.items() if name in known})
+        return cls(**given)
 
     @property
     def figure(self) -> str:
@@ -109,7 +125,7 @@ class Row:
     def group(self) -> tuple[object, ...]:
         """The choice that a user faces: rows of one group differ in method and variant alone."""
         shape = self.heads, self.kv_heads, self.head_dim, self.batch, self.seq
-        return self.hardware, self.gpus, *shape, self.mask, self.passes
+        return self.hardware, self.gpus, self.gpus_per_node, *shape, self.mask, self.passes, self.dtype
 
 
 def read(path: Path) -> Sequence[Mapping[str, Any]] | Mapping[str, Any]:

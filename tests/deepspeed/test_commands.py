@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from engines import config_of, model_of
 from typer.testing import CliRunner
 
 from burst_mcore.cli import app
+from burst_mcore.machines import MACHINES
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,6 +40,20 @@ def test_the_doctor_says_what_initialize_would_refuse(tmp_path):
 def _doctor(path, config, *options):
     (path / "ds.json").write_text(json.dumps(config))
     return CliRunner().invoke(app, ["doctor", str(path / "ds.json"), *options])
+
+
+def test_the_doctor_takes_the_rates_of_a_file(tmp_path):
+    config = config_of(2, 4)
+    asked = ("--device", "a800", "--seq", "64K", "--world", "4", "--per-node", "2", "--heads", "8")
+    preset = _doctor(tmp_path, config, *asked).output
+    file, slow = tmp_path / "rates.json", MACHINES["A800"].rates
+    for rates, same in ((slow, True), (replace(slow, inter=slow.inter / 1e3, intra=slow.intra * 10), False)):
+        rates.save(file)
+        done = _doctor(tmp_path, config, *asked, "--rates", str(file))
+        assert done.exit_code == 0 and (done.output == preset) == same, done.output
+    done = _doctor(tmp_path, config, "--rates", str(tmp_path / "none.json"))
+    assert done.exit_code == 1 and "is no file of rates" in done.output
+    assert len(done.output.splitlines()) == 1
 
 
 def test_the_doctor_predicts_for_devices_that_are_not_there(tmp_path):
@@ -77,10 +93,10 @@ def test_the_doctor_takes_the_shape_of_a_model(tmp_path):
 @pytest.mark.slow
 def test_the_benchmark_where_heads_do_not_divide():
     from burst_mcore.bench.run import run
-    from burst_mcore.bench.subjects.training import TrainingCase
+    from burst_mcore.bench.subjects.step import StepCase
 
-    case = TrainingCase(ranks=2, heads=3, kv_heads=3, seq=64, layers=1, head_dim=8)
-    results = run(TrainingCase, {"small": case}, [], 1, "cpu")
+    case = StepCase(ranks=2, heads=3, kv_heads=3, seq=64, layers=1, head_dim=8)
+    results = run(StepCase, {"small": case}, [], 1, "cpu")
     table = results.tables["small"]
     assert results.errors == []
     assert min(table["burst auto", "wall"] + table["burst auto", "written"]) > 0
@@ -89,7 +105,7 @@ def test_the_benchmark_where_heads_do_not_divide():
     )
     refused = {entry["method"]: entry["reason"] for entry in results.refused}
     assert "not divisible" in refused["ulysses (UlyssesSPAttentionHF)"]
-    assert refused["burst hybrid"].startswith("needs 3 heads do not divide by 2")
+    assert refused["burst hybrid"].endswith("3 heads do not divide by 2")
     assert [bar.claim for bar in results.bars] == ["auto's step over Ulysses'"]
 
 

@@ -221,7 +221,7 @@ def test_comm_types_fix_the_way():
     }
     assert way[None] == way["p2p"] == BurstConfig()
     assert way["a2a"] == BurstConfig(head_parallel=4)
-    assert way["a2a+p2p"] == BurstConfig(head_parallel=2)
+    assert way["a2a+p2p"] == BurstConfig(head_parallel=2, head_placement="inner")
     assert way["all_gather"] == way["allgather"] == BurstConfig(ring="direct", head_parallel=1)
     assert asked.configured(BurstConfig(head_parallel=2), config, "p2p").head_parallel == 2
     for given in (BurstConfig(head_parallel=2), BurstConfig(ring="flat")):

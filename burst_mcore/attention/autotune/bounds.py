@@ -30,6 +30,8 @@ def at_least(
     """
     if route.positions == 1:
         return work.busiest
+    if route.rings > 1:
+        return work.busiest_of(route.of(pass_).rings)
     sampled = torch.arange(0, route.positions, route.positions // SAMPLED | 1)  # odd: at all places of a node
     node = route.placement.rank(torch.arange(route.positions), 0) // intra_size
     lent = _elsewhere(reading.counts, sampled) * (sizes.whole[Kind.DATA] / sizes.rows)

@@ -30,10 +30,11 @@ from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.runtime.head_exchange import why_not_heads
-from burst_mcore.attention.schedule.actions import Link, Pass
+from burst_mcore.attention.schedule.actions import Kind, Link, Pass
 from burst_mcore.attention.schedule.route import Route, schedule
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import RINGS as LEGAL_RINGS
+from burst_mcore.config import sides_of
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
@@ -42,6 +43,10 @@ AS_FAST = 1.01
 """Candidates within this factor of the fastest count as equally fast: the model is no more exact. The same
 share of the time is its error for exposed communication."""
 RINGS = LEGAL_RINGS[1:]  # all but "auto"
+Mesh = str | tuple[int, int]
+"""`BurstConfig.mesh`: "none", "auto", or rings x places of a ring."""
+MOST_RESIDENT = 4 * 2**30
+"""Bytes that a mesh may hold of other ranks, at most, to be considered by "auto"."""
 PARTNERS = 2**14
 """Pairs of positions that exchange rows, at most, for a direct exchange to be considered beside rings. Every
 pair is a connection, and is simulated one by one."""
@@ -78,6 +83,9 @@ class Candidate:
     of them: they wait for its slow hop.
     """
 
+    resident_bytes: int = 0
+    """Memory that a rank of a mesh needs for rows of others that stay with it, and for their results."""
+
     @property
     def seconds(self) -> float:
         return self.forward_seconds + self.backward_seconds
@@ -94,6 +102,7 @@ class Candidate:
 
     def __str__(self) -> str:
         ring = f"{self.ring}{', mirrored' * self.route.mirrored}"
+        ring = f"mesh of {self.route.rings} x {self.route.places}" if self.route.rings > 1 else ring
         return f"{ring}, head_parallel={self.route.heads}{' outer' * self.route.outer}, {self.direction}"
 
 
@@ -112,16 +121,36 @@ def legal_degrees(ranks: Ranks, heads: int, kv_heads: int) -> list[int]:
     return [d for d in range(1, ranks.size + 1) if why_not_degree(d, ranks, heads, kv_heads) is None]
 
 
-def route_for(degree: int, ranks: Ranks, *, ring: str, overlap: bool, outer: bool = False) -> Route:
+def route_for(
+    degree: int, ranks: Ranks, *, ring: str, overlap: bool, outer: bool = False, rings: int = 1
+) -> Route:
     """Return the route where `degree` ranks share heads: neighbours, or one of each ring (`outer`).
 
-    ring: "double", "flat" or "direct". Where nodes do not cut the ring into equal parts, it is flat.
+    Args:
+        ring: "double", "flat" or "direct". Where nodes do not cut the ring into equal parts, it is flat.
+        rings: rings side by side, of a mesh.
     """
     positions, outer = ranks.size // degree, outer and 1 < degree < ranks.size
     if ring == "direct":
         return Route(1, positions, degree, overlap, direct=positions > 1, outer=outer)
-    nodes = 1 if ring == "flat" else _nodes_of_ring(positions, 1 if outer else degree, ranks.intra)
-    return Route(nodes, positions // nodes, degree, overlap, outer=outer)
+    places = positions // rings
+    nodes = 1 if ring == "flat" else _nodes_of_ring(places, 1 if outer else degree, ranks.intra)
+    return Route(nodes, places // nodes, degree, overlap, outer=outer, rings=rings)
+
+
+def rings_of(mesh: Mesh, positions: int, shard: Shard) -> tuple[int, ...]:
+    """Return the numbers of rings to try on so many positions; "auto": one ring, and the two best meshes.
+
+    These are the meshes on which a rank sends the fewest bytes in forward, if no row is left out.
+    """
+    if mesh == "none":
+        return (1,)
+    if sides := sides_of(mesh):
+        return (sides[0],) if math.prod(sides) == positions else ()
+    keys, _ = shard.bundle_bytes(of_queries=False)
+    queries = shard.batch * shard.tokens * shard.heads * shard.head_dim * shard.itemsize + shard.result_bytes
+    divisors = [a for a in range(2, positions) if positions % a == 0]
+    return (1, *sorted(divisors, key=lambda a: (a - 1) * queries + (positions // a - 1) * keys)[:2])
 
 
 def _nodes_of_ring(positions: int, apart: int, intra: int) -> int:
@@ -190,6 +219,7 @@ def candidates(
     degrees: tuple[int, ...],
     directions: tuple[Pass, ...],
     placement: str = "auto",
+    mesh: Mesh = "none",
 ) -> tuple[Candidate, ...]:
     """Return every combination of ring, degree and direction with its cost; rings the faster way round.
 
@@ -199,7 +229,9 @@ def candidates(
     n: tokens in the global sequence.
     """
     with _collector_paused():
-        search = _Search(shard, layout, mask, n, ranks, rates, overlap, rings, degrees, directions, placement)
+        search = _Search(
+            shard, layout, mask, n, ranks, rates, overlap, rings, degrees, directions, placement, mesh
+        )
         for contest in search.contests:
             if search.may_gain(contest):
                 search.play(contest)
@@ -220,6 +252,7 @@ def contenders(
     degrees: tuple[int, ...],
     directions: tuple[Pass, ...],
     placement: str = "auto",
+    mesh: Mesh = "none",
 ) -> tuple[tuple[Candidate, ...], tuple[Slower, ...]]:
     """Return the `candidates` that may be the best, and the ways that are certainly slower, with a bound.
 
@@ -228,7 +261,9 @@ def contenders(
     """
     slower: dict[int, list[Slower]] = {}
     with _collector_paused():
-        search = _Search(shard, layout, mask, n, ranks, rates, overlap, rings, degrees, directions, placement)
+        search = _Search(
+            shard, layout, mask, n, ranks, rates, overlap, rings, degrees, directions, placement, mesh
+        )
         # Rings are too alike for bounds to tell them apart; beside a direct exchange bounds pay.
         sparse = any(route.direct for contest in search.contests for route, _ in contest.ways)
         contests = search.contests
@@ -267,7 +302,7 @@ class _Contest:
     ways: dict[tuple[Route, Pass], str]
     """The ring's setting, by route and backward pass."""
     second: bool
-    """The head groups are placed as they are only if the first placement exposes communication."""
+    """These ways are tried only if the others of their degree expose communication."""
 
     @cached_property
     def bound(self) -> float:
@@ -301,6 +336,7 @@ class _Search:
         degrees: tuple[int, ...],
         directions: tuple[Pass, ...],
         placement: str,
+        mesh: Mesh,
     ) -> None:
         self.played: list[Candidate] = []
         self.contests: list[_Contest] = []
@@ -313,21 +349,29 @@ class _Search:
             plan = Plan(layout, mask, n, Placement(ranks.size // degree, degree, outer))
             costs = _Costs(shard, plan, pairs, ranks, rates)
             ways: dict[tuple[Route, Pass], str] = {}
-            for ring, direction in itertools.product(rings, directions):
-                route = route_for(degree, ranks, ring=ring, overlap=hides, outer=outer)
+            counts = rings_of(mesh, ranks.size // degree, shard)
+            for count, ring, direction in itertools.product(counts, rings, directions):
+                route = route_for(degree, ranks, ring=ring, overlap=hides, outer=outer, rings=count)
                 if ring == "flat" and "double" in rings and degree >= ranks.intra and not outer:
                     continue  # between nodes that share all heads the two are one
-                if len(rings) == 1 or not route.direct or costs.partners(direction) <= PARTNERS:
+                if route.direct and (count > 1 or (len(rings) > 1 and costs.partners(direction) > PARTNERS)):
+                    continue
+                fits = mesh != "auto" or costs.resident_bytes(route, direction) <= MOST_RESIDENT
+                if count == 1 or fits:
                     ways.setdefault((route, direction), ring)
             together: dict[tuple[Route, Pass | None], dict[tuple[Route, Pass], str]] = {}
             for (route, direction), ring in ways.items():
                 # Both directions of a ring are played at once, at little more than one's cost.
                 alone = direction if route.direct else None
                 together.setdefault((route, alone), {})[route, direction] = ring
-            self.contests += (_Contest(costs, group, is_second) for group in together.values())
+            self.contests += (
+                _Contest(costs, group, is_second or (mesh == "auto" and route.rings > 1))
+                for (route, _), group in together.items()
+            )
+        self.contests.sort(key=lambda contest: contest.second)
 
     def may_gain(self, contest: _Contest) -> bool:
-        """Return whether another placement of the head groups may hide more than the first does."""
+        """Return whether another placement of head groups, or a mesh, may hide more than the first way."""
         if not contest.second:
             return True
         degree = contest.costs.plan.heads
@@ -359,7 +403,7 @@ class _Costs:
 
     def ways(self, route: Route) -> tuple[Route, ...]:
         """Return a route both ways round, where the two differ."""
-        both = route.positions > 1 and not route.direct and not self.plan.everything
+        both = route.places > 1 and not route.direct and not self.plan.everything and route.rings == 1
         return (route, replace(route, mirrored=True)) if both else (route,)
 
     def partners(self, direction: Pass) -> int:
@@ -380,7 +424,16 @@ class _Costs:
             round(sent[Link.INTRA]),
             round(sent[Link.INTER]),
             self.tied(route),
+            self.resident_bytes(route, direction),
         )
+
+    def resident_bytes(self, route: Route, direction: Pass) -> int:
+        """Return the bytes that a rank of a mesh holds of others: rows that stay, and their results."""
+        held = []
+        for pass_ in (Pass.FORWARD, direction):
+            sizes = message_bytes(self.shard, route, pass_).whole
+            held.append((route.of(pass_).rings - 1) * (sizes[Kind.RESIDENT] + sizes[Kind.SHARE]))
+        return max(held)
 
     def besides(self, route: Route, pass_: Pass) -> float:
         """Return the seconds of a pass that the simulation of its schedule leaves out."""
@@ -433,6 +486,8 @@ class _Costs:
         return self.works[pass_]
 
     def in_lockstep(self, routed: RoutedPass) -> bool:
+        if routed.route.rings > 1:
+            return False
         meets = self.plan.reading(of_queries=routed.of_queries).meets
         return not routed.route.direct or bool(meets.all())
 
@@ -440,7 +495,8 @@ class _Costs:
         drawn = schedule(routed.route, routed.pass_, self.plan)
         timeline = play(drawn, routed.sizes, routed.work.of_action, self.ranks.intra, self.rates)
         sent = mean_bytes(drawn.programs, routed.sizes, self.ranks.intra)
-        return Played(timeline.seconds, routed.work.busiest, sent)
+        busiest = routed.work.busiest_of(routed.route.of(routed.pass_).rings)
+        return Played(timeline.seconds, busiest, sent)
 
     def tied(self, route: Route) -> int:
         """Return `Candidate.tied` of a route."""
@@ -455,6 +511,8 @@ class _Costs:
             node = route.placement.rank(torch.arange(len(reads)), 0) // intra
             across = (reads & (node[:, None] != node)).any(1)
             return max(of_heads, int((reads.sum(1) * across).max()))
+        if route.rings > 1:  # a column, or its turn in backward, crosses the nodes
+            return max(of_heads, *(shape.rings for shape in route.shapes))
         if intra % route.span == 0 and route.nodes == 1:
             return of_heads
         every_rank_hops = route.nodes > 1 or (not route.outer and route.heads % intra == 0)
@@ -488,7 +546,16 @@ def best(costed: Sequence[Candidate]) -> Candidate:
 
     def order(c: Candidate) -> tuple[float, ...]:
         across, route = (c.tied, c.crosses_flat, c.inter_bytes), c.route
-        return *across, c.intra_bytes, route.direct, route.heads, route.outer, _second(c), route.mirrored
+        return (
+            *across,
+            c.intra_bytes,
+            route.rings,
+            route.direct,
+            route.heads,
+            route.outer,
+            _second(c),
+            route.mirrored,
+        )
 
     return min((c for c in as_fast if c.exposed_seconds <= exposed), key=order)
 

@@ -54,7 +54,13 @@ def message_bytes(shard: Shard, route: Route, pass_: Pass, *, return_lse: bool =
     summed_again = several and not of_queries  # over the members: see `Call.total_dtype`
     own = shard.grad_itemsize if summed_again else min(shard.itemsize, shard.grad_itemsize)
     total = gradient // shard.grad_itemsize * own
-    whole = {Kind.DATA: data, Kind.GRADIENT: gradient, Kind.TOTAL: total, **through_heads[pass_]}
+    resident, share = shard.pooled(h).bundle_bytes(of_queries=not of_queries)
+    if pass_ == Pass.FORWARD:
+        resident, share = q * h, rows * h * heads * shard.value_dim * shard.grad_itemsize + statistic * h
+    along_column = {Kind.RESIDENT: resident, Kind.SHARE: share}
+    whole = {
+        Kind.DATA: data, Kind.GRADIENT: gradient, Kind.TOTAL: total, **through_heads[pass_], **along_column
+    }  # fmt: skip
     return Sizes(whole, shard.tokens * h)
 
 

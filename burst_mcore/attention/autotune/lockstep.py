@@ -110,7 +110,7 @@ class Work:
 
     def of_action(self, rank: int, action: Compute) -> float:
         """Return the seconds of one rank's compute, in its own program."""
-        position = self._placement.position(rank)
+        position = self._placement.position(rank) if action.resident is None else action.resident
         if action.part is None:
             return self._by_place.get((position, action.source), 0.0)
         return float(self.parts[position, action.part, action.source])
@@ -118,7 +118,12 @@ class Work:
     @property
     def busiest(self) -> float:
         """Seconds of the busiest rank, all sources together."""
-        return float(self.whole.sum(1).max())
+        return self.busiest_of(1)
+
+    def busiest_of(self, rings: int) -> float:
+        """Return the seconds of the busiest rank of a mesh of so many rings."""
+        places = len(self.whole) // rings
+        return float(self.whole.view(rings, places, rings, places).sum((0, 3)).max())
 
 
 def _has_messages(pass_: Pass, kind: Kind) -> bool:

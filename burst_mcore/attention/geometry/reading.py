@@ -59,12 +59,6 @@ class Reading:
         return read.index_add_(0, self.owner, self.read.T.to(torch.int32)) > 0
 
     @cached_property
-    def alone(self) -> frozenset[int]:
-        """The positions that nobody else reads."""
-        others = self.meets.sum(1) - self.meets.diagonal().int()
-        return frozenset((others == 0).nonzero().flatten().tolist())
-
-    @cached_property
     def counts(self) -> Tensor:
         """Int64 [owners, readers]: how many rows a position reads of another."""
         read = torch.zeros(self.size, self.size, dtype=torch.float64)

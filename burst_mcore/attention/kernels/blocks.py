@@ -30,7 +30,7 @@ class Blocks(NamedTuple):
     * the block of the other side;
     * own0, own1, others0, others1, 8 bits each: rows of either side within the block;
     * low, high, step, 8 bits each: rows with low <= other - own <= high meet, `step` apart from low on;
-    * 2^20 / step, rounded up to the next number: its product divides by the step.
+    * 2^32 / step, rounded up, plus 256, modulo 2^32: products by which tell multiples of the step.
     """
 
     starts: Tensor
@@ -95,7 +95,7 @@ def blocks(pattern: Pattern, block_m: int, block_n: int, *, by_columns: bool) ->
             -low,
             spans[2:] + spans[:2],
         )
-    words = (other, _bytes(*spans), _bytes(low, high, step), (1 << 20) // step + 1)
+    words = (other, _bytes(*spans), _bytes(low, high, step), _signed(-(-(1 << 32) // step) + 256))
     entries, own, is_part = torch.stack(words, 1)[met], own[met], (~whole[met]).long()
     width = int(other.max()) + 1 if len(other) else 1
     order = torch.argsort((own * 2 + is_part) * (width) + other[met], stable=True)
@@ -110,7 +110,12 @@ def _bytes(*values: Tensor) -> Tensor:
     word = torch.zeros_like(values[0])
     for place, value in enumerate(values):
         word |= (value & 255) << 8 * place
-    return torch.where(word >= 2**31, word - 2**32, word)
+    return _signed(word)
+
+
+def _signed(word: Tensor) -> Tensor:
+    """Return the signed number of 32 bits that is equal to a number modulo 2^32."""
+    return (word + 2**31) % 2**32 - 2**31
 
 
 def _parts(pattern: Pattern) -> Tensor:

@@ -82,12 +82,20 @@ All gradients have one launch up to 256, where the device has registers and memo
 launch for both up to 256, and one each beyond. No inner loop spills a register
 (`benchmarks/compiled.json`). In every product each warp has 16 rows or more, so no two warps compute the
 same. No speed was measured."""
+_OF_LISTS = {
+    ((9, 0), "dk", 384): Launch(32, 128, 8, 2),  # with one stage an edge block takes 1.74 whole ones
+    ((10, 0), "forward", 256): Launch(128, 64, 8, 3),  # with 128 columns edge blocks spill registers
+}
+"""Launches that differ where a pattern has lists, by compute capability, kernel and head dims added up."""
+_OF_FLOAT32 = _launches((32, 32, 8, 1), (32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1))
+"""Launches of all kernels in float32, for head dims as in `_LAUNCHES`. There are no matrix units, so a thread
+makes 256 multiply-adds for a product of a block; with more, registers spill."""
 SHARED = {(8, 0): 166912, (8, 9): 101376, (9, 0): 232448, (10, 0): 232448}
 """Bytes of shared memory that a block may have, by compute capability; no launch needs more."""
 
 
 _NEEDED: dict[tuple[int, int] | None, tuple[int, ...]] = {
-    None: (40960, 73728, 131072, 131072),
+    None: (40960, 53248, 67584, 67584),
     (8, 0): (82432, 131328, 102912, 98304),
     (8, 9): (82432, 74020, 90276, 98304),
     (9, 0): (81920, 147748, 164132, 196900),
@@ -103,7 +111,9 @@ def like(capability: tuple[int, int]) -> tuple[int, int]:
     return (9, 0) if capability[0] == 9 else (10, 0)
 
 
-def launch(name: str, dims: int, itemsize: int, capability: tuple[int, int] | None = None) -> Launch:
+def launch(
+    name: str, dims: int, itemsize: int, capability: tuple[int, int] | None = None, lists: bool = False
+) -> Launch:
     """Return the sizes of a kernel.
 
     Args:
@@ -111,12 +121,15 @@ def launch(name: str, dims: int, itemsize: int, capability: tuple[int, int] | No
         dims: the padded head dims of keys and values, added up.
         itemsize: bytes of an element.
         capability: of the GPU; None for Hopper's.
+        lists: whether the pattern is no band, so that lists name its blocks.
     """
     if itemsize == 4:
-        return Launch(32, 32, 2, 1)
-    of_kernel = _LAUNCHES[like(capability or (9, 0))][name]
+        return _OF_FLOAT32[max(0, -(-dims // 128) - 1)]
+    device = like(capability or (9, 0))
     smallest = 384 if name in ("dk", "dv") else 128
-    return of_kernel[max(0, -(-(dims - smallest) // 128))]
+    place = max(0, -(-(dims - smallest) // 128))
+    usual = _LAUNCHES[device][name][place]
+    return _OF_LISTS.get((device, name, smallest + 128 * place), usual) if lists else usual
 
 
 def _device_code() -> Any:
@@ -187,7 +200,9 @@ def merge_forward(
     """Merge a tile's share into out [B, M, H, Dv] and lse [B, H, M], in place; set them if `fresh`."""
     batch, rows, heads, dim = q.shape
     wide_dim, value_dim = _power(dim), _power(v.shape[-1])
-    sizes = launch("forward", wide_dim + value_dim, q.itemsize, packages.capability())
+    sizes = launch(
+        "forward", wide_dim + value_dim, q.itemsize, packages.capability(), diagonals(pattern) is None
+    )
     lists, band = _lists(pattern, sizes, q.device, by_columns=False)
     _device_code().forward[(-(-rows // sizes.rows) * batch * heads,)](
         q, k, v, None if band else _spoilt(v, _units(k, scores)), out, lse, *lists, scores.scale,
@@ -293,21 +308,24 @@ def _gradients(
     batch, rows, heads, dim = inputs.q.shape
     columns, kv_heads = inputs.k.shape[1:3]
     wide_dim, value_dim, code = _power(dim), _power(inputs.v.shape[-1]), _device_code()
-    sizes = launch(name, wide_dim + value_dim, inputs.q.itemsize, packages.capability())
+    sizes = launch(
+        name, wide_dim + value_dim, inputs.q.itemsize, packages.capability(), diagonals(pattern) is None
+    )
     wanted = {"KEYS": name != "dv", "VALUES": name != "dk", "QUERIES": name == "all"} if name != "dq" else {}
     lists, band = _lists(pattern, sizes, inputs.q.device, by_columns=name != "dq")
     blocks = -(-rows // sizes.rows) * heads if name == "dq" else -(-columns // sizes.columns) * kv_heads
     units: tuple[Tensor | None, ...] = ()
-    lse = inputs.lse
+    lse, delta = inputs.lse, inputs.delta
     if name == "dq":
         units = (None if band else _spoilt(inputs.k, _spoilt(inputs.v, _units(inputs.k, scores))),)
     elif not band:
         lse = _spoilt(inputs.q, _spoilt(inputs.dout, _statistics(inputs)))
+        delta = delta.nan_to_num(0.0, 0.0, 0.0)  # the note of its row is in lse
     (code.dkv if wanted else code.dq)[(blocks * batch,)](
-        inputs.q, inputs.k, inputs.v, inputs.dout, *units, lse, inputs.delta, *into, *lists,
+        inputs.q, inputs.k, inputs.v, inputs.dout, *units, lse, delta, *into, *lists,
         scores.scale, scores.softcap or 0.0, rows, columns, heads, heads // kv_heads,
         *inputs.q.stride()[:3], *inputs.k.stride()[:3], *inputs.v.stride()[:3],
-        *inputs.dout.stride()[:3], *lse.stride(), *inputs.delta.stride(),
+        *inputs.dout.stride()[:3], *lse.stride(), *delta.stride(),
         *(stride for total in into for stride in total.stride()[:3]), USED=dim,
         VALUE_USED=inputs.v.shape[-1], DIM=wide_dim, VALUE_DIM=value_dim,
         ROWS=sizes.rows, COLUMNS=sizes.columns, SOFTCAP=scores.softcap is not None, FRESH=fresh, BAND=band,
@@ -381,7 +399,7 @@ def prepare(patterns: Iterable[Pattern], problem: Problem, device: torch.device,
     missing: dict[tuple[int, _Key], tuple[Pattern, _Key]] = {}
     for pattern in patterns:
         for name in names if diagonals(pattern) is None else ():
-            sizes = launch(name, dims, itemsize, capability)
+            sizes = launch(name, dims, itemsize, capability, True)
             key = _key(sizes, device, by_columns=name not in ("forward", "dq"))
             if key not in pattern.kernel_cache:
                 missing[id(pattern), key] = pattern, key

@@ -7,7 +7,7 @@ are of base 2.
 
 A row that is not finite must not reach rows that do not see it, though 0 x NaN is NaN. So in parts of lists
 such a row is read as zeros, and a note turns the scores of all pairs that see it into NaN. Columns have their
-note in `unit_of`, the factors of their scores; rows have it in their log-sum-exp.
+note in `unit_of`, the factors of their scores; rows have it in their log-sum-exp, and a finite delta.
 """
 
 from __future__ import annotations
@@ -62,6 +62,20 @@ def _unit(scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _multiply_add(a, b, c):
+    """a x b + c of 32 bits, in one instruction.
+
+    Named, since LLVM makes vectors of plain ones. It then keeps the comparisons behind them as bits of a
+    word, and takes each out again.
+    """
+    if UPCAST:
+        return a * b + c
+    return tl.inline_asm_elementwise(
+        "mad.lo.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def _allowed(
     entries, entry, block, other, low, high, own, others, OWN: tl.constexpr, OTHERS: tl.constexpr,
     BAND: tl.constexpr,
@@ -69,9 +83,9 @@ def _allowed(
     """Return which pairs of a block of the own side and a block of the other one meet, [OWN, OTHERS].
 
     A row of the own side meets rows of the other side from `first` to `last`. In lists these count from the
-    corner of the block, are `step` apart, and one comparison of 32 bits tells: times 2^32 / step, rounded up,
-    multiples of the step wrap to little, in their order, and other numbers to more. No loop is in here, so
-    that the loop around is pipelined.
+    corner of the block and are `step` apart, from `start` on. One comparison of 32 bits tells: times
+    2^32 / step, rounded up, plus 256, multiples of the step wrap to 256 times themselves and a little, other
+    numbers to far more. No loop is in here, so that the loop around is pipelined.
     """
     at, along = tl.arange(0, OWN), tl.arange(0, OTHERS)
     if BAND:
@@ -81,15 +95,14 @@ def _allowed(
         met = (along[None, :] >= first[:, None]) & (along[None, :] <= last[:, None])
     else:
         spans, diagonals = tl.load(entries + 4 * entry + 1), tl.load(entries + 4 * entry + 2)
-        low, high, step = diagonals << 24 >> 24, diagonals << 16 >> 24, diagonals >> 16
-        inverse = tl.load(entries + 4 * entry + 3)
+        factor = tl.load(entries + 4 * entry + 3)
         inside = (at >= (spans & 255)) & (at < (spans >> 8 & 255))
-        before = tl.maximum((spans >> 16 & 255) - (at + low), 0)
-        first = at + low + ((before + step - 1) * inverse >> 20) * step
-        last = tl.minimum(at + high, (spans >> 24 & 255) - 1)
-        count = tl.where(inside, tl.maximum(last - first + step, 0) * inverse >> 20, 0)
-        most = count * (inverse * step - 1048576 << 12)
-        ahead = (along * (inverse << 12))[None, :] - (first * (inverse << 12))[:, None]
+        start = at + (diagonals << 24 >> 24)
+        first = tl.maximum(start, spans >> 16 & 255)
+        last = tl.minimum(at + (diagonals << 16 >> 24), (spans >> 24 & 255) - 1)
+        most = tl.where(inside, tl.maximum(last + 1 - first, 0) * 256, 0)
+        behind = -(start * factor + (first - start) * 256)
+        ahead = _multiply_add(along[None, :], factor, behind[:, None])
         met = ahead.to(tl.uint32) < most.to(tl.uint32)[:, None]
     return met
 
@@ -419,7 +432,6 @@ def dkv(  # noqa: C901
                     )  # fmt: skip
                 if KIND != WHOLE and not BAND:
                     there = there & (lse_rows == lse_rows)
-                    delta_rows = tl.where(there, delta_rows, 0.0)
                 q_rows = _rows_if(q_base, m, q_row, there, True, USED, DIM)
                 dout_rows = _rows_if(dout_base, m, dout_row, there, True, VALUE_USED, VALUE_DIM)
                 p, ds = _weights(

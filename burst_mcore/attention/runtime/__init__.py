@@ -6,6 +6,7 @@ binding        a program as a flat list of steps, made once for all its runs
 executor       runs these steps: posts messages, waits, calls back for tiles
 buffers        memory that passes share
 head_exchange  the tensors of the all-to-all of heads
+columns        the tensors of the exchange along a column of a mesh
 agreement      the agreement of a ring on its calls
 record         the agreement on a forward, kept for its backward
 """

@@ -10,23 +10,25 @@ from typing import NamedTuple
 
 from burst_mcore.attention.geometry.rows import Rows, relative_to
 from burst_mcore.attention.schedule.actions import (
+    GROUPS,
     HOME,
+    KEPT,
     Accumulate,
     Action,
     Add,
     Channel,
     Compute,
     Kind,
-    Link,
     Pack,
     Program,
     Recv,
+    Return,
     Send,
     Unpack,
     Wait,
     hops,
 )
-from burst_mcore.attention.schedule.ring import home_sum, kind_of
+from burst_mcore.attention.schedule.ring import kind_of
 
 
 class Room(NamedTuple):
@@ -75,6 +77,19 @@ class Collect(NamedTuple):
     total: Room | None
 
 
+class Keep(NamedTuple):
+    """An accumulate of the rank's own share, which stays with it."""
+
+    action: Accumulate
+
+
+class TakeIn(NamedTuple):
+    """The end of a gradient's way: (buffer, rows) of the sums of others that came home."""
+
+    action: Return
+    sums: tuple[tuple[str, Rows | None], ...]
+
+
 class Join(NamedTuple):
     """An addition of one sum to another."""
 
@@ -84,24 +99,21 @@ class Join(NamedTuple):
     """Where rows go, if the sum that is added has fewer."""
 
 
-Step = Post | Attend | Collect | Join | Wait | Pack | Unpack
+Step = Post | Attend | Collect | Keep | TakeIn | Join | Wait | Pack | Unpack
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The steps of a program, and the rows that its buffers hold at the end, if not all."""
+    """The steps of a program."""
 
     steps: tuple[Step, ...]
-    rows: dict[str, Rows | None]
-    home_sum: str | None
-    """The buffer of the rank's own complete gradient; None if there is none."""
 
 
 def bind(program: Program) -> Bound:
     """Return the program as steps."""
     binder = _Binder()
     steps = [step for channel, actions in hops(program) for step in binder.steps(channel, actions)]
-    return Bound(tuple(steps), binder.rows, home_sum(program))
+    return Bound(tuple(steps))
 
 
 class _Binder:
@@ -118,6 +130,8 @@ class _Binder:
         match action:
             case Compute():
                 return Attend(action, self.rows[action.buffer])
+            case Accumulate(buffer=buffer) if buffer == KEPT:
+                return Keep(action)
             case Accumulate():
                 sums = self.room(action.buffer, action.rows, fresh=action.first)
                 total = None if action.into is None else self.room(action.into, action.rows, fresh=True)
@@ -127,17 +141,20 @@ class _Binder:
                 sums = self.room(action.buffer, action.rows, fresh=action.first)
                 places = None if others is None or others == action.rows else relative_to(action.rows, others)
                 return Join(action, sums, places)
+            case Return():
+                came = (buffer for buffer in action.buffers if buffer != KEPT)
+                return TakeIn(action, tuple((buffer, self.rows[buffer]) for buffer in came))
             case Wait() | Pack() | Unpack():
                 return action
         return None
 
     def parcel(self, action: Action) -> Parcel:
         if isinstance(action, Recv):
-            within_group = action.channel.link == Link.HEADS
+            within_group = action.channel.link in GROUPS
             return Parcel(action, None if within_group else self.room(action.buffer, action.rows), None)
         assert isinstance(action, Send)
         held = self.rows.get(action.buffer)
-        if action.channel.link == Link.HEADS or held == action.rows:
+        if action.channel.link in GROUPS or held == action.rows:
             return Parcel(action, None, None)
         assert action.rows is not None
         return Parcel(action, None, relative_to(held, action.rows))

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils import deterministic
 
+from burst_mcore.attention.geometry.rows import Rows, axis, count
+
 SHAPES = 16
 """Shapes and dtypes that the pool keeps buffers of: those used last."""
 
@@ -86,3 +88,16 @@ class Lease:
             for key, tensor in self._lent:
                 _POOL.give(key, tensor)
         self._lent = []
+
+
+def room_like(
+    lease: Lease, like: Sequence[Tensor], rows: Rows | None, dtype: torch.dtype | None = None
+) -> tuple[Tensor, ...]:
+    """Return uninitialised tensors like these, with room for `rows` of them alone (None: all)."""
+    room = []
+    for tensor in like:
+        shape = list(tensor.shape)
+        if rows is not None:
+            shape[axis(tensor)] = count(rows)
+        room.append(lease.empty(shape, dtype or tensor.dtype, tensor.device))
+    return tuple(room)

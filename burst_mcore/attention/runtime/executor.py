@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_mcore.attention.geometry.rows import Rows, gather, scatter_views
-from burst_mcore.attention.runtime.binding import Attend, Bound, Collect, Join, Post, Room
+from burst_mcore.attention.runtime.binding import Attend, Bound, Collect, Join, Keep, Post, Room, TakeIn
 from burst_mcore.attention.runtime.communicators import Carrier
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import (
     HOME,
     Action,
     Channel,
+    Compute,
     Kind,
     Link,
     Pack,
@@ -34,8 +35,9 @@ from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.attention.schedule.trace import recorder
 
 Bundle = tuple[Tensor, ...]
-OnCompute = Callable[[int, int | None, Bundle, Rows | None], None]
+OnCompute = Callable[[Compute, Bundle, Rows | None], None]
 OnAccumulate = Callable[[Bundle, Rows | None, bool, Bundle | None], None]
+OnKeep = Callable[[Bundle | None, Rows | None], None]
 New = Callable[[Kind, Rows | None], Bundle]
 Free = Callable[[Bundle], None]
 
@@ -144,18 +146,18 @@ _ABANDONED: list[object] = []
 
 
 class Exchange(Protocol):
-    """One kind of message of the all-to-all over a head group."""
+    """One kind of message in a group: the all-to-all over a head group, or along a column of a mesh."""
 
-    def pack(self, member: int) -> Bundle:
-        """Return the share of `member` as one contiguous tensor: a message has a cost besides its bytes."""
+    def pack(self, action: Pack) -> Bundle:
+        """Return the share of a member, contiguous."""
         ...
 
-    def empty(self) -> Bundle:
-        """Return room for the share that comes from another member."""
+    def empty(self, rows: Rows | None) -> Bundle:
+        """Return room for the share, of these rows, that comes from another member."""
         ...
 
-    def unpack(self, member: int, parcel: Bundle | None) -> None:
-        """Copy the share of `member` to its place; None stands for this rank's own share."""
+    def unpack(self, action: Unpack, parcel: Bundle | None) -> None:
+        """Copy the share of a member to its place; None stands for this rank's own share."""
         ...
 
 
@@ -187,17 +189,24 @@ class Ring:
         self._buffers: dict[str, Bundle] = {HOME: home}
         self._under_way: dict[Channel, tuple[list[Action], list[Work], list[Bundle]]] = {}
 
-    def run(self, bound: Bound, compute: OnCompute, accumulate: OnAccumulate | None = None) -> None:
+    def run(
+        self,
+        bound: Bound,
+        compute: OnCompute,
+        accumulate: OnAccumulate | None = None,
+        keep: OnKeep | None = None,
+    ) -> None:
         """Carry out the steps of a program.
 
-        compute(source, part, bundle, rows) attends to a bundle of these rows. Then, while the bundle is still
+        compute(action, bundle, rows) attends to a bundle of these rows. Then, while the bundle is still
         in its buffer, accumulate(sums, rows, first, total) adds its gradients to the travelling sums, or sets
-        them if `first`. With `total` the sums are complete, and go there.
+        them if `first`. With `total` the sums are complete, and go there. Gradients of the rank's own bundle
+        go to keep(sums, rows): the sums of others that came home, or None after the compute of the own share.
 
         Raises:
             RuntimeError: a hop failed; the message names its step and ranks.
         """
-        self._compute, self._accumulate = compute, accumulate
+        self._compute, self._accumulate, self._keep_own = compute, accumulate, keep
         carry_out, record = self._CARRY_OUT, recorder()
         try:
             for step in bound.steps:
@@ -213,19 +222,24 @@ class Ring:
             _ABANDONED.append((self._under_way, self._buffers))
             raise
 
-    def buffer(self, name: str) -> Bundle:
-        """Return the bundle in the buffer `name`."""
-        return self._buffers[name]
-
     def _attend(self, step: Attend) -> None:
         action = step.action
-        self._compute(action.source, action.part, self._buffers[action.buffer], step.rows)
+        self._compute(action, self._buffers[action.buffer], step.rows)
 
     def _collect(self, step: Collect) -> None:
         assert self._accumulate is not None
         sums = self._room(step.sums)
         total = None if step.total is None else self._total(step.total, sums)
         self._accumulate(sums, step.sums.rows, step.action.first, None if total is sums else total)
+
+    def _keep(self, step: Keep) -> None:
+        assert self._keep_own is not None
+        self._keep_own(None, None)
+
+    def _take_in(self, step: TakeIn) -> None:
+        assert self._keep_own is not None
+        for buffer, rows in step.sums:
+            self._keep_own(self._buffers[buffer], rows)
 
     def _join(self, step: Join) -> None:
         first, others = step.action.first, self._buffers[step.action.other]
@@ -241,10 +255,10 @@ class Ring:
                 to.add_(values)
 
     def _pack(self, action: Pack) -> None:
-        self._buffers[action.buffer] = self._exchanges[action.kind].pack(action.member)
+        self._buffers[action.buffer] = self._exchanges[action.kind].pack(action)
 
     def _unpack(self, action: Unpack) -> None:
-        self._exchanges[action.kind].unpack(action.member, self._buffers.get(action.buffer))
+        self._exchanges[action.kind].unpack(action, self._buffers.get(action.buffer))
 
     def _total(self, room: Room, sums: Bundle) -> Bundle:
         """Return a buffer for complete sums: themselves, if they have the dtype in which they go home."""
@@ -276,7 +290,7 @@ class Ring:
             if room is not None:
                 bundle = self._room(room)
             elif isinstance(action, Recv):
-                bundle = self._buffers[action.buffer] = self._exchanges[step.channel.kind].empty()
+                bundle = self._buffers[action.buffer] = self._exchanges[step.channel.kind].empty(action.rows)
             elif cut is None:
                 bundle = self._buffers[action.buffer]
             else:
@@ -324,6 +338,8 @@ class Ring:
         Post: _post,
         Attend: _attend,
         Collect: _collect,
+        Keep: _keep,
+        TakeIn: _take_in,
         Join: _join,
         Wait: _wait,
         Pack: _pack,

@@ -15,6 +15,7 @@ from torch import Tensor
 from burst_mcore.attention.geometry.rows import Rows, axis
 from burst_mcore.attention.runtime.buffers import Lease
 from burst_mcore.attention.runtime.executor import Bundle
+from burst_mcore.attention.schedule.actions import Pack, Unpack
 
 
 def share_of_heads(total: int, member: int, size: int) -> range:
@@ -62,21 +63,21 @@ class Inward:
         self._group, self._own, self._lease = group, own, lease
         self.pooled = pooled
 
-    def pack(self, member: int) -> Bundle:
-        pieces = self._group.share(self._own, member)
-        parcel = self.empty()
+    def pack(self, action: Pack) -> Bundle:
+        pieces = self._group.share(self._own, action.member)
+        parcel = self.empty(None)
         for to, piece in zip(_opened(parcel, pieces), pieces, strict=True):
             to.copy_(piece)
         return parcel
 
-    def empty(self) -> Bundle:
+    def empty(self, rows: Rows | None) -> Bundle:
         return _parcel(self._group.share(self._own, self._group.member), self._lease)
 
-    def unpack(self, member: int, parcel: Bundle | None) -> None:
+    def unpack(self, action: Unpack, parcel: Bundle | None) -> None:
         pieces = self._group.share(self._own, self._group.member)
         for pooled, piece in zip(self.pooled, _opened(parcel, pieces) if parcel else pieces, strict=True):
             start = 0
-            for rows in self._group.rows[member]:
+            for rows in self._group.rows[action.member]:
                 _rows(pooled, rows).copy_(_rows(piece, range(start, start + len(rows))))
                 start += len(rows)
 
@@ -99,20 +100,23 @@ class Outward:
         self._group, self._results, self._lease = group, results, lease
         self.own = own
 
-    def pack(self, member: int) -> Bundle:
-        parcel = self.empty()
+    def pack(self, action: Pack) -> Bundle:
+        return self._packed(action.member)
+
+    def _packed(self, member: int) -> Bundle:
+        parcel = self.empty(None)
         pieces, start = _opened(parcel, self._group.share(self.own, member)), 0
         for rows in self._group.rows[member]:
             self._results(rows, tuple(_rows(piece, range(start, start + len(rows))) for piece in pieces))
             start += len(rows)
         return parcel
 
-    def empty(self) -> Bundle:
+    def empty(self, rows: Rows | None) -> Bundle:
         return _parcel(self._group.share(self.own, self._group.member), self._lease)
 
-    def unpack(self, member: int, parcel: Bundle | None) -> None:
-        places = self._group.share(self.own, member)
-        pieces = _opened(parcel or self.pack(member), places)
+    def unpack(self, action: Unpack, parcel: Bundle | None) -> None:
+        places = self._group.share(self.own, action.member)
+        pieces = _opened(parcel or self._packed(action.member), places)
         for own, to, piece in zip(self.own, places, pieces, strict=True):
             if _heads(own) < self._group.size:
                 to.add_(piece)

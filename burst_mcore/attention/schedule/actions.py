@@ -15,10 +15,12 @@ HOME = "home"
 PARTIAL = "partial"
 """The buffer in which the sum of the nodes before arrives."""
 
+KEPT = "kept"
+"""The rank's own share of the gradient of its own bundle: it never travels."""
 HOME_SUM = "sum home"
-"""The buffer that sums a gradient which stays with its rank, or comes straight back to it."""
+"""The buffer that sums the shares of other ranks which come straight back."""
 TOTAL, HOME_TOTAL = "total", "total home"
-"""The buffers of complete gradients: of another rank's bundle, on its way home, and of the rank's own."""
+"""The buffers of sums on their last hop: of another rank's bundle on its way home, and of the rank's own."""
 
 
 class _Word(StrEnum):
@@ -53,6 +55,12 @@ class Link(_Word):
     """Any two ranks."""
     HEADS = "heads"
     """Members of one head group."""
+    MESH = "mesh"
+    """Positions of one column of a mesh: the same place on rings side by side."""
+
+
+GROUPS = (Link.HEADS, Link.MESH)
+"""Links of messages that are packed and unpacked."""
 
 
 class Kind(_Word):
@@ -63,7 +71,7 @@ class Kind(_Word):
     GRADIENT = "gradient"
     """The sum of gradients that follows a bundle."""
     TOTAL = "total"
-    """The complete gradient of a bundle on its last hop, rounded to the dtype in which it is returned."""
+    """The sum of all shares but the owner's on its last hop, rounded to the dtype that is returned."""
     BUNDLE = "bundle"
     """Into the head group: the bundle that will travel."""
     ROWS = "rows"
@@ -72,9 +80,13 @@ class Kind(_Word):
     """Out of the head group: the results of the rows that stay."""
     SUM = "sum"
     """Out of the head group: the gradient of the bundle that travelled."""
+    RESIDENT = "resident"
+    """Along a column of a mesh: the rows that stay at a position, to ranks that attend with them as well."""
+    SHARE = "share"
+    """Back along the column: the results that another rank has for them."""
 
 
-COMES_LATE = (Kind.GRADIENT, Kind.TOTAL, Kind.RESULT, Kind.SUM)
+COMES_LATE = (Kind.GRADIENT, Kind.TOTAL, Kind.RESULT, Kind.SUM, Kind.SHARE)
 """Kinds of messages whose contents must be computed first; the others can be sent at once."""
 
 
@@ -133,23 +145,26 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Attend this rank's own tensors to the bundle of position `source`, which lies in `buffer`.
+    """Attend rows that stay to the bundle of position `source`, which lies in `buffer`.
 
-    With `part`, only own rows that are the share of this member of the head group take part.
+    These are the position's own rows; with `part`, those of one member of the head group; with `resident`,
+    those of another position of a mesh.
     """
 
     step: int
     source: int
     buffer: str
     part: int | None = None
+    resident: int | None = None
 
     def __str__(self) -> str:
-        return f"[{self.source}{'' if self.part is None else f'.{self.part}'}]"
+        part = "" if self.part is None else f".{self.part}"
+        return f"[{'' if self.resident is None else f'{self.resident}:'}{self.source}{part}]"
 
 
 @dataclass(frozen=True, slots=True)
 class Accumulate:
-    """Add the gradients of the last Compute to the travelling sum in `buffer`; the `first` share is set.
+    """Add the gradients of the last Compute to the sum in `buffer`; the `first` share is set.
 
     Afterwards the buffer holds `rows`. The bundle that was computed is still in place: a kernel that adds to
     the sum itself reads it once more.
@@ -188,23 +203,25 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """The gradient of the rank's own bundle is complete, in `buffer`; None: nobody reads the bundle."""
+    """The gradient of the rank's own bundle is the sum of these buffers; none: nobody reads the bundle."""
 
     step: int
-    buffer: str | None
+    buffers: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"done {self.buffer or 'nothing'}"
+        return f"done {' + '.join(self.buffers) or 'nothing'}"
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Copy the share of member `member` of the head group into `buffer`."""
+    """Copy the share of member `member` of the group into `buffer`: a head group, or a column of a mesh."""
 
     step: int
     kind: Kind
     buffer: str
     member: int
+    rows: Rows | None = None
+    """The rows of the share, in a column (None: all)."""
 
     def __str__(self) -> str:
         return f"pack {self.buffer}"
@@ -212,12 +229,13 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Unpack:
-    """Copy the share that came from member `member` of the head group out of `buffer`, to its place."""
+    """Copy the share that came from member `member` of the group out of `buffer`, to its place."""
 
     step: int
     kind: Kind
     buffer: str
     member: int
+    rows: Rows | None = None
 
     def __str__(self) -> str:
         return f"unpack {self.buffer}"

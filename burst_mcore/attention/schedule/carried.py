@@ -1,8 +1,9 @@
 """The rows that each hop carries: of a bundle those read further on, of a gradient those read so far.
 
 A bundle goes round by round. In round i it visits node i of its way, and there place after place. Its owner
-is at round 0, place 0. The writers of programs ask a `Hops` at every hop. `Everything` answers all rows,
-`OfPosition` the rows for one position, `counted.OfAll` their number for all positions at once.
+is at round 0, place 0. What the owner reads itself travels nowhere, and its gradient stays with it. The
+writers of programs ask a `Hops` at every hop. `Everything` answers all rows, `OfPosition` the rows for one
+position, `counted.OfAll` their number for all positions at once.
 """
 
 from __future__ import annotations
@@ -27,9 +28,6 @@ def nothing(carried: Carried) -> bool:
 
 class Hops(Protocol):
     """The rows that a position, or every position, must send, receive and compute."""
-
-    alone: bool
-    """Nobody else reads the position's own bundle: its gradient stays."""
 
     def reads(self, owner: int) -> bool:
         """Return whether the position reads the bundle of `owner`."""
@@ -60,18 +58,20 @@ class Hops(Protocol):
         ...
 
     def so_far(self, owner: int, i: int, j: int) -> Carried:
-        """Return the rows of `owner` that are read in round i up to place j."""
+        """Return the rows of `owner` that others read in round i up to place j."""
         ...
 
     def so_far_in_rounds(self, owner: int, i: int) -> Carried:
-        """Return the rows of `owner` that are read up to round i."""
+        """Return the rows of `owner` that other nodes read up to round i."""
+        ...
+
+    def lent(self, owner: int) -> Carried:
+        """Return the rows of `owner` that others read."""
         ...
 
 
 class Everything:
     """Hops where every position reads every row."""
-
-    alone = False
 
     def reads(self, owner: int) -> bool:
         return True
@@ -95,23 +95,35 @@ class Everything:
         return None
 
     def so_far(self, owner: int, i: int, j: int) -> Carried:
-        return None if j >= 0 else ()
+        return None if elsewhere(i, j) else ()
 
     def so_far_in_rounds(self, owner: int, i: int) -> Carried:
-        return None if i >= 0 else ()
+        return None if i > 0 else ()
+
+    def lent(self, owner: int) -> Carried:
+        return None
 
 
 EVERYTHING = Everything()
 
 
+def elsewhere(i: int, j: int) -> bool:
+    """Return whether place j of round i is one, and not that of the owner."""
+    return j >= 0 and (i, j) > (0, 0)
+
+
 class Itinerary:
     """For each segment of a `Reading`, the places on a ring of nodes x intra that read it first and last.
+
+    The place of its owner does not count.
 
     turn: 1 if bundles go to higher positions, -1 if they go to lower ones.
 
     Attributes:
         first, last: [segments, rounds]: the first and last place of a reader; `intra` and -1 if none.
-        first_round, last_round: [segments]; `nodes` and -1 if none.
+        first_round: [segments]: the first round after round 0; `nodes` if none.
+        last_round: [segments]; -1 if none.
+        lent: bool [segments]: whether there is a reader.
     """
 
     def __init__(self, reading: Reading, nodes: int, intra: int, turn: int) -> None:
@@ -121,8 +133,9 @@ class Itinerary:
         blocks = [self._visits(owners, read) for owners, read in self._blocks()]
         self.first, self.last = (torch.cat(x) for x in zip(*blocks, strict=True))
         some, rounds = self.last >= 0, torch.arange(nodes)
-        self.first_round = torch.where(some, rounds, nodes).amin(1)
+        self.first_round = torch.where(some & (rounds > 0), rounds, nodes).amin(1)
         self.last_round = torch.where(some, rounds, -1).amax(1)
+        self.lent = some.any(1)
 
     def _blocks(self) -> list[tuple[Tensor, Tensor]]:
         block = max(1, 2**20 // self.reading.size)
@@ -134,6 +147,7 @@ class Itinerary:
         local = (l + self.turn * torch.arange(self.intra)) % self.intra
         by = node[:, :, None] * self.intra + local[:, None, :]
         visited = read.T.gather(1, by.flatten(1)).view(by.shape).to(torch.int32)
+        visited[:, 0, 0] = 0
         place = torch.arange(1, self.intra + 1, dtype=torch.int32)
         return self.intra - (visited * place.flip(0)).amax(2), (visited * place).amax(2) - 1
 
@@ -143,8 +157,6 @@ class OfPosition:
 
     def __init__(self, reading: Reading, position: int, itinerary: Itinerary | None = None) -> None:
         self._reading, self._itinerary = reading, itinerary
-        self._alone = reading.alone
-        self.alone = position in self._alone
         self._meets, self._position = reading.meets, position
         self._reads: list[bool] = reading.meets[:, position].tolist()
         self._columns: dict[tuple[str, int, int], list[int]] = {}
@@ -173,14 +185,13 @@ class OfPosition:
         return self._rows(owner, [round_ >= i for round_ in self._places("last_round", owner)])
 
     def so_far(self, owner: int, i: int, j: int) -> Carried:
-        if owner in self._alone:  # its sum stays at home
-            return ()
         return self._rows(owner, [place <= j for place in self._places("first", owner, i)])
 
     def so_far_in_rounds(self, owner: int, i: int) -> Carried:
-        if owner in self._alone:  # its sum stays at home
-            return ()
         return self._rows(owner, [round_ <= i for round_ in self._places("first_round", owner)])
+
+    def lent(self, owner: int) -> Carried:
+        return self._rows(owner, [bool(each) for each in self._places("lent", owner)])
 
     def _places(self, name: str, owner: int, i: int = 0) -> list[int]:
         """Return a column of the itinerary for the owner's segments; read for a whole node at a time."""
@@ -195,9 +206,9 @@ class OfPosition:
         return self._columns[key][bounds[owner] - bounds[node] : bounds[owner + 1] - bounds[node]]
 
     def _rows(self, owner: int, which: list[bool]) -> Carried:
-        if all(which):
-            return None
-        return self._reading.joined(owner, which) if any(which) else ()
+        if not any(which):
+            return ()
+        return None if all(which) else self._reading.joined(owner, which)
 
     def _some(self, rows: Rows) -> Carried:
         return None if rows == (range(self._reading.rows),) else rows

@@ -31,9 +31,11 @@ def communicator_of(channel: Channel, rank: int, route: Route, intra_size: int) 
     if channel.link == Link.HEADS:
         group_in_node = not route.outer and intra_size % route.heads == 0
         return Link.HEADS, Kind.DATA, node if group_in_node else everyone
+    if channel.link == Link.MESH:
+        return Link.MESH, Kind.DATA, everyone
     if channel.link == Link.INTER:
         return Link.INTER, channel.kind, everyone[rank % intra_size :: intra_size]
-    ring_in_node = intra_size % route.span == 0
+    ring_in_node = not any(intra_size % shape.span for shape in route.shapes)
     if several_nodes and not ring_in_node:
         return WHOLE, channel.kind, everyone
     return Link.INTRA, channel.kind, node

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.geometry.reading import Reading
-from burst_mcore.attention.schedule.carried import Carried, Everything, Itinerary
+from burst_mcore.attention.schedule.carried import Carried, Everything, Itinerary, elsewhere
 
 
 class RowCounts:
@@ -42,7 +42,7 @@ class RowCounts:
         return (self._turned(self._reading.meets, 0, 1) * step).amax(0)
 
     def by_place(self) -> tuple[Tensor, Tensor]:
-        """Return rows read from each place on, and up to it, [rounds, places, owners]."""
+        """Return rows read from each place on, and up to it, by others, [rounds, places, owners]."""
         assert self._itinerary is not None
         key = "by place", self._mirrored
         if key not in self._itinerary.cache:
@@ -56,23 +56,23 @@ class RowCounts:
         last = self._summed((row + itinerary.last + 1).T, itinerary.nodes * places).view(shape)
         first = self._summed((row + itinerary.first).T, itinerary.nodes * places).view(shape)
         ahead = last[:, 1:].flip(1).cumsum(1).flip(1)  # the first column is of rows that nobody reads
-        return self._turned(ahead, -1), self._turned(self._leaving(first[:, :-1].cumsum(1)), -1)
+        return self._turned(ahead, -1), self._turned(first[:, :-1].cumsum(1), -1)
 
     def by_round(self) -> tuple[Tensor, Tensor]:
-        """Return rows read from each round on, and up to it, [rounds, owners]."""
+        """Return rows read from each round on, and up to it, by other nodes, [rounds, owners]."""
         assert self._itinerary is not None
         last = self._summed((self._itinerary.last_round + 1)[None], self._itinerary.nodes + 1)[1:]
         first = self._summed(self._itinerary.first_round[None], self._itinerary.nodes + 1)[:-1]
         ahead = last.flip(0).cumsum(0).flip(0)
-        return self._turned(ahead, -1), self._turned(self._leaving(first.cumsum(0)), -1)
+        return self._turned(ahead, -1), self._turned(first.cumsum(0), -1)
+
+    def lent(self) -> Tensor:
+        """Return rows read by others, [owners]."""
+        assert self._itinerary is not None
+        return self._turned(self._summed((~self._itinerary.lent).long()[None], 2)[0], -1)
 
     def _turned(self, x: Tensor, *positions: int) -> Tensor:
         return x.flip(*positions) if self._mirrored else x
-
-    def _leaving(self, rows: Tensor) -> Tensor:
-        """Set rows of sums that stay at home to 0."""
-        rows[..., list(self._reading.alone)] = 0
-        return rows
 
     def _summed(self, places: Tensor, size: int) -> Tensor:
         """Return the rows of segments, summed by place and owner; places: [lists of segments]."""
@@ -128,6 +128,10 @@ class OfAll(Everything):
         pairs = zip(*(counts.by_round() for counts in self._passes), strict=True)
         return tuple(_or_never(torch.stack(pair, -1)) for pair in pairs)
 
+    @cached_property
+    def _lent(self) -> Tensor:
+        return _or_never(torch.stack([counts.lent() for counts in self._passes], -1)[None])
+
     def between(self, owner: int, reader: int) -> Carried:
         return Counted(self._between, (reader - owner) % len(self._between), owner)
 
@@ -143,10 +147,13 @@ class OfAll(Everything):
 
     def so_far(self, owner: int, i: int, j: int) -> Carried:
         table = self._by_place[1]
-        return Counted(table, i * self._places + j, owner) if j >= 0 else ()
+        return Counted(table, i * self._places + j, owner) if elsewhere(i, j) else ()
 
     def so_far_in_rounds(self, owner: int, i: int) -> Carried:
-        return Counted(self._by_round[1], i, owner) if i >= 0 else ()
+        return Counted(self._by_round[1], i, owner) if i > 0 else ()
+
+    def lent(self, owner: int) -> Carried:
+        return Counted(self._lent, 0, owner)
 
 
 def _or_never(rows: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from burst_mcore.attention.schedule.actions import (
     HOME,
     HOME_SUM,
+    KEPT,
     PARTIAL,
     Accumulate,
     Action,
@@ -52,7 +53,7 @@ class _Position:
         self.coming: list[tuple[int, str | None]] = []
         """Gradients under way: (distance, buffer in which one arrives)."""
         self.summed: Carried = ()
-        """The rows of the sum at home."""
+        """The rows of the sum of the others' shares."""
 
     def before(self, t: int) -> int:
         return (self.position - t) % self.size
@@ -84,7 +85,8 @@ class _Position:
                     yield from self.exchange(t, u, None)
         if self.gradients:
             yield from self.take_in(self.size)
-            yield Return(self.size, None if nothing(self.summed) else HOME_SUM)
+            kept, came = self.hops.reads(self.position), not nothing(self.summed)
+            yield Return(self.size, (KEPT,) * kept + (HOME_SUM,) * came)
 
     def fetch(self, step: int, u: int, into: str) -> Iterator[Action]:
         """Start the messages over distance u."""
@@ -98,8 +100,7 @@ class _Position:
         """Sum the gradients of the bundle just computed, and send them home."""
         if t == 0:
             if self.hops.reads(self.position):
-                own = self.grown(self.fetched(0))
-                yield Accumulate(t, self.position, HOME_SUM, first=True, rows=own)
+                yield Accumulate(t, self.position, KEPT, first=True, rows=self.fetched(0))
             return
         share = f"{Kind.SUM}{i % 2}"
         yield Accumulate(t, self.before(t), share, first=True, rows=self.fetched(t))

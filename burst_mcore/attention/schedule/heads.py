@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from burst_mcore.attention.geometry.placement import Placement
-from burst_mcore.attention.schedule.actions import (
-    Action,
-    Channel,
-    Compute,
-    Kind,
-    Link,
-    Pack,
-    Program,
-    Recv,
-    Send,
-    Unpack,
-    Wait,
-)
+from burst_mcore.attention.schedule.actions import Action, Compute, Kind, Link, Program, Recv, Send
 from burst_mcore.attention.schedule.carried import Carried
+from burst_mcore.attention.schedule.group import Group
 
 
 class Moves(NamedTuple):
@@ -49,7 +38,8 @@ def with_heads(
     The travelling bundle comes first, in whole, so that the ring can start. The rows that stay come from two
     members at a time and are computed as they come (own first), while the ring makes its first hop. In the
     last step the rows are computed member by member (own last). The results of two members leave for them
-    while the next are computed. The gradient that followed the bundle leaves in whole, at the very end.
+    while the next are computed. The gradient that followed the bundle leaves in whole, at the very end. On a
+    mesh other ranks need the rows that stay, too: all come first, and the results leave at the end.
 
     Args:
         ring: the program of the position, between positions.
@@ -64,7 +54,9 @@ def with_heads(
     return tuple(_Member(ring, rank, placement, moves, by_part, leaving).actions())
 
 
-class _Member:
+class _Member(Group):
+    LINK = Link.HEADS
+
     def __init__(
         self,
         ring: Program,
@@ -74,35 +66,34 @@ class _Member:
         by_part: bool,
         leaving: Mapping[int, Carried],
     ) -> None:
-        self.ring, self.placement, self.moves, self.by_part, self.leaving = (
-            ring, placement, moves, by_part, leaving
-        )  # fmt: skip
-        heads = self.heads = placement.heads
-        self.position, self.member = placement.position(rank), placement.member(rank)
-        self.arrived: set[Channel] = set()
-        """Channels that were waited for."""
-        self.shifts = [sorted({shift, heads - shift}) for shift in range(1, heads // 2 + 1)]
-        """Shifts s: send to member m + s, receive from member m - s. The two shifts between the same two
-        members start together. On gloo nothing is sent before the receiver has said that it is ready.
-        That word would otherwise queue behind all that it sends to the same member."""
-        self.others = [shift for pair in self.shifts for shift in pair]
+        super().__init__(placement.member(rank), placement.heads)
+        self.ring, self.placement, self.moves, self.leaving = ring, placement, moves, leaving
+        self.position = placement.position(rank)
+        self.on_mesh = any(isinstance(a, (Send, Recv)) and a.channel.link == Link.MESH for a in ring)
+        self.by_part = by_part and not self.on_mesh
 
     def actions(self) -> Iterator[Action]:
         for kind in (Kind.BUNDLE,) * self.moves.bundle + (Kind.ROWS,) * self.moves.rows:
             yield from self.leave(0, kind)
         if self.moves.bundle:
             yield from self.arrive(0, Kind.BUNDLE)
+        if self.moves.rows and self.on_mesh:
+            yield from self.arrive(0, Kind.ROWS)
         for action in self.ring:
-            if isinstance(action, Compute):
+            if isinstance(action, Compute) and not self.on_mesh:
                 yield from self.compute(action)
             elif isinstance(action, (Send, Recv)):
                 yield replace(action, peer=self.placement.rank(action.peer, self.member))
             else:
                 yield action
+        step = self.ring[-1].step
+        if self.on_mesh:
+            self.leaving = {step: None}
+            yield from self.leave(step, Kind.RESULT)
         if self.moves.gradients:
-            yield from self.leave(action.step, Kind.SUM)
+            yield from self.leave(step, Kind.SUM)
         for kind in (Kind.RESULT,) + (Kind.SUM,) * self.moves.gradients:
-            yield from self.arrive(action.step, kind)
+            yield from self.arrive(step, kind)
 
     def compute(self, action: Compute) -> Iterator[Action]:
         entering, leaving = action.step == 0 and self.moves.rows, action.step in self.leaving
@@ -124,41 +115,8 @@ class _Member:
             if leaving and shifts != [0]:
                 yield from self.exchange(action.step, Kind.RESULT, shifts)
 
-    def leave(self, step: int, kind: Kind) -> Iterator[Action]:
-        for shifts in self.shifts:
-            yield from self.exchange(step, kind, shifts)
-
-    def arrive(self, step: int, kind: Kind) -> Iterator[Action]:
-        for shift in (0, *self.others):
-            yield from self.arrive_from(step, kind, shift)
-
-    def exchange(self, step: int, kind: Kind, shifts: Sequence[int]) -> Iterator[Action]:
-        """Send to the members at these shifts, receive from the members at the opposite ones."""
-        for shift in shifts:
-            to = self.after(shift)
-            yield Pack(step, kind, f"{kind}.to{to}", to)
-        for shift in shifts:
-            source = self.after(-shift)
-            yield Recv(step, self.channel(kind, shift), f"{kind}.from{source}", self.rank_of(source))
-        rows = self.leaving[step] if kind == Kind.RESULT else None
-        for shift in shifts:
-            to = self.after(shift)
-            yield Send(step, self.channel(kind, shift), f"{kind}.to{to}", self.rank_of(to), rows)
-
-    def arrive_from(self, step: int, kind: Kind, shift: int) -> Iterator[Action]:
-        source, channel = self.after(-shift), self.channel(kind, shift)
-        if shift and channel not in self.arrived:
-            self.arrived.add(channel)
-            yield Wait(step, channel)
-        yield Unpack(step, kind, f"{kind}.from{source}", source)
-
-    def after(self, shift: int) -> int:
-        """Return the member at a shift."""
-        return (self.member + shift) % self.heads
-
-    def rank_of(self, member: int) -> int:
-        """Return the rank of a member of the own head group."""
+    def peer(self, member: int) -> int:
         return self.placement.rank(self.position, member)
 
-    def channel(self, kind: Kind, shift: int) -> Channel:
-        return Channel(Link.HEADS, kind, min(shift, self.heads - shift))
+    def posted_rows(self, kind: Kind, rows: Carried, step: int) -> Carried:
+        return self.leaving[step] if kind == Kind.RESULT else rows

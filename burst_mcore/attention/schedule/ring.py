@@ -8,8 +8,8 @@ from functools import cache
 from burst_mcore.attention.schedule.actions import (
     COMES_LATE,
     HOME,
-    HOME_SUM,
     HOME_TOTAL,
+    KEPT,
     PARTIAL,
     TOTAL,
     Accumulate,
@@ -40,11 +40,12 @@ def double_ring(
     Data: the first bundle of a round travels to the next node during the whole round. The bundle of step
     j + 1 travels within the node while step j is computed.
 
-    Gradients: within a round a sum starts with the bundle and follows it. It is complete for this node one
-    position before the place where the bundle came in. There the sum of the nodes before, which travelled
-    during the whole round, is added, and the total leaves for the next node. After the last round the total
-    makes one more hop between nodes and one within the node, and is at home. On the last hop it has the dtype
-    in which it is returned: nothing is added any more.
+    Gradients: the owner keeps its own share, and its node keeps the sum of its other positions. Both wait for
+    the shares of other nodes. Within a round a sum starts with the bundle and follows it. It is complete for
+    this node one position before the place where the bundle came in. There the sum of the nodes before, which
+    travelled during the whole round, is added, and the total leaves for the next node. After the last round
+    the total makes one more hop between nodes, meets the sum of its own node, and goes home by one hop within
+    the node. On the last hop it has the dtype in which it is returned: only the owner's share is added.
 
     Args:
         position: the position, of nodes * intra, whose program is returned.
@@ -65,8 +66,9 @@ class _Position:
         self.actions: list[Action] = []
         self.start = HOME
         """The buffer of the first bundle of the round."""
-        self.total, self.leaving = "", ""
-        """The buffers of the sum that grows, and of the sum on its way to the next node."""
+        self.total, self.leaving, self.of_node = "", "", ""
+        """The buffers of the sum that grows, of the sum on its way to the next node, and of the node's own
+        sum, which waits for the others."""
         self.started: set[Channel] = set()
         """Channels with something to wait for."""
 
@@ -96,7 +98,7 @@ class _Position:
             if arriving:
                 self.wait(step, _INTRA_DATA)
                 current = arriving
-        if self.gradients and self.nodes > 1 and not (last_round and self.intra == 1):
+        if self.gradients and i > 0 and not (last_round and self.intra == 1):
             comes, goes = (self.hops.so_far_in_rounds(self.held(at, self.intra - 1), i) for at in (i + 1, i))
             self.hop(step, _INTER_GRADIENT, PARTIAL, self.total, comes, goes)
             self.leaving = self.total
@@ -107,14 +109,16 @@ class _Position:
     def follow(self, i: int, j: int, step: int, source: int) -> None:
         """Add this step's gradients to the sum of its bundle, and pass it on within the node."""
         if j == 0:
-            self.total = _free(Kind.SUM, self.leaving)
+            self.total = _free(Kind.SUM, self.leaving, self.of_node)
         else:
             self.wait(step, _INTRA_GRADIENT)
         self.accumulate(i, j, step, source)
         if j < self.intra - 1:
             comes, goes = (self.hops.so_far(self.held(i, at), i, j) for at in (j + 1, j))
             self.pass_on(step, comes, goes)
-        elif i > 0:
+        elif i == 0:
+            self.of_node = self.total
+        else:
             self.wait(step, _INTER_GRADIENT)
             if not nothing(self.hops.so_far_in_rounds(source, i - 1)):
                 first = nothing(self.hops.so_far(source, i, j))
@@ -124,9 +128,9 @@ class _Position:
     def accumulate(self, i: int, j: int, step: int, source: int) -> None:
         if not self.hops.reads(source):
             return
-        if source == self.position and self.hops.alone:
+        if source == self.position:
             own = self.hops.between(source, source)
-            self.actions.append(Accumulate(step, source, HOME_SUM, first=True, rows=own))
+            self.actions.append(Accumulate(step, source, KEPT, first=True, rows=own))
             return
         first = nothing(self.hops.so_far(source, i, j - 1))
         rows = self.hops.so_far(source, i, j)
@@ -134,21 +138,30 @@ class _Position:
 
     def bring_home(self) -> None:
         """Let every total make its last hop: within the node, or between nodes of one position."""
-        step, last = self.nodes * self.intra, self.nodes - 1
+        step = self.nodes * self.intra
         if self.nodes > 1 and self.intra > 1:
             self.wait(step, _INTER_GRADIENT)
-            self.total = PARTIAL
+            self.meet_other_nodes(step)
         if step > 1:
             within = self.intra > 1
             channel = Channel(Link.INTRA if within else Link.INTER, Kind.TOTAL)
             owner = self.at(self.m + self.turn * (not within), self.l + self.turn * within)
-            comes, goes = (self.hops.so_far_in_rounds(each, last) for each in (self.position, owner))
+            comes, goes = (self.hops.lent(each) for each in (self.position, owner))
             if not nothing(goes):
                 self.complete(step, goes)
             self.hop(step, channel, HOME_TOTAL, TOTAL, comes, goes)
             self.wait(step, channel)
-            self.total = HOME_TOTAL
         self.actions.append(Return(step, self.at_home()))
+
+    def meet_other_nodes(self, step: int) -> None:
+        """Add the sum of other nodes, which came back, to that of the bundle's own node."""
+        source = self.held(0, self.intra - 1)
+        if nothing(self.hops.so_far(source, 0, self.intra - 1)):
+            self.total = PARTIAL
+            return
+        self.total = self.of_node
+        if not nothing(self.hops.so_far_in_rounds(source, self.nodes - 1)):
+            self.actions.append(Add(step, self.total, PARTIAL, rows=self.hops.lent(source)))
 
     def complete(self, step: int, rows: Carried) -> None:
         """Put the total, of these rows, into the buffer that goes home, together with its last share."""
@@ -158,14 +171,13 @@ class _Position:
         else:
             self.actions.append(Add(step, TOTAL, self.total, first=True, rows=rows))
 
-    def at_home(self) -> str | None:
-        """Return the buffer in which the gradient of the position's own bundle ends."""
-        if self.hops.alone:
-            return HOME_SUM if self.hops.reads(self.position) else None
-        return self.total
+    def at_home(self) -> tuple[str, ...]:
+        """Return the buffers with the gradient of the position's own bundle."""
+        others = self.nodes * self.intra > 1 and not nothing(self.hops.lent(self.position))
+        return (KEPT,) * self.hops.reads(self.position) + (HOME_TOTAL,) * others
 
     def pass_on(self, step: int, comes: Carried, goes: Carried) -> None:
-        following = _free(Kind.SUM, self.total, self.leaving)
+        following = _free(Kind.SUM, self.total, self.leaving, self.of_node)
         self.hop(step, _INTRA_GRADIENT, following, self.total, comes, goes)
         self.total = following
 
@@ -212,9 +224,9 @@ def kind_of(buffer: str) -> Kind:
     return Kind.DATA if buffer.startswith(Kind.DATA) or buffer == HOME else Kind.SUM
 
 
-def home_sum(program: Program) -> str | None:
-    """Return the buffer of a rank's own complete gradient at the end of a program; None if there is none."""
-    return next((action.buffer for action in program if isinstance(action, Return)), None)
+def at_home(program: Program) -> tuple[str, ...]:
+    """Return the buffers whose sum is the gradient of a rank's own bundle at the end of a program."""
+    return next((action.buffers for action in program if isinstance(action, Return)), ())
 
 
 def without_overlap(program: Program) -> Program:

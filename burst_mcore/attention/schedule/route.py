@@ -23,7 +23,7 @@ that nobody reads: see `carried`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
 
@@ -33,6 +33,7 @@ from burst_mcore.attention.schedule.actions import Pass, Program
 from burst_mcore.attention.schedule.carried import EVERYTHING, Hops, Itinerary, OfPosition
 from burst_mcore.attention.schedule.direct import direct
 from burst_mcore.attention.schedule.heads import Moves, with_heads
+from burst_mcore.attention.schedule.mesh import Column, reading_on_ring, with_columns
 from burst_mcore.attention.schedule.ring import double_ring, without_overlap
 
 
@@ -50,6 +51,9 @@ class Route:
     """The bundles go from higher positions to lower ones."""
     outer: bool = False
     """The ranks of a position are not neighbours, but one of each run of `positions` neighbours."""
+    rings: int = 1
+    """Rings side by side, of `nodes` x `intra` places each: the rows of a mesh, see `mesh`. In the backward
+    pass where queries travel the mesh is `turned`."""
 
     @cached_property
     def placement(self) -> Placement:
@@ -58,8 +62,29 @@ class Route:
 
     @cached_property
     def positions(self) -> int:
-        """The size of the ring."""
+        """Positions in all: places of the ring, or of all rings of a mesh."""
+        return self.rings * self.places
+
+    @property
+    def places(self) -> int:
+        """The size of a ring."""
         return self.nodes * self.intra
+
+    @cached_property
+    def turned(self) -> Route:
+        """The mesh with its rows and columns exchanged; nodes, where rings go over several, stay whole."""
+        if self.nodes > 1:
+            return replace(self, nodes=self.rings, rings=self.nodes)
+        return replace(self, intra=self.rings, rings=self.intra)
+
+    @property
+    def shapes(self) -> tuple[Route, ...]:
+        """The routes of all passes."""
+        return (self, self.turned) if self.rings > 1 else (self,)
+
+    def of(self, pass_: Pass) -> Route:
+        """Return the route of a pass: on a mesh the side that is K and V in one is Q in the other."""
+        return self.turned if self.rings > 1 and pass_ == Pass.QUERY else self
 
     @property
     def turn(self) -> int:
@@ -79,6 +104,7 @@ class Route:
     def __str__(self) -> str:
         ring = f"ring of {self.intra}" if self.nodes == 1 else f"double ring of {self.nodes} x {self.intra}"
         ring = f"direct exchange of {self.positions}" if self.direct else ring
+        ring = f"mesh of {self.rings} x {self.places}: each row a {ring}" if self.rings > 1 else ring
         ring = f"{ring}, mirrored" if self.mirrored else ring
         apart = f" ranks, {self.positions} apart" if self.outer else ""
         heads = f", heads over {self.heads}{apart}" if self.heads > 1 else ""
@@ -97,23 +123,29 @@ PASSES = {
 
 def program(rank: int, route: Route, pass_: Pass, plan: Plan | None = None) -> Program:
     """Return the program of `rank` in a pass; without a plan, every rank reads every row."""
+    route = route.of(pass_ := Pass(pass_))
     if plan is None or plan.everything:
-        return _of_all(rank, route, Pass(pass_))
-    return _of_plan(plan, rank, route, Pass(pass_))
+        return _of_all(rank, route, pass_)
+    return _of_plan(plan, rank, route, pass_)
 
 
 @lru_cache(maxsize=256)
 def _of_all(rank: int, route: Route, pass_: Pass) -> Program:
-    return _around(on_ring(route.placement.position(rank), route, PASSES[pass_]), rank, route, pass_)
+    ring = on_ring(route.placement.position(rank) % route.places, route, PASSES[pass_])
+    return _around(ring, rank, route, pass_, None)
 
 
 @cached_on_plan
 def _of_plan(plan: Plan, rank: int, route: Route, pass_: Pass) -> Program:
     position, of_queries = route.placement.position(rank), pass_ == Pass.QUERY
-    reading = plan.reading(of_queries=of_queries)
-    places = None if route.direct else itinerary(plan, route.nodes, route.intra, route.turn, of_queries)
-    ring = on_ring(position, route, PASSES[pass_], OfPosition(reading, position, places))
-    return _around(ring, rank, route, pass_)
+    if route.rings > 1:
+        way = itinerary_on_mesh(plan, route, position // route.places, of_queries)
+        hops = OfPosition(way.reading, position % route.places, way)
+    else:
+        places = None if route.direct else itinerary(plan, route.nodes, route.intra, route.turn, of_queries)
+        hops = OfPosition(plan.reading(of_queries=of_queries), position, places)
+    ring = on_ring(position % route.places, route, PASSES[pass_], hops)
+    return _around(ring, rank, route, pass_, plan)
 
 
 @cached_on_plan
@@ -122,8 +154,18 @@ def itinerary(plan: Plan, nodes: int, intra: int, turn: int, of_queries: bool) -
     return Itinerary(plan.reading(of_queries=of_queries), nodes, intra, turn)
 
 
-def _around(ring: Program, rank: int, route: Route, pass_: Pass) -> Program:
-    """Return the program of a rank, made from the program of its position on the ring."""
+@cached_on_plan
+def itinerary_on_mesh(plan: Plan, route: Route, ring: int, of_queries: bool) -> Itinerary:
+    """Return the itinerary of the bundles of one ring of a mesh."""
+    reading = reading_on_ring(plan, route.rings, ring, of_queries)
+    return Itinerary(reading, route.nodes, route.intra, route.turn)
+
+
+def _around(ring: Program, rank: int, route: Route, pass_: Pass, plan: Plan | None) -> Program:
+    """Return the program of a rank, made from the program of its place on a ring."""
+    if route.rings > 1:
+        column = Column(route.places, plan, of_queries=pass_ == Pass.QUERY)
+        ring = with_columns(ring, route.placement.position(rank), route.rings, column, early=route.overlap)
     if route.heads > 1:
         ring = with_heads(ring, rank, route.placement, PASSES[pass_], by_part=route.overlap)
     return ring if route.overlap else without_overlap(ring)
@@ -132,7 +174,7 @@ def _around(ring: Program, rank: int, route: Route, pass_: Pass) -> Program:
 def on_ring(position: int, route: Route, moves: Moves, hops: Hops = EVERYTHING) -> Program:
     """Return the program of a position, between positions; `hops` leaves out rows that nobody reads."""
     if route.direct:
-        return direct(position, route.positions, gradients=moves.gradients, hops=hops)
+        return direct(position, route.places, gradients=moves.gradients, hops=hops)
     return double_ring(
         position, route.nodes, route.intra, gradients=moves.gradients, hops=hops, turn=route.turn
     )
@@ -177,4 +219,4 @@ def schedule(route: Route, pass_: Pass, plan: Plan | None = None) -> Schedule:
     """Return all ranks' programs of a pass."""
     pass_ = Pass(pass_)
     programs = tuple(program(rank, route, pass_, plan) for rank in range(route.size))
-    return Schedule(PASSES[pass_].title, route, programs, plan, queries_travel=pass_ == Pass.QUERY)
+    return Schedule(PASSES[pass_].title, route.of(pass_), programs, plan, queries_travel=pass_ == Pass.QUERY)

@@ -1,91 +1,23 @@
-"""Attention of a sequence that is sharded over ranks: ours, an all-gather, and DeepSpeed's Ulysses."""
+"""Attention of a sequence that is sharded over ranks: ours, an all-gather, Ulysses, and other projects'."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.runtime.head_exchange import why_not_heads
 from burst_mcore.attention.runtime.topology import Topology
-from burst_mcore.attention.shard import Shard
-from burst_mcore.bench.core import Case, Method, World, package
+from burst_mcore.bench.core import Method, World, package
 from burst_mcore.bench.methods.all_gather import all_gather_attention
+from burst_mcore.bench.methods.peers.gpu import METHODS as ON_GPUS
+from burst_mcore.bench.methods.peers.ring import METHODS as TEMPLATES
+from burst_mcore.bench.methods.sharded import Attention, RingCase, dealt, divisible
 from burst_mcore.config import BurstConfig
-from burst_mcore.explain.problem import Problem
-from burst_mcore.layout import Layout, shard, unshard
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Differentiable, of local q, k, v [batch, local sequence, heads, head_dim]."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RingCase(Case, Problem):
-    """Attention of a sequence that is sharded over ranks."""
-
-    ranks: int = 4
-    seq: int = 16384
-    heads: int = 8
-    kv_heads: int = 0
-    """0: as many as heads."""
-    head_dim: int = 64
-    layout: str = "zigzag"
-    """How methods of ours deal the sequence; "auto": as the mask wants it."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
-        Case.__post_init__(self)
-        Problem.__post_init__(self)
-
-    @property
-    def dealt(self) -> Layout:
-        """The layout."""
-        if self.layout == "auto":
-            return Layout.for_mask(self.seen, self.seq, self.ranks)
-        return Layout.of(self.layout)
-
-
-@dataclass(frozen=True)
-class Attention:
-    """A method of the kind "attention", on one rank."""
-
-    attend: Attend
-    shard: Callable[[Tensor], Tensor]
-    """This rank's part of a tensor [batch, sequence, ...]."""
-    unshard: Callable[[Sequence[Tensor]], Tensor]
-    """The whole tensor of the parts of all ranks."""
-
-
-def dealt(layout: Layout | str, world: World, attend: Attend) -> Attention:
-    """Return a method that wants the sequence in a layout of ours."""
-    return Attention(
-        attend,
-        partial(shard, dim=1, rank=world.rank, size=world.size, layout=layout),
-        partial(unshard, dim=1, layout=layout),
-    )
-
-
-def share_of(
-    tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
-) -> Shard:
-    """Return a rank's share of one sequence, values as wide as keys."""
-    return Shard(
-        batch=1, tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=head_dim,
-        dtype=dtype,
-    )  # fmt: skip
-
-
-def divisible(case: RingCase, device: str) -> str | None:
-    """Return the need of a method for shards of one length; None if the case meets the need."""
-    unit = 2 * case.ranks
-    return f"a sequence that is a multiple of {unit}, got {case.seq}" if case.seq % unit else None
 
 
 def burst(
@@ -96,8 +28,14 @@ def burst(
     ring: str = "auto",
     nodes: int = 1,
 ) -> Attention:
-    """burst_attention on the case's layout; heads: ranks that share them, None: all; nodes: pretended."""
-    topology, layout = Topology.from_group(world.group, intra_size=world.size // nodes), case.dealt
+    """burst_attention on the case's layout.
+
+    Ranks share heads in groups of `heads`, None: all. Where there are fewer nodes than `nodes`, so many are
+    pretended.
+    """
+    topology, layout = Topology.from_group(world.group), case.dealt
+    if topology.nodes < nodes:
+        topology = Topology.from_group(world.group, intra_size=world.size // nodes)
     config = BurstConfig(layout=layout, backward=backward, head_parallel=heads or topology.size, ring=ring)
     return dealt(layout, world, partial(attended, topology=topology, mask=case.seen, config=config))
 
@@ -115,7 +53,7 @@ def _all_gather(case: RingCase, world: World) -> Attention:
 
 
 def _two_by(case: RingCase, device: str, *, heads: bool = False) -> str | None:
-    """Return the need of a method that pairs ranks: as two nodes, or to share heads."""
+    """Return the need of a method that pairs ranks: as two nodes where there is one, or to share heads."""
     if case.ranks < 4 or case.ranks % 2:
         return f"an even number of ranks from 4 on, got {case.ranks}"
     why_not = why_not_heads(case.heads, case.kv_heads, 2) if heads else None
@@ -153,12 +91,25 @@ def _deepspeed(case: RingCase, world: World) -> Attention:
 
 METHODS = (
     Method("burst", burst, divisible),
-    Method("burst-query", partial(burst, backward="query"), divisible),
+    Method(
+        "burst-query", partial(burst, backward="query", ring="double"), divisible, row={"method": "burst"}
+    ),
     Method("burst-kv", partial(burst, backward="kv"), divisible),
-    Method("burst-ulysses", partial(burst, heads=None), _ulysses_needs),
-    Method("ring", partial(burst, ring="flat", backward="kv"), divisible),
-    Method("double-ring", partial(burst, ring="double", backward="kv", nodes=2), _two_by),
-    Method("usp", partial(burst, heads=2, ring="flat", backward="kv"), partial(_two_by, heads=True)),
-    Method("all-gather", _all_gather, divisible),
-    Method("deepspeed-ulysses", _deepspeed, _deepspeed_needs, ours=False),
-)
+    Method("burst-ulysses", partial(burst, heads=None), _ulysses_needs, row={"method": "ulysses"}),
+    Method("ring", partial(burst, ring="flat", backward="kv"), divisible, row={"method": "ring"}),
+    Method(
+        "double-ring", partial(burst, ring="double", backward="kv", nodes=2), _two_by,
+        row={"method": "double-ring"},
+    ),
+    Method(
+        "usp", partial(burst, heads=2, ring="flat", backward="kv"), partial(_two_by, heads=True),
+        row={"method": "usp", "head_parallel": 2},
+    ),
+    Method("all-gather", _all_gather, divisible, row={"method": "all-gather", "variant": "zigzag"}),
+    Method(
+        "deepspeed-ulysses", _deepspeed, _deepspeed_needs, ours=False,
+        row={"method": "ulysses", "variant": "basic"},
+    ),
+    *TEMPLATES,
+    *ON_GPUS,
+)  # fmt: skip

@@ -29,6 +29,13 @@ def both_ways(
     return out, lse, *kernel.backward(inputs, pattern, scores_of(q))
 
 
+def forward_of(
+    kernel: Kernel, pattern: Pattern, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+) -> tuple[Tensor, ...]:
+    """Return (out, lse) of one call; dout, which the other pass needs, is left out."""
+    return kernel.forward(q, k, v, pattern, scores_of(q))
+
+
 def inputs_of(tile: Tile, queries: Queries, keys: Keys, out: Tensor) -> BackwardInputs:
     """Return the inputs of a tile's backward, from tensors of all rows."""
     q, dout, delta, lse = (gather(x, tile.q) for x in queries)

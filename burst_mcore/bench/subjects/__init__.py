@@ -7,16 +7,17 @@ from burst_mcore.bench.subjects.kernels import KernelCase
 from burst_mcore.bench.subjects.loss import HeadCase
 from burst_mcore.bench.subjects.masks import MaskCase
 from burst_mcore.bench.subjects.offload import OffloadCase
+from burst_mcore.bench.subjects.paper import PaperCase
 from burst_mcore.bench.subjects.planning import PlanCase
 from burst_mcore.bench.subjects.recompute import LayersCase
 from burst_mcore.bench.subjects.rowwise import RowCase
+from burst_mcore.bench.subjects.step import StepCase
 from burst_mcore.bench.subjects.topology import ClusterCase
-from burst_mcore.bench.subjects.training import TrainingCase
 from burst_mcore.bench.subjects.virtual_ring import VirtualCase
 
 _ALL: tuple[type[Case], ...] = (
-    AttentionCase, MaskCase, ClusterCase, PlanCase, HeadCase, LayersCase, TrainingCase, KernelCase, RowCase,
-    HopsCase, VirtualCase, OffloadCase,
+    AttentionCase, MaskCase, ClusterCase, PaperCase, PlanCase, HeadCase, LayersCase, StepCase, KernelCase,
+    RowCase, HopsCase, VirtualCase, OffloadCase,
 )  # fmt: skip
 SUBJECTS = {case.subject: case for case in _ALL}
 

@@ -1,4 +1,4 @@
-"""One attention layer, forward and backward: each method's CPU seconds beside the bare kernel's."""
+"""One attention layer on ranks: each method's seconds, on CPUs beside those of the bare kernel."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+from torch import Tensor
+
 from burst_mcore.bench import gate
-from burst_mcore.bench.core import Derived, Method, Stage, Table, Trial, World
-from burst_mcore.bench.methods.attention import Attention, RingCase
+from burst_mcore.bench.core import Derived, Method, Stage, Table, Trial, World, one_of
+from burst_mcore.bench.methods.sharded import Attention, RingCase
+from burst_mcore.explain.problem import DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +22,10 @@ class AttentionCase(RingCase):
     subject = "attention"
     kind = "attention"
     default = ("burst", "all-gather", "deepspeed-ulysses")
+    devices = ("cpu", "cuda")
+    joined = True
+
+    passes: str = one_of("fwd+bwd", ("fwd", "fwd+bwd"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -29,22 +37,27 @@ class AttentionCase(RingCase):
         return {"1 rank": cls(ranks=1), "4 ranks": cls(ranks=4)}
 
     def prepare(self, world: World) -> Stage:
-        kernel = on_first(world, partial(gate.bare_kernel(self), *self.tensors()))
-        return Stage(partial(ring_trial, self, world), {"kernel": kernel})
+        trial = partial(ring_trial, self, world, passes=self.passes)
+        if world.device == "cuda":  # the sequence may be too long for one
+            return Stage(trial)
+        kernel = on_first(world, partial(gate.bare_kernel(self, passes=self.passes), *self.tensors()))
+        return Stage(trial, {"kernel": kernel})
 
     def derive(self, table: Table) -> Derived:
         for method in table.methods:
             yield method, "cpu / kernel", table.over((method, "cpu"), ("kernel", "cpu"))
 
 
-def ring_trial(case: RingCase, world: World, method: Method) -> Trial:
+def ring_trial(case: RingCase, world: World, method: Method, passes: str = "fwd+bwd") -> Trial:
     """Return a method of the kind "attention", behind the gate."""
     built: Attention = method.build(case, world)
-    *local, dout = map(built.shard, case.tensors())
+    *local, dout = shards(case, built, world)
 
     def step() -> None:
         q, k, v = (x.detach().requires_grad_() for x in local)
-        built.attend(q, k, v).backward(dout)
+        out = built.attend(q, k, v)
+        if passes == "fwd+bwd":
+            out.backward(dout)
 
     def check() -> Mapping[str, float]:
         short = gate.gate_problem(case, world.size)
@@ -52,6 +65,16 @@ def ring_trial(case: RingCase, world: World, method: Method) -> Trial:
         return {"error": gate.error(short, method.build(short, world), world)}
 
     return Trial({"": step}, check=check, bound=gate.BOUND)
+
+
+def shards(case: RingCase, built: Attention, world: World) -> list[Tensor]:
+    """Return this rank's q, k, v and dout; on a GPU random ones, since a host may not hold them whole."""
+    if world.device == "cpu":
+        return [built.shard(x) for x in case.tensors()]
+    tokens = built.shard(torch.zeros(case.batch, case.seq, 1, 1)).shape[1]
+    heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
+    shapes = [(case.batch, tokens, n, case.head_dim) for n in heads]
+    return [torch.randn(shape, device=world.device, dtype=DTYPES[case.dtype]) for shape in shapes]
 
 
 def on_first(world: World, run: Callable[[], object]) -> Trial:

@@ -17,8 +17,8 @@ from burst_mcore.attention.kernels.kernel import Kernel
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.bench.core import Bar, Derived, Stage, Step, Table, Trial, World
-from burst_mcore.bench.methods.attention import RingCase
 from burst_mcore.bench.methods.bare import Tiles, both_ways
+from burst_mcore.bench.methods.sharded import RingCase
 from burst_mcore.bench.subjects.attention import on_first, ring_trial
 from burst_mcore.explain.predict import draw
 from burst_mcore.explain.problem import DTYPES

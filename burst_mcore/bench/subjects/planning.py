@@ -20,7 +20,7 @@ from burst_mcore.attention.kernels.aten import CPU
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.bench.core import Bar, Case, Stage, Trial, World, one_of
-from burst_mcore.bench.methods.attention import share_of
+from burst_mcore.bench.methods.sharded import share_of
 from burst_mcore.layout import Layout
 from burst_mcore.machines import MACHINES
 from burst_mcore.mask import Mask

@@ -19,8 +19,9 @@ from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.bench.core import Bar, Case, Derived, Method, Stage, Table, Trial, World, one_of
 from burst_mcore.bench.gate import relative
 from burst_mcore.bench.memory import peak_meter
-from burst_mcore.bench.methods.attention import attended, share_of
+from burst_mcore.bench.methods.attention import attended
 from burst_mcore.bench.methods.layers import POLICIES, Checkpointing, as_it_is
+from burst_mcore.bench.methods.sharded import share_of
 from burst_mcore.config import BurstConfig
 from burst_mcore.explain.problem import DTYPES
 from burst_mcore.layout import Layout, positions

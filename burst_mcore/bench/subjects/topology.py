@@ -47,7 +47,8 @@ from burst_mcore.bench.core import (
     in_words,
     one_of,
 )
-from burst_mcore.bench.methods.attention import attended, share_of
+from burst_mcore.bench.methods.attention import attended
+from burst_mcore.bench.methods.sharded import share_of
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
@@ -112,7 +113,7 @@ class ClusterCase(Case):
         return Mask.full() if self.mask == "full" else Mask.causal()
 
     @property
-    def cluster(self) -> Ranks:
+    def where(self) -> Ranks:
         """All ranks, and those of a node."""
         return Ranks(self.nodes * self.intra, self.intra)
 
@@ -127,7 +128,7 @@ class ClusterCase(Case):
 
     def with_compute(self, of_hop: float) -> ClusterCase:
         """Return the case with a kernel whose forward of a round takes `of_hop` hops of K and V."""
-        size = self.cluster.size
+        size = self.where.size
         pairs = allowed_pairs(self.seen, self.tokens * size) // size // self.nodes
         hop = self.share.bundle_bytes(of_queries=False)[0] / self.inter_rate
         compute = pass_flops(self.share, pairs, Pass.FORWARD) / (of_hop * hop) if of_hop else FREE
@@ -260,19 +261,20 @@ def settings_of(way: Candidate) -> str:
 @lru_cache(maxsize=4096)
 def costed(case: ClusterCase, way: str, latency: float) -> tuple[Candidate, ...]:
     """Return the candidates that a way leaves open; `latency`: seconds of a message besides its bytes."""
-    config, every = config_of(way), legal_degrees(case.cluster, case.heads, case.kv_heads)
+    config, every = config_of(way), legal_degrees(case.where, case.heads, case.kv_heads)
     return candidates(
         case.share,
         Layout.of(config.layout),
         case.seen,
-        case.tokens * case.cluster.size,
-        case.cluster,
+        case.tokens * case.where.size,
+        case.where,
         replace(case.rates, latency=latency),
         overlap=config.overlap,
         rings=RINGS if config.ring == "auto" else (config.ring,),
         degrees=tuple(every) if config.head_parallel == "auto" else (int(config.head_parallel),),
         directions=backward_passes(config.backward),
         placement=config.head_placement,
+        mesh=config.mesh,
     )
 
 

@@ -43,6 +43,8 @@ def ways(
         rings=RINGS if config.ring == "auto" else (config.ring,),
         degrees=(degree,) if isinstance(degree, int) else tuple(d for d in legal if d <= ranks.intra),
         directions=backward_passes(config.backward),
+        placement="inner" if config.head_placement == "auto" else config.head_placement,
+        mesh=config.mesh,
     )
 
 
@@ -55,7 +57,8 @@ def within_nodes(
         return config
     layout, mask = typical(Layout.of(config.layout), mask, n, ranks.size)
     degree = _degree_of_kind(replace(config, layout=layout), shard, mask, n, ranks, rates)
-    return replace(config, head_parallel=degree)
+    placement = "inner" if config.head_placement == "auto" else config.head_placement
+    return replace(config, head_parallel=degree, head_placement=placement)
 
 
 @lru_cache(maxsize=64)

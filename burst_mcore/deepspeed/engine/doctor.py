@@ -28,18 +28,28 @@ from burst_mcore.deepspeed.models.loss import gradient_scale
 from burst_mcore.layout import Layout
 from burst_mcore.machines import MACHINES, default_rates, machine
 from burst_mcore.mask import Mask
+from burst_mcore.rates import Rates
 
 HERE = "here"
 """The device that this machine has, as a name beside those of `MACHINES`."""
 
 
-def examine(path: Path, *, world: int, per_node: int, shape: Shape, device: str = HERE) -> Iterator[str]:
+def examine(
+    path: Path,
+    *,
+    world: int,
+    per_node: int,
+    shape: Shape,
+    device: str = HERE,
+    rates: Rates | None = None,
+) -> Iterator[str]:
     """Return lines that describe the configuration at `path` on `world` ranks, `per_node` of them a node.
 
     Bytes and times are the cost model's, for rates of this kind of device; memory is arithmetic.
 
     Args:
         device: `HERE`, or a name in `MACHINES`, which need not be in this machine.
+        rates: In place of those of the device.
 
     Raises:
         SectionError, RefusedError: what `initialize` would raise of the configuration.
@@ -61,7 +71,8 @@ def examine(path: Path, *, world: int, per_node: int, shape: Shape, device: str 
     size = sequence_parallel_size(config, world)
     refuse_batch(config, world // size)
     kind = "cuda" if device != HERE or torch.cuda.is_available() else "cpu"
-    rates = default_rates(kind) if device == HERE else MACHINES[device].rates
+    if rates is None:
+        rates = default_rates(kind) if device == HERE else MACHINES[device].rates
     dtype = _dtype(config)
     stage = int(zero(config).stage)
     yield f"groups: {world // size} data-parallel x {size} ranks that share a sequence, consecutive ones"

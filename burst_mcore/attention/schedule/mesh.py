@@ -1,0 +1,142 @@
+"""The program of a mesh: rings side by side, and the exchange of staying rows along the columns between them.
+
+Positions form `rings` rings. Position (i, r), place r of ring i, has the number i x (places of a ring) + r. A
+column is one place of all rings. Every position attends with the staying rows of its whole column to the
+bundles of its own ring. So each pair meets once: rows of (i', r) meet the bundle of (i, r') at (i, r). With
+one ring this is the ring; with rings of one place every rank holds all rows that stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from burst_mcore.attention.geometry.plan import Plan, cached_on_plan
+from burst_mcore.attention.geometry.reading import Reading
+from burst_mcore.attention.geometry.rows import union
+from burst_mcore.attention.schedule.actions import (
+    Accumulate,
+    Action,
+    Compute,
+    Kind,
+    Link,
+    Program,
+    Recv,
+    Send,
+)
+from burst_mcore.attention.schedule.carried import Carried
+from burst_mcore.attention.schedule.group import Group
+
+
+class Column:
+    """The staying rows of a column's positions that each of its members needs; every row without a plan."""
+
+    def __init__(self, places: int, plan: Plan | None, *, of_queries: bool) -> None:
+        self.places, self.plan, self.of_queries = places, plan, of_queries
+
+    def needed(self, owner: int, reader: int) -> Carried:
+        """Return the staying rows of one position that another of its column needs."""
+        if self.plan is None or owner == reader:
+            return None
+        return staying_rows(self.plan, self.places, owner, reader, not self.of_queries)
+
+    def meet(self, resident: int, source: int) -> bool:
+        """Return whether staying rows of `resident` meet the bundle of `source`."""
+        if self.plan is None:
+            return True
+        return bool(self.plan.reading(of_queries=self.of_queries).meets[source, resident])
+
+
+@cached_on_plan
+def staying_rows(plan: Plan, places: int, owner: int, reader: int, of_queries: bool) -> Carried:
+    """Return the staying rows of `owner` that meet a bundle of the ring of `reader`."""
+    ring, reading = reader // places * places, plan.reading(of_queries=of_queries)
+    rows = union([span for s in range(ring, ring + places) for span in reading.needed(owner, s)])
+    return None if rows == (range(reading.rows),) else rows
+
+
+@cached_on_plan
+def reading_on_ring(plan: Plan, rings: int, ring: int, of_queries: bool) -> Reading:
+    """Return who reads which rows on one ring of a mesh: a place reads for its whole column."""
+    whole = plan.reading(of_queries=of_queries)
+    places = whole.size // rings
+    own = whole.owner // places == ring
+    read = whole.read[:, own].view(rings, places, -1).any(0)
+    return Reading(
+        places, whole.rows, whole.owner[own] - ring * places, whole.first[own], whole.length[own], read
+    )
+
+
+def with_columns(ring: Program, position: int, rings: int, column: Column, *, early: bool) -> Program:
+    """Put the exchanges along a column around the program of a place on its ring.
+
+    The staying rows leave first. In the first step they are computed as they come, the own rows first; in the
+    last step the own rows come last, since the shares of others leave.
+
+    Args:
+        ring: the program of the position's place, between places of its ring.
+        position: the position of the mesh.
+        rings: the number of rings.
+        column: the rows that the position's column exchanges.
+        early: let shares leave as soon as they are complete; else all at the end. Masks let the last steps of
+            a column differ, and a rank that waits for each hop at once would wait for theirs.
+    """
+    return tuple(_Member(ring, position, rings, column, early).actions())
+
+
+class _Member(Group):
+    LINK = Link.MESH
+
+    def __init__(self, ring: Program, position: int, rings: int, column: Column, early: bool) -> None:
+        super().__init__(position // column.places, rings)
+        self.ring, self.position, self.column, self.early = ring, position, column, early
+        self.first = position - position % column.places
+        """The first position of the own ring."""
+        self.last = max(action.step for action in ring if isinstance(action, Compute))
+
+    def actions(self) -> Iterator[Action]:
+        yield from self.leave(0, Kind.RESIDENT)
+        for action in self.ring:
+            if isinstance(action, Compute):
+                yield from self.compute(replace(action, source=self.first + action.source))
+            elif isinstance(action, (Send, Recv)):
+                yield replace(action, peer=self.first + action.peer)
+            elif isinstance(action, Accumulate):
+                yield replace(action, source=self.first + action.source)
+            else:
+                yield action
+        if not self.early:
+            yield from self.leave(action.step, Kind.SHARE)
+        yield from self.arrive(action.step, Kind.SHARE)
+
+    def compute(self, action: Compute) -> Iterator[Action]:
+        entering, leaving = action.step == 0, action.step == self.last
+        for shifts in (*self.shifts, [0]) if leaving and not entering else ([0], *self.shifts):
+            for shift in shifts:
+                if entering and shift:
+                    yield from self.arrive_from(action.step, Kind.RESIDENT, shift)
+                resident = self.peer(self.after(-shift))
+                if self.column.meet(resident, action.source) or resident == action.source:
+                    yield replace(action, resident=resident)
+            if self.early and leaving and shifts != [0]:
+                yield from self.exchange(action.step, Kind.SHARE, shifts)
+
+    def arrive(self, step: int, kind: Kind) -> Iterator[Action]:
+        for shift in self.others:
+            yield from self.arrive_from(step, kind, shift)
+
+    def peer(self, member: int) -> int:
+        """Return the position of a member of the column."""
+        return member * self.column.places + self.position % self.column.places
+
+    def sends(self, kind: Kind, member: int) -> Carried:
+        return self._rows(member, outward=kind == Kind.RESIDENT)
+
+    def receives(self, kind: Kind, member: int) -> Carried:
+        return self._rows(member, outward=kind == Kind.SHARE)
+
+    def _rows(self, member: int, *, outward: bool) -> Carried:
+        """Return the own rows that a member needs (`outward`), or those of the member that this one needs."""
+        other = self.peer(member)
+        pair = (self.position, other) if outward else (other, self.position)
+        return self.column.needed(*pair)

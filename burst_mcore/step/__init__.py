@@ -1,0 +1,12 @@
+"""A whole training step, predicted: its time by part, its memory by kind, and the best way to run a model.
+
+model      sizes of a model: presets, a config.json, arguments of Megatron
+way        how ranks share the step: parallel degrees, ZeRO, recompute, offload, loss
+memory     bytes of a rank, as a stack
+attention  attention of a layer by the schedule that runs
+time       seconds by part, exposed communication by cause
+figures    tokens a second, MFU, and the timeline of a step
+search     every way ranked, the reasons against others, the longest sequence
+advice     flags of Megatron and the JSON of DeepSpeed for a way
+planned    the command line: words to a search, a search to text
+"""

@@ -1,0 +1,84 @@
+"""Attention of one layer on the clock of the cost model: the schedule that runs, its time, its exposure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from burst_mcore.attention.autotune.choose import RINGS, Ranks, best, candidates, legal_degrees
+from burst_mcore.attention.schedule.actions import Pass
+from burst_mcore.attention.shard import Shard
+from burst_mcore.layout import Layout
+from burst_mcore.mask import Mask
+from burst_mcore.rates import Rates
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Seconds of a layer's attention on the slowest rank, and the way that takes them."""
+
+    forward: float
+    backward: float
+    kernel: float
+    """Seconds of the kernel in both passes, on the busiest rank."""
+    ring: str = "double"
+    head_parallel: int = 1
+    direction: str = "query"
+    nodes: int = 1
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of communication that no kernel hides, in both passes."""
+        return max(0.0, self.forward + self.backward - self.kernel)
+
+    @property
+    def share(self) -> float:
+        """Share of the time in which the kernel runs."""
+        return min(1.0, self.kernel / (self.forward + self.backward))
+
+    def __str__(self) -> str:
+        return f"ring {self.ring}, head_parallel {self.head_parallel}, backward {self.direction}"
+
+
+@lru_cache(maxsize=512)
+def attention(
+    shard: Shard,
+    seq: int,
+    ranks: Ranks,
+    rates: Rates,
+    *,
+    layout: str = "zigzag",
+    ring: str = "auto",
+    direction: str = "auto",
+    head_parallel: int | str = "auto",
+) -> Attention:
+    """Return the attention that "auto" chooses for a causal mask, or the way that is asked for.
+
+    Raises:
+        ValueError: the sequence cannot be dealt over the ranks in this layout.
+    """
+    dealt = Layout.of(layout)
+    padded = dealt.padded(seq, ranks.size)
+    shard = replace(shard, tokens=padded // ranks.size)
+    degrees = legal_degrees(ranks, shard.heads, shard.kv_heads)
+    if head_parallel != "auto":
+        degrees = [degree for degree in degrees if degree == head_parallel]
+        if not degrees:
+            raise ValueError(f"{head_parallel} of {ranks.size} ranks cannot share {shard.heads} heads")
+    rings = tuple(word for word in RINGS if word != "direct") if ring == "auto" else (ring,)
+    directions = (Pass.QUERY, Pass.KV) if direction == "auto" else (Pass(direction),)
+    chosen = best(
+        candidates(
+            shard, dealt, Mask.causal(), padded, ranks, rates,
+            overlap=True, rings=rings, degrees=tuple(degrees), directions=directions,
+        )
+    )  # fmt: skip
+    return Attention(
+        forward=chosen.forward_seconds,
+        backward=chosen.backward_seconds,
+        kernel=chosen.compute_seconds,
+        ring=chosen.ring,
+        head_parallel=chosen.route.heads,
+        direction=str(chosen.direction.value),
+        nodes=chosen.route.nodes,
+    )

@@ -1,0 +1,127 @@
+"""The figures of a predicted step: tokens a second, MFU, memory, and a timeline."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.rates import Rates
+from burst_mcore.step.attention import Attention, attention
+from burst_mcore.step.memory import RESERVED, shard_of, stack, total
+from burst_mcore.step.model import Model
+from burst_mcore.step.time import Times, times
+from burst_mcore.step.way import Way
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A cluster: its ranks, their speeds, and what a GPU has."""
+
+    ranks: Ranks
+    rates: Rates
+    peak: float
+    """FLOPs a second of products in 16 bits."""
+    memory: float
+    """Bytes of a GPU."""
+    name: str = ""
+
+    @property
+    def usable(self) -> float:
+        """Bytes that tensors may take."""
+        return self.memory - RESERVED
+
+
+@dataclass(frozen=True)
+class Step:
+    """A predicted training step."""
+
+    model: Model
+    way: Way
+    seq: int
+    place: Place
+    attention: Attention
+
+    @cached_property
+    def memory(self) -> dict[str, float]:
+        """Bytes of a rank, by kind."""
+        return stack(self.model, self.way, self.seq, self.attention.direction, self.attention.nodes)
+
+    @cached_property
+    def times(self) -> Times:
+        place = self.place
+        return times(self.model, self.way, self.seq, place.ranks, place.rates, place.peak, self.attention)
+
+    @property
+    def seconds(self) -> float:
+        return self.times.total
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens a second and GPU."""
+        return self.seq * self.way.dp * self.way.micro / self.seconds / self.way.gpus
+
+    @property
+    def mfu(self) -> float:
+        """Share of the peak: FLOPs of the model under a causal mask, none of them recomputed."""
+        return mfu(self.model, self.seq, self.tokens_per_second, self.place.peak)
+
+    @property
+    def fits(self) -> bool:
+        return total(self.memory) <= self.place.usable
+
+    def timeline(self) -> list[dict[str, Any]]:
+        """Return the parts of a step one after another: name, kind, begin and end in seconds."""
+        events, now = [], 0.0
+        parts = {"compute": self.times.compute, "exposed": self.times.exposed}
+        for kind, seconds in parts.items():
+            for name, length in seconds.items():
+                if length:
+                    events.append({"name": name, "kind": kind, "begin": now, "end": now + length})
+                    now += length
+        return events
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all that is predicted, in seconds and bytes."""
+        return {
+            "way": asdict(self.way),
+            "words": str(self.way),
+            "attention": asdict(self.attention) | {"exposed": self.attention.exposed},
+            "memory": self.memory,
+            "memory_total": total(self.memory),
+            "fits": self.fits,
+            "seconds": self.seconds,
+            "compute": dict(self.times.compute),
+            "exposed": dict(self.times.exposed),
+            "tokens_per_second_gpu": self.tokens_per_second,
+            "mfu": self.mfu,
+            "timeline": self.timeline(),
+        }
+
+
+def mfu(model: Model, seq: int, tokens_per_second: float, peak: float) -> float:
+    """Return the share of the peak FLOPs that tokens a second and GPU are worth."""
+    return model.flops(seq) * tokens_per_second / peak
+
+
+def step(
+    model: Model,
+    way: Way,
+    seq: int,
+    place: Place,
+    *,
+    ring: str = "auto",
+    direction: str = "auto",
+    head_parallel: int | str = "auto",
+) -> Step:
+    """Return the prediction of a step whose attention runs the schedule that "auto", or the caller, chooses.
+
+    Raises:
+        ValueError: as `attention`.
+    """
+    runs = attention(
+        shard_of(model, way, seq), seq, way.ring(place.ranks), place.rates,
+        layout=way.layout, ring=ring, direction=direction, head_parallel=head_parallel,
+    )  # fmt: skip
+    return Step(model, way, seq, place, runs)

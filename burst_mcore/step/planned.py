@@ -1,0 +1,105 @@
+"""The answer of `burst-mcore plan --model`: from words of a command line to a search, and from it to text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from burst_mcore.explain.predict import cluster as parse
+from burst_mcore.machines import MACHINES
+from burst_mcore.mask.words import tokens
+from burst_mcore.rates import Rates
+from burst_mcore.step.advice import advice
+from burst_mcore.step.figures import Place, Step
+from burst_mcore.step.memory import total
+from burst_mcore.step.model import model_of
+from burst_mcore.step.search import Answer, search
+
+
+def planned(model: str, seq: str | None, cluster: str, batch: int, rates_file: Path | None) -> Answer:
+    """Return the search that words ask for.
+
+    Raises:
+        ValueError: words that are not legal, or that contradict each other.
+    """
+    sizes, pinned = model_of(model)
+    given = pinned.pop("seq", None)
+    if seq is None and given is None:
+        raise ValueError("give --seq: the tokens of a sequence, such as 1M")
+    length = given if seq is None else tokens(seq)
+    if given not in (None, length):
+        raise ValueError(f"--seq {seq} contradicts --seq-length {given} in the model's arguments")
+    if batch < 1:
+        raise ValueError(f"--batch must be at least 1, got {batch}")
+    ranks, machine = parse(cluster)
+    machine = machine or MACHINES["A800"]
+    place = Place(
+        ranks=ranks,
+        rates=machine.rates if rates_file is None else Rates.load(rates_file),
+        peak=machine.tflops * 1e12,
+        memory=machine.memory,
+        name=f"{machine.name} {ranks.size // ranks.intra}x{ranks.intra}",
+    )
+    return search(sizes, length, batch, place, pinned)
+
+
+def text(answer: Answer, top: int) -> str:
+    """Return an answer as text: the ranked table, the recommendation, what to paste, what does not go."""
+    from tabulate import tabulate  # of the extra "bench"
+
+    chosen = answer.chosen
+    model, place = answer.model, answer.place
+    lines = [
+        f"{model.name}: {model.parameters / 1e9:.3g} billion parameters, {answer.batch} x {answer.seq} "
+        f"tokens a step, on {place.name} (predicted, not measured)",
+        "",
+    ]
+    if answer.ranked:
+        shown = answer.ranked[:top]
+        lines += [tabulate([_row(one, chosen) for one in shown], headers="keys", floatfmt=".4g")]
+        lines += [f"and {len(answer.ranked) - top} slower ones"] * (len(answer.ranked) > top)
+    lines += ["", f"recommended: {answer.reason}"]
+    if chosen is not None:
+        lines += [f"attention: {chosen.attention}", ""]
+        lines += [_stack(chosen), ""]
+        for framework in ("megatron", "deepspeed"):
+            best = answer.best_of(framework)
+            if best is not None:
+                lines += [f"{best.way}:", advice(best), ""]
+    if answer.infeasible:
+        reasons = Counter(_kind(why) for _, why in answer.infeasible)
+        lines += [
+            f"infeasible: {len(answer.infeasible)} ways",
+            *(f"  {n} x {why}" for why, n in reasons.items()),
+        ]
+    for name, (seq, way) in answer.lengths.items():
+        lines.append(f"longest sequence, {name}: {seq} tokens ({way})")
+    return "\n".join(lines)
+
+
+def _kind(why: str) -> str:
+    """Return a reason without its numbers of bytes, so that alike ones are counted together."""
+    if not why.startswith("out of memory"):
+        return why
+    return f"out of memory, most of it {why.rpartition('most of it ')[2]}"
+
+
+def _row(one: Step, chosen: Step | None) -> dict[str, Any]:
+    return {
+        "": "*" if one is chosen else "",
+        "way": str(one.way),
+        "attention": f"{one.attention.ring} x{one.attention.head_parallel} {one.attention.direction}",
+        "s": one.seconds,
+        "tokens/s/GPU": one.tokens_per_second,
+        "MFU %": 100 * one.mfu,
+        "exposed %": 100 * sum(one.times.exposed.values()) / one.seconds,
+        "GB": total(one.memory) / 1e9,
+    }
+
+
+def _stack(one: Step) -> str:
+    memory = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in one.memory.items())
+    exposed = ", ".join(f"{name} {s:.3g}" for name, s in one.times.exposed.items() if s >= 0.001)
+    compute = ", ".join(f"{name} {s:.3g}" for name, s in one.times.compute.items() if s >= 0.001)
+    return f"memory, GB: {memory}\ncompute, s: {compute}\nexposed, s: {exposed or 'nothing'}"

@@ -1,0 +1,206 @@
+"""The search over all ways to train a model on a cluster: the best, the ranked, and those that do not go."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.step.advice import advice
+from burst_mcore.step.figures import Place, Step, step
+from burst_mcore.step.memory import longest, stack, total
+from burst_mcore.step.model import Model
+from burst_mcore.step.way import FRAMEWORKS, Way, why_not
+
+RECOMPUTES = (("none", 1.0), ("attention", 1.0), ("segment", 0.5), ("full", 0.0))
+AS_FAST = 1.01
+"""Ways within this factor of the fastest are as fast: those without offload win, then least memory."""
+SHAPES = (0.25, 0.5, 1, 2, 4)
+"""Sequence lengths of the grid, as multiples of the one that is planned."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a search found."""
+
+    model: Model
+    seq: int
+    batch: int
+    place: Place
+    ranked: list[Step]
+    """Feasible ways, the fastest first."""
+    infeasible: list[tuple[Way, str]]
+    """Ways that do not go, and why."""
+    lengths: dict[str, tuple[int, Way]] = field(default_factory=dict)
+    """By framework: the longest sequence that fits, and its way."""
+
+    @property
+    def chosen(self) -> Step | None:
+        """The recommended way."""
+        if not self.ranked:
+            return None
+        close = [one for one in self.ranked if one.seconds <= AS_FAST * self.ranked[0].seconds]
+        return min(close, key=_plain)
+
+    def best_of(self, framework: str) -> Step | None:
+        """Return the recommended way among those of a framework."""
+        own = [one for one in self.ranked if one.way.framework == framework]
+        close = [one for one in own if one.seconds <= AS_FAST * own[0].seconds]
+        return min(close, key=_plain, default=None)
+
+    @property
+    def reason(self) -> str:
+        """Why the recommended way, in a sentence."""
+        chosen = self.chosen
+        if chosen is None:
+            return f"nothing fits {self.seq} tokens; see the reasons and the longest sequence that does"
+        share = sum(chosen.times.exposed.values()) / chosen.seconds
+        memory = f"{total(chosen.memory) / 1e9:.3g} of {self.place.memory / 1e9:.3g} GB"
+        slower = [one for one in self.ranked if one.seconds > AS_FAST * chosen.seconds]
+        beside = (
+            f"{slower[0].way} takes {slower[0].seconds / chosen.seconds - 1:.0%} longer"
+            if slower
+            else "all other feasible ways are as fast"
+        )
+        close = sum(one.seconds <= AS_FAST * self.ranked[0].seconds for one in self.ranked)
+        least = f" (of {close} equally fast ways without offload the one with least memory)" * (close > 1)
+        return (
+            f"{chosen.way} is fastest{least}: {share:.0%} of a step is exposed communication or waiting, "
+            f"{memory} are taken, and {beside}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it as data: bytes, seconds, tokens."""
+        chosen = self.chosen
+        return {
+            "model": asdict(self.model) | {"parameters": self.model.parameters},
+            "cluster": {
+                "name": self.place.name, "gpus": self.place.ranks.size, "per_node": self.place.ranks.intra,
+                "memory": self.place.memory, "peak": self.place.peak,
+            },
+            "seq": self.seq,
+            "batch": self.batch,
+            "recommended": None if chosen is None else chosen.as_json(),
+            "reason": self.reason,
+            "paste": {one.way.framework: advice(one) for one in map(self.best_of, FRAMEWORKS) if one},
+            "ways": [one.as_json() for one in self.ranked],
+            "infeasible": [{"way": asdict(way), "words": str(way), "why": why}
+                           for way, why in self.infeasible],
+            "longest": {name: {"seq": seq, "way": asdict(way), "words": str(way)}
+                        for name, (seq, way) in self.lengths.items()},
+            "grid": grid(chosen) if chosen else [],
+            "predicted": True,
+        }  # fmt: skip
+
+
+def _plain(step: Step) -> tuple[int, float]:
+    return step.way.offload_optimizer + step.way.offload_activations, total(step.memory)
+
+
+def search(
+    model: Model, seq: int, batch: int, place: Place, pinned: Mapping[str, int] | None = None
+) -> Answer:
+    """Predict every way to train `batch` sequences a step; pinned: degrees ("tp", "cp", "pp") that are given.
+
+    Raises:
+        ValueError: degrees that contradict the cluster, the model or the batch.
+    """
+    pinned = dict(pinned or {})
+    ranked, infeasible, legal = [], [], []
+    for way in ways(place.ranks, batch, pinned):
+        reason = why_not(way, model, seq, place.ranks)
+        if reason is not None:
+            infeasible.append((way, reason))
+            continue
+        legal.append(way)
+        try:
+            predicted = step(model, way, seq, place)
+        except ValueError as error:
+            infeasible.append((way, str(error)))
+            continue
+        if predicted.fits:
+            ranked.append(predicted)
+        else:
+            needed = total(predicted.memory) / 1e9
+            largest = max(predicted.memory, key=predicted.memory.__getitem__)
+            infeasible.append((way, (
+                f"out of memory: {needed:.3g} GB of {place.usable / 1e9:.3g}, most of it {largest}"
+            )))  # fmt: skip
+    if not legal:
+        asked = ", ".join(f"{name.upper()} {n}" for name, n in pinned.items()) or "any degrees"
+        why = infeasible[0][1] if infeasible else f"{batch} sequences do not divide over data parallel ranks"
+        raise ValueError(f"no way over {place.ranks.size} ranks with {asked}: {why}")
+    ranked.sort(key=lambda one: one.seconds)
+    return Answer(model, seq, batch, place, ranked, infeasible, _lengths(model, place, legal))
+
+
+def ways(cluster: Ranks, batch: int, pinned: Mapping[str, int]) -> Iterator[Way]:
+    """Yield all ways whose degrees make up the cluster and whose ranks divide the batch."""
+    for framework in FRAMEWORKS:
+        for degrees in _degrees(framework, cluster, batch, pinned):
+            for zero, chunks in itertools.product((1,) if framework == "megatron" else (1, 2, 3), (1, 2)):
+                if chunks > 1 and degrees["pp"] == 1:
+                    continue
+                base = Way(framework=framework, zero=zero, chunks=chunks, **degrees)
+                for (recompute, keep), fused in itertools.product(RECOMPUTES, (True, False)):
+                    way = replace(base, recompute=recompute, keep=keep, fused_loss=fused)
+                    hosts = (False, True) if recompute in ("attention", "segment") else (False,)
+                    for optimizer, kept in itertools.product((False, True), hosts):
+                        yield replace(way, offload_optimizer=optimizer, offload_activations=kept)
+
+
+def _degrees(
+    framework: str, cluster: Ranks, batch: int, pinned: Mapping[str, int]
+) -> Iterator[dict[str, Any]]:
+    powers = [n for n in range(1, cluster.size + 1) if cluster.size % n == 0]
+    whole = framework == "megatron"
+    for tp, pp, cp in itertools.product(powers, powers, powers):
+        if any(pinned.get(name, n) != n for name, n in (("tp", tp), ("pp", pp), ("cp", cp))):
+            continue
+        if not whole and (tp > 1 or pp > 1):
+            continue
+        dp, rest = divmod(cluster.size, tp * pp * cp)
+        if rest or dp < 1 or batch % dp or tp > cluster.intra:
+            continue
+        yield {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "micro": batch // dp}
+
+
+def _lengths(model: Model, place: Place, legal: list[Way]) -> dict[str, tuple[int, Way]]:
+    """Return the longest sequence of each framework: memory alone decides."""
+    found: dict[str, tuple[int, Way]] = {}
+    for way in legal:
+        nodes = -(-way.cp // way.ring(place.ranks).intra)
+        seq = longest(partial(_holds, model, way, nodes, place.usable), 2 * way.cp * way.tp)
+        if seq > found.get(way.framework, (0, way))[0]:
+            found[way.framework] = seq, way
+    return found
+
+
+def _holds(model: Model, way: Way, nodes: int, usable: float, seq: int) -> bool:
+    """Return whether a sequence fits with the backward pass that takes less memory."""
+    return min(total(stack(model, way, seq, direction, nodes)) for direction in ("query", "kv")) <= usable
+
+
+def grid(chosen: Step) -> list[dict[str, Any]]:
+    """Return figures of the chosen way over lengths and nodes; context parallelism takes the nodes."""
+    rows, place = [], chosen.place
+    base = place.ranks.size // place.ranks.intra
+    for nodes in sorted({max(1, base // 2), base, 2 * base}):
+        ranks = Ranks(nodes * place.ranks.intra, place.ranks.intra)
+        cp, rest = divmod(chosen.way.cp * nodes, base)
+        way = replace(chosen.way, cp=max(1, cp))
+        for share in SHAPES:
+            seq = int(chosen.seq * share)
+            if rest or why_not(way, chosen.model, seq, ranks):
+                continue
+            one = step(chosen.model, way, seq, replace(place, ranks=ranks), ring=chosen.attention.ring)
+            rows.append({
+                "gpus": ranks.size, "seq": seq, "tokens_per_second_gpu": one.tokens_per_second,
+                "mfu": one.mfu, "seconds": one.seconds, "memory": one.memory,
+                "memory_total": total(one.memory), "fits": one.fits,
+                "compute": dict(one.times.compute), "exposed": dict(one.times.exposed),
+            })  # fmt: skip
+    return rows

@@ -1,0 +1,148 @@
+"""The time of a training step: seconds of compute by part, and of exposed communication by cause."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.machines import CONSTANTS, Constants
+from burst_mcore.rates import Rates
+from burst_mcore.step.attention import Attention
+from burst_mcore.step.memory import parameters, shard_of
+from burst_mcore.step.model import Model
+from burst_mcore.step.way import Way
+
+FORWARD, BACKWARD = 1.0, 2.0
+"""Products of a pass, as multiples of a forward."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step."""
+
+    compute: Mapping[str, float]
+    """By part."""
+    exposed: Mapping[str, float]
+    """Of communication and waiting that nothing hides, by cause."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.compute.values()) + sum(self.exposed.values())
+
+
+def times(
+    model: Model,
+    way: Way,
+    seq: int,
+    cluster: Ranks,
+    rates: Rates,
+    peak: float,
+    attention: Attention,
+    constants: Constants = CONSTANTS,
+) -> Times:
+    """Return the seconds of a step; peak: FLOPs a second of products in 16 bits.
+
+    All micro-batches of the fullest stage are counted, in turn.
+    """
+    rows = way.micro * seq / way.cp / way.tp
+    layers = model.layers / way.pp
+    rate = peak * constants.products
+    again = way.recompute != "none"
+    passes = FORWARD + BACKWARD + again * FORWARD
+    product = 2 * rows / rate
+    runs = 1 + again * way.again
+    calls = way.micro * layers
+    kernel_forward = attention.forward * attention.share
+    kernel_backward = attention.backward * attention.share
+    compute = {
+        "embedding": 4 * 2 * rows * model.hidden / rates.memory,
+        "norms and activations": _elementwise(model, layers) * rows * passes / rates.memory,
+        "projections": layers * model.projections * product * passes,
+        "experts" if model.experts else "mlp": model.mlp_active / way.pp * product * passes,
+        "attention forward": calls * kernel_forward,
+        "attention again": calls * kernel_forward * (runs - 1),
+        "attention backward": calls * kernel_backward,
+        "loss": model.head * product * (FORWARD + BACKWARD),
+        "optimizer": _optimizer(model, way, rates, constants),
+    }
+    busy = sum(compute.values())
+    ring = calls * (1 - attention.share) * (attention.forward * runs + attention.backward)
+    exposed = {
+        "ring": ring,
+        "tensor parallel": _tensor(model, way, calls, seq, cluster, rates, passes),
+        "weights gathered": _gathers(model, way, cluster, rates, busy),
+        "gradients reduced": _reduced(model, way, cluster, rates, busy),
+        "activations offloaded": _moved(model, way, seq, calls, busy, constants),
+    }
+    bubble = (way.pp - 1) / (way.chunks * way.micro)
+    exposed["pipeline"] = bubble * (busy + sum(exposed.values()) - compute["optimizer"])
+    return Times(compute, {cause: s for cause, s in exposed.items() if s > 0})
+
+
+def _elementwise(model: Model, layers: float) -> float:
+    """Return bytes that norms, rotations, residuals and activations of a forward move for a token."""
+    attention = model.heads * model.head_dim + model.kv_heads * model.head_dim
+    return layers * 2.0 * (10 * model.hidden + 2 * attention + 3 * model.width)
+
+
+def _optimizer(model: Model, way: Way, rates: Rates, constants: Constants) -> float:
+    """Return the seconds of Adam: 28 bytes of a parameter pass memory, on the GPU or on the host."""
+    own = parameters(model, way) / (way.sharded if way.zero else 1)
+    if way.offload_optimizer:
+        return own * (4 / constants.host_link + 28 / constants.host_memory)
+    return own * 30 / rates.memory
+
+
+def _tensor(
+    model: Model, way: Way, calls: float, seq: int, cluster: Ranks, rates: Rates, passes: float
+) -> float:
+    """Return seconds of tensor and sequence parallelism: 4 gathers or scatters a layer and pass."""
+    if way.tp == 1:
+        return 0.0
+    within = min(way.tp, cluster.intra)
+    each = _collective(2 * seq / way.cp * model.hidden, way.tp, within, rates) + rates.call
+    return calls * 4 * (passes - 1) * each
+
+
+def _collective(size: float, ranks: int, within: int, rates: Rates) -> float:
+    """Return the seconds of an all-gather or a reduce-scatter of `size` bytes; within: ranks of a node."""
+    nodes = ranks / within
+    near = size * (within - 1) / within / rates.link(inter=False)
+    far = size * (nodes - 1) / nodes / (within * rates.link(inter=True))
+    return max(near, far)
+
+
+def _sharded(size: float, way: Way, cluster: Ranks, rates: Rates) -> float:
+    """Return the seconds of a collective over the ranks of ZeRO."""
+    ranks = way.sharded
+    return _collective(size, ranks, min(ranks, max(1, cluster.intra // way.tp)), rates)
+
+
+def _gathers(model: Model, way: Way, cluster: Ranks, rates: Rates, busy: float) -> float:
+    """Return exposed seconds of ZeRO-3's gathers: of each pass and micro-batch, beside its compute."""
+    if way.zero < 3 or way.sharded == 1:
+        return 0.0
+    times = 2 * way.micro
+    seconds = times * _sharded(2 * parameters(model, way), way, cluster, rates)
+    return max(0.0, seconds - busy) + seconds / max(1, times * model.layers)
+
+
+def _reduced(model: Model, way: Way, cluster: Ranks, rates: Rates, busy: float) -> float:
+    """Return exposed seconds of the reduction of gradients, beside backward of the last micro-batch."""
+    if way.sharded == 1:
+        return 0.0
+    bytes_each = 4 if way.framework == "megatron" else 2
+    size = parameters(model, way) * (bytes_each + 2 * (0 < way.zero < 3))
+    rounds = way.micro if way.zero >= 2 else 1
+    seconds = rounds * _sharded(size * (1 if way.zero else 2), way, cluster, rates)
+    hidden = busy * 2 / 3 if way.zero >= 2 else busy * 2 / 3 / way.micro
+    return max(0.0, seconds - hidden) + seconds / max(1, rounds * model.layers)
+
+
+def _moved(model: Model, way: Way, seq: int, calls: float, busy: float, constants: Constants) -> float:
+    """Return exposed seconds of kept attention that goes to the host in forward, and back in backward."""
+    if not way.offload_activations or way.recompute == "none":
+        return 0.0
+    seconds = 2 * calls * shard_of(model, way, seq).result_bytes * way.kept / constants.host_link
+    return max(0.0, seconds - busy)

@@ -1,0 +1,95 @@
+"""A way to run a step: which ranks share what, what is kept for backward, and where states live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.step.model import Model
+
+RECOMPUTES = ("none", "full", "attention", "segment")
+"""As `burst_mcore.checkpointing`: nothing again, all again, all but attention, attention of the front."""
+FRAMEWORKS = ("megatron", "deepspeed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How the ranks of a cluster run a step."""
+
+    framework: str = "megatron"
+    tp: int = 1
+    """Ranks that share matrices, and sequences between them (sequence parallelism)."""
+    cp: int = 1
+    """Ranks that share a sequence."""
+    pp: int = 1
+    dp: int = 1
+    chunks: int = 1
+    """Model chunks of a pipeline stage: more than 1 is the interleaved schedule."""
+    zero: int = 1
+    """ZeRO's stage over the dp x cp ranks; 1 is Megatron's distributed optimizer, 3 also FSDP."""
+    recompute: str = "none"
+    keep: float = 1.0
+    """Of "segment": the share of the sequence whose attention is kept."""
+    offload_optimizer: bool = False
+    offload_activations: bool = False
+    """Whether O and LSE that a recompute policy keeps wait in host memory."""
+    fused_loss: bool = True
+    micro: int = 1
+    """Micro-batches of a step, of one sequence each."""
+    layout: str = "zigzag"
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def sharded(self) -> int:
+        """Ranks over which ZeRO shards."""
+        return self.dp * self.cp
+
+    @property
+    def kept(self) -> float:
+        """Share of the sequence whose attention backward finds done."""
+        return {"none": 1.0, "full": 0.0, "attention": 1.0, "segment": self.keep}[self.recompute]
+
+    @property
+    def again(self) -> float:
+        """Share of attention's forward that backward computes again, under a causal mask."""
+        return 0.0 if self.recompute == "none" else (1 - self.kept) ** 2
+
+    def ring(self, cluster: Ranks) -> Ranks:
+        """Return the ranks that share a sequence: neighbours, but for those that share matrices."""
+        return Ranks(self.cp, min(self.cp, max(1, cluster.intra // self.tp)))
+
+    def __str__(self) -> str:
+        words = [self.framework, f"CP {self.cp}"]
+        words += [f"{name} {n}" for name, n in (("TP", self.tp), ("PP", self.pp), ("DP", self.dp)) if n > 1]
+        words += [f"{self.chunks} chunks"] * (self.chunks > 1)
+        words += [f"ZeRO-{self.zero}", f"recompute {self.recompute}"]
+        words += [f"keep {self.keep:g}"] * (self.recompute == "segment")
+        words += [name for name, on in (("offload optimizer", self.offload_optimizer),
+                                        ("offload activations", self.offload_activations),
+                                        ("whole logits", not self.fused_loss)) if on]  # fmt: skip
+        return ", ".join(words)
+
+
+def why_not(way: Way, model: Model, seq: int, cluster: Ranks) -> str | None:
+    """Return why ranks cannot run a model this way; None if they can. Memory is another question."""
+    if way.gpus != cluster.size:
+        return f"{way.gpus} ranks of the way are not the {cluster.size} of the cluster"
+    if cluster.intra % way.tp and way.tp % cluster.intra:
+        return f"TP {way.tp} does not go evenly on nodes of {cluster.intra}"
+    if model.heads % way.tp or (model.kv_heads % way.tp and way.tp % model.kv_heads):
+        return f"TP {way.tp} does not divide {model.heads} heads and {model.kv_heads} K/V heads"
+    if model.vocab % way.tp or (model.ffn % way.tp):
+        return f"TP {way.tp} does not divide MLP {model.ffn} and vocabulary {model.vocab}"
+    if model.layers % (way.pp * way.chunks):
+        return f"{way.pp} stages x {way.chunks} chunks do not divide {model.layers} layers"
+    intra = way.ring(cluster).intra
+    if way.cp % intra:
+        return f"CP {way.cp} does not go evenly on nodes with {intra} of its ranks"
+    if seq < 2 * way.cp * way.tp:
+        return f"{seq} tokens are too few for CP {way.cp} x TP {way.tp}"
+    if way.chunks > 1 and (way.pp == 1 or way.micro % way.pp):
+        return f"interleaving needs micro-batches ({way.micro}) in multiples of the stages ({way.pp})"
+    return None

@@ -1,0 +1,123 @@
+"""Rows of measurements: `bench attention --record FILE`, by torchrun too, then `plan --against FILE`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from burst_mcore.bench.methods import METHODS
+from burst_mcore.bench.results import Results
+from burst_mcore.bench.rows import rows_of
+from burst_mcore.bench.subjects.attention import AttentionCase
+from burst_mcore.cli import app
+from burst_mcore.machines import MACHINES
+from burst_mcore.plan.methods import METHODS as PREDICTED
+from burst_mcore.plan.methods import NOT_MODELLED
+from burst_mcore.rates import Rates
+
+ROOT = Path(__file__).parent.parent
+CASE = "ranks=2; seq=256; heads=4; head_dim=16"
+RATES = Rates(intra=1e9, inter=1e8, compute=5e10, latency=1e-4, hidden=False)
+
+
+def _run(*words):
+    return CliRunner().invoke(app, [*map(str, words)])
+
+
+def _rows(*words):
+    done = _run("plan", "--against", *words)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.output.splitlines()[-1])["rows"]
+
+
+def test_rows_of_a_run_are_read_and_predicted(tmp_path):
+    file, out, rates = (tmp_path / name for name in ("rows.json", "a.json", "rates.json"))
+    for passes, methods in (("fwd+bwd", "burst,ring,all-gather,torch-ring"), ("fwd", "ring")):
+        case = f"{CASE}; passes={passes}"
+        words = ["--methods", methods, "--repeats", "2", "--out", out, "--record", file]
+        done = _run("bench", "attention", "--case", case, *words)
+        assert done.exit_code == 0 and f"--against {file}" in done.output, done.output
+    walls = {f["method"]: f["median"] for f in json.loads(out.read_text())["figures"] if f["meter"] == "wall"}
+    RATES.save(rates)
+    unknown, known = _rows(file), _rows(file, "--rates", rates)
+    assert [(row["method"], row["passes"]) for row in known] == [
+        ("ring", "fwd+bwd"), ("all-gather", "fwd+bwd"), ("ring", "fwd+bwd"), ("ring", "fwd"),
+    ]  # fmt: skip
+    pairs = 256 * 257 / 2
+    flops = 4 * pairs * 4 * 16 / 2 / 1e12
+    assert known[-1]["measured"] == pytest.approx(flops / walls["ring"], rel=1e-3)
+    assert all(row["predicted"] > 0 and "why" not in row for row in known)
+    assert all(row["predicted"] is None and "give --rates FILE" in row["why"] for row in unknown)
+    assert {(row["hardware"], row["gpus"], row["gpus_per_node"], row["dtype"]) for row in known} == {
+        ("cpu", 2, 2, "float32")
+    }
+
+
+def test_torchrun_starts_the_ranks(tmp_path):
+    file, out = tmp_path / "rows.json", tmp_path / "a.json"
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29653"),
+        *("-m", "burst_mcore.bench", "attention", "--device", "cpu", "--methods", "ring,te-p2p,magi"),
+        *("--case", "seq=128; heads=2; head_dim=16", "--repeats", "1"),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    words = ["--out", str(out), "--record", str(file)]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    for name in ("te-p2p", "magi"):
+        assert done.stdout.count(f"2 ranks: {name}") == 0  # the case has the name of its fields
+        assert done.stdout.count(f"{name} was not timed: needs a GPU for each rank") == 1
+    (row,) = json.loads(file.read_text())
+    assert (row["method"], row["gpus"], row["gpus_per_node"]) == ("ring", 2, 2)
+    three = subprocess.run(
+        [*command[:-4], "--case", "ranks=3; seq=96"], capture_output=True, text=True, cwd=tmp_path,
+        env=environment,
+    )  # fmt: skip
+    assert three.returncode == 2 and "torchrun started 2 ranks, and 'ranks=3; seq=96' wants 3" in three.stderr
+
+
+def test_every_word_of_a_method_is_one_that_predictions_know():
+    rows = [method.row for method in METHODS["attention"].values() if method.row]
+    assert len(rows) > 20
+    assert {row["method"] for row in rows} <= PREDICTED.keys() | NOT_MODELLED.keys()
+    assert {row["method"] for row in rows} >= set(PREDICTED) - {"loongtrain"}
+
+
+def test_what_no_row_can_say_gives_none():
+    results = Results("attention", "", "cpu", 1)
+    for mask, layout in (("causal & window:8", "zigzag"), ("causal", "block-striped:4")):
+        results.add("a", [("ring", "wall", [1.0])])
+        assert [*rows_of(results, {"a": AttentionCase(seq=64, mask=mask, layout=layout)})] == []
+    assert len([*rows_of(results, {"a": AttentionCase(seq=64)})]) == 1
+
+
+def test_a_run_that_could_not_be_recorded_is_refused_before_it_is_measured(tmp_path):
+    paper = tmp_path / "paper.json"
+    paper.write_text("{}")
+    done = _run("bench", "attention", "--record", paper)
+    assert done.exit_code == 2 and "holds no list of rows" in done.stderr
+    done = _run("bench", "masks", "--record", tmp_path / "rows.json")
+    assert done.exit_code == 2 and "--record writes rows of the subject attention" in done.stderr
+
+
+def test_rates_are_those_of_all_rows_and_do_not_go_with_fits(tmp_path):
+    rates, rows = tmp_path / "rates.json", tmp_path / "rows.json"
+    MACHINES["H100"].rates.save(rates)
+    row = {
+        **{"hardware": "H100", "gpus": 8, "gpus_per_node": 8, "heads": 64, "kv_heads": 8, "head_dim": 128},
+        **{"batch": 1, "seq": 65536, "mask": "causal", "passes": "fwd", "method": "ring", "tflops": 400.0},
+    }
+    rows.write_text(json.dumps([row, {**row, "hardware": "RTX 9090"}]))
+    known, other = _rows(rows, "--rates", rates)
+    assert known["predicted"] == other["predicted"]
+    refused = _run("plan", "--against", rows)
+    assert refused.exit_code == 2 and "unknown machine 'RTX 9090'" in refused.output
+    refused = _run("plan", "--against", rows, "--calibrate", rows, "--rates", rates)
+    assert refused.exit_code == 2 and len(refused.output.splitlines()) == 1
+    rows.write_text(json.dumps([row]))
+    refused = _run("plan", "--against", rows, "--calibrate", rows, "--rates", rates)
+    assert refused.exit_code == 2 and "give one of them" in refused.output
