@@ -97,6 +97,7 @@ OPTIONS = {
     "unfused": (TWO, {"section": {"fused_loss": False}}),
     "ring alone": (ONE, {"section": {"head_parallel": 1}}),
     "Ulysses": (ONE, {"section": {"head_parallel": 2, "backward": "kv"}}),
+    "mesh": (ONE, {"section": {"head_parallel": 1, "mesh": "2x1"}}),
     "uneven length": (TWO, {"tokens": 37}),
     "shorter than the ring": (ONE, {"tokens": 5}),
     "gradients not contiguous": (ONE, {"zero": {"contiguous_gradients": False}}),
