@@ -90,7 +90,7 @@ def test_programs_are_played_by_processes_and_their_bytes_counted():
         kv, dkv = share.bundle_bytes(of_queries=False)
         assert sent["double ring"]["inter sent"] == 0
         # K and V in both passes; sums in 16 bits, to the next rank and home.
-        assert sent["double ring"]["intra sent"] == 2 * kv + 2 * (dkv // 2)
+        assert sent["double ring"]["intra sent"] == 2 * kv + dkv // 2
         assert sent["USP"]["intra sent"] < sent["double ring"]["intra sent"] * 1.5
 
 

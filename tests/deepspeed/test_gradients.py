@@ -202,6 +202,7 @@ def test_auto_shares_heads_within_a_node_where_it_would_not():
     free = candidates(
         shard, Layout.of("zigzag"), mask, 8192, ranks, rates,
         overlap=True, rings=("double",), degrees=(1, 2, 4), directions=("query", "kv"),
+        placement="inner",
     )  # fmt: skip
     assert best(free).route.heads == 4
     assert within_nodes(config, shard, mask, 8192, ranks, rates).head_parallel in (1, 2)
