@@ -50,6 +50,9 @@ LayoutText = Annotated[
 Ring = Annotated[
     str, typer.Option(help="Route between ranks: double, flat, direct, or auto for the cost model.")
 ]
+Mesh = Annotated[
+    str, typer.Option(help="Rings side by side: none, auto, or rows x columns of positions such as 2x4.")
+]
 Overlap = Annotated[bool, typer.Option(help="Communicate while ranks compute.")]
 IntraGB = Annotated[float | None, typer.Option(help="Bandwidth from a rank to ranks of its node, in GB/s.")]
 InterGB = Annotated[float | None, typer.Option(help="Bandwidth from a rank to other nodes, in GB/s.")]
@@ -73,6 +76,7 @@ def explain(
     mask: MaskText = "causal",
     layout: LayoutText = "zigzag",
     ring: Ring = "auto",
+    mesh: Mesh = "none",
     overlap: Overlap = True,
     rates_file: RatesFile = None,
     intra_gb: IntraGB = None,
@@ -89,7 +93,7 @@ def explain(
     from burst_mcore.mask.words import tokens
 
     try:
-        config = BurstConfig(ring=ring, overlap=overlap)
+        config = BurstConfig(ring=ring, mesh=mesh, overlap=overlap)
         problem = Problem(
             seq=tokens(seq),
             heads=heads,
@@ -101,7 +105,10 @@ def explain(
         )
         where, rates = _cluster(cluster, rates_file, intra_gb, inter_gb, tflops, latency_us)
         torch.set_num_threads(1)  # many small operations: threads would wait for each other
-        typer.echo(predict.explain(problem, where, rates, ring=ring, overlap=config.overlap, layout=layout))
+        text = predict.explain(
+            problem, where, rates, ring=ring, mesh=config.mesh, overlap=overlap, layout=layout
+        )
+        typer.echo(text)
     except ValueError as error:
         _fail("explain", error)
 
@@ -113,6 +120,7 @@ def draw(
         str, typer.Option(help="forward, or the side that travels in backward: query or kv.")
     ] = "query",
     ring: Ring = "double",
+    mesh: Mesh = "none",
     overlap: Overlap = True,
     head_parallel: Annotated[int, typer.Option(help="Ranks that share the heads.")] = 1,
     heads: Heads = 8,
@@ -159,7 +167,7 @@ def draw(
         if direction not in tuple(Pass):
             raise ValueError(f"unknown direction {direction!r}; legal: {', '.join(Pass)}")
         pass_ = Pass(direction)
-        config = BurstConfig(ring=ring, overlap=overlap, head_parallel=head_parallel)
+        config = BurstConfig(ring=ring, mesh=mesh, overlap=overlap, head_parallel=head_parallel)
         if measure and tokens(seq) > MEASURED_TOKENS:
             raise ValueError(f"--measure runs on this machine's CPU: --seq may be at most {MEASURED_TOKENS}")
         problem = Problem(
@@ -178,6 +186,7 @@ def draw(
             pass_=pass_,
             degree=head_parallel,
             ring=ring,
+            mesh=config.mesh,
             overlap=overlap,
             layout=layout,
         )

@@ -140,6 +140,18 @@ def test_legal_degrees():
     assert "does not divide the 4 ranks" in why_not_degree(3, Ranks(4, 4), 12, 6)
 
 
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+@pytest.mark.parametrize("size", [4, 12, 16, 64])
+def test_causal_work_is_even_on_every_mesh(layout, size):
+    """Of two zigzag pairs of chunks half is seen, whichever positions they are of."""
+    n = 64 * size
+    pairs = pairs_between(Layout(layout), Mask.causal(), n, size)
+    for rings in (a for a in range(1, size + 1) if size % a == 0):
+        places = size // rings
+        of_position = pairs.view(rings, places, rings, places).sum((0, 3))
+        assert float(of_position.max() / of_position.mean()) < 1.02, rings
+
+
 RATES = Rates(intra=100.0, inter=10.0, compute=1.0, latency=0.0)
 
 

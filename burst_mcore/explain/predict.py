@@ -14,6 +14,7 @@ from typing import Any
 from burst_mcore.attention.autotune.choose import (
     RINGS,
     Candidate,
+    Mesh,
     Ranks,
     best,
     candidates,
@@ -92,21 +93,33 @@ def shard_of(problem: Problem, ranks: Ranks, layout: Layout) -> Shard:
 
 
 def explain(
-    problem: Problem, ranks: Ranks, rates: Rates, *, ring: str, overlap: bool, layout: str = "zigzag"
+    problem: Problem,
+    ranks: Ranks,
+    rates: Rates,
+    *,
+    ring: str,
+    overlap: bool,
+    layout: str = "zigzag",
+    mesh: Mesh = "none",
 ) -> str:
     """Return, in words, the ways that "auto" chooses from, the cost of each, the choice and its reason.
 
     Raises:
-        ValueError: as `layout_of`.
+        ValueError: as `layout_of`, or no degree of head parallelism goes with the mesh.
     """
     from tabulate import tabulate  # of the extra "bench": predictions do without it
 
     dealt = layout_of(layout, problem, ranks)
     of_kind, mask = typical(dealt, problem.seen, problem.seq, ranks.size)
     shard = shard_of(problem, ranks, dealt)
-    of_degree = partial(_of_degree, shard, of_kind, mask, problem.seq, ranks, rates, overlap, ring)
+    of_degree = partial(_of_degree, shard, of_kind, mask, problem.seq, ranks, rates, overlap, ring, mesh)
     degrees = legal_degrees(ranks, problem.heads, problem.kv_heads)
     found = [each for of_one in _in_parallel(of_degree, degrees, ranks) for each in of_one]
+    if not found:
+        raise ValueError(
+            f"mesh {mesh}: rows x columns x head_parallel must be the {ranks.size} ranks; legal "
+            f"head_parallel: {', '.join(map(str, degrees))}"
+        )
     chosen = best(found)
     ordered = sorted(found, key=lambda candidate: (candidate.seconds, candidate is not chosen))
     bound = _bound(shard, ranks)
@@ -136,12 +149,13 @@ def _of_degree(
     rates: Rates,
     overlap: bool,
     ring: str,
+    mesh: Mesh,
     degree: int,
 ) -> tuple[Candidate, ...]:
     """Return the candidates with one degree of head parallelism."""
     return candidates(
         shard, layout, mask, n, ranks, rates,
-        overlap=overlap, rings=_rings(ring), degrees=(degree,), directions=(Pass.QUERY, Pass.KV),
+        overlap=overlap, rings=_rings(ring), degrees=(degree,), directions=(Pass.QUERY, Pass.KV), mesh=mesh,
     )  # fmt: skip
 
 
@@ -201,6 +215,7 @@ def _row(candidate: Candidate, chosen: Candidate, bound: _Bound) -> dict[str, An
         "kernel ms": candidate.compute_seconds * 1e3,
         "exposed ms": candidate.exposed_seconds * 1e3,
         "tied": candidate.tied,
+        "resident MB": candidate.resident_bytes / 1e6,
         "inter MB": candidate.inter_bytes / 1e6,
         "intra MB": candidate.intra_bytes / 1e6,
         f"{bound.link} / bound": bound.over(candidate),
@@ -236,6 +251,7 @@ def draw(
     ring: str,
     overlap: bool,
     layout: str = "zigzag",
+    mesh: Mesh = "none",
 ) -> Drawing:
     """Return the schedule of a pass, and when every rank does what.
 
@@ -263,7 +279,10 @@ def draw(
         rings=_rings(ring),
         degrees=(degree,),
         directions=(Pass.QUERY if pass_ == Pass.QUERY else Pass.KV,),  # as record_pass has it
+        mesh=mesh,
     )
+    if not found:
+        raise ValueError(f"mesh {mesh} with head_parallel={degree} is not legal on {ranks.size} ranks")
     chosen = best(found)
     route = chosen.route
     plan = plan_of(dealt, problem.seen, problem.seq, route.placement)

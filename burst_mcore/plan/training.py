@@ -140,9 +140,9 @@ _PAPER: dict[str, tuple[str, dict[str, Any]]] = {
     # "All evaluations are conducted with gradient checkpointing": full, an assumption for these two
     "double-ring": ("double-ring", {"recompute": "full", "fused_loss": False}),
     "usp": ("usp", {"recompute": "full", "fused_loss": False}),
-    "burst selective++": ("burst", {"recompute": "attention"}),
-    "burst segment 0.5": ("burst", {"recompute": "segment", "keep": 0.5}),
-    "burst-usp selective++": ("loongtrain", {"recompute": "attention"}),
+    "burst selective++": ("burst", {"framework": "bmtrain", "recompute": "attention"}),
+    "burst segment 0.5": ("burst", {"framework": "bmtrain", "recompute": "segment", "keep": 0.5}),
+    "burst-usp selective++": ("loongtrain", {"framework": "bmtrain", "recompute": "attention"}),
 }
 
 
@@ -243,7 +243,7 @@ def _way_of(method: str, gpus: int) -> tuple[str, Way] | str:
     if method == "Megatron-SP":  # matrices and sequence over all ranks; activation checkpointing
         return "ulysses", replace(whole, framework="megatron", zero=1, tp=gpus)
     if method == "DeepSpeed Ulysses":
-        return "ulysses", replace(whole, cp=gpus)
+        return "ulysses", replace(whole, framework="megatron", cp=gpus)  # models of Megatron-DeepSpeed
     if method.startswith("ring attention, ZeRO-3 offload"):
         return "ring", replace(whole, cp=gpus, offload_optimizer=True)
     if method.startswith("data parallel, ZeRO-3 offload"):

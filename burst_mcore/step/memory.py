@@ -12,8 +12,10 @@ from burst_mcore.step.way import Way
 
 ADAM = 12
 """Bytes of a parameter: a float32 copy and Adam's two moments (arXiv 1910.02054, section 3)."""
-WHOLE_LOGITS = 6
-"""Bytes of a logit that is not fused: 16 bits, and a float32 softmax, which becomes the gradient in place."""
+WHOLE_LOGITS = {"megatron": 6, "bmtrain": 6, "deepspeed": 12}
+"""Bytes of a logit that is not fused. Megatron: 16 bits, and a float32 softmax that becomes the gradient.
+
+BMTrain is taken to do the same. Models of transformers: a float32 copy, its log-softmax, and its gradient."""
 FUSED_LOGITS = 5e9
 """Bytes of the logits that a fused loss has at a time, at most: a sixteenth of a GPU of 80 GB."""
 RESERVED = 2e9
@@ -48,9 +50,9 @@ def stack(model: Model, way: Way, seq: int, direction: str = "query", nodes: int
         "ring buffers": ring_bytes(shard, way, direction, nodes),
         "gathered weights": _gathered(model, way),
     }
-    logits = shard.tokens * model.vocab / way.tp
+    whole = shard.tokens * model.vocab / way.tp * WHOLE_LOGITS[way.framework]
     loss = {
-        "logits": min(logits * WHOLE_LOGITS, FUSED_LOGITS) if way.fused_loss else logits * WHOLE_LOGITS,
+        "logits": min(whole, FUSED_LOGITS) if way.fused_loss else whole,
         "gathered weights": 4.0 * model.head / way.tp if way.zero >= 3 else 0.0,
     }
     worst = max(layer, loss, key=lambda phase: sum(phase.values()))
@@ -98,13 +100,16 @@ def _saved(model: Model, way: Way, shard: Shard, *, whole: bool) -> float:
         shard.head_dim + shard.value_dim
     )
     mlp = (3 if model.gated else 2) * model.width / way.tp if whole else 0.0
-    return 2.0 * rows * (4 * width + attention + mlp) + rows * shard.heads * shard.statistic
+    plain = 2.0 * rows * (4 * width + attention + mlp) + rows * shard.heads * shard.statistic
+    if way.framework != "deepspeed":
+        return plain
+    # Models of transformers: norms keep float32 inputs, and queries and keys are kept before they rotate.
+    return plain + rows * (2 * 4 * width + 2 * (shard.heads + shard.kv_heads) * shard.head_dim)
 
 
 def _mlp_gradients(model: Model, way: Way, shard: Shard) -> float:
     """Return bytes of the gradients that an MLP's backward has at once."""
-    inner = (3 if model.gated else 2) * model.width
-    return 2.0 * shard.tokens / way.tp * (inner + 2 * model.hidden)
+    return 2.0 * shard.tokens / way.tp * (2 * model.width + model.hidden)
 
 
 def ring_bytes(shard: Shard, way: Way, direction: str, nodes: int) -> float:

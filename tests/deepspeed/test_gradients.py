@@ -97,6 +97,7 @@ OPTIONS = {
     "unfused": (TWO, {"section": {"fused_loss": False}}),
     "ring alone": (ONE, {"section": {"head_parallel": 1}}),
     "Ulysses": (ONE, {"section": {"head_parallel": 2, "backward": "kv"}}),
+    "mesh": (ONE, {"section": {"head_parallel": 1, "mesh": "2x1"}}),
     "uneven length": (TWO, {"tokens": 37}),
     "shorter than the ring": (ONE, {"tokens": 5}),
     "gradients not contiguous": (ONE, {"zero": {"contiguous_gradients": False}}),
@@ -201,6 +202,7 @@ def test_auto_shares_heads_within_a_node_where_it_would_not():
     free = candidates(
         shard, Layout.of("zigzag"), mask, 8192, ranks, rates,
         overlap=True, rings=("double",), degrees=(1, 2, 4), directions=("query", "kv"),
+        placement="inner",
     )  # fmt: skip
     assert best(free).route.heads == 4
     assert within_nodes(config, shard, mask, 8192, ranks, rates).head_parallel in (1, 2)

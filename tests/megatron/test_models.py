@@ -23,12 +23,17 @@ WAYS = {
     "double ring of 1 x 4": {"hierarchy": (4, 1)},
     "flat ring on hierarchical groups": {"hierarchy": (2, 2), "burst": (("ring", "flat"),)},
     "head x ring": {"hierarchy": (2, 2), "burst": (("head_parallel", 2),)},
+    "heads across nodes": {
+        "hierarchy": (2, 2),
+        "burst": (("head_parallel", 2), ("head_placement", "outer")),
+    },
+    "mesh": {"burst": (("mesh", "2x2"),)},
     "Ulysses": {"burst": (("head_parallel", 4),)},
     "auto, no overlap": {"burst": (("head_parallel", "auto"), ("overlap", False))},
 }
 
 
-@pytest.mark.proves("GPT", "CP 4 on a flat and a double ring, with shared heads, by auto")
+@pytest.mark.proves("GPT", "CP 4 on a flat and a double ring, a mesh, with shared heads, by auto")
 @pytest.mark.parametrize("way", WAYS)
 def test_gpt_on_other_routes(way):
     assert_equal(step(Case(cp=4, **WAYS[way])), default())

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 from burst_mcore.attention.schedule.actions import Link, Pass
@@ -59,7 +59,7 @@ class Share:
             kv=shard.bundle_bytes(of_queries=False)[0],
             statistic=rows * shard.statistic,
             gradient=shard.grad_itemsize / shard.itemsize,
-            output=max(4, shard.itemsize) / shard.itemsize,
+            output=shard.grad_itemsize / shard.itemsize,
         )
 
     def pooled_kv(self, heads: int) -> float:
@@ -155,6 +155,17 @@ def of_ring(share: Share, pass_: Pass, route: Route, intra: int) -> dict[Link, f
     crossing = _crossing(route, intra)
     around = hop.around(route.positions)
     return {Link.INTRA: within + (1 - crossing) * around, Link.INTER: between + crossing * around}
+
+
+def of_mesh(share: Share, pass_: Pass, route: Route, intra: int) -> float:
+    """Return the bytes that a rank of a mesh sends, within and between nodes together.
+
+    The ring of its row moves one side; the other side goes along the column, and sums come straight home.
+    """
+    shape = route.of(pass_)
+    hop = of_columns(share, pass_, route.heads) if pass_ == Pass.QUERY else of_rows(share, pass_)
+    row = of_ring(share, pass_, replace(shape, rings=1, outer=False), intra)
+    return sum(row.values()) + (shape.rings - 1) * (hop.data + hop.sums)
 
 
 def _near(route: Route, intra: int) -> int:
