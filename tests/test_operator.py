@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from burst_mcore import BurstConfig, Mask, burst_attention
 from burst_mcore.attention import request as request_module
-from burst_mcore.attention.geometry.plan import plan_for
+from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.operator import (
     OPTIONS,
     BackwardArgs,
@@ -244,7 +244,7 @@ def test_gradients_outlive_the_mask():
     out = burst_attention(q, k, v, topology=Topology.single(), mask=mask)
     del mask
     for cache in (
-        plan_for,
+        plan_of,
         call_of,
         request_module._request,
         request_module.choose_route,
