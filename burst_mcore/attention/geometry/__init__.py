@@ -1,5 +1,6 @@
 """Which query rows attend to which key rows, on which rank, and who needs whose rows.
 
+placement      which ranks share heads at a position of a ring
 rows           ranges of rows of a tensor: counted, gathered, scattered
 piece          a rectangle of rows cut by two diagonals
 pattern        the mask pattern of one tile
