@@ -14,7 +14,7 @@ except ImportError:
     sys.exit("burst-mcore needs the packages of its extra 'bench': pip install 'burst-mcore[bench]'")
 
 if TYPE_CHECKING:
-    from burst_mcore.attention.autotune.choose import Ranks
+    from burst_mcore.attention.autotune.ways import Ranks
     from burst_mcore.rates import Rates
 
 app = typer.Typer(

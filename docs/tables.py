@@ -12,7 +12,6 @@ from pathlib import Path
 
 from predictions import page
 
-from burst_mcore.attention.autotune.choose import Ranks, legal_degrees, route_for
 from burst_mcore.attention.autotune.volume import (
     Share,
     factors,
@@ -22,6 +21,7 @@ from burst_mcore.attention.autotune.volume import (
     of_rows,
     through_nic,
 )
+from burst_mcore.attention.autotune.ways import Ranks, legal_degrees, route_for
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.config import SETTINGS
 from burst_mcore.deepspeed.config.section import reference

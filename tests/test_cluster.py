@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.bench import emulate
 from burst_mcore.bench.core import ALL
 from burst_mcore.bench.results import read

@@ -11,17 +11,12 @@ from masks import random_layout, random_mask, randoms
 
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.autotune.choose import (
-    RINGS,
     Candidate,
-    Ranks,
     best,
     candidates,
     contenders,
-    legal_degrees,
     reason,
-    route_for,
     typical,
-    why_not_degree,
     work_of,
 )
 from burst_mcore.attention.autotune.cost import (
@@ -35,6 +30,7 @@ from burst_mcore.attention.autotune.cost import (
 )
 from burst_mcore.attention.autotune.lockstep import RoutedPass, play_all
 from burst_mcore.attention.autotune.simulate import play
+from burst_mcore.attention.autotune.ways import RINGS, Ranks, legal_degrees, route_for, why_not_degree
 from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.schedule.actions import Pass

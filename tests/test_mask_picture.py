@@ -17,7 +17,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from burst_mcore import Layout, Mask
-from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.table import KERNELS

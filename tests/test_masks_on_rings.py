@@ -12,8 +12,8 @@ from ranks import processes
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard, unshard
 from burst_mcore.attention import operator, prepare
-from burst_mcore.attention.autotune.choose import Ranks, legal_degrees
 from burst_mcore.attention.autotune.cost import link_bytes, message_bytes
+from burst_mcore.attention.autotune.ways import Ranks, legal_degrees
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.runtime import communicators
 from burst_mcore.attention.schedule.route import program

@@ -12,7 +12,7 @@ from ranks import processes
 from test_masks_on_rings import DTYPES, _case, _gathered
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
-from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.recompute.cuts import cut_for
 from burst_mcore.checkpointing import Full, KeepAttention, Segment, checkpoint

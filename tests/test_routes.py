@@ -18,8 +18,8 @@ from test_simulation import simulate
 
 from burst_mcore import BurstConfig, Layout, Mask, Topology, burst_attention, shard
 from burst_mcore.attention import operator
-from burst_mcore.attention.autotune.choose import Ranks, legal_degrees
 from burst_mcore.attention.autotune.cost import link_bytes, link_class, message_bytes
+from burst_mcore.attention.autotune.ways import Ranks, legal_degrees
 from burst_mcore.attention.kernels import table
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.schedule.actions import Send

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from burst_mcore.attention.autotune.choose import Ranks, backward_passes, route_for
 from burst_mcore.attention.autotune.cost import message_bytes, pass_flops
+from burst_mcore.attention.autotune.ways import Ranks, backward_passes, route_for
 from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.schedule.actions import (
     Accumulate,

@@ -13,8 +13,8 @@ from ranks import Mailboxes, MailboxTransport, threads
 from torch.nn.functional import pad
 
 from burst_mcore import Layout, Mask, shard, unshard
-from burst_mcore.attention.autotune.choose import Ranks, legal_degrees, route_for
 from burst_mcore.attention.autotune.cost import link_bytes, link_class, message_bytes
+from burst_mcore.attention.autotune.ways import Ranks, legal_degrees, route_for
 from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Call, Keys, Queries
 from burst_mcore.attention.forward import forward

@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.bench.memory import LiveBytes
 from burst_mcore.checkpointing import KeepAttention, Offload, Segment
 from burst_mcore.cli import app

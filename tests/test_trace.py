@@ -11,9 +11,9 @@ from ranks import processes
 from typer.testing import CliRunner
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention
-from burst_mcore.attention.autotune.choose import Ranks
 from burst_mcore.attention.autotune.cost import Sizes
 from burst_mcore.attention.autotune.simulate import play
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.schedule.actions import Compute, Recv
 from burst_mcore.attention.schedule.route import Route, program, schedule
 from burst_mcore.attention.schedule.trace import Event, chrome_trace, lane, record

@@ -8,7 +8,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.autotune.choose import Ranks, placements, route_for, why_not_placed
+from burst_mcore.attention.autotune.ways import Ranks, placements, route_for, why_not_placed
 from burst_mcore.attention.numerics.latent import Latent
 from burst_mcore.attention.operator import ForwardArgs, ForwardResults, attention_forward, refusing
 from burst_mcore.attention.recompute.replay import (

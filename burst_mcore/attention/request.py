@@ -17,19 +17,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from burst_mcore.agreement import Signature
-from burst_mcore.attention.autotune.choose import (
+from burst_mcore.attention.autotune.choose import Candidate, Slower, best, contenders, reason, typical
+from burst_mcore.attention.autotune.ways import (
     RINGS,
-    Candidate,
     Ranks,
-    Slower,
     backward_passes,
-    best,
-    contenders,
     legal_degrees,
     overlaps,
-    reason,
     route_for,
-    typical,
     why_not_degree,
 )
 from burst_mcore.attention.call import Call

@@ -26,7 +26,7 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.bench.core import first_line
 from burst_mcore.bench.launch import in_processes
 from burst_mcore.rates import Rates

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.trace import Event, record

@@ -12,22 +12,18 @@ from functools import partial
 from typing import Any
 
 from burst_mcore.attention.autotune.choose import (
-    RINGS,
     Candidate,
-    Mesh,
-    Ranks,
     best,
     candidates,
-    legal_degrees,
     pairs_of,
     reason,
     typical,
-    why_not_degree,
     work_of,
 )
 from burst_mcore.attention.autotune.cost import Sizes, link_bytes, message_bytes
 from burst_mcore.attention.autotune.simulate import Timeline, play
 from burst_mcore.attention.autotune.volume import Share, least
+from burst_mcore.attention.autotune.ways import RINGS, Mesh, Ranks, legal_degrees, why_not_degree
 from burst_mcore.attention.geometry.plan import Plan, plan_of
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route, Schedule, schedule

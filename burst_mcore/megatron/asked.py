@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from burst_mcore.attention.autotune.choose import Ranks, why_not_degree
+from burst_mcore.attention.autotune.ways import Ranks, why_not_degree
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import KERNELS, by_rank
 from burst_mcore.attention.request import check_mesh

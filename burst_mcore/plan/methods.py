@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from burst_mcore.attention.autotune.choose import Ranks, pairs_of, route_for, why_not_degree
+from burst_mcore.attention.autotune.choose import pairs_of
 from burst_mcore.attention.autotune.cost import (
     COPIES,
     PARCELS,
@@ -22,6 +22,7 @@ from burst_mcore.attention.autotune.cost import (
     stretched,
 )
 from burst_mcore.attention.autotune.lockstep import RoutedPass, Work, play_all
+from burst_mcore.attention.autotune.ways import Ranks, route_for, why_not_degree
 from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.schedule.actions import Kind, Link, Pass

@@ -9,8 +9,8 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from burst_mcore.attention.autotune.choose import Ranks
 from burst_mcore.attention.autotune.cost import allowed_pairs
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.dtypes import TRAINED
 from burst_mcore.mask import Mask
 

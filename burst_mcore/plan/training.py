@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.machines import MACHINES, Machine
 from burst_mcore.plan.methods import METHODS as ATTENTION

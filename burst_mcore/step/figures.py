@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.rates import Rates
 from burst_mcore.step.attention import Attention, attention
 from burst_mcore.step.memory import RESERVED, shard_of, stack, total

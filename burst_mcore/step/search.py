@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.step.advice import advice
 from burst_mcore.step.figures import Place, Step, step
 from burst_mcore.step.memory import longest, stack, total

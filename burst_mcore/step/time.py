@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.machines import CONSTANTS, Constants
 from burst_mcore.rates import Rates
 from burst_mcore.step.attention import Attention

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.step.model import Model
 
 RECOMPUTES = ("none", "full", "attention", "segment")

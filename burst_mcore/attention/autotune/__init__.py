@@ -5,5 +5,6 @@ volume         closed formulas for those bytes, and the least of all
 simulate       a schedule against time, rank by rank
 lockstep       the same for ranks that do alike
 bounds         lower bounds of a route's time
+ways           the routes that ranks, shapes and settings allow
 choose         candidates, the best one, and the reason
 """

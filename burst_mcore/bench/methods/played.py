@@ -16,17 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from burst_mcore.attention.autotune.choose import (
-    RINGS,
-    Candidate,
-    Ranks,
-    backward_passes,
-    best,
-    candidates,
-    legal_degrees,
-    pairs_of,
-    work_of,
-)
+from burst_mcore.attention.autotune.choose import Candidate, best, candidates, pairs_of, work_of
 from burst_mcore.attention.autotune.cost import (
     Sizes,
     exchange_seconds,
@@ -35,6 +25,7 @@ from burst_mcore.attention.autotune.cost import (
     message_bytes,
     slowdown_seconds,
 )
+from burst_mcore.attention.autotune.ways import RINGS, Ranks, backward_passes, legal_degrees
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.schedule.actions import (
     Action,

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from burst_mcore.attention.autotune.choose import Ranks
 from burst_mcore.attention.autotune.cost import link_bytes
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.schedule.actions import Link
 from burst_mcore.attention.shard import Shard
 from burst_mcore.bench import emulate

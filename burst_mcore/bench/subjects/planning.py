@@ -13,7 +13,8 @@ from functools import partial
 
 import torch
 
-from burst_mcore.attention.autotune.choose import RINGS, Ranks, best, contenders, typical
+from burst_mcore.attention.autotune.choose import best, contenders, typical
+from burst_mcore.attention.autotune.ways import RINGS, Ranks
 from burst_mcore.attention.geometry.plan import Plan, plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.aten import CPU

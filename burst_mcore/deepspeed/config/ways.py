@@ -5,16 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from burst_mcore.attention.autotune.choose import (
-    RINGS,
-    Candidate,
-    Ranks,
-    backward_passes,
-    best,
-    candidates,
-    legal_degrees,
-    typical,
-)
+from burst_mcore.attention.autotune.choose import Candidate, best, candidates, typical
+from burst_mcore.attention.autotune.ways import RINGS, Ranks, backward_passes, legal_degrees
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from burst_mcore.attention.autotune.choose import Ranks, best, reason
+from burst_mcore.attention.autotune.choose import best, reason
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import PREFERENCE, choose
 from burst_mcore.attention.recompute.cuts import cut_for

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from burst_mcore.attention.api import burst_attention
-from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.cached import attend_to_cache
 from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.runtime.topology import Topology

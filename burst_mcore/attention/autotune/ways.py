@@ -1,0 +1,110 @@
+"""The ways over some ranks that shapes and settings allow: degrees, placements, meshes and their routes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from burst_mcore.attention.runtime.head_exchange import why_not_heads
+from burst_mcore.attention.schedule.actions import Pass
+from burst_mcore.attention.schedule.route import Route
+from burst_mcore.attention.shard import Shard
+from burst_mcore.config import RINGS as LEGAL_RINGS
+from burst_mcore.config import sides_of
+from burst_mcore.rates import Rates
+
+RINGS = LEGAL_RINGS[1:]  # all but "auto"
+Mesh = str | tuple[int, int]
+"""`BurstConfig.mesh`: "none", "auto", or rings x places of a ring."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where the ranks are, `size` in all and `intra` on each node: a Topology without its process groups."""
+
+    size: int
+    intra: int
+
+
+def why_not_placed(degree: int, ranks: Ranks) -> str | None:
+    """Return why the ranks cannot be cut into groups of `degree`; None if they can."""
+    return f"it does not divide the {ranks.size} ranks" if ranks.size % degree else None
+
+
+def why_not_degree(degree: int, ranks: Ranks, heads: int, kv_heads: int) -> str | None:
+    """Return why `degree` ranks cannot share these heads; None if they can."""
+    return why_not_placed(degree, ranks) or why_not_heads(heads, kv_heads, degree)
+
+
+def legal_degrees(ranks: Ranks, heads: int, kv_heads: int) -> list[int]:
+    """Return the degrees of head parallelism that ranks and heads allow."""
+    return [d for d in range(1, ranks.size + 1) if why_not_degree(d, ranks, heads, kv_heads) is None]
+
+
+def route_for(
+    degree: int, ranks: Ranks, *, ring: str, overlap: bool, outer: bool = False, rings: int = 1
+) -> Route:
+    """Return the route where `degree` ranks share heads: neighbours, or one of each ring (`outer`).
+
+    Args:
+        ring: "double", "flat" or "direct". Where nodes do not cut the ring into equal parts, it is flat.
+        rings: rings side by side, of a mesh.
+    """
+    positions, outer = ranks.size // degree, outer and 1 < degree < ranks.size
+    if ring == "direct":
+        return Route(1, positions, degree, overlap, direct=positions > 1, outer=outer)
+    places = positions // rings
+    nodes = 1 if ring == "flat" else _nodes_of_ring(places, 1 if outer else degree, ranks.intra)
+    return Route(nodes, places // nodes, degree, overlap, outer=outer, rings=rings)
+
+
+def rings_of(mesh: Mesh, positions: int, shard: Shard) -> tuple[int, ...]:
+    """Return the numbers of rings to try on so many positions; "auto": one ring, and the two best meshes.
+
+    These are the meshes on which a rank sends the fewest bytes in forward, if no row is left out.
+    """
+    if mesh == "none":
+        return (1,)
+    if sides := sides_of(mesh):
+        return (sides[0],) if math.prod(sides) == positions else ()
+    keys, _ = shard.bundle_bytes(of_queries=False)
+    queries = shard.batch * shard.tokens * shard.heads * shard.head_dim * shard.itemsize + shard.result_bytes
+    divisors = [a for a in range(2, positions) if positions % a == 0]
+    return (1, *sorted(divisors, key=lambda a: (a - 1) * queries + (positions // a - 1) * keys)[:2])
+
+
+def _nodes_of_ring(positions: int, apart: int, intra: int) -> int:
+    """Return over how many nodes a ring goes whose positions are `apart` ranks from each other."""
+    if apart % intra == 0:
+        return positions
+    return positions * apart // intra if intra % apart == 0 and positions * apart % intra == 0 else 1
+
+
+def placements(setting: str, degree: int, ranks: Ranks) -> tuple[bool, ...]:
+    """Return whether members of a head group may be far apart (True), neighbours (False), or both, in order.
+
+    setting: `BurstConfig.head_placement`. "auto" tries groups over several nodes where there are such nodes.
+    Neighbours that straddle nodes come last.
+    """
+    if degree in (1, ranks.size) or setting == "inner":
+        return (False,)
+    if setting == "outer":
+        return (True,)
+    if ranks.size == ranks.intra:
+        return (False,)
+    straddles = ranks.intra % degree and degree % ranks.intra
+    return (True, False) if straddles else (False, True)
+
+
+def backward_passes(setting: str) -> tuple[Pass, ...]:
+    """Return the backward passes that a setting of `BurstConfig.backward` leaves to choose from."""
+    return (Pass.QUERY, Pass.KV) if setting == "auto" else (Pass(setting),)
+
+
+def overlaps(overlap: bool, degree: int, ranks: Ranks, rates: Rates) -> bool:
+    """Return whether to communicate while computing, if `overlap` allows it.
+
+    It does not pay where all ranks share heads and messages take the cores that compute. Nothing would be
+    hidden, and computing member by member cuts tiles.
+    """
+    return overlap and (rates.hidden or degree < ranks.size or degree == 1)
