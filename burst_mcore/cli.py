@@ -267,6 +267,10 @@ def plan(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all that is predicted as JSON.")
     ] = None,
+    html_file: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page with sliders; it loads nothing."),
+    ] = None,
     against: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE", help="Measured rows, or a paper's results, as JSON; may be repeated."),
@@ -286,17 +290,21 @@ def plan(
         if (model is None) == (not against):
             raise ValueError("give --model MODEL with --seq, or --against FILE: the measured rows to predict")
         if model is not None:
+            from burst_mcore.step.page import check, page
             from burst_mcore.step.planned import planned, text
 
             if calibrate:
                 raise ValueError("--calibrate goes with --against, not with --model")
-            if json_file is not None and not json_file.resolve().parent.is_dir():
-                raise ValueError(f"there is no folder {json_file.parent} for {json_file}")
+            check(json_file, html_file)
             answer = planned(model, seq, cluster, batch, rates_file)
             if json_file is not None:
                 json_file.write_text(json.dumps(answer.as_json()) + "\n")
+            if html_file is not None:
+                html_file.write_text(page(answer), encoding="utf-8")
             typer.echo(text(answer, top))
             return
+        if json_file or html_file:
+            raise ValueError("--json and --html go with --model, not with --against")
         from burst_mcore.plan.against import compare
         from burst_mcore.rates import Rates
 

@@ -14,7 +14,7 @@ from burst_mcore.step.advice import advice
 from burst_mcore.step.figures import Place, Step
 from burst_mcore.step.memory import total
 from burst_mcore.step.model import model_of
-from burst_mcore.step.search import Answer, search
+from burst_mcore.step.search import Answer, kind, search
 
 
 def planned(model: str, seq: str | None, cluster: str, batch: int, rates_file: Path | None) -> Answer:
@@ -68,7 +68,7 @@ def text(answer: Answer, top: int) -> str:
             if best is not None:
                 lines += [f"{best.way}:", advice(best), ""]
     if answer.infeasible:
-        reasons = Counter(_kind(why) for _, why in answer.infeasible)
+        reasons = Counter(kind(why) for _, why in answer.infeasible)
         lines += [
             f"infeasible: {len(answer.infeasible)} ways",
             *(f"  {n} x {why}" for why, n in reasons.items()),
@@ -76,13 +76,6 @@ def text(answer: Answer, top: int) -> str:
     for name, (seq, way) in answer.lengths.items():
         lines.append(f"longest sequence, {name}: {seq} tokens ({way})")
     return "\n".join(lines)
-
-
-def _kind(why: str) -> str:
-    """Return a reason without its numbers of bytes, so that alike ones are counted together."""
-    if not why.startswith("out of memory"):
-        return why
-    return f"out of memory, most of it {why.rpartition('most of it ')[2]}"
 
 
 def _row(one: Step, chosen: Step | None) -> dict[str, Any]:

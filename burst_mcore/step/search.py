@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 from burst_mcore.attention.autotune.ways import Ranks
@@ -34,8 +34,15 @@ class Answer:
     """Feasible ways, the fastest first."""
     infeasible: list[tuple[Way, str]]
     """Ways that do not go, and why."""
-    lengths: dict[str, tuple[int, Way]] = field(default_factory=dict)
-    """By framework: the longest sequence that fits, and its way."""
+    legal: list[Way]
+    """Ways that go if memory does not matter."""
+    pinned: Mapping[str, int]
+    """Degrees that were given."""
+
+    @cached_property
+    def lengths(self) -> dict[str, tuple[int, Way]]:
+        """By framework: the longest sequence that fits, and its way."""
+        return _lengths(self.model, self.place, self.legal)
 
     @property
     def chosen(self) -> Step | None:
@@ -116,25 +123,45 @@ def search(
             infeasible.append((way, reason))
             continue
         legal.append(way)
-        try:
-            predicted = step(model, way, seq, place)
-        except ValueError as error:
-            infeasible.append((way, str(error)))
-            continue
-        if predicted.fits:
+        reason = _too_large(
+            least(model, way, seq), place
+        )  # before attention is simulated, which takes longer
+        if reason is None:
+            try:
+                predicted = step(model, way, seq, place)
+                reason = _too_large(predicted.memory, place)
+            except ValueError as error:
+                reason = str(error)
+        if reason is None:
             ranked.append(predicted)
         else:
-            needed = total(predicted.memory) / 1e9
-            largest = max(predicted.memory, key=predicted.memory.__getitem__)
-            infeasible.append((way, (
-                f"out of memory: {needed:.3g} GB of {place.usable / 1e9:.3g}, most of it {largest}"
-            )))  # fmt: skip
+            infeasible.append((way, reason))
     if not legal:
         asked = ", ".join(f"{name.upper()} {n}" for name, n in pinned.items()) or "any degrees"
         why = infeasible[0][1] if infeasible else f"{batch} sequences do not divide over data parallel ranks"
         raise ValueError(f"no way over {place.ranks.size} ranks with {asked}: {why}")
     ranked.sort(key=lambda one: one.seconds)
-    return Answer(model, seq, batch, place, ranked, infeasible, _lengths(model, place, legal))
+    return Answer(model, seq, batch, place, ranked, infeasible, legal, pinned)
+
+
+def kind(why: str) -> str:
+    """Return a reason without its numbers of bytes, so that alike ones are counted together."""
+    if not why.startswith("out of memory"):
+        return why
+    return f"out of memory, most of it {why.rpartition('most of it ')[2]}"
+
+
+def least(model: Model, way: Way, seq: int) -> dict[str, float]:
+    """Return the stack of the attention schedule that takes least memory, whichever runs."""
+    return min((stack(model, way, seq, direction) for direction in ("query", "kv")), key=total)
+
+
+def _too_large(memory: dict[str, float], place: Place) -> str | None:
+    """Return why a stack does not go on a GPU; None if it does."""
+    if total(memory) <= place.usable:
+        return None
+    largest = max(memory, key=memory.__getitem__)
+    return f"out of memory: {total(memory) / 1e9:.3g} GB of {place.usable / 1e9:.3g}, most of it {largest}"
 
 
 def ways(cluster: Ranks, batch: int, pinned: Mapping[str, int]) -> Iterator[Way]:

@@ -1,0 +1,114 @@
+"""A plan as one page: memory, step and ranked ways, with sliders over lengths and GPUs; nothing is loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.step.figures import Step
+from burst_mcore.step.memory import total
+from burst_mcore.step.search import Answer, kind, least, search
+
+LENGTHS = (0.125, 0.25, 0.5, 1, 2, 4)
+"""Stops of the slider for the sequence length, as multiples of the length that is planned."""
+GPUS = (0.25, 0.5, 1, 2)
+"""Stops of the slider for GPUs, as multiples of the cluster's; nodes stay whole."""
+SHOWN = 10
+"""Ways of a stop that the page lists."""
+
+
+def page(answer: Answer) -> str:
+    """Return the page of an answer: the template with the plan's data and the stops of the sliders."""
+    cells = list(_cells(answer))
+    data = {
+        "planned": {"seq": answer.seq, "gpus": answer.place.ranks.size},
+        "seqs": sorted({cell["seq"] for cell in cells}),
+        "gpus": sorted({cell["gpus"] for cell in cells}),
+        "memory": answer.place.memory,
+        "usable": answer.place.usable,
+        "cells": cells,
+    }
+    title = f"{answer.model.name} on {answer.place.name}: a training step, predicted"
+    filling = {"title": escape(title), "plan": _embedded(answer.as_json()), "stops": _embedded(data)}
+    template = files("burst_mcore.step").joinpath("page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda hole: filling[hole[1]], template)
+
+
+def check(*paths: Path | None) -> None:
+    """Refuse files that cannot be written, before anything is computed; leave nothing behind.
+
+    Raises:
+        ValueError: a path whose folder is missing or that the system refuses, or a path given twice.
+    """
+    given = [path for path in paths if path is not None]
+    if len({path.resolve() for path in given}) < len(given):
+        raise ValueError(f"two files are to be written to {given[0]}: give each a path of its own")
+    for path in given:
+        if not path.resolve().parent.is_dir():
+            raise ValueError(f"there is no folder {path.parent} for {path}")
+        try:
+            new = not path.exists()
+            path.open("a").close()
+        except OSError as error:
+            raise ValueError(f"cannot write {path}: {error.strerror}; give another path") from None
+        if new:
+            path.unlink()
+
+
+def _embedded(data: Any) -> str:
+    """Return JSON that cannot end the script element which holds it."""
+    return json.dumps(data).replace("<", "\\u003c")
+
+
+def _cells(answer: Answer) -> Iterator[dict[str, Any]]:
+    """Yield what is best at each stop of the sliders."""
+    ranks = answer.place.ranks
+    sizes = [int(ranks.size * share) for share in GPUS if ranks.size * share % 1 == 0]
+    for size in (n for n in sizes if n <= ranks.intra or n % ranks.intra == 0):
+        place = replace(answer.place, ranks=Ranks(size, min(size, ranks.intra)))
+        for seq in (int(answer.seq * share) for share in LENGTHS):
+            stop = {"gpus": size, "seq": seq}
+            if (size, seq) == (ranks.size, answer.seq):
+                yield stop | _cell(answer)
+                continue
+            try:
+                found = search(answer.model, seq, answer.batch, place, answer.pinned)
+            except ValueError as error:  # such as degrees that were given and do not divide these GPUs
+                yield stop | {"ways": [], "slower": 0, "reason": str(error), "infeasible": {}, "least": None}
+                continue
+            yield stop | _cell(found)
+
+
+def _cell(found: Answer) -> dict[str, Any]:
+    """Return the ways to list, the recommended first, or the memory that comes closest to fitting."""
+    chosen = found.chosen
+    listed = [one for one in found.ranked if one is not chosen][: SHOWN - 1]
+    listed = [chosen, *listed] if chosen else []
+    return {
+        "ways": [_way(one) for one in listed],
+        "slower": len(found.ranked) - len(listed),
+        "reason": found.reason,
+        "infeasible": dict(Counter(kind(why) for _, why in found.infeasible).most_common()),
+        "least": None if chosen else _least(found),
+    }
+
+
+def _way(one: Step) -> dict[str, Any]:
+    shown = ("words", "seconds", "tokens_per_second_gpu", "mfu", "memory", "compute", "exposed")
+    data = one.as_json()
+    return {name: data[name] for name in shown} | {"attention": str(one.attention)}
+
+
+def _least(found: Answer) -> dict[str, Any]:
+    """Return the way that takes least memory where none fits."""
+    stacks = [(way, least(found.model, way, found.seq)) for way in found.legal]
+    way, memory = min(stacks, key=lambda one: total(one[1]))
+    return {"words": str(way), "memory": memory}
