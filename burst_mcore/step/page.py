@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from burst_mcore.attention.autotune.choose import Ranks
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.step.figures import Step
 from burst_mcore.step.memory import total
 from burst_mcore.step.search import Answer, kind, least, search
