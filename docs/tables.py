@@ -158,13 +158,14 @@ def _ways(share: Share, ranks: Ranks) -> dict[str, str]:
         for a, b in factors(nodes // h)
     }
     bound = least(share, nodes)
+    latent = share.kv_heads == 1 < share.heads  # it does not travel over a mesh
+    on_meshes = {} if latent else {"mesh of nodes": _fewest(meshes), "heads and mesh of nodes": _fewest(both)}
     return {
         "ring": _cell(ring),
         "double ring": _cell(_of_route(share, 1, ranks)),
         "USP: heads in the node": _cell(_of_route(share, NODE, ranks)),
         "heads across nodes": _fewest(across),
-        "mesh of nodes": _fewest(meshes),
-        "heads and mesh of nodes": _fewest(both),
+        **on_meshes,
         "bound": _cell((bound, bound)),
     }
 
@@ -186,6 +187,8 @@ def _of_mesh(share: Share, heads: int, rows: int, columns: int) -> Bytes:
         through_nic(share, pass_, heads=heads, rows=rows, columns=columns)
         for pass_ in (Pass.FORWARD, Pass.KV)
     )
+    if rows == 1:  # one ring: queries may travel instead
+        backward = min(backward, through_nic(share, Pass.QUERY, heads=heads, rows=columns, columns=1))
     return forward, backward
 
 

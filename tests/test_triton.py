@@ -234,7 +234,8 @@ def test_on_a_ring_it_equals_dense_attention(mask, layout, route, direction, det
 def test_shares_that_take_a_pass_of_their_own(route, direction, monkeypatch):
     """In two launches ours adds to what stays and to what travels, where rows lie together; others to none.
 
-    In one launch for all gradients, the share that travels waits for its sums, so it alone takes a pass.
+    Only the own share meets the sums of others in a pass, once, at home. In one launch for all gradients, the
+    share that travels waits for its sums, so it takes a pass, too.
     """
     added, launched, add_up, gradients = [], [], merge.add_up, ours._gradients
     monkeypatch.setattr(merge, "add_up", lambda parts, *into: (added.append(parts), add_up(parts, *into)))
@@ -242,11 +243,13 @@ def test_shares_that_take_a_pass_of_their_own(route, direction, monkeypatch):
     p = problem(3, 48, kv_heads=2, dtype=torch.float32)
     simulated = p, Mask.causal(), "zigzag", route, direction
     simulate(*simulated, "triton", dtype=torch.float32, deterministic=True)
-    assert not added and set(launched) == {"dq", "dkv"}
+    at_home = route.size * (1 if direction == "query" else 2)
+    assert len(added) == at_home and set(launched) == {"dq", "dkv"}
+    added.clear()
     launched.clear()
     simulate(*simulated, "triton", dtype=torch.float32)
     heads = p.q.shape[2] if direction == "query" else p.k.shape[2]
-    assert added and {x.shape[2] for parts in added for x in parts} == {heads}
+    assert len(added) > at_home and {x.shape[2] for parts in added for x in parts} == {heads}
     assert set(launched) == {"all"}
     added.clear()
     simulate(*simulated, "reference", dtype=torch.float32)
@@ -270,7 +273,7 @@ def test_it_adds_to_travelling_sums_in_their_dtype(direction, deterministic, mon
         p,
         Mask.causal(),
         "zigzag",
-        Route(1, 3),
+        Route(1, 4),  # on a ring of 3 the second share completes the sum, which goes home rounded
         direction,
         "triton",
         dtype=torch.float64,

@@ -71,14 +71,18 @@ def cases_for(
         raise ValueError(f"{subject.subject} has no option --{min(foreign)}")
     named = {name: replace(case, **fixed) for name, case in subject.named(device).items()}
     if ranks is not None:
-        fixed["ranks"] = ranks
-        named = {f"{ranks} ranks": subject(**fixed)}
+        named = {f"{ranks} ranks": subject(ranks=ranks, **fixed)}
     for text in texts:
         if text not in named and "=" not in text:
             raise ValueError(
                 f"unknown case {text!r}; legal: {'; '.join(named)}; or fields such as 'seq=4096'"
             )
     asked = {text: named[text] if text in named else in_words(subject, text, **fixed) for text in texts}
+    if ranks is not None:
+        said = {text: "ranks" in (part.split("=")[0].strip() for part in text.split(";")) for text in asked}
+        asked = {
+            t: case if said[t] or t in named else replace(case, ranks=ranks) for t, case in asked.items()
+        }
     for text, case in asked.items():
         if ranks is not None and case.ranks != ranks:
             raise ValueError(f"torchrun started {ranks} ranks, and {text!r} wants {case.ranks}")
