@@ -42,6 +42,8 @@ AS_FAST = 1.01
 share of the time is its error for exposed communication."""
 MOST_RESIDENT = 4 * 2**30
 """Bytes that a mesh may hold of other ranks, at most, to be considered by "auto"."""
+MESHED = 64
+"""Ranks, at most, on which "auto" considers meshes: each of them is simulated rank by rank."""
 PARTNERS = 2**14
 """Pairs of positions that exchange rows, at most, for a direct exchange to be considered beside rings. Every
 pair is a connection, and is simulated one by one."""
@@ -243,6 +245,7 @@ class _Search:
     ) -> None:
         self.played: list[Candidate] = []
         self.contests: list[_Contest] = []
+        mesh = "none" if mesh == "auto" and ranks.size > MESHED else mesh
         pairs = pairs_of(layout, mask, n, ranks.size)
         tried = [(degree, placements(placement, degree, ranks)) for degree in degrees]
         first = [(degree, outer[0], False) for degree, outer in tried]
