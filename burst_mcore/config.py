@@ -187,6 +187,12 @@ def sides_of(mesh: object) -> tuple[int, int] | None:
     raise ValueError(f"mesh must be 'none', 'auto', or rows x columns such as '2x4' or (2, 4), got {mesh!r}")
 
 
+def several_rings(mesh: object) -> bool:
+    """Return whether a mesh is named that has rings side by side; 1 x N is a plain ring."""
+    sides = sides_of(mesh)
+    return sides is not None and sides[0] > 1
+
+
 def _word(default: Any) -> Any:
     return str(default).removeprefix("torch.") if isinstance(default, torch.dtype) else default
 

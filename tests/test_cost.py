@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from masks import random_layout, random_mask, randoms
 
-from burst_mcore import Layout, Mask
+from burst_mcore import BurstConfig, Layout, Mask
 from burst_mcore.attention.autotune.choose import (
+    MESHED,
     Candidate,
     best,
     candidates,
@@ -28,6 +29,7 @@ from burst_mcore.attention.autotune.cost import (
     message_bytes,
     pass_flops,
 )
+from burst_mcore.attention.autotune.decide import choose_route
 from burst_mcore.attention.autotune.lockstep import RoutedPass, play_all
 from burst_mcore.attention.autotune.simulate import play
 from burst_mcore.attention.autotune.ways import RINGS, Ranks, legal_degrees, route_for, why_not_degree
@@ -146,6 +148,22 @@ def test_causal_work_is_even_on_every_mesh(layout, size):
         places = size // rings
         of_position = pairs.view(rings, places, rings, places).sum((0, 3))
         assert float(of_position.max() / of_position.mean()) < 1.02, rings
+
+
+def test_meshes_are_left_out_on_many_ranks_and_1_x_n_is_a_ring():
+    few, many = Ranks(16, 2), Ranks(MESHED * 2, 2)
+    slow = Rates(intra=1e9, inter=1e6, compute=1e12)
+    mask, shard = Mask.full(), _shard(8, 8, tokens=16, head_dim=16)
+    options = {"overlap": True, "rings": ("double",), "degrees": (1,), "directions": ("kv",), "mesh": "auto"}
+    counts = [
+        {c.route.rings for c in candidates(shard, Layout("zigzag"), mask, 16 * r.size, r, slow, **options)}
+        for r in (few, many)
+    ]
+    assert max(counts[0]) > 1 and counts[1] == {1}
+    config = BurstConfig(mesh=(1, 16), ring="direct")
+    assert choose_route(config, few, slow, shard, mask, 256)[0].direct
+    with pytest.raises(ValueError, match="a mesh has rings"):
+        choose_route(BurstConfig(mesh=(2, 8), ring="direct"), few, slow, shard, mask, 256)
 
 
 RATES = Rates(intra=100.0, inter=10.0, compute=1.0, latency=0.0)

@@ -17,9 +17,9 @@ from torch import Tensor
 from burst_mcore import BurstConfig, Latent, Layout, Mask, Topology, burst_attention, shard, unshard
 from burst_mcore.attention import operator
 from burst_mcore.attention.autotune.cost import link_bytes, message_bytes
+from burst_mcore.attention.autotune.decide import _fastest, choose_route, latent_gains
 from burst_mcore.attention.autotune.ways import Ranks, legal_degrees
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.attention.request import _fastest, choose_route, latent_gains
 from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.attention.shard import Shard
 from burst_mcore.checkpointing import Segment, checkpoint

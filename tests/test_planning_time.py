@@ -13,6 +13,7 @@ import torch
 from burst_mcore import BurstConfig, Layout, Mask, Topology, prepare
 from burst_mcore.attention import prepare as prepare_module
 from burst_mcore.attention import request as request_module
+from burst_mcore.attention.autotune import decide as decide_module
 from burst_mcore.attention.autotune.choose import contenders
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.request import validate
@@ -125,9 +126,7 @@ def test_the_committed_planning_results_reach_their_bars():
 def test_documents_of_a_kind_are_decided_once(monkeypatch):
     _forget()
     decided = []
-    monkeypatch.setattr(
-        request_module, "contenders", lambda *a, **k: decided.append(a) or contenders(*a, **k)
-    )
+    monkeypatch.setattr(decide_module, "contenders", lambda *a, **k: decided.append(a) or contenders(*a, **k))
     for seed in range(5):
         _planned(planning.packed(TOKENS, seed), "zigzag")()
     assert len(decided) == 1

@@ -8,6 +8,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from burst_mcore.attention.autotune.decide import check_mesh
 from burst_mcore.attention.autotune.ways import Ranks, placements, route_for, why_not_placed
 from burst_mcore.attention.numerics.latent import Latent
 from burst_mcore.attention.operator import ForwardArgs, ForwardResults, attention_forward, refusing
@@ -19,7 +20,7 @@ from burst_mcore.attention.recompute.replay import (
     recordings,
     replays,
 )
-from burst_mcore.attention.request import check_mesh, validate
+from burst_mcore.attention.request import validate
 from burst_mcore.attention.runtime.agreement import agreement as agreement_of
 from burst_mcore.attention.runtime.executor import ProcessGroups
 from burst_mcore.attention.runtime.record import unpack

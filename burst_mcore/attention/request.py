@@ -6,7 +6,6 @@ A rank cannot tell the length of the global sequence from its own share. So chec
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -17,16 +16,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from burst_mcore.agreement import Signature
-from burst_mcore.attention.autotune.choose import Candidate, Slower, best, contenders, reason, typical
-from burst_mcore.attention.autotune.ways import (
-    RINGS,
-    Ranks,
-    backward_passes,
-    legal_degrees,
-    overlaps,
-    route_for,
-    why_not_degree,
-)
+from burst_mcore.attention.autotune.decide import choose_route, degrees_of, latent_gains
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.call import Call
 from burst_mcore.attention.geometry.launches import Launches, launches_of
 from burst_mcore.attention.geometry.plan import plan_of
@@ -34,18 +25,14 @@ from burst_mcore.attention.kernels.kernel import Problem, Scores
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.numerics.latent import check_latent
 from burst_mcore.attention.runtime.topology import Topology
-from burst_mcore.attention.schedule.actions import Pass
-from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
-from burst_mcore.config import BurstConfig, sides_of
+from burst_mcore.config import BurstConfig, several_rings
 from burst_mcore.dtypes import DTYPES
 from burst_mcore.layout import Layout
 from burst_mcore.machines import default_rates
 from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
 from burst_mcore.registry import ensure, lookup
-
-logger = logging.getLogger("burst_mcore")
 
 REQUESTS = 256
 """Requests that are remembered: of so many masks, configurations and shapes, those used last."""
@@ -216,7 +203,7 @@ def _request(
     ranks = Ranks(place.size, place.intra_size)
     Layout.of(options.layout).divisor(ranks.size)  # raises if it does not go with so many ranks
     degrees_of(options, ranks, shard)
-    if travels == "on" and sides_of(options.mesh):
+    if travels == "on" and several_rings(options.mesh):
         raise ValueError(
             f"a latent does not travel over a mesh, got travels='on' and mesh={options.mesh}: use "
             f"mesh='none' or 'auto', or travels='off' for K and V to travel"
@@ -333,121 +320,6 @@ def legal_lengths(layout: Layout, n: int, size: int) -> tuple[int, ...]:
 
 def _listed(lengths: Sequence[int]) -> str:
     return str(list(lengths)) if len(lengths) <= 16 else f"[{', '.join(map(str, lengths[:16]))}, ...]"
-
-
-@lru_cache(maxsize=256)
-def choose_route(
-    config: BurstConfig, ranks: Ranks, rates: Rates, shard: Shard, mask: Mask, n: int
-) -> tuple[Route, Pass]:
-    """Return the route and the backward pass, decided once for each kind of layout and mask."""
-    layout, mask = typical(Layout.of(config.layout), mask, n, ranks.size)
-    return _route_of_kind(without_layout(config), layout, ranks, rates, shard, mask, n)
-
-
-@lru_cache(maxsize=256)
-def latent_gains(
-    config: BurstConfig, ranks: Ranks, rates: Rates, travelling: Shard, mask: Mask, n: int
-) -> bool:
-    """Return whether the model predicts a gain if the latent travels, and not K and V.
-
-    The call may not be slower; if both are as fast, the order of `best` decides, as by bytes between nodes.
-
-    travelling: the shapes where the latent travels.
-    """
-    if ranks.size == 1 or sides_of(config.mesh):
-        return False
-    layout, mask = typical(Layout.of(config.layout), mask, n, ranks.size)
-    options = without_layout(config), layout, ranks, rates
-    latent = _fastest(*options, travelling, mask, n)
-    expanded = _fastest(*options, replace(travelling, latent_travels=False), mask, n)
-    gains = latent.seconds <= expanded.seconds and best([expanded, latent]) is latent
-    logger.info(
-        "MLA: %s travel: predicted %.3g s with the latent, %.3g s with K and V",
-        "the latent and its rope key" if gains else "K and V",
-        latent.seconds,
-        expanded.seconds,
-    )
-    return gains
-
-
-def _fastest(
-    config: BurstConfig, layout: Layout, ranks: Ranks, rates: Rates, shard: Shard, mask: Mask, n: int
-) -> Candidate:
-    """Return the way that "auto", or the configured way, would take."""
-    return best(_costed(config, layout, ranks, rates, shard, mask, n)[0])
-
-
-def _costed(
-    config: BurstConfig, layout: Layout, ranks: Ranks, rates: Rates, shard: Shard, mask: Mask, n: int
-) -> tuple[tuple[Candidate, ...], tuple[Slower, ...]]:
-    """Return the ways that the configuration allows, with their costs; the layout of `config` is not used."""
-    return contenders(
-        shard,
-        layout,
-        mask,
-        n,
-        ranks,
-        rates,
-        overlap=config.overlap,
-        rings=RINGS if config.ring == "auto" else (config.ring,),
-        degrees=degrees_of(config, ranks, shard),
-        directions=backward_passes(config.backward),
-        placement=config.head_placement,
-        mesh="none" if shard.latent_travels else config.mesh,
-    )
-
-
-@lru_cache(maxsize=64)
-def without_layout(config: BurstConfig) -> BurstConfig:
-    """Return the configuration that stands for all which differ from it in their layout alone."""
-    return replace(config, layout="zigzag")
-
-
-@lru_cache(maxsize=64)
-def _route_of_kind(
-    config: BurstConfig, layout: Layout, ranks: Ranks, rates: Rates, shard: Shard, mask: Mask, n: int
-) -> tuple[Route, Pass]:
-    """Decide "auto" by the cost model, and log it once; the layout of `config` is not used."""
-    degrees = degrees_of(config, ranks, shard)
-    directions = backward_passes(config.backward)
-    rings = RINGS if config.ring == "auto" else (config.ring,)
-    only = config.mesh == "none" and degrees == (ranks.size,) and len(directions) == 1
-    if ranks.size == 1 or only:
-        overlap = overlaps(config.overlap, degrees[0], ranks, rates)
-        return route_for(degrees[0], ranks, ring=rings[0], overlap=overlap), directions[0]
-    costed, slower = _costed(config, layout, ranks, rates, shard, mask, n)
-    chosen = best(costed)
-    logger.info("%s, backward %s: %s", chosen.route, chosen.direction, reason(chosen, costed, slower))
-    return chosen.route, chosen.direction
-
-
-def degrees_of(config: BurstConfig, ranks: Ranks, shard: Shard) -> tuple[int, ...]:
-    """Return the degrees of head parallelism to choose from; ValueError if the configured one is illegal."""
-    degree = config.head_parallel
-    if sides := sides_of(config.mesh):
-        check_mesh(config, sides, ranks)
-        degree = ranks.size // math.prod(sides)
-    if not isinstance(degree, int):
-        return tuple(legal_degrees(ranks, shard.heads, shard.kv_heads))
-    why_not = why_not_degree(degree, ranks, shard.heads, shard.kv_heads)
-    if why_not is not None:
-        raise ValueError(
-            f"head_parallel={degree} is not legal with {shard.heads} heads, {shard.kv_heads} K/V heads and "
-            f"{ranks.size} ranks, {ranks.intra} a node: {why_not}; legal: "
-            f"{legal_degrees(ranks, shard.heads, shard.kv_heads)}"
-        )
-    return (degree,)
-
-
-def check_mesh(config: BurstConfig, sides: tuple[int, int], ranks: Ranks) -> None:
-    """Raise ValueError if the configured mesh does not go with so many ranks, or with the other settings."""
-    rows, columns = sides
-    degree = config.head_parallel
-    legal = f"rows x columns x head_parallel must be the {ranks.size} ranks"
-    if ranks.size % (rows * columns) or (degree != "auto" and rows * columns * degree != ranks.size):
-        raise ValueError(f"mesh={rows}x{columns} with head_parallel={degree} is not legal: {legal}")
-    if config.ring == "direct":
-        raise ValueError("a mesh has rings: ring='direct' does not go with mesh; use 'auto'")
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, may_be_empty: bool) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from burst_mcore.attention.autotune.choose import (
+    MESHED,
     Candidate,
     best,
     candidates,
@@ -122,6 +123,8 @@ def explain(
     table: str = tabulate([_row(c, chosen, bound) for c in ordered], headers="keys", floatfmt=".4g")
     placed = ", head_placement='outer'" * chosen.route.outer
     uneven = imbalance(dealt, problem.seen, problem.seq, ranks.size)
+    meshless = f"meshes are not considered on more than {MESHED} ranks: name one\n"
+    meshless = meshless if mesh == "auto" and ranks.size > MESHED else ""
     kind = f"documents count as {_length(mask)} tokens on average, for any batch of this kind\n"
     return (
         f"{table}\n\nchosen: ring={chosen.ring!r}, head_parallel={chosen.route.heads}{placed}, "
@@ -132,7 +135,7 @@ def explain(
         f"times are those of the slowest rank, MB those that a rank sends on average; exposed: time in which "
         f"the busiest rank does not compute;\ntied: ranks that wait for each other in one exchange across "
         f"nodes; {bound}\n"
-        f"(predicted, not measured: {rates.in_words})"
+        f"{meshless}(predicted, not measured: {rates.in_words})"
     )
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from burst_mcore.attention.autotune.decide import check_mesh
 from burst_mcore.attention.autotune.ways import Ranks, why_not_degree
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import KERNELS, by_rank
-from burst_mcore.attention.request import check_mesh
 from burst_mcore.config import SETTINGS, BurstConfig, sides_of
 from burst_mcore.layout import Layout
 from burst_mcore.megatron import fused_loss

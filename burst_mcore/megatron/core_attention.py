@@ -25,13 +25,14 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 
 from burst_mcore.attention.api import burst_attention, connect
+from burst_mcore.attention.autotune.decide import degrees_of
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.cached import attend_to_cache
 from burst_mcore.attention.geometry.launches import launches_of
 from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.recompute.replay import in_checkpoint, of_layer
-from burst_mcore.attention.request import degrees_of, problem_of
+from burst_mcore.attention.request import problem_of
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig

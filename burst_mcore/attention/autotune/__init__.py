@@ -7,4 +7,5 @@ lockstep       the same for ranks that do alike
 bounds         lower bounds of a route's time
 ways           the routes that ranks, shapes and settings allow
 choose         candidates, the best one, and the reason
+decide         the route of a call, remembered by kind
 """
