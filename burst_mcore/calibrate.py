@@ -96,7 +96,7 @@ def measure(ranks: int | None, repeats: int, device: str = "cpu") -> Found:
     """Return the rates that ranks reach together: of fresh processes, or of those that torchrun started.
 
     Raises:
-        ValueError: what `measured` refuses; torchrun is missing, or started another number of ranks.
+        ValueError: as `measured`; on GPUs torchrun is missing, or torchrun started another number of ranks.
     """
     if device not in SIZES or (device == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"no device {device!r} here; legal: cpu, and cuda where there is a GPU")
@@ -104,7 +104,8 @@ def measure(ranks: int | None, repeats: int, device: str = "cpu") -> Found:
         if device == "cuda":
             command = "torchrun --nproc-per-node 8 --no-python burst-mcore calibrate --device cuda"
             raise ValueError(f"GPUs need a process for each: {command}")
-        return Found(calibrate(2 if ranks is None else ranks, repeats), 0, ranks or 2, ranks or 2)
+        ranks = 2 if ranks is None else ranks
+        return Found(calibrate(ranks, repeats), 0, ranks, ranks)
     size, node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if ranks not in (None, size):
         raise ValueError(f"torchrun started {size} ranks, and --ranks wants {ranks}")

@@ -244,10 +244,11 @@ def calibrate(
     except ValueError as error:
         _fail("calibrate", error, status=2)
     if found.rank == 0:
-        found.rates.save(out, **made_by(device))
+        found.rates.save(out, **made_by(device), **({"assumed": ["inter"]} if found.one_node else {}))
         typer.echo(f"measured with {found.words}: {found.rates.in_words}")
         if found.one_node:
-            typer.echo("not measured: links between machines, taken as an eighth of those within")
+            share = found.rates.inter / found.rates.intra
+            typer.echo(f"not measured: links between machines, assumed at {share:.3g} of the rate within")
         typer.echo(f"file: {out}")
 
 

@@ -16,7 +16,8 @@ from burst_mcore.bench.core import Table
 from burst_mcore.bench.methods import steps
 from burst_mcore.bench.methods.steps import OURS
 from burst_mcore.bench.results import read
-from burst_mcore.bench.run import run
+from burst_mcore.bench.run import cases_for, run
+from burst_mcore.bench.subjects import SUBJECTS
 from burst_mcore.bench.subjects.step import FRAMEWORKS, StepCase
 from burst_mcore.cli import app
 
@@ -66,13 +67,23 @@ def test_torchrun_starts_the_ranks(framework, tmp_path):
     shape = "heads=4; kv_heads=2; head_dim=8; layers=1"
     cases = [f"ranks=2; seq={seq}; {shape}" for seq in (32, 64)]
     command = [
-        *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *(
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+        ),
         *("-m", "burst_mcore.bench", "step", "--framework", framework, "--device", "cpu"),
         *(word for case in cases for word in ("--case", case)),
         *("--methods", "burst ring,+ query", "--repeats", "1", "--out", str(out)),
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
     results = read(out)
     assert results.errors == [], done.stderr
     assert [*results.cases] == cases
@@ -158,3 +169,10 @@ def test_ranks_on_gpus_are_started_by_torchrun(monkeypatch, tmp_path):
     monkeypatch.setattr("burst_mcore.bench.run.torch.cuda.is_available", lambda: True)
     done = CliRunner().invoke(app, ["bench", "step", "--device", "cuda"])
     assert done.exit_code == 2 and "torchrun --nproc-per-node 8 -m burst_mcore.bench step" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"), [(16, "nodes=8; seq=512"), (2, "seq=100"), (2, "ranks=2; seq=100")]
+)
+def test_a_case_under_torchrun_is_of_the_ranks_that_it_started(ranks, text):
+    assert cases_for(SUBJECTS["step"], [text], "cpu", ranks)[text].ranks == ranks

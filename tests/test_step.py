@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from live import LiveBytes
 from typer.testing import CliRunner
 
 from burst_mcore.attention.autotune.ways import Ranks
-from burst_mcore.bench.memory import LiveBytes
 from burst_mcore.checkpointing import KeepAttention, Offload, Segment
 from burst_mcore.cli import app
 from burst_mcore.deepspeed.config.section import section_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -34,6 +35,8 @@ def main(arguments: Sequence[str]) -> int:
     out: Path = options.out or Path(f"{subject.subject}.json")
     first = not started or os.environ["RANK"] == "0"  # of several processes one speaks
     say: Callable[[str], object] = sys.stdout.write if first else str
+    running = False
+    """Whether ranks of torchrun measure: then each may fail alone."""
     try:
         _check(options, subject)
         device = device_for(subject, options.device, started)
@@ -50,6 +53,7 @@ def main(arguments: Sequence[str]) -> int:
             if len(results.cases) < len(cases):
                 say(f"{report.table(results, [*results.cases][-1])}\n\n")
 
+        running = started
         with joined(device) if started else nullcontext():
             results = run(subject, cases, names, options.repeats or subject.repeats, device, note)
         note(results)
@@ -57,14 +61,26 @@ def main(arguments: Sequence[str]) -> int:
             count = record(options.record, results, cast(dict[str, AttentionCase], cases))
             say(f"{count} rows for burst-mcore plan --against {options.record}\n\n")
     except (ValueError, RuntimeError, OSError) as error:
-        if first:
-            sys.stderr.write(f"burst-mcore bench: {' '.join(str(error).split())}\n")
+        _tell(error, first, running)
         return 2
     say(f"{subject.about()}\n\n{report.report(results)}\n\nall figures: {out}\n")
     if first and subject.curve is not None and results.figures:
         report.save_curve(results, subject.curve, out.with_suffix(".png"))
         say(f"curve:       {out.with_suffix('.png')}\n")
     return int(bool(results.errors) or not all(bar.reached for bar in results.bars))
+
+
+def _tell(error: Exception, first: bool, running: bool) -> None:
+    """Print an error in one line: by the first of torchrun's ranks, or by any that fails while it measures.
+
+    The other ranks wait a while: torchrun ends all ranks as soon as one has ended. The first may be slower.
+    """
+    if first or running:
+        rank = f" on rank {os.environ['RANK']}" if running else ""
+        sys.stderr.write(f"burst-mcore bench{rank}: {' '.join(str(error).split())}\n")
+        sys.stderr.flush()
+    if not first:
+        time.sleep(5)
 
 
 def _check(options: argparse.Namespace, subject: type[Case]) -> None:

@@ -164,7 +164,7 @@ class Case:
     own: ClassVar[tuple[str, ...]] = ("burst",)
     """Methods of the subject alone, which its trials make."""
     default: ClassVar[tuple[str, ...]] = ()
-    """Methods that are measured where none is asked for; all if empty."""
+    """Methods that are measured on CPUs where none is asked for; all if empty, and on GPUs."""
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
     joined: ClassVar[bool] = False
     """torchrun may start the ranks; on GPUs it must."""

@@ -199,10 +199,11 @@ def _batch(tool: str, *commands: str) -> None:
 def go_first() -> None:
     """Let this process run as soon as it wakes up, whatever else runs: for ranks that sleep most of the time.
 
-    Without the right to do so it stays as it is.
+    Raises:
+        PermissionError: this process may not; an emulated cluster needs root anyway.
     """
     for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
             os.sched_setscheduler(int(thread.name), os.SCHED_RR, os.sched_param(1))
 
 
@@ -223,7 +224,7 @@ def traffic(rank: int, ranks: Ranks, rates: Rates, share: float) -> None:
 
 
 def _send(address: str, rate: float) -> None:
-    """Send so many bytes a second, for ever; what was late is not made up for."""
+    """Send so many bytes a second, for ever; at most a second of a delay is made up for."""
     datagram, due = bytes(_DATAGRAM), time.monotonic()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
         while True:

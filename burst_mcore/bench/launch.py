@@ -92,9 +92,11 @@ def joined(device: str) -> Iterator[None]:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    yield
-    dist.barrier()
-    dist.destroy_process_group()
+    try:
+        yield
+        dist.barrier()  # a rank that ends takes its connections with it
+    finally:
+        dist.destroy_process_group()
 
 
 def keep_freed_memory() -> None:

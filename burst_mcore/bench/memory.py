@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import gc
 import sys
-import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -79,39 +78,4 @@ class LargestMade(TorchDispatchMode):
         for x in tree_leaves(made):
             if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in self._old:
                 self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
-        return made
-
-
-class LiveBytes(TorchDispatchMode):
-    """Within it, the bytes of all storages that operators make and that are still alive, and their peak."""
-
-    def __init__(self, old: Iterable[Tensor] = ()) -> None:
-        """old: tensors that are there already, which count from the beginning."""
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0
-        self._known: set[int] = set()
-        for tensor in old:
-            self._count(tensor)
-
-    def _count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = id(storage), storage.nbytes()
-        if key in self._known:
-            return
-        self._known.add(key)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._forget, key, size)
-
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor):
-                self._count(tensor)
         return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -77,16 +78,19 @@ def cases_for(
             raise ValueError(
                 f"unknown case {text!r}; legal: {'; '.join(named)}; or fields such as 'seq=4096'"
             )
-    asked = {text: named[text] if text in named else in_words(subject, text, **fixed) for text in texts}
-    if ranks is not None:
-        said = {text: "ranks" in (part.split("=")[0].strip() for part in text.split(";")) for text in asked}
-        asked = {
-            t: case if said[t] or t in named else replace(case, ranks=ranks) for t, case in asked.items()
-        }
+    in_fields = partial(_in_fields, subject, ranks, fixed)
+    asked = {text: named[text] if text in named else in_fields(text) for text in texts}
     for text, case in asked.items():
         if ranks is not None and case.ranks != ranks:
             raise ValueError(f"torchrun started {ranks} ranks, and {text!r} wants {case.ranks}")
     return asked or dict(named)
+
+
+def _in_fields(subject: type[Case], ranks: int | None, fixed: Mapping[str, Any], text: str) -> Case:
+    """Return the case of some fields; torchrun's ranks, where the text names none."""
+    names_ranks = any(part.split("=")[0].strip() == "ranks" for part in text.split(";"))
+    more = {} if ranks is None or names_ranks else {"ranks": ranks}
+    return in_words(subject, text, **fixed, **more)
 
 
 def run(
@@ -99,7 +103,8 @@ def run(
 ) -> Results:
     """Measure all cases; `say` gets the results after each.
 
-    A case that fails is an error in the results, and costs no other.
+    A case that fails is an error in the results, and costs no other. In ranks that torchrun started, the run
+    ends with it.
 
     Raises:
         ValueError: a name is unknown, or no method that was asked for can serve a case.
@@ -121,6 +126,8 @@ def run(
             ours = [method.name for method in methods if method.ours and method.name in outcome.refused]
             results.errors += [{"case": name, "error": f"{m}: {outcome.refused[m]}"} for m in ours]
         except Exception as error:  # whatever it is, other cases may work
+            if dist.is_initialized():  # the other ranks may still be in this case
+                raise
             results.errors.append({"case": name, "error": first_line(error)})
         results.refused += [{"case": name, "method": m, "reason": why} for m, why in refused.items()]
         results.judge(subject, cases)

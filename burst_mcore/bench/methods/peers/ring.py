@@ -55,7 +55,7 @@ class _RingAttention(torch.autograd.Function):
         run = _templates()._templated_ring_attention
         out, lse, *rest = run(group, 2, flash.forward, q, k, v, is_causal=causal, dropout_p=0.0)
         ctx.save_for_backward(q, k, v, out, lse)
-        named = zip(flash.kept, rest, strict=False)
+        named = zip(flash.kept, rest, strict=True)
         ctx.call = group, method, causal, flash.backward, {name: value for name, value in named if name}
         return out  # type: ignore[no-any-return]
 
