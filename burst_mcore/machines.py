@@ -40,9 +40,9 @@ class Constants:
     products: float = 0.7
     """Share of `Machine.tflops` that products of matrices reach in a training step: an assumption."""
     host_link: float = 25e9
-    """Bytes a second between a GPU and its host: PCIe 4 of 16 lanes, less its overhead."""
+    """Bytes a second between a GPU and its host, an assumption: PCIe 4 of 16 lanes, less its overhead."""
     host_memory: float = 20e9
-    """Bytes a second of host memory for each GPU, in Adam on the host: 8 GPUs share 200 GB/s."""
+    """Bytes a second of host memory for each GPU, in Adam on the host, an assumption: 8 share 160 GB/s."""
 
 
 CONSTANTS = Constants()

@@ -57,8 +57,8 @@ _SOURCES = {
     "latency": "an assumption; from 2e-06 to 3e-05 the median error moves by less than a point",
     "slowdown": "8 thread blocks of NCCL on 132 multiprocessors",
     "products": "an assumption, of training steps alone: large products of matrices in 16 bits",
-    "host_link": "PCIe 4 with 16 lanes, for what is offloaded",
-    "host_memory": "8 GPUs share 200 GB/s of their host, for an optimizer that is offloaded",
+    "host_link": "an assumption: PCIe 4 with 16 lanes, less its overhead",
+    "host_memory": "an assumption: 8 GPUs share 160 GB/s, for an optimizer that is offloaded",
 }
 _MACHINES = """
 Two numbers of each machine are fitted to its own rows in the same file. On NVLink they are the shares of
@@ -149,7 +149,7 @@ def _scatter(report: Report) -> str:
     bounded = (
         f"So any model that knows these fields misses at least {floor} rows by more than {WITHIN:.0%}; "
         f"this one misses {missed}. Scatter of equal work {_excludes(floor, count)} 90 % of the rows "
-        f"within {WITHIN:.0%}. It bounds no choice of splits either, but in {blurred} of the {len(lost)} "
+        f"within {WITHIN:.0%}. In {blurred} of the {len(lost)} "
         f"groups with a regret above {LOSS:.0%} equal work differs by at least the regret."
     )
     return f"{textwrap.fill(scattered, 110)}\n\n{textwrap.fill(bounded, 110)}"

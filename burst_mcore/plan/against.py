@@ -131,12 +131,12 @@ class Report:
     def _memory(self) -> str:
         """Say of which runs that failed the model foresees it, and of which that did not it wrongly does."""
         failed = [one for one in self.compared if one.step and one.measured is None]
-        if not failed:
-            return ""
-        foreseen = sum(one.predicted is None for one in failed)
         wrong = sum(
             one.measured is not None and (one.why or "").startswith(OUT_OF_MEMORY) for one in self.compared
         )
+        if not failed and not wrong:
+            return ""
+        foreseen = sum(one.predicted is None for one in failed)
         return (
             f"; of {len(failed)} figures of runs that failed {foreseen} are predicted so, of those that ran "
             f"{wrong} are wrongly predicted out of memory"
@@ -220,7 +220,12 @@ def compare(files: Iterable[Path], calibrate: Iterable[Path] = (), rates: Rates 
         (one.entries["name"], one.entries["metric"]) for path in calibrate for one in _steps(path, known)
     }
     used: frozenset[object] = frozenset(fitted_on) | steps
-    return Report([one for path in files for one in _figures(path, known, used)], machines)
+    report = Report([one for path in files for one in _figures(path, known, used)], machines)
+    if rates is not None and any(one.step for one in report.compared):
+        raise ValueError(
+            "--rates holds for rows of attention: steps need a machine's peak and memory as well"
+        )
+    return report
 
 
 @dataclass(frozen=True)

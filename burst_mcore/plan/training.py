@@ -128,7 +128,8 @@ def figure(run: Training, metric: str, machines: Mapping[str, Machine]) -> tuple
         return None, step
     if not step.fits:
         return None, f"{OUT_OF_MEMORY}: {total(step.memory) / 1e9:.0f} of {step.place.usable / 1e9:.0f} GB"
-    return value_of(metric, step), None
+    value = value_of(metric, step)
+    return value, None if value is not None else f"no step has a {metric}"
 
 
 # The BurstEngine paper. FSDP everywhere but in Megatron-CP; what it says of each method is below.
@@ -171,7 +172,10 @@ def of_ablation(base: Training, entry: Mapping[str, Any]) -> Training:
 
 
 def _paper_machine(hardware: Mapping[str, Any]) -> str:
-    return next((name for name in MACHINES if hardware["gpu"].startswith(name)), hardware["gpu"])
+    name = next((name for name in MACHINES if hardware["gpu"].startswith(name)), None)
+    if name is None:
+        raise ValueError(f"unknown GPU {hardware['gpu']!r}: one of {', '.join(MACHINES)}")
+    return name
 
 
 MODELS = {
@@ -191,6 +195,8 @@ _HARDWARE: tuple[tuple[str, str, int, float | None], ...] = (
     ("A100 80GB", "A100-NVLink", 8, None),
     ("A100", "A100-quad", 4, None),
 )
+"""Words of a source, the machine, GPUs of a node, and bytes of a GPU where they are not the machine's. The
+A100s of DeepSpeed's rows are taken to have 80 GB, an assumption: their source names 40."""
 FITTED = {"model": "Llama3-70B", "method": "DeepSpeed Ulysses", "seq": 32768}
 """The row to which the network of A100-quad is fitted; it is not judged."""
 PIPELINE_BATCH = 2

@@ -36,7 +36,7 @@ def megatron_flags(step: Step) -> list[str]:
         flags.append(f"--num-layers-per-virtual-pipeline-stage {layers}")
     if way.offload_optimizer:
         flags += ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
-    if way.cp > 1 or way.kept < 1 or way.recompute == "attention":
+    if way.cp > 1 or way.recompute in ("attention", "segment"):
         flags += [
             "--context-parallel-attention-backend burst",
             f"--burst-layout {way.layout}",

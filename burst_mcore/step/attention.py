@@ -49,11 +49,8 @@ def attention(
     rates: Rates,
     *,
     layout: str = "zigzag",
-    ring: str = "auto",
-    direction: str = "auto",
-    head_parallel: int | str = "auto",
 ) -> Attention:
-    """Return the attention that "auto" chooses for a causal mask, or the way that is asked for.
+    """Return the attention that "auto" chooses among rings for a causal mask.
 
     Raises:
         ValueError: the sequence cannot be dealt over the ranks in this layout.
@@ -62,16 +59,11 @@ def attention(
     padded = dealt.padded(seq, ranks.size)
     shard = replace(shard, tokens=padded // ranks.size)
     degrees = legal_degrees(ranks, shard.heads, shard.kv_heads)
-    if head_parallel != "auto":
-        degrees = [degree for degree in degrees if degree == head_parallel]
-        if not degrees:
-            raise ValueError(f"{head_parallel} of {ranks.size} ranks cannot share {shard.heads} heads")
-    rings = tuple(word for word in RINGS if word != "direct") if ring == "auto" else (ring,)
-    directions = (Pass.QUERY, Pass.KV) if direction == "auto" else (Pass(direction),)
+    rings = tuple(word for word in RINGS if word != "direct")  # under a causal mask every rank reads others
     chosen = best(
         candidates(
             shard, dealt, Mask.causal(), padded, ranks, rates,
-            overlap=True, rings=rings, degrees=tuple(degrees), directions=directions,
+            overlap=True, rings=rings, degrees=tuple(degrees), directions=(Pass.QUERY, Pass.KV),
         )
     )  # fmt: skip
     return Attention(

@@ -110,18 +110,12 @@ def step(
     way: Way,
     seq: int,
     place: Place,
-    *,
-    ring: str = "auto",
-    direction: str = "auto",
-    head_parallel: int | str = "auto",
 ) -> Step:
-    """Return the prediction of a step whose attention runs the schedule that "auto", or the caller, chooses.
+    """Return the prediction of a step whose attention runs the fastest ring.
 
     Raises:
         ValueError: as `attention`.
     """
-    runs = attention(
-        shard_of(model, way, seq), seq, way.ring(place.ranks), place.rates,
-        layout=way.layout, ring=ring, direction=direction, head_parallel=head_parallel,
-    )  # fmt: skip
+    shard = shard_of(model, way, seq)
+    runs = attention(shard, seq, way.ring(place.ranks), place.rates, layout=way.layout)
     return Step(model, way, seq, place, runs)

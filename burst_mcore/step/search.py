@@ -1,4 +1,4 @@
-"""The search over all ways to train a model on a cluster: the best, the ranked, and those that do not go."""
+"""The search over all ways to train a model on a cluster: feasible ways ranked, others with the reason."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from burst_mcore.step.way import FRAMEWORKS, Way, why_not
 
 RECOMPUTES = (("none", 1.0), ("attention", 1.0), ("segment", 0.5), ("full", 0.0))
 AS_FAST = 1.01
-"""Ways within this factor of the fastest are as fast: those without offload win, then least memory."""
-SHAPES = (0.25, 0.5, 1, 2, 4)
-"""Sequence lengths of the grid, as multiples of the one that is planned."""
+"""Ways within this factor of the fastest are as fast: the one that offloads least wins, then least memory."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +47,12 @@ class Answer:
         """The recommended way."""
         if not self.ranked:
             return None
-        close = [one for one in self.ranked if one.seconds <= AS_FAST * self.ranked[0].seconds]
-        return min(close, key=_plain)
+        return min(_close(self.ranked), key=_plain)
 
     def best_of(self, framework: str) -> Step | None:
         """Return the recommended way among those of a framework."""
         own = [one for one in self.ranked if one.way.framework == framework]
-        close = [one for one in own if one.seconds <= AS_FAST * own[0].seconds]
-        return min(close, key=_plain, default=None)
+        return min(_close(own), key=_plain, default=None)
 
     @property
     def reason(self) -> str:
@@ -66,14 +62,15 @@ class Answer:
             return f"nothing fits {self.seq} tokens; see the reasons and the longest sequence that does"
         share = sum(chosen.times.exposed.values()) / chosen.seconds
         memory = f"{total(chosen.memory) / 1e9:.3g} of {self.place.memory / 1e9:.3g} GB"
-        slower = [one for one in self.ranked if one.seconds > AS_FAST * chosen.seconds]
+        close = _close(self.ranked)
+        slower = self.ranked[len(close) :]
         beside = (
             f"{slower[0].way} takes {slower[0].seconds / chosen.seconds - 1:.0%} longer"
             if slower
             else "all other feasible ways are as fast"
         )
-        close = sum(one.seconds <= AS_FAST * self.ranked[0].seconds for one in self.ranked)
-        least = f" (of {close} equally fast ways without offload the one with least memory)" * (close > 1)
+        least = f" (of {len(close)} equally fast ways the one that offloads least, then takes least memory)"
+        least = least if len(close) > 1 else ""
         return (
             f"{chosen.way} is fastest{least}: {share:.0%} of a step is exposed communication or waiting, "
             f"{memory} are taken, and {beside}"
@@ -98,9 +95,13 @@ class Answer:
                            for way, why in self.infeasible],
             "longest": {name: {"seq": seq, "way": asdict(way), "words": str(way)}
                         for name, (seq, way) in self.lengths.items()},
-            "grid": grid(chosen) if chosen else [],
             "predicted": True,
         }  # fmt: skip
+
+
+def _close(ranked: list[Step]) -> list[Step]:
+    """Return the ways that count as equally fast as the first."""
+    return [one for one in ranked if one.seconds <= AS_FAST * ranked[0].seconds]
 
 
 def _plain(step: Step) -> tuple[int, float]:
@@ -123,15 +124,11 @@ def search(
             infeasible.append((way, reason))
             continue
         legal.append(way)
-        reason = _too_large(
-            least(model, way, seq), place
-        )  # before attention is simulated, which takes longer
+        # Memory first: attention is simulated, which takes longer.
+        reason = _too_large(least(model, way, seq), place)
         if reason is None:
-            try:
-                predicted = step(model, way, seq, place)
-                reason = _too_large(predicted.memory, place)
-            except ValueError as error:
-                reason = str(error)
+            predicted = step(model, way, seq, place)
+            reason = _too_large(predicted.memory, place)
         if reason is None:
             ranked.append(predicted)
         else:
@@ -209,25 +206,3 @@ def _lengths(model: Model, place: Place, legal: list[Way]) -> dict[str, tuple[in
 def _holds(model: Model, way: Way, nodes: int, usable: float, seq: int) -> bool:
     """Return whether a sequence fits with the backward pass that takes less memory."""
     return min(total(stack(model, way, seq, direction, nodes)) for direction in ("query", "kv")) <= usable
-
-
-def grid(chosen: Step) -> list[dict[str, Any]]:
-    """Return figures of the chosen way over lengths and nodes; context parallelism takes the nodes."""
-    rows, place = [], chosen.place
-    base = place.ranks.size // place.ranks.intra
-    for nodes in sorted({max(1, base // 2), base, 2 * base}):
-        ranks = Ranks(nodes * place.ranks.intra, place.ranks.intra)
-        cp, rest = divmod(chosen.way.cp * nodes, base)
-        way = replace(chosen.way, cp=max(1, cp))
-        for share in SHAPES:
-            seq = int(chosen.seq * share)
-            if rest or why_not(way, chosen.model, seq, ranks):
-                continue
-            one = step(chosen.model, way, seq, replace(place, ranks=ranks), ring=chosen.attention.ring)
-            rows.append({
-                "gpus": ranks.size, "seq": seq, "tokens_per_second_gpu": one.tokens_per_second,
-                "mfu": one.mfu, "seconds": one.seconds, "memory": one.memory,
-                "memory_total": total(one.memory), "fits": one.fits,
-                "compute": dict(one.times.compute), "exposed": dict(one.times.exposed),
-            })  # fmt: skip
-    return rows
