@@ -62,7 +62,8 @@ def burst_attention(
         latent: instead of k and v, what they are made of in multi-latent attention: a latent [batch, local
             sequence, R], a rope key [batch, local sequence, 1, Dr] and weights [heads, R, Dk + Dv], with
             Dk = head_dim - Dr. The latent travels, by its field `travels`; K and V are not saved for
-            backward, but made again. The gradient of the weights is this rank's share, as that of sinks.
+            backward, but made again, except where they travel and heads are shared. The gradient of the
+            weights is this rank's share, as that of sinks.
         softmax_scale: default 1 / sqrt(head_dim).
         softcap: scores s become softcap * tanh(s / softcap).
         sinks: [heads], floating point: a logit of each head that takes part in the softmax of every query and

@@ -173,6 +173,11 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         if is_latent(value):
             assert self.up_weight
             keys = {"latent": latent_of(k, self.up_weight(), self.mla_latent)}
+        elif self.mla_latent == "on" and self.training:
+            raise ValueError(
+                f"layer {self.layer_number}: --burst-mla-latent on needs the latent, and this layer gave "
+                f"K and V: its class replaces how MLASelfAttention makes them; use auto or off"
+            )
         # Only there: compiled, layers that say their number are code of their own.
         with of_layer(f"layer {self.layer_number}") if in_checkpoint() else contextlib.nullcontext():
             out = burst_attention(

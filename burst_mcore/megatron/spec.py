@@ -35,18 +35,19 @@ STOCK = (DotProductAttention, TEDotProductAttention)
 """The core attentions that burst attention takes the place of."""
 
 
-def core_attention_spec(burst_config: BurstConfig | None = None, mla_latent: str = "off") -> ModuleSpec:
+def core_attention_spec(burst_config: BurstConfig | None = None, mla_latent: str | None = None) -> ModuleSpec:
     """Return the spec of the core attention alone; without a config, as the command line says.
 
-    mla_latent: beside a config, what --burst-mla-latent is on the command line.
+    mla_latent: "on", "off" or "auto", as --burst-mla-latent; None: as the command line says, or "off" beside
+        a config.
     """
     if burst_config is not None:
-        params = {"burst_config": burst_config, "mla_latent": mla_latent}
+        params = {"burst_config": burst_config, "mla_latent": mla_latent or "off"}
         return ModuleSpec(module=BurstCoreAttention, params=params)
     params = {
         "burst_config": burst_config_from_arguments(),
         "rates": rates_from_arguments(),
-        "mla_latent": from_command_line(mla_latent_of, mla_latent),
+        "mla_latent": mla_latent or from_command_line(mla_latent_of, "off"),
     }
     return ModuleSpec(module=BurstCoreAttention, params=params)
 
@@ -67,7 +68,9 @@ class BurstTESpecProvider(TESpecProvider):  # type: ignore[misc]
         return core_attention_spec()
 
 
-def with_burst_attention(spec: Any, burst_config: BurstConfig | None = None, mla_latent: str = "off") -> Any:
+def with_burst_attention(
+    spec: Any, burst_config: BurstConfig | None = None, mla_latent: str | None = None
+) -> Any:
     """Return a copy of `spec` (ModuleSpec, submodules, block or MTP spec) with burst attention in it.
 
     Raises:
@@ -106,7 +109,7 @@ def _replaced(node: Any, burst: ModuleSpec) -> Any:
 
 
 def layer_spec(
-    config: TransformerConfig, burst_config: BurstConfig | None = None, mla_latent: str = "off"
+    config: TransformerConfig, burst_config: BurstConfig | None = None, mla_latent: str | None = None
 ) -> ModuleSpec:
     """Return the spec of a GPT decoder layer as `config` asks for it (MLA, MoE, norms), with burst attention.
 
@@ -126,7 +129,7 @@ def layer_spec(
 
 
 def hybrid_stack_spec(
-    config: TransformerConfig, burst_config: BurstConfig | None = None, mla_latent: str = "off"
+    config: TransformerConfig, burst_config: BurstConfig | None = None, mla_latent: str | None = None
 ) -> ModuleSpec:
     """Return the spec of a HybridModel's stack with burst attention (Megatron-Core 0.19 and later).
 

@@ -46,10 +46,15 @@ def check_latent(q: Tensor, k: Tensor, v: Tensor, up: Tensor, travels: str, *, m
         raise ValueError(f"travels must be one of {', '.join(map(repr, TRAVELS))}, got {travels!r}")
     named = {"q": q, "latent.compressed": k, "latent.rope_key": v}
     for name, x in named.items():
-        if x.dim() != 4 or 0 in (x.shape[:1] + x.shape[2:] if may_be_empty else x.shape):
+        if (
+            not isinstance(x, Tensor)
+            or x.dim() != 4
+            or 0 in (x.shape[:1] + x.shape[2:] if may_be_empty else x.shape)
+        ):
             wanted = "[batch, local sequence, heads, head_dim]" if x is q else "as `Latent` says"
             raise ValueError(
-                f"{name} must be a tensor {wanted}, without empty dimensions, got {tuple(x.shape)}"
+                f"{name} must be a tensor {wanted}, without empty dimensions, got "
+                f"{tuple(x.shape) if isinstance(x, Tensor) else repr(x)}"
             )
     named["latent.weight"] = up
     for name, x in named.items():
@@ -70,13 +75,13 @@ def check_latent(q: Tensor, k: Tensor, v: Tensor, up: Tensor, travels: str, *, m
             f"latent.weight must be [heads of q, R, Dk + Dv] with Dk = head_dim - Dr, got {shapes}"
         )
     if len({x.dtype for x in named.values()}) > 1 or q.dtype not in DTYPES.values():
-        found = ", ".join(str(x.dtype) for x in named.values())
+        dtypes = ", ".join(str(x.dtype) for x in named.values())
         raise ValueError(
-            f"q and the latent must have one dtype, of {', '.join(map(str, DTYPES.values()))}; got {found}"
+            f"q and the latent must have one dtype, of {', '.join(map(str, DTYPES.values()))}; got {dtypes}"
         )
     if len({x.device for x in named.values()}) > 1:
-        found = ", ".join(str(x.device) for x in named.values())
-        raise ValueError(f"q and the latent must be on one device, got {found}")
+        devices = ", ".join(str(x.device) for x in named.values())
+        raise ValueError(f"q and the latent must be on one device, got {devices}")
 
 
 class Expansion:
@@ -103,7 +108,7 @@ class Expansion:
         return torch.cat([keys, rope_key.expand(-1, -1, many, -1)], 3), values
 
     def expand_rows(self, bundle: Bundle, rows: Rows | None, read: Rows) -> Bundle:
-        """Return (k, v) of the rows `read`; rows: those that the bundle has (None: all)."""
+        """Return (k, v) of the rows `read` of a bundle, which has `rows` of its owner's (None: all)."""
         compressed, rope_key = (gather(x, relative_to(rows, read)) for x in bundle)
         return self.expand(compressed, rope_key)
 
@@ -127,9 +132,10 @@ class Expansion:
         return latent.view(batch, rows, 1, compressed.shape[3]), rope
 
     def weight_gradient(self) -> Tensor:
-        """Return the gradient of `up`, summed so far; zeros for other heads."""
+        """Return the gradient of `up`, summed so far; zeros for other heads, and if no keys were met."""
         gradient = torch.zeros_like(self._up)
-        for total, place in zip(self._sums, (slice(0, self._key), slice(self._key, None)), strict=False):
+        places = (slice(0, self._key), slice(self._key, None)) if self._sums else ()
+        for total, place in zip(self._sums, places, strict=True):
             of_heads = total.unflatten(0, (len(self._heads), -1)).transpose(1, 2)
             gradient[self._heads.start : self._heads.stop, :, place] = of_heads
         return gradient
