@@ -93,7 +93,7 @@ class Found:
 
 
 def measure(ranks: int | None, repeats: int, device: str = "cpu") -> Found:
-    """Return the rates that ranks reach together: of fresh processes, or of those that torchrun started.
+    """Return the rates that ranks reach together: of fresh processes, or of torchrun's processes.
 
     Raises:
         ValueError: as `measured`; on GPUs torchrun is missing, or torchrun started another number of ranks.

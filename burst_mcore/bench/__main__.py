@@ -40,9 +40,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         _check(options, subject)
         device = device_for(subject, options.device, started)
-        given = {name: value for name in OPTIONS if (value := getattr(options, name)) is not None}
+        fields = {name: value for name in OPTIONS if (value := getattr(options, name)) is not None}
         size = int(os.environ["WORLD_SIZE"]) if started else None
-        cases = cases_for(subject, options.case, device, size, given)
+        cases = cases_for(subject, options.case, device, size, fields)
         names = [name for name in map(str.strip, options.methods.split(",")) if name]
 
         def note(results: Results) -> None:

@@ -167,7 +167,7 @@ def _measured(case: Case, methods: Sequence[Method], repeats: int, device: str) 
 
 
 def _in_world(work: Work) -> Outcome:
-    """Measure in one set of fresh processes, or in those that torchrun started."""
+    """Measure in one set of fresh processes, or in torchrun's processes."""
     place: Any = work.case
     if dist.is_initialized():
         return measure(dist.get_rank(), dist.get_world_size(), work)

@@ -1,7 +1,7 @@
 """Attention on a cluster as programs that processes play: real messages, and waits in the place of kernels.
 
-The programs are those that ranks run, and those of other projects as the cost model has them. They are of the
-problem as it is on the cluster. Only the bytes of a message and the pace of the clock are scaled.
+Our programs are the programs that ranks run; programs of other projects are the cost model's. Both are
+made for the problem on the cluster. Only the bytes of a message and the pace of the clock are scaled.
 """
 
 from __future__ import annotations

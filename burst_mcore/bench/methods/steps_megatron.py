@@ -29,7 +29,7 @@ OWN = "megatron (CP 1)"
 
 def start(case: Any, world: World) -> None:
     """Make Megatron ready, quietly."""
-    warnings.filterwarnings("ignore", module="megatron")  # of what is not installed
+    warnings.filterwarnings("ignore", module="megatron")  # its warnings name packages that are not installed
     if world.device == "cpu":
         from burst_mcore.megatron import cpu
 

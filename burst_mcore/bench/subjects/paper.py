@@ -171,7 +171,7 @@ class PaperCase(Case):
         return Stage(trial)
 
     def derive(self, table: Table) -> Derived:
-        """Yield seconds of the cluster, beside those that the model predicts."""
+        """Yield measured seconds of the cluster beside predicted seconds."""
         pace, off = self.scale.seconds, []
         emulated = {m: [wall / pace for wall in walls] for m, walls in table.column("wall").items()}
         medians = {method: statistics.median(samples) for method, samples in emulated.items()}

@@ -31,7 +31,7 @@ THEIRS = {"deepspeed": "ulysses", "megatron": "megatron"}
 class StepCase(Case):
     """A training step of a small model under a framework, with ours and with what the framework has.
 
-    Seconds, bytes and memory are the slowest rank's. MFU is the FLOPs of the model over those that the ranks
+    Seconds, bytes and memory are the slowest rank's. MFU is the model's FLOPs over the FLOPs that ranks
     could do: by data sheet on a GPU, by a product of matrices in turn on a CPU.
     """
 
