@@ -8,9 +8,13 @@ from pathlib import Path
 import forked
 import pytest
 
+from burst_mcore.attention.schedule.route import Route
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^```python(?: torchrun=(\d+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NODES_APART = Route(1, 8, heads=8, outer=True)
+"""8 nodes of 8: 8 ranks, one of each node, share heads, and each node has a ring."""
 
 
 def _blocks():
@@ -36,7 +40,7 @@ def test_python_blocks_run(ranks, code, tmp_path):
 
 
 def test_the_schedule_in_the_docs_is_the_one_that_prints():
-    from burst_mcore.attention.schedule.route import Route, schedule
+    from burst_mcore.attention.schedule.route import schedule
 
     printed = str(schedule(Route(nodes=1, intra=3), "query")).splitlines()
     shown = (ROOT / "docs" / "attention.md").read_text().split("```text\n")[1].split("```")[0].splitlines()
@@ -63,22 +67,23 @@ def _busiest_nic(route, passes, kv_heads=32):
 
 
 @pytest.mark.parametrize(
-    ("row", "nodes", "intra", "travels"),
+    ("row", "route", "travels"),
     [
-        ("RingAttention, one ring over all GPUs", 1, 64, "kv"),
-        ("burst, double ring, K and V travel", 8, 8, "kv"),
-        ("burst, double ring, queries travel", 8, 8, "query"),
+        ("RingAttention, one ring over all GPUs", Route(1, 64), "kv"),
+        ("burst, double ring, K and V travel", Route(8, 8), "kv"),
+        ("burst, double ring, queries travel", Route(8, 8), "query"),
+        ("burst, heads across nodes, a ring in each node", NODES_APART, "query"),
     ],
 )
-def test_the_bytes_in_the_readme_are_those_of_the_schedules(row, nodes, intra, travels):
-    from burst_mcore.attention.schedule.route import Route
-
+def test_the_bytes_in_the_readme_are_those_of_the_schedules(row, route, travels):
     text = (ROOT / "README.md").read_text()
     shown = re.search(rf"^\| {re.escape(row)} \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE).groups()
-    computed = _busiest_nic(Route(nodes, intra), ("forward", travels))
+    computed = _busiest_nic(route, ("forward", travels))
     assert list(shown) == [f"{gigabytes:.2f}" for gigabytes in computed]
     forward, backward = _busiest_nic(Route(8, 8), ("forward", "kv"), kv_heads=8)
-    assert f"sends {forward:.2f} and {backward:.2f}" in text
+    assert f"the double ring sends {forward:.2f} and {backward:.2f}" in text
+    forward, backward = _busiest_nic(NODES_APART, ("forward", "kv"), kv_heads=8)
+    assert f"heads across nodes {forward:.2f} and {backward:.2f}" in text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
