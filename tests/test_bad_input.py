@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention
 from burst_mcore.agreement import Agreement
-from burst_mcore.attention.runtime.agreement import agreement
+from burst_mcore.attention.operator.agree import agreement_of
 
 
 def _attend(
@@ -387,7 +387,7 @@ def _the_store_goes(rank, size):
     if rank == 1:
         time.sleep(3)  # it does not come
         return "late"
-    agreement(topology)._store = _LostStore(agreement(topology)._store)
+    agreement_of(topology)._store = _LostStore(agreement_of(topology)._store)
     with pytest.raises(RuntimeError, match="did not come to this call, before its first hop.*reset by peer"):
         _attend(topology=topology)
     dist.barrier = lambda: None

@@ -11,10 +11,11 @@ from masks import random_layout, random_mask
 from ranks import processes
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard, unshard
-from burst_mcore.attention import operator, prepare
+from burst_mcore.attention import prepare
 from burst_mcore.attention.autotune.cost import link_bytes, message_bytes
 from burst_mcore.attention.autotune.ways import Ranks, legal_degrees
 from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.attention.operator import ops
 from burst_mcore.attention.runtime import communicators
 from burst_mcore.attention.schedule.route import program
 from burst_mcore.attention.shard import Shard
@@ -109,7 +110,7 @@ def test_random_masks_layouts_and_shapes(size, intra):
 
 def _counted(rank, size):
     """(what, bytes sent, bytes of this rank's program) of forward and backward."""
-    sent, made, batch, agreed = [], [], dist.batch_isend_irecv, operator.agree_on_call
+    sent, made, batch, agreed = [], [], dist.batch_isend_irecv, ops.agree_on_call
 
     def counting(operations):
         sent.extend(op.tensor.nbytes for op in operations if op.op is dist.isend)
@@ -119,7 +120,7 @@ def _counted(rank, size):
         made.append(agreed(*args))
         return made[-1]
 
-    dist.batch_isend_irecv, operator.agree_on_call = counting, watched
+    dist.batch_isend_irecv, ops.agree_on_call = counting, watched
     topology, rows = Topology.from_group(dist.group.WORLD), []
     n, window = 1024, 24
     cu = [0, 100, 101, 480, 481, 500, n]

@@ -21,15 +21,8 @@ from torch.utils._pytree import tree_leaves
 from burst_mcore import BurstConfig, Mask, burst_attention
 from burst_mcore.attention import request as request_module
 from burst_mcore.attention.geometry.plan import plan_of
-from burst_mcore.attention.operator import (
-    OPTIONS,
-    BackwardArgs,
-    ForwardArgs,
-    ForwardResults,
-    Saved,
-    attention_backward,
-    attention_forward,
-)
+from burst_mcore.attention.operator.ops import attention_backward, attention_forward
+from burst_mcore.attention.operator.schema import OPTIONS, BackwardArgs, ForwardArgs, ForwardResults, Saved
 from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.runtime import record as records
 from burst_mcore.attention.runtime.topology import Topology

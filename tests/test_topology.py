@@ -16,8 +16,8 @@ from test_ring import _attend, _gathered
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
 from burst_mcore.attention.api import connect
+from burst_mcore.attention.operator.agree import agreement_of
 from burst_mcore.attention.runtime import topology as module
-from burst_mcore.attention.runtime.agreement import agreement
 from burst_mcore.attention.runtime.communicators import Communicators, companion
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.rates import Rates
@@ -198,7 +198,7 @@ def test_connecting_refuses_what_no_heads_can_make_legal():
 def _collectives_between(rank, size, sub):
     """Calls that go ahead, and collectives of the model on the same group, by ranks that keep no step."""
     group = _mine(rank, [list(range(size))]) if sub else dist.group.WORLD
-    calls = agreement(Topology.from_group(group, intra_size=size))
+    calls = agreement_of(Topology.from_group(group, intra_size=size))
     generator = random.Random(rank)
     for step in range(60):
         calls.agree({"step": str(step)}, ahead=True)

@@ -9,10 +9,10 @@
     runtime        process groups, the executor of a program, agreement between ranks
     autotune       the choice of a schedule by its bytes, FLOPs and simulated time
 
-A folder imports only folders above it. The files beside the folders are the call itself, from top to bottom:
+A folder imports only folders above it. Beside them is the call itself, from top to bottom:
 
     api            the public function, and its calls in checkpointed layers
-    operator       the torch operators: named arguments, results and saved tensors across flat schemas
+    operator       the torch operators (a folder): flat schemas with names, and how ranks agree on a call
     prepare        requests to calls, each once, or ahead of their batch
     request        one rank's arguments, checked, and resolved once all ranks' lengths are known
     forward, backward   the two passes: tiles x kernel x merge, driven by the ring

@@ -11,7 +11,9 @@ from torch import Tensor
 from burst_mcore.attention.autotune.decide import check_mesh
 from burst_mcore.attention.autotune.ways import Ranks, placements, route_for, why_not_placed
 from burst_mcore.attention.numerics.latent import Latent
-from burst_mcore.attention.operator import ForwardArgs, ForwardResults, attention_forward, refusing
+from burst_mcore.attention.operator.agree import agreement_of, refusing
+from burst_mcore.attention.operator.ops import attention_forward
+from burst_mcore.attention.operator.schema import ForwardArgs, ForwardResults
 from burst_mcore.attention.recompute.replay import (
     CallId,
     SavedTail,
@@ -21,7 +23,6 @@ from burst_mcore.attention.recompute.replay import (
     replays,
 )
 from burst_mcore.attention.request import validate
-from burst_mcore.attention.runtime.agreement import agreement as agreement_of
 from burst_mcore.attention.runtime.executor import ProcessGroups
 from burst_mcore.attention.runtime.record import unpack
 from burst_mcore.attention.runtime.topology import Topology

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
+from burst_mcore.attention.operator.agree import agreement_of
 from burst_mcore.attention.recompute.replay import CallId, RecomputeError, SavedTail, recording, replaying
-from burst_mcore.attention.runtime.agreement import agreement as agreement_of
 from burst_mcore.registry import lookup
 
 

@@ -12,8 +12,8 @@ from ranks import processes
 from test_trainer import trained
 
 from burst_mcore.attention import call as call_module
-from burst_mcore.attention import operator
 from burst_mcore.attention import prepare as prepare_module
+from burst_mcore.attention.operator import agree, ops
 from burst_mcore.deepspeed.data.loader import ShardedLoader
 
 TOKENS, STEPS = 4096, 8
@@ -53,7 +53,11 @@ class _Clock:
 def _waiting(rank, size):
     """(seconds of the steps, those of them in which the main thread planned or waited for plans)."""
     clock = _Clock()
-    for module, names in ((operator, ("call_of",)), (call_module, ("program", "tiles_of"))):
+    for module, names in (
+        (agree, ("call_of",)),
+        (ops, ("call_of",)),
+        (call_module, ("program", "tiles_of")),
+    ):
         for name in names:
             setattr(module, name, clock.around(getattr(module, name)))
     torch.set_num_threads(1)

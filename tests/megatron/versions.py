@@ -66,7 +66,7 @@ OPTIONS = (
 
 SCRIPT = """
 import runpy, sys
-from burst_mcore.attention import operator
+from burst_mcore.attention.operator import ops
 from burst_mcore.megatron import cpu, fused_loss
 from burst_mcore.megatron.layouts import layout_in_effect
 
@@ -78,7 +78,7 @@ def count(module, name):
     setattr(module, name, counted)
 
 counts = {}
-count(operator, "forward_of_head")
+count(ops, "forward_of_head")
 count(fused_loss, "fused_linear_cross_entropy")
 cpu.enable_training()
 sys.argv += cpu.CPU_ARGUMENTS

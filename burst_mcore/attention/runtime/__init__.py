@@ -1,4 +1,4 @@
-"""Runs programs: process groups, the executor, buffers, and the agreement of a ring on its calls.
+"""Runs programs: process groups, the executor, buffers, and the record of a forward for its backward.
 
 topology       the ranks that share a sequence, and their nodes
 communicators  the process groups of a ring
@@ -7,6 +7,5 @@ executor       runs these steps: posts messages, waits, calls back for tiles
 buffers        memory that passes share
 head_exchange  the tensors of the all-to-all of heads
 columns        the tensors of the exchange along a column of a mesh
-agreement      the agreement of a ring on its calls
 record         the agreement on a forward, kept for its backward
 """

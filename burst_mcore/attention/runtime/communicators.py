@@ -51,7 +51,7 @@ class Communicators:
         self._own = [control]
         """The groups that nobody but the ring uses."""
         self.agreement: Agreement | None = None
-        """Made by the first call: see `runtime.agreement`."""
+        """Made by the first call: see `operator.agree`."""
         self.transports: dict[Any, Any] = {}
         """By ranks of a node and route: see `executor.transport_of`."""
 

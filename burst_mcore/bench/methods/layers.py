@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from burst_mcore.attention.operator import attention_forward
+from burst_mcore.attention.operator.ops import attention_forward
 from burst_mcore.bench.core import Method, World, installed, ready
 from burst_mcore.checkpointing import Full, KeepAttention, Policy, Segment, checkpoint
 

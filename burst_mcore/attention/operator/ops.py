@@ -1,168 +1,54 @@
-"""The torch operators of burst_attention, and the named structures that cross their flat schemas.
+"""The torch operators of burst_attention: forward and backward, their shapes for tracing, their autograd.
 
-An operator takes and returns tensors, numbers and strings only. So topology, mask and config travel by
-handle, and each operator's schema is made of the fields of two NamedTuples. Only this file packs and unpacks
-arguments, results and saved tensors.
+Only this file packs and unpacks the structures of `schema`, and hands tensors to the two passes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, Self, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from burst_mcore.agreement import Agreed, Agreement, Signature
+from burst_mcore.agreement import Agreement
 from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Attended, Call, Keys, Queries
 from burst_mcore.attention.forward import forward, forward_of_head, tail_of
 from burst_mcore.attention.kernels.table import taking_delta
 from burst_mcore.attention.numerics.latent import Expansion
 from burst_mcore.attention.numerics.rowwise import row_delta
+from burst_mcore.attention.operator.agree import (
+    agree_on_backward,
+    agree_on_call,
+    agreement_of,
+    in_ring,
+    passes_of,
+    refusing,
+)
+from burst_mcore.attention.operator.schema import (
+    OPTIONS,
+    BackwardArgs,
+    BackwardResults,
+    ForwardArgs,
+    ForwardResults,
+    Saved,
+)
 from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.recompute.cuts import check_keep, cut_for
 from burst_mcore.attention.recompute.replay import in_checkpoint
 from burst_mcore.attention.request import Request, request_of, shard_of, validate
 from burst_mcore.attention.runtime import record as records
-from burst_mcore.attention.runtime.agreement import agreement as agreement_of
-from burst_mcore.attention.runtime.executor import ProcessGroups, transport_of
+from burst_mcore.attention.runtime.executor import transport_of
 from burst_mcore.attention.runtime.head_exchange import pooled_like, share_of_heads
 from burst_mcore.attention.runtime.record import CallRecord
-from burst_mcore.attention.runtime.topology import Topology
-from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.dtypes import wide
 from burst_mcore.registry import lookup
-
-
-class ForwardArgs(NamedTuple):
-    """The arguments of `attention_forward`, in the order of its schema."""
-
-    q: Tensor
-    k: Tensor
-    """With `up` the latent, [B, S, 1, R]."""
-    v: Tensor
-    """With `up` the rope key, [B, S, 1, Dr]."""
-    sinks: Tensor | None
-    topology: str
-    """Handles, as the next two."""
-    mask: str
-    config: str
-    softmax_scale: float | None
-    softcap: float | None
-    return_lse: bool
-    needs_gradient: bool
-    """Whether a backward will follow."""
-    keep: float
-    """The share of the sequence whose results are returned as `ForwardResults.tail`: see `cut_for`."""
-    at_most: bool
-    """Whether no more than `keep`, of which the least of all ranks counts."""
-    tail: list[Tensor]
-    """In a recomputation, the tail that the forward returned, from position `cut` on."""
-    cut: int
-    up: Tensor | None = None
-    """The weights that make K and V of a latent: see `Latent`, and so the next."""
-    travels: str = "off"
-
-    @property
-    def value_dim(self) -> int:
-        """The width of a value, and of a result."""
-        if self.up is None:
-            return self.v.shape[-1]
-        return self.up.shape[2] - (self.q.shape[-1] - self.v.shape[-1])
-
-    @classmethod
-    def gradients(cls, tail: int, **gradients: Tensor | None) -> Self:
-        """Return the gradients by argument, None for all others; tail: how many tensors it had."""
-        return cls(**{**dict.fromkeys(cls._fields), "tail": [None] * tail, **gradients})  # type: ignore[arg-type]
-
-
-class ForwardResults(NamedTuple):
-    """The results of `attention_forward`."""
-
-    out: Tensor
-    lse: Tensor
-    """[B, H, S]; empty under head x ring, unless the call wants it at home."""
-    on_ring: list[Tensor]
-    """q, k, v and lse as they are on the ring, if heads are shared; else empty: they are as they came."""
-    record: Tensor
-    """A packed `CallRecord`, on the device of q."""
-    tail: list[Tensor]
-    """The results after the cut, in memory of their own: see `recompute.replay.SavedTail`."""
-
-    def whole(self, *, lse_at_home: bool) -> list[Tensor]:
-        """Return all results in the form of a tail, without a copy."""
-        if not self.on_ring:
-            return [self.out, self.lse]
-        return [self.out, self.on_ring[3], *([self.lse] if lse_at_home else [])]
-
-
-class BackwardArgs(NamedTuple):
-    """The arguments of `attention_backward`, in the order of its schema."""
-
-    dout: Tensor
-    dlse: Tensor | None
-    q: Tensor
-    """As on the ring, and so the next three."""
-    k: Tensor
-    v: Tensor
-    ring_lse: Tensor
-    sinks: Tensor | None
-    out: Tensor
-    lse: Tensor
-    record: Tensor
-    kv_heads: int
-    topology: str
-    mask: str
-    config: str
-    softmax_scale: float | None
-    softcap: float | None
-    return_lse: bool
-    latent: Tensor | None = None
-    """The rank's own latent, with `up`."""
-    up: Tensor | None = None
-    travels: str = "off"
-
-
-class BackwardResults(NamedTuple):
-    """The results of `attention_backward`; dsinks is empty without sinks, and dup without a latent."""
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dsinks: Tensor
-    dup: Tensor
-
-
-class Saved(NamedTuple):
-    """The tensors that autograd saves between forward and backward: so fields of `BackwardArgs`."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    ring_lse: Tensor
-    sinks: Tensor | None
-    out: Tensor
-    lse: Tensor
-    record: Tensor
-    latent: Tensor | None
-    up: Tensor | None
-
-    @classmethod
-    def of(cls, args: ForwardArgs, results: ForwardResults) -> Self:
-        """Return the tensors that the backward of a forward needs."""
-        q, k, v, ring_lse = results.on_ring or (args.q, args.k, args.v, results.lse)
-        latent = None if args.up is None else args.k
-        return cls(q, k, v, ring_lse, args.sinks, results.out, results.lse, results.record, latent, args.up)
-
-
-OPTIONS = ("topology", "mask", "config", "softmax_scale", "softcap", "return_lse", "travels")
-"""The arguments that forward and backward have in common, besides tensors."""
 
 
 def _operator(
@@ -199,9 +85,9 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
     call, agreed, lengths = agree_on_call(args, request, agreement, topology)
     cut = _cut(args, request, call, agreement) if args.keep else args.cut
     tokens = lengths[call.rank]
-    with torch.autocast(q.device.type, enabled=False), _on(q.device), _in_ring(agreement):
+    with torch.autocast(q.device.type, enabled=False), _on(q.device), in_ring(agreement):
         transport = transport_of(topology, call.route, request.config.max_ctas)
-        for pass_ in _passes(args, call):
+        for pass_ in passes_of(args, call):
             transport.connect(pass_)
         transport = transport.labelled(agreed.label)
         expansion = _expansion(call, args.up)
@@ -238,88 +124,6 @@ def _expansion(call: Call, up: Tensor | None) -> Expansion | None:
     member, members = (call.member, call.route.heads) if call.latent_travels else (0, 1)
     heads = share_of_heads(up.shape[0], member, members)
     return Expansion(up, heads, call.problem.value_dim)
-
-
-def _signature_of(args: ForwardArgs) -> Signature:
-    """Return the properties, besides their requests, that the ranks must have in common."""
-    return {
-        "gradient wanted": str(args.needs_gradient),
-        "keeps": "what fits" if args.at_most else repr(args.keep),
-        "recomputes": f"before {args.cut}" if args.tail else "all",
-    }
-
-
-def _passes(args: ForwardArgs, call: Call) -> tuple[Pass, ...]:
-    """Return the passes whose communicators a forward makes: its own, and that of its backward."""
-    return (Pass.FORWARD, call.direction) if args.needs_gradient else (Pass.FORWARD,)
-
-
-def _description_of(args: ForwardArgs, request: Request, call: Call) -> object | None:
-    """Return the properties by which a forward is like an earlier one, whatever the documents.
-
-    None without documents, since such a forward never goes ahead.
-    """
-    if request.mask.document_ends is None:
-        return None
-    fields = (request.shard, args.config, request.scores, request.mask.without_documents, args.return_lse)
-    return Pass.FORWARD, *fields, call.route, call.direction, call.kernel.name, *_signature_of(args).values()
-
-
-def agree_on_call(
-    args: ForwardArgs, request: Request, agreement: Agreement | None, topology: Topology
-) -> tuple[Call, Agreed, tuple[int, ...]]:
-    """Return the call that all ranks make, their agreement, and how many tokens each rank holds.
-
-    A call like an earlier one goes ahead if its documents say how long the sequence is. Without documents
-    only the other ranks know whether they hold as many tokens.
-
-    Raises:
-        ValueError: the ranks make different calls, or none that is legal.
-    """
-    own = _signature_of(args)
-    signature = {**request.signature, **own}
-    tokens, size = request.shard.tokens, request.ranks.size
-    even = (tokens,) * size
-    if agreement is None:
-        return call_of(request, even), Agreed(0, None, 0), even
-    call, problem, details = None, None, {}
-    try:  # as it is if all ranks hold as many tokens
-        call = call_of(request, even)
-        details = call.signature
-    except ValueError as error:  # it may be legal with the lengths of the others
-        problem, details = error, {"problem": str(error)}
-    except Exception as error:
-        agreement.refuse(error)
-        raise
-    description, ahead = None, False
-    if call is not None and not args.at_most:
-        description = _description_of(args, request, call)
-        transport = transport_of(topology, call.route, request.config.max_ctas)
-        ahead = agreement.seen(description) and transport.connected(_passes(args, call))
-    agreed = agreement.meet({"pass": "forward", **signature}, details, tokens, ahead=ahead)
-    if description is not None and agreed.lengths is None:
-        agreement.remember(description)
-    lengths = agreed.lengths
-    if lengths is not None:
-        with refusing(agreement):  # perhaps of this rank alone: its kernels are its own
-            call = call_of(request, tuple(lengths))
-        known = agreement.agree({"pass": "forward, lengths known", **signature, **call.signature})
-        agreed = agreed._replace(label=known.label)
-    elif problem is not None:
-        raise problem
-    assert call is not None
-    return call, agreed, even if lengths is None else tuple(lengths)
-
-
-@contextlib.contextmanager
-def refusing(agreement: Agreement | None) -> Iterator[None]:
-    """If this block raises, tell the other ranks, so that none of them waits."""
-    try:
-        yield
-    except Exception as error:
-        if agreement is not None:
-            agreement.refuse(error)
-        raise
 
 
 def _cut(args: ForwardArgs, request: Request, call: Call, agreement: Agreement | None) -> int:
@@ -388,8 +192,8 @@ def attention_backward(args: BackwardArgs) -> BackwardResults:
         if args.dlse is not None:
             call = replace(call, kernel=taking_delta(config.kernel, call.problem))
     transport = transport_of(topology, call.route, config.max_ctas)
-    agreed = _agree_on_backward(args, request, call, record, agreement, transport)
-    with torch.autocast(out.device.type, enabled=False), _on(out.device), _in_ring(agreement):
+    agreed = agree_on_backward(args, request, call, record, agreement, transport)
+    with torch.autocast(out.device.type, enabled=False), _on(out.device), in_ring(agreement):
         transport.connect(call.direction)
         transport = transport.labelled(agreed.label)
         dout = args.dout.contiguous()
@@ -414,37 +218,6 @@ def attention_backward(args: BackwardArgs) -> BackwardResults:
                 dk, dv = (x.to(dk.dtype) for x in expansion.gradients(args.latent, dk, dv))
             dup = expansion.weight_gradient()
     return BackwardResults(dq, dk, dv, dsinks, dup)
-
-
-def _agree_on_backward(
-    args: BackwardArgs,
-    request: Request,
-    call: Call,
-    record: CallRecord,
-    agreement: Agreement | None,
-    transport: ProcessGroups,
-) -> Agreed:
-    """Agree on a backward; ahead of the others if its like was made before and no communicator is missing.
-
-    A call that goes ahead is looked at before the whole backward of autograd returns.
-    """
-    if agreement is None:
-        return Agreed(0, None, 0)
-    signature = {
-        "pass": "backward",
-        "gradient through lse": str(args.dlse is not None),
-        **request.signature,
-        **call.signature,
-    }
-    description = Pass.QUERY, request.shard, args.config, request.scores, call.route, args.dlse is not None
-    in_autograd = torch._C._current_graph_task_id() != -1  # else nothing is called at the end
-    ahead = in_autograd and agreement.seen(description) and transport.connected((call.direction,))
-    number = {"of call": str(record.number)}  # apart: digests of signatures that stay the same are cached
-    agreed = agreement.meet(signature, number, 0, ahead=ahead)
-    agreement.remember(description)
-    if ahead:
-        torch.autograd.Variable._execution_engine.queue_callback(agreement.settle)
-    return agreed
 
 
 @attention_backward.register_fake
@@ -507,10 +280,6 @@ def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Make the device current: Triton launches on the current device, wherever its tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def _in_ring(agreement: Agreement | None) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if agreement is None else agreement.ring()
 
 
 def _with_rows(x: Tensor, rows: int) -> Tensor:

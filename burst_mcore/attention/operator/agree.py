@@ -1,0 +1,148 @@
+"""How the ranks of a ring agree on a forward, its backward, and errors, so that no rank waits in vain."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from burst_mcore.agreement import Agreed, Agreement, Signature
+from burst_mcore.attention.call import Call
+from burst_mcore.attention.operator.schema import BackwardArgs, ForwardArgs
+from burst_mcore.attention.prepare import call_of
+from burst_mcore.attention.request import Request
+from burst_mcore.attention.runtime.executor import ProcessGroups, transport_of
+from burst_mcore.attention.runtime.record import CallRecord
+from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.schedule.actions import Pass
+
+
+def agreement_of(topology: Topology) -> Agreement | None:
+    """Return the agreement of a ring, made at its first use; None for one rank, which agrees with nobody."""
+    communicators = topology.communicators
+    if communicators is None:
+        return None
+    if communicators.agreement is None:
+        communicators.agreement = Agreement(
+            communicators.control, communicators.ranks, topology.rank, communicators.abort
+        )
+    return communicators.agreement
+
+
+@contextlib.contextmanager
+def refusing(agreement: Agreement | None) -> Iterator[None]:
+    """If this block raises, tell the other ranks, so that none of them waits."""
+    try:
+        yield
+    except Exception as error:
+        if agreement is not None:
+            agreement.refuse(error)
+        raise
+
+
+def in_ring(agreement: Agreement | None) -> contextlib.AbstractContextManager[None]:
+    """Return the context of a pass: after one that fails, no call over the ring may follow."""
+    return contextlib.nullcontext() if agreement is None else agreement.ring()
+
+
+def agree_on_call(
+    args: ForwardArgs, request: Request, agreement: Agreement | None, topology: Topology
+) -> tuple[Call, Agreed, tuple[int, ...]]:
+    """Return the call that all ranks make, their agreement, and how many tokens each rank holds.
+
+    A call like an earlier one goes ahead if its documents say how long the sequence is. Without documents
+    only the other ranks know whether they hold as many tokens.
+
+    Raises:
+        ValueError: the ranks make different calls, or none that is legal.
+    """
+    own = _signature_of(args)
+    signature = {**request.signature, **own}
+    tokens, size = request.shard.tokens, request.ranks.size
+    even = (tokens,) * size
+    if agreement is None:
+        return call_of(request, even), Agreed(0, None, 0), even
+    call, problem, details = None, None, {}
+    try:  # as it is if all ranks hold as many tokens
+        call = call_of(request, even)
+        details = call.signature
+    except ValueError as error:  # it may be legal with the lengths of the others
+        problem, details = error, {"problem": str(error)}
+    except Exception as error:
+        agreement.refuse(error)
+        raise
+    description, ahead = None, False
+    if call is not None and not args.at_most:
+        description = _description_of(args, request, call)
+        transport = transport_of(topology, call.route, request.config.max_ctas)
+        ahead = agreement.seen(description) and transport.connected(passes_of(args, call))
+    agreed = agreement.meet({"pass": "forward", **signature}, details, tokens, ahead=ahead)
+    if description is not None and agreed.lengths is None:
+        agreement.remember(description)
+    lengths = agreed.lengths
+    if lengths is not None:
+        with refusing(agreement):  # perhaps of this rank alone: its kernels are its own
+            call = call_of(request, tuple(lengths))
+        known = agreement.agree({"pass": "forward, lengths known", **signature, **call.signature})
+        agreed = agreed._replace(label=known.label)
+    elif problem is not None:
+        raise problem
+    assert call is not None
+    return call, agreed, even if lengths is None else tuple(lengths)
+
+
+def _signature_of(args: ForwardArgs) -> Signature:
+    """Return the properties, besides their requests, that the ranks must have in common."""
+    return {
+        "gradient wanted": str(args.needs_gradient),
+        "keeps": "what fits" if args.at_most else repr(args.keep),
+        "recomputes": f"before {args.cut}" if args.tail else "all",
+    }
+
+
+def passes_of(args: ForwardArgs, call: Call) -> tuple[Pass, ...]:
+    """Return the passes whose communicators a forward makes: its own, and that of its backward."""
+    return (Pass.FORWARD, call.direction) if args.needs_gradient else (Pass.FORWARD,)
+
+
+def _description_of(args: ForwardArgs, request: Request, call: Call) -> object | None:
+    """Return the properties by which a forward is like an earlier one, whatever the documents.
+
+    None without documents, since such a forward never goes ahead.
+    """
+    if request.mask.document_ends is None:
+        return None
+    fields = (request.shard, args.config, request.scores, request.mask.without_documents, args.return_lse)
+    return Pass.FORWARD, *fields, call.route, call.direction, call.kernel.name, *_signature_of(args).values()
+
+
+def agree_on_backward(
+    args: BackwardArgs,
+    request: Request,
+    call: Call,
+    record: CallRecord,
+    agreement: Agreement | None,
+    transport: ProcessGroups,
+) -> Agreed:
+    """Agree on a backward; ahead of the others if its like was made before and no communicator is missing.
+
+    A call that goes ahead is looked at before the whole backward of autograd returns.
+    """
+    if agreement is None:
+        return Agreed(0, None, 0)
+    signature = {
+        "pass": "backward",
+        "gradient through lse": str(args.dlse is not None),
+        **request.signature,
+        **call.signature,
+    }
+    description = Pass.QUERY, request.shard, args.config, request.scores, call.route, args.dlse is not None
+    in_autograd = torch._C._current_graph_task_id() != -1  # else nothing is called at the end
+    ahead = in_autograd and agreement.seen(description) and transport.connected((call.direction,))
+    number = {"of call": str(record.number)}  # apart: digests of signatures that stay the same are cached
+    agreed = agreement.meet(signature, number, 0, ahead=ahead)
+    agreement.remember(description)
+    if ahead:
+        torch.autograd.Variable._execution_engine.queue_callback(agreement.settle)
+    return agreed

@@ -1,0 +1,136 @@
+"""The arguments, results and saved tensors of the torch operators, named: their flat schemas in one place.
+
+An operator takes and returns tensors, numbers and strings only. So topology, mask and config travel by
+handle, and each operator's schema is made of the fields of two NamedTuples.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Self
+
+from torch import Tensor
+
+
+class ForwardArgs(NamedTuple):
+    """The arguments of `attention_forward`, in the order of its schema."""
+
+    q: Tensor
+    k: Tensor
+    """With `up` the latent, [B, S, 1, R]."""
+    v: Tensor
+    """With `up` the rope key, [B, S, 1, Dr]."""
+    sinks: Tensor | None
+    topology: str
+    """Handles, as the next two."""
+    mask: str
+    config: str
+    softmax_scale: float | None
+    softcap: float | None
+    return_lse: bool
+    needs_gradient: bool
+    """Whether a backward will follow."""
+    keep: float
+    """The share of the sequence whose results are returned as `ForwardResults.tail`: see `cut_for`."""
+    at_most: bool
+    """Whether no more than `keep`, of which the least of all ranks counts."""
+    tail: list[Tensor]
+    """In a recomputation, the tail that the forward returned, from position `cut` on."""
+    cut: int
+    up: Tensor | None = None
+    """The weights that make K and V of a latent: see `Latent`, and so the next."""
+    travels: str = "off"
+
+    @property
+    def value_dim(self) -> int:
+        """The width of a value, and of a result."""
+        if self.up is None:
+            return self.v.shape[-1]
+        return self.up.shape[2] - (self.q.shape[-1] - self.v.shape[-1])
+
+    @classmethod
+    def gradients(cls, tail: int, **gradients: Tensor | None) -> Self:
+        """Return the gradients by argument, None for all others; tail: how many tensors it had."""
+        return cls(**{**dict.fromkeys(cls._fields), "tail": [None] * tail, **gradients})  # type: ignore[arg-type]
+
+
+class ForwardResults(NamedTuple):
+    """The results of `attention_forward`."""
+
+    out: Tensor
+    lse: Tensor
+    """[B, H, S]; empty under head x ring, unless the call wants it at home."""
+    on_ring: list[Tensor]
+    """q, k, v and lse as they are on the ring, if heads are shared; else empty: they are as they came."""
+    record: Tensor
+    """A packed `CallRecord`, on the device of q."""
+    tail: list[Tensor]
+    """The results after the cut, in memory of their own: see `recompute.replay.SavedTail`."""
+
+    def whole(self, *, lse_at_home: bool) -> list[Tensor]:
+        """Return all results in the form of a tail, without a copy."""
+        if not self.on_ring:
+            return [self.out, self.lse]
+        return [self.out, self.on_ring[3], *([self.lse] if lse_at_home else [])]
+
+
+class BackwardArgs(NamedTuple):
+    """The arguments of `attention_backward`, in the order of its schema."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    q: Tensor
+    """As on the ring, and so the next three."""
+    k: Tensor
+    v: Tensor
+    ring_lse: Tensor
+    sinks: Tensor | None
+    out: Tensor
+    lse: Tensor
+    record: Tensor
+    kv_heads: int
+    topology: str
+    mask: str
+    config: str
+    softmax_scale: float | None
+    softcap: float | None
+    return_lse: bool
+    latent: Tensor | None = None
+    """The rank's own latent, with `up`."""
+    up: Tensor | None = None
+    travels: str = "off"
+
+
+class BackwardResults(NamedTuple):
+    """The results of `attention_backward`; dsinks is empty without sinks, and dup without a latent."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsinks: Tensor
+    dup: Tensor
+
+
+class Saved(NamedTuple):
+    """The tensors that autograd saves between forward and backward: so fields of `BackwardArgs`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    ring_lse: Tensor
+    sinks: Tensor | None
+    out: Tensor
+    lse: Tensor
+    record: Tensor
+    latent: Tensor | None
+    up: Tensor | None
+
+    @classmethod
+    def of(cls, args: ForwardArgs, results: ForwardResults) -> Self:
+        """Return the tensors that the backward of a forward needs."""
+        q, k, v, ring_lse = results.on_ring or (args.q, args.k, args.v, results.lse)
+        latent = None if args.up is None else args.k
+        return cls(q, k, v, ring_lse, args.sinks, results.out, results.lse, results.record, latent, args.up)
+
+
+OPTIONS = ("topology", "mask", "config", "softmax_scale", "softcap", "return_lse", "travels")
+"""The arguments that forward and backward have in common, besides tensors."""
