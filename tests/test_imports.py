@@ -41,7 +41,7 @@ WITHIN = {
         {"schedule", "numerics"},
         {"kernels", "runtime"},
         {"autotune"},
-        {"cached", "call"},
+        {"cached", "call", "checks"},
         {"forward", "backward", "request"},
         {"prepare"},
         {"operator"},

@@ -51,7 +51,7 @@ def _tiles(call):
 @pytest.fixture(autouse=True)
 def _no_device(monkeypatch):
     """Nothing is computed: tensors are on no device, and the ring has no process group."""
-    monkeypatch.setattr(request_module, "_check_group", lambda *_: None)
+    monkeypatch.setattr(request_module, "check_group", lambda *_: None)
     monkeypatch.setattr(request_module, "choose", lambda *_: KERNELS["aten-cpu"])
 
 

@@ -14,7 +14,8 @@ A folder imports only folders above it. Beside them is the call itself, from top
     api            the public function, and its calls in checkpointed layers
     operator       the torch operators (a folder): flat schemas with names, and how ranks agree on a call
     prepare        requests to calls, each once, or ahead of their batch
-    request        one rank's arguments, checked, and resolved once all ranks' lengths are known
+    request        one rank's legal arguments, resolved once all ranks' lengths are known
+    checks         what makes arguments illegal
     forward, backward   the two passes: tiles x kernel x merge, driven by the ring
     call           a call that all ranks have agreed on
     cached         attention to a cache of keys, in generation

@@ -17,7 +17,8 @@ from typing import TypeVar
 
 from burst_mcore.attention.autotune.decide import without_layout
 from burst_mcore.attention.call import Call
-from burst_mcore.attention.request import Request, legal_lengths, resolve
+from burst_mcore.attention.checks import legal_lengths
+from burst_mcore.attention.request import Request, resolve
 from burst_mcore.attention.schedule.actions import Compute, Pass
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask

@@ -1,33 +1,37 @@
-"""Requests: one rank's arguments, which are checked here, and resolved to a `Call` or refused.
+"""Requests: one rank's legal arguments, which resolve to a `Call` once the lengths of all ranks are known.
 
-A rank cannot tell the length of the global sequence from its own share. So checking has two halves:
-`validate` before the ranks have met, `resolve` after.
+A rank cannot tell the length of the global sequence from its own share. So `validate` makes the request
+before the ranks have met, and `resolve` the call after.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from burst_mcore.agreement import Signature
 from burst_mcore.attention.autotune.decide import choose_route, degrees_of, latent_gains
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.call import Call
+from burst_mcore.attention.checks import (
+    check_group,
+    check_latent,
+    check_lengths,
+    check_settings,
+    check_sinks,
+    check_tensors,
+)
 from burst_mcore.attention.geometry.launches import Launches, launches_of
 from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.kernels.kernel import Problem, Scores
 from burst_mcore.attention.kernels.table import choose
-from burst_mcore.attention.numerics.latent import check_latent
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig, several_rings
-from burst_mcore.dtypes import DTYPES
 from burst_mcore.layout import Layout
 from burst_mcore.machines import default_rates
 from burst_mcore.mask import Mask
@@ -110,15 +114,13 @@ def validate(
         travels: `Latent.travels`.
     """
     if up is None:
-        _check_tensors(q, k, v, may_be_empty=topology.size > 1)
+        check_tensors(q, k, v, may_be_empty=topology.size > 1)
         shard = shard_of(q.shape, k.shape[2], v.shape[3], q.dtype, config)
     else:
         check_latent(q, k, v, up, travels, may_be_empty=topology.size > 1)
-        for name, x in (("q", q), ("compressed", k), ("rope_key", v), ("weight", up)):
-            _refuse_tangent(name, x)
         value_dim = up.shape[2] - (q.shape[3] - v.shape[3])
         shard = shard_of(q.shape, q.shape[2], value_dim, q.dtype, config, (k.shape[3], v.shape[3]))
-    _check_sinks(sinks, q)
+    check_sinks(sinks, q)
     return request_of(
         shard,
         q.device.type,
@@ -171,16 +173,12 @@ def request_of(
     travels: str = "off",
 ) -> Request:
     """Return the request of legal tensors of these shapes; see `validate`."""
-    if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a Mask, got {_named(mask)}: {_nearest(mask)}")
     softcap = None if softcap == 0 else softcap  # none, as flash-attn has it
-    for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
-        if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} must be positive and finite, got {value!r}")
+    check_settings(mask, softmax_scale, softcap)
     handles = ensure(topology), ensure(mask), ensure(config)
     request = _request(shard, device, *handles, softmax_scale, softcap, sinks, return_lse, travels)
     if topology.size > 1:
-        _check_group(topology, device)
+        check_group(topology, device)
     return request
 
 
@@ -226,21 +224,10 @@ def _request(
     )
 
 
-def _named(value: object) -> str:
-    """Return a value in few words: a tensor by its shape."""
-    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-
-
-def _nearest(mask: object) -> str:
-    if isinstance(mask, str) and mask in ("causal", "full"):
-        return f"Mask.{mask}()"
-    return "Mask.causal(), Mask.full(), Mask.window(left, right), Mask.documents(cu_seqlens), ..."
-
-
 def resolve(request: Request, lengths: Sequence[int]) -> Call:
     """Return the call where rank r holds lengths[r] tokens; ValueError, on all ranks, if it is not legal."""
     n, size = sum(lengths), request.ranks.size
-    _check_lengths(request.layout, tuple(lengths))
+    check_lengths(request.layout, tuple(lengths))
     request.mask.check(n)
     mask = request.mask.clipped(n)
     shard = replace(request.shard, tokens=request.layout.padded(n, size) // size)
@@ -294,89 +281,3 @@ def problem_of(
         launches=launches,
         documents=documents,
     )
-
-
-@lru_cache(maxsize=1024)
-def _check_lengths(layout: Layout, lengths: tuple[int, ...]) -> None:
-    n, size = sum(lengths), len(lengths)
-    if n < 1:
-        raise ValueError("the sequence is empty: no rank holds a token")
-    legal = legal_lengths(layout, n, size)
-    if lengths != legal:
-        raise ValueError(
-            f"the ranks hold {_listed(lengths)} tokens, {n} in all, but layout {layout} on {size} ranks "
-            f"deals them as {_listed(legal)}: use burst_mcore.shard(), or pad the sequence to a multiple of "
-            f"{layout.divisor(size)} tokens"
-        )
-
-
-def legal_lengths(layout: Layout, n: int, size: int) -> tuple[int, ...]:
-    """Return how many of n tokens each rank holds; ValueError as `Layout.padded`."""
-    rank, start, stop, step = layout.run_table(n, size).unbind(1)
-    of_run = -((start - stop.clamp(max=n)) // step)
-    lengths = torch.zeros(size, dtype=torch.int64).index_add_(0, rank, of_run.clamp(min=0))
-    return tuple(lengths.tolist())
-
-
-def _listed(lengths: Sequence[int]) -> str:
-    return str(list(lengths)) if len(lengths) <= 16 else f"[{', '.join(map(str, lengths[:16]))}, ...]"
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, may_be_empty: bool) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        empty = isinstance(x, Tensor) and 0 in (x.shape[:1] + x.shape[2:] if may_be_empty else x.shape)
-        if not isinstance(x, Tensor) or x.dim() != 4 or empty:
-            actual = tuple(x.shape) if isinstance(x, Tensor) else repr(x)
-            raise ValueError(
-                f"{name} must be a tensor [batch, local sequence, heads, head_dim] without empty dimensions, "
-                f"got {actual}"
-            )
-        if x.layout != torch.strided:
-            raise ValueError(f"{name} must be a dense tensor (torch.strided), got {x.layout}")
-        _refuse_tangent(name, x)
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.shape[:2] == k.shape[:2] == v.shape[:2]:
-        raise ValueError(f"q, k, v must have the same batch and local sequence, got {shapes}")
-    if k.shape[2] != v.shape[2] or q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"k and v must have the same number of heads, and it must divide that of q, got {shapes}"
-        )
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(f"q and k must have the same head_dim, got {shapes}")
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES.values():
-        raise ValueError(
-            f"q, k, v must have one dtype, of {', '.join(map(str, DTYPES.values()))}; "
-            f"got {q.dtype}, {k.dtype}, {v.dtype}"
-        )
-    if not q.device == k.device == v.device:
-        raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
-
-
-def _refuse_tangent(name: str, x: Tensor) -> None:
-    if forward_ad.unpack_dual(x).tangent is not None:
-        raise ValueError(
-            f"{name} has a tangent: burst_attention has no forward-mode derivative (torch.func.jvp, "
-            f"forward_ad.make_dual); take gradients by backward"
-        )
-
-
-def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
-    if sinks is None:
-        return
-    if not isinstance(sinks, Tensor) or not sinks.is_floating_point() or sinks.shape != q.shape[2:3]:
-        actual = f"{tuple(sinks.shape)} of {sinks.dtype}" if isinstance(sinks, Tensor) else repr(sinks)
-        raise ValueError(f"sinks must be a floating-point tensor [heads], here [{q.shape[2]}], got {actual}")
-    _refuse_tangent("sinks", sinks)
-    if sinks.device != q.device:
-        raise ValueError(f"sinks must be on the device of q, {q.device}, got {sinks.device}")
-
-
-def _check_group(topology: Topology, device: str) -> None:
-    if topology.communicators is None:
-        raise ValueError(
-            f"a ring of {topology.size} ranks needs its process group: Topology.from_group(group)"
-        )
-    if not topology.communicators.reach(torch.device(device)):
-        wanted = {"cpu": "cpu:gloo", "cuda": "cuda:nccl"}.get(device, "cpu or cuda tensors")
-        backends = topology.communicators.backends
-        raise ValueError(f"{device} tensors need a process group with {wanted}, got {backends}")

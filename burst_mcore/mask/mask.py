@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import cached_property, lru_cache, reduce
 
 import torch
 from torch import Tensor
@@ -213,7 +213,7 @@ class Mask(Registered):
         """Whether the mask is block-sparse or dilated: the pairs that it allows are few and scattered."""
         return self.stride > 1 or any(isinstance(term, Blocks) for term in self.terms)
 
-    @property
+    @cached_property
     def document_ends(self) -> Tensor | None:
         """cu_seqlens of its documents, int64; None if it has none. Of several, those cut finest."""
         ends = [term.ends for term in self.terms if isinstance(term, Documents)]

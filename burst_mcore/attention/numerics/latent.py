@@ -16,9 +16,7 @@ from torch import Tensor
 
 from burst_mcore.attention.geometry.rows import Rows, gather, relative_to
 from burst_mcore.attention.numerics.segments import Bundle
-from burst_mcore.dtypes import DTYPES, wide
-
-TRAVELS = ("auto", "on", "off")
+from burst_mcore.dtypes import wide
 
 
 class Latent(NamedTuple):
@@ -38,50 +36,6 @@ class Latent(NamedTuple):
     travels: str = "auto"
     """What the ring carries: the latent ("on"), K and V ("off"), or the latent where the cost model predicts
     a gain ("auto")."""
-
-
-def check_latent(q: Tensor, k: Tensor, v: Tensor, up: Tensor, travels: str, *, may_be_empty: bool) -> None:
-    """Refuse a latent that does not go with q; k: [B, S, 1, R], v: [B, S, 1, Dr]."""
-    if travels not in TRAVELS:
-        raise ValueError(f"travels must be one of {', '.join(map(repr, TRAVELS))}, got {travels!r}")
-    named = {"q": q, "latent.compressed": k, "latent.rope_key": v}
-    for name, x in named.items():
-        if (
-            not isinstance(x, Tensor)
-            or x.dim() != 4
-            or 0 in (x.shape[:1] + x.shape[2:] if may_be_empty else x.shape)
-        ):
-            wanted = "[batch, local sequence, heads, head_dim]" if x is q else "as `Latent` says"
-            raise ValueError(
-                f"{name} must be a tensor {wanted}, without empty dimensions, got "
-                f"{tuple(x.shape) if isinstance(x, Tensor) else repr(x)}"
-            )
-    named["latent.weight"] = up
-    for name, x in named.items():
-        if x.layout != torch.strided:
-            raise ValueError(f"{name} must be a dense tensor (torch.strided), got {x.layout}")
-    shapes = (
-        f"q {list(q.shape)}, compressed {list(k.shape[:2] + k.shape[3:])}, rope_key {list(v.shape)}, "
-        f"weight {list(up.shape)}"
-    )
-    if not q.shape[:2] == k.shape[:2] == v.shape[:2] or k.shape[2] != 1 or v.shape[2] != 1:
-        raise ValueError(
-            f"q, latent.compressed [B, S, R] and latent.rope_key [B, S, 1, Dr] must have the same batch and "
-            f"local sequence, got {shapes}"
-        )
-    fits = up.dim() == 3 and up.shape[:2] == (q.shape[2], k.shape[3])
-    if not fits or not v.shape[3] < q.shape[3] or not up.shape[2] > q.shape[3] - v.shape[3]:
-        raise ValueError(
-            f"latent.weight must be [heads of q, R, Dk + Dv] with Dk = head_dim - Dr, got {shapes}"
-        )
-    if len({x.dtype for x in named.values()}) > 1 or q.dtype not in DTYPES.values():
-        dtypes = ", ".join(str(x.dtype) for x in named.values())
-        raise ValueError(
-            f"q and the latent must have one dtype, of {', '.join(map(str, DTYPES.values()))}; got {dtypes}"
-        )
-    if len({x.device for x in named.values()}) > 1:
-        devices = ", ".join(str(x.device) for x in named.values())
-        raise ValueError(f"q and the latent must be on one device, got {devices}")
 
 
 class Expansion:

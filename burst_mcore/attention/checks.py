@@ -1,0 +1,169 @@
+"""Refuses illegal arguments: those of one rank before the ranks have met, and the lengths of all after."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.dtypes import DTYPES
+from burst_mcore.layout import Layout
+from burst_mcore.mask import Mask
+
+TRAVELS = ("auto", "on", "off")
+"""Values of `Latent.travels`."""
+TENSOR = "[batch, local sequence, heads, head_dim] without empty dimensions"
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, may_be_empty: bool) -> None:
+    """Refuse shapes, dtypes and devices of q, k and v; may_be_empty: the rank may hold no token."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_tensor(name, x, TENSOR, may_be_empty)
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.shape[:2] == k.shape[:2] == v.shape[:2]:
+        raise ValueError(f"q, k, v must have the same batch and local sequence, got {shapes}")
+    if k.shape[2] != v.shape[2] or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"k and v must have the same number of heads, and it must divide that of q, got {shapes}"
+        )
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must have the same head_dim, got {shapes}")
+    _check_alike("q, k, v", (q, k, v))
+
+
+def check_latent(q: Tensor, k: Tensor, v: Tensor, up: Tensor, travels: str, *, may_be_empty: bool) -> None:
+    """Refuse a latent that does not go with q; k: [B, S, 1, R], v: [B, S, 1, Dr]."""
+    if travels not in TRAVELS:
+        raise ValueError(f"travels must be one of {', '.join(map(repr, TRAVELS))}, got {travels!r}")
+    _check_tensor("q", q, TENSOR, may_be_empty)
+    for name, x in (("latent.compressed", k), ("latent.rope_key", v)):
+        _check_tensor(name, x, "as `Latent` says, without empty dimensions", may_be_empty)
+    _check_dense("latent.weight", up)
+    shapes = (
+        f"q {list(q.shape)}, compressed {list(k.shape[:2] + k.shape[3:])}, rope_key {list(v.shape)}, "
+        f"weight {list(up.shape)}"
+    )
+    if not q.shape[:2] == k.shape[:2] == v.shape[:2] or k.shape[2] != 1 or v.shape[2] != 1:
+        raise ValueError(
+            f"q, latent.compressed [B, S, R] and latent.rope_key [B, S, 1, Dr] must have the same batch and "
+            f"local sequence, got {shapes}"
+        )
+    fits = up.dim() == 3 and up.shape[:2] == (q.shape[2], k.shape[3])
+    if not fits or not v.shape[3] < q.shape[3] or not up.shape[2] > q.shape[3] - v.shape[3]:
+        raise ValueError(
+            f"latent.weight must be [heads of q, R, Dk + Dv] with Dk = head_dim - Dr, got {shapes}"
+        )
+    _check_alike("q and the latent", (q, k, v, up))
+
+
+def _check_tensor(name: str, x: Tensor, wanted: str, may_be_empty: bool) -> None:
+    empty = isinstance(x, Tensor) and 0 in (x.shape[:1] + x.shape[2:] if may_be_empty else x.shape)
+    if not isinstance(x, Tensor) or x.dim() != 4 or empty:
+        actual = tuple(x.shape) if isinstance(x, Tensor) else repr(x)
+        raise ValueError(f"{name} must be a tensor {wanted}, got {actual}")
+    _check_dense(name, x)
+
+
+def _check_dense(name: str, x: Tensor) -> None:
+    if x.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor (torch.strided), got {x.layout}")
+    _refuse_tangent(name, x)
+
+
+def _check_alike(names: str, tensors: Sequence[Tensor]) -> None:
+    """Refuse several dtypes or devices, and a dtype that no kernel takes."""
+    if len({x.dtype for x in tensors}) > 1 or tensors[0].dtype not in DTYPES.values():
+        raise ValueError(
+            f"{names} must have one dtype, of {_joined(DTYPES.values())}; got "
+            f"{_joined([x.dtype for x in tensors])}"
+        )
+    if len({x.device for x in tensors}) > 1:
+        raise ValueError(f"{names} must be on one device, got {_joined([x.device for x in tensors])}")
+
+
+def _joined(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _refuse_tangent(name: str, x: Tensor) -> None:
+    if forward_ad.unpack_dual(x).tangent is not None:
+        raise ValueError(
+            f"{name} has a tangent: burst_attention has no forward-mode derivative (torch.func.jvp, "
+            f"forward_ad.make_dual); take gradients by backward"
+        )
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """Refuse sinks that are not a number for each head of q, on its device."""
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor) or not sinks.is_floating_point() or sinks.shape != q.shape[2:3]:
+        actual = f"{tuple(sinks.shape)} of {sinks.dtype}" if isinstance(sinks, Tensor) else repr(sinks)
+        raise ValueError(f"sinks must be a floating-point tensor [heads], here [{q.shape[2]}], got {actual}")
+    _refuse_tangent("sinks", sinks)
+    if sinks.device != q.device:
+        raise ValueError(f"sinks must be on the device of q, {q.device}, got {sinks.device}")
+
+
+def check_settings(mask: Mask, softmax_scale: float | None, softcap: float | None) -> None:
+    """Refuse another thing than a mask, and numbers that scores cannot be multiplied by."""
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a Mask, got {_named(mask)}: {_nearest(mask)}")
+    for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
+        if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} must be positive and finite, got {value!r}")
+
+
+def _named(value: object) -> str:
+    """Return a value in few words: a tensor by its shape."""
+    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def _nearest(mask: object) -> str:
+    if isinstance(mask, str) and mask in ("causal", "full"):
+        return f"Mask.{mask}()"
+    return "Mask.causal(), Mask.full(), Mask.window(left, right), Mask.documents(cu_seqlens), ..."
+
+
+def check_group(topology: Topology, device: str) -> None:
+    """Refuse a ring without a process group for this device."""
+    if topology.communicators is None:
+        raise ValueError(
+            f"a ring of {topology.size} ranks needs its process group: Topology.from_group(group)"
+        )
+    if not topology.communicators.reach(torch.device(device)):
+        wanted = {"cpu": "cpu:gloo", "cuda": "cuda:nccl"}.get(device, "cpu or cuda tensors")
+        backends = topology.communicators.backends
+        raise ValueError(f"{device} tensors need a process group with {wanted}, got {backends}")
+
+
+@lru_cache(maxsize=1024)
+def check_lengths(layout: Layout, lengths: tuple[int, ...]) -> None:
+    """Refuse lengths of ranks that are not those which the layout deals."""
+    n, size = sum(lengths), len(lengths)
+    if n < 1:
+        raise ValueError("the sequence is empty: no rank holds a token")
+    legal = legal_lengths(layout, n, size)
+    if lengths != legal:
+        raise ValueError(
+            f"the ranks hold {_listed(lengths)} tokens, {n} in all, but layout {layout} on {size} ranks "
+            f"deals them as {_listed(legal)}: use burst_mcore.shard(), or pad the sequence to a multiple of "
+            f"{layout.divisor(size)} tokens"
+        )
+
+
+def legal_lengths(layout: Layout, n: int, size: int) -> tuple[int, ...]:
+    """Return how many of n tokens each rank holds; ValueError as `Layout.padded`."""
+    rank, start, stop, step = layout.run_table(n, size).unbind(1)
+    of_run = -((start - stop.clamp(max=n)) // step)
+    lengths = torch.zeros(size, dtype=torch.int64).index_add_(0, rank, of_run.clamp(min=0))
+    return tuple(lengths.tolist())
+
+
+def _listed(lengths: Sequence[int]) -> str:
+    return str(list(lengths)) if len(lengths) <= 16 else f"[{', '.join(map(str, lengths[:16]))}, ...]"
