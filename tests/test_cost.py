@@ -10,16 +10,8 @@ from hypothesis import strategies as st
 from masks import random_layout, random_mask, randoms
 
 from burst_mcore import BurstConfig, Layout, Mask
-from burst_mcore.attention.autotune.choose import (
-    MESHED,
-    Candidate,
-    best,
-    candidates,
-    contenders,
-    reason,
-    typical,
-    work_of,
-)
+from burst_mcore.attention.autotune.candidate import Candidate
+from burst_mcore.attention.autotune.choose import best, reason
 from burst_mcore.attention.autotune.cost import (
     Shard,
     Sizes,
@@ -29,8 +21,11 @@ from burst_mcore.attention.autotune.cost import (
     message_bytes,
     pass_flops,
 )
+from burst_mcore.attention.autotune.costing import work_of
 from burst_mcore.attention.autotune.decide import choose_route
+from burst_mcore.attention.autotune.kind import typical
 from burst_mcore.attention.autotune.lockstep import RoutedPass, play_all
+from burst_mcore.attention.autotune.search import MESHED, candidates, contenders
 from burst_mcore.attention.autotune.simulate import play
 from burst_mcore.attention.autotune.ways import RINGS, Ranks, legal_degrees, route_for, why_not_degree
 from burst_mcore.attention.geometry.plan import plan_of

@@ -372,7 +372,7 @@ def test_a_ring(extended):
             ("    mirrored: bool = False\n", "    mirrored: bool = False\n    eager: bool = False\n"),
             ("    if route.direct:\n        return", ROUTE_WRITER),
         ],
-        "attention/autotune/choose.py": [
+        "attention/autotune/costing.py": [
             ("and not route.direct and not self", "and not route.direct and not route.eager and not self")
         ],
         "attention/autotune/ways.py": [('    if ring == "direct":', CHOICE)],

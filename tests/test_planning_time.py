@@ -14,7 +14,7 @@ from burst_mcore import BurstConfig, Layout, Mask, Topology, prepare
 from burst_mcore.attention import prepare as prepare_module
 from burst_mcore.attention import request as request_module
 from burst_mcore.attention.autotune import decide as decide_module
-from burst_mcore.attention.autotune.choose import contenders
+from burst_mcore.attention.autotune.search import contenders
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.request import validate
 from burst_mcore.bench.results import read

@@ -14,8 +14,8 @@ from ranks import processes
 from typer.testing import CliRunner
 
 from burst_mcore import Layout, Mask
-from burst_mcore.attention.autotune.choose import candidates
 from burst_mcore.attention.autotune.cost import CallTime, call_time
+from burst_mcore.attention.autotune.search import candidates
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.shard import Shard

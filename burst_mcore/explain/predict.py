@@ -11,17 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from burst_mcore.attention.autotune.choose import (
-    MESHED,
-    Candidate,
-    best,
-    candidates,
-    pairs_of,
-    reason,
-    typical,
-    work_of,
-)
+from burst_mcore.attention.autotune.candidate import Candidate
+from burst_mcore.attention.autotune.choose import best, reason
 from burst_mcore.attention.autotune.cost import Sizes, link_bytes, message_bytes
+from burst_mcore.attention.autotune.costing import pairs_of, work_of
+from burst_mcore.attention.autotune.kind import typical
+from burst_mcore.attention.autotune.search import MESHED, candidates
 from burst_mcore.attention.autotune.simulate import Timeline, play
 from burst_mcore.attention.autotune.volume import Share, least
 from burst_mcore.attention.autotune.ways import RINGS, Mesh, Ranks, legal_degrees, why_not_degree

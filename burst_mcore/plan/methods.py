@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from burst_mcore.attention.autotune.choose import pairs_of
 from burst_mcore.attention.autotune.cost import (
     COPIES,
     PARCELS,
@@ -21,6 +20,7 @@ from burst_mcore.attention.autotune.cost import (
     slowdown_seconds,
     stretched,
 )
+from burst_mcore.attention.autotune.costing import pairs_of
 from burst_mcore.attention.autotune.lockstep import RoutedPass, Work, play_all
 from burst_mcore.attention.autotune.ways import Ranks, route_for, why_not_degree
 from burst_mcore.attention.geometry.placement import Placement

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from burst_mcore.attention.autotune.choose import best, candidates
+from burst_mcore.attention.autotune.choose import best
+from burst_mcore.attention.autotune.search import candidates
 from burst_mcore.attention.autotune.ways import RINGS, Ranks, legal_degrees
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.shard import Shard

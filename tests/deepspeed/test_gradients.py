@@ -11,7 +11,8 @@ from ranks import processes
 
 import burst_mcore.deepspeed as burst
 from burst_mcore import BurstConfig, Layout, Mask
-from burst_mcore.attention.autotune.choose import best, candidates
+from burst_mcore.attention.autotune.choose import best
+from burst_mcore.attention.autotune.search import candidates
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.runtime import topology
 from burst_mcore.attention.shard import Shard

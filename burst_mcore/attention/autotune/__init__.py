@@ -6,6 +6,10 @@ simulate       a schedule against time, rank by rank
 lockstep       the same for ranks that do alike
 bounds         lower bounds of a route's time
 ways           the routes that ranks, shapes and settings allow
-choose         candidates, the best one, and the reason
+candidate      a way to run a call, and its cost
+costing        the costs of ways, by simulation
+choose         the best candidate, and the reason
+search         the ways that are tried
+kind           the representative of a kind of layout and mask
 decide         the route of a call, remembered by kind
 """

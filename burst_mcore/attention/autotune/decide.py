@@ -7,7 +7,10 @@ import math
 from dataclasses import replace
 from functools import lru_cache
 
-from burst_mcore.attention.autotune.choose import Candidate, Slower, best, contenders, reason, typical
+from burst_mcore.attention.autotune.candidate import Candidate, Slower
+from burst_mcore.attention.autotune.choose import best, reason
+from burst_mcore.attention.autotune.kind import typical
+from burst_mcore.attention.autotune.search import contenders
 from burst_mcore.attention.autotune.ways import (
     RINGS,
     Ranks,

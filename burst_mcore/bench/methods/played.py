@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from burst_mcore.attention.autotune.choose import Candidate, best, candidates, pairs_of, work_of
+from burst_mcore.attention.autotune.candidate import Candidate
+from burst_mcore.attention.autotune.choose import best
 from burst_mcore.attention.autotune.cost import (
     Sizes,
     exchange_seconds,
@@ -25,6 +26,8 @@ from burst_mcore.attention.autotune.cost import (
     message_bytes,
     slowdown_seconds,
 )
+from burst_mcore.attention.autotune.costing import pairs_of, work_of
+from burst_mcore.attention.autotune.search import candidates
 from burst_mcore.attention.autotune.ways import RINGS, Ranks, backward_passes, legal_degrees
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.schedule.actions import (

@@ -13,7 +13,9 @@ from functools import partial
 
 import torch
 
-from burst_mcore.attention.autotune.choose import best, contenders, typical
+from burst_mcore.attention.autotune.choose import best
+from burst_mcore.attention.autotune.kind import typical
+from burst_mcore.attention.autotune.search import contenders
 from burst_mcore.attention.autotune.ways import RINGS, Ranks
 from burst_mcore.attention.geometry.plan import Plan, plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of

@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.attention.autotune.choose import Candidate, best, candidates
+from burst_mcore.attention.autotune.candidate import Candidate
+from burst_mcore.attention.autotune.choose import best
 from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
+from burst_mcore.attention.autotune.search import candidates
 from burst_mcore.attention.autotune.ways import RINGS, Ranks, backward_passes, legal_degrees
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Scores

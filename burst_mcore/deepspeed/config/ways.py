@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from burst_mcore.attention.autotune.choose import Candidate, best, candidates, typical
+from burst_mcore.attention.autotune.candidate import Candidate
+from burst_mcore.attention.autotune.choose import best
+from burst_mcore.attention.autotune.kind import typical
+from burst_mcore.attention.autotune.search import candidates
 from burst_mcore.attention.autotune.ways import RINGS, Ranks, backward_passes, legal_degrees
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig

@@ -1,0 +1,177 @@
+"""Costs of a call's ways at one degree of head parallelism: passes simulated, and seconds added to them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from burst_mcore.attention.autotune.bounds import at_least
+from burst_mcore.attention.autotune.candidate import Candidate
+from burst_mcore.attention.autotune.cost import (
+    OURS,
+    Passes,
+    call_time,
+    exchange_seconds,
+    home_expansion_seconds,
+    mean_bytes,
+    message_bytes,
+    slowdown_seconds,
+)
+from burst_mcore.attention.autotune.lockstep import Played, RoutedPass, Work, play_all
+from burst_mcore.attention.autotune.simulate import play
+from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.geometry.plan import Plan
+from burst_mcore.attention.geometry.reading import pairs_between
+from burst_mcore.attention.schedule.actions import Kind, Link, Pass
+from burst_mcore.attention.schedule.route import Route, schedule
+from burst_mcore.attention.shard import Shard
+from burst_mcore.layout import Layout
+from burst_mcore.mask import Mask
+from burst_mcore.rates import Rates
+
+
+class Costs:
+    """The costs of the passes of a call, at one degree and placement of head parallelism."""
+
+    def __init__(self, shard: Shard, plan: Plan, pairs: Tensor, ranks: Ranks, rates: Rates) -> None:
+        self.shard, self.plan, self.ranks, self.rates = shard, plan, ranks, rates
+        self.pairs, self.pairs_of_keys = pairs, pairs.T.contiguous()
+        self.works: dict[Pass, Work] = {}
+        self.played: dict[tuple[Route, Pass], Played] = {}
+        """Results by route and pass."""
+
+    def ways(self, route: Route) -> tuple[Route, ...]:
+        """Return a route both ways round, where the two differ."""
+        both = route.places > 1 and not route.direct and not self.plan.everything and route.rings == 1
+        return (route, replace(route, mirrored=True)) if both else (route,)
+
+    def partners(self, direction: Pass) -> int:
+        """Return the pairs of positions that exchange rows, in the pass with most."""
+        readings = (self.plan.reading(of_queries=pass_ == Pass.QUERY) for pass_ in (Pass.FORWARD, direction))
+        return max(int(reading.meets.sum()) for reading in readings)
+
+    def candidate(self, ring: str, route: Route, direction: Pass) -> Candidate:
+        forward, backward = self.played[route, Pass.FORWARD], self.played[route, direction]
+        sent = {link: forward.sent[link] + backward.sent[link] for link in (Link.INTRA, Link.INTER)}
+        return Candidate(
+            ring,
+            route,
+            direction,
+            forward.seconds + self.besides(route, Pass.FORWARD),
+            backward.seconds + self.besides(route, direction),
+            forward.compute + backward.compute,
+            round(sent[Link.INTRA]),
+            round(sent[Link.INTER]),
+            self.tied(route),
+            self.resident_bytes(route, direction),
+        )
+
+    def resident_bytes(self, route: Route, direction: Pass) -> int:
+        """Return the bytes that a rank of a mesh holds of others: rows that stay, and their results."""
+        held = []
+        for pass_ in (Pass.FORWARD, direction):
+            sizes = message_bytes(self.shard, route, pass_).whole
+            held.append((route.of(pass_).rings - 1) * (sizes[Kind.RESIDENT] + sizes[Kind.SHARE]))
+        return max(held)
+
+    def besides(self, route: Route, pass_: Pass) -> float:
+        """Return the seconds of a pass that the simulation of its schedule leaves out."""
+        sizes = message_bytes(self.shard, route, pass_)
+        slowed = slowdown_seconds(self.played[route, pass_].sent, self.rates) if route.overlap else 0.0
+        expanded = home_expansion_seconds(self.shard, pass_, self.rates)
+        return exchange_seconds(route, sizes, self.rates) + slowed + expanded
+
+    def play(self, ways: Iterable[tuple[Route, Pass]]) -> None:
+        """Simulate the passes of these ways, and of their rings the other way round."""
+        wanted: dict[tuple[Route, Pass], RoutedPass] = {}
+        for route, direction in ways:
+            for way, pass_ in itertools.product(self.ways(route), (Pass.FORWARD, direction)):
+                if (way, pass_) in self.played:
+                    continue
+                # Not hidden: messages take the cores that compute.
+                played = way if self.rates.hidden else replace(way, overlap=False)
+                sizes = message_bytes(self.shard, route, pass_)
+                work = self.work(route, pass_)
+                wanted.setdefault((way, pass_), RoutedPass(played, pass_, sizes, work))
+        at_once = {key: routed for key, routed in wanted.items() if self.in_lockstep(routed)}
+        played_all = play_all(self.plan, [*at_once.values()], self.ranks.intra, self.rates)
+        self.played |= zip(at_once, played_all, strict=True)
+        for key, routed in wanted.items():
+            if key not in at_once:
+                self.played[key] = self.one_by_one(routed)
+
+    def at_least(self, route: Route, direction: Pass) -> float:
+        """Return the seconds that the faster way round takes at least, forward and backward."""
+        return min(
+            sum(
+                at_least(
+                    pass_,
+                    way,
+                    self.plan.reading(of_queries=pass_ == Pass.QUERY),
+                    self.work(route, pass_),
+                    message_bytes(self.shard, route, pass_),
+                    self.ranks.intra,
+                    self.rates,
+                )
+                for pass_ in (Pass.FORWARD, direction)
+            )
+            for way in self.ways(route)
+        )
+
+    def work(self, route: Route, pass_: Pass) -> Work:
+        if pass_ not in self.works:
+            pairs = self.pairs_of_keys if pass_ == Pass.QUERY else self.pairs
+            self.works[pass_] = work_of(self.shard, pairs, route, pass_, self.rates)
+        return self.works[pass_]
+
+    def in_lockstep(self, routed: RoutedPass) -> bool:
+        if routed.route.rings > 1:
+            return False
+        meets = self.plan.reading(of_queries=routed.of_queries).meets
+        return not routed.route.direct or bool(meets.all())
+
+    def one_by_one(self, routed: RoutedPass) -> Played:
+        drawn = schedule(routed.route, routed.pass_, self.plan)
+        timeline = play(drawn, routed.sizes, routed.work.of_action, self.ranks.intra, self.rates)
+        sent = mean_bytes(drawn.programs, routed.sizes, self.ranks.intra)
+        busiest = routed.work.busiest_of(routed.route.of(routed.pass_).rings)
+        return Played(timeline.seconds, busiest, sent)
+
+    def tied(self, route: Route) -> int:
+        """Return `Candidate.tied` of a route."""
+        if self.ranks.size == self.ranks.intra:
+            return 0
+        intra = self.ranks.intra
+        of_heads = 0 if not route.outer and intra % route.heads == 0 else route.heads
+        if route.positions == 1:
+            return of_heads
+        if route.direct:
+            reads = self.plan.reading(of_queries=False).meets
+            node = route.placement.rank(torch.arange(len(reads)), 0) // intra
+            across = (reads & (node[:, None] != node)).any(1)
+            return max(of_heads, int((reads.sum(1) * across).max()))
+        if route.rings > 1:  # a column, or its turn in backward, crosses the nodes
+            return max(of_heads, *(shape.rings for shape in route.shapes))
+        if intra % route.span == 0 and route.nodes == 1:
+            return of_heads
+        every_rank_hops = route.nodes > 1 or (not route.outer and route.heads % intra == 0)
+        return max(of_heads, 2 if every_rank_hops else self.ranks.size)
+
+
+@lru_cache(maxsize=4)
+def pairs_of(layout: Layout, mask: Mask, n: int, ranks: int) -> Tensor:
+    """Return the query-key pairs of each rank's queries and each rank's keys, [ranks, ranks]. Cached."""
+    return pairs_between(layout, mask, n, ranks)
+
+
+def work_of(
+    shard: Shard, pairs: Tensor, route: Route, pass_: Pass, rates: Rates, passes: Passes = OURS
+) -> Work:
+    """Return the seconds of kernel calls in a pass; pairs: of rows that stay and travel, [ranks, ranks]."""
+    pooled = shard.pooled(route.heads)
+    return Work(pairs, route.placement, call_time(pooled, pass_, rates, passes), pooled.tokens)

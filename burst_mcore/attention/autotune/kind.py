@@ -1,0 +1,42 @@
+"""The representative of a kind of layout and mask: a choice for it holds for the whole kind."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from burst_mcore.layout import Layout
+from burst_mcore.mask import Mask
+
+
+@lru_cache(maxsize=256)
+def typical(layout: Layout, mask: Mask, n: int, size: int) -> tuple[Layout, Mask]:
+    """Return the representative of a kind of layout and mask: the choice for it holds for the whole kind.
+
+    Documents are replaced by others, the same for all of a kind. They are about as long as a typical token's
+    document, to a power of two. Their lengths differ, so that they end anywhere in a rank's share, as real
+    ones do. The chunks of a layout that was made for documents are dealt in turn.
+    """
+    ends = mask.document_ends
+    if ends is None:
+        return layout, mask
+    lengths = ends.diff().double()
+    length = min(n, 2 ** round(float(((lengths**2).sum() / lengths.sum()).log2())))
+    if layout.kind == "zigzag-documents":
+        length = max(1, round(length / (2 * size))) * 2 * size
+        even = torch.tensor([*range(0, n, length), n])
+        return Layout("zigzag-documents", ends=tuple(even.tolist())), mask.with_documents(even)
+    if layout.kind == "chunks":
+        dealt = size * len(layout.chunks[0])
+        layout = Layout("chunks", chunks=tuple(tuple(range(r, dealt, size)) for r in range(size)))
+    return layout, mask.with_documents(_uneven(n, length))
+
+
+def _uneven(n: int, length: int) -> Tensor:
+    """Return cu_seqlens of documents of half to one and a half times `length`; always the same."""
+    several = torch.randint(length // 2, length + length // 2 + 1, (2 * n // length + 2,),
+                            generator=torch.Generator().manual_seed(0))  # fmt: skip
+    ends = several.clamp(min=1).cumsum(0)
+    return torch.cat([torch.zeros(1, dtype=torch.int64), ends[ends < n], torch.tensor([n])])
