@@ -16,7 +16,7 @@ from torch import Tensor
 
 from burst_mcore import BurstConfig, Latent, Layout, Mask, Topology, burst_attention, shard, unshard
 from burst_mcore.attention.autotune.cost import link_bytes, message_bytes
-from burst_mcore.attention.autotune.decide import _fastest, choose_route, latent_gains
+from burst_mcore.attention.autotune.decide import choose_route, fastest, latent_gains
 from burst_mcore.attention.autotune.ways import Ranks, legal_degrees
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.operator import ops
@@ -413,7 +413,7 @@ def test_predictions_in_the_docs_are_those_of_the_model():
         ranks = Ranks(int(nodes) * 8, 8)
         call = config, Layout("zigzag"), ranks, machine(name).rates
         found = [
-            _fastest(*call, replace(DEEPSEEK, latent_travels=travels), Mask.causal(), 8192 * ranks.size)
+            fastest(*call, replace(DEEPSEEK, latent_travels=travels), Mask.causal(), 8192 * ranks.size)
             for travels in (False, True)
         ]
         assert said == [f"{way.seconds * 1e3:.0f} ms" for way in found]

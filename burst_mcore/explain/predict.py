@@ -15,16 +15,18 @@ from burst_mcore.attention.autotune.candidate import Candidate
 from burst_mcore.attention.autotune.choose import best, reason
 from burst_mcore.attention.autotune.cost import Sizes, link_bytes, message_bytes
 from burst_mcore.attention.autotune.costing import pairs_of, work_of
+from burst_mcore.attention.autotune.decide import costed
 from burst_mcore.attention.autotune.kind import typical
-from burst_mcore.attention.autotune.search import MESHED, candidates
+from burst_mcore.attention.autotune.search import MESHED
 from burst_mcore.attention.autotune.simulate import Timeline, play
 from burst_mcore.attention.autotune.volume import Share, least
-from burst_mcore.attention.autotune.ways import RINGS, Mesh, Ranks, legal_degrees, why_not_degree
+from burst_mcore.attention.autotune.ways import Mesh, Ranks, legal_degrees, why_not_degree
 from burst_mcore.attention.geometry.plan import Plan, plan_of
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route, Schedule, schedule
 from burst_mcore.attention.schedule.verify import verify
 from burst_mcore.attention.shard import Shard
+from burst_mcore.config import BurstConfig
 from burst_mcore.explain.problem import DTYPES, Problem
 from burst_mcore.layout import Layout
 from burst_mcore.layout.balance import imbalance, work
@@ -104,7 +106,8 @@ def explain(
     dealt = layout_of(layout, problem, ranks)
     of_kind, mask = typical(dealt, problem.seen, problem.seq, ranks.size)
     shard = shard_of(problem, ranks, dealt)
-    of_degree = partial(_of_degree, shard, of_kind, mask, problem.seq, ranks, rates, overlap, ring, mesh)
+    config = BurstConfig(ring=ring, overlap=overlap, mesh=mesh)
+    of_degree = partial(_of_degree, config, of_kind, ranks, rates, shard, mask, problem.seq)
     degrees = legal_degrees(ranks, problem.heads, problem.kv_heads)
     found = [each for of_one in _in_parallel(of_degree, degrees, ranks) for each in of_one]
     if not found:
@@ -135,22 +138,17 @@ def explain(
 
 
 def _of_degree(
-    shard: Shard,
+    config: BurstConfig,
     layout: Layout,
-    mask: Mask,
-    n: int,
     ranks: Ranks,
     rates: Rates,
-    overlap: bool,
-    ring: str,
-    mesh: Mesh,
+    shard: Shard,
+    mask: Mask,
+    n: int,
     degree: int,
 ) -> tuple[Candidate, ...]:
-    """Return the candidates with one degree of head parallelism."""
-    return candidates(
-        shard, layout, mask, n, ranks, rates,
-        overlap=overlap, rings=_rings(ring), degrees=(degree,), directions=(Pass.QUERY, Pass.KV), mesh=mesh,
-    )  # fmt: skip
+    """Return the candidates with one degree of head parallelism; none if it does not go with the mesh."""
+    return costed(config, layout, ranks, rates, shard, mask, n, (degree,))
 
 
 def _in_parallel(
@@ -167,10 +165,6 @@ def _length(mask: Mask) -> int:
     """Tokens of a document, on average."""
     ends = mask.document_ends
     return 0 if ends is None else int(ends[-1]) // (len(ends) - 1)
-
-
-def _rings(ring: str) -> tuple[str, ...]:
-    return RINGS if ring == "auto" else (ring,)
 
 
 @dataclass(frozen=True)
@@ -262,19 +256,9 @@ def draw(
     dealt = layout_of(layout, problem, ranks)
     shard = shard_of(problem, ranks, dealt)
     of_kind, mask = typical(dealt, problem.seen, problem.seq, ranks.size)
-    found = candidates(
-        shard,
-        of_kind,
-        mask,
-        problem.seq,
-        ranks,
-        rates,
-        overlap=overlap,
-        rings=_rings(ring),
-        degrees=(degree,),
-        directions=(Pass.QUERY if pass_ == Pass.QUERY else Pass.KV,),  # as record_pass has it
-        mesh=mesh,
-    )
+    backward = Pass.QUERY if pass_ == Pass.QUERY else Pass.KV  # as record_pass has it
+    config = BurstConfig(ring=ring, overlap=overlap, mesh=mesh, backward=backward)
+    found = _of_degree(config, of_kind, ranks, rates, shard, mask, problem.seq, degree)
     if not found:
         raise ValueError(f"mesh {mesh} with head_parallel={degree} is not legal on {ranks.size} ranks")
     chosen = best(found)

@@ -1,4 +1,4 @@
-"""The route of a call: configured, or decided by the cost model once for each kind of layout and mask."""
+"""The ways that a configuration allows, with their costs; and a call's route, decided once for each kind."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import logging
 import math
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from burst_mcore.attention.autotune.candidate import Candidate, Slower
 from burst_mcore.attention.autotune.choose import best, reason
 from burst_mcore.attention.autotune.kind import typical
-from burst_mcore.attention.autotune.search import contenders
+from burst_mcore.attention.autotune.search import candidates, contenders
 from burst_mcore.attention.autotune.ways import (
     RINGS,
     Ranks,
@@ -54,8 +55,8 @@ def latent_gains(
         return False
     layout, mask = typical(Layout.of(config.layout), mask, n, ranks.size)
     options = without_layout(config), layout, ranks, rates
-    latent = _fastest(*options, travelling, mask, n)
-    expanded = _fastest(*options, replace(travelling, latent_travels=False), mask, n)
+    latent = fastest(*options, travelling, mask, n)
+    expanded = fastest(*options, replace(travelling, latent_travels=False), mask, n)
     gains = latent.seconds <= expanded.seconds and best([expanded, latent]) is latent
     logger.info(
         "MLA: %s travel: predicted %.3g s with the latent, %.3g s with K and V",
@@ -66,31 +67,49 @@ def latent_gains(
     return gains
 
 
-def _fastest(
+def costed(
+    config: BurstConfig,
+    layout: Layout,
+    ranks: Ranks,
+    rates: Rates,
+    shard: Shard,
+    mask: Mask,
+    n: int,
+    degrees: tuple[int, ...] | None = None,
+) -> tuple[Candidate, ...]:
+    """Return every way that a configuration allows, with its cost; the layout of `config` is not used.
+
+    degrees: those of head parallelism to try; default all that the configuration allows.
+    """
+    settings = settings_of(config, ranks, shard, degrees)
+    return candidates(shard, layout, mask, n, ranks, rates, **settings)
+
+
+def fastest(
     config: BurstConfig, layout: Layout, ranks: Ranks, rates: Rates, shard: Shard, mask: Mask, n: int
 ) -> Candidate:
-    """Return the way that "auto", or the configured way, would take."""
-    return best(_costed(config, layout, ranks, rates, shard, mask, n)[0])
+    """Return the way that "auto", or the configured way, takes; the layout of `config` is not used."""
+    return best(_contending(config, layout, ranks, rates, shard, mask, n)[0])
 
 
-def _costed(
+def _contending(
     config: BurstConfig, layout: Layout, ranks: Ranks, rates: Rates, shard: Shard, mask: Mask, n: int
 ) -> tuple[tuple[Candidate, ...], tuple[Slower, ...]]:
-    """Return the ways that the configuration allows, with their costs; the layout of `config` is not used."""
-    return contenders(
-        shard,
-        layout,
-        mask,
-        n,
-        ranks,
-        rates,
-        overlap=config.overlap,
-        rings=RINGS if config.ring == "auto" else (config.ring,),
-        degrees=degrees_of(config, ranks, shard),
-        directions=backward_passes(config.backward),
-        placement=config.head_placement,
-        mesh="none" if shard.latent_travels else config.mesh,
-    )
+    return contenders(shard, layout, mask, n, ranks, rates, **settings_of(config, ranks, shard))
+
+
+def settings_of(
+    config: BurstConfig, ranks: Ranks, shard: Shard, degrees: tuple[int, ...] | None = None
+) -> dict[str, Any]:
+    """Return the fields of `search.Settings` that a configuration allows."""
+    return {
+        "overlap": config.overlap,
+        "rings": RINGS if config.ring == "auto" else (config.ring,),
+        "degrees": degrees_of(config, ranks, shard) if degrees is None else degrees,
+        "directions": backward_passes(config.backward),
+        "placement": config.head_placement,
+        "mesh": "none" if shard.latent_travels else config.mesh,
+    }
 
 
 @lru_cache(maxsize=64)
@@ -106,14 +125,14 @@ def _route_of_kind(
     """Decide "auto" by the cost model, and log it once; the layout of `config` is not used."""
     degrees = degrees_of(config, ranks, shard)
     directions = backward_passes(config.backward)
-    rings = RINGS if config.ring == "auto" else (config.ring,)
     only = config.mesh == "none" and degrees == (ranks.size,) and len(directions) == 1
     if ranks.size == 1 or only:
         overlap = overlaps(config.overlap, degrees[0], ranks, rates)
-        return route_for(degrees[0], ranks, ring=rings[0], overlap=overlap), directions[0]
-    costed, slower = _costed(config, layout, ranks, rates, shard, mask, n)
-    chosen = best(costed)
-    logger.info("%s, backward %s: %s", chosen.route, chosen.direction, reason(chosen, costed, slower))
+        ring = RINGS[0] if config.ring == "auto" else config.ring
+        return route_for(degrees[0], ranks, ring=ring, overlap=overlap), directions[0]
+    contending, slower = _contending(config, layout, ranks, rates, shard, mask, n)
+    chosen = best(contending)
+    logger.info("%s, backward %s: %s", chosen.route, chosen.direction, reason(chosen, contending, slower))
     return chosen.route, chosen.direction
 
 

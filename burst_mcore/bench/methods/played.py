@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from burst_mcore.attention.autotune import decide
 from burst_mcore.attention.autotune.candidate import Candidate
 from burst_mcore.attention.autotune.choose import best
 from burst_mcore.attention.autotune.cost import (
@@ -27,8 +28,7 @@ from burst_mcore.attention.autotune.cost import (
     slowdown_seconds,
 )
 from burst_mcore.attention.autotune.costing import pairs_of, work_of
-from burst_mcore.attention.autotune.search import candidates
-from burst_mcore.attention.autotune.ways import RINGS, Ranks, backward_passes, legal_degrees
+from burst_mcore.attention.autotune.ways import Ranks, legal_degrees
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.schedule.actions import (
     Action,
@@ -182,15 +182,7 @@ _TAGS = tuple(Kind)
 def costed(problem: Problem, config: BurstConfig) -> Candidate:
     """Return the way that a configuration takes on the cluster, with its cost."""
     share, where = problem.share, problem.where
-    every = legal_degrees(where, share.heads, share.kv_heads)
-    return best(
-        candidates(
-            share, LAYOUT, MASK, share.tokens * where.size, where, problem.model, overlap=True,
-            rings=RINGS if config.ring == "auto" else (config.ring,),
-            degrees=tuple(every) if config.head_parallel == "auto" else (int(config.head_parallel),),
-            directions=backward_passes(config.backward),
-        )
-    )  # fmt: skip
+    return best(decide.costed(config, LAYOUT, where, problem.model, share, MASK, share.tokens * where.size))
 
 
 AUTO = BurstConfig(ring="auto", head_parallel="auto", backward="auto")

@@ -13,10 +13,9 @@ from functools import partial
 
 import torch
 
-from burst_mcore.attention.autotune.choose import best
+from burst_mcore.attention.autotune.decide import fastest
 from burst_mcore.attention.autotune.kind import typical
-from burst_mcore.attention.autotune.search import contenders
-from burst_mcore.attention.autotune.ways import RINGS, Ranks
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.geometry.plan import Plan, plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.aten import CPU
@@ -24,6 +23,7 @@ from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.bench.core import Bar, Case, Stage, Trial, World, one_of
 from burst_mcore.bench.methods.sharded import share_of
+from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.machines import MACHINES
 from burst_mcore.mask import Mask
@@ -74,11 +74,10 @@ def _auto(size: int, mask: Mask) -> None:
     """Choose as "auto" does in the first call, head_parallel=1: 32 heads, 8 K/V heads, bfloat16."""
     layout, mask = typical(Layout("zigzag"), mask, TOKENS * size, size)
     share = share_of(TOKENS, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
-    played, _ = contenders(
-        share, layout, mask, TOKENS * size, Ranks(size, NODE), MACHINES["A800"].rates,
-        overlap=True, rings=RINGS, degrees=(1,), directions=(Pass.QUERY, Pass.KV),
-    )  # fmt: skip
-    best(played)
+    fastest(
+        BurstConfig(ring="auto", head_parallel=1, backward="auto"),
+        *(layout, Ranks(size, NODE), MACHINES["A800"].rates, share, mask, TOKENS * size),
+    )
 
 
 PLANNED: dict[str, Callable[[int], object]] = {

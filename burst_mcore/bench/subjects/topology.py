@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from burst_mcore.attention.autotune import decide
 from burst_mcore.attention.autotune.candidate import Candidate
 from burst_mcore.attention.autotune.choose import best
 from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
-from burst_mcore.attention.autotune.search import candidates
-from burst_mcore.attention.autotune.ways import RINGS, Ranks, backward_passes, legal_degrees
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Scores
 from burst_mcore.attention.kernels.table import KERNELS, choose
@@ -267,21 +267,9 @@ def settings_of(way: Candidate) -> str:
 @lru_cache(maxsize=4096)
 def costed(case: ClusterCase, way: str, latency: float) -> tuple[Candidate, ...]:
     """Return the candidates that a way leaves open; `latency`: seconds of a message besides its bytes."""
-    config, every = config_of(way), legal_degrees(case.where, case.heads, case.kv_heads)
-    return candidates(
-        case.share,
-        Layout.of(config.layout),
-        case.seen,
-        case.tokens * case.where.size,
-        case.where,
-        replace(case.rates, latency=latency),
-        overlap=config.overlap,
-        rings=RINGS if config.ring == "auto" else (config.ring,),
-        degrees=tuple(every) if config.head_parallel == "auto" else (int(config.head_parallel),),
-        directions=backward_passes(config.backward),
-        placement=config.head_placement,
-        mesh=config.mesh,
-    )
+    config, rates = config_of(way), replace(case.rates, latency=latency)
+    n = case.tokens * case.where.size
+    return decide.costed(config, Layout.of(config.layout), case.where, rates, case.share, case.seen, n)
 
 
 def predicted(case: ClusterCase, way: str, latency: float) -> float:

@@ -7,9 +7,9 @@ from functools import lru_cache
 
 from burst_mcore.attention.autotune.candidate import Candidate
 from burst_mcore.attention.autotune.choose import best
+from burst_mcore.attention.autotune.decide import costed
 from burst_mcore.attention.autotune.kind import typical
-from burst_mcore.attention.autotune.search import candidates
-from burst_mcore.attention.autotune.ways import RINGS, Ranks, backward_passes, legal_degrees
+from burst_mcore.attention.autotune.ways import Ranks, legal_degrees
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
@@ -25,22 +25,15 @@ def ways(
     Between nodes a ring needs neighbours alone, an all-to-all all pairs, whose contention the cost model does
     not know.
     """
-    degree = config.head_parallel
-    legal = legal_degrees(ranks, shard.heads, shard.kv_heads)
-    return candidates(
-        shard,
-        Layout.of(config.layout),
-        mask,
-        n,
-        ranks,
-        rates,
-        overlap=config.overlap,
-        rings=RINGS if config.ring == "auto" else (config.ring,),
-        degrees=(degree,) if isinstance(degree, int) else tuple(d for d in legal if d <= ranks.intra),
-        directions=backward_passes(config.backward),
-        placement="inner" if config.head_placement == "auto" else config.head_placement,
-        mesh=config.mesh,
-    )
+    degrees = None
+    if config.head_parallel == "auto":
+        degrees = tuple(d for d in legal_degrees(ranks, shard.heads, shard.kv_heads) if d <= ranks.intra)
+    return costed(_inner(config), Layout.of(config.layout), ranks, rates, shard, mask, n, degrees)
+
+
+def _inner(config: BurstConfig) -> BurstConfig:
+    """Return the configuration with groups of neighbours, unless it says where members are."""
+    return replace(config, head_placement="inner") if config.head_placement == "auto" else config
 
 
 @lru_cache(maxsize=64)
@@ -52,8 +45,7 @@ def within_nodes(
         return config
     layout, mask = typical(Layout.of(config.layout), mask, n, ranks.size)
     degree = _degree_of_kind(replace(config, layout=layout), shard, mask, n, ranks, rates)
-    placement = "inner" if config.head_placement == "auto" else config.head_placement
-    return replace(config, head_parallel=degree, head_placement=placement)
+    return replace(_inner(config), head_parallel=degree)
 
 
 @lru_cache(maxsize=64)
