@@ -49,21 +49,51 @@ class Shard:
         return max(4, self.itemsize)
 
     @property
+    def rows(self) -> int:
+        """Rows of all sequences of the batch."""
+        return self.batch * self.tokens
+
+    @property
+    def q_bytes(self) -> int:
+        """Bytes of Q."""
+        return self.rows * self.heads * self.head_dim * self.itemsize
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes of O, or dO."""
+        return self.rows * self.heads * self.value_dim * self.itemsize
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V, or of the latent that travels for them."""
+        heads, width = self.carried
+        return self.rows * heads * width * self.itemsize
+
+    @property
+    def statistic_bytes(self) -> int:
+        """Bytes of D, or LSE."""
+        return self.rows * self.heads * self.statistic
+
+    @property
     def result_bytes(self) -> int:
         """Bytes of O and LSE."""
-        return self.batch * self.tokens * self.heads * (self.value_dim * self.itemsize + self.statistic)
+        return self.out_bytes + self.statistic_bytes
+
+    def gradient_bytes(self, size: int) -> int:
+        """Return the bytes of a travelling gradient or sum of as many numbers as `size` bytes of Q, K or V."""
+        return size // self.itemsize * self.grad_itemsize
+
+    def of_member(self, degree: int) -> Shard:
+        """Return the rows of this rank, of the heads of one member, when `degree` ranks share heads."""
+        return replace(self, heads=self.heads // degree, kv_heads=max(1, self.kv_heads // degree))
 
     def pooled(self, degree: int) -> Shard:
         """Return the share of one rank on the ring, when `degree` ranks pool tokens and share heads."""
-        kv_heads = max(1, self.kv_heads // degree)
-        return replace(self, tokens=self.tokens * degree, heads=self.heads // degree, kv_heads=kv_heads)
+        return replace(self.of_member(degree), tokens=self.tokens * degree)
 
     def bundle_bytes(self, *, of_queries: bool) -> tuple[int, int]:
         """Return the (data, gradient) bytes of a travelling bundle: of queries, or of keys and values."""
-        rows = self.batch * self.tokens
-        if not of_queries:
-            heads, width = self.carried
-            elements = rows * heads * width
-            return elements * self.itemsize, elements * self.grad_itemsize
-        width = (self.head_dim + self.value_dim) * self.itemsize + 2 * self.statistic
-        return rows * self.heads * width, rows * self.heads * self.head_dim * self.grad_itemsize
+        if of_queries:
+            data = self.q_bytes + self.out_bytes + 2 * self.statistic_bytes
+            return data, self.gradient_bytes(self.q_bytes)
+        return self.kv_bytes, self.gradient_bytes(self.kv_bytes)

@@ -36,16 +36,11 @@ class Sizes:
 def message_bytes(shard: Shard, route: Route, pass_: Pass, *, return_lse: bool = False) -> Sizes:
     """Return the bytes of the messages in a pass."""
     h, pass_ = route.heads, Pass(pass_)
-    of_queries = pass_ == Pass.QUERY
-    data, gradient = shard.pooled(h).bundle_bytes(of_queries=of_queries)
-    rows, heads = shard.batch * shard.tokens, shard.heads // h
-    kv_heads, width = shard.carried
-    kv_heads, several = max(1, kv_heads // h), kv_heads < h
-    q = rows * heads * shard.head_dim * shard.itemsize
-    kv = rows * kv_heads * width * shard.itemsize
-    dkv = kv // shard.itemsize * (shard.grad_itemsize if several else shard.itemsize)
-    out = rows * heads * shard.value_dim * shard.itemsize
-    statistic = rows * heads * shard.statistic
+    of_queries, several = pass_ == Pass.QUERY, shard.carried[0] < h
+    ring, member = shard.pooled(h), shard.of_member(h)
+    data, gradient = ring.bundle_bytes(of_queries=of_queries)
+    q, kv, out, statistic = member.q_bytes, member.kv_bytes, member.out_bytes, member.statistic_bytes
+    dkv = member.gradient_bytes(kv) if several else kv
     through_heads = {
         Pass.FORWARD: {Kind.BUNDLE: kv, Kind.ROWS: q, Kind.RESULT: out + statistic * return_lse},
         Pass.KV: {Kind.ROWS: out + statistic, Kind.RESULT: q, Kind.SUM: dkv},
@@ -54,9 +49,9 @@ def message_bytes(shard: Shard, route: Route, pass_: Pass, *, return_lse: bool =
     summed_again = several and not of_queries  # over the members: see `Call.total_dtype`
     own = shard.grad_itemsize if summed_again else min(shard.itemsize, shard.grad_itemsize)
     total = gradient // shard.grad_itemsize * own
-    resident, share = shard.pooled(h).bundle_bytes(of_queries=not of_queries)
+    resident, share = ring.bundle_bytes(of_queries=not of_queries)
     if pass_ == Pass.FORWARD:
-        resident, share = q * h, rows * h * heads * shard.value_dim * shard.grad_itemsize + statistic * h
+        resident, share = ring.q_bytes, ring.gradient_bytes(ring.out_bytes) + ring.statistic_bytes
     along_column = {Kind.RESIDENT: resident, Kind.SHARE: share}
     whole = {
         Kind.DATA: data, Kind.GRADIENT: gradient, Kind.TOTAL: total, **through_heads[pass_], **along_column

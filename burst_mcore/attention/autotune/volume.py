@@ -50,14 +50,13 @@ class Share:
     @classmethod
     def of(cls, shard: Shard) -> Self:
         """Return the bytes of a rank's share of a call."""
-        rows = shard.batch * shard.tokens * shard.heads
         return cls(
             heads=shard.heads,
             kv_heads=shard.carried[0],
-            q=rows * shard.head_dim * shard.itemsize,
-            out=rows * shard.value_dim * shard.itemsize,
-            kv=shard.bundle_bytes(of_queries=False)[0],
-            statistic=rows * shard.statistic,
+            q=shard.q_bytes,
+            out=shard.out_bytes,
+            kv=shard.kv_bytes,
+            statistic=shard.statistic_bytes,
             gradient=shard.grad_itemsize / shard.itemsize,
             output=shard.grad_itemsize / shard.itemsize,
         )

@@ -67,8 +67,7 @@ def rings_of(mesh: Mesh, positions: int, shard: Shard) -> tuple[int, ...]:
         return (1,)
     if sides := sides_of(mesh):
         return (sides[0],) if math.prod(sides) == positions else ()
-    keys, _ = shard.bundle_bytes(of_queries=False)
-    queries = shard.batch * shard.tokens * shard.heads * shard.head_dim * shard.itemsize + shard.result_bytes
+    keys, queries = shard.kv_bytes, shard.q_bytes + shard.result_bytes
     divisors = [a for a in range(2, positions) if positions % a == 0]
     return (1, *sorted(divisors, key=lambda a: (a - 1) * queries + (positions // a - 1) * keys)[:2])
 

@@ -74,10 +74,8 @@ def _auto(size: int, mask: Mask) -> None:
     """Choose as "auto" does in the first call, head_parallel=1: 32 heads, 8 K/V heads, bfloat16."""
     layout, mask = typical(Layout("zigzag"), mask, TOKENS * size, size)
     share = share_of(TOKENS, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
-    fastest(
-        BurstConfig(ring="auto", head_parallel=1, backward="auto"),
-        *(layout, Ranks(size, NODE), MACHINES["A800"].rates, share, mask, TOKENS * size),
-    )
+    config = BurstConfig(ring="auto", head_parallel=1, backward="auto")
+    fastest(config, layout, Ranks(size, NODE), MACHINES["A800"].rates, share, mask, TOKENS * size)
 
 
 PLANNED: dict[str, Callable[[int], object]] = {

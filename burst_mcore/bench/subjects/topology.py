@@ -127,7 +127,7 @@ class ClusterCase(Case):
         """Return the case with a kernel whose forward of a round takes `of_hop` hops of K and V."""
         size = self.where.size
         pairs = allowed_pairs(self.seen, self.tokens * size) // size // self.nodes
-        hop = self.share.bundle_bytes(of_queries=False)[0] / self.inter_rate
+        hop = self.share.kv_bytes / self.inter_rate
         compute = pass_flops(self.share, pairs, Pass.FORWARD) / (of_hop * hop) if of_hop else FREE
         return replace(self, compute=compute)
 

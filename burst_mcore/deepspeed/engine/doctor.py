@@ -121,7 +121,7 @@ def examine(
             f"{chosen.intra_bytes * times / 1e9:.3g} GB within nodes, "
             f"{chosen.inter_bytes * times / 1e9:.3g} GB between"
         )
-    kv = 2 * micro * shard.tokens * shape.kv_heads * shape.head_dim * dtype.itemsize
+    kv = shard.kv_bytes
     bundles = 4 if nodes > 1 else 2
     yield f"memory of a ring: {bundles * kv / 1e9:.3g} GB of keys and values in flight ({bundles} bundles)"
     logits = micro * shard.tokens * shape.vocabulary * 4
@@ -163,8 +163,7 @@ def recomputed(
     """
     if asked.policy in ("none", "full"):
         return 0.0, asked.policy
-    rows = shard.batch * shard.tokens
-    whole = rows * shard.heads * (shard.value_dim * shard.itemsize + shard.statistic)
+    whole = shard.result_bytes
     keep, at_most = (asked.keep if asked.policy == "segment" else 1.0), False
     if isinstance(keep, str):
         assert asked.memory_gb is not None
