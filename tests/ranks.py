@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import pickle
 import queue
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -13,6 +15,7 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -92,6 +95,17 @@ def _process(
         dist.barrier()
     except BaseException:
         results.put(pickle.dumps((rank, None, traceback.format_exc())))
+
+
+def torchrun(size: int, *words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """`words` run as `size` ranks of torchrun: a script, or -m and a module, and arguments."""
+    start = (sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone")
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    return subprocess.run(
+        [*start, "--nproc-per-node", str(size), *map(str, words)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        capture_output=True, text=True, check=False, cwd=cwd, timeout=300,
+    )  # fmt: skip
 
 
 class Mailboxes:

@@ -1,12 +1,10 @@
 """bench step: training steps of Megatron and DeepSpeed, ours beside theirs, and the paper's ablation."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from ranks import torchrun
 
 pytest.importorskip("typer")
 
@@ -66,23 +64,9 @@ def test_torchrun_starts_the_ranks(framework, tmp_path):
     out = tmp_path / "step.json"
     shape = "heads=4; kv_heads=2; head_dim=8; layers=1"
     cases = [f"ranks=2; seq={seq}; {shape}" for seq in (32, 64)]
-    command = [
-        *(
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-        ),
-        *("-m", "burst_mcore.bench", "step", "--framework", framework, "--device", "cpu"),
-        *(word for case in cases for word in ("--case", case)),
-        *("--methods", "burst ring,+ query", "--repeats", "1", "--out", str(out)),
-    ]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    bench = f"-m burst_mcore.bench step --framework {framework} --device cpu --repeats 1".split()
+    named = [word for case in cases for word in ("--case", case)]
+    done = torchrun(2, *bench, *named, "--methods", "burst ring,+ query", "--out", out, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     results = read(out)
     assert results.errors == [], done.stderr

@@ -2,15 +2,12 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import processes
+from ranks import processes, torchrun
 from typer.testing import CliRunner
 
 from burst_mcore import Layout, Mask
@@ -337,10 +334,8 @@ def test_links_between_nodes_are_measured_apart():
 
 def test_torchrun_starts_the_ranks_that_are_measured(tmp_path):
     file = tmp_path / "rates.json"
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29654"]
-    command = [*run, "-m", "burst_mcore.cli", "calibrate", "--repeats", "1", "--out", str(file)]
-    environment = {**os.environ, "PYTHONPATH": str(PUBLIC.parents[1]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    calibrate = "-m burst_mcore.cli calibrate --repeats 1 --out".split()
+    done = torchrun(2, *calibrate, file, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "measured with 2 ranks" in done.stdout and "not measured: links between machines" in done.stdout
     assert Rates.load(file).compute > 1e8

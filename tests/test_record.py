@@ -1,12 +1,10 @@
 """Rows of measurements: `bench attention --record FILE`, by torchrun too, then `plan --against FILE`."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from ranks import torchrun
 from typer.testing import CliRunner
 
 from burst_mcore.bench.methods import METHODS
@@ -59,24 +57,16 @@ def test_rows_of_a_run_are_read_and_predicted(tmp_path):
 
 def test_torchrun_starts_the_ranks(tmp_path):
     file, out = tmp_path / "rows.json", tmp_path / "a.json"
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29653"),
-        *("-m", "burst_mcore.bench", "attention", "--device", "cpu", "--methods", "ring,te-p2p,magi"),
-        *("--case", "seq=128; heads=2; head_dim=16", "--repeats", "1"),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    words = ["--out", str(out), "--record", str(file)]
-    done = subprocess.run([*command, *words], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    bench = "-m burst_mcore.bench attention --device cpu --methods ring,te-p2p,magi --repeats 1".split()
+    case = "seq=128; heads=2; head_dim=16"
+    done = torchrun(2, *bench, "--case", case, "--out", out, "--record", file, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for name in ("te-p2p", "magi"):
         assert done.stdout.count(f"2 ranks: {name}") == 0  # the case has the name of its fields
         assert done.stdout.count(f"{name} was not timed: needs a GPU for each rank") == 1
     (row,) = json.loads(file.read_text())
     assert (row["method"], row["gpus"], row["gpus_per_node"]) == ("ring", 2, 2)
-    three = subprocess.run(
-        [*command[:-4], "--case", "ranks=3; seq=96"], capture_output=True, text=True, cwd=tmp_path,
-        env=environment,
-    )  # fmt: skip
+    three = torchrun(2, *bench, "--case", "ranks=3; seq=96", cwd=tmp_path)
     assert three.returncode == 1 and "torchrun started 2 ranks, and 'ranks=3; seq=96' wants 3" in three.stderr
 
 

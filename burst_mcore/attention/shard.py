@@ -80,7 +80,7 @@ class Shard:
         return self.out_bytes + self.statistic_bytes
 
     def gradient_bytes(self, size: int) -> int:
-        """Return the bytes of a travelling gradient or sum of as many numbers as `size` bytes of Q, K or V."""
+        """Return the bytes of a travelling gradient, or sum, of numbers that take `size` bytes in Q."""
         return size // self.itemsize * self.grad_itemsize
 
     def of_member(self, degree: int) -> Shard:

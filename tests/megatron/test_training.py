@@ -18,6 +18,7 @@ import forked
 import megatron.training.training  # noqa: F401 -- here once, for all ranks that are forked
 import prepare_bytes  # it needs megatron.core
 from job import Job, JobFailedError  # it needs tensorboard
+from ranks import torchrun
 
 from burst_mcore.megatron import core_attention, launcher
 
@@ -199,13 +200,8 @@ def test_a_hybrid_model(size, data, tmp_path):
 @pytest.mark.proves("training runs", "under torchrun")
 def test_under_torchrun(data, alone, tmp_path):
     script = Path(prepare_bytes.__file__).with_name("train_bytes_gpt.py")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    launch = [sys.executable, "-W", "ignore", *torchrun, "-m", "burst_mcore.megatron", str(script)]
     arguments = [*MODEL, *data, *CP2, *BURST, "--train-iters", "4", "--log-interval", "1"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[1])}
-    done = subprocess.run(
-        [*launch, *arguments], env=environment, capture_output=True, text=True, check=False, cwd=tmp_path
-    )
+    done = torchrun(2, "-m", "burst_mcore.megatron", script, *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "CPU support is on" in done.stderr
     losses = [float(loss) for loss in re.findall(r"lm loss: ([0-9.E+-]+)", done.stdout)]
@@ -294,13 +290,8 @@ def test_what_follows_from_arguments_is_one_line_on_rank_0_and_exit_status_2(nam
 
 def test_torchrun_shows_the_refusal_of_rank_0(data, tmp_path):
     script = Path(prepare_bytes.__file__).with_name("train_bytes_gpt.py")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    launch = [sys.executable, "-W", "ignore", *torchrun, "-m", "burst_mcore.megatron", str(script)]
-    done = subprocess.run(
-        [*launch, *MODEL, *data, *CP2, *BURST, "--train-iters", "4", "--attention-dropout", "0.1"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[1])},
-        capture_output=True, text=True, check=False, cwd=tmp_path,
-    )  # fmt: skip
+    arguments = [*MODEL, *data, *CP2, *BURST, "--train-iters", "4", "--attention-dropout", "0.1"]
+    done = torchrun(2, "-m", "burst_mcore.megatron", script, *arguments, cwd=tmp_path)
     assert done.returncode != 0
     ours = [line for line in done.stderr.splitlines() if line.startswith("burst_mcore.megatron: ")]
     assert len(ours) == 1 and "attention dropout 0.1" in ours[0], done.stderr[-3000:]
@@ -311,7 +302,6 @@ def test_torchrun_shows_the_refusal_of_rank_0(data, tmp_path):
 @pytest.mark.parametrize("name", ["train_bytes_gpt", "mine.scripts.train"])
 def test_a_script_is_also_found_by_its_modules_name(name, data, alone, tmp_path):
     """A module of a package may import its neighbours, and Megatron's functions by name."""
-    script = Path(prepare_bytes.__file__).with_name("train_bytes_gpt.py")
     package = tmp_path / "mine" / "scripts"
     package.mkdir(parents=True)
     for folder in (package, package.parent):
@@ -328,14 +318,8 @@ def test_a_script_is_also_found_by_its_modules_name(name, data, alone, tmp_path)
         "import runpy\n"
         "runpy.run_module('train_bytes_gpt', run_name='__main__')\n"
     )
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    launch = [sys.executable, "-W", "ignore", *torchrun, "-m", "burst_mcore.megatron", "-m", name]
-    paths = os.pathsep.join([str(script.parent), str(script.parents[1])])
-    done = subprocess.run(
-        [*launch, *MODEL, *data, "--train-iters", "4", "--log-interval", "1", *BURST],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
-        capture_output=True, text=True, check=False, cwd=tmp_path,
-    )  # fmt: skip
+    arguments = [*MODEL, *data, "--train-iters", "4", "--log-interval", "1", *BURST]
+    done = torchrun(1, "-m", "burst_mcore.megatron", "-m", name, *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [float(loss) for loss in re.findall(r"lm loss: ([0-9.E+-]+)", done.stdout)]
     assert losses[0] == pytest.approx(alone[0].loss, rel=1e-4)
