@@ -152,7 +152,7 @@ def draw(
     from burst_mcore.attention.kernels.table import choose
     from burst_mcore.attention.schedule.actions import Pass
     from burst_mcore.attention.schedule.trace import chrome_trace
-    from burst_mcore.bench.record import record_pass
+    from burst_mcore.bench.trace import trace_pass
     from burst_mcore.config import BurstConfig
     from burst_mcore.explain import predict
     from burst_mcore.explain.mask_picture import save_mask, tiles_summary
@@ -194,7 +194,7 @@ def draw(
         runs = {"predicted": drawing.timeline.events}
         if measure:
             config = replace(config, layout=drawing.plan.layout, kernel=kernel)
-            runs["measured"] = record_pass(problem, where, pass_, config, rates)
+            runs["measured"] = trace_pass(problem, where, pass_, config, rates)
     except (ValueError, RuntimeError) as error:
         _fail("draw", error)
     mask_out = mask_out or out.with_name("mask.png")

@@ -13,5 +13,5 @@ launch        fresh processes over gloo; emulate: the same on an emulated cluste
 results       figures, bars, and the JSON file of a run; provenance: commit, machine, versions
 report        results as a table and as a picture
 rows          rows of measurements for `burst-mcore plan --against`, from results
-record        what ranks did when, for `burst-mcore draw --measure`
+trace         what ranks did when, for `burst-mcore draw --measure`
 """

@@ -256,7 +256,7 @@ def draw(
     dealt = layout_of(layout, problem, ranks)
     shard = shard_of(problem, ranks, dealt)
     of_kind, mask = typical(dealt, problem.seen, problem.seq, ranks.size)
-    backward = Pass.QUERY if pass_ == Pass.QUERY else Pass.KV  # as record_pass has it
+    backward = Pass.QUERY if pass_ == Pass.QUERY else Pass.KV  # as trace_pass has it
     config = BurstConfig(ring=ring, overlap=overlap, mesh=mesh, backward=backward)
     found = _of_degree(config, of_kind, ranks, rates, shard, mask, problem.seq, degree)
     if not found:

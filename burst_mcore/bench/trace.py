@@ -1,4 +1,4 @@
-"""Records when each rank did what in one pass over gloo on this machine, for `burst-mcore draw --measure`."""
+"""Traces when each rank did what in one pass over gloo on this machine, for `burst-mcore draw --measure`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from burst_mcore.explain.problem import Problem
 from burst_mcore.rates import Rates
 
 
-def record_pass(
+def trace_pass(
     problem: Problem, ranks: Ranks, pass_: Pass, config: BurstConfig, rates: Rates | None = None
 ) -> list[Event]:
     """Return the events of every rank in one pass, over gloo on this machine.
@@ -32,11 +32,11 @@ def record_pass(
         RuntimeError: a rank failed.
     """
     config = replace(config, backward=Pass.KV if pass_ == Pass.FORWARD else pass_)
-    per_rank = in_processes(ranks.size, _record_pass, problem, ranks.intra, pass_, config, rates)
+    per_rank = in_processes(ranks.size, _trace_pass, problem, ranks.intra, pass_, config, rates)
     return [event for events in per_rank for event in events]
 
 
-def _record_pass(
+def _trace_pass(
     rank: int, size: int, problem: Problem, intra: int, pass_: Pass, config: BurstConfig, rates: Rates | None
 ) -> list[Event]:
     keep_freed_memory()
