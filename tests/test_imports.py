@@ -31,7 +31,7 @@ FLOORS = [
     {"step"},
     {"plan"},
     {"bench"},
-    {"calibrate"},
+    {"calibrate", "options"},
     {"cli"},
 ]
 WITHIN = {
