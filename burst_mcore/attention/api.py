@@ -89,8 +89,13 @@ def burst_attention(
     config = BurstConfig() if config is None else config
     k, v, up, travels = _keys(k, v, latent)
     if not torch.compiler.is_compiling():  # a compiled call is checked when it runs
-        options = softmax_scale, softcap, sinks, config, return_lse
-        _check(q, k, v, topology, mask, *options, up, travels)
+        if not isinstance(topology, Topology):
+            raise ValueError(
+                f"topology must be a Topology, got {topology!r}: Topology.from_group(group) or "
+                f"Topology.single()"
+            )
+        with refusing(agreement_of(topology)):
+            validate(q, k, v, topology, mask, softmax_scale, softcap, sinks, config, return_lse, up, travels)
     tensors = [x for x in (q, k, v, sinks, up) if x is not None]
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     args = ForwardArgs(
@@ -133,29 +138,6 @@ def _keys(
             f"latent.compressed must be [batch, local sequence, R], got {tuple(latent.compressed.shape)}"
         )
     return latent.compressed.unsqueeze(2), latent.rope_key, latent.weight, latent.travels
-
-
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    topology: Topology,
-    mask: Mask,
-    softmax_scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    config: BurstConfig,
-    return_lse: bool,
-    up: Tensor | None,
-    travels: str,
-) -> None:
-    """Refuse illegal arguments, and tell the other ranks."""
-    if not isinstance(topology, Topology):
-        raise ValueError(
-            f"topology must be a Topology, got {topology!r}: Topology.from_group(group) or Topology.single()"
-        )
-    with refusing(agreement_of(topology)):
-        validate(q, k, v, topology, mask, softmax_scale, softcap, sinks, config, return_lse, up, travels)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
