@@ -116,14 +116,17 @@ class Table(dict[tuple[str, str], Sequence[float]]):
         """Return the samples of one meter by method."""
         return {method: samples for (method, name), samples in self.items() if name == meter}
 
+    def medians(self, meter: str) -> dict[str, float]:
+        """Return the medians of one meter by method."""
+        return {method: statistics.median(samples) for method, samples in self.column(meter).items()}
+
     def over(self, figure: tuple[str, str], unit: tuple[str, str]) -> list[float]:
         """Return ratios of two figures, round by round; none where one was not measured."""
         return [a / b for a, b in zip(self.get(figure, ()), self.get(unit, ()), strict=False)]
 
     def fastest(self, methods: Collection[str]) -> str | None:
         """Return which of the methods takes the least wall seconds; None if none was timed."""
-        walls = self.column("wall").items()
-        medians = {method: statistics.median(samples) for method, samples in walls if method in methods}
+        medians = {method: wall for method, wall in self.medians("wall").items() if method in methods}
         return min(medians, key=medians.__getitem__, default=None)
 
 

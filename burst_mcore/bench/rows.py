@@ -15,13 +15,11 @@ import torch
 from burst_mcore.bench import provenance
 from burst_mcore.bench.core import Method
 from burst_mcore.bench.methods import METHODS
+from burst_mcore.bench.methods.sharded import VARIANTS
 from burst_mcore.bench.results import Results
 from burst_mcore.bench.subjects.attention import AttentionCase
 from burst_mcore.machines import machine_of
 from burst_mcore.plan.rows import CPU, Row, read
-
-LAYOUTS = {"zigzag": "zigzag", "contiguous": "basic", "striped": "stripe"}
-"""Words in a row's variant, by the layout of a case."""
 
 
 def recorded(path: Path) -> list[Mapping[str, Any]]:
@@ -56,14 +54,14 @@ def rows_of(results: Results, cases: Mapping[str, AttentionCase]) -> Iterator[di
 
 def _shape(case: AttentionCase, method: Method, device: str) -> dict[str, Any] | None:
     """Return all fields of a row but its figure; None if rows have no word for the mask or the layout."""
-    layout = LAYOUTS.get(case.layout)
-    if not method.row or case.mask not in ("causal", "full") or layout is None:
+    variant = VARIANTS.get(case.layout)
+    if not method.row or case.mask not in ("causal", "full") or variant is None:
         return None
     known = {field.name for field in fields(Row)}
     shape = {name: value for name, value in vars(case).items() if name in known}
     node = int(os.environ.get("LOCAL_WORLD_SIZE", case.ranks))
     where = {"hardware": hardware(device), "gpus": case.ranks, "gpus_per_node": node}
-    return {**where, **shape, "variant": layout, **method.row}
+    return {**where, **shape, "variant": variant, **method.row}
 
 
 def hardware(device: str) -> str:

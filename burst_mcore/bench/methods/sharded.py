@@ -14,6 +14,8 @@ from burst_mcore.bench.core import Case, World
 from burst_mcore.explain.problem import Problem
 from burst_mcore.layout import Layout, shard, unshard
 
+VARIANTS = {"zigzag": "zigzag", "striped": "stripe", "contiguous": "basic"}
+"""Words in the variant of a row of measurements, by layout."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Differentiable, of local q, k, v [batch, local sequence, heads, head_dim]."""
 

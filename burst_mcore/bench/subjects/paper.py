@@ -224,7 +224,7 @@ class PaperCase(Case):
 
 def lead_of(table: Table) -> float | None:
     """Return the seconds of the fastest method of others over those of "auto"; None if one is missing."""
-    medians = {m: statistics.median(samples) for m, samples in table.column("emulated").items()}
+    medians = table.medians("emulated")
     others = [seconds for method, seconds in medians.items() if method in FIELD]
     return min(others) / medians["auto"] if others and "auto" in medians else None
 

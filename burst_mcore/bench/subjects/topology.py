@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -211,17 +211,17 @@ class ClusterCase(Case):
     def derive(self, table: Table) -> Derived:
         """Yield the cost model's prediction for each way, and the ways beside each other."""
         latency = table["message", "hop"][0]
-        medians = {way: statistics.median(samples) for way, samples in table.column("wall").items()}
+        medians = table.medians("wall")
+        forecasts = {way: predicted(self, way, latency) for way in medians}
         for way, seconds in medians.items():
-            forecast = predicted(self, way, latency)
-            yield way, "predicted", [forecast]
-            yield way, "wall / predicted", [seconds / forecast]
+            yield way, "predicted", [forecasts[way]]
+            yield way, "wall / predicted", [seconds / forecasts[way]]
         for slow in (FLAT, OFF):
             if {slow, DOUBLE} <= medians.keys():
                 yield DOUBLE, f"{slow} / this", [medians[slow] / medians[DOUBLE]]
         rival = self.fewer_bytes
         if rival is not None and {rival, DOUBLE} <= medians.keys():
-            gain, forecast = (x[DOUBLE] / x[rival] for x in (medians, _predictions(self, medians, latency)))
+            gain, forecast = (seconds[DOUBLE] / seconds[rival] for seconds in (medians, forecasts))
             yield rival, GAIN, [gain]
             yield rival, f"{GAIN}, of predicted", [gain / forecast]
         fastest = table.fastest(medians.keys() - {AUTO})
@@ -275,10 +275,6 @@ def costed(case: ClusterCase, way: str, latency: float) -> tuple[Candidate, ...]
 def predicted(case: ClusterCase, way: str, latency: float) -> float:
     """Seconds that a way takes by today's cost model."""
     return best(costed(case, way, latency)).seconds
-
-
-def _predictions(case: ClusterCase, ways: Iterable[str], latency: float) -> dict[str, float]:
-    return {way: predicted(case, way, latency) for way in ways}
 
 
 def hop_seconds(world: World) -> float:

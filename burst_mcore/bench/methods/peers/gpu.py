@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_mcore.bench.core import Method, World, package
-from burst_mcore.bench.methods.sharded import Attend, Attention, RingCase, dealt, divisible
+from burst_mcore.bench.methods.sharded import VARIANTS, Attend, Attention, RingCase, dealt, divisible
 from burst_mcore.layout import shard, unshard
 from burst_mcore.mask import Mask
 
@@ -182,8 +182,6 @@ def _te_needs(case: RingCase, device: str, comm: str) -> str | None:
 
 
 _MEGATRON = {"p2p": "ring", "all_gather": "all-gather", "a2a": "ulysses", "a2a+p2p": "usp"}
-_RINGS = {"zigzag": "zigzag", "stripe": "striped", "basic": "contiguous"}
-"""Layouts by their word in rows."""
 _FUNCTIONS = {
     "zigzag": "zigzag_ring_flash_attn_func",
     "stripe": "stripe_flash_attn_func",
@@ -206,7 +204,7 @@ METHODS = (
             ours=False,
             row={"method": "ring", "variant": word},
         )
-        for word, layout in _RINGS.items()
+        for layout, word in VARIANTS.items()
     ),
     *(
         Method(
@@ -216,7 +214,7 @@ METHODS = (
             ours=False,
             row={"method": "usp", "variant": word, "head_parallel": heads},
         )
-        for word, layout in _RINGS.items()
+        for layout, word in VARIANTS.items()
         for heads in (1, 2, 4, 8)
     ),
     Method("magi", _magi, _magi_needs, ours=False, row={"method": "magi-a2av"}),
