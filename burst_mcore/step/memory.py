@@ -56,7 +56,7 @@ def moments(
 
     Backward goes from the last part to the first. What a part keeps is gone when the part before begins. The
     ring's buffers stay: in a pool on a CPU, and on a GPU in the caching allocator, which seldom gives large
-    blocks to tensors of other sizes. The latter is an assumption, which published figures bear out.
+    blocks to tensors of other sizes. The latter is an assumption, made beside the paper's figures.
     """
     return {name: _merged(stacks) for name, stacks in _moments(model, way, seq, direction, nodes, chunks)}
 
