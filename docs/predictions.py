@@ -12,6 +12,9 @@ from pathlib import Path
 from burst_mcore.machines import CONSTANTS, MACHINES, Machine
 from burst_mcore.plan.against import Compared, Report, compare
 from burst_mcore.plan.methods import Way, way_of
+from burst_mcore.plan.training import PIPELINE_BATCH
+from burst_mcore.step import memory, search, time
+from burst_mcore.step.parts import MODULES, PLAIN
 
 CALIBRATION = "calibration.json"
 """The file of rows that presets were fitted to, beside the files of public rows."""
@@ -60,6 +63,42 @@ _SOURCES = {
     "host_link": "an assumption: PCIe 4 with 16 lanes, less its overhead",
     "host_memory": "an assumption: 8 GPUs share 160 GB/s, for an optimizer that is offloaded",
 }
+_STEP_HEAD = """
+### Of training steps
+
+No data sheet gives these either, and none of them is fitted.
+"""
+_STEP = {
+    "ADAM": (
+        memory.ADAM,
+        "bytes of a parameter: a copy and two moments (arXiv 1910.02054, section 3)",
+    ),
+    "FUSED_LOGITS": (memory.FUSED_LOGITS, "bytes; the fused loss takes a sixteenth of a GPU, here of 80 GB"),
+    "RESERVED": (memory.RESERVED, "an assumption: bytes of CUDA, NCCL and the allocator's gaps"),
+    "FORWARD": (time.FORWARD, "counted: one product with each matrix"),
+    "BACKWARD": (time.BACKWARD, "counted: gradients of the input and of the matrix"),
+    "EMBEDDING": (time.EMBEDDING, "an assumption: passes of memory over the hidden states, both directions"),
+    "HIDDEN": (time.HIDDEN, "an assumption: passes over a layer's hidden states in a forward"),
+    "HEADS": (time.HEADS, "an assumption: passes over queries and keys in a forward"),
+    "WIDTH": (time.WIDTH, "an assumption: passes over the MLP's width in a forward"),
+    "COLLECTIVES": (
+        time.COLLECTIVES,
+        "gathers, scatters of a layer's pass (arXiv 2205.05198, section 4.2)",
+    ),
+    "ADAM_ON_GPU": (time.ADAM_ON_GPU, "counted: bytes of a parameter, its weight in 16 bits included"),
+    "ADAM_ON_HOST": (time.ADAM_ON_HOST, "counted: the same without the weight, which the link carries"),
+    "AS_FAST": (search.AS_FAST, "an assumption: ways within this factor count as equally fast"),
+    "PIPELINE_BATCH": (PIPELINE_BATCH, "an assumption: micro-batches of a stage, where a source gives none"),
+}
+"""Numbers of `burst_mcore.step` and `burst_mcore.plan.training`, by name: value, and where it comes from."""
+_MODULES = """
+Bytes of a number that a part keeps for backward, and those that its backward has besides, by the modules of
+layers. Logits are those of a loss that is not fused. For Megatron's local spec and for transformers they were
+listed tensor by tensor on a CPU. Those of Megatron on TransformerEngine and of BMTrain follow from what fused
+kernels must read; no GPU has confirmed them.
+
+| modules | a norm | gated MLP | MLP without gate | logits |
+|---|---|---|---|---|"""
 _MACHINES = """
 Two numbers of each machine are fitted to its own rows in the same file. On NVLink they are the shares of
 the peak that kernels reach in both passes. On PCIe they are the share of the link and the crowding of an
@@ -163,7 +202,14 @@ def _numbers() -> Iterator[str]:
     yield f"{_CONSTANTS}\n| constant | value | source |\n|---|---|---|"
     for field in fields(CONSTANTS):
         yield f"| {field.name} | {getattr(CONSTANTS, field.name):g} | {_SOURCES[field.name]} |"
-    yield _MACHINES
+    yield f"{_STEP_HEAD}\n| constant | value | source |\n|---|---|---|"
+    for name, (value, source) in _STEP.items():
+        yield f"| {name} | {value:g} | {source} |"
+    yield _MODULES
+    for name, made in MODULES.items():
+        shown = (f"{each.kept} + {each.backward}" for each in (made.norm, made.gated, PLAIN, made.logits))
+        yield f"| {name} | {' | '.join(shown)} |"
+    yield f"\n### Of machines\n{_MACHINES}"
     for machine in MACHINES.values():
         yield (
             f"| {machine.name} | {machine.tflops:g} | {machine.exponentials:g}e12 | "

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -39,7 +40,12 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
+        own = OPDEFS.get(func._schema.name)
+        if own is None:
+            made = func(*args, **(kwargs or {}))
+        else:  # an operator in Python: what it makes within is counted as well
+            with self:
+                made = own._init_fn(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor):
                 self._count(tensor)

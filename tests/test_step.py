@@ -17,12 +17,13 @@ from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.checkpointing import KeepAttention, Offload, Segment
 from burst_mcore.cli import app
 from burst_mcore.deepspeed.config.section import section_of
+from burst_mcore.loss import patch_causal_lm
 from burst_mcore.machines import MACHINES
 from burst_mcore.megatron.arguments import add_arguments, burst_config, recompute_policy
 from burst_mcore.plan.against import compare
 from burst_mcore.step.advice import deepspeed_config, megatron_flags
 from burst_mcore.step.figures import Place, mfu, step
-from burst_mcore.step.memory import stack, states, total
+from burst_mcore.step.memory import ON_CPU, moments, stack, states, total
 from burst_mcore.step.model import PRESETS, from_config, model_of
 from burst_mcore.step.search import search
 from burst_mcore.step.way import Way, why_not
@@ -218,24 +219,30 @@ def test_ranks_that_do_not_go_evenly_have_a_reason():
 @pytest.mark.parametrize("kv_heads", [6, 2])
 @pytest.mark.parametrize("vocab", [256, 6000])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_memory_is_that_of_the_tensors_of_a_model_of_transformers(kv_heads, vocab, recompute):
+@pytest.mark.parametrize("fused_loss", [False, True])
+def test_memory_is_that_of_the_tensors_of_a_model_of_transformers(kv_heads, vocab, recompute, fused_loss):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=192, num_hidden_layers=5, num_attention_heads=6, num_key_value_heads=kv_heads,
         intermediate_size=640, vocab_size=vocab, use_cache=False,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
+    if fused_loss:
+        patch_causal_lm(model)
     if recompute == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     tokens = torch.randint(0, vocab, (1, 1536))
     with LiveBytes([x for p in model.parameters() for x in (p, p.grad)]) as live:
-        model(input_ids=tokens, labels=tokens).loss.backward()
-    way = Way(framework="deepspeed", zero=0, recompute=recompute, fused_loss=False)
-    sizes = stack(from_config(config.to_dict(), "llama"), way, 1536)
-    predicted = total(sizes) - sizes["optimizer"]  # this step has none
-    assert predicted == pytest.approx(live.peak, rel=0.10)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        forward = live.live
+        loss.backward()
+    way = Way(framework="deepspeed", zero=0, recompute=recompute, fused_loss=fused_loss,
+              offload_optimizer=True)  # fmt: skip
+    sizes = moments(from_config(config.to_dict(), "llama"), way, 1536, "query", chunks=ON_CPU)
+    predicted = total(sizes["forward"]), max(map(total, sizes.values()))
+    assert predicted == pytest.approx((forward, live.peak), rel=0.03)
 
 
 def test_live_bytes_are_those_of_storages_that_are_alive():

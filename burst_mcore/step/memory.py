@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from burst_mcore.attention.shard import Shard
+from burst_mcore.loss.chunked import CHUNK_BYTES
+from burst_mcore.loss.products import VOCABULARY_BLOCK, Products
 from burst_mcore.step.model import Model
+from burst_mcore.step.parts import MODULES, Chunks, ends, kept, layer
 from burst_mcore.step.way import Way
 
 ADAM = 12
 """Bytes of a parameter: a float32 copy and Adam's two moments (arXiv 1910.02054, section 3)."""
-WHOLE_LOGITS = {"megatron": 6, "bmtrain": 6, "deepspeed": 12}
-"""Bytes of a logit that is not fused. Megatron: 16 bits, and a float32 softmax that becomes the gradient.
-
-BMTrain is taken to do the same. Models of transformers: a float32 copy, its log-softmax, and its gradient."""
 FUSED_LOGITS = 5e9
 """Bytes of the logits that a fused loss has at a time, at most: a sixteenth of a GPU of 80 GB."""
+ON_GPU = Chunks(most=FUSED_LOGITS, products=Products(torch.float32, torch.bfloat16))
+ON_CPU = Chunks(
+    most=CHUNK_BYTES, products=Products(torch.bfloat16, torch.bfloat16), rows=2 * VOCABULARY_BLOCK
+)
 RESERVED = 2e9
 """Bytes of a GPU that CUDA, NCCL and the allocator's gaps take beside tensors: an assumption."""
 
@@ -36,27 +39,70 @@ def shard_of(model: Model, way: Way, seq: int) -> Shard:
 
 
 def stack(model: Model, way: Way, seq: int, direction: str = "query", nodes: int = 1) -> dict[str, float]:
-    """Return bytes of a rank by kind at the worst moment: backward of a layer, or the loss.
+    """Return bytes of a rank by kind at the worst moment.
 
     Args:
         direction: the side that travels in attention's backward.
         nodes: nodes of the ring; two rings are under way at once if there are several.
     """
+    found = _moments(model, way, seq, direction, nodes, ON_GPU)
+    return _merged(max((stacks for _, stacks in found), key=lambda stacks: sum(map(total, stacks))))
+
+
+def moments(
+    model: Model, way: Way, seq: int, direction: str, nodes: int = 1, chunks: Chunks = ON_GPU
+) -> dict[str, dict[str, float]]:
+    """Return bytes of a rank by kind, after forward and at the worst moment of each backward.
+
+    Backward goes from the last part to the first. What a part keeps is gone when the part before begins. The
+    ring's buffers stay: in a pool on a CPU, and on a GPU in the caching allocator, which seldom gives large
+    blocks to tensors of other sizes. The latter is an assumption, made beside the paper's figures.
+    """
+    return {name: _merged(stacks) for name, stacks in _moments(model, way, seq, direction, nodes, chunks)}
+
+
+def _moments(
+    model: Model, way: Way, seq: int, direction: str, nodes: int, chunks: Chunks
+) -> Iterator[tuple[str, Sequence[dict[str, float]]]]:
+    """Yield each moment and its bytes, as stacks that add up."""
     shard = shard_of(model, way, seq)
-    kept = states(model, way) | activations(model, way, shard)
-    of_layer = _saved(model, way, shard, whole=True) if way.recompute != "none" else 0.0
-    layer = {
-        "layer in backward": of_layer + _mlp_gradients(model, way, shard),
+    parts, last = layer(model, way, shard), ends(model, way, shard, chunks)
+    held = {
+        **states(model, way),
+        **_inputs(model, way, shard),
         "ring buffers": ring_bytes(shard, way, direction, nodes),
+    }
+    waiting = 0.0 if way.recomputes else in_flight(model, way)
+    others = {name: waiting * size for name, size in kept(parts).items()}
+    yield "forward", (held, others, kept(last))
+    for place, part in enumerate(last):
+        work = {f"backward of {part.name}": part.backward, "gathered weights": _gathered_head(model, way)}
+        yield f"backward of {part.name}", (held, others, kept(last[: place + 1]), work)
+    others = {name: max(0.0, waiting - 1) * size for name, size in kept(parts).items()}
+    work = _work(model, way, shard)
+    for place, part in enumerate(parts):
+        now = {f"backward of {part.name}": part.backward, **work}
+        yield f"{place}: backward of {part.name}", (held, others, kept(parts[: place + 1]), now)
+
+
+def _merged(stacks: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return several stacks as one, without kinds that take nothing."""
+    names = dict.fromkeys(name for stack in stacks for name in stack)
+    sizes = {name: sum(stack.get(name, 0.0) for stack in stacks) for name in names}
+    return {name: size for name, size in sizes.items() if size}
+
+
+def _work(model: Model, way: Way, shard: Shard) -> dict[str, float]:
+    """Return bytes that backward of each part of a layer needs besides what is kept."""
+    hidden = shard.tokens * model.hidden
+    modules = MODULES[way.modules]
+    return {
+        "gradient of the layer": 2.0 * hidden / way.tp,
+        "output of the layer": modules.output * hidden / way.tp * way.recomputes,
+        "gathered sequence": modules.gathered * hidden * (way.tp > 1),
         "gathered weights": _gathered(model, way),
+        "gradient of the tied head": _tied(model, way),
     }
-    whole = shard.tokens * model.vocab / way.tp * WHOLE_LOGITS[way.framework]
-    loss = {
-        "logits": min(whole, FUSED_LOGITS) if way.fused_loss else whole,
-        "gathered weights": 4.0 * model.head / way.tp if way.zero >= 3 else 0.0,
-    }
-    worst = max(layer, loss, key=lambda phase: sum(phase.values()))
-    return {name: size for name, size in (kept | worst).items() if size}
 
 
 def total(memory: dict[str, float]) -> float:
@@ -81,45 +127,35 @@ def states(model: Model, way: Way) -> dict[str, float]:
     }
 
 
-def activations(model: Model, way: Way, shard: Shard) -> dict[str, float]:
-    """Return bytes that wait for backward in all layers of a stage, over its micro-batches in flight."""
+def in_flight(model: Model, way: Way) -> float:
+    """Return the layers of a stage that wait for backward, over its micro-batches in flight."""
     flight = min(way.micro, way.pp) * (1 + (way.pp - 1) / (way.pp * way.chunks) * (way.chunks > 1))
-    layers = flight * model.layers / way.pp
-    if way.recompute == "none":
-        return {"layers' activations": layers * _saved(model, way, shard, whole=True)}
-    inputs = 2.0 * shard.tokens / way.tp * model.hidden
-    result = shard.result_bytes * way.kept
+    return flight * model.layers / way.pp
+
+
+def _inputs(model: Model, way: Way, shard: Shard) -> dict[str, float]:
+    """Return bytes that layers keep which are computed again in backward: inputs, and attention."""
+    if not way.recomputes:
+        return {}
+    layers = in_flight(model, way)
     on_device = min(layers, 2) if way.offload_activations else layers  # one in use, one on its way
-    return {"inputs of layers": layers * inputs, "kept attention": on_device * result}
-
-
-def _saved(model: Model, way: Way, shard: Shard, *, whole: bool) -> float:
-    """Return bytes that backward of one layer reads: two inputs, two norms, q, k, v, O, LSE, the MLP's."""
-    rows, width = shard.tokens, model.hidden / way.tp
-    attention = shard.heads * (shard.head_dim + shard.value_dim) + shard.kv_heads * (
-        shard.head_dim + shard.value_dim
-    )
-    mlp = (3 if model.gated else 2) * model.width / way.tp if whole else 0.0
-    plain = 2.0 * rows * (4 * width + attention + mlp) + rows * shard.heads * shard.statistic
-    if way.framework != "deepspeed":
-        return plain
-    # Models of transformers: norms keep float32 inputs, and queries and keys are kept before they rotate.
-    return plain + rows * (2 * 4 * width + 2 * (shard.heads + shard.kv_heads) * shard.head_dim)
-
-
-def _mlp_gradients(model: Model, way: Way, shard: Shard) -> float:
-    """Return bytes of the gradients that an MLP's backward has at once."""
-    return 2.0 * shard.tokens / way.tp * (2 * model.width + model.hidden)
+    return {
+        "inputs of layers": layers * 2.0 * shard.tokens / way.tp * model.hidden,
+        "kept attention": on_device * shard.result_bytes * way.kept,
+    }
 
 
 def ring_bytes(shard: Shard, way: Way, direction: str, nodes: int) -> float:
-    """Return bytes of travelling bundles and of sums that stay, in attention's backward."""
+    """Return bytes of travelling bundles and of sums that stay, in attention's backward.
+
+    A ring of two ranks has one hop, so one bundle; a longer one receives a bundle while it reads another.
+    """
     if way.cp == 1:
         return 0.0
     data, gradient = shard.bundle_bytes(of_queries=direction == "query")
     stays = shard.bundle_bytes(of_queries=direction != "query")[1]
-    bundles = 4 if nodes > 1 else 2
-    return float(bundles * data + 2 * gradient + stays)
+    hops = min(2, way.cp - 1)
+    return float(hops * ((2 if nodes > 1 else 1) * data + gradient) + stays)
 
 
 def _gathered(model: Model, way: Way) -> float:
@@ -128,6 +164,20 @@ def _gathered(model: Model, way: Way) -> float:
         return 0.0
     layer = (model.parameters - model.head * (1 if model.tied else 2)) / model.layers / way.tp
     return 3 * 2 * layer + 4 * model.head / way.tp
+
+
+def _gathered_head(model: Model, way: Way) -> float:
+    """Return bytes of the head and of its gradient, which ZeRO-3 has whole for the loss."""
+    return 4.0 * model.head / way.tp if way.zero >= 3 else 0.0
+
+
+def _tied(model: Model, way: Way) -> float:
+    """Return bytes of the head's gradient, which waits for that of the embedding if both are one matrix.
+
+    Fused kernels add it to Megatron's own buffer at once.
+    """
+    waits = way.modules == "deepspeed" or (way.modules == "megatron, local" and not way.fused_loss)
+    return 2.0 * model.head / way.tp if model.tied and way.pp == 1 and waits else 0.0
 
 
 def longest(fits: Callable[[int], bool], unit: int, most: int = 2**31) -> int:

@@ -197,8 +197,12 @@ def _lengths(model: Model, place: Place, legal: list[Way]) -> dict[str, tuple[in
     found: dict[str, tuple[int, Way]] = {}
     for way in legal:
         nodes = -(-way.cp // way.ring(place.ranks).intra)
-        seq = longest(partial(_holds, model, way, nodes, place.usable), 2 * way.cp * way.tp)
-        if seq > found.get(way.framework, (0, way))[0]:
+        fits, unit = partial(_holds, model, way, nodes, place.usable), 2 * way.cp * way.tp
+        best = found.get(way.framework, (0, way))[0]
+        if not fits((best // unit + 1) * unit):
+            continue
+        seq = longest(fits, unit)
+        if seq > best:
             found[way.framework] = seq, way
     return found
 

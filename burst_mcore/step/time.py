@@ -14,7 +14,17 @@ from burst_mcore.step.model import Model
 from burst_mcore.step.way import Way
 
 FORWARD, BACKWARD = 1.0, 2.0
-"""Products of a pass, as multiples of a forward."""
+"""Products of a pass, as multiples of a forward: backward has those of two gradients."""
+EMBEDDING = 4
+"""Passes of memory over the hidden states, of the embedding in both directions: an assumption."""
+HIDDEN, HEADS, WIDTH = 10, 2, 3
+"""Passes of memory over a layer's hidden states, its queries and keys, and its MLP's width, in a forward.
+
+Norms, residuals, rotations and activations make them, fused as Megatron's are: an assumption."""
+COLLECTIVES = 4
+"""Gathers and scatters of sequence parallelism in a layer's pass (arXiv 2205.05198, section 4.2)."""
+ADAM_ON_GPU, ADAM_ON_HOST = 30, 28
+"""Bytes of a parameter that Adam moves: gradient, copy and two moments; on a GPU the weight too."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,7 @@ def times(
     kernel_forward = attention.forward * attention.share
     kernel_backward = attention.backward * attention.share
     compute = {
-        "embedding": 4 * 2 * rows * model.hidden / rates.memory,
+        "embedding": EMBEDDING * 2 * rows * model.hidden / rates.memory,
         "norms and activations": _elementwise(model, layers) * rows * passes / rates.memory,
         "projections": layers * model.projections * product * passes,
         "experts" if model.experts else "mlp": model.mlp_active / way.pp * product * passes,
@@ -83,26 +93,26 @@ def times(
 def _elementwise(model: Model, layers: float) -> float:
     """Return bytes that norms, rotations, residuals and activations of a forward move for a token."""
     attention = model.heads * model.head_dim + model.kv_heads * model.head_dim
-    return layers * 2.0 * (10 * model.hidden + 2 * attention + 3 * model.width)
+    return layers * 2.0 * (HIDDEN * model.hidden + HEADS * attention + WIDTH * model.width)
 
 
 def _optimizer(model: Model, way: Way, rates: Rates, constants: Constants) -> float:
-    """Return the seconds of Adam: 28 bytes of a parameter pass memory, on the GPU or on the host."""
+    """Return the seconds of Adam, which memory bounds, on the GPU or on the host."""
     own = parameters(model, way) / (way.sharded if way.zero else 1)
     if way.offload_optimizer:
-        return own * (4 / constants.host_link + 28 / constants.host_memory)
-    return own * 30 / rates.memory
+        return own * (4 / constants.host_link + ADAM_ON_HOST / constants.host_memory)
+    return own * ADAM_ON_GPU / rates.memory
 
 
 def _tensor(
     model: Model, way: Way, calls: float, seq: int, cluster: Ranks, rates: Rates, passes: float
 ) -> float:
-    """Return seconds of tensor and sequence parallelism: 4 gathers or scatters a layer and pass."""
+    """Return seconds of tensor and sequence parallelism."""
     if way.tp == 1:
         return 0.0
     within = min(way.tp, cluster.intra)
     each = _collective(2 * seq / way.cp * model.hidden, way.tp, within, rates) + rates.call
-    return calls * 4 * (passes - 1) * each
+    return calls * COLLECTIVES * (passes - 1) * each
 
 
 def _collective(size: float, ranks: int, within: int, rates: Rates) -> float:
@@ -136,7 +146,8 @@ def _reduced(model: Model, way: Way, cluster: Ranks, rates: Rates, busy: float) 
     size = parameters(model, way) * (bytes_each + 2 * (0 < way.zero < 3))
     rounds = way.micro if way.zero >= 2 else 1
     seconds = rounds * _sharded(size * (1 if way.zero else 2), way, cluster, rates)
-    hidden = busy * 2 / 3 if way.zero >= 2 else busy * 2 / 3 / way.micro
+    backward = busy * BACKWARD / (FORWARD + BACKWARD)
+    hidden = backward if way.zero >= 2 else backward / way.micro
     return max(0.0, seconds - hidden) + seconds / max(1, rounds * model.layers)
 
 

@@ -34,6 +34,8 @@ class Way:
     offload_activations: bool = False
     """Whether O and LSE that a recompute policy keeps wait in host memory."""
     fused_loss: bool = True
+    local: bool = False
+    """Whether norms and SwiGLU of Megatron are torch's operators, as in its local spec, not fused kernels."""
     micro: int = 1
     """Micro-batches of a step, of one sequence each."""
     layout: str = "zigzag"
@@ -46,6 +48,16 @@ class Way:
     def sharded(self) -> int:
         """Ranks over which ZeRO shards."""
         return self.dp * self.cp
+
+    @property
+    def modules(self) -> str:
+        """Name of the modules that layers are made of, in `burst_mcore.step.parts.MODULES`."""
+        return f"{self.framework}, local" if self.local else self.framework
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward computes layers again, but for the attention that is kept."""
+        return self.recompute != "none"
 
     @property
     def kept(self) -> float:

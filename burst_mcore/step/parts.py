@@ -1,0 +1,164 @@
+"""The parts of a decoder in the order of forward: bytes that each keeps for backward, and needs in backward.
+
+Kept bytes were listed tensor by tensor, in a dispatch mode, for Megatron's local spec and transformers' Llama
+(docs/planning.md). Those of TransformerEngine and of BMTrain follow from what their kernels read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from burst_mcore.attention.shard import Shard
+from burst_mcore.loss.chunked import automatic_chunk
+from burst_mcore.loss.products import Products
+from burst_mcore.step.model import Model
+from burst_mcore.step.way import Way
+
+
+class Bytes(NamedTuple):
+    """Bytes of a number: of a hidden state, of an MLP's width, or of the logits."""
+
+    kept: int
+    """From forward to backward."""
+    backward: int
+    """Besides all that is kept, at the worst moment of its backward: gradients, less what they replaced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Modules:
+    """The modules that a layer is made of, and the bytes that their operators save."""
+
+    norm: Bytes
+    gated: Bytes
+    """An MLP with a gate: its kept numbers are those of two products, and of what is made of them."""
+    angles: int = 0
+    """Bytes of a head dim that rotations save in each layer: cosines and sines of queries and of keys."""
+    views: bool = False
+    """Whether V is a view of the product of Q, K and V, which then lives as long as V."""
+    output: int = 0
+    """Bytes of a hidden number of a layer's output, which a recomputation makes again and holds."""
+    gathered: int = 2
+    """Bytes of a hidden number of the sequence that sequence parallelism gathers: one at a time, if fused."""
+    logits: Bytes
+    """Logits that are not fused."""
+
+
+MEGATRON = Modules(
+    norm=Bytes(2 + 2, 2),  # input and result; the input's gradient
+    gated=Bytes(4 + 2, 4),  # both products and what is made of them; the gradient of both products
+    views=True,
+    output=2,
+    logits=Bytes(4, 2),  # a float32 softmax, which becomes the gradient; logits in 16 bits
+)
+"""Megatron on TransformerEngine: norms, SwiGLU and rotation are fused kernels."""
+MODULES = {
+    "megatron": MEGATRON,
+    "megatron, local": Modules(
+        # A float32 copy of the input, the float32 normalised input, the result; five float32 temporaries.
+        norm=Bytes(4 + 4 + 2, 5 * 4 - 2),
+        # Both products, SiLU of one, the other plus an offset, what is made of them; three gradients.
+        gated=Bytes(4 + 2 + 2 + 2, 3 * 2 - 2),
+        angles=2 * 2 * 2,
+        views=True,
+        output=2,
+        gathered=2 + 2,  # hidden states, in a buffer that stays, and their gradient
+        logits=MEGATRON.logits,
+    ),
+    "deepspeed": Modules(
+        # Of transformers. A float32 copy of the input, the normalised input, the result; as above.
+        norm=Bytes(4 + 2 + 2, 5 * 4 - 2 - 2),
+        gated=Bytes(2 + 2 + 2 + 2, 3 * 2 - 2),
+        logits=Bytes(4, 8),  # a float32 log-softmax; its gradient and that of the float32 logits
+    ),
+    "bmtrain": Modules(norm=MEGATRON.norm, gated=MEGATRON.gated, logits=MEGATRON.logits),
+}
+"""By `Way.modules`. BMTrain's are taken to be fused, and to compute the loss as Megatron does."""
+
+
+PLAIN = Bytes(2 + 2, 2)
+"""An MLP without a gate: input and result of its activation; in backward, the gradient of the input."""
+
+
+class Part(NamedTuple):
+    """A part of a layer, or of what follows the layers."""
+
+    name: str
+    kept: float
+    backward: float
+    """As in `Bytes`, of all its numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunks:
+    """How a fused loss makes logits: chunk by chunk, and the head's gradient with them."""
+
+    most: float
+    """Bytes of the logits of a chunk, at most."""
+    products: Products
+    rows: int = 0
+    """Rows of the head whose gradient is made in 16 bits before it is added up, at most."""
+
+
+def layer(model: Model, way: Way, shard: Shard) -> list[Part]:
+    """Return the parts of a layer."""
+    modules = MODULES[way.modules]
+    hidden = shard.tokens * model.hidden / way.tp
+    width = shard.tokens * model.width / way.tp
+    norm = Part("norms", modules.norm.kept * hidden, modules.norm.backward * hidden)
+    attention = _attention(modules, shard, alone=way.cp == 1)
+    if way.recomputes:  # what the layer keeps is counted with all layers
+        attention = attention._replace(kept=attention.kept - shard.result_bytes * way.kept)
+    mlp = modules.gated if model.gated else PLAIN
+    return [
+        norm,
+        attention,
+        norm,
+        Part("MLP", mlp.kept * width, mlp.backward * width),
+    ]
+
+
+def _attention(modules: Modules, shard: Shard, *, alone: bool) -> Part:
+    """Return attention: Q, K, V, O and LSE; in backward dO, and the gradients that no ring sums."""
+    rows = shard.tokens
+    rotated = 2.0 * rows * (shard.heads + shard.kv_heads) * shard.head_dim
+    values = 2.0 * rows * shard.kv_heads * shard.value_dim
+    kept = rotated * (1 + modules.views) + values + rows * modules.angles * shard.head_dim
+    return Part(
+        "attention",
+        kept + shard.result_bytes,
+        2.0 * rows * shard.heads * shard.value_dim + (rotated + values if alone else 0.0),
+    )
+
+
+def ends(model: Model, way: Way, shard: Shard, chunks: Chunks) -> list[Part]:
+    """Return the parts behind the layers: the last norm, and the loss."""
+    modules = MODULES[way.modules]
+    hidden = shard.tokens * model.hidden / way.tp
+    norm = Part("last norm", modules.norm.kept * hidden, modules.norm.backward * hidden)
+    vocab = model.vocab / way.tp
+    if not way.fused_loss:
+        logits = shard.tokens * vocab
+        return [norm, Part("logits", modules.logits.kept * logits, modules.logits.backward * logits)]
+    head = model.head / way.tp
+    # Gradients wait for backward: of the hidden states in 16 bits, of the head in float32.
+    waits = 2.0 * shard.tokens * model.hidden + 4.0 * head
+    product = 2.0 * min(vocab, chunks.rows) * model.hidden
+    return [norm, Part("logits", waits, _chunk(shard.tokens, vocab, model, chunks) + product)]
+
+
+def _chunk(tokens: int, vocab: float, model: Model, chunks: Chunks) -> float:
+    """Return the bytes of the logits of a chunk, in the dtypes of logits and of their gradients."""
+    made = chunks.products
+    size = made.logits.itemsize + (made.gradients.itemsize if made.gradients != made.logits else 0)
+    columns = max(int(vocab), model.hidden)
+    return float(automatic_chunk(tokens, columns, made, int(chunks.most)) * vocab * size)
+
+
+def kept(parts: Sequence[Part]) -> dict[str, float]:
+    """Return the bytes that parts keep, by name."""
+    sizes: dict[str, float] = {}
+    for part in parts:
+        sizes[part.name] = sizes.get(part.name, 0.0) + part.kept
+    return sizes
