@@ -241,7 +241,10 @@ def plan(
     ] = None,
     seq: Annotated[str | None, typer.Option(help="Tokens of a sequence, such as 128K or 1M.")] = None,
     cluster: Cluster = "a800:4x8",
-    batch: Annotated[int, typer.Option(help="Sequences of a step, of all ranks.")] = 1,
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences of a step, of all ranks; default 1.", show_default=False)
+    ] = None,
+    mask: MaskText = "causal",
     rates_file: RatesFile = None,
     top: Annotated[int, typer.Option(help="Ways to print.")] = 12,
     json_file: Annotated[
@@ -276,7 +279,7 @@ def plan(
             if calibrate:
                 raise ValueError("--calibrate goes with --against, not with --model")
             check(json_file, html_file)
-            answer = planned(model, seq, cluster, batch, rates_file)
+            answer = planned(model, seq, cluster, batch, rates_file, mask)
             if json_file is not None:
                 json_file.write_text(json.dumps(answer.as_json()) + "\n")
             if html_file is not None:

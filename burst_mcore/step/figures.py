@@ -8,7 +8,7 @@ from typing import Any
 
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.rates import Rates
-from burst_mcore.step.attention import Attention, attention
+from burst_mcore.step.attention import Attention, again, attention, keys
 from burst_mcore.step.memory import RESERVED, shard_of, stack, total
 from burst_mcore.step.model import Model
 from burst_mcore.step.time import Times, times
@@ -42,6 +42,8 @@ class Step:
     seq: int
     place: Place
     attention: Attention
+    mask: str = "causal"
+    """Of all layers, in words."""
 
     @cached_property
     def memory(self) -> dict[str, float]:
@@ -50,8 +52,11 @@ class Step:
 
     @cached_property
     def times(self) -> Times:
-        place = self.place
-        return times(self.model, self.way, self.seq, place.ranks, place.rates, place.peak, self.attention)
+        way, place = self.way, self.place
+        share = 0.0 if way.recompute == "none" else again(self.mask, self.seq, way.kept)
+        return times(
+            self.model, way, self.seq, place.ranks, place.rates, place.peak, self.attention, again=share
+        )
 
     @property
     def seconds(self) -> float:
@@ -64,8 +69,8 @@ class Step:
 
     @property
     def mfu(self) -> float:
-        """Share of the peak: FLOPs of the model under a causal mask, none of them recomputed."""
-        return mfu(self.model, self.seq, self.tokens_per_second, self.place.peak)
+        """Share of the peak: FLOPs of the model under its mask, none of them recomputed."""
+        return mfu(self.model, keys(self.mask, self.seq), self.tokens_per_second, self.place.peak)
 
     @property
     def fits(self) -> bool:
@@ -100,9 +105,9 @@ class Step:
         }
 
 
-def mfu(model: Model, seq: int, tokens_per_second: float, peak: float) -> float:
-    """Return the share of the peak FLOPs that tokens a second and GPU are worth."""
-    return model.flops(seq) * tokens_per_second / peak
+def mfu(model: Model, keys: float, tokens_per_second: float, peak: float) -> float:
+    """Return the share of the peak FLOPs that tokens a second and GPU are worth; keys: of each token."""
+    return model.flops(keys) * tokens_per_second / peak
 
 
 def step(
@@ -110,12 +115,12 @@ def step(
     way: Way,
     seq: int,
     place: Place,
+    mask: str = "causal",
 ) -> Step:
-    """Return the prediction of a step whose attention runs the fastest ring.
+    """Return the prediction of a step whose attention runs the fastest schedule.
 
     Raises:
         ValueError: as `attention`.
     """
-    shard = shard_of(model, way, seq)
-    runs = attention(shard, seq, way.ring(place.ranks), place.rates, layout=way.layout)
-    return Step(model, way, seq, place, runs)
+    runs = attention(shard_of(model, way, seq), seq, way.ring(place.ranks), place.rates, mask)
+    return Step(model, way, seq, place, runs, mask)

@@ -10,7 +10,7 @@ from burst_mcore.attention.shard import Shard
 from burst_mcore.loss.chunked import CHUNK_BYTES
 from burst_mcore.loss.products import VOCABULARY_BLOCK, Products
 from burst_mcore.step.model import Model
-from burst_mcore.step.parts import MODULES, Chunks, ends, kept, layer
+from burst_mcore.step.parts import MODULES, Chunks, ends, kept, layers
 from burst_mcore.step.way import Way
 
 ADAM = 12
@@ -66,23 +66,29 @@ def _moments(
 ) -> Iterator[tuple[str, Sequence[dict[str, float]]]]:
     """Yield each moment and its bytes, as stacks that add up."""
     shard = shard_of(model, way, seq)
-    parts, last = layer(model, way, shard), ends(model, way, shard, chunks)
+    kinds, last = layers(model, way, shard), ends(model, way, shard, chunks)
     held = {
         **states(model, way),
         **_inputs(model, way, shard),
         "ring buffers": ring_bytes(shard, way, direction, nodes),
     }
     waiting = 0.0 if way.recomputes else in_flight(model, way)
-    others = {name: waiting * size for name, size in kept(parts).items()}
-    yield "forward", (held, others, kept(last))
+    others = [_times(waiting * share, kept(parts)) for share, parts in kinds]
+    yield "forward", (held, *others, kept(last))
     for place, part in enumerate(last):
         work = {f"backward of {part.name}": part.backward, "gathered weights": _gathered_head(model, way)}
-        yield f"backward of {part.name}", (held, others, kept(last[: place + 1]), work)
-    others = {name: max(0.0, waiting - 1) * size for name, size in kept(parts).items()}
+        yield f"backward of {part.name}", (held, *others, kept(last[: place + 1]), work)
+    others = [_times(max(0.0, waiting - 1) * share, kept(parts)) for share, parts in kinds]
     work = _work(model, way, shard)
-    for place, part in enumerate(parts):
-        now = {f"backward of {part.name}": part.backward, **work}
-        yield f"{place}: backward of {part.name}", (held, others, kept(parts[: place + 1]), now)
+    for kind, (_, parts) in enumerate(kinds):
+        for place, part in enumerate(parts):
+            now = {f"backward of {part.name}": part.backward, **work}
+            yield f"{kind}.{place}: backward of {part.name}", (held, *others, kept(parts[: place + 1]), now)
+
+
+def _times(number: float, stack: dict[str, float]) -> dict[str, float]:
+    """Return the bytes of a number of stacks."""
+    return {name: number * size for name, size in stack.items()}
 
 
 def _merged(stacks: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -110,20 +116,26 @@ def total(memory: dict[str, float]) -> float:
     return sum(memory.values())
 
 
-def parameters(model: Model, way: Way) -> float:
-    """Return the parameters of a rank of the fullest pipeline stage, before ZeRO shards them."""
-    ends = model.head * (1 if model.tied or way.pp > 1 else 2)
-    return ((model.parameters - model.head * (1 if model.tied else 2)) / way.pp + ends) / way.tp
+def parameters(model: Model, way: Way) -> tuple[tuple[float, int], tuple[float, int]]:
+    """Return the parameters of a rank of the fullest pipeline stage, before ZeRO shards them.
+
+    Each number comes with the ranks over which ZeRO shards it: routed experts are the second.
+    """
+    heads = model.head * (1 if model.tied or way.pp > 1 else 2)
+    layers = model.parameters - model.head * (1 if model.tied else 2) - model.expert_parameters
+    experts = model.expert_parameters / way.pp / way.tp / way.ep
+    return ((layers / way.pp + heads) / way.tp, way.sharded), (experts, way.sharded_experts)
 
 
 def states(model: Model, way: Way) -> dict[str, float]:
     """Return bytes of weights, gradients and optimizer. Megatron sums gradients in float32."""
-    own, shards = parameters(model, way), way.sharded
+    own = parameters(model, way)
+    whole, sharded = sum(n for n, _ in own), sum(n / ranks for n, ranks in own)
     gradient = 4 if way.framework == "megatron" else 2
     return {
-        "weights": own * 2 / (shards if way.zero >= 3 else 1),
-        "gradients": own * gradient / (shards if way.zero >= 2 else 1),
-        "optimizer": 0.0 if way.offload_optimizer else own * ADAM / (shards if way.zero >= 1 else 1),
+        "weights": 2 * (sharded if way.zero >= 3 else whole),
+        "gradients": gradient * (sharded if way.zero >= 2 else whole),
+        "optimizer": 0.0 if way.offload_optimizer else ADAM * (sharded if way.zero >= 1 else whole),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import shlex
 from collections.abc import Mapping
@@ -38,7 +39,7 @@ class Model:
     shared_ffn: int = 0
     """Width of all shared experts together."""
     dense_layers: int = 0
-    """First layers without experts, of a model that has experts."""
+    """Layers without experts, of a model that has experts."""
     q_rank: int = 0
     """Latent width of queries (MLA); 0: none."""
     kv_rank: int = 0
@@ -57,6 +58,8 @@ class Model:
                 raise ValueError(f"{field.name} of a model must be an integer from {least}, got {value!r}")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide heads, got {self.kv_heads} and {self.heads}")
+        if self.experts and self.dense_layers >= self.layers:
+            raise ValueError(f"none of the {self.layers} layers has experts: {self.dense_layers} are dense")
         if self.experts and not (0 < self.active <= self.experts and self.expert_ffn):
             raise ValueError(
                 f"a model with {self.experts} experts needs their width and how many serve a token, got "
@@ -116,10 +119,10 @@ class Model:
         return max(self.ffn if self.dense_layers or not self.experts else 0,
                    self.active * self.expert_ffn + self.shared_ffn)  # fmt: skip
 
-    def flops(self, seq: int) -> float:
-        """Return the FLOPs of a token in training under a causal mask, none of them recomputed."""
+    def flops(self, keys: float) -> float:
+        """Return the FLOPs of a token in training, none recomputed; keys: it attends to, on average."""
         products = self.layers * self.projections + self.mlp_active + self.head
-        pairs = self.layers * self.heads * (self.head_dim + self.value_dim) * seq / 2
+        pairs = self.layers * self.heads * (self.head_dim + self.value_dim) * keys
         return 6.0 * (products + pairs)
 
 
@@ -178,20 +181,21 @@ def _of_config(path: Path) -> Model:
     try:
         config = json.loads(path.read_text())
         return from_config(config.get("text_config") or config, path.parent.name or "model")
-    except (OSError, AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+    except KeyError as error:
+        raise ValueError(f"{path} describes no decoder: it has no {error.args[0]}") from None
+    except (OSError, ArithmeticError, LookupError, AttributeError, TypeError, RecursionError,
+            json.JSONDecodeError) as error:  # fmt: skip
         raise ValueError(f"{path} describes no decoder: {type(error).__name__} {error}") from None
 
 
 def from_config(config: Mapping[str, Any], name: str) -> Model:
     """Return the model of a Hugging Face configuration. Raises KeyError for a size that is missing."""
+    kind = str(config.get("model_type", ""))
+    config = {**FAMILIES.get(kind, {}), **config}
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     latent = config.get("kv_lora_rank") or 0
-    rope = config.get("qk_rope_head_dim", 0) if latent else 0
+    rope = config["qk_rope_head_dim"] if latent else 0
     dim = config["qk_nope_head_dim"] + rope if latent else config.get("head_dim") or hidden // heads
-    experts = next((config[key] for key in ("num_local_experts", "num_experts", "n_routed_experts")
-                    if config.get(key)), 0)  # fmt: skip
-    expert_ffn = config.get("moe_intermediate_size") or config.get("intermediate_size") or 0
-    shared = (config.get("n_shared_experts") or 0) * expert_ffn
     ffn = config.get("intermediate_size") or 4 * hidden
     return Model(
         name=name,
@@ -203,17 +207,54 @@ def from_config(config: Mapping[str, Any], name: str) -> Model:
         value_dim=config.get("v_head_dim", dim) if latent else dim,
         ffn=ffn,
         vocab=config["vocab_size"],
-        gated=config.get("hidden_act", "silu") in ("silu", "swish") or config.get("model_type") == "gemma",
+        gated=kind.startswith("gemma") or config.get("hidden_act", "silu") in ("silu", "swish"),
         tied=bool(config.get("tie_word_embeddings", False)),
-        experts=experts,
-        active=(config.get("num_experts_per_tok") or 1) if experts else 0,
-        expert_ffn=expert_ffn if experts else 0,
-        shared_ffn=(config.get("shared_expert_intermediate_size") or shared) if experts else 0,
-        dense_layers=(config.get("first_k_dense_replace") or 0) if experts else 0,
         q_rank=(config.get("q_lora_rank") or 0) if latent else 0,
         kv_rank=latent,
         rope_dim=rope,
+        **_experts(config, ffn),
     )
+
+
+def _experts(config: Mapping[str, Any], ffn: int) -> dict[str, int]:
+    """Return the sizes of experts in a Hugging Face configuration; none of a dense model."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((config[key] for key in names if config.get(key)), 0)
+    if not experts:
+        return {}
+    width = config.get("moe_intermediate_size") or ffn
+    shared = (config.get("n_shared_experts") or 0) * width
+    every = config.get("decoder_sparse_step") or config.get("moe_layer_freq") or 1
+    first, dense = config.get("first_k_dense_replace") or 0, config.get("mlp_only_layers") or ()
+    # Qwen counts layers from 1 where it takes every n-th, DeepSeek from 0.
+    begin = 1 if config.get("decoder_sparse_step") else 0
+    layers = range(config["num_hidden_layers"])
+    return {
+        "experts": experts,
+        "active": config.get("num_experts_per_tok") or 1,
+        "expert_ffn": width,
+        "shared_ffn": config.get("shared_expert_intermediate_size") or shared,
+        "dense_layers": sum(i < first or i in dense or (i + begin) % every > 0 for i in layers),
+    }
+
+
+MOST_LAYERS = 4096
+"""The largest number in a pattern of layers."""
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma": {"tie_word_embeddings": True, "head_dim": 256},
+    "gemma2": {"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4},
+    "gemma3_text": {
+        "tie_word_embeddings": True, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "vocab_size": 262208,
+    },
+    "cohere": {"tie_word_embeddings": True},
+    "cohere2": {"tie_word_embeddings": True, "head_dim": 128},
+    "starcoder2": {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
+    "qwen3": {"head_dim": 128},
+    "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts_per_tok": 8, "moe_intermediate_size": 768},
+}  # fmt: skip
+"""Sizes that a config.json leaves out where they are the defaults of its model_type in transformers."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -231,12 +272,10 @@ def _of_arguments(words: list[str]) -> tuple[Model, dict[str, Any]]:
     for flag in ("swiglu", "group-query-attention", "untie-embeddings-and-output-weights",
                  "multi-latent-attention"):  # fmt: skip
         parser.add_argument(f"--{flag}", action="store_true")
+    parser.add_argument("--moe-layer-freq", default="1")
     a = parser.parse_known_args(words)[0]
-    if a.vocab_size is None and a.padded_vocab_size is None:
-        raise ValueError("Megatron's arguments name no --vocab-size: the size of the LM head is unknown")
+    _check(a)
     latent = a.multi_latent_attention
-    if a.num_query_groups not in (None, a.num_attention_heads) and not a.group_query_attention:
-        raise ValueError("--num-query-groups has no effect without --group-query-attention: give both")
     dim = (
         a.qk_head_dim + a.qk_pos_emb_head_dim
         if latent
@@ -259,13 +298,68 @@ def _of_arguments(words: list[str]) -> tuple[Model, dict[str, Any]]:
         active=a.moe_router_topk if a.num_experts else 0,
         expert_ffn=(a.moe_ffn_hidden_size or ffn) if a.num_experts else 0,
         shared_ffn=(a.moe_shared_expert_intermediate_size or 0) if a.num_experts else 0,
+        dense_layers=_without_experts(a.moe_layer_freq, a.num_layers) if a.num_experts else 0,
         q_rank=(a.q_lora_rank or 0) if latent else 0,
         kv_rank=a.kv_lora_rank if latent else 0,
         rope_dim=a.qk_pos_emb_head_dim if latent else 0,
     )
     pinned = {"tp": a.tensor_model_parallel_size, "pp": a.pipeline_model_parallel_size,
-              "cp": a.context_parallel_size, "seq": a.seq_length}  # fmt: skip
+              "cp": a.context_parallel_size, "ep": a.expert_model_parallel_size, "seq": a.seq_length,
+              "batch": a.global_batch_size}  # fmt: skip
     return model, {name: value for name, value in pinned.items() if value is not None}
+
+
+def _check(a: argparse.Namespace) -> None:
+    """Refuse arguments that are missing, not legal, or contradict each other. Raises ValueError."""
+    if a.vocab_size is None and a.padded_vocab_size is None:
+        raise ValueError("Megatron's arguments name no --vocab-size: the size of the LM head is unknown")
+    for name, value in vars(a).items():
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if a.num_query_groups not in (None, a.num_attention_heads) and not a.group_query_attention:
+        raise ValueError("--num-query-groups has no effect without --group-query-attention: give both")
+    if a.num_experts is None and (a.expert_model_parallel_size or 1) > 1:
+        raise ValueError(
+            f"--expert-model-parallel-size {a.expert_model_parallel_size} needs --num-experts: there are none"
+        )
+    tp = a.tensor_model_parallel_size or 1
+    if a.expert_tensor_parallel_size not in (None, tp):
+        raise ValueError(
+            f"--expert-tensor-parallel-size {a.expert_tensor_parallel_size} is not planned: experts share TP "
+            f"{tp} with the other matrices"
+        )
+    if a.micro_batch_size not in (None, 1):
+        raise ValueError(f"--micro-batch-size {a.micro_batch_size} is not planned: 1 sequence is")
+
+
+def _without_experts(pattern: str, layers: int) -> int:
+    """Return the layers without experts by Megatron's --moe-layer-freq: N, or a list like [0]*3+[1]*58."""
+    try:
+        bits = _evaluated(ast.parse(pattern.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, TypeError, RecursionError):
+        bits = None
+    if isinstance(bits, int) and bits > 0:
+        return sum(i % bits > 0 for i in range(layers))
+    if isinstance(bits, list) and len(bits) == layers and {*bits} <= {0, 1}:
+        return bits.count(0)
+    raise ValueError(
+        f"--moe-layer-freq is a number, or a list of 0 and 1 for {layers} layers such as [0]*3+[1]*5, got "
+        f"{pattern!r}"
+    )
+
+
+def _evaluated(node: ast.expr) -> Any:
+    """Return the value of an expression of integers, lists, sums and products. Raises ValueError for others."""
+    match node:
+        case ast.Constant(value=int(number)) if 0 <= number <= MOST_LAYERS:
+            return number
+        case ast.List(elts=elements):
+            return [_evaluated(element) for element in elements]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _evaluated(left) + _evaluated(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return _evaluated(left) * _evaluated(right)
+    raise ValueError("no such expression")
 
 
 _OPTIONAL: dict[str, int | None] = {
@@ -286,6 +380,10 @@ _OPTIONAL: dict[str, int | None] = {
     "tensor-model-parallel-size": None,
     "pipeline-model-parallel-size": None,
     "context-parallel-size": None,
+    "expert-model-parallel-size": None,
+    "expert-tensor-parallel-size": None,
     "seq-length": None,
+    "micro-batch-size": None,
+    "global-batch-size": None,
 }
 """Flags of Megatron that tell sizes or degrees, and its defaults."""

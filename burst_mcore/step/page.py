@@ -74,13 +74,13 @@ def _cells(answer: Answer) -> Iterator[dict[str, Any]]:
     sizes = [int(ranks.size * share) for share in GPUS if ranks.size * share % 1 == 0]
     for size in (n for n in sizes if n <= ranks.intra or n % ranks.intra == 0):
         place = replace(answer.place, ranks=Ranks(size, min(size, ranks.intra)))
-        for seq in (int(answer.seq * share) for share in LENGTHS):
+        for seq in sorted({max(1, int(answer.seq * share)) for share in LENGTHS}):
             stop = {"gpus": size, "seq": seq}
             if (size, seq) == (ranks.size, answer.seq):
                 yield stop | _cell(answer)
                 continue
             try:
-                found = search(answer.model, seq, answer.batch, place, answer.pinned)
+                found = search(answer.model, seq, answer.batch, place, answer.pinned, answer.mask)
             except ValueError as error:  # such as degrees that were given and do not divide these GPUs
                 yield stop | {"ways": [], "slower": 0, "reason": str(error), "infeasible": {}, "least": None}
                 continue

@@ -43,6 +43,8 @@ class Modules:
     """Bytes of a hidden number of the sequence that sequence parallelism gathers: one at a time, if fused."""
     logits: Bytes
     """Logits that are not fused."""
+    copies: Bytes = Bytes(2, 2)
+    """Copies of tokens for experts: an expert's input; its gradient."""
 
 
 MEGATRON = Modules(
@@ -101,22 +103,53 @@ class Chunks:
     """Rows of the head whose gradient is made in 16 bits before it is added up, at most."""
 
 
-def layer(model: Model, way: Way, shard: Shard) -> list[Part]:
-    """Return the parts of a layer."""
+def layers(model: Model, way: Way, shard: Shard) -> list[tuple[float, list[Part]]]:
+    """Return the kinds of layers, with experts or without: which share of all is of a kind, and its parts."""
+    sparse = model.sparse_layers / model.layers
+    width = shard.tokens * model.ffn / way.tp
+    kinds = [(1 - sparse, [_mlp(model, way, width)]), (sparse, _experts(model, way, shard))]
+    return [(share, _layer(model, way, shard, mlp)) for share, mlp in kinds if share]
+
+
+def _layer(model: Model, way: Way, shard: Shard, mlp: list[Part]) -> list[Part]:
+    """Return the parts of a layer with this MLP."""
     modules = MODULES[way.modules]
     hidden = shard.tokens * model.hidden / way.tp
-    width = shard.tokens * model.width / way.tp
     norm = Part("norms", modules.norm.kept * hidden, modules.norm.backward * hidden)
     attention = _attention(modules, shard, alone=way.cp == 1)
     if way.recomputes:  # what the layer keeps is counted with all layers
         attention = attention._replace(kept=attention.kept - shard.result_bytes * way.kept)
-    mlp = modules.gated if model.gated else PLAIN
+    return [norm, *_latents(model, way, shard), attention, norm, *mlp]
+
+
+def _mlp(model: Model, way: Way, width: float, name: str = "MLP") -> Part:
+    """Return an MLP; width: the numbers of all tokens between its matrices."""
+    bytes_each = MODULES[way.modules].gated if model.gated else PLAIN
+    return Part(name, bytes_each.kept * width, bytes_each.backward * width)
+
+
+def _experts(model: Model, way: Way, shard: Shard) -> list[Part]:
+    """Return experts, shared and routed. Routing is taken to be even, and ranks of TP gather whole copies."""
+    tokens = shard.tokens / way.tp
+    shared = _mlp(model, way, tokens * model.shared_ffn, "shared experts")
+    routed = _mlp(model, way, tokens * model.active * model.expert_ffn, "experts")
+    copies = shard.tokens * model.active * model.hidden
+    bytes_each = MODULES[way.modules].copies
+    router = 4.0 * tokens * model.experts  # its probabilities, in float32
     return [
-        norm,
-        attention,
-        norm,
-        Part("MLP", mlp.kept * width, mlp.backward * width),
+        Part("routed tokens", bytes_each.kept * copies + router, bytes_each.backward * copies),
+        shared,
+        routed._replace(backward=routed.backward + bytes_each.backward * copies),
     ]
+
+
+def _latents(model: Model, way: Way, shard: Shard) -> list[Part]:
+    """Return the latents of MLA, which have norms; none for other models."""
+    if not model.kv_rank:
+        return []
+    norm = MODULES[way.modules].norm
+    numbers = shard.tokens / way.tp * (model.q_rank + model.kv_rank)
+    return [Part("latents", norm.kept * numbers, norm.backward * numbers)]
 
 
 def _attention(modules: Modules, shard: Shard, *, alone: bool) -> Part:

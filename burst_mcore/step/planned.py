@@ -8,16 +8,23 @@ from typing import Any
 
 from burst_mcore.explain.predict import cluster as parse
 from burst_mcore.machines import MACHINES
-from burst_mcore.mask.words import tokens
+from burst_mcore.mask.words import mask_of, tokens
 from burst_mcore.rates import Rates
-from burst_mcore.step.advice import advice
+from burst_mcore.step.advice import advice, notes
 from burst_mcore.step.figures import Place, Step
 from burst_mcore.step.memory import total
 from burst_mcore.step.model import model_of
 from burst_mcore.step.search import Answer, kind, search
 
 
-def planned(model: str, seq: str | None, cluster: str, batch: int, rates_file: Path | None) -> Answer:
+def planned(
+    model: str,
+    seq: str | None,
+    cluster: str,
+    batch: int | None,
+    rates_file: Path | None,
+    mask: str = "causal",
+) -> Answer:
     """Return the search that words ask for.
 
     Raises:
@@ -30,8 +37,14 @@ def planned(model: str, seq: str | None, cluster: str, batch: int, rates_file: P
     length = given if seq is None else tokens(seq)
     if given not in (None, length):
         raise ValueError(f"--seq {seq} contradicts --seq-length {given} in the model's arguments")
+    given = pinned.pop("batch", None)
+    if None not in (batch, given) and batch != given:
+        raise ValueError(f"--batch {batch} contradicts --global-batch-size {given} in the model's arguments")
+    batch = batch if batch is not None else given or 1
     if batch < 1:
         raise ValueError(f"--batch must be at least 1, got {batch}")
+    mask = " & ".join("".join(word.split()) for word in mask.split("&"))
+    mask_of(mask, length)
     ranks, machine = parse(cluster)
     machine = machine or MACHINES["A800"]
     place = Place(
@@ -41,7 +54,7 @@ def planned(model: str, seq: str | None, cluster: str, batch: int, rates_file: P
         memory=machine.memory,
         name=f"{machine.name} {ranks.size // ranks.intra}x{ranks.intra}",
     )
-    return search(sizes, length, batch, place, pinned)
+    return search(sizes, length, batch, place, pinned, mask)
 
 
 def text(answer: Answer, top: int) -> str:
@@ -52,7 +65,7 @@ def text(answer: Answer, top: int) -> str:
     model, place = answer.model, answer.place
     lines = [
         f"{model.name}: {model.parameters / 1e9:.3g} billion parameters, {answer.batch} x {answer.seq} "
-        f"tokens a step, on {place.name} (predicted, not measured)",
+        f"tokens a step, mask {answer.mask}, on {place.name} (predicted, not measured)",
         "",
     ]
     if answer.ranked:
@@ -66,7 +79,7 @@ def text(answer: Answer, top: int) -> str:
         for framework in ("megatron", "deepspeed"):
             best = answer.best_of(framework)
             if best is not None:
-                lines += [f"{best.way}:", advice(best), ""]
+                lines += [f"{best.way}:", advice(best), *(f"note: {note}" for note in notes(best)), ""]
     if answer.infeasible:
         reasons = Counter(kind(why) for _, why in answer.infeasible)
         lines += [

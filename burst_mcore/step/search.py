@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 from burst_mcore.attention.autotune.ways import Ranks
-from burst_mcore.step.advice import advice
+from burst_mcore.mask.words import mask_of
+from burst_mcore.step.advice import advice, notes
 from burst_mcore.step.figures import Place, Step, step
 from burst_mcore.step.memory import longest, stack, total
 from burst_mcore.step.model import Model
@@ -36,6 +38,7 @@ class Answer:
     """Ways that go if memory does not matter."""
     pinned: Mapping[str, int]
     """Degrees that were given."""
+    mask: str = "causal"
 
     @cached_property
     def lengths(self) -> dict[str, tuple[int, Way]]:
@@ -60,21 +63,29 @@ class Answer:
         chosen = self.chosen
         if chosen is None:
             return f"nothing fits {self.seq} tokens; see the reasons and the longest sequence that does"
-        share = sum(chosen.times.exposed.values()) / chosen.seconds
-        memory = f"{total(chosen.memory) / 1e9:.3g} of {self.place.memory / 1e9:.3g} GB"
         close = _close(self.ranked)
-        slower = self.ranked[len(close) :]
-        beside = (
-            f"{slower[0].way} takes {slower[0].seconds / chosen.seconds - 1:.0%} longer"
-            if slower
-            else "all other feasible ways are as fast"
-        )
         least = f" (of {len(close)} equally fast ways the one that offloads least, then takes least memory)"
-        least = least if len(close) > 1 else ""
         return (
-            f"{chosen.way} is fastest{least}: {share:.0%} of a step is exposed communication or waiting, "
-            f"{memory} are taken, and {beside}"
+            f"{chosen.way} is fastest{least if len(close) > 1 else ''}: {_waits(chosen)}, "
+            f"{total(chosen.memory) / 1e9:.3g} of {self.place.memory / 1e9:.3g} GB are taken, "
+            f"{self._without_offload(chosen)}and {self._beside(chosen)}"
         )
+
+    def _without_offload(self, chosen: Step) -> str:
+        """Say why a way offloads; nothing of a way that does not."""
+        plain = replace(chosen.way, offload_optimizer=False, offload_activations=False)
+        if plain == chosen.way:
+            return ""
+        why = next(why for way, why in self.infeasible if way == plain)
+        return f"without offload it is {why}, "
+
+    def _beside(self, chosen: Step) -> str:
+        """Say what the next way takes that is slower."""
+        close = _close(self.ranked)
+        if len(close) < len(self.ranked):
+            slower = self.ranked[len(close)]
+            return f"{slower.way} takes {slower.seconds / chosen.seconds - 1:.1%} longer"
+        return "no other way fits" if len(close) == 1 else "no other way is slower and fits"
 
     def as_json(self) -> dict[str, Any]:
         """Return all of it as data: bytes, seconds, tokens."""
@@ -87,9 +98,11 @@ class Answer:
             },
             "seq": self.seq,
             "batch": self.batch,
+            "mask": self.mask,
             "recommended": None if chosen is None else chosen.as_json(),
             "reason": self.reason,
             "paste": {one.way.framework: advice(one) for one in map(self.best_of, FRAMEWORKS) if one},
+            "notes": {one.way.framework: notes(one) for one in map(self.best_of, FRAMEWORKS) if one},
             "ways": [one.as_json() for one in self.ranked],
             "infeasible": [{"way": asdict(way), "words": str(way), "why": why}
                            for way, why in self.infeasible],
@@ -104,21 +117,40 @@ def _close(ranked: list[Step]) -> list[Step]:
     return [one for one in ranked if one.seconds <= AS_FAST * ranked[0].seconds]
 
 
+def _waits(step: Step) -> str:
+    """Say which share of a step is exposed communication or waiting, and what causes most of it."""
+    exposed = step.times.exposed
+    share = sum(exposed.values()) / step.seconds
+    cause = max(exposed, key=exposed.__getitem__, default="")
+    most = f" (most: {cause})" if share >= 0.005 else ""
+    return f"{share:.0%} of a step is exposed communication or waiting{most}"
+
+
 def _plain(step: Step) -> tuple[int, float]:
     return step.way.offload_optimizer + step.way.offload_activations, total(step.memory)
 
 
 def search(
-    model: Model, seq: int, batch: int, place: Place, pinned: Mapping[str, int] | None = None
+    model: Model,
+    seq: int,
+    batch: int,
+    place: Place,
+    pinned: Mapping[str, int] | None = None,
+    mask: str = "causal",
 ) -> Answer:
-    """Predict every way to train `batch` sequences a step; pinned: degrees ("tp", "cp", "pp") that are given.
+    """Predict every way to train `batch` sequences a step.
+
+    Args:
+        pinned: degrees that are given: "tp", "cp", "pp", "ep".
+        mask: of all layers, in words.
 
     Raises:
-        ValueError: degrees that contradict the cluster, the model or the batch.
+        ValueError: degrees that contradict the cluster, the model or the batch, or a mask that does not go.
     """
     pinned = dict(pinned or {})
+    mask_of(mask, seq)
     ranked, infeasible, legal = [], [], []
-    for way in ways(place.ranks, batch, pinned):
+    for way in ways(model, place.ranks, batch, pinned):
         reason = why_not(way, model, seq, place.ranks)
         if reason is not None:
             infeasible.append((way, reason))
@@ -127,7 +159,7 @@ def search(
         # Memory first: attention is simulated, which takes longer.
         reason = _too_large(least(model, way, seq), place)
         if reason is None:
-            predicted = step(model, way, seq, place)
+            predicted = step(model, way, seq, place, mask)
             reason = _too_large(predicted.memory, place)
         if reason is None:
             ranked.append(predicted)
@@ -135,10 +167,20 @@ def search(
             infeasible.append((way, reason))
     if not legal:
         asked = ", ".join(f"{name.upper()} {n}" for name, n in pinned.items()) or "any degrees"
-        why = infeasible[0][1] if infeasible else f"{batch} sequences do not divide over data parallel ranks"
+        why = infeasible[0][1] if infeasible else _why_none(place.ranks, batch, pinned)
         raise ValueError(f"no way over {place.ranks.size} ranks with {asked}: {why}")
     ranked.sort(key=lambda one: one.seconds)
-    return Answer(model, seq, batch, place, ranked, infeasible, legal, pinned)
+    return Answer(model, seq, batch, place, ranked, infeasible, legal, pinned, mask)
+
+
+def _why_none(cluster: Ranks, batch: int, pinned: Mapping[str, int]) -> str:
+    """Return why the degrees that are given make up no cluster, or leave no legal data parallelism."""
+    product = math.prod(pinned.get(name, 1) for name in ("tp", "cp", "pp"))
+    if cluster.size % product:
+        return f"{product} ranks of a replica do not divide {cluster.size}"
+    if pinned.get("tp", 1) > cluster.intra:
+        return f"TP is searched within nodes of {cluster.intra}"
+    return f"{batch} sequences do not divide over {cluster.size // product} data parallel ranks"
 
 
 def kind(why: str) -> str:
@@ -161,10 +203,13 @@ def _too_large(memory: dict[str, float], place: Place) -> str | None:
     return f"out of memory: {total(memory) / 1e9:.3g} GB of {place.usable / 1e9:.3g}, most of it {largest}"
 
 
-def ways(cluster: Ranks, batch: int, pinned: Mapping[str, int]) -> Iterator[Way]:
+def ways(model: Model, cluster: Ranks, batch: int, pinned: Mapping[str, int]) -> Iterator[Way]:
     """Yield all ways whose degrees make up the cluster and whose ranks divide the batch."""
     for framework in FRAMEWORKS:
-        for degrees in _degrees(framework, cluster, batch, pinned):
+        for degrees in _degrees(framework, model, cluster, batch, pinned):
+            if framework == "deepspeed" and degrees["ep"] > 1:  # once, to say why not
+                yield Way(framework=framework, zero=3, **degrees)
+                continue
             for zero, chunks in itertools.product((1,) if framework == "megatron" else (1, 2, 3), (1, 2)):
                 if chunks > 1 and degrees["pp"] == 1:
                     continue
@@ -177,7 +222,7 @@ def ways(cluster: Ranks, batch: int, pinned: Mapping[str, int]) -> Iterator[Way]
 
 
 def _degrees(
-    framework: str, cluster: Ranks, batch: int, pinned: Mapping[str, int]
+    framework: str, model: Model, cluster: Ranks, batch: int, pinned: Mapping[str, int]
 ) -> Iterator[dict[str, Any]]:
     powers = [n for n in range(1, cluster.size + 1) if cluster.size % n == 0]
     whole = framework == "megatron"
@@ -189,7 +234,10 @@ def _degrees(
         dp, rest = divmod(cluster.size, tp * pp * cp)
         if rest or dp < 1 or batch % dp or tp > cluster.intra:
             continue
-        yield {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "micro": batch // dp}
+        alike = math.gcd(cp * dp, model.experts) if model.experts else 1
+        experts = [pinned["ep"]] if "ep" in pinned else [n for n in powers if alike % n == 0]
+        for ep in experts:
+            yield {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "ep": ep, "micro": batch // dp}
 
 
 def _lengths(model: Model, place: Place, legal: list[Way]) -> dict[str, tuple[int, Way]]:
@@ -199,10 +247,7 @@ def _lengths(model: Model, place: Place, legal: list[Way]) -> dict[str, tuple[in
         nodes = -(-way.cp // way.ring(place.ranks).intra)
         fits, unit = partial(_holds, model, way, nodes, place.usable), 2 * way.cp * way.tp
         best = found.get(way.framework, (0, way))[0]
-        if not fits((best // unit + 1) * unit):
-            continue
-        seq = longest(fits, unit)
-        if seq > best:
+        if fits((best // unit + 1) * unit) and (seq := longest(fits, unit)) > best:
             found[way.framework] = seq, way
     return found
 

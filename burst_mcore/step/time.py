@@ -21,8 +21,14 @@ HIDDEN, HEADS, WIDTH = 10, 2, 3
 """Passes of memory over a layer's hidden states, its queries and keys, and its MLP's width, in a forward.
 
 Norms, residuals, rotations and activations make them, fused as Megatron's are: an assumption."""
-COLLECTIVES = 4
-"""Gathers and scatters of sequence parallelism in a layer's pass (arXiv 2205.05198, section 4.2)."""
+COPIES = 4
+"""Passes of memory over the copies of tokens for experts, which are written and read back: an assumption."""
+COLLECTIVES = 2
+"""A gather and a scatter of sequence parallelism around attention, and around an MLP, in a layer's pass.
+
+It is arXiv 2205.05198, section 4.2. Around experts ranks gather and scatter copies of tokens."""
+EXCHANGES = 2
+"""Of expert parallelism, in a layer's pass: tokens go to experts, and back."""
 ADAM_ON_GPU, ADAM_ON_HOST = 30, 28
 """Bytes of a parameter that Adam moves: gradient, copy and two moments; on a GPU the weight too."""
 
@@ -49,19 +55,20 @@ def times(
     rates: Rates,
     peak: float,
     attention: Attention,
+    again: float = 0.0,
     constants: Constants = CONSTANTS,
 ) -> Times:
-    """Return the seconds of a step; peak: FLOPs a second of products in 16 bits.
+    """Return the seconds of a step. All micro-batches of the fullest stage are counted, in turn.
 
-    All micro-batches of the fullest stage are counted, in turn.
+    Args:
+        peak: FLOPs a second of products in 16 bits.
+        again: share of attention's forward that backward computes again.
     """
     rows = way.micro * seq / way.cp / way.tp
     layers = model.layers / way.pp
     rate = peak * constants.products
-    again = way.recompute != "none"
-    passes = FORWARD + BACKWARD + again * FORWARD
+    passes = FORWARD + BACKWARD + way.recomputes * FORWARD
     product = 2 * rows / rate
-    runs = 1 + again * way.again
     calls = way.micro * layers
     kernel_forward = attention.forward * attention.share
     kernel_backward = attention.backward * attention.share
@@ -71,16 +78,17 @@ def times(
         "projections": layers * model.projections * product * passes,
         "experts" if model.experts else "mlp": model.mlp_active / way.pp * product * passes,
         "attention forward": calls * kernel_forward,
-        "attention again": calls * kernel_forward * (runs - 1),
+        "attention again": calls * kernel_forward * again,
         "attention backward": calls * kernel_backward,
         "loss": model.head * product * (FORWARD + BACKWARD),
         "optimizer": _optimizer(model, way, rates, constants),
     }
     busy = sum(compute.values())
-    ring = calls * (1 - attention.share) * (attention.forward * runs + attention.backward)
+    ring = calls * (1 - attention.share) * (attention.forward * (1 + again) + attention.backward)
     exposed = {
         "ring": ring,
         "tensor parallel": _tensor(model, way, calls, seq, cluster, rates, passes),
+        "tokens to experts": _experts(model, way, calls, seq, cluster, rates, passes),
         "weights gathered": _gathers(model, way, cluster, rates, busy),
         "gradients reduced": _reduced(model, way, cluster, rates, busy),
         "activations offloaded": _moved(model, way, seq, calls, busy, constants),
@@ -93,12 +101,13 @@ def times(
 def _elementwise(model: Model, layers: float) -> float:
     """Return bytes that norms, rotations, residuals and activations of a forward move for a token."""
     attention = model.heads * model.head_dim + model.kv_heads * model.head_dim
-    return layers * 2.0 * (HIDDEN * model.hidden + HEADS * attention + WIDTH * model.width)
+    copies = model.sparse_layers / model.layers * model.active * model.hidden
+    return layers * 2.0 * (HIDDEN * model.hidden + HEADS * attention + WIDTH * model.width + COPIES * copies)
 
 
 def _optimizer(model: Model, way: Way, rates: Rates, constants: Constants) -> float:
     """Return the seconds of Adam, which memory bounds, on the GPU or on the host."""
-    own = parameters(model, way) / (way.sharded if way.zero else 1)
+    own = sum(n / (ranks if way.zero else 1) for n, ranks in parameters(model, way))
     if way.offload_optimizer:
         return own * (4 / constants.host_link + ADAM_ON_HOST / constants.host_memory)
     return own * ADAM_ON_GPU / rates.memory
@@ -111,8 +120,30 @@ def _tensor(
     if way.tp == 1:
         return 0.0
     within = min(way.tp, cluster.intra)
-    each = _collective(2 * seq / way.cp * model.hidden, way.tp, within, rates) + rates.call
-    return calls * COLLECTIVES * (passes - 1) * each
+    tokens, sparse = 2 * seq / way.cp * model.hidden, model.sparse_layers / model.layers
+    around_all = 2 - sparse * (model.shared_ffn == 0)  # attention, and an MLP of all tokens
+    seconds = around_all * (_collective(tokens, way.tp, within, rates) + rates.call)
+    if sparse:
+        seconds += sparse * (_collective(model.active * tokens, way.tp, within, rates) + rates.call)
+    return calls * COLLECTIVES * (passes - 1) * seconds
+
+
+def _experts(
+    model: Model, way: Way, calls: float, seq: int, cluster: Ranks, rates: Rates, passes: float
+) -> float:
+    """Return seconds of expert parallelism: tokens go to experts and back."""
+    if way.ep == 1:
+        return 0.0
+    size = 2 * seq / way.cp / way.tp * model.active * model.hidden
+    each = _exchange(size, way.shares_experts(cluster), rates) + rates.call
+    return calls * model.sparse_layers / model.layers * EXCHANGES * (passes - 1) * each
+
+
+def _exchange(size: float, ranks: Ranks, rates: Rates) -> float:
+    """Return the seconds of an all-to-all in which a rank has `size` bytes for all ranks, itself included."""
+    near = size * (ranks.intra - 1) / ranks.size / rates.link(inter=False)
+    far = size * (ranks.size - ranks.intra) / ranks.size / rates.link(inter=True)
+    return max(near, far)
 
 
 def _collective(size: float, ranks: int, within: int, rates: Rates) -> float:
@@ -123,10 +154,15 @@ def _collective(size: float, ranks: int, within: int, rates: Rates) -> float:
     return max(near, far)
 
 
-def _sharded(size: float, way: Way, cluster: Ranks, rates: Rates) -> float:
-    """Return the seconds of a collective over the ranks of ZeRO."""
-    ranks = way.sharded
-    return _collective(size, ranks, min(ranks, max(1, cluster.intra // way.tp)), rates)
+def _sharded(bytes_each: float, model: Model, way: Way, cluster: Ranks, rates: Rates) -> float:
+    """Return the seconds of a collective of all parameters over the ranks of ZeRO.
+
+    Experts go over fewer ranks: those that hold the same ones, every `ep`-th.
+    """
+    (rest, ranks), (experts, alike) = parameters(model, way)
+    node = max(1, cluster.intra // way.tp)
+    seconds = _collective(bytes_each * rest, ranks, min(ranks, node), rates)
+    return seconds + _collective(bytes_each * experts, alike, min(alike, max(1, node // way.ep)), rates)
 
 
 def _gathers(model: Model, way: Way, cluster: Ranks, rates: Rates, busy: float) -> float:
@@ -134,7 +170,7 @@ def _gathers(model: Model, way: Way, cluster: Ranks, rates: Rates, busy: float) 
     if way.zero < 3 or way.sharded == 1:
         return 0.0
     times = 2 * way.micro
-    seconds = times * _sharded(2 * parameters(model, way), way, cluster, rates)
+    seconds = times * _sharded(2, model, way, cluster, rates)
     return max(0.0, seconds - busy) + seconds / max(1, times * model.layers)
 
 
@@ -143,9 +179,9 @@ def _reduced(model: Model, way: Way, cluster: Ranks, rates: Rates, busy: float) 
     if way.sharded == 1:
         return 0.0
     bytes_each = 4 if way.framework == "megatron" else 2
-    size = parameters(model, way) * (bytes_each + 2 * (0 < way.zero < 3))
+    size = (bytes_each + 2 * (0 < way.zero < 3)) * (1 if way.zero else 2)
     rounds = way.micro if way.zero >= 2 else 1
-    seconds = rounds * _sharded(size * (1 if way.zero else 2), way, cluster, rates)
+    seconds = rounds * _sharded(size, model, way, cluster, rates)
     backward = busy * BACKWARD / (FORWARD + BACKWARD)
     hidden = backward if way.zero >= 2 else backward / way.micro
     return max(0.0, seconds - hidden) + seconds / max(1, rounds * model.layers)

@@ -10,6 +10,7 @@ from burst_mcore.step.model import Model
 RECOMPUTES = ("none", "full", "attention", "segment")
 """As `burst_mcore.checkpointing`: nothing again, all again, all but attention, attention of the front."""
 FRAMEWORKS = ("megatron", "deepspeed")
+NOT_EXPRESSIBLE = "not expressible: DeepSpeed's JSON has no section for expert parallelism"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,8 @@ class Way:
     """Ranks that share a sequence."""
     pp: int = 1
     dp: int = 1
+    ep: int = 1
+    """Ranks among the dp x cp that share the experts of a layer; TP shares the matrices of each."""
     chunks: int = 1
     """Model chunks of a pipeline stage: more than 1 is the interleaved schedule."""
     zero: int = 1
@@ -38,7 +41,6 @@ class Way:
     """Whether norms and SwiGLU of Megatron are torch's operators, as in its local spec, not fused kernels."""
     micro: int = 1
     """Micro-batches of a step, of one sequence each."""
-    layout: str = "zigzag"
 
     @property
     def gpus(self) -> int:
@@ -48,6 +50,11 @@ class Way:
     def sharded(self) -> int:
         """Ranks over which ZeRO shards."""
         return self.dp * self.cp
+
+    @property
+    def sharded_experts(self) -> int:
+        """Ranks over which ZeRO shards experts, and gradients of experts are reduced."""
+        return self.sharded // self.ep
 
     @property
     def modules(self) -> str:
@@ -64,18 +71,21 @@ class Way:
         """Share of the sequence whose attention backward finds done."""
         return {"none": 1.0, "full": 0.0, "attention": 1.0, "segment": self.keep}[self.recompute]
 
-    @property
-    def again(self) -> float:
-        """Share of attention's forward that backward computes again, under a causal mask."""
-        return 0.0 if self.recompute == "none" else (1 - self.kept) ** 2
-
     def ring(self, cluster: Ranks) -> Ranks:
         """Return the ranks that share a sequence: neighbours, but for those that share matrices."""
-        return Ranks(self.cp, min(self.cp, max(1, cluster.intra // self.tp)))
+        return self._neighbours(self.cp, cluster)
+
+    def shares_experts(self, cluster: Ranks) -> Ranks:
+        """Return the ranks that share experts: neighbours, but for those that share matrices."""
+        return self._neighbours(self.ep, cluster)
+
+    def _neighbours(self, ranks: int, cluster: Ranks) -> Ranks:
+        return Ranks(ranks, min(ranks, max(1, cluster.intra // self.tp)))
 
     def __str__(self) -> str:
         words = [self.framework, f"CP {self.cp}"]
-        words += [f"{name} {n}" for name, n in (("TP", self.tp), ("PP", self.pp), ("DP", self.dp)) if n > 1]
+        degrees = (("TP", self.tp), ("PP", self.pp), ("DP", self.dp), ("EP", self.ep))
+        words += [f"{name} {n}" for name, n in degrees if n > 1]
         words += [f"{self.chunks} chunks"] * (self.chunks > 1)
         words += [f"ZeRO-{self.zero}", f"recompute {self.recompute}"]
         words += [f"keep {self.keep:g}"] * (self.recompute == "segment")
@@ -89,19 +99,45 @@ def why_not(way: Way, model: Model, seq: int, cluster: Ranks) -> str | None:
     """Return why ranks cannot run a model this way; None if they can. Memory is another question."""
     if way.gpus != cluster.size:
         return f"{way.gpus} ranks of the way are not the {cluster.size} of the cluster"
-    if cluster.intra % way.tp and way.tp % cluster.intra:
-        return f"TP {way.tp} does not go evenly on nodes of {cluster.intra}"
-    if model.heads % way.tp or (model.kv_heads % way.tp and way.tp % model.kv_heads):
-        return f"TP {way.tp} does not divide {model.heads} heads and {model.kv_heads} K/V heads"
-    if model.vocab % way.tp or (model.ffn % way.tp):
-        return f"TP {way.tp} does not divide MLP {model.ffn} and vocabulary {model.vocab}"
+    reason = _why_not_matrices(way, model, cluster) or _why_not_experts(way, model, cluster)
+    if reason is not None:
+        return reason
     if model.layers % (way.pp * way.chunks):
         return f"{way.pp} stages x {way.chunks} chunks do not divide {model.layers} layers"
     intra = way.ring(cluster).intra
     if way.cp % intra:
         return f"CP {way.cp} does not go evenly on nodes with {intra} of its ranks"
-    if seq < 2 * way.cp * way.tp:
+    if way.cp * way.tp > 1 and seq < 2 * way.cp * way.tp:
         return f"{seq} tokens are too few for CP {way.cp} x TP {way.tp}"
     if way.chunks > 1 and (way.pp == 1 or way.micro % way.pp):
         return f"interleaving needs micro-batches ({way.micro}) in multiples of the stages ({way.pp})"
     return None
+
+
+def _why_not_matrices(way: Way, model: Model, cluster: Ranks) -> str | None:
+    """Return why ranks cannot share the matrices of a model; None if they can."""
+    if cluster.intra % way.tp and way.tp % cluster.intra:
+        return f"TP {way.tp} does not go evenly on nodes of {cluster.intra}"
+    if model.heads % way.tp or (model.kv_heads % way.tp and way.tp % model.kv_heads):
+        return f"TP {way.tp} does not divide {model.heads} heads and {model.kv_heads} K/V heads"
+    if model.vocab % way.tp or model.ffn % way.tp:
+        return f"TP {way.tp} does not divide MLP {model.ffn} and vocabulary {model.vocab}"
+    if model.expert_ffn % way.tp or model.shared_ffn % way.tp:
+        return f"TP {way.tp} does not divide experts of {model.expert_ffn} and {model.shared_ffn}"
+    return None
+
+
+def _why_not_experts(way: Way, model: Model, cluster: Ranks) -> str | None:
+    """Return why ranks cannot share experts this way; None if they can."""
+    if way.ep == 1:
+        return None
+    if way.framework == "deepspeed":
+        return NOT_EXPRESSIBLE
+    if not model.experts:
+        return f"EP {way.ep} is for a model with experts: there are none"
+    if model.experts % way.ep:
+        return f"EP {way.ep} does not divide {model.experts} experts"
+    if way.sharded % way.ep:
+        return f"EP {way.ep} does not divide the CP {way.cp} x DP {way.dp} ranks"
+    intra = way.shares_experts(cluster).intra
+    return f"EP {way.ep} does not go evenly on nodes with {intra} of its ranks" if way.ep % intra else None
