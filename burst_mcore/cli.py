@@ -310,15 +310,20 @@ def doctor(
     per_node: Annotated[
         int | None, typer.Option(help="Ranks of a node; default: all ranks, up to 8.")
     ] = None,
-    seq: Seq = "128K",
+    seq: Annotated[
+        str | None, typer.Option(help="Tokens of the whole sequence, such as 4096, 128K or 1M; default 128K.")
+    ] = None,
     heads: Heads = 32,
     kv_heads: KVHeads = 8,
     head_dim: HeadDim = 128,
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
     vocabulary: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 128256,
     model: Annotated[
-        Path | None,
-        typer.Option(help="Folder with a model's config.json; replaces --heads to --vocabulary."),
+        str | None,
+        typer.Option(
+            help="Folder with a model's config.json, a preset such as 7b, or arguments of Megatron; replaces "
+            "--heads to --vocabulary. Megatron's arguments are examined if there is no JSON file."
+        ),
     ] = None,
     device: Annotated[
         str,
@@ -329,37 +334,29 @@ def doctor(
         bool, typer.Option(help="Print the reference page of the section burst_attention, and stop.")
     ] = False,
 ) -> None:
-    """Predict what a DeepSpeed configuration will do: groups, kernel, memory, bytes and times."""
-    from burst_mcore.deepspeed.config.section import config_dict
+    """Predict what a configuration will do, whether it fits, and what would be faster; JSON or Megatron's."""
     from burst_mcore.deepspeed.config.section import reference as page
-    from burst_mcore.deepspeed.engine import doctor as examiner
-    from burst_mcore.deepspeed.engine.memory import Shape, shape_of
+    from burst_mcore.deepspeed.engine.memory import Shape
     from burst_mcore.mask.words import tokens
     from burst_mcore.rates import Rates
+    from burst_mcore.step.checkup import checkup
 
     if reference:
         typer.echo(page(), nl=False)
         return
-    if config is None:
-        _fail(
-            "doctor",
-            ValueError("no configuration given; pass DeepSpeed's JSON file: burst-mcore doctor ds.json"),
-        )
     try:
         shape = Shape(
-            seq=tokens(seq), layers=layers, heads=heads, kv_heads=kv_heads or heads, head_dim=head_dim,
-            vocabulary=vocabulary, hidden=heads * head_dim, intermediate=heads * head_dim * 7 // 2,
-        ) if model is None else shape_of(model, tokens(seq))  # fmt: skip
-        world = world or config_dict(config).get("sequence_parallel_size", 1)
-        per_node = per_node or min(world, 8)
+            seq=tokens(seq or "128K"), layers=layers, heads=heads, kv_heads=kv_heads or heads,
+            head_dim=head_dim, vocabulary=vocabulary, hidden=heads * head_dim,
+            intermediate=heads * head_dim * 7 // 2,
+        )  # fmt: skip
         rates = None if rates_file is None else Rates.load(rates_file)
-        lines = examiner.examine(
-            config, world=world, per_node=per_node, shape=shape, device=device, rates=rates
-        )
-        for line in lines:
+        for line in checkup(
+            config, model, shape, seq=seq, world=world, per_node=per_node, device=device, rates=rates
+        ):
             typer.echo(line)
     except ValueError as error:
-        _fail("doctor", error)
+        _fail("doctor", error, status=2)
 
 
 @app.command()

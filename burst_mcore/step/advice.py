@@ -51,6 +51,7 @@ def megatron_flags(step: Step) -> list[str]:
             f"--burst-ring {attention.ring}",
             f"--burst-backward {attention.direction}",
             f"--burst-head-parallel {attention.head_parallel}",
+            f"--burst-head-placement {attention.head_placement}",
         ]
     if way.recompute == "full":
         flags += ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
@@ -70,6 +71,7 @@ def deepspeed_config(step: Step) -> dict[str, Any]:
         "ring": attention.ring,
         "backward": attention.direction,
         "head_parallel": attention.head_parallel,
+        "head_placement": attention.head_placement,
         "fused_loss": way.fused_loss,
         "checkpointing": {"policy": way.recompute},
     }

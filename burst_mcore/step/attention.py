@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from burst_mcore.attention.autotune.choose import best
-from burst_mcore.attention.autotune.search import contenders
-from burst_mcore.attention.autotune.ways import RINGS, Ranks, legal_degrees
-from burst_mcore.attention.schedule.actions import Pass
+from burst_mcore.attention.autotune.decide import fastest, without_layout
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.shard import Shard
+from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.layout.balance import keys_per_query
 from burst_mcore.mask.words import mask_of
 from burst_mcore.rates import Rates
 
+OPEN = BurstConfig(head_parallel="auto")
+"""Settings that leave all but the layout to the cost model."""
 LAYOUTS = ("zigzag", "contiguous", "striped")
 """Layouts that are tried for masks other than "causal" and "full", for which zigzag is balanced."""
 
@@ -30,6 +31,7 @@ class Attention:
     layout: str = "zigzag"
     ring: str = "double"
     head_parallel: int = 1
+    head_placement: str = "inner"
     direction: str = "query"
     nodes: int = 1
 
@@ -44,18 +46,33 @@ class Attention:
         return min(1.0, self.kernel / max(self.kernel, self.forward + self.backward))
 
     def __str__(self) -> str:
-        ways = f"head_parallel {self.head_parallel}, backward {self.direction}"
-        return f"layout {self.layout}, ring {self.ring}, {ways}"
+        apart = " outer" * (self.head_placement == "outer")
+        heads = f"head_parallel {self.head_parallel}{apart}"
+        return f"layout {self.layout}, ring {self.ring}, {heads}, backward {self.direction}"
 
 
-def attention(shard: Shard, seq: int, ranks: Ranks, rates: Rates, mask: str = "causal") -> Attention:
-    """Return the attention that "auto" chooses, on the layout that is fastest for a mask in words.
+def attention(
+    shard: Shard,
+    seq: int,
+    ranks: Ranks,
+    rates: Rates,
+    mask: str = "causal",
+    config: BurstConfig | None = None,
+) -> Attention:
+    """Return the attention that "auto" chooses where settings leave it open.
+
+    Args:
+        mask: in words.
+        config: settings; None leaves all of it open, the layout too.
 
     Raises:
-        ValueError: a mask that does not go with the sequence, or a sequence that ranks cannot be dealt.
+        ValueError: a mask or settings that do not go with the sequence and the ranks.
     """
+    if config is not None:
+        return _by(config, shard, seq, ranks, rates, mask)
     layouts = LAYOUTS[:1] if mask in ("causal", "full") or ranks.size == 1 else LAYOUTS
-    return min((_on(shard, seq, ranks, rates, mask, layout) for layout in layouts), key=_seconds)
+    settings = (replace(OPEN, layout=layout) for layout in layouts)
+    return min((_by(one, shard, seq, ranks, rates, mask) for one in settings), key=_seconds)
 
 
 def _seconds(one: Attention) -> float:
@@ -63,26 +80,19 @@ def _seconds(one: Attention) -> float:
 
 
 @lru_cache(maxsize=2048)
-def _on(shard: Shard, seq: int, ranks: Ranks, rates: Rates, mask: str, layout: str) -> Attention:
-    dealt = Layout.of(layout)
+def _by(config: BurstConfig, shard: Shard, seq: int, ranks: Ranks, rates: Rates, mask: str) -> Attention:
+    dealt = Layout.of(config.layout)
     padded = dealt.padded(seq, ranks.size)
     shard = replace(shard, tokens=padded // ranks.size)
-    degrees = legal_degrees(ranks, shard.heads, shard.kv_heads)
-    every = mask in ("causal", "full")  # then every rank reads others
-    chosen = best(
-        contenders(
-            shard, dealt, mask_of(mask, padded), padded, ranks, rates, overlap=True,
-            rings=tuple(ring for ring in RINGS if not every or ring != "direct"),
-            degrees=tuple(degrees), directions=(Pass.QUERY, Pass.KV),
-        )[0]
-    )  # fmt: skip
+    chosen = fastest(without_layout(config), dealt, ranks, rates, shard, mask_of(mask, padded), padded)
     return Attention(
         forward=chosen.forward_seconds,
         backward=chosen.backward_seconds,
         kernel=chosen.compute_seconds,
-        layout=layout,
+        layout=str(dealt),
         ring=chosen.ring,
         head_parallel=chosen.route.heads,
+        head_placement="outer" if chosen.route.outer else "inner",
         direction=str(chosen.direction.value),
         nodes=chosen.route.nodes,
     )

@@ -257,14 +257,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Sizes that a config.json leaves out where they are the defaults of its model_type in transformers."""
 
 
-class _Parser(argparse.ArgumentParser):
+class Arguments(argparse.ArgumentParser):
+    """A parser of Megatron's arguments that raises ValueError."""
+
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"Megatron's arguments: {message}")
 
 
 def _of_arguments(words: list[str]) -> tuple[Model, dict[str, Any]]:
     """Return the model of Megatron's arguments; flags that say nothing of sizes are left out."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = Arguments(add_help=False, allow_abbrev=False)
     for flag in ("num-layers", "hidden-size", "num-attention-heads"):
         parser.add_argument(f"--{flag}", type=int, required=True)
     for flag, value in _OPTIONAL.items():
@@ -333,7 +335,7 @@ def _check(a: argparse.Namespace) -> None:
 
 
 def _without_experts(pattern: str, layers: int) -> int:
-    """Return the layers without experts by Megatron's --moe-layer-freq: N, or a list like [0]*3+[1]*58."""
+    """Return the layers without experts, by --moe-layer-freq: N, or a list such as [0]*3+[1]*58."""
     try:
         bits = _evaluated(ast.parse(pattern.strip(), mode="eval").body)
     except (SyntaxError, ValueError, TypeError, RecursionError):
@@ -349,7 +351,7 @@ def _without_experts(pattern: str, layers: int) -> int:
 
 
 def _evaluated(node: ast.expr) -> Any:
-    """Return the value of an expression of integers, lists, sums and products. Raises ValueError for others."""
+    """Return the value of integers, lists, sums and products. Raises ValueError for other expressions."""
     match node:
         case ast.Constant(value=int(number)) if 0 <= number <= MOST_LAYERS:
             return number

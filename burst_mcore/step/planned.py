@@ -15,6 +15,7 @@ from burst_mcore.step.figures import Place, Step
 from burst_mcore.step.memory import total
 from burst_mcore.step.model import model_of
 from burst_mcore.step.search import Answer, kind, search
+from burst_mcore.step.way import FRAMEWORKS
 
 
 def planned(
@@ -31,12 +32,7 @@ def planned(
         ValueError: words that are not legal, or that contradict each other.
     """
     sizes, pinned = model_of(model)
-    given = pinned.pop("seq", None)
-    if seq is None and given is None:
-        raise ValueError("give --seq: the tokens of a sequence, such as 1M")
-    length = given if seq is None else tokens(seq)
-    if given not in (None, length):
-        raise ValueError(f"--seq {seq} contradicts --seq-length {given} in the model's arguments")
+    length = length_of(seq, pinned.pop("seq", None))
     given = pinned.pop("batch", None)
     if None not in (batch, given) and batch != given:
         raise ValueError(f"--batch {batch} contradicts --global-batch-size {given} in the model's arguments")
@@ -57,6 +53,21 @@ def planned(
     return search(sizes, length, batch, place, pinned, mask)
 
 
+def length_of(seq: str | None, given: int | None) -> int:
+    """Return the tokens of a sequence; given: those that Megatron's arguments name.
+
+    Raises:
+        ValueError: neither names it, or they contradict each other.
+    """
+    if seq is None and given is None:
+        raise ValueError("give --seq: the tokens of a sequence, such as 1M")
+    length = tokens(seq) if seq is not None else given
+    assert length is not None
+    if given not in (None, length):
+        raise ValueError(f"--seq {seq} contradicts --seq-length {given} in the model's arguments")
+    return length
+
+
 def text(answer: Answer, top: int) -> str:
     """Return an answer as text: the ranked table, the recommendation, what to paste, what does not go."""
     from tabulate import tabulate  # of the extra "bench"
@@ -72,14 +83,7 @@ def text(answer: Answer, top: int) -> str:
         shown = answer.ranked[:top]
         lines += [tabulate([_row(one, chosen) for one in shown], headers="keys", floatfmt=".4g")]
         lines += [f"and {len(answer.ranked) - top} slower ones"] * (len(answer.ranked) > top)
-    lines += ["", f"recommended: {answer.reason}"]
-    if chosen is not None:
-        lines += [f"attention: {chosen.attention}", ""]
-        lines += [_stack(chosen), ""]
-        for framework in ("megatron", "deepspeed"):
-            best = answer.best_of(framework)
-            if best is not None:
-                lines += [f"{best.way}:", advice(best), *(f"note: {note}" for note in notes(best)), ""]
+    lines += ["", *recommendation(answer)]
     if answer.infeasible:
         reasons = Counter(kind(why) for _, why in answer.infeasible)
         lines += [
@@ -89,6 +93,16 @@ def text(answer: Answer, top: int) -> str:
     for name, (seq, way) in answer.lengths.items():
         lines.append(f"longest sequence, {name}: {seq} tokens ({way})")
     return "\n".join(lines)
+
+
+def recommendation(answer: Answer) -> list[str]:
+    """Return the recommended way of an answer, its reason, and what to paste for each framework."""
+    lines = [f"recommended: {answer.reason}"]
+    if answer.chosen is not None:
+        lines += [f"attention: {answer.chosen.attention}", "", _stack(answer.chosen), ""]
+    for best in filter(None, map(answer.best_of, FRAMEWORKS)):
+        lines += [f"{best.way}:", advice(best), *(f"note: {note}" for note in notes(best)), ""]
+    return lines
 
 
 def _row(one: Step, chosen: Step | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -43,7 +43,7 @@ class Answer:
     @cached_property
     def lengths(self) -> dict[str, tuple[int, Way]]:
         """By framework: the longest sequence that fits, and its way."""
-        return _lengths(self.model, self.place, self.legal)
+        return lengths(self.model, self.place, self.legal)
 
     @property
     def chosen(self) -> Step | None:
@@ -66,7 +66,7 @@ class Answer:
         close = _close(self.ranked)
         least = f" (of {len(close)} equally fast ways the one that offloads least, then takes least memory)"
         return (
-            f"{chosen.way} is fastest{least if len(close) > 1 else ''}: {_waits(chosen)}, "
+            f"{chosen.way} is fastest{least if len(close) > 1 else ''}: {waits(chosen)}, "
             f"{total(chosen.memory) / 1e9:.3g} of {self.place.memory / 1e9:.3g} GB are taken, "
             f"{self._without_offload(chosen)}and {self._beside(chosen)}"
         )
@@ -117,7 +117,7 @@ def _close(ranked: list[Step]) -> list[Step]:
     return [one for one in ranked if one.seconds <= AS_FAST * ranked[0].seconds]
 
 
-def _waits(step: Step) -> str:
+def waits(step: Step) -> str:
     """Say which share of a step is exposed communication or waiting, and what causes most of it."""
     exposed = step.times.exposed
     share = sum(exposed.values()) / step.seconds
@@ -137,6 +137,7 @@ def search(
     place: Place,
     pinned: Mapping[str, int] | None = None,
     mask: str = "causal",
+    frameworks: Sequence[str] = FRAMEWORKS,
 ) -> Answer:
     """Predict every way to train `batch` sequences a step.
 
@@ -150,17 +151,17 @@ def search(
     pinned = dict(pinned or {})
     mask_of(mask, seq)
     ranked, infeasible, legal = [], [], []
-    for way in ways(model, place.ranks, batch, pinned):
+    for way in ways(model, place.ranks, batch, pinned, frameworks):
         reason = why_not(way, model, seq, place.ranks)
         if reason is not None:
             infeasible.append((way, reason))
             continue
         legal.append(way)
         # Memory first: attention is simulated, which takes longer.
-        reason = _too_large(least(model, way, seq), place)
+        reason = too_large(least(model, way, seq), place)
         if reason is None:
             predicted = step(model, way, seq, place, mask)
-            reason = _too_large(predicted.memory, place)
+            reason = too_large(predicted.memory, place)
         if reason is None:
             ranked.append(predicted)
         else:
@@ -195,7 +196,7 @@ def least(model: Model, way: Way, seq: int) -> dict[str, float]:
     return min((stack(model, way, seq, direction) for direction in ("query", "kv")), key=total)
 
 
-def _too_large(memory: dict[str, float], place: Place) -> str | None:
+def too_large(memory: dict[str, float], place: Place) -> str | None:
     """Return why a stack does not go on a GPU; None if it does."""
     if total(memory) <= place.usable:
         return None
@@ -203,9 +204,15 @@ def _too_large(memory: dict[str, float], place: Place) -> str | None:
     return f"out of memory: {total(memory) / 1e9:.3g} GB of {place.usable / 1e9:.3g}, most of it {largest}"
 
 
-def ways(model: Model, cluster: Ranks, batch: int, pinned: Mapping[str, int]) -> Iterator[Way]:
+def ways(
+    model: Model,
+    cluster: Ranks,
+    batch: int,
+    pinned: Mapping[str, int],
+    frameworks: Sequence[str] = FRAMEWORKS,
+) -> Iterator[Way]:
     """Yield all ways whose degrees make up the cluster and whose ranks divide the batch."""
-    for framework in FRAMEWORKS:
+    for framework in frameworks:
         for degrees in _degrees(framework, model, cluster, batch, pinned):
             if framework == "deepspeed" and degrees["ep"] > 1:  # once, to say why not
                 yield Way(framework=framework, zero=3, **degrees)
@@ -240,7 +247,7 @@ def _degrees(
             yield {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "ep": ep, "micro": batch // dp}
 
 
-def _lengths(model: Model, place: Place, legal: list[Way]) -> dict[str, tuple[int, Way]]:
+def lengths(model: Model, place: Place, legal: list[Way]) -> dict[str, tuple[int, Way]]:
     """Return the longest sequence of each framework: memory alone decides."""
     found: dict[str, tuple[int, Way]] = {}
     for way in legal:

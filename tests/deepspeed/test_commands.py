@@ -31,10 +31,10 @@ def test_the_doctor_explains_the_examples():
 def test_the_doctor_says_what_initialize_would_refuse(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps(config_of(2, 2, layuot="zigzag")))
     done = CliRunner().invoke(app, ["doctor", str(tmp_path / "ds.json")])
-    assert done.exit_code == 1 and 'did you mean "layout"' in done.output
+    assert done.exit_code == 2 and 'did you mean "layout"' in done.output
     (tmp_path / "ds.json").write_text(json.dumps(config_of(2, 2)))
     done = CliRunner().invoke(app, ["doctor", str(tmp_path / "ds.json"), "--world", "3"])
-    assert done.exit_code == 1 and "refused (sequence_parallel_size)" in done.output
+    assert done.exit_code == 2 and "refused (sequence_parallel_size)" in done.output
 
 
 def _doctor(path, config, *options):
@@ -52,7 +52,7 @@ def test_the_doctor_takes_the_rates_of_a_file(tmp_path):
         done = _doctor(tmp_path, config, *asked, "--rates", str(file))
         assert done.exit_code == 0 and (done.output == preset) == same, done.output
     done = _doctor(tmp_path, config, "--rates", str(tmp_path / "none.json"))
-    assert done.exit_code == 1 and "is no file of rates" in done.output
+    assert done.exit_code == 2 and "is no file of rates" in done.output
     assert len(done.output.splitlines()) == 1
 
 
@@ -71,9 +71,9 @@ def test_the_doctor_predicts_for_devices_that_are_not_there(tmp_path):
     done = _doctor(tmp_path, {**trainers, "zero_optimization": zero}, "--device", "h100")
     assert done.exit_code == 0 and ", optimizer" in done.output
     done = _doctor(tmp_path, config, "--device", "h1000")
-    assert done.exit_code == 1 and "unknown machine 'h1000': one of A100-NVLink, A800" in done.output
+    assert done.exit_code == 2 and "unknown machine 'h1000': one of A100-NVLink, A800" in done.output
     done = _doctor(tmp_path, config, "--heads", "12", "--kv-heads", "5")
-    assert done.exit_code == 1 and "12 query heads do not group over 5 K/V heads" in done.output
+    assert done.exit_code == 2 and "12 query heads do not group over 5 K/V heads" in done.output
 
 
 def test_the_doctor_takes_the_shape_of_a_model(tmp_path):
@@ -84,10 +84,10 @@ def test_the_doctor_takes_the_shape_of_a_model(tmp_path):
     assert done.exit_code == 0, done.output
     assert f"for {count / 1e9:.3g} billion parameters" in done.output
     done = _doctor(tmp_path, config, "--model", str(tmp_path / "none"))
-    assert done.exit_code == 1 and "no causal LM in" in done.output
+    assert done.exit_code == 2 and "no causal LM in" in done.output
     transformers.MambaConfig(num_hidden_layers=1, hidden_size=16, vocab_size=32).save_pretrained(tmp_path)
     done = _doctor(tmp_path, config, "--model", str(tmp_path))
-    assert done.exit_code == 1 and "a state" in done.output
+    assert done.exit_code == 2 and "a state" in done.output
 
 
 @pytest.mark.slow

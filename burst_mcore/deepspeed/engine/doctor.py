@@ -43,6 +43,7 @@ def examine(
     shape: Shape,
     device: str = HERE,
     rates: Rates | None = None,
+    with_memory: bool = True,
 ) -> Iterator[str]:
     """Return lines that describe the configuration at `path` on `world` ranks, `per_node` of them a node.
 
@@ -51,6 +52,7 @@ def examine(
     Args:
         device: `HERE`, or a name in `MACHINES`, which need not be in this machine.
         rates: In place of those of the device.
+        with_memory: Whether the last line is an estimate of a rank's memory.
 
     Raises:
         SectionError, RefusedError: what `initialize` would raise of the configuration.
@@ -63,8 +65,7 @@ def examine(
             f"{shape.heads} query heads do not group over {shape.kv_heads} K/V heads: their number must be "
             "a divisor of the query heads'"
         )
-    if not torch.cuda.is_available():  # else DeepSpeed would say at length that it looks for a GPU
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    quiet()
     refuse_versions()
     config = config_dict(path)
     section = section_of(config)
@@ -132,6 +133,8 @@ def examine(
     )
     kept, told = recomputed(section.checkpointing, layout, shape, shard, size)
     yield f"recompute: {told}"
+    if not with_memory:
+        return
     parts = {
         **states(config, shape.parameters, world, dtype.itemsize),
         "activations": activations(section.checkpointing, shape, shard) + kept,
@@ -145,6 +148,12 @@ def examine(
         f"{shape.parameters / 1e9:.3g} billion parameters"
         + ("" if there is None else f"; there are {there / 1e9:.3g} GB")
     )
+
+
+def quiet() -> None:
+    """Name DeepSpeed the CPU where there is no GPU; else it says at length that it looks for one."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def _memory(device: str) -> float | None:
