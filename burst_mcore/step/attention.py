@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from burst_mcore.attention.autotune.decide import fastest, without_layout
+from burst_mcore.attention.autotune.search import MESHED
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
@@ -17,7 +18,9 @@ from burst_mcore.rates import Rates
 OPEN = BurstConfig(head_parallel="auto")
 """Settings that leave all but the layout to the cost model."""
 LAYOUTS = ("zigzag", "contiguous", "striped")
-"""Layouts that are tried for masks other than "causal" and "full", for which zigzag is balanced."""
+"""Layouts that are tried for masks other than "causal" and "full", for which zigzag is balanced.
+
+Every layout is simulated rank by rank, so over more ranks than `MESHED` only one is tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +73,17 @@ def attention(
     """
     if config is not None:
         return _by(config, shard, seq, ranks, rates, mask)
-    layouts = LAYOUTS[:1] if mask in ("causal", "full") or ranks.size == 1 else LAYOUTS
-    settings = (replace(OPEN, layout=layout) for layout in layouts)
+    settings = (replace(OPEN, layout=layout) for layout in _layouts(mask, seq, ranks.size))
     return min((_by(one, shard, seq, ranks, rates, mask) for one in settings), key=_seconds)
+
+
+def _layouts(mask: str, seq: int, ranks: int) -> tuple[str, ...]:
+    """Return the layouts to try, the first that is balanced or local on many ranks."""
+    if mask in ("causal", "full") or ranks == 1:
+        return LAYOUTS[:1]
+    if ranks <= MESHED:
+        return LAYOUTS
+    return ("contiguous",) if mask_of(mask, seq).has_window else LAYOUTS[:1]
 
 
 def _seconds(one: Attention) -> float:

@@ -83,7 +83,7 @@ def times(
         "loss": model.head * product * (FORWARD + BACKWARD),
         "optimizer": _optimizer(model, way, rates, constants),
     }
-    busy = sum(compute.values())
+    busy = sum(compute.values()) - compute["optimizer"]
     ring = calls * (1 - attention.share) * (attention.forward * (1 + again) + attention.backward)
     exposed = {
         "ring": ring,
@@ -94,7 +94,7 @@ def times(
         "activations offloaded": _moved(model, way, seq, calls, busy, constants),
     }
     bubble = (way.pp - 1) / (way.chunks * way.micro)
-    exposed["pipeline"] = bubble * (busy + sum(exposed.values()) - compute["optimizer"])
+    exposed["pipeline"] = bubble * (busy + sum(exposed.values()))
     return Times(compute, {cause: s for cause, s in exposed.items() if s > 0})
 
 
