@@ -226,23 +226,46 @@ def test_memory_is_that_of_the_tensors_of_a_model_of_transformers(kv_heads, voca
         hidden_size=192, num_hidden_layers=5, num_attention_heads=6, num_key_value_heads=kv_heads,
         intermediate_size=640, vocab_size=vocab, use_cache=False,
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
+    predicted, counted = _bytes_of_transformers(transformers, config, recompute, fused_loss)
+    assert predicted == pytest.approx(counted, rel=0.03)
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_memory_is_that_of_the_tensors_of_experts_of_transformers(kind, recompute):
+    transformers = pytest.importorskip("transformers")
+    experts = {
+        "Mixtral": dict(intermediate_size=320, num_local_experts=8, num_experts_per_tok=2),
+        "Qwen3Moe": dict(moe_intermediate_size=128, num_experts=16, num_experts_per_tok=4, head_dim=32),
+    }
+    config = getattr(transformers, f"{kind}Config")(
+        hidden_size=192, num_hidden_layers=5, num_attention_heads=6, num_key_value_heads=2, vocab_size=256,
+        use_cache=False, **experts[kind],
+    )  # fmt: skip
+    predicted, counted = _bytes_of_transformers(transformers, config, recompute, fused_loss=False)
+    assert predicted == pytest.approx(counted, rel=0.05)
+
+
+def _bytes_of_transformers(transformers, config, recompute, fused_loss):
+    """Return bytes after forward and at the peak of a step, predicted and counted."""
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).train()
     if fused_loss:
         patch_causal_lm(model)
     if recompute == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    tokens = torch.randint(0, vocab, (1, 1536))
+    tokens = torch.randint(0, config.vocab_size, (1, 1536))
     with LiveBytes([x for p in model.parameters() for x in (p, p.grad)]) as live:
         loss = model(input_ids=tokens, labels=tokens).loss
         forward = live.live
         loss.backward()
     way = Way(framework="deepspeed", zero=0, recompute=recompute, fused_loss=fused_loss,
               offload_optimizer=True)  # fmt: skip
-    sizes = moments(from_config(config.to_dict(), "llama"), way, 1536, "query", chunks=ON_CPU)
-    predicted = total(sizes["forward"]), max(map(total, sizes.values()))
-    assert predicted == pytest.approx((forward, live.peak), rel=0.03)
+    sizes = from_config(config.to_dict(), "model")
+    assert sizes.parameters == sum(parameter.numel() for parameter in model.parameters())
+    found = moments(sizes, way, 1536, "query", chunks=ON_CPU)
+    return (total(found["forward"]), max(map(total, found.values()))), (forward, live.peak)
 
 
 def test_live_bytes_are_those_of_storages_that_are_alive():

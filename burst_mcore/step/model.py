@@ -46,6 +46,8 @@ class Model:
     """Latent width of keys and values (MLA); 0: no MLA."""
     rope_dim: int = 0
     """Part of `head_dim` that all heads share, of MLA."""
+    qk_norm: bool = False
+    """Whether each head of queries and of keys has a norm."""
 
     def __post_init__(self) -> None:
         optional = {"experts", "active", "expert_ffn", "shared_ffn", "dense_layers", "q_rank", "kv_rank"}
@@ -109,7 +111,9 @@ class Model:
     def parameters(self) -> int:
         """All parameters."""
         idle = self.sparse_layers * (self.experts - self.active) * self.mlp(self.expert_ffn)
-        norms = (2 * self.layers + 1) * self.hidden
+        norms = (2 * self.layers + 1) * self.hidden + self.layers * (
+            self.q_rank + self.kv_rank + 2 * self.head_dim * self.qk_norm
+        )
         embeddings = self.head * (1 if self.tied else 2)
         return self.layers * self.projections + self.mlp_active + idle + norms + embeddings
 
@@ -212,6 +216,7 @@ def from_config(config: Mapping[str, Any], name: str) -> Model:
         q_rank=(config.get("q_lora_rank") or 0) if latent else 0,
         kv_rank=latent,
         rope_dim=rope,
+        qk_norm=not latent and kind in ("qwen3", "qwen3_moe", "gemma3_text"),
         **_experts(config, ffn),
     )
 
@@ -272,7 +277,7 @@ def _of_arguments(words: list[str]) -> tuple[Model, dict[str, Any]]:
     for flag, value in _OPTIONAL.items():
         parser.add_argument(f"--{flag}", type=int, default=value)
     for flag in ("swiglu", "group-query-attention", "untie-embeddings-and-output-weights",
-                 "multi-latent-attention"):  # fmt: skip
+                 "multi-latent-attention", "qk-layernorm"):  # fmt: skip
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--moe-layer-freq", default="1")
     a = parser.parse_known_args(words)[0]
@@ -304,6 +309,7 @@ def _of_arguments(words: list[str]) -> tuple[Model, dict[str, Any]]:
         q_rank=(a.q_lora_rank or 0) if latent else 0,
         kv_rank=a.kv_lora_rank if latent else 0,
         rope_dim=a.qk_pos_emb_head_dim if latent else 0,
+        qk_norm=a.qk_layernorm and not latent,
     )
     pinned = {"tp": a.tensor_model_parallel_size, "pp": a.pipeline_model_parallel_size,
               "cp": a.context_parallel_size, "ep": a.expert_model_parallel_size, "seq": a.seq_length,

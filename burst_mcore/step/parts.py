@@ -7,7 +7,7 @@ Kept bytes were listed tensor by tensor, in a dispatch mode, for Megatron's loca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from burst_mcore.attention.shard import Shard
@@ -37,14 +37,18 @@ class Modules:
     """Bytes of a head dim that rotations save in each layer: cosines and sines of queries and of keys."""
     views: bool = False
     """Whether V is a view of the product of Q, K and V, which then lives as long as V."""
+    latent_views: bool = False
+    """Whether V is a view of the product of K and V that MLA makes of its latent."""
     output: int = 0
     """Bytes of a hidden number of a layer's output, which a recomputation makes again and holds."""
     gathered: int = 2
     """Bytes of a hidden number of the sequence that sequence parallelism gathers: one at a time, if fused."""
     logits: Bytes
     """Logits that are not fused."""
-    copies: Bytes = Bytes(2, 2)
-    """Copies of tokens for experts: an expert's input; its gradient."""
+    copies: Bytes
+    """Copies of tokens for experts."""
+    weighted: int = 0
+    """Bytes of a number of an expert's width that the product with a routing weight keeps."""
 
 
 MEGATRON = Modules(
@@ -53,6 +57,7 @@ MEGATRON = Modules(
     views=True,
     output=2,
     logits=Bytes(4, 2),  # a float32 softmax, which becomes the gradient; logits in 16 bits
+    copies=Bytes(2, 2),  # an expert's input; its gradient
 )
 """Megatron on TransformerEngine: norms, SwiGLU and rotation are fused kernels."""
 MODULES = {
@@ -67,14 +72,18 @@ MODULES = {
         output=2,
         gathered=2 + 2,  # hidden states, in a buffer that stays, and their gradient
         logits=MEGATRON.logits,
+        copies=Bytes(2 + 2, 2),  # as they come from other ranks, and sorted by expert
+        weighted=2,
     ),
     "deepspeed": Modules(
+        latent_views=True,
         # Of transformers. A float32 copy of the input, the normalised input, the result; as above.
         norm=Bytes(4 + 2 + 2, 5 * 4 - 2 - 2),
         gated=Bytes(2 + 2 + 2 + 2, 3 * 2 - 2),
         logits=Bytes(4, 8),  # a float32 log-softmax; its gradient and that of the float32 logits
+        copies=Bytes(2 + 2, 2),  # an expert's input and output; the input's gradient
     ),
-    "bmtrain": Modules(norm=MEGATRON.norm, gated=MEGATRON.gated, logits=MEGATRON.logits),
+    "bmtrain": replace(MEGATRON, views=False, output=0),
 }
 """By `Way.modules`. BMTrain's are taken to be fused, and to compute the loss as Megatron does."""
 
@@ -116,10 +125,10 @@ def _layer(model: Model, way: Way, shard: Shard, mlp: list[Part]) -> list[Part]:
     modules = MODULES[way.modules]
     hidden = shard.tokens * model.hidden / way.tp
     norm = Part("norms", modules.norm.kept * hidden, modules.norm.backward * hidden)
-    attention = _attention(modules, shard, alone=way.cp == 1)
+    attention = _attention(model, modules, shard, alone=way.cp == 1)
     if way.recomputes:  # what the layer keeps is counted with all layers
         attention = attention._replace(kept=attention.kept - shard.result_bytes * way.kept)
-    return [norm, *_latents(model, way, shard), attention, norm, *mlp]
+    return [norm, *_more_norms(model, way, shard), attention, norm, *mlp]
 
 
 def _mlp(model: Model, way: Way, width: float, name: str = "MLP") -> Part:
@@ -132,32 +141,42 @@ def _experts(model: Model, way: Way, shard: Shard) -> list[Part]:
     """Return experts, shared and routed. Routing is taken to be even, and ranks of TP gather whole copies."""
     tokens = shard.tokens / way.tp
     shared = _mlp(model, way, tokens * model.shared_ffn, "shared experts")
-    routed = _mlp(model, way, tokens * model.active * model.expert_ffn, "experts")
-    copies = shard.tokens * model.active * model.hidden
-    bytes_each = MODULES[way.modules].copies
+    width = tokens * model.active * model.expert_ffn
+    routed = _mlp(model, way, width, "experts")
+    modules, copies = MODULES[way.modules], shard.tokens * model.active * model.hidden
     router = 4.0 * tokens * model.experts  # its probabilities, in float32
     return [
-        Part("routed tokens", bytes_each.kept * copies + router, bytes_each.backward * copies),
+        Part("routed tokens", modules.copies.kept * copies + router, modules.copies.backward * copies),
         shared,
-        routed._replace(backward=routed.backward + bytes_each.backward * copies),
+        Part(
+            "experts",
+            routed.kept + modules.weighted * width,
+            routed.backward + modules.copies.backward * copies,
+        ),
     ]
 
 
-def _latents(model: Model, way: Way, shard: Shard) -> list[Part]:
-    """Return the latents of MLA, which have norms; none for other models."""
-    if not model.kv_rank:
-        return []
+def _more_norms(model: Model, way: Way, shard: Shard) -> list[Part]:
+    """Return the norms of latents (MLA), or of the heads of queries and keys, where a model has them."""
     norm = MODULES[way.modules].norm
-    numbers = shard.tokens / way.tp * (model.q_rank + model.kv_rank)
-    return [Part("latents", norm.kept * numbers, norm.backward * numbers)]
+    if model.kv_rank:
+        numbers = shard.tokens / way.tp * (model.q_rank + model.kv_rank)
+        return [Part("latents", norm.kept * numbers, norm.backward * numbers)]
+    if model.qk_norm:
+        numbers = float(shard.tokens * (shard.heads + shard.kv_heads) * shard.head_dim)
+        return [Part("norms of heads", norm.kept * numbers, norm.backward * numbers)]
+    return []
 
 
-def _attention(modules: Modules, shard: Shard, *, alone: bool) -> Part:
+def _attention(model: Model, modules: Modules, shard: Shard, *, alone: bool) -> Part:
     """Return attention: Q, K, V, O and LSE; in backward dO, and the gradients that no ring sums."""
     rows = shard.tokens
     rotated = 2.0 * rows * (shard.heads + shard.kv_heads) * shard.head_dim
     values = 2.0 * rows * shard.kv_heads * shard.value_dim
-    kept = rotated * (1 + modules.views) + values + rows * modules.angles * shard.head_dim
+    viewed = rotated * modules.views
+    if model.kv_rank:  # keys are copied with the part that all heads share
+        viewed = 2.0 * rows * shard.kv_heads * (shard.head_dim - model.rope_dim) * modules.latent_views
+    kept = rotated + viewed + values + rows * modules.angles * shard.head_dim
     return Part(
         "attention",
         kept + shard.result_bytes,

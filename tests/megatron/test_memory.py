@@ -35,13 +35,17 @@ class Setting(NamedTuple):
     tp: int = 1
     cp: int = 1
     direction: str = "kv"
+    experts: int = 0
+    active: int = 0
+    expert_ffn: int = 0
 
     @property
     def model(self) -> Model:
         dim = self.hidden // self.heads
         return Model(layers=self.layers, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads,
                      head_dim=dim, value_dim=dim, ffn=self.ffn, vocab=self.vocab, gated=self.gated,
-                     tied=self.tied)  # fmt: skip
+                     tied=self.tied, experts=self.experts, active=self.active,
+                     expert_ffn=self.expert_ffn)  # fmt: skip
 
     @property
     def way(self) -> Way:
@@ -97,6 +101,7 @@ def _model(setting: Setting) -> Any:
         num_query_groups=setting.kv_heads, ffn_hidden_size=setting.ffn, gated_linear_unit=setting.gated,
         sequence_parallel=setting.tp > 1, bf16=True, params_dtype=torch.bfloat16,
         **({} if setting.gated else {"activation_func": torch.nn.functional.gelu}),
+        **(_routed(setting) if setting.experts else {}),
     )  # fmt: skip
     recompute = None if setting.recompute == "none" else "full"
     case = Case(tp=setting.tp, cp=setting.cp, recompute=recompute, fields=tuple(fields.items()))
@@ -109,6 +114,15 @@ def _model(setting: Setting) -> Any:
     if setting.fused_loss:
         fuse_loss(model)
     return DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+
+
+def _routed(setting: Setting) -> dict[str, Any]:
+    return {
+        "num_moe_experts": setting.experts,
+        "moe_router_topk": setting.active,
+        "moe_ffn_hidden_size": setting.expert_ffn,
+        "moe_token_dispatcher_type": "alltoall",
+    }
 
 
 SETTINGS = [
@@ -125,6 +139,9 @@ SETTINGS = [
     Setting(vocab=8192, tied=True),
     Setting(recompute="attention", fused_loss=True),
     Setting(recompute="segment", keep=0.5, layers=6),
+    Setting(experts=8, active=2, expert_ffn=352),
+    Setting(experts=8, active=2, expert_ffn=352, recompute="full"),
+    Setting(experts=16, active=4, expert_ffn=192),
     Setting(cp=2, seq=2048),
     Setting(cp=2, seq=2048, direction="query"),
     Setting(cp=2, seq=2048, recompute="full"),
@@ -140,6 +157,8 @@ SETTINGS = [
     Setting(tp=2, recompute="full"),
     Setting(tp=2, recompute="attention", kv_heads=2, vocab=4096),
     Setting(tp=2, recompute="attention", kv_heads=2, vocab=4096, fused_loss=True),
+    Setting(tp=2, experts=8, active=2, expert_ffn=352, recompute="full"),
+    Setting(tp=2, experts=16, active=4, expert_ffn=192),
 ]
 PARALLEL = [(1, 1), (1, 2), (2, 1), pytest.param(1, 4, marks=pytest.mark.slow)]
 
