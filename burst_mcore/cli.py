@@ -351,10 +351,10 @@ def doctor(
             intermediate=heads * head_dim * 7 // 2,
         )  # fmt: skip
         rates = None if rates_file is None else Rates.load(rates_file)
-        for line in checkup(
+        found = checkup(
             config, model, shape, seq=seq, world=world, per_node=per_node, device=device, rates=rates
-        ):
-            typer.echo(line)
+        )
+        typer.echo("\n".join(list(found)))
     except ValueError as error:
         _fail("doctor", error, status=2)
 

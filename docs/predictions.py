@@ -81,10 +81,12 @@ _STEP = {
     "HIDDEN": (time.HIDDEN, "an assumption: passes over a layer's hidden states in a forward"),
     "HEADS": (time.HEADS, "an assumption: passes over queries and keys in a forward"),
     "WIDTH": (time.WIDTH, "an assumption: passes over the MLP's width in a forward"),
+    "COPIES": (time.COPIES, "an assumption: passes over the copies of tokens for experts in a forward"),
     "COLLECTIVES": (
         time.COLLECTIVES,
-        "gathers, scatters of a layer's pass (arXiv 2205.05198, section 4.2)",
+        "a gather and a scatter around attention, and around an MLP (arXiv 2205.05198, section 4.2)",
     ),
+    "EXCHANGES": (time.EXCHANGES, "counted: tokens go to experts, and back"),
     "ADAM_ON_GPU": (time.ADAM_ON_GPU, "counted: bytes of a parameter, its weight in 16 bits included"),
     "ADAM_ON_HOST": (time.ADAM_ON_HOST, "counted: the same without the weight, which the link carries"),
     "AS_FAST": (search.AS_FAST, "an assumption: ways within this factor count as equally fast"),
@@ -97,8 +99,8 @@ layers. Logits are those of a loss that is not fused. For Megatron's local spec 
 listed tensor by tensor on a CPU. Those of Megatron on TransformerEngine and of BMTrain follow from what fused
 kernels must read; no GPU has confirmed them.
 
-| modules | a norm | gated MLP | MLP without gate | logits |
-|---|---|---|---|---|"""
+| modules | a norm | gated MLP | MLP without gate | logits | copies for experts |
+|---|---|---|---|---|---|"""
 _MACHINES = """
 Two numbers of each machine are fitted to its own rows in the same file. On NVLink they are the shares of
 the peak that kernels reach in both passes. On PCIe they are the share of the link and the crowding of an
@@ -207,7 +209,8 @@ def _numbers() -> Iterator[str]:
         yield f"| {name} | {value:g} | {source} |"
     yield _MODULES
     for name, made in MODULES.items():
-        shown = (f"{each.kept} + {each.backward}" for each in (made.norm, made.gated, PLAIN, made.logits))
+        sizes = made.norm, made.gated, PLAIN, made.logits, made.copies
+        shown = (f"{each.kept} + {each.backward}" for each in sizes)
         yield f"| {name} | {' | '.join(shown)} |"
     yield f"\n### Of machines\n{_MACHINES}"
     for machine in MACHINES.values():

@@ -71,7 +71,7 @@ def _of_json(
     if model is not None:
         shape = _shape(model, length_of(seq or "128K", _given(model).get("seq")))
     size = settings.get("sequence_parallel_size", 1)
-    world = world or (size if isinstance(size, int) else 1)
+    world = world or (size if isinstance(size, int) and size > 0 else 1)
     per_node = per_node or min(world, 8)
     told: list[str] | NotPredictedError
     try:

@@ -160,6 +160,8 @@ def of_megatron(text: str, world: int, degrees: Mapping[str, int]) -> tuple[Way,
         )
     if a.recompute_granularity == "selective":
         raise NotPredictedError("--recompute-granularity selective is not predicted")
+    if a.window_size is not None or a.dataloader_inter_document_masking:
+        raise NotPredictedError("doctor predicts causal attention: for windows and documents use plan --mask")
     if a.burst_recompute and a.recompute_granularity is None:
         a.recompute_granularity = "full"  # as the launcher does
     policy = recompute_policy(a) if a.recompute_granularity else None
@@ -184,8 +186,9 @@ def of_megatron(text: str, world: int, degrees: Mapping[str, int]) -> tuple[Way,
 def _parsed(text: str) -> argparse.Namespace:
     """Return the arguments of a run that decide its time and its memory, besides sizes and degrees."""
     parser = add_arguments(Arguments(add_help=False, allow_abbrev=False))
-    for flag in ("use-distributed-optimizer", "optimizer-cpu-offload"):
+    for flag in ("use-distributed-optimizer", "optimizer-cpu-offload", "dataloader-inter-document-masking"):
         parser.add_argument(f"--{flag}", action="store_true")
+    parser.add_argument("--window-size")
     parser.add_argument("--recompute-granularity", choices=("full", "selective"))
     parser.add_argument("--recompute-modules", nargs="*")
     parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int)

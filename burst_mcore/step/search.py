@@ -76,8 +76,11 @@ class Answer:
         plain = replace(chosen.way, offload_optimizer=False, offload_activations=False)
         if plain == chosen.way:
             return ""
-        why = next(why for way, why in self.infeasible if way == plain)  # no offload makes a step faster
-        return f"without offload it is {why}, "
+        why = next((why for way, why in self.infeasible if way == plain), None)
+        if why is not None:
+            return f"without offload it is {why}, "
+        slower = next(one for one in self.ranked if one.way == plain)  # the host may have the faster memory
+        return f"without offload it takes {slower.seconds / chosen.seconds - 1:.1%} longer, "
 
     def _beside(self, chosen: Step) -> str:
         """Say what the next way takes that is slower."""
@@ -85,7 +88,7 @@ class Answer:
         if len(close) < len(self.ranked):
             slower = self.ranked[len(close)]
             return f"{slower.way} takes {slower.seconds / chosen.seconds - 1:.1%} longer"
-        return "no other way fits" if len(close) == 1 else "no other way is slower and fits"
+        return "no other way fits" if len(close) == 1 else "all other ways that fit are as fast"
 
     def as_json(self) -> dict[str, Any]:
         """Return all of it as data: bytes, seconds, tokens."""

@@ -1,0 +1,196 @@
+"""Plans of many models, clusters, lengths and masks: what they say is so; what they print can be pasted."""
+
+import argparse
+import itertools
+import json
+import random
+import re
+import shlex
+
+import pytest
+from typer.testing import CliRunner
+
+from burst_mcore.cli import app
+from burst_mcore.deepspeed.config.section import section_of
+from burst_mcore.megatron.arguments import add_arguments, burst_config
+from burst_mcore.rates import Rates
+from burst_mcore.step.advice import deepspeed_config, megatron_flags
+from burst_mcore.step.memory import stack, total
+from burst_mcore.step.planned import planned, text
+from burst_mcore.step.search import AS_FAST
+from burst_mcore.step.way import Way, why_not
+
+MODELS = {
+    "llama": dict(num_key_value_heads=8, intermediate_size=14336),
+    "qwen2": dict(num_key_value_heads=4, intermediate_size=11008, tie_word_embeddings=True),
+    "qwen3": dict(num_key_value_heads=8, intermediate_size=12288, head_dim=128),
+    "gemma": dict(num_key_value_heads=1, head_dim=256, intermediate_size=16384),
+    "mixtral": dict(intermediate_size=14336, num_local_experts=8),
+    "qwen3_moe": dict(num_key_value_heads=4, intermediate_size=6144, num_experts=128, head_dim=128),
+    "deepseek_v3": dict(
+        intermediate_size=10944, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+        n_routed_experts=64, num_experts_per_tok=6, moe_intermediate_size=1408, n_shared_experts=2,
+        first_k_dense_replace=1,
+    ),
+}  # fmt: skip
+"""Configurations of Hugging Face, by model_type; the other sizes are those of `_folder`."""
+PLANS = [
+    ("llama", "128K", "h100:1x8", 1, "causal"),
+    ("llama", "64K", "a800:3x1", 3, "causal & documents:random,8"),
+    ("qwen2", "1000", "a800:1x1", 1, "window:100"),
+    ("qwen3", "512K", "h100:1x8", 1, "causal"),
+    ("gemma", "32K", "a800:1x8", 8, "full"),
+    ("mixtral", "256K", "h200:1x8", None, "causal"),
+    ("qwen3_moe", "64K", "h200:1x8", 8, "causal"),
+    ("deepseek_v3", "64K", "h100:1x7", 7, "causal"),
+    ("deepseek_v3", "10M", "a800:1x4", 1, "causal"),
+    ("mixtral", "1", "a800:1x1", 1, "causal"),
+]
+
+
+def _folder(tmp_path, kind):
+    sizes = dict(
+        model_type=kind, hidden_size=4096, num_attention_heads=32, num_hidden_layers=32, vocab_size=128256,
+        hidden_act="silu", num_experts_per_tok=2,
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, **MODELS[kind]}))
+    return str(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    return {
+        plan: planned(_folder(tmp_path_factory.mktemp("model"), plan[0]), *plan[1:4], None, plan[4])
+        for plan in PLANS
+    }
+
+
+def test_a_reason_says_what_the_recommended_way_does(answers):
+    told = 0
+    for answer in answers.values():
+        chosen, reason = answer.chosen, answer.reason
+        if chosen is None:
+            assert reason.startswith("nothing fits") and not answer.ranked
+            continue
+        close = [one for one in answer.ranked if one.seconds <= AS_FAST * answer.ranked[0].seconds]
+        assert reason.startswith(f"{chosen.way} is fastest") and chosen in close
+        assert ("equally fast" in reason) == (len(close) > 1)
+        exposed = chosen.times.exposed
+        assert f"{sum(exposed.values()) / chosen.seconds:.0%} of a step" in reason
+        if most := re.search(r"\(most: ([^)]*)\)", reason):
+            assert exposed[most[1]] == max(exposed.values())
+        offloads = chosen.way.offload_optimizer or chosen.way.offload_activations
+        assert ("without offload" in reason) == offloads
+        slower = answer.ranked[len(close) :]
+        assert (f"{slower[0].way} takes" in reason) if slower else reason.endswith(("fits", "as fast"))
+        told += 1
+    assert told >= 7 and any("without offload" in one.reason for one in answers.values())
+
+
+def test_a_plan_of_experts_is_printed_and_written(answers):
+    answer = answers["mixtral", "1", "a800:1x1", 1, "causal"]
+    assert answer.reason in text(answer, 3)
+    assert json.loads(json.dumps(answer.as_json()))["reason"] == answer.reason
+
+
+def test_a_reason_stands_where_the_host_has_the_faster_memory(tmp_path):
+    slow = tmp_path / "rates.json"
+    Rates(compute=1e14, intra=1e11, inter=2e10, latency=1e-5, memory=1e9).save(slow)
+    answer = planned(_folder(tmp_path, "llama"), "32K", "h200:1x8", 8, slow)
+    assert answer.chosen.way.offload_optimizer and "without offload it takes" in answer.reason
+
+
+def test_what_is_pasted_is_read_as_it_was_predicted(answers):
+    arguments = pytest.importorskip("megatron.training.arguments")
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    parser = add_arguments(arguments.add_megatron_arguments(parser))
+    ways = [one for each in answers.values() for one in (each.best_of("megatron"), *each.ranked[:40:20])]
+    pasted = {str(one.way): one for one in ways if one is not None}
+    assert any(one.way.ep > 1 for one in pasted.values())
+    for one in pasted.values():
+        if one.way.framework == "deepspeed":
+            section = section_of(deepspeed_config(one))
+            assert str(section.burst_config().layout) == one.attention.layout
+            continue
+        read = parser.parse_args(shlex.split(" ".join(megatron_flags(one))))
+        assert (read.expert_model_parallel_size or 1) == one.way.ep
+        assert read.seq_length >= one.seq and read.global_batch_size == one.way.dp * one.way.micro
+        if one.way.cp > 1:
+            assert burst_config(read).ring == one.attention.ring
+
+
+def test_longer_sequences_take_more_memory(answers):
+    pick = random.Random(0)
+    for answer in answers.values():
+        for way in pick.sample(answer.legal, 5):
+            for direction, nodes in itertools.product(("query", "kv"), (1, 2)):
+                sizes = [total(stack(answer.model, way, n, direction, nodes)) for n in (2048, 10**5, 10**7)]
+                assert sizes == sorted(sizes) and sizes[0] < sizes[2]
+
+
+def test_ranks_that_share_experts_hold_fewer_of_them(answers):
+    answer = next(one for (kind, *_), one in answers.items() if kind == "qwen3_moe")
+    ways = [Way(cp=1, dp=8, ep=ep, micro=1, zero=0, recompute="full") for ep in (1, 2, 8)]
+    assert all(why_not(way, answer.model, answer.seq, answer.place.ranks) is None for way in ways)
+    weights = [stack(answer.model, way, answer.seq)["weights"] for way in ways]
+    experts = 2 * answer.model.expert_parameters
+    assert weights[0] - weights[1] == pytest.approx(experts / 2)
+    assert weights[0] - weights[2] == pytest.approx(experts * 7 / 8)
+    assert "does not divide 128 experts" in why_not(Way(dp=8, ep=3), answer.model, 65536, answer.place.ranks)
+
+
+MEGATRON = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --vocab-size 32000 --swiglu"
+EXPERTS = "--num-experts 8 --moe-router-topk 2"
+
+
+@pytest.mark.parametrize(
+    ("command", "model", "words"),
+    [
+        ("plan", f"{MEGATRON} --expert-model-parallel-size 2", "needs --num-experts"),
+        ("plan", f"{MEGATRON} {EXPERTS} --expert-model-parallel-size 3", "EP 3 does not divide"),
+        ("plan", f"{MEGATRON} {EXPERTS} --moe-layer-freq maybe", "--moe-layer-freq is a number, or a list"),
+        ("plan", f"{MEGATRON} {EXPERTS} --expert-tensor-parallel-size 2", "is not planned"),
+        ("plan", f"{MEGATRON} --global-batch-size 3 --context-parallel-size 2 --tensor-model-parallel-size 2"
+         " --pipeline-model-parallel-size 1", "3 sequences do not divide"),
+        ("doctor", f"{MEGATRON} --context-parallel-size 3", "do not divide 8 ranks"),
+        ("doctor", f"{MEGATRON} --window-size 128,0", "for windows and documents use plan --mask"),
+        ("doctor", f"{MEGATRON} --recompute-granularity selective", "selective is not predicted"),
+        ("doctor", f"{MEGATRON} --context-parallel-attention-backend burst --burst-recompute segment"
+         " --burst-recompute-keep auto --burst-recompute-memory-gb 4", "auto is not predicted"),
+        ("doctor", f"{MEGATRON} --num-layers none", "invalid int value"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_one_line_and_status_2(command, model, words):
+    cluster = ["--cluster", "a800:1x8"] if command == "plan" else ["--world", "8", "--device", "a800"]
+    done = CliRunner().invoke(app, [command, "--model", model, "--seq", "64K", *cluster])
+    assert done.exit_code == 2 and len(done.output.splitlines()) == 1, done.output
+    assert words in done.output
+
+
+def test_the_doctor_reviews_megatrons_arguments():
+    given = f"{MEGATRON} --context-parallel-size 8 --use-distributed-optimizer"
+    words = ["doctor", "--seq", "64K", "--world", "8", "--device", "a800", "--model"]
+    done = CliRunner().invoke(app, [*words, given])
+    assert done.exit_code == 0, done.output
+    assert "step (predicted): megatron, CP 8, ZeRO-1, recompute none" in done.output
+    assert "it fits" in done.output and "(taken for Megatron's own, p2p)" in done.output
+    done = CliRunner().invoke(app, [*words, f"{given} --context-parallel-attention-backend burst"])
+    assert done.exit_code == 0 and "taken for" not in done.output
+    done = CliRunner().invoke(app, [*words[:2], "64M", *words[3:], given])
+    assert done.exit_code == 0 and "it does not fit" in done.output, done.output
+
+
+def test_the_doctor_reviews_deepspeeds_json_or_says_why_not(tmp_path):
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "sequence_parallel_size": 8,
+        "zero_optimization": {"stage": 1}, "burst_attention": {"checkpointing": {"policy": "full"}},
+    }  # fmt: skip
+    file = tmp_path / "ds.json"
+    words = ["doctor", str(file), "--model", "7b", "--seq", "128K", "--world", "8", "--device", "a800"]
+    file.write_text(json.dumps(config))
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0 and "it fits" in done.output, done.output
+    assert "faster: deepspeed" in done.output and '"sequence_parallel_size": 8' in done.output
+    file.write_text(json.dumps({**config, "train_micro_batch_size_per_gpu": 2}))
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0 and "step: not predicted" in done.output and "memory of a rank" in done.output
