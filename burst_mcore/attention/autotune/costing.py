@@ -18,6 +18,7 @@ from burst_mcore.attention.autotune.cost import (
     call_time,
     exchange_seconds,
     home_expansion_seconds,
+    host_seconds,
     mean_bytes,
     message_bytes,
     slowdown_seconds,
@@ -62,8 +63,8 @@ class Costs:
             ring,
             route,
             direction,
-            forward.seconds + self.besides(route, Pass.FORWARD),
-            backward.seconds + self.besides(route, direction),
+            self.seconds(route, Pass.FORWARD),
+            self.seconds(route, direction),
             forward.compute + backward.compute,
             round(sent[Link.INTRA]),
             round(sent[Link.INTER]),
@@ -79,8 +80,13 @@ class Costs:
             held.append((route.of(pass_).rings - 1) * (sizes[Kind.RESIDENT] + sizes[Kind.SHARE]))
         return max(held)
 
+    def seconds(self, route: Route, pass_: Pass) -> float:
+        """Return the seconds of a pass: those of the device, or of the host where it is slower."""
+        host = host_seconds(self.work(route, pass_).calls, 2 * (route.heads > 1), self.rates)
+        return max(self.played[route, pass_].seconds + self.besides(route, pass_), host)
+
     def besides(self, route: Route, pass_: Pass) -> float:
-        """Return the seconds of a pass that the simulation of its schedule leaves out."""
+        """Return the seconds of the device that the simulation of a schedule leaves out."""
         sizes = message_bytes(self.shard, route, pass_)
         slowed = slowdown_seconds(self.played[route, pass_].sent, self.rates) if route.overlap else 0.0
         expanded = home_expansion_seconds(self.shard, pass_, self.rates)

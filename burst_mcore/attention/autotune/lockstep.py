@@ -51,6 +51,8 @@ class RoutedPass:
     pass_: Pass
     sizes: Sizes
     work: Work
+    program: Program | None = None
+    """Of rank 0, which all ranks run, moved; None: the route's own."""
 
     @property
     def of_queries(self) -> bool:
@@ -64,7 +66,7 @@ class RoutedPass:
         """
         route = self.route
         by_part = route.heads > 1 and PASSES[self.pass_].rows
-        return replace(route, mirrored=False), by_part
+        return replace(route, mirrored=False), by_part, self.program
 
 
 class Work:
@@ -92,8 +94,7 @@ class Work:
     @cached_property
     def parts(self) -> Tensor:
         """Seconds of a member's rows, [position, member, source]: parts of one step."""
-        step = replace(self._time, per_call=self._time.per_call / self._placement.heads)
-        return step.seconds(self._by_member, self._rows)
+        return self._time.seconds(self._by_member, self._rows)
 
     @cached_property
     def whole(self) -> Tensor:
@@ -114,6 +115,11 @@ class Work:
         if action.part is None:
             return self._by_place.get((position, action.source), 0.0)
         return float(self.parts[position, action.part, action.source])
+
+    @property
+    def calls(self) -> int:
+        """Kernel calls of the rank that has most."""
+        return int((self.whole > 0).sum(1).max())
 
     @property
     def busiest(self) -> float:
@@ -192,8 +198,7 @@ class _Lockstep:
         self.rank, self.here = torch.arange(self.route.size), torch.arange(self.positions)
         self.position, self.member = self.placement.position(self.rank), self.placement.member(self.rank)
         self.clock = torch.zeros(self.route.size, len(passes), dtype=torch.float64)
-        self.counts = [self.counts_in(plan, routed) for routed in passes]
-        self.program = self.of_all(plan)
+        self.program = passes[0].program or self.of_all(plan)
         self.row = self.here * self.positions
         self.scale, self.absent = self.of_kinds()
         self.peers: dict[int, _Peers] = {}
@@ -213,6 +218,7 @@ class _Lockstep:
 
     def of_all(self, plan: Plan) -> Program:
         """Return the program of rank 0 with every hop, and with numbers of rows for all ranks."""
+        row_counts = [self.counts_in(plan, routed) for routed in self.passes]
         route, moves = self.route, [PASSES[routed.pass_] for routed in self.passes]
         every = Moves(
             "all passes",
@@ -221,9 +227,9 @@ class _Lockstep:
             rows=any(each.rows for each in moves),
         )
         route = replace(route, mirrored=False)
-        ring = on_ring(0, route, every, OfAll(self.counts))
+        ring = on_ring(0, route, every, OfAll(row_counts))
         if self.heads > 1:
-            last = torch.stack([counts.last_steps(route.nodes, route.intra) for counts in self.counts], 1)
+            last = torch.stack([counts.last_steps(route.nodes, route.intra) for counts in row_counts], 1)
             none = torch.full(last.shape, NEVER, dtype=torch.float64)
             leaving = {
                 step: Counted(none.masked_fill(last == step, plan.rows)[None], 0, 0)
