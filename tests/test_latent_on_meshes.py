@@ -13,6 +13,7 @@ from masks import random_layout, random_mask, randoms
 from ranks import processes
 from test_latent import DEEPSEEK, case, on_ring, through
 from test_simulation import simulate
+from typer.testing import CliRunner
 
 from burst_mcore import BurstConfig, Layout, Mask, Topology
 from burst_mcore.attention.autotune.cost import (
@@ -31,6 +32,7 @@ from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, program, schedule
 from burst_mcore.attention.shard import Shard
+from burst_mcore.cli import app
 from burst_mcore.rates import Rates
 
 
@@ -197,3 +199,30 @@ def test_bytes_and_resident_memory_are_those_of_the_formulas(rows, columns, degr
         assert of_mesh(Share.of(shard), pass_, route, route.size) == pytest.approx(sent, rel=1e-12)
     along = message_bytes(shard, route, Pass.QUERY).whole
     assert (along["resident"], along["share"]) == (2 * rank * degree, 4 * rank * degree)
+
+
+def _explained(*words):
+    done = CliRunner().invoke(app, ["explain", *words])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_explain_takes_a_latent():
+    """As the docs say: on 4 x 4 H100s heads over 4, on a mesh of 2 x 2."""
+    deepseek = "--heads 128 --head-dim 192 --value-dim 128 --seq 128K --cluster h100:4x4 --mesh auto"
+    told = _explained(*deepseek.split(), "--latent", "512+64")
+    assert "(mesh of 2 x 2: each row a double ring of 2 x 1, heads over 4)" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--latent", "512"), "a latent is its width + that of the rope key, such as 512+64, got '512'"),
+        (("--latent", "512+64", "--kv-heads", "4"), "a latent makes K and V of all 8 heads, got kv_heads=4"),
+        (("--latent", "512+128"), "a rope key is a part of a head of 128 numbers"),
+        (("--value-dim", "0"), "value_dim must be at least 1, got 0"),
+    ],
+)
+def test_explain_refuses_other_words(words, told):
+    done = CliRunner().invoke(app, ["explain", "--heads", "8", *words])
+    assert done.exit_code and told in done.output
