@@ -81,8 +81,10 @@ def shard_of(problem: Problem, ranks: Ranks, layout: Layout) -> Shard:
         heads=problem.heads,
         kv_heads=problem.kv_heads,
         head_dim=problem.head_dim,
-        value_dim=problem.head_dim,
+        value_dim=problem.of_values,
         dtype=DTYPES[problem.dtype],
+        latent=problem.latent,
+        latent_travels=problem.latent is not None,
     )
 
 

@@ -42,7 +42,7 @@ class Costs:
     def __init__(self, shard: Shard, plan: Plan, pairs: Tensor, ranks: Ranks, rates: Rates) -> None:
         self.shard, self.plan, self.ranks, self.rates = shard, plan, ranks, rates
         self.pairs, self.pairs_of_keys = pairs, pairs.T.contiguous()
-        self.works: dict[Pass, Work] = {}
+        self.works: dict[tuple[Pass, int], Work] = {}
         self.played: dict[tuple[Route, Pass], Played] = {}
         """Results by route and pass."""
 
@@ -130,10 +130,11 @@ class Costs:
         )
 
     def work(self, route: Route, pass_: Pass) -> Work:
-        if pass_ not in self.works:
+        key = pass_, route.of(pass_).rings if self.shard.latent_travels else 1
+        if key not in self.works:
             pairs = self.pairs_of_keys if pass_ == Pass.QUERY else self.pairs
-            self.works[pass_] = work_of(self.shard, pairs, route, pass_, self.rates)
-        return self.works[pass_]
+            self.works[key] = work_of(self.shard, pairs, route, pass_, self.rates)
+        return self.works[key]
 
     def in_lockstep(self, routed: RoutedPass) -> bool:
         if routed.route.rings > 1:
@@ -180,4 +181,5 @@ def work_of(
 ) -> Work:
     """Return the seconds of kernel calls in a pass; pairs: of rows that stay and travel, [ranks, ranks]."""
     pooled = shard.pooled(route.heads)
-    return Work(pairs, route.placement, call_time(pooled, pass_, rates, passes), pooled.tokens)
+    time = call_time(pooled, pass_, rates, passes, rings=route.of(pass_).rings)
+    return Work(pairs, route.placement, time, pooled.tokens)

@@ -51,7 +51,7 @@ def latent_gains(
 
     travelling: the shapes where the latent travels.
     """
-    if ranks.size == 1 or several_rings(config.mesh):
+    if ranks.size == 1:
         return False
     layout, mask = typical(Layout.of(config.layout), mask, n, ranks.size)
     options = without_layout(config), layout, ranks, rates
@@ -108,7 +108,7 @@ def settings_of(
         "degrees": degrees_of(config, ranks, shard) if degrees is None else degrees,
         "directions": backward_passes(config.backward),
         "placement": config.head_placement,
-        "mesh": "none" if shard.latent_travels else config.mesh,
+        "mesh": config.mesh,
     }
 
 
