@@ -155,11 +155,9 @@ def degrees_of(config: BurstConfig, ranks: Ranks, shard: Shard) -> tuple[int, ..
 
 
 def check_mesh(config: BurstConfig, sides: tuple[int, int], ranks: Ranks) -> None:
-    """Raise ValueError if the configured mesh does not go with so many ranks, or with the other settings."""
+    """Raise ValueError if the configured mesh does not go with so many ranks."""
     rows, columns = sides
     degree = config.head_parallel
     legal = f"rows x columns x head_parallel must be the {ranks.size} ranks"
     if ranks.size % (rows * columns) or (degree != "auto" and rows * columns * degree != ranks.size):
         raise ValueError(f"mesh={rows}x{columns} with head_parallel={degree} is not legal: {legal}")
-    if config.ring == "direct" and several_rings(config.mesh):
-        raise ValueError("a mesh has rings: ring='direct' does not go with mesh; use 'auto'")
