@@ -13,6 +13,7 @@ from burst_mcore import BurstConfig, Layout, Mask
 from burst_mcore.attention.autotune.candidate import Candidate
 from burst_mcore.attention.autotune.choose import best, reason
 from burst_mcore.attention.autotune.cost import (
+    PARCELS,
     Shard,
     Sizes,
     allowed_pairs,
@@ -31,9 +32,11 @@ from burst_mcore.attention.autotune.ways import (
     RINGS,
     Ranks,
     legal_degrees,
+    rings_of,
     route_for,
     why_not_degree,
 )
+from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.schedule.actions import Pass
@@ -155,6 +158,26 @@ def test_a_mesh_of_1_x_n_is_a_ring():
     ranks, rates = Ranks(16, 2), Rates(intra=1e9, inter=1e6, compute=1e12)
     config = BurstConfig(mesh=(1, 16), ring="direct")
     assert choose_route(config, ranks, rates, _shard(8, 8), Mask.full(), 1024)[0].direct
+
+
+@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("slower", [1, 30])
+def test_meshes_that_auto_tries_have_the_shortest_messages(size, degree, slower):
+    """The two numbers of rings are those whose programs send for the shortest time, link after link."""
+    ranks, rates = Ranks(size, 4), Rates(intra=1e9, inter=1e9 / slower, compute=1e12)
+    shard, seconds = _shard(8, 8), {}
+    for rings in range(2, size // degree):
+        if size // degree % rings == 0:
+            route = route_for(degree, ranks, ring="double", overlap=True, rings=rings)
+            sizes = message_bytes(shard, route, "forward")
+            sizes.whole.update(dict.fromkeys(PARCELS, 0))  # heads are exchanged on every mesh alike
+            sent = mean_bytes(schedule(route, "forward").programs, sizes, 4)
+            seconds[rings] = sum(size / rates.link(inter=link == "inter") for link, size in sent.items())
+    placement = Placement(size // degree, degree)
+    one, *found = rings_of("auto", placement, shard, ranks, rates)
+    assert one == 1
+    assert [seconds[a] for a in found] == pytest.approx(sorted(seconds.values())[:2])
 
 
 RATES = Rates(intra=100.0, inter=10.0, compute=1.0, latency=0.0)

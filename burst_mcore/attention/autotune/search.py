@@ -175,7 +175,7 @@ class _Search:
             plan = Plan(layout, mask, n, Placement(ranks.size // degree, degree, outer))
             costs = Costs(shard, plan, pairs, ranks, rates)
             ways: dict[tuple[Route, Pass], str] = {}
-            counts = rings_of(mesh, ranks.size // degree, shard)
+            counts = rings_of(mesh, plan.placement, shard, ranks, rates)
             for count, ring, direction in itertools.product(counts, rings, settings.directions):
                 route = route_for(degree, ranks, ring=ring, overlap=hides, outer=outer, rings=count)
                 if ring == "flat" and "double" in rings and degree >= ranks.intra and not outer:
