@@ -137,8 +137,6 @@ class Costs:
         return self.works[key]
 
     def in_lockstep(self, routed: RoutedPass) -> bool:
-        if routed.route.rings > 1:
-            return False
         meets = self.plan.reading(of_queries=routed.of_queries).meets
         return not routed.route.direct or bool(meets.all())
 
