@@ -22,6 +22,7 @@ from burst_mcore.options import (
     IntraGB,
     KVHeads,
     Latency,
+    LatentText,
     LayoutText,
     MaskText,
     Mesh,
@@ -30,6 +31,7 @@ from burst_mcore.options import (
     Ring,
     Seq,
     Tflops,
+    ValueDim,
     ranks_and_rates,
 )
 
@@ -50,6 +52,8 @@ def explain(
     seq: Seq = "1M",
     cluster: Cluster = "4x8",
     head_dim: HeadDim = 128,
+    value_dim: ValueDim = None,
+    latent: LatentText = None,
     batch: Batch = 1,
     dtype: Dtype = "bfloat16",
     mask: MaskText = "causal",
@@ -68,7 +72,7 @@ def explain(
 
     from burst_mcore.config import BurstConfig
     from burst_mcore.explain import predict
-    from burst_mcore.explain.problem import Problem
+    from burst_mcore.explain.problem import Problem, latent_of
     from burst_mcore.mask.words import tokens
 
     try:
@@ -81,6 +85,8 @@ def explain(
             batch=batch,
             mask=mask,
             dtype=dtype,
+            value_dim=value_dim,
+            latent=None if latent is None else latent_of(latent),
         )
         where, rates = ranks_and_rates(cluster, rates_file, intra_gb, inter_gb, tflops, latency_us)
         torch.set_num_threads(1)  # many small operations: threads would wait for each other

@@ -147,6 +147,10 @@ class BurstConfig(Registered):
                 raise ValueError(f"unknown {name} {word!r}; legal: {', '.join(map(repr, words))}")
         if sides := sides_of(self.mesh):
             object.__setattr__(self, "mesh", f"{sides[0]}x{sides[1]}")
+        if self.ring == "direct" and several_rings(self.mesh):
+            raise ValueError(
+                f"a mesh has rings: ring='direct' does not go with mesh={self.mesh!r}; use ring='auto'"
+            )
         if not isinstance(self.kernel, str):
             raise ValueError(f"kernel must be the name of a kernel or 'auto', got {self.kernel!r}")
         self._check_numbers()

@@ -27,7 +27,7 @@ class Constants:
     fill: float = 300.0
     """`Rates.fill`, keys: a kernel of a few hundred keys is half as fast as a kernel of many thousands.
     Public rows of attention do not tell 300 from 100 or 450."""
-    call: float = 0.37e-3
+    call: float = 0.456e-3
     """`Rates.call`, seconds: the one constant that is fitted to public rows (docs/predictions.md)."""
     links: float = 0.85
     """Share of a specified rate that messages reach over NVLink and network cards: an assumption. Public rows
@@ -55,6 +55,9 @@ class Machine:
     name: str
     tflops: float
     """Dense products in 16 bits, 10**12 FLOPs a second."""
+    multiprocessors: int
+    tiles: tuple[int, int] = (256, 128)
+    """Rows that flash kernels work on at once on a multiprocessor: queries in forward, keys in backward."""
     exponentials: float
     """10**12 a second: 16 a clock and multiprocessor."""
     memory_rate: float
@@ -100,6 +103,8 @@ class Machine:
             exponentials=self.exponentials * 1e12,
             memory=self.memory_rate * 1e9,
             fill=constants.fill,
+            wave=self.multiprocessors * self.tiles[0],
+            wave_backward=self.multiprocessors * self.tiles[1],
             call=constants.call,
             latency=constants.latency,
             crowding=self.crowding,
@@ -110,18 +115,21 @@ class Machine:
 _A100 = Machine(
     name="A100-NVLink",
     tflops=312,
+    multiprocessors=108,
     exponentials=2.4,
     memory_rate=2039,
     memory=80e9,
     capability=8,
     link=300,
     nic=25,
-    forward=0.91,
+    forward=0.86,
     backward=0.65,
 )
 _H100 = Machine(
     name="H100",
     tflops=989,
+    multiprocessors=132,
+    tiles=(128, 128),
     exponentials=3.9,
     memory_rate=3350,
     memory=80e9,
@@ -135,23 +143,33 @@ _B200 = replace(
     _H100,
     name="B200",
     tflops=2250,
+    multiprocessors=148,
+    tiles=(256, 128),
     exponentials=8.8,  # twice 16 a clock: kernels make some by polynomials; an assumption
     memory_rate=8000,
     memory=180e9,
     capability=10,
     link=900,
-    forward=0.82,
+    forward=0.79,
     backward=0.41,
 )
 _PCIE = replace(_A100, link=32, switched=False)
-_L20 = replace(_PCIE, name="L20-PCIe", tflops=119.5, exponentials=3.7, memory_rate=864, memory=48e9)
+_L20 = replace(
+    _PCIE,
+    name="L20-PCIe",
+    tflops=119.5,
+    multiprocessors=92,
+    exponentials=3.7,
+    memory_rate=864,
+    memory=48e9,
+)
 MACHINES = {
     machine.name: machine
     for machine in (
         _A100,
         replace(_A100, name="A800", link=200),
         replace(_A100, name="A100-quad", node=4, nic=1.7),
-        replace(_PCIE, name="A100-PCIe", memory_rate=1935, node=4, reached=0.08, crowding=0.17),
+        replace(_PCIE, name="A100-PCIe", memory_rate=1935, node=4, reached=0.083, crowding=0.176),
         _H100,
         replace(_H100, name="H200", memory_rate=4800, memory=141e9),
         _B200,
@@ -159,6 +177,10 @@ MACHINES = {
     )
 }
 """Specifications are those of NVIDIA's data sheets, network cards those of its DGX systems.
+
+Tiles are those of flash-attention. In csrc/flash_attn/src they are two blocks of 128 queries
+(flash_fwd_launch_template.h) and one of 128 keys (flash_bwd_launch_template.h). In hopper they are one of 128
+(tile_size.h, flash_bwd_launch_template.h). Those of a B200 are an assumption.
 
 Machines without rows of their own take the kernel shares of a relative. The A800, the A100 on PCIe and the
 L20 take those of the A100, the H200 those of the H100. No preset has `Rates.levels`: no specification names

@@ -17,6 +17,14 @@ Heads = Annotated[int, typer.Option(help="Number of query heads.")]
 KVHeads = Annotated[int | None, typer.Option(help="Number of K/V heads; default: as many as query heads.")]
 Seq = Annotated[str, typer.Option(help="Tokens of the whole sequence, such as 4096, 128K or 1M.")]
 HeadDim = Annotated[int, typer.Option(help="Size of a head.")]
+ValueDim = Annotated[int | None, typer.Option(help="Size of a head of V; default: that of Q and K.")]
+LatentText = Annotated[
+    str | None,
+    typer.Option(
+        "--latent",
+        help="Multi-latent attention: what travels for K and V, a latent + a rope key such as 512+64.",
+    ),
+]
 Batch = Annotated[int, typer.Option(help="Sequences in a batch.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 Cluster = Annotated[

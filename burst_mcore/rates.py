@@ -34,8 +34,13 @@ class Rates:
     """Bytes a second of the device's memory, for the passes between kernels."""
     fill: float = 0.0
     """Keys that a query row of a kernel call costs besides those it sees, while pipelines fill."""
+    wave: float = 0.0
+    """Rows, of all heads, that a forward kernel works on at once. At its end half of the device idles, on
+    average, for as long as a row takes."""
+    wave_backward: float | None = None
+    """The same in backward; None: as in forward."""
     call: float = 0.0
-    """Seconds of each ring step and each exchange of heads that nothing hides: launches and waits."""
+    """Seconds in which the host launches a ring step, or an exchange of heads, ahead of the device."""
     crowding: float = 0.0
     """Exponent by which members of an all-to-all slow each other down where no switch joins the devices.
 
@@ -60,11 +65,11 @@ class Rates:
 
     def _check(self, name: str) -> tuple[bool, str, str, object]:
         value = getattr(self, name)
-        if name == "backward" and value is None:
+        if name in ("backward", "wave_backward") and value is None:
             return True, name, "", value
         if name in ("others", "slowdown"):
             return _number(value) and 0 <= value < 1, name, "from 0 to below 1", value
-        if name in ("latency", "fill", "call", "crowding"):
+        if name in ("latency", "fill", "wave", "wave_backward", "call", "crowding"):
             return _number(value) and 0 <= value < math.inf, name, "a number, not negative", value
         infinite = name in ("exponentials", "memory")
         return (
@@ -115,7 +120,6 @@ class Rates:
 
 
 _OTHER = ("hidden", "levels")
-_POSITIVE = "a positive number"
 
 
 def _number(value: object) -> bool:

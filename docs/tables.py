@@ -158,14 +158,13 @@ def _ways(share: Share, ranks: Ranks) -> dict[str, str]:
         for a, b in factors(nodes // h)
     }
     bound = least(share, nodes)
-    latent = share.kv_heads == 1 < share.heads  # it does not travel over a mesh
-    on_meshes = {} if latent else {"mesh of nodes": _fewest(meshes), "heads and mesh of nodes": _fewest(both)}
     return {
         "ring": _cell(ring),
         "double ring": _cell(_of_route(share, 1, ranks)),
         "USP: heads in the node": _cell(_of_route(share, NODE, ranks)),
         "heads across nodes": _fewest(across),
-        **on_meshes,
+        "mesh of nodes": _fewest(meshes),
+        "heads and mesh of nodes": _fewest(both),
         "bound": _cell((bound, bound)),
     }
 

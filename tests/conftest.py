@@ -8,6 +8,14 @@ import pytest
 import torch
 from ranks import poison
 
+try:
+    from hypothesis import settings
+except ImportError:  # on a bare GPU machine, whose tests draw nothing
+    pass
+else:
+    settings.register_profile("shared", deadline=None)  # the time of a case says nothing on a shared machine
+    settings.load_profile("shared")
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: our kernel runs on the CPU
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from burst_mcore.bench.core import Table
 from burst_mcore.bench.methods import steps
 from burst_mcore.bench.methods.steps import OURS
+from burst_mcore.bench.methods.steps_megatron import METHODS, OWN
 from burst_mcore.bench.results import read
 from burst_mcore.bench.run import cases_for, run
 from burst_mcore.bench.subjects import SUBJECTS
@@ -74,6 +75,14 @@ def test_torchrun_starts_the_ranks(framework, tmp_path):
     for case in cases:
         assert set(results.tables[case].column("tokens/s")) == {"burst ring", "+ query"}
     assert done.stdout.count("all figures:") == 1
+
+
+def test_megatrons_own_attention_is_left_out_where_its_scores_do_not_fit():
+    pytest.importorskip("megatron")
+    own = next(method for method in METHODS if method.name == OWN)
+    assert own.needs(SMALL, "cpu") is None
+    assert "GB for scores of whole sequences" in own.needs(replace(SMALL, seq=2**20), "cpu")
+    assert own.needs(replace(SMALL, seq=2**20), "cuda") is None
 
 
 def test_the_ablation_changes_one_thing_at_a_time():

@@ -13,6 +13,7 @@ from burst_mcore import BurstConfig, Layout, Mask
 from burst_mcore.attention.autotune.candidate import Candidate
 from burst_mcore.attention.autotune.choose import best, reason
 from burst_mcore.attention.autotune.cost import (
+    PARCELS,
     Shard,
     Sizes,
     allowed_pairs,
@@ -25,9 +26,17 @@ from burst_mcore.attention.autotune.costing import work_of
 from burst_mcore.attention.autotune.decide import choose_route
 from burst_mcore.attention.autotune.kind import typical
 from burst_mcore.attention.autotune.lockstep import RoutedPass, play_all
-from burst_mcore.attention.autotune.search import MESHED, candidates, contenders
+from burst_mcore.attention.autotune.search import candidates, contenders
 from burst_mcore.attention.autotune.simulate import play
-from burst_mcore.attention.autotune.ways import RINGS, Ranks, legal_degrees, route_for, why_not_degree
+from burst_mcore.attention.autotune.ways import (
+    RINGS,
+    Ranks,
+    legal_degrees,
+    rings_of,
+    route_for,
+    why_not_degree,
+)
+from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.schedule.actions import Pass
@@ -145,20 +154,30 @@ def test_causal_work_is_even_on_every_mesh(layout, size):
         assert float(of_position.max() / of_position.mean()) < 1.02, rings
 
 
-def test_meshes_are_left_out_on_many_ranks_and_1_x_n_is_a_ring():
-    few, many = Ranks(16, 2), Ranks(MESHED * 2, 2)
-    slow = Rates(intra=1e9, inter=1e6, compute=1e12)
-    mask, shard = Mask.full(), _shard(8, 8, tokens=16, head_dim=16)
-    options = {"overlap": True, "rings": ("double",), "degrees": (1,), "directions": ("kv",), "mesh": "auto"}
-    counts = [
-        {c.route.rings for c in candidates(shard, Layout("zigzag"), mask, 16 * r.size, r, slow, **options)}
-        for r in (few, many)
-    ]
-    assert max(counts[0]) > 1 and counts[1] == {1}
+def test_a_mesh_of_1_x_n_is_a_ring():
+    ranks, rates = Ranks(16, 2), Rates(intra=1e9, inter=1e6, compute=1e12)
     config = BurstConfig(mesh=(1, 16), ring="direct")
-    assert choose_route(config, few, slow, shard, mask, 256)[0].direct
-    with pytest.raises(ValueError, match="a mesh has rings"):
-        choose_route(BurstConfig(mesh=(2, 8), ring="direct"), few, slow, shard, mask, 256)
+    assert choose_route(config, ranks, rates, _shard(8, 8), Mask.full(), 1024)[0].direct
+
+
+@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("slower", [1, 30])
+def test_meshes_that_auto_tries_have_the_shortest_messages(size, degree, slower):
+    """The two numbers of rings are those whose programs send for the shortest time, link after link."""
+    ranks, rates = Ranks(size, 4), Rates(intra=1e9, inter=1e9 / slower, compute=1e12)
+    shard, seconds = _shard(8, 8), {}
+    for rings in range(2, size // degree):
+        if size // degree % rings == 0:
+            route = route_for(degree, ranks, ring="double", overlap=True, rings=rings)
+            sizes = message_bytes(shard, route, "forward")
+            sizes.whole.update(dict.fromkeys(PARCELS, 0))  # heads are exchanged on every mesh alike
+            sent = mean_bytes(schedule(route, "forward").programs, sizes, 4)
+            seconds[rings] = sum(size / rates.link(inter=link == "inter") for link, size in sent.items())
+    placement = Placement(size // degree, degree)
+    one, *found = rings_of("auto", placement, shard, ranks, rates)
+    assert one == 1
+    assert [seconds[a] for a in found] == pytest.approx(sorted(seconds.values())[:2])
 
 
 RATES = Rates(intra=100.0, inter=10.0, compute=1.0, latency=0.0)
@@ -191,7 +210,8 @@ def _played_both_ways(layout, mask, n, route, node, rates, kv_heads=4):
     pairs, passes = pairs_between(layout, mask, n, route.size), []
     for pass_ in Pass:
         if not route.direct or bool(plan.reading(of_queries=pass_ == "query").meets.all()):
-            for way in (route,) if route.direct else (route, replace(route, mirrored=True)):
+            both = not route.direct and route.rings == 1
+            for way in (route, replace(route, mirrored=True)) if both else (route,):
                 stays = pairs.T if pass_ == "query" else pairs
                 sizes = message_bytes(shard, way, pass_)
                 passes.append(RoutedPass(way, pass_, sizes, work_of(shard, stays, way, pass_, rates)))
@@ -205,7 +225,13 @@ def _played_both_ways(layout, mask, n, route, node, rates, kv_heads=4):
 @given(
     draw=randoms,
     route=st.builds(
-        Route, st.integers(1, 3), st.integers(1, 8), st.sampled_from([1, 1, 2, 3, 4]), st.booleans()
+        Route,
+        st.integers(1, 3),
+        st.integers(1, 8),
+        st.sampled_from([1, 1, 2, 3, 4]),
+        st.booleans(),
+        outer=st.booleans(),
+        rings=st.sampled_from([1, 1, 2, 3, 5]),
     ).filter(lambda route: route.size <= 32),
     direct=st.booleans(),
     chunks=st.integers(1, 6),
@@ -213,7 +239,7 @@ def _played_both_ways(layout, mask, n, route, node, rates, kv_heads=4):
 )
 def test_played_at_once_is_every_rank_played(draw, route, direct, chunks, regular):
     """Random routes, masks, layouts, placements and rates: the time is that of the slowest rank."""
-    route = replace(route, direct=True, nodes=1) if direct else route
+    route = replace(route, direct=True, nodes=1, rings=1) if direct else route
     n = 2 * chunks * route.size + draw.choice([0, 0, 1])
     layout, mask = random_layout(draw, route.size, n), regular or random_mask(draw, n)
     fits = [
@@ -229,7 +255,7 @@ def test_played_at_once_is_every_rank_played(draw, route, direct, chunks, regula
     )
     kv_heads = route.heads * draw.choice([1, 4])
     for played, end, sent in _played_both_ways(layout, mask, n, route, draw.choice(fits), rates, kv_heads):
-        assert played.seconds == pytest.approx(end, rel=1e-6)
+        assert played.seconds == pytest.approx(end, rel=1e-9)
         for link, size in sent.items():
             assert played.sent[link] == pytest.approx(size, rel=1e-5, abs=64)
 

@@ -16,6 +16,7 @@ own = "burst_mcore", "masks", "dense", "tables", "test_layout", "test_plan", "te
 for name in [name for name in sys.modules if name.split(".")[0] in own]:
     del sys.modules[name]  # this process was forked from one that has the package itself
 sys.path[:0] = ["{copy}", "{copy}/docs", "{tests}"]
+import conftest  # settings of property tests
 import burst_mcore
 assert burst_mcore.__file__ == "{copy}/burst_mcore/__init__.py"
 import masks, torch

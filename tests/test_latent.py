@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from counting import count_pairs
 from dense import Problem, dense, error, single_kernel
 from masks import random_layout, random_mask
 from ranks import processes
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from burst_mcore import BurstConfig, Latent, Layout, Mask, Topology, burst_attention, shard, unshard
 from burst_mcore.attention.autotune.cost import link_bytes, message_bytes
-from burst_mcore.attention.autotune.decide import choose_route, fastest, latent_gains
+from burst_mcore.attention.autotune.decide import fastest, latent_gains
 from burst_mcore.attention.autotune.ways import Ranks, legal_degrees
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.operator import ops
@@ -265,23 +266,32 @@ def test_the_wire_carries_the_latent_and_the_rope_key_and_no_k_or_v():
 
 
 def _recomputed(rank, size):
-    topology = Topology.from_group(dist.group.WORLD, intra_size=2)
-    mask = Mask.causal()
-    for travels, degree, keep, reentrant in itertools.product(
-        ("on", "off"), (1, 2), (0.0, 0.5, 1.0), (True, False)
+    """Results, outputs of the recomputation, and the pairs that it meets: those of the front alone."""
+    topology, n = Topology.from_group(dist.group.WORLD, intra_size=2), 96
+    mask, attended = Mask.causal(), count_pairs()
+    ways = (1, "none"), (2, "none"), (1, "2x2")
+    for travels, (degree, mesh), keep, reentrant in itertools.product(
+        ("on", "off"), ways, (0.0, 0.5, 1.0), (True, False)
     ):
-        c = case(3, 96, heads=4)
-        config = BurstConfig(layout="striped", head_parallel=degree)
+        c, outs = case(3, n, heads=4), []
+        config = BurstConfig(layout="striped", head_parallel=degree, mesh=mesh)
 
-        def around(attend, *leaves, keep=keep, reentrant=reentrant):
+        def around(attend, *leaves, keep=keep, reentrant=reentrant, outs=outs):
             def layer(*args):
-                return attend(*(x * 1 for x in args)) * 1
+                outs.append(attend(*(x * 1 for x in args)))
+                return outs[-1] * torch.ones(())  # saved for backward: torch recomputes up to the last saved
 
             return checkpoint(layer, *leaves, policy=Segment(keep), use_reentrant=reentrant)
 
+        attended.clear()
         got = on_ring(c, mask, rank, size, config, topology, travels, around)
         for g, w in zip(got, through(c, lambda p: dense(p, mask)), strict=True):
             torch.testing.assert_close(g, w, rtol=1e-11, atol=1e-11)
+        forward, again = outs
+        torch.testing.assert_close(again, forward, rtol=1e-12, atol=1e-12)
+        met, front = torch.tensor([attended["forward"], attended["backward"]]), round(n * (1 - keep))
+        dist.all_reduce(met)  # each share of the heads is attended on other ranks
+        assert met.tolist() == [degree * m * (m + 1) // 2 for m in (n, front)], (config, travels, keep)
 
 
 def test_checkpointed_layers_keep_segments_of_it():
@@ -348,24 +358,6 @@ def test_auto_takes_the_latent_only_where_a_gain_is_predicted():
         travelling = replace(DEEPSEEK, tokens=tokens, latent_travels=True)
         assert latent_gains(config, ranks, rates, travelling, mask, 16 * tokens) == gains
     assert not latent_gains(config, Ranks(1, 1), slow, replace(DEEPSEEK, latent_travels=True), mask, 8192)
-
-
-def test_auto_leaves_meshes_out_where_the_latent_travels():
-    rates, ranks, mask = Rates(intra=4e11, inter=5e9, compute=4e14), Ranks(16, 4), Mask.causal()
-    travelling, n = replace(DEEPSEEK, latent_travels=True), 16 * DEEPSEEK.tokens
-    of_one_head = BurstConfig(mesh="auto", head_parallel=1)
-    assert choose_route(of_one_head, ranks, rates, DEEPSEEK, mask, n)[0].rings > 1
-    assert choose_route(of_one_head, ranks, rates, travelling, mask, n)[0].rings == 1
-    assert latent_gains(BurstConfig(head_parallel=1), ranks, rates, travelling, mask, n)
-    assert not latent_gains(BurstConfig(mesh="4x4"), ranks, rates, travelling, mask, n)
-
-
-def test_a_latent_does_not_travel_over_a_configured_mesh():
-    q, latent = _latent(travels="on")
-    ring = Topology(size=4, rank=0, intra_size=2)
-    words = "got travels='on' and mesh=2x2: use mesh='none' or 'auto', or travels='off'"
-    with pytest.raises(ValueError, match=words):
-        burst_attention(q, latent=latent, topology=ring, mask=Mask.causal(), config=BurstConfig(mesh="2x2"))
 
 
 def _latent(**changed):

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,15 @@ from burst_mcore import BurstConfig, Layout, Mask, Topology, prepare
 from burst_mcore.attention import prepare as prepare_module
 from burst_mcore.attention import request as request_module
 from burst_mcore.attention.autotune import decide as decide_module
+from burst_mcore.attention.autotune.decide import fastest
 from burst_mcore.attention.autotune.search import contenders
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.request import validate
+from burst_mcore.bench.methods.sharded import share_of
 from burst_mcore.bench.results import read
 from burst_mcore.bench.subjects import planning
+from burst_mcore.machines import MACHINES
 
 RANKS, TOKENS = 64, 2**20
 
@@ -79,6 +84,20 @@ def test_a_warm_call_is_planned_within_100_microseconds(layout):
         plan()
         took.append(time.perf_counter() - start)
     assert min(took) < 100e-6
+
+
+def test_meshes_on_256_ranks_are_planned_within_five_seconds():
+    """Between nodes messages take 20 times as long as on A800, so that a mesh is the fastest."""
+    _forget()
+    size, n = 256, 4096 * 256
+    share = share_of(4096, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    rates = MACHINES["A800"].rates
+    slow = replace(rates, inter=rates.inter / 20)
+    config = BurstConfig(backward="auto", mesh="auto")
+    start = time.process_time()
+    chosen = fastest(config, Layout("zigzag"), Ranks(size, 8), slow, share, Mask.causal(), n)
+    assert time.process_time() - start < 5
+    assert chosen.route.rings > 1
 
 
 def _forget():

@@ -195,7 +195,16 @@ def test_every_method_is_slower_than_its_kernel_alone(method, passes, hardware):
         assert method == "ulysses" or "head_parallel" in way
         return
     free = replace(
-        rates, fill=0.0, call=0.0, memory=math.inf, slowdown=0.0, latency=0.0, intra=1e30, inter=1e30
+        rates,
+        fill=0.0,
+        wave=0.0,
+        wave_backward=0.0,
+        call=0.0,
+        memory=math.inf,
+        slowdown=0.0,
+        latency=0.0,
+        intra=1e30,
+        inter=1e30,
     )
     assert seconds_of(row, way, rates) > seconds_of(row, way, free) > 0
     peak = MACHINES[hardware].tflops
@@ -203,9 +212,9 @@ def test_every_method_is_slower_than_its_kernel_alone(method, passes, hardware):
 
 
 def test_time_of_a_call_grows_with_its_tile():
-    time = CallTime(per_pair=1.0, per_row=10.0, per_call=100.0)
+    time = CallTime(per_pair=1.0, per_row=10.0)
     pairs = torch.tensor([0.0, 8.0, 32.0, 200.0], dtype=torch.float64)
-    assert time.seconds(pairs, 8).tolist() == [0.0, 8 + 40 + 100, 32 + 80 + 100, 200 + 80 + 100]
+    assert time.seconds(pairs, 8).tolist() == [0.0, 8 + 40, 32 + 80, 200 + 80]
     assert CallTime(2.0).seconds(pairs, 8).tolist() == [0.0, 16.0, 64.0, 400.0]
 
 

@@ -100,6 +100,7 @@ def test_rates_are_those_of_all_rows_and_do_not_go_with_fits(tmp_path):
     row = {
         **{"hardware": "H100", "gpus": 8, "gpus_per_node": 8, "heads": 64, "kv_heads": 8, "head_dim": 128},
         **{"batch": 1, "seq": 65536, "mask": "causal", "passes": "fwd", "method": "ring", "tflops": 400.0},
+        "variant": "zigzag",  # a ring that is the same on all GPUs
     }
     rows.write_text(json.dumps([row, {**row, "hardware": "RTX 9090"}]))
     known, other = _rows(rows, "--rates", rates)

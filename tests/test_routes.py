@@ -38,9 +38,14 @@ def _cases(nodes, intra, heads, kv_heads):
     for degree in legal_degrees(ranks, heads, kv_heads):
         positions = ranks.size // degree
         rows = draw.choice([a for a in range(1, positions + 1) if positions % a == 0])
-        for direction in ("query", "kv"):
+        for direction, placed in (("query", "outer"), ("kv", "inner")):
             if rows > 1:
-                mesh = BurstConfig(backward=direction, head_parallel=degree, mesh=(rows, positions // rows))
+                mesh = BurstConfig(
+                    backward=direction,
+                    head_parallel=degree,
+                    head_placement=placed,
+                    mesh=(rows, positions // rows),
+                )
                 yield mesh, MASKS["causal"]
             yield (
                 BurstConfig(

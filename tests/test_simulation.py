@@ -21,7 +21,9 @@ from burst_mcore.attention.forward import forward
 from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.kernels.kernel import Problem, Scores
 from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.attention.numerics.latent import Expansion
 from burst_mcore.attention.numerics.rowwise import row_delta
+from burst_mcore.attention.runtime.head_exchange import share_of_heads
 from burst_mcore.attention.schedule.route import Route, program, schedule
 from burst_mcore.attention.schedule.verify import verify
 from burst_mcore.attention.shard import Shard
@@ -37,9 +39,16 @@ def simulate(
     dtype=torch.float64,
     transport=MailboxTransport,
     deterministic=False,
+    up=None,
 ):
-    """(out, lse, dq, dk, dv) of the whole sequence; bytes each rank sent by peer, forward and backward."""
-    mail, n, size = Mailboxes(), p.q.shape[1], route.size
+    """(out, lse, dq, dk, dv) of the whole sequence; bytes each rank sent by peer, forward and backward.
+
+    up: the weights of a latent, if p.k and p.v are it and its rope key; their gradient comes last.
+    """
+    mail, n, size, (heads, head_dim) = Mailboxes(), p.q.shape[1], route.size, p.q.shape[2:]
+    kv_heads, value_dim = p.k.shape[2], p.v.shape[3]
+    if up is not None:
+        kv_heads, value_dim = heads, up.shape[2] - (head_dim - value_dim)
     plan = plan_of(Layout.of(layout), mask, n, route.placement)
     for pass_ in ("forward", direction):
         verify(schedule(route, pass_, plan))
@@ -52,36 +61,35 @@ def simulate(
             plan=plan,
             scores=Scores(p.q.shape[-1] ** -0.5, deterministic=deterministic),
             problem=Problem(
-                "cpu",
-                p.q.dtype,
-                p.q.shape[2],
-                p.k.shape[2],
-                p.q.shape[3],
-                p.v.shape[3],
-                deterministic=deterministic,
+                "cpu", p.q.dtype, heads, kv_heads, head_dim, value_dim, deterministic=deterministic
             ),
             kernel=KERNELS[kernel],
             direction=direction,
             grad_dtype=dtype,
             kv_heads=p.k.shape[2],
+            latent_travels=up is not None,
             lse_at_home=True,
         )
+        of_member = share_of_heads(heads, call.member, route.heads)
+        expansion = None if up is None else Expansion(up, of_member, value_dim)
         own = [shard(x, 1, rank=r, size=size, layout=layout) for x in p]
         rows = own[0].shape[1]
         q, k, v, dout = (pad(x, (0, 0, 0, 0, 0, call.rows - rows)) for x in own)
         inputs = [x.clone() for x in (q, k, v, dout)]
-        done = forward(call, carrier, q, k, v)
+        done = forward(call, carrier, q, k, v, expansion=expansion)
         saved = [x.clone() for x in done]
         sent, carrier.sent = carrier.sent, type(carrier.sent)()
         queries = Queries(done.q, dout, row_delta(dout, done.out), done.ring_lse)
-        gradients = backward(call, carrier, queries, Keys(done.k, done.v), done.out)
+        gradients = backward(call, carrier, queries, Keys(done.k, done.v), done.out, expansion)
         for now, before in zip((q, k, v, dout, *done), (*inputs, *saved), strict=True):
             assert torch.equal(now, before)  # neither the caller's nor the saved are ever written
         results = (done.out, done.lse.transpose(1, 2), *gradients)
-        return [x[:, :rows] for x in results], sent, carrier.sent
+        of_weights = [expansion.weight_gradient()] if expansion else []
+        return [x[:, :rows] for x in results], of_weights, sent, carrier.sent
 
-    results, forward_sent, backward_sent = zip(*threads(size, rank), strict=True)
+    results, of_weights, forward_sent, backward_sent = zip(*threads(size, rank), strict=True)
     whole = [unshard(parts, 1, layout=layout) for parts in zip(*results, strict=True)]
+    whole += [sum(parts) for parts in zip(*of_weights, strict=True)]
     return whole, forward_sent, backward_sent
 
 

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from burst_mcore import Mask
+from burst_mcore.attention.autotune.cost import message_bytes
 from burst_mcore.attention.geometry.rows import gather
 from burst_mcore.attention.kernels.kernel import BackwardInputs
 from burst_mcore.attention.schedule.actions import Channel, Kind, Link, Recv
 from burst_mcore.attention.schedule.route import program
 from burst_mcore.attention.shard import Shard
 from burst_mcore.bench.methods.virtual_rank import Copies, VirtualRank
+from burst_mcore.bench.subjects.virtual_ring import VirtualCase
 
 
 def _rank(size, direction="query", *, source="device", dtype=torch.float32, **given):
@@ -35,6 +37,35 @@ def test_it_receives_what_its_program_says(size, direction):
     assert all(x.isfinite().all() for x in gradients)
     rank.bare_forward()
     rank.bare_backward(rank.queries(done), done.out)
+
+
+@pytest.mark.parametrize("latent", [None, (24, 4)])
+@pytest.mark.parametrize("direction", ["query", "kv"])
+@pytest.mark.parametrize("rings", [1, 2])
+def test_meshes_and_latents_receive_what_their_programs_say(rings, direction, latent):
+    shape = Shard(
+        batch=1, tokens=32, heads=4, kv_heads=4, head_dim=16, value_dim=12, dtype=torch.float32,
+        latent=latent, latent_travels=latent is not None,
+    )  # fmt: skip
+    rank = VirtualRank(
+        shape, 4, mask=Mask.causal(), source="device", direction=direction, device="cpu", rings=rings
+    )
+    done = rank.forward()
+    came = rank.transport.bytes
+    gradients = rank.backward(done)
+    for pass_, size in (("forward", came), (direction, rank.transport.bytes - came)):
+        sizes = message_bytes(shape, rank.call.route, pass_)
+        steps = program(rank.call.rank, rank.call.route, pass_, rank.call.plan)
+        assert size == sum(sizes.of(action) for action in steps if isinstance(action, Recv))
+    assert [x.shape for x in gradients] == [rank.q.shape, rank.k.shape, rank.v.shape]
+    assert all(x.isfinite().all() for x in gradients)
+    rank.bare_forward()
+    rank.bare_backward(rank.queries(done), done.out)
+
+
+def test_rings_that_do_not_divide_the_ranks_are_refused():
+    with pytest.raises(ValueError, match="rings must divide size, got 3 and 8"):
+        VirtualCase(size=8, rings=3)
 
 
 def _told(rank):

@@ -18,7 +18,7 @@ from burst_mcore.attention.call import Call, Keys, Queries, sendable
 from burst_mcore.attention.geometry.rows import Rows, count, gather, relative_to, spans
 from burst_mcore.attention.geometry.tiles import Tile
 from burst_mcore.attention.kernels.kernel import BackwardInputs
-from burst_mcore.attention.numerics.latent import Expansion
+from burst_mcore.attention.numerics.latent import Chunk, Expansion
 from burst_mcore.attention.numerics.merge import GradientSum
 from burst_mcore.attention.numerics.rowwise import output_stand_in
 from burst_mcore.attention.runtime.buffers import Lease, room_like
@@ -65,6 +65,8 @@ class _Resident:
     sums: tuple[GradientSum, ...]
     out: Tensor | None = None
     """The output of staying queries, or a stand-in; None where it is not known yet."""
+    chunk: Chunk | None = None
+    """The K and V of home's latent, where it stays."""
 
 
 class _Backward:
@@ -92,20 +94,23 @@ class _Backward:
             queries = Queries(queries.q, dout, delta, queries.lse)
         self.queries, self.keys = queries, keys
         """As on the ring."""
-        expands = expansion is not None and self.query_travels
-        self.expanded = Keys(*expansion.expand(*keys)) if expansion and expands else keys
-        """Home's K and V, where they stay."""
         q_side: Bundle = (queries.q,)
-        k_side: Bundle = self.expanded if self.query_travels else keys
+        k_side: Bundle = keys
         self.travelling, self.stays = (q_side, k_side) if self.query_travels else (k_side, q_side)
         self.staying = tuple(GradientSum(like=tensor) for tensor in self.stays)
-        stays: Bundle = self.expanded if self.query_travels else self.queries
-        self.residents = {call.position: _Resident(None, stays, self.staying, self.out)}
+        self.home: Chunk | None = None
+        """Home's own latent, where it stays."""
+        if expansion and self.query_travels:
+            self.home = Chunk(expansion, keys, None, (range(keys.k.shape[1]),))
+        stays: Bundle = keys if self.query_travels else queries
+        self.residents = {call.position: _Resident(None, stays, self.staying, self.out, self.home)}
         """By position: the own rows that stay, and on a mesh those of others."""
         self.shares: list[tuple[Rows, Share]] = []
         """Gradients of the travelling bundle from the last compute, by its rows."""
-        self.chunk: tuple[Rows, Keys, tuple[GradientSum, ...]] | None = None
-        """Where the latent travels: rows of the last bundle, their K and V, and the gradients of these."""
+        self.chunk: Chunk | None = None
+        """Where the latent travels: the rows that are read of the bundle that is computed."""
+        self.of_column: tuple[GradientSum, ...] = ()
+        """On a mesh the sums of the shares that all rows which stay here have for that bundle."""
         self.returned = tuple(GradientSum(like=tensor) for tensor in self.travelling)
         """Gradients of the rank's own travelling bundle: its own share, and sums of others that come home."""
 
@@ -126,9 +131,9 @@ class _Backward:
             travelled, stayed = outward[Kind.SUM].own, outward[Kind.RESULT].own
         else:
             travelled = tuple(self.lease.keep(total.result()) for total in self.returned)
+            if self.home:
+                self._add(self.home.gradients(), self.staying, self.home.rows)
             stayed = tuple(total.result() for total in self.staying)
-            if self.expansion and self.query_travels:
-                stayed = self.expansion.gradients(self.keys.k, *stayed)
         dq, dk, dv = (*travelled, *stayed) if self.query_travels else (*stayed, *travelled)
         return dq.to(self.queries.q.dtype), dk.to(self.keys.k.dtype), dv.to(self.keys.v.dtype)
 
@@ -138,49 +143,68 @@ class _Backward:
         position = own if action.resident is None else action.resident
         resident = self.residents[position]
         if self.query_travels:
-            queries, keys = Queries(*bundle), Keys(*resident.bundle)
             met = self.call.tiles(source, position, k_part=part)
+            queries, keys, q_stored, k_stored = bundle, resident.bundle, rows, resident.rows
             out = self.out if source == own else None
         else:
-            queries, keys = Queries(*resident.bundle), Keys(*bundle)
             met = self.call.tiles(position, source, q_part=part)
+            queries, keys, q_stored, k_stored = resident.bundle, bundle, resident.rows, rows
             out = resident.out
-            if self.expansion and met:
-                rows, keys = self._expanded(source, bundle, rows)
+        chunk = self._chunk(source, resident, keys, k_stored, met) if self.expansion and met else None
+        keys, k_stored = (chunk.keys, chunk.rows) if chunk else (keys, k_stored)
         if out is None and part is None and met and not self.call.kernel.takes_delta:
-            out = self._stand_in(queries, met, rows, resident)
-        q_stored, k_stored = (rows, resident.rows) if self.query_travels else (resident.rows, rows)
+            out = self._stand_in(Queries(*queries), met, rows, resident)
+        stay_sums = chunk.sums if chunk and self.query_travels else resident.sums
+        if self.chunk:
+            sums, stored = self.chunk.sums, k_stored
+        else:
+            sums, stored = self._sums_of_column(action, bundle), rows
         for tile in met:
             q_rows, k_rows = relative_to(q_stored, tile.q), relative_to(k_stored, tile.k)
-            inputs = self._inputs(q_rows, k_rows, queries, keys, out)
+            inputs = self._inputs(q_rows, k_rows, Queries(*queries), Keys(*keys), out)
             goes, stays = (tile.q, k_rows) if self.query_travels else (tile.k, q_rows)
             share, stay = self._shares(inputs, tile)
-            self._add(stay, resident.sums, stays)
-            if self.chunk:
-                self._add(share, self.chunk[2], k_rows)
+            self._add(stay, stay_sums, stays)
+            if sums:
+                self._add(share, sums, relative_to(stored, goes))
             else:
                 self.shares.append((goes, share))
-        if part is None:
-            self._chain()
+        if chunk and self.query_travels and chunk is not self.home:
+            self._add(chunk.gradients(), resident.sums, relative_to(resident.rows, chunk.rows))
+        if sums and self.call.is_last(self.call.direction, action):
+            self._share_of_all(source, rows)
 
-    def _expanded(self, source: int, bundle: Bundle, rows: Rows | None) -> tuple[Rows, Keys]:
-        """Return the rows of a latent that are read, and their K and V, once for all parts of a step."""
+    def _chunk(
+        self, source: int, resident: _Resident, keys: Bundle, rows: Rows | None, met: Sequence[Tile]
+    ) -> Chunk:
+        """Return the K and V of a latent: of one that travels for all rows that stay, else for this bundle.
+
+        Home's latent, where it stays, was expanded once for all bundles.
+        """
         assert self.expansion
+        if self.query_travels:
+            return resident.chunk or Chunk(self.expansion, keys, rows, spans(tuple([t.k for t in met])))
         if self.chunk is None:
-            read = spans(tuple([tile.k for tile in self.call.tiles(self.call.position, source)]))
-            keys = Keys(*self.expansion.expand_rows(bundle, rows, read))
-            self.latent = gather(bundle[0], relative_to(rows, read))
-            self.chunk = read, keys, tuple(GradientSum(like=x) for x in keys)
-        return self.chunk[:2]
+            self.chunk = Chunk(self.expansion, keys, rows, self.call.met(Pass.KV, source))
+        return self.chunk
 
-    def _chain(self) -> None:
-        """Make the share of the travelling latent of the gradients of its K and V."""
+    def _sums_of_column(self, action: Compute, bundle: Bundle) -> tuple[GradientSum, ...]:
+        """Return the sums over all rows that stay here; none where these are the rank's own alone."""
+        if action.resident is not None and not self.of_column:
+            travels = bundle[:1] if self.query_travels else bundle
+            self.of_column = tuple(GradientSum(like=x) for x in travels)
+        return self.of_column
+
+    def _share_of_all(self, source: int, rows: Rows | None) -> None:
+        """Make one share of those that all rows which stay here have for a bundle."""
         if self.chunk:
-            assert self.expansion
-            rows, _, sums = self.chunk
-            share = self.expansion.gradients(self.latent, *(total.result() for total in sums))
-            self.shares.append((rows, share))
+            self.shares.append((self.chunk.rows, self.chunk.gradients()))
             self.chunk = None
+            return
+        for span in self.call.met(self.call.direction, source):
+            running = (total.running(relative_to(rows, (span,))) for total in self.of_column)
+            self.shares.append(((span,), tuple(pair[0] for pair in running if pair)))
+        self.of_column = ()
 
     def _stand_in(
         self, queries: Queries, met: Sequence[Tile], rows: Rows | None, resident: _Resident
@@ -241,7 +265,6 @@ class _Backward:
 
         total: where complete sums go, in the pass over memory that adds the last shares to them.
         """
-        self._chain()
         shares, self.shares = self.shares, []
         running = [GradientSum.into(each, fresh=first) for each in sums]
         for rows, share in shares:
@@ -254,7 +277,6 @@ class _Backward:
         if sums is not None:
             self._add(sums, self.returned, (range(sums[0].shape[1]),) if rows is None else rows)
             return
-        self._chain()
         shares, self.shares = self.shares, []
         for place, share in shares:
             self._add(share, self.returned, place)
@@ -357,14 +379,7 @@ class _Backward:
             total.put(rows, (to,))
 
     def _stayed(self, rows: range, into: Bundle) -> None:
-        chained = self.expansion if self.query_travels else None
-        sums = into
-        if chained:
-            sums = tuple(x.new_empty((len(x), len(rows), *x.shape[2:])) for x in self.stays)
-        for to, total in zip(sums, self.staying, strict=True):
+        if self.home:
+            self._add(self.home.gradients(rows), self.staying, (rows,))
+        for to, total in zip(into, self.staying, strict=True):
             total.put(rows, (to,))
-        if chained:
-            for to, gradient in zip(
-                into, chained.gradients(gather(self.keys.k, (rows,)), *sums), strict=True
-            ):
-                to.copy_(gradient)

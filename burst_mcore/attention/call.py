@@ -16,6 +16,7 @@ from torch import Tensor
 
 from burst_mcore.agreement import Signature
 from burst_mcore.attention.geometry.plan import Plan
+from burst_mcore.attention.geometry.rows import Rows, spans
 from burst_mcore.attention.geometry.tiles import Tile, tiles_of
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, Scores
 from burst_mcore.attention.runtime.binding import Bound, bind
@@ -82,6 +83,24 @@ class Call:
         places = self.route.of(pass_).places
         return member * places + self.position % places
 
+    def met(self, pass_: Pass, source: int) -> Rows:
+        """Return the rows of a bundle that rows which stay here meet: the own, and on a mesh a column's."""
+        column = [self.resident(pass_, member) for member in range(self.route.of(pass_).rings)]
+        if pass_ == Pass.QUERY:
+            return spans(tuple([tile.q for stays in column for tile in self.tiles(source, stays)]))
+        return spans(tuple([tile.k for stays in column for tile in self.tiles(stays, source)]))
+
+    def is_last(self, pass_: Pass, action: Compute) -> bool:
+        """Return whether no later compute of a pass has the same bundle."""
+        if pass_ not in self._last:
+            computes = (each for each in self.program(pass_) if isinstance(each, Compute))
+            self._last[pass_] = {each.source: each for each in computes}
+        return self._last[pass_][action.source] == action
+
+    @cached_property
+    def _last(self) -> dict[Pass, dict[int, Compute]]:
+        return {}
+
     @cached_property
     def _bound(self) -> dict[Pass, Bound]:
         return {}
@@ -115,7 +134,7 @@ class Call:
         """Let the kernel get ready for all tiles of a pass."""
         if self.kernel.prepare is None or (pass_, device) in self._prepared:
             return
-        patterns = [tile.pattern for tiles in self._tiles_of(pass_) for tile in tiles]
+        patterns = [tile.pattern for tiles in self.tiles_of_pass(pass_) for tile in tiles]
         self.kernel.prepare(patterns, self.problem, device, forward=pass_ == Pass.FORWARD)
         self._prepared.add((pass_, device))
 
@@ -123,7 +142,8 @@ class Call:
     def _prepared(self) -> set[tuple[Pass, torch.device]]:
         return set()
 
-    def _tiles_of(self, pass_: Pass) -> Iterator[tuple[Tile, ...]]:
+    def tiles_of_pass(self, pass_: Pass) -> Iterator[tuple[Tile, ...]]:
+        """Yield the tiles of each compute of a pass."""
         here, travels = self.position, pass_ == Pass.QUERY
         for action in self.program(pass_):
             if isinstance(action, Compute):

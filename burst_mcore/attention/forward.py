@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.call import Attended, Call, sendable
-from burst_mcore.attention.geometry.rows import Rows, count, gather, relative_to, scatter_views, spans
-from burst_mcore.attention.numerics.latent import Expansion
+from burst_mcore.attention.geometry.rows import Rows, count, gather, relative_to, scatter_views
+from burst_mcore.attention.numerics.latent import Chunk, Expansion
 from burst_mcore.attention.numerics.merge import OnlineSoftmax
 from burst_mcore.attention.runtime.buffers import Lease, room_like
 from burst_mcore.attention.runtime.columns import Residents, Shares
@@ -66,8 +66,8 @@ class _Forward:
         lease: Lease,
     ) -> None:
         self.call, self.lease, self.expansion = call, lease, expansion
-        self.chunk: tuple[int, Rows, Bundle] | None = None
-        """Of a latent that is computed part by part: its owner, rows that are read, and their K and V."""
+        self.chunk: Chunk | None = None
+        """Where the latent travels: the rows that are read of the bundle that is computed."""
         self.own = q, k, v
         if sinks is not None:
             sinks = sinks.unflatten(0, (call.route.heads, -1))[call.member]
@@ -105,7 +105,10 @@ class _Forward:
         stored, q, softmax = self.residents[position]
         met = self.call.tiles(position, action.source, q_part=action.part)
         if self.expansion and met:
-            rows, bundle = self._expanded(action, bundle, rows)
+            if self.chunk is None:
+                read = self.call.met(Pass.FORWARD, action.source)
+                self.chunk = Chunk(self.expansion, bundle, rows, read)
+            rows, bundle = self.chunk.rows, self.chunk.keys
         k, v = bundle
         for tile in met:
             queries, keys = relative_to(stored, tile.q), relative_to(rows, tile.k)
@@ -119,6 +122,8 @@ class _Forward:
                 continue
             out, lse = kernel.forward(q_tile, k_tile, v_tile, tile.pattern, scores)
             softmax.add(queries, out, lse)
+        if self.chunk and self.call.is_last(Pass.FORWARD, action):
+            self.chunk = None
 
     def along_column(self) -> dict[Kind, Exchange]:
         """Return the exchanges along the column of a mesh: of queries, and of shares of out and lse."""
@@ -145,19 +150,6 @@ class _Forward:
 
     def add_share(self, rows: Rows, share: Bundle) -> None:
         self.softmax.add(rows, *share)
-
-    def _expanded(self, action: Compute, bundle: Bundle, rows: Rows | None) -> tuple[Rows, Bundle]:
-        """Return the rows of a latent that are read, and their K and V, once for all parts of a step."""
-        assert self.expansion
-        source = action.source
-        if self.chunk is None or self.chunk[0] != source:
-            self.chunk = None  # its memory first
-            read = spans(tuple([tile.k for tile in self.call.tiles(self.call.position, source)]))
-            self.chunk = source, read, self.expansion.expand_rows(bundle, rows, read)
-        _, read, keys = self.chunk
-        if action.part is None:
-            self.chunk = None
-        return read, keys
 
     def new(self, kind: Kind, rows: Rows | None) -> Bundle:
         """Return a buffer for these rows of a travelling bundle."""

@@ -19,7 +19,7 @@ from burst_mcore.attention.autotune.decide import without_layout
 from burst_mcore.attention.call import Call
 from burst_mcore.attention.checks import legal_lengths
 from burst_mcore.attention.request import Request, resolve
-from burst_mcore.attention.schedule.actions import Compute, Pass
+from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 
@@ -129,14 +129,9 @@ def _plan(request: Request, tokens: int) -> None:
 
 def plan_call(call: Call) -> None:
     """Make the programs, bound, and the tiles of a call, of forward and backward."""
-    position = call.position
     for pass_ in (Pass.FORWARD, call.direction):
         call.bound(pass_)
-        for action in call.program(pass_):
-            if isinstance(action, Compute) and pass_ == Pass.QUERY:
-                call.tiles(action.source, position, k_part=action.part)
-            elif isinstance(action, Compute):
-                call.tiles(position, action.source, q_part=action.part)
+        deque(call.tiles_of_pass(pass_), maxlen=0)
 
 
 def _forget(mask: Mask, future: Future[None]) -> None:

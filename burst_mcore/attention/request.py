@@ -31,7 +31,7 @@ from burst_mcore.attention.kernels.kernel import Problem, Scores
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.shard import Shard
-from burst_mcore.config import BurstConfig, several_rings
+from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.machines import default_rates
 from burst_mcore.mask import Mask
@@ -201,11 +201,6 @@ def _request(
     ranks = Ranks(place.size, place.intra_size)
     Layout.of(options.layout).divisor(ranks.size)  # raises if it does not go with so many ranks
     degrees_of(options, ranks, shard)
-    if travels == "on" and several_rings(options.mesh):
-        raise ValueError(
-            f"a latent does not travel over a mesh, got travels='on' and mesh={options.mesh}: use "
-            f"mesh='none' or 'auto', or travels='off' for K and V to travel"
-        )
     scale = shard.head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
     softcap = None if softcap is None else float(softcap)
     margin = options.sm_margin if ranks.size > 1 else 0

@@ -17,7 +17,6 @@ from burst_mcore.attention.autotune.cost import Sizes, link_bytes, message_bytes
 from burst_mcore.attention.autotune.costing import pairs_of, work_of
 from burst_mcore.attention.autotune.decide import costed
 from burst_mcore.attention.autotune.kind import typical
-from burst_mcore.attention.autotune.search import MESHED
 from burst_mcore.attention.autotune.simulate import Timeline, play
 from burst_mcore.attention.autotune.volume import Share, least
 from burst_mcore.attention.autotune.ways import Mesh, Ranks, legal_degrees, why_not_degree
@@ -81,8 +80,10 @@ def shard_of(problem: Problem, ranks: Ranks, layout: Layout) -> Shard:
         heads=problem.heads,
         kv_heads=problem.kv_heads,
         head_dim=problem.head_dim,
-        value_dim=problem.head_dim,
+        value_dim=problem.of_values,
         dtype=DTYPES[problem.dtype],
+        latent=problem.latent,
+        latent_travels=problem.latent is not None,
     )
 
 
@@ -121,8 +122,6 @@ def explain(
     table: str = tabulate([_row(c, chosen, bound) for c in ordered], headers="keys", floatfmt=".4g")
     placed = ", head_placement='outer'" * chosen.route.outer
     uneven = imbalance(dealt, problem.seen, problem.seq, ranks.size)
-    meshless = f"meshes are not considered on more than {MESHED} ranks: name one\n"
-    meshless = meshless if mesh == "auto" and ranks.size > MESHED else ""
     kind = f"documents count as {_length(mask)} tokens on average, for any batch of this kind\n"
     return (
         f"{table}\n\nchosen: ring={chosen.ring!r}, head_parallel={chosen.route.heads}{placed}, "
@@ -133,7 +132,7 @@ def explain(
         f"times are those of the slowest rank, MB those that a rank sends on average; exposed: time in which "
         f"the busiest rank does not compute;\ntied: ranks that wait for each other in one exchange across "
         f"nodes; {bound}\n"
-        f"{meshless}(predicted, not measured: {rates.in_words})"
+        f"(predicted, not measured: {rates.in_words})"
     )
 
 

@@ -28,6 +28,10 @@ class Problem:
     mask: str = "causal"
     """In the words of `burst_mcore.mask.words`."""
     dtype: str = "float32"
+    value_dim: int | None = None
+    """The size of a head of V; None: that of Q and K."""
+    latent: tuple[int, int] | None = None
+    """Multi-latent attention: the widths of the latent and of the rope key, which travel for K and V."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -35,6 +39,14 @@ class Problem:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide heads, got {self.kv_heads} and {self.heads}")
+        if self.latent and self.kv_heads != self.heads:
+            raise ValueError(
+                f"a latent makes K and V of all {self.heads} heads, got kv_heads={self.kv_heads}"
+            )
+        if self.latent and not 0 < self.latent[1] < self.head_dim:
+            raise ValueError(
+                f"a rope key is a part of a head of {self.head_dim} numbers, got a latent {self.latent}"
+            )
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         mask_of(self.mask, self.seq)
@@ -45,10 +57,15 @@ class Problem:
         return mask_of(self.mask, self.seq)
 
     @property
+    def of_values(self) -> int:
+        """The size of a head of V."""
+        return self.value_dim or self.head_dim
+
+    @property
     def on_kernel(self) -> KernelProblem:
         """What the kernel of this machine's CPU is asked to serve."""
         dtype = DTYPES[self.dtype]
-        return KernelProblem("cpu", dtype, self.heads, self.kv_heads, self.head_dim, self.head_dim)
+        return KernelProblem("cpu", dtype, self.heads, self.kv_heads, self.head_dim, self.of_values)
 
     def shortened(self, seq: int) -> Problem:
         """Return the same over `seq` tokens, the lengths in its mask in proportion."""
@@ -58,8 +75,21 @@ class Problem:
         """Return (q, k, v, dout) of the whole sequence, the same on every rank."""
         generator = torch.Generator().manual_seed(0)
 
-        def draw(heads: int) -> Tensor:
-            shape = (self.batch, self.seq, heads, self.head_dim)
+        def draw(heads: int, width: int) -> Tensor:
+            shape = (self.batch, self.seq, heads, width)
             return torch.randn(shape, generator=generator).to(DTYPES[self.dtype])
 
-        return draw(self.heads), draw(self.kv_heads), draw(self.kv_heads), draw(self.heads)
+        q, k = draw(self.heads, self.head_dim), draw(self.kv_heads, self.head_dim)
+        return q, k, draw(self.kv_heads, self.of_values), draw(self.heads, self.of_values)
+
+
+def latent_of(text: str) -> tuple[int, int]:
+    """Return the widths of a latent and its rope key, such as 512+64.
+
+    Raises:
+        ValueError: other words.
+    """
+    widths = text.split("+")
+    if len(widths) != 2 or not all(width.isdecimal() and int(width) for width in widths):
+        raise ValueError(f"a latent is its width + that of the rope key, such as 512+64, got {text!r}")
+    return int(widths[0]), int(widths[1])

@@ -1,14 +1,15 @@
 """The field's methods of context parallelism on the cost model's clock, each by the schedule that it runs.
 
-Rings stand for others' by our programs, in which a rank's own share of a gradient does not travel. Where
-others let it travel, their backward makes one hop more than is counted here.
+Rings of other projects run their own loops (`loops`); "burst" runs our programs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+
+import torch
 
 from burst_mcore.attention.autotune.cost import (
     COPIES,
@@ -16,6 +17,7 @@ from burst_mcore.attention.autotune.cost import (
     CallTime,
     Passes,
     call_time,
+    host_seconds,
     message_bytes,
     slowdown_seconds,
     stretched,
@@ -25,12 +27,27 @@ from burst_mcore.attention.autotune.lockstep import RoutedPass, Work, play_all
 from burst_mcore.attention.autotune.ways import Ranks, route_for, why_not_degree
 from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan
-from burst_mcore.attention.schedule.actions import Kind, Link, Pass
+from burst_mcore.attention.schedule.actions import Kind, Link, Pass, Program
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
 from burst_mcore.dtypes import TRAINED
 from burst_mcore.layout import Layout
+from burst_mcore.machines import MACHINES
 from burst_mcore.mask import Mask
+from burst_mcore.plan.loops import (
+    DEEPSPEED,
+    INTERNEVO,
+    MAGI_DOUBLE_RING,
+    MAGI_GATHER,
+    MAGI_RING,
+    MAGI_ULYSSES,
+    RING_FLASH,
+    TE_GATHER,
+    TRANSFORMER_ENGINE,
+    Gather,
+    Loop,
+    Place,
+)
 from burst_mcore.plan.rows import Row
 from burst_mcore.rates import Rates
 
@@ -50,44 +67,64 @@ class Way:
     direction: Pass = Pass.KV
     exchanges: int = 0
     """Collectives of a pass: all-to-alls of heads, or gathers."""
-    gathers: bool = False
-    """Whether keys and values are gathered before one kernel call."""
+    gathers: Gather | None = None
+    """How keys and values of all ranks are gathered before the kernel, if they are."""
+    timed_apart: bool = False
+    """Whether the host waits for the device after each pass, so that the first launch is seen.
+
+    Rows of passes a second are from feifeibear/long-context-attention@b93c30e. Its benchmark_longctx.py does
+    so, where Q, K, V are not packed."""
+    loop: Loop | None = None
+    """The ring of another project; None: our programs."""
 
 
 def _ulysses(row: Row) -> Way | str:
-    return _usp(replace(row, head_parallel=row.gpus))
+    way = _usp(replace(row, head_parallel=row.gpus))
+    return way if isinstance(way, str) else replace(way, loop=MAGI_ULYSSES.get(_capability(row), DEEPSPEED))
 
 
 def _ring(row: Row) -> Way:
-    return Way(layout=_layout(row))
+    return Way(layout=_layout(row), loop=_loop(row))
 
 
 def _double_ring(row: Row) -> Way:
-    return Way(double=True, layout=_layout(row))
+    return Way(double=True, layout=_layout(row), loop=INTERNEVO)
 
 
 def _burst(row: Row) -> Way:
-    return replace(_double_ring(row), direction=Pass.QUERY)
+    return Way(double=True, layout=_layout(row), direction=Pass.QUERY)
 
 
 def _all_gather(row: Row) -> Way:
-    return Way(double=True, layout=_layout(row), exchanges=2, gathers=True)
+    gathers = MAGI_GATHER.get(_capability(row), TE_GATHER)
+    return Way(double=True, layout=_layout(row), exchanges=2, gathers=gathers)
 
 
 def _usp(row: Row) -> Way | str:
     heads = row.head_parallel or _most_heads(row)
     why_not = why_not_degree(heads, row.ranks, row.heads, row.kv_heads)
-    exchanges = 2 if "qkvpack" in row.variant.split() else 4
-    return (
-        f"head_parallel={heads}: {why_not}"
-        if why_not
-        else Way(heads=heads, layout=_layout(row), exchanges=exchanges)
-    )
+    if why_not:
+        return f"head_parallel={heads}: {why_not}"
+    packed = "qkvpack" in row.variant.split()
+    exchanges = 2 * (heads > 1) if packed else 4
+    apart = not packed and row.figure == "iterations_per_second"
+    return Way(heads=heads, layout=_layout(row), exchanges=exchanges, loop=_loop(row), timed_apart=apart)
 
 
 def _loongtrain(row: Row) -> Way | str:
     way = _usp(row)
-    return way if isinstance(way, str) else replace(way, double=True)
+    loop = MAGI_DOUBLE_RING.get(_capability(row), INTERNEVO)
+    return way if isinstance(way, str) else replace(way, double=True, loop=loop)
+
+
+def _loop(row: Row) -> Loop:
+    """Return the ring: a row that names a layout is of ring-flash-attention, others of TransformerEngine."""
+    named = LAYOUTS.keys() & set(row.variant.split())
+    return RING_FLASH if named else MAGI_RING.get(_capability(row), TRANSFORMER_ENGINE)
+
+
+def _capability(row: Row) -> int:
+    return MACHINES[row.hardware].capability if row.hardware in MACHINES else 0
 
 
 def _most_heads(row: Row) -> int:
@@ -114,9 +151,12 @@ NOT_MODELLED = {
 """Methods of the field that no schedule here runs, and why."""
 
 
+LAYOUTS = {"basic": "contiguous", "zigzag": "zigzag", "stripe": "striped", "strip": "striped"}
+"""Layouts by the words of ring-flash-attention."""
+
+
 def _layout(row: Row) -> str:
-    words = {"basic": "contiguous", "zigzag": "zigzag", "stripe": "striped", "strip": "striped"}
-    named = [layout for word, layout in words.items() if word in row.variant.split()]
+    named = [layout for word, layout in LAYOUTS.items() if word in row.variant.split()]
     return named[0] if named else "zigzag" if row.mask == "causal" else "contiguous"
 
 
@@ -152,7 +192,9 @@ class Parts:
     kernel: float
     """Seconds of the kernel on the busiest rank."""
     after: float
-    """Seconds besides, which nothing hides: launches, copies, the kernel after a gather."""
+    """Seconds besides, which nothing hides: copies, the kernel after a gather."""
+    host: float
+    """Seconds in which the host launches all of it, beside the device."""
 
 
 def parts_of(row: Row, way: Way, pass_: Pass, rates: Rates) -> Parts:
@@ -174,27 +216,55 @@ def parts_of(row: Row, way: Way, pass_: Pass, rates: Rates) -> Parts:
     sizes = message_bytes(shard, Route(heads=way.heads), pass_).whole
     parcels = {kind: size for kind, size in sizes.items() if kind in PARCELS}
     pooled = shard.pooled(way.heads)
-    route = route_for(1, groups, ring="double" if way.double else "flat", overlap=True)
     pairs = pairs_of(Layout.of(way.layout), row.seen, row.seq, groups.size)
     pairs = pairs.T.contiguous() if pass_ == Pass.QUERY else pairs
-    time = call_time(pooled, pass_, rates, EAGER)
+    time = call_time(pooled, pass_, rates, _passes(way, pooled.heads // pooled.kv_heads))
     work = Work(pairs, Placement(groups.size), CallTime(0.0) if way.gathers else time, pooled.tokens)
-    after = way.exchanges * rates.call + COPIES * sum(parcels.values()) * way.heads / rates.memory
+    after = (way.exchanges > 0) * COPIES * sum(parcels.values()) * way.heads / rates.memory
     kernel = work.busiest
     if way.gathers:
         kernel = float(time.seconds(pairs.sum(1), pooled.tokens).max())
-        after += kernel + _gathered(pooled, groups.size, pass_) / rates.memory
+        after += kernel + _gathered(row, pooled, way.gathers, pass_) / rates.memory
     plan = _plan(way.layout, row.seq, groups.size)
-    ring = RoutedPass(route, pass_, message_bytes(pooled, route, pass_), work)
-    return Parts(parcels, groups, plan, ring, kernel, after)
+    ring = _ring_of(way, groups, pass_, pooled, work)
+    host = host_seconds(2 if way.gathers else groups.size, way.exchanges + way.timed_apart, rates)
+    return Parts(parcels, groups, plan, ring, kernel, after, host)
+
+
+def _ring_of(way: Way, groups: Ranks, pass_: Pass, shard: Shard, work: Work) -> RoutedPass:
+    """Return the ring of groups: the loop of another project, or our program."""
+    if way.loop is None:
+        route = route_for(1, groups, ring="double" if way.double else "flat", overlap=True)
+        return RoutedPass(route, pass_, message_bytes(shard, route, pass_), work)
+    route = _windows(groups) if way.double else Route(intra=groups.size)
+    sums = replace(shard, grad_dtype=torch.float32) if way.loop.float32 else shard
+    program = next(programs_of(way.loop, route, pass_))
+    return RoutedPass(route, pass_, message_bytes(sums, route, pass_), work, program)
+
+
+def programs_of(loop: Loop, route: Route, pass_: Pass) -> Iterator[Program]:
+    """Yield the programs of a loop, place by place."""
+    for position in range(route.places):
+        yield loop.draw(Place(position, route.nodes, route.intra), gradients=pass_ != Pass.FORWARD)
+
+
+def _windows(groups: Ranks) -> Route:
+    """Return a double ring over nodes; within one node, or of one group a node, windows as many as places."""
+    if 1 < groups.intra < groups.size:
+        return Route(nodes=groups.size // groups.intra, intra=groups.intra)
+    divisors = [n for n in range(1, groups.size + 1) if groups.size % n == 0 and n * n <= groups.size]
+    nodes = divisors[-1] if groups.intra == 1 else 1
+    return Route(nodes=nodes, intra=groups.size // nodes)
 
 
 def _seconds(row: Row, way: Way, pass_: Pass, rates: Rates) -> float:
-    """Return the seconds of a pass, part by part."""
+    """Return the seconds of a pass: of the device, part by part, or of the host where it launches longer."""
     parts = parts_of(row, way, pass_, rates)
     (played,) = play_all(parts.plan, [parts.ring], parts.groups.intra, rates)
     slowed = 0.0 if way.gathers else slowdown_seconds(played.sent, rates)
-    return _exchanged(parts.parcels, way.heads, row.ranks, rates) + played.seconds + slowed + parts.after
+    exchanged = _exchanged(parts.parcels, way.heads, row.ranks, rates)
+    first = way.timed_apart * rates.call
+    return max(first + exchanged + played.seconds + slowed + parts.after, parts.host)
 
 
 def _exchanged(parcels: Mapping[Kind, int], heads: int, ranks: Ranks, rates: Rates) -> float:
@@ -205,14 +275,19 @@ def _exchanged(parcels: Mapping[Kind, int], heads: int, ranks: Ranks, rates: Rat
     return max(near, far) + (heads > 1) * len(parcels) * rates.latency
 
 
-def _gathered(shard: Shard, ranks: int, pass_: Pass) -> float:
-    """Return the bytes of memory that a gather moves besides the kernel's: K and V, and sums of gradients.
+def _gathered(row: Row, shard: Shard, gathers: Gather, pass_: Pass) -> float:
+    """Return the bytes of memory that a gather moves for K and V of all ranks, and for their gradients."""
+    elements = row.gpus * shard.batch * shard.tokens * shard.kv_heads * (shard.head_dim + shard.value_dim)
+    reads = 1.0 if row.mask == "causal" else 2.0  # of both halves: their queries read all keys, together
+    group = shard.heads // shard.kv_heads
+    return elements * gathers.gathered(forward=pass_ == Pass.FORWARD, reads=reads, group=group)
 
-    K and V of all ranks are put in order, dK and dV of all ranks added and put in order.
-    """
-    elements = ranks * shard.batch * shard.tokens * shard.kv_heads * (shard.head_dim + shard.value_dim)
-    ordered = 2 * elements * shard.itemsize
-    return ordered if pass_ == Pass.FORWARD else 2 * ordered + EAGER.travels * elements
+
+def _passes(way: Way, group: int) -> Passes:
+    """Return the bytes around a kernel call, where `group` query heads share a key head."""
+    if way.gathers is not None:
+        return way.gathers.passes
+    return EAGER if way.loop is None else way.loop.passes_of(group)
 
 
 @lru_cache(maxsize=64)

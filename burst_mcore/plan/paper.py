@@ -15,6 +15,8 @@ from burst_mcore.step.model import Model
 
 METHODS = {"megatron-cp": "ring"}
 """Names of methods in a paper that have another name here."""
+VARIANTS = {"usp": "zigzag"}
+"""Variants of methods in a paper: LoongTrain's ring between nodes is that of ring-flash-attention."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ def _attention(
                 mask="causal",
                 passes="fwd+bwd",
                 method=METHODS.get(method, method),
+                variant=VARIANTS.get(method, ""),
                 tflops=1.0 if measured is None else measured,
             )
             yield Figure(f"{section}/{method}/{seq}", "tflops", measured, row)

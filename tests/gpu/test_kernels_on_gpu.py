@@ -13,6 +13,7 @@ from burst_mcore.attention.kernels.padding import takes_delta
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.numerics import rowwise as elementwise
+from burst_mcore.attention.numerics.latent import _product
 from burst_mcore.attention.numerics.rowwise import combine, output_stand_in, row_delta
 from burst_mcore.layout import Layout
 
@@ -111,7 +112,7 @@ def test_any_pattern_on_our_own(mask, layout, dtype):
     kernel = _kernel("triton", SHAPES["GQA"], dtype)
     plan = plan_for(Layout.of(layout), MASKS[mask], 2048, 2)
     for tile in tiles_of(plan, 1, 0, kernel.abilities):
-        _compare(kernel, _tensors(SHAPES["GQA"], *tile.shape, dtype), tile.pattern, Scores(0.2))
+        _compare(kernel, _tensors(SHAPES["GQA"], *tile.pattern.shape, dtype), tile.pattern, Scores(0.2))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -122,7 +123,12 @@ def test_documents(name, layout):
     plan = plan_for(Layout.of(layout), MASKS["documents"], 2048, 2)
     for q_at, k_at in ((0, 0), (1, 0), (1, 1)):
         for tile in tiles_of(plan, q_at, k_at, kernel.abilities):
-            _compare(kernel, _tensors(SHAPES["GQA"], *tile.shape, torch.bfloat16), tile.pattern, Scores(0.2))
+            _compare(
+                kernel,
+                _tensors(SHAPES["GQA"], *tile.pattern.shape, torch.bfloat16),
+                tile.pattern,
+                Scores(0.2),
+            )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -150,6 +156,36 @@ def test_deterministic_gradients_are_bitwise_equal(name):
     x = BackwardInputs(dout, q, k, v, out, lse, row_delta(dout, out))
     runs = [kernel.backward(x, pattern, scores) for _ in range(5)]
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+def test_deterministic_gradients_of_listed_blocks(mask, dtype):
+    """By lists, deterministic calls take launches of their own: they are right, and bitwise equal."""
+    kernel = _kernel("triton", SHAPES["GQA"], dtype, deterministic=True)
+    scores = Scores(0.2, deterministic=True)
+    for tile in tiles_of(plan_for(Layout.of("zigzag"), MASKS[mask], 2048, 2), 1, 0, kernel.abilities):
+        tensors = _tensors(SHAPES["GQA"], *tile.pattern.shape, dtype)
+        _compare(kernel, tensors, tile.pattern, scores)
+        q, k, v, dout = tensors
+        out, lse = kernel.forward(q, k, v, tile.pattern, scores)
+        x = BackwardInputs(dout, q, k, v, out, lse, row_delta(dout, out))
+        runs = [kernel.backward(x, tile.pattern, scores) for _ in range(3)]
+        assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_of_a_latent_are_in_float32(dtype):
+    """Of rows as they lie, and turned, as for weights: as near float64 as sums in float32 are."""
+    rows, numbers, heads = 300, 96, 160
+    of_keys, latent, weight = (
+        torch.randn(shape, device="cuda").to(dtype)
+        for shape in ((rows, heads), (rows, numbers), (heads, numbers))
+    )
+    for a, b in ((of_keys, weight), (of_keys.T, latent)):
+        got, want = _product(a, b), a.double() @ b.double()
+        assert got.dtype == torch.float32
+        assert error(got, want) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib.metadata import version
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -14,13 +13,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from counting import count_pairs
 from ranks import processes
 
 from burst_mcore import BurstConfig, Layout, shard, unshard
-from burst_mcore.attention.geometry.pattern import Pattern
-from burst_mcore.attention.kernels.table import KERNELS, by_rank
 from burst_mcore.checkpointing import Full, Policy, Segment
-from burst_mcore.checkpointing.scope import in_backward
 from burst_mcore.megatron import cpu
 
 VERSION = tuple(int(part) for part in version("megatron-core").split(".")[:2])
@@ -143,24 +140,6 @@ def _steps(rank: int, size: int, cases: tuple[Case, ...]) -> list[Step]:
         let_mla_be_local()
     attended = count_pairs()
     return [_step(case, attended) for case in cases]
-
-
-def count_pairs() -> Counter[str]:
-    """From now on, query-key pairs that burst attention's forward meets in this process.
-
-    By "forward", and "backward", where it meets them again.
-    """
-    attended: Counter[str] = Counter()
-
-    def counting(
-        forward: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern, scores: Any
-    ) -> Any:
-        attended["backward" if in_backward() else "forward"] += len(q) * pattern.pairs
-        return forward(q, k, v, pattern, scores)
-
-    for kernel in by_rank("cpu"):
-        KERNELS[kernel.name] = replace(kernel, forward=partial(counting, kernel.forward))
-    return attended
 
 
 def _step(case: Case, attended: Counter[str]) -> Step:

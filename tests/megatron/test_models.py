@@ -66,7 +66,9 @@ def test_mla():
     assert_equal(step(Case(cp=2, fields=MLA)), step(Case(cp=1, fields=MLA)))
 
 
-@pytest.mark.proves("MLA", "the latent travels: CP 1, 2, 4; TP 2 x CP 2, sequence parallelism; shared heads")
+@pytest.mark.proves(
+    "MLA", "the latent travels: CP 1, 2, 4; TP 2 x CP 2, sequence parallelism; shared heads; meshes"
+)
 @pytest.mark.parametrize(
     ("tp", "cp", "backward", "others"),
     [
@@ -75,6 +77,9 @@ def test_mla():
         (1, 2, "kv", {"recompute": "selective"}),
         (1, 4, "kv", {"recompute": "full", "policy": Segment(0.5), "layout": "striped"}),
         (1, 4, "query", {"hierarchy": (2, 2), "burst": (("head_parallel", 2),)}),
+        (1, 4, "query", {"burst": (("mesh", "2x2"),)}),
+        (1, 4, "kv", {"burst": (("mesh", "2x2"),), "recompute": "full", "policy": Segment(0.5)}),
+        (1, 4, "query", {"burst": (("mesh", "4x1"),), "hierarchy": (2, 2)}),
         (2, 2, "kv", {}),
         (2, 2, "query", {"sequence_parallel": True}),
     ],

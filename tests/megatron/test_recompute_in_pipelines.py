@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from models import BATCH, VERSION, VOCAB, Case, N, assert_same_gradients, build, count_pairs, on_this_cp_rank
+from counting import count_pairs
+from models import BATCH, VERSION, VOCAB, Case, N, assert_same_gradients, build, on_this_cp_rank
 from ranks import processes
 
 from burst_mcore.checkpointing import KeepAttention, Segment

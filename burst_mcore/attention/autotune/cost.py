@@ -115,6 +115,8 @@ class Passes:
     """A gradient, added to a sum that travels."""
     stand_in: float
     """O of a travelling query: a kernel that forms D itself gets a stand-in for O."""
+    keys: float = 0.0
+    """K and V, in forward, copied before a call."""
 
 
 OURS = Passes(out=2.5, stays=2.5, travels=10.0, stand_in=3.3)
@@ -128,8 +130,7 @@ class CallTime:
     per_pair: float
     """Seconds of a query-key pair of all heads and of the whole batch."""
     per_row: float = 0.0
-    """Seconds of a row that takes part: its share of the passes, and of pipelines that fill."""
-    per_call: float = 0.0
+    """Seconds of a row that takes part: its share of the passes, of pipelines that fill and of idle ends."""
 
     def seconds(self, pairs: Tensor, rows: int) -> Tensor:
         """Return the seconds of calls, by their query-key pairs; rows: those of either side, at most.
@@ -137,22 +138,36 @@ class CallTime:
         Rows that take part are taken to be the side of a triangle with as many pairs.
         """
         kernel = pairs * self.per_pair
-        if not self.per_row and not self.per_call:
+        if not self.per_row:
             return kernel
         part = (2 * pairs).sqrt().clamp(max=rows)
-        return kernel + part * self.per_row + (pairs > 0) * self.per_call
+        return kernel + part * self.per_row
 
 
-def call_time(shard: Shard, pass_: Pass, rates: Rates, passes: Passes = OURS) -> CallTime:
-    """Return the time of kernel calls in a pass over `shard`'s heads."""
+def call_time(shard: Shard, pass_: Pass, rates: Rates, passes: Passes = OURS, *, rings: int = 1) -> CallTime:
+    """Return the time of kernel calls in a pass over `shard`'s heads.
+
+    rings: of a mesh: rows of so many positions stay at each rank.
+    """
     forward = Pass(pass_) == Pass.FORWARD
     compute = rates.compute if forward else rates.backward or rates.compute
     softmax = shard.batch * shard.heads * rates.per_exponential
     per_pair = pass_flops(shard, 1, pass_) / compute + softmax
-    per_row = rates.fill * per_pair + _bytes_around(shard, Pass(pass_), passes) / rates.memory
-    if shard.latent_travels and Pass(pass_) != Pass.QUERY:  # the rows of every bundle are expanded
-        per_row += expansion_seconds(shard, pass_, rates)
-    return CallTime(per_pair, per_row, rates.call)
+    wave = rates.wave if forward or rates.wave_backward is None else rates.wave_backward
+    idle = wave / 2 / (shard.batch * shard.heads)
+    per_row = (rates.fill + idle) * per_pair + _bytes_around(shard, Pass(pass_), passes) / rates.memory
+    if shard.latent_travels:
+        per_row += expansions(pass_, rings) * expansion_seconds(shard, pass_, rates)
+    return CallTime(per_pair, per_row)
+
+
+def expansions(pass_: Pass, rings: int) -> float:
+    """Return how often a latent is expanded for each bundle that meets one of the rows that stay, on average.
+
+    A latent that travels is expanded once for all rows that stay. Where latents stay, those of others are
+    expanded for every bundle. Home's was expanded before.
+    """
+    return (rings - 1) / rings if Pass(pass_) == Pass.QUERY else 1 / rings
 
 
 def expansion_seconds(shard: Shard, pass_: Pass, rates: Rates) -> float:
@@ -182,7 +197,7 @@ def _bytes_around(shard: Shard, pass_: Pass, passes: Passes) -> float:
     q, out = shard.batch * shard.heads * shard.head_dim, shard.batch * shard.heads * shard.value_dim
     kv = shard.batch * shard.kv_heads * (shard.head_dim + shard.value_dim)
     if pass_ == Pass.FORWARD:
-        return passes.out * out
+        return passes.out * out + passes.keys * kv
     if pass_ == Pass.KV:
         if shard.latent_travels:
             return passes.stays * (q + kv) + passes.travels * shard.batch * math.prod(shard.carried)
@@ -197,11 +212,16 @@ COPIES = 4
 
 
 def exchange_seconds(route: Route, sizes: Sizes, rates: Rates) -> float:
-    """Return the seconds that the exchange of heads takes besides its messages: launches and copies."""
+    """Return the seconds that the exchange of heads takes besides its messages: those of copies."""
     if route.heads == 1:
         return 0.0
     parcels = sum(size for kind, size in sizes.whole.items() if kind in PARCELS)
-    return 2 * rates.call + COPIES * route.heads * parcels / rates.memory
+    return COPIES * route.heads * parcels / rates.memory
+
+
+def host_seconds(kernels: int, exchanges: int, rates: Rates) -> float:
+    """Return the seconds in which the host launches a pass, beside the device: it runs ahead."""
+    return (kernels + exchanges) * rates.call
 
 
 def slowdown_seconds(sent: Mapping[Link, float], rates: Rates) -> float:

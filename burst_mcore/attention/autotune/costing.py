@@ -18,6 +18,7 @@ from burst_mcore.attention.autotune.cost import (
     call_time,
     exchange_seconds,
     home_expansion_seconds,
+    host_seconds,
     mean_bytes,
     message_bytes,
     slowdown_seconds,
@@ -41,7 +42,7 @@ class Costs:
     def __init__(self, shard: Shard, plan: Plan, pairs: Tensor, ranks: Ranks, rates: Rates) -> None:
         self.shard, self.plan, self.ranks, self.rates = shard, plan, ranks, rates
         self.pairs, self.pairs_of_keys = pairs, pairs.T.contiguous()
-        self.works: dict[Pass, Work] = {}
+        self.works: dict[tuple[Pass, int], Work] = {}
         self.played: dict[tuple[Route, Pass], Played] = {}
         """Results by route and pass."""
 
@@ -62,8 +63,8 @@ class Costs:
             ring,
             route,
             direction,
-            forward.seconds + self.besides(route, Pass.FORWARD),
-            backward.seconds + self.besides(route, direction),
+            self.seconds(route, Pass.FORWARD),
+            self.seconds(route, direction),
             forward.compute + backward.compute,
             round(sent[Link.INTRA]),
             round(sent[Link.INTER]),
@@ -79,8 +80,13 @@ class Costs:
             held.append((route.of(pass_).rings - 1) * (sizes[Kind.RESIDENT] + sizes[Kind.SHARE]))
         return max(held)
 
+    def seconds(self, route: Route, pass_: Pass) -> float:
+        """Return the seconds of a pass: those of the device, or of the host where it is slower."""
+        host = host_seconds(self.work(route, pass_).calls, 2 * (route.heads > 1), self.rates)
+        return max(self.played[route, pass_].seconds + self.besides(route, pass_), host)
+
     def besides(self, route: Route, pass_: Pass) -> float:
-        """Return the seconds of a pass that the simulation of its schedule leaves out."""
+        """Return the seconds of the device that the simulation of a schedule leaves out."""
         sizes = message_bytes(self.shard, route, pass_)
         slowed = slowdown_seconds(self.played[route, pass_].sent, self.rates) if route.overlap else 0.0
         expanded = home_expansion_seconds(self.shard, pass_, self.rates)
@@ -124,14 +130,13 @@ class Costs:
         )
 
     def work(self, route: Route, pass_: Pass) -> Work:
-        if pass_ not in self.works:
+        key = pass_, route.of(pass_).rings if self.shard.latent_travels else 1
+        if key not in self.works:
             pairs = self.pairs_of_keys if pass_ == Pass.QUERY else self.pairs
-            self.works[pass_] = work_of(self.shard, pairs, route, pass_, self.rates)
-        return self.works[pass_]
+            self.works[key] = work_of(self.shard, pairs, route, pass_, self.rates)
+        return self.works[key]
 
     def in_lockstep(self, routed: RoutedPass) -> bool:
-        if routed.route.rings > 1:
-            return False
         meets = self.plan.reading(of_queries=routed.of_queries).meets
         return not routed.route.direct or bool(meets.all())
 
@@ -174,4 +179,5 @@ def work_of(
 ) -> Work:
     """Return the seconds of kernel calls in a pass; pairs: of rows that stay and travel, [ranks, ranks]."""
     pooled = shard.pooled(route.heads)
-    return Work(pairs, route.placement, call_time(pooled, pass_, rates, passes), pooled.tokens)
+    time = call_time(pooled, pass_, rates, passes, rings=route.of(pass_).rings)
+    return Work(pairs, route.placement, time, pooled.tokens)

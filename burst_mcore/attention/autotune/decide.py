@@ -24,7 +24,7 @@ from burst_mcore.attention.autotune.ways import (
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
-from burst_mcore.config import BurstConfig, several_rings, sides_of
+from burst_mcore.config import BurstConfig, sides_of
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
@@ -51,7 +51,7 @@ def latent_gains(
 
     travelling: the shapes where the latent travels.
     """
-    if ranks.size == 1 or several_rings(config.mesh):
+    if ranks.size == 1:
         return False
     layout, mask = typical(Layout.of(config.layout), mask, n, ranks.size)
     options = without_layout(config), layout, ranks, rates
@@ -108,7 +108,7 @@ def settings_of(
         "degrees": degrees_of(config, ranks, shard) if degrees is None else degrees,
         "directions": backward_passes(config.backward),
         "placement": config.head_placement,
-        "mesh": "none" if shard.latent_travels else config.mesh,
+        "mesh": config.mesh,
     }
 
 
@@ -155,11 +155,9 @@ def degrees_of(config: BurstConfig, ranks: Ranks, shard: Shard) -> tuple[int, ..
 
 
 def check_mesh(config: BurstConfig, sides: tuple[int, int], ranks: Ranks) -> None:
-    """Raise ValueError if the configured mesh does not go with so many ranks, or with the other settings."""
+    """Raise ValueError if the configured mesh does not go with so many ranks."""
     rows, columns = sides
     degree = config.head_parallel
     legal = f"rows x columns x head_parallel must be the {ranks.size} ranks"
     if ranks.size % (rows * columns) or (degree != "auto" and rows * columns * degree != ranks.size):
         raise ValueError(f"mesh={rows}x{columns} with head_parallel={degree} is not legal: {legal}")
-    if config.ring == "direct" and several_rings(config.mesh):
-        raise ValueError("a mesh has rings: ring='direct' does not go with mesh; use 'auto'")

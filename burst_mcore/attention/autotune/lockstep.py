@@ -23,10 +23,11 @@ from burst_mcore.attention.autotune.cost import CallTime, Sizes, farther, stretc
 from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.schedule.actions import Channel, Compute, Kind, Link, Pass, Program, Send, Wait
-from burst_mcore.attention.schedule.counted import NEVER, Counted, OfAll, RowCounts, moved
+from burst_mcore.attention.schedule.counted import NEVER, ColumnOfAll, Counted, OfAll, RowCounts, moved
 from burst_mcore.attention.schedule.heads import Moves, with_heads
+from burst_mcore.attention.schedule.mesh import with_columns
 from burst_mcore.attention.schedule.ring import without_overlap
-from burst_mcore.attention.schedule.route import PASSES, Route, itinerary, on_ring
+from burst_mcore.attention.schedule.route import PASSES, Route, itinerary, itinerary_on_mesh, on_ring
 from burst_mcore.rates import Rates
 
 
@@ -51,6 +52,8 @@ class RoutedPass:
     pass_: Pass
     sizes: Sizes
     work: Work
+    program: Program | None = None
+    """Of rank 0, which all ranks run, moved; None: the route's own."""
 
     @property
     def of_queries(self) -> bool:
@@ -62,9 +65,9 @@ class RoutedPass:
 
         Where heads are shared, rows that come part by part change the order in which parts are computed.
         """
-        route = self.route
+        route = self.route.of(self.pass_)
         by_part = route.heads > 1 and PASSES[self.pass_].rows
-        return replace(route, mirrored=False), by_part
+        return replace(route, mirrored=False), by_part, self.program
 
 
 class Work:
@@ -92,8 +95,7 @@ class Work:
     @cached_property
     def parts(self) -> Tensor:
         """Seconds of a member's rows, [position, member, source]: parts of one step."""
-        step = replace(self._time, per_call=self._time.per_call / self._placement.heads)
-        return step.seconds(self._by_member, self._rows)
+        return self._time.seconds(self._by_member, self._rows)
 
     @cached_property
     def whole(self) -> Tensor:
@@ -114,6 +116,11 @@ class Work:
         if action.part is None:
             return self._by_place.get((position, action.source), 0.0)
         return float(self.parts[position, action.part, action.source])
+
+    @property
+    def calls(self) -> int:
+        """Kernel calls of the rank that has most."""
+        return int((self.whole > 0).sum(1).max())
 
     @property
     def busiest(self) -> float:
@@ -185,16 +192,15 @@ class _Message:
 
 class _Lockstep:
     def __init__(self, plan: Plan, passes: Sequence[RoutedPass], intra: int, rates: Rates) -> None:
-        self.passes, self.route, self.intra, self.rates = passes, passes[0].route, intra, rates
+        self.passes, self.intra, self.rates = passes, intra, rates
+        self.route = passes[0].route.of(passes[0].pass_)
         self.heads, self.positions = self.route.heads, self.route.positions
         self.placement = self.route.placement
-        self.moved = moved(self.route.nodes, self.route.intra)
+        self.moved = moved(self.route.nodes, self.route.intra, self.route.rings)
         self.rank, self.here = torch.arange(self.route.size), torch.arange(self.positions)
         self.position, self.member = self.placement.position(self.rank), self.placement.member(self.rank)
         self.clock = torch.zeros(self.route.size, len(passes), dtype=torch.float64)
-        self.counts = [self.counts_in(plan, routed) for routed in passes]
-        self.program = self.of_all(plan)
-        self.row = self.here * self.positions
+        self.program = passes[0].program or self.of_all(plan)
         self.scale, self.absent = self.of_kinds()
         self.peers: dict[int, _Peers] = {}
         self.together = self.rivals()
@@ -206,13 +212,17 @@ class _Lockstep:
 
     def counts_in(self, plan: Plan, routed: RoutedPass) -> RowCounts:
         """Return the rows that are read in a pass; a mirrored ring is counted from the other end."""
-        route, places = routed.route, None
+        route, places = routed.route.of(routed.pass_), None
+        if route.rings > 1:
+            way = itinerary_on_mesh(plan, route, None, routed.of_queries)
+            return RowCounts(way.reading, way, mirrored=False)
         if not route.direct:
             places = itinerary(plan, route.nodes, route.intra, route.turn, routed.of_queries)
         return RowCounts(plan.reading(of_queries=routed.of_queries), places, mirrored=route.mirrored)
 
     def of_all(self, plan: Plan) -> Program:
         """Return the program of rank 0 with every hop, and with numbers of rows for all ranks."""
+        row_counts = [self.counts_in(plan, routed) for routed in self.passes]
         route, moves = self.route, [PASSES[routed.pass_] for routed in self.passes]
         every = Moves(
             "all passes",
@@ -221,15 +231,22 @@ class _Lockstep:
             rows=any(each.rows for each in moves),
         )
         route = replace(route, mirrored=False)
-        ring = on_ring(0, route, every, OfAll(self.counts))
-        if self.heads > 1:
-            last = torch.stack([counts.last_steps(route.nodes, route.intra) for counts in self.counts], 1)
+        ring, leaving = on_ring(0, route, every, OfAll(row_counts)), None
+        if route.rings > 1:
+            staying = [plan.reading(of_queries=not routed.of_queries) for routed in self.passes]
+            ring = with_columns(ring, 0, route.rings, ColumnOfAll(route.rings, staying), early=route.overlap)
+        elif self.heads > 1:
+            last = torch.stack([counts.last_steps(route.nodes, route.intra) for counts in row_counts], 1)
             none = torch.full(last.shape, NEVER, dtype=torch.float64)
             leaving = {
                 step: Counted(none.masked_fill(last == step, plan.rows)[None], 0, 0)
                 for step in last.unique().tolist()
             }
-            ring = with_heads(ring, 0, self.placement, every, by_part=route.overlap, leaving=leaving)
+        if self.heads > 1:
+            mesh = route.rings > 1
+            ring = with_heads(
+                ring, 0, self.placement, every, by_part=route.overlap, leaving=leaving, on_mesh=mesh
+            )
         return ring if route.overlap else without_overlap(ring)
 
     @cached_property
@@ -307,7 +324,11 @@ class _Lockstep:
             sent += torch.stack([peers.carried - between, between]).mean(1)
         slowest = self.clock.amax(0).tolist()
         return [
-            Played(slowest[index], routed.work.busiest, {Link.INTRA: intra, Link.INTER: inter})
+            Played(
+                slowest[index],
+                routed.work.busiest_of(self.route.rings),
+                {Link.INTRA: intra, Link.INTER: inter},
+            )
             for index, (routed, (intra, inter)) in enumerate(zip(self.passes, sent.T.tolist(), strict=True))
         ]
 
@@ -315,16 +336,17 @@ class _Lockstep:
         """Return the seconds of a compute, for every rank and pass."""
         source = self.moved.to(action.source)
         if action.part is None:
-            return self.of_ranks(self.whole(source))
+            resident = self.here if action.resident is None else self.moved.to(action.resident)
+            return self.of_ranks(self.whole(resident, source))
         member, per_pass = (self.member + action.part) % self.heads, []
         for routed in self.passes:
             position, other = (x[self.position] for x in self.unmirrored(routed, source))
             per_pass.append(routed.work.parts[position, member, other])
         return torch.stack(per_pass, 1)
 
-    def whole(self, source: Tensor) -> Tensor:
-        """Return the seconds of all rows that stay, [P, W]."""
-        return self.seconds_by_place.index_select(0, self.row + source)
+    def whole(self, resident: Tensor, source: Tensor) -> Tensor:
+        """Return the seconds of all rows of the `resident` positions, [P, W]."""
+        return self.seconds_by_place.index_select(0, resident * self.positions + source)
 
     @cached_property
     def seconds_by_place(self) -> Tensor:
@@ -397,31 +419,29 @@ class _Lockstep:
         """Let time pass until messages arrive: to one receiver in turn, to several in equal shares."""
         every = self.pending
         awaited = [every.index(message) for message in messages]
-        since = min(float(m.begin.min()) for m in every)  # from there on half the precision is enough
         begin, left, end = (torch.stack([getattr(m, x) for m in every]) for x in ("begin", "left", "end"))
-        begin, left, end = (begin - since).float(), left.float(), (end - since).float()
         inter = torch.stack([m.peers.inter for m in every])[:, :, None]
         queues = len({id(m.peers) for m in every}) < len(every)
         if queues:
             behind = torch.tensor(
                 [[a.peers is b.peers and j < i for j, b in enumerate(every)] for i, a in enumerate(every)]
-            ).float()
+            ).double()
         for link, rate in ((0, self.rates.link(inter=False)), (1, self.rates.link(inter=True))):
             on = (inter == bool(link)) & (end == torch.inf)
-            now = (self.links[link] - since).float()
+            now = self.links[link]
             while bool((wanted := on[awaited].any(0)).any()):
                 first = on & (begin <= now)
                 following = begin.masked_fill(~on | first, torch.inf).amin(0)
                 if queues:
-                    first &= ~((behind @ first.float().flatten(1)).view(first.shape) > 0)
-                share = rate / first.sum(0).clamp(min=1).float()
+                    first &= ~((behind @ first.double().flatten(1)).view(first.shape) > 0)
+                share = rate / first.sum(0).clamp(min=1).double()
                 through = (now + left / share).masked_fill_(~first, torch.inf)
                 until = torch.where(wanted, torch.minimum(through.amin(0), following), now)
-                left = left.addcmul_(first.float(), (until - now) * share, value=-1)
+                left = left.addcmul_(first.double(), (until - now) * share, value=-1)
                 done = (through <= until) & wanted
                 end = torch.where(done, until, end)
                 on, now = on & ~done, until
-            self.links[link] = now.double() + since
+            self.links[link] = now
         for row, other in enumerate(every):
-            other.left, other.end = left[row].double(), end[row].double() + since
+            other.left, other.end = left[row], end[row]
         self.pending = [other for other in every if bool((other.end == torch.inf).any())]

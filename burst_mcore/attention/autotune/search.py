@@ -26,8 +26,6 @@ from burst_mcore.rates import Rates
 
 MOST_RESIDENT = 4 * 2**30
 """Bytes that a mesh may hold of other ranks, at most, to be considered by "auto"."""
-MESHED = 64
-"""Ranks, at most, on which "auto" considers meshes: each of them is simulated rank by rank."""
 PARTNERS = 2**14
 """Pairs of positions that exchange rows, at most, for a direct exchange to be considered beside rings. Every
 pair is a connection, and is simulated one by one."""
@@ -167,8 +165,7 @@ class _Search:
     ) -> None:
         self.played: list[Candidate] = []
         self.contests: list[_Contest] = []
-        rings = settings.rings
-        mesh = "none" if settings.mesh == "auto" and ranks.size > MESHED else settings.mesh
+        rings, mesh = settings.rings, settings.mesh
         pairs = pairs_of(layout, mask, n, ranks.size)
         tried = [(degree, placements(settings.placement, degree, ranks)) for degree in settings.degrees]
         first = [(degree, outer[0], False) for degree, outer in tried]
@@ -178,7 +175,7 @@ class _Search:
             plan = Plan(layout, mask, n, Placement(ranks.size // degree, degree, outer))
             costs = Costs(shard, plan, pairs, ranks, rates)
             ways: dict[tuple[Route, Pass], str] = {}
-            counts = rings_of(mesh, ranks.size // degree, shard)
+            counts = rings_of(mesh, plan.placement, shard, ranks, rates)
             for count, ring, direction in itertools.product(counts, rings, settings.directions):
                 route = route_for(degree, ranks, ring=ring, overlap=hides, outer=outer, rings=count)
                 if ring == "flat" and "double" in rings and degree >= ranks.intra and not outer:

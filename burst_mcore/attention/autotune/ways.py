@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
+
+from burst_mcore.attention.autotune.cost import message_bytes
+from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.runtime.head_exchange import why_not_heads
-from burst_mcore.attention.schedule.actions import Pass
+from burst_mcore.attention.schedule.actions import Kind, Pass
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import RINGS as LEGAL_RINGS
@@ -58,18 +62,36 @@ def route_for(
     return Route(nodes, places // nodes, degree, overlap, outer=outer, rings=rings)
 
 
-def rings_of(mesh: Mesh, positions: int, shard: Shard) -> tuple[int, ...]:
-    """Return the numbers of rings to try on so many positions; "auto": one ring, and the two best meshes.
+def rings_of(mesh: Mesh, placement: Placement, shard: Shard, ranks: Ranks, rates: Rates) -> tuple[int, ...]:
+    """Return the numbers of rings to try; "auto": one ring, and the two best meshes.
 
-    These are the meshes on which a rank sends the fewest bytes in forward, if no row is left out.
+    These are the meshes whose messages of forward take the shortest on links, if no row is left out.
     """
+    positions = placement.positions
     if mesh == "none":
         return (1,)
     if sides := sides_of(mesh):
         return (sides[0],) if math.prod(sides) == positions else ()
-    keys, queries = shard.kv_bytes, shard.q_bytes + shard.result_bytes
-    divisors = [a for a in range(2, positions) if positions % a == 0]
-    return (1, *sorted(divisors, key=lambda a: (a - 1) * queries + (positions // a - 1) * keys)[:2])
+    divisors = (a for a in range(2, positions) if positions % a == 0)
+    return (1, *sorted(divisors, key=lambda a: _on_links(a, placement, shard, ranks, rates))[:2])
+
+
+def _on_links(rings: int, placement: Placement, shard: Shard, ranks: Ranks, rates: Rates) -> float:
+    """Return the seconds of a rank's messages in forward of a mesh, one after the other, on average.
+
+    The rings are double where nodes cut them into equal parts.
+    """
+    route = route_for(placement.heads, ranks, ring="double", overlap=True, outer=placement.outer, rings=rings)
+    sizes = message_bytes(shard, route, Pass.FORWARD).whole
+    keys, queries = sizes[Kind.DATA], sizes[Kind.RESIDENT] + sizes[Kind.SHARE]
+    node = placement.rank(torch.arange(placement.positions), 0).view(rings, -1) // ranks.intra
+    apart = float((node != node[:, None]).double().sum(1).mean())  # of a column, on another node than a rank
+    between = route.nodes - 1.0
+    if route.nodes == 1:
+        between = (route.places - 1) * float((node != node.roll(1, 1)).double().mean())
+    across = apart * queries + between * keys
+    within = (rings - 1 - apart) * queries + (route.places - 1 - between) * keys
+    return across / rates.link(inter=True) + within / rates.link(inter=False)
 
 
 def _nodes_of_ring(positions: int, apart: int, intra: int) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.geometry.rows import Rows, gather, relative_to
+from burst_mcore.attention.numerics.merge import GradientSum
 from burst_mcore.attention.numerics.segments import Bundle
 from burst_mcore.dtypes import wide
 
@@ -61,11 +62,6 @@ class Expansion:
         )
         return torch.cat([keys, rope_key.expand(-1, -1, many, -1)], 3), values
 
-    def expand_rows(self, bundle: Bundle, rows: Rows | None, read: Rows) -> Bundle:
-        """Return (k, v) of the rows `read` of a bundle, which has `rows` of its owner's (None: all)."""
-        compressed, rope_key = (gather(x, relative_to(rows, read)) for x in bundle)
-        return self.expand(compressed, rope_key)
-
     def gradients(self, compressed: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of the latent and of the rope key, [B, S, 1, R] and [B, S, 1, Dr].
 
@@ -93,6 +89,35 @@ class Expansion:
             of_heads = total.unflatten(0, (len(self._heads), -1)).transpose(1, 2)
             gradient[self._heads.start : self._heads.stop, :, place] = of_heads
         return gradient
+
+
+class Chunk:
+    """Some rows of a latent, expanded: their K and V, and the sums of the gradients of these.
+
+    Args:
+        expansion: the weights.
+        bundle: a latent and its rope key.
+        stored: the rows that the bundle has of its owner's; None: all.
+        rows: the rows to expand.
+    """
+
+    def __init__(self, expansion: Expansion, bundle: Bundle, stored: Rows | None, rows: Rows) -> None:
+        self.rows, self._expansion = rows, expansion
+        self._compressed, rope_key = (gather(x, relative_to(stored, rows)) for x in bundle)
+        self.keys: Bundle = expansion.expand(self._compressed, rope_key)
+        self.sums = tuple(GradientSum(like=x) for x in self.keys)
+
+    def gradients(self, span: range | None = None) -> Bundle:
+        """Return the gradients of the latent and of the rope key, of a span of the chunk's rows; None: all.
+
+        The gradient of the weights is added to that of other chunks.
+        """
+        if span is None:
+            return self._expansion.gradients(self._compressed, *(total.result() for total in self.sums))
+        sums = tuple(x.new_empty((len(x), len(span), *x.shape[2:])) for x in self.keys)
+        for to, total in zip(sums, self.sums, strict=True):
+            total.put(span, (to,))
+        return self._expansion.gradients(gather(self._compressed, (span,)), *sums)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from burst_mcore.attention.geometry.reading import Reading
 from burst_mcore.attention.schedule.carried import Carried, Everything, Itinerary, elsewhere
+from burst_mcore.attention.schedule.mesh import Column
 
 
 class RowCounts:
@@ -29,10 +30,10 @@ class RowCounts:
     def __init__(self, reading: Reading, itinerary: Itinerary | None, *, mirrored: bool) -> None:
         self._reading, self._itinerary, self._mirrored = reading, itinerary, mirrored
 
-    @property
-    def between(self) -> Tensor:
-        """Rows by owner and reader."""
-        return self._turned(self._reading.counts.float(), 0, 1)
+    def by_distance(self) -> Tensor:
+        """Return rows by the distance of reader and owner, [distances, owners]."""
+        counts = self._turned(self._reading.counts.float(), 0, 1)
+        return _by_distance(counts, torch.arange(len(counts)))
 
     def last_steps(self, nodes: int, intra: int) -> Tensor:
         """Return the step at which each position computes last."""
@@ -83,6 +84,12 @@ class RowCounts:
         return rows.view(size, -1)
 
 
+def _by_distance(counts: Tensor, place: Tensor) -> Tensor:
+    """Return counts by owner and reader as [distances, owners]; place: the reader at distance 0 of each."""
+    distance = torch.arange(counts.shape[1])
+    return counts[torch.arange(len(counts)), (place + distance[:, None]) % len(distance)]
+
+
 NEVER = -torch.inf
 """The time at which an empty message arrives; and the number of its rows, where 0 is in the way."""
 
@@ -112,9 +119,7 @@ class OfAll(Everything):
     @cached_property
     def _between(self) -> Tensor:
         """By distance, [distances, owners, passes]."""
-        between = torch.stack([counts.between for counts in self._passes], 2)
-        position = torch.arange(len(between))
-        return _or_never(between[position, (position + position[:, None]) % len(position)])
+        return _or_never(torch.stack([counts.by_distance() for counts in self._passes], 2))
 
     @cached_property
     def _by_place(self) -> tuple[Tensor, ...]:
@@ -156,6 +161,24 @@ class OfAll(Everything):
         return Counted(self._lent, 0, owner)
 
 
+class ColumnOfAll(Column):
+    """The rows that all columns of a mesh exchange, as numbers (`Counted`); asked for position 0.
+
+    staying: who reads which of the rows that stay, in each pass.
+    """
+
+    def __init__(self, rings: int, staying: Sequence[Reading]) -> None:
+        super().__init__(staying[0].size // rings, None, of_queries=False)
+        ring, self._rings = torch.arange(staying[0].size) // self.places, rings
+        together = (reading.together(self.places, by_ring=True) for reading in staying)
+        tables = [_by_distance(reading.counts.float(), ring) for reading in together]
+        self._needed = _or_never(torch.stack(tables, 2))
+
+    def needed(self, owner: int, reader: int) -> Carried:
+        """Return the staying rows of one position that another of its column needs."""
+        return Counted(self._needed, (reader - owner) // self.places % self._rings, owner)
+
+
 def _or_never(rows: Tensor) -> Tensor:
     return rows.masked_fill_(rows == 0, NEVER)
 
@@ -163,13 +186,24 @@ def _or_never(rows: Tensor) -> Tensor:
 class Moved:
     """Programs of all positions, from that of position 0: partner p becomes partner `to(p)[q]` of q."""
 
-    def __init__(self, nodes: int, intra: int) -> None:
-        self._nodes, self._intra = nodes, intra
+    def __init__(self, nodes: int, intra: int, rings: int) -> None:
+        self._nodes, self._intra, self._rings = nodes, intra, rings
         self._twice: dict[int, Tensor] = {}
+        self._on_mesh: dict[int, Tensor] = {}
 
     def to(self, position: int) -> Tensor:
-        """Return int64 [positions]: a view, since all moves over as many nodes lie in one table."""
-        m, l = divmod(position, self._intra)  # noqa: E741
+        """Return int64 [positions]."""
+        if self._rings == 1:
+            return self._on_ring(position)
+        if position not in self._on_mesh:
+            places = self._nodes * self._intra
+            ring = (torch.arange(self._rings) + position // places) % self._rings
+            self._on_mesh[position] = (ring[:, None] * places + self._on_ring(position % places)).flatten()
+        return self._on_mesh[position]
+
+    def _on_ring(self, place: int) -> Tensor:
+        """Return int64 [places]: a view, since all moves over as many nodes lie in one table."""
+        m, l = divmod(place, self._intra)  # noqa: E741
         size = self._nodes * self._intra
         if self._nodes == 1:
             m, l = l, 0  # noqa: E741  # one node of many positions moves as many nodes of one do
@@ -185,6 +219,6 @@ class Moved:
 
 
 @lru_cache(maxsize=64)
-def moved(nodes: int, intra: int) -> Moved:
-    """Return the moves of a ring of nodes x intra positions. Cached."""
-    return Moved(nodes, intra)
+def moved(nodes: int, intra: int, rings: int) -> Moved:
+    """Return the moves of rings of nodes x intra positions, side by side. Cached."""
+    return Moved(nodes, intra, rings)

@@ -32,6 +32,7 @@ def with_heads(
     *,
     by_part: bool,
     leaving: Mapping[int, Carried] | None = None,
+    on_mesh: bool = False,
 ) -> Program:
     """Put the all-to-all of a head group around the ring of the position that its members share.
 
@@ -48,10 +49,11 @@ def with_heads(
         moves: the bundles, rows and gradients of the pass.
         by_part: compute the first and last step member by member; else all rows at once.
         leaving: the steps after which results leave, and how many rows of them; default the last, all.
+        on_mesh: `ring` is a program of a mesh.
     """
     if leaving is None:
         leaving = {max(action.step for action in ring if isinstance(action, Compute)): None}
-    return tuple(_Member(ring, rank, placement, moves, by_part, leaving).actions())
+    return tuple(_Member(ring, rank, placement, moves, by_part, leaving, on_mesh).actions())
 
 
 class _Member(Group):
@@ -65,12 +67,13 @@ class _Member(Group):
         moves: Moves,
         by_part: bool,
         leaving: Mapping[int, Carried],
+        on_mesh: bool,
     ) -> None:
         super().__init__(placement.member(rank), placement.heads)
         self.ring, self.placement, self.moves, self.leaving = ring, placement, moves, leaving
         self.position = placement.position(rank)
-        self.on_mesh = any(isinstance(a, (Send, Recv)) and a.channel.link == Link.MESH for a in ring)
-        self.by_part = by_part and not self.on_mesh
+        self.on_mesh = on_mesh
+        self.by_part = by_part and not on_mesh
 
     def actions(self) -> Iterator[Action]:
         for kind in (Kind.BUNDLE,) * self.moves.bundle + (Kind.ROWS,) * self.moves.rows:

@@ -58,28 +58,33 @@ def staying_rows(plan: Plan, places: int, owner: int, reader: int, of_queries: b
 @cached_on_plan
 def reading_on_ring(plan: Plan, rings: int, ring: int, of_queries: bool) -> Reading:
     """Return who reads which rows on one ring of a mesh: a place reads for its whole column."""
-    whole = plan.reading(of_queries=of_queries)
+    whole = reading_of_columns(plan, rings, of_queries)
     places = whole.size // rings
     own = whole.owner // places == ring
-    read = whole.read[:, own].view(rings, places, -1).any(0)
-    return Reading(
-        places, whole.rows, whole.owner[own] - ring * places, whole.first[own], whole.length[own], read
-    )
+    owner, first, length = whole.owner[own] - ring * places, whole.first[own], whole.length[own]
+    return Reading(places, whole.rows, owner, first, length, whole.read[:, own])
+
+
+@cached_on_plan
+def reading_of_columns(plan: Plan, rings: int, of_queries: bool) -> Reading:
+    """Return which columns of a mesh read which rows, of all rings."""
+    whole = plan.reading(of_queries=of_queries)
+    return whole.together(whole.size // rings, by_ring=False)
 
 
 def with_columns(ring: Program, position: int, rings: int, column: Column, *, early: bool) -> Program:
     """Put the exchanges along a column around the program of a place on its ring.
 
-    The staying rows leave first. In the first step they are computed as they come, the own rows first; in the
-    last step the own rows come last, since the shares of others leave.
+    The staying rows leave first. In the first step they are computed as they come, the own rows first. In the
+    ring's last step the shares of others leave, and the own rows come last. Where a mask spares a position
+    that step, its shares leave then all the same: a column exchanges them together.
 
     Args:
         ring: the program of the position's place, between places of its ring.
         position: the position of the mesh.
         rings: the number of rings.
         column: the rows that the position's column exchanges.
-        early: let shares leave as soon as they are complete; else all at the end. Masks let the last steps of
-            a column differ, and a rank that waits for each hop at once would wait for theirs.
+        early: let shares leave in the last step; else after the ring.
     """
     return tuple(_Member(ring, position, rings, column, early).actions())
 
@@ -92,25 +97,32 @@ class _Member(Group):
         self.ring, self.position, self.column, self.early = ring, position, column, early
         self.first = position - position % column.places
         """The first position of the own ring."""
-        self.last = max(action.step for action in ring if isinstance(action, Compute))
+        self.last = column.places - 1
+        """The ring's last step."""
 
     def actions(self) -> Iterator[Action]:
         yield from self.leave(0, Kind.RESIDENT)
+        left = False
         for action in self.ring:
+            leaving = self.early and not left and action.step >= self.last
+            left |= leaving
             if isinstance(action, Compute):
-                yield from self.compute(replace(action, source=self.first + action.source))
-            elif isinstance(action, (Send, Recv)):
+                yield from self.compute(replace(action, source=self.first + action.source), leaving)
+                continue
+            if leaving:
+                yield from self.leave(self.last, Kind.SHARE)
+            if isinstance(action, (Send, Recv)):
                 yield replace(action, peer=self.first + action.peer)
             elif isinstance(action, Accumulate):
                 yield replace(action, source=self.first + action.source)
             else:
                 yield action
-        if not self.early:
+        if not left:
             yield from self.leave(action.step, Kind.SHARE)
         yield from self.arrive(action.step, Kind.SHARE)
 
-    def compute(self, action: Compute) -> Iterator[Action]:
-        entering, leaving = action.step == 0, action.step == self.last
+    def compute(self, action: Compute, leaving: bool) -> Iterator[Action]:
+        entering = action.step == 0
         for shifts in (*self.shifts, [0]) if leaving and not entering else ([0], *self.shifts):
             for shift in shifts:
                 if entering and shift:
@@ -118,7 +130,7 @@ class _Member(Group):
                 resident = self.peer(self.after(-shift))
                 if self.column.meet(resident, action.source) or resident == action.source:
                     yield replace(action, resident=resident)
-            if self.early and leaving and shifts != [0]:
+            if leaving and shifts != [0]:
                 yield from self.exchange(action.step, Kind.SHARE, shifts)
 
     def arrive(self, step: int, kind: Kind) -> Iterator[Action]:

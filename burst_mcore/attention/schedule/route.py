@@ -33,7 +33,7 @@ from burst_mcore.attention.schedule.actions import Pass, Program
 from burst_mcore.attention.schedule.carried import EVERYTHING, Hops, Itinerary, OfPosition
 from burst_mcore.attention.schedule.direct import direct
 from burst_mcore.attention.schedule.heads import Moves, with_heads
-from burst_mcore.attention.schedule.mesh import Column, reading_on_ring, with_columns
+from burst_mcore.attention.schedule.mesh import Column, reading_of_columns, reading_on_ring, with_columns
 from burst_mcore.attention.schedule.ring import double_ring, without_overlap
 
 
@@ -155,9 +155,12 @@ def itinerary(plan: Plan, nodes: int, intra: int, turn: int, of_queries: bool) -
 
 
 @cached_on_plan
-def itinerary_on_mesh(plan: Plan, route: Route, ring: int, of_queries: bool) -> Itinerary:
-    """Return the itinerary of the bundles of one ring of a mesh."""
-    reading = reading_on_ring(plan, route.rings, ring, of_queries)
+def itinerary_on_mesh(plan: Plan, route: Route, ring: int | None, of_queries: bool) -> Itinerary:
+    """Return the itinerary of the bundles of one ring of a mesh; None: of all rings."""
+    if ring is None:
+        reading = reading_of_columns(plan, route.rings, of_queries)
+    else:
+        reading = reading_on_ring(plan, route.rings, ring, of_queries)
     return Itinerary(reading, route.nodes, route.intra, route.turn)
 
 
@@ -167,7 +170,8 @@ def _around(ring: Program, rank: int, route: Route, pass_: Pass, plan: Plan | No
         column = Column(route.places, plan, of_queries=pass_ == Pass.QUERY)
         ring = with_columns(ring, route.placement.position(rank), route.rings, column, early=route.overlap)
     if route.heads > 1:
-        ring = with_heads(ring, rank, route.placement, PASSES[pass_], by_part=route.overlap)
+        mesh = route.rings > 1
+        ring = with_heads(ring, rank, route.placement, PASSES[pass_], by_part=route.overlap, on_mesh=mesh)
     return ring if route.overlap else without_overlap(ring)
 
 

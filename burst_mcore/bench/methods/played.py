@@ -1,6 +1,6 @@
 """Attention on a cluster as programs that processes play: real messages, and waits in the place of kernels.
 
-Our programs are the programs that ranks run; programs of other projects are the cost model's. Both are
+Our programs are the programs that ranks run; other projects run their own loops (`plan.loops`). Both are
 made for the problem on the cluster. Only the bytes of a message and the pace of the clock are scaled.
 """
 
@@ -50,7 +50,7 @@ from burst_mcore.bench.core import Method, World
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
-from burst_mcore.plan.methods import Parts, Way, parts_of, seconds_of, way_of
+from burst_mcore.plan.methods import Parts, Way, parts_of, programs_of, seconds_of, way_of
 from burst_mcore.plan.rows import Row
 from burst_mcore.rates import Rates
 
@@ -231,16 +231,25 @@ def _in_turn(parts: Parts, way: Way, rank: int, rates: Rates) -> Iterator[Part]:
     position, member = divmod(rank, way.heads)
     into = [Kind.BUNDLE] * moves.bundle + [Kind.ROWS] * moves.rows
     out = [Kind.RESULT] + [Kind.SUM] * moves.gradients
-    drawn = schedule(ring.route, ring.pass_, parts.plan)
-    if rank == 0:
-        verify(drawn, parts.groups.intra)
-    program = tuple(_of_member(action, way.heads, member) for action in drawn.programs[position])
-    sent = mean_bytes(drawn.programs, ring.sizes, parts.groups.intra)
+    programs = _programs(parts, way, rank)
+    program = tuple(_of_member(action, way.heads, member) for action in programs[position])
+    sent = mean_bytes(programs, ring.sizes, parts.groups.intra)
     slowed = 0.0 if way.gathers else slowdown_seconds(sent, rates)
     exchanged = Sizes(dict(parts.parcels), 1)
     yield Part(exchange(rank, way.heads, into), exchanged, _nothing, 0.0)
     yield Part(program, ring.sizes, partial(ring.work.of_action, position), slowed)
     yield Part(exchange(rank, way.heads, out), exchanged, _nothing, parts.after)
+
+
+def _programs(parts: Parts, way: Way, rank: int) -> tuple[Program, ...]:
+    """Return the programs of all places: another project's loop, or ours, which rank 0 verifies."""
+    ring = parts.ring
+    if way.loop is not None:
+        return tuple(programs_of(way.loop, ring.route, ring.pass_))
+    drawn = schedule(ring.route, ring.pass_, parts.plan)
+    if rank == 0:
+        verify(drawn, parts.groups.intra)
+    return drawn.programs
 
 
 def _nothing(action: Compute) -> float:
@@ -287,7 +296,7 @@ BURST = BurstConfig(ring="double", head_parallel=1, backward="query")
 """The paper's method."""
 FIELD = {
     "flat ring": ("ring", "basic"),
-    "zigzag ring": ("ring", "zigzag"),
+    "zigzag ring": ("ring", ""),
     "double ring": ("double-ring", "zigzag"),
     "Ulysses": ("ulysses", "zigzag"),
     "USP": ("usp", "zigzag"),

@@ -22,6 +22,7 @@ from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.tiles import Tile
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
 from burst_mcore.attention.kernels.table import choose
+from burst_mcore.attention.numerics.latent import Expansion
 from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.attention.runtime.executor import Bundle
 from burst_mcore.attention.schedule.actions import Channel, Pass, Recv, Send
@@ -130,7 +131,8 @@ def idle(kernel: Kernel) -> Kernel:
 class VirtualRank:
     """A rank in the middle of a ring of `size`, with `shape.tokens` tokens of its own.
 
-    With `works=False` its kernel is `idle`: what its passes take is what is done around kernels.
+    With `works=False` its kernel is `idle`: what its passes take is what is done around kernels. On a mesh
+    the `size` ranks form `rings` rings. Where the latent travels, `k` and `v` are it and its rope key.
     """
 
     def __init__(
@@ -144,6 +146,7 @@ class VirtualRank:
         works: bool = True,
         direction: Pass = Pass.QUERY,
         device: str = "cuda",
+        rings: int = 1,
     ) -> None:
         self.shape, self.device = shape, torch.device(device)
         heads, dims = (shape.heads, shape.kv_heads), (shape.head_dim, shape.value_dim)
@@ -154,25 +157,44 @@ class VirtualRank:
         chosen = choose(kernel, problem)
         self.call = Call(
             rank=size // 2,
-            route=Route(nodes=1, intra=size),
+            route=Route(nodes=1, intra=size // rings, rings=rings),
             plan=plan_for(Layout("zigzag"), mask, n, size),
             scores=Scores(shape.head_dim**-0.5),
             problem=problem,
             kernel=chosen if works else idle(chosen),
             direction=Pass(direction),
             grad_dtype=shape.grad_dtype,
-            kv_heads=shape.kv_heads,
+            kv_heads=shape.carried[0],
+            latent_travels=shape.latent_travels,
         )
 
         def draw(heads: int, dim: int) -> Tensor:
             return torch.randn(shape.batch, shape.tokens, heads, dim, device=self.device).to(shape.dtype)
 
-        self.q, self.k = draw(shape.heads, shape.head_dim), draw(shape.kv_heads, shape.head_dim)
-        self.v, self.dout = draw(shape.kv_heads, shape.value_dim), draw(shape.heads, shape.value_dim)
+        self.q, self.dout = draw(shape.heads, shape.head_dim), draw(shape.heads, shape.value_dim)
+        self.up: Tensor | None = None
+        self.keys: Keys
+        """K and V of all heads, for the kernel alone."""
+        if shape.latent is None:
+            self.k, self.v = draw(shape.kv_heads, shape.head_dim), draw(shape.kv_heads, shape.value_dim)
+            self.keys = Keys(self.k, self.v)
+        else:
+            (width, rope), made = shape.latent, shape.head_dim - shape.latent[1] + shape.value_dim
+            self.k, self.v = draw(1, width), draw(1, rope)
+            up = torch.randn(shape.heads, width, made, device=self.device) / width**0.5
+            self.up = up.to(shape.dtype)
+            self.keys = Keys(*Expansion(self.up, range(shape.heads), shape.value_dim).expand(self.k, self.v))
+
+    @property
+    def expansion(self) -> Expansion | None:
+        """The weights of the latent, for one pass."""
+        if self.up is None:
+            return None
+        return Expansion(self.up, range(self.shape.heads), self.shape.value_dim)
 
     def forward(self) -> Attended:
         """Run this rank's forward."""
-        return forward(self.call, self.transport, self.q, self.k, self.v)
+        return forward(self.call, self.transport, self.q, self.k, self.v, expansion=self.expansion)
 
     def queries(self, done: Attended) -> Queries:
         """Return the query side of its backward, for which D is formed."""
@@ -180,13 +202,12 @@ class VirtualRank:
 
     def backward(self, done: Attended) -> tuple[Tensor, Tensor, Tensor]:
         """Run this rank's backward, D included."""
-        return backward(self.call, self.transport, self.queries(done), Keys(done.k, done.v), done.out)
+        keys = Keys(done.k, done.v)
+        return backward(self.call, self.transport, self.queries(done), keys, done.out, self.expansion)
 
     def tiles(self, pass_: Pass) -> list[Tile]:
         """Return the tiles of a pass."""
-        here, sources = self.call.position, range(self.call.route.positions)
-        pairs = [(source, here) if pass_ == Pass.QUERY else (here, source) for source in sources]
-        return [tile for pair in pairs for tile in self.call.tiles(*pair)]
+        return [tile for tiles in self.call.tiles_of_pass(pass_) for tile in tiles]
 
     @property
     def pairs(self) -> int:
@@ -195,10 +216,10 @@ class VirtualRank:
 
     def bare_forward(self) -> None:
         """Run the kernel alone on the tiles of the forward."""
-        Tiles(self.call.kernel, self.tiles(Pass.FORWARD), (self.q, self.k, self.v, self.dout)).forward()
+        Tiles(self.call.kernel, self.tiles(Pass.FORWARD), (self.q, *self.keys, self.dout)).forward()
 
     def bare_backward(self, queries: Queries, out: Tensor) -> None:
         """Run the kernel alone on the tiles of the backward, with its `queries`; out stands for itself."""
         for tile in self.tiles(self.call.direction):
-            inputs = inputs_of(tile, queries, Keys(self.k, self.v), out)
+            inputs = inputs_of(tile, queries, self.keys, out)
             self.call.kernel.backward(inputs, tile.pattern, self.call.scores)

@@ -44,6 +44,15 @@ class VirtualCase(SquareCase):
     """Of that rank."""
     source: str = one_of("device", FROM)
     direction: str = one_of("query", ("query", "kv"))
+    rings: int = 1
+    """Rings side by side, of a mesh of so many ranks in all."""
+    latent: bool = False
+    """A latent travels, as wide beside a head as DeepSeek-V3's, of whose keys a third is the rope key."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.size % self.rings:
+            raise ValueError(f"rings must divide size, got {self.rings} and {self.size}")
 
     @property
     def seen(self) -> Mask:
@@ -54,7 +63,8 @@ class VirtualCase(SquareCase):
     def square(self) -> SquareCase:
         """A small square with the mask in proportion, on which kernels are compared: a ring of one."""
         n = min(self.tokens, CHOOSING_TOKENS)
-        return replace(self, size=1, tokens=n, mask=shortened(self.mask, self.tokens * self.size, n))
+        mask = shortened(self.mask, self.tokens * self.size, n)
+        return replace(self, size=1, rings=1, tokens=n, mask=mask)
 
     def rank(self, kernel: str, device: str, source: str, works: bool = True) -> VirtualRank:
         """Return the rank, with bundles from `source`."""
@@ -62,10 +72,11 @@ class VirtualCase(SquareCase):
         share = Shard(
             batch=1, tokens=self.tokens, heads=self.heads, kv_heads=kv_heads, head_dim=head_dim,
             value_dim=value_dim, dtype=DTYPES[self.dtype],
+            latent=(8 * head_dim // 3, head_dim // 3) if self.latent else None, latent_travels=self.latent,
         )  # fmt: skip
         return VirtualRank(
             share, self.size, mask=self.seen, source=source, kernel=kernel, works=works,
-            direction=Pass(self.direction), device=device,
+            direction=Pass(self.direction), device=device, rings=self.rings,
         )  # fmt: skip
 
     @classmethod

@@ -1,0 +1,288 @@
+"""The rings of other projects: the messages of their loops, and the bytes that they move around kernels.
+
+Every number here was read in the source that is named beside it. None of them is fitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from burst_mcore.attention.autotune.cost import Passes
+from burst_mcore.attention.schedule.actions import (
+    HOME,
+    Action,
+    Channel,
+    Compute,
+    Kind,
+    Link,
+    Program,
+    Recv,
+    Send,
+    Wait,
+)
+
+_DATA, _GRADIENT = Channel(Link.INTRA, Kind.DATA), Channel(Link.INTRA, Kind.GRADIENT)
+_ROUNDED = Channel(Link.INTRA, Kind.TOTAL)
+_NEXT, _NEXT_ROUNDED = Channel(Link.INTER, Kind.DATA), Channel(Link.INTER, Kind.TOTAL)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place on a ring of `nodes` windows of `intra` places each."""
+
+    position: int
+    nodes: int
+    intra: int
+
+    def at(self, rounds: int, steps: int) -> int:
+        """Return the place so many windows, and places of the window, ahead."""
+        m, l = divmod(self.position, self.intra)  # noqa: E741
+        return (m + rounds) % self.nodes * self.intra + (l + steps) % self.intra
+
+    def hop(self, step: int, channel: Channel, turn: int = 1) -> list[Action]:
+        """Return one hop of all rows: to the next place, or between windows."""
+        ahead = (turn, 0) if channel.link == Link.INTER else (0, turn)
+        back, on = self.at(-ahead[0], -ahead[1]), self.at(*ahead)
+        return [Recv(step, channel, str(channel), back), Send(step, channel, str(channel), on)]
+
+
+def follows(place: Place, *, gradients: bool) -> Program:
+    """Return a ring whose gradients make a hop after each kernel, the last of them too.
+
+    K and V of the next step leave before the kernel. Gradients leave after the kernel, and are awaited after
+    the next kernel. Both use the same communicator, so they travel one after another.
+    """
+    actions: list[Action] = []
+    for step in range(place.intra):
+        last = step == place.intra - 1
+        if not last:
+            actions += place.hop(step, _DATA)
+        actions.append(Compute(step, place.at(0, -step), HOME))
+        if gradients and step:
+            actions.append(Wait(step, _GRADIENT))
+        if not last:
+            actions.append(Wait(step, _DATA))
+        if gradients and place.intra > 1:
+            actions += place.hop(step, _GRADIENT)
+    if gradients and place.intra > 1:
+        actions.append(Wait(place.intra, _GRADIENT))
+    return tuple(actions)
+
+
+def together(place: Place, *, gradients: bool) -> Program:
+    """Return a ring whose K, V and gradients leave together, before the kernel.
+
+    Backward starts with the K and V that came last in forward, and turns the other way. So gradients are at
+    home after the last kernel, and make one hop less than there are steps.
+    """
+    actions: list[Action] = []
+    for step in range(place.intra):
+        last, turn = step == place.intra - 1, -1 if gradients else 1
+        waits = []
+        if not last:
+            actions += place.hop(step, _DATA, turn)
+            waits.append(Wait(step, _DATA))
+        if gradients and step:
+            actions += place.hop(step, _GRADIENT, turn)
+            waits.append(Wait(step, _GRADIENT))
+        source = place.at(0, step + 1) if gradients else place.at(0, -step)
+        actions += [Compute(step, source, HOME), *waits]
+    return tuple(actions)
+
+
+def windows(place: Place, *, gradients: bool, rounded: bool = False) -> Program:
+    """Return a double ring whose gradients go home within each window, and then on to the next window.
+
+    Gradients within the first window are float32, unless all are `rounded`. Nothing is computed while the
+    last hop of a window is awaited.
+    """
+    actions: list[Action] = []
+    for window in range(place.nodes):
+        first, onward = window * place.intra, window + 1 < place.nodes
+        within = _ROUNDED if rounded or window else _GRADIENT
+        if onward:
+            actions += place.hop(first, _NEXT)
+        actions += _window(place, window, within if gradients else None)
+        if gradients and place.nodes > 1:
+            actions += place.hop(first + place.intra - 1, _NEXT_ROUNDED)
+        if onward:
+            actions.append(Wait(first + place.intra - 1, _NEXT))
+    if gradients and place.nodes > 1:
+        actions.append(Wait(place.nodes * place.intra, _NEXT_ROUNDED))
+    return tuple(actions)
+
+
+def _window(place: Place, window: int, gradient: Channel | None) -> Iterator[Action]:
+    """Yield the steps of one window; gradient: the channel within the window, None in forward."""
+    for i in range(place.intra):
+        step, last = window * place.intra + i, i == place.intra - 1
+        if not last:
+            yield from place.hop(step, _DATA)
+        yield Compute(step, place.at(-window, -i), HOME)
+        if gradient and (i or window):
+            yield Wait(step, gradient if i else _NEXT_ROUNDED)
+        if gradient and place.intra > 1:
+            yield from place.hop(step, gradient)
+        if not last:
+            yield Wait(step, _DATA)
+    if gradient and place.intra > 1:
+        yield Wait(window * place.intra + place.intra - 1, gradient)
+
+
+def windows_rounded(place: Place, *, gradients: bool) -> Program:
+    """Return `windows` with all gradients in 16 bits."""
+    return windows(place, gradients=gradients, rounded=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """How a project's ring runs."""
+
+    source: str
+    """Repository, commit, file and function."""
+    draw: Callable[..., Program]
+    """Place, and whether gradients follow -> its program."""
+    float32: bool
+    """Whether gradients travel in float32 (`Kind.GRADIENT`), else in the dtype of K and V."""
+    passes: Passes
+    """Bytes of memory around a kernel call, for an element."""
+    repeats: float = 0.0
+    """The same for an element of dK and dV and each query head of its group, where K and V are repeated."""
+
+    def passes_of(self, group: int) -> Passes:
+        """Return the bytes around a call, where `group` query heads share a key head."""
+        return replace(self.passes, travels=self.passes.travels + self.repeats * group)
+
+
+RING_FLASH = Loop(
+    source=(
+        "zhuzilin/ring-flash-attention@8996282: ring_flash_attn/zigzag_ring_flash_attn.py, "
+        "zigzag_ring_flash_attn_backward; utils.py, update_out_and_lse. The same in "
+        "feifeibear/long-context-attention@b93c30e: yunchang/ring"
+    ),
+    draw=follows,
+    float32=True,
+    passes=Passes(out=10.0, stays=10.0, travels=10.0, stand_in=0.0),
+)
+"""One kernel reads a result (2 bytes), and merges or adds it to a float32 sum (4 read, 4 written)."""
+
+INTERNEVO = Loop(
+    source=(
+        "InternLM/InternEvo@23c67ed: internlm/model/ops/ring_flash_attn/"
+        "zigzag_ring_flash_attn_with_sliding_window.py, zigzag_double_ring_flash_attn_backward"
+    ),
+    draw=windows,
+    float32=True,
+    passes=RING_FLASH.passes,
+)
+"""Sums are float32 in the first window, and 16 bits from one window to the next."""
+
+TRANSFORMER_ENGINE = Loop(
+    source=(
+        "NVIDIA/TransformerEngine@d0067d0: transformer_engine/pytorch/attention/dot_product_attention/"
+        "context_parallel.py, AttnFuncWithCPAndKVP2P, flash_attn_fwd_out_correction"
+    ),
+    draw=together,
+    float32=False,
+    passes=Passes(out=6.0, stays=6.0, travels=10.0, stand_in=0.0),
+)
+"""All sums have 16 bits (2 read twice, 2 written); dK and dV are joined first (2 read, 2 written)."""
+_MAGI = "SandAI-org/MagiAttention@2c64135: exps/dist_attn/baselines/"
+_HOPPER = Passes(
+    out=6.0 + 1 + 4 + 6, stays=6.0 + 3 + 12 + 6, travels=10.0 + 1 + 4 + 6, stand_in=0.0, keys=1.0 + 4
+)
+"""As in TransformerEngine. Besides, halves of operands are copied out (4 for half of the rows in half of the
+steps: 1 for each operand). FlashAttention 3 gets operands that were gathered by row (2 read, 2 written), and
+its results are scattered into zeros (4 written, 2 read)."""
+_BLACKWELL = Passes(out=6.0 + 1, stays=6.0 + 3, travels=10.0 + 1 + 4, stand_in=0.0, keys=1.0)
+"""As on Hopper, but cuDNN takes operands as they are. Backward repeats K and V for each query head."""
+MAGI_RING = {
+    9: Loop(
+        source=_MAGI + "ring_attn.py, FA3RingAttnFunc; utils_cp.py, _fa3_varlen_forward",
+        draw=together,
+        float32=False,
+        passes=_HOPPER,
+    ),
+    10: Loop(
+        source=_MAGI + "ring_attn.py, TERingAttnFunc",
+        draw=together,
+        float32=False,
+        passes=_BLACKWELL,
+        repeats=4.0,
+    ),
+}
+"""The ring in MagiAttention's benchmark, by major compute capability."""
+MAGI_DOUBLE_RING = {
+    9: replace(MAGI_RING[9], source=_MAGI + "loongtrain.py, FA3DoubleRingAttnFunc", draw=windows_rounded),
+    10: replace(MAGI_RING[10], source=_MAGI + "loongtrain.py, TEDoubleRingAttnFunc", draw=windows_rounded),
+}
+"""LoongTrain's double ring there."""
+MAGI_ULYSSES = {
+    9: Loop(
+        source=_MAGI + "ulysess.py, FA3UlysessAttnFunc",
+        draw=follows,
+        float32=False,
+        passes=Passes(out=10.0, stays=18.0, travels=10.0, stand_in=0.0, keys=4.0),
+    )
+}
+"""Ulysses there, on Hopper: operands gathered and results scattered around one kernel call."""
+DEEPSPEED = Loop(
+    source="deepspeedai/DeepSpeed: deepspeed/sequence/layer.py, DistributedAttention",
+    draw=follows,
+    float32=False,
+    passes=Passes(out=0.0, stays=0.0, travels=0.0, stand_in=0.0),
+)
+"""One kernel call between exchanges of heads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gather:
+    """How a project runs attention after a gather of K and V, a call for each half of its queries."""
+
+    source: str
+    passes: Passes
+    """Bytes of memory for an element of Q and O."""
+    forward: float
+    """Bytes of memory for an element of all ranks' K and V."""
+    backward: float
+    read: float = 0.0
+    """The same in both passes for the elements that each call reads."""
+    read_backward: float = 0.0
+    repeats: float = 0.0
+    """The same in backward for each query head of a group, where K and V are repeated."""
+
+    def gathered(self, *, forward: bool, reads: float, group: int) -> float:
+        """Return the bytes for an element of all ranks' K and V; reads: times that calls read all of it."""
+        if forward:
+            return self.forward + self.read * reads
+        return self.backward + (self.read + self.read_backward) * reads + self.repeats * group
+
+
+TE_GATHER = Gather(
+    source=TRANSFORMER_ENGINE.source.split(",")[0] + ", AttnFuncWithCPAndKVAllGather",
+    passes=Passes(out=4.0, stays=4.0, travels=0.0, stand_in=0.0),
+    forward=4.0,
+    backward=4.0 + 12 + 4,
+)
+"""K and V are put in order (2 read, 2 written), gradients of both calls added (6 each), put in order."""
+MAGI_GATHER = {
+    9: Gather(
+        source=_MAGI + "ring_attn.py, FA3RingAGAttnFunc",
+        passes=Passes(out=4.0 + 4 + 6 + 4, stays=8.0 + 12 + 6 + 4, travels=0.0, stand_in=0.0),
+        forward=4.0,
+        backward=4.0 + 2 + 2 * 2 + 12 + 4,
+        read=4.0,
+        read_backward=4.0,
+    ),
+    10: Gather(
+        source=_MAGI + "ring_attn.py, TERingAGAttnFunc",
+        passes=Passes(out=4.0 + 4, stays=8.0 + 4, travels=0.0, stand_in=0.0),
+        forward=4.0,
+        backward=4.0 + 2 + 12 + 4 + 6,
+        repeats=2.0 + 4,
+    ),
+}
+"""As in TransformerEngine. Besides, halves are copied out, and results into their half (4 each). On Hopper
+operands are gathered by row (4) and results scattered (2 read, 2 written) into zeros (2). Sums start at zero
+(2). On Blackwell, in backward, K and V are repeated once, and their gradients summed by both calls."""
