@@ -289,7 +289,7 @@ def test_the_papers_steps_are_predicted():
     assert len(ablation) == 10
     assert sum(abs(one.error) <= bars[one.entries["metric"]] for one in ablation) >= 9
     nodes = [one for one in report.judged if one.entries.get("name", "").startswith("inter_node")]
-    assert len(nodes) == 6 and all(abs(one.error) <= 0.08 for one in nodes)
+    assert len(nodes) == 6 and all(abs(one.error) <= bars[one.entries["metric"]] for one in nodes)
     burst = [one for one in report.judged if one.entries.get("name", "").startswith("end_to_end/burst")]
     assert len(burst) == 20 and all(abs(one.error) <= 0.15 for one in burst)
     megatron = [one for one in report.compared if "end_to_end/megatron" in one.entries.get("name", "")]

@@ -146,14 +146,14 @@ def test_explain_shows_all_ways_the_choice_and_why():
 
 
 def test_explain_names_heads_across_nodes_and_puts_bytes_beside_the_bound():
-    """Eight heads on four nodes with slow links: all-to-alls between nodes, rings of four within."""
+    """Eight heads on four nodes with slow links: all-to-alls between nodes, rings of eight within."""
     call = "--heads 8 --kv-heads 8 --seq 32K --mask full --dtype bfloat16 --cluster l20:4x8 --ring double"
     done = CliRunner().invoke(app, ["explain", *call.split()])
     assert done.exit_code == 0, done.output
     lines = done.output.splitlines()
     rows = [re.split(r"  +", line.strip()) for line in lines if re.search(r"\d x \d", line)][:-1]
-    assert rows[0][:5] == ["*", "8 outer", "query", "double", "1 x 4"]
-    assert "chosen: ring='double', head_parallel=8, head_placement='outer', backward='query'" in done.output
+    assert rows[0][:5] == ["*", "4 outer", "query", "double", "1 x 8"]
+    assert "chosen: ring='double', head_parallel=4, head_placement='outer', backward='query'" in done.output
     bound = float(re.search(r"bound: ([\d.]+) MB between nodes", done.output)[1])
     for row in rows:
         assert float(row[-1]) == pytest.approx(float(row[-3]) / bound, rel=2e-3)

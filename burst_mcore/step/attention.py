@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from burst_mcore.attention.autotune.decide import fastest, without_layout
-from burst_mcore.attention.autotune.search import MESHED
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
@@ -18,9 +17,9 @@ from burst_mcore.rates import Rates
 OPEN = BurstConfig(head_parallel="auto")
 """Settings that leave all but the layout to the cost model."""
 LAYOUTS = ("zigzag", "contiguous", "striped")
-"""Layouts that are tried for masks other than "causal" and "full", for which zigzag is balanced.
-
-Every layout is simulated rank by rank, so over more ranks than `MESHED` only one is tried."""
+"""Layouts that are tried for masks other than "causal" and "full", for which zigzag is balanced."""
+COMPARED = 64
+"""Ranks up to which layouts are compared: each is planned rank by rank, which takes seconds on more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +80,7 @@ def _layouts(mask: str, seq: int, ranks: int) -> tuple[str, ...]:
     """Return the layouts to try, the first that is balanced or local on many ranks."""
     if mask in ("causal", "full") or ranks == 1:
         return LAYOUTS[:1]
-    if ranks <= MESHED:
+    if ranks <= COMPARED:
         return LAYOUTS
     return ("contiguous",) if mask_of(mask, seq).has_window else LAYOUTS[:1]
 
