@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -92,9 +93,11 @@ def _process(
         )
         answer = (rank, function(rank, size, *args), None)
         results.put(pickle.dumps(answer))  # as bytes: tensors would stay in this process's shared memory
-        dist.barrier()
     except BaseException:
         results.put(pickle.dumps((rank, None, traceback.format_exc())))
+        return
+    with contextlib.suppress(RuntimeError):  # messages of a failed pass that nobody read reset connections
+        dist.barrier()  # so that nobody leaves while others still work
 
 
 def torchrun(size: int, *words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
