@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -144,6 +144,10 @@ class CallTime:
         return kernel + part * self.per_row
 
 
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+"""Head dims of flash-attention's kernels: others are padded (csrc/flash_attn/src/static_switch.h)."""
+
+
 def call_time(shard: Shard, pass_: Pass, rates: Rates, passes: Passes = OURS, *, rings: int = 1) -> CallTime:
     """Return the time of kernel calls in a pass over `shard`'s heads.
 
@@ -152,13 +156,19 @@ def call_time(shard: Shard, pass_: Pass, rates: Rates, passes: Passes = OURS, *,
     forward = Pass(pass_) == Pass.FORWARD
     compute = rates.compute if forward else rates.backward or rates.compute
     softmax = shard.batch * shard.heads * rates.per_exponential
-    per_pair = pass_flops(shard, 1, pass_) / compute + softmax
+    computed = replace(shard, head_dim=_padded(shard.head_dim), value_dim=_padded(shard.value_dim))
+    per_pair = pass_flops(computed, 1, pass_) / compute + softmax
     wave = rates.wave if forward or rates.wave_backward is None else rates.wave_backward
     idle = wave / 2 / (shard.batch * shard.heads)
     per_row = (rates.fill + idle) * per_pair + _bytes_around(shard, Pass(pass_), passes) / rates.memory
     if shard.latent_travels:
         per_row += expansions(pass_, rings) * expansion_seconds(shard, pass_, rates)
     return CallTime(per_pair, per_row)
+
+
+def _padded(dim: int) -> int:
+    """Return the head dim that a kernel computes: the next in `HEAD_DIMS`."""
+    return next((to for to in HEAD_DIMS if dim <= to), dim)
 
 
 def expansions(pass_: Pass, rings: int) -> float:
