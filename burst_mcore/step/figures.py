@@ -48,7 +48,8 @@ class Step:
     @cached_property
     def memory(self) -> dict[str, float]:
         """Bytes of a rank, by kind."""
-        return stack(self.model, self.way, self.seq, self.attention.direction, self.attention.nodes)
+        runs = self.attention
+        return stack(self.model, self.way, self.seq, runs.direction, runs.nodes, runs.head_parallel)
 
     @cached_property
     def times(self) -> Times:

@@ -10,7 +10,7 @@ from burst_mcore.attention.shard import Shard
 from burst_mcore.loss.chunked import CHUNK_BYTES
 from burst_mcore.loss.products import VOCABULARY_BLOCK, Products
 from burst_mcore.step.model import Model
-from burst_mcore.step.parts import MODULES, Chunks, ends, kept, layers
+from burst_mcore.step.parts import MODULES, Chunks, ends, kept, layers, on_gpu
 from burst_mcore.step.way import Way
 
 ADAM = 12
@@ -38,14 +38,17 @@ def shard_of(model: Model, way: Way, seq: int) -> Shard:
     )
 
 
-def stack(model: Model, way: Way, seq: int, direction: str = "query", nodes: int = 1) -> dict[str, float]:
+def stack(
+    model: Model, way: Way, seq: int, direction: str = "query", nodes: int = 1, heads: int = 1
+) -> dict[str, float]:
     """Return bytes of a rank by kind at the worst moment.
 
     Args:
         direction: the side that travels in attention's backward.
         nodes: nodes of the ring; two rings are under way at once if there are several.
+        heads: ranks that share heads.
     """
-    found = _moments(model, way, seq, direction, nodes, ON_GPU)
+    found = _moments(model, way, seq, direction, nodes, ON_GPU, heads)
     return _merged(max((stacks for _, stacks in found), key=lambda stacks: sum(map(total, stacks))))
 
 
@@ -62,16 +65,18 @@ def moments(
 
 
 def _moments(
-    model: Model, way: Way, seq: int, direction: str, nodes: int, chunks: Chunks
+    model: Model, way: Way, seq: int, direction: str, nodes: int, chunks: Chunks, heads: int = 1
 ) -> Iterator[tuple[str, Sequence[dict[str, float]]]]:
     """Yield each moment and its bytes, as stacks that add up."""
     shard = shard_of(model, way, seq)
     kinds, last = layers(model, way, shard), ends(model, way, shard, chunks)
-    held = {
-        **states(model, way),
-        **_inputs(model, way, shard),
-        "ring buffers": ring_bytes(shard, way, direction, nodes),
-    }
+    alone = heads == way.cp > 1
+    buffers = (
+        {"exchanged heads": exchanged_bytes(shard, way)}
+        if alone
+        else {"ring buffers": ring_bytes(shard, way, direction, nodes)}
+    )
+    held = {**states(model, way), **_inputs(model, way, shard), **buffers}
     waiting = 0.0 if way.recomputes else in_flight(model, way)
     others = [_times(waiting * share, kept(parts)) for share, parts in kinds]
     yield "forward", (held, *others, kept(last))
@@ -128,10 +133,15 @@ def parameters(model: Model, way: Way) -> tuple[tuple[float, int], tuple[float, 
 
 
 def states(model: Model, way: Way) -> dict[str, float]:
-    """Return bytes of weights, gradients and optimizer. Megatron sums gradients in float32."""
+    """Return bytes of weights, gradients and optimizer. Megatron sums gradients in float32.
+
+    DeepSpeed's gradients go to the host where its optimizer is (arXiv 2101.06840, section 4.1).
+    """
     own = parameters(model, way)
     whole, sharded = sum(n for n, _ in own), sum(n / ranks for n, ranks in own)
     gradient = 4 if way.framework == "megatron" else 2
+    if way.offload_optimizer and way.zero >= 2 and way.framework.endswith("deepspeed"):
+        gradient = 0
     return {
         "weights": 2 * (sharded if way.zero >= 3 else whole),
         "gradients": gradient * (sharded if way.zero >= 2 else whole),
@@ -150,10 +160,11 @@ def _inputs(model: Model, way: Way, shard: Shard) -> dict[str, float]:
     if not way.recomputes:
         return {}
     layers = in_flight(model, way)
-    on_device = min(layers, 2) if way.offload_activations else layers  # one in use, one on its way
+    on_device = min(layers, 2)  # of what waits on the host: one in use, one on its way
+    inputs, kept = (on_device if host else layers for host in (way.offload_inputs, way.offload_activations))
     return {
-        "inputs of layers": layers * 2.0 * shard.tokens / way.tp * model.hidden,
-        "kept attention": on_device * shard.result_bytes * way.kept,
+        "inputs of layers": inputs * 2.0 * shard.tokens / way.tp * model.hidden,
+        "kept attention": kept * shard.result_bytes * way.kept,
     }
 
 
@@ -168,6 +179,11 @@ def ring_bytes(shard: Shard, way: Way, direction: str, nodes: int) -> float:
     stays = shard.bundle_bytes(of_queries=direction != "query")[1]
     hops = min(2, way.cp - 1)
     return float(hops * ((2 if nodes > 1 else 1) * data + gradient) + stays)
+
+
+def exchanged_bytes(shard: Shard, way: Way) -> float:
+    """Return bytes of the gradients of Q, K and V before and after an exchange of heads, where no ring is."""
+    return 2.0 * (shard.q_bytes + shard.kv_bytes) * on_gpu(shard, way)
 
 
 def _gathered(model: Model, way: Way) -> float:
@@ -188,7 +204,7 @@ def _tied(model: Model, way: Way) -> float:
 
     Fused kernels add it to Megatron's own buffer at once.
     """
-    waits = way.modules == "deepspeed" or (way.modules == "megatron, local" and not way.fused_loss)
+    waits = way.framework.endswith("deepspeed") or (way.modules == "megatron, local" and not way.fused_loss)
     return 2.0 * model.head / way.tp if model.tied and way.pp == 1 and waits else 0.0
 
 

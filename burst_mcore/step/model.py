@@ -103,6 +103,11 @@ class Model:
         return dense + self.sparse_layers * (each + self.hidden * self.experts)
 
     @property
+    def mlp_first(self) -> float:
+        """Those of `mlp_active` that multiply the input of an MLP."""
+        return self.mlp_active * (2 / 3 if self.gated else 1 / 2)
+
+    @property
     def head(self) -> int:
         """Parameters of the LM head."""
         return self.vocab * self.hidden

@@ -47,6 +47,8 @@ class Modules:
     """Logits that are not fused."""
     copies: Bytes
     """Copies of tokens for experts."""
+    matrices: int = 4
+    """Modules of a dense layer that have a matrix: of Q, K and V, of O, and two of an MLP."""
     weighted: int = 0
     """Bytes of a number of an expert's width that the product with a routing weight keeps."""
 
@@ -60,6 +62,16 @@ MEGATRON = Modules(
     copies=Bytes(2, 2),  # an expert's input; its gradient
 )
 """Megatron on TransformerEngine: norms, SwiGLU and rotation are fused kernels."""
+TRANSFORMERS = Modules(
+    matrices=7,
+    latent_views=True,
+    # A float32 copy of the input, the normalised input, the result; five float32 temporaries.
+    norm=Bytes(4 + 2 + 2, 5 * 4 - 2 - 2),
+    gated=Bytes(2 + 2 + 2 + 2, 3 * 2 - 2),
+    logits=Bytes(4, 8),  # a float32 log-softmax; its gradient and that of the float32 logits
+    copies=Bytes(2 + 2, 2),  # an expert's input and output; the input's gradient
+)
+"""Of transformers: Llama under DeepSpeed."""
 MODULES = {
     "megatron": MEGATRON,
     "megatron, local": Modules(
@@ -75,21 +87,23 @@ MODULES = {
         copies=Bytes(2 + 2, 2),  # as they come from other ranks, and sorted by expert
         weighted=2,
     ),
-    "deepspeed": Modules(
-        latent_views=True,
-        # Of transformers. A float32 copy of the input, the normalised input, the result; as above.
-        norm=Bytes(4 + 2 + 2, 5 * 4 - 2 - 2),
-        gated=Bytes(2 + 2 + 2 + 2, 3 * 2 - 2),
-        logits=Bytes(4, 8),  # a float32 log-softmax; its gradient and that of the float32 logits
-        copies=Bytes(2 + 2, 2),  # an expert's input and output; the input's gradient
-    ),
+    "deepspeed": TRANSFORMERS,
+    "liger-deepspeed": replace(TRANSFORMERS, norm=MEGATRON.norm, gated=MEGATRON.gated),
+    "megatron-deepspeed": MEGATRON,
     "bmtrain": replace(MEGATRON, views=False, output=0),
 }
-"""By `Way.modules`. BMTrain's are taken to be fused, and to compute the loss as Megatron does."""
+"""By `Way.modules`; where a name ends in "deepspeed", that is the engine.
+
+BMTrain's are taken to be fused, and to compute the loss as Megatron does. Liger's kernels in transformers are
+taken to be fused as those of TransformerEngine."""
 
 
 PLAIN = Bytes(2 + 2, 2)
 """An MLP without a gate: input and result of its activation; in backward, the gradient of the input."""
+
+
+CHUNK = 65536
+"""Tokens of a chunk of attention, `--ds-sequence-parallel-fpdt-chunk-size` of Megatron-DeepSpeed."""
 
 
 class Part(NamedTuple):
@@ -126,14 +140,26 @@ def _layer(model: Model, way: Way, shard: Shard, mlp: list[Part]) -> list[Part]:
     hidden = shard.tokens * model.hidden / way.tp
     norm = Part("norms", modules.norm.kept * hidden, modules.norm.backward * hidden)
     attention = _attention(model, modules, shard, alone=way.cp == 1)
+    share = on_gpu(shard, way)
+    attention = attention._replace(kept=share * attention.kept, backward=share * attention.backward)
     if way.recomputes:  # what the layer keeps is counted with all layers
         attention = attention._replace(kept=attention.kept - shard.result_bytes * way.kept)
     return [norm, *_more_norms(model, way, shard), attention, norm, *mlp]
 
 
+def on_gpu(shard: Shard, way: Way) -> float:
+    """Return the share of Q, K, V and O that is on the GPU: two chunks of those that wait on the host."""
+    return min(1.0, 2 * CHUNK / (shard.tokens * way.cp)) if way.chunked else 1.0
+
+
 def _mlp(model: Model, way: Way, width: float, name: str = "MLP") -> Part:
-    """Return an MLP; width: the numbers of all tokens between its matrices."""
+    """Return an MLP; width: the numbers of all tokens between its matrices.
+
+    A tile has as many tokens as a token has hidden numbers, as in DeepSpeed's TiledMLP.
+    """
     bytes_each = MODULES[way.modules].gated if model.gated else PLAIN
+    if way.tiled:
+        return Part(name, 0.0, sum(bytes_each) * min(width, model.hidden * model.width))
     return Part(name, bytes_each.kept * width, bytes_each.backward * width)
 
 

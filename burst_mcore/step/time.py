@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from burst_mcore.rates import Rates
 from burst_mcore.step.attention import Attention
 from burst_mcore.step.memory import parameters, shard_of
 from burst_mcore.step.model import Model
+from burst_mcore.step.parts import MODULES
 from burst_mcore.step.way import Way
 
 FORWARD, BACKWARD = 1.0, 2.0
@@ -29,6 +31,12 @@ COLLECTIVES = 2
 It is arXiv 2205.05198, section 4.2. Around experts ranks gather and scatter copies of tokens."""
 EXCHANGES = 2
 """Of expert parallelism, in a layer's pass: tokens go to experts, and back."""
+PREFETCH = 5e7
+"""Parameters that DeepSpeed gathers ahead, beside a module: `stage3_prefetch_bucket_size` of its config."""
+PAGEABLE = 1 / 5
+"""Share of the rate of pinned memory that copies to and from pageable memory reach.
+
+Pinned memory is 6 times as fast with a GPU alone, 4 to 5 times with eight (deepspeedai/DeepSpeed#5301)."""
 ADAM_ON_GPU, ADAM_ON_HOST = 30, 28
 """Bytes of a parameter that Adam moves: gradient, copy and two moments; on a GPU the weight too."""
 
@@ -72,11 +80,12 @@ def times(
     calls = way.micro * layers
     kernel_forward = attention.forward * attention.share
     kernel_backward = attention.backward * attention.share
+    mlp = model.mlp_active * passes + model.mlp_first * FORWARD * way.tiled
     compute = {
         "embedding": EMBEDDING * 2 * rows * model.hidden / rates.memory,
         "norms and activations": _elementwise(model, layers) * rows * passes / rates.memory,
         "projections": layers * model.projections * product * passes,
-        "experts" if model.experts else "mlp": model.mlp_active / way.pp * product * passes,
+        "experts" if model.experts else "mlp": mlp / way.pp * product,
         "attention forward": calls * kernel_forward,
         "attention again": calls * kernel_forward * again,
         "attention backward": calls * kernel_backward,
@@ -85,12 +94,14 @@ def times(
     }
     busy = sum(compute.values()) - compute["optimizer"]
     ring = calls * (1 - attention.share) * (attention.forward * (1 + again) + attention.backward)
+    gathers = _gathers(model, way, cluster, rates)
+    beside = _beside(model, way, gathers, busy)
     exposed = {
         "ring": ring,
-        "tensor parallel": _tensor(model, way, calls, seq, cluster, rates, passes),
+        "tensor parallel": _tensor(model, way, calls, seq, cluster, rates, passes, product / way.micro),
         "tokens to experts": _experts(model, way, calls, seq, cluster, rates, passes),
-        "weights gathered": _gathers(model, way, cluster, rates, busy),
-        "gradients reduced": _reduced(model, way, cluster, rates, busy),
+        "weights gathered": gathers - beside + gathers / (2 * way.micro * model.layers),
+        "gradients reduced": _reduced(model, way, cluster, rates, busy, beside),
         "activations offloaded": _moved(model, way, seq, calls, busy, constants),
     }
     bubble = (way.pp - 1) / (way.chunks * way.micro)
@@ -114,9 +125,20 @@ def _optimizer(model: Model, way: Way, rates: Rates, constants: Constants) -> fl
 
 
 def _tensor(
-    model: Model, way: Way, calls: float, seq: int, cluster: Ranks, rates: Rates, passes: float
+    model: Model,
+    way: Way,
+    calls: float,
+    seq: int,
+    cluster: Ranks,
+    rates: Rates,
+    passes: float,
+    product: float,
 ) -> float:
-    """Return seconds of tensor and sequence parallelism."""
+    """Return seconds of tensor and sequence parallelism; product: seconds of a parameter in a forward.
+
+    Backward gathers the inputs of attention and of an MLP once more, while it makes the gradients of these
+    inputs (arXiv 2205.05198, section 4.2.2).
+    """
     if way.tp == 1:
         return 0.0
     within = min(way.tp, cluster.intra)
@@ -125,7 +147,9 @@ def _tensor(
     seconds = around_all * (_collective(tokens, way.tp, within, rates) + rates.call)
     if sparse:
         seconds += sparse * (_collective(model.active * tokens, way.tp, within, rates) + rates.call)
-    return calls * COLLECTIVES * (passes - 1) * seconds
+    out = model.heads * model.value_dim * model.hidden
+    beside = product * (model.projections - out + model.mlp_first / model.layers)
+    return calls * (COLLECTIVES * (passes - 1) * seconds + max(0.0, seconds - beside))
 
 
 def _experts(
@@ -147,11 +171,13 @@ def _exchange(size: float, ranks: Ranks, rates: Rates) -> float:
 
 
 def _collective(size: float, ranks: int, within: int, rates: Rates) -> float:
-    """Return the seconds of an all-gather or a reduce-scatter of `size` bytes; within: ranks of a node."""
-    nodes = ranks / within
-    near = size * (within - 1) / within / rates.link(inter=False)
-    far = size * (nodes - 1) / nodes / (within * rates.link(inter=True))
-    return max(near, far)
+    """Return the seconds of an all-gather or a reduce-scatter of `size` bytes; within: ranks of a node.
+
+    NCCL runs rings: each hop passes all shares but one, those between nodes too, whose cards run rings side
+    by side (nccl-tests, doc/PERFORMANCE.md).
+    """
+    far = within * rates.link(inter=True) if ranks > within else math.inf
+    return size * (ranks - 1) / ranks / min(rates.link(inter=False), far)
 
 
 def _sharded(bytes_each: float, model: Model, way: Way, cluster: Ranks, rates: Rates) -> float:
@@ -165,31 +191,58 @@ def _sharded(bytes_each: float, model: Model, way: Way, cluster: Ranks, rates: R
     return seconds + _collective(bytes_each * experts, alike, min(alike, max(1, node // way.ep)), rates)
 
 
-def _gathers(model: Model, way: Way, cluster: Ranks, rates: Rates, busy: float) -> float:
-    """Return exposed seconds of ZeRO-3's gathers: of each pass and micro-batch, beside its compute."""
+def _gathers(model: Model, way: Way, cluster: Ranks, rates: Rates) -> float:
+    """Return the seconds of ZeRO-3's gathers: of each pass and micro-batch."""
     if way.zero < 3 or way.sharded == 1:
         return 0.0
-    times = 2 * way.micro
-    seconds = times * _sharded(2, model, way, cluster, rates)
-    return max(0.0, seconds - busy) + seconds / max(1, times * model.layers)
+    return 2 * way.micro * _sharded(2, model, way, cluster, rates)
 
 
-def _reduced(model: Model, way: Way, cluster: Ranks, rates: Rates, busy: float) -> float:
-    """Return exposed seconds of the reduction of gradients, beside backward of the last micro-batch."""
+def _beside(model: Model, way: Way, gathers: float, busy: float) -> float:
+    """Return the seconds of gathers that compute hides: of those that are begun ahead of their layer.
+
+    A layer is gathered ahead as a whole. DeepSpeed gathers `PREFETCH` parameters beside each module.
+    """
+    dense = model.parameters - model.expert_parameters - model.head * (1 if model.tied else 2)
+    layer = dense / model.layers / way.tp
+    most = PREFETCH * MODULES[way.modules].matrices if way.framework.endswith("deepspeed") else layer
+    return min(gathers * min(1.0, most / layer), busy)
+
+
+def _reduced(model: Model, way: Way, cluster: Ranks, rates: Rates, busy: float, beside: float) -> float:
+    """Return exposed seconds of the reduction of gradients, beside backward of the last micro-batch.
+
+    Half of the gathers that compute hides, `beside`, are in backward, on the same links.
+    """
     if way.sharded == 1:
         return 0.0
-    bytes_each = 4 if way.framework == "megatron" else 2
-    size = (bytes_each + 2 * (0 < way.zero < 3)) * (1 if way.zero else 2)
+    size = (_reduced_bytes(way) + 2 * (0 < way.zero < 3)) * (1 if way.zero else 2)
     rounds = way.micro if way.zero >= 2 else 1
     seconds = rounds * _sharded(size, model, way, cluster, rates)
     backward = busy * BACKWARD / (FORWARD + BACKWARD)
-    hidden = backward if way.zero >= 2 else backward / way.micro
+    hidden = max(0.0, backward - beside / 2) if way.zero >= 2 else backward / way.micro
     return max(0.0, seconds - hidden) + seconds / max(1, rounds * model.layers)
 
 
+def _reduced_bytes(way: Way) -> int:
+    """Return the bytes of a gradient on its way.
+
+    They are those of float32 in Megatron, and in DeepSpeed where ranks share a sequence
+    (`seq_parallel_communication_data_type` in its runtime/constants.py).
+    """
+    shared = way.cp > 1 and way.framework.endswith("deepspeed")
+    return 4 if shared or way.framework == "megatron" else 2
+
+
 def _moved(model: Model, way: Way, seq: int, calls: float, busy: float, constants: Constants) -> float:
-    """Return exposed seconds of kept attention that goes to the host in forward, and back in backward."""
-    if not way.offload_activations or way.recompute == "none":
+    """Return exposed seconds of what goes to the host in forward, and back in backward.
+
+    Copies of kept attention run beside compute. DeepSpeed copies inputs to pageable memory, and waits for
+    them (deepspeedai/DeepSpeed#501).
+    """
+    if not way.recomputes:
         return 0.0
-    seconds = 2 * calls * shard_of(model, way, seq).result_bytes * way.kept / constants.host_link
-    return max(0.0, seconds - busy)
+    kept = shard_of(model, way, seq).result_bytes * way.kept * way.offload_activations
+    inputs = 2.0 * seq / way.cp / way.tp * model.hidden * way.offload_inputs
+    each = 2 * calls / constants.host_link
+    return max(0.0, each * kept - busy) + each * inputs / PAGEABLE

@@ -36,6 +36,14 @@ class Way:
     offload_optimizer: bool = False
     offload_activations: bool = False
     """Whether O and LSE that a recompute policy keeps wait in host memory."""
+    offload_inputs: bool = False
+    """Whether the inputs of layers that are computed again wait in host memory."""
+    chunked: bool = False
+    """Whether Q, K, V and O wait in host memory by chunks, of which two are on the GPU, as in FPDT.
+
+    A chunk takes eight times as long to compute as to copy, so that no copy is seen."""
+    tiled: bool = False
+    """Whether an MLP goes tile by tile, and keeps nothing: backward computes its first products again."""
     fused_loss: bool = True
     local: bool = False
     """Whether norms and SwiGLU of Megatron are torch's operators, as in its local spec, not fused kernels."""
@@ -91,6 +99,9 @@ class Way:
         words += [f"keep {self.keep:g}"] * (self.recompute == "segment")
         words += [name for name, on in (("offload optimizer", self.offload_optimizer),
                                         ("offload activations", self.offload_activations),
+                                        ("offload inputs", self.offload_inputs),
+                                        ("chunks of attention on the host", self.chunked),
+                                        ("tiled MLP", self.tiled),
                                         ("whole logits", not self.fused_loss)) if on]  # fmt: skip
         return ", ".join(words)
 
