@@ -168,7 +168,7 @@ MACHINES = {
     for machine in (
         _A100,
         replace(_A100, name="A800", link=200),
-        replace(_A100, name="A100-quad", node=4, nic=1.7),
+        replace(_A100, name="A100-quad", node=4, nic=2.2),
         replace(_PCIE, name="A100-PCIe", memory_rate=1935, node=4, reached=0.083, crowding=0.176),
         _H100,
         replace(_H100, name="H200", memory_rate=4800, memory=141e9),

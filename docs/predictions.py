@@ -24,9 +24,9 @@ from burst_mcore.plan.loops import (
     together,
 )
 from burst_mcore.plan.methods import Way, seconds_of, way_of
-from burst_mcore.plan.training import PIPELINE_BATCH
+from burst_mcore.plan.training import COUNTED
 from burst_mcore.step import memory, search, time
-from burst_mcore.step.parts import MODULES, PLAIN
+from burst_mcore.step.parts import CHUNK, MODULES, PLAIN
 
 CALIBRATION = "calibration.json"
 """The file of rows that presets were fitted to, beside the files of public rows."""
@@ -87,7 +87,7 @@ _SOURCES = {
 _STEP_HEAD = """
 ### Of training steps
 
-No data sheet gives these either, and none of them is fitted.
+No data sheet gives these either. One published step tells the last; none of the others is fitted.
 """
 _STEP = {
     "ADAM": (
@@ -111,7 +111,13 @@ _STEP = {
     "ADAM_ON_GPU": (time.ADAM_ON_GPU, "counted: bytes of a parameter, its weight in 16 bits included"),
     "ADAM_ON_HOST": (time.ADAM_ON_HOST, "counted: the same without the weight, which the link carries"),
     "AS_FAST": (search.AS_FAST, "an assumption: ways within this factor count as equally fast"),
-    "PIPELINE_BATCH": (PIPELINE_BATCH, "an assumption: micro-batches of a stage, where a source gives none"),
+    "PREFETCH": (time.PREFETCH, "DeepSpeed's default: parameters that ZeRO-3 gathers ahead, beside a module"),
+    "PAGEABLE": (
+        time.PAGEABLE,
+        "of pinned memory's rate: pinning makes copies 4 to 6 times as fast (deepspeedai/DeepSpeed#5301)",
+    ),
+    "CHUNK": (CHUNK, "Megatron-DeepSpeed's default: tokens of a chunk of FPDT"),
+    "COUNTED": (COUNTED, "told by one row: FLOPs in the MFU of DeepSpeed's chart, over those of the model"),
 }
 """Numbers of `burst_mcore.step` and `burst_mcore.plan.training`, by name: value, and where it comes from."""
 _MODULES = """

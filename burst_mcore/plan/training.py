@@ -5,7 +5,6 @@ What a source leaves open is assumed once for all rows of a method; the assumpti
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,7 +20,7 @@ from burst_mcore.plan.rows import Row
 from burst_mcore.rates import Rates
 from burst_mcore.step.attention import Attention
 from burst_mcore.step.figures import Place, Step
-from burst_mcore.step.memory import total
+from burst_mcore.step.memory import longest, total
 from burst_mcore.step.model import PRESETS, Model
 from burst_mcore.step.way import Way, why_not
 
@@ -39,10 +38,10 @@ class Training:
     hardware: str
     method: str
     """Of attention, a name in `burst_mcore.plan.methods.METHODS`, or "flat burst"."""
+    variant: str = ""
+    """Of the method, as in `burst_mcore.plan.rows.Row`."""
     mask: str = "causal"
     """causal or full."""
-    memory: float | None = None
-    """Bytes of a GPU, where they are not the machine's own."""
 
 
 def predicted(run: Training, machines: Mapping[str, Machine] = MACHINES) -> Step | str:
@@ -62,7 +61,7 @@ def predicted(run: Training, machines: Mapping[str, Machine] = MACHINES) -> Step
         ranks=ranks,
         rates=machine.rates,
         peak=machine.tflops * 1e12,
-        memory=run.memory or machine.memory,
+        memory=machine.memory,
         name=run.hardware,
     )
     nodes = row.ranks.size // row.ranks.intra if way.double else 1
@@ -97,6 +96,7 @@ def _row(run: Training, ranks: Ranks) -> Row:
         mask="full" if run.mask == "full" else "causal",
         passes="fwd",
         method=run.method,
+        variant=run.variant,
         tflops=1.0,
     )
 
@@ -117,7 +117,7 @@ def value_of(metric: str, step: Step) -> float | None:
         case "mem_gb":
             return total(step.memory) / 1e9
         case "MFU":
-            return 100 * step.mfu
+            return 100 * step.mfu * (COUNTED if step.way.recompute == "full" else 1.0)
     return None
 
 
@@ -126,6 +126,8 @@ def figure(run: Training, metric: str, machines: Mapping[str, Machine]) -> tuple
     step = predicted(run, machines)
     if isinstance(step, str):
         return None, step
+    if metric == "longest sequence":
+        return longest(lambda seq: replace(step, seq=seq).fits, unit=1024 * step.way.gpus), None
     if not step.fits:
         return None, f"{OUT_OF_MEMORY}: {total(step.memory) / 1e9:.0f} of {step.place.usable / 1e9:.0f} GB"
     value = value_of(metric, step)
@@ -180,32 +182,51 @@ def _paper_machine(hardware: Mapping[str, Any]) -> str:
 
 MODELS = {
     "Llama2-7B": "llama2-7b",
-    "Llama3.1-8B": "llama3-8b",
+    "Llama-8B": "llama3-8b",
     "Llama3-8B": "llama3-8b",
     "Llama3-70B": "llama3-70b",
-    "Llama3.1-405B": "llama3-405b",
     "GPT 2.7B": "gpt-2.7b",
     "GPT 6.7B": "gpt-6.7b",
     "GPT 13B": "gpt-13b",
     "GPT 30B": "gpt-30b",
 }
-_HARDWARE: tuple[tuple[str, str, int, float | None], ...] = (
-    ("H100 96GB", "H100", 8, 96e9),
-    ("H100", "H100", 8, None),
-    ("A100 80GB", "A100-NVLink", 8, None),
-    ("A100", "A100-quad", 4, None),
+_HARDWARE = {"H100": ("H100", 8), "A100 80GB": ("A100-NVLink", 8), "A100": ("A100-quad", 4)}
+"""Words of a source: the machine, and GPUs of a node.
+
+The A100s of DeepSpeed's chart are taken to have 80 GB, an assumption: their source names 40."""
+FITTED: tuple[dict[str, Any], ...] = (
+    {"model": "Llama3-70B", "method": "DeepSpeed Ulysses", "seq": 32768},
+    {"model": "Llama3-8B", "method": "FPDT (Ulysses-Offload)", "seq": 2097152},
 )
-"""Words of a source, the machine, GPUs of a node, and bytes of a GPU where they are not the machine's. The
-A100s of DeepSpeed's rows are taken to have 80 GB, an assumption: their source names 40."""
-FITTED = {"model": "Llama3-70B", "method": "DeepSpeed Ulysses", "seq": 32768}
-"""The row to which the network of A100-quad is fitted; it is not judged."""
-PIPELINE_BATCH = 2
-"""Micro-batches for each stage of a pipeline whose source does not give them: an assumption."""
+"""Rows that are not judged: the network of A100-quad is fitted to one, the other tells `COUNTED`."""
+COUNTED = 4 / 3
+"""FLOPs that the MFU of DeepSpeed's chart counts, as multiples of those of the model under its mask.
+
+The chart does not say what it counts. Megatron-DeepSpeed's log counts the forward that is computed again,
+and pairs that the mask leaves out (`throughput_calculator` in its megatron/utils.py). The row of `FITTED`
+tells: attention would run at 87 % of an A100's peak if neither counts, at 65 % if the first does, at 33 % if
+both do. Flash kernels reach 65 %."""
+
+_INPUTS = {"offload_inputs": True}  # `--checkpoint-in-cpu` of its tutorial; of Megatron-SP an assumption
+_TILED = {**_INPUTS, "tiled": True, "fused_loss": True}
+_OPTIMIZER = {"offload_optimizer": True}
+_RUNS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "Megatron-SP": ("ulysses", "", "tp", {"framework": "megatron", "zero": 1, **_INPUTS}),
+    "DeepSpeed Ulysses": ("ulysses", "", "cp", {"framework": "megatron-deepspeed", **_INPUTS}),
+    "FPDT": ("ulysses", "", "cp", {"framework": "megatron-deepspeed", "chunked": True, **_TILED}),
+    # Of EasyContext: its ring is that of zhuzilin/ring-flash-attention.
+    "ring attention, ZeRO-3 offload": ("ring", "zigzag", "cp", _OPTIMIZER),
+    "data parallel, ZeRO-3 offload": ("ring", "zigzag", "dp", _OPTIMIZER),
+    # With Liger's kernels, as its tutorial has it.
+    "ALST": ("ulysses", "", "cp", {"framework": "liger-deepspeed", **_TILED, **_OPTIMIZER}),
+}
+"""By the first words of a method: attention, its variant, the degree that takes all GPUs, other settings."""
 
 
 def fitted(entries: Mapping[str, Any]) -> bool:
-    """Return whether a row of training is the one of `FITTED`."""
-    return {**entries, "model": entries["model"]["name"]}.items() >= FITTED.items()
+    """Return whether a row of training is one of `FITTED`."""
+    named = {**entries, "model": entries["model"]["name"]}
+    return any(named.items() >= row.items() for row in FITTED)
 
 
 def of_row(entries: Mapping[str, Any]) -> Training | str:
@@ -217,7 +238,7 @@ def of_row(entries: Mapping[str, Any]) -> Training | str:
     try:
         sizes, gpus, seq, method = (entries[name] for name in ("model", "gpus", "seq", "method"))
         name, dtype = sizes["name"], sizes.get("dtype", "")
-        known = [one for one in _HARDWARE if one[0] in entries["hardware"]]
+        known = [place for words, place in _HARDWARE.items() if words in entries["hardware"]]
     except (KeyError, TypeError) as error:
         raise ValueError(f"a row of training lacks a field: {type(error).__name__} {error}") from None
     if "8" in dtype:
@@ -226,34 +247,13 @@ def of_row(entries: Mapping[str, Any]) -> Training | str:
         return f"unknown model {name}"
     if not known:
         return f"unknown hardware {entries['hardware']}"
-    way = _way_of(method, gpus)
-    if isinstance(way, str):
-        return way
-    _, machine, per_node, memory = known[0]
+    runs = [run for words, run in _RUNS.items() if method.startswith(words)]
+    if not runs:
+        return f"unknown method {method}"
+    machine, per_node = known[0]
+    attention, variant, degree, settings = runs[0]
+    whole = {"framework": "deepspeed", "zero": 3, "recompute": "full", "fused_loss": False, degree: gpus}
     return Training(
-        model=PRESETS[MODELS[name]], way=way[1], seq=seq, per_node=per_node, hardware=machine,
-        method=way[0], memory=memory,
+        model=PRESETS[MODELS[name]], way=Way(**{**whole, **settings}), seq=seq, per_node=per_node,
+        hardware=machine, method=attention, variant=variant,
     )  # fmt: skip
-
-
-def _way_of(method: str, gpus: int) -> tuple[str, Way] | str:
-    """Return (attention, way) of the words of a source."""
-    whole = Way(framework="deepspeed", zero=3, recompute="full", fused_loss=False)
-    degrees = {name.lower(): int(n) for name, n in re.findall(r"(FSDP|TP|PP|CP)(\d+)", method)}
-    if method.startswith("torch context_parallel"):
-        pp = degrees.get("pp", 1)
-        micro = PIPELINE_BATCH * pp if pp > 1 else 1
-        return "all-gather", replace(
-            whole, tp=degrees.get("tp", 1), pp=pp, cp=degrees["cp"], dp=degrees["fsdp"], micro=micro
-        )
-    if method == "Megatron-SP":  # matrices and sequence over all ranks; activation checkpointing
-        return "ulysses", replace(whole, framework="megatron", zero=1, tp=gpus)
-    if method == "DeepSpeed Ulysses":
-        return "ulysses", replace(whole, framework="megatron", cp=gpus)  # models of Megatron-DeepSpeed
-    if method.startswith("ring attention, ZeRO-3 offload"):
-        return "ring", replace(whole, cp=gpus, offload_optimizer=True)
-    if method.startswith("data parallel, ZeRO-3 offload"):
-        return "ring", replace(whole, dp=gpus, offload_optimizer=True)
-    if "FPDT" in method or "ALST" in method:
-        return "its chunks of attention, or inputs of layers, wait in host memory by a schedule of its own"
-    return f"unknown method {method}"
