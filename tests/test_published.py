@@ -14,6 +14,7 @@ from burst_mcore.plan.training import of_row, predicted
 from burst_mcore.step.attention import Attention
 from burst_mcore.step.memory import shard_of, stack, states
 from burst_mcore.step.model import PRESETS
+from burst_mcore.step.search import least
 from burst_mcore.step.time import PAGEABLE, PREFETCH, times
 from burst_mcore.step.way import Way
 
@@ -92,6 +93,7 @@ def test_ranks_that_share_all_heads_have_no_ring():
     ring, heads = (stack(PRESETS["7b"], FULL, 2**19, heads=heads) for heads in (1, 4))
     assert "ring buffers" in ring and "exchanged heads" not in ring
     assert "ring buffers" not in heads and "exchanged heads" in heads
+    assert least(PRESETS["7b"], FULL, 2**19) == heads
 
 
 def test_gradients_wait_on_the_host_with_deepspeeds_optimizer():

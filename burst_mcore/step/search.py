@@ -13,7 +13,7 @@ from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.mask.words import mask_of
 from burst_mcore.step.advice import advice, notes
 from burst_mcore.step.figures import Place, Step, step
-from burst_mcore.step.memory import longest, stack, total
+from burst_mcore.step.memory import longest, shard_of, stack, total
 from burst_mcore.step.model import Model
 from burst_mcore.step.way import FRAMEWORKS, Way, why_not
 
@@ -194,9 +194,11 @@ def kind(why: str) -> str:
     return f"out of memory, most of it {why.rpartition('most of it ')[2]}"
 
 
-def least(model: Model, way: Way, seq: int) -> dict[str, float]:
-    """Return the stack of the attention schedule that takes least memory, whichever runs."""
-    return min((stack(model, way, seq, direction) for direction in ("query", "kv")), key=total)
+def least(model: Model, way: Way, seq: int, nodes: int = 1) -> dict[str, float]:
+    """Return the stack of the attention schedule that takes least memory: a ring, or heads that all share."""
+    shared = {1, way.cp} if shard_of(model, way, seq).kv_heads % way.cp == 0 else {1}
+    runs = itertools.product(("query", "kv"), shared)
+    return min((stack(model, way, seq, direction, nodes, heads) for direction, heads in runs), key=total)
 
 
 def too_large(memory: dict[str, float], place: Place) -> str | None:
@@ -263,5 +265,5 @@ def lengths(model: Model, place: Place, legal: list[Way]) -> dict[str, tuple[int
 
 
 def _holds(model: Model, way: Way, nodes: int, usable: float, seq: int) -> bool:
-    """Return whether a sequence fits with the backward pass that takes less memory."""
-    return min(total(stack(model, way, seq, direction, nodes)) for direction in ("query", "kv")) <= usable
+    """Return whether a sequence fits with the schedule that takes least memory."""
+    return total(least(model, way, seq, nodes)) <= usable
