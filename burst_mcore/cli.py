@@ -250,7 +250,10 @@ def plan(
     batch: Annotated[
         int | None, typer.Option(help="Sequences of a step, of all ranks; default 1.", show_default=False)
     ] = None,
-    mask: MaskText = "causal",
+    mask: Annotated[
+        str | None,
+        typer.Option(help="Mask of all layers, such as causal, full or window:4096; default: the model's."),
+    ] = None,
     rates_file: RatesFile = None,
     top: Annotated[int, typer.Option(help="Ways to print.")] = 12,
     json_file: Annotated[
@@ -284,13 +287,18 @@ def plan(
 
             if calibrate:
                 raise ValueError("--calibrate goes with --against, not with --model")
+            if top < 1:
+                raise ValueError(f"--top must be at least 1, got {top}")
             check(json_file, html_file)
             answer = planned(model, seq, cluster, batch, rates_file, mask)
+            shown, files = text(answer, top), {}
             if json_file is not None:
-                json_file.write_text(json.dumps(answer.as_json()) + "\n")
+                files[json_file] = json.dumps(answer.as_json()) + "\n"
             if html_file is not None:
-                html_file.write_text(page(answer), encoding="utf-8")
-            typer.echo(text(answer, top))
+                files[html_file] = page(answer)
+            for path, written in files.items():
+                path.write_text(written, encoding="utf-8")
+            typer.echo(shown)
             return
         if json_file or html_file:
             raise ValueError("--json and --html go with --model, not with --against")

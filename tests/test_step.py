@@ -160,11 +160,11 @@ def test_flags_and_section_say_what_was_predicted(answer):
 
 def test_megatron_knows_every_flag_that_is_read_or_advised(answer):
     arguments = pytest.importorskip("megatron.training.arguments")
-    from burst_mcore.step.model import _OPTIONAL
+    from burst_mcore.step.model.arguments import OPTIONAL
 
     known = add_arguments(arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     flags = {flag.split()[0] for one in answer.ranked for flag in megatron_flags(one)}
-    for flag in flags | {f"--{name}" for name in _OPTIONAL}:
+    for flag in flags | {f"--{name}" for name in OPTIONAL}:
         assert flag in known._option_string_actions, flag
 
 

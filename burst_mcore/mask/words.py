@@ -15,6 +15,8 @@ import torch
 from burst_mcore.mask import Mask
 
 SUFFIXES = {"": 1, "K": 2**10, "M": 2**20}
+MOST_TOKENS = 2**40
+"""The longest length."""
 MOST_BLOCKS = 2048
 """Blocks a side, at most, of a random block matrix: it is made and hashed as a whole."""
 
@@ -57,7 +59,10 @@ def tokens(text: str) -> int:
     match = re.fullmatch(r"(\d+)([KM]?)", text.upper())
     if match is None or int(match[1]) == 0:
         raise ValueError(f"a number of tokens looks like 4096, 128K or 1M, got {text!r}")
-    return int(match[1]) * SUFFIXES[match[2]]
+    number = int(match[1]) * SUFFIXES[match[2]]
+    if number > MOST_TOKENS:
+        raise ValueError(f"a number of tokens is at most {MOST_TOKENS}, got {text!r}")
+    return number
 
 
 @lru_cache(maxsize=64)

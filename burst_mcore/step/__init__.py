@@ -1,7 +1,8 @@
 """A whole training step, predicted: its time by part, its memory by kind, and the best way to run a model.
 
-model      sizes of a model: presets, a config.json, arguments of Megatron
+model      sizes of a model (a folder): presets, a config.json, arguments of Megatron
 way        how ranks share the step: parallel degrees, ZeRO, recompute, offload, loss
+parts      bytes of the parts of a layer, in the order of forward
 memory     bytes of a rank, as a stack
 attention  attention of a layer by the schedule that runs
 time       seconds by part, exposed communication by cause
@@ -9,5 +10,7 @@ figures    tokens a second, MFU, and the timeline of a step
 search     every way ranked, the reasons against others, the longest sequence
 advice     flags of Megatron and the JSON of DeepSpeed for a way
 page       the same as one HTML page with sliders
-planned    the command line: words to a search, a search to text
+planned    the command `plan`: words to a search, a search to text
+review     a configured way: its speed, its memory, and a better one
+checkup    the command `doctor`: a configuration to a review
 """

@@ -104,11 +104,12 @@ def notes(step: Step) -> list[str]:
     left, documents, expressible = _mask(step)
     told = []
     if megatron and dealt(step) != step.seq:
-        told.append(f"--seq-length is {step.seq} rounded up: ranks share a sequence evenly")
+        told.append(f"--seq-length {dealt(step)} is {step.seq} rounded up, so that ranks share it evenly")
     if not expressible:
         asks = "a flag" if megatron else "a section of DeepSpeed's JSON"
         told.append(f"mask {step.mask} is not expressible by {asks}: pass it to burst_attention in a layer")
-    if not megatron and left is not None:
+    told += of_windows(step)
+    if not megatron and left is not None and step.mask != step.model.mask(step.seq):
         told.append(f"the window is the model's: config.json must have sliding_window {left + 1}")
     if documents:
         told.append(
@@ -119,6 +120,21 @@ def notes(step: Step) -> list[str]:
     if not megatron and step.model.experts:
         told.append(f"all experts are on every rank, sharded by ZeRO alone; EP is {NOT_EXPRESSIBLE}")
     return told
+
+
+def of_windows(step: Step) -> list[str]:
+    """Return what the model's own windows have to do with the mask that was predicted."""
+    model = step.model
+    if not model.windowed or model.window >= step.seq:
+        return []
+    if model.windowed < model.layers:
+        return [
+            f"{model.windowed} of {model.layers} layers have a window of {model.window} tokens: all layers "
+            f"are predicted with mask {step.mask}"
+        ]
+    if "window" in step.mask or step.mask == model.mask(step.seq):
+        return []
+    return [f"config.json asks for sliding_window {model.window}: mask {step.mask} was predicted instead"]
 
 
 def _mask(step: Step) -> tuple[int | None, bool, bool]:

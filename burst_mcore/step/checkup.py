@@ -14,9 +14,10 @@ from burst_mcore.deepspeed.config.section import config_dict
 from burst_mcore.deepspeed.engine.doctor import HERE, examine, quiet
 from burst_mcore.deepspeed.engine.memory import Shape, shape_of
 from burst_mcore.machines import MACHINES, machine, machine_of
+from burst_mcore.mask.words import mask_of
 from burst_mcore.rates import Rates
 from burst_mcore.step.figures import Place
-from burst_mcore.step.model import PRESETS, Model, model_of
+from burst_mcore.step.model import LARGEST, PRESETS, Model, model_of
 from burst_mcore.step.planned import length_of, recommendation
 from burst_mcore.step.review import NotPredictedError, of_deepspeed, of_megatron, predicted, review
 from burst_mcore.step.search import search
@@ -43,8 +44,8 @@ def checkup(
         ValueError: words that are not legal, or contradict each other; what `initialize` would refuse.
     """
     for name, number in (("--world", world), ("--per-node", per_node)):
-        if number is not None and number < 1:
-            raise ValueError(f"{name} must be at least 1, got {number}")
+        if number is not None and not 1 <= number <= LARGEST:
+            raise ValueError(f"{name} must be at least 1 and at most {LARGEST}, got {number}")
     if config is not None:
         return _of_json(config, model, shape, seq, world, per_node, device, rates)
     if model is None:
@@ -74,17 +75,19 @@ def _of_json(
     world = world or (size if isinstance(size, int) and size > 0 else 1)
     per_node = per_node or min(world, 8)
     told: list[str] | NotPredictedError
+    mask = "causal"
     try:
         sequence_parallel_size(settings, world)
         sizes = _sizes(model, shape)
+        mask = sizes.mask(shape.seq)
         way, attention = of_deepspeed(settings, world, sizes, shape.seq)
         place = _place(world, per_node, device, rates)
-        told = [*review(predicted(sizes, way, attention, shape.seq, place), attention)]
+        told = [*review(predicted(sizes, way, attention, shape.seq, place, mask), attention)]
     except NotPredictedError as error:
         told = error
     yield from examine(
         config, world=world, per_node=per_node, shape=shape, device=device, rates=rates,
-        with_memory=isinstance(told, NotPredictedError),
+        mask=mask_of(mask, shape.seq), with_memory=isinstance(told, NotPredictedError),
     )  # fmt: skip
     yield from [f"step: not predicted: {told}"] if isinstance(told, NotPredictedError) else told
 
@@ -102,7 +105,7 @@ def _of_model(
     try:
         place = _place(world, per_node or min(world, 8), device, rates)
         if not configured:
-            yield from recommendation(search(sizes, length, 1, place))
+            yield from recommendation(search(sizes, length, 1, place, mask=sizes.mask(length)))
             return
         way, attention = of_megatron(model, world, degrees)
         yield from review(predicted(sizes, way, attention, length, place), attention)

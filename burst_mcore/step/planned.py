@@ -13,7 +13,7 @@ from burst_mcore.rates import Rates
 from burst_mcore.step.advice import advice, notes
 from burst_mcore.step.figures import Place, Step
 from burst_mcore.step.memory import total
-from burst_mcore.step.model import model_of
+from burst_mcore.step.model import LARGEST, model_of
 from burst_mcore.step.search import Answer, kind, search
 from burst_mcore.step.way import FRAMEWORKS
 
@@ -24,9 +24,9 @@ def planned(
     cluster: str,
     batch: int | None,
     rates_file: Path | None,
-    mask: str = "causal",
+    mask: str | None = None,
 ) -> Answer:
-    """Return the search that words ask for.
+    """Return the search that words ask for; without a mask that of the model.
 
     Raises:
         ValueError: words that are not legal, or that contradict each other.
@@ -37,9 +37,9 @@ def planned(
     if None not in (batch, given) and batch != given:
         raise ValueError(f"--batch {batch} contradicts --global-batch-size {given} in the model's arguments")
     batch = batch if batch is not None else given or 1
-    if batch < 1:
-        raise ValueError(f"--batch must be at least 1, got {batch}")
-    mask = " & ".join("".join(word.split()) for word in mask.split("&"))
+    if not 1 <= batch <= LARGEST:
+        raise ValueError(f"--batch must be at least 1 and at most {LARGEST}, got {batch}")
+    mask = sizes.mask(length) if mask is None else " & ".join("".join(w.split()) for w in mask.split("&"))
     mask_of(mask, length)
     ranks, machine = parse(cluster)
     machine = machine or MACHINES["A800"]
@@ -88,10 +88,11 @@ def text(answer: Answer, top: int) -> str:
         reasons = Counter(kind(why) for _, why in answer.infeasible)
         lines += [
             f"infeasible: {len(answer.infeasible)} ways",
-            *(f"  {n} x {why}" for why, n in reasons.items()),
+            *(f"  {n} way{'s' * (n > 1)}: {why}" for why, n in reasons.items()),
         ]
-    for name, (seq, way) in answer.lengths.items():
-        lines.append(f"longest sequence, {name}: {seq} tokens ({way})")
+    for name in dict.fromkeys(way.framework for way in answer.legal):
+        fits = "{} tokens ({})".format(*answer.lengths[name]) if name in answer.lengths else "none fits"
+        lines.append(f"longest sequence, {name}: {fits}")
     return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ from burst_mcore.deepspeed.config.refusals import sequence_parallel_size
 from burst_mcore.deepspeed.config.section import Checkpointing, config_dict, section_of
 from burst_mcore.deepspeed.config.settings import part, zero
 from burst_mcore.megatron.arguments import add_arguments, burst_config, recompute_policy, uses_burst
-from burst_mcore.step.advice import advice, notes
+from burst_mcore.step.advice import advice, notes, of_windows
 from burst_mcore.step.attention import attention
 from burst_mcore.step.figures import Place, Step
 from burst_mcore.step.memory import shard_of, total
@@ -46,6 +46,7 @@ def review(step: Step, config: BurstConfig) -> Iterator[str]:
         f"{step.model.parameters / 1e9:.3g} billion parameters; there are {place.memory / 1e9:.3g} GB, "
         f"{place.usable / 1e9:.3g} of them for tensors: {fits}"
     )
+    yield from (f"note: {note}" for note in of_windows(step))
     yield from _better(step)
 
 

@@ -43,6 +43,7 @@ def examine(
     shape: Shape,
     device: str = HERE,
     rates: Rates | None = None,
+    mask: Mask | None = None,
     with_memory: bool = True,
 ) -> Iterator[str]:
     """Return lines that describe the configuration at `path` on `world` ranks, `per_node` of them a node.
@@ -52,6 +53,7 @@ def examine(
     Args:
         device: `HERE`, or a name in `MACHINES`, which need not be in this machine.
         rates: In place of those of the device.
+        mask: Of all layers; None is causal.
         with_memory: Whether the last line is an estimate of a rank's memory.
 
     Raises:
@@ -60,6 +62,7 @@ def examine(
     """
     if device != HERE:
         device = machine(device).name  # or ValueError
+    mask = Mask.causal() if mask is None else mask
     if shape.heads % shape.kv_heads:
         raise ValueError(
             f"{shape.heads} query heads do not group over {shape.kv_heads} K/V heads: their number must be "
@@ -112,7 +115,7 @@ def examine(
         grad_dtype=section.burst_config().grad_dtype,
     )
     if size > 1:
-        candidates = ways(section.burst_config(), shard, Mask.causal(), shape.seq, Ranks(size, intra), rates)
+        candidates = ways(section.burst_config(), shard, mask, shape.seq, Ranks(size, intra), rates)
         chosen = best(candidates)
         steps = config.get("gradient_accumulation_steps", 1)
         times = shape.layers * (steps if isinstance(steps, int) else 1)  # "auto" is the Trainer's to say
@@ -127,11 +130,11 @@ def examine(
     yield f"memory of a ring: {bundles * kv / 1e9:.3g} GB of keys and values in flight ({bundles} bundles)"
     logits = micro * shard.tokens * shape.vocabulary * 4
     yield (
-        f"logits: never whole; unfused they were {logits / 1e9:.3g} GB a rank, and their gradient as much"
+        f"logits: never whole; unfused they would be {logits / 1e9:.3g} GB a rank, and their gradient as much"
         if section.fused_loss
         else f"logits: {logits / 1e9:.3g} GB a rank, and their gradient as much (fused_loss is off)"
     )
-    kept, told = recomputed(section.checkpointing, layout, shape, shard, size)
+    kept, told = recomputed(section.checkpointing, layout, shape, shard, size, mask)
     yield f"recompute: {told}"
     if not with_memory:
         return
@@ -164,7 +167,7 @@ def _memory(device: str) -> float | None:
 
 
 def recomputed(
-    asked: Checkpointing, layout: Layout, shape: Shape, shard: Shard, size: int
+    asked: Checkpointing, layout: Layout, shape: Shape, shard: Shard, size: int, mask: Mask
 ) -> tuple[float, str]:
     """Return (bytes on the device, words) of the attention that checkpointed layers keep and recompute.
 
@@ -177,7 +180,7 @@ def recomputed(
     if isinstance(keep, str):
         assert asked.memory_gb is not None
         keep, at_most = min(1.0, asked.memory_gb * 1e9 / (shape.layers * whole)), True
-    cut = cut_for(keep, layout, Mask.causal(), shape.seq, size, at_most=at_most)
+    cut = cut_for(keep, layout, mask, shape.seq, size, at_most=at_most)
     kept = f"the last {cut.keep:.3g} of the sequence" if cut.position else "the whole sequence"
     moved = f" (asked for: the last {keep:.3g})" if cut.keep != keep else ""
     where = ", in pinned host memory" if asked.offload else ""

@@ -1,0 +1,171 @@
+"""The sizes of a decoder, and those of models that have a name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+LARGEST = 2**31
+"""The largest size of a model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A decoder's sizes. Raises ValueError for a size that is not legal."""
+
+    name: str = "model"
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    """Of queries and keys."""
+    value_dim: int
+    ffn: int
+    """Width of a dense MLP."""
+    vocab: int
+    gated: bool = True
+    """Whether an MLP has a gate: three matrices, else two."""
+    tied: bool = False
+    """Whether embedding and LM head are one matrix."""
+    experts: int = 0
+    """Routed experts of a layer; 0 for a dense model."""
+    active: int = 0
+    """Routed experts that serve a token."""
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    """Width of all shared experts together."""
+    dense_layers: int = 0
+    """Layers without experts, of a model that has experts."""
+    q_rank: int = 0
+    """Latent width of queries (MLA); 0: none."""
+    kv_rank: int = 0
+    """Latent width of keys and values (MLA); 0: no MLA."""
+    rope_dim: int = 0
+    """Part of `head_dim` that all heads share, of MLA."""
+    qk_norm: bool = False
+    """Whether each head of queries and of keys has a norm."""
+    window: int = 0
+    """Tokens that some layers see back, themselves included; 0: no layer has a window."""
+    windowed: int = 0
+    """Layers with this window."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type != "int":
+                continue
+            least = 0 if field.default == 0 else 1
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
+                raise ValueError(
+                    f"{field.name} of a model must be an integer from {least} to {LARGEST}, got {value!r}"
+                )
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads must divide heads, got {self.kv_heads} and {self.heads}")
+        if self.experts and self.dense_layers >= self.layers:
+            raise ValueError(f"none of the {self.layers} layers has experts: {self.dense_layers} are dense")
+        if self.experts and not (0 < self.active <= self.experts and self.expert_ffn):
+            raise ValueError(
+                f"a model with {self.experts} experts needs their width and how many serve a token, got "
+                f"{self.expert_ffn} and {self.active}"
+            )
+
+    @property
+    def projections(self) -> int:
+        """Parameters of the projections of attention, in a layer."""
+        out = self.heads * self.value_dim * self.hidden
+        if not self.kv_rank:
+            return out + self.hidden * (
+                (self.heads + self.kv_heads) * self.head_dim + self.kv_heads * self.value_dim
+            )
+        queries = self.heads * self.head_dim
+        q = self.hidden * queries if not self.q_rank else self.q_rank * (self.hidden + queries)
+        up = self.heads * (self.head_dim - self.rope_dim + self.value_dim)
+        return out + q + self.hidden * (self.kv_rank + self.rope_dim) + self.kv_rank * up
+
+    def mlp(self, width: int) -> int:
+        """Parameters of an MLP of this width."""
+        return (3 if self.gated else 2) * self.hidden * width
+
+    @property
+    def sparse_layers(self) -> int:
+        """Layers with experts."""
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all routed experts of all layers."""
+        return self.sparse_layers * self.experts * self.mlp(self.expert_ffn)
+
+    @property
+    def mlp_active(self) -> int:
+        """Parameters of the MLPs that serve a token, of all layers."""
+        dense = (self.layers - self.sparse_layers) * self.mlp(self.ffn)
+        each = self.active * self.mlp(self.expert_ffn) + self.mlp(self.shared_ffn)
+        return dense + self.sparse_layers * (each + self.hidden * self.experts)
+
+    @property
+    def mlp_first(self) -> float:
+        """Those of `mlp_active` that multiply the input of an MLP."""
+        return self.mlp_active * (2 / 3 if self.gated else 1 / 2)
+
+    @property
+    def head(self) -> int:
+        """Parameters of the LM head."""
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All parameters."""
+        idle = self.sparse_layers * (self.experts - self.active) * self.mlp(self.expert_ffn)
+        norms = (2 * self.layers + 1) * self.hidden + self.layers * (
+            self.q_rank + self.kv_rank + 2 * self.head_dim * self.qk_norm
+        )
+        embeddings = self.head * (1 if self.tied else 2)
+        return self.layers * self.projections + self.mlp_active + idle + norms + embeddings
+
+    @property
+    def width(self) -> int:
+        """Columns of the MLPs that a token meets in the widest layer."""
+        return max(self.ffn if self.dense_layers or not self.experts else 0,
+                   self.active * self.expert_ffn + self.shared_ffn)  # fmt: skip
+
+    def mask(self, seq: int) -> str:
+        """Return the mask of its layers in words: a window where each has one, else causal."""
+        return f"window:{self.window}" if self.windowed == self.layers and self.window < seq else "causal"
+
+    def flops(self, keys: float) -> float:
+        """Return the FLOPs of a token in training, none recomputed; keys: it attends to, on average."""
+        products = self.layers * self.projections + self.mlp_active + self.head
+        pairs = self.layers * self.heads * (self.head_dim + self.value_dim) * keys
+        return 6.0 * (products + pairs)
+
+
+def _llama(
+    name: str, layers: int, hidden: int, heads: int, kv: int, ffn: int, vocab: int, **more: Any
+) -> Model:
+    dim = hidden // heads
+    return Model(name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=kv, head_dim=dim,
+                 value_dim=dim, ffn=ffn, vocab=vocab, **more)  # fmt: skip
+
+
+def _gpt(name: str, layers: int, hidden: int, heads: int) -> Model:
+    return _llama(name, layers, hidden, heads, heads, 4 * hidden, 50304, gated=False, tied=True)
+
+
+PRESETS = {
+    model.name: model
+    for model in (
+        _llama("7b", 32, 4096, 32, 32, 11008, 32000),
+        _llama("14b", 40, 5120, 40, 40, 13824, 120000),
+        _llama("llama2-7b", 32, 4096, 32, 32, 11008, 32000),
+        _llama("llama3-8b", 32, 4096, 32, 8, 14336, 128256),
+        _llama("llama3-70b", 80, 8192, 64, 8, 28672, 128256),
+        _llama("llama3-405b", 126, 16384, 128, 8, 53248, 128256),
+        _gpt("gpt-2.7b", 32, 2560, 32),
+        _gpt("gpt-6.7b", 32, 4096, 32),
+        _gpt("gpt-13b", 40, 5120, 40),
+        _gpt("gpt-30b", 48, 7168, 64),  # of DeepSpeed's figures, in which 16 ranks share its heads
+    )
+}
+"""7b and 14b are those of the BurstEngine paper, the others as their makers publish them."""
