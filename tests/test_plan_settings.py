@@ -70,7 +70,7 @@ def test_a_reason_says_what_the_recommended_way_does(answers):
     for answer in answers.values():
         chosen, reason = answer.chosen, answer.reason
         if chosen is None:
-            assert reason.startswith("nothing fits") and not answer.ranked
+            assert reason.startswith("no way fits") and not answer.ranked
             continue
         close = [one for one in answer.ranked if one.seconds <= AS_FAST * answer.ranked[0].seconds]
         assert reason.startswith(f"{chosen.way} is fastest") and chosen in close
@@ -119,6 +119,27 @@ def test_what_is_pasted_is_read_as_it_was_predicted(answers):
             assert burst_config(read).ring == one.attention.ring
 
 
+def test_one_rank_has_one_stage_of_zero():
+    answer = planned(MEGATRON, "8K", "a800:1x1", 1, None)
+    stages = {one.way.zero for one in answer.ranked if one.way.framework == "deepspeed"}
+    assert stages == {1}
+
+
+def test_a_vocabulary_of_any_size_is_shared_by_tp():
+    answer = planned(MEGATRON.replace("32000", "50257"), "8K", "a800:1x8", 1, None)
+    assert any(one.way.tp == 8 for one in answer.ranked)
+
+
+def test_where_nothing_fits_the_reason_says_what_would(tmp_path):
+    answer = planned("llama3-8b", "64M", "h100:1x8", 1, None)
+    length = max(seq for seq, _ in answer.lengths.values())
+    assert answer.reason.startswith(f"no way fits {64 * 2**20} tokens; {length} tokens would fit (")
+    answer = planned("llama3-405b", "64K", "h100:1x8", 1, None)
+    assert answer.reason == "no way fits 65536 tokens; nor does any way fit a shorter sequence"
+    shown = text(answer, 3)
+    assert "longest sequence, megatron: none fits" in shown and "longest sequence, deepspeed: none" in shown
+
+
 def test_longer_sequences_take_more_memory(answers):
     pick = random.Random(0)
     for answer in answers.values():
@@ -165,6 +186,17 @@ def test_contradictions_are_one_line_and_status_2(command, model, words):
     done = CliRunner().invoke(app, [command, "--model", model, "--seq", "64K", *cluster])
     assert done.exit_code == 2 and len(done.output.splitlines()) == 1, done.output
     assert words in done.output
+
+
+def test_a_number_of_ways_and_a_length_have_bounds(tmp_path):
+    for option, value, words in (
+        ("--top", "0", "--top must be at least 1"),
+        ("--seq", "9" * 400, "a number of tokens is at most"),
+        ("--batch", "9" * 400, "--batch must be at least 1 and at most"),
+    ):
+        done = CliRunner().invoke(app, ["plan", "--model", "7b", "--seq", "8K", option, value])
+        assert done.exit_code == 2 and len(done.output.splitlines()) == 1, done.output
+        assert words in done.output
 
 
 def test_the_doctor_reviews_megatrons_arguments():

@@ -187,7 +187,10 @@ def exchanged_bytes(shard: Shard, way: Way) -> float:
 
 
 def _gathered(model: Model, way: Way) -> float:
-    """Return bytes that ZeRO-3 has whole at once: weights of this layer and the next, one gradient."""
+    """Return bytes that ZeRO-3 has whole at once: weights of this layer and the next, and one gradient.
+
+    The head and its gradient are counted as well: backward of the last layer begins before they are gone.
+    """
     if way.zero < 3:
         return 0.0
     layer = (model.parameters - model.head * (1 if model.tied else 2)) / model.layers / way.tp

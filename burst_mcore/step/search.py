@@ -62,7 +62,7 @@ class Answer:
         """Why the recommended way, in a sentence."""
         chosen = self.chosen
         if chosen is None:
-            return f"nothing fits {self.seq} tokens; see the reasons and the longest sequence that does"
+            return f"no way fits {self.seq} tokens; {self._fitting()}"
         close = _close(self.ranked)
         least = f" (of {len(close)} equally fast ways the one that offloads least, then takes least memory)"
         return (
@@ -70,6 +70,13 @@ class Answer:
             f"{total(chosen.memory) / 1e9:.3g} of {self.place.memory / 1e9:.3g} GB are taken, "
             f"{self._without_offload(chosen)}and {self._beside(chosen)}"
         )
+
+    def _fitting(self) -> str:
+        """Say which length would fit."""
+        if not self.lengths:
+            return "nor does any way fit a shorter sequence"
+        seq, way = max(self.lengths.values(), key=lambda one: one[0])
+        return f"{seq} tokens would fit ({way})"
 
     def _without_offload(self, chosen: Step) -> str:
         """Say why a way offloads; nothing of a way that does not."""
@@ -222,9 +229,9 @@ def ways(
             if framework == "deepspeed" and degrees["ep"] > 1:  # once, to say why not
                 yield Way(framework=framework, zero=3, **degrees)
                 continue
-            for zero, chunks in itertools.product((1,) if framework == "megatron" else (1, 2, 3), (1, 2)):
-                if chunks > 1 and degrees["pp"] == 1:
-                    continue
+            # One rank has nothing to shard: the stages of ZeRO are the same.
+            stages = (1,) if framework == "megatron" or cluster.size == 1 else (1, 2, 3)
+            for zero, chunks in itertools.product(stages, (1, 2) if degrees["pp"] > 1 else (1,)):
                 base = Way(framework=framework, zero=zero, chunks=chunks, **degrees)
                 for (recompute, keep), fused in itertools.product(RECOMPUTES, (True, False)):
                     way = replace(base, recompute=recompute, keep=keep, fused_loss=fused)

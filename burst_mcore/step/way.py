@@ -131,8 +131,8 @@ def _why_not_matrices(way: Way, model: Model, cluster: Ranks) -> str | None:
         return f"TP {way.tp} does not go evenly on nodes of {cluster.intra}"
     if model.heads % way.tp or (model.kv_heads % way.tp and way.tp % model.kv_heads):
         return f"TP {way.tp} does not divide {model.heads} heads and {model.kv_heads} K/V heads"
-    if model.vocab % way.tp or model.ffn % way.tp:
-        return f"TP {way.tp} does not divide MLP {model.ffn} and vocabulary {model.vocab}"
+    if model.ffn % way.tp:  # Megatron pads the vocabulary
+        return f"TP {way.tp} does not divide an MLP of {model.ffn}"
     if model.expert_ffn % way.tp or model.shared_ffn % way.tp:
         return f"TP {way.tp} does not divide experts of {model.expert_ffn} and {model.shared_ffn}"
     return None
