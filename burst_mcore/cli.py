@@ -282,14 +282,15 @@ def plan(
         if (model is None) == (not against):
             raise ValueError("give --model MODEL with --seq, or --against FILE: the measured rows to predict")
         if model is not None:
-            from burst_mcore.step.page import check, page
+            from burst_mcore.files import check_writable
+            from burst_mcore.step.page import page
             from burst_mcore.step.planned import planned, text
 
             if calibrate:
                 raise ValueError("--calibrate goes with --against, not with --model")
             if top < 1:
                 raise ValueError(f"--top must be at least 1, got {top}")
-            check(json_file, html_file)
+            check_writable(json_file, html_file)
             answer = planned(model, seq, cluster, batch, rates_file, mask)
             shown, files = text(answer, top), {}
             if json_file is not None:

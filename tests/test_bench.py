@@ -146,6 +146,7 @@ def test_the_command_prints_tables_and_writes_all_figures(tmp_path):
         (["--case", "mask=star"], "unknown mask 'star' in 'star'; legal: causal, full, window:W"),
         (["--case", "mask=window:64; seq=16384"], "over at most 8192 tokens, got 16384"),
         (["--case", "heads=6", "--methods", "deepspeed-ulysses"], "multiples of 4, got 6 and 6"),
+        (["--out", "/proc/out.json"], "cannot write /proc/out.json"),
         (["--device", "tpu"], "no device 'tpu' here for attention; legal: auto, cpu"),
         (["--repeats", "0"], "--repeats must be at least 1, got 0"),
     ],

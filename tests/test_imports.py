@@ -22,7 +22,7 @@ FLOORS = [
             "dtypes",
             "agreement",
         ),
-        *("packages", "loss"),
+        *("packages", "loss", "files"),
     },
     {"attention"},
     {"checkpointing"},

@@ -21,6 +21,7 @@ from burst_mcore.bench.rows import record, recorded
 from burst_mcore.bench.run import cases_for, device_for, run
 from burst_mcore.bench.subjects import SUBJECTS
 from burst_mcore.bench.subjects.attention import AttentionCase
+from burst_mcore.files import check_writable
 
 OPTIONS = {
     name: [s for s in SUBJECTS.values() if name in s.options] for s in SUBJECTS.values() for name in s.options
@@ -44,11 +45,13 @@ def main(arguments: Sequence[str]) -> int:
         size = int(os.environ["WORLD_SIZE"]) if started else None
         cases = cases_for(subject, options.case, device, size, fields)
         names = [name for name in map(str.strip, options.methods.split(",")) if name]
+        if first:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            check_writable(out)
 
         def note(results: Results) -> None:
             if not first:
                 return
-            out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(results.as_json())
             if len(results.cases) < len(cases):
                 say(f"{report.table(results, [*results.cases][-1])}\n\n")

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from burst_mcore.attention.autotune.ways import Ranks
@@ -40,27 +39,6 @@ def page(answer: Answer) -> str:
     filling = {"title": escape(title), "plan": _embedded(answer.as_json()), "stops": _embedded(data)}
     template = files("burst_mcore.step").joinpath("page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda hole: filling[hole[1]], template)
-
-
-def check(*paths: Path | None) -> None:
-    """Refuse files that cannot be written, before anything is computed; leave nothing behind.
-
-    Raises:
-        ValueError: a path whose folder is missing or that the system refuses, or a path given twice.
-    """
-    given = [path for path in paths if path is not None]
-    if len({path.resolve() for path in given}) < len(given):
-        raise ValueError(f"two files are to be written to {given[0]}: give each a path of its own")
-    for path in given:
-        if not path.resolve().parent.is_dir():
-            raise ValueError(f"there is no folder {path.parent} for {path}")
-        try:
-            new = not path.exists()
-            path.open("a").close()
-        except OSError as error:
-            raise ValueError(f"cannot write {path}: {error.strerror}; give another path") from None
-        if new:
-            path.unlink()
 
 
 def _embedded(data: Any) -> str:

@@ -1,0 +1,26 @@
+"""Files that a command is to write, which are tried before anything is computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Refuse files that cannot be written, before anything is computed; leave nothing behind.
+
+    Raises:
+        ValueError: a path whose folder is missing or that the system refuses, or a path given twice.
+    """
+    given = [path for path in paths if path is not None]
+    if len({path.resolve() for path in given}) < len(given):
+        raise ValueError(f"two files are to be written to {given[0]}: give each a path of its own")
+    for path in given:
+        if not path.resolve().parent.is_dir():
+            raise ValueError(f"there is no folder {path.parent} for {path}")
+        try:
+            new = not path.exists()
+            path.open("a").close()
+        except OSError as error:
+            raise ValueError(f"cannot write {path}: {error.strerror}; give another path") from None
+        if new:
+            path.unlink()
