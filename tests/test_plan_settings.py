@@ -100,6 +100,16 @@ def test_a_reason_stands_where_the_host_has_the_faster_memory(tmp_path):
     assert answer.chosen.way.offload_optimizer and "without offload it takes" in answer.reason
 
 
+def test_rates_beyond_the_peak_are_another_machines(tmp_path):
+    fast = tmp_path / "rates.json"
+    Rates(compute=2e14, intra=1e11, inter=2e10, latency=1e-5, memory=1e12).save(fast)
+    words = ["--model", "7b", "--seq", "32K", "--rates", str(fast), "--cluster"]
+    assert CliRunner().invoke(app, ["plan", *words, "a800:1x8"]).exit_code == 0
+    done = CliRunner().invoke(app, ["plan", *words, "l20:1x8"])
+    assert done.exit_code == 2 and len(done.output.splitlines()) == 1, done.output
+    assert "kernel of 200 TFLOP/s, more than the peak of L20-PCIe 1x8, 119.5" in done.output
+
+
 def test_what_is_pasted_is_read_as_it_was_predicted(answers):
     arguments = pytest.importorskip("megatron.training.arguments")
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)

@@ -17,7 +17,7 @@ from burst_mcore.step.way import Way
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A cluster: its ranks, their speeds, and what a GPU has."""
+    """A cluster: its ranks, their speeds, and what a GPU has. A kernel beyond the peak is a ValueError."""
 
     ranks: Ranks
     rates: Rates
@@ -26,6 +26,13 @@ class Place:
     memory: float
     """Bytes of a GPU."""
     name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.rates.compute > self.peak:
+            raise ValueError(
+                f"the rates have a kernel of {self.rates.compute / 1e12:.4g} TFLOP/s, more than the peak of "
+                f"{self.name}, {self.peak / 1e12:.4g}: name the machine that was measured"
+            )
 
     @property
     def usable(self) -> float:
