@@ -419,5 +419,17 @@ def _fail(command: str, error: Exception, status: int = 1) -> NoReturn:
     raise typer.Exit(status) from None
 
 
+def main() -> None:
+    """Run the command; a package that is not there is one line and status 2."""
+    try:
+        app()
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        if package == "burst_mcore":
+            raise
+        typer.echo(f"burst-mcore: this needs the package {package}, which is not installed", err=True)
+        sys.exit(2)
+
+
 if __name__ == "__main__":
-    app()
+    main()

@@ -6,11 +6,12 @@ import json
 import random
 import re
 import shlex
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
-from burst_mcore.cli import app
+from burst_mcore.cli import app, main
 from burst_mcore.deepspeed.config.section import section_of
 from burst_mcore.megatron.arguments import add_arguments, burst_config
 from burst_mcore.rates import Rates
@@ -196,6 +197,18 @@ def test_contradictions_are_one_line_and_status_2(command, model, words):
     done = CliRunner().invoke(app, [command, "--model", model, "--seq", "64K", *cluster])
     assert done.exit_code == 2 and len(done.output.splitlines()) == 1, done.output
     assert words in done.output
+
+
+def test_a_package_that_is_missing_is_one_line_and_status_2(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tabulate", None)
+    wanted = [f"--json={tmp_path / 'plan.json'}", f"--html={tmp_path / 'plan.html'}"]
+    words = ["plan", "--model", MEGATRON, "--seq", "8K", "--cluster", "a800:1x1", *wanted]
+    monkeypatch.setattr(sys, "argv", ["burst-mcore", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and not list(tmp_path.iterdir())
+    assert told == "burst-mcore: this needs the package tabulate, which is not installed\n"
 
 
 def test_a_number_of_ways_and_a_length_have_bounds(tmp_path):
