@@ -354,22 +354,20 @@ def doctor(
     from burst_mcore.deepspeed.engine.memory import Shape
     from burst_mcore.mask.words import tokens
     from burst_mcore.rates import Rates
-    from burst_mcore.step.checkup import checkup
+    from burst_mcore.step.checkup import DEFAULT_LENGTH, Asked, checkup
 
     if reference:
         typer.echo(page(), nl=False)
         return
     try:
         shape = Shape(
-            seq=tokens(seq or "128K"), layers=layers, heads=heads, kv_heads=kv_heads or heads,
+            seq=tokens(seq or DEFAULT_LENGTH), layers=layers, heads=heads, kv_heads=kv_heads or heads,
             head_dim=head_dim, vocabulary=vocabulary, hidden=heads * head_dim,
             intermediate=heads * head_dim * 7 // 2,
         )  # fmt: skip
         rates = None if rates_file is None else Rates.load(rates_file)
-        found = checkup(
-            config, model, shape, seq=seq, world=world, per_node=per_node, device=device, rates=rates
-        )
-        typer.echo("\n".join(list(found)))
+        asked = Asked(seq=seq, world=world, per_node=per_node, device=device, rates=rates)
+        typer.echo("\n".join(list(checkup(config, model, shape, asked))))
     except ValueError as error:
         _fail("doctor", error, status=2)
 

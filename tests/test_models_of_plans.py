@@ -127,3 +127,16 @@ def test_other_models_are_refused_in_a_line_with_the_file(config, words, tmp_pat
     done = CliRunner().invoke(app, ["plan", "--model", _folder(tmp_path, config), "--seq", "8K"])
     assert done.exit_code == 2 and len(done.output.splitlines()) == 1, done.output
     assert f"{tmp_path}/config.json describes no decoder: " in done.output and words in done.output
+
+
+def test_the_doctor_takes_the_length_of_megatrons_arguments_or_a_default(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text('{"bf16": {"enabled": true}, "sequence_parallel_size": 2, "burst_attention": {}}')
+    sizes = "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --vocab-size 1024 --swiglu"
+    for words, told in (
+        ([str(file), "--model", f"{sizes} --seq-length 8192"], "sequence: 8192 tokens"),
+        ([str(file), "--model", sizes], "sequence: 131072 tokens"),
+        (["--model", "7b", "--world", "2"], "--seq-length 131072"),
+    ):
+        done = CliRunner().invoke(app, ["doctor", *words, "--device", "h100"])
+        assert done.exit_code == 0 and told in done.output, done.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,18 +23,34 @@ from burst_mcore.step.planned import length_of, recommendation
 from burst_mcore.step.review import NotPredictedError, of_deepspeed, of_megatron, predicted, review
 from burst_mcore.step.search import search
 
+DEFAULT_LENGTH = "128K"
 
-def checkup(
-    config: Path | None,
-    model: str | None,
-    shape: Shape,
-    *,
-    seq: str | None,
-    world: int | None,
-    per_node: int | None,
-    device: str,
-    rates: Rates | None,
-) -> Iterator[str]:
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a command line asks besides a configuration and a model. Raises ValueError for illegal numbers."""
+
+    seq: str | None
+    world: int | None
+    per_node: int | None
+    device: str
+    rates: Rates | None
+
+    def __post_init__(self) -> None:
+        for name, number in (("--world", self.world), ("--per-node", self.per_node)):
+            if number is not None and not 1 <= number <= LARGEST:
+                raise ValueError(f"{name} must be at least 1 and at most {LARGEST}, got {number}")
+
+    def length(self, given: int | None) -> int:
+        """Return the tokens of a sequence; given: those that Megatron's arguments name."""
+        return length_of(self.seq or (DEFAULT_LENGTH if given is None else None), given)
+
+    def node(self, world: int) -> int:
+        """Return the ranks of a node."""
+        return self.per_node or min(world, 8)
+
+
+def checkup(config: Path | None, model: str | None, shape: Shape, asked: Asked) -> Iterator[str]:
     """Yield what a configuration will do, whether it fits, and what would be faster.
 
     Args:
@@ -43,37 +60,24 @@ def checkup(
     Raises:
         ValueError: words that are not legal, or contradict each other; what `initialize` would refuse.
     """
-    for name, number in (("--world", world), ("--per-node", per_node)):
-        if number is not None and not 1 <= number <= LARGEST:
-            raise ValueError(f"{name} must be at least 1 and at most {LARGEST}, got {number}")
     if config is not None:
-        return _of_json(config, model, shape, seq, world, per_node, device, rates)
+        return _of_json(config, model, shape, asked)
     if model is None:
         raise ValueError(
             "no configuration given; pass DeepSpeed's JSON file: burst-mcore doctor ds.json, or Megatron's "
             "arguments as --model"
         )
-    return _of_model(model, seq, world, per_node, device, rates)
+    return _of_model(model, asked)
 
 
-def _of_json(
-    config: Path,
-    model: str | None,
-    shape: Shape,
-    seq: str | None,
-    world: int | None,
-    per_node: int | None,
-    device: str,
-    rates: Rates | None,
-) -> Iterator[str]:
+def _of_json(config: Path, model: str | None, shape: Shape, asked: Asked) -> Iterator[str]:
     """Yield what DeepSpeed's JSON will do; the planner's part where it knows all settings."""
     quiet()
     settings = config_dict(config)
     if model is not None:
-        shape = _shape(model, length_of(seq or "128K", _given(model).get("seq")))
+        shape = _shape(model, asked.length(_given(model).get("seq")))
     size = settings.get("sequence_parallel_size", 1)
-    world = world or (size if isinstance(size, int) and size > 0 else 1)
-    per_node = per_node or min(world, 8)
+    world = asked.world or (size if isinstance(size, int) and size > 0 else 1)
     told: list[str] | NotPredictedError
     mask = "causal"
     try:
@@ -81,29 +85,27 @@ def _of_json(
         sizes = _sizes(model, shape)
         mask = sizes.mask(shape.seq)
         way, attention = of_deepspeed(settings, world, sizes, shape.seq)
-        place = _place(world, per_node, device, rates)
+        place = _place(world, asked)
         told = [*review(predicted(sizes, way, attention, shape.seq, place, mask), attention)]
     except NotPredictedError as error:
         told = error
     yield from examine(
-        config, world=world, per_node=per_node, shape=shape, device=device, rates=rates,
+        config, world=world, per_node=asked.node(world), shape=shape, device=asked.device, rates=asked.rates,
         mask=mask_of(mask, shape.seq), with_memory=isinstance(told, NotPredictedError),
     )  # fmt: skip
     yield from [f"step: not predicted: {told}"] if isinstance(told, NotPredictedError) else told
 
 
-def _of_model(
-    model: str, seq: str | None, world: int | None, per_node: int | None, device: str, rates: Rates | None
-) -> Iterator[str]:
+def _of_model(model: str, asked: Asked) -> Iterator[str]:
     """Yield the review of Megatron's arguments, or a recommendation for a model without a configuration."""
     sizes, degrees = model_of(model)
-    length = length_of(seq, degrees.pop("seq", None))
+    length = asked.length(degrees.pop("seq", None))
     configured = model.lstrip().startswith("--")
-    if world is None and not configured:
+    if asked.world is None and not configured:
         raise ValueError("give --world: the ranks that are to train the model")
-    world = world or math.prod(degrees.get(name, 1) for name in ("tp", "cp", "pp"))
+    world = asked.world or math.prod(degrees.get(name, 1) for name in ("tp", "cp", "pp"))
     try:
-        place = _place(world, per_node or min(world, 8), device, rates)
+        place = _place(world, asked)
         if not configured:
             yield from recommendation(search(sizes, length, 1, place, mask=sizes.mask(length)))
             return
@@ -146,25 +148,25 @@ def _sizes(model: str | None, shape: Shape) -> Model:
         raise NotPredictedError(str(error)) from None
 
 
-def _place(world: int, per_node: int, device: str, rates: Rates | None) -> Place:
+def _place(world: int, asked: Asked) -> Place:
     """Return the cluster; "here" is one of this machine's GPU.
 
     Raises:
         ValueError: an unknown machine, or ranks that do not fill nodes.
         NotPredictedError: no GPU is here, or an unknown one.
     """
-    if device == HERE:
+    if asked.device == HERE:
         name = machine_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
         if name is None:
             raise NotPredictedError("no known GPU is here: name a machine by --device, such as h100")
     else:
-        name = machine(device).name
-    kind = MACHINES[name]
+        name = machine(asked.device).name
+    kind, per_node = MACHINES[name], asked.node(world)
     if world > per_node and world % per_node:
         raise NotPredictedError(f"{world} ranks do not fill nodes of {per_node}")
     return Place(
         ranks=Ranks(world, min(world, per_node)),
-        rates=rates or kind.rates,
+        rates=asked.rates or kind.rates,
         peak=kind.tflops * 1e12,
         memory=kind.memory,
         name=f"{name} x {world}",

@@ -243,18 +243,17 @@ def ways(
 def _degrees(
     framework: str, model: Model, cluster: Ranks, batch: int, pinned: Mapping[str, int]
 ) -> Iterator[dict[str, Any]]:
-    powers = [n for n in range(1, cluster.size + 1) if cluster.size % n == 0]
-    whole = framework == "megatron"
-    for tp, pp, cp in itertools.product(powers, powers, powers):
+    divisors = [n for n in range(1, cluster.size + 1) if cluster.size % n == 0]
+    for tp, pp, cp in itertools.product(divisors, repeat=3):
         if any(pinned.get(name, n) != n for name, n in (("tp", tp), ("pp", pp), ("cp", cp))):
             continue
-        if not whole and (tp > 1 or pp > 1):
+        if framework == "deepspeed" and (tp > 1 or pp > 1):
             continue
         dp, rest = divmod(cluster.size, tp * pp * cp)
         if rest or dp < 1 or batch % dp or tp > cluster.intra:
             continue
         alike = math.gcd(cp * dp, model.experts) if model.experts else 1
-        experts = [pinned["ep"]] if "ep" in pinned else [n for n in powers if alike % n == 0]
+        experts = [pinned["ep"]] if "ep" in pinned else [n for n in divisors if alike % n == 0]
         for ep in experts:
             yield {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "ep": ep, "micro": batch // dp}
 
