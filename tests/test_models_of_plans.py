@@ -99,6 +99,7 @@ def test_the_doctor_takes_the_models_window(tmp_path):
         assert done.exit_code == 0, done.output
         lines[window] = done.output.splitlines()
     told = {w: [line for line in told if line.startswith(("way", "step"))] for w, told in lines.items()}
+    assert not any(line.startswith("note") for line in lines[4096])
     assert all(a != b for a, b in zip(told[None], told[4096], strict=True)) and len(told[4096]) == 2
 
 
@@ -140,3 +141,14 @@ def test_the_doctor_takes_the_length_of_megatrons_arguments_or_a_default(tmp_pat
     ):
         done = CliRunner().invoke(app, ["doctor", *words, "--device", "h100"])
         assert done.exit_code == 0 and told in done.output, done.output
+
+
+def test_what_the_doctor_says_is_said_once_and_without_exponents(tmp_path):
+    gemma = {**LLAMA, "model_type": "gemma2", "sliding_window": 4096, "num_hidden_layers": 400}
+    file = tmp_path / "ds.json"
+    file.write_text('{"bf16": {"enabled": true}, "sequence_parallel_size": 2, "burst_attention": {}}')
+    words = ["--model", _folder(tmp_path, gemma), "--seq", "1M", "--device", "l20", "--world", "2"]
+    done = CliRunner().invoke(app, ["doctor", str(file), *words])
+    assert done.exit_code == 0 and done.output.count("200 of 400 layers have a window") == 1, done.output
+    told = next(line for line in done.output.splitlines() if line.startswith("step"))
+    assert "e+" not in told and "nor would a shorter sequence" in done.output, done.output

@@ -30,8 +30,8 @@ class Place:
     def __post_init__(self) -> None:
         if self.rates.compute > self.peak:
             raise ValueError(
-                f"the rates have a kernel of {self.rates.compute / 1e12:.4g} TFLOP/s, more than the peak of "
-                f"{self.name}, {self.peak / 1e12:.4g}: name the machine that was measured"
+                f"the rates have a kernel of {short(self.rates.compute / 1e12, 4)} TFLOP/s, more than the peak "
+                f"of {self.name}, {short(self.peak / 1e12, 4)}: name the machine that was measured"
             )
 
     @property
@@ -111,6 +111,11 @@ class Step:
             "mfu": self.mfu,
             "timeline": self.timeline(),
         }
+
+
+def short(number: float, digits: int = 3) -> str:
+    """Return a number in so many digits, or all before its point: no exponent of a large one."""
+    return f"{number:.{digits}g}" if abs(number) < 10**digits - 0.5 else f"{number:.0f}"
 
 
 def mfu(model: Model, keys: float, tokens_per_second: float, peak: float) -> float:

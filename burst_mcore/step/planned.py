@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from burst_mcore.explain.predict import cluster as parse
 from burst_mcore.machines import MACHINES
 from burst_mcore.mask.words import mask_of, tokens
 from burst_mcore.rates import Rates
 from burst_mcore.step.advice import advice, notes
-from burst_mcore.step.figures import Place, Step
+from burst_mcore.step.figures import Place, Step, short
 from burst_mcore.step.memory import total
 from burst_mcore.step.model import LARGEST, model_of
 from burst_mcore.step.search import Answer, kind, search
 from burst_mcore.step.way import FRAMEWORKS
+
+ALIGNED = (*["left"] * 3, *["right"] * 5)
+"""Columns of the table of ways, `_row`."""
 
 
 def planned(
@@ -75,13 +77,17 @@ def text(answer: Answer, top: int) -> str:
     chosen = answer.chosen
     model, place = answer.model, answer.place
     lines = [
-        f"{model.name}: {model.parameters / 1e9:.3g} billion parameters, {answer.batch} x {answer.seq} "
+        f"{model.name}: {short(model.parameters / 1e9)} billion parameters, {answer.batch} x {answer.seq} "
         f"tokens a step, mask {answer.mask}, on {place.name} (predicted, not measured)",
         "",
     ]
     if answer.ranked:
         shown = answer.ranked[:top]
-        lines += [tabulate([_row(one, chosen) for one in shown], headers="keys", floatfmt=".4g")]
+        lines += [
+            tabulate(
+                [_row(one, chosen) for one in shown], headers="keys", disable_numparse=True, colalign=ALIGNED
+            )
+        ]
         lines += [f"and {len(answer.ranked) - top} slower ones"] * (len(answer.ranked) > top)
     lines += ["", *recommendation(answer)]
     if answer.infeasible:
@@ -106,21 +112,21 @@ def recommendation(answer: Answer) -> list[str]:
     return lines
 
 
-def _row(one: Step, chosen: Step | None) -> dict[str, Any]:
+def _row(one: Step, chosen: Step | None) -> dict[str, str]:
     return {
         "": "*" if one is chosen else "",
         "way": str(one.way),
         "attention": f"{one.attention.ring} x{one.attention.head_parallel} {one.attention.direction}",
-        "s": one.seconds,
-        "tokens/s/GPU": one.tokens_per_second,
-        "MFU %": 100 * one.mfu,
-        "exposed %": 100 * sum(one.times.exposed.values()) / one.seconds,
-        "GB": total(one.memory) / 1e9,
+        "s": short(one.seconds, 4),
+        "tokens/s/GPU": short(one.tokens_per_second, 4),
+        "MFU %": f"{100 * one.mfu:.1f}",
+        "exposed %": f"{100 * sum(one.times.exposed.values()) / one.seconds:.1f}",
+        "GB": short(total(one.memory) / 1e9),
     }
 
 
 def _stack(one: Step) -> str:
-    memory = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in one.memory.items())
-    exposed = ", ".join(f"{name} {s:.3g}" for name, s in one.times.exposed.items() if s >= 0.001)
-    compute = ", ".join(f"{name} {s:.3g}" for name, s in one.times.compute.items() if s >= 0.001)
+    memory = ", ".join(f"{name} {short(size / 1e9)}" for name, size in one.memory.items())
+    exposed = ", ".join(f"{name} {short(s)}" for name, s in one.times.exposed.items() if s >= 0.001)
+    compute = ", ".join(f"{name} {short(s)}" for name, s in one.times.compute.items() if s >= 0.001)
     return f"memory, GB: {memory}\ncompute, s: {compute}\nexposed, s: {exposed or 'nothing'}"

@@ -16,7 +16,7 @@ from burst_mcore.deepspeed.config.settings import part, zero
 from burst_mcore.megatron.arguments import add_arguments, burst_config, recompute_policy, uses_burst
 from burst_mcore.step.advice import advice, notes, of_windows
 from burst_mcore.step.attention import attention
-from burst_mcore.step.figures import Place, Step
+from burst_mcore.step.figures import Place, Step, short
 from burst_mcore.step.memory import shard_of, total
 from burst_mcore.step.model import Arguments, Model
 from burst_mcore.step.search import AS_FAST, lengths, search, waits
@@ -34,17 +34,17 @@ def review(step: Step, config: BurstConfig) -> Iterator[str]:
     """Yield lines on a configured step: its speed, its memory, and the best way of the same framework."""
     place = step.place
     yield (
-        f"step (predicted): {step.way}: {step.seconds:.3g} s, {step.tokens_per_second:.4g} tokens/s/GPU, "
-        f"MFU {step.mfu:.0%}; {waits(step)}"
+        f"step (predicted): {step.way}: {short(step.seconds)} s, "
+        f"{short(step.tokens_per_second, 4)} tokens/s/GPU, MFU {step.mfu:.0%}; {waits(step)}"
     )
     own = step.way.framework == "megatron" and config == MEGATRONS_OWN
     yield f"attention: {step.attention}" + " (taken for Megatron's own, p2p)" * own
-    parts = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in step.memory.items())
+    parts = ", ".join(f"{name} {short(size / 1e9)}" for name, size in step.memory.items())
     fits = "it fits" if step.fits else f"it does not fit; {_longest(step)}"
     yield (
-        f"memory of a rank: about {total(step.memory) / 1e9:.3g} GB ({parts}), for "
-        f"{step.model.parameters / 1e9:.3g} billion parameters; there are {place.memory / 1e9:.3g} GB, "
-        f"{place.usable / 1e9:.3g} of them for tensors: {fits}"
+        f"memory of a rank: about {short(total(step.memory) / 1e9)} GB ({parts}), for "
+        f"{short(step.model.parameters / 1e9)} billion parameters; there are {short(place.memory / 1e9)} GB, "
+        f"{short(place.usable / 1e9)} of them for tensors: {fits}"
     )
     yield from (f"note: {note}" for note in of_windows(step))
     yield from _better(step)
@@ -54,7 +54,7 @@ def _longest(step: Step) -> str:
     """Say how long a sequence fits in the same way."""
     for seq, _ in lengths(step.model, step.place, [step.way]).values():
         return f"{seq} tokens would"
-    return "nor does any sequence"
+    return "nor would a shorter sequence"
 
 
 def _better(step: Step) -> Iterator[str]:
@@ -70,9 +70,9 @@ def _better(step: Step) -> Iterator[str]:
         yield f"faster: no way of {way.framework} over {place.ranks.size} ranks is more than 1 % faster"
     else:
         gain = f"takes {1 - best.seconds / step.seconds:.0%} less time" if step.fits else "fits"
-        yield f"{'faster' if step.fits else 'instead'}: {best.way} {gain}, {best.seconds:.3g} s; write"
+        yield f"{'faster' if step.fits else 'instead'}: {best.way} {gain}, {short(best.seconds)} s; write"
         yield advice(best)
-        yield from (f"note: {note}" for note in notes(best))
+        yield from (f"note: {note}" for note in notes(best) if note not in of_windows(step))
 
 
 def predicted(

@@ -12,7 +12,7 @@ from typing import Any
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.mask.words import mask_of
 from burst_mcore.step.advice import advice, notes
-from burst_mcore.step.figures import Place, Step, step
+from burst_mcore.step.figures import Place, Step, short, step
 from burst_mcore.step.memory import longest, shard_of, stack, total
 from burst_mcore.step.model import Model
 from burst_mcore.step.way import FRAMEWORKS, Way, why_not
@@ -67,7 +67,7 @@ class Answer:
         least = f" (of {len(close)} equally fast ways the one that offloads least, then takes least memory)"
         return (
             f"{chosen.way} is fastest{least if len(close) > 1 else ''}: {waits(chosen)}, "
-            f"{total(chosen.memory) / 1e9:.3g} of {self.place.memory / 1e9:.3g} GB are taken, "
+            f"{short(total(chosen.memory) / 1e9)} of {short(self.place.memory / 1e9)} GB are taken, "
             f"{self._without_offload(chosen)}and {self._beside(chosen)}"
         )
 
@@ -213,7 +213,9 @@ def too_large(memory: dict[str, float], place: Place) -> str | None:
     if total(memory) <= place.usable:
         return None
     largest = max(memory, key=memory.__getitem__)
-    return f"out of memory: {total(memory) / 1e9:.3g} GB of {place.usable / 1e9:.3g}, most of it {largest}"
+    return (
+        f"out of memory: {short(total(memory) / 1e9)} GB of {short(place.usable / 1e9)}, most of it {largest}"
+    )
 
 
 def ways(

@@ -120,7 +120,9 @@ def why_not(way: Way, model: Model, seq: int, cluster: Ranks) -> str | None:
         return f"CP {way.cp} does not go evenly on nodes with {intra} of its ranks"
     if way.cp * way.tp > 1 and seq < 2 * way.cp * way.tp:
         return f"{seq} tokens are too few for CP {way.cp} x TP {way.tp}"
-    if way.chunks > 1 and (way.pp == 1 or way.micro % way.pp):
+    if way.chunks > 1 and way.pp == 1:
+        return f"{way.chunks} chunks of a stage need a pipeline: PP is 1"
+    if way.micro % way.pp and way.chunks > 1:
         return f"interleaving needs micro-batches ({way.micro}) in multiples of the stages ({way.pp})"
     return None
 
