@@ -148,6 +148,7 @@ def test_where_nothing_fits_the_reason_says_what_would(tmp_path):
     answer = planned("llama3-405b", "64K", "h100:1x8", 1, None)
     assert answer.reason == "no way fits 65536 tokens; nor does any way fit a shorter sequence"
     shown = text(answer, 3)
+    assert answer.reason in shown.splitlines() and "recommended" not in shown
     assert "longest sequence, megatron: none fits" in shown and "longest sequence, deepspeed: none" in shown
 
 

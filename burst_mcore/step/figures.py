@@ -30,8 +30,8 @@ class Place:
     def __post_init__(self) -> None:
         if self.rates.compute > self.peak:
             raise ValueError(
-                f"the rates have a kernel of {short(self.rates.compute / 1e12, 4)} TFLOP/s, more than the peak "
-                f"of {self.name}, {short(self.peak / 1e12, 4)}: name the machine that was measured"
+                f"the rates have a kernel of {short(self.rates.compute / 1e12, 4)} TFLOP/s, more than the "
+                f"peak of {self.name}, {short(self.peak / 1e12, 4)}: name the machine that was measured"
             )
 
     @property

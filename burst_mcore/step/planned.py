@@ -104,9 +104,10 @@ def text(answer: Answer, top: int) -> str:
 
 def recommendation(answer: Answer) -> list[str]:
     """Return the recommended way of an answer, its reason, and what to paste for each framework."""
+    if answer.chosen is None:
+        return [answer.reason]
     lines = [f"recommended: {answer.reason}"]
-    if answer.chosen is not None:
-        lines += [f"attention: {answer.chosen.attention}", "", _stack(answer.chosen), ""]
+    lines += [f"attention: {answer.chosen.attention}", "", _stack(answer.chosen), ""]
     for best in filter(None, map(answer.best_of, FRAMEWORKS)):
         lines += [f"{best.way}:", advice(best), *(f"note: {note}" for note in notes(best)), ""]
     return lines
