@@ -185,14 +185,14 @@ def draw(
     mask_out = mask_out or out.with_name("mask.png")
     shown, what = drawing.schedule, f"mask {mask} over {seq} tokens"
     typer.echo(f"{shown}\n\n{what}; {shown.route}: {drawing.why}")
-    typer.echo(f"{predict.summary(drawing, where)}\n{tiles_summary(drawing.plan, pass_, chosen)}")
+    typer.echo(f"{predict.summary(drawing)}\n{tiles_summary(drawing.plan, pass_, chosen)}")
     typer.echo(predict.exposed(drawing))
     try:
         for path in (out, trace, mask_out):
             path.parent.mkdir(parents=True, exist_ok=True)
         save_timelines(runs, f"{shown.title}; {shown.route} on {cluster} ranks; {what}", out)
-        title = f"{what}, layout {drawing.plan.layout}; {shown.title}, on {cluster} ranks"
-        save_mask(drawing.plan, pass_, chosen, title, mask_out)
+        title = f"{what}, layout {drawing.plan.layout}; {shown.title}; {shown.route} on {cluster} ranks"
+        save_mask(drawing.plan, drawing.route, pass_, chosen, title, mask_out)
         trace.write_text(chrome_trace(runs))
     except (ValueError, OSError) as error:
         _fail("draw", error)

@@ -212,6 +212,7 @@ def test_explain_takes_a_latent():
     deepseek = "--heads 128 --head-dim 192 --value-dim 128 --seq 128K --cluster h100:4x4 --mesh auto"
     told = _explained(*deepseek.split(), "--latent", "512+64")
     assert "(mesh of 2 x 2: each row a double ring of 2 x 1, heads over 4)" in told
+    assert "chosen: ring='double', head_parallel=4, mesh='2x2', backward=" in told
 
 
 @pytest.mark.parametrize(
