@@ -196,7 +196,8 @@ def test_bytes_and_resident_memory_are_those_of_the_formulas(rows, columns, degr
     for pass_ in Pass:
         sizes = message_bytes(shard, route, pass_)
         sent = sum(mean_bytes(schedule(route, pass_).programs, sizes, route.size).values())
-        assert of_mesh(Share.of(shard), pass_, route, route.size) == pytest.approx(sent, rel=1e-12)
+        formula = of_mesh(Share.of(shard), pass_, route, route.size)
+        assert sum(formula.values()) == pytest.approx(sent, rel=1e-12)
     along = message_bytes(shard, route, Pass.QUERY).whole
     assert (along["resident"], along["share"]) == (2 * rank * degree, 4 * rank * degree)
 
