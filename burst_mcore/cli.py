@@ -227,7 +227,7 @@ def calibrate(
             raise ValueError(f"there is no folder {out.parent} for {out}")
         found = measure(ranks, repeats, device)
     except ValueError as error:
-        _fail("calibrate", error, status=2)
+        _fail("calibrate", error)
     if found.rank == 0:
         found.rates.save(out, **made_by(device), **({"assumed": ["inter"]} if found.one_node else {}))
         typer.echo(f"measured with {found.words}: {found.rates.in_words}")
@@ -300,7 +300,7 @@ def plan(
         rates = None if rates_file is None else Rates.load(rates_file)
         report = compare(against or (), calibrate or (), rates)
     except (ValueError, OSError) as error:
-        _fail("plan", error, status=2)
+        _fail("plan", error)
     typer.echo(report.text())
     typer.echo(json.dumps(report.as_json()))
 
@@ -362,7 +362,7 @@ def doctor(
         )
         typer.echo("\n".join(list(found)))
     except ValueError as error:
-        _fail("doctor", error, status=2)
+        _fail("doctor", error)
 
 
 @app.command()
@@ -402,12 +402,12 @@ def patch(
         ((act, folder),) = asked
         typer.echo(act(trees.Tree(folder), name), nl=False)
     except (trees.UnknownTreeError, OSError) as error:
-        _fail("patch", error, status=2)
+        _fail("patch", error)
 
 
-def _fail(command: str, error: Exception, status: int = 1) -> NoReturn:
+def _fail(command: str, error: Exception) -> NoReturn:
     typer.echo(f"burst-mcore {command}: {error}", err=True)
-    raise typer.Exit(status) from None
+    raise typer.Exit(2) from None
 
 
 if __name__ == "__main__":

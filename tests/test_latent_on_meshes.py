@@ -227,4 +227,4 @@ def test_explain_takes_a_latent():
 )
 def test_explain_refuses_other_words(words, told):
     done = CliRunner().invoke(app, ["explain", "--heads", "8", *words])
-    assert done.exit_code and told in done.output
+    assert done.exit_code == 2 and told in done.output

@@ -358,7 +358,7 @@ def test_draw_shows_the_mask_and_runs_the_schedule_that_it_shows(tmp_path):
 def test_draw_says_what_is_wrong_with_a_mask(arguments, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["draw", *arguments])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert words in done.output
     assert not list(Path(tmp_path).glob("*.json"))
 
@@ -374,4 +374,4 @@ def test_explain_takes_masks_layouts_and_all_rings():
     flat = CliRunner().invoke(app, ["explain", "--seq", "128K", "--cluster", "2x2", "--ring", "flat"])
     assert "direct" not in flat.output and "chosen: ring='flat'" in flat.output
     bad = CliRunner().invoke(app, ["explain", "--mask", "star"])
-    assert bad.exit_code == 1 and "unknown mask 'star'" in bad.output
+    assert bad.exit_code == 2 and "unknown mask 'star'" in bad.output

@@ -15,11 +15,11 @@ from burst_mcore.attention.autotune.candidate import Candidate
 from burst_mcore.attention.autotune.choose import best, reason
 from burst_mcore.attention.autotune.cost import Sizes, link_bytes, message_bytes
 from burst_mcore.attention.autotune.costing import pairs_of, work_of
-from burst_mcore.attention.autotune.decide import costed
+from burst_mcore.attention.autotune.decide import costed, degrees_of
 from burst_mcore.attention.autotune.kind import typical
 from burst_mcore.attention.autotune.simulate import Timeline, play
 from burst_mcore.attention.autotune.volume import Share, least
-from burst_mcore.attention.autotune.ways import Mesh, Ranks, legal_degrees, why_not_degree
+from burst_mcore.attention.autotune.ways import Mesh, Ranks, legal_degrees
 from burst_mcore.attention.geometry.plan import Plan, plan_of
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route, Schedule, schedule
@@ -250,20 +250,15 @@ def draw(
     better way round.
 
     Raises:
-        ValueError: `degree` ranks cannot share the heads, or as `layout_of`.
+        ValueError: `degree` ranks cannot share the heads, or do not go with the mesh, or as `layout_of`.
     """
-    why_not = why_not_degree(degree, ranks, problem.heads, problem.kv_heads)
-    if why_not is not None:
-        legal = legal_degrees(ranks, problem.heads, problem.kv_heads)
-        raise ValueError(f"head_parallel={degree} is not legal here: {why_not}; legal: {legal}")
     dealt = layout_of(layout, problem, ranks)
     shard = shard_of(problem, ranks, dealt)
     of_kind, mask = typical(dealt, problem.seen, problem.seq, ranks.size)
     backward = Pass.QUERY if pass_ == Pass.QUERY else Pass.KV  # as trace_pass has it
-    config = BurstConfig(ring=ring, overlap=overlap, mesh=mesh, backward=backward)
+    config = BurstConfig(ring=ring, overlap=overlap, mesh=mesh, backward=backward, head_parallel=degree)
+    degrees_of(config, ranks, shard)  # or ValueError
     found = _of_degree(config, of_kind, ranks, rates, shard, mask, problem.seq, degree)
-    if not found:
-        raise ValueError(f"mesh {mesh} with head_parallel={degree} is not legal on {ranks.size} ranks")
     chosen = best(found)
     route = chosen.route
     plan = plan_of(dealt, problem.seen, problem.seq, route.placement)
