@@ -264,7 +264,7 @@ def test_the_tiles_of_a_zigzag_ring_are_those_of_the_paper(pass_):
 
 
 def _drawn(mask, layout, *, ranks=None, pass_="query", ring="double", seq=1024):
-    problem = Problem(seq=seq, heads=4, kv_heads=4, head_dim=16, mask=mask)
+    problem = Problem(seq=seq, heads=4, kv_heads=4, head_dim=32, mask=mask)
     return predict.draw(
         problem, ranks or Ranks(4, 2), RATES, pass_=pass_, degree=1, ring=ring, overlap=True, layout=layout
     )
@@ -286,7 +286,7 @@ def test_a_drawing_computes_all_that_any_mask_allows(mask, layout, ring, pass_):
     at = torch.arange(1000)
     pairs = int(mask_of(mask, 1000).allows(at, at).sum())
     seconds = sum(e.ended - e.started for e in drawing.timeline.events if e.lane == "compute")
-    assert seconds == pytest.approx((4 if pass_ == "forward" else 10) * pairs * 4 * 16 / RATES.compute)
+    assert seconds == pytest.approx((4 if pass_ == "forward" else 10) * pairs * 4 * 32 / RATES.compute)
     assert all(drawing.sent[link] <= drawing.sent_dense[link] for link in ("intra", "inter"))
     if ring == "direct":
         assert drawing.schedule.route.direct
