@@ -185,14 +185,14 @@ def draw(
     mask_out = mask_out or out.with_name("mask.png")
     shown, what = drawing.schedule, f"mask {mask} over {seq} tokens"
     typer.echo(f"{shown}\n\n{what}; {shown.route}: {drawing.why}")
-    typer.echo(f"{predict.summary(drawing, where)}\n{tiles_summary(drawing.plan, pass_, chosen)}")
+    typer.echo(f"{predict.summary(drawing)}\n{tiles_summary(drawing.plan, pass_, chosen)}")
     typer.echo(predict.exposed(drawing))
     try:
         for path in (out, trace, mask_out):
             path.parent.mkdir(parents=True, exist_ok=True)
         save_timelines(runs, f"{shown.title}; {shown.route} on {cluster} ranks; {what}", out)
-        title = f"{what}, layout {drawing.plan.layout}; {shown.title}, on {cluster} ranks"
-        save_mask(drawing.plan, pass_, chosen, title, mask_out)
+        title = f"{what}, layout {drawing.plan.layout}; {shown.title}; {shown.route} on {cluster} ranks"
+        save_mask(drawing.plan, drawing.route, pass_, chosen, title, mask_out)
         trace.write_text(chrome_trace(runs))
     except (ValueError, OSError) as error:
         _fail("draw", error)
@@ -227,7 +227,7 @@ def calibrate(
             raise ValueError(f"there is no folder {out.parent} for {out}")
         found = measure(ranks, repeats, device)
     except ValueError as error:
-        _fail("calibrate", error, status=2)
+        _fail("calibrate", error)
     if found.rank == 0:
         found.rates.save(out, **made_by(device), **({"assumed": ["inter"]} if found.one_node else {}))
         typer.echo(f"measured with {found.words}: {found.rates.in_words}")
@@ -309,7 +309,7 @@ def plan(
         rates = None if rates_file is None else Rates.load(rates_file)
         report = compare(against or (), calibrate or (), rates)
     except (ValueError, OSError) as error:
-        _fail("plan", error, status=2)
+        _fail("plan", error)
     typer.echo(report.text())
     typer.echo(json.dumps(report.as_json()))
 
@@ -369,7 +369,7 @@ def doctor(
         asked = Asked(seq=seq, world=world, per_node=per_node, device=device, rates=rates)
         typer.echo("\n".join(list(checkup(config, model, shape, asked))))
     except ValueError as error:
-        _fail("doctor", error, status=2)
+        _fail("doctor", error)
 
 
 @app.command()
@@ -409,12 +409,12 @@ def patch(
         ((act, folder),) = asked
         typer.echo(act(trees.Tree(folder), name), nl=False)
     except (trees.UnknownTreeError, OSError) as error:
-        _fail("patch", error, status=2)
+        _fail("patch", error)
 
 
-def _fail(command: str, error: Exception, status: int = 1) -> NoReturn:
+def _fail(command: str, error: Exception) -> NoReturn:
     typer.echo(f"burst-mcore {command}: {error}", err=True)
-    raise typer.Exit(status) from None
+    raise typer.Exit(2) from None
 
 
 def main() -> None:

@@ -80,7 +80,20 @@ RING = Topology(rank=1, size=4)
         ),
         (
             {"topology": RING, "config": BurstConfig(mesh=(2, 4))},
-            r"mesh=2x4 with head_parallel=1 is not legal: rows x columns x head_parallel must be the 4 ranks",
+            r"mesh=2x4 with head_parallel=1 is not legal: rows x columns x head_parallel must be the 4 ranks"
+            r"; legal: 1x4, 2x2, 4x1$",
+        ),
+        (
+            {"topology": RING, "config": BurstConfig(mesh=(3, 1), head_parallel="auto")},
+            r"mesh=3x1 with head_parallel=auto is not legal: .*; legal: sides and degrees that divide 4$",
+        ),
+        (
+            {
+                "topology": RING,
+                "q": (1, 8, 6, 16),
+                "config": BurstConfig(mesh=(1, 1), head_parallel="auto"),
+            },
+            r"mesh=1x1, and so head_parallel=4, is not legal with 6 heads.*legal: \[1, 2\]",
         ),
         ({"config": BurstConfig(head_parallel=2)}, r"does not divide the 1 ranks; legal: \[1\]"),
         ({"mask": "causal"}, r"got 'causal': Mask.causal\(\)"),

@@ -17,12 +17,14 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from burst_mcore import Mask
+from burst_mcore import BurstConfig, Mask
+from burst_mcore.attention.autotune.decide import fastest
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.bench import clock, core, gate, report, stage
 from burst_mcore.bench.core import Bar, Figure, Method, Trial, World
 from burst_mcore.bench.methods import METHODS
-from burst_mcore.bench.methods.attention import attended
-from burst_mcore.bench.methods.sharded import RingCase, dealt
+from burst_mcore.bench.methods.attention import HIDDEN, attended
+from burst_mcore.bench.methods.sharded import RingCase, dealt, share_of
 from burst_mcore.bench.results import Results, read, unit_of
 from burst_mcore.bench.run import run
 from burst_mcore.bench.subjects import SUBJECTS, attention, masks
@@ -43,7 +45,7 @@ MASKS = [
 ]
 
 
-PAIRED = {"double-ring", "usp"}
+PAIRED = {"burst-auto-hidden", "double-ring", "usp"}
 """Methods that pair ranks, of four at least."""
 ANY_MASK = {name for name, method in METHODS["attention"].items() if method.ours} | {"deepspeed-ulysses"}
 """The others are those of tests/test_peers.py."""
@@ -243,6 +245,27 @@ def _over_ranks(rank, size):
 
 def test_cpu_seconds_of_ranks_are_summed_and_the_rest_is_the_slowest_ranks():
     assert processes(2, _over_ranks) == [{"cpu": 3.0, "wall": 2.0, "forward cpu": 4.0}] * 2
+
+
+def test_auto_is_held_to_the_cpu_seconds_of_the_ring_on_one_node_and_where_bytes_are_hidden():
+    names = ("ring", "burst-auto", "burst-auto-hidden")
+    case = attention.AttentionCase(ranks=4, seq=256, heads=4, head_dim=16)
+    results = run(SUBJECTS["attention"], {"a": case}, names, 1, "cpu")
+    assert not results.refused and not results.errors
+    table = results.tables["a"]
+    want = {name: table[name, "cpu"][0] / table["ring", "cpu"][0] for name in names}
+    assert {(bar.method, bar.bound, bar.value) for bar in results.bars} == {
+        (name, 1.02, want[name]) for name in names[1:]
+    }
+    assert case.bars("cuda") == replace(case, ranks=1).bars("cpu") == ()
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_rates_that_hide_messages_leave_nothing_exposed(kv_heads):
+    config = BurstConfig(head_parallel="auto", mesh="auto")
+    shape = share_of(4096, 8, kv_heads, 64)
+    way = fastest(config, Layout("zigzag"), Ranks(4, 2), HIDDEN, shape, Mask.causal(), 4 * 4096)
+    assert way.exposed_seconds < 0.01 * way.seconds
 
 
 class Judged(attention.AttentionCase):

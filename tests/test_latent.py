@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -389,10 +390,35 @@ def test_keys_come_once():
     call = {"topology": Topology.single(), "mask": Mask.causal()}
     with pytest.raises(ValueError, match="k and v, or latent, not both"):
         burst_attention(q, q, q, latent=latent, **call)
-    with pytest.raises(ValueError, match="needs k and v, or latent"):
+    with pytest.raises(ValueError, match="needs k and v, or latent.*got no v"):
         burst_attention(q, q, **call)
-    with pytest.raises(ValueError, match="must be a Latent"):
+    with pytest.raises(ValueError, match="must be a Latent.*got tuple"):
         burst_attention(q, latent=tuple(latent), **call)
+    with pytest.raises(ValueError, match=r"got \['Tensor', 'NoneType', 'Tensor'\]"):
+        burst_attention(q, latent=latent._replace(rope_key=None), **call)
+
+
+def _one_rank_errs(rank, size):
+    """(what the rank is told, after how long): rank 1 gives something that is no latent; then all do well."""
+    topology, found = Topology.from_group(dist.group.WORLD), []
+    q, latent = _latent()
+    bad = (tuple(latent), latent._replace(weight=None), latent._replace(compressed=latent.rope_key))
+    for wrong in (*bad, None):
+        start = time.monotonic()
+        with pytest.raises(ValueError) as error:
+            given = wrong if rank == 1 else latent
+            burst_attention(q, latent=given, topology=topology, mask=Mask.causal())
+        found.append((str(error.value), time.monotonic() - start))
+        burst_attention(q, latent=latent, topology=topology, mask=Mask.causal())
+    return found
+
+
+def test_a_rank_without_a_latent_tells_the_others():
+    wrong, right = processes(2, _one_rank_errs)[::-1]
+    assert len(right) == 4
+    for (told, seconds), (said, _) in zip(right, wrong, strict=True):
+        assert f"rank 1 of the ring refused this call: ValueError: {said}" == told
+        assert seconds < 20
 
 
 def test_predictions_in_the_docs_are_those_of_the_model():

@@ -196,7 +196,8 @@ def test_bytes_and_resident_memory_are_those_of_the_formulas(rows, columns, degr
     for pass_ in Pass:
         sizes = message_bytes(shard, route, pass_)
         sent = sum(mean_bytes(schedule(route, pass_).programs, sizes, route.size).values())
-        assert of_mesh(Share.of(shard), pass_, route, route.size) == pytest.approx(sent, rel=1e-12)
+        formula = of_mesh(Share.of(shard), pass_, route, route.size)
+        assert sum(formula.values()) == pytest.approx(sent, rel=1e-12)
     along = message_bytes(shard, route, Pass.QUERY).whole
     assert (along["resident"], along["share"]) == (2 * rank * degree, 4 * rank * degree)
 
@@ -212,6 +213,7 @@ def test_explain_takes_a_latent():
     deepseek = "--heads 128 --head-dim 192 --value-dim 128 --seq 128K --cluster h100:4x4 --mesh auto"
     told = _explained(*deepseek.split(), "--latent", "512+64")
     assert "(mesh of 2 x 2: each row a double ring of 2 x 1, heads over 4)" in told
+    assert "chosen: ring='double', head_parallel=4, mesh='2x2', backward=" in told
 
 
 @pytest.mark.parametrize(
@@ -225,4 +227,4 @@ def test_explain_takes_a_latent():
 )
 def test_explain_refuses_other_words(words, told):
     done = CliRunner().invoke(app, ["explain", "--heads", "8", *words])
-    assert done.exit_code and told in done.output
+    assert done.exit_code == 2 and told in done.output

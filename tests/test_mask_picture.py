@@ -18,12 +18,23 @@ from typer.testing import CliRunner
 
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.autotune.ways import Ranks
-from burst_mcore.attention.geometry.plan import plan_for
+from burst_mcore.attention.geometry.plan import plan_for, plan_of
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.attention.schedule.actions import Compute
+from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.cli import app
 from burst_mcore.explain import mask_picture, predict
-from burst_mcore.explain.mask_picture import edges_of, outlines, owners, raster, save_mask, tiles_summary
+from burst_mcore.explain.load import pairs_at
+from burst_mcore.explain.mask_picture import (
+    edges_of,
+    outlines,
+    owners,
+    placed,
+    raster,
+    save_mask,
+    tiles_summary,
+)
 from burst_mcore.explain.problem import Problem
 from burst_mcore.layout.balance import imbalance
 from burst_mcore.mask.words import document_ends, mask_of, shortened
@@ -187,10 +198,61 @@ def test_pictures_are_written_for_all_masks_and_layouts(pass_, kernel, tmp_path)
     words = ["full", "causal", "window:16", "causal & dilated:32,3", "documents:random,5", "blocks:8,0.3"]
     for number, (text, layout) in enumerate(zip(words, layouts(4), strict=True)):
         out = tmp_path / f"{number}.png"
-        save_mask(plan_for(layout, mask_of(text, 101), 101, 4), pass_, KERNELS[kernel], text, out)
+        plan = plan_for(layout, mask_of(text, 101), 101, 4)
+        save_mask(plan, Route(1, 4), pass_, KERNELS[kernel], text, out)
         assert out.read_bytes().startswith(b"\x89PNG")
     many = plan_for(Layout("zigzag"), Mask.causal(), 120, 20, 2)
-    save_mask(many, pass_, KERNELS[kernel], "groups of two", tmp_path / "many.png")
+    save_mask(many, Route(1, 20, 2), pass_, KERNELS[kernel], "groups of two", tmp_path / "many.png")
+
+
+ROUTES = [
+    Route(1, 4), Route(1, 2, 2), Route(1, 2, 2, outer=True),
+    Route(1, 2, rings=2), Route(1, 3, rings=2), Route(1, 1, rings=4), Route(2, 2, rings=2),
+    Route(1, 2, 2, rings=2, outer=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pass_", ["forward", "kv", "query"])
+@pytest.mark.parametrize("route", ROUTES, ids=str)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+def test_the_picture_shows_what_the_ranks_of_a_route_compute(layout, route, pass_, tmp_path):
+    """Tiles and work of a rank are those of its program: on a mesh, of its column and its ring."""
+    n, mask, kernel = 96, Mask.causal(), KERNELS["reference"]
+    plan = plan_of(Layout(layout), mask, n, route.placement)
+    met = torch.zeros(route.positions, route.positions, dtype=torch.float64)
+    for q_at, k_at in product(range(route.positions), repeat=2):
+        tiles = tiles_of(plan, q_at, k_at, kernel.abilities)
+        met[(k_at, q_at) if pass_ == "query" else (q_at, k_at)] = sum(t.pattern.pairs for t in tiles)
+    whole = plan.rows * route.positions
+    for position in range(route.positions):
+        rank = route.placement.rank(position, 0)
+        computes = {
+            (position if action.resident is None else action.resident, action.source)
+            for action in program(rank, route, pass_, plan)
+            if isinstance(action, Compute)
+        }
+        want = sum(float(met[stays, source]) for stays, source in computes)
+        assert float(pairs_at(plan, route, pass_)[position]) == want
+        shown = {
+            (int(min(y for _, y in polygon) // plan.rows), int(min(x for x, _ in polygon) // plan.rows))
+            for _, polygon in placed(plan, route, pass_, kernel, position)
+        }
+        column = [p for p in range(route.positions) if (p - position) % route.of(pass_).places == 0]
+        column = [position] if route.of(pass_).rings == 1 else column
+        assert {(column[member], source) for member, source in shown} == {
+            (stays, source) for stays, source in computes if met[stays, source]
+        }
+        height = plan.rows * route.of(pass_).rings
+        points = [p for _, polygon in placed(plan, route, pass_, kernel, position) for p in polygon]
+        assert all(0 <= x <= whole and 0 <= y <= height for x, y in points)
+    if layout == "striped" and pass_ == "query":
+        save_mask(plan, route, pass_, kernel, "a route", tmp_path / "route.png")
+
+
+def test_groups_of_ranks_far_apart_are_named():
+    plan = plan_of(Layout("zigzag"), Mask.causal(), 64, Route(1, 4, 2, outer=True).placement)
+    assert mask_picture._name(plan, 1) == "ranks 1, 4 apart"
+    assert mask_picture._name(plan_for(Layout("zigzag"), Mask.causal(), 64, 4, 2), 1) == "ranks 2-3"
 
 
 @pytest.mark.parametrize("pass_", ["forward", "query"])
@@ -202,7 +264,7 @@ def test_the_tiles_of_a_zigzag_ring_are_those_of_the_paper(pass_):
 
 
 def _drawn(mask, layout, *, ranks=None, pass_="query", ring="double", seq=1024):
-    problem = Problem(seq=seq, heads=4, kv_heads=4, head_dim=16, mask=mask)
+    problem = Problem(seq=seq, heads=4, kv_heads=4, head_dim=32, mask=mask)
     return predict.draw(
         problem, ranks or Ranks(4, 2), RATES, pass_=pass_, degree=1, ring=ring, overlap=True, layout=layout
     )
@@ -224,7 +286,7 @@ def test_a_drawing_computes_all_that_any_mask_allows(mask, layout, ring, pass_):
     at = torch.arange(1000)
     pairs = int(mask_of(mask, 1000).allows(at, at).sum())
     seconds = sum(e.ended - e.started for e in drawing.timeline.events if e.lane == "compute")
-    assert seconds == pytest.approx((4 if pass_ == "forward" else 10) * pairs * 4 * 16 / RATES.compute)
+    assert seconds == pytest.approx((4 if pass_ == "forward" else 10) * pairs * 4 * 32 / RATES.compute)
     assert all(drawing.sent[link] <= drawing.sent_dense[link] for link in ("intra", "inter"))
     if ring == "direct":
         assert drawing.schedule.route.direct
@@ -232,11 +294,11 @@ def test_a_drawing_computes_all_that_any_mask_allows(mask, layout, ring, pass_):
 
 def test_a_summary_says_how_even_the_work_is_and_what_is_read():
     drawing = _drawn("causal & window:64", "contiguous", pass_="forward", ring="direct")
-    text = predict.summary(drawing, Ranks(4, 2))
+    text = predict.summary(drawing)
     even = imbalance(Layout("contiguous"), Mask.window(63, 0), 1024, 4)
     assert f"has {even:.3f} x the mean" in text
     assert "read:   189 rows of other positions, 6.2% of 3,072" in text  # 63 from each of three neighbours
-    of_full = predict.summary(_drawn("full", "zigzag"), Ranks(4, 2))
+    of_full = predict.summary(_drawn("full", "zigzag"))
     assert "has 1.000 x the mean" in of_full and "100.0% of 3,072" in of_full
 
 
@@ -296,7 +358,7 @@ def test_draw_shows_the_mask_and_runs_the_schedule_that_it_shows(tmp_path):
 def test_draw_says_what_is_wrong_with_a_mask(arguments, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["draw", *arguments])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert words in done.output
     assert not list(Path(tmp_path).glob("*.json"))
 
@@ -312,4 +374,4 @@ def test_explain_takes_masks_layouts_and_all_rings():
     flat = CliRunner().invoke(app, ["explain", "--seq", "128K", "--cluster", "2x2", "--ring", "flat"])
     assert "direct" not in flat.output and "chosen: ring='flat'" in flat.output
     bad = CliRunner().invoke(app, ["explain", "--mask", "star"])
-    assert bad.exit_code == 1 and "unknown mask 'star'" in bad.output
+    assert bad.exit_code == 2 and "unknown mask 'star'" in bad.output

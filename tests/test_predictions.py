@@ -311,9 +311,9 @@ def test_explain_takes_a_machine_or_a_file_not_both(tmp_path):
     by_file = CliRunner().invoke(app, [*asked, "--cluster", "1x4", "--rates", str(tmp_path / "rates.json")])
     assert named.exit_code == by_file.exit_code == 0 and named.output == by_file.output
     both = CliRunner().invoke(app, [*asked, "--cluster", "h100:1x4", "--rates", str(tmp_path / "rates.json")])
-    assert both.exit_code == 1 and "give one of them" in both.output
+    assert both.exit_code == 2 and "give one of them" in both.output
     unknown = CliRunner().invoke(app, [*asked, "--cluster", "z80:1x4"])
-    assert unknown.exit_code == 1 and "unknown machine 'z80'" in unknown.output
+    assert unknown.exit_code == 2 and "unknown machine 'z80'" in unknown.output
 
 
 def test_this_machine_is_measured_into_a_file_that_explain_takes(tmp_path):

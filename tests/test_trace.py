@@ -115,6 +115,8 @@ def test_draw_writes_grid_picture_and_trace(tmp_path):
         (["--seq", "many"], "128K or 1M, got 'many'"),
         (["--direction", "sideways"], "forward, kv, query"),
         (["--head-parallel", "3"], "legal: [1, 2, 4, 8]"),
+        (["--mesh", "2x2"], "must be the 8 ranks; legal: 1x8, 2x4, 4x2, 8x1"),
+        (["--mesh", "2x2", "--ring", "direct"], "use ring='auto'"),
         (["--ring", "star"], "'double', 'flat'"),
         (["--inter-gb", "-1"], "Rates.inter"),
         (["--dtype", "int8"], "dtype must be one of"),
@@ -125,7 +127,7 @@ def test_draw_writes_grid_picture_and_trace(tmp_path):
 def test_draw_says_what_is_wrong(arguments, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["draw", *arguments])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert words in done.output
     assert not list(Path(tmp_path).glob("*.json"))
 

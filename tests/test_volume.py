@@ -64,19 +64,49 @@ def test_the_programs_send_the_bytes_of_the_formulas(ranks):
                 )
 
 
-@pytest.mark.parametrize("ranks", [Ranks(8, 8), Ranks(8, 2), Ranks(12, 3), Ranks(16, 4)], ids=str)
-def test_meshes_send_the_bytes_of_the_formula(ranks):
+def _meshes(ranks, heads, kv_heads):
+    """All meshes, with heads shared by neighbours or across nodes, that nodes cut into equal parts."""
+    for route in _routes(ranks, heads, kv_heads):
+        for rings, _ in factors(route.positions):
+            mesh = route_for(route.heads, ranks, ring="double", overlap=True, outer=route.outer, rings=rings)
+            steps = [shape.places * (1 if route.outer else route.heads) for shape in mesh.shapes]
+            if not any(step % ranks.intra and ranks.intra % step for step in steps):
+                yield mesh
+
+
+@pytest.mark.parametrize(
+    "ranks", [Ranks(8, 8), Ranks(8, 2), Ranks(12, 3), Ranks(16, 4), Ranks(16, 2), Ranks(6, 1)], ids=str
+)
+def test_meshes_send_the_bytes_of_the_formula_by_link(ranks):
+    routes = {(shape, route) for shape in HEADS for route in _meshes(ranks, *shape)}
+    assert any(route.rings > 1 and route.shapes[-1].rings > 1 for _, route in routes)
+    for (shape, route), pass_ in ((each, pass_) for each in routes for pass_ in Pass):
+        programs = schedule(route, pass_).programs
+        for name, dtypes in DTYPES.items():
+            shard = _shard(*shape, dtypes)
+            counted = mean_bytes(programs, message_bytes(shard, route, pass_), ranks.intra)
+            formula = of_mesh(Share.of(shard), pass_, route, ranks.intra)
+            for link in (Link.INTRA, Link.INTER):
+                assert formula[link] == pytest.approx(counted[link], rel=1e-12), (shape, route, pass_, name)
+
+
+@pytest.mark.parametrize("ranks", [Ranks(8, 8), Ranks(12, 12)], ids=str)
+def test_meshes_of_any_shape_send_the_bytes_of_the_formula(ranks):
+    """All degrees, on one node: where nodes cut a mesh unequally, bytes of both links together count."""
     for shape, pass_ in ((shape, pass_) for shape in HEADS for pass_ in Pass):
-        for degree in legal_degrees(Ranks(ranks.size, ranks.size), *shape):
-            positions = ranks.size // degree
-            for rings, _ in factors(positions):
+        for degree in legal_degrees(ranks, *shape):
+            for rings, _ in factors(ranks.size // degree):
                 route = route_for(degree, ranks, ring="double", overlap=True, rings=rings)
-                programs = schedule(route, pass_).programs
-                for name, dtypes in DTYPES.items():
-                    shard = _shard(*shape, dtypes)
-                    counted = mean_bytes(programs, message_bytes(shard, route, pass_), ranks.intra)
-                    formula = of_mesh(Share.of(shard), pass_, route, ranks.size)
-                    assert formula == pytest.approx(sum(counted.values()), rel=1e-12), (shape, route, name)
+                shard = _shard(*shape, DTYPES["bf16, sums in float32"])
+                sizes = message_bytes(shard, route, pass_)
+                counted = mean_bytes(schedule(route, pass_).programs, sizes, ranks.intra)
+                assert of_mesh(Share.of(shard), pass_, route, ranks.intra) == pytest.approx(counted)
+
+
+@pytest.mark.parametrize(("rings", "intra"), [(2, 4), (4, 5)])
+def test_a_mesh_whose_rings_nodes_cut_unequally_has_no_formula_by_link(rings, intra):
+    with pytest.raises(ValueError, match="no formula for"):
+        of_mesh(Share.of(_shard(8, 8, DTYPES["float32"])), Pass.FORWARD, Route(1, 6, rings=rings), intra)
 
 
 @pytest.mark.parametrize(("route", "intra"), [(Route(1, 8, direct=True), 4), (Route(1, 4, 3), 4)])

@@ -87,14 +87,16 @@ def burst_attention(
             mid-ring later calls on the same process group are refused, on all ranks.
     """
     config = BurstConfig() if config is None else config
-    k, v, up, travels = _keys(k, v, latent)
-    if not torch.compiler.is_compiling():  # a compiled call is checked when it runs
+    if torch.compiler.is_compiling():  # a compiled call is checked when it runs
+        k, v, up, travels = _keys(k, v, latent)
+    else:
         if not isinstance(topology, Topology):
             raise ValueError(
                 f"topology must be a Topology, got {topology!r}: Topology.from_group(group) or "
                 f"Topology.single()"
             )
         with refusing(agreement_of(topology)):
+            k, v, up, travels = _keys(k, v, latent)
             validate(q, k, v, topology, mask, softmax_scale, softcap, sinks, config, return_lse, up, travels)
     tensors = [x for x in (q, k, v, sinks, up) if x is not None]
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -127,12 +129,17 @@ def _keys(
     """Return k, v, no weights, "off"; or the latent and the rope key as [B, S, 1, .], and their weights."""
     if latent is None:
         if k is None or v is None:
-            raise ValueError("burst_attention needs k and v, or latent=Latent(compressed, rope_key, weight)")
+            missing = " and ".join(name for name, x in (("k", k), ("v", v)) if x is None)
+            raise ValueError(
+                f"burst_attention needs k and v, or latent=Latent(compressed, rope_key, weight), got no "
+                f"{missing}"
+            )
         return k, v, None, "off"
     if k is not None or v is not None:
         raise ValueError("burst_attention takes k and v, or latent, not both")
     if not isinstance(latent, Latent) or not all(isinstance(x, Tensor) for x in latent[:3]):
-        raise ValueError("latent must be a Latent(compressed, rope_key, weight) of tensors, got another type")
+        got = [type(x).__name__ for x in latent[:3]] if isinstance(latent, Latent) else type(latent).__name__
+        raise ValueError(f"latent must be a Latent(compressed, rope_key, weight) of tensors, got {got}")
     if latent.compressed.dim() != 3:
         raise ValueError(
             f"latent.compressed must be [batch, local sequence, R], got {tuple(latent.compressed.shape)}"

@@ -349,7 +349,7 @@ class _Backward:
         )
 
     def _share(self, member: int, into: Bundle) -> None:
-        resident = self.residents[self.call.resident(self.call.direction, member)]
+        resident = self.residents.pop(self.call.resident(self.call.direction, member))
         for to, total in zip(into, resident.sums, strict=True):
             total.put(range(to.shape[1]), (to,))
 

@@ -41,8 +41,9 @@ def check_latent(q: Tensor, k: Tensor, v: Tensor, up: Tensor, travels: str, *, m
     if travels not in TRAVELS:
         raise ValueError(f"travels must be one of {', '.join(map(repr, TRAVELS))}, got {travels!r}")
     _check_tensor("q", q, TENSOR, may_be_empty)
-    for name, x in (("latent.compressed", k), ("latent.rope_key", v)):
-        _check_tensor(name, x, "as `Latent` says, without empty dimensions", may_be_empty)
+    for name, x, width in (("latent.compressed", k, "R"), ("latent.rope_key", v, "Dr")):
+        wanted = f"[batch, local sequence, 1, {width}] without empty dimensions"
+        _check_tensor(name, x, wanted, may_be_empty)
     _check_dense("latent.weight", up)
     shapes = (
         f"q {list(q.shape)}, compressed {list(k.shape[:2] + k.shape[3:])}, rope_key {list(v.shape)}, "

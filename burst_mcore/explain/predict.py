@@ -15,20 +15,20 @@ from burst_mcore.attention.autotune.candidate import Candidate
 from burst_mcore.attention.autotune.choose import best, reason
 from burst_mcore.attention.autotune.cost import Sizes, link_bytes, message_bytes
 from burst_mcore.attention.autotune.costing import pairs_of, work_of
-from burst_mcore.attention.autotune.decide import costed
+from burst_mcore.attention.autotune.decide import costed, degrees_of
 from burst_mcore.attention.autotune.kind import typical
 from burst_mcore.attention.autotune.simulate import Timeline, play
 from burst_mcore.attention.autotune.volume import Share, least
-from burst_mcore.attention.autotune.ways import Mesh, Ranks, legal_degrees, why_not_degree
+from burst_mcore.attention.autotune.ways import Mesh, Ranks, legal_degrees
 from burst_mcore.attention.geometry.plan import Plan, plan_of
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route, Schedule, schedule
 from burst_mcore.attention.schedule.verify import verify
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
+from burst_mcore.explain.load import unevenness
 from burst_mcore.explain.problem import DTYPES, Problem
 from burst_mcore.layout import Layout
-from burst_mcore.layout.balance import imbalance, work
 from burst_mcore.machines import Machine, machine
 from burst_mcore.mask import Mask
 from burst_mcore.mask.words import document_ends
@@ -120,13 +120,16 @@ def explain(
     ordered = sorted(found, key=lambda candidate: (candidate.seconds, candidate is not chosen))
     bound = _bound(shard, ranks)
     table: str = tabulate([_row(c, chosen, bound) for c in ordered], headers="keys", floatfmt=".4g")
-    placed = ", head_placement='outer'" * chosen.route.outer
-    uneven = imbalance(dealt, problem.seen, problem.seq, ranks.size)
+    route = chosen.route
+    asked = [f"ring={chosen.ring!r}", f"head_parallel={route.heads}"]
+    asked += ["head_placement='outer'"] * route.outer
+    asked += [f"mesh='{route.rings}x{route.places}'"] * (route.rings > 1)
+    plan = plan_of(dealt, problem.seen, problem.seq, chosen.route.placement)
+    uneven = max(unevenness(plan, chosen.route, pass_) for pass_ in (Pass.FORWARD, Pass(chosen.direction)))
     kind = f"documents count as {_length(mask)} tokens on average, for any batch of this kind\n"
     return (
-        f"{table}\n\nchosen: ring={chosen.ring!r}, head_parallel={chosen.route.heads}{placed}, "
-        f"backward={chosen.direction!r} "
-        f"({chosen.route}): {reason(chosen, found)}\n"
+        f"{table}\n\nchosen: {', '.join(asked)}, backward={chosen.direction!r} ({route}): "
+        f"{reason(chosen, found)}\n"
         f"mask {problem.mask}, layout {dealt}: the busiest rank has {uneven:.2f} x the mean work\n"
         f"{kind if mask.document_ends is not None else ''}"
         f"times are those of the slowest rank, MB those that a rank sends on average; exposed: time in which "
@@ -217,6 +220,7 @@ def _beside(route: Route) -> str:
 class Drawing:
     """A schedule and its predicted timeline."""
 
+    route: Route
     schedule: Schedule
     timeline: Timeline
     plan: Plan
@@ -246,20 +250,15 @@ def draw(
     better way round.
 
     Raises:
-        ValueError: `degree` ranks cannot share the heads, or as `layout_of`.
+        ValueError: `degree` ranks cannot share the heads, or do not go with the mesh, or as `layout_of`.
     """
-    why_not = why_not_degree(degree, ranks, problem.heads, problem.kv_heads)
-    if why_not is not None:
-        legal = legal_degrees(ranks, problem.heads, problem.kv_heads)
-        raise ValueError(f"head_parallel={degree} is not legal here: {why_not}; legal: {legal}")
     dealt = layout_of(layout, problem, ranks)
     shard = shard_of(problem, ranks, dealt)
     of_kind, mask = typical(dealt, problem.seen, problem.seq, ranks.size)
     backward = Pass.QUERY if pass_ == Pass.QUERY else Pass.KV  # as trace_pass has it
-    config = BurstConfig(ring=ring, overlap=overlap, mesh=mesh, backward=backward)
+    config = BurstConfig(ring=ring, overlap=overlap, mesh=mesh, backward=backward, head_parallel=degree)
+    degrees_of(config, ranks, shard)  # or ValueError
     found = _of_degree(config, of_kind, ranks, rates, shard, mask, problem.seq, degree)
-    if not found:
-        raise ValueError(f"mesh {mesh} with head_parallel={degree} is not legal on {ranks.size} ranks")
     chosen = best(found)
     route = chosen.route
     plan = plan_of(dealt, problem.seen, problem.seq, route.placement)
@@ -269,6 +268,7 @@ def draw(
     drawn, sizes = schedule(route, pass_, plan), message_bytes(shard, route, pass_)
     verify(drawn, ranks.intra)
     return Drawing(
+        route,
         drawn,
         play(drawn, sizes, seconds, ranks.intra, rates),
         plan,
@@ -300,13 +300,13 @@ def _sent(drawn: Schedule, sizes: Sizes, intra_size: int) -> dict[Link, int]:
     return total
 
 
-def summary(drawing: Drawing, ranks: Ranks) -> str:
+def summary(drawing: Drawing) -> str:
     """Say how even the work is, and which rows travel, beside a ring in which every rank reads all rows."""
     plan, of_queries = drawing.plan, drawing.schedule.queries_travel
-    sides = work(plan.layout, plan.mask, plan.n, ranks.size)
-    queries, keys = (float(x.max()) * ranks.size / max(1.0, float(x.sum())) for x in sides)
+    keys, queries = (unevenness(plan, drawing.route, pass_) for pass_ in (Pass.FORWARD, Pass.QUERY))
     read = plan.reading(of_queries=of_queries).elsewhere
     whole = max(1, plan.rows * plan.size * (plan.size - 1))
+    reads = f"read:   {read:,} rows of other positions, {read / whole:.1%} of {whole:,}\n"
     sent = ", ".join(
         f"{link} {_short(size)} of {_short(dense)}"
         for link, size in drawing.sent.items()
@@ -315,9 +315,9 @@ def summary(drawing: Drawing, ranks: Ranks) -> str:
     )
     return (
         f"layout: {plan.layout}\n"
-        f"work:   the busiest rank has {max(queries, keys):.3f} x the mean (pairs of its queries "
-        f"{queries:.3f}, of its keys {keys:.3f})\n"
-        f"read:   {read:,} rows of other positions, {read / whole:.1%} of {whole:,}\n"
+        f"work:   the busiest rank has {max(keys, queries):.3f} x the mean (where keys travel {keys:.3f}, "
+        f"where queries travel {queries:.3f})\n"
+        f"{reads if drawing.schedule.route.rings == 1 else ''}"
         f"sent:   {sent or 'nothing'}"
     )
 

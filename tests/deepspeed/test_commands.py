@@ -76,6 +76,21 @@ def test_the_doctor_predicts_for_devices_that_are_not_there(tmp_path):
     assert done.exit_code == 2 and "12 query heads do not group over 5 K/V heads" in done.output
 
 
+def test_the_doctor_counts_what_a_mesh_holds(tmp_path):
+    asked = ("--device", "h100", "--seq", "1M", "--world", "8", "--per-node", "8")
+    needs: dict[str, float] = {}
+    for mesh in ("1x8", "2x4", "4x2"):
+        config = config_of(3, 8, mesh=mesh, backward="kv", grad_dtype="bfloat16")
+        done = _doctor(tmp_path, {**config, "bf16": {"enabled": True}}, *asked)
+        assert done.exit_code == 0, done.output
+        said = re.search(r"bundles\), and ([\d.]+) GB of other ranks' rows that stay", done.output)
+        assert (said is None) == (mesh == "1x8")
+        needs[mesh] = float(said[1]) if said else 0.0
+    query = 2 * 32 * 128 * 2**17 / 1e9  # GB of a rank's Q: it holds Q and dO of others, and dQ twice
+    assert needs["2x4"] == pytest.approx(4 * query, rel=0.05)
+    assert needs["4x2"] == pytest.approx(3 * 4 * query, rel=0.05)
+
+
 def test_the_doctor_takes_the_shape_of_a_model(tmp_path):
     config = config_of(2, 2)
     model_of(heads=4, kv_heads=2).config.save_pretrained(tmp_path)

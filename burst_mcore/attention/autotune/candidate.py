@@ -32,7 +32,8 @@ class Candidate:
     """
 
     resident_bytes: int = 0
-    """Memory that a rank of a mesh needs for rows of others that stay with it, and for their results."""
+    """Memory that a rank of a mesh needs for rows of others that stay with it, for their results, and for the
+    shares of its own that come at the same time."""
 
     @property
     def seconds(self) -> float:

@@ -15,6 +15,7 @@ from burst_mcore.attention.autotune.candidate import Candidate
 from burst_mcore.attention.autotune.cost import (
     OURS,
     Passes,
+    Sizes,
     call_time,
     exchange_seconds,
     home_expansion_seconds,
@@ -73,12 +74,11 @@ class Costs:
         )
 
     def resident_bytes(self, route: Route, direction: Pass) -> int:
-        """Return the bytes that a rank of a mesh holds of others: rows that stay, and their results."""
-        held = []
-        for pass_ in (Pass.FORWARD, direction):
-            sizes = message_bytes(self.shard, route, pass_).whole
-            held.append((route.of(pass_).rings - 1) * (sizes[Kind.RESIDENT] + sizes[Kind.SHARE]))
-        return max(held)
+        """Return the bytes that a rank of a mesh needs beyond a ring's, in the pass that needs most."""
+        return max(
+            resident_bytes(message_bytes(self.shard, route, pass_), route.of(pass_).rings)
+            for pass_ in (Pass.FORWARD, direction)
+        )
 
     def seconds(self, route: Route, pass_: Pass) -> float:
         """Return the seconds of a pass: those of the device, or of the host where it is slower."""
@@ -166,6 +166,11 @@ class Costs:
             return of_heads
         every_rank_hops = route.nodes > 1 or (not route.outer and route.heads % intra == 0)
         return max(of_heads, 2 if every_rank_hops else self.ranks.size)
+
+
+def resident_bytes(sizes: Sizes, rings: int) -> int:
+    """Return the bytes of others' rows that stay, of their results, and of the shares that then come."""
+    return (rings - 1) * (sizes.whole[Kind.RESIDENT] + 2 * sizes.whole[Kind.SHARE])
 
 
 @lru_cache(maxsize=4)

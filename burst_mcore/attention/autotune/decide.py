@@ -12,6 +12,7 @@ from burst_mcore.attention.autotune.candidate import Candidate, Slower
 from burst_mcore.attention.autotune.choose import best, reason
 from burst_mcore.attention.autotune.kind import typical
 from burst_mcore.attention.autotune.search import candidates, contenders
+from burst_mcore.attention.autotune.volume import factors
 from burst_mcore.attention.autotune.ways import (
     RINGS,
     Ranks,
@@ -138,16 +139,17 @@ def _route_of_kind(
 
 def degrees_of(config: BurstConfig, ranks: Ranks, shard: Shard) -> tuple[int, ...]:
     """Return the degrees of head parallelism to choose from; ValueError if the configured one is illegal."""
-    degree = config.head_parallel
+    degree, named = config.head_parallel, f"head_parallel={config.head_parallel}"
     if sides := sides_of(config.mesh):
         check_mesh(config, sides, ranks)
         degree = ranks.size // math.prod(sides)
+        named = f"mesh={config.mesh}, and so head_parallel={degree},"
     if not isinstance(degree, int):
         return tuple(legal_degrees(ranks, shard.heads, shard.kv_heads))
     why_not = why_not_degree(degree, ranks, shard.heads, shard.kv_heads)
     if why_not is not None:
         raise ValueError(
-            f"head_parallel={degree} is not legal with {shard.heads} heads, {shard.kv_heads} K/V heads and "
+            f"{named} is not legal with {shard.heads} heads, {shard.kv_heads} K/V heads and "
             f"{ranks.size} ranks, {ranks.intra} a node: {why_not}; legal: "
             f"{legal_degrees(ranks, shard.heads, shard.kv_heads)}"
         )
@@ -158,6 +160,11 @@ def check_mesh(config: BurstConfig, sides: tuple[int, int], ranks: Ranks) -> Non
     """Raise ValueError if the configured mesh does not go with so many ranks."""
     rows, columns = sides
     degree = config.head_parallel
-    legal = f"rows x columns x head_parallel must be the {ranks.size} ranks"
     if ranks.size % (rows * columns) or (degree != "auto" and rows * columns * degree != ranks.size):
-        raise ValueError(f"mesh={rows}x{columns} with head_parallel={degree} is not legal: {legal}")
+        legal = f"sides and degrees that divide {ranks.size}"
+        if isinstance(degree, int) and ranks.size % degree == 0:
+            legal = ", ".join(f"{a}x{b}" for a, b in factors(ranks.size // degree))
+        raise ValueError(
+            f"mesh={rows}x{columns} with head_parallel={degree} is not legal: rows x columns x head_parallel "
+            f"must be the {ranks.size} ranks; legal: {legal}"
+        )

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from burst_mcore.attention.schedule.actions import Link, Pass
@@ -136,35 +136,57 @@ def through_nic(
     return exchange + of_rows(share, pass_).between(rows) + of_columns(share, pass_, heads).between(columns)
 
 
-def of_ring(share: Share, pass_: Pass, route: Route, intra: int) -> dict[Link, float]:
+Links = dict[Link, float]
+"""Bytes within and between nodes."""
+
+
+def of_ring(share: Share, pass_: Pass, route: Route, intra: int) -> Links:
     """Return the bytes that a rank sends within and between nodes of `intra` ranks, on average.
 
     Raises:
         ValueError: a direct exchange, or nodes that cut head groups into unequal parts.
     """
-    heads, near = route.heads, _near(route, intra)
-    hop = of_rows(share, pass_) if pass_ == Pass.QUERY else of_columns(share, pass_, heads)
-    one = exchanged(share, pass_, heads) if heads > 1 else 0.0
-    within, between = (near - 1) * one, (heads - near) * one
-    if route.nodes > 1 and route.intra > 1:
-        between += hop.between(route.nodes)
-        # The last hop takes the place of one of a sum.
-        within += route.nodes * (route.intra - 1) * (hop.data + hop.sums) - hop.sums + hop.last
-        return {Link.INTRA: within, Link.INTER: between}
-    crossing = _crossing(route, intra)
-    around = hop.around(route.positions)
-    return {Link.INTRA: within + (1 - crossing) * around, Link.INTER: between + crossing * around}
+    hop = of_rows(share, pass_) if pass_ == Pass.QUERY else of_columns(share, pass_, route.heads)
+    return _joined(_of_heads(share, pass_, route, intra), _of_places(hop, route, intra))
 
 
-def of_mesh(share: Share, pass_: Pass, route: Route, intra: int) -> float:
-    """Return the bytes that a rank of a mesh sends, within and between nodes together.
+def of_mesh(share: Share, pass_: Pass, route: Route, intra: int) -> Links:
+    """Return the same of a mesh: its row's ring moves one side, the other goes straight along the column.
 
-    The ring of its row moves one side; the other side goes along the column, and sums come straight home.
+    Raises:
+        ValueError: as `of_ring`, or nodes that cut rings into unequal parts.
     """
-    shape = route.of(pass_)
-    hop = of_columns(share, pass_, route.heads) if pass_ == Pass.QUERY else of_rows(share, pass_)
-    row = of_ring(share, pass_, replace(shape, rings=1, outer=False), intra)
-    return sum(row.values()) + (shape.rings - 1) * (hop.data + hop.sums)
+    shape, sides = route.of(pass_), (of_columns(share, pass_, route.heads), of_rows(share, pass_))
+    moves, stays = sides[::-1] if pass_ == Pass.QUERY else sides
+    step = shape.places * (1 if shape.outer else shape.heads)  # ranks between neighbours of a column
+    if step % intra and intra % step:
+        raise ValueError(f"no formula for {route} on nodes of {intra} ranks: they cut rings unequally")
+    near = min(shape.rings, max(1, intra // step))
+    one = stays.data + stays.sums
+    column = {Link.INTRA: (near - 1) * one, Link.INTER: (shape.rings - near) * one}
+    ring = _of_places(moves, shape, intra)
+    return _joined(_of_heads(share, pass_, route, intra), ring, column)
+
+
+def _joined(*parts: Links) -> Links:
+    return {link: sum(part[link] for part in parts) for link in (Link.INTRA, Link.INTER)}
+
+
+def _of_heads(share: Share, pass_: Pass, route: Route, intra: int) -> Links:
+    """Return the bytes of the exchange of heads."""
+    near = _near(route, intra)
+    one = exchanged(share, pass_, route.heads) if route.heads > 1 else 0.0
+    return {Link.INTRA: (near - 1) * one, Link.INTER: (route.heads - near) * one}
+
+
+def _of_places(hop: Hop, route: Route, intra: int) -> Links:
+    """Return the bytes of a ring, or of a double ring, over the places of a route."""
+    if route.nodes > 1 and route.intra > 1:
+        # The last hop takes the place of one of a sum.
+        within = route.nodes * (route.intra - 1) * (hop.data + hop.sums) - hop.sums + hop.last
+        return {Link.INTRA: within, Link.INTER: hop.between(route.nodes)}
+    crossing, around = _crossing(route, intra), hop.around(route.places)
+    return {Link.INTRA: (1 - crossing) * around, Link.INTER: crossing * around}
 
 
 def _near(route: Route, intra: int) -> int:
@@ -178,7 +200,7 @@ def _near(route: Route, intra: int) -> int:
 def _crossing(route: Route, intra: int) -> float:
     """Return the share of the hops of an undivided ring that go to another node."""
     apart = 1 if route.outer else route.heads
-    return 0.0 if route.positions * apart <= intra else min(1.0, apart / intra)
+    return 0.0 if route.places * apart <= intra else min(1.0, apart / intra)
 
 
 def least(share: Share, places: int) -> float:

@@ -18,25 +18,29 @@ from burst_mcore.bench.methods.peers.gpu import METHODS as ON_GPUS
 from burst_mcore.bench.methods.peers.ring import METHODS as TEMPLATES
 from burst_mcore.bench.methods.sharded import Attention, RingCase, dealt, divisible
 from burst_mcore.config import BurstConfig
+from burst_mcore.rates import Rates
 
 
 def burst(
     case: RingCase,
     world: World,
     backward: str = "auto",
-    heads: int | None = 1,
+    heads: int | str | None = 1,
     ring: str = "auto",
+    mesh: str = "none",
     nodes: int = 1,
+    rates: Rates | None = None,
 ) -> Attention:
     """burst_attention on the case's layout.
 
     Ranks share heads in groups of `heads`, None: all. Where there are fewer nodes than `nodes`, so many are
-    pretended.
+    pretended. `rates`: those for which "auto" chooses; None: of the machine.
     """
-    topology, layout = Topology.from_group(world.group), case.dealt
+    topology, layout = Topology.from_group(world.group, rates=rates), case.dealt
     if topology.nodes < nodes:
-        topology = Topology.from_group(world.group, intra_size=world.size // nodes)
-    config = BurstConfig(layout=layout, backward=backward, head_parallel=heads or topology.size, ring=ring)
+        topology = Topology.from_group(world.group, intra_size=world.size // nodes, rates=rates)
+    degree = heads or topology.size
+    config = BurstConfig(layout=layout, backward=backward, head_parallel=degree, ring=ring, mesh=mesh)
     return dealt(layout, world, partial(attended, topology=topology, mask=case.seen, config=config))
 
 
@@ -89,8 +93,14 @@ def _deepspeed(case: RingCase, world: World) -> Attention:
     return dealt("contiguous", world, partial(ulysses, batch_dim_idx=0))
 
 
+HIDDEN = Rates(intra=1e12, inter=1e11, compute=1e9, latency=0.0)
+"""Links beside which a kernel is so slow that it hides every message."""
 METHODS = (
     Method("burst", burst, divisible),
+    Method("burst-auto", partial(burst, heads="auto", mesh="auto"), divisible),
+    Method(
+        "burst-auto-hidden", partial(burst, heads="auto", mesh="auto", nodes=2, rates=HIDDEN), _two_by
+    ),
     Method(
         "burst-query", partial(burst, backward="query", ring="double"), divisible, row={"method": "burst"}
     ),

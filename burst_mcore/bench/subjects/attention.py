@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from burst_mcore.bench import gate
-from burst_mcore.bench.core import Derived, Method, Stage, Table, Trial, World, one_of
+from burst_mcore.bench.core import Bar, Derived, Method, Stage, Table, Trial, World, one_of
 from burst_mcore.bench.methods.sharded import Attention, RingCase
 from burst_mcore.explain.problem import DTYPES
+
+RING = 1.02
+"""CPU seconds of a choice over those of RingAttention's schedule, at most, where its bytes do not matter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,17 @@ class AttentionCase(RingCase):
 
     def derive(self, table: Table) -> Derived:
         for method in table.methods:
-            yield method, "cpu / kernel", table.over((method, "cpu"), ("kernel", "cpu"))
+            for unit in ("kernel", "ring"):
+                yield method, f"cpu / {unit}", table.over((method, "cpu"), (unit, "cpu"))
+
+    def bars(self, device: str) -> Sequence[Bar]:
+        """Return those of "auto" where few bytes gain nothing: on one node, or where kernels hide them."""
+        if device != "cpu" or self.ranks == 1:
+            return ()
+        return [
+            Bar(f"CPU seconds of {name} over the ring's", name, "cpu / ring", RING)
+            for name in ("burst-auto", "burst-auto-hidden")
+        ]
 
 
 def ring_trial(case: RingCase, world: World, method: Method, passes: str = "fwd+bwd") -> Trial:

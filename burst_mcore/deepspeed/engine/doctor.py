@@ -114,9 +114,11 @@ def examine(
         dtype=dtype,
         grad_dtype=section.burst_config().grad_dtype,
     )
+    held = 0
     if size > 1:
         candidates = ways(section.burst_config(), shard, mask, shape.seq, Ranks(size, intra), rates)
         chosen = best(candidates)
+        held = chosen.resident_bytes
         steps = config.get("gradient_accumulation_steps", 1)
         times = shape.layers * (steps if isinstance(steps, int) else 1)  # "auto" is the Trainer's to say
         yield f"way: {chosen.route}, backward {chosen.direction}: {reason(chosen, candidates)}"
@@ -127,7 +129,10 @@ def examine(
         )
     kv = shard.kv_bytes
     bundles = 4 if nodes > 1 else 2
-    yield f"memory of a ring: {bundles * kv / 1e9:.3g} GB of keys and values in flight ({bundles} bundles)"
+    yield (
+        f"memory of a ring: {bundles * kv / 1e9:.3g} GB of keys and values in flight ({bundles} bundles)"
+        + f", and {held / 1e9:.3g} GB of other ranks' rows that stay with a mesh" * (held > 0)
+    )
     logits = micro * shard.tokens * shape.vocabulary * 4
     yield (
         f"logits: never whole; unfused they would be {logits / 1e9:.3g} GB a rank, and their gradient as much"
@@ -141,7 +146,7 @@ def examine(
     parts = {
         **states(config, shape.parameters, world, dtype.itemsize),
         "activations": activations(section.checkpointing, shape, shard) + kept,
-        "ring": bundles * kv,
+        "ring": bundles * kv + held,
         "logits": 0.0 if section.fused_loss else 2.0 * logits,
     }
     there = _memory(device)
