@@ -1,10 +1,12 @@
 """The runner of the bench: gates, clocks, results and the command, on attention and masks."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -229,6 +231,36 @@ def test_what_is_clearly_slower_has_its_first_round_alone():
     samples = clock.interleave(trials, World(0, 1), 2, clearly=1.5)
     assert calls == ["fast", "slow", "fast", "fast"]
     assert samples["slow", "wall"] == [1.0] and samples["fast", "wall"] == [0.1, 0.1]
+
+
+def _says_who_it_is_and_waits(rank, size, folder):
+    (Path(folder) / str(rank)).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def test_ranks_end_with_a_benchmark_that_is_killed(tmp_path):
+    start = "import test_bench; from burst_mcore.bench.launch import in_processes; "
+    work = f"in_processes(2, test_bench._says_who_it_is_and_waits, {str(tmp_path)!r})"
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    first = subprocess.Popen([sys.executable, "-c", start + work], env={**os.environ, "PYTHONPATH": paths})
+
+    def running():
+        """Return the ranks that have begun and not ended."""
+        begun = [int(file.read_text()) for file in tmp_path.iterdir() if file.read_text()]
+        return [one for one in begun if Path(f"/proc/{one}/cmdline").exists()]
+
+    def within(seconds, count):
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and len(running()) != count:
+            time.sleep(0.1)
+        return len(running()) == count
+
+    try:
+        assert within(120, 2)
+    finally:
+        first.kill()
+        first.wait()
+    assert within(30, 0)
 
 
 def test_cold_rounds_count_from_the_first_and_with_their_memory():

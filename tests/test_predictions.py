@@ -169,7 +169,7 @@ def test_bad_rows_are_one_line_and_status_2(change, words, tmp_path):
     assert words in done.output and len(done.output.splitlines()) == 1
 
 
-@pytest.mark.parametrize("text", ["", "7", "[1]", '{"attention_tflops_8gpu_7b_heads": {"seq": [1]}}'])
+@pytest.mark.parametrize("text", ["", "7", "{}", "[1]", '{"attention_tflops_8gpu_7b_heads": {"seq": [1]}}'])
 def test_files_of_another_form_are_one_line_and_status_2(text, tmp_path):
     file = tmp_path / "rows.json"
     file.write_text(text)

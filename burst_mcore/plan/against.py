@@ -274,7 +274,10 @@ def _figures(path: Path, known: Known, used: frozenset[object]) -> list[Compared
     """Return the figures of one file."""
     contents = read(path)
     if isinstance(contents, Mapping):
-        return [_of_paper(one, known, used) for one in figures(contents)]
+        of_paper = [_of_paper(one, known, used) for one in figures(contents)]
+        if not of_paper:
+            raise ValueError(f"{path} has no figure of a paper: {', '.join(contents) or 'an empty object'}")
+        return of_paper
     if _of_steps(contents):
         return [_of_training(one, known) for one in contents]
     return [
