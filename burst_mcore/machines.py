@@ -105,12 +105,16 @@ class Machine:
             fill=constants.fill,
             wave=self.multiprocessors * self.tiles[0],
             wave_backward=self.multiprocessors * self.tiles[1],
+            head_dims=HEAD_DIMS,
             call=constants.call,
             latency=constants.latency,
             crowding=self.crowding,
             slowdown=constants.slowdown,
         )
 
+
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+"""Head dims of flash-attention's kernels (Dao-AILab/flash-attention, csrc/flash_attn/src/static_switch.h)."""
 
 _A100 = Machine(
     name="A100-NVLink",

@@ -39,6 +39,8 @@ class Rates:
     average, for as long as a row takes."""
     wave_backward: float | None = None
     """The same in backward; None: as in forward."""
+    head_dims: tuple[int, ...] = ()
+    """Head dims that the kernel has, in ascending order: others are padded to the next; empty: every one."""
     call: float = 0.0
     """Seconds in which the host launches a ring step, or an exchange of heads, ahead of the device."""
     crowding: float = 0.0
@@ -59,6 +61,9 @@ class Rates:
             (_number(rate) and rate > 0 and size > 1, "levels", "pairs (ranks, bytes a second)", self.levels)
             for size, rate in self.levels
         ]
+        dims = self.head_dims
+        rising = all(isinstance(dim, int) for dim in dims) and [0, *dims] == sorted({0, *dims})
+        checks.append((rising, "head_dims", "numbers in ascending order", dims))
         for right, name, wanted, value in checks:
             if not right:
                 raise ValueError(f"Rates.{name} must be {wanted}, got {value!r}")
@@ -90,6 +95,7 @@ class Rates:
             text = json.loads(Path(path).read_text())
             values = {**text["rates"]} if "rates" in text else {**text}
             values["levels"] = tuple((int(size), float(rate)) for size, rate in values.get("levels", ()))
+            values["head_dims"] = tuple(values.get("head_dims", ()))
             return cls(**values)
         except (OSError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is no file of rates: {error}") from None
@@ -114,12 +120,16 @@ class Rates:
             f"{self.call * 1e6:.3g} us a step"
         )
 
+    def computed(self, head_dim: int) -> int:
+        """Return the head dim that the kernel computes."""
+        return next((dim for dim in self.head_dims if head_dim <= dim), head_dim)
+
     def link(self, *, inter: bool) -> float:
         """Return the bytes a second that are left to a rank, between nodes or at best within one."""
         return (self.inter if inter else self.intra) * (1 - self.others)
 
 
-_OTHER = ("hidden", "levels")
+_OTHER = ("hidden", "head_dims", "levels")
 
 
 def _number(value: object) -> bool:

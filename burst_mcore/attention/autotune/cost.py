@@ -144,10 +144,6 @@ class CallTime:
         return kernel + part * self.per_row
 
 
-HEAD_DIMS = (32, 64, 96, 128, 192, 256)
-"""Head dims of flash-attention's kernels: others are padded (csrc/flash_attn/src/static_switch.h)."""
-
-
 def call_time(shard: Shard, pass_: Pass, rates: Rates, passes: Passes = OURS, *, rings: int = 1) -> CallTime:
     """Return the time of kernel calls in a pass over `shard`'s heads.
 
@@ -156,7 +152,9 @@ def call_time(shard: Shard, pass_: Pass, rates: Rates, passes: Passes = OURS, *,
     forward = Pass(pass_) == Pass.FORWARD
     compute = rates.compute if forward else rates.backward or rates.compute
     softmax = shard.batch * shard.heads * rates.per_exponential
-    computed = replace(shard, head_dim=_padded(shard.head_dim), value_dim=_padded(shard.value_dim))
+    computed = replace(
+        shard, head_dim=rates.computed(shard.head_dim), value_dim=rates.computed(shard.value_dim)
+    )
     per_pair = pass_flops(computed, 1, pass_) / compute + softmax
     wave = rates.wave if forward or rates.wave_backward is None else rates.wave_backward
     idle = wave / 2 / (shard.batch * shard.heads)
@@ -164,11 +162,6 @@ def call_time(shard: Shard, pass_: Pass, rates: Rates, passes: Passes = OURS, *,
     if shard.latent_travels:
         per_row += expansions(pass_, rings) * expansion_seconds(shard, pass_, rates)
     return CallTime(per_pair, per_row)
-
-
-def _padded(dim: int) -> int:
-    """Return the head dim that a kernel computes: the next in `HEAD_DIMS`."""
-    return next((to for to in HEAD_DIMS if dim <= to), dim)
 
 
 def expansions(pass_: Pass, rings: int) -> float:
