@@ -42,6 +42,8 @@ class Training:
     """Of the method, as in `burst_mcore.plan.rows.Row`."""
     mask: str = "causal"
     """causal or full."""
+    counted: float = 1.0
+    """FLOPs that a source's MFU counts, as multiples of those of the model under its mask."""
 
 
 def predicted(run: Training, machines: Mapping[str, Machine] = MACHINES) -> Step | str:
@@ -107,8 +109,11 @@ def _attention_way(run: Training, row: Row) -> AttentionWay | str:
     return ATTENTION[run.method](row)
 
 
-def value_of(metric: str, step: Step) -> float | None:
-    """Return a figure of a step in the unit of its source; None for a metric that no step has."""
+def value_of(metric: str, step: Step, counted: float = 1.0) -> float | None:
+    """Return a figure of a step in the unit of its source; None for a metric that no step has.
+
+    counted: as in `Training`.
+    """
     match metric:
         case "tgs" | "tokens per second per GPU":
             return step.tokens_per_second
@@ -117,7 +122,7 @@ def value_of(metric: str, step: Step) -> float | None:
         case "mem_gb":
             return total(step.memory) / 1e9
         case "MFU":
-            return 100 * step.mfu * (COUNTED if step.way.recompute == "full" else 1.0)
+            return 100 * step.mfu * counted
     return None
 
 
@@ -130,7 +135,7 @@ def figure(run: Training, metric: str, machines: Mapping[str, Machine]) -> tuple
         return longest(lambda seq: replace(step, seq=seq).fits, unit=1024 * step.way.gpus), None
     if not step.fits:
         return None, f"{OUT_OF_MEMORY}: {total(step.memory) / 1e9:.0f} of {step.place.usable / 1e9:.0f} GB"
-    value = value_of(metric, step)
+    value = value_of(metric, step, run.counted)
     return value, None if value is not None else f"no step has a {metric}"
 
 
@@ -199,8 +204,10 @@ FITTED: tuple[dict[str, Any], ...] = (
     {"model": "Llama3-8B", "method": "FPDT (Ulysses-Offload)", "seq": 2097152},
 )
 """Rows that are not judged: the network of A100-quad is fitted to one, the other tells `COUNTED`."""
+CHART = "DeepSpeed blogs/ulysses-offload"
+"""How the rows of DeepSpeed's chart name their source."""
 COUNTED = 4 / 3
-"""FLOPs that the MFU of DeepSpeed's chart counts, as multiples of those of the model under its mask.
+"""FLOPs that the MFU of that chart counts, as multiples of those of the model under its mask.
 
 The chart does not say what it counts. Megatron-DeepSpeed's log counts the forward that is computed again,
 and pairs that the mask leaves out (`throughput_calculator` in its megatron/utils.py). The row of `FITTED`
@@ -256,4 +263,5 @@ def of_row(entries: Mapping[str, Any]) -> Training | str:
     return Training(
         model=PRESETS[MODELS[name]], way=Way(**{**whole, **settings}), seq=seq, per_node=per_node,
         hardware=machine, method=attention, variant=variant,
+        counted=COUNTED if CHART in str(entries.get("source")) else 1.0,
     )  # fmt: skip
