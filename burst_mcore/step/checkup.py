@@ -17,10 +17,11 @@ from burst_mcore.deepspeed.engine.memory import Shape, shape_of
 from burst_mcore.machines import MACHINES, machine, machine_of
 from burst_mcore.mask.words import mask_of
 from burst_mcore.rates import Rates
+from burst_mcore.step.configured import NotPredictedError, of_deepspeed, of_megatron
 from burst_mcore.step.figures import Place
 from burst_mcore.step.model import LARGEST, PRESETS, Model, model_of
 from burst_mcore.step.planned import length_of, recommendation
-from burst_mcore.step.review import NotPredictedError, of_deepspeed, of_megatron, predicted, review
+from burst_mcore.step.review import predicted, review
 from burst_mcore.step.search import search
 
 DEFAULT_LENGTH = "128K"
@@ -41,9 +42,9 @@ class Asked:
             if number is not None and not 1 <= number <= LARGEST:
                 raise ValueError(f"{name} must be at least 1 and at most {LARGEST}, got {number}")
 
-    def length(self, given: int | None) -> int:
-        """Return the tokens of a sequence; given: those that Megatron's arguments name."""
-        return length_of(self.seq or (DEFAULT_LENGTH if given is None else None), given)
+    def length(self, megatrons: int | None) -> int:
+        """Return the tokens of a sequence; megatrons: the --seq-length of Megatron's arguments."""
+        return length_of(self.seq or (DEFAULT_LENGTH if megatrons is None else None), megatrons)
 
     def node(self, world: int) -> int:
         """Return the ranks of a node."""
@@ -75,7 +76,7 @@ def _of_json(config: Path, model: str | None, shape: Shape, asked: Asked) -> Ite
     quiet()
     settings = config_dict(config)
     if model is not None:
-        shape = _shape(model, asked.length(_given(model).get("seq")))
+        shape = _shape(model, asked.length(_length_alone(model).get("seq")))
     size = settings.get("sequence_parallel_size", 1)
     world = asked.world or (size if isinstance(size, int) and size > 0 else 1)
     told: list[str] | NotPredictedError
@@ -115,13 +116,13 @@ def _of_model(model: str, asked: Asked) -> Iterator[str]:
         raise ValueError(f"no step is predicted: {error}") from None
 
 
-def _given(model: str) -> Mapping[str, int]:
+def _length_alone(model: str) -> Mapping[str, int]:
     """Return the settings in the arguments of Megatron; only a length goes with DeepSpeed's JSON."""
-    given = model_of(model)[1] if model.lstrip().startswith("--") else {}
-    degrees = ", ".join(name.upper() for name in given if name != "seq")
+    settings = model_of(model)[1] if model.lstrip().startswith("--") else {}
+    degrees = ", ".join(name.upper() for name in settings if name != "seq")
     if degrees:
         raise ValueError(f"{degrees} of Megatron's arguments contradict DeepSpeed's JSON: leave them out")
-    return given
+    return settings
 
 
 def _shape(model: str, seq: int) -> Shape:
