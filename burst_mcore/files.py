@@ -11,10 +11,10 @@ def check_writable(*paths: Path | None) -> None:
     Raises:
         ValueError: a path whose folder is missing or that the system refuses, or a path given twice.
     """
-    given = [path for path in paths if path is not None]
-    if len({path.resolve() for path in given}) < len(given):
-        raise ValueError(f"two files are to be written to {given[0]}: give each a path of its own")
-    for path in given:
+    asked = [path for path in paths if path is not None]
+    if len({path.resolve() for path in asked}) < len(asked):
+        raise ValueError(f"two files are to be written to {asked[0]}: give each a path of its own")
+    for path in asked:
         if not path.resolve().parent.is_dir():
             raise ValueError(f"there is no folder {path.parent} for {path}")
         try:

@@ -25,7 +25,6 @@ from burst_mcore.attention.schedule.actions import Compute
 from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.cli import app
 from burst_mcore.explain import mask_picture, predict
-from burst_mcore.explain.load import pairs_at
 from burst_mcore.explain.mask_picture import (
     edges_of,
     outlines,
@@ -35,6 +34,7 @@ from burst_mcore.explain.mask_picture import (
     save_mask,
     tiles_summary,
 )
+from burst_mcore.explain.pairs import pairs_at
 from burst_mcore.explain.problem import Problem
 from burst_mcore.layout.balance import imbalance
 from burst_mcore.mask.words import document_ends, mask_of, shortened
@@ -264,7 +264,7 @@ def test_the_tiles_of_a_zigzag_ring_are_those_of_the_paper(pass_):
 
 
 def _drawn(mask, layout, *, ranks=None, pass_="query", ring="double", seq=1024):
-    problem = Problem(seq=seq, heads=4, kv_heads=4, head_dim=32, mask=mask)
+    problem = Problem(seq=seq, heads=4, kv_heads=4, head_dim=16, mask=mask)
     return predict.draw(
         problem, ranks or Ranks(4, 2), RATES, pass_=pass_, degree=1, ring=ring, overlap=True, layout=layout
     )
@@ -286,7 +286,7 @@ def test_a_drawing_computes_all_that_any_mask_allows(mask, layout, ring, pass_):
     at = torch.arange(1000)
     pairs = int(mask_of(mask, 1000).allows(at, at).sum())
     seconds = sum(e.ended - e.started for e in drawing.timeline.events if e.lane == "compute")
-    assert seconds == pytest.approx((4 if pass_ == "forward" else 10) * pairs * 4 * 32 / RATES.compute)
+    assert seconds == pytest.approx((4 if pass_ == "forward" else 10) * pairs * 4 * 16 / RATES.compute)
     assert all(drawing.sent[link] <= drawing.sent_dense[link] for link in ("intra", "inter"))
     if ring == "direct":
         assert drawing.schedule.route.direct

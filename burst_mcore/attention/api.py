@@ -129,7 +129,7 @@ def _keys(
     """Return k, v, no weights, "off"; or the latent and the rope key as [B, S, 1, .], and their weights."""
     if latent is None:
         if k is None or v is None:
-            missing = " and ".join(name for name, x in (("k", k), ("v", v)) if x is None)
+            missing = " and ".join(name for name, tensor in (("k", k), ("v", v)) if tensor is None)
             raise ValueError(
                 f"burst_attention needs k and v, or latent=Latent(compressed, rope_key, weight), got no "
                 f"{missing}"
@@ -138,7 +138,8 @@ def _keys(
     if k is not None or v is not None:
         raise ValueError("burst_attention takes k and v, or latent, not both")
     if not isinstance(latent, Latent) or not all(isinstance(x, Tensor) for x in latent[:3]):
-        got = [type(x).__name__ for x in latent[:3]] if isinstance(latent, Latent) else type(latent).__name__
+        parts = latent[:3] if isinstance(latent, Latent) else (latent,)
+        got = ", ".join(type(part).__name__ for part in parts)
         raise ValueError(f"latent must be a Latent(compressed, rope_key, weight) of tensors, got {got}")
     if latent.compressed.dim() != 3:
         raise ValueError(

@@ -18,7 +18,7 @@ from burst_mcore.attention.geometry.tiles import Tile, tiles_of
 from burst_mcore.attention.kernels.kernel import Kernel
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route
-from burst_mcore.explain.load import met_at, pairs_at
+from burst_mcore.explain.pairs import met_at, pairs_at
 from burst_mcore.mask import Mask
 from burst_mcore.mask.bands import UNBOUNDED
 

@@ -26,7 +26,7 @@ from burst_mcore.attention.schedule.route import Route, Schedule, schedule
 from burst_mcore.attention.schedule.verify import verify
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
-from burst_mcore.explain.load import unevenness
+from burst_mcore.explain.pairs import unevenness
 from burst_mcore.explain.problem import DTYPES, Problem
 from burst_mcore.layout import Layout
 from burst_mcore.machines import Machine, machine

@@ -48,8 +48,8 @@ def stack(
         nodes: nodes of the ring; two rings are under way at once if there are several.
         heads: ranks that share heads.
     """
-    found = _moments(model, way, seq, direction, nodes, ON_GPU, heads)
-    return _merged(max((stacks for _, stacks in found), key=lambda stacks: sum(map(total, stacks))))
+    every = _moments(model, way, seq, direction, nodes, ON_GPU, heads)
+    return _merged(max((stacks for _, stacks in every), key=lambda stacks: sum(map(total, stacks))))
 
 
 def moments(

@@ -58,24 +58,24 @@ def _cells(answer: Answer) -> Iterator[dict[str, Any]]:
                 yield stop | _cell(answer)
                 continue
             try:
-                found = search(answer.model, seq, answer.batch, place, answer.pinned, answer.mask)
+                there = search(answer.model, seq, answer.batch, place, answer.pinned, answer.mask)
             except ValueError as error:  # such as degrees that were given and do not divide these GPUs
                 yield stop | {"ways": [], "slower": 0, "reason": str(error), "infeasible": {}, "least": None}
                 continue
-            yield stop | _cell(found)
+            yield stop | _cell(there)
 
 
-def _cell(found: Answer) -> dict[str, Any]:
+def _cell(answer: Answer) -> dict[str, Any]:
     """Return the ways to list, the recommended first, or the memory that comes closest to fitting."""
-    chosen = found.chosen
-    listed = [one for one in found.ranked if one is not chosen][: SHOWN - 1]
+    chosen = answer.chosen
+    listed = [one for one in answer.ranked if one is not chosen][: SHOWN - 1]
     listed = [chosen, *listed] if chosen else []
     return {
         "ways": [_way(one) for one in listed],
-        "slower": len(found.ranked) - len(listed),
-        "reason": found.reason,
-        "infeasible": dict(Counter(kind(why) for _, why in found.infeasible).most_common()),
-        "least": None if chosen else _least(found),
+        "slower": len(answer.ranked) - len(listed),
+        "reason": answer.reason,
+        "infeasible": dict(Counter(kind(why) for _, why in answer.infeasible).most_common()),
+        "least": None if chosen else _least(answer),
     }
 
 
@@ -85,8 +85,8 @@ def _way(one: Step) -> dict[str, Any]:
     return {name: data[name] for name in shown} | {"attention": str(one.attention)}
 
 
-def _least(found: Answer) -> dict[str, Any]:
+def _least(answer: Answer) -> dict[str, Any]:
     """Return the way that takes least memory where none fits."""
-    stacks = [(way, least(found.model, way, found.seq)) for way in found.legal]
+    stacks = [(way, least(answer.model, way, answer.seq)) for way in answer.legal]
     way, memory = min(stacks, key=lambda one: total(one[1]))
     return {"words": str(way), "memory": memory}

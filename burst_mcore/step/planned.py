@@ -35,10 +35,12 @@ def planned(
     """
     sizes, pinned = model_of(model)
     length = length_of(seq, pinned.pop("seq", None))
-    given = pinned.pop("batch", None)
-    if None not in (batch, given) and batch != given:
-        raise ValueError(f"--batch {batch} contradicts --global-batch-size {given} in the model's arguments")
-    batch = batch if batch is not None else given or 1
+    megatrons = pinned.pop("batch", None)
+    if None not in (batch, megatrons) and batch != megatrons:
+        raise ValueError(
+            f"--batch {batch} contradicts --global-batch-size {megatrons} in the model's arguments"
+        )
+    batch = batch if batch is not None else megatrons or 1
     if not 1 <= batch <= LARGEST:
         raise ValueError(f"--batch must be at least 1 and at most {LARGEST}, got {batch}")
     mask = sizes.mask(length) if mask is None else " & ".join("".join(w.split()) for w in mask.split("&"))
@@ -55,18 +57,18 @@ def planned(
     return search(sizes, length, batch, place, pinned, mask)
 
 
-def length_of(seq: str | None, given: int | None) -> int:
-    """Return the tokens of a sequence; given: those that Megatron's arguments name.
+def length_of(seq: str | None, megatrons: int | None) -> int:
+    """Return the tokens of a sequence; megatrons: the --seq-length of Megatron's arguments.
 
     Raises:
         ValueError: neither names it, or they contradict each other.
     """
-    if seq is None and given is None:
+    if seq is None and megatrons is None:
         raise ValueError("give --seq: the tokens of a sequence, such as 1M")
-    length = tokens(seq) if seq is not None else given
+    length = tokens(seq) if seq is not None else megatrons
     assert length is not None
-    if given not in (None, length):
-        raise ValueError(f"--seq {seq} contradicts --seq-length {given} in the model's arguments")
+    if megatrons not in (None, length):
+        raise ValueError(f"--seq {seq} contradicts --seq-length {megatrons} in the model's arguments")
     return length
 
 

@@ -262,14 +262,14 @@ def _degrees(
 
 def lengths(model: Model, place: Place, legal: list[Way]) -> dict[str, tuple[int, Way]]:
     """Return the longest sequence of each framework: memory alone decides."""
-    found: dict[str, tuple[int, Way]] = {}
+    longest_of: dict[str, tuple[int, Way]] = {}
     for way in legal:
         nodes = -(-way.cp // way.ring(place.ranks).intra)
         fits, unit = partial(_holds, model, way, nodes, place.usable), 2 * way.cp * way.tp
-        best = found.get(way.framework, (0, way))[0]
+        best = longest_of.get(way.framework, (0, way))[0]
         if fits((best // unit + 1) * unit) and (seq := longest(fits, unit)) > best:
-            found[way.framework] = seq, way
-    return found
+            longest_of[way.framework] = seq, way
+    return longest_of
 
 
 def _holds(model: Model, way: Way, nodes: int, usable: float, seq: int) -> bool:

@@ -121,8 +121,8 @@ def _named(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with the usual names of sizes beside those of its family."""
     named = dict(config)
     for usual, others in OTHER_NAMES.items():
-        given = [config[name] for name in (usual, *others) if config.get(name) is not None]
-        named |= {usual: given[0]} if given else {}
+        sizes = [config[name] for name in (usual, *others) if config.get(name) is not None]
+        named |= {usual: sizes[0]} if sizes else {}
     return named
 
 
