@@ -238,6 +238,7 @@ def _says_who_it_is_and_waits(rank, size, folder):
     time.sleep(600)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_ranks_end_with_a_benchmark_that_is_killed(tmp_path):
     start = "import test_bench; from burst_mcore.bench.launch import in_processes; "
     work = f"in_processes(2, test_bench._says_who_it_is_and_waits, {str(tmp_path)!r})"
