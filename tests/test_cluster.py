@@ -194,8 +194,7 @@ def test_the_committed_results_reach_their_bars():
 
 
 def test_todays_predictions_are_within_15_per_cent_of_what_was_measured():
-    """Five of 370 figures are not: single rounds that other work on the machine held up."""
-    results, count, off = read(RESULTS), 0, []
+    results, count = read(RESULTS), 0
     for name, table in results.tables.items():
         # Heads across nodes: 16 and 32 ranks on 2 cores, see their bars.
         if name == ALL or name.startswith("heads across nodes"):
@@ -206,10 +205,8 @@ def test_todays_predictions_are_within_15_per_cent_of_what_was_measured():
             if meter == "wall":
                 count += 1
                 ratio = topology.predicted(case, way, latency) / median(samples)
-                if not 1 / 1.15 <= ratio <= 1.15:
-                    off.append((name, way, ratio))
-    assert count == 370 and len(off) <= 5, off
-    assert all(ratio < 1 for _, _, ratio in off), off
+                assert 1 / 1.15 <= ratio <= 1.15, (name, way)
+    assert count == 370
 
 
 def test_the_committed_cells_are_those_of_the_subject():
