@@ -53,8 +53,8 @@ def get_batch(data_iterator: Iterator, vp_stage: int | None) -> Batch:
         return dict.fromkeys(names)
     batch: Batch = {}
     if mpu.get_tensor_model_parallel_rank() == 0:
-        loaded = next(data_iterator)
-        batch = {key: loaded[key].cuda(non_blocking=True) if key in loaded else None for key in names}
+        batch = next(data_iterator)  # with `dataset_id`, too, of a blend: as in Megatron's pretrain_gpt.py
+        batch |= {key: batch[key].cuda(non_blocking=True) if key in batch else None for key in names}
     batch = get_batch_on_this_tp_rank(
         batch,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -71,9 +71,8 @@ def get_batch(data_iterator: Iterator, vp_stage: int | None) -> Batch:
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    batch = flatten_batch_for_packed_sequences({key: batch[key] for key in names})
     return get_batch_on_this_cp_rank(
-        batch,
+        flatten_batch_for_packed_sequences(batch),
         is_hybrid_cp=False,
         cp_group=mpu.get_context_parallel_group(),
         use_per_sequence_balancing=is_packed,

@@ -61,7 +61,7 @@ SLICING = (
 """Megatron's function that deals a batch of unpacked sequences, by version."""
 
 METADATA = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
-"""What is in a batch and has no tokens."""
+"""Keys of a batch that are no sequences, whatever their shapes."""
 
 PACKED = ("documents", "whole")
 
@@ -111,6 +111,7 @@ def use_layout(layout: Layout | str, packed: str = "documents") -> None:
             f"layout {layout} is that of one packed batch, and Megatron's own there; legal: {NAMES}"
         )
     dealing = Dealing(layout, packed)
+    deal_sequences_alone()
     if dealing != STOCK:
         _install()
     _in_effect = dealing
@@ -159,12 +160,21 @@ def refuse_assumed_zigzag(dealing: Dealing, config: Any) -> None:
             raise ValueError(f"{dealing} does not go with {what}, which assumes zigzag: use zigzag")
 
 
-def _install() -> None:
+def deal_sequences_alone() -> None:
+    """From now on Megatron's slicing of a batch deals sequences alone, on any layout.
+
+    A blend of data sets adds `dataset_id`, one number a sample: Megatron-Core 0.16 to 0.20 would deal such a
+    key too, and ends with an IndexError.
+    """
     from megatron.core import utils
+
+    wrap_everywhere(utils, next(name for name in SLICING if hasattr(utils, name)), _slicing)
+
+
+def _install() -> None:
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.module import MegatronModule
 
-    wrap_everywhere(utils, next(name for name in SLICING if hasattr(utils, name)), _slicing)
     wrap_everywhere(rope_utils, "get_pos_emb_on_this_cp_rank", _choosing_positions)
     wrap_everywhere(rope_utils, "_apply_rotary_pos_emb_thd", _choosing_positions_in_documents)
     for model in language_models():
@@ -204,12 +214,19 @@ def _slicing(original: Callable[..., Any]) -> Callable[..., Any]:
             from megatron.core import parallel_state
 
             cp_group = parallel_state.get_context_parallel_group()
-        for key, value in batch.items():
-            if value is not None and key not in METADATA:
-                batch[key] = _dealt(value, 2 if key == "attention_mask" else 1, cp_group)
+        for key, value in sequences.items():
+            batch[key] = _dealt(value, _sequence_dim(key), cp_group)
         return batch
 
     return sliced
+
+
+def _is_sequence(key: str, value: Any) -> bool:
+    return key not in METADATA and isinstance(value, Tensor) and value.dim() > _sequence_dim(key)
+
+
+def _sequence_dim(key: str) -> int:
+    return 2 if key == "attention_mask" else 1
 
 
 def _choosing_positions(original: Callable[..., Any]) -> Callable[..., Any]:

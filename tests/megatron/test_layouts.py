@@ -70,12 +70,16 @@ def _names_and_caches():
     rope = RotaryEmbedding(16, 1.0, use_cpu_initialization=True)
     dealt = {"zigzag": rope(8)}
     tokens = torch.arange(8)[None]
-    how = {"is_hybrid_cp": False} if VERSION >= (0, 19) else {}
+    how = {"is_hybrid_cp": False, "use_per_sequence_balancing": True} if VERSION >= (0, 19) else {}
     for layout in ("striped", "striped", "contiguous", "zigzag"):
         use_layout(layout)
         assert str(layout_in_effect()) == layout
-        batch = {"tokens": tokens, "labels": None, "attention_mask": torch.eye(8)[None, None]}
+        number = torch.tensor([5])
+        batch = {"tokens": tokens, "labels": None, "dataset_id": number, "note": ["a blend's first set"]}
+        batch |= {"attention_mask": torch.eye(8)[None, None], "cu_seqlens": torch.arange(4)[None]}
         batch = script.get_batch(batch, cp_group=group, **how)
+        assert batch["dataset_id"] is number and batch["note"] == ["a blend's first set"]
+        assert torch.equal(batch["cu_seqlens"], torch.arange(4)[None])
         share = {"rank": group.rank(), "size": 2, "layout": layout}
         assert batch["labels"] is None
         assert torch.equal(batch["tokens"], shard(tokens, 1, **share))

@@ -92,6 +92,36 @@ def test_layouts_that_megatron_does_not_deal(data, alone, tmp_path, arguments):
     assert_equal(train(tmp_path, 2, data, *CP2, *arguments), alone)
 
 
+@pytest.fixture(scope="module")
+def blends(data, tmp_path_factory):
+    """Blends of two and of three data sets, by Megatron's weights, and one process that trains on each."""
+    _, first, _, cache = data
+    parts = ["0.5", first]
+    found = {}
+    for number, weight in ((2, "0.3"), (3, "0.2")):
+        prefix = tmp_path_factory.mktemp("data") / f"part{number}"
+        prepare_bytes.write(prefix, iter([b"%d red foxes; " % (i * number) * 40 for i in range(20)]))
+        parts = [*parts, weight, str(prefix)]
+        blend = ["--data-path", *parts, "--data-cache-path", cache]
+        found[number] = blend, train(tmp_path_factory.mktemp("alone"), 1, blend)
+    return found
+
+
+DEALT = [(2, 2, "zigzag"), (3, 2, "striped"), (3, 4, "zigzag"), (2, 4, "contiguous")]
+DEALT += [(3, 2, "stacked-zigzag:2"), (2, 4, "block-striped:8"), (3, 4, "striped")]
+
+
+@pytest.mark.proves("training runs", "blends of 2 and 3 data sets at CP 2 and 4, on five layouts")
+@pytest.mark.parametrize(
+    ("sets", "size", "layout"), [*DEALT[:2], *(pytest.param(*x, marks=pytest.mark.slow) for x in DEALT[2:])]
+)
+def test_blends_of_data_sets(sets, size, layout, blends, alone, tmp_path):
+    blend, one = blends[sets]
+    ring = [*BURST, "--context-parallel-size", str(size), "--burst-layout", layout]
+    assert_equal(train(tmp_path, size, blend, *ring), one)
+    assert abs(one[-1].loss - alone[-1].loss) > 1e-3
+
+
 @pytest.mark.proves("training runs", "windows in some layers")
 @pytest.mark.slow
 def test_windows_in_some_layers(data, alone, tmp_path):

@@ -81,10 +81,13 @@ def use_options(arguments: argparse.Namespace) -> None:
 def _use_layout(arguments: argparse.Namespace) -> None:
     from burst_mcore.layout import Layout
     from burst_mcore.megatron.arguments import packed_of, setting, uses_burst
-    from burst_mcore.megatron.layouts import STOCK, Dealing, use_layout
+    from burst_mcore.megatron.layouts import STOCK, Dealing, deal_sequences_alone, use_layout
 
+    if not uses_burst(arguments):
+        return
+    deal_sequences_alone()
     dealing = Dealing(Layout.of(setting(arguments, "layout")), packed_of(arguments))
-    if dealing != STOCK and uses_burst(arguments):  # else Megatron's, or that of a script's own use_layout
+    if dealing != STOCK:  # else Megatron's, or that of a script's own use_layout
         use_layout(dealing.layout, dealing.packed)
 
 
