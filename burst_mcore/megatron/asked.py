@@ -46,12 +46,14 @@ class Refused:
 
 READ_BY_MEGATRON = {
     "apply_query_key_layer_scaling": Served("Megatron divides scores and multiplies them again: no change"),
+    "attention_backend": Served("the kernels that are allowed"),
     "attention_dropout": Refused(0.1),
     "attention_softmax_in_fp32": Served("softmax is always in float32"),
     "batch_invariant_mode": Refused(),
     "bf16": Served("the dtype of q"),
     "context_parallel_size": Served("the group must have that many ranks"),
     "deterministic_mode": Served("BurstConfig.deterministic"),
+    "flash_attention_version": Served("the flash-attn kernel that is allowed"),
     "fp16": Served("the dtype of q"),
     "hierarchical_context_parallel_sizes": Served("ranks of a node, and nodes"),
     "init_method": Served("the start of learnable sinks"),
@@ -71,7 +73,8 @@ READ_BY_MEGATRON = {
     "window_attn_skip_freq": Served("Mask.window in some layers"),
     "window_size": Served("Mask.window"),
 }
-"""Fields of TransformerConfig that Megatron's own core attentions read, or are given: what each becomes."""
+"""Fields of TransformerConfig that Megatron's own core attentions read, are given, or find in environment
+variables that its language models set: what each becomes."""
 
 _BACKENDS = {"flash": ("flash2", "flash3", "flash4"), "fused": ("te", "cudnn")}
 """Kernels that --attention-backend allows."""
@@ -126,11 +129,7 @@ def _check_combinations(arguments: Any) -> None:
         raise ValueError(
             f"--hierarchical-context-parallel-sizes must be two, ranks of a node and nodes, got {sizes}"
         )
-    backend, kernel = _backend(arguments), setting(arguments, "kernel")
-    if backend in _BACKENDS and kernel not in ("auto", *_BACKENDS[backend]):
-        raise ValueError(
-            f"--burst-kernel {kernel} contradicts --attention-backend {backend}: give one of them"
-        )
+    _allowed(setting(arguments, "kernel"), arguments)
     rates_of(arguments)
 
 
@@ -256,21 +255,14 @@ def layers_comm_types(config: Any) -> list[str | None]:
 
 
 def kernel_of(burst: BurstConfig, config: Any, problem: Problem) -> BurstConfig:
-    """`burst` with a kernel that --attention-backend allows.
+    """`burst` with a kernel that --attention-backend and --flash-attention-version allow.
 
     Raises:
-        ValueError: none of them can serve the problem (with its reasons), or `burst` names a kernel as well.
+        ValueError: none of them can serve the problem (with its reasons), or `burst` names another kernel.
     """
-    backend = _backend(config)
-    if backend not in _BACKENDS:
+    flags, allowed = _allowed(burst.kernel, config)
+    if not flags or burst.kernel != "auto":
         return burst
-    allowed = _BACKENDS[backend]
-    if burst.kernel != "auto":
-        if burst.kernel in allowed:
-            return burst
-        raise ValueError(
-            f"--burst-kernel {burst.kernel} contradicts --attention-backend {backend}: give one of them"
-        )
     refusals = []
     ranked = [k.name for k in by_rank(problem.device, problem.launches) if k.name in allowed]
     for name in ranked or allowed:
@@ -278,7 +270,28 @@ def kernel_of(burst: BurstConfig, config: Any, problem: Problem) -> BurstConfig:
         if reason is None:
             return replace(burst, kernel=name)
         refusals.append(f"{name}: {reason}")
-    raise ValueError(f"--attention-backend {backend}: no kernel serves it ({'; '.join(refusals)})")
+    raise ValueError(f"{flags}: no kernel serves it ({'; '.join(refusals)})")
+
+
+def _allowed(kernel: str, config: Any) -> tuple[str, tuple[str, ...]]:
+    """Return Megatron's flags that choose kernels, "" if none does, and the names of the kernels they allow.
+
+    As in Megatron, a version of flash-attn excludes the other versions; it does not ask for flash-attn.
+
+    Raises:
+        ValueError: `kernel`, the word of --burst-kernel, is not among them.
+    """
+    backend, version = _backend(config), getattr(config, "flash_attention_version", None)
+    flags, allowed = [], tuple(KERNELS)
+    if backend in _BACKENDS:
+        flags, allowed = [f"--attention-backend {backend}"], _BACKENDS[backend]
+    if version is not None:
+        flags.append(f"--flash-attention-version {version}")
+        others = {*_BACKENDS["flash"]} - {f"flash{version}"}
+        allowed = tuple(name for name in allowed if name not in others)
+    if kernel not in ("auto", *allowed):
+        raise ValueError(f"--burst-kernel {kernel} contradicts {' '.join(flags)}: give one of them")
+    return " ".join(flags), allowed
 
 
 def _is_set(config: Any, name: str) -> bool:

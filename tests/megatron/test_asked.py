@@ -18,16 +18,18 @@ from burst_mcore.megatron.arguments import add_arguments, burst_config, flag_of,
 CORES = (
     ("megatron.core.transformer.dot_product_attention", "DotProductAttention"),
     ("megatron.core.extensions.transformer_engine", "TEDotProductAttention"),
+    # What language models tell TransformerEngine by environment variables:
+    ("megatron.core.models.common.language_module.language_module", "_set_attention_backend"),
 )
 
 ATTENTIONS = ("megatron.core.transformer.attention", "megatron.core.transformer.multi_latent_attention")
 
 
 def _read_fields(module, name):
-    """The fields of the config that a class of Megatron reads."""
+    """The fields of the config that a class or function of Megatron reads."""
     tree = ast.parse(Path(importlib.util.find_spec(module).origin).read_text())
     for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef) and node.name == name:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             for each in ast.walk(node):
                 if isinstance(each, ast.Attribute) and ast.unparse(each.value) in ("config", "self.config"):
                     yield each.attr
@@ -70,9 +72,11 @@ VARIED = {
 }
 """Fields of which a value is tried here beside Megatron's own attention."""
 PROVED = {
+    "attention_backend": "test_asked.py::test_what_burst_does_not_do_is_refused_by_the_constructor",
     "bf16": "test_asked.py::test_the_kernel_is_checked_for_the_dtype_of_the_calls",
     "context_parallel_size": "test_models.py::test_gpt",
     "deterministic_mode": "test_asked.py::test_what_burst_does_not_do_is_refused_by_the_constructor",
+    "flash_attention_version": "test_asked.py::test_a_version_of_flash_attention_excludes_the_others",
     "fp16": "test_asked.py::test_the_kernel_is_checked_for_the_dtype_of_the_calls",
     "hierarchical_context_parallel_sizes": "test_models.py::test_gpt_on_other_routes",
     "init_method": "test_models.py::test_sinks",
@@ -179,12 +183,41 @@ def _refusals():
         ValueError, match="layer 1: kernel 'cudnn' cannot serve this call: tensors are on cpu"
     ):
         _core(burst=BurstConfig(kernel="cudnn"))
+    assert (
+        _core(_with(transformer_config(Case()), flash_attention_version=2)).burst_config.kernel == "aten-cpu"
+    )
     assert not _core().burst_config.deterministic
     assert _core(_with(transformer_config(Case()), deterministic_mode=True)).burst_config.deterministic
 
 
 def test_what_burst_does_not_do_is_refused_by_the_constructor():
     in_megatron(_refusals)
+
+
+@pytest.mark.parametrize("version", [2, 3, 4])
+def test_a_version_of_flash_attention_excludes_the_others(version, monkeypatch):
+    order = ["flash4", "flash3", "flash2", "cudnn"]
+    stand_ins = {name: Namespace(name=name, supports=lambda problem: None) for name in order}
+    monkeypatch.setattr(asked, "KERNELS", stand_ins)
+    monkeypatch.setattr(asked, "by_rank", lambda *args: [stand_ins[name] for name in order])
+    problem = Namespace(device="cuda", launches=None)
+
+    def kernel(word="auto", **fields):
+        return asked.kernel_of(BurstConfig(kernel=word), Namespace(**fields), problem).kernel
+
+    assert kernel() == "auto" and kernel(attention_backend="flash") == "flash4"
+    pinned = {"flash_attention_version": version}
+    assert kernel(**pinned) == kernel(attention_backend="flash", **pinned) == f"flash{version}"
+    assert kernel(attention_backend="fused", **pinned) == "cudnn"
+    assert kernel(f"flash{version}", **pinned) == f"flash{version}" and kernel("cudnn", **pinned) == "cudnn"
+    other = f"flash{version % 3 + 2}"
+    with pytest.raises(
+        ValueError, match=f"{other} contradicts --flash-attention-version {version}: give one"
+    ):
+        kernel(other, **pinned)
+    stand_ins[f"flash{version}"].supports = lambda problem: "not installed"
+    with pytest.raises(ValueError, match=f"flash --flash-attention-version {version}: no kernel serves it"):
+        kernel(attention_backend="flash", **pinned)
 
 
 def _kernels_for_dtypes():
@@ -314,6 +347,11 @@ def test_flags_are_the_fields_of_the_config_with_its_defaults():
             [*BURST, "--burst-kernel", "reference"],
             {"attention_backend": "flash"},
             "contradicts --attention-b",
+        ),
+        (
+            [*BURST, "--burst-kernel", "flash3"],
+            {"flash_attention_version": 2},
+            "--burst-kernel flash3 contradicts --flash-attention-version 2: give one of them",
         ),
         ([*BURST, "--burst-rates", "-1", "1", "1"], {}, "Rates.intra must be a positive number"),
         ([], {"spec": ["burst_mcore.megatron.spec"], "attention_dropout": 0.1}, "attention dropout 0.1"),
