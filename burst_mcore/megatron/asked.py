@@ -190,6 +190,19 @@ def refusal(config: Any, dropout: float | None = None) -> str | None:
     return next((what for what, is_asked in asked.items() if is_asked), None)
 
 
+MASKED_TOKENS = 2**14
+"""The longest sequence whose dense attention mask is taken: from there on Megatron's takes 1 GiB a sample."""
+
+
+def refuse_dense_mask(source: str, tokens: int) -> None:
+    """ValueError for an attention mask [tokens, tokens] that is too large; `source` says where it is from."""
+    if tokens > MASKED_TOKENS:
+        raise ValueError(
+            f"{source} asks for a dense mask of {tokens} x {tokens}: burst attention needs none, and takes "
+            f"none above {MASKED_TOKENS} tokens: pass --no-create-attention-mask-in-dataloader"
+        )
+
+
 def latent_refusal(config: Any) -> str | None:
     """Return a requested feature of MLA layers that --burst-mla-latent lacks; None if there is none.
 

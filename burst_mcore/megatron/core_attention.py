@@ -39,7 +39,7 @@ from burst_mcore.config import BurstConfig
 from burst_mcore.layout import positions
 from burst_mcore.mask import Mask
 from burst_mcore.megatron.arguments import from_command_line, packed_of
-from burst_mcore.megatron.asked import configured, kernel_of, latent_refusal, refusal
+from burst_mcore.megatron.asked import configured, kernel_of, latent_refusal, refusal, refuse_dense_mask
 from burst_mcore.megatron.latent import hand_over_latents, is_latent, latent_of
 from burst_mcore.megatron.layouts import ZIGZAG, layout_of_packed, refuse_other_layout
 from burst_mcore.megatron.packed import Packing, packing
@@ -328,6 +328,8 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         checked = None if _last_checked is None else (_last_checked[0](), *_last_checked[1:])
         if checked is not None and checked[0] is attention_mask and checked[1:] == (mask, topology):
             return  # the layers of a model get the same tensor
+        if self.training:  # a prompt's mask is Megatron's own, and there is no way to go without
+            refuse_dense_mask(f"layer {self.layer_number}: attention_mask", n)
         rows = n // topology.size
         if attention_mask.shape[-2:] != (rows, n):
             raise ValueError(

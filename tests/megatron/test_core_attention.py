@@ -78,6 +78,12 @@ def _refused_inputs():
     core(q, q, q, later)
     with pytest.raises(ValueError, match="not causal"):
         core(q, q, q, documents)  # at a later call as well
+    n = 2**14 + 1
+    long, dense = q[:1].expand(n, -1, -1, -1), later[..., :1, :1].expand(1, 1, n, n)  # which take no memory
+    with pytest.raises(
+        ValueError, match=f"layer 1: attention_mask asks for a dense mask of {n} x {n}: .*none"
+    ):
+        core(long, long, long, dense)
 
 
 def test_inputs_that_it_would_ignore_are_refused():

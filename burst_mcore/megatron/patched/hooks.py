@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
+
+logger = logging.getLogger(__name__)
 
 EVERY_LAYER = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 """Megatron's arguments that checkpoint every layer."""
@@ -34,6 +37,7 @@ def with_burst_attention(submodules: Any) -> Any:
         if hasattr(arguments, "num_attention_heads"):  # a YAML file's are elsewhere
             check_arguments(arguments)
             _use_layout(arguments)
+            _build_no_mask(arguments)
     core = submodules.core_attention
     if getattr(core, "module", core) is BurstCoreAttention:
         return submodules  # by a spec, perhaps with options of its own
@@ -72,6 +76,7 @@ def use_options(arguments: argparse.Namespace) -> None:
     except ValueError as error:
         refuse(str(error))
     _use_layout(arguments)
+    _build_no_mask(arguments)
     policy = recompute_policy(arguments)
     if policy != Full():  # Megatron's own, or that of a script which called use_recompute itself
         use_recompute(policy)
@@ -89,6 +94,42 @@ def _use_layout(arguments: argparse.Namespace) -> None:
     dealing = Dealing(Layout.of(setting(arguments, "layout")), packed_of(arguments))
     if dealing != STOCK:  # else Megatron's, or that of a script's own use_layout
         use_layout(dealing.layout, dealing.packed)
+
+
+def _build_no_mask(arguments: argparse.Namespace) -> None:
+    """Let Megatron's data loader build no attention mask, as beside --dataloader-inter-document-masking.
+
+    Megatron builds masks by default, and has no flag that asks for them: so one who wants a mask sets
+    `create_attention_mask` of a GPTDatasetConfig, which is refused where the mask is large.
+    """
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+
+    from burst_mcore.megatron.arguments import uses_burst
+    from burst_mcore.megatron.patched.wrap import wrap
+
+    if not uses_burst(arguments):
+        return
+    wrap(GPTDatasetConfig, "__post_init__", _refusing_a_dense_mask)
+    if getattr(arguments, "create_attention_mask_in_dataloader", False):
+        arguments.create_attention_mask_in_dataloader = False
+        if os.environ.get("RANK", "0") == "0":
+            logger.warning(
+                "burst_mcore: the data loader builds no attention mask, which burst attention does not need "
+                "(--no-create-attention-mask-in-dataloader)"
+            )
+
+
+def _refusing_a_dense_mask(check: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the check of a data set's configuration: with burst attention a large dense mask is refused."""
+    from burst_mcore.megatron.arguments import from_command_line, uses_burst
+    from burst_mcore.megatron.asked import refuse_dense_mask
+
+    def checked(config: Any) -> None:
+        check(config)
+        if config.create_attention_mask and from_command_line(uses_burst, otherwise=False):
+            refuse_dense_mask("create_attention_mask of GPTDatasetConfig", config.sequence_length)
+
+    return checked
 
 
 def fuse_losses(models: Sequence[Any]) -> None:
