@@ -225,11 +225,13 @@ def latent_refusal(config: Any) -> str | None:
     return None if what is None else f"{what} with --burst-mla-latent (pass off)"
 
 
-def configured(burst: BurstConfig, config: Any, cp_comm_type: str | None) -> BurstConfig:
+def configured(
+    burst: BurstConfig, config: Any, cp_comm_type: str | None, size: int | None = None
+) -> BurstConfig:
     """`burst` with what `config` asks for: determinism, and --cp-comm-type of a layer.
 
     p2p leaves the way to `burst`; a2a shares all heads, a2a+p2p those of the inner of two hierarchical
-    groups, all_gather is the direct exchange.
+    groups, all_gather is the direct exchange. size: of the group, by default the configuration's.
 
     Raises:
         ValueError: another cp_comm_type, a2a+p2p without hierarchical sizes, or one beside a ring, a mesh,
@@ -237,7 +239,7 @@ def configured(burst: BurstConfig, config: Any, cp_comm_type: str | None) -> Bur
     """
     if getattr(config, "deterministic_mode", False):
         burst = replace(burst, deterministic=True)
-    size: int = getattr(config, "context_parallel_size", 1)
+    size = getattr(config, "context_parallel_size", 1) if size is None else size
     word = (cp_comm_type or "p2p").lower().replace("_", "")
     if word == "p2p" or size == 1:
         return burst

@@ -41,8 +41,9 @@ from burst_mcore.mask import Mask
 from burst_mcore.megatron.arguments import from_command_line, packed_of
 from burst_mcore.megatron.asked import configured, kernel_of, latent_refusal, refusal, refuse_dense_mask
 from burst_mcore.megatron.latent import hand_over_latents, is_latent, latent_of
-from burst_mcore.megatron.layouts import ZIGZAG, layout_of_packed, refuse_other_layout
+from burst_mcore.megatron.layouts import ZIGZAG, deal_sequences_alone, layout_of_packed, refuse_other_layout
 from burst_mcore.megatron.packed import Packing, packing
+from burst_mcore.megatron.patched.groups import Rebindable, follow_groups
 from burst_mcore.megatron.patched.wrap import wrap
 from burst_mcore.megatron.sinks import softmax_offset
 from burst_mcore.rates import Rates
@@ -58,7 +59,7 @@ _last_checked: tuple[weakref.ref[Tensor], Mask, Topology] | None = None
 """The attention mask that was found to say the same as this mask, on this rank of a ring."""
 
 
-class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is untyped
+class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # Megatron is untyped
     """Core attention over Megatron's own context-parallel group.
 
     Stands where DotProductAttention or TEDotProductAttention stand in a layer spec, with their constructor,
@@ -66,7 +67,8 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
     layer gives it the latent that K and V are made of. Its only parameter is `softmax_offset`, if
     softmax_type is learnable. With a context-parallel size of 1 it attends locally. The ring, and on NCCL
     its communicators, are made here, once for each group; those of a group that comes with a call, in the
-    first such call.
+    first such call, and those of a group that is bound later (`cp_group`, `pg_collection`,
+    `set_context_parallel_group`), then.
 
     Raises:
         ValueError: the model asks for what this attention does not do (dropout, cross attention, ...):
@@ -96,25 +98,36 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         head_dim = k_channels if k_channels is not None else config.kv_channels
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(head_dim)
         _refuse_unsupported(config, attention_type, attention_dropout, layer_number, mla_latent)
-        self.burst_config = configured(burst_config or BurstConfig(), config, cp_comm_type)
+        self._asked, self.cp_comm_type, self._rates = burst_config or BurstConfig(), cp_comm_type, rates
+        self._head_dims = head_dim, head_dim if v_channels is None else v_channels
         self.softmax_offset = softmax_offset(config, pg_collection)
         self.mla_latent = mla_latent
         self.up_weight: Callable[[], Tensor] | None = None
         """Returns the weights that make K and V of the layer's latent, if the layer gives a latent."""
         if mla_latent != "off":
             hand_over_latents()
+        follow_groups()
         # Last: these may make communicators.
-        self.group = _group(config, pg_collection)
-        self.topology = replace(
-            _topology(config, self.group, pg_collection, self.burst_config.ring), rates=rates
-        )
-        self._topologies_of_calls: dict[Any, Topology] = {}
-        if self.topology.size > 1:
-            refuse_other_layout(self.burst_config.layout, config)
+        group = _group(config, pg_collection)
+        ring = configured(self._asked, config, cp_comm_type).ring
+        self._topologies = {group: replace(_topology(config, group, pg_collection, ring), rates=rates)}
+        self._pg_collection = pg_collection
+        self.use_group(group, cp_comm_type)
+
+    def use_group(self, group: Any, cp_comm_type: str | None, levels: Any = None) -> None:
+        """Attend over `group`, see `Rebindable`. A ValueError, as the constructor's, changes nothing."""
+        size = 1 if group is None else group.size()
+        burst = configured(self._asked, self.config, cp_comm_type, size)
+        if size > 1:
+            deal_sequences_alone()
+            refuse_other_layout(burst.layout, self.config)
             _refuse_other_packing()
             _refuse_caches()
-        self._choose_kernel(head_dim, head_dim if v_channels is None else v_channels)
-        connect(self.topology, self.burst_config)
+        topology = self._topology_over(group, burst, levels)
+        burst = self._with_kernel(burst, topology)
+        connect(topology, burst)
+        self._cp_group, self.cp_comm_type = group, cp_comm_type
+        self.topology, self.burst_config = topology, burst
 
     def forward(
         self,
@@ -192,9 +205,9 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
         assert isinstance(out, Tensor)
         return out[0].flatten(1) if query.dim() == 3 else out.transpose(0, 1).flatten(2)
 
-    def _choose_kernel(self, head_dim: int, value_dim: int) -> None:
-        """Take the kernel that --attention-backend asks for; ValueError if none can serve this layer."""
-        config, burst, shards = self.config, self.burst_config, self.config.tensor_model_parallel_size
+    def _with_kernel(self, burst: BurstConfig, topology: Topology) -> BurstConfig:
+        """`burst` with the kernel that Megatron's flags ask for; ValueError if none can serve this layer."""
+        config, shards = self.config, self.config.tensor_model_parallel_size
         groups = config.num_query_groups or config.num_attention_heads
         heads = config.num_attention_heads // shards, max(1, groups // shards)
         # With autocast and wrappers parameters may still be of another dtype than the calls.
@@ -204,15 +217,15 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
             tokens=1,
             heads=heads[0],
             kv_heads=heads[1],
-            head_dim=head_dim,
-            value_dim=value_dim,
+            head_dim=self._head_dims[0],
+            value_dim=self._head_dims[1],
             dtype=dtype,
             grad_dtype=burst.grad_dtype,
         )
         mask = (Mask.causal() if self.attn_mask_type in CAUSAL else Mask.full()) & self.window
         device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            degree = degrees_of(burst, Ranks(self.topology.size, self.topology.intra_size), shard)[0]
+            degree = degrees_of(burst, Ranks(topology.size, topology.intra_size), shard)[0]
             problem = problem_of(
                 shard.pooled(degree),
                 device,
@@ -220,8 +233,9 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
                 softcap=False,
                 deterministic=burst.deterministic,
             )
-            self.burst_config = kernel_of(burst, config, problem)
-            choose(self.burst_config.kernel, problem)
+            burst = kernel_of(burst, config, problem)
+            choose(burst.kernel, problem)
+            return burst
         except ValueError as error:
             raise ValueError(f"layer {self.layer_number}: {error}") from error
 
@@ -308,13 +322,19 @@ class BurstCoreAttention(MegatronModule):  # type: ignore[misc]  # Megatron is u
             raise ValueError(
                 f"layer {self.layer_number}: packed_seq_params have local_cp_size {size}, but {found}"
             )
-        if group is self.group:
-            return self.topology
-        if group not in self._topologies_of_calls:
-            made = replace(_nodes_by_host(group, self.burst_config.ring), rates=self.topology.rates)
-            connect(made, self.burst_config)
-            self._topologies_of_calls[group] = made
-        return self._topologies_of_calls[group]
+        if group not in self._topologies:
+            connect(self._topology_over(group, self.burst_config), self.burst_config)
+        return self._topologies[group]
+
+    def _topology_over(self, group: Any, burst: BurstConfig, levels: Any = None) -> Topology:
+        """Return the ring over a group, made once; by hosts unless two hierarchical groups make it up."""
+        if group not in self._topologies:
+            if levels and [len(levels), math.prod(level.size() for level in levels)] == [2, group.size()]:
+                made = Topology.from_groups(intra=levels[0], inter=levels[1])
+            else:
+                made = Topology.single() if group is None else _nodes_by_host(group, burst.ring)
+            self._topologies[group] = replace(made, rates=self._rates)
+        return self._topologies[group]
 
     def _refuse_other_mask(
         self, attention_mask: Tensor, mask: Mask, n: int, topology: Topology, is_packed: bool

@@ -115,7 +115,7 @@ def use_layout(layout: Layout | str, packed: str = "documents") -> None:
     if dealing != STOCK:
         _install()
     _in_effect = dealing
-    _forget_rotary_positions()
+    forget_rotary_positions()
 
 
 def layout_in_effect() -> Layout:
@@ -195,8 +195,8 @@ def language_models() -> list[type]:
     return [GPTModel, HybridModel]
 
 
-def _forget_rotary_positions() -> None:
-    """Empty Megatron's caches of them."""
+def forget_rotary_positions() -> None:
+    """Empty Megatron's caches of rotary positions, which know neither layouts nor groups."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
@@ -205,11 +205,13 @@ def _forget_rotary_positions() -> None:
 
 
 def _slicing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's slicing of a batch, by the layout in effect."""
+    """Megatron's slicing of a batch: its sequences by the layout in effect, other keys whole."""
 
     def sliced(batch: dict[str, Any], cp_group: Any = None) -> dict[str, Any]:
+        sequences = {key: value for key, value in batch.items() if _is_sequence(key, value)}
         if _in_effect.layout == ZIGZAG:
-            return original(batch, cp_group=cp_group)  # type: ignore[no-any-return]
+            batch.update(original(sequences, cp_group=cp_group))
+            return batch
         if cp_group is None:  # legal up to 0.16
             from megatron.core import parallel_state
 
@@ -299,16 +301,21 @@ def _refusing_unknown_modules(init: Callable[..., None]) -> Callable[..., None]:
 
     def refusing(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        if _in_effect == STOCK or self.config.context_parallel_size == 1:
-            return
-        for name, module in self.named_modules():
-            if not _ignores_layouts(type(module)):
-                raise ValueError(
-                    f"{_in_effect} does not go with {type(module).__name__} ({name}), which may "
-                    f"assume that sequences are dealt zigzag: use zigzag"
-                )
+        refuse_unknown_modules(self, self.config.context_parallel_size)
 
     return refusing
+
+
+def refuse_unknown_modules(model: Any, size: int) -> None:
+    """ValueError beside another layout, if a module of `model` over `size` ranks may assume zigzag."""
+    if _in_effect == STOCK or size == 1:
+        return
+    for name, module in model.named_modules():
+        if not _ignores_layouts(type(module)):
+            raise ValueError(
+                f"{_in_effect} does not go with {type(module).__name__} ({name}), which may "
+                f"assume that sequences are dealt zigzag: use zigzag"
+            )
 
 
 def _refusing_unknown_models(init: Callable[..., None]) -> Callable[..., None]:

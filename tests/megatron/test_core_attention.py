@@ -172,7 +172,7 @@ def _packed_by_a_group_of_the_call():
         torch.testing.assert_close(core(*held, None, packed_seq_params=params), want[at])
         params = _params([0, 8, 20], local_cp_size=1)
         torch.testing.assert_close(core(*qkv, None, packed_seq_params=params), want)
-    assert list(core._topologies_of_calls) == [pair]
+    assert list(core._topologies) == [core.cp_group, pair]
     with pytest.raises(ValueError, match="local_cp_size 2, but no cp_group"):
         core(*held, None, packed_seq_params=_params([0, 8, 20], local_cp_size=2))
     with pytest.raises(ValueError, match="local_cp_size 4, but a cp_group of 2 ranks"):

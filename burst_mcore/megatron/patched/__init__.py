@@ -7,6 +7,7 @@ insertions  a patch as data: lines, and the place in Megatron's source that each
 trees       a tree of Megatron's source: its version, whether it is patched; apply, revert, print
 hooks       the functions that patched lines call, and the launcher, too
 wrap        functions of Megatron replaced at run time, without an edit of its files
+groups      context-parallel groups that are bound anew: core attention, layer, model and positions agree
 
-Only `hooks` needs Megatron.
+Only `hooks` and `groups` need Megatron.
 """

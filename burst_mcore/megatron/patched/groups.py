@@ -1,0 +1,180 @@
+"""Context-parallel groups that are bound anew after a model was built.
+
+Megatron-Bridge evaluates at another context-parallel size than it trains at: it binds other groups to the
+modules of a built model. A core attention follows by `Rebindable`. Layer, model and rotary positions must go
+by the same group: Megatron's forwards are wrapped to see to that. The rotary embedding keeps its group and,
+with the length of sequences, Megatron's configuration its size; both follow the model here.
+
+The wrappers can go when Megatron asks for the group in one place.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+
+from burst_mcore.megatron.layouts import forget_rotary_positions, language_models, refuse_unknown_modules
+from burst_mcore.megatron.patched.wrap import wrap
+
+_of_model: Any = None
+"""The group of the language model whose forward runs now."""
+
+
+class Rebindable:
+    """A core attention whose context-parallel group may be bound anew, which is collective over the group."""
+
+    layer_number: int
+    cp_comm_type: str | None
+    _cp_group: Any = None
+    _pg_collection: Any = None
+
+    @abstractmethod
+    def use_group(self, group: Any, cp_comm_type: str | None, levels: Any = None) -> None:
+        """Attend over `group`; None is this rank alone. levels: hierarchical groups of it, if there are."""
+
+    @property
+    def cp_group(self) -> Any:
+        """The context-parallel group that attention goes by."""
+        return self._cp_group
+
+    @cp_group.setter
+    def cp_group(self, group: Any) -> None:
+        if group is not self._cp_group:
+            self.use_group(group, self.cp_comm_type)
+
+    @property
+    def pg_collection(self) -> Any:
+        """Megatron's process groups of the layer, of which `cp` and `hcp` are read."""
+        return self._pg_collection
+
+    @pg_collection.setter
+    def pg_collection(self, groups: Any) -> None:
+        if groups.cp is not self._cp_group:
+            self.use_group(groups.cp, self.cp_comm_type, getattr(groups, "hcp", None))
+        self._pg_collection = groups
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: Any = None
+    ) -> None:
+        """Attend over another group from now on, as by TransformerEngine's method of this name.
+
+        Args:
+            cp_group: None for this rank alone.
+            cp_global_ranks: of the group, in its order; checked if given.
+            cp_stream: not used: messages have streams of their own.
+            cp_comm_type: as --cp-comm-type; None: as before.
+
+        Raises:
+            ValueError: ranks that are not those of the group, a list of groups, or as the constructor.
+        """
+        if isinstance(cp_group, list | tuple):
+            raise ValueError(
+                f"layer {self.layer_number}: burst attention takes one context-parallel group, got "
+                f"{len(cp_group)}: for hierarchical groups set pg_collection, with cp and hcp"
+            )
+        if cp_group is not None and cp_global_ranks is not None and [*cp_global_ranks] != _ranks(cp_group):
+            raise ValueError(
+                f"layer {self.layer_number}: cp_global_ranks are {[*cp_global_ranks]}, but the group has "
+                f"ranks {_ranks(cp_group)}"
+            )
+        self.use_group(cp_group, cp_comm_type or self.cp_comm_type)
+
+
+def follow_groups() -> None:
+    """Have Megatron's attention modules and language models go by the groups that they are bound to."""
+    for module in (Attention, MultiLatentAttention):
+        wrap(module, "forward", _of_one_group)
+    for model in language_models():
+        wrap(model, "forward", _of_its_group)
+
+
+def _of_one_group(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the forward of an attention module: its core attention, and its model, must have its group."""
+
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        core, group = getattr(self, "core_attention", None), _group_of(self)
+        if not isinstance(core, Rebindable) or group is None:
+            return forward(self, *args, **kwargs)
+        for name, other in (("core attention", core.cp_group), ("model", _of_model or group)):
+            if other is not group and _ranks(other) != _ranks(group):
+                raise ValueError(
+                    f"layer {core.layer_number}: the context-parallel group of the layer has ranks "
+                    f"{_ranks(group)}, that of its {name} {_ranks(other)}: bind one group to all modules "
+                    f"(pg_collection, and set_context_parallel_group of core attention)"
+                )
+        with _going_by(self, group):
+            return forward(self, *args, **kwargs)
+
+    return checked
+
+
+def _of_its_group(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the forward of a language model: with burst attention, its positions go by the model's group."""
+
+    def followed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _of_model
+        group, outer = _group_of(self), _of_model
+        is_new = group is not None and _is_bound_anew(self, group)
+        if is_new:
+            refuse_unknown_modules(self, group.size())
+            _refuse_kept_groups(self, group)
+        _of_model = group
+        try:
+            if not is_new:
+                return forward(self, *args, **kwargs)
+            with _going_by(self, group):
+                return forward(self, *args, **kwargs)
+        finally:
+            _of_model = outer
+
+    return followed
+
+
+def _is_bound_anew(model: Any, group: Any) -> bool:
+    """Return whether a model with burst attention has another group than its positions or configuration."""
+    rope = getattr(model, "rotary_pos_emb", None)
+    is_as_built = getattr(rope, "cp_group", group) is group
+    if is_as_built and model.config.context_parallel_size == group.size():
+        return False
+    return any(isinstance(module, Rebindable) for module in model.modules())
+
+
+def _refuse_kept_groups(model: Any, group: Any) -> None:
+    """ValueError for Mamba's mixers, whose `cp` keeps the group and the sizes that it was built with."""
+    for name, module in model.named_modules():
+        kept = getattr(getattr(module, "cp", None), "cp_group", group)
+        if kept is not group and _ranks(kept) != _ranks(group):
+            raise ValueError(
+                f"the model's context-parallel group was bound anew to ranks {_ranks(group)}, but "
+                f"{type(module).__name__} ({name}) keeps that of its constructor, {_ranks(kept)}: keep the "
+                f"group of such a model"
+            )
+
+
+@contextmanager
+def _going_by(owner: Any, group: Any) -> Iterator[None]:
+    """Have rotary positions and, for a while, the configuration of a module agree with its group."""
+    rope: Any = getattr(owner, "rotary_pos_emb", None)
+    config = owner.config
+    if getattr(rope, "cp_group", group) is not group:
+        rope.cp_group, rope.max_seq_len_cached = group, 0  # YaRN keeps cosines of that length
+        forget_rotary_positions()
+    before, config.context_parallel_size = config.context_parallel_size, group.size()
+    try:
+        yield
+    finally:
+        config.context_parallel_size = before
+
+
+def _group_of(module: Any) -> Any:
+    return getattr(getattr(module, "pg_collection", None), "cp", None)
+
+
+def _ranks(group: Any) -> list[int]:
+    return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)

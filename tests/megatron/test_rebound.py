@@ -1,0 +1,217 @@
+"""Groups that are bound anew to a built model: attention and positions follow, or the call is refused."""
+
+import copy
+import re
+from argparse import Namespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import (
+    MLA,
+    MTP,
+    VERSION,
+    Case,
+    N,
+    build,
+    let_mla_be_local,
+    needs_019,
+    packed_seq_params,
+    transformer_config,
+)
+from ranks import processes
+from test_core_attention import _core, _in_megatron
+
+from burst_mcore import BurstConfig, Layout, shard
+from burst_mcore.megatron.layouts import use_layout
+
+YARN = (*MLA[:-1], ("rope_type", "yarn"))
+LONG = (44, 20)
+"""Documents of which one is longer than a rank's share."""
+
+
+def bind(model, group):
+    """Bind a group as Megatron-Bridge's evaluation does: to all modules but rotary embeddings."""
+    groups = copy.copy(model.pg_collection)
+    groups.cp = group
+    for module in model.modules():
+        if "RotaryEmbedding" in type(module).__name__:
+            module.forward.cache_clear()
+            continue
+        if hasattr(module, "pg_collection"):
+            module.pg_collection = groups
+        if hasattr(module, "cp_group"):
+            module.cp_group = group
+        if hasattr(module, "set_context_parallel_group"):
+            ranks = dist.get_process_group_ranks(group)
+            module.set_context_parallel_group(group, ranks, None, module.cp_comm_type)
+
+
+def _made(case):
+    from megatron.core import tensor_parallel
+
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(0)
+    use_layout(case.layout)
+    return build(case)
+
+
+def _ran(model, case, group):
+    """Logits and gradients of the sequence's share of this rank of `group`."""
+    batch = 1 if case.documents else 2
+    tokens = torch.randint(0, 96, (batch, N), generator=torch.Generator().manual_seed(2))
+    weights = torch.randn(batch, N, 96, generator=torch.Generator().manual_seed(3))
+    at, layout, packed = torch.arange(N).expand(batch, -1), Layout.of(case.layout), {}
+    if case.documents:
+        packed = {"packed_seq_params": packed_seq_params(case)}
+        layout = Layout("zigzag-documents", ends=(0, *torch.tensor(case.documents).cumsum(0).tolist()))
+    dealt = (shard(x, 1, rank=group.rank(), size=group.size(), layout=layout) for x in (tokens, at, weights))
+    tokens, at, weights = dealt if group.size() > 1 else (tokens, at, weights)
+    model.zero_grad()
+    logits = model(tokens, at, None, **packed)
+    (logits * weights).sum().backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradients[name] = parameter.grad.clone()
+        dist.all_reduce(gradients[name], group=group)
+    return logits.detach(), gradients, layout
+
+
+def _same(got, want, group):
+    layout = got[2]
+    share = shard(want[0], 1, rank=group.rank(), size=group.size(), layout=layout)
+    torch.testing.assert_close(got[0], share, rtol=1e-4, atol=1e-5)
+    for name, gradient in want[1].items():
+        off = (got[1][name] - gradient).abs().max()
+        assert off <= 2e-5 * gradient.abs().max(), name
+
+
+def _alone():
+    ones = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return ones[dist.get_rank()]
+
+
+def _rebound(cases):
+    if VERSION < (0, 19):
+        let_mla_be_local()
+    alone, pair = _alone(), dist.new_group([0, 1])
+    for case in cases:
+        model = _made(case)
+        built = model.pg_collection.cp
+        whole = _ran(model, case, built)
+        bind(model, pair)
+        _same(_ran(model, case, pair), whole, pair)
+        assert model.config.context_parallel_size == 1  # as it was
+        bind(model, alone)
+        again = _ran(model, case, alone)
+        assert torch.equal(again[0], whole[0])
+        bind(model, pair)
+        _same(_ran(model, case, pair), whole, pair)
+        bind(model, built)
+        assert torch.equal(_ran(model, case, built)[0], whole[0])
+
+
+CASES = {
+    "rope": [Case(), Case(layout="striped"), Case(recompute="full")],
+    "no positions": [Case(position="none"), Case(position="learned_absolute")],
+    "packed": [Case(documents=LONG), Case(documents=(4, 12, 48), layout="zigzag")],
+    "MLA": [
+        Case(fields=MLA),
+        Case(fields=YARN),
+        Case(fields=MLA, documents=LONG),
+        Case(fields=YARN, documents=LONG),
+    ],
+    "MLA whose latent travels": [Case(fields=MLA, mla_latent="on")],
+    "hybrid": [Case(model="hybrid"), Case(model="hybrid", layout="contiguous")],
+}
+NEW = {"MLA", "MLA whose latent travels", "hybrid"}
+
+
+@pytest.mark.proves(
+    "groups bound anew, as Megatron-Bridge does to evaluate", "CP 1 to 2 and back; MLA, hybrid, packed"
+)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[needs_019] * (name in NEW)) for name in CASES])
+def test_a_model_built_at_one_rank_is_evaluated_by_two(name):
+    processes(2, _in_megatron, _rebound, 1, CASES[name])
+
+
+def _rebound_to_one():
+    case = Case(cp=2)
+    model, alone = _made(case), _alone()
+    pair = model.pg_collection.cp
+    part = _ran(model, case, pair)
+    bind(model, alone)
+    whole = _ran(model, case, alone)
+    _same(part, whole, pair)
+    bind(model, pair)
+    assert torch.equal(_ran(model, case, pair)[0], part[0])
+
+
+@pytest.mark.proves("groups bound anew, as Megatron-Bridge does to evaluate", "CP 2 to 1 and back")
+def test_a_model_built_at_two_ranks_is_evaluated_by_one():
+    processes(2, _in_megatron, _rebound_to_one, 2)
+
+
+def _by_its_method():
+    """Core attention without a layer of Megatron's, bound as TransformerEngine's is."""
+    core, pair = _core(), dist.new_group([0, 1])
+    qkv = torch.randn(3, 16, 1, 4, 16, generator=torch.Generator().manual_seed(1))
+    whole = core(*qkv, None)
+    place = {"rank": dist.get_rank(), "size": 2, "layout": "zigzag"}
+    want, held = shard(whole, 0, **place), [shard(x, 0, **place) for x in qkv]
+    core.set_context_parallel_group(pair, [0, 1], None, "p2p")
+    torch.testing.assert_close(core(*held, None), want)
+    core.set_context_parallel_group(pair, [0, 1], None, "a2a")
+    assert (core.burst_config.head_parallel, core.cp_comm_type) == (2, "a2a")
+    torch.testing.assert_close(core(*held, None), want)
+    with pytest.raises(ValueError, match="layer 1: burst attention takes one context-parallel group, got 2"):
+        core.set_context_parallel_group([pair, pair])
+    with pytest.raises(ValueError, match=r"cp_global_ranks are \[1, 0\], but the group has ranks \[0, 1\]"):
+        core.set_context_parallel_group(pair, [1, 0])
+    with pytest.raises(ValueError, match="unknown --cp-comm-type ring"):
+        core.set_context_parallel_group(pair, [0, 1], None, "ring")
+    assert core.cp_comm_type == "a2a"
+    core.set_context_parallel_group(None)
+    assert core.cp_group is None
+    torch.testing.assert_close(core(*qkv, None), whole)
+
+
+def test_core_attention_has_the_method_of_transformer_engines():
+    processes(2, _in_megatron, _by_its_method, 1)
+
+
+def _half_bound():
+    model, pair = build(Case()), dist.new_group([0, 1])
+    groups = copy.copy(model.pg_collection)
+    groups.cp = pair
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    layer, me = model.decoder.layers[0].self_attention, dist.get_rank()
+    before = layer.pg_collection
+
+    def refused(layers, other, name):
+        said = f"layer 1: .* of the layer has ranks {layers}, that of its {name} {other}: bind one group"
+        with pytest.raises(ValueError, match=re.sub(r"([\[\]])", r"\\\1", said)):
+            model(tokens, torch.arange(8)[None], None)
+
+    layer.pg_collection = groups
+    refused([0, 1], [me], "core attention")
+    layer.core_attention.pg_collection = groups
+    refused([0, 1], [me], "model")
+    layer.pg_collection = before
+    refused([me], [0, 1], "core attention")
+    layer.core_attention.cp_group = before.cp
+    assert model(tokens, torch.arange(8)[None], None).isfinite().all()
+    config = transformer_config(Case(fields=MTP))
+    mixer = torch.nn.Identity()
+    mixer.cp = Namespace(cp_group=before.cp)  # as Megatron's MambaMixer, which needs packages of its own
+    model.decoder.layers[1].mlp.add_module("mixer", mixer)
+    bind(model, pair)
+    with pytest.raises(ValueError, match=r"Identity \(decoder.layers.1.mlp.mixer\) keeps that of its constr"):
+        model(tokens, torch.arange(8)[None], None)
+    with pytest.raises(ValueError, match="striped .* multi-token"):
+        use_layout("striped")
+        _core(config, BurstConfig(layout="striped")).cp_group = pair
+
+
+def test_a_group_that_is_bound_to_some_modules_alone_is_refused():
+    processes(2, _in_megatron, _half_bound, 1)
