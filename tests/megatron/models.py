@@ -362,6 +362,10 @@ def build(case: Case, **stage: Any) -> Any:
     if case.attention == "burst":
         layer = spec.layer_spec(config, burst, case.mla_latent)
         mtp = None if mtp is None else spec.with_burst_attention(mtp, burst)
+    if case.model == "linear":  # as heterogeneous layers may be
+        from megatron.core.transformer.heterogeneous.linear_replacements import ColumnParallelLinearGathered
+
+        layer.submodules.mlp = ColumnParallelLinearGathered
     return GPTModel(config, layer, mtp_block_spec=mtp, **common, **stage)
 
 

@@ -173,6 +173,8 @@ def test_classes_are_known_by_package_and_name():
     assert _ignores_layouts(made("RMSNorm", "transformer_engine.pytorch.module.rmsnorm"))  # what TENorm makes
     assert _ignores_layouts(made("SelfAttention", "megatron.core.transformer.attention"))
     assert _ignores_layouts(torch.nn.Linear)
+    linear = "megatron.core.transformer.heterogeneous.linear_replacements"
+    assert _ignores_layouts(made("TELayerNormColumnParallelLinearGathered", linear))
     assert not _ignores_layouts(made("SelfAttention", "my_models.attention"))
     assert not _ignores_layouts(made("MambaMixer", "megatron.core.ssm.mamba_mixer"))
 
@@ -214,6 +216,10 @@ def test_every_model_of_megatrons_is_served_on_other_layouts_or_refused():
 
 def test_a_module_that_is_not_known_is_refused_beside_another_layout():
     in_megatron(_models, cp=2)
+
+
+def test_linear_layers_in_the_place_of_an_mlp_are_known_to_work_on_any_layout():
+    assert_equal(step(Case(model="linear", cp=2, layout="striped")), default(model="linear"))
 
 
 @needs_019
