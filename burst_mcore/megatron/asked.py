@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from burst_mcore.attention.autotune.decide import check_mesh
 from burst_mcore.attention.autotune.ways import Ranks, why_not_degree
 from burst_mcore.attention.kernels.kernel import Problem
@@ -107,7 +109,9 @@ def check_arguments(arguments: Any) -> None:
     _check_combinations(arguments)
     burst = burst_config(arguments)
     for kind in layers_comm_types(arguments):
-        _check_heads(configured(burst, arguments, kind), arguments, kind)
+        of_layer = configured(burst, arguments, kind)
+        _check_heads(of_layer, arguments, kind)
+    _check_kernel(of_layer, arguments)
     _check_tokens(Layout.of(burst.layout), arguments)
 
 
@@ -129,8 +133,51 @@ def _check_combinations(arguments: Any) -> None:
         raise ValueError(
             f"--hierarchical-context-parallel-sizes must be two, ranks of a node and nodes, got {sizes}"
         )
-    _allowed(setting(arguments, "kernel"), arguments)
+    _check_documents(arguments)
     rates_of(arguments)
+
+
+def _check_documents(arguments: Any) -> None:
+    """Refuse documents between any tokens beside pipelines to which Megatron cannot hand them."""
+    if not _is_set(arguments, "dataloader_inter_document_masking"):
+        return
+    stages = getattr(arguments, "pipeline_model_parallel_size", 1)
+    if stages > 1 and arguments.micro_batch_size > 1:
+        raise ValueError(
+            "--dataloader-inter-document-masking makes one sequence of the samples of a micro batch, and "
+            f"pipeline stages expect {arguments.micro_batch_size} (--micro-batch-size): pass "
+            f"--micro-batch-size 1 with --pipeline-model-parallel-size {stages}"
+        )
+    if getattr(arguments, "virtual_pipeline_model_parallel_size", None):
+        raise ValueError(
+            "--dataloader-inter-document-masking does not go with interleaved pipelines (virtual stages): "
+            "Megatron's scripts give no documents to stages in the middle: leave out the virtual stages"
+        )
+
+
+def _check_kernel(burst: BurstConfig, arguments: Any) -> None:
+    """Refuse a kernel that cannot run on this device, whatever the heads of a layer."""
+    problem = Problem(
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        dtype=dtype_of_calls(arguments),
+        heads=1,
+        kv_heads=1,
+        head_dim=64,  # every kernel takes it
+        value_dim=64,
+        deterministic=burst.deterministic,
+    )
+    name = kernel_of(burst, arguments, problem).kernel
+    reason = None if name == "auto" else KERNELS[name].supports(problem)
+    if reason is not None:
+        legal = [kernel.name for kernel in KERNELS.values() if kernel.supports(problem) is None]
+        raise ValueError(f"--burst-kernel {name}: {reason}; legal here: auto, {', '.join(legal)}")
+
+
+def dtype_of_calls(config: Any) -> torch.dtype:
+    """Return the dtype of q: with autocast and wrappers parameters may still be of another one."""
+    if _is_set(config, "bf16"):
+        return torch.bfloat16
+    return torch.float16 if _is_set(config, "fp16") else getattr(config, "params_dtype", torch.float32)
 
 
 def _check_heads(burst: BurstConfig, arguments: Any, cp_comm_type: str | None) -> None:

@@ -39,7 +39,14 @@ from burst_mcore.config import BurstConfig
 from burst_mcore.layout import positions
 from burst_mcore.mask import Mask
 from burst_mcore.megatron.arguments import from_command_line, packed_of
-from burst_mcore.megatron.asked import configured, kernel_of, latent_refusal, refusal, refuse_dense_mask
+from burst_mcore.megatron.asked import (
+    configured,
+    dtype_of_calls,
+    kernel_of,
+    latent_refusal,
+    refusal,
+    refuse_dense_mask,
+)
 from burst_mcore.megatron.latent import hand_over_latents, is_latent, latent_of
 from burst_mcore.megatron.layouts import ZIGZAG, deal_sequences_alone, layout_of_packed, refuse_other_layout
 from burst_mcore.megatron.packed import Packing, packing
@@ -210,8 +217,6 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
         config, shards = self.config, self.config.tensor_model_parallel_size
         groups = config.num_query_groups or config.num_attention_heads
         heads = config.num_attention_heads // shards, max(1, groups // shards)
-        # With autocast and wrappers parameters may still be of another dtype than the calls.
-        dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else config.params_dtype
         shard = Shard(
             batch=1,
             tokens=1,
@@ -219,7 +224,7 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
             kv_heads=heads[1],
             head_dim=self._head_dims[0],
             value_dim=self._head_dims[1],
-            dtype=dtype,
+            dtype=dtype_of_calls(config),
             grad_dtype=burst.grad_dtype,
         )
         mask = (Mask.causal() if self.attn_mask_type in CAUSAL else Mask.full()) & self.window

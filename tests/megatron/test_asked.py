@@ -278,11 +278,14 @@ def _arguments(*words, **others):
         attention_dropout=0.0,
         recompute_granularity=None,
         recompute_modules=None,
+        pipeline_model_parallel_size=1,
+        micro_batch_size=1,
     )
     return Namespace(**{**defaults, **vars(given), **others})
 
 
 MLA = {"multi_latent_attention": True}
+PACKED = {"dataloader_inter_document_masking": True}
 BURST = ("--context-parallel-attention-backend", "burst")
 LATENT = (*BURST, "--burst-mla-latent", "on")
 
@@ -353,6 +356,26 @@ def test_flags_are_the_fields_of_the_config_with_its_defaults():
             {"flash_attention_version": 2},
             "--burst-kernel flash3 contradicts --flash-attention-version 2: give one of them",
         ),
+        (
+            [*BURST, "--burst-kernel", "te"],
+            {},
+            "--burst-kernel te: tensors are on cpu, not on cuda; legal here: ",
+        ),
+        (
+            BURST,
+            {"attention_backend": "flash"},
+            "--attention-backend flash: no kernel serves it .*not on cuda",
+        ),
+        (
+            BURST,
+            {**PACKED, "pipeline_model_parallel_size": 2, "micro_batch_size": 2, "context_parallel_size": 1},
+            "pass --micro-batch-size 1 with --pipeline-model-parallel-size 2",
+        ),
+        (
+            BURST,
+            {**PACKED, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+            "inter-document-masking does not go with interleaved pipelines .*Megatron's scripts",
+        ),
         ([*BURST, "--burst-rates", "-1", "1", "1"], {}, "Rates.intra must be a positive number"),
         ([], {"spec": ["burst_mcore.megatron.spec"], "attention_dropout": 0.1}, "attention dropout 0.1"),
         ([*BURST, "--burst-recompute", "segment"], {}, "--burst-recompute-keep F go together"),
@@ -393,6 +416,10 @@ def test_legal_arguments_pass():
     for words in ([], BURST, [*BURST, "--burst-layout", "striped"], ["--burst-fused-loss"]):
         asked.check_arguments(_arguments(*words, cp_comm_type=["p2p"]))
     asked.check_arguments(_arguments(*BURST, cp_comm_type=["p2p", "a2a"]))
+    asked.check_arguments(_arguments(*BURST, "--burst-kernel", "reference"))
+    for stages, samples in ((1, 4), (4, 1)):
+        sizes = {"pipeline_model_parallel_size": stages, "micro_batch_size": samples}
+        asked.check_arguments(_arguments(*BURST, **PACKED, **sizes))
     a_spec = {"spec": ["burst_mcore.megatron.spec", "burst_layer_spec"]}
     asked.check_arguments(_arguments("--burst-backward", "kv", **a_spec))
     assert flag_of("overlap") == "--burst-no-overlap"
