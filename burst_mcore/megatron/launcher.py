@@ -1,12 +1,13 @@
 """Runs an unmodified Megatron training script with our flags: no fork, no edit.
 
-Five kinds of functions of Megatron are wrapped here, each because there is no official door:
+Six kinds of functions of Megatron are wrapped here, each because there is no official door:
 
 * its argument parser, to which a script's own `extra_args_provider` may be the only other addition;
 * its check of the arguments, behind which ours follows: one line on rank 0, and exit status 2;
 * the constructors of GPTModel and HybridModel, which every builder ends at: their specs pass through
   `with_burst_attention` where the flag asks for it, and the models through `fuse_loss`; a model in which a
   stock self-attention is left is refused, and --burst-fused-loss with other language models;
+* the constructor of its local attention, whose refusal of context parallelism is told in one line;
 * its builder of models, which refuses one that has stock self-attentions alone: a vision tower beside a
   language model, or a teacher, keeps its own attention;
 * its builder of data loaders, whose packed batches are planned one ahead.
@@ -140,6 +141,7 @@ def install() -> None:
             f"megatron-core from 0.19 on; before, put a Megatron-LM checkout on PYTHONPATH."
         )
     from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from burst_mcore.megatron.layouts import language_models
     from burst_mcore.megatron.patched.wrap import wrap, wrap_everywhere
@@ -149,6 +151,7 @@ def install() -> None:
     for model in language_models():
         wrap(model, "__init__", _with_fused_loss)
     wrap(LanguageModule, "__init__", _refusing_a_fused_loss)
+    wrap(DotProductAttention, "__init__", _naming_our_flag)
     if not is_patched():
         wrap_everywhere(training, "get_model", _refusing_stock_attention_alone)
         for model in language_models():
@@ -196,7 +199,7 @@ def _with_our_checks(validate: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_burst_specs(init: Callable[..., None]) -> Callable[..., None]:
     """Wrap a model's constructor: its specs get burst attention."""
-    from burst_mcore.megatron.spec import with_burst_attention
+    from burst_mcore.megatron.spec import in_place_of
 
     signature = inspect.signature(init)
 
@@ -205,7 +208,7 @@ def _with_burst_specs(init: Callable[..., None]) -> Callable[..., None]:
             bound = signature.bind(*args, **kwargs)
             for name in ("transformer_layer_spec", "mtp_block_spec", "hybrid_stack_spec", "mamba_stack_spec"):
                 if bound.arguments.get(name) is not None:
-                    bound.arguments[name] = with_burst_attention(bound.arguments[name])
+                    bound.arguments[name] = in_place_of(bound.arguments[name], bound.arguments["config"])
             args, kwargs = bound.args, bound.kwargs
         init(*args, **kwargs)
         if burst_is_chosen() and (left := _stock_self_attentions([args[0]])):
@@ -213,6 +216,25 @@ def _with_burst_specs(init: Callable[..., None]) -> Callable[..., None]:
                 f"--context-parallel-attention-backend burst was asked for, but {type(args[0]).__name__} "
                 f"keeps {type(left[0]).__name__}, which its spec builds by a way of its own: put "
                 "burst_mcore.megatron.spec.core_attention_spec() there"
+            )
+
+    return wrapped
+
+
+def _naming_our_flag(init: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the constructor of Megatron's local attention: what it lacks under CP is told in one line."""
+    from burst_mcore.megatron.patched.hooks import refuse
+
+    def wrapped(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, config, *args, **kwargs)
+        except (AssertionError, ValueError) as error:
+            if config.context_parallel_size == 1 or burst_is_chosen():
+                raise
+            reason = str(error).rstrip("!")
+            refuse(
+                f"--context-parallel-size {config.context_parallel_size}: {reason}: add "
+                "--context-parallel-attention-backend burst"
             )
 
     return wrapped

@@ -6,6 +6,7 @@ attention wherever a spec names it, decoder, MTP, MoE and hybrid alike, and leav
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -134,7 +135,8 @@ def hybrid_stack_spec(
     """Return the spec of a HybridModel's stack with burst attention (Megatron-Core 0.19 and later).
 
     With TransformerEngine it is Megatron's own, attention replaced. Without, it is made of local modules and
-    serves attention (*) and MLP (-) layers; Mamba and the others need their own packages.
+    serves attention (*) and MLP (-) layers; Mamba and the others need their own packages, and are refused
+    when the model is built.
 
     Raises:
         ValueError: this Megatron-Core has no HybridModel.
@@ -153,13 +155,38 @@ def hybrid_stack_spec(
         self_attn_bda=get_bias_dropout_add,
     )
     mlp = type(layer)(pre_mlp_layernorm=layer.pre_mlp_layernorm, mlp=layer.mlp, mlp_bda=get_bias_dropout_add)
-    return ModuleSpec(
-        module=hybrid_block.HybridStack,
-        submodules=hybrid_block.HybridStackSubmodules(
-            attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
-            mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
-        ),
-    )
+    stack = hybrid_block.HybridStackSubmodules
+    kinds = [field.name for field in dataclasses.fields(stack) if field.name.endswith("_layer")]
+    layers = {
+        **dict.fromkeys(kinds, _NotLocal),  # by Megatron's default they would do nothing
+        "attention_layer": ModuleSpec(module=TransformerLayer, submodules=attention),
+        "mlp_layer": ModuleSpec(module=MLPLayer, submodules=mlp),
+    }
+    return ModuleSpec(module=hybrid_block.HybridStack, submodules=stack(**layers))
+
+
+class _NotLocal:
+    """A layer of a HybridModel that has no local modules."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError(
+            "without TransformerEngine a HybridModel has attention (*) and MLP (-) layers alone: "
+            "--hybrid-layer-pattern names another one"
+        )
+
+
+def in_place_of(stock: Any, config: TransformerConfig) -> Any:
+    """Return the spec with burst attention for a model whose script chose `stock`.
+
+    Scripts for HybridModel take Megatron's stack of TransformerEngine's modules whatever --transformer-impl
+    says; with local modules its place is taken by `hybrid_stack_spec`.
+    """
+    with contextlib.suppress(ImportError):  # before 0.19
+        from megatron.core.models.hybrid import hybrid_layer_specs
+
+        if stock is hybrid_layer_specs.hybrid_stack_spec and config.transformer_impl == "local":
+            return hybrid_stack_spec(config)
+    return with_burst_attention(stock)
 
 
 class FromArguments(ModuleSpec):  # type: ignore[misc]

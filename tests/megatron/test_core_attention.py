@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import VERSION, Case, build, transformer_config
+from models import VERSION, Case, build, needs_019, transformer_config
 from ranks import processes
 
 from burst_mcore import BurstConfig, Layout, positions, shard
@@ -385,3 +385,20 @@ def test_a_norm_fused_into_the_up_projection_of_mla_is_applied(normalization, ze
     want = (x - mean) / (variance + 1e-3).sqrt() * gamma + (bias if normalization == "LayerNorm" else 0)
     torch.testing.assert_close(_normed(x, linear), want)
     assert _normed(x, SimpleNamespace()) is x
+
+
+def _a_layer_without_local_modules():
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    from burst_mcore.megatron.spec import hybrid_stack_spec
+
+    config = transformer_config(Case())
+    words = dict(vocab_size=96, max_sequence_length=64)
+    HybridModel(config, hybrid_stack_spec(config), hybrid_layer_pattern="*-", **words)
+    with pytest.raises(ValueError, match="attention .*MLP .*layers alone: --hybrid-layer-pattern names"):
+        HybridModel(config, hybrid_stack_spec(config), hybrid_layer_pattern="*M", **words)
+
+
+@needs_019
+def test_layers_that_need_transformer_engine_are_refused_without():
+    in_megatron(_a_layer_without_local_modules)

@@ -33,7 +33,7 @@ MODEL = (
     "--num-workers 0 --calculate-per-token-loss --make-vocab-size-divisible-by 256"
 ).split()
 BURST = ["--context-parallel-attention-backend", "burst"]
-CP2 = ["--context-parallel-size", "2"]
+CP1, CP2 = ["--context-parallel-size", "1"], ["--context-parallel-size", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -218,14 +218,16 @@ def test_experts_behind_an_all_to_all(data, tmp_path):
 
 
 @pytest.mark.proves("training runs", "HybridModel of attention and MLP layers, CP 2 and CP 4")
-@pytest.mark.parametrize("size", ["2", "4"])
-def test_a_hybrid_model(size, data, tmp_path):
+@pytest.mark.parametrize(
+    ("size", "ours"),
+    [("2", BURST), ("4", ["--spec", "burst_mcore.megatron.spec", "burst_hybrid_stack_spec"])],
+)
+def test_a_hybrid_model(size, ours, data, tmp_path):
     pattern = ["--hybrid-layer-pattern", "*-*-", "--num-layers", "4"]
     stock = ["--spec", "stock_hybrid", "stack_spec"]
-    ours = ["--spec", "burst_mcore.megatron.spec", "burst_hybrid_stack_spec", "--context-parallel-size", size]
     plain = train(tmp_path / "plain", 1, data, *pattern, *stock)
-    ring = train(tmp_path / "ring", int(size), data, *pattern, *ours, "--burst-layout", "striped")
-    assert_equal(ring, plain)
+    ring = ["--context-parallel-size", size, "--burst-layout", "striped"]
+    assert_equal(train(tmp_path / "ring", int(size), data, *pattern, *ours, *ring), plain)
 
 
 @pytest.mark.proves("training runs", "under torchrun")
@@ -268,7 +270,6 @@ def test_a_killed_rank_ends_the_run_with_a_message_and_the_checkpoint_resumes(da
     [
         ([*BURST, "--burst-layout", "stripes"], "--burst-layout: unknown layout 'stripes'; legal: .*striped"),
         ([*BURST, "--burst-kernel", "flash9"], "unknown kernel 'flash9'.*aten-cpu"),
-        ([*BURST, "--burst-kernel", "cudnn"], "kernel 'cudnn' cannot serve.*not on cuda"),
         (["--context-parallel-attention-backend", "ring"], "invalid choice: 'ring'.*default.*burst"),
     ],
 )
@@ -287,6 +288,15 @@ REFUSED = {
         [*BURST, "--dataloader-inter-document-masking", "--mtp-num-layers", "1"],
         "layout zigzag of whole packed batches does not go with multi-token prediction",
     ),
+    "--burst-kernel": ([*BURST, "--burst-kernel", "cudnn"], "--burst-kernel cudnn: tensors are on cpu"),
+    "documents and stages": (
+        [*BURST, *"--dataloader-inter-document-masking --pipeline-model-parallel-size 2".split(), *CP1],
+        "pass --micro-batch-size 1 with --pipeline-model-parallel-size 2",
+    ),
+    "CP without burst attention": (
+        [],
+        "-size 2: Context parallelism is only supported by TEDotProductAttention: add --context-",
+    ),
     "FSDP": ([*BURST, "--use-megatron-fsdp"], "--use-megatron-fsdp needs CUDA"),
     "--yaml-cfg": ([*BURST, "--yaml-cfg", "no.yaml"], "--yaml-cfg replaces the command line"),
 }
@@ -301,9 +311,10 @@ def test_what_follows_from_arguments_is_one_line_on_rank_0_and_exit_status_2(nam
     arguments, words = REFUSED[name]
     script = Path(prepare_bytes.__file__).with_name("train_bytes_gpt.py")
     command = [sys.executable, "-W", "ignore", "-m", "burst_mcore.megatron", str(script), *MODEL, *data, *CP2]
-    ended = []
+    ended, port = [], str(forked.free_port())
     for rank in ("0", "1"):
         place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "MASTER_ADDR": "localhost"}
+        place["MASTER_PORT"] = port
         environment = {**os.environ, **place, "PYTHONPATH": str(script.parents[1]), "OMP_NUM_THREADS": "1"}
         ended.append(
             subprocess.Popen(
