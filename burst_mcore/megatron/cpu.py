@@ -2,8 +2,8 @@
 
 For tests, teaching and debugging. Nothing here changes a number: allocations that name a CUDA device land on
 the CPU, streams and events are inert, the CUDA generator is the CPU generator, compiled functions run
-eagerly. Checked with Megatron-Core 0.16.1 and 0.19.2. Each entry of the tables of patches below can go when
-Megatron asks for the device instead of naming CUDA.
+eagerly. Checked with Megatron-Core 0.16.1 and 0.19.2, and with branch dev. Each entry of the tables of
+patches below can go when Megatron asks for the device instead of naming CUDA.
 """
 
 from __future__ import annotations
@@ -57,11 +57,8 @@ def enable() -> None:
     _apply(_TORCH)
     _MODE.__enter__()  # type: ignore[no-untyped-call]
     torch.compiler.set_stance("force_eager")  # jit_fuser is torch.compile, which needs a compiler for nothing
+    _apply(patch for patch in _IN_SOME_VERSIONS if _exists(patch))
     _apply(_CORE)
-    if importlib.util.find_spec("megatron.core.models.hybrid") is not None:
-        _apply(_HYBRID)
-    if hasattr(importlib.import_module("megatron.core.utils"), "tex"):
-        _apply(_PACKED)
     if os.environ.get("RANK", "0") == "0":
         logger.warning("burst_mcore: CPU support is on: Megatron's CUDA calls run on the CPU")
 
@@ -202,11 +199,25 @@ def _key(patch: _Patch) -> tuple[str, str]:
     return patch.owner, patch.name
 
 
+def _owner(patch: _Patch) -> Any:
+    module, _, name = patch.owner.partition(":")
+    owner = importlib.import_module(module)
+    return getattr(owner, name) if name else owner
+
+
+def _exists(patch: _Patch) -> bool:
+    """Return whether this version of Megatron has what the patch replaces."""
+    try:
+        return hasattr(_owner(patch), patch.name)
+    except ModuleNotFoundError as error:
+        if error.name and patch.owner.startswith(error.name):
+            return False
+        raise
+
+
 def _apply(patches: Iterable[_Patch]) -> None:
     for patch in patches:
-        module, _, name = patch.owner.partition(":")
-        owner = importlib.import_module(module)
-        owner = getattr(owner, name) if name else owner
+        owner = _owner(patch)
         original = _ORIGINALS.setdefault(_key(patch), getattr(owner, patch.name))
         setattr(owner, patch.name, patch.make(original))
 
@@ -322,6 +333,50 @@ def _rows_of_documents(cu_seqlens: torch.Tensor, tokens: int, size: int, rank: i
     return positions(tokens, rank=rank, size=size, layout=layout)
 
 
+def _without_devices(original: Callable) -> Callable:
+    """`torch.distributed.barrier`, to which a CPU is no device to wait on."""
+
+    @functools.wraps(original)
+    def barrier(*args: Any, device_ids: Any = None, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    return barrier
+
+
+def _with_transformer_engine_to_pack(original: Callable[..., bool]) -> Callable[..., bool]:
+    """`is_te_min_version`, which says yes to 2.9.0, the version asked for by packing schedulers alone."""
+    return lambda version, *args, **kwargs: version == "2.9.0" or original(version, *args, **kwargs)
+
+
+def _whatever_travels(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`TransformerConfig.__post_init__`, whose check of --cp-comm-type `_that_gathers` makes in its place."""
+
+    @functools.wraps(original)
+    def post_init(self: Any) -> None:
+        given, variant = self.cp_comm_type, getattr(self, "experimental_attention_variant", None)
+        if given and self.transformer_impl == "local" and variant is None:
+            self.cp_comm_type = ["all_gather"] * len(given) if isinstance(given, list) else "all_gather"
+        original(self)
+        self.cp_comm_type = given
+
+    return post_init
+
+
+def _that_gathers(original: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of Megatron's local attention, which gathers keys whatever --cp-comm-type says."""
+
+    @functools.wraps(original)
+    def init(self: Any, config: Any, *args: Any, cp_comm_type: str | None = None, **kwargs: Any) -> None:
+        original(self, config, *args, cp_comm_type=cp_comm_type, **kwargs)
+        if config.context_parallel_size > 1 and cp_comm_type not in (None, "all_gather"):
+            raise ValueError(f"Megatron's local attention has --cp-comm-type all_gather, not {cp_comm_type}")
+
+    return init
+
+
+_CONFIG = "megatron.core.transformer.transformer_config"
+_TE = "megatron.core.extensions.transformer_engine"
+_SCHEDULES = "megatron.core.datasets.data_schedule_utils"
 _DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _PROPERTIES = SimpleNamespace(name="cpu", major=0, minor=0, total_memory=0, multi_processor_count=0)
 
@@ -360,6 +415,8 @@ _TORCH = (
     # Memory statistics: torch's other ones are 0 without CUDA already.
     _Patch("torch.cuda", "memory_stats", _returns(defaultdict(int))),
     _Patch("torch.cuda", "reset_peak_memory_stats", _returns(None)),
+    # Megatron names the current device, which is no number here.
+    _Patch("torch.distributed", "barrier", _without_devices),
 )
 
 _CORE = (
@@ -367,6 +424,9 @@ _CORE = (
     _Patch("megatron.core.tensor_parallel.random", "_set_cuda_rng_state", _is(_set_rng_state)),
     # Splits of the all-to-all dispatcher of experts must be no tensors.
     _Patch("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", _moved_already),
+    # Branch dev's local attention gathers keys. Its config takes no other --cp-comm-type for any attention.
+    _Patch(f"{_CONFIG}:TransformerConfig", "__post_init__", _whatever_travels),
+    _Patch("megatron.core.transformer.dot_product_attention:DotProductAttention", "__init__", _that_gathers),
     # Resuming a DistributedOptimizer over torch's Adam (no Transformer Engine, no Apex) fails on any device:
     # it asks a fresh Adam for its step; then it loads into views of leaves that require a gradient (float32),
     # takes the step of the fresh Adam or none, and lets all parameters share one step, which grows by their
@@ -375,14 +435,16 @@ _CORE = (
     _Patch(_DISTRIBUTED_OPTIMIZER, "_set_main_param_and_optimizer_states", _loading_torch_state),
 )
 
-_HYBRID = (
-    # HybridStack names TransformerEngine's norm itself, whatever its spec says.
+_IN_SOME_VERSIONS = (
+    # HybridStack names TransformerEngine's norm itself, whatever its spec says. From 0.19 on.
     _Patch("megatron.core.models.hybrid.hybrid_block", "TENorm", _torch_norm),
-)
-
-_PACKED = (
     # None without TransformerEngine, and asked for how packed documents are dealt. From 0.19 on.
     _Patch("megatron.core.utils", "tex", _dealing_documents),
+    # The same question on branch dev, through a function that its schedulers import by name.
+    _Patch(_TE, "get_thd_partitioned_indices", _is(_rows_of_documents)),
+    _Patch(_SCHEDULES, "get_thd_partitioned_indices", _is(_rows_of_documents)),
+    # Branch dev refuses to pack with an older TransformerEngine, whose attention was wrong then.
+    _Patch(_CONFIG, "is_te_min_version", _with_transformer_engine_to_pack),
 )
 
 _TRAINING = (

@@ -1,5 +1,9 @@
 """Packed documents and windows equal each document alone with Megatron's own attention on one rank."""
 
+import sys
+from itertools import accumulate
+from types import ModuleType
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,12 +17,13 @@ from models import (
     build,
     default,
     needs_019,
-    on_this_cp_rank,
+    packed_seq_params,
     step,
 )
+from models import transformer_config as transformer_config_of
 from ranks import processes
 
-from burst_mcore import Layout, positions, unshard
+from burst_mcore import Layout, positions, shard, unshard
 from burst_mcore.megatron import cpu
 
 WHOLE = {"documents": (16, 8, 40)}
@@ -91,43 +96,55 @@ def test_a_window_that_is_not_shorter_than_the_sequence():
     assert_equal(step(Case(cp=2, fields=(("window_size", (N, 0)),))), default())
 
 
-def _with_groups_of_calls(rank, size):
-    """Four ranks without context parallelism: two share a sequence, and each of the others has one alone."""
+def _with_groups_of_calls(rank, size, kind):
+    """Four ranks without context parallelism, call by call: a pair and two alone; all four; each alone."""
     cpu.enable()
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.packed_seq_params import PackedSeqParams
 
     parallel_state.initialize_model_parallel(context_parallel_size=1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(0)
-    model = build(Case(fields=(("hybrid_context_parallel", True),) if VERSION >= (0, 19) else ()))
+    # Before branch dev Megatron takes the rotary positions of thd from the model's own group.
+    position = "rope" if kind == "sbhd" else "learned_absolute"
+    fields = (("hybrid_context_parallel", True),) if VERSION >= (0, 19) else ()
+    model = build(Case(fields=fields, position=position))
     pair = dist.new_group([0, 1])
-    group = pair if rank < 2 else None
-    at = torch.arange(N)[None]
-    t = torch.randint(0, 96, (1, N + 1), generator=torch.Generator().manual_seed(3))
-    batch = {"tokens": t[:, :-1], "labels": t[:, 1:], "position_ids": at}
-    if group is not None:
-        batch = on_this_cp_rank(batch, group)
-    ends = torch.tensor([0, N], dtype=torch.int32)
-    params = PackedSeqParams("sbhd", ends, ends, ends, ends, N, N, 2 if group else 1, group)
-    tokens, labels, where = batch["tokens"], batch["labels"], batch["position_ids"]
-    loss = model(tokens, where, None, labels=labels, packed_seq_params=params)
-    (loss.sum() / N).backward()
+    return [_call(model, kind, group) for group in (pair if rank < 2 else None, dist.group.WORLD, None)]
+
+
+def _call(model, kind, group):
+    """Losses of the real tokens, and all gradients, of a call whose packed_seq_params bring a group."""
+    case = Case(documents=(N,)) if kind == "sbhd" else Case(**PADDED)
+    size, me = (group.size(), group.rank()) if group else (1, 0)
+    held = case.slots or case.documents
+    layout = Layout("zigzag-documents", ends=tuple(accumulate(held, initial=0)))  # of one document: zigzag
+    where = torch.cat([torch.arange(n) for n in held])[None]
+    real = torch.cat([torch.arange(n) < d for n, d in zip(held, case.documents, strict=True)])
+    t = torch.randint(0, 96, (1, len(real) + 1), generator=torch.Generator().manual_seed(3))
+    tokens, labels, where, counted = (
+        shard(x, 1, rank=me, size=size, layout=layout) for x in (t[:, :-1], t[:, 1:], where, real[None])
+    )
+    params = packed_seq_params(case)
+    params.qkv_format, params.cp_group, params.local_cp_size = kind, group, size
+    model.zero_grad()
+    loss = model(tokens, where, None, labels=labels, packed_seq_params=params) * counted
+    (loss.sum() / real.sum()).backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    if group is None:
-        return loss.detach(), gradient
-    dist.all_reduce(gradient, group=group)
-    parts = [torch.empty_like(loss) for _ in range(2)]
-    dist.all_gather(parts, loss.detach(), group=group)
-    return unshard(parts, 1), gradient
+    parts = [torch.empty_like(loss) for _ in range(size)]
+    if group:
+        dist.all_reduce(gradient, group=group)
+        dist.all_gather(parts, loss.detach().contiguous(), group=group)
+        loss = unshard(parts, 1, layout=layout)
+    return loss.detach()[:, real], gradient
 
 
-@pytest.mark.proves("hybrid context parallelism: a group for each call", "two pairs of ranks")
-def test_each_call_may_bring_its_own_group():
-    found = processes(4, _with_groups_of_calls)
+@pytest.mark.proves("dynamic (hybrid) CP: a group for each call", "1, 2 and 4 ranks, sbhd and thd")
+@pytest.mark.parametrize("kind", ["sbhd", "thd"])
+def test_each_call_may_bring_its_own_group(kind):
+    found = [call for calls in processes(4, _with_groups_of_calls, kind) for call in calls]
     for loss, gradient in found:
-        torch.testing.assert_close(loss, found[2][0], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(gradient, found[2][1], rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(loss, found[-1][0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradient, found[-1][1], rtol=1e-4, atol=1e-7)
 
 
 def _dealt_documents(rank, size):
@@ -147,3 +164,60 @@ def _dealt_documents(rank, size):
 @needs_019
 def test_documents_of_a_batch_are_dealt_where_transformer_engine_is_missing():
     processes(2, _dealt_documents)
+
+
+def _as_on_branch_dev(rank, size):
+    """Put what branch dev asks of TransformerEngine and of devices where that branch has it, by name."""
+    from megatron.core import parallel_state
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.transformer import transformer_config
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    def needs_transformer_engine(*args):
+        raise ImportError("transformer_engine_torch")
+
+    def gathers(config):
+        given = config.cp_comm_type
+        words = given if isinstance(given, list) else [given or "all_gather"]
+        if config.transformer_impl == "local" and any(word != "all_gather" for word in words):
+            raise ValueError("fallback_to_eager_attn only supports all_gather communication type")
+        post_init(config)
+
+    post_init, TransformerConfig.__post_init__ = TransformerConfig.__post_init__, gathers
+    DotProductAttention.__init__ = lambda self, config, cp_comm_type=None: None
+    schedules = ModuleType("megatron.core.datasets.data_schedule_utils")
+    sys.modules[schedules.__name__] = schedules
+    for module in (transformer_engine, schedules):
+        module.get_thd_partitioned_indices = needs_transformer_engine
+    cpu.enable()
+
+    ends, layout = (
+        torch.tensor([0, 8, 20], dtype=torch.int32),
+        Layout("zigzag-documents", ends=(0, 8, 20, 24)),
+    )
+    for module in (transformer_engine, schedules):
+        mine = module.get_thd_partitioned_indices(ends, 24, size, rank)
+        assert torch.equal(mine, positions(24, rank=rank, size=size, layout=layout))
+
+    assert transformer_config.is_te_min_version("2.9.0")
+    assert not transformer_config.is_te_min_version("2.8.0")
+    assert not transformer_config.is_te_min_version("2.10.0")
+
+    parallel_state.initialize_model_parallel(context_parallel_size=size)
+    group = parallel_state.get_context_parallel_group()
+    dist.barrier(group=group, device_ids=[torch.cuda.current_device()])
+
+    for kind in ("p2p", ["p2p", "a2a"], "all_gather", None):
+        config = transformer_config_of(Case(cp=size, fields=(("cp_comm_type", kind),)))
+        assert config.cp_comm_type == kind
+    with pytest.raises(AssertionError, match="Length of cp_comm_type .3."):
+        transformer_config_of(Case(cp=size, fields=(("cp_comm_type", ["p2p"] * 3),)))
+    DotProductAttention(config, cp_comm_type="all_gather")
+    with pytest.raises(ValueError, match="local attention has --cp-comm-type all_gather, not p2p"):
+        DotProductAttention(config, cp_comm_type="p2p")
+
+
+@needs_019
+def test_a_cpu_stands_in_for_what_branch_dev_asks_of_a_gpu():
+    processes(2, _as_on_branch_dev)
