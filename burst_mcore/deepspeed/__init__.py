@@ -19,7 +19,7 @@ from burst_mcore.deepspeed.accelerate import (
 from burst_mcore.deepspeed.config.section import Section, SectionError
 from burst_mcore.deepspeed.data.loader import ShardedLoader
 from burst_mcore.deepspeed.engine.distributed_attention import BurstDistributedAttention
-from burst_mcore.deepspeed.engine.initialize import initialize, shard_loader
+from burst_mcore.deepspeed.engine.initialize import initialize, shard_loader, whole_loss
 from burst_mcore.deepspeed.errors import RefusedError
 
 __all__ = [
@@ -34,4 +34,5 @@ __all__ = [
     "replace_ulysses",
     "restore_ulysses",
     "shard_loader",
+    "whole_loss",
 ]

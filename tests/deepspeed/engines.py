@@ -81,11 +81,11 @@ def plain_loss(model, sample):
     return total / (target != -100).sum().clamp(min=1)
 
 
-def plain(samples, clip=0.0, **kind):
+def plain(samples, clip=0.0, loss_of=plain_loss, **kind):
     """(losses, gradients, norm, parameters after a step) of one process, `samples` averaged."""
     model = model_of(**kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = [plain_loss(model, sample) for sample in samples]
+    losses = [loss_of(model, sample) for sample in samples]
     torch.stack(losses).mean().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
@@ -124,11 +124,15 @@ def in_order(data, sp, micro=1):
     return torch.utils.data.DataLoader(data, batch_size=micro, sampler=sampler, collate_fn=collated)
 
 
-def trained(engine, loader, gas):
+def models_loss(engine, batch):
+    return engine(**batch).loss
+
+
+def trained(engine, loader, gas, loss_of=models_loss):
     """(losses, gradients, norm, parameters) of a step."""
     losses = []
     for _, batch in zip(range(gas), loader, strict=False):
-        loss = engine(**batch).loss
+        loss = loss_of(engine, batch)
         engine.backward(loss)
         losses.append(loss.item())
         if engine.is_gradient_accumulation_boundary():

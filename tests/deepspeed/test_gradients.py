@@ -1,12 +1,24 @@
 """Changing SP changes nothing: losses, gradients, norm and a clipped step equal those of one process."""
 
 import itertools
+import logging
 from dataclasses import replace
 
 import deepspeed
 import pytest
 import torch
-from engines import config_of, dataset, in_order, model_of, plain, plain_loss, start, trained, worst
+from engines import (
+    config_of,
+    dataset,
+    in_order,
+    model_of,
+    models_loss,
+    plain,
+    plain_loss,
+    start,
+    trained,
+    worst,
+)
 from ranks import processes
 
 import burst_mcore.deepspeed as burst
@@ -43,8 +55,11 @@ BARS = {"losses": 1e-5, "gradients": 1e-5, "norm": 1e-5, "step": 1e-4}
 """Relative errors; a step is a difference of rounded numbers."""
 
 
-def differences(size, sp, cell, rank, section=(), zero=(), tokens=40):
-    """Of one engine from one process: of losses, gradients, norm, and what a clipped step does."""
+def differences(size, sp, cell, rank, section=(), zero=(), tokens=40, losses=(models_loss, plain_loss)):
+    """Of one engine from one process: of losses, gradients, norm, and what a clipped step does.
+
+    losses: of an engine and its batch, of the model in one process and its sample.
+    """
     stage, scatter, gas, layout, (heads, kv_heads) = cell
     dp, kind = size // sp, {"heads": heads, "kv_heads": kv_heads}
     data = dataset(dp * gas, tokens)
@@ -52,14 +67,14 @@ def differences(size, sp, cell, rank, section=(), zero=(), tokens=40):
     config = config_of(stage, sp, gas=gas, clip=CLIP, zero=zero, layout=layout, **dict(section))
     engine, _ = start(config, **kind)
     loader = burst.shard_loader(in_order(data, sp), engine)
-    losses, gradients, norm, parameters = trained(engine, loader, gas)
+    told, gradients, norm, parameters = trained(engine, loader, gas, losses[0])
     engine.destroy()
     first = dict(model_of(**kind).named_parameters())
-    want_losses, want_gradients, want_norm, want_parameters = plain(data, CLIP, **kind)
+    want_losses, want_gradients, want_norm, want_parameters = plain(data, CLIP, losses[1], **kind)
     mine = want_losses[rank // sp :: dp]
     steps = [{k: (p - first[k]).detach() for k, p in x.items()} for x in (parameters, want_parameters)]
     return {
-        "losses": max(abs(a / b - 1) for a, b in zip(losses, mine, strict=True)),
+        "losses": max(abs(a / b - 1) for a, b in zip(told, mine, strict=True)),
         "gradients": worst(gradients, want_gradients),
         "norm": 0.0 if norm is None else abs(norm / want_norm - 1),  # ZeRO-0 reports it after clipping alone
         "step": worst(*steps),
@@ -102,6 +117,10 @@ OPTIONS = {
     "mesh": (ONE, {"section": {"head_parallel": 1, "mesh": "2x1"}}),
     "uneven length": (TWO, {"tokens": 37}),
     "shorter than the ring": (ONE, {"tokens": 5}),
+    "parameters larger than a bucket": (
+        (3, False, 1, "zigzag", (4, 2)),
+        {"zero": {"reduce_bucket_size": 100}},
+    ),
     "gradients not contiguous": (ONE, {"zero": {"contiguous_gradients": False}}),
     "offload": (TWO, {"zero": {"offload_optimizer": {"device": "cpu"}}}),
 }
@@ -120,6 +139,69 @@ def test_options(options):
     for found in processes(4, _options, options):
         for name, of in found.items():
             assert all(error <= BARS[what] for what, error in of.items()), (name, of)
+
+
+def penalty(model):
+    """A term that is equal on all ranks, and as large as the loss."""
+    return 20 * model.get_input_embeddings()(torch.arange(3, 20)).square().mean()
+
+
+def _of_tokens(logits, labels):
+    """(sum, weights) of a loss in which every token weighs something else."""
+    weights = (labels % 3 + 1) * (labels != -100)
+    each = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
+    return (each * weights.flatten()).sum(), weights.sum().float()
+
+
+def own_loss(engine, batch):
+    labels = batch.pop("shift_labels")
+    return burst.whole_loss(*_of_tokens(engine(**batch).logits, labels))
+
+
+def plain_own_loss(model, sample):
+    labels = torch.nn.functional.pad(sample["labels"][None], (0, 1), value=-100)[:, 1:]
+    total, weights = _of_tokens(model(input_ids=sample["input_ids"][None], use_cache=False).logits, labels)
+    return total / weights
+
+
+LOSSES = {
+    "with a term equal on all ranks": (
+        lambda engine, batch: models_loss(engine, batch) + penalty(engine.module),
+        lambda model, sample: plain_loss(model, sample) + penalty(model),
+    ),
+    "of logits": (own_loss, plain_own_loss),
+}
+STAGE_BY_STAGE = [(stage, True, gas, "zigzag", (4, 2)) for stage, gas in ((0, 1), (1, 2), (2, 1), (3, 2))]
+
+
+def _losses(rank, size, sp, losses, cells):
+    """Differences, and what was logged in every cell."""
+    found = []
+    for cell in cells:
+        lines: list[str] = []
+        note = logging.Handler()
+        note.emit = lambda record, lines=lines: lines.append(record.getMessage())
+        logging.getLogger("burst_mcore").addHandler(note)
+        found.append((differences(size, sp, cell, rank, losses=LOSSES[losses]), lines))
+    return found
+
+
+@pytest.mark.parametrize("losses", LOSSES)
+@pytest.mark.parametrize(
+    ("size", "sp", "cells"),
+    [
+        (2, 2, STAGE_BY_STAGE[1:2]),
+        pytest.param(2, 2, [*STAGE_BY_STAGE, (3, False, 2, "zigzag", (4, 2))], marks=pytest.mark.slow),
+        pytest.param(4, 2, STAGE_BY_STAGE, marks=pytest.mark.slow),
+    ],
+    ids=["SP2", "SP2, every stage", "DP2xSP2"],
+)
+def test_losses_of_the_users(size, sp, cells, losses):
+    for rank, found in enumerate(processes(size, _losses, sp, losses, cells)):
+        for cell, (of, lines) in zip(cells, found, strict=True):
+            assert all(error <= BARS[name] for name, error in of.items()), (cell, of)
+            told = [line for line in lines if "whole_loss(sum of this rank's losses" in line]
+            assert len(told) == (rank == 0 and losses == "of logits"), (cell, lines)
 
 
 BFLOAT16 = {"bf16": {"enabled": True}}

@@ -10,8 +10,8 @@ from ranks import processes
 import burst_mcore.deepspeed as burst
 from burst_mcore.deepspeed.config import refusals
 from burst_mcore.deepspeed.config.refusals import refuse_config, sequence_parallel_size
+from burst_mcore.deepspeed.config.settings import zero
 from burst_mcore.deepspeed.errors import RefusedError
-from burst_mcore.deepspeed.models.loss import gradient_scale
 from burst_mcore.deepspeed.models.served import use_burst
 from burst_mcore.deepspeed.ranks.cpu import without_builds
 
@@ -75,8 +75,6 @@ def _initialize(rank, size, _):
     attempt("partition_activations", config=partitioned, mpu=Unit(whole))
     attempt("mpu", mpu=object())
     attempt(here(1, "mpu"), mpu=object() if rank == 1 else Unit(whole))
-    small = {"reduce_scatter": False, "reduce_bucket_size": 100}
-    attempt("reduce_bucket_size", config=config_of(3, size, zero=small))
     recomputed = config_of(2, size, checkpointing={"policy": "segment"})
     attempt("checkpointing", Unsupported(model_of().config), recomputed, words="Unsupported does not support")
     for kind, options in {
@@ -243,14 +241,12 @@ def test_parts_that_are_no_objects(name, value):
 
 
 def test_settings_are_read_as_deepspeed_reads_them():
-    for stage, scatter, scale in ((3, True, 4.0), ("3", "true", 4.0), ("3", "false", 1.0), (2, True, 1.0)):
-        config = {"zero_optimization": {"stage": stage, "reduce_scatter": scatter}}
-        assert gradient_scale(config, 4) == scale
-    assert gradient_scale({"zero_optimization": True}, 4) == gradient_scale({}, 4) == 1.0
-    accelerates = {"stage": 3, "reduce_bucket_size": "auto"}
-    assert gradient_scale({"zero_optimization": accelerates}, 4) == 4.0
+    for stage, read in ((3, 3), ("3", 3), (2, 2)):
+        assert zero({"zero_optimization": {"stage": stage}}).stage == read
+    assert zero({"zero_optimization": True}).stage == 1 and zero({}).stage == 0
+    assert zero({"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}).stage == 3
     with pytest.raises(RefusedError, match="zero_optimization"):
-        gradient_scale({"zero_optimization": {"stage": 7}}, 4)
+        zero({"zero_optimization": {"stage": 7}})
 
 
 def test_versions(monkeypatch):

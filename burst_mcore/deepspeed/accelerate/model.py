@@ -46,16 +46,16 @@ class BurstSPAttentionHF:
             return None
         if isinstance(model_name_or_path, str):
             raise RefusedError("model", f"give the model itself, not its name {model_name_or_path!r}")
-        section, config = on_all_ranks(lambda: _read(sequence_parallel_size))
+        section = on_all_ranks(lambda: _read(sequence_parallel_size))
         unit = unit_of(sequence_parallel_size)
-        sequence = prepare_model(model_name_or_path, section, config, unit)
+        sequence = prepare_model(model_name_or_path, section, unit)
         sequence.evaluates_whole = disable_in_eval
         deal_for(sequence)
         return unit
 
 
-def _read(size: int) -> tuple[Section, dict[str, Any]]:
-    """Return the section, and DeepSpeed's configuration as Accelerate is about to pass it."""
+def _read(size: int) -> Section:
+    """Return the section of DeepSpeed's configuration as Accelerate is about to pass it."""
     from accelerate.state import AcceleratorState
 
     refuse_versions()
@@ -77,4 +77,4 @@ def _read(size: int) -> tuple[Section, dict[str, Any]]:
             "sequence_parallel_size",
             f"the JSON says {written!r}, Accelerate's ParallelismConfig has sp_size={size}",
         )
-    return section_of(config), config
+    return section_of(config)

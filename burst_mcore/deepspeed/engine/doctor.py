@@ -25,7 +25,6 @@ from burst_mcore.deepspeed.config.section import Checkpointing, config_dict, sec
 from burst_mcore.deepspeed.config.settings import part, zero
 from burst_mcore.deepspeed.config.ways import ways
 from burst_mcore.deepspeed.engine.memory import Shape, activations, states
-from burst_mcore.deepspeed.models.loss import gradient_scale
 from burst_mcore.layout import Layout
 from burst_mcore.machines import MACHINES, default_rates, machine
 from burst_mcore.mask import Mask
@@ -87,8 +86,8 @@ def examine(
     nodes = size // intra
     yield f"ring: over {nodes} node{'s' * (nodes > 1)}, {intra} ranks a node, layout {section.layout}"
     yield (
-        f"ZeRO-{stage}: each rank's part of a gradient is multiplied by {gradient_scale(config, size):g} "
-        f"before DeepSpeed reduces it"
+        f"ZeRO-{stage}: each rank's part of a gradient is multiplied by {size}, and DeepSpeed takes the mean "
+        f"over all ranks"
     )
     micro = config.get("train_micro_batch_size_per_gpu", 1)
     micro = micro if isinstance(micro, int) else 1

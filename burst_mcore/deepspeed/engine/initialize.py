@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from burst_mcore.deepspeed.config.refusals import (
     SIZE,
@@ -22,10 +22,12 @@ from burst_mcore.deepspeed.config.refusals import (
 from burst_mcore.deepspeed.config.section import Section, config_dict, section_of
 from burst_mcore.deepspeed.data.loader import ShardedLoader, loader_for
 from burst_mcore.deepspeed.engine.prepare import prepare_model, sequence_of
-from burst_mcore.deepspeed.models.sequence import SequenceParallel
+from burst_mcore.deepspeed.errors import RefusedError
+from burst_mcore.deepspeed.models.loss import whole_mean
+from burst_mcore.deepspeed.models.sequence import SequenceParallel, attached
 from burst_mcore.deepspeed.ranks.agreement import on_all_ranks, refuse_differences
 from burst_mcore.deepspeed.ranks.cpu import prepare_cpu, without_builds
-from burst_mcore.deepspeed.ranks.groups import unit_of
+from burst_mcore.deepspeed.ranks.groups import take_means, unit_of
 
 logger = logging.getLogger("burst_mcore")
 
@@ -81,11 +83,12 @@ def initialize(
     if mpu is not None:
         on_all_ranks(lambda: refuse_mpu(settings, mpu, size))
     unit = unit_of(size) if mpu is None else mpu
-    sequence = prepare_model(model, section, settings, unit)
+    sequence = prepare_model(model, section, unit)
     settings[SIZE] = size
     engine, optimizer, _, scheduler = deepspeed.initialize(
         model=model, config=settings, mpu=unit, **_with_parameters(model, options)
     )
+    take_means(engine)
     if training_data is None:
         return engine, optimizer, None, scheduler
     loader = shard_loader(
@@ -117,6 +120,31 @@ def shard_loader(
         dealing["pad_token_id"] = pad_token_id
     size = engine.train_micro_batch_size_per_gpu()
     return loader_for(data, batch_size=size, group=sequence.group, device=engine.device, **dealing, **options)
+
+
+def whole_loss(total: Tensor, count: Tensor | float, engine: Any = None) -> Tensor:
+    """Return the mean loss of whole sequences, the same on all their ranks, from each rank's part of it.
+
+    It is for losses that are made of a shard's logits. Its gradient is that of one process, on every ZeRO
+    stage. Collective over the sequence group.
+
+    Args:
+        total: the sum of the losses, or weighted losses, of this rank's tokens.
+        count: how many labels this rank's tokens have, or the sum of their weights; 0 on all ranks is a loss
+            of 0.
+        engine: of `initialize`, where there are engines of several sequence groups.
+
+    Raises:
+        RefusedError: the sequence group is not known.
+    """
+    if engine is not None:
+        return whole_mean(total, count, sequence_of(engine.module).group)
+    groups = {sequence.group for sequence in attached}
+    if len(groups) != 1:
+        raise RefusedError(
+            "loss", f"models were prepared for {len(groups)} sequence groups: give whole_loss one engine="
+        )
+    return whole_mean(total, count, groups.pop())
 
 
 def _read(

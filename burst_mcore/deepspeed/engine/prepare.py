@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -14,7 +13,6 @@ from burst_mcore.config import BurstConfig
 from burst_mcore.deepspeed.config.section import Section
 from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.models.checkpointing import attach_checkpointing
-from burst_mcore.deepspeed.models.loss import gradient_scale, refuse_large_parameters
 from burst_mcore.deepspeed.models.rotary import attach_rotary, depends_on_length
 from burst_mcore.deepspeed.models.sequence import SequenceParallel
 from burst_mcore.deepspeed.models.served import checked_loss, use_burst
@@ -28,10 +26,8 @@ SEQUENCE = "_burst_mcore_sequence"
 """The attribute of a prepared model that has its `SequenceParallel`."""
 
 
-def prepare_model(
-    model: nn.Module, section: Section, config: Mapping[str, Any], unit: Any
-) -> SequenceParallel:
-    """Prepare a model, in place. `config` is DeepSpeed's. A second call changes nothing more.
+def prepare_model(model: nn.Module, section: Section, unit: Any) -> SequenceParallel:
+    """Prepare a model, in place. A second call changes nothing more.
 
     Collective over all ranks; the first logs how many of them share a sequence, and whose loss it is.
 
@@ -39,7 +35,7 @@ def prepare_model(
         RefusedError: the model cannot be served; or the ranks have different ones.
     """
     size = unit.get_sequence_parallel_world_size()
-    loss = on_all_ranks(lambda: _change(model, section, config, size))
+    loss = on_all_ranks(lambda: _change(model, section, size))
     refuse_differences("model", _fingerprint(model))
     burst = section.burst_config()
     topology = on_all_ranks(lambda: _connected(unit, burst))
@@ -50,7 +46,6 @@ def prepare_model(
     assert isinstance(sequence, SequenceParallel)
     sequence.topology, sequence.config = topology, burst
     sequence.group = unit.get_sequence_parallel_group() if size > 1 else None
-    sequence.scale = gradient_scale(config, size)
     sequence.dealing = _dealing(model, burst)
     groups = dist.get_world_size() // size
     _log(f"burst_mcore: {size} ranks share each sequence, {groups} sequence group(s); {loss}")
@@ -69,11 +64,10 @@ def sequence_of(model: nn.Module) -> SequenceParallel:
     return sequence
 
 
-def _change(model: Any, section: Section, config: Mapping[str, Any], size: int) -> str:
+def _change(model: Any, section: Section, size: int) -> str:
     """Set attention, loss and recompute of a model, without communication; say whose loss it is."""
     if not isinstance(model, nn.Module):
         raise RefusedError("model", f"give the model itself, got {model!r}")
-    refuse_large_parameters(config, model.parameters())
     inner = use_burst(model, size)
     checked_loss(inner, size)
     attach_rotary(inner)

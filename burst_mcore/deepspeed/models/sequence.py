@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -24,8 +26,12 @@ from burst_mcore.deepspeed.models.served import attention_modules
 from burst_mcore.deepspeed.models.trl import asks_for_fused_head, gather_tokens, shard_of_whole_batch
 from burst_mcore.layout import unshard
 
+logger = logging.getLogger("burst_mcore")
+
 Finish = Callable[[Any], Any]
 """Turns a forward's own output into the caller's."""
+attached: WeakSet[SequenceParallel] = WeakSet()
+"""The hooks of all models that are prepared."""
 
 
 @dataclass(eq=False)
@@ -43,19 +49,19 @@ class SequenceParallel:
     group: dist.ProcessGroup | None
     """The sequence group; None for one rank."""
     config: BurstConfig
-    scale: float = 1.0
-    """Factor of gradients: `loss.gradient_scale`."""
     evaluates_whole: bool = False
     """Whether an evaluation batch without shift_labels is a whole one, of this rank alone."""
     dealing: dict[str, Any] = field(default_factory=dict)
     """How batches are dealt: keyword arguments of `ShardedLoader`."""
     _open: list[tuple[ExitStack, Sequence, Finish]] = field(default_factory=list)
     _names: list[str] = field(default_factory=list)
+    _warned: bool = False
     _trusted: bool = False
     """Whether the next forward skips the check that attention came here."""
 
     def attach(self) -> SequenceParallel:
         """Add the hooks."""
+        attached.add(self)
         self._names = [*inspect.signature(self.model.forward).parameters]
         self.model.register_forward_pre_hook(self._before, with_kwargs=True)
         self.model.register_forward_hook(self._behind, with_kwargs=True, always_call=True)
@@ -104,7 +110,7 @@ class SequenceParallel:
             raise RefusedError(
                 "auxiliary loss", "a loss that balances experts is no sum over tokens of a shard"
             )
-        whole = WholeLoss.apply(out[key], self.group, self.scale)  # type: ignore[no-untyped-call]
+        whole = WholeLoss.apply(out[key], self.group)  # type: ignore[no-untyped-call]
         if isinstance(out, dict):
             out[key] = whole
             return out
@@ -115,8 +121,7 @@ class SequenceParallel:
         out = self._with_whole_loss(out)
         if self.group is None:
             return out
-        layout, scale = self.config.layout, self.scale
-        return gather_tokens(out, local=local, end=end, group=self.group, layout=layout, scale=scale)
+        return gather_tokens(out, local=local, end=end, group=self.group, layout=self.config.layout)
 
     def _dealt_here(self, arguments: dict[str, Any]) -> tuple[Sequence, dict[str, Any], Finish]:
         """Prepare a forward whose batch is whole on every rank of the group (TRL's DPO), and deal it."""
@@ -164,10 +169,21 @@ class SequenceParallel:
             arguments.setdefault("use_cache", False)
         sequence = Sequence(self.topology, self.config, whole.shape[1], _packed(ends), int(whole.max()))
         if not has_loss:
+            self._warn_of_own_loss()
             return sequence, arguments, _unchanged
         if asks_for_fused_head(arguments):
             return sequence, arguments, lambda out: self._with_whole_tokens(out, positions.shape[1])
         return sequence, arguments, self._with_whole_loss
+
+    def _warn_of_own_loss(self) -> None:
+        """Say, once, how a loss is made of a shard's logits, where this forward seems to be for that."""
+        trains = self.model.training and torch.is_grad_enabled() and self.group is not None
+        if trains and not self._warned and dist.get_rank() == 0:
+            logger.warning(
+                "a training forward over shards has no labels: make its loss with burst_mcore.deepspeed."
+                "whole_loss(sum of this rank's losses, number of its labels), or its gradient is wrong"
+            )
+        self._warned = self._warned or trains
 
     def _alone(self, arguments: dict[str, Any]) -> Sequence:
         """Prepare a forward of this rank alone over whole sequences; the loss is the model's own."""
@@ -214,7 +230,8 @@ class SequenceParallel:
                     "(burst.shard_loader does). Shifted in a shard they lose one token at every seam",
                 )
             shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-        mask = arguments.get("attention_mask")
+        # TRL counts tokens by the mask that the adapter dealt; the positions say what it says.
+        mask = None if asks_for_fused_head(arguments) else arguments.get("attention_mask")
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):
             raise RefusedError(
                 "attention_mask", "padding must be taken out by the loader (burst.shard_loader)"

@@ -69,17 +69,16 @@ def shard_of_whole_batch(
 
 
 def gather_tokens(
-    output: Any, *, local: int, end: int | None, group: dist.ProcessGroup, layout: Layout | str, scale: float
+    output: Any, *, local: int, end: int | None, group: dist.ProcessGroup, layout: Layout | str
 ) -> Any:
     """Return the output of TRL's head with numbers for each token of the whole sequence, not of a shard.
 
     Args:
         local: tokens of the shard; what has another shape than [rows, local] stays.
         end: tokens to keep; None keeps all.
-        scale: of gradients: see `gradient_scale`.
     """
     for name, value in output.items():
         if isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == local:
-            whole = WholeTokens.apply(value, group, layout, scale)  # type: ignore[no-untyped-call]
+            whole = WholeTokens.apply(value, group, layout)  # type: ignore[no-untyped-call]
             output[name] = whole[:, :end]
     return output

@@ -58,8 +58,20 @@ class SequenceParallelUnit:
         return 0
 
 
+def take_means(engine: Any) -> None:
+    """Have an engine of sequence groups average gradients over all ranks, whatever its ZeRO stage.
+
+    Left alone, DeepSpeed divides by all ranks where ZeRO-3 reduces by reduce-scatter, and elsewhere by the
+    number of sequence groups, as far as the size of a group is known to the engine and its optimizer. There
+    a term of the loss that is equal on all ranks would count once for each rank of a group.
+    """
+    for part in (engine, engine.optimizer):
+        if hasattr(part, "sequence_parallel_size"):
+            part.sequence_parallel_size = 1
+
+
 def apart_from_other_engines() -> None:
-    """Keep engines that are made without an mpu apart from the sequence groups of earlier engines. Once.
+    """Make engines of our sequence groups take means, and keep plain engines apart from the groups. Once.
 
     DeepSpeed keeps the last mpu for the whole process (`deepspeed.utils.groups.mpu`): a plain engine made
     after, such as a teacher's, would divide its gradients by too few ranks.
@@ -82,6 +94,8 @@ def apart_from_other_engines() -> None:
         finally:
             if mpu is None:
                 groups.mpu = before
+        if isinstance(mpu, SequenceParallelUnit):  # also where Accelerate makes the engine
+            take_means(self)
 
     __init__.burst_mcore = True  # type: ignore[attr-defined]
     DeepSpeedEngine.__init__ = __init__
