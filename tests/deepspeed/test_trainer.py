@@ -204,7 +204,8 @@ OTHERS = {
         "lr_scheduler_type": "linear",
     },
     "LoRA, gradient checkpointing": {
-        "data": UNEQUAL, "model": with_lora, "gradient_checkpointing": True,
+        "data": ROWS, "model": with_lora, "include_num_input_tokens_seen": "all",
+        "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
     },
     "flattened rows": {"data": ROWS, "data_collator": _flattened, "per_device_train_batch_size": 2},
@@ -218,11 +219,21 @@ def test_schedules_adapters_and_flattened_rows(tmp_path):
             assert ours[0] and ours[0] == pytest.approx(theirs[0], rel=1e-5), name
             assert ours[1] == pytest.approx(theirs[1], rel=1e-5), name
             assert worst(ours[2], theirs[2]) < 1e-6, name
-            rates, epochs = (
-                [log_of_history(x[3], key) for x in (ours, theirs)] for key in ("learning_rate", "epoch")
-            )
-            assert rates[0] == rates[1] and epochs[0] == epochs[1], name
+            for key in ("learning_rate", "epoch", "num_input_tokens_seen"):
+                assert log_of_history(ours[3], key) == log_of_history(theirs[3], key), (name, key)
     assert len(want[0][0]) == 12 and want[0][3][-2]["epoch"] == 2
+
+
+LENGTHS = (41, 17, 33, 23, 37, 29, 21, 25, 31)
+LABELLED = [
+    {
+        "input_ids": row["input_ids"][:n],
+        "labels": row["input_ids"][:n].clone().index_fill_(0, torch.arange(i), -100),
+    }
+    for i, (n, row) in enumerate(zip(LENGTHS, dataset(9, tokens=41), strict=True))
+]
+"""Rows with different numbers of labels. The first is the longest, and its loss is seen where it does not
+belong."""
 
 
 EVALUATED = [
@@ -233,7 +244,7 @@ EVALUATED = [
         "eval_steps": 2,
         "eval_on_start": True,
     },
-    {"data": UNEQUAL, "evaluated": ROWS[:7], "metrics": accuracy, "per_device_eval_batch_size": 2},
+    {"data": UNEQUAL, "evaluated": LABELLED[:7], "metrics": accuracy, "per_device_eval_batch_size": 2},
     {"data": UNEQUAL, "evaluated": ROWS[:7], "metrics": accuracy, "section": {"fused_loss": False}},
 ]
 
@@ -256,9 +267,79 @@ def test_evaluation(sp, size, tmp_path):
                 for row, (said, told) in enumerate(
                     zip(mine[0], own[0], strict=True)
                 ):  # in the dataset's order
-                    tokens = len(ROWS[row]["input_ids"])
+                    tokens = min(len(ROWS[row]["input_ids"]), LENGTHS[row])
                     assert np.abs(said[:tokens] - told[:tokens]).max() < 1e-4
                 assert (mine[1] == own[1]).all()
+
+
+SHORT = [(5, 3), (7, 2), (1, 2)]
+"""(rows, rows of a batch): the last batch is not full, or there is no other."""
+EVERY_LENGTH = [(rows, batch) for rows in (1, 2, 3, 4, 5, 8, 9) for batch in (1, 2, 3, 4)]
+
+
+def evaluated(folder, sp, cells, **options):
+    """[(metrics, predictions, labels, loss of `evaluate`)] of a Trainer for each cell."""
+    from transformers import Trainer
+
+    trainer = Trainer(
+        model_of(), arguments_of(folder, sp, max_steps=1, **options), train_dataset=LABELLED,
+        data_collator=collated, compute_metrics=accuracy,
+    )  # fmt: skip
+    trainer.train()
+    found = []
+    for rows, batch in cells:
+        trainer.args.per_device_eval_batch_size = batch
+        said = trainer.predict(LABELLED[:rows], metric_key_prefix="eval")
+        trainer.compute_metrics = None
+        alone = trainer.evaluate(LABELLED[:rows])
+        trainer.compute_metrics = accuracy
+        found.append((said.metrics, said.predictions, said.label_ids, alone["eval_loss"]))
+    if sp is not None:
+        trainer.model_wrapped.destroy()
+        forget()
+    return found
+
+
+def _evaluated_alone(rank, size, *call):
+    quiet()
+    return evaluated(*call, learning_rate=0.0)
+
+
+def _evaluated_by_groups(rank, size, folder, *call):
+    quiet()
+    burst.replace_ulysses()
+    return evaluated(f"{folder}/{rank}", *call, learning_rate=0.0)
+
+
+@pytest.mark.parametrize(
+    ("size", "cells"),
+    [
+        (2, SHORT),
+        pytest.param(2, EVERY_LENGTH, marks=pytest.mark.slow),
+        pytest.param(4, EVERY_LENGTH, marks=pytest.mark.slow),
+    ],
+    ids=["SP2", "SP2, every length", "DP2xSP2"],
+)
+def test_a_last_batch_that_is_not_full(size, cells, tmp_path):
+    (want,) = processes(1, _evaluated_alone, str(tmp_path), None, cells)
+    for found in processes(size, _evaluated_by_groups, str(tmp_path), 2, cells):
+        for cell, ours, theirs in zip(cells, found, want, strict=True):
+            for name in ("eval_loss", "eval_accuracy", "eval_shape"):
+                assert ours[0][name] == pytest.approx(theirs[0][name], rel=1e-5), (cell, name)
+            assert ours[3] == pytest.approx(theirs[3], rel=1e-5), cell
+            assert ours[1].shape == theirs[1].shape and (ours[2] == theirs[2]).all(), cell
+            for n, said, told in zip(LENGTHS, ours[1], theirs[1], strict=False):
+                assert np.abs(said[:n] - told[:n]).max() < 1e-4, cell
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """A dataset without a length."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        yield from self.rows
 
 
 def _refused(rank, size, folder):
@@ -279,13 +360,26 @@ def _refused(rank, size, folder):
         except RefusedError as error:
             found.append(str(error))
         forget()
+    for unlike, rows in (("split_batches", ROWS[:3]), ("dispatch_batches", Stream(UNEQUAL[:3]))):
+        model = model_of()
+        arguments = arguments_of(
+            folder, size, stage=3, per_device_eval_batch_size=2,
+            accelerator_config={unlike: unlike == "split_batches"},
+        )  # fmt: skip
+        try:
+            Trainer(model, arguments, eval_dataset=rows, data_collator=collated).evaluate()
+        except RefusedError as error:
+            found.append(str(error))
+        forget()
     return found
 
 
-def test_losses_of_the_trainers_own_are_refused(tmp_path):
+def test_what_a_trainer_is_refused(tmp_path):
     for found in processes(2, _refused, str(tmp_path)):
-        assert len(found) == 2
+        assert len(found) == 4
         assert "label_smoothing_factor" in found[0] and "compute_loss_func" in found[1]
+        assert "Accelerate's split_batches" in found[2]
+        assert "Accelerate's dispatch_batches=False for a streamed dataset" in found[3]
 
 
 def _own_loss(rank, size, folder):
@@ -302,7 +396,7 @@ def _own_loss(rank, size, folder):
     burst.replace_ulysses()
     arguments = arguments_of(folder, size, section={"fused_loss": False})
     trainer = Own(model_of(), arguments, train_dataset=UNEQUAL, data_collator=collated)
-    with pytest.raises(KeyError, match="labels"):
+    with pytest.raises(RefusedError, match=r"refused \(labels\): .*whole_loss"):
         trainer.train()
     unlabelled = [{"input_ids": row["input_ids"]} for row in ROWS[:3]]
     return Trainer.predict(trainer, unlabelled).predictions.shape
@@ -313,21 +407,18 @@ def test_a_loss_of_logits_fails_and_data_without_labels_is_predicted(tmp_path):
         assert shape == (3, len(ROWS[2]["input_ids"]), 61)
 
 
-class Stream(torch.utils.data.IterableDataset):
-    """A dataset without a length."""
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __iter__(self):
-        yield from self.rows
+# Of one length, as Accelerate needs; its last load, of 4 rows, is dealt as 2 and 2, and evaluated as 3 and 1.
+STREAMED = {"data": Stream(UNEQUAL), "evaluated": Stream(UNEQUAL[:4]), "per_device_eval_batch_size": 3}
+OF_FOUR = {"data": UNEQUAL, "evaluated": Stream(UNEQUAL[:10]), "per_device_eval_batch_size": 2}
 
 
-STREAMED = {"data": Stream(UNEQUAL), "evaluated": Stream(UNEQUAL[:5])}  # of one length, as Accelerate needs
-
-
-def test_streamed_datasets(tmp_path):
-    for found, want in _compare(2, 2, [STREAMED], tmp_path):
+@pytest.mark.parametrize(
+    ("size", "call"),
+    [(2, STREAMED), pytest.param(4, OF_FOUR, marks=pytest.mark.slow)],
+    ids=["SP2", "DP2xSP2"],
+)
+def test_streamed_datasets(size, call, tmp_path):
+    for found, want in _compare(2, size, [call], tmp_path):
         _alike(found[0], want[0])
         losses = [log_of_history(x[0][3], "eval_loss")[-1] for x in (found, want)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -86,6 +86,25 @@ def dpo(folder, sp, *, lora=False, **options):
     return _trained(trainer, sp, "rewards/margins")
 
 
+def kto(folder, sp, **options):
+    from datasets import Dataset
+    from trl import KTOConfig, KTOTrainer
+
+    def unpaired(count):
+        every = enumerate(preferences(count))
+        return [{"prompt": x["prompt"], "completion": x["chosen"], "label": i % 2 == 0} for i, x in every]
+
+    model, reference = model_of(), model_of()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.1)
+    arguments = arguments_of(folder, sp, kind=KTOConfig, bf16=False, max_length=48, **{**ROWS, **options})
+    trainer = KTOTrainer(
+        model, reference, arguments, train_dataset=Dataset.from_list(unpaired(24)),
+        eval_dataset=Dataset.from_list(unpaired(5)), processing_class=tokenizer(),
+    )  # fmt: skip
+    return _trained(trainer, sp, "kl")
+
+
 def _trained(trainer, sp, metric):
     trainer.train()
     evaluation = trainer.evaluate()
@@ -93,6 +112,7 @@ def _trained(trainer, sp, metric):
         "loss": log_of(trainer, "loss"),
         "grad_norm": log_of(trainer, "grad_norm"),
         metric: log_of(trainer, metric),
+        "num_tokens": log_of(trainer, "num_tokens"),
         "evaluation": [evaluation["eval_loss"], evaluation[f"eval_{metric}"]],
     }
     parameters = weights(trainer)
@@ -102,7 +122,8 @@ def _trained(trainer, sp, metric):
     return found, parameters
 
 
-KINDS = {"sft": sft, "dpo": dpo}
+ROWS = {"per_device_train_batch_size": 2}
+KINDS = {"sft": sft, "dpo": dpo, "kto": kto}
 
 
 def alone(rank, size, calls):
@@ -116,19 +137,19 @@ def shared(rank, size, sp, calls):
     return [KINDS[kind](sp=sp, **{**call, "folder": f"{call['folder']}/{rank}"}) for kind, call in calls]
 
 
-ROWS = {"per_device_train_batch_size": 2}
 CASES = {
     "SFT": ("sft", {"gradient_accumulation_steps": 2}),
-    "SFT, rows padded": ("sft", {**ROWS, "stage": 3}),
-    "SFT, packed": ("sft", {"packing": True}),
+    "SFT, rows padded": ("sft", {**ROWS, "stage": 3, "per_device_eval_batch_size": 2}),
+    "SFT, packed": ("sft", {"packing": True, "eval_packing": True, "per_device_eval_batch_size": 2}),
     "SFT, padding-free": (
         "sft",
         {"padding_free": True, "max_length": None, **ROWS},
     ),
     "SFT, padding-free, LoRA": ("sft", {"padding_free": True, "max_length": None, "lora": True, **ROWS}),
     "DPO": ("dpo", {"gradient_accumulation_steps": 2}),
-    "DPO, rows padded": ("dpo", {**ROWS, "beta": 0.5}),
+    "DPO, rows padded": ("dpo", {**ROWS, "beta": 0.5, "per_device_eval_batch_size": 3}),
     "DPO, LoRA": ("dpo", {"lora": True}),
+    "KTO": ("kto", {"per_device_eval_batch_size": 2}),
 }
 
 
@@ -156,6 +177,41 @@ def test_predictions_of_a_shard_are_refused_and_the_log_says_whose_loss_it_is(tm
     assert len(first) == 1 and "the loss is left to TRL's fused head" in first[0] and not second
     for words in (one, other):
         assert "SFTTrainer has a prediction_step of its own" in words
+
+
+def _others(rank, size, folder):
+    """What is said to trainers of TRL that are not served."""
+    from datasets import Dataset
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    from burst_mcore.deepspeed.errors import RefusedError
+
+    class Mine(CPOTrainer):
+        pass
+
+    quiet()
+    burst.replace_ulysses()
+    found = {}
+    for kind, config, options in (
+        (Mine, CPOConfig, {}),
+        (GKDTrainer, GKDConfig, {"teacher_model": model_of()}),  # a subclass of one that is served
+    ):
+        arguments = arguments_of(f"{folder}/{rank}", size, kind=config, bf16=False, max_length=48)
+        data = Dataset.from_list(preferences(2) if kind is Mine else texts(2))
+        try:
+            kind(model_of(), args=arguments, train_dataset=data, processing_class=tokenizer(), **options)
+        except RefusedError as error:
+            found[kind.__name__] = str(error)
+        forget()
+    return found
+
+
+def test_other_trainers_are_refused_by_their_names(tmp_path):
+    for found in processes(2, _others, str(tmp_path)):
+        assert [*found] == ["Mine", "GKDTrainer"]
+        for name, said in found.items():
+            assert said.startswith(f"refused (trainer): {name} is not served") and "SFTTrainer" in said
 
 
 def test_trl(tmp_path):

@@ -163,7 +163,7 @@ def _outcome(name: str, batch: dict[str, Any]) -> tuple[str, str]:
 def _sharded(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     """The loss over a sequence group of all ranks, and gradients summed over it."""
     unit = unit_of(dist.get_world_size())
-    sequence = prepare_model(model, Section(), {}, unit)
+    sequence = prepare_model(model, Section(), unit)
     loader = ShardedLoader([batch], group=sequence.group, **sequence.dealing)
     (part,) = loader
     loss: torch.Tensor = model(**part).loss

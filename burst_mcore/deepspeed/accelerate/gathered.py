@@ -20,7 +20,7 @@ def gathering(own: Callable[..., Any]) -> Callable[..., Any]:
     In evaluation all ranks of a sequence group report the same (a loss), or each its shard (predictions for
     its tokens), which are put together: what the group's first rank then has is taken, and samples that
     Accelerate added to fill the last load are left out. In training everything is gathered: ranks report of
-    their shards there.
+    their shards there, unless each has the whole batch.
     """
 
     @wraps(own)
@@ -28,20 +28,32 @@ def gathering(own: Callable[..., Any]) -> Callable[..., Any]:
         loader = adapter_of(self.gradient_state.active_dataloader)
         if loader is None:
             return own(self, input_data, use_gather_object)
-        evaluates = _evaluates(self, loader)
+        once = not loader.deals or _evaluates(self, loader)
         if use_gather_object or not _is_of_tensors(input_data):
             every: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(every, list(input_data))
-            if not evaluates:
+            if not once:
                 return [x for part in every for x in part]
             leaders = enumerate(every[:: loader.size])
-            return [x for group, part in leaders for x in part[: _kept(loader, group, len(part))]]
-        if not evaluates:
+            return [x for group, part in leaders for x in part[: loader.of_the_dataset(group, len(part))]]
+        if not once:
             return self.gather(input_data)
-        gathered = self.gather(whole(input_data, loader))
-        return _applied(lambda x: _of_leaders(x, loader), gathered)
+        return _applied(lambda x: _of_leaders(x, loader), whole(input_data, loader))
 
     return gather_for_metrics
+
+
+def gathering_all(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Accelerator.gather, also of an evaluation's last batches, which may have unequal numbers of rows."""
+
+    @wraps(own)
+    def gather(self: Any, tensor: Any) -> Any:
+        loader = adapter_of(self.gradient_state.active_dataloader)
+        if loader is None or not loader.last or not _evaluates(self, loader):
+            return own(self, tensor)
+        return _applied(lambda x: torch.cat(_of_ranks(x, loader)), tensor)
+
+    return gather
 
 
 def padding(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,16 +90,22 @@ def _evaluates(accelerator: Any, loader: BurstSPDataLoaderAdapter) -> bool:
 
 
 def _of_leaders(x: Tensor, loader: BurstSPDataLoaderAdapter) -> Tensor:
-    """Return, of rows gathered from all ranks, the dataset's rows of the first rank of each group."""
-    world = dist.get_world_size()
-    if x.dim() == 0 or len(x) % world:
-        return x
-    leaders = x.unflatten(0, (world // loader.size, loader.size, -1))[:, 0]
-    return torch.cat([part[: _kept(loader, group, len(part))] for group, part in enumerate(leaders)])
+    """Return the dataset's rows of what the first rank of each group has."""
+    leaders = enumerate(_of_ranks(x, loader)[:: loader.size])
+    return torch.cat([part[: loader.of_the_dataset(group, len(part))] for group, part in leaders])
 
 
-def _kept(loader: BurstSPDataLoaderAdapter, group: int, rows: int) -> int:
-    return loader.of_the_dataset(rows)[group]
+def _of_ranks(x: Tensor, loader: BurstSPDataLoaderAdapter) -> list[Tensor]:
+    """Return the rows of every rank, of which those of a group have equally many."""
+    x = x.clone()[None] if x.dim() == 0 else x.contiguous()
+    rows = [len(x)] * dist.get_world_size()
+    if loader.groups > 1:
+        counts = [torch.empty((), dtype=torch.int64, device=x.device) for _ in rows]
+        dist.all_gather(counts, torch.tensor(len(x), device=x.device))
+        rows = [int(count) for count in counts]
+    parts = [x.new_empty((max(rows), *x.shape[1:])) for _ in rows]
+    dist.all_gather(parts, torch.cat([x, x.new_zeros((max(rows) - len(x), *x.shape[1:]))]))
+    return [part[:count] for part, count in zip(parts, rows, strict=True)]
 
 
 def _is_of_tensors(x: Any) -> bool:

@@ -7,14 +7,37 @@ from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.data import BatchSampler
 
 from burst_mcore.deepspeed.data.batches import CUMULATED, IGNORED
 from burst_mcore.deepspeed.data.loader import ShardedLoader
 from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.models.sequence import SequenceParallel
+from burst_mcore.deepspeed.models.trl import has_fused_head
+
+
+class Shard(dict[str, Any]):
+    """A rank's part of a batch, which says why a training batch has no labels."""
+
+    tokens = 0
+    """Tokens of the whole batch, without the padding for the layout."""
+
+    def __missing__(self, name: str) -> Any:
+        if name != "labels":
+            raise KeyError(name)
+        raise RefusedError(
+            "labels",
+            "a training batch has shift_labels, which were shifted before the sequence was dealt: use the "
+            "model's own loss, or make one of logits and shift_labels with burst_mcore.deepspeed.whole_loss",
+        )
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Remove a column, as a dict does."""
+        return super().pop(name, *default) if default or name in self else self[name]
 
 
 class BurstSPDataLoaderAdapter(ShardedLoader):
@@ -36,9 +59,15 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         """Of the load that is dealt: whose batch, and whether the load is the last."""
         self.rows, self.tokens, self.local = 0, 0, 0
         """Of the batch that was handed out: rows, tokens before padding, tokens of a shard."""
+        self.deals = True
+        """Whether that was a shard, and not the whole batch."""
         self._skipped = 0
+        self._counts_by_mask = False
+        """Whether the loss is TRL's, which counts tokens by an attention mask."""
         self._batches: Iterator[dict[str, Any]] | None = None
-        self._in_order = _take_turns(dl, self.size)
+        self._dealer = _take_turns(dl, self.size)
+        dealer = dl if self._dealer is None else self._dealer
+        self._batch_size: int | None = getattr(dealer, "batch_size", None)
         self._newest = _Newest(dl)
 
     def __getattr__(self, name: str) -> Any:
@@ -52,8 +81,19 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         if sequence is not None:
             self.deal_as(**sequence.dealing)
             self.evaluates = not sequence.model.training
+            self._counts_by_mask = any(map(has_fused_head, sequence.model.modules()))
+        if self.evaluates:
+            _refuse_parts(self.dl, self._dealer)
         _adapters[self.dl] = ref(self)
-        return super().__iter__()
+        if not (self.evaluates and _deals_batches(self._dealer)):
+            yield from super().__iter__()
+            return
+        # Without a size Accelerate leaves a short batch as it is, and fills up with whole batches alone.
+        self._dealer.batch_size = None
+        try:
+            yield from super().__iter__()
+        finally:
+            self._dealer.batch_size = self._batch_size
 
     def __next__(self) -> dict[str, Any]:
         """Return the next batch of the epoch; Accelerate's adapter is an iterator, too."""
@@ -64,24 +104,29 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
             self._batches = None
             raise
 
-    def of_the_dataset(self, rows: int) -> list[int]:
-        """Return how many of the `rows` reported numbers count in this turn, for each sequence group.
+    @property
+    def groups(self) -> int:
+        """How many sequence groups there are."""
+        return dist.get_world_size() // self.size
+
+    def of_the_dataset(self, group: int, reported: int) -> int:
+        """Return how many of the numbers that a group reported of its batch in this turn count.
 
         Accelerate fills the last load up with samples from the beginning of the dataset, which do not.
 
         Args:
-            rows: as many as a batch has, or 1 where a batch has one number.
+            reported: one for each row, or one of the batch, or one as often as a full batch has rows.
         """
-        groups = dist.get_world_size() // self.size
-        remainder = getattr(self.dl, "remainder", -1)
-        if not self.last or remainder <= 0:
-            return [rows] * groups
-        places = [
-            self.turn * groups + group if self._in_order else group * self.size + self.turn
-            for group in range(groups)
-        ]
-        mine = [min(max(remainder - place * self.rows, 0), self.rows) for place in places]
-        return [-(-count * rows // self.rows) for count in mine]
+        count = self._samples(self.turn, group) if self.evaluates and self.last else None
+        if count is None or (count and reported != self._batch_size):
+            return reported
+        return min(count, reported)
+
+    def _samples(self, turn: int, group: int) -> int | None:
+        """Return how many samples of the dataset a batch of the last load has; None if that is not known."""
+        left, size = _last_load(self.dl, self._dealer, self._batch_size)
+        place = turn * self.groups + group
+        return None if left is None else min(max(left - place * size, 0), size)
 
     def without(self, batches: int, skip: Callable[[Any, int], Any]) -> BurstSPDataLoaderAdapter:
         """Return a loader that begins `batches` micro-batches later; `skip` skips loads of Accelerate's."""
@@ -94,14 +139,40 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         if is_of_preferences(batch):
             return {name: x.cpu() if isinstance(x, Tensor) else x for name, x in batch.items()}
         whole, tokens = super()._prepared(batch), batch["input_ids"].shape[1]
-        labels = batch.get("labels")
+        labels, padding = batch.get("labels"), whole["input_ids"].shape[1] - tokens
         if self.evaluates and isinstance(labels, Tensor):  # in training a loss made of them would be wrong
-            padding = whole["input_ids"].shape[1] - tokens
             whole["labels"] = pad(labels.cpu(), (0, padding), value=IGNORED)
+        if self._counts_by_mask:
+            real = batch.get("attention_mask")
+            real = torch.ones_like(batch["input_ids"]) if real is None else real
+            whole["attention_mask"] = pad(real.cpu(), (0, padding))
         return {**whole, _TOKENS: tokens}
 
     def _wholes(self, batch: dict[str, Any], states: list[int]) -> list[dict[str, Any]]:
+        if self.evaluates and _is_dispatcher(self.dl) and self.dl.end_of_dataloader:
+            return self._dealt_again(batch)
         return super()._wholes({**batch, _UPCOMING: self._upcoming()}, states)
+
+    def _dealt_again(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return this group's batches of a dispatcher's last load, which had been dealt evenly to the ranks.
+
+        They are those of one process. A group without one in the last turn works on another's.
+        """
+        every: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(every, batch)
+        left, size = _last_load(self.dl, self._dealer, self._batch_size)
+        assert left is not None
+        rows, group = len(batch["input_ids"]), dist.get_rank() // self.size
+        whole = {
+            k: torch.cat([each[k] for each in every])[:left] if _has(x, rows) else x for k, x in batch.items()
+        }
+        batches = [
+            {k: x[i : i + size] if _has(x, left) else x for k, x in whole.items()}
+            for i in range(0, left, size)
+        ]
+        turns = -(-len(batches) // self.groups)
+        mine = batches[group :: self.groups]
+        return [{**each, _UPCOMING: None} for each in [*mine, batches[0]][:turns]]
 
     def _upcoming(self) -> Tensor | None:
         """Return the position_ids of this rank's batch in the next load, if that was read and has documents.
@@ -121,10 +192,12 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
 
     def _part(self, whole: dict[str, Any]) -> dict[str, Any]:
         self.rows = len(whole["input_ids"])
-        if is_of_preferences(whole):
+        self.deals = not is_of_preferences(whole)
+        if not self.deals:
             return self._on_device(whole)
         self.tokens = whole.pop(_TOKENS)
-        part = super()._part(whole)
+        part = Shard(super()._part(whole))
+        part.tokens = self.rows * self.tokens
         self.local = part["input_ids"].shape[1]
         return part
 
@@ -139,15 +212,11 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         turns = list(range(self._skipped, len(wholes)))
         self._skipped = 0
         if self.evaluates and self.last:
-            turns = [turn for turn in turns if self._counts(turn, len(wholes[0]["input_ids"]))]
+            turns = [t for t in turns if any(self._samples(t, group) != 0 for group in range(self.groups))]
         for self.turn in turns:
             if self.last:
                 self.dl.end_of_dataloader = self.turn == turns[-1]
             yield wholes[self.turn]
-
-    def _counts(self, turn: int, rows: int) -> bool:
-        self.turn, self.rows = turn, rows
-        return any(self.of_the_dataset(rows))
 
 
 class _Newest:
@@ -204,21 +273,67 @@ def skipping(own: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
     return skip_first_batches
 
 
-def _take_turns(loader: Any, size: int) -> bool:
+def _take_turns(loader: Any, size: int) -> Any:
     """Have rank j of group g load the batches that the group works on in turn j, in the dataset's order.
 
     Accelerate gives process p of W batches p, p + W, ...; consecutive processes share a sequence here, and
     would work on batches that lie apart.
 
     Returns:
-        Whether that is possible: not where one process reads for all (a dispatcher, of streamed datasets).
+        What deals the batches. None where that is not possible: one process reads for all (a dispatcher, of
+        streamed datasets).
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     group, turn = divmod(rank, size)
-    dealers: list[Any] = [getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)]
+    names = ("batch_sampler", "sampler", "dataset")
+    dealers: list[Any] = [getattr(loader, name, None) for name in names]
     dealers.append(getattr(dealers[0], "batch_sampler", None))  # of one that skips batches
     for dealer in dealers:
         if getattr(dealer, "num_processes", None) == world and hasattr(dealer, "process_index"):
             dealer.process_index = turn * (world // size) + group
-            return True
-    return False
+            return dealer
+    return None
+
+
+def _is_dispatcher(loader: Any) -> bool:
+    from accelerate.data_loader import DataLoaderDispatcher
+
+    return isinstance(loader, DataLoaderDispatcher)
+
+
+def _deals_batches(dealer: Any) -> bool:
+    """Return whether a dealer of Accelerate's gives each process batches, not samples or parts."""
+    return isinstance(dealer, BatchSampler) and not getattr(dealer, "split_batches", False)
+
+
+def _refuse_parts(loader: Any, dealer: Any) -> None:
+    """Raise RefusedError where nobody knows with how much Accelerate fills an evaluation's last batch."""
+    for name, is_set in {
+        "split_batches": any(getattr(x, "split_batches", False) for x in (loader, dealer)),
+        "dispatch_batches=False for a streamed dataset": dealer is not None and not _deals_batches(dealer),
+    }.items():
+        if is_set:
+            raise RefusedError(
+                "loader", f"an evaluation is not served with Accelerate's {name}: leave it out"
+            )
+
+
+def _last_load(loader: Any, dealer: Any, batch_size: int | None) -> tuple[int | None, int]:
+    """Return (how much of the dataset is in the last load of all processes, how much is in a full batch).
+
+    In samples; in batches where the sampler does not say how many samples a batch has.
+    """
+    if _is_dispatcher(loader):
+        return loader.remainder, batch_size or 1
+    if not _deals_batches(dealer):
+        return None, 1
+    batches = dealer.batch_sampler
+    first = (len(dealer) - 1) * dealer.num_processes
+    if type(batches) is not BatchSampler or batch_size is None:
+        return len(batches) - first, 1
+    samples = min(len(batches.sampler), len(batches) * batch_size)  # type: ignore[arg-type]
+    return samples - first * batch_size, batch_size
+
+
+def _has(x: Any, rows: int) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 0 and len(x) == rows

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from burst_mcore.deepspeed.accelerate.gathered import gathering, padding
+from burst_mcore.deepspeed.accelerate.gathered import gathering, gathering_all, padding
 from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter, skipping
 from burst_mcore.deepspeed.accelerate.model import BurstSPAttentionHF
 from burst_mcore.deepspeed.accelerate.trainer import (
     counting_tokens,
+    inputs_of_whole_sequences,
     labels_of_whole_sequences,
     loss_of_whole_sequences,
     over_shards,
@@ -60,11 +61,13 @@ def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
     return [
         *places,
         *((module, "skip_first_batches", skipping) for module in (accelerate, data_loader, accelerator)),
+        (accelerator.Accelerator, "gather", gathering_all),
         (accelerator.Accelerator, "gather_for_metrics", gathering),
         (accelerator.Accelerator, "pad_across_processes", padding),
         (trainer, "skip_first_batches", skipping),
         (trainer.Trainer, "__init__", counting_tokens),
         (trainer.Trainer, "_get_num_items_in_batch", labels_of_whole_sequences),
+        (trainer.Trainer, "_track_num_input_tokens", inputs_of_whole_sequences),
         (trainer.Trainer, "compute_loss", loss_of_whole_sequences),
         (trainer.Trainer, "evaluation_loop", over_shards),
         (trainer.Trainer, "prediction_step", with_whole_outputs),

@@ -12,11 +12,12 @@ from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from burst_mcore.deepspeed.accelerate.gathered import whole
-from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter, adapter_of
+from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter, Shard, adapter_of
 from burst_mcore.deepspeed.data.batches import IGNORED
 from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.models.prefill import CACHE_NAMES
@@ -24,15 +25,24 @@ from burst_mcore.deepspeed.ranks.groups import unit_of
 from burst_mcore.loss import unpatched
 
 Method = Callable[..., Any]
+SERVED = {
+    *(f"trl.trainer.{kind.lower()}_trainer.{kind}Trainer" for kind in ("SFT", "DPO", "KTO")),
+    "trl.experimental.kto.KTOTrainer",
+}
+"""The trainers of TRL that are held to one process in tests; the last is an older name of its like."""
 
 
 def counting_tokens(init: Method) -> Method:
-    """Trainer.__init__: losses are divided by the labels of all micro-batches, as without sequence groups."""
+    """Trainer.__init__: losses are divided by the labels of all micro-batches, as without sequence groups.
+
+    TRL's trainers are refused here, but for those whose losses are known.
+    """
 
     @wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807  # the method that it stands for
         init(self, *args, **kwargs)
         if _size(self) > 1:
+            _refuse_other_trainers(type(self))
             self.model_accepts_loss_kwargs = True  # which the Trainer takes back for DeepSpeed's Ulysses
 
     return __init__
@@ -41,7 +51,8 @@ def counting_tokens(init: Method) -> Method:
 def labels_of_whole_sequences(count: Method) -> Method:
     """Trainer._get_num_items_in_batch: how many labels the sequences have, of which a rank has shards.
 
-    Over the accumulated micro-batches, and over all groups where the Trainer averages over devices.
+    Over the accumulated micro-batches, and in training over all groups where the Trainer averages over
+    devices. The loss of an evaluation is that of one process, however many groups there are.
     """
 
     @wraps(count)
@@ -53,11 +64,29 @@ def labels_of_whole_sequences(count: Method) -> Method:
             return None
         number = sum((batch["shift_labels"] != IGNORED).sum() for batch in batches)
         assert isinstance(number, Tensor)
-        everywhere = self.args.average_tokens_across_devices
+        everywhere = self.args.average_tokens_across_devices and self.model.training
         dist.all_reduce(number, group=None if everywhere else _unit(self).get_sequence_parallel_group())
         return number.to(device)
 
     return _get_num_items_in_batch
+
+
+def inputs_of_whole_sequences(track: Method) -> Method:
+    """Trainer._track_num_input_tokens: the tokens of sequences, without the padding for the layout."""
+
+    @wraps(track)
+    def _track_num_input_tokens(self: Any, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        track(self, inputs)
+        size, seen = _size(self), self.state.num_input_tokens_seen - before
+        if isinstance(inputs, Shard) and self.args.include_num_input_tokens_seen == "all":
+            every = self.accelerator.gather(torch.tensor(inputs.tokens, device=self.args.device))
+            seen = int(every[::size].sum())
+        elif not isinstance(inputs, Shard):  # each rank of a group has the whole batch
+            seen //= size
+        self.state.num_input_tokens_seen = before + seen
+
+    return _track_num_input_tokens
 
 
 def loss_of_whole_sequences(compute_loss: Method) -> Method:
@@ -85,7 +114,8 @@ def loss_of_whole_sequences(compute_loss: Method) -> Method:
             num_items_in_batch = num_items_in_batch.clamp(min=1)
         outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
-        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+        averaged = self.model.training and self.args.average_tokens_across_devices
+        if num_items_in_batch is not None and averaged:
             loss = loss * (self.accelerator.num_processes // _size(self))  # DeepSpeed divides by it
         return (loss, outputs) if return_outputs else loss
 
@@ -142,6 +172,19 @@ def with_whole_outputs(prediction_step: Method) -> Method:
 
     step.of_whole_sequences = True  # type: ignore[attr-defined]  # unless a subclass overrides it
     return step
+
+
+def _refuse_other_trainers(kind: type) -> None:
+    """Raise RefusedError for a trainer of TRL whose loss over shards is not known, or a subclass of one."""
+    name = next(
+        (f"{c.__module__}.{c.__name__}" for c in kind.__mro__ if c.__module__.startswith("trl.")), None
+    )
+    if name is not None and name not in SERVED:
+        raise RefusedError(
+            "trainer",
+            f"{kind.__name__} is not served over sequence groups. Of TRL these are: "
+            f"{', '.join(sorted({served.rsplit('.')[-1] for served in SERVED}))}",
+        )
 
 
 def _size(trainer: Any) -> int:
