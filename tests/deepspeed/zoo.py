@@ -161,7 +161,7 @@ def _outcome(name: str, batch: dict[str, Any]) -> tuple[str, str]:
 
 
 def _sharded(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-    """The loss over a sequence group of all ranks, and gradients summed over it."""
+    """The loss over a sequence group of all ranks, and gradients averaged over it."""
     unit = unit_of(dist.get_world_size())
     sequence = prepare_model(model, Section(), unit)
     loader = ShardedLoader([batch], group=sequence.group, **sequence.dealing)
@@ -172,6 +172,7 @@ def _sharded(model: Any, batch: dict[str, Any]) -> torch.Tensor:
         if p.requires_grad:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
     return loss
 
 
