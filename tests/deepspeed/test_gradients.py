@@ -183,6 +183,7 @@ def _losses(rank, size, sp, losses, cells):
         note.emit = lambda record, lines=lines: lines.append(record.getMessage())
         logging.getLogger("burst_mcore").addHandler(note)
         found.append((differences(size, sp, cell, rank, losses=LOSSES[losses]), lines))
+        logging.getLogger("burst_mcore").removeHandler(note)
     return found
 
 
