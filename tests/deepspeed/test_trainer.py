@@ -98,6 +98,16 @@ def with_lora():
     return get_peft_model(model_of(), lora)
 
 
+def own_compute_loss(self, model, inputs, **_):
+    """A loss of logits, in one process and over shards."""
+    shifted = inputs.pop("shift_labels", None)
+    labels = inputs.pop("labels")[:, 1:] if shifted is None else shifted
+    logits = model(**inputs).logits[:, : labels.shape[1]].flatten(0, 1)
+    total = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+    count = (labels != -100).sum()
+    return total / count if shifted is None else burst.whole_loss(total, count)
+
+
 def trained(
     folder,
     sp,
@@ -108,13 +118,14 @@ def trained(
     resume=None,
     data_collator=collated,
     model=model_of,
+    own=(),
     **options,
 ):
-    """(losses, norms, weights, evaluations) of a Trainer."""
+    """(losses, norms, weights, evaluations) of a Trainer; own: its methods that are not the Trainer's."""
     from transformers import Trainer
 
     made = model()  # before ZeRO-3 is asked for, which would deal its parameters as they are made
-    trainer = Trainer(
+    trainer = type("Trainer", (Trainer,), dict(own))(
         made, arguments_of(folder, sp, **options), train_dataset=data, eval_dataset=evaluated,
         data_collator=data_collator, compute_metrics=metrics,
     )  # fmt: skip
@@ -208,6 +219,7 @@ OTHERS = {
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
     },
+    "loss of logits": {"data": UNEQUAL, "own": [("compute_loss", own_compute_loss)]},
     "flattened rows": {"data": ROWS, "data_collator": _flattened, "per_device_train_batch_size": 2},
     "equal labels": {"data": [{"input_ids": r["input_ids"], "labels": r["input_ids"]} for r in UNEQUAL]},
 }  # fmt: skip
