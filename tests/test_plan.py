@@ -79,6 +79,25 @@ def test_tiles_hold_every_allowed_pair_once_and_no_other(draw, n, size, heads, w
     assert met.sum() == want.sum()  # nothing is in the padding
 
 
+@settings(max_examples=60, deadline=None)
+@given(draw=randoms, size=st.integers(1, 4), heads=st.sampled_from([1, 1, 2]), stride=st.integers(2, 7))
+def test_rows_of_classes_lie_where_all_rows_travel(draw, size, heads, stride):
+    """A tile's rows have gaps there, but between the first and the last of a range all rows are sent."""
+    n = 24 * draw.randint(3, 8)
+    ends = Mask.documents([0, *sorted(draw.sample(range(1, n), 3)), n])
+    mask = Mask.dilated(draw.randint(1, n), stride) & (ends if draw.random() < 0.5 else Mask.causal())
+    layout = Layout.of(draw.choice((f"block-striped:{size * heads}", "stacked-zigzag:9")))
+    plan = plan_for(layout, mask, n, size, heads)
+    assert plan.by_class == (size * heads > 1)
+    for q_at, k_at in itertools.product(range(size), repeat=2):
+        for tile in tiles_of(plan, q_at, k_at, Abilities(masks=True)):
+            for rows, travel in (
+                (tile.q, plan.needed(q_at, k_at, of_queries=True)),
+                (tile.k, plan.needed(k_at, q_at, of_queries=False)),
+            ):
+                assert all(any(min(x) in own and max(x) in own for own in travel) for x in rows)
+
+
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(-14, 14), st.integers(-14, 14))
 def test_pairs_of_a_band_are_counted(rows, columns, low, high):
     ahead = torch.arange(columns)[None, :] - torch.arange(rows)[:, None]

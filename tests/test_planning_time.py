@@ -18,7 +18,10 @@ from burst_mcore.attention.autotune import decide as decide_module
 from burst_mcore.attention.autotune.decide import fastest
 from burst_mcore.attention.autotune.search import contenders
 from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.geometry.pattern import Abilities
+from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import plan_of
+from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.request import validate
 from burst_mcore.attention.schedule.actions import Pass
@@ -167,6 +170,52 @@ def test_documents_of_a_kind_are_decided_once(monkeypatch):
     for seed in range(5):
         _planned(planning.packed(TOKENS, seed), "zigzag")()
     assert len(decided) == 1
+
+
+RUN = 12
+"""Tokens of a run, which no stride of these tests but 2 and 3 divides."""
+
+
+def _layout(kind, n):
+    """A layout of two ranks, each of which has n / 24 runs of 12 tokens; of documents, of uneven ones."""
+    if kind == "zigzag-documents":
+        draw, ends = random.Random(n), [0]
+        while ends[-1] < n:
+            ends.append(min(n, ends[-1] + 4 * draw.randint(6, 18)))
+        return Layout(kind, ends=tuple(ends))
+    if kind == "chunks":
+        order = random.Random(n).sample(range(n // RUN), n // RUN)
+        return Layout(kind, chunks=tuple(tuple(order[rank::2]) for rank in range(2)))
+    return Layout.of(f"{kind}:{2 * RUN if kind == 'block-striped' else n // (4 * RUN)}")
+
+
+def _dilated(n):
+    draw = random.Random(n)
+    cuts = sorted(draw.sample(range(1, n), 7))
+    apart = Mask.documents([0, *cuts, n])
+    slices = Mask.ranges([(0, n // 2), (n // 3, n)], [(0, n), (n // 4, n)], ["causal", "full"])
+    blocks = Mask.blocks(torch.ones(8, 8).tril().bool(), -(-n // 8))
+    return {
+        "no end": Mask.causal() & Mask.dilated(n, 2),
+        "short": Mask.causal() & Mask.dilated(100, 5),
+        "of all sides": Mask.dilated(n, 7),
+        "documents": apart & Mask.dilated(n, 3),
+        "slices": slices & Mask.dilated(n, 4),
+        "blocks": blocks & Mask.dilated(n, 2),
+    }
+
+
+@pytest.mark.parametrize("kind", ["block-striped", "stacked-zigzag", "zigzag-documents", "chunks"])
+@pytest.mark.parametrize("term", list(_dilated(64)))
+def test_what_is_done_for_a_dilated_mask_grows_with_the_runs_not_with_their_square(term, kind):
+    def planned(n):
+        plan = plan_of(_layout(kind, n), _dilated(n)[term], n, Placement(2))
+        for part, abilities in ((None, Abilities(masks=True)), (0, Abilities(windows=True, packed=True))):
+            assert tiles_of(plan, 1, 0, abilities, q_part=part)
+        assert plan.needed(0, 1, of_queries=False) and plan.needed(1, 0, of_queries=True)
+
+    few, many = (_calls(lambda n=n: planned(n)) for n in (16 * 2 * RUN, 128 * 2 * RUN))
+    assert many <= 2 * 8 * few, f"{few} calls for 16 runs, {many} for 128"  # n log n: 14; n * n: 64
 
 
 def _remember(mask):

@@ -38,6 +38,19 @@ def tightened(bands: Tensor) -> Tensor:
     return torch.stack([q0, q1, k0, k1, low, high], 1)[(q0 < q1) & (k0 < k1) & (low <= high)]
 
 
+def of_classes(bands: Tensor, first: Tensor, stride: int) -> Tensor:
+    """Return bands over the tokens first, first + stride, ..., counted 0, 1, ...: of each `first` in turn.
+
+    The classes of residues by a stride, [classes * bands, 6]. Bands may be empty: see `tightened`.
+    """
+    edges = -((first[:, None, None] - bands[:, :4]) // stride)
+    low, high = bands[:, 4:].unbind(1)
+    low = torch.where(low > -UNBOUNDED, -(-low // stride), low)
+    high = torch.where(high < UNBOUNDED, high // stride, high)
+    diagonals = torch.stack([low, high], 1).expand(len(first), -1, -1)
+    return torch.cat([edges, diagonals], 2).flatten(0, 1)
+
+
 def intersected(a: Tensor, b: Tensor) -> Tensor:
     """Return the bands of the intersection of two lists of disjoint bands."""
     if len(a) > len(b):

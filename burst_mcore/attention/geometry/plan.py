@@ -2,7 +2,8 @@
 
 A mask is bands over global positions. Rows are stored in ascending order of position, so a band is a
 rectangle of local rows, too. Its diagonals are straight wherever both sides are one run, and arithmetic gives
-the piece. Elsewhere the rectangle is cut until its parts are full, empty or straight.
+the piece. Elsewhere the rectangle is cut until its parts are full, empty or straight. The diagonals of a
+dilated mask are straight between two runs alone; where a layout has many, rows are counted in `classes`.
 
 No layout is a special case. Causal zigzag on G ranks, chunk pairs (r, 2G-1-r), comes out as one piece for
 every pair of ranks. At home it is causal over both chunks. Lower ranks give all queries x the first chunk's
@@ -11,7 +12,7 @@ keys, higher ranks the second chunk's queries x all keys.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, wraps
@@ -22,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from burst_mcore.attention.geometry.classes import Order, in_classes, numbered
 from burst_mcore.attention.geometry.piece import Piece
 from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.reading import Reading, reading
@@ -33,6 +35,8 @@ from burst_mcore.mask.bands import UNBOUNDED, tightened
 
 Runs = tuple[range, ...]
 T = TypeVar("T")
+FEW = 8
+"""Runs of a position, at most, of which each meets each as a piece with a step, where a mask is dilated."""
 
 
 @dataclass(frozen=True)
@@ -55,19 +59,34 @@ class Stretch:
         run = self.runs[index]
         return self.offsets[index] + min(len(run), -(-(position - run.start) // run.step))
 
+    @cached_property
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        """The position at which each run begins, and `offsets`."""
+        return torch.tensor([run.start for run in self.runs]), torch.tensor(self.offsets)
+
     def rows_before_each(self, position: Tensor) -> Tensor:
         """Return `rows_before` of many positions."""
-        first, step = torch.tensor([run.start for run in self.runs]), self.runs[0].step
-        offsets = torch.tensor(self.offsets)
-        index = torch.searchsorted(first, position, right=False) - 1
-        known = index.clamp(min=0)
-        within = torch.minimum((position - first[known] + step - 1) // step, offsets.diff()[known])
-        return offsets[known] + within.clamp(min=0)
+        (first, offsets), step = self._tables, self.runs[0].step
+        known = (torch.searchsorted(first, position.contiguous()) - 1).clamp(min=0)
+        within = (position - first[known] + step - 1) // step
+        return torch.minimum(offsets[known] + within.clamp(min=0), offsets[known + 1])
 
-    def position(self, row: int) -> int:
-        """Return the global position of a local row."""
-        index = bisect_right(self.offsets, row) - 1
-        return self.runs[index][row - self.offsets[index]]
+    def positions(self, row: Tensor) -> Tensor:
+        """Return the global positions of local rows."""
+        (first, offsets), step = self._tables, self.runs[0].step
+        index = torch.searchsorted(offsets, row.contiguous(), right=True) - 1
+        return first[index] + (row - offsets[index]) * step
+
+    def cut(self, first: Tensor, stop: Tensor) -> Tensor:
+        """Return where a run begins within each of some ranges of rows, nearest to the middle; else -1."""
+        _, offsets = self._tables
+        begin = torch.searchsorted(offsets, first.contiguous(), right=True)
+        end = torch.searchsorted(offsets, stop.contiguous())
+        after = torch.searchsorted(offsets, (first + stop + 1) // 2).clamp(max=len(offsets) - 1)
+        before = torch.maximum(after - 1, begin).clamp(max=len(offsets) - 1)
+        after = torch.minimum(after, end - 1)
+        far = (2 * offsets[before] - first - stop).abs() > (2 * offsets[after] - first - stop).abs()
+        return torch.where(begin < end, offsets[torch.where(far, after, before)], -1)
 
 
 class Plan:
@@ -79,13 +98,22 @@ class Plan:
     def __init__(self, layout: Layout, mask: Mask, n: int, placement: Placement) -> None:
         self.layout, self.mask, self.n, self.placement = layout, mask, n, placement
         self.size, self.heads = placement.positions, placement.heads
-        self.bands = mask.bands(n)
         self.rows = layout.padded(n, placement.size) // self.size
         """Local rows of a position."""
+        self.bands = mask.bands(n)
+        self.by_class = mask.stride > 1 and self._fine()
+        """Whether pieces count rows in the order of classes (`geometry.classes`)."""
+        if self.by_class:
+            self.bands = in_classes(self.bands, mask.stride, self.rows * self.size)
         self.cache: dict[tuple[Any, ...], Any] = {}
         """Results that follow from the plan: see `cached_on_plan`."""
         self._pieces: dict[tuple[int | None, ...], list[Piece]] = {}
         self._tables: dict[Stretch, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+
+    def _fine(self) -> bool:
+        """Return whether the runs of a position are many, and without gaps."""
+        table = self.layout.run_table(self.n, self.placement.size)
+        return len(table) > FEW * self.size and bool((table[:, 3] == 1).all())
 
     def runs(self, position: int, member: int) -> Runs:
         """Return the global positions that a rank holds."""
@@ -113,7 +141,8 @@ class Plan:
             return tuple(
                 Stretch((run,), start) for run, start in zip(runs, starts, strict=False) if run in own
             )
-        if self.mask.stride > 1 or any(run.step > 1 for run in runs):
+        straight = self.mask.stride > 1 and not self.by_class
+        if straight or any(run.step > 1 for run in runs):
             return tuple(Stretch((run,), start) for run, start in zip(runs, starts, strict=False))
         return (Stretch(joined(runs), 0),)
 
@@ -141,18 +170,44 @@ class Plan:
     def pieces(
         self, q_at: int, k_at: int, *, q_part: int | None = None, k_part: int | None = None
     ) -> list[Piece]:
-        """Return the disjoint pieces in which queries of a position, or a member, meet keys of another."""
+        """Return the disjoint pieces in which queries of a position, or a member, meet keys of another.
+
+        Where the plan is `by_class`, pieces count rows as its `order` does.
+        """
         key = q_at, k_at, q_part, k_part
         if not self.reading(of_queries=False).meets[k_at, q_at]:
             return []
         if key not in self._pieces:
             self._pieces[key] = [
                 piece
-                for q in self.stretches(q_at, q_part)
-                for k in self.stretches(k_at, k_part)
+                for q in self._counted(q_at, q_part)
+                for k in self._counted(k_at, k_part)
                 for piece in self._meet(q, k)
             ]
         return self._pieces[key]
+
+    def _counted(self, position: int, part: int | None) -> tuple[Stretch, ...]:
+        """Return the stretches whose rows pieces count."""
+        return (self._classes(position, part)[0],) if self.by_class else self.stretches(position, part)
+
+    def _classes(self, position: int, part: int | None) -> tuple[Stretch, list[range]]:
+        """Return the rows of a position, or of a member, in the order of classes, and which they are."""
+        key = "classes", position, part
+        if key not in self.cache:
+            stretches = self.stretches(position, part)
+            own = [pair for x in stretches for pair in zip(x.runs, x.offsets, strict=False)]
+            runs, rows = numbered(own, self.mask.stride, self.rows * self.size)
+            self.cache[key] = Stretch(runs, 0), rows
+        classes: tuple[Stretch, list[range]] = self.cache[key]
+        return classes
+
+    def order(self, position: int, part: int | None, travel: Rows) -> Order:
+        """Return which rows those are that pieces count `by_class`; travel: as `Order` takes them."""
+        key = "order", position, part, travel
+        if key not in self.cache:
+            self.cache[key] = Order(self._classes(position, part)[1], travel)
+        order: Order = self.cache[key]
+        return order
 
     def reading(self, *, of_queries: bool) -> Reading:
         """Return who reads which keys, or which queries, of all positions."""
@@ -179,7 +234,7 @@ class Plan:
         return self._tables[stretch]
 
     def _meet(self, q: Stretch, k: Stretch) -> list[Piece]:
-        shift, step = 0, self.mask.stride
+        shift, step = 0, 1 if self.by_class else self.mask.stride
         if step > 1:  # both are one run
             q_run, k_run = q.runs[0], k.runs[0]
             apart, common = q_run.start - k_run.start, gcd(q_run.step, step)
@@ -195,15 +250,7 @@ class Plan:
         limits = self.bands[meeting, 4:]
         if len(q.runs) == len(k.runs) == 1:
             return _straight(local, limits, q, k, step, shift)
-        pieces: list[Piece] = []
-        for (a, b, c, d), (low, high) in zip(local.tolist(), limits.tolist(), strict=True):
-            if q is k and low == -UNBOUNDED and high == 0:  # order of rows is order of positions
-                m0, n1 = max(a, c), min(b, d)
-                if m0 < b and c < n1:
-                    pieces.append(Piece(m0, b, c, n1, -UNBOUNDED, UNBOUNDED if n1 - 1 <= m0 else m0 - c))
-            else:
-                pieces += _merged(_cut(q, k, a, b, c, d, low, high))
-        return pieces
+        return _pieces(q, k, torch.cat([local, limits], 1), square=self.by_class)
 
 
 def cached_on_plan(function: Callable[..., T]) -> Callable[..., T]:
@@ -265,43 +312,63 @@ def _from_corner(m0: int, m1: int, n0: int, n1: int, low: int, high: int) -> Pie
     return Piece(m0, m1, n0, n1, low, high if high == UNBOUNDED else high - apart)
 
 
-def _cut(q: Stretch, k: Stretch, m0: int, m1: int, n0: int, n1: int, low: int, high: int) -> list[Piece]:
-    """Cut a rectangle of local rows, with diagonals over global positions, into pieces."""
+def _pieces(q: Stretch, k: Stretch, bands: Tensor, *, square: bool) -> list[Piece]:
+    """Return the pieces of bands: rectangles of local rows, with diagonals over global positions.
+
+    square: as in `_cut`.
+    """
+    of_band: dict[int, list[Piece]] = {}
+    causal = (bands[:, 4] == -UNBOUNDED) & (bands[:, 5] == 0) & (q is k)  # order of rows is that of positions
+    for band in causal.nonzero().flatten().tolist():
+        a, b, c, d = bands[band, :4].tolist()
+        m0, n1 = max(a, c), min(b, d)
+        if m0 < b and c < n1:
+            high = UNBOUNDED if n1 - 1 <= m0 else m0 - c
+            of_band[band] = [Piece(m0, b, c, n1, -UNBOUNDED, high)]
+    rectangles = torch.cat([bands, torch.arange(len(bands))[:, None]], 1)[~causal]
+    while len(rectangles):
+        done, rectangles = _cut(q, k, rectangles, square=square)
+        for m0, m1, n0, n1, low, high, band in done:
+            of_band.setdefault(band, []).append(Piece(m0, m1, n0, n1, low, high))
+    return [piece for _, pieces in sorted(of_band.items()) for piece in _merged(pieces)]
+
+
+def _cut(q: Stretch, k: Stretch, rectangles: Tensor, *, square: bool) -> tuple[list[list[int]], Tensor]:
+    """Cut rectangles until they are full, empty or straight: return those that are, and halves of others.
+
+    Args:
+        rectangles: [many, 7]: the columns of bands over rows, and a number that parts keep.
+        square: cut the longer side, not queries first. The pieces under a diagonal are as many then, but have
+            n log n rows together, not n * n: it counts where rows lie apart.
+    """
+    m0, m1, n0, n1, low, high, band = rectangles.unbind(1)
     for _ in range(2):  # columns, rows, and columns again for the rows that are left
-        first, last = q.position(m0), q.position(m1 - 1)
-        n0, n1 = max(n0, k.rows_before(first + low)), min(n1, k.rows_before(last + high + 1))
-        if n0 >= n1:
-            return []
-        left, right = k.position(n0), k.position(n1 - 1)
-        m0, m1 = max(m0, q.rows_before(left - high)), min(m1, q.rows_before(right - low + 1))
-        if m0 >= m1:
-            return []
-    first, last = q.position(m0), q.position(m1 - 1)
-    if low <= left - last and right - first <= high:
-        return [Piece(m0, m1, n0, n1, -UNBOUNDED, UNBOUNDED)]
-    below = _between(q.offsets, m0, m1)
-    if below:
-        middle = min(below, key=lambda row: abs(2 * row - m0 - m1))
-        return _cut(q, k, m0, middle, n0, n1, low, high) + _cut(q, k, middle, m1, n0, n1, low, high)
-    beyond = _between(k.offsets, n0, n1)
-    if beyond:
-        middle = min(beyond, key=lambda column: abs(2 * column - n0 - n1))
-        return _cut(q, k, m0, m1, n0, middle, low, high) + _cut(q, k, m0, m1, middle, n1, low, high)
-    apart = left - first  # j - i at the corner
-    return [
-        Piece(
-            m0,
-            m1,
-            n0,
-            n1,
-            -UNBOUNDED if low <= left - last else low - apart,
-            UNBOUNDED if high >= right - first else high - apart,
+        first, last = q.positions(m0), q.positions(m1 - 1)
+        n0 = torch.maximum(n0, k.rows_before_each(first + low))
+        n1 = torch.minimum(n1, k.rows_before_each(last + high + 1))
+        some = n0 < n1
+        m0, m1, n0, n1, low, high, band = (x[some] for x in (m0, m1, n0, n1, low, high, band))
+        left, right = k.positions(n0), k.positions(n1 - 1)
+        m0 = torch.maximum(m0, q.rows_before_each(left - high))
+        m1 = torch.minimum(m1, q.rows_before_each(right - low + 1))
+        some = m0 < m1
+        m0, m1, n0, n1, low, high, band, left, right = (
+            x[some] for x in (m0, m1, n0, n1, low, high, band, left, right)
         )
-    ]
-
-
-def _between(offsets: list[int], first: int, last: int) -> list[int]:
-    return offsets[bisect_right(offsets, first) : bisect_left(offsets, last)]
+    first, last = q.positions(m0), q.positions(m1 - 1)
+    open_low, open_high = low <= left - last, right - first <= high
+    row, column = q.cut(m0, m1), k.cut(n0, n1)
+    by_row = (row >= 0) & ((column < 0) | (m1 - m0 >= n1 - n0 if square else row >= 0))
+    whole = (open_low & open_high) | (~by_row & (column < 0))
+    apart = left - first  # j - i at the corner
+    diagonals = (
+        torch.where(open_low, -UNBOUNDED, low - apart),
+        torch.where(open_high, UNBOUNDED, high - apart),
+    )
+    done = torch.stack([m0, m1, n0, n1, *diagonals, band], 1)[whole].tolist()
+    upper = m0, torch.where(by_row, row, m1), n0, torch.where(by_row, n1, column), low, high, band
+    lower = torch.where(by_row, row, m0), m1, torch.where(by_row, n0, column), n1, low, high, band
+    return done, torch.cat([torch.stack(half, 1)[~whole] for half in (upper, lower)])
 
 
 def _merged(pieces: list[Piece]) -> list[Piece]:

@@ -21,7 +21,7 @@ from burst_mcore.attention.geometry.rows import Rows
 from burst_mcore.layout import Layout
 from burst_mcore.layout.balance import keys_per_query
 from burst_mcore.mask import Mask
-from burst_mcore.mask.bands import UNBOUNDED, intersected, pairs_of_runs, tightened, transposed
+from burst_mcore.mask.bands import UNBOUNDED, intersected, of_classes, pairs_of_runs, tightened, transposed
 
 MOST = 2**27
 """Entries of the table, at most. Beyond, whole runs count as read, or, if these are too many, everything:
@@ -126,7 +126,7 @@ def reading(layout: Layout, mask: Mask, n: int, placement: Placement, *, of_quer
         return everything(size, rows)
     bands = transposed(mask.bands(n)) if of_queries else mask.bands(n)
     runs = _Runs(layout.run_table(n, placement.size), placement, rows)
-    if mask.stride == 1 and bool((runs.step == 1).all()):
+    if bool((runs.step == 1).all()):  # with a stride the keys between two that are read count as read, too
         segments = _by_position(runs, bands, size, rows)
     else:
         segments = _by_stripes(runs, bands, mask.stride, size, rows)
@@ -183,7 +183,7 @@ def _whole(start: Tensor, stop: Tensor) -> Tensor:
 
 
 def _by_stripes(runs: _Runs, bands: Tensor, stride: int, size: int, rows: int) -> Segments | None:
-    """Read where runs have gaps, or the mask has: run by run."""
+    """Read where runs have gaps: run by run."""
     if _too_many(runs, bands):
         return None
     stripes = [(runs.start[:0],) * 3]
@@ -277,7 +277,8 @@ def _pairs_by_position(total: Tensor, runs: _Runs, bands: Tensor, stride: int, r
         start, stop = (-((first - x) // stride) for x in (runs.start, runs.stop))
         present = start < stop
         start, stop, rank = start[present], stop[present], runs.position[present]
-        met = intersected(_whole(start, stop), _scaled(bands, first, stride))
+        of_class = tightened(of_classes(bands, torch.tensor([first]), stride))
+        met = intersected(_whole(start, stop), of_class)
         q_run = torch.searchsorted(start, met[:, 0].contiguous(), right=True) - 1
         begin = torch.searchsorted(start, met[:, 2].contiguous(), right=True) - 1
         end = torch.searchsorted(start, met[:, 3].contiguous())
@@ -306,16 +307,6 @@ def _pairs_by_distance(layout: Layout, bands: Tensor, n: int, ranks: int) -> Ten
     for q, k in product(chunks.unbind(1), repeat=2):
         total += pairs[k + (count - 1 - q)[:, None]]
     return total
-
-
-def _scaled(bands: Tensor, first: int, stride: int) -> Tensor:
-    """Return bands over the tokens first, first + stride, ..., counted 0, 1, ..."""
-    if stride == 1:
-        return bands
-    edges = -((first - bands[:, :4]) // stride)
-    low = torch.where(bands[:, 4] > -UNBOUNDED, -((-bands[:, 4]) // stride), -UNBOUNDED)
-    high = torch.where(bands[:, 5] < UNBOUNDED, bands[:, 5] // stride, UNBOUNDED)
-    return tightened(torch.cat([edges, low[:, None], high[:, None]], 1))
 
 
 def _pairs_of_stripes(total: Tensor, runs: _Runs, bands: Tensor, stride: int, ranks: int) -> bool:

@@ -6,8 +6,10 @@ may have gaps, and may descend.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -34,14 +36,12 @@ def spans(read: tuple[Rows, ...]) -> Rows:
     return union([range(first, last + 1) for first, last in ends])
 
 
-def index_of(rows: Rows, row: int) -> int:
-    """Return the index of `row` among `rows`."""
-    before = 0
-    for span in rows:
-        if row < span.stop:
-            return before + row - span.start
-        before += len(span)
-    raise IndexError(row)
+def indices_of(rows: Rows, wanted: Iterable[int]) -> list[int]:
+    """Return the index of each wanted row among ascending `rows` of step 1, in which each must be."""
+    stops = [span.stop for span in rows]
+    offsets = list(accumulate(map(len, rows), initial=0))
+    spans = [(row, bisect_right(stops, row)) for row in wanted]
+    return [offsets[index] + row - rows[index].start for row, index in spans]
 
 
 def count(rows: Rows) -> int:
@@ -99,8 +99,11 @@ def relative_to(stored: Rows | None, rows: Rows) -> Rows:
     """Return the places of `rows` in a tensor that has room for the rows `stored` alone (None: for all)."""
     if stored is None:
         return rows
-    shifts = [index_of(stored, min(span[0], span[-1])) - min(span[0], span[-1]) for span in rows]
-    return tuple(_shifted(span, by) for span, by in zip(rows, shifts, strict=True))
+    if len(stored) == 1:  # by far the most frequent
+        return tuple(_shifted(span, -stored[0].start) for span in rows)
+    first = [min(span[0], span[-1]) for span in rows]
+    places = zip(rows, first, indices_of(stored, first), strict=True)
+    return tuple(_shifted(span, place - row) for span, row, place in places)
 
 
 def _shifted(rows: range, by: int) -> range:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from burst_mcore.attention.geometry.pattern import Abilities, Packed, Pattern
 from burst_mcore.attention.geometry.piece import Piece
 from burst_mcore.attention.geometry.plan import Plan, cached_on_plan
-from burst_mcore.attention.geometry.rows import Rows, count, index_of, union
+from burst_mcore.attention.geometry.rows import Rows, count, indices_of, union
 from burst_mcore.mask.bands import UNBOUNDED
 
 CALL = 1024
@@ -84,7 +84,12 @@ def tiles_of(
     k_part: int | None = None,
 ) -> tuple[Tile, ...]:
     """Return the tiles in which queries of a position, or of a member there, meet keys of another. Cached."""
-    return tiles(plan.pieces(q_at, k_at, q_part=q_part, k_part=k_part), abilities)
+    met = tiles(plan.pieces(q_at, k_at, q_part=q_part, k_part=k_part), abilities)
+    if not plan.by_class or not met:
+        return met
+    q = plan.order(q_at, q_part, plan.needed(q_at, k_at, of_queries=True))
+    k = plan.order(k_at, k_part, plan.needed(k_at, q_at, of_queries=False))
+    return tuple(Tile(q.rows(tile.q), k.rows(tile.k), tile.pattern) for tile in met)
 
 
 def _as_one(pieces: list[Piece], windows: bool) -> tuple[Tile, ...]:
@@ -317,8 +322,8 @@ def _masked(group: list[Piece]) -> Tile:
     q = union([range(piece.m0, piece.m1) for piece in group])
     k = union([range(piece.n0, piece.n1) for piece in group])
     parts = []
-    for piece in group:
-        m0, n0 = index_of(q, piece.m0), index_of(k, piece.n0)
+    corners = zip(indices_of(q, [p.m0 for p in group]), indices_of(k, [p.n0 for p in group]), strict=True)
+    for piece, (m0, n0) in zip(group, corners, strict=True):
         rows, columns = piece.m1 - piece.m0, piece.n1 - piece.n0
         parts.append(piece._replace(m0=m0, m1=m0 + rows, n0=n0, n1=n0 + columns))
     return _tile(q, k, parts=tuple(parts))
