@@ -20,7 +20,8 @@ from burst_mcore.loss import patch_causal_lm
 from burst_mcore.machines import MACHINES
 from burst_mcore.megatron.arguments import add_arguments, burst_config, recompute_policy
 from burst_mcore.step.advice import deepspeed_config, megatron_flags
-from burst_mcore.step.figures import Place, mfu, step
+from burst_mcore.step.attention import Attention
+from burst_mcore.step.figures import Place, Step, mfu, step
 from burst_mcore.step.memory import ON_CPU, moments, stack, states, total
 from burst_mcore.step.model import PRESETS, from_config, model_of
 from burst_mcore.step.search import least, search
@@ -106,6 +107,23 @@ def test_attention_again_costs_the_square_of_what_is_not_kept():
     assert full["attention again"] == pytest.approx(full["attention forward"])
     assert segment["attention again"] == pytest.approx(full["attention again"] / 4)
     assert attention["attention again"] == 0
+
+
+def test_what_attention_waits_for_has_the_name_of_what_is_there():
+    """A ring needs two positions: one rank only launches, and ranks that share all heads exchange them."""
+    place = replace(PLACE, ranks=Ranks(4, 4))
+    names = {"ring", "kernel launches", "exchange of heads"}
+    for degrees, heads, cause in (
+        ({"dp": 4}, 1, "kernel launches"),
+        ({"cp": 4}, 1, "ring"),
+        ({"cp": 4}, 2, "ring"),
+        ({"cp": 4}, 4, "exchange of heads"),
+    ):
+        way = Way(framework="deepspeed", zero=3, **degrees)
+        runs = Attention(forward=0.02, backward=0.04, kernel=0.05, head_parallel=heads)
+        exposed = Step(PRESETS["7b"], way, 2**15, place, runs).times.exposed
+        assert exposed[cause] == pytest.approx(32 * 0.01), degrees
+        assert names & set(exposed) == {cause}
 
 
 def test_interleaved_stages_wait_less():

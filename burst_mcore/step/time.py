@@ -93,11 +93,11 @@ def times(
         "optimizer": _optimizer(model, way, rates, constants),
     }
     busy = sum(compute.values()) - compute["optimizer"]
-    ring = calls * (1 - attention.share) * (attention.forward * (1 + again) + attention.backward)
+    around = calls * (1 - attention.share) * (attention.forward * (1 + again) + attention.backward)
     gathers = _gathers(model, way, cluster, rates)
     beside = _beside(model, way, gathers, busy)
     exposed = {
-        "ring": ring,
+        _cause(way, attention): around,
         "tensor parallel": _tensor(model, way, calls, seq, cluster, rates, passes, product / way.micro),
         "tokens to experts": _experts(model, way, calls, seq, cluster, rates, passes),
         "weights gathered": gathers - beside + gathers / (2 * way.micro * model.layers),
@@ -107,6 +107,13 @@ def times(
     bubble = (way.pp - 1) / (way.chunks * way.micro)
     exposed["pipeline"] = bubble * (busy + sum(exposed.values()))
     return Times(compute, {cause: s for cause, s in exposed.items() if s > 0})
+
+
+def _cause(way: Way, attention: Attention) -> str:
+    """Return what attention waits for where no kernel runs: a ring of one position is none."""
+    if way.cp == 1:
+        return "kernel launches"
+    return "ring" if attention.head_parallel < way.cp else "exchange of heads"
 
 
 def _elementwise(model: Model, layers: float) -> float:

@@ -91,6 +91,17 @@ def test_the_doctor_counts_what_a_mesh_holds(tmp_path):
     assert needs["4x2"] == pytest.approx(3 * 4 * query, rel=0.05)
 
 
+def test_the_doctor_counts_no_ring_of_one_rank(tmp_path):
+    """The total is that of its parts, none of which is a ring's."""
+    asked = ("--device", "h100", "--seq", "128K", "--world", "8")
+    alone, shared = (_doctor(tmp_path, config_of(3, size), *asked).output for size in (1, 2))
+    assert "memory of a ring" in shared and ", ring " in shared
+    assert "memory of a ring" not in alone and "ring: none, a rank has the whole sequence" in alone
+    total, parts = re.search(r"memory of a rank: about ([\d.e+]+) GB \(([^)]*)\)", alone).groups()
+    sizes = {name: float(size) for name, size in (part.split() for part in parts.split(", "))}
+    assert "ring" not in sizes and sum(sizes.values()) == pytest.approx(float(total), rel=0.01)
+
+
 def test_the_doctor_takes_the_shape_of_a_model(tmp_path):
     config = config_of(2, 2)
     model_of(heads=4, kv_heads=2).config.save_pretrained(tmp_path)

@@ -84,7 +84,8 @@ def examine(
     if size % intra or per_node % intra:
         raise ValueError(f"groups of {size} ranks do not go evenly on nodes of {per_node}")
     nodes = size // intra
-    yield f"ring: over {nodes} node{'s' * (nodes > 1)}, {intra} ranks a node, layout {section.layout}"
+    over = f"over {nodes} node{'s' * (nodes > 1)}, {intra} ranks a node, layout {section.layout}"
+    yield f"ring: {over if size > 1 else 'none, a rank has the whole sequence'}"
     yield (
         f"ZeRO-{stage}: each rank's part of a gradient is multiplied by {size}, and DeepSpeed takes the mean "
         f"over all ranks"
@@ -113,7 +114,7 @@ def examine(
         dtype=dtype,
         grad_dtype=section.burst_config().grad_dtype,
     )
-    held = 0
+    in_flight = held = 0
     if size > 1:
         candidates = ways(section.burst_config(), shard, mask, shape.seq, Ranks(size, intra), rates)
         chosen = best(candidates)
@@ -126,12 +127,12 @@ def examine(
             f"{chosen.intra_bytes * times / 1e9:.3g} GB within nodes, "
             f"{chosen.inter_bytes * times / 1e9:.3g} GB between"
         )
-    kv = shard.kv_bytes
-    bundles = 4 if nodes > 1 else 2
-    yield (
-        f"memory of a ring: {bundles * kv / 1e9:.3g} GB of keys and values in flight ({bundles} bundles)"
-        + f", and {held / 1e9:.3g} GB of other ranks' rows that stay with a mesh" * (held > 0)
-    )
+        bundles = 4 if nodes > 1 else 2
+        in_flight = bundles * shard.kv_bytes
+        yield (
+            f"memory of a ring: {in_flight / 1e9:.3g} GB of keys and values in flight ({bundles} bundles)"
+            + f", and {held / 1e9:.3g} GB of other ranks' rows that stay with a mesh" * (held > 0)
+        )
     logits = micro * shard.tokens * shape.vocabulary * 4
     yield (
         f"logits: never whole; unfused they would be {logits / 1e9:.3g} GB a rank, and their gradient as much"
@@ -145,7 +146,7 @@ def examine(
     parts = {
         **states(config, shape.parameters, world, dtype.itemsize),
         "activations": activations(section.checkpointing, shape, shard) + kept,
-        "ring": bundles * kv + held,
+        "ring": in_flight + held,
         "logits": 0.0 if section.fused_loss else 2.0 * logits,
     }
     there = _memory(device)
