@@ -12,6 +12,7 @@ from pathlib import Path
 from burst_mcore.attention.schedule.actions import Kind, Send
 from burst_mcore.machines import CONSTANTS, MACHINES, Machine
 from burst_mcore.plan.against import Compared, Report, compare
+from burst_mcore.plan.errors import ROWS, Judged, judged, ranges
 from burst_mcore.plan.loops import (
     INTERNEVO,
     MAGI_DOUBLE_RING,
@@ -26,6 +27,7 @@ from burst_mcore.plan.loops import (
 from burst_mcore.plan.methods import Way, seconds_of, way_of
 from burst_mcore.plan.training import COUNTED
 from burst_mcore.step import memory, search, time
+from burst_mcore.step.figures import KINDS
 from burst_mcore.step.parts import CHUNK, MODULES, PLAIN
 
 CALIBRATION = "calibration.json"
@@ -139,6 +141,14 @@ was developed with all of these rows in view.
 
 | machine | TFLOP/s | SMs | exp/s | memory GB/s | link GB/s | NIC GB/s | fitted |
 |---|---|---|---|---|---|---|---|"""
+_TRAINING = """
+## Training steps
+
+`burst-mcore plan` prints the range of errors of the same kind of way with each predicted speed. The rows are
+in [training.json](../benchmarks/public/training.json), each with its source. Predictions are those of the
+model as it is now; none of these rows is fitted. Some sources leave a setting open: then a run has a row for
+each assumption. Speeds are predicted even where memory is predicted not to suffice.
+"""
 _LOOPS = """
 ## Whose loop a row runs
 
@@ -154,9 +164,25 @@ LOOPS = (RING_FLASH, TRANSFORMER_ENGINE, INTERNEVO, *MAGI_RING.values(), *MAGI_D
 
 def page(folder: Path) -> str:
     """Return the page for the files of rows in `folder`."""
-    files = sorted(path for path in folder.glob("*.json") if path.name != CALIBRATION)
+    files = sorted(path for path in folder.glob("*.json") if path.name not in (CALIBRATION, ROWS))
     report = compare(files, [folder / CALIBRATION])
-    return "\n".join([_HEAD, *_summary(report), *_numbers(), *_loops(), *_rows(report)])
+    steps = _training(judged(folder))
+    return "\n".join([_HEAD, *_summary(report), *_numbers(), *_loops(), *steps, *_rows(report)])
+
+
+def _training(rows: Sequence[Judged]) -> Iterator[str]:
+    """Yield the section of training steps: the range of errors of each kind of way, and each row."""
+    yield f"{_TRAINING}\n| kind of way | public runs | predicted speed was off by |\n|---|---|---|"
+    for errors in ranges(rows):
+        yield f"| {errors.kind} | {errors.runs} | {errors.range} |"
+    yield "\n| kind | run | way | unit | measured | predicted | error |\n|---|---|---|---|---|---|---|"
+    for one in sorted(rows, key=lambda one: KINDS.index(one.kind)):
+        where = f"{one.run.model.name} on {one.run.way.gpus} {one.run.hardware}, {one.run.seq}"
+        unit, measured = one.row["metric"], float(one.row["value"])
+        yield (
+            f"| {one.kind} | {where} | {one.run.way} | {unit} | {measured:.4g} | {one.value:.4g} | "
+            f"{one.error:+.0%} |"
+        )
 
 
 def _summary(report: Report) -> Iterator[str]:

@@ -1,6 +1,9 @@
 """Writes the tables of the docs that follow from the code: settings, flags, keys, tests of Megatron, bytes.
 
-`make tables`, after a setting, a layout or a kernel was added. tests/test_docs.py fails until then.
+The table of the planner's errors is written, too: the package has a copy.
+
+`make tables`, after a setting, a layout or a kernel was added, or the model of a step changed.
+tests/test_docs.py fails until then.
 """
 
 from __future__ import annotations
@@ -26,9 +29,12 @@ from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.config import SETTINGS
 from burst_mcore.deepspeed.config.section import reference
 from burst_mcore.megatron.arguments import flag_of
+from burst_mcore.plan.errors import judged, ranges, table
+from burst_mcore.step.figures import TABLE
 
 DOCS = Path(__file__).parent
 TESTS = DOCS.parent / "tests" / "megatron"
+PUBLIC = DOCS.parent / "benchmarks" / "public"
 
 
 def pages() -> dict[str, str]:
@@ -41,6 +47,11 @@ def pages() -> dict[str, str]:
         megatron,
         "| version | by the launcher | by the patches | largest difference |\n|---|---|---|---|\n",
         _trained(),
+    )
+    planning = _with_rows(
+        (DOCS / "planning.md").read_text(),
+        "| kind of way | public runs | predicted speed was off by |\n|---|---|---|\n",
+        (f"| {errors.kind} | {errors.runs} | {errors.range} |" for errors in ranges(judged(PUBLIC))),
     )
     return {
         "attention.md": _with_rows(
@@ -55,7 +66,9 @@ def pages() -> dict[str, str]:
             _through_nics(),
         ),
         "deepspeed-section.md": reference(),
-        "predictions.md": page(DOCS.parent / "benchmarks" / "public"),
+        "planning.md": planning,
+        "predictions.md": page(PUBLIC),
+        f"../burst_mcore/step/{TABLE}": table(PUBLIC),
     }
 
 

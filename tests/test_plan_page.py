@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from burst_mcore.cli import app
+from burst_mcore.step.figures import TABLE
 
 ROOT = Path(__file__).parents[1]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -37,6 +38,28 @@ def test_the_page_holds_the_data_of_json(written):
     text = (written / "plan.html").read_text()
     assert _data(text, "plan-data") == json.loads((written / "plan.json").read_text())
     assert text.count("predicted, not measured") >= 4 and "{{" not in text
+
+
+def test_every_speed_comes_with_the_errors_of_its_kind(written):
+    plan = json.loads((written / "plan.json").read_text())
+    stops = _data((written / "plan.html").read_text(), "stops-data")
+    ways = [*plan["ways"], plan["recommended"], *(way for cell in stops["cells"] for way in cell["ways"])]
+    assert len(ways) > 200
+    for way in ways:
+        kind = "TP or PP" if re.search("TP|PP", way["words"]) else "long context"
+        kind = "dense FSDP" if "CP 1," in way["words"] and kind != "TP or PP" else kind
+        errors = way["errors"]
+        assert errors["kind"] == kind and errors["runs"] > 0 and errors["low"] < errors["high"]
+        assert errors["words"].endswith(f"were {errors['range']} off the measured speed")
+    assert {way["errors"]["kind"] for way in ways} == {"dense FSDP", "TP or PP", "long context"}
+    for cell in [plan, *stops["cells"]]:
+        ways = cell["ways"]
+        assert not ways or cell["reason"].count("public runs of this kind") == 1
+    page = (written / "plan.html").read_text()
+    assert "escaped(way.errors.range)" in page and '"off by"' in page
+    printed = _plan("--top", "3").output
+    assert re.search(r"tokens/s/GPU +off by +MFU", printed)
+    assert f"speeds: {plan['recommended']['errors']['words']}" in printed
 
 
 def test_the_page_loads_nothing(written):
@@ -120,9 +143,9 @@ def test_a_bad_model_leaves_no_page(tmp_path):
     assert done.exit_code == 2 and not list(tmp_path.iterdir())
 
 
-def test_a_wheel_has_the_template():
+def test_a_wheel_has_the_template_and_the_table_of_errors():
     packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    assert "page.html" in packaged["burst_mcore.step"]
+    assert {"page.html", TABLE} == set(packaged["burst_mcore.step"])
 
 
 def _shown(page, words, folder):

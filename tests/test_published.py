@@ -1,5 +1,6 @@
 """Training steps that others published: what their engines do, and predictions beside figures of them."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,15 +11,20 @@ from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.machines import CONSTANTS, CPU, MACHINES
 from burst_mcore.plan.against import compare
+from burst_mcore.plan.errors import judged, ranges, table
 from burst_mcore.plan.training import of_row, predicted
+from burst_mcore.step import figures
 from burst_mcore.step.attention import Attention
+from burst_mcore.step.figures import TABLE, errors_of, kind_of
 from burst_mcore.step.memory import shard_of, stack, states
 from burst_mcore.step.model import PRESETS
 from burst_mcore.step.search import least
 from burst_mcore.step.time import PAGEABLE, PREFETCH, times
 from burst_mcore.step.way import Way
 
-SHARED = Path(__file__).parents[2] / "shared"
+ROOT = Path(__file__).parents[1]
+PUBLIC = ROOT / "benchmarks" / "public"
+SHARED = ROOT.parent / "shared"
 SLOW = replace(MACHINES["A100-quad"], nic=0.01).rates
 """Networks whose messages take far longer than all compute."""
 RUNS = Attention(forward=0.01, backward=0.02, kernel=0.03)
@@ -27,6 +33,51 @@ FULL = Way(framework="megatron-deepspeed", zero=3, cp=4, recompute="full", fused
 
 def _times(model, way, ranks, rates=MACHINES["A100-NVLink"].rates, seq=2**16):
     return times(PRESETS[model], way, seq, ranks, rates, 312e12, RUNS, again=1.0)
+
+
+def test_the_errors_that_are_told_are_those_of_todays_model():
+    """The committed table is what `make tables` writes, and a range holds its every run."""
+    assert (ROOT / "burst_mcore" / "step" / TABLE).read_text() == table(PUBLIC)
+    rows = judged(PUBLIC)
+    for errors in ranges(rows):
+        own = [one for one in rows if one.kind == errors.kind]
+        assert len({one.measurement for one in own}) == errors.runs >= 1
+        assert all(errors.low - 1e-3 < one.error < errors.high + 1e-3 for one in own)
+        assert errors_of(own[0].run.way, own[0].run.model) == errors
+    read = json.loads((PUBLIC / "training.json").read_text())
+    assert len(rows) == len(read) and all("@" in row["source"] or "/" in row["source"] for row in read)
+
+
+def test_rows_that_differ_in_an_assumption_are_one_run():
+    rows = [one for one in judged(PUBLIC) if one.run.model.name == "llama3-405b"]
+    assert [one.run.way.recompute for one in rows] == ["none", "full"]
+    (errors,) = ranges(rows)
+    assert errors.runs == 1 and errors.low < errors.high and errors.kind == "TP or PP"
+    assert str(errors).startswith("predicted; on 1 public run of this kind (TP or PP) predictions were ")
+
+
+@pytest.mark.parametrize(
+    ("degrees", "model", "kind"),
+    [
+        ({}, "7b", "one GPU"),
+        ({"dp": 8, "zero": 3}, "7b", "dense FSDP"),
+        ({"cp": 2, "dp": 4}, "7b", "long context"),
+        ({"tp": 2, "cp": 4}, "7b", "TP or PP"),
+        ({"pp": 2}, "7b", "TP or PP"),
+        ({"ep": 8, "dp": 8, "tp": 2}, "experts", "experts"),
+        ({"cp": 8}, "experts", "experts"),
+    ],
+)
+def test_the_kind_of_a_way_follows_from_its_degrees(degrees, model, kind):
+    sparse = replace(PRESETS["7b"], experts=8, active=2, expert_ffn=1024)
+    assert kind_of(Way(**degrees), sparse if model == "experts" else PRESETS[model]) == kind
+
+
+def test_a_kind_without_public_runs_says_so(monkeypatch):
+    monkeypatch.setattr(figures, "_table", dict)
+    errors = errors_of(Way(cp=2), PRESETS["7b"])
+    assert str(errors) == "predicted; no public run of this kind (long context) was compared"
+    assert errors.range == "unknown"
 
 
 def test_a_collective_over_nodes_passes_all_shares_but_one_between_them():

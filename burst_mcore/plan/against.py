@@ -20,6 +20,7 @@ from burst_mcore.plan.rows import CPU, Row, read, rows_of
 from burst_mcore.plan.training import OUT_OF_MEMORY, fitted, of_row
 from burst_mcore.plan.training import figure as figure_of
 from burst_mcore.rates import Rates
+from burst_mcore.step.way import Way
 
 Prediction = tuple[float | None, str | None]
 """(figure, None), or (None, the reason why there is none)."""
@@ -52,10 +53,11 @@ class Compared:
     def words(self) -> str:
         """The row in words."""
         row = self.row
-        if self.step and "method" in self.entries:
+        if self.step and "model" in self.entries:
             model, gpus = self.entries["model"]["name"], self.entries["gpus"]
             where = f"{gpus} {self.entries['hardware']}, {self.entries['seq']}"
-            return f"{model} on {where}, {self.entries['method']}, {self.entries['metric']}"
+            way = self.entries["method"] if "method" in self.entries else Way(**self.entries["way"])
+            return f"{model} on {where}, {way}, {self.entries['metric']}"
         if row is None or "name" in self.entries:
             return str(self.entries.get("name", ""))
         shape = f"{row.gpus} {row.hardware}, {row.seq} x {row.heads}:{row.kv_heads} x {row.head_dim}"

@@ -20,6 +20,7 @@ from burst_mcore.plan.rows import Row
 from burst_mcore.rates import Rates
 from burst_mcore.step.attention import Attention
 from burst_mcore.step.figures import Place, Step
+from burst_mcore.step.figures import step as step_of
 from burst_mcore.step.memory import longest, total
 from burst_mcore.step.model import PRESETS, Model
 from burst_mcore.step.way import Way, why_not
@@ -36,8 +37,8 @@ class Training:
     seq: int
     per_node: int
     hardware: str
-    method: str
-    """Of attention, a name in `burst_mcore.plan.methods.METHODS`, or "flat burst"."""
+    method: str = ""
+    """Of attention, a name in `burst_mcore.plan.methods.METHODS`, or "flat burst"; "": as `plan` chooses."""
     variant: str = ""
     """Of the method, as in `burst_mcore.plan.rows.Row`."""
     mask: str = "causal"
@@ -53,12 +54,6 @@ def predicted(run: Training, machines: Mapping[str, Machine] = MACHINES) -> Step
     reason = why_not(run.way, run.model, run.seq, ranks)
     if reason is not None:
         return reason
-    row = _row(run, ranks)
-    way = _attention_way(run, row)
-    if isinstance(way, str):
-        return way
-    forward = _seconds(replace(row, passes="fwd"), way, machine.rates)
-    backward = _seconds(replace(row, passes="bwd"), way, machine.rates)
     place = Place(
         ranks=ranks,
         rates=machine.rates,
@@ -66,6 +61,14 @@ def predicted(run: Training, machines: Mapping[str, Machine] = MACHINES) -> Step
         memory=machine.memory,
         name=run.hardware,
     )
+    if not run.method:
+        return step_of(run.model, run.way, run.seq, place, run.mask)
+    row = _row(run, ranks)
+    way = _attention_way(run, row)
+    if isinstance(way, str):
+        return way
+    forward = _seconds(replace(row, passes="fwd"), way, machine.rates)
+    backward = _seconds(replace(row, passes="bwd"), way, machine.rates)
     nodes = row.ranks.size // row.ranks.intra if way.double else 1
     runs = Attention(
         forward=forward,
@@ -121,6 +124,8 @@ def value_of(metric: str, step: Step, counted: float = 1.0) -> float | None:
             return step.tokens_per_second * step.way.gpus
         case "mem_gb":
             return total(step.memory) / 1e9
+        case "model TFLOP/s per GPU":
+            return step.mfu * step.place.peak / 1e12
         case "MFU":
             return 100 * step.mfu * counted
     return None
@@ -232,16 +237,20 @@ _RUNS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 
 def fitted(entries: Mapping[str, Any]) -> bool:
     """Return whether a row of training is one of `FITTED`."""
-    named = {**entries, "model": entries["model"]["name"]}
+    named = {**entries, "model": entries["model"].get("name")}
     return any(named.items() >= row.items() for row in FITTED)
 
 
 def of_row(entries: Mapping[str, Any]) -> Training | str:
     """Return the run of a row of training, or the reason why it is not modelled.
 
+    A row says its way in the fields of `Way`, or a method in words that `_RUNS` knows.
+
     Raises:
-        ValueError: a row without the fields of training.
+        ValueError: a row without the fields of training, or with sizes or a way that are not legal.
     """
+    if "way" in entries:
+        return _as_it_says(entries)
     try:
         sizes, gpus, seq, method = (entries[name] for name in ("model", "gpus", "seq", "method"))
         name, dtype = sizes["name"], sizes.get("dtype", "")
@@ -265,3 +274,15 @@ def of_row(entries: Mapping[str, Any]) -> Training | str:
         hardware=machine, method=attention, variant=variant,
         counted=COUNTED if CHART in str(entries.get("source")) else 1.0,
     )  # fmt: skip
+
+
+def _as_it_says(entries: Mapping[str, Any]) -> Training | str:
+    """Return the run of a row that says all of its way and of its model."""
+    try:
+        model, way = Model(**entries["model"]), Way(**entries["way"])
+        seq, per_node, hardware = (entries[name] for name in ("seq", "gpus_per_node", "hardware"))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"a row of training lacks a field: {type(error).__name__} {error}") from None
+    if hardware not in MACHINES:
+        return f"unknown hardware {hardware}"
+    return Training(model=model, way=way, seq=seq, per_node=per_node, hardware=hardware)

@@ -1,10 +1,12 @@
-"""The figures of a predicted step: tokens a second, MFU, memory, and a timeline."""
+"""The figures of a predicted step: tokens a second, and how wrong such have been, MFU, memory, timeline."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from importlib.resources import files
+from typing import Any, NamedTuple
 
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.rates import Rates
@@ -38,6 +40,59 @@ class Place:
     def usable(self) -> float:
         """Bytes that tensors may take."""
         return self.memory - RESERVED
+
+
+TABLE = "errors.json"
+"""The ranges of errors on the public runs of benchmarks/public/training.json: `make tables` writes them."""
+KINDS = ("one GPU", "dense FSDP", "TP or PP", "experts", "long context")
+"""Kinds of ways, whose errors have different causes: see `kind_of`."""
+
+
+class Errors(NamedTuple):
+    """The errors of predicted speeds: predicted over measured, less 1."""
+
+    kind: str
+    runs: int = 0
+    """Public runs of the kind. A run whose source leaves a setting open is predicted for each assumption."""
+    low: float = 0.0
+    high: float = 0.0
+
+    @property
+    def range(self) -> str:
+        """The range, for a column of a table."""
+        return f"{self.low:+.0%} to {self.high:+.0%}" if self.runs else "unknown"
+
+    def __str__(self) -> str:
+        if not self.runs:
+            return f"predicted; no public run of this kind ({self.kind}) was compared"
+        runs = f"{self.runs} public run{'s' * (self.runs > 1)}"
+        return (
+            f"predicted; on {runs} of this kind ({self.kind}) predictions were {self.low:+.0%} to "
+            f"{self.high:+.0%} off the measured speed"
+        )
+
+
+def kind_of(way: Way, model: Model) -> str:
+    """Return the kind of a way, one of `KINDS`: by experts first, then by what ranks share."""
+    if model.experts:
+        return "experts"
+    if way.tp > 1 or way.pp > 1:
+        return "TP or PP"
+    if way.cp > 1:
+        return "long context"
+    return "dense FSDP" if way.dp > 1 else "one GPU"
+
+
+def errors_of(way: Way, model: Model) -> Errors:
+    """Return the errors of predicted speeds of the same kind, as the committed table has them."""
+    kind = kind_of(way, model)
+    return _table().get(kind, Errors(kind))
+
+
+@cache
+def _table() -> dict[str, Errors]:
+    text = files("burst_mcore.step").joinpath(TABLE).read_text(encoding="utf-8")
+    return {row["kind"]: Errors(**row) for row in json.loads(text)}
 
 
 @dataclass(frozen=True)
@@ -81,6 +136,11 @@ class Step:
         return mfu(self.model, keys(self.mask, self.seq), self.tokens_per_second, self.place.peak)
 
     @property
+    def errors(self) -> Errors:
+        """How wrong predicted speeds of this kind have been."""
+        return errors_of(self.way, self.model)
+
+    @property
     def fits(self) -> bool:
         return total(self.memory) <= self.place.usable
 
@@ -109,6 +169,7 @@ class Step:
             "exposed": dict(self.times.exposed),
             "tokens_per_second_gpu": self.tokens_per_second,
             "mfu": self.mfu,
+            "errors": self.errors._asdict() | {"range": self.errors.range, "words": str(self.errors)},
             "timeline": self.timeline(),
         }
 

@@ -80,7 +80,7 @@ def _cell(answer: Answer) -> dict[str, Any]:
 
 
 def _way(one: Step) -> dict[str, Any]:
-    shown = ("words", "seconds", "tokens_per_second_gpu", "mfu", "memory", "compute", "exposed")
+    shown = ("words", "seconds", "tokens_per_second_gpu", "mfu", "errors", "memory", "compute", "exposed")
     data = one.as_json()
     return {name: data[name] for name in shown} | {"attention": str(one.attention)}
 

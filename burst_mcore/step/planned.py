@@ -16,7 +16,7 @@ from burst_mcore.step.model import LARGEST, model_of
 from burst_mcore.step.search import Answer, kind, search
 from burst_mcore.step.way import FRAMEWORKS
 
-ALIGNED = (*["left"] * 3, *["right"] * 5)
+ALIGNED = (*["left"] * 3, *["right"] * 6)
 """Columns of the table of ways, `_row`."""
 
 
@@ -91,6 +91,7 @@ def text(answer: Answer, top: int) -> str:
             )
         ]
         lines += [f"and {len(answer.ranked) - top} slower ones"] * (len(answer.ranked) > top)
+        lines += dict.fromkeys(f"speeds: {one.errors}" for one in shown)
     lines += ["", *recommendation(answer)]
     if answer.infeasible:
         reasons = Counter(kind(why) for _, why in answer.infeasible)
@@ -122,6 +123,7 @@ def _row(one: Step, chosen: Step | None) -> dict[str, str]:
         "attention": f"{one.attention.ring} x{one.attention.head_parallel} {one.attention.direction}",
         "s": short(one.seconds, 4),
         "tokens/s/GPU": short(one.tokens_per_second, 4),
+        "off by": one.errors.range,
         "MFU %": f"{100 * one.mfu:.1f}",
         "exposed %": f"{100 * sum(one.times.exposed.values()) / one.seconds:.1f}",
         "GB": short(total(one.memory) / 1e9),

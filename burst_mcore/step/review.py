@@ -22,6 +22,7 @@ def review(step: Step, config: BurstConfig) -> Iterator[str]:
         f"step (predicted): {step.way}: {short(step.seconds)} s, "
         f"{short(step.tokens_per_second, 4)} tokens/s/GPU, MFU {step.mfu:.0%}; {waits(step)}"
     )
+    yield f"speed: {step.errors}"
     own = step.way.framework == "megatron" and config == MEGATRONS_OWN
     yield f"attention: {step.attention}" + " (taken for Megatron's own, p2p)" * own
     parts = ", ".join(f"{name} {short(size / 1e9)}" for name, size in step.memory.items())

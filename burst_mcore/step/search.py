@@ -68,7 +68,7 @@ class Answer:
         return (
             f"{chosen.way} is fastest{least if len(close) > 1 else ''}: {waits(chosen)}, "
             f"{short(total(chosen.memory) / 1e9)} of {short(self.place.memory / 1e9)} GB are taken, "
-            f"{self._without_offload(chosen)}and {self._beside(chosen)}"
+            f"{self._without_offload(chosen)}and {self._beside(chosen)}. Its speed is {chosen.errors}"
         )
 
     def _fitting(self) -> str:
@@ -94,7 +94,9 @@ class Answer:
         close = _close(self.ranked)
         if len(close) < len(self.ranked):
             slower = self.ranked[len(close)]
-            return f"{slower.way} takes {slower.seconds / chosen.seconds - 1:.1%} longer"
+            other = slower.errors.kind != chosen.errors.kind
+            of_kind = f" (errors of its kind, {slower.errors.kind}: {slower.errors.range})" * other
+            return f"{slower.way} takes {slower.seconds / chosen.seconds - 1:.1%} longer{of_kind}"
         return "no other way fits" if len(close) == 1 else "all other ways that fit are as fast"
 
     def as_json(self) -> dict[str, Any]:
