@@ -1,7 +1,10 @@
 """What is not legal is refused before any communication; ranks that disagree all get an error, none hangs."""
 
 import os
+import signal
+import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from calling_path import BAR, calling_path, lines_run
 from dense import problem
 from ranks import processes
 from torch.autograd import forward_ad
+from torch.distributed.distributed_c10d import _get_default_store
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention
 from burst_mcore.agreement import Agreement
@@ -436,6 +440,69 @@ def test_ranks_that_stay_are_told_of_one_that_is_gone():
     with pytest.raises(AssertionError, match=r"ranks \[2\] of 4 did not answer") as caught:
         processes(4, _one_goes_while_others_stay, timeout=20)
     assert len(caught.value.args[1]) == 3 and max(caught.value.args[1].values()) < 4
+
+
+def _interrupt_waits(error, *, agreed):
+    """Raise the error in the next wait for the agreement: from a signal, or once all have agreed."""
+
+    def ring_out(*_):
+        raise error
+
+    if not agreed:
+        signal.signal(signal.SIGALRM, ring_out)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        return
+    wait = threading.Event.wait
+
+    def waited(self, timeout=None):
+        answer = wait(self, timeout)
+        if threading.current_thread() is threading.main_thread():
+            threading.Event.wait = wait
+            ring_out()
+        return answer
+
+    threading.Event.wait = waited
+
+
+def _interrupted(rank, size, who, error, agreed):
+    """A rank is interrupted while it waits for the agreement; (message, seconds) of each rank's next call."""
+    topology = Topology.from_group(dist.new_group(timeout=timedelta(seconds=40)), intra_size=size)
+    _attend(topology=topology)
+    dist.barrier()
+    store = _get_default_store()
+    if rank == who:
+        _interrupt_waits(error, agreed=agreed)
+        with pytest.raises(type(error)):
+            _attend(topology=topology)
+        store.set("left", "")
+    elif not agreed:
+        store.wait(["left"], timedelta(seconds=60))
+    start = time.monotonic()
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        _attend(topology=topology)
+    dist.barrier = lambda: None  # connections may be closed
+    return str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    ("who", "error", "agreed"),
+    [
+        (0, KeyboardInterrupt(), False),
+        (1, KeyboardInterrupt(), False),
+        (1, SystemExit(1), False),
+        (0, TimeoutError("too late"), False),
+        (0, KeyboardInterrupt(), True),
+        (1, TimeoutError("too late"), True),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore")
+def test_an_interrupt_while_a_rank_waits_is_told_to_the_others_at_once(who, error, agreed):
+    name = type(error).__name__
+    for rank, (message, seconds) in enumerate(processes(3, _interrupted, who, error, agreed)):
+        words = f"make the process group anew ({name}" if rank == who else f"rank {who} of the ring was inter"
+        assert words in message and name in message
+        assert seconds < 15  # of 40, after which a rank that does not come is given up
 
 
 def _step(topology, size, *, mask=None, dtype=torch.float32, heads=4):

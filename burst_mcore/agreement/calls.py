@@ -117,13 +117,14 @@ class Agreement:
         A call that goes ahead takes for granted that every rank has as many.
         """
         self._begin()
-        digests = digest_of_items(tuple(signature.items())), digest_of_items(tuple(if_even.items()))
-        row = (AHEAD if ahead else WAITS, self._calls, *digests, rows)
-        meeting = self._post(_Meeting(row, {"call": str(self._calls), **signature, **if_even}))
-        label = hash((self._calls, *digests))
-        if ahead:
-            return Agreed(self._calls, None, label)
-        meeting.done.wait()
+        with self._present():
+            digests = digest_of_items(tuple(signature.items())), digest_of_items(tuple(if_even.items()))
+            row = (AHEAD if ahead else WAITS, self._calls, *digests, rows)
+            meeting = self._post(_Meeting(row, {"call": str(self._calls), **signature, **if_even}))
+            label = hash((self._calls, *digests))
+            if ahead:
+                return Agreed(self._calls, None, label)
+            meeting.done.wait()
         if meeting.error is not None:
             self._told |= meeting.error is self._failure
             raise meeting.error
@@ -136,7 +137,8 @@ class Agreement:
             ValueError, RuntimeError: as `agree`.
         """
         if self._last is not None:
-            self._last.done.wait()
+            with self._present():
+                self._last.done.wait()
         self._raise_untold()
 
     def least(self, value: float) -> float:
@@ -145,7 +147,7 @@ class Agreement:
         everyones = self.meet({"pass": "least of all"}, {}, bits).lengths or [bits]
         return float(min(struct.unpack("d", struct.pack("q", each))[0] for each in everyones))
 
-    def refuse(self, error: Exception) -> None:
+    def refuse(self, error: BaseException) -> None:
         """Tell the ranks that may wait for this one that it refuses its call, and why. Waits for nobody."""
         self._calls += 1
         self._leave_refusal(self._calls, error)
@@ -164,12 +166,10 @@ class Agreement:
             if type(error) is RuntimeError and self._failure is None:  # a hop; out of memory is a subclass
                 self._failure = self._failed_pass()
             failure, self._told = self._failure, True
-            if failure is not None:
+            if failure is None:
+                self._fail(error, "failed in mid-ring")
+            elif isinstance(error, Exception):  # no interrupt
                 raise failure from error
-            self._failure = RuntimeError(_text_of(error))
-            text = f"rank {self._rank} of the ring failed in mid-ring: {_text_of(error)}"
-            with contextlib.suppress(RuntimeError):  # a store whose process is gone
-                self._store.compare_set(_FAILED, "", text)  # the first rank that fails has the cause
             raise
         finally:
             self._in_pass = False
@@ -181,6 +181,24 @@ class Agreement:
         if self._worker is not None:
             self._worker.join(2 * LOOK_EVERY.total_seconds())
 
+    @contextlib.contextmanager
+    def _present(self) -> Iterator[None]:
+        """Wrap a wait for the others: a rank that is interrupted leaves them, perhaps in the ring."""
+        try:
+            yield
+        except BaseException as error:  # KeyboardInterrupt, or the error of a signal handler
+            if not self._in_pass:  # else `ring` tells
+                self._told = True
+                self._fail(error, "was interrupted while it waited for the others")
+            raise
+
+    def _fail(self, error: BaseException, how: str) -> None:
+        """Let no call follow on any rank. The others look for the text, in their waits and their passes."""
+        self._failure = RuntimeError(_text_of(error))
+        text = f"rank {self._rank} of the ring {how}: {_text_of(error)}"
+        with contextlib.suppress(RuntimeError):  # a store whose process is gone
+            self._store.compare_set(_FAILED, "", text)  # the first rank that fails has the cause
+
     def _begin(self) -> None:
         """Number the call. Refuse it if an earlier one failed."""
         if self._stopping:
@@ -191,8 +209,8 @@ class Agreement:
             self._raise_untold()
         if self._failure is not None:
             error = RuntimeError(
-                f"an earlier call failed in mid-ring on this rank, so that messages of it may still be on "
-                f"their way: make the process group anew ({self._failure})"
+                f"an earlier call failed in mid-ring on this rank, or was interrupted, so that messages of "
+                f"it may still be on their way: make the process group anew ({self._failure})"
             )
             self.refuse(error)
             raise error
@@ -311,7 +329,7 @@ class Agreement:
             text = str(error) if isinstance(error, RuntimeError) else _text_of(error)
             self._leave(self._at, text, gone=True)
 
-    def _leave_refusal(self, call: int, error: Exception) -> None:
+    def _leave_refusal(self, call: int, error: BaseException) -> None:
         self._leave(call, f"rank {self._rank} of the ring refused this call: {_text_of(error)}")
 
     def _leave(self, call: int, text: str, *, gone: bool = False) -> None:
@@ -376,4 +394,4 @@ def _close_all() -> None:
 
 
 def _text_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

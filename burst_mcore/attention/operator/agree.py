@@ -32,10 +32,10 @@ def agreement_of(topology: Topology) -> Agreement | None:
 
 @contextlib.contextmanager
 def refusing(agreement: Agreement | None) -> Iterator[None]:
-    """If this block raises, tell the other ranks, so that none of them waits."""
+    """If this block raises, or is interrupted, tell the other ranks, so that none of them waits."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         if agreement is not None:
             agreement.refuse(error)
         raise
@@ -64,19 +64,17 @@ def agree_on_call(
     if agreement is None:
         return call_of(request, even), Agreed(0, None, 0), even
     call, problem, details = None, None, {}
-    try:  # as it is if all ranks hold as many tokens
-        call = call_of(request, even)
-        details = call.signature
-    except ValueError as error:  # it may be legal with the lengths of the others
-        problem, details = error, {"problem": str(error)}
-    except Exception as error:
-        agreement.refuse(error)
-        raise
     description, ahead = None, False
-    if call is not None and not args.at_most:
-        description = _description_of(args, request, call)
-        transport = transport_of(topology, call.route, request.config.max_ctas)
-        ahead = agreement.seen(description) and transport.connected(passes_of(args, call))
+    with refusing(agreement):
+        try:  # as it is if all ranks hold as many tokens
+            call = call_of(request, even)
+            details = call.signature
+        except ValueError as error:  # it may be legal with the lengths of the others
+            problem, details = error, {"problem": str(error)}
+        if call is not None and not args.at_most:
+            description = _description_of(args, request, call)
+            transport = transport_of(topology, call.route, request.config.max_ctas)
+            ahead = agreement.seen(description) and transport.connected(passes_of(args, call))
     agreed = agreement.meet({"pass": "forward", **signature}, details, tokens, ahead=ahead)
     if description is not None and agreed.lengths is None:
         agreement.remember(description)

@@ -83,9 +83,9 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
         if args.keep:
             check_keep(args.keep)
     call, agreed, lengths = agree_on_call(args, request, agreement, topology)
-    cut = _cut(args, request, call, agreement) if args.keep else args.cut
     tokens = lengths[call.rank]
-    with torch.autocast(q.device.type, enabled=False), _on(q.device), in_ring(agreement):
+    with in_ring(agreement), torch.autocast(q.device.type, enabled=False), _on(q.device):
+        cut = _cut(args, request, call, agreement) if args.keep else args.cut
         transport = transport_of(topology, call.route, request.config.max_ctas)
         for pass_ in passes_of(args, call):
             transport.connect(pass_)
@@ -191,9 +191,9 @@ def attention_backward(args: BackwardArgs) -> BackwardResults:
         call = call_of(request, record.lengths)
         if args.dlse is not None:
             call = replace(call, kernel=taking_delta(config.kernel, call.problem))
-    transport = transport_of(topology, call.route, config.max_ctas)
+        transport = transport_of(topology, call.route, config.max_ctas)
     agreed = agree_on_backward(args, request, call, record, agreement, transport)
-    with torch.autocast(out.device.type, enabled=False), _on(out.device), in_ring(agreement):
+    with in_ring(agreement), torch.autocast(out.device.type, enabled=False), _on(out.device):
         transport.connect(call.direction)
         transport = transport.labelled(agreed.label)
         dout = args.dout.contiguous()
