@@ -7,7 +7,7 @@ checkpointing           recompute policies
 megatron, deepspeed     adapters to the frameworks
 explain, plan           predictions, and predictions beside public measurements
 bench, calibrate, cli   measurements, rates of a machine, the command `burst-mcore`
-agreement, config, rates, machines, registry, packages, dtypes, digest, files   shared by all of these
+agreement, config, rates, machines, registry, packages, dtypes, digest, files, words   shared by all of these
 """
 
 from typing import TYPE_CHECKING, Any

@@ -22,7 +22,7 @@ FLOORS = [
             "dtypes",
             "agreement",
         ),
-        *("packages", "loss", "files"),
+        *("packages", "loss", "files", "words"),
     },
     {"attention"},
     {"checkpointing"},

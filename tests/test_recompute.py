@@ -247,7 +247,8 @@ def test_through_torchs_own_checkpoint(forwards):
         loss.backward(retain_graph=loss is losses[0])
     assert forwards == [N // 2] * 2
     _assert_equal([layer], inputs, want)
-    assert all(isinstance(c, contextlib.nullcontext) for c in Full().contexts())
+    with torch.no_grad():
+        assert all(isinstance(c, contextlib.nullcontext) for c in Segment(0.5).contexts())
 
 
 def _watched(policy):
@@ -309,14 +310,15 @@ def _forgetful(layer, first, second):
     return run
 
 
-def test_other_calls_in_the_recomputation_are_an_error():
-    out = checkpoint(_forgetful(Layer(), 1, 2), _input(0), policy=Segment(0.5), use_reentrant=True)
+@pytest.mark.parametrize("policy", [Full(), Segment(0.5)], ids=["full", "segment"])
+def test_other_calls_in_the_recomputation_are_an_error(policy):
+    out = checkpoint(_forgetful(Layer(), 1, 2), _input(0), policy=policy, use_reentrant=True)
     with pytest.raises(RecomputeError, match=r"call 2 .*_forgetful.* has no record: its forward made 1"):
         out.sum().backward()
-    out = checkpoint(_forgetful(Layer(), 2, 1), _input(0), policy=Segment(0.5), use_reentrant=True)
+    out = checkpoint(_forgetful(Layer(), 2, 1), _input(0), policy=policy, use_reentrant=True)
     with pytest.raises(RecomputeError, match="made 1 calls of burst_attention, but its forward made 2"):
         out.sum().backward()
-    out = checkpoint(_forgetful(Layer(), 1, 2), _input(0), policy=Segment(0.5), early_stop=False)
+    out = checkpoint(_forgetful(Layer(), 1, 2), _input(0), policy=policy, early_stop=False)
     with pytest.raises(RuntimeError, match=r"has no record|trying to save more tensors"):  # who comes first
         out.sum().backward()
 
@@ -346,7 +348,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-@pytest.mark.parametrize("policy", [KeepAttention(), Segment(0.5)], ids=["keep", "segment"])
+@pytest.mark.parametrize("policy", [Full(), KeepAttention(), Segment(0.5)], ids=["full", "keep", "segment"])
 def test_another_attention_in_the_recomputation_is_an_error(what, policy):
     runs = iter([{}, CHANGES[what]])
 
@@ -359,6 +361,61 @@ def test_another_attention_in_the_recomputation_is_an_error(what, policy):
     out = checkpoint(attend, x, policy=policy, use_reentrant=True)
     with pytest.raises(RecomputeError, match=f"another than in its forward: {what} .*, not "):
         out.sum().backward()
+
+
+def _documents_change(checkpointed):
+    """The backward of a layer whose documents were overwritten after its forward."""
+    layer = Layer()
+    layer.mask = Mask.causal() & Mask.documents([0, 20, N])
+    out = checkpointed(layer, _input(0))
+    layer.mask = Mask.causal() & Mask.documents([0, 12, N])
+    out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "checkpointed",
+    [
+        checkpoint,
+        lambda layer, x: torchs.checkpoint(layer, x, use_reentrant=False, context_fn=Full().contexts),
+        lambda layer, x: checkpoint(torch.compile(layer, backend="aot_eager", fullgraph=True), x),
+        lambda layer, x: checkpoint(lambda y: checkpoint(layer, y), x),
+    ],
+    ids=["ours", "torch's", "compiled", "nested"],
+)
+def test_documents_that_change_before_a_full_recomputation_are_an_error(checkpointed):
+    with pytest.raises(RecomputeError, match=r"its forward: mask Mask.causal & documents.*, not Mask.causal"):
+        _documents_change(checkpointed)
+
+
+def test_a_checkpoint_in_a_compiled_function_is_one_graph():
+    layer, x = Layer(), _input(0)
+    want = _wanted([layer], [0])
+    run = torch.compile(lambda y: checkpoint(layer, y), backend="aot_eager", fullgraph=True)
+    run(x).square().sum().backward()
+    _assert_equal([layer], [x], want)
+
+
+def _alive():
+    """Bytes of all tensors that Python holds."""
+    gc.collect()
+    return sum(x.nbytes for x in gc.get_objects() if type(x) is torch.Tensor)  # without those of traces
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_full_recomputation_costs_as_much_as_torchs_own(forwards, reentrant):
+    """Kernel calls of both passes, and bytes between them."""
+    layers, costs = [Layer(0, 1), Layer(1, 2)], []
+    for checkpointed in (torchs.checkpoint, checkpoint):
+        forwards.clear()
+        x = y = _input(0)
+        before = _alive()
+        for layer in layers:
+            y = checkpointed(layer, y, use_reentrant=reentrant)
+        costs.append(_alive() - before)
+        y.sum().backward()
+        costs.append([*forwards])
+        del x, y
+    assert costs[:2] == costs[2:] and costs[1] == [N] * 4 and costs[0] > 0
 
 
 def test_copies_of_policies_begin_anew():

@@ -201,8 +201,11 @@ def _disagreeing(rank, size):
     def layer(x):
         return burst_attention(x, x, x, topology=topology, mask=Mask.causal())
 
-    with pytest.raises(ValueError, match="keeps"):
+    with pytest.raises(ValueError, match=r"keeps: 0.75 on ranks \[0\], 0.5 on ranks \[1\]"):
         checkpoint(layer, x, policy=Segment(0.5 if rank else 0.75))
+    for policy, keeps in ((Segment(0.5), "0.5"), (Full(), "0.0")):
+        with pytest.raises(ValueError, match=rf"keeps: {keeps} on ranks \[0\], 1.0 on ranks \[1\]"):
+            checkpoint(layer, x, policy=KeepAttention() if rank else policy)
     checkpoint(layer, x, policy=KeepAttention()).sum().backward()  # and the ring goes on
     return True
 

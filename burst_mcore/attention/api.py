@@ -14,14 +14,7 @@ from burst_mcore.attention.numerics.latent import Latent
 from burst_mcore.attention.operator.agree import agreement_of, refusing
 from burst_mcore.attention.operator.ops import attention_forward
 from burst_mcore.attention.operator.schema import ForwardArgs, ForwardResults
-from burst_mcore.attention.recompute.replay import (
-    CallId,
-    SavedTail,
-    in_checkpoint,
-    layer,
-    recordings,
-    replays,
-)
+from burst_mcore.attention.recompute.replay import SavedTail, in_checkpoint, recordings, replays
 from burst_mcore.attention.request import validate
 from burst_mcore.attention.runtime.executor import ProcessGroups
 from burst_mcore.attention.runtime.record import unpack
@@ -155,21 +148,7 @@ def _checkpointed(args: ForwardArgs) -> tuple[Tensor, Tensor]:
     Not compiled: a forward that saves a tail and its recomputation would be two graphs, and torch matches
     their saved tensors by place.
     """
-    call_id = CallId(
-        q=tuple(args.q.shape),
-        kv_heads=args.k.shape[2],
-        value_dim=args.value_dim,
-        dtype=args.q.dtype,
-        layer=layer(),
-        topology=args.topology,
-        mask=args.mask,
-        config=args.config,
-        softmax_scale=args.softmax_scale,
-        softcap=args.softcap,
-        sinks=args.sinks is not None,
-        return_lse=args.return_lse,
-    )
-    agreement = agreement_of(lookup(args.topology))
+    call_id, agreement = args.call_id, agreement_of(lookup(args.topology))
     with refusing(agreement):
         tails = [replay.replay(call_id) for replay in replays()]
         tail = next((tail for tail in tails if tail is not None), None)
@@ -177,13 +156,12 @@ def _checkpointed(args: ForwardArgs) -> tuple[Tensor, Tensor]:
     if tail is not None:
         results = ForwardResults(*attention_forward(*args._replace(tail=tail.tensors, cut=tail.cut)))
     else:
-        whole = keep == 1 and not at_most  # all results: saved as they are, without a copy
-        if not whole:
-            args = args._replace(keep=keep, at_most=at_most)
+        args = args._replace(keep=keep, at_most=at_most)
         results = ForwardResults(*attention_forward(*args))
-        tensors = results.whole(lse_at_home=call_id.return_lse or call_id.sinks) if whole else results.tail
+        lse_at_home = call_id.return_lse or call_id.sinks
+        tensors = results.whole(lse_at_home=lse_at_home) if args.whole else results.tail
         cut = unpack(results.record).cut
-        tail = SavedTail(cut, [x.detach() for x in tensors], copied=not whole)
+        tail = SavedTail(cut, [x.detach() for x in tensors], copied=not args.whole)
     with refusing(agreement):
         for recording in recordings():
             recording.record(call_id, tail)

@@ -6,12 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 import torch.utils.checkpoint
 
 from burst_mcore.attention.recompute.replay import RecomputeError
 from burst_mcore.checkpointing.policy import Full, Policy
-from burst_mcore.checkpointing.scope import Record, in_backward
+from burst_mcore.checkpointing.scope import Record, in_backward, is_recorded
+from burst_mcore.words import brief
 
 T = TypeVar("T")
 
@@ -54,9 +54,9 @@ def recorded(function: Callable[..., T], policy: Policy) -> Callable[..., T]:
     """
     if not isinstance(policy, Policy):
         raise ValueError(
-            f"policy must be Full(), KeepAttention(), Segment(keep=...) or Offload(...), got {policy!r}"
+            f"policy must be Full(), KeepAttention(), Segment(keep=...) or Offload(...), got {brief(policy)}"
         )
-    if policy.keeps_nothing or not torch.is_grad_enabled():  # no recomputation will follow
+    if not is_recorded(policy):
         return function
     record, called = Record(policy, _name(function)), False
 

@@ -7,12 +7,11 @@ import math
 import weakref
 from dataclasses import dataclass, field
 
-import torch
-
 from burst_mcore.attention.recompute.cuts import check_keep
 from burst_mcore.attention.recompute.replay import SavedTail
 from burst_mcore.checkpointing.offload import Moved, OnDevice, may_move
-from burst_mcore.checkpointing.scope import Held, Record
+from burst_mcore.checkpointing.scope import Held, Record, is_recorded
+from burst_mcore.words import brief
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class Policy:
 
     @property
     def keeps_nothing(self) -> bool:
-        """Whether it is plain checkpointing."""
+        """Whether it is plain checkpointing, in which calls are only compared."""
         return False
 
     def share(self, size: int) -> tuple[float, bool]:
@@ -44,7 +43,7 @@ class Policy:
 
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": policy.contexts})
         """
-        if self.keeps_nothing or not torch.is_grad_enabled():  # no recomputation will follow
+        if not is_recorded(self):
             return contextlib.nullcontext(), contextlib.nullcontext()
         record = Record(self, "a checkpointed call")
         return record.forward(), _Again(record)
@@ -106,12 +105,13 @@ class Segment(Policy):
         if isinstance(self.keep, str):
             if self.keep != "auto":
                 raise ValueError(
-                    f"keep must be a share of the sequence, from 0 to 1, or 'auto', got {self.keep!r}"
+                    f"keep must be a share of the sequence, from 0 to 1, or 'auto', got {brief(self.keep)}"
                 )
             budget = self.memory_gb
             if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget < math.inf:
                 raise ValueError(
-                    f"keep='auto' needs memory_gb, the GB that may be kept at once, above 0; got {budget!r}"
+                    f"keep='auto' needs memory_gb, the GB that may be kept at once, above 0; got "
+                    f"{brief(budget)}"
                 )
         else:
             check_keep(self.keep)
@@ -183,7 +183,9 @@ class Offload(Policy):
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, Policy) or isinstance(self.policy, Offload):
-            raise ValueError(f"Offload takes Full(), KeepAttention() or Segment(...), got {self.policy!r}")
+            raise ValueError(
+                f"Offload takes Full(), KeepAttention() or Segment(...), got {brief(self.policy)}"
+            )
         object.__setattr__(self, "_chain", _Chain())
 
     @property

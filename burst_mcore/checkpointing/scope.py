@@ -13,12 +13,24 @@ from typing import Protocol
 import torch
 
 from burst_mcore.attention.operator.agree import agreement_of
-from burst_mcore.attention.recompute.replay import CallId, RecomputeError, SavedTail, recording, replaying
+from burst_mcore.attention.recompute.replay import (
+    CallId,
+    RecomputeError,
+    SavedTail,
+    following,
+    recording,
+    replaying,
+)
 from burst_mcore.registry import lookup
 
 
 class Keeper(Protocol):
     """Decides how much of a call is kept, and holds it: `policy.Policy`."""
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether the calls are only compared."""
+        ...
 
     def share(self, size: int) -> tuple[float, bool]:
         """Return (keep, at most) of a call whose results take `size` bytes on this rank."""
@@ -49,7 +61,8 @@ class Record:
     def forward(self) -> Iterator[None]:
         """Around the forward: what is called in here is recorded, from the beginning."""
         self.call_ids, self.held = [], []
-        with recording(_Forward(self)):
+        run = _Forward(self)
+        with following(run) if self.keeper.keeps_nothing else recording(run):
             yield
 
     @contextlib.contextmanager
@@ -60,7 +73,7 @@ class Record:
             RecomputeError: it came to its end, and made fewer calls than the forward.
         """
         again = _Recomputation(self)
-        with replaying(again):
+        with following(again) if self.keeper.keeps_nothing else replaying(again):
             yield
         if again.calls < len(self.call_ids):
             missing = self.call_ids[again.calls]
@@ -83,8 +96,11 @@ class _Forward:
         return self._record.keeper.share(call_id.bytes)
 
     def record(self, call_id: CallId, tail: SavedTail) -> None:
-        self._record.call_ids.append(call_id)
+        self.follow(call_id)
         self._record.held.append(self._record.keeper.hold(tail))
+
+    def follow(self, call_id: CallId) -> None:
+        self._record.call_ids.append(call_id)
 
 
 class _Recomputation:
@@ -93,6 +109,15 @@ class _Recomputation:
         self.calls = 0
 
     def replay(self, call_id: CallId) -> SavedTail | None:
+        number, record = self.calls, self._record
+        self.follow(call_id)
+        held, record.held[number] = record.held[number], None
+        try:
+            return None if held is None else held.take()
+        except RecomputeError as error:
+            raise RecomputeError(f"{call_id} in {record.name}: {error}") from error
+
+    def follow(self, call_id: CallId) -> None:
         number, record = self.calls, self._record
         self.calls += 1
         if number >= len(record.call_ids):
@@ -106,11 +131,12 @@ class _Recomputation:
                 f"call {number + 1} of burst_attention in the recomputation of {record.name}, {call_id}, is "
                 f"another than in its forward: {call_id.unlike(record.call_ids[number])}"
             )
-        held, record.held[number] = record.held[number], None
-        try:
-            return None if held is None else held.take()
-        except RecomputeError as error:
-            raise RecomputeError(f"{call_id} in {record.name}: {error}") from error
+
+
+def is_recorded(keeper: Keeper) -> bool:
+    """Return whether a forward that begins now is recorded: a recomputation may follow, and differ."""
+    same_graph = keeper.keeps_nothing and torch.compiler.is_compiling()  # of both runs
+    return torch.is_grad_enabled() and not same_graph
 
 
 def in_backward() -> bool:

@@ -41,7 +41,7 @@ from burst_mcore.attention.operator.schema import (
 )
 from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.recompute.cuts import check_keep, cut_for
-from burst_mcore.attention.recompute.replay import in_checkpoint
+from burst_mcore.attention.recompute.replay import followers, in_checkpoint
 from burst_mcore.attention.request import Request, request_of, shard_of, validate
 from burst_mcore.attention.runtime import record as records
 from burst_mcore.attention.runtime.executor import transport_of
@@ -82,10 +82,12 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
         request = validate(q, k, v, topology, lookup(args.mask), *options, args.up, args.travels)
         if args.keep:
             check_keep(args.keep)
+        for run in followers():
+            run.follow(args.call_id)
     call, agreed, lengths = agree_on_call(args, request, agreement, topology)
     tokens = lengths[call.rank]
     with in_ring(agreement), torch.autocast(q.device.type, enabled=False), _on(q.device):
-        cut = _cut(args, request, call, agreement) if args.keep else args.cut
+        cut = _cut(args, request, call, agreement) if args.saves else args.cut
         transport = transport_of(topology, call.route, request.config.max_ctas)
         for pass_ in passes_of(args, call):
             transport.connect(pass_)
@@ -101,7 +103,7 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
             )
         else:
             attended = forward(call, transport, q, k, v, sinks, travelling)
-        tail = tail_of(call, cut, attended, tokens) if args.keep and not args.tail else []
+        tail = tail_of(call, cut, attended, tokens) if args.saves else []
     if agreement is not None and not args.needs_gradient and not in_checkpoint():
         agreement.settle()  # no backward will
     nowhere = q.new_empty(0, dtype=attended.ring_lse.dtype)
@@ -144,8 +146,8 @@ def _traced(args: ForwardArgs) -> ForwardResults:
     topology, config, dtype = lookup(args.topology), lookup(args.config), wide(q.dtype)
     out = q.new_empty((*q.shape[:3], args.value_dim))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
-    record, saves = records.packed_like(q, topology.size), not args.tail and args.keep > 0
-    if config.head_parallel == 1 and not saves:
+    record = records.packed_like(q, topology.size)
+    if config.head_parallel == 1 and not args.saves:
         return ForwardResults(out, lse, [], record, [])
     with unset_fake_temporarily():  # plans are made of real tensors, and cached
         latent = None if args.up is None else (int(k.shape[3]), int(v.shape[3]))
@@ -155,8 +157,12 @@ def _traced(args: ForwardArgs) -> ForwardResults:
         sinks, options = args.sinks is not None, (args.softmax_scale, args.softcap)
         wanted = *options, sinks, config, args.return_lse, args.travels
         request = request_of(shard, q.device.type, topology, lookup(args.mask), *wanted)
-        call = call_of(request, (shard.tokens,) * topology.size)
-        cut = _cut(args, request, call, None) if saves else call.plan.n
+        try:
+            call = call_of(request, (shard.tokens,) * topology.size)
+        except ValueError as error:
+            words = f"a compiled call here takes for granted that every rank holds {shard.tokens} tokens"
+            raise ValueError(f"{words}: {error}") from error
+        cut = _cut(args, request, call, None) if args.saves else call.plan.n
     on_ring, ring_lse = [], lse
     if call.route.heads > 1 and args.up is not None and not call.latent_travels:
         k, v = (q.new_empty((*q.shape[:3], width)) for width in (q.shape[-1], args.value_dim))
@@ -165,7 +171,7 @@ def _traced(args: ForwardArgs) -> ForwardResults:
         ring_lse = q.new_empty((q.shape[0], shapes[0][2], shapes[0][1]), dtype=dtype)
         on_ring = [*(q.new_empty(shape) for shape in shapes), ring_lse]
     tail = []
-    if saves:
+    if args.saves:
         at_home = lse if call.lse_at_home else None
         tail = tail_of(call, cut, Attended(out, at_home, q, k, v, ring_lse), shard.tokens)
     if call.route.heads > 1 and not call.lse_at_home:

@@ -10,6 +10,8 @@ from typing import NamedTuple, Self
 
 from torch import Tensor
 
+from burst_mcore.attention.recompute.replay import CallId, layer
+
 
 class ForwardArgs(NamedTuple):
     """The arguments of `attention_forward`, in the order of its schema."""
@@ -30,7 +32,7 @@ class ForwardArgs(NamedTuple):
     needs_gradient: bool
     """Whether a backward will follow."""
     keep: float
-    """The share of the sequence whose results are returned as `ForwardResults.tail`: see `cut_for`."""
+    """The share of the sequence whose results are kept: see `cut_for`, and `saves`."""
     at_most: bool
     """Whether no more than `keep`, of which the least of all ranks counts."""
     tail: list[Tensor]
@@ -46,6 +48,34 @@ class ForwardArgs(NamedTuple):
         if self.up is None:
             return self.v.shape[-1]
         return self.up.shape[2] - (self.q.shape[-1] - self.v.shape[-1])
+
+    @property
+    def whole(self) -> bool:
+        """Whether all results are kept: as they are, without a copy."""
+        return self.keep == 1 and not self.at_most
+
+    @property
+    def saves(self) -> bool:
+        """Whether a tail is returned, in memory of its own."""
+        return self.keep > 0 and not self.whole and not self.tail
+
+    @property
+    def call_id(self) -> CallId:
+        """The identity of the call, in the layer that this thread is in."""
+        return CallId(
+            q=tuple(self.q.shape),
+            kv_heads=self.k.shape[2],
+            value_dim=self.value_dim,
+            dtype=self.q.dtype,
+            layer=layer(),
+            topology=self.topology,
+            mask=self.mask,
+            config=self.config,
+            softmax_scale=self.softmax_scale,
+            softcap=self.softcap,
+            sinks=self.sinks is not None,
+            return_lse=self.return_lse,
+        )
 
     @classmethod
     def gradients(cls, tail: int, **gradients: Tensor | None) -> Self:

@@ -95,6 +95,18 @@ class Replay(Protocol):
         ...
 
 
+class Follower(Protocol):
+    """The forward or the recomputation of a checkpointed function of which attention keeps nothing."""
+
+    def follow(self, call_id: CallId) -> None:
+        """Take notice of a call.
+
+        Raises:
+            RecomputeError: this is a recomputation, and the forward did not make this call.
+        """
+        ...
+
+
 _entered = threading.local()
 
 
@@ -110,8 +122,14 @@ def replays() -> tuple[Replay, ...]:
     return entered
 
 
+def followers() -> tuple[Follower, ...]:
+    """Return the runs of functions that keep nothing, which this thread is in, outermost first."""
+    entered: tuple[Follower, ...] = getattr(_entered, "followers", ())
+    return entered
+
+
 def in_checkpoint() -> bool:
-    """Return whether this thread is in a checkpointed forward or a recomputation."""
+    """Return whether this thread is in a forward that may keep results, or in its recomputation."""
     return bool(recordings() or replays())
 
 
@@ -132,23 +150,26 @@ def of_layer(name: str) -> Iterator[None]:
         _entered.layer = before
 
 
-@contextlib.contextmanager
-def recording(scope: Recording) -> Iterator[None]:
+def recording(scope: Recording) -> contextlib.AbstractContextManager[None]:
     """Mark this thread as inside a checkpointed forward."""
-    before = recordings()
-    _entered.recordings = (*before, scope)
-    try:
-        yield
-    finally:
-        _entered.recordings = before
+    return _inside("recordings", scope)
+
+
+def replaying(scope: Replay) -> contextlib.AbstractContextManager[None]:
+    """Mark this thread as inside a recomputation."""
+    return _inside("replays", scope)
+
+
+def following(scope: Follower) -> contextlib.AbstractContextManager[None]:
+    """Mark this thread as inside a forward that keeps nothing, or inside its recomputation."""
+    return _inside("followers", scope)
 
 
 @contextlib.contextmanager
-def replaying(scope: Replay) -> Iterator[None]:
-    """Mark this thread as inside a recomputation."""
-    before = replays()
-    _entered.replays = (*before, scope)
+def _inside(runs: str, scope: Recording | Replay | Follower) -> Iterator[None]:
+    before = getattr(_entered, runs, ())
+    setattr(_entered, runs, (*before, scope))
     try:
         yield
     finally:
-        _entered.replays = before
+        setattr(_entered, runs, before)

@@ -1,0 +1,77 @@
+"""Words for messages: values in one short line, and arguments by the names that other packages give them."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+LONGEST = 80
+"""Characters of a value in a message, at most."""
+
+_MASKS = "mask=Mask.causal(), Mask.window(left, right), Mask.blocks(...), ... joined by &"
+_WRITTEN = {
+    "mask=Mask.causal()": ("causal", "is_causal"),
+    "mask=Mask.causal() & Mask.window(left, 0)": ("window_size", "window", "sliding_window"),
+    _MASKS: ("attn_mask", "attention_mask", "block_mask", "attn_mask_type", "key_padding_mask"),
+    "mask=Mask.causal() & Mask.documents(cu_seqlens), over the whole sequence": (
+        *("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv", "packed_seq_params"),
+        *("max_seqlen", "max_seqlen_q", "max_seqlen_k", "max_seqlen_kv"),
+    ),
+    "softmax_scale=...": ("scale", "sm_scale", "scaling"),
+    "softcap=...": ("logits_soft_cap", "softcap_value", "attn_logit_softcapping"),
+    "sinks=...": ("s_aux", "sink", "learnable_sink", "softmax_offset"),
+    "return_lse=True": ("return_attn_probs", "return_softmax_lse", "return_softmax"),
+    "topology=Topology.from_group(group)": ("group", "process_group", "cp_group", "sequence_process_group"),
+}
+_ANSWERS = {name: f"write burst_attention(..., {ours})" for ours, names in _WRITTEN.items() for name in names}
+_ANSWERS |= dict.fromkeys(("dropout", "dropout_p"), "scores are never dropped out; leave it out")
+_ANSWERS |= dict.fromkeys(
+    ("alibi_slopes", "attn_bias", "bias", "score_mod"),
+    "biases of scores are not served; turn q and k by a rotary embedding, or write mask=Mask...",
+)
+_ANSWERS["enable_gqa"] = "leave it out; k and v may have fewer heads than q"
+
+
+def brief(value: object) -> str:
+    """Return a value in one short line: a tensor by its shape, others by the beginning of their repr."""
+    if isinstance(value, Tensor):
+        return "a nested tensor" if value.is_nested else f"a tensor {list(value.shape)}"
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # an integer of thousands of digits
+        return f"a huge {type(value).__name__}"
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def is_finite(value: object) -> bool:
+    """Return whether a value is a number, numpy's too, that a float can hold."""
+    try:
+        return isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:  # an integer beyond floats
+        return False
+
+
+def no_argument(owner: str, names: Iterable[str], legal: Iterable[str], ours: Mapping[str, str]) -> TypeError:
+    """Return the error of arguments that `owner` does not have.
+
+    Args:
+        owner: a function or class of ours.
+        names: the arguments.
+        legal: the arguments that it has.
+        ours: by name, what to pass to burst_attention in the place of an argument.
+    """
+    legal, answers = (
+        [*legal],
+        _ANSWERS | {name: f"write burst_attention(..., {x})" for name, x in ours.items()},
+    )
+    told = [f"{name}: {answers.get(name) or _nearest(name, legal)}" for name in names]
+    return TypeError(f"{owner} has no argument {'; '.join(told)}")
+
+
+def _nearest(name: str, legal: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, legal, n=1)
+    return f"did you mean {near[0]}?" if near else f"legal are {', '.join(legal)}"
