@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 TRAINED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes by name that models are trained in."""
@@ -13,3 +16,13 @@ DTYPES = {**TRAINED, "float64": torch.float64}
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which values of `dtype` are summed: at least float32."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def autocast(*tensors: Any) -> tuple[Any, ...]:
+    """Cast tensors as torch.autocast casts those of products, if it is on; float64 and others are left."""
+    first = tensors[0]
+    if not isinstance(first, Tensor) or first.is_meta or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    cast = [isinstance(x, Tensor) and x.dtype in TRAINED.values() for x in tensors]
+    return tuple(x.to(dtype) if floating else x for x, floating in zip(tensors, cast, strict=True))

@@ -461,6 +461,14 @@ BAD = {
     "smoothing": (lambda a: a.update(label_smoothing=1.5), "at least 0 and at most 1"),
     "softcap": (lambda a: a.update(softcap=0.0), "softcap must be a finite number above 0"),
     "temperature": (lambda a: a.update(temperature=0), "temperature must be a finite number above 0"),
+    "a tensor": (
+        lambda a: a.update(temperature=torch.ones(64, 64)),
+        r"temperature must be a finite number above 0, got a tensor \[64, 64\]$",
+    ),
+    "a huge number": (
+        lambda a: a.update(z_loss=10**400),
+        r"z_loss must be a finite number at least 0, got 10*\.\.\.$",
+    ),
     "group": (lambda a: a.update(sequence_parallel=True), "sequence_parallel needs tp_group"),
     "no group": (lambda a: a.update(cp_group="cp"), "cp_group must be a process group that .* got 'cp'"),
     "grad dtype": (

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_mcore.agreement import Claim, Collective, Signature, alike, claims_of, disagreement, summary
-from burst_mcore.dtypes import DTYPES, TRAINED, wide
+from burst_mcore.dtypes import DTYPES, wide
 from burst_mcore.loss.checksums import checksum, fingerprint
 from burst_mcore.loss.chunked import Head, automatic_chunk, chunk_bytes
 from burst_mcore.loss.products import products_for
 from burst_mcore.loss.terms import Terms
 from burst_mcore.loss.vocabulary import Vocabulary, shard
+from burst_mcore.words import brief
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -186,16 +187,16 @@ def _wrong_words(a: Arguments) -> str | None:
     for name in ("tp_group", "cp_group"):
         group = getattr(a, name)
         if group is not None and not isinstance(group, dist.ProcessGroup):
-            return f"{name} must be a process group that this rank is in, or None, got {group!r}"
+            return f"{name} must be a process group that this rank is in, or None, got {brief(group)}"
     if a.reduction not in REDUCTIONS:
-        return f"reduction must be one of {REDUCTIONS}, got {a.reduction!r}"
+        return f"reduction must be one of {REDUCTIONS}, got {brief(a.reduction)}"
     if not isinstance(a.ignore_index, int) or not -(2**63) <= a.ignore_index < 2**63:
-        return f"ignore_index must be an integer of 64 bits, got {a.ignore_index!r}"
+        return f"ignore_index must be an integer of 64 bits, got {brief(a.ignore_index)}"
     whole = isinstance(a.chunk_tokens, int) and not isinstance(a.chunk_tokens, bool) and a.chunk_tokens > 0
     if a.chunk_tokens != "auto" and not whole:
-        return f"chunk_tokens must be a number of tokens, at least 1, or 'auto', got {a.chunk_tokens!r}"
+        return f"chunk_tokens must be a number of tokens, at least 1, or 'auto', got {brief(a.chunk_tokens)}"
     if a.grad_weight_dtype not in (torch.float32, a.weight.dtype):
-        return f"grad_weight_dtype must be torch.float32 or the weight's, got {a.grad_weight_dtype!r}"
+        return f"grad_weight_dtype must be torch.float32 or the weight's, got {brief(a.grad_weight_dtype)}"
     if a.sequence_parallel and a.tp_group is None:
         return "sequence_parallel needs tp_group: the ranks over which hidden is dealt"
     return None
@@ -298,13 +299,3 @@ def _signature_of_tokens(a: Arguments) -> Signature:
         "chunk_tokens": f"chunk_tokens = {a.chunk_tokens}",
         "sequence_parallel": f"sequence_parallel: {a.sequence_parallel}",
     }
-
-
-def autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Cast floating tensors as torch.autocast casts those of products, if it is on; leave others."""
-    first = tensors[0]
-    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
-        return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
-    cast = [isinstance(x, Tensor) and x.dtype in TRAINED.values() for x in tensors]
-    return tuple(x.to(dtype) if floating else x for x, floating in zip(tensors, cast, strict=True))

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.dtypes import wide
-from burst_mcore.loss.arguments import Arguments, Call, autocast, checked
+from burst_mcore.dtypes import autocast, wide
+from burst_mcore.loss.arguments import Arguments, Call, checked
 from burst_mcore.loss.checksums import same_on_all
 from burst_mcore.loss.chunked import Wanted, Weights, repair
 from burst_mcore.loss.chunked import forward as losses_and_gradients

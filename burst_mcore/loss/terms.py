@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from burst_mcore.words import brief, is_finite
+
 LSE, LABEL, TOTAL, LARGEST, ENTROPY = range(5)
 """Rows of a tensor of statistics [5, tokens], each over a token's logits z (capped, divided by temperature):
 logsumexp, the label's, their sum, the largest, the entropy of softmax(z)."""
@@ -39,11 +41,11 @@ class Terms:
 
 
 def _number(name: str, value: object, least: float, most: float, above: bool = False) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value)
     if not number or not least <= value <= most or (above and value == least):  # type: ignore[operator]
         words = f"above {least:g}" if above else f"at least {least:g}"
         words += f" and at most {most:g}" if math.isfinite(most) else ""
-        raise ValueError(f"{name} must be a finite number {words}, got {value!r}")
+        raise ValueError(f"{name} must be a finite number {words}, got {brief(value)}")
 
 
 def combined(parts: Tensor) -> Tensor:

@@ -61,6 +61,8 @@ def test_the_doctor_predicts_for_devices_that_are_not_there(tmp_path):
     done = _doctor(tmp_path, config, "--device", "h100", "--seq", "1M", "--world", "64", "--per-node", "8")
     assert done.exit_code == 0, done.output
     assert "kernel on H100, bfloat16: the first installed that serves, of flash3" in done.output
+    plain = _doctor(tmp_path, config_of(3, 8), "--device", "h100", "--seq", "64K", "--world", "8")
+    assert "kernel on H100, float32: the first installed that serves, of triton\n" in plain.output
     assert re.search("memory of a rank: about .* GB .*8.03 billion parameters; there are 80 GB", done.output)
     assert "optimizer" in done.output
     trainers = {**config, "gradient_accumulation_steps": "auto", "train_micro_batch_size_per_gpu": "auto"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from functools import lru_cache, partial
 
+import torch
+
 from burst_mcore import packages
 from burst_mcore.attention.geometry.launches import LARGE, LAUNCH, Launches
 from burst_mcore.attention.kernels import aten, flash, reference, te, triton
@@ -26,6 +28,12 @@ PREFERENCE: dict[int | None, tuple[str, ...]] = {
 """Names that "auto" tries on CUDA, by major compute capability, fastest first; None: any other device.
 The order is a guess: this project has measured none of them yet. A kernel that is not here, nor in `by_rank`
 for the CPU, is chosen by its name alone."""
+
+
+def preferred(capability: int | None, dtype: torch.dtype) -> tuple[str, ...]:
+    """Return the names of `PREFERENCE` for a dtype: of these kernels, ours alone takes float32."""
+    names = PREFERENCE[capability]
+    return names if dtype.itemsize == 2 else tuple(name for name in names if name == triton.KERNEL.name)
 
 
 OWN = 1.6

@@ -12,7 +12,7 @@ import torch
 from burst_mcore.attention.autotune.choose import best, reason
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.kernels.kernel import Problem
-from burst_mcore.attention.kernels.table import PREFERENCE, choose
+from burst_mcore.attention.kernels.table import choose, preferred
 from burst_mcore.attention.recompute.cuts import cut_for
 from burst_mcore.attention.shard import Shard
 from burst_mcore.deepspeed.config.refusals import (
@@ -100,7 +100,7 @@ def examine(
     if device == HERE:
         yield f"kernel on this {kind}, {_name(dtype)}: {choose(section.kernel, problem).name}"
     elif section.kernel == "auto":
-        order = ", ".join(PREFERENCE[MACHINES[device].capability])
+        order = ", ".join(preferred(MACHINES[device].capability, dtype))
         yield f"kernel on {device}, {_name(dtype)}: the first installed that serves, of {order}"
     else:
         yield f"kernel on {device}, {_name(dtype)}: {section.kernel}, as the section asks (not checked here)"
