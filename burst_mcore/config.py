@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from burst_mcore.dtypes import DTYPES
 from burst_mcore.layout import NAMES, Layout
 from burst_mcore.registry import Registered, register
+from burst_mcore.words import brief, no_argument
 
 BACKWARDS = ("auto", "query", "kv")
 RINGS = ("auto", "double", "flat", "direct")
@@ -139,12 +140,19 @@ class BurstConfig(Registered):
     )
     """With 0 its persistent kernels take all, so that a message that comes late waits for a whole kernel."""
 
+    def __new__(cls, **fields: Any) -> Self:
+        if not fields.keys() <= SETTINGS.keys():
+            unknown = [name for name in fields if name not in SETTINGS]
+            ours = {name: f"{name}=..." for name in ("softmax_scale", "softcap", "sinks", "mask", "topology")}
+            raise no_argument(cls.__name__, unknown, SETTINGS, ours)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", Layout.of(self.layout))
         for name, words in (("backward", BACKWARDS), ("ring", RINGS), ("head_placement", PLACEMENTS)):
             word = getattr(self, name)
             if word not in words:
-                raise ValueError(f"unknown {name} {word!r}; legal: {', '.join(map(repr, words))}")
+                raise ValueError(f"unknown {name} {brief(word)}; legal: {', '.join(map(repr, words))}")
         if sides := sides_of(self.mesh):
             object.__setattr__(self, "mesh", f"{sides[0]}x{sides[1]}")
         if self.ring == "direct" and several_rings(self.mesh):
@@ -152,27 +160,29 @@ class BurstConfig(Registered):
                 f"a mesh has rings: ring='direct' does not go with mesh={self.mesh!r}; use ring='auto'"
             )
         if not isinstance(self.kernel, str):
-            raise ValueError(f"kernel must be the name of a kernel or 'auto', got {self.kernel!r}")
+            raise ValueError(f"kernel must be the name of a kernel or 'auto', got {brief(self.kernel)}")
         self._check_numbers()
         dtype = GRAD_DTYPES.get(str(self.grad_dtype), self.grad_dtype)
         if dtype not in GRAD_DTYPES.values():
-            raise ValueError(f"grad_dtype must be one of {', '.join(GRAD_DTYPES)}, got {self.grad_dtype!r}")
+            raise ValueError(
+                f"grad_dtype must be one of {', '.join(GRAD_DTYPES)}, got {brief(self.grad_dtype)}"
+            )
         object.__setattr__(self, "grad_dtype", dtype)
         register(self, repr(self))
 
     def _check_numbers(self) -> None:
         for name in ("overlap", "deterministic"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be True or False, got {brief(getattr(self, name))}")
         degree = self.head_parallel
         if degree != "auto" and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
             raise ValueError(
-                f"head_parallel must be a number of ranks, at least 1, or 'auto', got {degree!r}"
+                f"head_parallel must be a number of ranks, at least 1, or 'auto', got {brief(degree)}"
             )
         for name, least in (("max_ctas", 1), ("sm_margin", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name} must be a number of at least {least}, got {value!r}")
+                raise ValueError(f"{name} must be a number of at least {least}, got {brief(value)}")
 
 
 def sides_of(mesh: object) -> tuple[int, int] | None:
@@ -188,7 +198,9 @@ def sides_of(mesh: object) -> tuple[int, int] | None:
         rows, columns = (int(x) if isinstance(x, str) and x.isdecimal() else x for x in sides)
         if type(rows) is int and type(columns) is int and rows >= 1 and columns >= 1:
             return rows, columns
-    raise ValueError(f"mesh must be 'none', 'auto', or rows x columns such as '2x4' or (2, 4), got {mesh!r}")
+    raise ValueError(
+        f"mesh must be 'none', 'auto', or rows x columns such as '2x4' or (2, 4), got {brief(mesh)}"
+    )
 
 
 def several_rings(mesh: object) -> bool:

@@ -12,6 +12,7 @@ from burst_mcore.agreement import (
     Agreement,
     Claim,
     Collective,
+    Latest,
     alike,
     claims_of,
     digest_of,
@@ -19,6 +20,13 @@ from burst_mcore.agreement import (
     summary,
 )
 from burst_mcore.agreement.claims import differences
+
+
+def test_the_latest_entries_are_kept_in_order():
+    latest = Latest()
+    for number in range(Latest.MOST + 10):
+        latest[number] = -number
+    assert len(latest) == Latest.MOST and next(iter(latest.items())) == (10, -10)
 
 
 def test_claims_that_are_alike_do_not_disagree():

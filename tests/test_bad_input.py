@@ -6,6 +6,7 @@ import threading
 import time
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from ranks import processes
 from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import _get_default_store
 
-from burst_mcore import BurstConfig, Mask, Topology, burst_attention
+from burst_mcore import BurstConfig, Latent, Mask, Topology, burst_attention
 from burst_mcore.agreement import Agreement
 from burst_mcore.attention.operator.agree import agreement_of
 
@@ -106,11 +107,157 @@ RING = Topology(rank=1, size=4)
         ({"config": BurstConfig(kernel="flash9")}, "unknown kernel 'flash9'; legal"),
         ({"config": BurstConfig(kernel="cudnn")}, "cudnn.*not on cuda"),
         ({"topology": "world"}, "Topology.single"),
+        ({"mask": [Mask.causal()] * 40}, r"mask must be a Mask, got \[Mask.*\.\.\.: Mask.causal"),
+        ({"topology": ["node 0\n"] * 40}, r"got \['node 0.*\.\.\.: Topology.from_group"),
+        ({"config": "layout=zigzag, " * 40}, r"config must be a BurstConfig, got '.*\.\.\.$"),
+        ({"softmax_scale": 10**400}, r"softmax_scale must be positive and finite, got 10000*\.\.\.$"),
+        ({"softcap": 10**5000}, "softcap must be positive and finite, got a huge int$"),
+        ({"softmax_scale": torch.ones(64, 64)}, r"finite, got a tensor \[64, 64\]$"),
+        ({"sinks": [0.5] * 400}, r"here \[4\], got \[0.5, .*\.\.\.$"),
     ],
 )
 def test_bad_arguments(call, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=words) as caught:
         _attend(**call)
+    assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ({"is_causal": True}, r"is_causal: write burst_attention\(..., mask=Mask.causal\(\)\)"),
+        ({"causal": True}, r"causal: write .*mask=Mask.causal\(\)\)"),
+        ({"window_size": (8, 0)}, r"window_size: write .*& Mask.window\(left, 0\)"),
+        (
+            {"cu_seqlens_q": None, "max_seqlen_q": 4},
+            r"cu_seqlens_q: write .*Mask.documents\(cu_seqlens\).*; max_seqlen_q: write .*",
+        ),
+        ({"attn_mask": torch.ones(8, 8)}, "attn_mask: write .*mask=Mask.causal.*Mask.blocks"),
+        ({"alibi_slopes": None}, "alibi_slopes: biases of scores are not served"),
+        ({"attn_bias": None}, "attn_bias: biases of scores are not served"),
+        ({"dropout_p": 0.1}, "dropout_p: scores are never dropped out"),
+        ({"dropout": 0.1}, "dropout: scores are never dropped out"),
+        ({"scale": 0.1}, "scale: write .*softmax_scale="),
+        ({"deterministic": True}, r"deterministic: write .*config=BurstConfig\(deterministic=...\)"),
+        ({"layout": "zigzag"}, r"layout: write .*config=BurstConfig\(layout=...\)"),
+        ({"softmax_scal": 1.0}, r"softmax_scal: did you mean softmax_scale\?$"),
+        ({"colour": 1}, "colour: legal are q, k, v, topology, mask, latent, .*, config, return_lse$"),
+    ],
+)
+def test_arguments_of_other_packages_are_answered_with_ours(names, words):
+    with pytest.raises(TypeError, match=f"^burst_attention has no argument {words}") as caught:
+        _attend(**names)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ({"causal": True}, r"causal: write burst_attention\(..., mask=Mask.causal\(\)\)$"),
+        ({"softmax_scale": 1.0}, r"softmax_scale: write burst_attention\(..., softmax_scale=...\)$"),
+        ({"head_paralel": 2}, r"head_paralel: did you mean head_parallel\?$"),
+        ({"colour": 1}, "colour: legal are layout, backward, ring, .*sm_margin$"),
+    ],
+)
+def test_settings_that_are_none_are_answered_with_ours(names, words):
+    with pytest.raises(TypeError, match=f"^BurstConfig has no argument {words}"):
+        BurstConfig(**names)
+
+
+def test_numbers_of_numpy_are_numbers():
+    q = torch.randn(1, 8, 4, 16)
+    want = burst_attention(
+        q, q, q, topology=Topology.single(), mask=Mask.causal(), softmax_scale=0.5, softcap=3
+    )
+    for scale, cap in ((np.float32(0.5), np.float16(3)), (np.float64(0.5), np.int64(3))):
+        options = {"softmax_scale": scale, "softcap": cap}
+        got = burst_attention(q, q, q, topology=Topology.single(), mask=Mask.causal(), **options)
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("name", ["q", "k", "sinks", "latent.compressed", "latent.weight"])
+def test_nested_tensors_are_refused_by_name(layout, name):
+    nested = torch.nested.nested_tensor([torch.ones(5, 4, 16), torch.ones(3, 4, 16)], layout=layout)
+    q = torch.ones(1, 8, 4, 16)
+    tensors = {"q": q, "k": q, "v": q, "sinks": torch.ones(4)}
+    if name.startswith("latent"):
+        parts = {
+            "compressed": torch.ones(1, 8, 8),
+            "rope_key": torch.ones(1, 8, 1, 4),
+            "weight": torch.ones(4, 8, 28),
+        }
+        latent = Latent(**{**parts, name.removeprefix("latent."): nested})
+        tensors = {"q": q, "latent": latent}
+    else:
+        tensors[name] = nested
+    with pytest.raises(ValueError, match=f"^{name} is a nested tensor: .*Mask.documents"):
+        burst_attention(**tensors, topology=Topology.single(), mask=Mask.causal())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_casts_as_it_does_for_torchs_attention(compiled):
+    def attend(q, k, v):
+        return burst_attention(q, k, v, topology=topology, mask=causal)
+
+    topology, causal = Topology.single(), Mask.causal()
+    run = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
+    inputs = [torch.randn(1, 8, 4, 16, requires_grad=True) for _ in range(3)]
+    halves = [x.detach().bfloat16().requires_grad_() for x in inputs]
+    want = attend(*halves)
+    want.float().square().sum().backward()
+    for dtypes in ([torch.float32] * 3, [torch.float32, torch.bfloat16, torch.float32]):
+        given = [x.detach().to(dtype).requires_grad_() for x, dtype in zip(inputs, dtypes, strict=True)]
+        with torch.autocast("cpu", torch.bfloat16):
+            out = run(*given)
+            theirs = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in given))
+        assert out.dtype == theirs.dtype == torch.bfloat16 and torch.equal(out, want)
+        out.float().square().sum().backward()
+        for x, half, dtype in zip(given, halves, dtypes, strict=True):
+            assert x.grad.dtype == dtype and torch.equal(x.grad, half.grad.to(dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        double = [x.detach().double() for x in inputs]
+        assert run(*double).dtype == torch.float64
+        theirs = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in double))
+        assert theirs.dtype == torch.float64
+
+
+def test_autocast_casts_a_latent():
+    q, compressed, rope = torch.randn(1, 8, 4, 16), torch.randn(1, 8, 8), torch.randn(1, 8, 1, 4)
+    weight = torch.randn(4, 8, 28, requires_grad=True)
+
+    def attend(*parts):
+        latent = Latent(*parts[1:])
+        return burst_attention(parts[0], latent=latent, topology=Topology.single(), mask=Mask.causal())
+
+    parts = q, compressed, rope, weight
+    want = attend(*(x.bfloat16() for x in parts))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = attend(*parts)
+    assert torch.equal(got, want)
+    (gradient,) = torch.autograd.grad(got.float().sum(), weight)
+    assert gradient.dtype == torch.float32
+
+
+def _written_to(rank, size):
+    """The output may be written to; where backward needs it torch says so, as of its own attention."""
+    topology = Topology.from_group(dist.group.WORLD) if size > 1 else Topology.single()
+    q, k, v = (torch.randn(1, 8 - rank, 4, 16, requires_grad=True) for _ in range(3))
+    config = BurstConfig(layout="contiguous")
+    out = burst_attention(q, k, v, topology=topology, mask=Mask.causal(), config=config)
+    want = 2 * out.detach()
+    out.mul_(2)
+    assert torch.equal(out, want)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    out = burst_attention(q, k, v, topology=topology, mask=Mask.causal(), config=config) * 1
+    torch.nn.functional.dropout(out, 0.5, inplace=True).sum().backward()
+    return all(bool(x.grad.isfinite().all()) for x in (q, k, v))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_output_may_be_written_to(size):
+    assert all(processes(size, _written_to))
 
 
 def _of_a_dual(function, q):

@@ -3,7 +3,9 @@
 import gc
 import pickle
 import sys
+import time
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -141,6 +143,48 @@ def _compiled(rank, size, config):
 )
 def test_a_layer_compiles_into_one_graph(size, way):
     assert all(processes(size, _compiled, BurstConfig(**way)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"return_lse": True}, {"softmax_scale": 0.5, "sinks": True}],
+    ids=lambda x: ",".join(x) or "none",
+)
+def test_a_call_without_a_config_compiles_into_one_graph(options):
+    topology, mask = Topology.single(), Mask.causal()
+    p = problem(0, 16, dtype=torch.float32)
+    options = options | ({"sinks": torch.ones(p.q.shape[2])} if "sinks" in options else {})
+
+    def attend(q, k, v):
+        return burst_attention(q, k, v, topology=topology, mask=mask, **options)
+
+    got, want = torch.compile(attend, fullgraph=True, backend="aot_eager")(*p[:3]), attend(*p[:3])
+    for x, y in zip(tree_leaves(got), tree_leaves(want), strict=True):
+        assert torch.equal(x, y)
+
+
+def _a_trace_fails(rank, size):
+    """Compiled with heads shared, rank 0 of an uneven sequence cannot be traced; the ring goes on."""
+    group = dist.new_group(timeout=timedelta(seconds=40))
+    topology, mask = Topology.from_group(group, intra_size=size), Mask.causal()
+    config = BurstConfig(head_parallel=2)
+
+    def attend(x):
+        return burst_attention(x, x, x, topology=topology, mask=mask, config=config)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    start = time.monotonic()
+    with pytest.raises(Exception, match="takes for granted that every rank holds 57 tokens") as caught:
+        compiled(torch.ones(1, 57 + rank, 2, 8))
+    seconds = time.monotonic() - start
+    torch.testing.assert_close(compiled(torch.ones(1, 64, 2, 8)), attend(torch.ones(1, 64, 2, 8)))
+    return str(caught.value), seconds
+
+
+def test_a_rank_whose_trace_fails_tells_the_others():
+    (_, _), (told, seconds) = processes(2, _a_trace_fails)
+    assert "rank 0 of the ring refused this call: ValueError" in told
+    assert seconds < 20  # of 40
 
 
 def _devices_of_results(rank, size):

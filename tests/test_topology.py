@@ -1,7 +1,10 @@
 """Where the ranks are: hosts, nodes, groups that exist; and what is refused."""
 
+import copy
 import gc
+import io
 import os
+import pickle
 import random
 import threading
 import time
@@ -13,6 +16,7 @@ import torch.distributed as dist
 from dense import dense, error, problem
 from ranks import processes
 from test_ring import _attend, _gathered
+from torch.distributed.device_mesh import init_device_mesh
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
 from burst_mcore.attention.api import connect
@@ -193,6 +197,75 @@ def _connected(rank, size):
 
 def test_connecting_refuses_what_no_heads_can_make_legal():
     assert all(processes(4, _connected))
+
+
+class Holds(torch.nn.Module):
+    """A layer that holds its ring, as attention layers do."""
+
+    def __init__(self, topology):
+        super().__init__()
+        self.topology, self.projection = topology, torch.nn.Linear(4, 4)
+
+
+def _copied(rank, size):
+    topology = Topology.from_group(dist.group.WORLD)
+    layer = Holds(topology)
+    average = copy.deepcopy(layer)  # as for an EMA
+    assert average.projection.weight is not layer.projection.weight
+    for again in (average.topology, copy.copy(topology)):
+        assert again == topology and again.communicators is topology.communicators
+    out, same = (
+        burst_attention(*(torch.ones(1, 8, 2, 8),) * 3, topology=x.topology, mask=Mask.causal())
+        for x in (layer, average)
+    )
+    for dump in (pickle.dumps, lambda x: torch.save(x, io.BytesIO())):
+        with pytest.raises(TypeError, match="topology of a ring of 2 ranks holds process groups.*from_group"):
+            dump(layer)
+    return torch.equal(out, same)
+
+
+def test_a_module_that_holds_a_ring_is_copied_and_never_pickled():
+    assert all(processes(2, _copied))
+    single = Topology.single()
+    assert pickle.loads(pickle.dumps(single)) == copy.deepcopy(single) == single
+
+
+def _destroyed(rank, size, kind, used):
+    group = dist.group.WORLD if kind == "world" else dist.new_group()
+    topology = Topology.from_group(group)
+    x = torch.ones(1, 8, 2, 8, requires_grad=True)
+    out = burst_attention(x, x, x, topology=topology, mask=Mask.causal()) if used else None
+    dist.barrier()
+    dist.destroy_process_group(None if kind == "world" else group)
+    words = "the process groups of this ring were destroyed: make new ones, and their Topology.from_group"
+    with pytest.raises(RuntimeError, match=words):
+        burst_attention(x, x, x, topology=topology, mask=Mask.causal())
+    if used:
+        with pytest.raises(RuntimeError, match=words):
+            out.sum().backward()
+    dist.barrier = lambda: None  # the world may be gone
+    return True
+
+
+@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("kind", ["world", "group"])
+def test_a_call_on_a_destroyed_group_says_so(kind, used):
+    assert all(processes(2, _destroyed, kind, used))
+
+
+def _meshes(rank, size):
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    with pytest.raises(ValueError, match=r"got DeviceMesh.*; pass mesh.get_group\(\)") as caught:
+        Topology.from_group(mesh)
+    with pytest.raises(ValueError, match=r"Topology.from_groups: intra must be .*pass mesh.get_group\(\)"):
+        Topology.from_groups(intra=mesh, inter=mesh.get_group())
+    with pytest.raises(ValueError, match=r"topology must be a Topology, got DeviceMesh.*mesh.get_group\(\)"):
+        burst_attention(*(torch.ones(1, 8, 2, 8),) * 3, topology=mesh, mask=Mask.causal())
+    return len(str(caught.value)) < 300 and Topology.from_group(mesh.get_group("cp")).size == size
+
+
+def test_a_device_mesh_is_asked_for_its_group():
+    assert all(processes(2, _meshes))
 
 
 def _collectives_between(rank, size, sub):

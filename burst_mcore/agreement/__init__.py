@@ -7,15 +7,17 @@ calls      numbered calls, which wait for the exchange or go ahead; a rank that 
 Attention agrees by `calls`; the loss and DeepSpeed's adapter use `exchange` alone.
 """
 
-from burst_mcore.agreement.calls import Agreed, Agreement
+from burst_mcore.agreement.calls import DESTROYED, Agreed, Agreement, Latest
 from burst_mcore.agreement.claims import Claim, Signature, alike, digest_of, disagreement, summary
 from burst_mcore.agreement.exchange import Collective, claims_of
 
 __all__ = [
+    "DESTROYED",
     "Agreed",
     "Agreement",
     "Claim",
     "Collective",
+    "Latest",
     "Signature",
     "alike",
     "claims_of",

@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
@@ -42,6 +42,21 @@ _REFUSED = (REFUSES, 0, 0, 0, 0)
 """The integers of a rank that refused its call."""
 _FAILED = "failed"
 """The key of the store where a rank whose pass failed tells so."""
+
+
+DESTROYED = "the process groups of this ring were destroyed: make new ones, and their Topology.from_group"
+"""What a call on a closed ring is told."""
+
+
+class Latest(dict[Any, Any]):
+    """A dictionary of the entries that were made last."""
+
+    MOST = 1024
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        if len(self) > self.MOST:
+            del self[next(iter(self))]
 
 
 class Agreed(NamedTuple):
@@ -91,7 +106,7 @@ class Agreement:
         self._meetings: queue.SimpleQueue[_Meeting | None] = queue.SimpleQueue()
         self._at = 0
         """The number of the call whose exchange is under way."""
-        self._seen: set[object] = set()
+        self._seen = Latest()
 
     def seen(self, description: object) -> bool:
         """Return whether `remember` was called with this description of a call."""
@@ -99,7 +114,7 @@ class Agreement:
 
     def remember(self, description: object) -> None:
         """Note a description of a call on which the ranks have agreed in full."""
-        self._seen.add(description)
+        self._seen[description] = True
 
     def agree(self, signature: Signature, *, ahead: bool = False) -> Agreed:
         """Return once every rank of the ring has come with the same signature; at once if `ahead`.
@@ -202,9 +217,7 @@ class Agreement:
     def _begin(self) -> None:
         """Number the call. Refuse it if an earlier one failed."""
         if self._stopping:
-            raise RuntimeError(
-                "the process groups of this ring were destroyed: make new ones, and their Topology.from_group"
-            )
+            raise RuntimeError(DESTROYED)
         if isinstance(self._failure, ValueError):  # names ranks and fields; others are told below
             self._raise_untold()
         if self._failure is not None:

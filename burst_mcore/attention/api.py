@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from typing import Never
 
 import torch
 from torch import Tensor
 
 from burst_mcore.attention.autotune.decide import check_mesh
 from burst_mcore.attention.autotune.ways import Ranks, placements, route_for, why_not_placed
+from burst_mcore.attention.checks import check_dense
 from burst_mcore.attention.numerics.latent import Latent
 from burst_mcore.attention.operator.agree import agreement_of, refusing
 from burst_mcore.attention.operator.ops import attention_forward
@@ -20,9 +22,14 @@ from burst_mcore.attention.runtime.executor import ProcessGroups
 from burst_mcore.attention.runtime.record import unpack
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
-from burst_mcore.config import BurstConfig, sides_of
+from burst_mcore.config import SETTINGS, BurstConfig, sides_of
+from burst_mcore.dtypes import autocast
 from burst_mcore.mask import Mask
 from burst_mcore.registry import lookup
+from burst_mcore.words import brief, no_argument
+
+_CONFIG = BurstConfig()
+"""The config of calls without one: made once, since a compiled graph cannot make it."""
 
 
 def burst_attention(
@@ -38,6 +45,7 @@ def burst_attention(
     sinks: Tensor | None = None,
     config: BurstConfig | None = None,
     return_lse: bool = False,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence that is sharded over the ranks of `topology` (BurstAttention).
 
@@ -65,6 +73,9 @@ def burst_attention(
             of weights are. Every rank gives the same.
         config: default `BurstConfig()`.
         return_lse: also return the log-sum-exp of the scaled scores.
+        unknown: none is legal; a name that another package has is answered with what to write here.
+
+    Under torch.autocast q, k, v and a latent are cast, as those of scaled_dot_product_attention.
 
     Returns:
         out [batch, local sequence, heads, value_dim] in the dtype of q, and with `return_lse` also lse
@@ -79,18 +90,22 @@ def burst_attention(
         RuntimeError: a rank of the ring has gone; the message names the step and hop. After any error in
             mid-ring later calls on the same process group are refused, on all ranks.
     """
-    config = BurstConfig() if config is None else config
+    config = _CONFIG if config is None else config
     if torch.compiler.is_compiling():  # a compiled call is checked when it runs
-        k, v, up, travels = _keys(k, v, latent)
+        k, v, up, travels = _keys(k, v, latent, unknown)
+        q, k, v, up = autocast(q, k, v, up)
     else:
         if not isinstance(topology, Topology):
             raise ValueError(
-                f"topology must be a Topology, got {topology!r}: Topology.from_group(group) or "
-                f"Topology.single()"
+                f"topology must be a Topology, got {brief(topology)}: Topology.from_group(group), of a "
+                f"DeviceMesh mesh.get_group(), or Topology.single()"
             )
         with refusing(agreement_of(topology)):
-            k, v, up, travels = _keys(k, v, latent)
+            k, v, up, travels = _keys(k, v, latent, unknown)
+            q, k, v, up = autocast(q, k, v, up)
             validate(q, k, v, topology, mask, softmax_scale, softcap, sinks, config, return_lse, up, travels)
+            softmax_scale = None if softmax_scale is None else float(softmax_scale)  # numpy's have types
+            softcap = None if softcap is None else float(softcap)
     tensors = [x for x in (q, k, v, sinks, up) if x is not None]
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     args = ForwardArgs(
@@ -116,10 +131,17 @@ def burst_attention(
     return (out, lse.transpose(1, 2)) if return_lse else out
 
 
+_ARGUMENTS = [*burst_attention.__annotations__][:-2]
+"""The names of the arguments: not of what is unknown, nor of the result."""
+
+
 def _keys(
-    k: Tensor | None, v: Tensor | None, latent: Latent | None
+    k: Tensor | None, v: Tensor | None, latent: Latent | None, unknown: dict[str, Never]
 ) -> tuple[Tensor, Tensor, Tensor | None, str]:
     """Return k, v, no weights, "off"; or the latent and the rope key as [B, S, 1, .], and their weights."""
+    if unknown:
+        ours = {name: f"config=BurstConfig({name}=...)" for name in SETTINGS}
+        raise no_argument("burst_attention", unknown, _ARGUMENTS, ours)
     if latent is None:
         if k is None or v is None:
             missing = " and ".join(name for name, tensor in (("k", k), ("v", v)) if tensor is None)
@@ -134,6 +156,7 @@ def _keys(
         parts = latent[:3] if isinstance(latent, Latent) else (latent,)
         got = ", ".join(type(part).__name__ for part in parts)
         raise ValueError(f"latent must be a Latent(compressed, rope_key, weight) of tensors, got {got}")
+    check_dense("latent.compressed", latent.compressed)
     if latent.compressed.dim() != 3:
         raise ValueError(
             f"latent.compressed must be [batch, local sequence, R], got {tuple(latent.compressed.shape)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
@@ -14,6 +13,7 @@ from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.dtypes import DTYPES
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
+from burst_mcore.words import brief, is_finite
 
 TRAVELS = ("auto", "on", "off")
 """Values of `Latent.travels`."""
@@ -39,12 +39,12 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, may_be_empty: bool) -> Non
 def check_latent(q: Tensor, k: Tensor, v: Tensor, up: Tensor, travels: str, *, may_be_empty: bool) -> None:
     """Refuse a latent that does not go with q; k: [B, S, 1, R], v: [B, S, 1, Dr]."""
     if travels not in TRAVELS:
-        raise ValueError(f"travels must be one of {', '.join(map(repr, TRAVELS))}, got {travels!r}")
+        raise ValueError(f"travels must be one of {', '.join(map(repr, TRAVELS))}, got {brief(travels)}")
     _check_tensor("q", q, TENSOR, may_be_empty)
     for name, x, width in (("latent.compressed", k, "R"), ("latent.rope_key", v, "Dr")):
         wanted = f"[batch, local sequence, 1, {width}] without empty dimensions"
         _check_tensor(name, x, wanted, may_be_empty)
-    _check_dense("latent.weight", up)
+    check_dense("latent.weight", up)
     shapes = (
         f"q {list(q.shape)}, compressed {list(k.shape[:2] + k.shape[3:])}, rope_key {list(v.shape)}, "
         f"weight {list(up.shape)}"
@@ -63,14 +63,21 @@ def check_latent(q: Tensor, k: Tensor, v: Tensor, up: Tensor, travels: str, *, m
 
 
 def _check_tensor(name: str, x: Tensor, wanted: str, may_be_empty: bool) -> None:
+    if isinstance(x, Tensor):
+        check_dense(name, x)
     empty = isinstance(x, Tensor) and 0 in (x.shape[:1] + x.shape[2:] if may_be_empty else x.shape)
     if not isinstance(x, Tensor) or x.dim() != 4 or empty:
-        actual = tuple(x.shape) if isinstance(x, Tensor) else repr(x)
+        actual = tuple(x.shape) if isinstance(x, Tensor) else brief(x)
         raise ValueError(f"{name} must be a tensor {wanted}, got {actual}")
-    _check_dense(name, x)
 
 
-def _check_dense(name: str, x: Tensor) -> None:
+def check_dense(name: str, x: Tensor) -> None:
+    """Refuse tensors that hold their numbers in another way than strided memory, and tangents."""
+    if x.is_nested:
+        raise ValueError(
+            f"{name} is a nested tensor: give its sequences one after another, as one [1, all tokens, ...], "
+            f"with mask=Mask.causal() & Mask.documents(offsets)"
+        )
     if x.layout != torch.strided:
         raise ValueError(f"{name} must be a dense tensor (torch.strided), got {x.layout}")
     _refuse_tangent(name, x)
@@ -103,10 +110,11 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     """Refuse sinks that are not a number for each head of q, on its device."""
     if sinks is None:
         return
+    if isinstance(sinks, Tensor):
+        check_dense("sinks", sinks)
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point() or sinks.shape != q.shape[2:3]:
-        actual = f"{tuple(sinks.shape)} of {sinks.dtype}" if isinstance(sinks, Tensor) else repr(sinks)
+        actual = f"{tuple(sinks.shape)} of {sinks.dtype}" if isinstance(sinks, Tensor) else brief(sinks)
         raise ValueError(f"sinks must be a floating-point tensor [heads], here [{q.shape[2]}], got {actual}")
-    _refuse_tangent("sinks", sinks)
     if sinks.device != q.device:
         raise ValueError(f"sinks must be on the device of q, {q.device}, got {sinks.device}")
 
@@ -114,15 +122,10 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
 def check_settings(mask: Mask, softmax_scale: float | None, softcap: float | None) -> None:
     """Refuse another thing than a mask, and numbers that scores cannot be multiplied by."""
     if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a Mask, got {_named(mask)}: {_nearest(mask)}")
+        raise ValueError(f"mask must be a Mask, got {brief(mask)}: {_nearest(mask)}")
     for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
-        if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} must be positive and finite, got {value!r}")
-
-
-def _named(value: object) -> str:
-    """Return a value in few words: a tensor by its shape."""
-    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        if value is not None and not (is_finite(value) and value > 0):
+            raise ValueError(f"{name} must be positive and finite, got {brief(value)}")
 
 
 def _nearest(mask: object) -> str:

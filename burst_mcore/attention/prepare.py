@@ -22,6 +22,7 @@ from burst_mcore.attention.request import Request, resolve
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
+from burst_mcore.words import brief
 
 Batch = TypeVar("Batch")
 
@@ -67,7 +68,7 @@ def prepare(mask: Mask, *, tokens: int, ranks: int, layout: Layout | str | None 
         ValueError: mask is no Mask, or the layout is no layout.
     """
     if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a Mask, got {mask!r}: Mask.documents(cu_seqlens), ...")
+        raise ValueError(f"mask must be a Mask, got {brief(mask)}: Mask.documents(cu_seqlens), ...")
     dealt = None if layout is None else Layout.of(layout)
     worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="burst-plans")
     futures = []

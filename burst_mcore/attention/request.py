@@ -37,6 +37,7 @@ from burst_mcore.machines import default_rates
 from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
 from burst_mcore.registry import ensure, lookup
+from burst_mcore.words import brief
 
 REQUESTS = 256
 """Requests that are remembered: of so many masks, configurations and shapes, those used last."""
@@ -145,7 +146,7 @@ def shard_of(
 ) -> Shard:
     """Return the shapes of a rank's tensors; q_shape: [batch, tokens, heads, head_dim]."""
     if not isinstance(config, BurstConfig):
-        raise ValueError(f"config must be a BurstConfig, got {config!r}")
+        raise ValueError(f"config must be a BurstConfig, got {brief(config)}")
     batch, tokens, heads, head_dim = q_shape
     return Shard(
         batch=batch,

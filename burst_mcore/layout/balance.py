@@ -16,6 +16,7 @@ from torch import Tensor
 
 from burst_mcore.mask import Mask
 from burst_mcore.mask.bands import UNBOUNDED
+from burst_mcore.words import brief
 
 EVEN = 1.05
 """A layout counts as balanced up to this ratio of the busiest rank's work to the mean."""
@@ -150,10 +151,10 @@ def layout_for(mask: Mask, n: int, size: int, make: Callable[..., Any]) -> Any:
     make: the class Layout. See `Layout.for_mask`.
     """
     if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a Mask, got {mask!r}: Mask.causal(), Mask.full(), ...")
+        raise ValueError(f"mask must be a Mask, got {brief(mask)}: Mask.causal(), Mask.full(), ...")
     for name, value, noun in (("n", n, "tokens"), ("size", size, "ranks")):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be a number of {noun}, at least 1, got {value!r}")
+            raise ValueError(f"{name} must be a number of {noun}, at least 1, got {brief(value)}")
     enough = EVEN_WINDOW if mask.is_window else EVEN
     weighed = []
     for fields in _candidates(mask, n, size):

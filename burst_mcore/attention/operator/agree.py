@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from burst_mcore.agreement import Agreed, Agreement, Signature
+from burst_mcore.agreement import DESTROYED, Agreed, Agreement, Signature
 from burst_mcore.attention.call import Call
 from burst_mcore.attention.operator.schema import BackwardArgs, ForwardArgs
 from burst_mcore.attention.prepare import call_of
@@ -23,6 +23,8 @@ def agreement_of(topology: Topology) -> Agreement | None:
     communicators = topology.communicators
     if communicators is None:
         return None
+    if communicators.destroyed:
+        raise RuntimeError(DESTROYED)
     if communicators.agreement is None:
         communicators.agreement = Agreement(
             communicators.control, communicators.ranks, topology.rank, communicators.abort

@@ -108,12 +108,18 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
         agreement.settle()  # no backward will
     nowhere = q.new_empty(0, dtype=attended.ring_lse.dtype)
     return ForwardResults(
-        out=attended.out[:, :tokens].contiguous(),
-        lse=nowhere if attended.lse is None else attended.lse[..., :tokens].contiguous(),
+        out=_owned(attended.out[:, :tokens]),
+        lse=nowhere if attended.lse is None else _owned(attended.lse[..., :tokens]),
         on_ring=[attended.q, attended.k, attended.v, attended.ring_lse] if call.route.heads > 1 else [],
         record=records.pack(CallRecord(agreed.number, cut, lengths), q.device),
         tail=tail,
     )
+
+
+def _owned(x: Tensor) -> Tensor:
+    """Return x, contiguous, as a tensor that is no view for autograd: callers may write to it."""
+    x = x.contiguous()
+    return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
 
 
 def _expansion(call: Call, up: Tensor | None) -> Expansion | None:
@@ -149,7 +155,10 @@ def _traced(args: ForwardArgs) -> ForwardResults:
     record = records.packed_like(q, topology.size)
     if config.head_parallel == 1 and not args.saves:
         return ForwardResults(out, lse, [], record, [])
-    with unset_fake_temporarily():  # plans are made of real tensors, and cached
+    with (
+        refusing(agreement_of(topology)),
+        unset_fake_temporarily(),
+    ):  # plans are made of real tensors, and cached
         latent = None if args.up is None else (int(k.shape[3]), int(v.shape[3]))
         kv_heads = int(k.shape[2] if latent is None else q.shape[2])
         shape = [int(size) for size in q.shape]

@@ -18,6 +18,7 @@ import torch
 from burst_mcore.layout import Layout
 from burst_mcore.layout.balance import keys_per_query, pairs_before
 from burst_mcore.mask import Mask
+from burst_mcore.words import brief
 
 logger = logging.getLogger("burst_mcore")
 
@@ -52,7 +53,7 @@ class Cut:
 def check_keep(keep: float) -> float:
     """Return `keep` as a float; ValueError if it is no share."""
     if isinstance(keep, bool) or not isinstance(keep, numbers.Real) or not 0 <= keep <= 1:
-        raise ValueError(f"keep must be a share of the sequence, from 0 to 1, got {keep!r}")
+        raise ValueError(f"keep must be a share of the sequence, from 0 to 1, got {brief(keep)}")
     return float(keep)
 
 

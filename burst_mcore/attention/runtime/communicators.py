@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from burst_mcore.agreement import Agreement
+from burst_mcore.agreement import Agreement, Latest
 from burst_mcore.digest import digest
 
 _NEVER_SENT = 2**31 - 1
@@ -52,7 +52,7 @@ class Communicators:
         """The groups that nobody but the ring uses."""
         self.agreement: Agreement | None = None
         """Made by the first call: see `operator.agree`."""
-        self.transports: dict[Any, Any] = {}
+        self.transports = Latest()
         """By ranks of a node and route: see `executor.transport_of`."""
 
     def reach(self, device: torch.device) -> bool:
@@ -72,6 +72,11 @@ class Communicators:
             reached = {rank: place[world] for rank, world in enumerate(self.ranks) if world in place}
             self._made[key] = group, reached
         return self._made[key]
+
+    @property
+    def destroyed(self) -> bool:
+        """Whether a process group of the ring is gone."""
+        return not all(map(exists, (self.control, *self._groups.values())))
 
     def abort(self) -> None:
         """End every wait of this process for messages of the ring. The groups are of no use afterwards.

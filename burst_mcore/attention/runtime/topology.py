@@ -8,13 +8,16 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Any, Self
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from burst_mcore.attention.runtime.communicators import Communicators, companion, exists, timeout_of
 from burst_mcore.rates import Rates
 from burst_mcore.registry import Registered, register
+from burst_mcore.words import brief
 
 ANSWER_WITHIN = timedelta(seconds=60)
 """How long ranks that build a topology wait for each other."""
@@ -40,6 +43,20 @@ class Topology(Registered):
         object.__setattr__(self, "intra_size", self.intra_size or self.size)
         by_identity = "" if self.communicators is None else f", {id(self.communicators):x}"
         register(self, f"{self!r}{by_identity}")
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # it never changes; a copy has the same process groups
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.communicators is not None:
+            raise TypeError(
+                f"the topology of a ring of {self.size} ranks holds process groups, which cannot be pickled: "
+                f"pickle without it, and call Topology.from_group(group) where it is loaded"
+            )
+        return super().__getstate__()
 
     @property
     def nodes(self) -> int:
@@ -69,12 +86,7 @@ class Topology(Registered):
                 the group; the hosts hold different numbers of ranks, or ranks that are not neighbours.
             RuntimeError: a rank of the group did not come.
         """
-        if not isinstance(group, dist.ProcessGroup):
-            raise ValueError(
-                f"Topology.from_group needs a torch.distributed process group that this rank is in, got "
-                f"{group!r}; for all ranks pass torch.distributed.group.WORLD after init_process_group, "
-                f"for one rank alone use Topology.single()"
-            )
+        _check_group("the group of Topology.from_group", group)
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if intra_size is not None:
             _check_divides(intra_size, size)
@@ -107,11 +119,7 @@ class Topology(Registered):
             RuntimeError: a rank of `inter` did not come.
         """
         for name, group in (("intra", intra), ("inter", inter)):
-            if not isinstance(group, dist.ProcessGroup):
-                raise ValueError(
-                    f"Topology.from_groups: {name} must be a torch.distributed process group that this rank "
-                    f"is in, got {group!r}"
-                )
+            _check_group(f"Topology.from_groups: {name}", group)
         key = f"{intra.group_name} {inter.group_name}"
         known = _KNOWN_PAIRS.get(key)
         if known is None or known[:2] != (intra, inter):
@@ -166,6 +174,20 @@ def _forget_destroyed() -> None:
 def _close(communicators: Communicators | None) -> None:
     if communicators is not None:
         communicators.close()
+
+
+def _check_group(owner: str, group: object) -> None:
+    if isinstance(group, dist.ProcessGroup):
+        return
+    hint = (
+        "pass mesh.get_group(), or mesh.get_group(name) of a dimension"
+        if isinstance(group, DeviceMesh)
+        else "for all ranks pass torch.distributed.group.WORLD after init_process_group, for one rank alone "
+        "use Topology.single()"
+    )
+    raise ValueError(
+        f"{owner} must be a torch.distributed process group that this rank is in, got {brief(group)}; {hint}"
+    )
 
 
 def host_name() -> str:
@@ -230,7 +252,8 @@ def _check_divides(intra_size: int, size: int) -> None:
     divisors = [d for d in range(1, size + 1) if size % d == 0]
     if type(intra_size) is not int or intra_size not in divisors:
         raise ValueError(
-            f"intra_size must divide the {size} ranks of the group: one of {divisors}, got {intra_size!r}"
+            f"intra_size must divide the {size} ranks of the group: one of {divisors}, got "
+            f"{brief(intra_size)}"
         )
 
 
