@@ -81,7 +81,7 @@ GPU = python3 -c 'import torch, triton, pytest, sys; sys.exit(not torch.cuda.is_
 
 gpu-smoke:
 	@$(GPU)
-	python3 -m burst_mcore.bench.check smoke $(ARGS)
+	python3 -m burst_bench.check smoke $(ARGS)
 
 gpu-tests:
 	@$(GPU)
@@ -89,14 +89,14 @@ gpu-tests:
 
 gpu-figures:
 	@$(GPU)
-	python3 -m burst_mcore.bench.check figures $(ARGS)
+	python3 -m burst_bench.check figures $(ARGS)
 
 gpu-check:
 	@$(GPU)
 	worst=0
-	python3 -m burst_mcore.bench.check smoke || worst=$$?
+	python3 -m burst_bench.check smoke || worst=$$?
 	PYTHONPATH=. python3 -m pytest -q --durations=20 tests/gpu || worst=$$?
-	python3 -m burst_mcore.bench.check figures $(ARGS) || worst=$$?
+	python3 -m burst_bench.check figures $(ARGS) || worst=$$?
 	exit $$worst
 
 compiled: $(VENV)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from burst_mcore.attention.schedule.actions import Kind, Send
 from burst_mcore.machines import CONSTANTS, MACHINES, Machine
-from burst_mcore.plan.against import Compared, Report, compare
-from burst_mcore.plan.errors import ROWS, Judged, judged, ranges
-from burst_mcore.plan.loops import (
+from burst_bench.published.against import Compared, Report, compare
+from burst_bench.published.errors import ROWS, Judged, judged, ranges
+from burst_bench.published.loops import (
     INTERNEVO,
     MAGI_DOUBLE_RING,
     MAGI_RING,
@@ -24,11 +24,13 @@ from burst_mcore.plan.loops import (
     follows,
     together,
 )
-from burst_mcore.plan.methods import Way, seconds_of, way_of
-from burst_mcore.plan.training import COUNTED
-from burst_mcore.step import memory, search, time
-from burst_mcore.step.figures import KINDS
-from burst_mcore.step.parts import CHUNK, MODULES, PLAIN
+from burst_bench.published.methods import Way, seconds_of, way_of
+from burst_bench.published.training import COUNTED
+from burst_plan.step import memory
+from burst_plan.step import search
+from burst_plan.step import time
+from burst_plan.step.figures import KINDS
+from burst_plan.step.parts import CHUNK, MODULES, PLAIN
 
 CALIBRATION = "calibration.json"
 """The file of rows that presets were fitted to, beside the files of public rows."""
@@ -121,7 +123,7 @@ _STEP = {
     "CHUNK": (CHUNK, "Megatron-DeepSpeed's default: tokens of a chunk of FPDT"),
     "COUNTED": (COUNTED, "told by one row: FLOPs in the MFU of DeepSpeed's chart, over those of the model"),
 }
-"""Numbers of `burst_mcore.step` and `burst_mcore.plan.training`, by name: value, and where it comes from."""
+"""Numbers of `burst_plan.step` and `burst_bench.published.training`, by name: value, and where it comes from."""
 _MODULES = """
 Bytes of a number that a part keeps for backward, and those that its backward has besides, by the modules of
 layers. Logits are those of a loss that is not fused. For Megatron's local spec and for transformers they were

@@ -29,8 +29,8 @@ from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.config import SETTINGS
 from burst_mcore.deepspeed.config.section import reference
 from burst_mcore.megatron.arguments import flag_of
-from burst_mcore.plan.errors import judged, ranges, table
-from burst_mcore.step.figures import TABLE
+from burst_bench.published.errors import judged, ranges, table
+from burst_plan.step.figures import TABLE
 
 DOCS = Path(__file__).parent
 TESTS = DOCS.parent / "tests" / "megatron"
@@ -68,7 +68,7 @@ def pages() -> dict[str, str]:
         "deepspeed-section.md": reference(),
         "planning.md": planning,
         "predictions.md": page(PUBLIC),
-        f"../burst_mcore/step/{TABLE}": table(PUBLIC),
+        f"../burst_plan/step/{TABLE}": table(PUBLIC),
     }
 
 

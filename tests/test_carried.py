@@ -16,7 +16,7 @@ from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.geometry.rows import count, union
 from burst_mcore.attention.schedule.actions import Pass, Send
 from burst_mcore.attention.schedule.route import Route, program, schedule
-from burst_mcore.attention.schedule.verify import verify
+from burst_plan.explain.verify import verify
 
 PLACES = {"size": st.integers(1, 4), "heads": st.sampled_from([1, 1, 2, 3]), "n": st.integers(1, 90)}
 

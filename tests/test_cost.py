@@ -41,7 +41,7 @@ from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, program, schedule
-from burst_mcore.bench.subjects.planning import packed
+from burst_bench.subjects.planning import packed
 from burst_mcore.machines import CPU, MACHINES
 from burst_mcore.rates import Rates
 

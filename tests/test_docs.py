@@ -101,7 +101,7 @@ def test_what_is_named_exists(page):
 def test_commands_in_the_docs_run(command, tmp_path, monkeypatch):
     from typer.testing import CliRunner
 
-    from burst_mcore.cli import app
+    from burst_plan.cli import app
 
     monkeypatch.chdir(tmp_path)
     pages = "\n".join(page.read_text() for page in PAGES)
@@ -126,9 +126,9 @@ def test_every_flag_is_in_the_docs():
 
 def test_every_method_and_kernel_is_in_the_docs():
     from burst_mcore.attention.kernels.table import KERNELS
-    from burst_mcore.bench.methods import METHODS
-    from burst_mcore.bench.subjects import SUBJECTS
-    from burst_mcore.bench.subjects.step import FRAMEWORKS
+    from burst_bench.methods import METHODS
+    from burst_bench.subjects import SUBJECTS
+    from burst_bench.subjects.step import FRAMEWORKS
 
     page = (ROOT / "docs" / "benchmark.md").read_text()
     names = [name for kind, methods in METHODS.items() if kind != "kernels" for name in methods]
@@ -161,7 +161,7 @@ def test_tables_are_as_the_code_writes_them(monkeypatch):
 def test_the_table_of_recompute_is_that_of_the_committed_run():
     from statistics import median
 
-    from burst_mcore.bench.results import read
+    from burst_bench.results import read
 
     table = (ROOT / "docs" / "recompute.md").read_text().split("| CPU s recomputing |")[1].splitlines()[2:]
     results = read(ROOT / "benchmarks" / "results" / "recompute.json")
@@ -183,8 +183,8 @@ def test_equal_work_bounds_what_any_model_can_reach(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     from predictions import equal_work, missed_at_least
 
-    from burst_mcore.plan.against import Compared
-    from burst_mcore.plan.rows import Row
+    from burst_bench.published.against import Compared
+    from burst_bench.published.rows import Row
 
     assert missed_at_least([1.0]) == missed_at_least([1.0, 1.49]) == 0
     assert missed_at_least([1.0, 1.6]) == missed_at_least([1.0, 1.4, 1.6]) == 1

@@ -188,7 +188,7 @@ def _prefix(numbers: list[str], n: int) -> Mask:
 HOLD_MASK = """
 masks.TERMS = (lambda draw, n: Mask.prefix(draw.randint(1, n + 2)), *masks.TERMS[:1], *masks.TERMS[3:4])
 import pickle, pytest, test_mask, test_plan
-from burst_mcore.mask.words import mask_of, shortened
+from burst_plan.words import mask_of, shortened
 hold(test_mask, test_plan)
 mask = mask_of("prefix:8 & documents:12,12", 24)
 assert mask == Mask.prefix(8) & Mask.documents([0, 12, 24]) == pickle.loads(pickle.dumps(mask))
@@ -336,7 +336,7 @@ import torch.distributed as dist
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, schedule
-from burst_mcore.attention.schedule.verify import verify
+from burst_plan.explain.verify import verify
 
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()

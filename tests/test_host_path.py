@@ -16,7 +16,7 @@ from burst_mcore.attention.call import Keys
 from burst_mcore.attention.numerics import merge
 from burst_mcore.attention.runtime import executor
 from burst_mcore.attention.shard import Shard
-from burst_mcore.bench.methods.virtual_rank import Copies, VirtualRank
+from burst_bench.methods.virtual_rank import Copies, VirtualRank
 
 PACKAGE = str(Path(burst_mcore.__file__).parent)
 SIZE = 8

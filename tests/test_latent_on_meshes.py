@@ -32,7 +32,7 @@ from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, program, schedule
 from burst_mcore.attention.shard import Shard
-from burst_mcore.cli import app
+from burst_plan.cli import app
 from burst_mcore.rates import Rates
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from burst_mcore.bench.memory import LargestMade
+from burst_bench.memory import LargestMade
 from burst_mcore.loss import arguments, chunked, fused_linear_cross_entropy
 from burst_mcore.loss.chunked import CHUNK_BYTES, automatic_chunk, chunk_bytes
 from burst_mcore.loss.products import TILE, products_for

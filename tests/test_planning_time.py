@@ -26,9 +26,9 @@ from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.request import validate
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, program
-from burst_mcore.bench.methods.sharded import share_of
-from burst_mcore.bench.results import read
-from burst_mcore.bench.subjects import planning
+from burst_bench.methods.sharded import share_of
+from burst_bench.results import read
+from burst_bench.subjects import planning
 from burst_mcore.machines import MACHINES
 
 RANKS, TOKENS = 64, 2**20

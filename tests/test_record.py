@@ -7,14 +7,14 @@ import pytest
 from ranks import torchrun
 from typer.testing import CliRunner
 
-from burst_mcore.bench.methods import METHODS
-from burst_mcore.bench.results import Results
-from burst_mcore.bench.rows import rows_of
-from burst_mcore.bench.subjects.attention import AttentionCase
-from burst_mcore.cli import app
+from burst_bench.methods import METHODS
+from burst_bench.results import Results
+from burst_bench.rows import rows_of
+from burst_bench.subjects.attention import AttentionCase
+from burst_plan.cli import app
 from burst_mcore.machines import MACHINES
-from burst_mcore.plan.methods import METHODS as PREDICTED
-from burst_mcore.plan.methods import NOT_MODELLED
+from burst_bench.published.methods import METHODS as PREDICTED
+from burst_bench.published.methods import NOT_MODELLED
 from burst_mcore.rates import Rates
 
 ROOT = Path(__file__).parent.parent
@@ -57,7 +57,7 @@ def test_rows_of_a_run_are_read_and_predicted(tmp_path):
 
 def test_torchrun_starts_the_ranks(tmp_path):
     file, out = tmp_path / "rows.json", tmp_path / "a.json"
-    bench = "-m burst_mcore.bench attention --device cpu --methods ring,te-p2p,magi --repeats 1".split()
+    bench = "-m burst_bench attention --device cpu --methods ring,te-p2p,magi --repeats 1".split()
     case = "seq=128; heads=2; head_dim=16"
     done = torchrun(2, *bench, "--case", case, "--out", out, "--record", file, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -27,7 +27,7 @@ from burst_mcore.attention.schedule.actions import (
 )
 from burst_mcore.attention.schedule.route import Route, Schedule, schedule
 from burst_mcore.attention.schedule.route import program as program_of
-from burst_mcore.attention.schedule.verify import verify
+from burst_plan.explain.verify import verify
 from burst_mcore.attention.shard import Shard
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
@@ -233,7 +233,7 @@ def _sends_before_receives(rank, program):
 
 
 def test_verify_knows_that_nccl_runs_batches_in_the_order_of_posting(monkeypatch):
-    monkeypatch.setattr("burst_mcore.attention.schedule.verify._add", lambda rank, action: None)
+    monkeypatch.setattr("burst_plan.explain.verify._add", lambda rank, action: None)
     with pytest.raises(ValueError, match="deadlock: rank 0, step 0: wait intra data .at the head of"):
         verify(_broken(_sends_before_receives, pass_=Pass.FORWARD))
 

@@ -13,9 +13,9 @@ from ranks import processes
 
 import burst_mcore.deepspeed as burst
 from burst_mcore.attention.runtime import buffers
-from burst_mcore.step.memory import ON_CPU, moments, states, total
-from burst_mcore.step.model import from_config
-from burst_mcore.step.way import Way
+from burst_plan.step.memory import ON_CPU, moments, states, total
+from burst_plan.step.model import from_config
+from burst_plan.step.way import Way
 
 RANKS, TOKENS = 2, 3072
 

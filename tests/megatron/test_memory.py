@@ -14,9 +14,9 @@ from burst_mcore import BurstConfig
 from burst_mcore.attention.runtime import buffers
 from burst_mcore.checkpointing import Full, KeepAttention, Policy, Segment
 from burst_mcore.megatron import cpu
-from burst_mcore.step.memory import ON_CPU, moments, total
-from burst_mcore.step.model import Model
-from burst_mcore.step.way import Way
+from burst_plan.step.memory import ON_CPU, moments, total
+from burst_plan.step.model import Model
+from burst_plan.step.way import Way
 
 
 class Setting(NamedTuple):

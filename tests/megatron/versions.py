@@ -1,6 +1,6 @@
 """Trains CP 2 beside CP 1 in whole trees of Megatron: by the launcher, and by patches without the launcher.
 
-The functions serve tests/megatron/test_patches.py. As a command, this file records a table of versions::
+The functions serve tests/plan/test_patches.py. As a command, this file records a table of versions::
 
     PYTHONPATH=. python tests/megatron/versions.py --out benchmarks/megatron-versions.json TREE...
 
@@ -28,8 +28,8 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
 import forked  # noqa: E402
 import prepare_bytes  # noqa: E402
 
-from burst_mcore.bench import provenance  # noqa: E402
-from burst_mcore.megatron.patched import trees  # noqa: E402
+from burst_plan import provenance
+from burst_plan.patch import trees
 
 INSTALLED = Path(importlib.util.find_spec("megatron.core").origin).parents[2]
 TOLERANCE = 1e-4

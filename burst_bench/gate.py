@@ -1,0 +1,97 @@
+"""The gate of attention: a method's error beside float64, as a multiple of the local kernel's own error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from burst_mcore.attention.geometry.pattern import Pattern
+from burst_mcore.attention.kernels.table import KERNELS, choose
+from burst_bench.core import World
+from burst_bench.methods.bare import both_ways, forward_of
+from burst_bench.methods.sharded import Attention
+from burst_plan.explain.problem import Problem
+from burst_mcore.mask import Mask
+
+TOKENS = 512
+"""Length of the sequence on which a method must be right before it is timed, at most."""
+BOUND = 2.0
+"""What a method's error may be, as a multiple of the kernel's."""
+TABLE_TOKENS = 8192
+"""The longest sequence over which the bare kernel gets a mask as a table of queries x keys."""
+
+
+def error(problem: Problem, attention: Attention, world: World) -> float:
+    """Return the worst error of out, dq, dk, dv as a multiple of the bare kernel's own. Collective."""
+    tensors = problem.tensors()
+    q, k, v, dout = (attention.shard(x).to(world.device) for x in tensors)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = attention.attend(*inputs)
+    out.backward(dout)
+    near = [x.cpu() for x in bare_kernel(problem, world.device)(*(x.to(world.device) for x in tensors))]
+    exact = both_ways(KERNELS["reference"], _table(problem), *(x.double() for x in tensors))
+    worst = 0.0
+    for got, bare, want in zip((out, None, *(x.grad for x in inputs)), near, exact, strict=True):
+        if got is None:  # a method returns no lse
+            continue
+        whole = attention.unshard(_gathered(got.detach().cpu(), world)).double()
+        worst = max(worst, relative(whole, want) / relative(bare, want))
+    return worst
+
+
+def relative(got: Tensor | None, want: Tensor | None) -> float:
+    """Return the error of a tensor by the Frobenius norm, relative to that of the right one."""
+    assert got is not None and want is not None
+    return float((got.double() - want).norm() / want.norm())
+
+
+def gate_problem(problem: Problem, size: int) -> Problem:
+    """Return the problem with few tokens, the lengths in its mask in proportion."""
+    unit = 2 * size
+    return problem.shortened(max(unit, min(problem.seq, TOKENS) // unit * unit))
+
+
+def bare_kernel(
+    problem: Problem, device: str = "cpu", passes: str = "fwd+bwd"
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
+    """Return (out, lse, dq, dk, dv) of the whole sequence by one call of the local kernel each way.
+
+    Masks besides causal and full go in as a table, without a word on what it lets the kernel skip. With
+    passes "fwd" the call returns (out, lse).
+    """
+    chosen, whole = choose("auto", replace(problem.on_kernel, device=device)), (problem.seq, problem.seq)
+    call = both_ways if passes == "fwd+bwd" else forward_of
+    if problem.seen in (Mask.causal(), Mask.full()):
+        return partial(call, chosen, Pattern(whole, high=0 if problem.seen == Mask.causal() else None))
+    return partial(call, chosen if chosen.abilities.masks else KERNELS["reference"], _table(problem))
+
+
+def refusal(problem: Problem) -> str | None:
+    """Why the bare kernel cannot take the problem in one call; None if it can."""
+    if problem.seen in (Mask.causal(), Mask.full()) or problem.seq <= TABLE_TOKENS:
+        return None
+    return (
+        f"the bare kernel, which methods are measured beside, takes mask {problem.mask!r} as a table of "
+        f"queries x keys, over at most {TABLE_TOKENS} tokens, got {problem.seq}: use a shorter sequence, "
+        f"or causal or full"
+    )
+
+
+def _table(problem: Problem) -> Pattern:
+    """Return the mask as a table of queries x keys."""
+    rows = torch.arange(problem.seq)
+    return Pattern.from_table(problem.seen.allows(rows, rows))
+
+
+def _gathered(shard: Tensor, world: World) -> Sequence[Tensor]:
+    """Return the shards of all ranks, which need not be of one length."""
+    if world.size == 1:
+        return [shard]
+    shards: list[Tensor] = [shard] * world.size
+    dist.all_gather_object(shards, shard.contiguous())
+    return shards

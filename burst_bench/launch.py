@@ -1,0 +1,132 @@
+"""Processes that measure together: fresh ones over gloo, or those of torchrun; and the memory they keep."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def in_processes(
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    context: BaseContext | None = None,
+    before: Callable[[int], None] | None = None,
+) -> list[Any]:
+    """function(rank, size, *args) on `size` gloo ranks, one thread each. The first error ends all ranks.
+
+    Args:
+        size: how many ranks.
+        function: importable from its module.
+        args: picklable.
+        context: makes the processes; default: `fresh_processes`.
+        before: called with the rank before the ranks are joined.
+
+    Raises:
+        BrokenProcessPool: a process was ended from outside, for want of memory above all.
+        Exception: whatever a rank raised.
+    """
+    others = multiprocessing.active_children()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(size, mp_context=context or fresh_processes()) as pool,
+    ):
+        store = f"{folder}/store"
+        ranks = [pool.submit(_rank, rank, size, store, before, function, args) for rank in range(size)]
+        try:
+            for rank in as_completed(ranks):
+                rank.result()
+        except BaseException:
+            for process in multiprocessing.active_children():
+                if process not in others:  # it may wait for the rank that failed
+                    process.kill()
+            raise
+        return [rank.result() for rank in ranks]
+
+
+def fresh_processes(cuda: bool = False) -> BaseContext:
+    """Processes in which nothing ran but imports: those are made once, where the system can fork.
+
+    With `cuda` they are made anew: a process that was forked from one that touched CUDA cannot use it.
+    """
+    if cuda or "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["burst_bench.subjects"])
+    return context
+
+
+def _rank(
+    rank: int,
+    size: int,
+    store: str,
+    before: Callable[[int], None] | None,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> Any:
+    threading.Thread(target=_end_with_the_first, daemon=True).start()
+    if before is not None:
+        before(rank)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=size, store=dist.FileStore(store, size))  # type: ignore[attr-defined]
+    result = function(rank, size, *args)
+    dist.barrier()  # a rank that ends takes its connections with it
+    dist.destroy_process_group()
+    return result
+
+
+def _end_with_the_first() -> None:
+    """End this process as soon as the one that measures has ended, even if that was killed."""
+    first = multiprocessing.parent_process()
+    if first is not None:
+        first.join()
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def joined(device: str) -> Iterator[None]:
+    """Join the processes that torchrun started, for messages on CPUs over gloo and on GPUs over NCCL."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    try:
+        yield
+        dist.barrier()  # a rank that ends takes its connections with it
+    finally:
+        dist.destroy_process_group()
+
+
+def keep_freed_memory() -> None:
+    """Freed memory stays in the process, as in torch's allocator for GPUs, for whatever is timed in it.
+
+    Otherwise glibc returns large tensors to the kernel and gets them back page by page, which on virtual
+    machines takes about 10 us a page: up to a sixth of a short attention call, and nothing that is compared.
+    """
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        for parameter, value in ((-4, 0), (-1, 2**31 - 1), (-2, 2**27)):  # MMAP_MAX, TRIM_THRESHOLD, TOP_PAD
+            mallopt(parameter, value)
+
+
+def touch_memory(size: int) -> None:
+    """Take so many bytes from the system and free them: with `keep_freed_memory` they stay in the process.
+
+    Otherwise the heap takes new pages for as long as its blocks lie elsewhere in each call. At most 1.75 GiB,
+    since glibc gives back what is 2 GiB and more.
+    """
+    torch.empty(min(size, 7 * 2**28), dtype=torch.uint8).fill_(0)

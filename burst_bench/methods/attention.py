@@ -1,0 +1,125 @@
+"""Attention of a sequence that is sharded over ranks: ours, an all-gather, Ulysses, and other projects'."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from burst_mcore.attention.api import burst_attention
+from burst_mcore.attention.runtime.head_exchange import why_not_heads
+from burst_mcore.attention.runtime.topology import Topology
+from burst_bench.core import Method, World, package
+from burst_bench.methods.all_gather import all_gather_attention
+from burst_bench.methods.peers.gpu import METHODS as ON_GPUS
+from burst_bench.methods.peers.ring import METHODS as TEMPLATES
+from burst_bench.methods.sharded import Attention, RingCase, dealt, divisible
+from burst_mcore.config import BurstConfig
+from burst_mcore.rates import Rates
+
+
+def burst(
+    case: RingCase,
+    world: World,
+    backward: str = "auto",
+    heads: int | str | None = 1,
+    ring: str = "auto",
+    mesh: str = "none",
+    nodes: int = 1,
+    rates: Rates | None = None,
+) -> Attention:
+    """burst_attention on the case's layout.
+
+    Ranks share heads in groups of `heads`, None: all. Where there are fewer nodes than `nodes`, so many are
+    pretended. `rates`: those for which "auto" chooses; None: of the machine.
+    """
+    topology, layout = Topology.from_group(world.group, rates=rates), case.dealt
+    if topology.nodes < nodes:
+        topology = Topology.from_group(world.group, intra_size=world.size // nodes, rates=rates)
+    degree = heads or topology.size
+    config = BurstConfig(layout=layout, backward=backward, head_parallel=degree, ring=ring, mesh=mesh)
+    return dealt(layout, world, partial(attended, topology=topology, mask=case.seen, config=config))
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Return the output of burst_attention alone."""
+    out = burst_attention(q, k, v, **options)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _all_gather(case: RingCase, world: World) -> Attention:
+    attend = partial(all_gather_attention, group=world.group, mask=case.seen)
+    return dealt("zigzag", world, attend)
+
+
+def _two_by(case: RingCase, device: str, *, heads: bool = False) -> str | None:
+    """Return the need of a method that pairs ranks: as two nodes where there is one, or to share heads."""
+    if case.ranks < 4 or case.ranks % 2:
+        return f"an even number of ranks from 4 on, got {case.ranks}"
+    why_not = why_not_heads(case.heads, case.kv_heads, 2) if heads else None
+    return f"heads that 2 ranks can share: {why_not}" if why_not else divisible(case, device)
+
+
+def _ulysses_needs(case: RingCase, device: str) -> str | None:
+    why_not = why_not_heads(case.heads, case.kv_heads, case.ranks)
+    return f"heads that {case.ranks} ranks can share: {why_not}" if why_not else divisible(case, device)
+
+
+def _deepspeed_needs(case: RingCase, device: str) -> str | None:
+    if case.heads % case.ranks or case.kv_heads % case.ranks:
+        heads = f"{case.heads} and {case.kv_heads}"
+        return f"heads and K/V heads that are multiples of {case.ranks}, got {heads}"
+    return package("deepspeed", "deepspeed") or divisible(case, device)
+
+
+def _deepspeed(case: RingCase, world: World) -> Attention:
+    os.environ.setdefault("DS_ACCELERATOR", world.device)  # else it says at length that it looks for one
+    import deepspeed
+    from deepspeed.ops import __compatible_ops__
+    from deepspeed.sequence.layer import DistributedAttention
+
+    # Else DeepSpeed compiles a shared-memory all-reduce, which attention does not use.
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", verbose=False)
+
+    def local(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
+        return attended(q, k, v, topology=Topology.single(), mask=case.seen)
+
+    ulysses = DistributedAttention(local, dist.group.WORLD, scatter_idx=2, gather_idx=1)
+    return dealt("contiguous", world, partial(ulysses, batch_dim_idx=0))
+
+
+HIDDEN = Rates(intra=1e12, inter=1e11, compute=1e9, latency=0.0)
+"""Links beside which a kernel is so slow that it hides every message."""
+METHODS = (
+    Method("burst", burst, divisible),
+    Method("burst-auto", partial(burst, heads="auto", mesh="auto"), divisible),
+    Method(
+        "burst-auto-hidden", partial(burst, heads="auto", mesh="auto", nodes=2, rates=HIDDEN), _two_by
+    ),
+    Method(
+        "burst-query", partial(burst, backward="query", ring="double"), divisible, row={"method": "burst"}
+    ),
+    Method("burst-kv", partial(burst, backward="kv"), divisible),
+    Method("burst-ulysses", partial(burst, heads=None), _ulysses_needs, row={"method": "ulysses"}),
+    Method("ring", partial(burst, ring="flat", backward="kv"), divisible, row={"method": "ring"}),
+    Method(
+        "double-ring", partial(burst, ring="double", backward="kv", nodes=2), _two_by,
+        row={"method": "double-ring"},
+    ),
+    Method(
+        "usp", partial(burst, heads=2, ring="flat", backward="kv"), partial(_two_by, heads=True),
+        row={"method": "usp", "head_parallel": 2},
+    ),
+    Method("all-gather", _all_gather, divisible, row={"method": "all-gather", "variant": "zigzag"}),
+    Method(
+        "deepspeed-ulysses", _deepspeed, _deepspeed_needs, ours=False,
+        row={"method": "ulysses", "variant": "basic"},
+    ),
+    *TEMPLATES,
+    *ON_GPUS,
+)  # fmt: skip

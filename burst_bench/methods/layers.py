@@ -1,0 +1,77 @@
+"""Ways to checkpoint the layers of a model: none, our policies, torch's and Megatron's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from burst_mcore.attention.operator.ops import attention_forward
+from burst_bench.core import Method, World, installed, ready
+from burst_mcore.checkpointing import Full, KeepAttention, Policy, Segment, checkpoint
+
+
+def as_it_is(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """Call a function without recomputation."""
+    return function(*args)
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """A method of the kind "layers"."""
+
+    layer: Callable[..., Tensor] = as_it_is
+    """Calls a layer, its first argument, on the others."""
+    attention: Callable[..., Tensor] = as_it_is
+    """The same for attention alone, which is called as part of its layer unless `layer` is `as_it_is`."""
+
+
+def _selective(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """Torch's selective activation checkpointing: matrix products and attention are kept."""
+    kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, attention_forward._opoverload]
+    contexts = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, kept)
+    out: Tensor = torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+    return out
+
+
+def _megatron(around: str, case: Any, world: World) -> Checkpointing:
+    from megatron.core import tensor_parallel
+
+    if not torch.cuda.is_available():
+        from burst_mcore.megatron import cpu
+
+        cpu.enable()
+    tensor_parallel.get_cuda_rng_tracker()
+
+    def recomputed(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+        out: Tensor = tensor_parallel.checkpoint(function, False, *args)
+        return out
+
+    return Checkpointing(layer=recomputed) if around == "layer" else Checkpointing(attention=recomputed)
+
+
+POLICIES: dict[str, Policy] = {
+    "full": Full(),
+    "segment 0.25": Segment(0.25),
+    "segment 0.5": Segment(0.5),
+    "segment 0.75": Segment(0.75),
+    "attention": KeepAttention(),
+}
+"""Ours, by the method's name."""
+
+IN_MEGATRON = partial(installed, "megatron", "megatron-core")
+METHODS = (
+    Method("none", partial(ready, Checkpointing())),
+    *(
+        Method(name, partial(ready, Checkpointing(partial(checkpoint, policy=policy))))
+        for name, policy in POLICIES.items()
+    ),
+    Method("torch selective", partial(ready, Checkpointing(_selective)), ours=False),
+    Method("megatron full", partial(_megatron, "layer"), IN_MEGATRON, ours=False),
+    Method("megatron selective", partial(_megatron, "attention"), IN_MEGATRON, ours=False),
+)

@@ -1,0 +1,145 @@
+"""Training steps of a small Llama under DeepSpeed: its own Ulysses in both its forms, and ours."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from burst_bench.core import Method, World, package
+from burst_bench.methods.steps import OURS, Setting, Train, options_of, sample, why_not
+from burst_plan.explain.problem import DTYPES
+
+Attention = Callable[..., Any]
+"""In the place of ours, as transformers' interface has it."""
+
+
+def start(case: Any, world: World) -> None:
+    """Make DeepSpeed ready, quietly; ranks are taken to be on the case's nodes."""
+    os.environ.setdefault("DS_ACCELERATOR", world.device)
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # of its calls
+    if world.device == "cpu":
+        from burst_mcore.deepspeed.ranks.cpu import prepare_cpu
+
+        prepare_cpu()
+    deepspeed.init_distributed("gloo" if world.device == "cpu" else "nccl", verbose=False)
+
+
+def first_loss(case: Any, world: World) -> float:
+    """Return the loss of the model in one process."""
+    with torch.no_grad():
+        model, ids = llama(case).to(world.device, DTYPES[case.dtype]), sample(case).to(world.device)
+        return float(model(input_ids=ids, labels=ids).loss)
+
+
+def llama(case: Any) -> Any:
+    """Return the model, the same every time."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**options_of(case), attn_implementation="sdpa"))
+
+
+def _train(section: dict[str, Any], attention: Attention | None, name: str, case: Any) -> Train:
+    """Return the step of an engine. Collective."""
+    from burst_mcore.deepspeed.engine.initialize import initialize, shard_loader
+    from burst_mcore.deepspeed.engine.prepare import sequence_of
+
+    buckets = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "sequence_parallel_size": case.ranks,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0}},
+        "zero_optimization": {"stage": case.stage, **dict.fromkeys(buckets, 10**6)},
+        "bf16": {"enabled": case.dtype == "bfloat16"},
+        "steps_per_print": 10**9,
+        "burst_attention": section,
+    }
+    model = llama(case)
+    engine, *_ = initialize(model, config)
+    if attention is not None:
+        from transformers import AttentionInterface
+
+        word = f"burst_mcore_bench_{name.split('(')[-1].strip(')')}"
+        AttentionInterface.register(word, attention)
+        model.set_attn_implementation(word)
+        sequence_of(engine.module).trust_attention()
+    (batch,) = shard_loader(iter([{"input_ids": sample(case)}]), engine)
+
+    def step() -> float:
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return step
+
+
+def _ours(setting: Setting, case: Any, world: World) -> Train:
+    section: dict[str, Any] = {
+        "layout": "zigzag", "head_parallel": setting.head_parallel, "backward": setting.backward,
+        "ring": setting.ring, "fused_loss": setting.fused,
+    }  # fmt: skip
+    if setting.recompute != "none":
+        section["checkpointing"] = {"policy": setting.recompute}
+    return _train(section, None, "", case)
+
+
+def _theirs(name: str, build: Callable[[Any, World], Attention], case: Any, world: World) -> Train:
+    section = {"layout": "contiguous", "head_parallel": 1, "fused_loss": False}
+    return _train(section, build(case, world), name, case)
+
+
+def _ulysses_hf(case: Any, world: World) -> Attention:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return UlyssesSPAttentionHF(  # type: ignore[no-any-return]
+        sdpa_attention_forward, 1, case.heads, case.head_dim, case.kv_heads, case.layers, world.group,
+        seq_length_is_variable=True,
+    ).forward  # fmt: skip
+
+
+def _ulysses_layer(case: Any, world: World) -> Attention:
+    from deepspeed.sequence.layer import DistributedAttention
+
+    def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out.transpose(1, 2).contiguous()
+
+    whole = DistributedAttention(local, world.group, 2, 1)
+
+    def attend(module: Any, q: Any, k: Any, v: Any, attention_mask: Any, **_: Any) -> tuple[Any, None]:
+        return whole(*(x.transpose(1, 2).contiguous() for x in (q, k, v)), 0), None
+
+    return attend
+
+
+def _needs(setting: Setting | None, case: Any, device: str) -> str | None:
+    lacks = package("deepspeed", "deepspeed") or package("transformers", "transformers")
+    return lacks or (None if setting is None else why_not(setting, case))
+
+
+ULYSSES = {
+    "ulysses (UlyssesSPAttentionHF)": _ulysses_hf,
+    "ulysses (DistributedAttention)": _ulysses_layer,
+}
+METHODS = (
+    *(
+        Method(name, partial(_theirs, name, build), partial(_needs, None), ours=False)
+        for name, build in ULYSSES.items()
+    ),
+    *(Method(name, partial(_ours, setting), partial(_needs, setting)) for name, setting in OURS.items()),
+)

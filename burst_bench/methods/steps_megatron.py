@@ -1,0 +1,223 @@
+"""Training steps of a small GPT under Megatron: its own attention and TransformerEngine's, and ours."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from burst_bench.core import Method, World, package
+from burst_bench.methods.heads import on_gpu
+from burst_bench.methods.steps import OURS, VOCABULARY, WIDER, Setting, Train, sample, why_not
+from burst_mcore.checkpointing import Full, KeepAttention, Policy, Segment
+from burst_plan.explain.problem import DTYPES
+
+POLICIES: dict[str, Policy] = {
+    "none": Full(), "full": Full(), "segment": Segment(0.5), "attention": KeepAttention(),
+}  # fmt: skip
+COMMUNICATIONS = ("p2p", "all_gather", "a2a", "a2a+p2p")
+"""Context parallelism of TransformerEngine."""
+OWN = "megatron (CP 1)"
+"""Megatron's own attention has no context parallelism: each rank trains on a whole sequence."""
+SCORES = 12
+"""Float32 tensors of heads x seq x seq that a rank holds at its peak there, measured: 8 to 13."""
+
+
+def start(case: Any, world: World) -> None:
+    """Make Megatron ready, quietly."""
+    warnings.filterwarnings("ignore", module="megatron")  # its warnings name packages that are not installed
+    if world.device == "cpu":
+        from burst_mcore.megatron import cpu
+
+        logging.getLogger("burst_mcore.megatron.cpu").setLevel(logging.ERROR)
+        cpu.enable_training()
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    _parallel(case, case.ranks)
+
+
+def _parallel(case: Any, cp: int) -> None:
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.destroy_model_parallel()
+    hierarchy = [cp // case.nodes, case.nodes] if cp > case.nodes > 1 else None
+    parallel_state.initialize_model_parallel(
+        context_parallel_size=cp, hierarchical_context_parallel_sizes=hierarchy
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+
+
+@contextmanager
+def _whole_sequences(case: Any) -> Iterator[None]:
+    """Within it models are built without context parallelism. Collective."""
+    _parallel(case, 1)
+    try:
+        yield
+    finally:
+        _parallel(case, case.ranks)
+
+
+def first_loss(case: Any, world: World) -> float:
+    """Return the loss of the model in one process."""
+    with _whole_sequences(case), torch.no_grad():
+        model = _model(case, 1, _local, world)
+        return float(model(*_batch(case, world, 1)).mean())
+
+
+def _local(config: Any) -> Any:
+    """Return the spec of Megatron's own layers."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    return get_gpt_layer_local_spec(normalization="RMSNorm")
+
+
+def _model(case: Any, cp: int, spec_of: Callable[[Any], Any], world: World, **fields: Any) -> Any:
+    """Return the model, the same every time."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    width, dtype = case.heads * case.head_dim, DTYPES[case.dtype]
+    on_cpu = world.device == "cpu"
+    hierarchy = [cp // case.nodes, case.nodes] if cp > case.nodes > 1 else None
+    config = TransformerConfig(
+        num_layers=case.layers, hidden_size=width, ffn_hidden_size=WIDER * width,
+        num_attention_heads=case.heads, num_query_groups=case.kv_heads, kv_channels=case.head_dim,
+        context_parallel_size=cp, hierarchical_context_parallel_sizes=hierarchy,
+        attention_dropout=0.0, hidden_dropout=0.0, normalization="RMSNorm", add_bias_linear=False,
+        gated_linear_unit=True, activation_func=torch.nn.functional.silu, bias_activation_fusion=False,
+        bias_dropout_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
+        persist_layer_norm=False, calculate_per_token_loss=True, use_cpu_initialization=on_cpu,
+        transformer_impl="local" if on_cpu else "transformer_engine",
+        params_dtype=dtype, bf16=dtype == torch.bfloat16, **fields,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = GPTModel(
+        config, spec_of(config), vocab_size=VOCABULARY, max_sequence_length=case.seq,
+        position_embedding_type="rope", share_embeddings_and_output_weights=False,
+    )  # fmt: skip
+    return model.to(world.device, dtype)
+
+
+def _batch(case: Any, world: World, cp: int) -> tuple[Any, ...]:
+    """Return this rank's tokens, positions, no mask, no input besides, and labels."""
+    from burst_mcore.layout import shard
+
+    ids, at = sample(case), torch.arange(case.seq)[None]
+    labels = ids.roll(-1, 1)
+    tokens, where, labels = (
+        shard(x, 1, rank=world.rank % cp, size=cp, layout="zigzag").to(world.device)
+        for x in (ids, at, labels)
+    )
+    return tokens, where, None, None, labels
+
+
+def _train(model: Any, batch: tuple[Any, ...], policy: Policy) -> Train:
+    """Return the step of a model with Megatron's data parallelism and its distributed optimizer."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from burst_mcore.megatron.recompute import use_recompute
+
+    whole = DistributedDataParallel(
+        model.config, DistributedDataParallelConfig(use_distributed_optimizer=True), model
+    )
+    options = OptimizerConfig(
+        lr=0.0, weight_decay=0.0, use_distributed_optimizer=True, params_dtype=model.config.params_dtype,
+        bf16=model.config.bf16,
+    )  # fmt: skip
+    optimizer = get_megatron_optimizer(options, [whole])
+
+    def step() -> float:
+        use_recompute(policy)
+        whole.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses = whole(*batch)
+        total = losses.sum()
+        total.backward()
+        count = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
+        finalize_model_grads([whole], count)
+        optimizer.step()
+        both = torch.stack([total.detach().double(), torch.tensor(float(losses.numel())).to(total).double()])
+        dist.all_reduce(both)
+        return float(both[0] / both[1])
+
+    return step
+
+
+def _ours(setting: Setting, case: Any, world: World) -> Train:
+    from burst_mcore.megatron import spec
+    from burst_mcore.megatron.fused_loss import fuse_loss
+
+    fields = {}
+    if setting.recompute != "none":
+        fields = {
+            "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
+        }  # fmt: skip
+    layer = partial(spec.layer_spec, burst_config=setting.config)
+    model = _model(case, case.ranks, layer, world, **fields)
+    if setting.fused:
+        fuse_loss(model)
+    return _train(model, _batch(case, world, case.ranks), POLICIES[setting.recompute])
+
+
+def _own(case: Any, world: World) -> Train:
+    with _whole_sequences(case):
+        return _train(_model(case, 1, _local, world), _batch(case, world, 1), Full())
+
+
+def _engine(communication: str, case: Any, world: World) -> Train:
+    model = _model(case, case.ranks, _of_engine, world, cp_comm_type=communication)
+    return _train(model, _batch(case, world, case.ranks), Full())
+
+
+def _of_engine(config: Any) -> Any:
+    """Return the spec of TransformerEngine's layers."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    return get_gpt_layer_with_transformer_engine_spec()
+
+
+def _needs(setting: Setting | None, case: Any, device: str) -> str | None:
+    return package("megatron", "megatron-core") or (None if setting is None else why_not(setting, case))
+
+
+def _own_needs(case: Any, device: str) -> str | None:
+    """Name the package that is missing, or the memory, which the system would end processes for."""
+    lacks = _needs(None, case, device)
+    if lacks is not None or device != "cpu":
+        return lacks
+    scores = SCORES * 4 * case.ranks * case.heads * case.seq**2
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if scores <= memory:
+        return None
+    return f"{scores / 1e9:.0f} GB for scores of whole sequences, of {memory / 1e9:.0f} GB here: less seq"
+
+
+def _engine_needs(communication: str, case: Any, device: str) -> str | None:
+    lacks = on_gpu("transformer_engine", "transformer-engine", case, device)
+    shared = case.heads % case.ranks or case.kv_heads % case.ranks
+    if lacks is None and communication == "a2a" and shared:
+        return f"heads and K/V heads that are multiples of {case.ranks}, got {case.heads} and {case.kv_heads}"
+    if lacks is None and communication == "a2a+p2p" and case.nodes < 2:
+        return "2 nodes or more: nodes=2"
+    return lacks
+
+
+METHODS = (
+    Method(OWN, _own, _own_needs, ours=False),
+    *(
+        Method(f"te {word}", partial(_engine, word), partial(_engine_needs, word), ours=False)
+        for word in COMMUNICATIONS
+    ),
+    *(Method(name, partial(_ours, setting), partial(_needs, setting)) for name, setting in OURS.items()),
+)

@@ -1,0 +1,225 @@
+"""One rank's share of a ring on one GPU: bundles arrive by asynchronous copies instead of from neighbours.
+
+What is real: the rank's program, its kernels, merging, accumulation, streams and waits, and copies of the
+bytes that a network would bring, from memory of the device, or from pinned host memory over PCIe as a
+stand-in for a network card. What is not: the values that arrive, and anybody at the other end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from burst_mcore.attention.backward import backward
+from burst_mcore.attention.call import Attended, Call, Keys, Queries
+from burst_mcore.attention.forward import forward
+from burst_mcore.attention.geometry.launches import launches_of
+from burst_mcore.attention.geometry.pattern import Pattern
+from burst_mcore.attention.geometry.plan import plan_for
+from burst_mcore.attention.geometry.tiles import Tile
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
+from burst_mcore.attention.kernels.table import choose
+from burst_mcore.attention.numerics.latent import Expansion
+from burst_mcore.attention.numerics.rowwise import row_delta
+from burst_mcore.attention.runtime.executor import Bundle
+from burst_mcore.attention.schedule.actions import Channel, Pass, Recv, Send
+from burst_mcore.attention.schedule.route import Route
+from burst_mcore.attention.shard import Shard
+from burst_bench.methods.bare import Tiles, inputs_of
+from burst_mcore.dtypes import wide
+from burst_mcore.layout import Layout
+from burst_mcore.mask import Mask
+
+FROM = ("device", "host", "nowhere")
+"""Where bundles come from; "nowhere": memory that is used as a buffer is filled the first time and left as it
+is from then on, for a ring without communication."""
+
+
+class Copies:
+    """A transport whose messages are copies on a stream of their own. On the CPU they are done at once."""
+
+    def __init__(self, source: str, device: torch.device) -> None:
+        if source not in FROM:
+            raise ValueError(f"bundles come from one of {', '.join(FROM)}, not {source!r}")
+        self._source, self._cuda = source, device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._cuda else None
+        self._kept: dict[tuple[object, ...], Tensor] = {}
+        self._filled: set[tuple[object, ...]] = set()
+        self.bytes = 0
+        """That came, or would have come from "nowhere"."""
+
+    def connect(self, pass_: Pass) -> None:
+        """Nobody is there."""
+
+    def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Bundle]]) -> Sequence[_Copied]:
+        """Copy what is to be received; what is sent goes nowhere."""
+        came = [x for action, bundle in messages if isinstance(action, Recv) for x in bundle]
+        self.bytes += sum(x.nbytes for x in came)
+        written = [(x, self._values(x, index)) for index, x in enumerate(came) if self._comes(x)]
+        if self._stream is None:
+            for x, values in written:
+                x.copy_(values)
+            return [_Copied(None)]
+        if written:
+            self._stream.wait_stream(torch.cuda.current_stream())  # who read these buffers before is done
+            with torch.cuda.stream(self._stream):
+                for x, values in written:
+                    x.copy_(values, non_blocking=True)
+                    x.record_stream(self._stream)
+        return [_Copied(self._stream.record_event())]
+
+    def _comes(self, x: Tensor) -> bool:
+        """Return whether a buffer is written: always, or the first time for this memory."""
+        if self._source != "nowhere":
+            return True
+        memory = x.data_ptr(), x.shape, x.dtype
+        new = memory not in self._filled
+        self._filled.add(memory)
+        return new
+
+    def _values(self, x: Tensor, index: int) -> Tensor:
+        """Return the arriving values: random numbers, made once for each shape and place in a bundle."""
+        key = x.shape, x.dtype, index
+        if key not in self._kept:
+            values = torch.randn(x.shape, device=x.device).to(x.dtype)
+            host = self._source == "host" and self._cuda
+            self._kept[key] = values.cpu().pin_memory() if host else values
+        return self._kept[key]
+
+
+@dataclass(frozen=True)
+class _Copied:
+    event: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        """Hold back the current stream, not the host."""
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+
+
+def idle(kernel: Kernel) -> Kernel:
+    """Return a kernel that is called as `kernel` is, and computes nothing: results are there already.
+
+    Each tile has random results of its own, made when it is met first; they are the caller's to write, as a
+    kernel's are, and come again as he left them. It neither merges nor adds in place, whatever `kernel` does:
+    what is done around it is what is done around a stock kernel.
+    """
+    outs: dict[Pattern, tuple[Tensor, Tensor]] = {}
+    gradients: dict[Pattern, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def random_like(x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(shape or x.shape, device=x.device).to(dtype or x.dtype)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor]:
+        if pattern not in outs:
+            batch, rows, heads, _ = q.shape
+            lse = random_like(q, batch, heads, rows, dtype=wide(q.dtype))
+            outs[pattern] = random_like(q, batch, rows, heads, v.shape[-1]), lse
+        return outs[pattern]
+
+    def backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+        if pattern not in gradients:
+            gradients[pattern] = random_like(inputs.q), random_like(inputs.k), random_like(inputs.v)
+        return gradients[pattern]
+
+    return replace(kernel, forward=forward, backward=backward, in_place=None)
+
+
+class VirtualRank:
+    """A rank in the middle of a ring of `size`, with `shape.tokens` tokens of its own.
+
+    With `works=False` its kernel is `idle`: what its passes take is what is done around kernels. On a mesh
+    the `size` ranks form `rings` rings. Where the latent travels, `k` and `v` are it and its rope key.
+    """
+
+    def __init__(
+        self,
+        shape: Shard,
+        size: int,
+        *,
+        mask: Mask,
+        source: str,
+        kernel: str = "auto",
+        works: bool = True,
+        direction: Pass = Pass.QUERY,
+        device: str = "cuda",
+        rings: int = 1,
+    ) -> None:
+        self.shape, self.device = shape, torch.device(device)
+        heads, dims = (shape.heads, shape.kv_heads), (shape.head_dim, shape.value_dim)
+        n = shape.tokens * size
+        problem = Problem(device, shape.dtype, *heads, *dims, launches=launches_of(mask, n))
+        problem = replace(problem, documents=mask.document_ends is not None)
+        self.transport = Copies(source, self.device)
+        chosen = choose(kernel, problem)
+        self.call = Call(
+            rank=size // 2,
+            route=Route(nodes=1, intra=size // rings, rings=rings),
+            plan=plan_for(Layout("zigzag"), mask, n, size),
+            scores=Scores(shape.head_dim**-0.5),
+            problem=problem,
+            kernel=chosen if works else idle(chosen),
+            direction=Pass(direction),
+            grad_dtype=shape.grad_dtype,
+            kv_heads=shape.carried[0],
+            latent_travels=shape.latent_travels,
+        )
+
+        def draw(heads: int, dim: int) -> Tensor:
+            return torch.randn(shape.batch, shape.tokens, heads, dim, device=self.device).to(shape.dtype)
+
+        self.q, self.dout = draw(shape.heads, shape.head_dim), draw(shape.heads, shape.value_dim)
+        self.up: Tensor | None = None
+        self.keys: Keys
+        """K and V of all heads, for the kernel alone."""
+        if shape.latent is None:
+            self.k, self.v = draw(shape.kv_heads, shape.head_dim), draw(shape.kv_heads, shape.value_dim)
+            self.keys = Keys(self.k, self.v)
+        else:
+            (width, rope), made = shape.latent, shape.head_dim - shape.latent[1] + shape.value_dim
+            self.k, self.v = draw(1, width), draw(1, rope)
+            up = torch.randn(shape.heads, width, made, device=self.device) / width**0.5
+            self.up = up.to(shape.dtype)
+            self.keys = Keys(*Expansion(self.up, range(shape.heads), shape.value_dim).expand(self.k, self.v))
+
+    @property
+    def expansion(self) -> Expansion | None:
+        """The weights of the latent, for one pass."""
+        if self.up is None:
+            return None
+        return Expansion(self.up, range(self.shape.heads), self.shape.value_dim)
+
+    def forward(self) -> Attended:
+        """Run this rank's forward."""
+        return forward(self.call, self.transport, self.q, self.k, self.v, expansion=self.expansion)
+
+    def queries(self, done: Attended) -> Queries:
+        """Return the query side of its backward, for which D is formed."""
+        return Queries(done.q, self.dout, row_delta(self.dout, done.out), done.ring_lse)
+
+    def backward(self, done: Attended) -> tuple[Tensor, Tensor, Tensor]:
+        """Run this rank's backward, D included."""
+        keys = Keys(done.k, done.v)
+        return backward(self.call, self.transport, self.queries(done), keys, done.out, self.expansion)
+
+    def tiles(self, pass_: Pass) -> list[Tile]:
+        """Return the tiles of a pass."""
+        return [tile for tiles in self.call.tiles_of_pass(pass_) for tile in tiles]
+
+    @property
+    def pairs(self) -> int:
+        """Query-key pairs of the forward."""
+        return sum(tile.pattern.pairs for tile in self.tiles(Pass.FORWARD))
+
+    def bare_forward(self) -> None:
+        """Run the kernel alone on the tiles of the forward."""
+        Tiles(self.call.kernel, self.tiles(Pass.FORWARD), (self.q, *self.keys, self.dout)).forward()
+
+    def bare_backward(self, queries: Queries, out: Tensor) -> None:
+        """Run the kernel alone on the tiles of the backward, with its `queries`; out stands for itself."""
+        for tile in self.tiles(self.call.direction):
+            inputs = inputs_of(tile, queries, self.keys, out)
+            self.call.kernel.backward(inputs, tile.pattern, self.call.scores)

@@ -1,0 +1,324 @@
+"""Predictions beside measured rows: errors, and what a choice by predictions would have cost."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from burst_mcore.machines import MACHINES, Machine
+from burst_bench.published.fit import calibrated
+from burst_bench.published.methods import seconds_of, way_of
+from burst_bench.published.paper import Figure, figures
+from burst_bench.published.rows import CPU, Row, read, rows_of
+from burst_bench.published.training import OUT_OF_MEMORY, fitted, of_row
+from burst_bench.published.training import figure as figure_of
+from burst_mcore.rates import Rates
+from burst_plan.step.way import Way
+
+Prediction = tuple[float | None, str | None]
+"""(figure, None), or (None, the reason why there is none)."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One figure: what was read, and what is predicted of it."""
+
+    entries: Mapping[str, Any]
+    """The fields of the input."""
+    measured: float | None
+    predicted: float | None
+    why: str | None = None
+    """Why nothing is predicted."""
+    row: Row | None = None
+    calibrated: bool = False
+    """Whether the figure was used for calibration."""
+    step: bool = False
+    """Whether the figure is of a whole training step."""
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over measured, less 1; None if one of them is missing."""
+        if self.measured is None or self.predicted is None:
+            return None
+        return self.predicted / self.measured - 1
+
+    @property
+    def words(self) -> str:
+        """The row in words."""
+        row = self.row
+        if self.step and "model" in self.entries:
+            model, gpus = self.entries["model"]["name"], self.entries["gpus"]
+            where = f"{gpus} {self.entries['hardware']}, {self.entries['seq']}"
+            way = self.entries["method"] if "method" in self.entries else Way(**self.entries["way"])
+            return f"{model} on {where}, {way}, {self.entries['metric']}"
+        if row is None or "name" in self.entries:
+            return str(self.entries.get("name", ""))
+        shape = f"{row.gpus} {row.hardware}, {row.seq} x {row.heads}:{row.kv_heads} x {row.head_dim}"
+        return f"{shape}, {row.mask} {row.passes}, {_method(self)}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the input with "measured" and "predicted", and "why" if nothing is predicted."""
+        why = {} if self.why is None else {"why": self.why}
+        return {**self.entries, "measured": self.measured, "predicted": self.predicted, **why}
+
+
+@dataclass(frozen=True)
+class Report:
+    """All figures of some files."""
+
+    compared: Sequence[Compared]
+    machines: Mapping[str, Machine] = field(default_factory=dict)
+    """The machines whose numbers were fitted."""
+
+    @property
+    def judged(self) -> list[Compared]:
+        """The figures that were predicted, and not used for calibration."""
+        return [one for one in self.compared if one.error is not None and not one.calibrated]
+
+    @property
+    def errors(self) -> list[float]:
+        """Absolute errors of `judged`, in ascending order."""
+        return sorted(abs(one.error) for one in self.judged if one.error is not None)
+
+    @property
+    def median(self) -> float:
+        """The median error; NaN where nothing is judged."""
+        return statistics.median(self.errors) if self.errors else math.nan
+
+    def within(self, share: float) -> float:
+        """Return the error that a share of the figures does not exceed."""
+        errors = self.errors
+        return errors[min(len(errors) - 1, int(share * len(errors)))]
+
+    @property
+    def regret(self) -> list[dict[str, Any]]:
+        """For each group of rows that differ in split alone: the choice by predictions, and its regret.
+
+        The regret is the best measured figure over that of the chosen split, less 1. A split is a method and
+        how many ranks share heads.
+        """
+        groups: dict[tuple[tuple[object, ...], str], list[Compared]] = defaultdict(list)
+        for one in self.compared:
+            if one.row is not None and one.error is not None:
+                groups[one.row.group, one.row.figure].append(one)
+        regrets = [_regret(group, members) for (group, _), members in groups.items()]
+        return [regret for regret in regrets if regret is not None]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the rows, the median error and the regrets, for the last line of output."""
+        return {
+            "rows": [one.as_json() for one in self.compared],
+            "median_error": self.median if self.errors else None,
+            "regret": self.regret,
+        }
+
+    def text(self) -> str:
+        """Return all figures as a table, the numbers that were fitted, and the errors in a sentence."""
+        headers = ("figure", "measured", "predicted", "error", "")
+        lines = [
+            (one.words, one.measured, one.predicted, _percent(one.error), _remark(one))
+            for one in self.compared
+        ]
+        table: str = tabulate(lines, headers, floatfmt=".4g", missingval="-")
+        return "\n".join([table, "", *map(_fitted, self.machines.values()), self.sentence])
+
+    @property
+    def _memory(self) -> str:
+        """Say of which runs that failed the model foresees it, and of which that did not it wrongly does."""
+        failed = [one for one in self.compared if one.step and one.measured is None]
+        wrong = sum(
+            one.measured is not None and (one.why or "").startswith(OUT_OF_MEMORY) for one in self.compared
+        )
+        if not failed and not wrong:
+            return ""
+        foreseen = sum(one.predicted is None for one in failed)
+        return (
+            f"; of {len(failed)} figures of runs that failed {foreseen} are predicted so, of those that ran "
+            f"{wrong} are wrongly predicted out of memory"
+        )
+
+    @property
+    def sentence(self) -> str:
+        """The errors in words."""
+        errors, regrets = self.errors, [one["regret"] for one in self.regret]
+        if not errors:
+            return f"{len(self.compared)} figures, none of them both measured and predicted"
+        within = sum(regret <= 0.05 for regret in regrets)
+        chosen = f"; the chosen split is within 5 % of the best in {within} of {len(regrets)} groups"
+        return (
+            f"{len(self.compared)} figures, {len(errors)} predicted and not used for calibration: "
+            f"median error {self.median:.1%}, 90 % of them within {self.within(0.9):.1%}"
+            f"{chosen if regrets else ''}{self._memory}"
+        )
+
+
+def _fitted(machine: Machine) -> str:
+    numbers = ", ".join(f"{name} {getattr(machine, name):.3g}" for name in machine.fitted)
+    return f"calibrated: {machine.name}: {numbers}"
+
+
+def _regret(group: tuple[object, ...], members: Sequence[Compared]) -> dict[str, Any] | None:
+    """Return the regret of a group, of each split its best variant; None if all rows are of one split."""
+    splits: dict[str, list[Compared]] = defaultdict(list)
+    for one in members:
+        splits[_split(one)].append(one)
+    if len(splits) == 1:
+        return None
+    measured = {split: max(one.measured or 0.0 for one in rows) for split, rows in splits.items()}
+    predicted = {split: max(one.predicted or 0.0 for one in rows) for split, rows in splits.items()}
+    chosen, best = max(predicted, key=predicted.__getitem__), max(measured, key=measured.__getitem__)
+    return {
+        "group": " ".join(map(str, group)),
+        "chosen": chosen,
+        "measured_best": best,
+        "regret": measured[best] / measured[chosen] - 1,
+    }
+
+
+def _split(one: Compared) -> str:
+    """Return the method and how many ranks share heads."""
+    assert one.row is not None
+    heads = one.row.head_parallel
+    return one.row.method if heads is None else f"{one.row.method} head_parallel={heads}"
+
+
+def _method(one: Compared) -> str:
+    assert one.row is not None
+    return f"{_split(one)} {one.row.variant}".rstrip()
+
+
+def _percent(error: float | None) -> str | None:
+    return None if error is None else f"{error:+.1%}"
+
+
+def _remark(one: Compared) -> str:
+    return one.why or ("used for calibration" if one.calibrated else "")
+
+
+def compare(files: Iterable[Path], calibrate: Iterable[Path] = (), rates: Rates | None = None) -> Report:
+    """Return the figures of files beside predictions.
+
+    Args:
+        files: Rows, or a paper's results.
+        calibrate: Files of rows to which machines are fitted first.
+        rates: Those of the machine that all rows are from, in place of presets.
+
+    Raises:
+        ValueError: a file or a row that is not legal, with its name and number; both rates and rows to fit.
+    """
+    fitted_on = [row for path in calibrate for row in _rows(path)]
+    if rates is not None and fitted_on:
+        raise ValueError("--rates replaces the machines that --calibrate fits: give one of them")
+    machines = calibrated(fitted_on)
+    known = Known({**MACHINES, **machines}, rates)
+    steps = {
+        (one.entries["name"], one.entries["metric"]) for path in calibrate for one in _steps(path, known)
+    }
+    used: frozenset[object] = frozenset(fitted_on) | steps
+    report = Report([one for path in files for one in _figures(path, known, used)], machines)
+    if rates is not None and any(one.step for one in report.compared):
+        raise ValueError(
+            "--rates holds for rows of attention: steps need a machine's peak and memory as well"
+        )
+    return report
+
+
+@dataclass(frozen=True)
+class Known:
+    """What predictions start from: machines by name, or the rates of all rows instead."""
+
+    machines: Mapping[str, Machine]
+    rates: Rates | None = None
+
+    def of(self, hardware: str) -> Rates | None:
+        """Return the rates of a machine; None if it is not known."""
+        if self.rates is not None:
+            return self.rates
+        return self.machines[hardware].rates if hardware in self.machines else None
+
+
+def _rows(path: Path) -> list[Row]:
+    """Return the measured rows of a file, of known machines."""
+    contents = read(path)
+    if isinstance(contents, Mapping):
+        rows = [one.row for one in figures(contents) if one.row is not None and one.measured is not None]
+    elif _of_steps(contents):
+        rows = []
+    else:
+        rows = [row for _, row in rows_of(contents, path)]
+    for row in rows:
+        if row.hardware not in MACHINES:
+            raise ValueError(f"{path}: rows of {row.hardware!r} cannot be fitted: {_legal()}")
+    return rows
+
+
+def _steps(path: Path, known: Known) -> list[Compared]:
+    """Return the figures of whole steps in a paper's results."""
+    contents = read(path)
+    if not isinstance(contents, Mapping):
+        return []
+    return [_of_paper(one, known, frozenset()) for one in figures(contents) if one.row is None]
+
+
+def _of_steps(contents: Any) -> bool:
+    """Return whether rows are of training steps."""
+    return bool(contents) and all(isinstance(one, Mapping) and one.get("pass") == "train" for one in contents)
+
+
+def _figures(path: Path, known: Known, used: frozenset[object]) -> list[Compared]:
+    """Return the figures of one file."""
+    contents = read(path)
+    if isinstance(contents, Mapping):
+        of_paper = [_of_paper(one, known, used) for one in figures(contents)]
+        if not of_paper:
+            raise ValueError(f"{path} has no figure of a paper: {', '.join(contents) or 'an empty object'}")
+        return of_paper
+    if _of_steps(contents):
+        return [_of_training(one, known) for one in contents]
+    return [
+        Compared(entries, row.measured, *_predict(row, known), row, row in used)
+        for entries, row in rows_of(contents, path)
+    ]
+
+
+def _of_paper(figure: Figure, known: Known, used: frozenset[object]) -> Compared:
+    entries = {"name": figure.name, "metric": figure.metric}
+    if figure.row is None:
+        run = figure.run
+        assert run is not None
+        value, why = (None, run) if isinstance(run, str) else figure_of(run, figure.metric, known.machines)
+        name = figure.name, figure.metric
+        return Compared(entries, figure.measured, value, why, calibrated=name in used, step=True)
+    predicted, why = _predict(figure.row, known)
+    row = figure.row if figure.measured is not None else None
+    return Compared(entries, figure.measured, predicted, why, row, figure.row in used)
+
+
+def _of_training(entries: Mapping[str, Any], known: Known) -> Compared:
+    run = of_row(entries)
+    value, why = (None, run) if isinstance(run, str) else figure_of(run, entries["metric"], known.machines)
+    return Compared(entries, entries["value"], value, why, calibrated=fitted(entries), step=True)
+
+
+def _predict(row: Row, known: Known) -> Prediction:
+    """Return the figure of a row of attention."""
+    of_machine = known.of(row.hardware)
+    if of_machine is None:
+        if row.hardware == CPU:
+            return None, "no preset knows this CPU: give --rates FILE, as burst-mcore calibrate writes it"
+        raise ValueError(f"unknown machine {row.hardware!r}: {_legal()}, or any with --rates FILE")
+    way = way_of(row)
+    if isinstance(way, str):
+        return None, way
+    return row.figure_of(seconds_of(row, way, of_machine)), None
+
+
+def _legal() -> str:
+    return f"one of {', '.join(MACHINES)}"

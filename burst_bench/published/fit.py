@@ -1,0 +1,108 @@
+"""Fits of the cost model to measured rows: two numbers of a machine, and the constants of all machines."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from burst_mcore.machines import CONSTANTS, MACHINES, Constants, Machine
+from burst_bench.published.methods import seconds_of, way_of
+from burst_bench.published.rows import Row
+
+FITTED = ("call",)
+"""Constants of all machines that are fitted; the rows say nothing of the others."""
+CLIPPED = 0.5
+"""Errors beyond count as so much: a few rows that no model explains shall not decide a fit."""
+START, STOP = 0.3, 0.01
+"""Steps of the search, as shares of the number that is varied: the first, and the last."""
+
+
+def by_machine(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Return the rows that the model can predict, by machine."""
+    known: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.hardware in MACHINES and not isinstance(way_of(row), str):
+            known[row.hardware].append(row)
+    return known
+
+
+def calibrated(rows: Iterable[Row], constants: Constants = CONSTANTS) -> dict[str, Machine]:
+    """Return the machines of the rows, their two numbers (`Machine.fitted`) fitted to their own rows."""
+    return {name: _machine(MACHINES[name], own, constants) for name, own in by_machine(rows).items()}
+
+
+def _machine(machine: Machine, rows: Sequence[Row], constants: Constants) -> Machine:
+    """Fit a machine. Rows of both passes together scale both numbers alike."""
+    passes = {row.passes for row in rows}
+    names: tuple[str, ...] = machine.fitted
+    groups: list[tuple[str, ...]]
+    if not machine.switched or passes >= {"fwd", "bwd"}:
+        groups = [(name,) for name in names]
+    elif "fwd+bwd" in passes:
+        groups = [names]
+    else:
+        groups = [("forward",) if passes == {"fwd"} else ("backward",)]
+    start = {name: float(getattr(machine, name)) for name in names}
+
+    def loss(values: Mapping[str, float]) -> float:
+        """The preset counts as one more row: a few rows alone do not overrule it."""
+        moved = max(abs(math.log(values[name] / value)) for name, value in start.items())
+        return _loss(rows, _with(machine, values), constants) + moved / len(rows)
+
+    return _with(machine, _descend(start, groups, loss))
+
+
+def _with(machine: Machine, values: Mapping[str, Any]) -> Machine:
+    return replace(machine, **values)
+
+
+def fitted_constants(
+    rows: Iterable[Row], machines: Mapping[str, Machine] = MACHINES, rounds: int = 2
+) -> tuple[Constants, dict[str, Machine]]:
+    """Return the constants of all machines and the machines, fitted in turn; every row counts alike."""
+    known, constants = by_machine(rows), CONSTANTS
+    machines = {name: machines[name] for name in known}
+    for _ in range(rounds):
+        machines = {name: _machine(machines[name], own, constants) for name, own in known.items()}
+
+        def loss(values: Mapping[str, float], machines: Mapping[str, Machine] = machines) -> float:
+            tried = replace(CONSTANTS, **values)
+            return sum(len(own) * _loss(own, machines[name], tried) for name, own in known.items())
+
+        values = {name: float(getattr(constants, name)) for name in FITTED}
+        constants = replace(constants, **_descend(values, [(name,) for name in values], loss))
+    return constants, machines
+
+
+def _loss(rows: Sequence[Row], machine: Machine, constants: Constants) -> float:
+    """Return the mean error of rows, as logarithms, each clipped."""
+    return sum(min(CLIPPED, abs(error(row, machine, constants))) for row in rows) / len(rows)
+
+
+def error(row: Row, machine: Machine, constants: Constants = CONSTANTS) -> float:
+    """Return the logarithm of predicted over measured."""
+    way = way_of(row)
+    assert not isinstance(way, str)
+    return math.log(row.figure_of(seconds_of(row, way, machine.rates_by(constants))) / row.measured)
+
+
+def _descend(
+    values: Mapping[str, float],
+    groups: Sequence[Sequence[str]],
+    loss: Callable[[Mapping[str, float]], float],
+) -> dict[str, float]:
+    """Return the values of the least loss: each group is scaled up and down, by ever smaller steps."""
+    best, least, step = dict(values), loss(values), START
+    while step > STOP:
+        better = False
+        for names in groups:
+            for factor in (1 + step, 1 / (1 + step)):
+                tried = {**best, **{name: best[name] * factor for name in names}}
+                if (now := loss(tried)) < least - 1e-6:
+                    best, least, better = tried, now, True
+        if not better:
+            step /= 2
+    return best

@@ -1,0 +1,295 @@
+"""The field's methods of context parallelism on the cost model's clock, each by the schedule that it runs.
+
+Rings of other projects run their own loops (`loops`); "burst" runs our programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from burst_mcore.attention.autotune.cost import (
+    COPIES,
+    PARCELS,
+    CallTime,
+    Passes,
+    call_time,
+    host_seconds,
+    message_bytes,
+    slowdown_seconds,
+    stretched,
+)
+from burst_mcore.attention.autotune.costing import pairs_of
+from burst_mcore.attention.autotune.lockstep import RoutedPass, Work, play_all
+from burst_mcore.attention.autotune.ways import Ranks, route_for, why_not_degree
+from burst_mcore.attention.geometry.placement import Placement
+from burst_mcore.attention.geometry.plan import Plan
+from burst_mcore.attention.schedule.actions import Kind, Link, Pass, Program
+from burst_mcore.attention.schedule.route import Route
+from burst_mcore.attention.shard import Shard
+from burst_mcore.dtypes import TRAINED
+from burst_mcore.layout import Layout
+from burst_mcore.machines import MACHINES
+from burst_mcore.mask import Mask
+from burst_bench.published.loops import (
+    DEEPSPEED,
+    INTERNEVO,
+    MAGI_DOUBLE_RING,
+    MAGI_GATHER,
+    MAGI_RING,
+    MAGI_ULYSSES,
+    RING_FLASH,
+    TE_GATHER,
+    TRANSFORMER_ENGINE,
+    Gather,
+    Loop,
+    Place,
+)
+from burst_bench.published.rows import Row
+from burst_mcore.rates import Rates
+
+EAGER = Passes(out=10.0, stays=10.0, travels=10.0, stand_in=0.0)
+"""The passes of other projects: 2 bytes of a result are read, 4 of a float32 sum read and written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How a method runs: a ring of groups that share heads, and what it does besides."""
+
+    heads: int = 1
+    """Ranks of a group: they exchange tokens for heads before the ring, and back after it."""
+    double: bool = False
+    """Whether bundles travel between nodes beside those within a node."""
+    layout: str = "zigzag"
+    direction: Pass = Pass.KV
+    exchanges: int = 0
+    """Collectives of a pass: all-to-alls of heads, or gathers."""
+    gathers: Gather | None = None
+    """How keys and values of all ranks are gathered before the kernel, if they are."""
+    timed_apart: bool = False
+    """Whether the host waits for the device after each pass, so that the first launch is seen.
+
+    Rows of passes a second are from feifeibear/long-context-attention@b93c30e. Its benchmark_longctx.py does
+    so, where Q, K, V are not packed."""
+    loop: Loop | None = None
+    """The ring of another project; None: our programs."""
+
+
+def _ulysses(row: Row) -> Way | str:
+    way = _usp(replace(row, head_parallel=row.gpus))
+    return way if isinstance(way, str) else replace(way, loop=MAGI_ULYSSES.get(_capability(row), DEEPSPEED))
+
+
+def _ring(row: Row) -> Way:
+    return Way(layout=_layout(row), loop=_loop(row))
+
+
+def _double_ring(row: Row) -> Way:
+    return Way(double=True, layout=_layout(row), loop=INTERNEVO)
+
+
+def _burst(row: Row) -> Way:
+    return Way(double=True, layout=_layout(row), direction=Pass.QUERY)
+
+
+def _all_gather(row: Row) -> Way:
+    gathers = MAGI_GATHER.get(_capability(row), TE_GATHER)
+    return Way(double=True, layout=_layout(row), exchanges=2, gathers=gathers)
+
+
+def _usp(row: Row) -> Way | str:
+    heads = row.head_parallel or _most_heads(row)
+    why_not = why_not_degree(heads, row.ranks, row.heads, row.kv_heads)
+    if why_not:
+        return f"head_parallel={heads}: {why_not}"
+    packed = "qkvpack" in row.variant.split()
+    exchanges = 2 * (heads > 1) if packed else 4
+    apart = not packed and row.figure == "iterations_per_second"
+    return Way(heads=heads, layout=_layout(row), exchanges=exchanges, loop=_loop(row), timed_apart=apart)
+
+
+def _loongtrain(row: Row) -> Way | str:
+    way = _usp(row)
+    loop = MAGI_DOUBLE_RING.get(_capability(row), INTERNEVO)
+    return way if isinstance(way, str) else replace(way, double=True, loop=loop)
+
+
+def _loop(row: Row) -> Loop:
+    """Return the ring: a row that names a layout is of ring-flash-attention, others of TransformerEngine."""
+    named = LAYOUTS.keys() & set(row.variant.split())
+    return RING_FLASH if named else MAGI_RING.get(_capability(row), TRANSFORMER_ENGINE)
+
+
+def _capability(row: Row) -> int:
+    return MACHINES[row.hardware].capability if row.hardware in MACHINES else 0
+
+
+def _most_heads(row: Row) -> int:
+    """Return the most ranks of a node that can share the heads."""
+    degrees = range(1, row.ranks.intra + 1)
+    return max(d for d in degrees if why_not_degree(d, row.ranks, row.heads, row.kv_heads) is None)
+
+
+METHODS: dict[str, Callable[[Row], Way | str]] = {
+    "ulysses": _ulysses,
+    "ring": _ring,
+    "all-gather": _all_gather,
+    "usp": _usp,
+    "loongtrain": _loongtrain,
+    "double-ring": _double_ring,
+    "burst": _burst,
+}
+"""By name: the way of a row's shapes on its cluster, or the reason why there is none."""
+NOT_MODELLED = {
+    "hybrid-dcp": "its ranks split documents by a schedule of Megatron's own",
+    "magi-a2av": "MagiAttention has a kernel and a dispatch of its own",
+    "magi-native": "MagiAttention has a kernel and a dispatch of its own",
+}
+"""Methods of the field that no schedule here runs, and why."""
+
+
+LAYOUTS = {"basic": "contiguous", "zigzag": "zigzag", "stripe": "striped", "strip": "striped"}
+"""Layouts by the words of ring-flash-attention."""
+
+
+def _layout(row: Row) -> str:
+    named = [layout for word, layout in LAYOUTS.items() if word in row.variant.split()]
+    return named[0] if named else "zigzag" if row.mask == "causal" else "contiguous"
+
+
+def way_of(row: Row) -> Way | str:
+    """Return the way of a row's method, or the reason why the model has none."""
+    if row.varlen:
+        return "the row does not give the lengths of its documents"
+    if row.method in NOT_MODELLED:
+        return NOT_MODELLED[row.method]
+    if row.method not in METHODS:
+        return f"unknown method; known are {', '.join(METHODS)}"
+    return METHODS[row.method](row)
+
+
+def seconds_of(row: Row, way: Way, rates: Rates) -> float:
+    """Return the predicted seconds of a row's passes on the slowest rank."""
+    if row.passes == "fwd":
+        return _seconds(row, way, Pass.FORWARD, rates)
+    backward = _seconds(row, way, way.direction, rates)
+    return backward if row.passes == "bwd" else backward + _seconds(row, way, Pass.FORWARD, rates)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A pass of a method in parts, one after another: exchanges of heads around a ring of groups."""
+
+    parcels: Mapping[Kind, int]
+    """Bytes of a message to one member of the group, by kind."""
+    groups: Ranks
+    """The places of the ring: all of them, and those of a node."""
+    plan: Plan
+    ring: RoutedPass
+    kernel: float
+    """Seconds of the kernel on the busiest rank."""
+    after: float
+    """Seconds besides, which nothing hides: copies, the kernel after a gather."""
+    host: float
+    """Seconds in which the host launches all of it, beside the device."""
+
+
+def parts_of(row: Row, way: Way, pass_: Pass, rates: Rates) -> Parts:
+    """Return the parts of a pass; on its ring every place sends and receives all, whatever a mask leaves out.
+
+    Each group of ranks that share heads is one place.
+    """
+    shard = Shard(
+        batch=row.batch,
+        tokens=-(-row.seq // row.gpus),
+        heads=row.heads,
+        kv_heads=row.kv_heads,
+        head_dim=row.head_dim,
+        value_dim=row.head_dim,
+        dtype=TRAINED[row.dtype],
+        grad_dtype=TRAINED[row.dtype],
+    )
+    groups = Ranks(row.gpus // way.heads, max(1, row.ranks.intra // way.heads))
+    sizes = message_bytes(shard, Route(heads=way.heads), pass_).whole
+    parcels = {kind: size for kind, size in sizes.items() if kind in PARCELS}
+    pooled = shard.pooled(way.heads)
+    pairs = pairs_of(Layout.of(way.layout), row.seen, row.seq, groups.size)
+    pairs = pairs.T.contiguous() if pass_ == Pass.QUERY else pairs
+    time = call_time(pooled, pass_, rates, _passes(way, pooled.heads // pooled.kv_heads))
+    work = Work(pairs, Placement(groups.size), CallTime(0.0) if way.gathers else time, pooled.tokens)
+    after = (way.exchanges > 0) * COPIES * sum(parcels.values()) * way.heads / rates.memory
+    kernel = work.busiest
+    if way.gathers:
+        kernel = float(time.seconds(pairs.sum(1), pooled.tokens).max())
+        after += kernel + _gathered(row, pooled, way.gathers, pass_) / rates.memory
+    plan = _plan(way.layout, row.seq, groups.size)
+    ring = _ring_of(way, groups, pass_, pooled, work)
+    host = host_seconds(2 if way.gathers else groups.size, way.exchanges + way.timed_apart, rates)
+    return Parts(parcels, groups, plan, ring, kernel, after, host)
+
+
+def _ring_of(way: Way, groups: Ranks, pass_: Pass, shard: Shard, work: Work) -> RoutedPass:
+    """Return the ring of groups: the loop of another project, or our program."""
+    if way.loop is None:
+        route = route_for(1, groups, ring="double" if way.double else "flat", overlap=True)
+        return RoutedPass(route, pass_, message_bytes(shard, route, pass_), work)
+    route = _windows(groups) if way.double else Route(intra=groups.size)
+    sums = replace(shard, grad_dtype=torch.float32) if way.loop.float32 else shard
+    program = next(programs_of(way.loop, route, pass_))
+    return RoutedPass(route, pass_, message_bytes(sums, route, pass_), work, program)
+
+
+def programs_of(loop: Loop, route: Route, pass_: Pass) -> Iterator[Program]:
+    """Yield the programs of a loop, place by place."""
+    for position in range(route.places):
+        yield loop.draw(Place(position, route.nodes, route.intra), gradients=pass_ != Pass.FORWARD)
+
+
+def _windows(groups: Ranks) -> Route:
+    """Return a double ring over nodes; within one node, or of one group a node, windows as many as places."""
+    if 1 < groups.intra < groups.size:
+        return Route(nodes=groups.size // groups.intra, intra=groups.intra)
+    divisors = [n for n in range(1, groups.size + 1) if groups.size % n == 0 and n * n <= groups.size]
+    nodes = divisors[-1] if groups.intra == 1 else 1
+    return Route(nodes=nodes, intra=groups.size // nodes)
+
+
+def _seconds(row: Row, way: Way, pass_: Pass, rates: Rates) -> float:
+    """Return the seconds of a pass: of the device, part by part, or of the host where it launches longer."""
+    parts = parts_of(row, way, pass_, rates)
+    (played,) = play_all(parts.plan, [parts.ring], parts.groups.intra, rates)
+    slowed = 0.0 if way.gathers else slowdown_seconds(played.sent, rates)
+    exchanged = _exchanged(parts.parcels, way.heads, row.ranks, rates)
+    first = way.timed_apart * rates.call
+    return max(first + exchanged + played.seconds + slowed + parts.after, parts.host)
+
+
+def _exchanged(parcels: Mapping[Kind, int], heads: int, ranks: Ranks, rates: Rates) -> float:
+    """Return the seconds of the messages of a pass's all-to-alls, one after another."""
+    each, within = sum(parcels.values()), min(heads, ranks.intra)
+    near = each * (within - 1) / rates.link(inter=False) * stretched(Link.HEADS, within, rates)
+    far = each * (heads - within) / rates.link(inter=True)
+    return max(near, far) + (heads > 1) * len(parcels) * rates.latency
+
+
+def _gathered(row: Row, shard: Shard, gathers: Gather, pass_: Pass) -> float:
+    """Return the bytes of memory that a gather moves for K and V of all ranks, and for their gradients."""
+    elements = row.gpus * shard.batch * shard.tokens * shard.kv_heads * (shard.head_dim + shard.value_dim)
+    reads = 1.0 if row.mask == "causal" else 2.0  # of both halves: their queries read all keys, together
+    group = shard.heads // shard.kv_heads
+    return elements * gathers.gathered(forward=pass_ == Pass.FORWARD, reads=reads, group=group)
+
+
+def _passes(way: Way, group: int) -> Passes:
+    """Return the bytes around a kernel call, where `group` query heads share a key head."""
+    if way.gathers is not None:
+        return way.gathers.passes
+    return EAGER if way.loop is None else way.loop.passes_of(group)
+
+
+@lru_cache(maxsize=64)
+def _plan(layout: str, n: int, size: int) -> Plan:
+    return Plan(Layout.of(layout), Mask.full(), n, Placement(size))

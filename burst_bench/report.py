@@ -1,0 +1,118 @@
+"""Results for people: a table for each case, the bars, and pictures."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from burst_bench.core import Table
+from burst_bench.results import Results, read, unit_of
+
+SCALES = {"B": (1e6, "MB"), "FLOP": (1e12, "TFLOP")}
+"""Units that are shown larger than they are written."""
+
+
+def report(results: Results) -> str:
+    """Everything: tables, what did not run, the bars, and notes."""
+    parts = [table(results, name) for name in results.tables]
+    parts += [f"{r['case']}: {r['method']} was not timed: {r['reason']}" for r in results.refused]
+    parts += [f"{error['case']} failed: {error['error']}" for error in results.errors]
+    parts += [bars(results), *results.notes]
+    return "\n\n".join(parts)
+
+
+def bars(results: Results) -> str:
+    """Claims beside what was measured, and the claims that were not judged."""
+    lines = [
+        (b.case, b.claim, f"{b.value:.3g}", f"{'<=' if b.at_most else '>='} {b.bound:g}",
+         "reached" if b.reached else "MISSED")
+        for b in results.bars
+    ]  # fmt: skip
+    text = markdown(("case", "claim", "measured", "bar", ""), lines) if lines else "no claim has a bar here"
+    missing = [f"not judged, since not measured: {claim}" for claim in results.not_judged]
+    return "\n".join([text, *missing])
+
+
+def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Return a table whose columns are aligned."""
+    rows = [tuple(header), *map(tuple, lines)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    shown = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
+    return "\n".join([shown[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *shown[1:]])
+
+
+def table(results: Results, case: str) -> str:
+    """Return a case's medians and spreads: a row for each method and a column for each meter."""
+    cells = results.tables.get(case, Table())
+    meters = list(dict.fromkeys(meter for _, meter in cells))
+    lines = [[m, *(_cell(cells.get((m, meter), ()), meter) for meter in meters)] for m in cells.methods]
+    return f"{case}\n{markdown(['', *(_shown(meter)[1] for meter in meters)], lines)}"
+
+
+def _shown(meter: str) -> tuple[float, str]:
+    """Return the scale of a meter's column, and its title."""
+    unit = unit_of(meter)
+    scale, shown = SCALES.get(unit, (1, unit))
+    return scale, meter if shown in ("", "x", meter.split()[-1]) else f"{meter}, {shown}"
+
+
+def _cell(samples: Sequence[float], meter: str) -> str:
+    if not samples:
+        return ""
+    median = statistics.median(samples)
+    value = f"{median / _shown(meter)[0]:.3g}"
+    spread = (max(samples) - min(samples)) / 2 / abs(median) if median and len(samples) > 1 else 0.0
+    return f"{value} +-{spread:.0%}" if spread >= 0.01 else value
+
+
+def save_bars(results: Results, path: Path) -> None:
+    """Write a PNG: every figure that has a bar, over the bar."""
+    panel = _panel(f"{results.subject}: measured over the bar", len(results.bars))
+    names = [f"{b.case}: {b.claim} ({'at most' if b.at_most else 'at least'})" for b in results.bars]
+    colors = ["#4c72b0" if b.reached else "#dd8452" for b in results.bars]
+    panel.barh(names, [b.value / b.bound for b in results.bars], color=colors)
+    panel.axvline(1, color="#c44e52", linewidth=2)
+    panel.invert_yaxis()
+    panel.figure.savefig(path, dpi=110)
+
+
+def save_curve(results: Results, meters: tuple[str, str], path: Path) -> None:
+    """Write a PNG: medians of the second meter against those of the first, a point for each method."""
+    panel = _panel(f"{results.subject}: {', '.join(results.tables)}", 12)
+    scales, titles = zip(*map(_shown, meters), strict=True)
+    for table in results.tables.values():
+        across, up = map(table.column, meters)
+        for method in across.keys() & up.keys():
+            point = [statistics.median(x[method]) / s for x, s in zip((across, up), scales, strict=True)]
+            panel.plot(*point, "o", color="#4c72b0")
+            panel.annotate(method, point, textcoords="offset points", xytext=(6, 5), fontsize=9)
+    panel.set(xlabel=titles[0], ylabel=titles[1])
+    panel.margins(x=0.2, y=0.1)
+    panel.figure.savefig(path, dpi=120)
+
+
+def _panel(title: str, rows: int) -> Any:
+    from matplotlib.figure import Figure
+
+    panel = Figure(figsize=(10, 1.5 + 0.3 * rows), layout="constrained").subplots()
+    panel.set_title(title, fontsize=10)
+    panel.grid(alpha=0.3)
+    return panel
+
+
+def main() -> None:
+    """Print a file of results, and draw its bars beside it: python -m burst_bench.report FILE."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("results", type=Path)
+    path: Path = parser.parse_args().results
+    results = read(path)
+    print(report(results))  # noqa: T201
+    if results.bars:
+        save_bars(results, path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

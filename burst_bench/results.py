@@ -1,0 +1,116 @@
+"""Results of a run: figures beside their bars, and the one JSON file that all subjects share."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from burst_plan import provenance
+from burst_bench.core import ALL, Bar, Case, Derived, Figure, Table
+
+SCHEMA = 1
+UNITS = {
+    "B": ("peak", "written", "sent", "all-gather", "least"),
+    "s": ("cpu", "wall", "recomputing", "saved", "predicted", "hop", "kernel", "emulated"),
+    "FLOP": ("flops",),
+}
+"""Meters by their unit; a meter is told by its last word. Others are ratios, or have their unit as name."""
+
+
+def unit_of(meter: str) -> str:
+    """Return the unit of a meter's samples."""
+    last = meter.split()[-1]
+    if "/" in meter.split():
+        return "x"
+    return next((unit for unit, meters in UNITS.items() if last in meters), last if "/s" in last else "")
+
+
+@dataclass
+class Results:
+    """All that a run of a subject gave, complete after each case."""
+
+    subject: str
+    about: str
+    device: str
+    repeats: int | None
+    """None where a run of before did not record them."""
+    cases: dict[str, Any] = field(default_factory=dict)
+    """The fields of each case, by name."""
+    figures: list[Figure] = field(default_factory=list)
+    refused: list[dict[str, str]] = field(default_factory=list)
+    """Methods that were not timed: case, method, reason."""
+    errors: list[dict[str, str]] = field(default_factory=list)
+    """Cases that failed: case, error."""
+    bars: list[Bar] = field(default_factory=list)
+    not_judged: list[str] = field(default_factory=list)
+    """Claims of which a figure is missing."""
+    notes: list[str] = field(default_factory=list)
+    """What a reader must know besides."""
+
+    @property
+    def tables(self) -> dict[str, Table]:
+        """The samples of each case by (method, meter)."""
+        tables: dict[str, Table] = {}
+        for f in self.figures:
+            tables.setdefault(f.case, Table())[f.method, f.meter] = f.samples
+        return tables
+
+    def add(self, case: str, figures: Derived) -> None:
+        """Take the figures of a case, but those without samples."""
+        for method, meter, samples in figures:
+            if len(samples):
+                self.figures.append(Figure(case, method, meter, tuple(samples)))
+
+    def judge(self, subject: type[Case], cases: Mapping[str, Case]) -> None:
+        """Put every figure that has a bar beside it, and list the claims that have none."""
+        self.bars, self.not_judged, tables = [], [], self.tables
+        bars = [replace(bar, case=name) for name, case in cases.items() for bar in case.bars(self.device)]
+        for bar in (*bars, *(replace(bar, case=ALL) for bar in subject.overall)):
+            samples = tables.get(bar.case, Table()).get((bar.method, bar.meter))
+            if samples:
+                self.bars.append(replace(bar, value=statistics.median(samples)))
+            else:
+                self.not_judged.append(f"{bar.case}: {bar.claim}")
+
+    def as_json(self, made_by: Mapping[str, Any] | None = None) -> str:
+        """Return the file of this run; `made_by`: commit, machine and versions, by default those of now."""
+        whole = {
+            "schema": SCHEMA,
+            "subject": self.subject,
+            "about": self.about,
+            **(made_by or provenance.made_by(self.device)),
+            "device": self.device,
+            "repeats": self.repeats,
+            "cases": self.cases,
+            "bars": [{**asdict(bar), "reached": bar.reached} for bar in self.bars],
+            "not judged": self.not_judged,
+            "refused": self.refused,
+            "errors": self.errors,
+            "notes": self.notes,
+        }
+        figures = [
+            json.dumps({**asdict(f), "unit": unit_of(f.meter), "median": statistics.median(f.samples)})
+            for f in self.figures
+        ]
+        lines = ",\n  ".join(figures)  # a figure a line: short, and easy to compare
+        return f'{json.dumps(whole, indent=1)[:-2]},\n "figures": [\n  {lines}\n ]\n}}\n'
+
+
+def read(path: Path) -> Results:
+    """Return the results of a file.
+
+    Raises:
+        ValueError: it is not of this schema.
+    """
+    whole = json.loads(path.read_text())
+    if whole.get("schema") != SCHEMA:
+        raise ValueError(f"{path} is not a file of `burst-mcore bench`, schema {SCHEMA}")
+    names = ("subject", "about", "device", "repeats", "cases", "refused", "errors", "notes")
+    figures = [Figure(f["case"], f["method"], f["meter"], tuple(f["samples"])) for f in whole["figures"]]
+    bars = [Bar(**{k: v for k, v in bar.items() if k != "reached"}) for bar in whole["bars"]]
+    heads = {name: whole[name] for name in names}
+    return Results(**heads, figures=figures, bars=bars, not_judged=whole["not judged"])

@@ -1,0 +1,207 @@
+"""The runner: measures the cases of a subject one by one, each in fresh processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from burst_bench import emulate
+from burst_bench.clock import Samples
+from burst_bench.core import ALL, Case, Method, Table, first_line, in_words
+from burst_bench.launch import fresh_processes, in_processes
+from burst_bench.methods import METHODS
+from burst_bench.results import Results
+from burst_bench.stage import Outcome, Work, measure
+
+
+def device_for(subject: type[Case], word: str, joined: bool = False) -> str:
+    """Return the device that "auto", "cpu" or "cuda" means for a subject.
+
+    Args:
+        subject: Says which devices serve.
+        word: What was asked for.
+        joined: Whether torchrun started this process.
+
+    Raises:
+        ValueError: the subject, or this machine, does not have it.
+    """
+    if joined and not subject.joined:
+        raise ValueError(f"{subject.subject} starts its own processes: run it without torchrun")
+    here = [device for device in subject.devices if device == "cpu" or torch.cuda.is_available()]
+    if subject.joined and not joined and "cuda" in here:
+        if word == "cuda":
+            command = f"torchrun --nproc-per-node 8 -m burst_bench {subject.subject} --device cuda"
+            raise ValueError(f"{subject.subject} on GPUs needs a process for each: {command}")
+        here.remove("cuda")
+    if word == "auto":
+        return here[-1] if here else subject.devices[0]
+    if word not in here:
+        raise ValueError(f"no device {word!r} here for {subject.subject}; legal: auto, {', '.join(here)}")
+    return word
+
+
+def cases_for(
+    subject: type[Case],
+    texts: Sequence[str],
+    device: str,
+    ranks: int | None = None,
+    given: Mapping[str, Any] | None = None,
+) -> dict[str, Case]:
+    """Return the subject's cases by name, or those that `texts` name or describe.
+
+    Args:
+        subject: Has the cases.
+        texts: Names or fields of cases.
+        device: "cpu" or "cuda".
+        ranks: Processes that torchrun started; None: a case says how many are started.
+        given: Fields that all cases get, by name (`Case.options`).
+
+    Raises:
+        ValueError: a text is neither a name nor legal fields, or wants another number of ranks; the subject
+            has no such option.
+    """
+    fixed = dict(given or {})
+    if foreign := fixed.keys() - set(subject.options):
+        raise ValueError(f"{subject.subject} has no option --{min(foreign)}")
+    named = {name: replace(case, **fixed) for name, case in subject.named(device).items()}
+    if ranks is not None:
+        named = {f"{ranks} ranks": subject(ranks=ranks, **fixed)}
+    for text in texts:
+        if text not in named and "=" not in text:
+            raise ValueError(
+                f"unknown case {text!r}; legal: {'; '.join(named)}; or fields such as 'seq=4096'"
+            )
+    in_fields = partial(_in_fields, subject, ranks, fixed)
+    asked = {text: named[text] if text in named else in_fields(text) for text in texts}
+    for text, case in asked.items():
+        if ranks is not None and case.ranks != ranks:
+            raise ValueError(f"torchrun started {ranks} ranks, and {text!r} wants {case.ranks}")
+    return asked or dict(named)
+
+
+def _in_fields(subject: type[Case], ranks: int | None, fixed: Mapping[str, Any], text: str) -> Case:
+    """Return the case of some fields; torchrun's ranks, where the text names none."""
+    names_ranks = any(part.split("=")[0].strip() == "ranks" for part in text.split(";"))
+    more = {} if ranks is None or names_ranks else {"ranks": ranks}
+    return in_words(subject, text, **fixed, **more)
+
+
+def run(
+    subject: type[Case],
+    cases: Mapping[str, Case],
+    names: Sequence[str],
+    repeats: int,
+    device: str,
+    say: Callable[[Results], None] = lambda results: None,
+) -> Results:
+    """Measure all cases; `say` gets the results after each.
+
+    A case that fails is an error in the results, and costs no other. In ranks that torchrun started, the run
+    ends with it.
+
+    Raises:
+        ValueError: a name is unknown, or no method that was asked for can serve a case.
+        RuntimeError: this machine cannot emulate the cluster that the subject needs.
+    """
+    results = Results(subject.subject, subject.about(), device, repeats)
+    plans = {name: _able(case, names, device) for name, case in cases.items()}
+    if subject.emulated:
+        emulate.require()
+    for name, (methods, refused) in plans.items():
+        case = cases[name]
+        results.cases[name] = asdict(case)
+        try:
+            outcome = _measured(case, methods, repeats, device)
+            table = Table(outcome.samples)
+            results.add(name, [(*figure, samples) for figure, samples in table.items()])
+            results.add(name, case.derive(table))
+            refused |= outcome.refused
+            ours = [method.name for method in methods if method.ours and method.name in outcome.refused]
+            results.errors += [{"case": name, "error": f"{m}: {outcome.refused[m]}"} for m in ours]
+        except Exception as error:  # whatever it is, other cases may work
+            if dist.is_initialized():  # the other ranks may still be in this case
+                raise
+            results.errors.append({"case": name, "error": first_line(error)})
+        results.refused += [{"case": name, "method": m, "reason": why} for m, why in refused.items()]
+        results.judge(subject, cases)
+        say(results)
+    results.add(ALL, subject.summary(results.tables))
+    results.judge(subject, cases)
+    results.notes += subject.notes(results.tables)
+    return results
+
+
+def _able(case: Case, names: Sequence[str], device: str) -> tuple[list[Method], dict[str, str]]:
+    """Methods of these names, or all by default, that lack nothing; and what the others lack."""
+    known = METHODS[case.kind] if case.kind else {method.name: method for method in case.methods()}
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"unknown method {unknown[0]!r}; legal: {', '.join(known)}")
+    methods = [known[name] for name in names or (case.default if device == "cpu" else ()) or known]
+    lacking = {m.name: f"needs {why}" for m in methods if (why := m.needs(case, device)) is not None}
+    if len(lacking) == len(methods):
+        raise ValueError("; ".join(f"method {name} {why}" for name, why in lacking.items()))
+    return [method for method in methods if method.name not in lacking], lacking
+
+
+def _measured(case: Case, methods: Sequence[Method], repeats: int, device: str) -> Outcome:
+    """Return the samples of all methods on one case."""
+    work = Work(case, methods, 1 if case.cold else repeats * case.rounds, device)
+    sets = range(case.processes * (repeats if case.cold else 1))
+    if case.beside is None:
+        return _joined(_in_world(work) for _ in sets)
+    whole = Outcome()
+    ours = next((method for method in methods if method.name == case.beside), None)
+    for method in methods:
+        alone = replace(work, methods=[method], beside=None if method is ours else ours)
+        outcome = _joined(_alone(alone) for _ in sets)
+        whole.samples |= outcome.samples
+        whole.refused |= outcome.refused
+    return whole
+
+
+def _in_world(work: Work) -> Outcome:
+    """Measure in one set of fresh processes, or in torchrun's processes."""
+    place: Any = work.case
+    if dist.is_initialized():
+        return measure(dist.get_rank(), dist.get_world_size(), work)
+    if place.emulated:
+        outcomes = emulate.run(place.where, place.rates, measure, work)
+    else:
+        processes = fresh_processes(cuda=work.device == "cuda")
+        outcomes = in_processes(place.ranks, measure, work, context=processes)
+    first: Outcome = outcomes[0]
+    return first
+
+
+def _alone(work: Work) -> Outcome:
+    """Measure one method: the end of its process is its result, unless the method beside caused it."""
+    try:
+        return _in_world(work)
+    except BrokenProcessPool:
+        reason = "its process was ended: too little memory?"
+    except Exception as error:
+        reason = first_line(error)
+    if work.beside is not None:
+        return _alone(replace(work, beside=None))
+    return Outcome(refused={work.methods[0].name: reason})
+
+
+def _joined(outcomes: Iterable[Outcome]) -> Outcome:
+    """Return the samples of several sets of processes; up to the first that refuses a method.
+
+    Figures that one of the sets does not have are dropped: their rounds would not be those of the others.
+    """
+    several: list[Samples] = []
+    for outcome in outcomes:
+        if outcome.refused:
+            return outcome
+        several.append(outcome.samples)
+    figures = [figure for figure in several[0] if all(figure in samples for samples in several)]
+    return Outcome({figure: list(chain(*(samples[figure] for samples in several))) for figure in figures})

@@ -1,0 +1,89 @@
+"""Local attention kernels on one device: ours in Triton beside the best of the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from burst_mcore.attention.kernels.kernel import Kernel
+from burst_mcore.attention.kernels.table import KERNELS
+from burst_bench.core import Bar, Derived, Method, Stage, Table, Trial, World, one_of
+from burst_bench.gate import relative
+from burst_bench.methods.bare import both_ways
+from burst_bench.methods.kernels import SquareCase
+from burst_mcore.layout.balance import keys_per_query
+from burst_plan.words import shortened
+
+GATE_TOKENS = 256
+WRONG = {"float32": 1e-4, "bfloat16": 0.03, "float16": 0.01}
+"""A kernel whose relative error beside float64 is larger is wrong."""
+WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
+"""FLOPs of the passes, in those of a forward."""
+OURS = "triton"
+BAR = {"forward": 0.68, "backward": 0.55, "both": 1.0}
+"""Speed of ours over that of the best other kernel, at least; both: with 3/4 of the blocks empty."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelCase(SquareCase):
+    """Local attention kernels on one device, in turn; bars are for an H200."""
+
+    subject = "kernels"
+    kind = "kernels"
+
+    passes: str = one_of("forward", WORK)
+
+    @classmethod
+    def named(cls, device: str) -> Mapping[str, KernelCase]:
+        blocks = f"blocks:{cls().tokens // 32},0.25"
+        return {
+            "causal 16384, forward": cls(),
+            "causal 16384, backward": cls(passes="backward"),
+            "3/4 of the blocks empty, both ways": cls(mask=blocks, passes="both"),
+        }
+
+    def prepare(self, world: World) -> Stage:
+        tensors = self.tensors(world.device)
+
+        def trial(method: Method) -> Trial:
+            kernel: Kernel = method.build(self, world)
+            calls = self.bare(kernel, tensors)
+            start = time.perf_counter()
+            figures = {"error": worst_error(kernel, self, world.device)}
+            figures["first call wall"] = time.perf_counter() - start
+            step = calls.backward() if self.passes == "backward" else getattr(calls, self.passes)
+            return Trial(
+                {"": step}, check=lambda: figures, bound=WRONG[self.dtype], ahead=self.passes != "both"
+            )
+
+        return Stage(trial)
+
+    def derive(self, table: Table) -> Derived:
+        """Yield TFLOP/s of each, and the speed of ours over the best other's."""
+        walls = table.column("wall")
+        flops = WORK[self.passes] * self.flops(int(keys_per_query(self.seen, self.tokens).sum()))
+        for method, samples in walls.items():
+            yield method, "TFLOP/s", [flops / seconds / 1e12 for seconds in samples]
+        rival = table.fastest(walls.keys() - {OURS})
+        if rival is not None:
+            yield OURS, "speed / best other", table.over((rival, "wall"), (OURS, "wall"))
+
+    def bars(self, device: str) -> Sequence[Bar]:
+        if (self.mask == "causal") == (self.passes == "both"):
+            return ()
+        claim = "triton over the best other kernel"
+        return [Bar(claim, OURS, "speed / best other", BAR[self.passes], at_most=False)]
+
+
+def worst_error(kernel: Kernel, case: SquareCase, device: str) -> float:
+    """Return the worst relative error over few tokens, beside the reference kernel in float64."""
+    n = min(case.tokens, GATE_TOKENS)
+    short = replace(case, tokens=n, mask=shortened(case.mask, case.tokens, n))
+    calls, errors = short.bare(kernel, short.tensors(device)), [0.0]
+    for tile in calls.tiles:
+        rows = calls.rows(tile)
+        got = both_ways(kernel, tile.pattern, *rows)
+        want = both_ways(KERNELS["reference"], tile.pattern, *(x.double() for x in rows))
+        errors += map(relative, got, want)
+    return max(errors)

@@ -1,0 +1,153 @@
+"""A training step of a small model under Megatron or DeepSpeed, with one attention or another."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from burst_mcore.attention.runtime import topology
+from burst_bench.core import Bar, Case, Derived, Method, Stage, Step, Table, Trial, World, one_of
+from burst_bench.memory import peak_meter
+from burst_bench.methods import steps
+from burst_bench.methods import steps_deepspeed
+from burst_bench.methods import steps_megatron
+from burst_bench.methods.steps import Train
+from burst_plan.explain.problem import DTYPES
+from burst_mcore.machines import MACHINES, machine_of
+
+FRAMEWORKS = {"deepspeed": steps_deepspeed, "megatron": steps_megatron}
+HOST_NAME = topology.host_name
+WRONG = {"float32": 1e-4, "bfloat16": 0.02, "float16": 0.01}
+"""How far a method's first loss may be from that of the model in one process, relatively."""
+SIDE = 512
+"""Of the square matrices whose product shows what a core can do."""
+THEIRS = {"deepspeed": "ulysses", "megatron": "megatron"}
+"""How the names of a framework's own methods begin."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCase(Case):
+    """A training step of a small model under a framework, with ours and with what the framework has.
+
+    Seconds, bytes and memory are the slowest rank's. MFU is the model's FLOPs over the FLOPs that ranks
+    could do: by data sheet on a GPU, by a product of matrices in turn on a CPU.
+    """
+
+    subject = "step"
+    devices = ("cpu", "cuda")
+    joined = True
+    repeats = 25
+    options = ("framework",)
+
+    framework: str = one_of("deepspeed", FRAMEWORKS)
+    ranks: int = 4
+    nodes: int = 1
+    """Nodes that the ranks are taken to be on."""
+    seq: int = 4096
+    """Tokens of one sequence, over all ranks."""
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 32
+    layers: int = 2
+    stage: int = one_of(3, range(4))
+    """The ZeRO stage, under DeepSpeed."""
+    dtype: str = one_of("float32", DTYPES)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, divisor, what in (
+            ("ranks", self.nodes, "nodes"), ("seq", 2 * self.ranks, "2 x ranks"),
+            ("heads", self.kv_heads, "kv_heads"),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value % divisor:
+                raise ValueError(f"{name} must be a multiple of {what}, {divisor}, got {value}")
+
+    @classmethod
+    def named(cls, device: str) -> Mapping[str, StepCase]:
+        """Return a case for all methods, cases in which heads do not divide, and one of two nodes."""
+        return {
+            "8 heads, 4 ranks": cls(),
+            "3 heads, 2 ranks": cls(ranks=2, heads=3, kv_heads=3, seq=1024),
+            "1 K/V head, 4 ranks": cls(ranks=4, heads=4, kv_heads=1, seq=1024),
+            "6 heads, 8 ranks": cls(ranks=8, heads=6, kv_heads=3, seq=1024),
+            "2 nodes of 2 ranks": cls(nodes=2, seq=1024),
+        }
+
+    def methods(self) -> Sequence[Method]:
+        every: Sequence[Method] = FRAMEWORKS[self.framework].METHODS
+        return every
+
+    def prepare(self, world: World) -> Stage:
+        node = world.rank * self.nodes // world.size
+        topology.host_name = HOST_NAME if self.nodes == 1 else lambda: f"node {node}"
+        framework = FRAMEWORKS[self.framework]
+        framework.start(self, world)
+        want = framework.first_loss(self, world)
+
+        def trial(method: Method) -> Trial:
+            train: Train = method.build(self, world)
+            first = train()
+            return Trial(
+                {"": _counted(train) if world.device == "cpu" else train},
+                memory=lambda: peak_meter(train, world.device),
+                check=lambda: {"first loss": first, "loss error": abs(first / want - 1)},
+                bound=WRONG[self.dtype],
+            )
+
+        if world.device == "cuda":
+            name = machine_of(torch.cuda.get_device_name())
+            peak = {} if name is None else {("device", "FLOP/s"): MACHINES[name].tflops * 1e12}
+            return Stage(trial, facts=peak)
+        square = torch.ones(SIDE, SIDE)
+        return Stage(trial, {"product": Trial({"": lambda: square @ square})})
+
+    def derive(self, table: Table) -> Derived:
+        """Yield tokens a second, MFU, and seconds over those of the framework's own fastest, in turn."""
+        peak = statistics.median(table.get(("device", "FLOP/s"), (0.0,)))
+        if ("product", "wall") in table:
+            peak = 2 * SIDE**3 / statistics.median(table["product", "wall"])
+        measured = {m: walls for m, walls in table.column("wall").items() if m != "product"}
+        for method, walls in measured.items():
+            sequences = self.sequences(method)
+            yield method, "tokens/s", [sequences * self.seq / wall for wall in walls]
+            if peak:
+                flops = sequences * steps.flops(self) / self.ranks
+                yield method, "MFU", [flops / wall / peak for wall in walls]
+        own = THEIRS[self.framework]
+        rival = table.fastest([method for method in table.methods if method.startswith(own)])
+        if rival is not None:
+            for method in measured:
+                fewer = self.sequences(rival) / self.sequences(method)
+                ratios = table.over((method, "wall"), (rival, "wall"))
+                yield method, f"wall / {own}", [fewer * ratio for ratio in ratios]
+
+    def sequences(self, method: str) -> int:
+        """Return how many sequences a step of a method trains on; seconds are compared for each."""
+        return self.ranks if method == steps_megatron.OWN else 1
+
+    def bars(self, device: str) -> Sequence[Bar]:
+        if self.framework != "deepspeed" or self.nodes > 1:
+            return ()
+        return [Bar("auto's step over Ulysses'", "burst auto", "wall / ulysses", 1.05)]
+
+
+def _counted(train: Train) -> Step:
+    """Return a step that says how many bytes this process wrote in it, to sockets too."""
+
+    def step() -> Mapping[str, float]:
+        before = written()
+        train()
+        return {"written": float(written() - before)}
+
+    return step
+
+
+def written() -> int:
+    """Bytes that this process has written, to sockets too."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))

@@ -1,0 +1,312 @@
+"""The paper's claims about topology and overlap, measured in wall time on an emulated cluster.
+
+Messages are real: they go through burst_attention, gloo and shaped links. The kernel is modelled: a timed
+wait in its place, as long as its FLOPs take at a given rate, since two cores cannot compute for eight ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from burst_mcore.attention.autotune import decide
+from burst_mcore.attention.autotune.candidate import Candidate
+from burst_mcore.attention.autotune.choose import best
+from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
+from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.geometry.pattern import Pattern
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Scores
+from burst_mcore.attention.kernels.table import KERNELS, choose
+from burst_mcore.attention.prepare import call_of
+from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.schedule.actions import Pass
+from burst_mcore.attention.shard import Shard
+from burst_bench.core import (
+    Bar,
+    Case,
+    Derived,
+    Method,
+    Stage,
+    Step,
+    Table,
+    Trial,
+    World,
+    in_words,
+    one_of,
+)
+from burst_bench.methods.attention import attended
+from burst_bench.methods.sharded import share_of
+from burst_mcore.config import BurstConfig
+from burst_mcore.layout import Layout
+from burst_mcore.mask import Mask
+from burst_mcore.rates import Rates
+
+WITHIN = 1.05
+"""The choice of the cost model is right if it is at most so much slower than the fastest measured."""
+CLEARLY = 1.5
+"""A way that takes so many times as long as the fastest is measured once: more would change nothing."""
+FREE = 1e18
+"""FLOP/s at which compute takes no time."""
+LINKS = ((20e6, 1e6), (10e6, 2e6), (2e6, 2e6))
+"""Bytes a second, (within the node, between nodes), that the grid covers: slow beside the cores, which copy
+and merge for all ranks."""
+SHAPES = ((8, 512), (2, 1024))
+"""(K/V heads, tokens of a rank) that the grid covers: large enough for links to take longer than the host,
+which serves a call of 8 ranks on 2 cores in about 0.2 s."""
+FLAT, DOUBLE = "ring=flat; backward=kv", "ring=double; backward=kv"
+OFF = f"{DOUBLE}; overlap=False"
+NODES_APART = "ring=double; head_placement=outer; backward=kv; head_parallel="
+"""Heads across nodes, a ring within each: to be completed by the number of nodes."""
+MESHES = {(8, 4): "ring=double; backward=kv; mesh=2x16", (16, 2): "ring=double; backward=kv; mesh=4x8"}
+"""A mesh of nodes, by nodes and ranks of a node."""
+BOTH_RINGS, OVERLAP = f"{FLAT} | {DOUBLE}", f"{DOUBLE} | {OFF}"
+GAIN = f"{DOUBLE} / this"
+AUTO = "ring=auto; head_parallel=auto; backward=auto"
+"""All left to the cost model."""
+FLAT_OVER_DOUBLE = {2: 2.2, 4: 4.5}
+"""Seconds of the flat ring over those of the double, at least, by the ranks of a node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterCase(Case):
+    """Wall time of attention, forward and backward, on an emulated cluster: gloo over shaped links.
+
+    Links are between network namespaces. A timed wait takes the place of the kernel.
+    """
+
+    subject = "topology"
+    emulated = True
+    clearly = CLEARLY
+    overall = (Bar("right choices of auto", AUTO, "right choices / cells", 0.9, at_most=False),)
+
+    nodes: int = 2
+    intra: int = 2
+    """Ranks of a node."""
+    intra_rate: float = LINKS[0][0]
+    """Bytes a second that a rank sends within its node."""
+    inter_rate: float = LINKS[0][1]
+    """To other nodes."""
+    compute: float = FREE
+    """FLOP/s of the modelled kernel."""
+    heads: int = 8
+    kv_heads: int = 8
+    tokens: int = 256
+    """Of a rank."""
+    head_dim: int = 32
+    mask: str = one_of("causal", ("causal", "full"))
+    ways: str = ""
+    """What is measured: settings of BurstConfig, separated by |; "": every way, and what "auto" takes."""
+
+    @property
+    def seen(self) -> Mask:
+        return Mask.full() if self.mask == "full" else Mask.causal()
+
+    @property
+    def where(self) -> Ranks:
+        """All ranks, and those of a node."""
+        return Ranks(self.nodes * self.intra, self.intra)
+
+    @property
+    def rates(self) -> Rates:
+        """Of links and kernel, without the time that a message takes besides its bytes."""
+        return Rates(intra=self.intra_rate, inter=self.inter_rate, compute=self.compute, latency=0.0)
+
+    @property
+    def share(self) -> Shard:
+        return share_of(self.tokens, self.heads, self.kv_heads, self.head_dim)
+
+    def with_compute(self, of_hop: float) -> ClusterCase:
+        """Return the case with a kernel whose forward of a round takes `of_hop` hops of K and V."""
+        size = self.where.size
+        pairs = allowed_pairs(self.seen, self.tokens * size) // size // self.nodes
+        hop = self.share.kv_bytes / self.inter_rate
+        compute = pass_flops(self.share, pairs, Pass.FORWARD) / (of_hop * hop) if of_hop else FREE
+        return replace(self, compute=compute)
+
+    @classmethod
+    def named(cls, device: str) -> Mapping[str, ClusterCase]:
+        """Return the rings without compute, overlap where it matters most, and a grid of cells for "auto".
+
+        The rings are compared without a mask, so that all rows travel all the way: under a causal one the
+        flat ring drops more of them. Data and gradients are as many bytes: "kv" travels.
+        """
+        cases = {
+            f"double ring, 2 x {intra}": cls(intra=intra, tokens=128, mask="full", ways=BOTH_RINGS)
+            for intra in FLAT_OVER_DOUBLE
+        }
+        for intra, kv_heads in itertools.product((4, 8), (8, 2)):
+            ways = f"{DOUBLE} | {NODES_APART}4"
+            name = f"heads across nodes, 4 x {intra}, heads 8:{kv_heads}"
+            cases[name] = cls(nodes=4, intra=intra, kv_heads=kv_heads, tokens=1024, ways=ways)
+        for (nodes, intra), mesh in MESHES.items():
+            case = cls(nodes=nodes, intra=intra, tokens=512, ways=f"{DOUBLE} | {mesh}")
+            cases[f"mesh, {nodes} x {intra}"] = case
+        alone = cls(intra=4, tokens=128, ways=OVERLAP)
+        computing = [alone.with_compute(eighths / 8) for eighths in range(2, 25)]
+        cases["overlap, 2 x 4"] = max(
+            computing, key=lambda case: predicted(case, OFF, 0.0) / predicted(case, DOUBLE, 0.0)
+        )
+        for intra, (within, between), (kv_heads, tokens), of_hop in itertools.product(
+            (2, 4), LINKS, SHAPES, (0, 0.5)
+        ):
+            cell = cls(intra=intra, intra_rate=within, inter_rate=between, kv_heads=kv_heads, tokens=tokens)
+            rates = f"{within / 1e6:g} and {between / 1e6:g} MB/s"
+            name = f"2 x {intra}, {rates}, heads 8:{kv_heads}, compute {of_hop:g}"
+            cases[name] = cell.with_compute(of_hop)
+        return cases
+
+    @property
+    def fewer_bytes(self) -> str | None:
+        """The way that sends fewer bytes between nodes than the double ring, if the two are the case."""
+        return self.ways.removeprefix(f"{DOUBLE} | ") if "outer" in self.ways or "mesh" in self.ways else None
+
+    def methods(self) -> Sequence[Method]:
+        """Return all ways but flat rings and direct exchanges that share heads, which are slow everywhere."""
+        if self.ways:
+            return [Method(way.strip()) for way in self.ways.split("|")]
+        every = costed(self, "ring=auto; head_parallel=auto", 0.0)
+        ways = [way for way in every if way.ring == "double" or way.route.heads == 1]
+        return [Method(name) for name in (AUTO, *map(settings_of, ways))]
+
+    def prepare(self, world: World) -> Stage:
+        latency = hop_seconds(world)
+        KERNELS["timed"] = timed_kernel(self.compute)
+        choose.cache_clear()  # kernels and calls that are remembered name the kernel of the case before
+        call_of.cache_clear()
+        rates = replace(self.rates, latency=latency)
+        topology = Topology.from_group(world.group, intra_size=self.intra, rates=rates)
+        small = replace(self, tokens=max(16, self.tokens // 8))
+
+        def trial(method: Method) -> Trial:
+            config = config_of(method.name)
+            step, first = (case.step(config, topology) for case in (self, small))
+            # What is left to the cost model is decided in the first call: it counts if a way is far behind.
+            return Trial({"": step}, warm=step if config.ring == "auto" else first)
+
+        return Stage(trial, facts={("message", "hop"): latency})
+
+    def step(self, config: BurstConfig, topology: Topology) -> Step:
+        """Return one forward and backward."""
+        generator = torch.Generator().manual_seed(topology.rank)
+        q, k, v = (
+            torch.randn(1, self.tokens, heads, self.head_dim, generator=generator).requires_grad_()
+            for heads in (self.heads, self.kv_heads, self.kv_heads)
+        )
+        dout = torch.ones_like(q)
+
+        def run() -> None:
+            q.grad = k.grad = v.grad = None
+            attended(q, k, v, topology=topology, mask=self.seen, config=config).backward(dout)
+
+        return run
+
+    def derive(self, table: Table) -> Derived:
+        """Yield the cost model's prediction for each way, and the ways beside each other."""
+        latency = table["message", "hop"][0]
+        medians = table.medians("wall")
+        forecasts = {way: predicted(self, way, latency) for way in medians}
+        for way, seconds in medians.items():
+            yield way, "predicted", [forecasts[way]]
+            yield way, "wall / predicted", [seconds / forecasts[way]]
+        for slow in (FLAT, OFF):
+            if {slow, DOUBLE} <= medians.keys():
+                yield DOUBLE, f"{slow} / this", [medians[slow] / medians[DOUBLE]]
+        rival = self.fewer_bytes
+        if rival is not None and {rival, DOUBLE} <= medians.keys():
+            gain, forecast = (seconds[DOUBLE] / seconds[rival] for seconds in (medians, forecasts))
+            yield rival, GAIN, [gain]
+            yield rival, f"{GAIN}, of predicted", [gain / forecast]
+        fastest = table.fastest(medians.keys() - {AUTO})
+        if AUTO in medians and fastest is not None:
+            yield AUTO, "wall / fastest", [medians[AUTO] / medians[fastest]]
+
+    @classmethod
+    def summary(cls, tables: Mapping[str, Table]) -> Derived:
+        """Yield the share of the cells in which the choice of "auto" is as fast as the fastest way."""
+        cells = [
+            table[AUTO, "wall / fastest"][0] for table in tables.values() if (AUTO, "wall / fastest") in table
+        ]
+        if cells:
+            yield AUTO, "right choices / cells", [sum(ratio <= WITHIN for ratio in cells) / len(cells)]
+
+    def bars(self, device: str) -> Sequence[Bar]:
+        if self.ways == BOTH_RINGS and self.intra in FLAT_OVER_DOUBLE:
+            least = FLAT_OVER_DOUBLE[self.intra]
+            return [Bar("flat over double ring", DOUBLE, f"{FLAT} / this", least, at_most=False)]
+        rival = self.fewer_bytes
+        if rival is not None:
+            bars = [Bar("gain, of predicted", rival, f"{GAIN}, of predicted", 0.8, at_most=False)]
+            if NODES_APART in rival and self.intra == 8 and self.heads == self.kv_heads:
+                bars.append(Bar("double ring over heads across nodes", rival, GAIN, 1.5, at_most=False))
+            return bars
+        if self.ways == OVERLAP:
+            # The model predicts 1.5 at best: a gradient that makes a hop less leaves less to hide.
+            return [Bar("without overlap over with", DOUBLE, f"{OFF} / this", 1.4, at_most=False)]
+        return ()
+
+
+def config_of(way: str) -> BurstConfig:
+    """Return the configuration of a way, such as "ring=double; backward=kv"."""
+    return in_words(BurstConfig, way, kernel="timed")
+
+
+def settings_of(way: Candidate) -> str:
+    """Return the settings that ask for a way."""
+    placement = f"head_placement={'outer' if way.route.outer else 'inner'}; " * (way.route.heads > 1)
+    return f"ring={way.ring}; head_parallel={way.route.heads}; {placement}backward={way.direction}"
+
+
+@lru_cache(maxsize=4096)
+def costed(case: ClusterCase, way: str, latency: float) -> tuple[Candidate, ...]:
+    """Return the candidates that a way leaves open; `latency`: seconds of a message besides its bytes."""
+    config, rates = config_of(way), replace(case.rates, latency=latency)
+    n = case.tokens * case.where.size
+    return decide.costed(config, Layout.of(config.layout), case.where, rates, case.share, case.seen, n)
+
+
+def predicted(case: ClusterCase, way: str, latency: float) -> float:
+    """Seconds that a way takes by today's cost model."""
+    return best(costed(case, way, latency)).seconds
+
+
+def hop_seconds(world: World) -> float:
+    """Return the seconds of a hop around all ranks with a message of a few bytes."""
+    out, into, rank, size = torch.zeros(16), torch.zeros(16), world.rank, world.size
+    ends = (dist.irecv, into, (rank - 1) % size), (dist.isend, out, (rank + 1) % size)
+    seconds = []
+    for _ in range(20):
+        dist.barrier()
+        start = time.perf_counter()
+        for work in dist.batch_isend_irecv([dist.P2POp(*end) for end in ends]):
+            work.wait()
+        seconds.append(time.perf_counter() - start)
+    median = torch.tensor(statistics.median(seconds), dtype=torch.float64)
+    dist.all_reduce(median)
+    return median.item() / size
+
+
+def timed_kernel(rate: float) -> Kernel:
+    """Return a kernel that takes as long as its FLOPs at `rate` FLOP/s, and computes nothing."""
+
+    def wait(q: Tensor, k: Tensor, pattern: Pattern, pass_: Pass) -> None:
+        _, rows, heads, head_dim = q.shape
+        pairs = rows * (rows + 1) // 2 if pattern.causal else rows * k.shape[1]
+        time.sleep(pass_flops(share_of(rows, heads, k.shape[2], head_dim), pairs, pass_) / rate)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor]:
+        wait(q, k, pattern, Pass.FORWARD)
+        return torch.zeros_like(q), q.new_zeros(len(q), q.shape[2], q.shape[1])
+
+    def backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+        wait(inputs.q, inputs.k, pattern, Pass.KV)
+        return torch.zeros_like(inputs.q), torch.zeros_like(inputs.k), torch.zeros_like(inputs.v)
+
+    return Kernel("timed", lambda problem: None, forward, backward, takes_delta=True)

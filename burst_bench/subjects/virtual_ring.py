@@ -1,0 +1,192 @@
+"""One rank's share of a ring on one device: beside its kernel alone, and beside itself without copies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.attention.schedule.actions import Pass
+from burst_mcore.attention.shard import Shard
+from burst_bench.core import Bar, Derived, Stage, Step, Table, Trial, World, one_of
+from burst_bench.methods.kernels import SquareCase, others
+from burst_bench.methods.virtual_rank import FROM, VirtualRank
+from burst_bench.subjects.kernels import WORK
+from burst_plan.explain.problem import DTYPES
+from burst_mcore.mask import Mask
+from burst_plan.words import mask_of, shortened
+
+TOKENS = 32768
+"""Local tokens of a ring of 8, for which its bars are meant."""
+TFLOPS = 575
+"""That a ring's backward should reach where its kernel alone does, on an H200."""
+FULL = "backward of a kernel that reaches TFLOP/s"
+"""The meter of backwards whose kernel alone reaches as much."""
+CHOOSING_TOKENS = 8192
+"""Of the square on which kernels are compared, where the fastest is asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VirtualCase(SquareCase):
+    """One rank's share of a ring on one device, bundles by asynchronous copies; bars are for an H200."""
+
+    subject = "virtual-ring"
+
+    size: int = 8
+    """Ranks of the ring, of which one is there."""
+    tokens: int = TOKENS
+    """Of that rank."""
+    source: str = one_of("device", FROM)
+    direction: str = one_of("query", ("query", "kv"))
+    rings: int = 1
+    """Rings side by side, of a mesh of so many ranks in all."""
+    latent: bool = False
+    """A latent travels, as wide beside a head as DeepSeek-V3's, of whose keys a third is the rope key."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.size % self.rings:
+            raise ValueError(f"rings must divide size, got {self.rings} and {self.size}")
+
+    @property
+    def seen(self) -> Mask:
+        """The mask over the tokens of all ranks."""
+        return mask_of(self.mask, self.tokens * self.size)
+
+    @property
+    def square(self) -> SquareCase:
+        """A small square with the mask in proportion, on which kernels are compared: a ring of one."""
+        n = min(self.tokens, CHOOSING_TOKENS)
+        mask = shortened(self.mask, self.tokens * self.size, n)
+        return replace(self, size=1, rings=1, tokens=n, mask=mask)
+
+    def rank(self, kernel: str, device: str, source: str, works: bool = True) -> VirtualRank:
+        """Return the rank, with bundles from `source`."""
+        (head_dim, value_dim), kv_heads = self.dims, self.kv_heads or self.heads
+        share = Shard(
+            batch=1, tokens=self.tokens, heads=self.heads, kv_heads=kv_heads, head_dim=head_dim,
+            value_dim=value_dim, dtype=DTYPES[self.dtype],
+            latent=(8 * head_dim // 3, head_dim // 3) if self.latent else None, latent_travels=self.latent,
+        )  # fmt: skip
+        return VirtualRank(
+            share, self.size, mask=self.seen, source=source, kernel=kernel, works=works,
+            direction=Pass(self.direction), device=device, rings=self.rings,
+        )  # fmt: skip
+
+    @classmethod
+    def named(cls, device: str) -> Mapping[str, VirtualCase]:
+        """Return rings with fewer tokens where there are many ranks, to end in time."""
+        sizes = {1: 1, 2: 1, 4: 1, 8: 1, 16: 2, 32: 2, 64: 4}
+        cases = [cls(size=size, tokens=TOKENS // fewer) for size, fewer in sizes.items()]
+        for source, direction in (("device", "kv"), ("host", "query"), ("host", "kv")):
+            cases.append(cls(source=source, direction=direction))
+        cases.append(cls(size=64, tokens=TOKENS // 4, source="host"))
+        return {
+            f"ring of {c.size}, {c.tokens} local tokens, from {c.source}, {c.direction}": c for c in cases
+        }
+
+    def prepare(self, world: World) -> Stage:
+        """Make a rank's passes, and what they are measured beside, all of the same kernel.
+
+        The idle rank's kernel does nothing: its passes are all that is not the kernel's. There the host is
+        ahead of the device, as where kernels take their time.
+        """
+        make = partial(self.rank, fastest(self, world), world.device)
+        rank, quiet, idle = make(self.source), make("nowhere"), make("nowhere", works=False)
+        done = rank.forward()
+        bare_backward = partial(rank.bare_backward, rank.queries(done), done.out)
+        units = {
+            "kernel alone": both(rank.bare_forward, bare_backward),
+            "without copies": both(quiet.forward, partial(quiet.backward, done)),
+            "around the kernels": both(idle.forward, partial(idle.backward, done), ahead=True),
+        }
+        ring = both(rank.forward, partial(rank.backward, done))
+        facts = {("kernel alone", "pairs"): float(rank.pairs)}
+        for name, step in ring.steps.items():
+            host = least_seconds(units["around the kernels"].steps[name])
+            facts["burst", f"host {name} / step wall"] = host / self.size
+            facts["burst", f"launches / step of {name}"] = launches(step, world) / self.size
+        return Stage(lambda method: ring, units, facts=facts)
+
+    def derive(self, table: Table) -> Derived:
+        forward, backward = table.column("forward wall"), table.column("backward wall")
+        whole = {
+            name: [a + b for a, b in zip(forward[name], backward[name], strict=True)] for name in forward
+        }
+        for meter, seconds, one, other in (
+            ("forward kernel / this", forward, "kernel alone", "burst"),
+            ("kernel / this", whole, "kernel alone", "burst"),
+            ("copies / without", whole, "burst", "without copies"),
+            ("around kernels / whole", whole, "around the kernels", "without copies"),
+        ):
+            yield "burst", meter, [a / b for a, b in zip(seconds[one], seconds[other], strict=True)]
+        flops = WORK["backward"] * self.flops(table["kernel alone", "pairs"][0])
+        rates = {name: [flops / s / 1e12 for s in backward[name]] for name in ("burst", "kernel alone")}
+        for name, samples in rates.items():
+            yield name, "backward TFLOP/s", samples
+        if median(rates["kernel alone"]) >= TFLOPS:
+            yield "burst", FULL, rates["burst"]
+
+    def bars(self, device: str) -> Sequence[Bar]:
+        if (self.size, self.source) != (8, "device") or self.tokens < TOKENS:
+            return ()
+        return (
+            Bar("forward, of the kernel's speed", "burst", "forward kernel / this", 0.97, at_most=False),
+            Bar("both, of the kernel's speed", "burst", "kernel / this", 0.96, at_most=False),
+            Bar("with copies over without", "burst", "copies / without", 1.03),
+            Bar("share of the time around the kernels", "burst", "around kernels / whole", 0.02),
+            Bar("backward, where the kernel reaches as much", "burst", FULL, TFLOPS, at_most=False),
+        )
+
+
+def fastest(case: VirtualCase, world: World) -> str:
+    """Return the kernel of others that is the fastest both ways here, on a small causal square."""
+    tensors, square = case.square.tensors(world.device), case.square
+
+    def seconds(name: str) -> float:
+        calls = square.bare(KERNELS[name], tensors)
+
+        def step() -> None:
+            calls.both()
+            if world.device == "cuda":
+                torch.cuda.synchronize()
+
+        step()
+        return least_seconds(step)
+
+    names = others(case, world.device)
+    if not names:
+        raise LookupError("no kernel of others is here")
+    return min(names, key=seconds)
+
+
+def launches(step: Step, world: World) -> int:
+    """Return how many kernels a GPU runs in a pass; on a CPU, how many operators are called."""
+    cuda = world.device == "cuda"
+    kinds = [ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]
+    with profile(activities=kinds) as seen:
+        step()
+        if cuda:
+            torch.cuda.synchronize()
+    return sum(event.count for event in seen.key_averages() if cuda or event.key.startswith("aten::"))
+
+
+def least_seconds(step: Step) -> float:
+    """Return the least seconds of a step on the host, of several."""
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def both(forward: Step, backward: Step, ahead: bool = False) -> Trial:
+    """Return a trial of the two passes."""
+    return Trial({"forward": forward, "backward": backward}, ahead=ahead)

@@ -1,0 +1,243 @@
+"""Measures the rates of ranks: kernel, memory, hops and exchanges within nodes and between them.
+
+The same code measures processes of a CPU over gloo and GPUs over NCCL. On GPUs, and between real machines, it
+was never run.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from burst_mcore.attention.autotune.cost import pass_flops
+from burst_mcore.attention.geometry.pattern import Pattern
+from burst_mcore.attention.kernels.kernel import Problem
+from burst_mcore.attention.kernels.table import choose
+from burst_mcore.attention.schedule.actions import Pass
+from burst_bench.core import World
+from burst_bench.launch import in_processes, joined
+from burst_bench.methods.bare import both_ways, scores_of
+from burst_bench.methods.sharded import share_of
+from burst_mcore.machines import CPU
+from burst_mcore.rates import Rates
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured on a device: two points of each straight line, in tokens or bytes."""
+
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    tiles: tuple[int, int]
+    """Rows and keys of the two square tiles that give the rate of a kernel, and its `fill`."""
+    messages: tuple[int, int]
+    """Bytes of the two messages that give the latency and the rate of a hop."""
+    copied: int
+    """Bytes that are copied to measure memory: more than caches hold."""
+
+
+SIZES = {
+    "cpu": Sizes(4, 64, torch.float32, (256, 1024), (2**12, 2**22), 2**26),
+    "cuda": Sizes(16, 128, torch.bfloat16, (2048, 16384), (2**16, 2**27), 2**31),
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A straight line through two measurements: seconds = start + slope x."""
+
+    start: float
+    slope: float
+
+    @classmethod
+    def through(cls, first: tuple[float, float], second: tuple[float, float]) -> Line:
+        """Return the line through two points, neither of its numbers negative.
+
+        If the second took hardly longer, the machine was busy: then the line goes through it and the origin.
+        """
+        (x, y), (further, later) = first, second
+        if later - y < later / 10:
+            return cls(0.0, later / further)
+        slope = (later - y) / (further - x)
+        return cls(max(0.0, y - slope * x), slope)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The rates that a command measured, and the ranks that measured them."""
+
+    rates: Rates
+    rank: int
+    """This process's."""
+    size: int
+    node: int
+    """Ranks of a node."""
+
+    @property
+    def one_node(self) -> bool:
+        """Whether no link between machines was measured."""
+        return self.node == self.size
+
+    @property
+    def words(self) -> str:
+        return f"{self.size} ranks" if self.one_node else f"{self.size} ranks, {self.node} of a node"
+
+
+def measure(ranks: int | None, repeats: int, device: str = "cpu") -> Found:
+    """Return the rates that ranks reach together: of fresh processes, or of torchrun's processes.
+
+    Raises:
+        ValueError: as `measured`; on GPUs torchrun is missing, or torchrun started another number of ranks.
+    """
+    if device not in SIZES or (device == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(f"no device {device!r} here; legal: cpu, and cuda where there is a GPU")
+    if not dist.is_torchelastic_launched():
+        if device == "cuda":
+            command = "torchrun --nproc-per-node 8 --no-python burst-mcore calibrate --device cuda"
+            raise ValueError(f"GPUs need a process for each: {command}")
+        ranks = 2 if ranks is None else ranks
+        return Found(calibrate(ranks, repeats), 0, ranks, ranks)
+    size, node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if ranks not in (None, size):
+        raise ValueError(f"torchrun started {size} ranks, and --ranks wants {ranks}")
+    with joined(device):
+        world = World(dist.get_rank(), size, device)
+        return Found(measured(world, node, repeats), world.rank, size, node)
+
+
+def calibrate(ranks: int, repeats: int = 5) -> Rates:
+    """Return the rates that `ranks` processes of this CPU reach together, the least of several times.
+
+    Links between machines are not measured: `inter` is the share of `intra` that `machines.CPU` assumes.
+
+    Raises:
+        ValueError: fewer than two ranks, or no repeat.
+    """
+    if ranks < 2 or repeats < 1:
+        raise ValueError(f"calibrate needs two ranks and one repeat at least, got {ranks} and {repeats}")
+    per_rank: list[Rates] = in_processes(ranks, _alone, repeats)
+    return per_rank[0]
+
+
+def _alone(rank: int, size: int, repeats: int) -> Rates:
+    return measured(World(rank, size), size, repeats)
+
+
+def measured(world: World, node: int, repeats: int) -> Rates:
+    """Return the rates of this world, whose nodes have `node` consecutive ranks each. Collective.
+
+    Raises:
+        ValueError: one rank, no repeat, or nodes of different sizes.
+    """
+    if world.size < 2 or repeats < 1 or world.size % node:
+        raise ValueError(
+            f"calibrate needs two ranks at least, on nodes of one size, and one repeat at least; got "
+            f"{world.size} ranks, {node} of a node, and {repeats} repeats"
+        )
+    sizes = SIZES[world.device]
+    shard = share_of(sizes.tiles[-1], sizes.heads, sizes.heads, sizes.head_dim)
+    forward, backward = _kernel(world, sizes, repeats)
+    source = torch.zeros(sizes.copied // 4, device=world.device)
+    copy = _least(partial(torch.empty_like(source).copy_, source), world, repeats)
+    within = list(range(world.rank // node * node, world.rank // node * node + node))
+    across = list(range(world.rank % node, world.size, node))
+    near = _link(world, within, repeats) if node > 1 else None
+    far = _link(world, across, repeats) if len(across) > 1 else None
+    hop = near or far
+    assert hop is not None
+    intra = 1 / hop.slope
+    return Rates(
+        intra=intra,
+        inter=intra * CPU.inter / CPU.intra if far is None else min(intra, 1 / far.slope),
+        compute=pass_flops(shard, 1, Pass.FORWARD) / forward.slope,
+        backward=pass_flops(shard, 1, Pass.KV) / backward.slope,
+        memory=2 * sizes.copied / copy,
+        fill=forward.start / forward.slope,
+        latency=hop.start,
+        crowding=_crowding(world, within, hop, repeats) if node > 2 else 0.0,
+        hidden=world.device == "cuda",
+    )
+
+
+def _kernel(world: World, sizes: Sizes, repeats: int) -> tuple[Line, Line]:
+    """Return the seconds of a query row by the keys that the row sees, in forward and in backward."""
+    heads, dim = sizes.heads, sizes.head_dim
+    kernel = choose("auto", Problem(world.device, sizes.dtype, heads, heads, dim, dim))
+    forward, backward = [], []
+    for n in sizes.tiles:
+        tensors = torch.randn(4, 1, n, heads, dim, device=world.device).to(sizes.dtype)
+        q, k, v, dout = tensors.unbind()
+        pattern = Pattern((n, n))
+        alone = _least(partial(kernel.forward, q, k, v, pattern, scores_of(q)), world, repeats)
+        both = _least(partial(both_ways, kernel, pattern, q, k, v, dout), world, repeats)
+        forward.append((float(n), alone / n))
+        backward.append((float(n), max(both - alone, alone) / n))
+    return Line.through(*forward), Line.through(*backward)
+
+
+def _link(world: World, ring: Sequence[int], repeats: int) -> Line:
+    """Return the seconds of a hop to the next rank of a ring by its bytes; all rings run at once."""
+    place = ring.index(world.rank)
+    ends = ring[(place + 1) % len(ring)], ring[place - 1]
+    return _line_of(partial(_hop, ends), world, repeats)
+
+
+def _crowding(world: World, members: Sequence[int], hop: Line, repeats: int) -> float:
+    """Return `Rates.crowding` of an all-to-all between the ranks of a node."""
+    exchange = _line_of(partial(_exchange, world.rank, members), world, repeats)
+    return math.log(max(1.0, exchange.slope / hop.slope)) / math.log(len(members) / 2)
+
+
+def _line_of(transfer: Callable[[Tensor], object], world: World, repeats: int) -> Line:
+    """Return the seconds of a transfer by the bytes that a rank sends."""
+    messages = [torch.zeros(size // 4, device=world.device) for size in SIZES[world.device].messages]
+    first, second = (
+        (float(message.nbytes), _least(partial(transfer, message), world, repeats)) for message in messages
+    )
+    return Line.through(first, second)
+
+
+def _hop(ends: tuple[int, int], message: Tensor) -> None:
+    """Send to the first rank of `ends`, receive from the second."""
+    came = torch.empty_like(message)
+    pairs = ((dist.isend, message, ends[0]), (dist.irecv, came, ends[1]))
+    for work in dist.batch_isend_irecv([dist.P2POp(*pair) for pair in pairs]):
+        work.wait()
+
+
+def _exchange(rank: int, members: Sequence[int], message: Tensor) -> None:
+    """Send a part of a message to each other member."""
+    others, place = len(members) - 1, members.index(rank)
+    parts = message[: len(message) // others * others].view(others, -1)
+    ends = []
+    for index, offset in enumerate(range(1, len(members))):
+        ends.append(dist.P2POp(dist.isend, parts[index], members[(place + offset) % len(members)]))
+        came = torch.empty_like(parts[index])
+        ends.append(dist.P2POp(dist.irecv, came, members[place - offset]))
+    for work in dist.batch_isend_irecv(ends):
+        work.wait()
+
+
+def _least(call: Callable[[], object], world: World, repeats: int) -> float:
+    """Return the least seconds of a call that all ranks make together, the largest of all ranks each time."""
+    wait: Callable[[], None] = torch.cuda.synchronize if world.device == "cuda" else lambda: None
+    least = math.inf
+    for index in range(repeats + 1):
+        wait()
+        dist.barrier()
+        start = time.perf_counter()
+        call()
+        wait()
+        seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        least = min(least, float(seconds)) if index else least  # the first call warms up
+    return least

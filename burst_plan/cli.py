@@ -1,0 +1,433 @@
+"""The command `burst-mcore`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+try:
+    import typer
+except ImportError:
+    sys.exit("burst-mcore needs the packages of its extra 'bench': pip install 'burst-mcore[bench]'")
+
+from burst_plan.options import (
+    Batch,
+    Cluster,
+    Dtype,
+    HeadDim,
+    Heads,
+    InterGB,
+    IntraGB,
+    KVHeads,
+    Latency,
+    LatentText,
+    LayoutText,
+    MaskText,
+    Mesh,
+    Overlap,
+    RatesFile,
+    Ring,
+    Seq,
+    Tflops,
+    ValueDim,
+    ranks_and_rates,
+)
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Predict, draw and measure BurstAttention; check configurations of DeepSpeed; patch Megatron.",
+)
+
+MEASURED_TOKENS = 16384
+"""The longest sequence that `draw --measure` runs."""
+
+
+@app.command()
+def explain(
+    heads: Heads = 32,
+    kv_heads: KVHeads = None,
+    seq: Seq = "1M",
+    cluster: Cluster = "4x8",
+    head_dim: HeadDim = 128,
+    value_dim: ValueDim = None,
+    latent: LatentText = None,
+    batch: Batch = 1,
+    dtype: Dtype = "bfloat16",
+    mask: MaskText = "causal",
+    layout: LayoutText = "zigzag",
+    ring: Ring = "auto",
+    mesh: Mesh = "none",
+    overlap: Overlap = True,
+    rates_file: RatesFile = None,
+    intra_gb: IntraGB = None,
+    inter_gb: InterGB = None,
+    tflops: Tflops = None,
+    latency_us: Latency = None,
+) -> None:
+    """Predict what "auto" chooses on a cluster for head_parallel, backward and ring, and say why."""
+    import torch
+
+    from burst_mcore.config import BurstConfig
+    from burst_plan.explain import predict
+    from burst_plan.explain.problem import Problem, latent_of
+    from burst_plan.words import tokens
+
+    try:
+        config = BurstConfig(ring=ring, mesh=mesh, overlap=overlap)
+        problem = Problem(
+            seq=tokens(seq),
+            heads=heads,
+            kv_heads=heads if kv_heads is None else kv_heads,
+            head_dim=head_dim,
+            batch=batch,
+            mask=mask,
+            dtype=dtype,
+            value_dim=value_dim,
+            latent=None if latent is None else latent_of(latent),
+        )
+        where, rates = ranks_and_rates(cluster, rates_file, intra_gb, inter_gb, tflops, latency_us)
+        torch.set_num_threads(1)  # many small operations: threads would wait for each other
+        text = predict.explain(
+            problem, where, rates, ring=ring, mesh=config.mesh, overlap=overlap, layout=layout
+        )
+        typer.echo(text)
+    except ValueError as error:
+        _fail("explain", error)
+
+
+@app.command()
+def draw(
+    cluster: Cluster = "2x4",
+    direction: Annotated[
+        str, typer.Option(help="forward, or the side that travels in backward: query or kv.")
+    ] = "query",
+    ring: Ring = "double",
+    mesh: Mesh = "none",
+    overlap: Overlap = True,
+    head_parallel: Annotated[int, typer.Option(help="Ranks that share the heads.")] = 1,
+    heads: Heads = 8,
+    kv_heads: KVHeads = None,
+    seq: Seq = "128K",
+    head_dim: HeadDim = 128,
+    dtype: Dtype = "bfloat16",
+    mask: MaskText = "causal",
+    layout: LayoutText = "zigzag",
+    rates_file: RatesFile = None,
+    intra_gb: IntraGB = None,
+    inter_gb: InterGB = None,
+    tflops: Tflops = None,
+    latency_us: Latency = None,
+    measure: Annotated[bool, typer.Option(help="Also run it on this machine's CPU, over gloo.")] = False,
+    out: Annotated[Path, typer.Option(help="The picture.")] = Path("timeline.png"),
+    trace: Annotated[Path, typer.Option(help="The trace, for chrome://tracing or ui.perfetto.dev.")] = Path(
+        "trace.json"
+    ),
+    mask_out: Annotated[
+        Path | None, typer.Option(help="The picture of the mask; default mask.png, beside the other picture.")
+    ] = None,
+    kernel: Annotated[str, typer.Option(help="Kernel to show tiles for; auto is the CPU's.")] = "auto",
+) -> None:
+    """Draw one pass: its schedule as a step x rank grid, its timeline as picture and trace, its mask.
+
+    The mask's picture shows the mask, the tiles that each rank computes, and the work of each rank.
+    """
+    from burst_mcore.attention.kernels.table import choose
+    from burst_mcore.attention.schedule.actions import Pass
+    from burst_mcore.attention.schedule.trace import chrome_trace
+    from burst_bench.trace import trace_pass
+    from burst_mcore.config import BurstConfig
+    from burst_plan.explain import predict
+    from burst_plan.explain.mask_picture import save_mask, tiles_summary
+    from burst_plan.explain.picture import save_timelines
+    from burst_plan.explain.problem import Problem
+    from burst_plan.words import tokens
+
+    try:
+        for path in (out, trace, mask_out):
+            if path is not None and path.is_dir():
+                raise ValueError(f"{path} is a folder: give the name of a file")
+        if direction not in tuple(Pass):
+            raise ValueError(f"unknown direction {direction!r}; legal: {', '.join(Pass)}")
+        pass_ = Pass(direction)
+        config = BurstConfig(ring=ring, mesh=mesh, overlap=overlap, head_parallel=head_parallel)
+        if measure and tokens(seq) > MEASURED_TOKENS:
+            raise ValueError(f"--measure runs on this machine's CPU: --seq may be at most {MEASURED_TOKENS}")
+        problem = Problem(
+            seq=tokens(seq),
+            heads=heads,
+            kv_heads=heads if kv_heads is None else kv_heads,
+            head_dim=head_dim,
+            mask=mask,
+            dtype=dtype,
+        )
+        where, rates = ranks_and_rates(cluster, rates_file, intra_gb, inter_gb, tflops, latency_us)
+        drawing = predict.draw(
+            problem,
+            where,
+            rates,
+            pass_=pass_,
+            degree=head_parallel,
+            ring=ring,
+            mesh=config.mesh,
+            overlap=overlap,
+            layout=layout,
+        )
+        chosen = choose(kernel, problem.on_kernel)
+        runs = {"predicted": drawing.timeline.events}
+        if measure:
+            config = replace(config, layout=drawing.plan.layout, kernel=kernel)
+            runs["measured"] = trace_pass(problem, where, pass_, config, rates)
+    except (ValueError, RuntimeError) as error:
+        _fail("draw", error)
+    mask_out = mask_out or out.with_name("mask.png")
+    shown, what = drawing.schedule, f"mask {mask} over {seq} tokens"
+    typer.echo(f"{shown}\n\n{what}; {shown.route}: {drawing.why}")
+    typer.echo(f"{predict.summary(drawing)}\n{tiles_summary(drawing.plan, pass_, chosen)}")
+    typer.echo(predict.exposed(drawing))
+    try:
+        for path in (out, trace, mask_out):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        save_timelines(runs, f"{shown.title}; {shown.route} on {cluster} ranks; {what}", out)
+        title = f"{what}, layout {drawing.plan.layout}; {shown.title}; {shown.route} on {cluster} ranks"
+        save_mask(drawing.plan, drawing.route, pass_, chosen, title, mask_out)
+        trace.write_text(chrome_trace(runs))
+    except (ValueError, OSError) as error:
+        _fail("draw", error)
+    typer.echo(f"\ntimeline: {out}\nmask:     {mask_out}\ntrace:    {trace}")
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)
+def bench(context: typer.Context) -> None:
+    """Measure methods side by side on this machine: burst-mcore bench SUBJECT; --help lists subjects."""
+    from burst_bench.__main__ import main
+
+    raise typer.Exit(main(context.args))
+
+
+@app.command()
+def calibrate(
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes that are measured together on this CPU; default 2.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Times that each figure is measured; the least counts.")] = 5,
+    device: Annotated[str, typer.Option(help="cpu, or cuda: then torchrun starts the ranks.")] = "cpu",
+    out: Annotated[Path, typer.Option(help="File of the rates.")] = Path("rates.json"),
+) -> None:
+    """Measure kernel, memory and messages of ranks as a file of rates; torchrun may start the ranks."""
+    from burst_plan.provenance import made_by
+    from burst_plan.calibrate import measure
+
+    try:
+        if not out.parent.is_dir():
+            raise ValueError(f"there is no folder {out.parent} for {out}")
+        found = measure(ranks, repeats, device)
+    except ValueError as error:
+        _fail("calibrate", error)
+    if found.rank == 0:
+        found.rates.save(out, **made_by(device), **({"assumed": ["inter"]} if found.one_node else {}))
+        typer.echo(f"measured with {found.words}: {found.rates.in_words}")
+        if found.one_node:
+            share = found.rates.inter / found.rates.intra
+            typer.echo(f"not measured: links between machines, assumed at {share:.3g} of the rate within")
+        typer.echo(f"file: {out}")
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A model to train: 7b, 14b, llama3-8b; a folder with config.json; or arguments of Megatron."
+        ),
+    ] = None,
+    seq: Annotated[str | None, typer.Option(help="Tokens of a sequence, such as 128K or 1M.")] = None,
+    cluster: Cluster = "a800:4x8",
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences of a step, of all ranks; default 1.", show_default=False)
+    ] = None,
+    mask: Annotated[
+        str | None,
+        typer.Option(help="Mask of all layers, such as causal, full or window:4096; default: the model's."),
+    ] = None,
+    rates_file: RatesFile = None,
+    top: Annotated[int, typer.Option(help="Ways to print.")] = 12,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all that is predicted as JSON.")
+    ] = None,
+    html_file: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page with sliders; it loads nothing."),
+    ] = None,
+    against: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Measured rows, or a paper's results, as JSON; may be repeated."),
+    ] = None,
+    calibrate: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Rows to which two numbers of their machines are fitted first."),
+    ] = None,
+) -> None:
+    """Predict every way to train a model, or measured figures (--against); predicted, not measured."""
+    import json
+
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        if (model is None) == (not against):
+            raise ValueError("give --model MODEL with --seq, or --against FILE: the measured rows to predict")
+        if model is not None:
+            from burst_plan.files import check_writable
+            from burst_plan.step.page import page
+            from burst_plan.step.planned import planned, text
+
+            if calibrate:
+                raise ValueError("--calibrate goes with --against, not with --model")
+            if top < 1:
+                raise ValueError(f"--top must be at least 1, got {top}")
+            check_writable(json_file, html_file)
+            answer = planned(model, seq, cluster, batch, rates_file, mask)
+            shown, files = text(answer, top), {}
+            if json_file is not None:
+                files[json_file] = json.dumps(answer.as_json()) + "\n"
+            if html_file is not None:
+                files[html_file] = page(answer)
+            for path, written in files.items():
+                path.write_text(written, encoding="utf-8")
+            typer.echo(shown)
+            return
+        if json_file or html_file:
+            raise ValueError("--json and --html go with --model, not with --against")
+        from burst_bench.published.against import compare
+        from burst_mcore.rates import Rates
+
+        rates = None if rates_file is None else Rates.load(rates_file)
+        report = compare(against or (), calibrate or (), rates)
+    except (ValueError, OSError) as error:
+        _fail("plan", error)
+    typer.echo(report.text())
+    typer.echo(json.dumps(report.as_json()))
+
+
+@app.command()
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(help="DeepSpeed's JSON file, with a section burst_attention.")
+    ] = None,
+    world: Annotated[
+        int | None, typer.Option(help="Number of ranks; default: the ranks that share one sequence.")
+    ] = None,
+    per_node: Annotated[
+        int | None, typer.Option(help="Ranks of a node; default: all ranks, up to 8.")
+    ] = None,
+    seq: Annotated[
+        str | None, typer.Option(help="Tokens of the whole sequence, such as 4096, 128K or 1M; default 128K.")
+    ] = None,
+    heads: Heads = 32,
+    kv_heads: KVHeads = 8,
+    head_dim: HeadDim = 128,
+    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
+    vocabulary: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 128256,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder with a model's config.json, a preset such as 7b, or arguments of Megatron; replaces "
+            "--heads to --vocabulary. Megatron's arguments are examined if there is no JSON file."
+        ),
+    ] = None,
+    device: Annotated[
+        str,
+        typer.Option(help="Machine to predict for, such as h100 or l20; here: this machine's device."),
+    ] = "here",
+    rates_file: RatesFile = None,
+    reference: Annotated[
+        bool, typer.Option(help="Print the reference page of the section burst_attention, and stop.")
+    ] = False,
+) -> None:
+    """Predict what a configuration will do, whether it fits, and what would be faster; JSON or Megatron's."""
+    from burst_mcore.deepspeed.config.section import reference as page
+    from burst_plan.doctor.memory import Shape
+    from burst_plan.words import tokens
+    from burst_mcore.rates import Rates
+    from burst_plan.doctor.checkup import DEFAULT_LENGTH, Asked, checkup
+
+    if reference:
+        typer.echo(page(), nl=False)
+        return
+    try:
+        shape = Shape(
+            seq=tokens(seq or DEFAULT_LENGTH), layers=layers, heads=heads, kv_heads=kv_heads or heads,
+            head_dim=head_dim, vocabulary=vocabulary, hidden=heads * head_dim,
+            intermediate=heads * head_dim * 7 // 2,
+        )  # fmt: skip
+        rates = None if rates_file is None else Rates.load(rates_file)
+        asked = Asked(seq=seq, world=world, per_node=per_node, device=device, rates=rates)
+        typer.echo("\n".join(list(checkup(config, model, shape, asked))))
+    except ValueError as error:
+        _fail("doctor", error)
+
+
+@app.command()
+def patch(
+    check: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Name the version of a tree, and whether the tree is patched."),
+    ] = None,
+    apply: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Patch a tree; a second time changes nothing.")
+    ] = None,
+    revert: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Remove all lines that a patch added.")
+    ] = None,
+    show: Annotated[
+        Path | None,
+        typer.Option(
+            "--print", metavar="DIR", help="Print the patch for git apply --unidiff-zero in that tree."
+        ),
+    ] = None,
+    options: Annotated[
+        bool,
+        typer.Option(
+            "--options", help="Add all other flags, too: layouts, recompute policies, the fused loss."
+        ),
+    ] = False,
+) -> None:
+    """Add --context-parallel-attention-backend to a tree of Megatron's source. DIR holds megatron/core."""
+    from burst_plan.patch import trees
+
+    name = trees.OPTIONS if options else trees.BACKEND
+    actions = {trees.check: check, trees.apply: apply, trees.revert: revert, trees.show: show}
+    asked = [(act, folder) for act, folder in actions.items() if folder is not None]
+    try:
+        if len(asked) != 1:
+            raise trees.UnknownTreeError(f"give one of --check, --apply, --revert, --print, got {len(asked)}")
+        ((act, folder),) = asked
+        typer.echo(act(trees.Tree(folder), name), nl=False)
+    except (trees.UnknownTreeError, OSError) as error:
+        _fail("patch", error)
+
+
+def _fail(command: str, error: Exception) -> NoReturn:
+    typer.echo(f"burst-mcore {command}: {error}", err=True)
+    raise typer.Exit(2) from None
+
+
+def main() -> None:
+    """Run the command; a package that is not there is one line and status 2."""
+    try:
+        app()
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        if package == "burst_mcore":
+            raise
+        typer.echo(f"burst-mcore: this needs the package {package}, which is not installed", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,327 @@
+"""Predictions of the cost model for a call on any cluster, for the commands `explain` and `draw`."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from burst_mcore.attention.autotune.candidate import Candidate
+from burst_mcore.attention.autotune.choose import best, reason
+from burst_mcore.attention.autotune.cost import Sizes, link_bytes, message_bytes
+from burst_mcore.attention.autotune.costing import pairs_of, work_of
+from burst_mcore.attention.autotune.decide import costed, degrees_of
+from burst_mcore.attention.autotune.kind import typical
+from burst_mcore.attention.autotune.simulate import Timeline, play
+from burst_mcore.attention.autotune.volume import Share, least
+from burst_mcore.attention.autotune.ways import Mesh, Ranks, legal_degrees
+from burst_mcore.attention.geometry.plan import Plan, plan_of
+from burst_mcore.attention.schedule.actions import Link, Pass
+from burst_mcore.attention.schedule.route import Route, Schedule, schedule
+from burst_plan.explain.verify import verify
+from burst_mcore.attention.shard import Shard
+from burst_mcore.config import BurstConfig
+from burst_plan.explain.pairs import unevenness
+from burst_plan.explain.problem import DTYPES, Problem
+from burst_mcore.layout import Layout
+from burst_mcore.machines import Machine, machine
+from burst_mcore.mask import Mask
+from burst_plan.words import document_ends
+from burst_mcore.rates import Rates
+
+LARGE = 512
+"""Ranks from which on several processes are worth their start."""
+
+
+def cluster(text: str) -> tuple[Ranks, Machine | None]:
+    """Return the ranks of a cluster, and its machine if it is named: M x L, such as 4x8 or a800:4x8.
+
+    Raises:
+        ValueError: other words, or an unknown machine.
+    """
+    match = re.fullmatch(r"(?:([\w-]+):)?(\d+)x(\d+)", text)
+    if match is None or 0 in (int(match[2]), int(match[3])):
+        raise ValueError(
+            f"a cluster is nodes x ranks of a node, such as 4x8, or with a machine a800:4x8, got {text!r}"
+        )
+    ranks = Ranks(int(match[2]) * int(match[3]), int(match[3]))
+    return ranks, None if match[1] is None else machine(match[1])
+
+
+def layout_of(text: str, problem: Problem, ranks: Ranks) -> Layout:
+    """Return a layout from its word; "auto" balances the mask, "zigzag-documents" follows its documents.
+
+    Raises:
+        ValueError: an unknown word, or a layout that does not go with the mask, the sequence or the ranks.
+    """
+    if text == "auto":
+        return Layout.for_mask(problem.seen, problem.seq, ranks.size)
+    if text == "zigzag-documents":
+        layout = Layout(text, ends=document_ends(problem.mask, problem.seq))
+    else:
+        try:
+            layout = Layout.of(text)
+        except ValueError as error:
+            raise ValueError(f"{error}; also auto, and zigzag-documents with a mask of documents") from None
+    layout.padded(problem.seq, ranks.size)
+    return layout
+
+
+def shard_of(problem: Problem, ranks: Ranks, layout: Layout) -> Shard:
+    """Return the shapes of one rank. Raises ValueError if the sequence cannot be dealt."""
+    return Shard(
+        batch=problem.batch,
+        tokens=layout.padded(problem.seq, ranks.size) // ranks.size,
+        heads=problem.heads,
+        kv_heads=problem.kv_heads,
+        head_dim=problem.head_dim,
+        value_dim=problem.of_values,
+        dtype=DTYPES[problem.dtype],
+        latent=problem.latent,
+        latent_travels=problem.latent is not None,
+    )
+
+
+def explain(
+    problem: Problem,
+    ranks: Ranks,
+    rates: Rates,
+    *,
+    ring: str,
+    overlap: bool,
+    layout: str = "zigzag",
+    mesh: Mesh = "none",
+) -> str:
+    """Return, in words, the ways that "auto" chooses from, the cost of each, the choice and its reason.
+
+    Raises:
+        ValueError: as `layout_of`, or no degree of head parallelism goes with the mesh.
+    """
+    from tabulate import tabulate  # of the extra "bench": predictions do without it
+
+    dealt = layout_of(layout, problem, ranks)
+    of_kind, mask = typical(dealt, problem.seen, problem.seq, ranks.size)
+    shard = shard_of(problem, ranks, dealt)
+    config = BurstConfig(ring=ring, overlap=overlap, mesh=mesh)
+    of_degree = partial(_of_degree, config, of_kind, ranks, rates, shard, mask, problem.seq)
+    degrees = legal_degrees(ranks, problem.heads, problem.kv_heads)
+    found = [each for of_one in _in_parallel(of_degree, degrees, ranks) for each in of_one]
+    if not found:
+        raise ValueError(
+            f"mesh {mesh}: rows x columns x head_parallel must be the {ranks.size} ranks; legal "
+            f"head_parallel: {', '.join(map(str, degrees))}"
+        )
+    chosen = best(found)
+    ordered = sorted(found, key=lambda candidate: (candidate.seconds, candidate is not chosen))
+    bound = _bound(shard, ranks)
+    table: str = tabulate([_row(c, chosen, bound) for c in ordered], headers="keys", floatfmt=".4g")
+    route = chosen.route
+    asked = [f"ring={chosen.ring!r}", f"head_parallel={route.heads}"]
+    asked += ["head_placement='outer'"] * route.outer
+    asked += [f"mesh='{route.rings}x{route.places}'"] * (route.rings > 1)
+    plan = plan_of(dealt, problem.seen, problem.seq, chosen.route.placement)
+    uneven = max(unevenness(plan, chosen.route, pass_) for pass_ in (Pass.FORWARD, Pass(chosen.direction)))
+    kind = f"documents count as {_length(mask)} tokens on average, for any batch of this kind\n"
+    return (
+        f"{table}\n\nchosen: {', '.join(asked)}, backward={chosen.direction!r} ({route}): "
+        f"{reason(chosen, found)}\n"
+        f"mask {problem.mask}, layout {dealt}: the busiest rank has {uneven:.2f} x the mean work\n"
+        f"{kind if mask.document_ends is not None else ''}"
+        f"times are those of the slowest rank, MB those that a rank sends on average; exposed: time in which "
+        f"the busiest rank does not compute;\ntied: ranks that wait for each other in one exchange across "
+        f"nodes; {bound}\n"
+        f"(predicted, not measured: {rates.in_words})"
+    )
+
+
+def _of_degree(
+    config: BurstConfig,
+    layout: Layout,
+    ranks: Ranks,
+    rates: Rates,
+    shard: Shard,
+    mask: Mask,
+    n: int,
+    degree: int,
+) -> tuple[Candidate, ...]:
+    """Return the candidates with one degree of head parallelism; none if it does not go with the mesh."""
+    return costed(config, layout, ranks, rates, shard, mask, n, (degree,))
+
+
+def _in_parallel(
+    of_degree: Callable[[int], tuple[Candidate, ...]], degrees: Sequence[int], ranks: Ranks
+) -> Iterable[tuple[Candidate, ...]]:
+    """Cost the degrees; on large clusters, where that takes seconds, in several processes."""
+    if ranks.size < LARGE:
+        return map(of_degree, degrees)
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as pool:
+        return list(pool.map(of_degree, degrees))
+
+
+def _length(mask: Mask) -> int:
+    """Tokens of a document, on average."""
+    ends = mask.document_ends
+    return 0 if ends is None else int(ends[-1]) // (len(ends) - 1)
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """The bytes that a rank must send, forward and backward, over the slowest links of the cluster."""
+
+    link: Link
+    bytes: float
+
+    def over(self, candidate: Candidate) -> float | None:
+        """Return how many times the bound a way sends; None where nothing must be sent."""
+        sent = candidate.inter_bytes if self.link == Link.INTER else candidate.intra_bytes
+        return sent / self.bytes if self.bytes else None
+
+    def __str__(self) -> str:
+        where = "between nodes" if self.link == Link.INTER else "within the node"
+        return f"bound: {self.bytes / 1e6:.4g} MB {where}, which any way sends if no mask spares rows"
+
+
+def _bound(shard: Shard, ranks: Ranks) -> _Bound:
+    across = ranks.size > ranks.intra
+    places = ranks.size // ranks.intra if across else ranks.size
+    return _Bound(Link.INTER if across else Link.INTRA, 2 * least(Share.of(shard), places))
+
+
+def _row(candidate: Candidate, chosen: Candidate, bound: _Bound) -> dict[str, Any]:
+    return {
+        "": "*" if candidate is chosen else "",
+        "head_parallel": f"{candidate.route.heads}{' outer' * candidate.route.outer}",
+        "backward": candidate.direction,
+        "ring": f"{candidate.ring}{', mirrored' * candidate.route.mirrored}",
+        "positions": f"{candidate.route.nodes} x {candidate.route.intra}{_beside(candidate.route)}",
+        "forward ms": candidate.forward_seconds * 1e3,
+        "backward ms": candidate.backward_seconds * 1e3,
+        "total ms": candidate.seconds * 1e3,
+        "kernel ms": candidate.compute_seconds * 1e3,
+        "exposed ms": candidate.exposed_seconds * 1e3,
+        "tied": candidate.tied,
+        "resident MB": candidate.resident_bytes / 1e6,
+        "inter MB": candidate.inter_bytes / 1e6,
+        "intra MB": candidate.intra_bytes / 1e6,
+        f"{bound.link} / bound": bound.over(candidate),
+    }
+
+
+def _beside(route: Route) -> str:
+    return f", {route.rings} rings" if route.rings > 1 else ""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A schedule and its predicted timeline."""
+
+    route: Route
+    schedule: Schedule
+    timeline: Timeline
+    plan: Plan
+    why: str
+    """Why this way round, or this ring, and no other."""
+    sent: Mapping[Link, int]
+    """Bytes that all ranks send in the pass, by link ("intra", "inter")."""
+    sent_dense: Mapping[Link, int]
+    """The same if every row were read by all."""
+
+
+def draw(
+    problem: Problem,
+    ranks: Ranks,
+    rates: Rates,
+    *,
+    pass_: Pass,
+    degree: int,
+    ring: str,
+    overlap: bool,
+    layout: str = "zigzag",
+    mesh: Mesh = "none",
+) -> Drawing:
+    """Return the schedule of a pass, and when every rank does what.
+
+    The way is the one that a call with these choices takes: the best ring for "auto", and of a ring the
+    better way round.
+
+    Raises:
+        ValueError: `degree` ranks cannot share the heads, or do not go with the mesh, or as `layout_of`.
+    """
+    dealt = layout_of(layout, problem, ranks)
+    shard = shard_of(problem, ranks, dealt)
+    of_kind, mask = typical(dealt, problem.seen, problem.seq, ranks.size)
+    backward = Pass.QUERY if pass_ == Pass.QUERY else Pass.KV  # as trace_pass has it
+    config = BurstConfig(ring=ring, overlap=overlap, mesh=mesh, backward=backward, head_parallel=degree)
+    degrees_of(config, ranks, shard)  # or ValueError
+    found = _of_degree(config, of_kind, ranks, rates, shard, mask, problem.seq, degree)
+    chosen = best(found)
+    route = chosen.route
+    plan = plan_of(dealt, problem.seen, problem.seq, route.placement)
+
+    pairs = pairs_of(dealt, problem.seen, problem.seq, ranks.size)
+    seconds = work_of(shard, pairs.T if pass_ == Pass.QUERY else pairs, route, pass_, rates).of_action
+    drawn, sizes = schedule(route, pass_, plan), message_bytes(shard, route, pass_)
+    verify(drawn, ranks.intra)
+    return Drawing(
+        route,
+        drawn,
+        play(drawn, sizes, seconds, ranks.intra, rates),
+        plan,
+        reason(chosen, found),
+        _sent(drawn, sizes, ranks.intra),
+        _sent(schedule(route, pass_), sizes, ranks.intra),
+    )
+
+
+def exposed(drawing: Drawing, most: int = 5) -> str:
+    """Say where communication is exposed: the longest waits of the rank that ends last."""
+    waits, seconds = drawing.timeline.exposed(), drawing.timeline.seconds
+    if not waits:
+        return "exposed: nothing: the rank that ends last never waits for a message"
+    total = sum(wait.seconds for wait in waits)
+    lines = "\n".join(f"  {wait}" for wait in waits[:most])
+    more = f"\n  and {len(waits) - most} shorter waits" if len(waits) > most else ""
+    return (
+        f"exposed: the rank that ends last waits {total * 1e3:.3g} of {seconds * 1e3:.3g} ms (predicted)\n"
+        f"{lines}{more}"
+    )
+
+
+def _sent(drawn: Schedule, sizes: Sizes, intra_size: int) -> dict[Link, int]:
+    total = {Link.INTRA: 0, Link.INTER: 0}
+    for rank, program in enumerate(drawn.programs):
+        for link, size in link_bytes(program, rank, sizes, intra_size).items():
+            total[link] += size
+    return total
+
+
+def summary(drawing: Drawing) -> str:
+    """Say how even the work is, and which rows travel, beside a ring in which every rank reads all rows."""
+    plan, of_queries = drawing.plan, drawing.schedule.queries_travel
+    keys, queries = (unevenness(plan, drawing.route, pass_) for pass_ in (Pass.FORWARD, Pass.QUERY))
+    read = plan.reading(of_queries=of_queries).elsewhere
+    whole = max(1, plan.rows * plan.size * (plan.size - 1))
+    reads = f"read:   {read:,} rows of other positions, {read / whole:.1%} of {whole:,}\n"
+    sent = ", ".join(
+        f"{link} {_short(size)} of {_short(dense)}"
+        for link, size in drawing.sent.items()
+        for dense in [drawing.sent_dense[link]]
+        if dense
+    )
+    return (
+        f"layout: {plan.layout}\n"
+        f"work:   the busiest rank has {max(keys, queries):.3f} x the mean (where keys travel {keys:.3f}, "
+        f"where queries travel {queries:.3f})\n"
+        f"{reads if drawing.schedule.route.rings == 1 else ''}"
+        f"sent:   {sent or 'nothing'}"
+    )
+
+
+def _short(size: int) -> str:
+    """Bytes as people read them."""
+    return f"{size / 1e9:.4g} GB" if size >= 1e9 else f"{size / 1e6:.4g} MB"

@@ -1,0 +1,175 @@
+"""A tree of Megatron's source: names its version; checks, applies, reverts and prints patches."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from burst_plan.patch import insertions
+from burst_plan.patch.insertions import Insertion, UnknownSourceError
+
+BACKEND, OPTIONS = "backend", "backend-and-options"
+"""The patches, the second of which has all that the first has."""
+OLDEST, NEWEST = (0, 16, 1), (0, 20)
+"""Versions of Megatron-Core that the patches serve; the newest with any third number."""
+OURS = re.compile("burst_mcore|context_parallel_attention_backend|around_checkpointed")
+"""Words that no file of Megatron has without a patch."""
+
+
+class UnknownTreeError(ValueError):
+    """The folder is no tree of a known version of Megatron."""
+
+
+def patch_text(name: str) -> str:
+    """Return the text of a patch. Raises FileNotFoundError if this package was installed without its data."""
+    here = Path(__file__).resolve()
+    # A checkout has the folder at its root; an installed package has it as data within.
+    for folder in (here.parents[3] / "patches", here.parents[2] / "patches"):
+        path = folder / "megatron-core" / f"{name}.patch"
+        if path.is_file():
+            return path.read_text()
+    raise FileNotFoundError(f"no {name}.patch beside {here}: install burst-mcore from a wheel or a checkout")
+
+
+class Tree:
+    """A checkout of Megatron-LM, or a folder into which megatron-core is installed.
+
+    Args:
+        root: the folder that holds megatron/core.
+
+    Raises:
+        UnknownTreeError: it does not, or its version is not served.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        info = root / "megatron" / "core" / "package_info.py"
+        if not info.is_file():
+            raise UnknownTreeError(f"{root} is no tree of Megatron: it has no megatron/core/package_info.py")
+        numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", info.read_text(), re.MULTILINE))
+        version = tuple(int(numbers.get(name, -1)) for name in ("MAJOR", "MINOR", "PATCH"))
+        self.version = f"megatron-core {'.'.join(map(str, version))}{_branch(root)}"
+        if not version >= OLDEST or version[:2] > NEWEST:
+            oldest, newest = ".".join(map(str, OLDEST)), ".".join(map(str, NEWEST))
+            raise UnknownTreeError(f"{root} has {self.version}: the patches serve {oldest} to {newest}")
+
+    def has(self, name: str) -> bool:
+        """Return whether the tree has a patch.
+
+        Raises:
+            UnknownTreeError: the source around a place is of no known version, or was edited by hand.
+        """
+        return all(insertion.is_in(file.lines) for file in self._files(name) for insertion in file.insertions)
+
+    def apply(self, name: str) -> int:
+        """Add a patch, and return the number of added lines. Raises UnknownTreeError as `has`."""
+        return self._rewrite(self._files(name), insertions.added)
+
+    def revert(self) -> int:
+        """Remove all lines of all patches, and return their number. Raises UnknownTreeError as `has`."""
+        return self._rewrite(self._files(OPTIONS, lambda text: bool(OURS.search(text))), insertions.removed)
+
+    def numbered(self, name: str) -> str:
+        """Return the patch with the line numbers of this tree, for `git apply --unidiff-zero`.
+
+        Raises:
+            UnknownTreeError: as `has`, or the tree is patched already.
+        """
+        lines = patch_text(name).split("\ndiff ")[0].split("\n")
+        for file in self._files(name):
+            if file.lines != insertions.removed(file.insertions, file.lines):
+                raise UnknownTreeError(f"{self.root} is patched: print the patch for a tree that is not")
+            lines += [f"diff --git a/{file.name} b/{file.name}", f"--- a/{file.name}", f"+++ b/{file.name}"]
+            lines += insertions.hunks(file.insertions, file.lines)
+        return "\n".join([*lines, ""])
+
+    def _rewrite(
+        self, files: Sequence[_File], change: Callable[[Sequence[Insertion], Sequence[str]], list[str]]
+    ) -> int:
+        changed = [(file, change(file.insertions, file.lines)) for file in files]
+        for file, lines in changed:
+            if lines != file.lines:
+                _write(self.root / file.name, file.end.join(lines))
+        return sum(abs(len(lines) - len(file.lines)) for file, lines in changed)
+
+    def _files(self, name: str, wanted: Callable[[str], bool] | None = None) -> list[_File]:
+        """Return the files of a patch, or those whose text is wanted, with every place found."""
+        by_name: dict[str, list[Insertion]] = defaultdict(list)
+        for insertion in insertions.parse(patch_text(name)):
+            by_name[insertion.file].append(insertion)
+        files = []
+        for path, of_file in by_name.items():
+            if not (self.root / path).is_file():
+                if wanted is not None:
+                    continue
+                raise UnknownTreeError(
+                    f"{self.root} ({self.version}) has no {path}, which {name}.patch needs"
+                )
+            text = (self.root / path).read_bytes().decode()
+            if wanted is not None and not wanted(text):
+                continue
+            end = "\r\n" if "\r\n" in text else "\n"
+            file = _File(path, tuple(of_file), text.split(end), end)
+            try:
+                rest = insertions.removed(of_file, file.lines)
+            except UnknownSourceError as error:
+                raise UnknownTreeError(f"{self.root} ({self.version}) is not known: {error}") from error
+            if foreign := next(filter(OURS.search, rest), None):
+                raise UnknownTreeError(
+                    f"{self.root} ({self.version}) has a line that no patch put there, in {path}: "
+                    f"{foreign.strip()}"
+                )
+            files.append(file)
+        return files
+
+
+def _branch(root: Path) -> str:
+    """Recognise branch dev, which has the version number of a release, by a field of its own."""
+    config = root / "megatron" / "core" / "model_parallel_config.py"
+    return ", branch dev" if config.is_file() and "dynamic_context_parallel:" in config.read_text() else ""
+
+
+def check(tree: Tree, name: str) -> str:
+    """Say which version a tree has, and whether it has a patch. Raises UnknownTreeError as `Tree.has`."""
+    state = "is there" if tree.has(name) else "fits"
+    return f"{tree.root}: {tree.version}: {name}.patch {state}\n"
+
+
+def apply(tree: Tree, name: str) -> str:
+    """Patch a tree, and say so. Raises UnknownTreeError as `Tree.has`."""
+    lines = tree.apply(name)
+    did = f"is applied, {lines} lines" if lines else "is there already"
+    return f"{tree.root}: {tree.version}: {name}.patch {did}\n"
+
+
+def revert(tree: Tree, name: str) -> str:
+    """Remove the lines of all patches from a tree, and say so."""
+    lines = tree.revert()
+    did = f"{lines} lines taken out" if lines else "it has no line of ours"
+    return f"{tree.root}: {tree.version}: {did}\n"
+
+
+def show(tree: Tree, name: str) -> str:
+    """Return the patch with the line numbers of a tree. Raises UnknownTreeError as `Tree.numbered`."""
+    return tree.numbered(name)
+
+
+@dataclass(frozen=True)
+class _File:
+    name: str
+    insertions: tuple[Insertion, ...]
+    lines: list[str]
+    end: str
+
+
+def _write(path: Path, text: str) -> None:
+    """Write in one step, keeping the file's mode: readers see the old file or the new one."""
+    beside = path.with_name(f".{path.name}.burst-mcore")
+    beside.write_bytes(text.encode())
+    shutil.copymode(path, beside)
+    os.replace(beside, path)

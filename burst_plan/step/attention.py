@@ -1,0 +1,125 @@
+"""Attention of one layer on the clock of the cost model: the schedule that runs, its time, its exposure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from burst_mcore.attention.autotune.decide import fastest, without_layout
+from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.shard import Shard
+from burst_mcore.config import BurstConfig
+from burst_mcore.layout import Layout
+from burst_mcore.layout.balance import keys_per_query
+from burst_plan.words import mask_of
+from burst_mcore.rates import Rates
+
+OPEN = BurstConfig(head_parallel="auto")
+"""Settings that leave all but the layout to the cost model."""
+LAYOUTS = ("zigzag", "contiguous", "striped")
+"""Layouts that are tried for masks other than "causal" and "full", for which zigzag is balanced."""
+COMPARED = 64
+"""Ranks up to which layouts are compared: each is planned rank by rank, which takes seconds on more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Seconds of a layer's attention on the slowest rank, and the way that takes them."""
+
+    forward: float
+    backward: float
+    kernel: float
+    """Seconds of the kernel in both passes, on the busiest rank."""
+    layout: str = "zigzag"
+    ring: str = "double"
+    head_parallel: int = 1
+    head_placement: str = "inner"
+    direction: str = "query"
+    nodes: int = 1
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of communication that no kernel hides, in both passes."""
+        return max(0.0, self.forward + self.backward - self.kernel)
+
+    @property
+    def share(self) -> float:
+        """Share of the time in which the kernel runs."""
+        return min(1.0, self.kernel / max(self.kernel, self.forward + self.backward))
+
+    def __str__(self) -> str:
+        apart = " outer" * (self.head_placement == "outer")
+        heads = f"head_parallel {self.head_parallel}{apart}"
+        return f"layout {self.layout}, ring {self.ring}, {heads}, backward {self.direction}"
+
+
+def attention(
+    shard: Shard,
+    seq: int,
+    ranks: Ranks,
+    rates: Rates,
+    mask: str = "causal",
+    config: BurstConfig | None = None,
+) -> Attention:
+    """Return the attention that "auto" chooses where settings leave it open.
+
+    Args:
+        mask: in words.
+        config: settings; None leaves all of it open, the layout too.
+
+    Raises:
+        ValueError: a mask or settings that do not go with the sequence and the ranks.
+    """
+    if config is not None:
+        return _by(config, shard, seq, ranks, rates, mask)
+    settings = (replace(OPEN, layout=layout) for layout in _layouts(mask, seq, ranks.size))
+    return min((_by(one, shard, seq, ranks, rates, mask) for one in settings), key=_seconds)
+
+
+def _layouts(mask: str, seq: int, ranks: int) -> tuple[str, ...]:
+    """Return the layouts to try, the first that is balanced or local on many ranks."""
+    if mask in ("causal", "full") or ranks == 1:
+        return LAYOUTS[:1]
+    if ranks <= COMPARED:
+        return LAYOUTS
+    return ("contiguous",) if mask_of(mask, seq).has_window else LAYOUTS[:1]
+
+
+def _seconds(one: Attention) -> float:
+    return one.forward + one.backward
+
+
+@lru_cache(maxsize=2048)
+def _by(config: BurstConfig, shard: Shard, seq: int, ranks: Ranks, rates: Rates, mask: str) -> Attention:
+    dealt = Layout.of(config.layout)
+    padded = dealt.padded(seq, ranks.size)
+    shard = replace(shard, tokens=padded // ranks.size)
+    chosen = fastest(without_layout(config), dealt, ranks, rates, shard, mask_of(mask, padded), padded)
+    return Attention(
+        forward=chosen.forward_seconds,
+        backward=chosen.backward_seconds,
+        kernel=chosen.compute_seconds,
+        layout=str(dealt),
+        ring=chosen.ring,
+        head_parallel=chosen.route.heads,
+        head_placement="outer" if chosen.route.outer else "inner",
+        direction=str(chosen.direction.value),
+        nodes=chosen.route.nodes,
+    )
+
+
+def keys(mask: str, seq: int) -> float:
+    """Return how many keys a token attends to, on average. Raises ValueError as `attention`."""
+    return seq / 2 if mask == "causal" else _pairs_before(mask, seq, seq) / seq
+
+
+def again(mask: str, seq: int, kept: float) -> float:
+    """Return the share of attention's forward that comes before the kept end of a sequence."""
+    if mask == "causal":
+        return (1 - kept) ** 2
+    return _pairs_before(mask, seq, round((1 - kept) * seq)) / _pairs_before(mask, seq, seq)
+
+
+@lru_cache(maxsize=64)
+def _pairs_before(mask: str, seq: int, position: int) -> int:
+    return int(keys_per_query(mask_of(mask, seq), seq)[:position].sum())

@@ -1,0 +1,200 @@
+"""The figures of a predicted step: tokens a second, and how wrong such have been, MFU, memory, timeline."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.rates import Rates
+from burst_plan.step.attention import Attention, again, attention, keys
+from burst_plan.step.memory import RESERVED, shard_of, stack, total
+from burst_plan.step.model import Model
+from burst_plan.step.time import Times, times
+from burst_plan.step.way import Way
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A cluster: its ranks, their speeds, and what a GPU has. A kernel beyond the peak is a ValueError."""
+
+    ranks: Ranks
+    rates: Rates
+    peak: float
+    """FLOPs a second of products in 16 bits."""
+    memory: float
+    """Bytes of a GPU."""
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.rates.compute > self.peak:
+            raise ValueError(
+                f"the rates have a kernel of {short(self.rates.compute / 1e12, 4)} TFLOP/s, more than the "
+                f"peak of {self.name}, {short(self.peak / 1e12, 4)}: name the machine that was measured"
+            )
+
+    @property
+    def usable(self) -> float:
+        """Bytes that tensors may take."""
+        return self.memory - RESERVED
+
+
+TABLE = "errors.json"
+"""The ranges of errors on the public runs of benchmarks/public/training.json: `make tables` writes them."""
+KINDS = ("one GPU", "dense FSDP", "TP or PP", "experts", "long context")
+"""Kinds of ways, whose errors have different causes: see `kind_of`."""
+
+
+class Errors(NamedTuple):
+    """The errors of predicted speeds: predicted over measured, less 1."""
+
+    kind: str
+    runs: int = 0
+    """Public runs of the kind. A run whose source leaves a setting open is predicted for each assumption."""
+    low: float = 0.0
+    high: float = 0.0
+
+    @property
+    def range(self) -> str:
+        """The range, for a column of a table."""
+        return f"{self.low:+.0%} to {self.high:+.0%}" if self.runs else "unknown"
+
+    def __str__(self) -> str:
+        if not self.runs:
+            return f"predicted; no public run of this kind ({self.kind}) was compared"
+        runs = f"{self.runs} public run{'s' * (self.runs > 1)}"
+        return (
+            f"predicted; on {runs} of this kind ({self.kind}) predictions were {self.low:+.0%} to "
+            f"{self.high:+.0%} off the measured speed"
+        )
+
+
+def kind_of(way: Way, model: Model) -> str:
+    """Return the kind of a way, one of `KINDS`: by experts first, then by what ranks share."""
+    if model.experts:
+        return "experts"
+    if way.tp > 1 or way.pp > 1:
+        return "TP or PP"
+    if way.cp > 1:
+        return "long context"
+    return "dense FSDP" if way.dp > 1 else "one GPU"
+
+
+def errors_of(way: Way, model: Model) -> Errors:
+    """Return the errors of predicted speeds of the same kind, as the committed table has them."""
+    kind = kind_of(way, model)
+    return _table().get(kind, Errors(kind))
+
+
+@cache
+def _table() -> dict[str, Errors]:
+    text = files("burst_plan.step").joinpath(TABLE).read_text(encoding="utf-8")
+    return {row["kind"]: Errors(**row) for row in json.loads(text)}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A predicted training step."""
+
+    model: Model
+    way: Way
+    seq: int
+    place: Place
+    attention: Attention
+    mask: str = "causal"
+    """Of all layers, in words."""
+
+    @cached_property
+    def memory(self) -> dict[str, float]:
+        """Bytes of a rank, by kind."""
+        runs = self.attention
+        return stack(self.model, self.way, self.seq, runs.direction, runs.nodes, runs.head_parallel)
+
+    @cached_property
+    def times(self) -> Times:
+        way, place = self.way, self.place
+        share = 0.0 if way.recompute == "none" else again(self.mask, self.seq, way.kept)
+        return times(
+            self.model, way, self.seq, place.ranks, place.rates, place.peak, self.attention, again=share
+        )
+
+    @property
+    def seconds(self) -> float:
+        return self.times.total
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens a second and GPU."""
+        return self.seq * self.way.dp * self.way.micro / self.seconds / self.way.gpus
+
+    @property
+    def mfu(self) -> float:
+        """Share of the peak: FLOPs of the model under its mask, none of them recomputed."""
+        return mfu(self.model, keys(self.mask, self.seq), self.tokens_per_second, self.place.peak)
+
+    @property
+    def errors(self) -> Errors:
+        """How wrong predicted speeds of this kind have been."""
+        return errors_of(self.way, self.model)
+
+    @property
+    def fits(self) -> bool:
+        return total(self.memory) <= self.place.usable
+
+    def timeline(self) -> list[dict[str, Any]]:
+        """Return the parts of a step one after another: name, kind, begin and end in seconds."""
+        events, now = [], 0.0
+        parts = {"compute": self.times.compute, "exposed": self.times.exposed}
+        for kind, seconds in parts.items():
+            for name, length in seconds.items():
+                if length:
+                    events.append({"name": name, "kind": kind, "begin": now, "end": now + length})
+                    now += length
+        return events
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all that is predicted, in seconds and bytes."""
+        return {
+            "way": asdict(self.way),
+            "words": str(self.way),
+            "attention": asdict(self.attention) | {"exposed": self.attention.exposed},
+            "memory": self.memory,
+            "memory_total": total(self.memory),
+            "fits": self.fits,
+            "seconds": self.seconds,
+            "compute": dict(self.times.compute),
+            "exposed": dict(self.times.exposed),
+            "tokens_per_second_gpu": self.tokens_per_second,
+            "mfu": self.mfu,
+            "errors": self.errors._asdict() | {"range": self.errors.range, "words": str(self.errors)},
+            "timeline": self.timeline(),
+        }
+
+
+def short(number: float, digits: int = 3) -> str:
+    """Return a number in so many digits, or all before its point: no exponent of a large one."""
+    return f"{number:.{digits}g}" if abs(number) < 10**digits - 0.5 else f"{number:.0f}"
+
+
+def mfu(model: Model, keys: float, tokens_per_second: float, peak: float) -> float:
+    """Return the share of the peak FLOPs that tokens a second and GPU are worth; keys: of each token."""
+    return model.flops(keys) * tokens_per_second / peak
+
+
+def step(
+    model: Model,
+    way: Way,
+    seq: int,
+    place: Place,
+    mask: str = "causal",
+) -> Step:
+    """Return the prediction of a step whose attention runs the fastest schedule.
+
+    Raises:
+        ValueError: as `attention`.
+    """
+    runs = attention(shard_of(model, way, seq), seq, way.ring(place.ranks), place.rates, mask)
+    return Step(model, way, seq, place, runs, mask)

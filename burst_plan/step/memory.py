@@ -1,0 +1,224 @@
+"""The memory of a rank in a training step, as a stack of bytes by kind. Arithmetic of shapes, in 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from burst_mcore.attention.shard import Shard
+from burst_mcore.loss.chunked import CHUNK_BYTES
+from burst_mcore.loss.products import VOCABULARY_BLOCK, Products
+from burst_plan.step.model import Model
+from burst_plan.step.parts import MODULES, Chunks, ends, kept, layers, on_gpu
+from burst_plan.step.way import Way
+
+ADAM = 12
+"""Bytes of a parameter: a float32 copy and Adam's two moments (arXiv 1910.02054, section 3)."""
+FUSED_LOGITS = 5e9
+"""Bytes of the logits that a fused loss has at a time, at most: a sixteenth of a GPU of 80 GB."""
+ON_GPU = Chunks(most=FUSED_LOGITS, products=Products(torch.float32, torch.bfloat16))
+ON_CPU = Chunks(
+    most=CHUNK_BYTES, products=Products(torch.bfloat16, torch.bfloat16), rows=2 * VOCABULARY_BLOCK
+)
+RESERVED = 2e9
+"""Bytes of a GPU that CUDA, NCCL and the allocator's gaps take beside tensors: an assumption."""
+
+
+def shard_of(model: Model, way: Way, seq: int) -> Shard:
+    """Return the shapes of attention on one rank."""
+    return Shard(
+        batch=1,
+        tokens=-(-seq // way.cp),
+        heads=model.heads // way.tp,
+        kv_heads=max(1, model.kv_heads // way.tp),
+        head_dim=model.head_dim,
+        value_dim=model.value_dim,
+        dtype=torch.bfloat16,
+    )
+
+
+def stack(
+    model: Model, way: Way, seq: int, direction: str = "query", nodes: int = 1, heads: int = 1
+) -> dict[str, float]:
+    """Return bytes of a rank by kind at the worst moment.
+
+    Args:
+        direction: the side that travels in attention's backward.
+        nodes: nodes of the ring; two rings are under way at once if there are several.
+        heads: ranks that share heads.
+    """
+    every = _moments(model, way, seq, direction, nodes, ON_GPU, heads)
+    return _merged(max((stacks for _, stacks in every), key=lambda stacks: sum(map(total, stacks))))
+
+
+def moments(
+    model: Model, way: Way, seq: int, direction: str, nodes: int = 1, chunks: Chunks = ON_GPU
+) -> dict[str, dict[str, float]]:
+    """Return bytes of a rank by kind, after forward and at the worst moment of each backward.
+
+    Backward goes from the last part to the first. What a part keeps is gone when the part before begins. The
+    ring's buffers stay: in a pool on a CPU, and on a GPU in the caching allocator, which seldom gives large
+    blocks to tensors of other sizes. The latter is an assumption, made beside the paper's figures.
+    """
+    return {name: _merged(stacks) for name, stacks in _moments(model, way, seq, direction, nodes, chunks)}
+
+
+def _moments(
+    model: Model, way: Way, seq: int, direction: str, nodes: int, chunks: Chunks, heads: int = 1
+) -> Iterator[tuple[str, Sequence[dict[str, float]]]]:
+    """Yield each moment and its bytes, as stacks that add up."""
+    shard = shard_of(model, way, seq)
+    kinds, last = layers(model, way, shard), ends(model, way, shard, chunks)
+    alone = heads == way.cp > 1
+    buffers = (
+        {"exchanged heads": exchanged_bytes(shard, way)}
+        if alone
+        else {"ring buffers": ring_bytes(shard, way, direction, nodes)}
+    )
+    held = {**states(model, way), **_inputs(model, way, shard), **buffers}
+    waiting = 0.0 if way.recomputes else in_flight(model, way)
+    others = [_times(waiting * share, kept(parts)) for share, parts in kinds]
+    yield "forward", (held, *others, kept(last))
+    for place, part in enumerate(last):
+        work = {f"backward of {part.name}": part.backward, "gathered weights": _gathered_head(model, way)}
+        yield f"backward of {part.name}", (held, *others, kept(last[: place + 1]), work)
+    others = [_times(max(0.0, waiting - 1) * share, kept(parts)) for share, parts in kinds]
+    work = _work(model, way, shard)
+    for kind, (_, parts) in enumerate(kinds):
+        for place, part in enumerate(parts):
+            now = {f"backward of {part.name}": part.backward, **work}
+            yield f"{kind}.{place}: backward of {part.name}", (held, *others, kept(parts[: place + 1]), now)
+
+
+def _times(number: float, stack: dict[str, float]) -> dict[str, float]:
+    """Return the bytes of a number of stacks."""
+    return {name: number * size for name, size in stack.items()}
+
+
+def _merged(stacks: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return several stacks as one, without kinds that take nothing."""
+    names = dict.fromkeys(name for stack in stacks for name in stack)
+    sizes = {name: sum(stack.get(name, 0.0) for stack in stacks) for name in names}
+    return {name: size for name, size in sizes.items() if size}
+
+
+def _work(model: Model, way: Way, shard: Shard) -> dict[str, float]:
+    """Return bytes that backward of each part of a layer needs besides what is kept."""
+    hidden = shard.tokens * model.hidden
+    modules = MODULES[way.modules]
+    return {
+        "gradient of the layer": 2.0 * hidden / way.tp,
+        "output of the layer": modules.output * hidden / way.tp * way.recomputes,
+        "gathered sequence": modules.gathered * hidden * (way.tp > 1),
+        "gathered weights": _gathered(model, way),
+        "gradient of the tied head": _tied(model, way),
+    }
+
+
+def total(memory: dict[str, float]) -> float:
+    """Return all bytes of a stack."""
+    return sum(memory.values())
+
+
+def parameters(model: Model, way: Way) -> tuple[tuple[float, int], tuple[float, int]]:
+    """Return the parameters of a rank of the fullest pipeline stage, before ZeRO shards them.
+
+    Each number comes with the ranks over which ZeRO shards it: routed experts are the second.
+    """
+    heads = model.head * (1 if model.tied or way.pp > 1 else 2)
+    layers = model.parameters - model.head * (1 if model.tied else 2) - model.expert_parameters
+    experts = model.expert_parameters / way.pp / way.tp / way.ep
+    return ((layers / way.pp + heads) / way.tp, way.sharded), (experts, way.sharded_experts)
+
+
+def states(model: Model, way: Way) -> dict[str, float]:
+    """Return bytes of weights, gradients and optimizer. Megatron sums gradients in float32.
+
+    DeepSpeed's gradients go to the host where its optimizer is (arXiv 2101.06840, section 4.1).
+    """
+    own = parameters(model, way)
+    whole, sharded = sum(n for n, _ in own), sum(n / ranks for n, ranks in own)
+    gradient = 4 if way.framework == "megatron" else 2
+    if way.offload_optimizer and way.zero >= 2 and way.framework.endswith("deepspeed"):
+        gradient = 0
+    return {
+        "weights": 2 * (sharded if way.zero >= 3 else whole),
+        "gradients": gradient * (sharded if way.zero >= 2 else whole),
+        "optimizer": 0.0 if way.offload_optimizer else ADAM * (sharded if way.zero >= 1 else whole),
+    }
+
+
+def in_flight(model: Model, way: Way) -> float:
+    """Return the layers of a stage that wait for backward, over its micro-batches in flight."""
+    flight = min(way.micro, way.pp) * (1 + (way.pp - 1) / (way.pp * way.chunks) * (way.chunks > 1))
+    return flight * model.layers / way.pp
+
+
+def _inputs(model: Model, way: Way, shard: Shard) -> dict[str, float]:
+    """Return bytes that layers keep which are computed again in backward: inputs, and attention."""
+    if not way.recomputes:
+        return {}
+    layers = in_flight(model, way)
+    on_device = min(layers, 2)  # of what waits on the host: one in use, one on its way
+    inputs, kept = (on_device if host else layers for host in (way.offload_inputs, way.offload_activations))
+    return {
+        "inputs of layers": inputs * 2.0 * shard.tokens / way.tp * model.hidden,
+        "kept attention": kept * shard.result_bytes * way.kept,
+    }
+
+
+def ring_bytes(shard: Shard, way: Way, direction: str, nodes: int) -> float:
+    """Return bytes of travelling bundles and of sums that stay, in attention's backward.
+
+    A ring of two ranks has one hop, so one bundle; a longer one receives a bundle while it reads another.
+    """
+    if way.cp == 1:
+        return 0.0
+    data, gradient = shard.bundle_bytes(of_queries=direction == "query")
+    stays = shard.bundle_bytes(of_queries=direction != "query")[1]
+    hops = min(2, way.cp - 1)
+    return float(hops * ((2 if nodes > 1 else 1) * data + gradient) + stays)
+
+
+def exchanged_bytes(shard: Shard, way: Way) -> float:
+    """Return bytes of the gradients of Q, K and V before and after an exchange of heads, where no ring is."""
+    return 2.0 * (shard.q_bytes + shard.kv_bytes) * on_gpu(shard, way)
+
+
+def _gathered(model: Model, way: Way) -> float:
+    """Return bytes that ZeRO-3 has whole at once: weights of this layer and the next, and one gradient.
+
+    The head and its gradient are counted as well: backward of the last layer begins before they are gone.
+    """
+    if way.zero < 3:
+        return 0.0
+    layer = (model.parameters - model.head * (1 if model.tied else 2)) / model.layers / way.tp
+    return 3 * 2 * layer + 4 * model.head / way.tp
+
+
+def _gathered_head(model: Model, way: Way) -> float:
+    """Return bytes of the head and of its gradient, which ZeRO-3 has whole for the loss."""
+    return 4.0 * model.head / way.tp if way.zero >= 3 else 0.0
+
+
+def _tied(model: Model, way: Way) -> float:
+    """Return bytes of the head's gradient, which waits for that of the embedding if both are one matrix.
+
+    Fused kernels add it to Megatron's own buffer at once.
+    """
+    waits = way.framework.endswith("deepspeed") or (way.modules == "megatron, local" and not way.fused_loss)
+    return 2.0 * model.head / way.tp if model.tied and way.pp == 1 and waits else 0.0
+
+
+def longest(fits: Callable[[int], bool], unit: int, most: int = 2**31) -> int:
+    """Return the longest sequence that fits, in multiples of `unit`; 0 if none does."""
+    if not fits(unit):
+        return 0
+    low, high = 1, 2
+    while high * unit <= most and fits(high * unit):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 128):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * unit) else (low, middle)
+    return low * unit

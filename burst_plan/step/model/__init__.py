@@ -1,0 +1,33 @@
+"""The sizes of a model: from a preset's name, the config.json of a folder, or Megatron's arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from burst_plan.step.model.arguments import Arguments, of_arguments
+from burst_plan.step.model.config_json import from_config, of_file
+from burst_plan.step.model.sizes import LARGEST, PRESETS, Model
+
+__all__ = ["LARGEST", "PRESETS", "Arguments", "Model", "from_config", "model_of"]
+
+
+def model_of(text: str) -> tuple[Model, dict[str, Any]]:
+    """Return a model, and what Megatron's arguments give besides: "tp", "pp", "cp", "ep", "seq" and "batch".
+
+    text: a preset, a folder with config.json, or Megatron's arguments.
+
+    Raises:
+        ValueError: none of these, or sizes that are not legal.
+    """
+    if text in PRESETS:
+        return PRESETS[text], {}
+    if text.lstrip().startswith("--"):
+        return of_arguments(text)
+    path = Path(text)
+    if path.is_dir() and (path / "config.json").is_file():
+        return of_file(path / "config.json"), {}
+    raise ValueError(
+        f"unknown model {text!r}: give one of {', '.join(PRESETS)}, a folder with config.json, or arguments "
+        "of Megatron that begin with --"
+    )

@@ -1,0 +1,242 @@
+"""The parts of a decoder in the order of forward: bytes that each keeps for backward, and needs in backward.
+
+Kept bytes were listed tensor by tensor, in a dispatch mode, for Megatron's local spec and transformers' Llama
+(docs/planning.md). Those of TransformerEngine and of BMTrain follow from what their kernels read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from burst_mcore.attention.shard import Shard
+from burst_mcore.loss.chunked import automatic_chunk
+from burst_mcore.loss.products import Products
+from burst_plan.step.model import Model
+from burst_plan.step.way import Way
+
+
+class Bytes(NamedTuple):
+    """Bytes of a number: of a hidden state, of an MLP's width, or of the logits."""
+
+    kept: int
+    """From forward to backward."""
+    backward: int
+    """Besides all that is kept, at the worst moment of its backward: gradients, less what they replaced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Modules:
+    """The modules that a layer is made of, and the bytes that their operators save."""
+
+    norm: Bytes
+    gated: Bytes
+    """An MLP with a gate: its kept numbers are those of two products, and of what is made of them."""
+    angles: int = 0
+    """Bytes of a head dim that rotations save in each layer: cosines and sines of queries and of keys."""
+    views: bool = False
+    """Whether V is a view of the product of Q, K and V, which then lives as long as V."""
+    latent_views: bool = False
+    """Whether V is a view of the product of K and V that MLA makes of its latent."""
+    output: int = 0
+    """Bytes of a hidden number of a layer's output, which a recomputation makes again and holds."""
+    gathered: int = 2
+    """Bytes of a hidden number of the sequence that sequence parallelism gathers: one at a time, if fused."""
+    logits: Bytes
+    """Logits that are not fused."""
+    copies: Bytes
+    """Copies of tokens for experts."""
+    matrices: int = 4
+    """Modules of a dense layer that have a matrix: of Q, K and V, of O, and two of an MLP."""
+    weighted: int = 0
+    """Bytes of a number of an expert's width that the product with a routing weight keeps."""
+
+
+MEGATRON = Modules(
+    norm=Bytes(2 + 2, 2),  # input and result; the input's gradient
+    gated=Bytes(4 + 2, 4),  # both products and what is made of them; the gradient of both products
+    views=True,
+    output=2,
+    logits=Bytes(4, 2),  # a float32 softmax, which becomes the gradient; logits in 16 bits
+    copies=Bytes(2, 2),  # an expert's input; its gradient
+)
+"""Megatron on TransformerEngine: norms, SwiGLU and rotation are fused kernels."""
+TRANSFORMERS = Modules(
+    matrices=7,
+    latent_views=True,
+    # A float32 copy of the input, the normalised input, the result; five float32 temporaries.
+    norm=Bytes(4 + 2 + 2, 5 * 4 - 2 - 2),
+    gated=Bytes(2 + 2 + 2 + 2, 3 * 2 - 2),
+    logits=Bytes(4, 8),  # a float32 log-softmax; its gradient and that of the float32 logits
+    copies=Bytes(2 + 2, 2),  # an expert's input and output; the input's gradient
+)
+"""Of transformers: Llama under DeepSpeed."""
+MODULES = {
+    "megatron": MEGATRON,
+    "megatron, local": Modules(
+        # A float32 copy of the input, the float32 normalised input, the result; five float32 temporaries.
+        norm=Bytes(4 + 4 + 2, 5 * 4 - 2),
+        # Both products, SiLU of one, the other plus an offset, what is made of them; three gradients.
+        gated=Bytes(4 + 2 + 2 + 2, 3 * 2 - 2),
+        angles=2 * 2 * 2,
+        views=True,
+        output=2,
+        gathered=2 + 2,  # hidden states, in a buffer that stays, and their gradient
+        logits=MEGATRON.logits,
+        copies=Bytes(2 + 2, 2),  # as they come from other ranks, and sorted by expert
+        weighted=2,
+    ),
+    "deepspeed": TRANSFORMERS,
+    "liger-deepspeed": replace(TRANSFORMERS, norm=MEGATRON.norm, gated=MEGATRON.gated),
+    "megatron-deepspeed": MEGATRON,
+    "bmtrain": replace(MEGATRON, views=False, output=0),
+}
+"""By `Way.modules`; where a name ends in "deepspeed", that is the engine.
+
+BMTrain's are taken to be fused, and to compute the loss as Megatron does. Liger's kernels in transformers are
+taken to be fused as those of TransformerEngine."""
+
+
+PLAIN = Bytes(2 + 2, 2)
+"""An MLP without a gate: input and result of its activation; in backward, the gradient of the input."""
+
+
+CHUNK = 65536
+"""Tokens of a chunk of attention, `--ds-sequence-parallel-fpdt-chunk-size` of Megatron-DeepSpeed."""
+
+
+class Part(NamedTuple):
+    """A part of a layer, or of what follows the layers."""
+
+    name: str
+    kept: float
+    backward: float
+    """As in `Bytes`, of all its numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunks:
+    """How a fused loss makes logits: chunk by chunk, and the head's gradient with them."""
+
+    most: float
+    """Bytes of the logits of a chunk, at most."""
+    products: Products
+    rows: int = 0
+    """Rows of the head whose gradient is made in 16 bits before it is added up, at most."""
+
+
+def layers(model: Model, way: Way, shard: Shard) -> list[tuple[float, list[Part]]]:
+    """Return the kinds of layers, with experts or without: which share of all is of a kind, and its parts."""
+    sparse = model.sparse_layers / model.layers
+    width = shard.tokens * model.ffn / way.tp
+    kinds = [(1 - sparse, [_mlp(model, way, width)]), (sparse, _experts(model, way, shard))]
+    return [(share, _layer(model, way, shard, mlp)) for share, mlp in kinds if share]
+
+
+def _layer(model: Model, way: Way, shard: Shard, mlp: list[Part]) -> list[Part]:
+    """Return the parts of a layer with this MLP."""
+    modules = MODULES[way.modules]
+    hidden = shard.tokens * model.hidden / way.tp
+    norm = Part("norms", modules.norm.kept * hidden, modules.norm.backward * hidden)
+    attention = _attention(model, modules, shard, alone=way.cp == 1)
+    share = on_gpu(shard, way)
+    attention = attention._replace(kept=share * attention.kept, backward=share * attention.backward)
+    if way.recomputes:  # what the layer keeps is counted with all layers
+        attention = attention._replace(kept=attention.kept - shard.result_bytes * way.kept)
+    return [norm, *_more_norms(model, way, shard), attention, norm, *mlp]
+
+
+def on_gpu(shard: Shard, way: Way) -> float:
+    """Return the share of Q, K, V and O that is on the GPU: two chunks of those that wait on the host."""
+    return min(1.0, 2 * CHUNK / (shard.tokens * way.cp)) if way.chunked else 1.0
+
+
+def _mlp(model: Model, way: Way, width: float, name: str = "MLP") -> Part:
+    """Return an MLP; width: the numbers of all tokens between its matrices.
+
+    A tile has as many tokens as a token has hidden numbers, as in DeepSpeed's TiledMLP.
+    """
+    bytes_each = MODULES[way.modules].gated if model.gated else PLAIN
+    if way.tiled:
+        return Part(name, 0.0, sum(bytes_each) * min(width, model.hidden * model.width))
+    return Part(name, bytes_each.kept * width, bytes_each.backward * width)
+
+
+def _experts(model: Model, way: Way, shard: Shard) -> list[Part]:
+    """Return experts, shared and routed. Routing is taken to be even, and ranks of TP gather whole copies."""
+    tokens = shard.tokens / way.tp
+    shared = _mlp(model, way, tokens * model.shared_ffn, "shared experts")
+    width = tokens * model.active * model.expert_ffn
+    routed = _mlp(model, way, width, "experts")
+    modules, copies = MODULES[way.modules], shard.tokens * model.active * model.hidden
+    router = 4.0 * tokens * model.experts  # its probabilities, in float32
+    return [
+        Part("routed tokens", modules.copies.kept * copies + router, modules.copies.backward * copies),
+        shared,
+        Part(
+            "experts",
+            routed.kept + modules.weighted * width,
+            routed.backward + modules.copies.backward * copies,
+        ),
+    ]
+
+
+def _more_norms(model: Model, way: Way, shard: Shard) -> list[Part]:
+    """Return the norms of latents (MLA), or of the heads of queries and keys, where a model has them."""
+    norm = MODULES[way.modules].norm
+    if model.kv_rank:
+        numbers = shard.tokens / way.tp * (model.q_rank + model.kv_rank)
+        return [Part("latents", norm.kept * numbers, norm.backward * numbers)]
+    if model.qk_norm:
+        numbers = float(shard.tokens * (shard.heads + shard.kv_heads) * shard.head_dim)
+        return [Part("norms of heads", norm.kept * numbers, norm.backward * numbers)]
+    return []
+
+
+def _attention(model: Model, modules: Modules, shard: Shard, *, alone: bool) -> Part:
+    """Return attention: Q, K, V, O and LSE; in backward dO, and the gradients that no ring sums."""
+    rows = shard.tokens
+    rotated = 2.0 * rows * (shard.heads + shard.kv_heads) * shard.head_dim
+    values = 2.0 * rows * shard.kv_heads * shard.value_dim
+    viewed = rotated * modules.views
+    if model.kv_rank:  # keys are copied with the part that all heads share
+        viewed = 2.0 * rows * shard.kv_heads * (shard.head_dim - model.rope_dim) * modules.latent_views
+    kept = rotated + viewed + values + rows * modules.angles * shard.head_dim
+    return Part(
+        "attention",
+        kept + shard.result_bytes,
+        2.0 * rows * shard.heads * shard.value_dim + (rotated + values if alone else 0.0),
+    )
+
+
+def ends(model: Model, way: Way, shard: Shard, chunks: Chunks) -> list[Part]:
+    """Return the parts behind the layers: the last norm, and the loss."""
+    modules = MODULES[way.modules]
+    hidden = shard.tokens * model.hidden / way.tp
+    norm = Part("last norm", modules.norm.kept * hidden, modules.norm.backward * hidden)
+    vocab = model.vocab / way.tp
+    if not way.fused_loss:
+        logits = shard.tokens * vocab
+        return [norm, Part("logits", modules.logits.kept * logits, modules.logits.backward * logits)]
+    head = model.head / way.tp
+    # Gradients wait for backward: of the hidden states in 16 bits, of the head in float32.
+    waits = 2.0 * shard.tokens * model.hidden + 4.0 * head
+    product = 2.0 * min(vocab, chunks.rows) * model.hidden
+    return [norm, Part("logits", waits, _chunk(shard.tokens, vocab, model, chunks) + product)]
+
+
+def _chunk(tokens: int, vocab: float, model: Model, chunks: Chunks) -> float:
+    """Return the bytes of the logits of a chunk, in the dtypes of logits and of their gradients."""
+    made = chunks.products
+    size = made.logits.itemsize + (made.gradients.itemsize if made.gradients != made.logits else 0)
+    columns = max(int(vocab), model.hidden)
+    return float(automatic_chunk(tokens, columns, made, int(chunks.most)) * vocab * size)
+
+
+def kept(parts: Sequence[Part]) -> dict[str, float]:
+    """Return the bytes that parts keep, by name."""
+    sizes: dict[str, float] = {}
+    for part in parts:
+        sizes[part.name] = sizes.get(part.name, 0.0) + part.kept
+    return sizes

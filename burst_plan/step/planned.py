@@ -1,0 +1,137 @@
+"""The answer of `burst-mcore plan --model`: from words of a command line to a search, and from it to text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from burst_plan.explain.predict import cluster as parse
+from burst_mcore.machines import MACHINES
+from burst_plan.words import mask_of, tokens
+from burst_mcore.rates import Rates
+from burst_plan.step.advice import advice, notes
+from burst_plan.step.figures import Place, Step, short
+from burst_plan.step.memory import total
+from burst_plan.step.model import LARGEST, model_of
+from burst_plan.step.search import Answer, kind, search
+from burst_plan.step.way import FRAMEWORKS
+
+ALIGNED = (*["left"] * 3, *["right"] * 6)
+"""Columns of the table of ways, `_row`."""
+
+
+def planned(
+    model: str,
+    seq: str | None,
+    cluster: str,
+    batch: int | None,
+    rates_file: Path | None,
+    mask: str | None = None,
+) -> Answer:
+    """Return the search that words ask for; without a mask that of the model.
+
+    Raises:
+        ValueError: words that are not legal, or that contradict each other.
+    """
+    sizes, pinned = model_of(model)
+    length = length_of(seq, pinned.pop("seq", None))
+    megatrons = pinned.pop("batch", None)
+    if None not in (batch, megatrons) and batch != megatrons:
+        raise ValueError(
+            f"--batch {batch} contradicts --global-batch-size {megatrons} in the model's arguments"
+        )
+    batch = batch if batch is not None else megatrons or 1
+    if not 1 <= batch <= LARGEST:
+        raise ValueError(f"--batch must be at least 1 and at most {LARGEST}, got {batch}")
+    mask = sizes.mask(length) if mask is None else " & ".join("".join(w.split()) for w in mask.split("&"))
+    mask_of(mask, length)
+    ranks, machine = parse(cluster)
+    machine = machine or MACHINES["A800"]
+    place = Place(
+        ranks=ranks,
+        rates=machine.rates if rates_file is None else Rates.load(rates_file),
+        peak=machine.tflops * 1e12,
+        memory=machine.memory,
+        name=f"{machine.name} {ranks.size // ranks.intra}x{ranks.intra}",
+    )
+    return search(sizes, length, batch, place, pinned, mask)
+
+
+def length_of(seq: str | None, megatrons: int | None) -> int:
+    """Return the tokens of a sequence; megatrons: the --seq-length of Megatron's arguments.
+
+    Raises:
+        ValueError: neither names it, or they contradict each other.
+    """
+    if seq is None and megatrons is None:
+        raise ValueError("give --seq: the tokens of a sequence, such as 1M")
+    length = tokens(seq) if seq is not None else megatrons
+    assert length is not None
+    if megatrons not in (None, length):
+        raise ValueError(f"--seq {seq} contradicts --seq-length {megatrons} in the model's arguments")
+    return length
+
+
+def text(answer: Answer, top: int) -> str:
+    """Return an answer as text: the ranked table, the recommendation, what to paste, what does not go."""
+    from tabulate import tabulate  # of the extra "bench"
+
+    chosen = answer.chosen
+    model, place = answer.model, answer.place
+    lines = [
+        f"{model.name}: {short(model.parameters / 1e9)} billion parameters, {answer.batch} x {answer.seq} "
+        f"tokens a step, mask {answer.mask}, on {place.name} (predicted, not measured)",
+        "",
+    ]
+    if answer.ranked:
+        shown = answer.ranked[:top]
+        lines += [
+            tabulate(
+                [_row(one, chosen) for one in shown], headers="keys", disable_numparse=True, colalign=ALIGNED
+            )
+        ]
+        lines += [f"and {len(answer.ranked) - top} slower ones"] * (len(answer.ranked) > top)
+        lines += dict.fromkeys(f"speeds: {one.errors}" for one in shown)
+    lines += ["", *recommendation(answer)]
+    if answer.infeasible:
+        reasons = Counter(kind(why) for _, why in answer.infeasible)
+        lines += [
+            f"infeasible: {len(answer.infeasible)} ways",
+            *(f"  {n} way{'s' * (n > 1)}: {why}" for why, n in reasons.items()),
+        ]
+    for name in dict.fromkeys(way.framework for way in answer.legal):
+        fits = "{} tokens ({})".format(*answer.lengths[name]) if name in answer.lengths else "none fits"
+        lines.append(f"longest sequence, {name}: {fits}")
+    return "\n".join(lines)
+
+
+def recommendation(answer: Answer) -> list[str]:
+    """Return the recommended way of an answer, its reason, and what to paste for each framework."""
+    if answer.chosen is None:
+        return [answer.reason]
+    lines = [f"recommended: {answer.reason}"]
+    lines += [f"attention: {answer.chosen.attention}", "", _stack(answer.chosen), ""]
+    for best in filter(None, map(answer.best_of, FRAMEWORKS)):
+        lines += [f"{best.way}:", advice(best), *(f"note: {note}" for note in notes(best)), ""]
+    return lines
+
+
+def _row(one: Step, chosen: Step | None) -> dict[str, str]:
+    return {
+        "": "*" if one is chosen else "",
+        "way": str(one.way),
+        "attention": f"{one.attention.ring} x{one.attention.head_parallel} {one.attention.direction}",
+        "s": short(one.seconds, 4),
+        "tokens/s/GPU": short(one.tokens_per_second, 4),
+        "off by": one.errors.range,
+        "MFU %": f"{100 * one.mfu:.1f}",
+        "exposed %": f"{100 * sum(one.times.exposed.values()) / one.seconds:.1f}",
+        "GB": short(total(one.memory) / 1e9),
+    }
+
+
+def _stack(one: Step) -> str:
+    memory = ", ".join(f"{name} {short(size / 1e9)}" for name, size in one.memory.items())
+    exposed = ", ".join(f"{name} {short(s)}" for name, s in one.times.exposed.items() if s >= 0.001)
+    compute = ", ".join(f"{name} {short(s)}" for name, s in one.times.compute.items() if s >= 0.001)
+    return f"memory, GB: {memory}\ncompute, s: {compute}\nexposed, s: {exposed or 'nothing'}"

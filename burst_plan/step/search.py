@@ -1,0 +1,279 @@
+"""The search over all ways to train a model on a cluster: feasible ways ranked, others with the reason."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+from burst_mcore.attention.autotune.ways import Ranks
+from burst_plan.words import mask_of
+from burst_plan.step.advice import advice, notes
+from burst_plan.step.figures import Place, Step, short, step
+from burst_plan.step.memory import longest, shard_of, stack, total
+from burst_plan.step.model import Model
+from burst_plan.step.way import FRAMEWORKS, Way, why_not
+
+RECOMPUTES = (("none", 1.0), ("attention", 1.0), ("segment", 0.5), ("full", 0.0))
+AS_FAST = 1.01
+"""Ways within this factor of the fastest are as fast: the one that offloads least wins, then least memory."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a search found."""
+
+    model: Model
+    seq: int
+    batch: int
+    place: Place
+    ranked: list[Step]
+    """Feasible ways, the fastest first."""
+    infeasible: list[tuple[Way, str]]
+    """Ways that do not go, and why."""
+    legal: list[Way]
+    """Ways that go if memory does not matter."""
+    pinned: Mapping[str, int]
+    """Degrees that were given."""
+    mask: str = "causal"
+
+    @cached_property
+    def lengths(self) -> dict[str, tuple[int, Way]]:
+        """By framework: the longest sequence that fits, and its way."""
+        return lengths(self.model, self.place, self.legal)
+
+    @property
+    def chosen(self) -> Step | None:
+        """The recommended way."""
+        if not self.ranked:
+            return None
+        return min(_close(self.ranked), key=_plain)
+
+    def best_of(self, framework: str) -> Step | None:
+        """Return the recommended way among those of a framework."""
+        own = [one for one in self.ranked if one.way.framework == framework]
+        return min(_close(own), key=_plain, default=None)
+
+    @property
+    def reason(self) -> str:
+        """Why the recommended way, in a sentence."""
+        chosen = self.chosen
+        if chosen is None:
+            return f"no way fits {self.seq} tokens; {self._fitting()}"
+        close = _close(self.ranked)
+        least = f" (of {len(close)} equally fast ways the one that offloads least, then takes least memory)"
+        return (
+            f"{chosen.way} is fastest{least if len(close) > 1 else ''}: {waits(chosen)}, "
+            f"{short(total(chosen.memory) / 1e9)} of {short(self.place.memory / 1e9)} GB are taken, "
+            f"{self._without_offload(chosen)}and {self._beside(chosen)}. Its speed is {chosen.errors}"
+        )
+
+    def _fitting(self) -> str:
+        """Say which length would fit."""
+        if not self.lengths:
+            return "nor does any way fit a shorter sequence"
+        seq, way = max(self.lengths.values(), key=lambda one: one[0])
+        return f"{seq} tokens would fit ({way})"
+
+    def _without_offload(self, chosen: Step) -> str:
+        """Say why a way offloads; nothing of a way that does not."""
+        plain = replace(chosen.way, offload_optimizer=False, offload_activations=False)
+        if plain == chosen.way:
+            return ""
+        why = next((why for way, why in self.infeasible if way == plain), None)
+        if why is not None:
+            return f"without offload it is {why}, "
+        slower = next(one for one in self.ranked if one.way == plain)  # the host may have the faster memory
+        return f"without offload it takes {slower.seconds / chosen.seconds - 1:.1%} longer, "
+
+    def _beside(self, chosen: Step) -> str:
+        """Say what the next way takes that is slower."""
+        close = _close(self.ranked)
+        if len(close) < len(self.ranked):
+            slower = self.ranked[len(close)]
+            other = slower.errors.kind != chosen.errors.kind
+            of_kind = f" (errors of its kind, {slower.errors.kind}: {slower.errors.range})" * other
+            return f"{slower.way} takes {slower.seconds / chosen.seconds - 1:.1%} longer{of_kind}"
+        return "no other way fits" if len(close) == 1 else "all other ways that fit are as fast"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it as data: bytes, seconds, tokens."""
+        chosen = self.chosen
+        return {
+            "model": asdict(self.model) | {"parameters": self.model.parameters},
+            "cluster": {
+                "name": self.place.name, "gpus": self.place.ranks.size, "per_node": self.place.ranks.intra,
+                "memory": self.place.memory, "peak": self.place.peak,
+            },
+            "seq": self.seq,
+            "batch": self.batch,
+            "mask": self.mask,
+            "recommended": None if chosen is None else chosen.as_json(),
+            "reason": self.reason,
+            "paste": {one.way.framework: advice(one) for one in map(self.best_of, FRAMEWORKS) if one},
+            "notes": {one.way.framework: notes(one) for one in map(self.best_of, FRAMEWORKS) if one},
+            "ways": [one.as_json() for one in self.ranked],
+            "infeasible": [{"way": asdict(way), "words": str(way), "why": why}
+                           for way, why in self.infeasible],
+            "longest": {name: {"seq": seq, "way": asdict(way), "words": str(way)}
+                        for name, (seq, way) in self.lengths.items()},
+            "predicted": True,
+        }  # fmt: skip
+
+
+def _close(ranked: list[Step]) -> list[Step]:
+    """Return the ways that count as equally fast as the first."""
+    return [one for one in ranked if one.seconds <= AS_FAST * ranked[0].seconds]
+
+
+def waits(step: Step) -> str:
+    """Say which share of a step is exposed communication or waiting, and what causes most of it."""
+    exposed = step.times.exposed
+    share = sum(exposed.values()) / step.seconds
+    cause = max(exposed, key=exposed.__getitem__, default="")
+    most = f" (most: {cause})" if share >= 0.005 else ""
+    return f"{share:.0%} of a step is exposed communication or waiting{most}"
+
+
+def _plain(step: Step) -> tuple[int, float]:
+    return step.way.offload_optimizer + step.way.offload_activations, total(step.memory)
+
+
+def search(
+    model: Model,
+    seq: int,
+    batch: int,
+    place: Place,
+    pinned: Mapping[str, int] | None = None,
+    mask: str = "causal",
+    frameworks: Sequence[str] = FRAMEWORKS,
+) -> Answer:
+    """Predict every way to train `batch` sequences a step.
+
+    Args:
+        pinned: degrees that are given: "tp", "cp", "pp", "ep".
+        mask: of all layers, in words.
+
+    Raises:
+        ValueError: degrees that contradict the cluster, the model or the batch, or a mask that does not go.
+    """
+    pinned = dict(pinned or {})
+    mask_of(mask, seq)
+    ranked, infeasible, legal = [], [], []
+    for way in ways(model, place.ranks, batch, pinned, frameworks):
+        reason = why_not(way, model, seq, place.ranks)
+        if reason is not None:
+            infeasible.append((way, reason))
+            continue
+        legal.append(way)
+        # Memory first: attention is simulated, which takes longer.
+        reason = too_large(least(model, way, seq), place)
+        if reason is None:
+            predicted = step(model, way, seq, place, mask)
+            reason = too_large(predicted.memory, place)
+        if reason is None:
+            ranked.append(predicted)
+        else:
+            infeasible.append((way, reason))
+    if not legal:
+        asked = ", ".join(f"{name.upper()} {n}" for name, n in pinned.items()) or "any degrees"
+        why = infeasible[0][1] if infeasible else _why_none(place.ranks, batch, pinned)
+        raise ValueError(f"no way over {place.ranks.size} ranks with {asked}: {why}")
+    ranked.sort(key=lambda one: one.seconds)
+    return Answer(model, seq, batch, place, ranked, infeasible, legal, pinned, mask)
+
+
+def _why_none(cluster: Ranks, batch: int, pinned: Mapping[str, int]) -> str:
+    """Return why the degrees that are given make up no cluster, or leave no legal data parallelism."""
+    product = math.prod(pinned.get(name, 1) for name in ("tp", "cp", "pp"))
+    if cluster.size % product:
+        return f"{product} ranks of a replica do not divide {cluster.size}"
+    if pinned.get("tp", 1) > cluster.intra:
+        return f"TP is searched within nodes of {cluster.intra}"
+    return f"{batch} sequences do not divide over {cluster.size // product} data parallel ranks"
+
+
+def kind(why: str) -> str:
+    """Return a reason without its numbers of bytes, so that alike ones are counted together."""
+    if not why.startswith("out of memory"):
+        return why
+    return f"out of memory, most of it {why.rpartition('most of it ')[2]}"
+
+
+def least(model: Model, way: Way, seq: int, nodes: int = 1) -> dict[str, float]:
+    """Return the stack of the attention schedule that takes least memory: a ring, or heads that all share."""
+    shared = {1, way.cp} if shard_of(model, way, seq).kv_heads % way.cp == 0 else {1}
+    runs = itertools.product(("query", "kv"), shared)
+    return min((stack(model, way, seq, direction, nodes, heads) for direction, heads in runs), key=total)
+
+
+def too_large(memory: dict[str, float], place: Place) -> str | None:
+    """Return why a stack does not go on a GPU; None if it does."""
+    if total(memory) <= place.usable:
+        return None
+    largest = max(memory, key=memory.__getitem__)
+    return (
+        f"out of memory: {short(total(memory) / 1e9)} GB of {short(place.usable / 1e9)}, most of it {largest}"
+    )
+
+
+def ways(
+    model: Model,
+    cluster: Ranks,
+    batch: int,
+    pinned: Mapping[str, int],
+    frameworks: Sequence[str] = FRAMEWORKS,
+) -> Iterator[Way]:
+    """Yield all ways whose degrees make up the cluster and whose ranks divide the batch."""
+    for framework in frameworks:
+        for degrees in _degrees(framework, model, cluster, batch, pinned):
+            if framework == "deepspeed" and degrees["ep"] > 1:  # once, to say why not
+                yield Way(framework=framework, zero=3, **degrees)
+                continue
+            # One rank has nothing to shard: the stages of ZeRO are the same.
+            stages = (1,) if framework == "megatron" or cluster.size == 1 else (1, 2, 3)
+            for zero, chunks in itertools.product(stages, (1, 2) if degrees["pp"] > 1 else (1,)):
+                base = Way(framework=framework, zero=zero, chunks=chunks, **degrees)
+                for (recompute, keep), fused in itertools.product(RECOMPUTES, (True, False)):
+                    way = replace(base, recompute=recompute, keep=keep, fused_loss=fused)
+                    hosts = (False, True) if recompute in ("attention", "segment") else (False,)
+                    for optimizer, kept in itertools.product((False, True), hosts):
+                        yield replace(way, offload_optimizer=optimizer, offload_activations=kept)
+
+
+def _degrees(
+    framework: str, model: Model, cluster: Ranks, batch: int, pinned: Mapping[str, int]
+) -> Iterator[dict[str, Any]]:
+    divisors = [n for n in range(1, cluster.size + 1) if cluster.size % n == 0]
+    for tp, pp, cp in itertools.product(divisors, repeat=3):
+        if any(pinned.get(name, n) != n for name, n in (("tp", tp), ("pp", pp), ("cp", cp))):
+            continue
+        if framework == "deepspeed" and (tp > 1 or pp > 1):
+            continue
+        dp, rest = divmod(cluster.size, tp * pp * cp)
+        if rest or dp < 1 or batch % dp or tp > cluster.intra:
+            continue
+        alike = math.gcd(cp * dp, model.experts) if model.experts else 1
+        experts = [pinned["ep"]] if "ep" in pinned else [n for n in divisors if alike % n == 0]
+        for ep in experts:
+            yield {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "ep": ep, "micro": batch // dp}
+
+
+def lengths(model: Model, place: Place, legal: list[Way]) -> dict[str, tuple[int, Way]]:
+    """Return the longest sequence of each framework: memory alone decides."""
+    longest_of: dict[str, tuple[int, Way]] = {}
+    for way in legal:
+        nodes = -(-way.cp // way.ring(place.ranks).intra)
+        fits, unit = partial(_holds, model, way, nodes, place.usable), 2 * way.cp * way.tp
+        best = longest_of.get(way.framework, (0, way))[0]
+        if fits((best // unit + 1) * unit) and (seq := longest(fits, unit)) > best:
+            longest_of[way.framework] = seq, way
+    return longest_of
+
+
+def _holds(model: Model, way: Way, nodes: int, usable: float, seq: int) -> bool:
+    """Return whether a sequence fits with the schedule that takes least memory."""
+    return total(least(model, way, seq, nodes)) <= usable

@@ -1,0 +1,255 @@
+"""The time of a training step: seconds of compute by part, and of exposed communication by cause."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.machines import CONSTANTS, Constants
+from burst_mcore.rates import Rates
+from burst_plan.step.attention import Attention
+from burst_plan.step.memory import parameters, shard_of
+from burst_plan.step.model import Model
+from burst_plan.step.parts import MODULES
+from burst_plan.step.way import Way
+
+FORWARD, BACKWARD = 1.0, 2.0
+"""Products of a pass, as multiples of a forward: backward has those of two gradients."""
+EMBEDDING = 4
+"""Passes of memory over the hidden states, of the embedding in both directions: an assumption."""
+HIDDEN, HEADS, WIDTH = 10, 2, 3
+"""Passes of memory over a layer's hidden states, its queries and keys, and its MLP's width, in a forward.
+
+Norms, residuals, rotations and activations make them, fused as Megatron's are: an assumption."""
+COPIES = 4
+"""Passes of memory over the copies of tokens for experts, which are written and read back: an assumption."""
+COLLECTIVES = 2
+"""A gather and a scatter of sequence parallelism around attention, and around an MLP, in a layer's pass.
+
+It is arXiv 2205.05198, section 4.2. Around experts ranks gather and scatter copies of tokens."""
+EXCHANGES = 2
+"""Of expert parallelism, in a layer's pass: tokens go to experts, and back."""
+PREFETCH = 5e7
+"""Parameters that DeepSpeed gathers ahead, beside a module: `stage3_prefetch_bucket_size` of its config."""
+PAGEABLE = 1 / 5
+"""Share of the rate of pinned memory that copies to and from pageable memory reach.
+
+Pinned memory is 6 times as fast with a GPU alone, 4 to 5 times with eight (deepspeedai/DeepSpeed#5301)."""
+ADAM_ON_GPU, ADAM_ON_HOST = 30, 28
+"""Bytes of a parameter that Adam moves: gradient, copy and two moments; on a GPU the weight too."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step."""
+
+    compute: Mapping[str, float]
+    """By part."""
+    exposed: Mapping[str, float]
+    """Of communication and waiting that nothing hides, by cause."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.compute.values()) + sum(self.exposed.values())
+
+
+def times(
+    model: Model,
+    way: Way,
+    seq: int,
+    cluster: Ranks,
+    rates: Rates,
+    peak: float,
+    attention: Attention,
+    again: float = 0.0,
+    constants: Constants = CONSTANTS,
+) -> Times:
+    """Return the seconds of a step. All micro-batches of the fullest stage are counted, in turn.
+
+    Args:
+        peak: FLOPs a second of products in 16 bits.
+        again: share of attention's forward that backward computes again.
+    """
+    rows = way.micro * seq / way.cp / way.tp
+    layers = model.layers / way.pp
+    rate = peak * constants.products
+    passes = FORWARD + BACKWARD + way.recomputes * FORWARD
+    product = 2 * rows / rate
+    calls = way.micro * layers
+    kernel_forward = attention.forward * attention.share
+    kernel_backward = attention.backward * attention.share
+    mlp = model.mlp_active * passes + model.mlp_first * FORWARD * way.tiled
+    compute = {
+        "embedding": EMBEDDING * 2 * rows * model.hidden / rates.memory,
+        "norms and activations": _elementwise(model, layers) * rows * passes / rates.memory,
+        "projections": layers * model.projections * product * passes,
+        "experts" if model.experts else "mlp": mlp / way.pp * product,
+        "attention forward": calls * kernel_forward,
+        "attention again": calls * kernel_forward * again,
+        "attention backward": calls * kernel_backward,
+        "loss": model.head * product * (FORWARD + BACKWARD),
+        "optimizer": _optimizer(model, way, rates, constants),
+    }
+    busy = sum(compute.values()) - compute["optimizer"]
+    around = calls * (1 - attention.share) * (attention.forward * (1 + again) + attention.backward)
+    gathers = _gathers(model, way, cluster, rates)
+    beside = _beside(model, way, gathers, busy)
+    exposed = {
+        _cause(way, attention): around,
+        "tensor parallel": _tensor(model, way, calls, seq, cluster, rates, passes, product / way.micro),
+        "tokens to experts": _experts(model, way, calls, seq, cluster, rates, passes),
+        "weights gathered": gathers - beside + gathers / (2 * way.micro * model.layers),
+        "gradients reduced": _reduced(model, way, cluster, rates, busy, beside),
+        "activations offloaded": _moved(model, way, seq, calls, busy, constants),
+    }
+    bubble = (way.pp - 1) / (way.chunks * way.micro)
+    exposed["pipeline"] = bubble * (busy + sum(exposed.values()))
+    return Times(compute, {cause: s for cause, s in exposed.items() if s > 0})
+
+
+def _cause(way: Way, attention: Attention) -> str:
+    """Return what attention waits for where no kernel runs: a ring of one position is none."""
+    if way.cp == 1:
+        return "kernel launches"
+    return "ring" if attention.head_parallel < way.cp else "exchange of heads"
+
+
+def _elementwise(model: Model, layers: float) -> float:
+    """Return bytes that norms, rotations, residuals and activations of a forward move for a token."""
+    attention = model.heads * model.head_dim + model.kv_heads * model.head_dim
+    copies = model.sparse_layers / model.layers * model.active * model.hidden
+    return layers * 2.0 * (HIDDEN * model.hidden + HEADS * attention + WIDTH * model.width + COPIES * copies)
+
+
+def _optimizer(model: Model, way: Way, rates: Rates, constants: Constants) -> float:
+    """Return the seconds of Adam, which memory bounds, on the GPU or on the host."""
+    own = sum(n / (ranks if way.zero else 1) for n, ranks in parameters(model, way))
+    if way.offload_optimizer:
+        return own * (4 / constants.host_link + ADAM_ON_HOST / constants.host_memory)
+    return own * ADAM_ON_GPU / rates.memory
+
+
+def _tensor(
+    model: Model,
+    way: Way,
+    calls: float,
+    seq: int,
+    cluster: Ranks,
+    rates: Rates,
+    passes: float,
+    product: float,
+) -> float:
+    """Return seconds of tensor and sequence parallelism; product: seconds of a parameter in a forward.
+
+    Backward gathers the inputs of attention and of an MLP once more, while it makes the gradients of these
+    inputs (arXiv 2205.05198, section 4.2.2).
+    """
+    if way.tp == 1:
+        return 0.0
+    within = min(way.tp, cluster.intra)
+    tokens, sparse = 2 * seq / way.cp * model.hidden, model.sparse_layers / model.layers
+    around_all = 2 - sparse * (model.shared_ffn == 0)  # attention, and an MLP of all tokens
+    seconds = around_all * (_collective(tokens, way.tp, within, rates) + rates.call)
+    if sparse:
+        seconds += sparse * (_collective(model.active * tokens, way.tp, within, rates) + rates.call)
+    out = model.heads * model.value_dim * model.hidden
+    beside = product * (model.projections - out + model.mlp_first / model.layers)
+    return calls * (COLLECTIVES * (passes - 1) * seconds + max(0.0, seconds - beside))
+
+
+def _experts(
+    model: Model, way: Way, calls: float, seq: int, cluster: Ranks, rates: Rates, passes: float
+) -> float:
+    """Return seconds of expert parallelism: tokens go to experts and back."""
+    if way.ep == 1:
+        return 0.0
+    size = 2 * seq / way.cp / way.tp * model.active * model.hidden
+    each = _exchange(size, way.shares_experts(cluster), rates) + rates.call
+    return calls * model.sparse_layers / model.layers * EXCHANGES * (passes - 1) * each
+
+
+def _exchange(size: float, ranks: Ranks, rates: Rates) -> float:
+    """Return the seconds of an all-to-all in which a rank has `size` bytes for all ranks, itself included."""
+    near = size * (ranks.intra - 1) / ranks.size / rates.link(inter=False)
+    far = size * (ranks.size - ranks.intra) / ranks.size / rates.link(inter=True)
+    return max(near, far)
+
+
+def _collective(size: float, ranks: int, within: int, rates: Rates) -> float:
+    """Return the seconds of an all-gather or a reduce-scatter of `size` bytes; within: ranks of a node.
+
+    NCCL runs rings: each hop passes all shares but one, those between nodes too, whose cards run rings side
+    by side (nccl-tests, doc/PERFORMANCE.md).
+    """
+    far = within * rates.link(inter=True) if ranks > within else math.inf
+    return size * (ranks - 1) / ranks / min(rates.link(inter=False), far)
+
+
+def _sharded(bytes_each: float, model: Model, way: Way, cluster: Ranks, rates: Rates) -> float:
+    """Return the seconds of a collective of all parameters over the ranks of ZeRO.
+
+    Experts go over fewer ranks: those that hold the same ones, every `ep`-th.
+    """
+    (rest, ranks), (experts, alike) = parameters(model, way)
+    node = max(1, cluster.intra // way.tp)
+    seconds = _collective(bytes_each * rest, ranks, min(ranks, node), rates)
+    return seconds + _collective(bytes_each * experts, alike, min(alike, max(1, node // way.ep)), rates)
+
+
+def _gathers(model: Model, way: Way, cluster: Ranks, rates: Rates) -> float:
+    """Return the seconds of ZeRO-3's gathers: of each pass and micro-batch."""
+    if way.zero < 3 or way.sharded == 1:
+        return 0.0
+    return 2 * way.micro * _sharded(2, model, way, cluster, rates)
+
+
+def _beside(model: Model, way: Way, gathers: float, busy: float) -> float:
+    """Return the seconds of gathers that compute hides: of those that are begun ahead of their layer.
+
+    A layer is gathered ahead as a whole. DeepSpeed gathers `PREFETCH` parameters beside each module.
+    """
+    dense = model.parameters - model.expert_parameters - model.head * (1 if model.tied else 2)
+    layer = dense / model.layers / way.tp
+    most = PREFETCH * MODULES[way.modules].matrices if way.framework.endswith("deepspeed") else layer
+    return min(gathers * min(1.0, most / layer), busy)
+
+
+def _reduced(model: Model, way: Way, cluster: Ranks, rates: Rates, busy: float, beside: float) -> float:
+    """Return exposed seconds of the reduction of gradients, beside backward of the last micro-batch.
+
+    Half of the gathers that compute hides, `beside`, are in backward, on the same links.
+    """
+    if way.sharded == 1:
+        return 0.0
+    size = (_reduced_bytes(way) + 2 * (0 < way.zero < 3)) * (1 if way.zero else 2)
+    rounds = way.micro if way.zero >= 2 else 1
+    seconds = rounds * _sharded(size, model, way, cluster, rates)
+    backward = busy * BACKWARD / (FORWARD + BACKWARD)
+    hidden = max(0.0, backward - beside / 2) if way.zero >= 2 else backward / way.micro
+    return max(0.0, seconds - hidden) + seconds / max(1, rounds * model.layers)
+
+
+def _reduced_bytes(way: Way) -> int:
+    """Return the bytes of a gradient on its way.
+
+    They are those of float32 in Megatron, and in DeepSpeed where ranks share a sequence
+    (`seq_parallel_communication_data_type` in its runtime/constants.py).
+    """
+    shared = way.cp > 1 and way.framework.endswith("deepspeed")
+    return 4 if shared or way.framework == "megatron" else 2
+
+
+def _moved(model: Model, way: Way, seq: int, calls: float, busy: float, constants: Constants) -> float:
+    """Return exposed seconds of what goes to the host in forward, and back in backward.
+
+    Copies of kept attention run beside compute. DeepSpeed copies inputs to pageable memory, and waits for
+    them (deepspeedai/DeepSpeed#501).
+    """
+    if not way.recomputes:
+        return 0.0
+    kept = shard_of(model, way, seq).result_bytes * way.kept * way.offload_activations
+    inputs = 2.0 * seq / way.cp / way.tp * model.hidden * way.offload_inputs
+    each = 2 * calls / constants.host_link
+    return max(0.0, each * kept - busy) + each * inputs / PAGEABLE

@@ -1,0 +1,157 @@
+"""A way to run a step: which ranks share what, what is kept for backward, and where states live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from burst_mcore.attention.autotune.ways import Ranks
+from burst_plan.step.model import Model
+
+RECOMPUTES = ("none", "full", "attention", "segment")
+"""As `burst_mcore.checkpointing`: nothing again, all again, all but attention, attention of the front."""
+FRAMEWORKS = ("megatron", "deepspeed")
+NOT_EXPRESSIBLE = "not expressible: DeepSpeed's JSON has no section for expert parallelism"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How the ranks of a cluster run a step."""
+
+    framework: str = "megatron"
+    tp: int = 1
+    """Ranks that share matrices, and sequences between them (sequence parallelism)."""
+    cp: int = 1
+    """Ranks that share a sequence."""
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    """Ranks among the dp x cp that share the experts of a layer; TP shares the matrices of each."""
+    chunks: int = 1
+    """Model chunks of a pipeline stage: more than 1 is the interleaved schedule."""
+    zero: int = 1
+    """ZeRO's stage over the dp x cp ranks; 1 is Megatron's distributed optimizer, 3 also FSDP."""
+    recompute: str = "none"
+    keep: float = 1.0
+    """Of "segment": the share of the sequence whose attention is kept."""
+    offload_optimizer: bool = False
+    offload_activations: bool = False
+    """Whether O and LSE that a recompute policy keeps wait in host memory."""
+    offload_inputs: bool = False
+    """Whether the inputs of layers that are computed again wait in host memory."""
+    chunked: bool = False
+    """Whether Q, K, V and O wait in host memory by chunks, of which two are on the GPU, as in FPDT.
+
+    No copy is counted. By arithmetic, a chunk of 64K tokens takes eight times as long to compute at 200
+    TFLOP/s as to copy at 25 GB/s."""
+    tiled: bool = False
+    """Whether an MLP goes tile by tile, and keeps nothing: backward computes its first products again."""
+    fused_loss: bool = True
+    local: bool = False
+    """Whether norms and SwiGLU of Megatron are torch's operators, as in its local spec, not fused kernels."""
+    micro: int = 1
+    """Micro-batches of a step, of one sequence each."""
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def sharded(self) -> int:
+        """Ranks over which ZeRO shards."""
+        return self.dp * self.cp
+
+    @property
+    def sharded_experts(self) -> int:
+        """Ranks over which ZeRO shards experts, and gradients of experts are reduced."""
+        return self.sharded // self.ep
+
+    @property
+    def modules(self) -> str:
+        """Name of the modules that layers are made of, in `burst_plan.step.parts.MODULES`."""
+        return f"{self.framework}, local" if self.local else self.framework
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward computes layers again, but for the attention that is kept."""
+        return self.recompute != "none"
+
+    @property
+    def kept(self) -> float:
+        """Share of the sequence whose attention backward finds done."""
+        return {"none": 1.0, "full": 0.0, "attention": 1.0, "segment": self.keep}[self.recompute]
+
+    def ring(self, cluster: Ranks) -> Ranks:
+        """Return the ranks that share a sequence: neighbours, but for those that share matrices."""
+        return self._neighbours(self.cp, cluster)
+
+    def shares_experts(self, cluster: Ranks) -> Ranks:
+        """Return the ranks that share experts: neighbours, but for those that share matrices."""
+        return self._neighbours(self.ep, cluster)
+
+    def _neighbours(self, ranks: int, cluster: Ranks) -> Ranks:
+        return Ranks(ranks, min(ranks, max(1, cluster.intra // self.tp)))
+
+    def __str__(self) -> str:
+        words = [self.framework, f"CP {self.cp}"]
+        degrees = (("TP", self.tp), ("PP", self.pp), ("DP", self.dp), ("EP", self.ep))
+        words += [f"{name} {n}" for name, n in degrees if n > 1]
+        words += [f"{self.chunks} chunks"] * (self.chunks > 1)
+        words += [f"ZeRO-{self.zero}", f"recompute {self.recompute}"]
+        words += [f"keep {self.keep:g}"] * (self.recompute == "segment")
+        words += [name for name, on in (("offload optimizer", self.offload_optimizer),
+                                        ("offload activations", self.offload_activations),
+                                        ("offload inputs", self.offload_inputs),
+                                        ("chunks of attention on the host", self.chunked),
+                                        ("tiled MLP", self.tiled),
+                                        ("whole logits", not self.fused_loss)) if on]  # fmt: skip
+        return ", ".join(words)
+
+
+def why_not(way: Way, model: Model, seq: int, cluster: Ranks) -> str | None:
+    """Return why ranks cannot run a model this way; None if they can. Memory is another question."""
+    if way.gpus != cluster.size:
+        return f"{way.gpus} ranks of the way are not the {cluster.size} of the cluster"
+    reason = _why_not_matrices(way, model, cluster) or _why_not_experts(way, model, cluster)
+    if reason is not None:
+        return reason
+    if model.layers % (way.pp * way.chunks):
+        return f"{way.pp} stages x {way.chunks} chunks do not divide {model.layers} layers"
+    intra = way.ring(cluster).intra
+    if way.cp % intra:
+        return f"CP {way.cp} does not go evenly on nodes with {intra} of its ranks"
+    if way.cp * way.tp > 1 and seq < 2 * way.cp * way.tp:
+        return f"{seq} tokens are too few for CP {way.cp} x TP {way.tp}"
+    if way.chunks > 1 and way.pp == 1:
+        return f"{way.chunks} chunks of a stage need a pipeline: PP is 1"
+    if way.micro % way.pp and way.chunks > 1:
+        return f"interleaving needs micro-batches ({way.micro}) in multiples of the stages ({way.pp})"
+    return None
+
+
+def _why_not_matrices(way: Way, model: Model, cluster: Ranks) -> str | None:
+    """Return why ranks cannot share the matrices of a model; None if they can."""
+    if cluster.intra % way.tp and way.tp % cluster.intra:
+        return f"TP {way.tp} does not go evenly on nodes of {cluster.intra}"
+    if model.heads % way.tp or (model.kv_heads % way.tp and way.tp % model.kv_heads):
+        return f"TP {way.tp} does not divide {model.heads} heads and {model.kv_heads} K/V heads"
+    if model.ffn % way.tp:  # Megatron pads the vocabulary
+        return f"TP {way.tp} does not divide an MLP of {model.ffn}"
+    if model.expert_ffn % way.tp or model.shared_ffn % way.tp:
+        return f"TP {way.tp} does not divide experts of {model.expert_ffn} and {model.shared_ffn}"
+    return None
+
+
+def _why_not_experts(way: Way, model: Model, cluster: Ranks) -> str | None:
+    """Return why ranks cannot share experts this way; None if they can."""
+    if way.ep == 1:
+        return None
+    if way.framework == "deepspeed":
+        return NOT_EXPRESSIBLE
+    if not model.experts:
+        return f"EP {way.ep} is for a model with experts: there are none"
+    if model.experts % way.ep:
+        return f"EP {way.ep} does not divide {model.experts} experts"
+    if way.sharded % way.ep:
+        return f"EP {way.ep} does not divide the CP {way.cp} x DP {way.dp} ranks"
+    intra = way.shares_experts(cluster).intra
+    return f"EP {way.ep} does not go evenly on nodes with {intra} of its ranks" if way.ep % intra else None

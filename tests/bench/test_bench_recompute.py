@@ -1,0 +1,106 @@
+"""bench recompute: its figures on a small problem, and what it says of wrong or absent methods."""
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
+
+from ranks import processes
+from typer.testing import CliRunner
+
+from burst_bench import stage
+from burst_bench.core import Method, Table, World
+from burst_bench.methods import METHODS
+from burst_bench.methods.layers import Checkpointing
+from burst_bench.results import read
+from burst_bench.subjects import recompute
+from burst_bench.subjects.recompute import LayersCase
+from burst_plan.cli import app
+
+LAYERS = METHODS["layers"]
+SMALL = "seq=512; hidden=32; heads=2; layers=1"
+
+
+@pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_command_prints_a_table_draws_a_curve_and_writes_all_figures(others, tmp_path):
+    here = [name for name, method in LAYERS.items() if method.needs(None, "cpu") is None]
+    if not others:  # Megatron takes long to import
+        here = [name for name in here if "megatron" not in name]
+    out = tmp_path / "new" / "recompute.json"
+    words = ["--case", SMALL, "--repeats", "1", "--out", str(out), "--methods", ",".join(here)]
+    done = CliRunner().invoke(app, ["bench", "recompute", *words])
+    assert "all figures" in done.stdout, done.output  # times of so little may miss the bars
+    results = read(out)
+    assert results.refused == results.errors == []
+    table = {key: samples[0] for key, samples in results.tables[SMALL].items()}
+    for name in here:
+        assert table[name, "cpu"] > 0 and table[name, "error"] < 1e-4 and table[name, "peak"] >= 0
+    assert table["none", "recomputing"] == 0 < table["full", "recomputing"]
+    flops = {name: table[name, "attention forward flops"] for name in here}
+    assert flops["full"] == 2 * flops["none"] and flops["attention"] == flops["none"]
+    assert table["full", "saved"] == table["full", "predicted"] == 0
+    assert len(results.bars) == 4 and not results.not_judged
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_flop_model():
+    case = LayersCase(seq=4096)
+    shares = {name: case.share_recomputed(name) for name in LAYERS}
+    want = {"none": 0, "full": 1, "segment 0.25": 0.5625, "segment 0.5": 0.25, "segment 0.75": 0.0625}
+    assert {name: shares[name] for name in want} == pytest.approx(want, abs=1e-3)
+    assert shares["attention"] == 0 == shares["torch selective"]
+    assert shares["megatron full"] == 1 == shares["megatron selective"]
+
+
+def test_what_is_saved_is_judged_beside_the_model():
+    table = {
+        ("full", "error"): [0.0], ("attention", "error"): [0.0], ("none", "error"): [0.0],
+        ("full", "recomputing"): [3.0, 3.2, 3.4], ("attention", "recomputing"): [1.0, 1.0, 1.2],
+        ("none", "recomputing"): [0.0, 0.0, 0.0], ("attention's forward", "cpu"): [2.0, 2.0, 2.2],
+    }  # fmt: skip
+    figures = {(m, meter): list(samples) for m, meter, samples in LayersCase().derive(Table(table))}
+    assert figures["attention", "saved"] == pytest.approx([2.0, 2.2, 2.2])
+    assert figures["attention", "off the FLOP model"] == pytest.approx([0.1])
+    assert ("full", "off the FLOP model") not in figures and ("none", "saved") not in figures
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("seq=511", "seq must be a multiple of 2"),
+        ("hidden=33; heads=2", "heads must divide hidden"),
+        ("dtype=int8", "dtype must be one of"),
+        ("layout=spiral", "unknown layout"),
+    ],
+)
+def test_bad_input(case, words):
+    done = CliRunner().invoke(app, ["bench", "recompute", "--case", case])
+    assert done.exit_code == 2
+    assert words in done.output
+
+
+def _doubling(case, world):
+    return Checkpointing(layer=lambda layer, x: 2 * layer(x))
+
+
+def _wrong(rank, size):
+    case = LayersCase(ranks=1, seq=64, hidden=16, heads=2, layers=1)
+    work = stage.Work(case, [Method("doubling", _doubling), LAYERS["full"]], 1)
+    return stage.measure(rank, size, work)
+
+
+def test_a_wrong_method_is_not_timed():
+    outcome = processes(1, _wrong)[0]
+    assert outcome.refused["doubling"].startswith("wrong: its error is")
+    assert ("doubling", "cpu") not in outcome.samples and outcome.samples["full", "cpu"][0] > 0
+
+
+def _clocked(rank, size):
+    case = LayersCase(ranks=1, seq=64, hidden=16, heads=2, layers=1)
+    model = recompute.Model(case, World(0, 1))
+    return [model.step(LAYERS[name].build(case, World(0, 1)))["recomputing"] for name in ("none", "full")]
+
+
+def test_seconds_of_recomputation_are_those_of_calls_after_the_first():
+    none, full = processes(1, _clocked)[0]
+    assert none == 0 < full

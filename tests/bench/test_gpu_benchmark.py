@@ -1,0 +1,194 @@
+"""Subjects of the bench for a GPU, with small tensors on the CPU: all but what only a GPU does."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from burst_mcore.attention.kernels.triton import interpreted
+from burst_bench.__main__ import main
+from burst_bench.check.__main__ import as_text, lines_of
+from burst_bench.check.__main__ import main as check
+from burst_bench.check.parts import PARTS, SMOKE, Check, Claim
+from burst_bench.core import Figure, Method, Table
+from burst_bench.methods import METHODS
+from burst_bench.results import Results, read
+from burst_bench.run import run
+from burst_bench.subjects import SUBJECTS
+from burst_bench.subjects.kernels import KernelCase
+from burst_bench.subjects.virtual_ring import TOKENS, VirtualCase
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(not interpreted(), reason="Triton compiles here: see tests/gpu")
+
+ROOT = Path(__file__).parent.parent
+SMALL = "tokens=64; heads=2; head_dim=16"
+
+
+def _measured(subject, tmp_path, *cases, methods=""):
+    out = tmp_path / f"{subject}.json"
+    words = [word for case in cases for word in ("--case", case)]
+    status = main(
+        [subject, *words, "--device", "cpu", "--repeats", "2", "--methods", methods, "--out", str(out)]
+    )
+    return status, read(out)
+
+
+def test_kernels_are_right_before_they_are_timed_beside_each_other(tmp_path):
+    masks = ("passes=forward", "passes=backward", "passes=both; mask=blocks:16,0.25")
+    cases = [f"{SMALL}; {words}" for words in masks]
+    _, results = _measured("kernels", tmp_path, *cases)
+    assert not results.errors
+    reasons = {entry["method"]: entry["reason"] for entry in results.refused}
+    assert set(reasons) == set(METHODS["kernels"]) - {"aten-cpu", "triton"}
+    assert "not on cuda" in reasons["cudnn"]
+    for case, bound in zip(cases, (0.68, 0.55, 1.0), strict=True):
+        table = results.tables[case]
+        for name in ("aten-cpu", "triton"):
+            assert 0 < table[name, "error"][0] < 0.03 and min(table[name, "TFLOP/s"]) > 0
+        assert len(table["triton", "speed / best other"]) == 2
+        assert [(b.bound, b.at_most) for b in results.bars if b.case == case] == [(bound, False)]
+
+
+def _off(case, world):
+    kernel = METHODS["kernels"]["aten-cpu"].build(case, world)
+    return replace(kernel, forward=lambda *given: tuple(2 * x for x in kernel.forward(*given)))
+
+
+def _broken(case, world):
+    raise OSError("no such library\nand more")
+
+
+def test_a_kernel_that_fails_or_is_wrong_is_left_out(monkeypatch):
+    for method in (Method("off", _off), Method("broken", _broken)):
+        monkeypatch.setitem(METHODS["kernels"], method.name, method)
+    case = KernelCase(tokens=64, heads=2, head_dim=16)
+    results = run(SUBJECTS["kernels"], {"small": case}, ["off", "broken", "aten-cpu"], 1, "cpu")
+    reasons = {entry["method"]: entry["reason"] for entry in results.refused}
+    assert (
+        reasons["off"].startswith("wrong: its error is") and reasons["broken"] == "OSError: no such library"
+    )
+    assert results.tables["small"]["aten-cpu", "TFLOP/s"]
+
+
+def test_the_passes_around_kernels_move_their_bytes(tmp_path):
+    status, results = _measured("rowwise", tmp_path, SMALL)
+    table = results.tables[SMALL]
+    assert status == 0
+    for name, size in (("D", 4 * 16 + 4), ("stand-in for O", 4 * 16 + 4), ("merge of 8", 18 * 16 + 36)):
+        rates = [size * 64 * 2 / seconds / 1e9 for seconds in table[name, "wall"]]
+        assert table[name, "GB/s"] == pytest.approx(rates)
+
+
+@pytest.mark.parametrize(("size", "source", "direction"), [(1, "device", "query"), (4, "host", "kv")])
+def test_a_virtual_ring_is_measured_beside_its_kernel_and_itself(size, source, direction, tmp_path):
+    case = f"size={size}; source={source}; direction={direction}; {SMALL}"
+    status, results = _measured("virtual-ring", tmp_path, case)
+    table = results.tables[case]
+    assert (status, results.errors, results.bars) == (0, [], [])  # too small to judge
+    for meter in ("forward kernel / this", "kernel / this", "copies / without", "around kernels / whole"):
+        assert len(table["burst", meter]) == 2 and min(table["burst", meter]) > 0
+    for name in ("burst", "kernel alone"):
+        assert min(table[name, "backward TFLOP/s"]) > 0
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+def test_bars_of_a_ring_of_8(reachable):
+    subject, case = SUBJECTS["virtual-ring"], VirtualCase(heads=1, head_dim=1)
+    pairs = 575e12 * (1.01 if reachable else 0.99) / (2.5 * 4)  # the kernel's backward takes a second
+    names = ("burst", "kernel alone", "without copies", "around the kernels")
+    table = {(name, f"{part} wall"): [1.0] for name in names for part in ("forward", "backward")}
+    table["kernel alone", "pairs"] = [pairs]
+    results = Results("virtual-ring", "", "cuda", 1)
+    derived = [(m, meter, s) for m, meter, s in case.derive(Table(table))]
+    results.figures = [Figure("ring", m, meter, tuple(s)) for m, meter, s in derived]
+    results.judge(subject, {"ring": case})
+    bars = {bar.claim: (bar.bound, bar.at_most, bar.reached) for bar in results.bars}
+    want = {
+        "forward, of the kernel's speed": (0.97, False, True),
+        "both, of the kernel's speed": (0.96, False, True),
+        "with copies over without": (1.03, True, True),
+        "share of the time around the kernels": (0.02, True, False),
+    }
+    if reachable:  # only where the kernel alone reaches it
+        want["backward, where the kernel reaches as much"] = (575, False, True)
+    assert bars == want
+    for other in (replace(case, source="host"), replace(case, size=4), replace(case, tokens=TOKENS // 2)):
+        assert other.bars("cuda") == ()
+
+
+def test_a_case_that_fails_costs_no_other():
+    subject = SUBJECTS["virtual-ring"]
+    groups = {"bad": 3, "good": 1}  # heads over so many K/V heads
+    cases = {
+        name: VirtualCase(tokens=64, size=2, heads=2, kv_heads=n, head_dim=16) for name, n in groups.items()
+    }
+    seen = []
+    results = run(subject, cases, [], 1, "cpu", lambda results: seen.append(len(results.figures)))
+    assert [error["case"] for error in results.errors] == ["bad"]
+    assert results.tables["good"]["burst", "kernel / this"]
+    assert seen[0] == 0 < seen[1]  # written after each
+
+
+def test_it_needs_torch_alone(tmp_path):
+    """A checkout with torch, triton and numpy measures a GPU: no package of the command is imported."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nfor name in ('typer', 'tabulate', 'matplotlib'):\n    sys.modules[name] = None\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-m", "burst_bench", "rowwise", "--case", SMALL, "--repeats", "1"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "r.json")],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert read(tmp_path / "r.json").tables[SMALL]["merge of 8", "GB/s"]
+
+
+def test_the_gpu_check_runs_whole_and_prints_a_line_for_each_claim(tmp_path, capsys):
+    """On a CPU with tiny shapes: the way through, not the figures."""
+    for what, parts in (("smoke", {"smoke": SMOKE}), ("figures", dict(enumerate(PARTS, 1)))):
+        check([what, "--device", "cpu", "--repeats", "1", "--out", str(tmp_path)])
+        lines = capsys.readouterr().out.splitlines()
+        claims = [claim for part in parts.values() for each in part for claim in each.claims]
+        assert [line.split(": ")[0] for line in lines] == [claim.words.split(": ")[0] for claim in claims]
+        for claim, line in zip(claims, lines, strict=True):
+            measured = ": ok" in line and "measured" in line
+            lacking = {"liger": "needs a GPU", "cce": "needs a GPU", "cudnn": "not on cuda"}
+            assert measured or lacking.get(claim.method, "nothing") in line, line
+            assert claim.predicted is None or not measured or "predicted" in line
+        for name in parts:
+            path = tmp_path / (f"figures-{name}.json" if what == "figures" else "smoke.json")
+            written = json.loads(path.read_text())
+            assert written["commit"] and len(written["claims"]) == sum(
+                len(each.claims) for each in parts[name]
+            )
+
+
+def test_a_claim_is_judged_by_its_bar_on_a_gpu_alone():
+    claim = Claim("speed", "ours", "x", 0.9, 0.8)
+    one = Check("case", KernelCase(), (claim, replace(claim, at_most=True), replace(claim, bar=None)))
+    for device, verdicts in (("cuda", [False, True, True]), ("cpu", [True, True, True])):
+        results = Results("kernels", "", device, 1, figures=[Figure("case", "ours", "x", (0.7,))])
+        assert [line["ok"] for line in lines_of(one, results)] == verdicts
+    (line, *_) = lines_of(
+        one, Results("kernels", "", "cuda", 1, errors=[{"case": "case", "error": "no kernel"}])
+    )
+    assert line["ok"] is False and as_text(line, False) == "speed: not measured (no kernel)"
+
+
+def test_every_check_names_a_subject_that_runs_on_a_gpu():
+    for part in (SMOKE, *PARTS):
+        for each in part:
+            subject = SUBJECTS[each.case.subject]
+            assert "cuda" in subject.devices and type(each.case) is subject is type(each.small)
+    names = {each.case.subject for part in PARTS for each in part}
+    on_one = {name for name, subject in SUBJECTS.items() if "cuda" in subject.devices and not subject.joined}
+    assert names == on_one

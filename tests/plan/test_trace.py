@@ -1,0 +1,209 @@
+"""Timelines: recorded and predicted, as trace and picture; the commands that show them."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from dense import problem
+from ranks import processes
+from typer.testing import CliRunner
+
+from burst_mcore import BurstConfig, Mask, Topology, burst_attention
+from burst_mcore.attention.autotune.cost import Sizes
+from burst_mcore.attention.autotune.simulate import play
+from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.schedule.actions import Compute, Recv
+from burst_mcore.attention.schedule.route import Route, program, schedule
+from burst_mcore.attention.schedule.trace import Event, chrome_trace, lane, record
+from burst_plan.cli import app
+from burst_plan.explain import predict
+from burst_plan.explain.picture import COLOURS
+from burst_plan.explain.problem import Problem
+from burst_mcore.rates import Rates
+
+RATES = Rates(intra=50e9, inter=5e9, compute=1e14)
+
+
+def test_a_pass_is_recorded_action_by_action():
+    q, k, v, _ = problem(0, 32)
+    with record(rank=3) as events:
+        burst_attention(q, k, v, topology=Topology.single(), mask=Mask.causal())
+    assert [(e.rank, e.lane, e.label) for e in events] == [(3, "compute", "[0]")]
+    assert 0 <= events[0].started < events[0].ended
+    with record() as nothing:
+        pass
+    assert nothing == []
+
+
+def _recorded(rank, size):
+    topology = Topology.from_group(dist.group.WORLD, intra_size=2)
+    q, k, v, dout = problem(0, 64)
+    q.requires_grad_()
+    config = BurstConfig(backward="query", ring="double")
+    with record(rank) as events:
+        out = burst_attention(q, k, v, topology=topology, mask=Mask.causal(), config=config)
+        out.backward(dout)
+    return events
+
+
+def test_every_message_and_compute_of_a_ring_is_recorded():
+    for rank, events in enumerate(processes(4, _recorded)):
+        actions = [a for pass_ in ("forward", "query") for a in program(rank, Route(2, 2), pass_)]
+        assert {e.rank for e in events} == {rank}
+        assert sum(e.label.startswith("[") for e in events) == sum(isinstance(a, Compute) for a in actions)
+        assert sum("<" in e.label for e in events) == sum(isinstance(a, Recv) for a in actions)
+        first = {e.lane: e for e in reversed(events)}  # the hops leave before the first compute is over
+        assert first["inter data"].started < first["compute"].ended
+        assert first["intra data"].started < first["compute"].ended
+
+
+def test_a_trace_has_a_process_for_each_rank_of_each_run():
+    runs = {
+        "predicted": [Event(0, "compute", "[0]", 0.0, 0.0, 1e-3)],
+        "measured": [Event(0, "intra data", "x", 0, 0, 2e-3)],
+    }
+    events = json.loads(chrome_trace(runs))["traceEvents"]
+    names = {e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert names == {"predicted, rank 0", "measured, rank 0", "compute", "intra data"}
+    spans = [(e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert spans == [("[0]", 0.0, 1e3), ("x", 0.0, 2e3)]
+    assert len({e["pid"] for e in events}) == 2
+
+
+@pytest.mark.parametrize("pass_", ["forward", "query", "kv"])
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_a_drawing_computes_all_that_the_mask_allows(pass_, degree):
+    drawn = predict.draw(
+        Problem(seq=4096, heads=8, kv_heads=8, head_dim=64, dtype="bfloat16"),
+        Ranks(4, 2),
+        RATES,
+        pass_=pass_,
+        degree=degree,
+        ring="double",
+        overlap=True,
+    )
+    seconds = sum(e.ended - e.started for e in drawn.timeline.events if e.lane == "compute")
+    flops = (4 if pass_ == "forward" else 10) * 4096 * 4097 // 2 * 8 * 64
+    assert seconds == pytest.approx(flops / RATES.compute)
+
+
+def test_draw_writes_grid_picture_and_trace(tmp_path):
+    out, trace = tmp_path / "x.png", tmp_path / "x.json"
+    done = CliRunner().invoke(
+        app,
+        f"draw --cluster 2x2 --direction query --seq 1K --heads 4 --dtype float32 --measure --out {out} "
+        f"--trace {trace}".split(),
+    )
+    assert done.exit_code == 0, done.output
+    assert "backward query" in done.output and "wait inter gradient" in done.output
+    assert out.read_bytes().startswith(b"\x89PNG")
+    runs = {
+        e["args"]["name"].split(",")[0]
+        for e in json.loads(trace.read_text())["traceEvents"]
+        if e["ph"] == "M"
+    }
+    assert {"predicted", "measured"} <= runs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--cluster", "2by4"], "2by4"),
+        (["--cluster", "0x4"], "4x8"),
+        (["--seq", "many"], "128K or 1M, got 'many'"),
+        (["--direction", "sideways"], "forward, kv, query"),
+        (["--head-parallel", "3"], "legal: [1, 2, 4, 8]"),
+        (["--mesh", "2x2"], "must be the 8 ranks; legal: 1x8, 2x4, 4x2, 8x1"),
+        (["--mesh", "2x2", "--ring", "direct"], "use ring='auto'"),
+        (["--ring", "star"], "'double', 'flat'"),
+        (["--inter-gb", "-1"], "Rates.inter"),
+        (["--dtype", "int8"], "dtype must be one of"),
+        (["--measure"], "at most 16384"),
+        (["--out", "x.words"], "words"),
+    ],
+)
+def test_draw_says_what_is_wrong(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["draw", *arguments])
+    assert done.exit_code == 2
+    assert words in done.output
+    assert not list(Path(tmp_path).glob("*.json"))
+
+
+def test_explain_shows_all_ways_the_choice_and_why():
+    done = CliRunner().invoke(
+        app, ["explain", *"--heads 32 --kv-heads 8 --seq 1M --cluster 4x8 --ring double".split()]
+    )
+    assert done.exit_code == 0, done.output
+    rows = [line for line in done.output.splitlines() if " x " in line and ("query" in line or "kv" in line)]
+    ways = [row for row in rows if "chosen" not in row]
+    assert len([way for way in ways if " outer " not in way]) == 12  # six degrees, two directions
+    assert (
+        len([way for way in ways if "16 outer " in way]) == 2
+    )  # elsewhere neighbours hide all that they send
+    assert "chosen: ring='double', head_parallel=" in done.output
+    assert "predicted, not measured" in done.output
+
+
+def test_explain_names_heads_across_nodes_and_puts_bytes_beside_the_bound():
+    """Eight heads on four nodes with slow links: all-to-alls between nodes, rings of eight within."""
+    call = "--heads 8 --kv-heads 8 --seq 32K --mask full --dtype bfloat16 --cluster l20:4x8 --ring double"
+    done = CliRunner().invoke(app, ["explain", *call.split()])
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    rows = [re.split(r"  +", line.strip()) for line in lines if re.search(r"\d x \d", line)][:-1]
+    assert rows[0][:5] == ["*", "4 outer", "query", "double", "1 x 8"]
+    assert "chosen: ring='double', head_parallel=4, head_placement='outer', backward='query'" in done.output
+    bound = float(re.search(r"bound: ([\d.]+) MB between nodes", done.output)[1])
+    for row in rows:
+        assert float(row[-1]) == pytest.approx(float(row[-3]) / bound, rel=2e-3)
+    # 4 nodes, 8 heads: two heads a node, 4 N d 3 / 4 numbers of 2 bytes, forward and backward
+    assert bound == pytest.approx(2 * 3 * 2**10 * 1024 * 2 / 1e6, rel=1e-3)
+    assert min(float(row[-1]) for row in rows) >= 1
+    one_node = CliRunner().invoke(app, ["explain", *call.replace("l20:4x8", "l20:1x8").split()])
+    assert "intra / bound" in one_node.output and "MB within the node" in one_node.output
+
+
+def test_every_message_between_positions_has_a_colour():
+    routes = Route(1, 4), Route(2, 2), Route(4, 1), Route(1, 4, direct=True)
+    programs = [program(0, route, pass_) for route in routes for pass_ in ("forward", "query", "kv")]
+    lanes = {lane(action.channel) for each in programs for action in each if isinstance(action, Recv)}
+    assert {"compute", *lanes} == set(COLOURS)
+
+
+SLOW = Rates(intra=1e9, inter=1e8, compute=1.0, latency=0.0)
+
+
+def test_a_wait_says_who_waits_for_which_message_and_how_long():
+    """Rank 0 of a ring of 2 computes 1 s, and its partner's bundle takes 3 s."""
+    sizes = Sizes({"data": 3 * 10**9}, 1)
+    timeline = play(schedule(Route(1, 2), "forward"), sizes, lambda rank, action: 1.0, 2, SLOW)
+    assert timeline.seconds == pytest.approx(4.0)
+    (wait,) = timeline.exposed()
+    assert (wait.rank, wait.step, wait.peer, wait.lane) == (0, 0, 1, "intra data")
+    assert (wait.began, wait.seconds) == (pytest.approx(1.0), pytest.approx(2.0))
+    assert (
+        str(wait) == "rank 0 waits 2e+03 ms in step 0 for intra data from rank 1 (data0<1, posted in step 0)"
+    )
+    assert [each.rank for each in timeline.waits] == [0, 1]
+    message = next(e for e in timeline.events if e.lane == "intra data" and e.rank == 0)
+    assert (message.posted, message.started, message.ended) == (0.0, 0.0, pytest.approx(3.0))
+
+
+def test_where_all_is_hidden_nobody_waits():
+    sizes = Sizes({"data": 10**8}, 1)
+    timeline = play(schedule(Route(1, 4), "forward"), sizes, lambda rank, action: 1.0, 4, SLOW)
+    assert timeline.exposed() == [] == timeline.waits
+
+
+def test_a_message_starts_when_those_before_it_are_through():
+    """Two nodes of 2: data and gradients between the same ranks share a link."""
+    sizes = Sizes({"data": 10**9, "gradient": 10**9, "total": 10**9}, 1)
+    timeline = play(schedule(Route(2, 2), "kv"), sizes, lambda rank, action: 0.1, 2, SLOW)
+    assert all(e.posted <= e.started <= e.ended for e in timeline.events)
+    assert any(e.posted < e.started for e in timeline.events)
+    waited = sum(wait.seconds for wait in timeline.exposed())
+    computed = sum(e.ended - e.started for e in timeline.events if (e.rank, e.lane) == (0, "compute"))
+    assert timeline.seconds == pytest.approx(computed + waited)
