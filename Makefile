@@ -18,14 +18,16 @@ PIP := -m pip install --quiet --disable-pip-version-check
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train finetune compare test test-all tables lint bench bench-masks bench-loss bench-recompute bench-step bench-paper bench-topology bench-planning compiled gpu-smoke gpu-tests gpu-figures gpu-check gpu-sanitize clean
+.PHONY: help train finetune compare test test-plan test-bench test-all tables lint style types bench bench-masks bench-loss bench-recompute bench-step bench-paper bench-topology bench-planning compiled gpu-smoke gpu-tests gpu-figures gpu-check gpu-sanitize clean
 
 help:
 	@echo 'make train [ARGS="..."]    train a GPT on Megatron-Core with a burst ring (4 CPU processes)'
 	@echo 'make compare [ARGS="..."]  the same training on 1 process and on a ring of 4: must agree'
 	@echo 'make finetune              train a small Llama by DeepSpeed, ZeRO-3 with SP 4, then ZeRO-2 with DP 2 x SP 2'
-	@echo 'make test                  lint, types and tests; also with Megatron-Core 0.16.1 where Python 3.11 is'
-	@echo 'make test-all              the same, and the slow cells'
+	@echo 'make test                  lint, types and the tests of burst_mcore; also with Megatron-Core 0.16.1 where'
+	@echo '                           Python 3.11 is'
+	@echo 'make test-plan, test-bench  the tests of burst_plan, of burst_bench'
+	@echo 'make test-all              all tests, and the slow cells'
 	@echo 'make tables                write the tables of the docs again, after a setting, layout or kernel was added'
 	@echo 'make bench                 attention, measured beside other methods'
 	@echo 'make bench-SUBJECT         masks, loss, recompute, step, planning, or topology, paper (both need root and iproute2)'
@@ -47,21 +49,35 @@ finetune: $(VENV)
 	  $(RUN) examples/finetune_hf.py --config examples/deepspeed/$$way.json --out runs/finetune/$$way --goal 2.8 $(ARGS)
 	done
 
+PRODUCT := tests --ignore tests/plan --ignore tests/bench
+
 test: lint
-	@.venv/bin/python -m pytest -m 'not slow'
-	$(call test_311,-m 'not slow')
+	@$(call tested,$(PRODUCT),not slow)
+	$(call test_311,tests/megatron,not slow)
+
+test-plan: $(VENV)
+	@$(call tested,tests/plan,not slow)
+	$(call test_311,tests/plan/test_memory_of_megatron.py tests/plan/test_patches.py,not slow)
+
+test-bench: $(VENV)
+	@$(call tested,tests/bench,not slow)
 
 test-all: lint
-	@.venv/bin/python -m pytest
-	$(call test_311,)
+	@$(call tested,tests,slow or not slow)
+	$(call test_311,tests/megatron tests/plan/test_memory_of_megatron.py tests/plan/test_patches.py,slow or not slow)
 
 tables: $(VENV)
 	@PYTHONPATH=. $(RUN) docs/tables.py
 
 lint: $(VENV)
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync style types
+
+style: $(VENV)
 	@.venv/bin/ruff check --quiet
 	.venv/bin/ruff format --quiet --check
-	.venv/bin/mypy --no-error-summary
+
+types: $(VENV)
+	@.venv/bin/mypy --no-error-summary
 
 bench: $(VENV)
 	@.venv/bin/burst-mcore bench attention --out runs/attention.json $(ARGS)
@@ -108,11 +124,17 @@ gpu-sanitize:
 clean:
 	rm -rf .venv .venv-py311 runs
 
-# Runs the Megatron tests in the second environment, or says why not.
+# Runs tests of $(1) that are $(2): first those that start no processes, on all cores; then the others, one by one.
+define tested
+.venv/bin/python -m pytest $(1) -m '($(2)) and not processes' --numprocesses auto --dist loadfile
+.venv/bin/python -m pytest $(1) -m '($(2)) and processes'
+endef
+
+# Runs tests of $(1) that are $(2) in the second environment, or says why not.
 define test_311
 if [ -n "$$($(call python,11,))" ]; then
   $(MAKE) --no-print-directory $(VENV_311)
-  .venv-py311/bin/python -m pytest tests/megatron $(1)
+  .venv-py311/bin/python -m pytest $(1) -m '$(2)'
 else
   echo 'no Python 3.11 here: not tested with $(MEGATRON_311), the last Megatron-Core for it'
 fi

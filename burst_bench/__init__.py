@@ -2,6 +2,7 @@
 
 subjects/     what is measured: a class of cases each, with its trials, figures and bars
 methods/      what is compared: rows of METHODS, ours and those of other packages
+published/    published measurements beside predictions, for `burst-mcore plan --against`
 check/        the GPU check: claims with predictions and bars, a line each
 core          the data classes of all this; Case is what a subject extends
 run           cases one by one, each in fresh processes; results as they come
@@ -10,8 +11,9 @@ clock         CPU, wall and CUDA seconds of steps in turn
 gate          errors beside float64
 memory        peak memory, and the largest tensor
 launch        fresh processes over gloo; emulate: the same on an emulated cluster
-results       figures, bars, and the JSON file of a run; provenance: commit, machine, versions
+results       figures, bars, and the JSON file of a run
 report        results as a table and as a picture
+calibrate     the rates of this machine, measured, for `burst-mcore calibrate`
 rows          rows of measurements for `burst-mcore plan --against`, from results
 trace         what ranks did when, for `burst-mcore draw --measure`
 """

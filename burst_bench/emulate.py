@@ -26,9 +26,9 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from burst_mcore.attention.autotune.ways import Ranks
 from burst_bench.core import first_line
 from burst_bench.launch import in_processes
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.rates import Rates
 
 _PR_SET_PDEATHSIG = 1

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.attention.geometry.pattern import Pattern
-from burst_mcore.attention.kernels.table import KERNELS, choose
 from burst_bench.core import World
 from burst_bench.methods.bare import both_ways, forward_of
 from burst_bench.methods.sharded import Attention
-from burst_plan.explain.problem import Problem
+from burst_mcore.attention.geometry.pattern import Pattern
+from burst_mcore.attention.kernels.table import KERNELS, choose
 from burst_mcore.mask import Mask
+from burst_plan.explain.problem import Problem
 
 TOKENS = 512
 """Length of the sequence on which a method must be right before it is timed, at most."""

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from burst_plan import provenance
 from burst_bench.core import ALL, Bar, Case, Derived, Figure, Table
+from burst_plan import provenance
 
 SCHEMA = 1
 UNITS = {

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from burst_plan import provenance
 from burst_bench.core import Method
 from burst_bench.methods import METHODS
 from burst_bench.methods.sharded import VARIANTS
+from burst_bench.published.rows import CPU, Row, read
 from burst_bench.results import Results
 from burst_bench.subjects.attention import AttentionCase
 from burst_mcore.machines import machine_of
-from burst_bench.published.rows import CPU, Row, read
+from burst_plan import provenance
 
 
 def recorded(path: Path) -> list[Mapping[str, Any]]:

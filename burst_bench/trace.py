@@ -7,17 +7,17 @@ from functools import partial
 
 import torch.distributed as dist
 
-from burst_mcore.attention.autotune.ways import Ranks
-from burst_mcore.attention.runtime.topology import Topology
-from burst_mcore.attention.schedule.actions import Pass
-from burst_mcore.attention.schedule.trace import Event, record
 from burst_bench.core import World
 from burst_bench.launch import in_processes, keep_freed_memory
 from burst_bench.methods.attention import attended
 from burst_bench.methods.sharded import dealt
+from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.schedule.actions import Pass
+from burst_mcore.attention.schedule.trace import Event, record
 from burst_mcore.config import BurstConfig
-from burst_plan.explain.problem import Problem
 from burst_mcore.rates import Rates
+from burst_plan.explain.problem import Problem
 
 
 def trace_pass(

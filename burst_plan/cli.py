@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn, cast
 
 try:
     import typer
 except ImportError:
-    sys.exit("burst-mcore needs the packages of its extra 'bench': pip install 'burst-mcore[bench]'")
+    sys.exit("burst-mcore needs the packages of the extra 'cli': in a clone, pip install '.[cli]'")
 
 from burst_plan.options import (
     Batch,
@@ -41,6 +43,8 @@ app = typer.Typer(
     help="Predict, draw and measure BurstAttention; check configurations of DeepSpeed; patch Megatron.",
 )
 
+COMMANDS = "burst_mcore.commands"
+"""Entry points of functions that other packages add to the command."""
 MEASURED_TOKENS = 16384
 """The longest sequence that `draw --measure` runs."""
 
@@ -136,10 +140,9 @@ def draw(
     """
     from burst_mcore.attention.kernels.table import choose
     from burst_mcore.attention.schedule.actions import Pass
-    from burst_mcore.attention.schedule.trace import chrome_trace
-    from burst_bench.trace import trace_pass
     from burst_mcore.config import BurstConfig
     from burst_plan.explain import predict
+    from burst_plan.explain.chrome_trace import chrome_trace
     from burst_plan.explain.mask_picture import save_mask, tiles_summary
     from burst_plan.explain.picture import save_timelines
     from burst_plan.explain.problem import Problem
@@ -179,7 +182,7 @@ def draw(
         runs = {"predicted": drawing.timeline.events}
         if measure:
             config = replace(config, layout=drawing.plan.layout, kernel=kernel)
-            runs["measured"] = trace_pass(problem, where, pass_, config, rates)
+            runs["measured"] = registered("measure")(problem, where, pass_, config, rates)
     except (ValueError, RuntimeError) as error:
         _fail("draw", error)
     mask_out = mask_out or out.with_name("mask.png")
@@ -204,9 +207,11 @@ def draw(
 )
 def bench(context: typer.Context) -> None:
     """Measure methods side by side on this machine: burst-mcore bench SUBJECT; --help lists subjects."""
-    from burst_bench.__main__ import main
-
-    raise typer.Exit(main(context.args))
+    try:
+        status = registered("bench")(context.args)
+    except ValueError as error:
+        _fail("bench", error)
+    raise typer.Exit(status)
 
 
 @app.command()
@@ -220,12 +225,11 @@ def calibrate(
 ) -> None:
     """Measure kernel, memory and messages of ranks as a file of rates; torchrun may start the ranks."""
     from burst_plan.provenance import made_by
-    from burst_plan.calibrate import measure
 
     try:
         if not out.parent.is_dir():
             raise ValueError(f"there is no folder {out.parent} for {out}")
-        found = measure(ranks, repeats, device)
+        found = registered("calibrate")(ranks, repeats, device)
     except ValueError as error:
         _fail("calibrate", error)
     if found.rank == 0:
@@ -303,11 +307,10 @@ def plan(
             return
         if json_file or html_file:
             raise ValueError("--json and --html go with --model, not with --against")
-        from burst_bench.published.against import compare
         from burst_mcore.rates import Rates
 
         rates = None if rates_file is None else Rates.load(rates_file)
-        report = compare(against or (), calibrate or (), rates)
+        report = registered("against")(against or (), calibrate or (), rates)
     except (ValueError, OSError) as error:
         _fail("plan", error)
     typer.echo(report.text())
@@ -351,10 +354,10 @@ def doctor(
 ) -> None:
     """Predict what a configuration will do, whether it fits, and what would be faster; JSON or Megatron's."""
     from burst_mcore.deepspeed.config.section import reference as page
-    from burst_plan.doctor.memory import Shape
-    from burst_plan.words import tokens
     from burst_mcore.rates import Rates
     from burst_plan.doctor.checkup import DEFAULT_LENGTH, Asked, checkup
+    from burst_plan.doctor.memory import Shape
+    from burst_plan.words import tokens
 
     if reference:
         typer.echo(page(), nl=False)
@@ -412,6 +415,20 @@ def patch(
         _fail("patch", error)
 
 
+def registered(name: str) -> Callable[..., Any]:
+    """Return the function that another package registers for a subcommand or an option.
+
+    Raises:
+        ValueError: no installed package registers the function.
+    """
+    for point in entry_points(group=COMMANDS, name=name):
+        return cast(Callable[..., Any], point.load())
+    raise ValueError(
+        f"no installed package registers {name!r}: install burst_mcore from a wheel or a checkout, whose "
+        "burst_bench does"
+    )
+
+
 def _fail(command: str, error: Exception) -> NoReturn:
     typer.echo(f"burst-mcore {command}: {error}", err=True)
     raise typer.Exit(2) from None
@@ -423,7 +440,7 @@ def main() -> None:
         app()
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
-        if package == "burst_mcore":
+        if package.startswith("burst_"):
             raise
         typer.echo(f"burst-mcore: this needs the package {package}, which is not installed", err=True)
         sys.exit(2)

@@ -70,9 +70,9 @@ def ranks_and_rates(
     """Return the ranks and the rates that options name; single numbers replace those of the machine."""
     import torch
 
-    from burst_plan.explain.predict import cluster as parse
     from burst_mcore.machines import MACHINES, default_rates
     from burst_mcore.rates import Rates
+    from burst_plan.explain.predict import cluster as parse
 
     where, machine = parse(cluster)
     if rates_file is not None and machine is not None:

@@ -14,6 +14,7 @@ import torch
 
 from burst_mcore.version import __version__
 
+PACKAGES = "burst_mcore", "burst_plan", "burst_bench"
 LIBRARIES = (
     *("megatron-core", "deepspeed", "transformers", "triton", "flash-attn", "flash_attn_3", "flash-attn-4"),
     *("transformer-engine", "liger-kernel", "cut-cross-entropy"),
@@ -42,12 +43,12 @@ def versions(device: str) -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the commit as git names it, with "-dirty" if files of the package were changed since."""
+    """Return the commit as git names it, with "-dirty" if files of a package were changed since."""
     git = "git", "-C", str(Path(__file__).parent.parent)
     if not _answer(*git, "ls-files", __file__):  # a package installed inside another checkout is not it
         return "unknown: not in a git checkout"
     head = _answer(*git, "rev-parse", "--short=12", "HEAD")
-    changed = _answer(*git, "status", "--porcelain", "--untracked-files=no", "--", ".")
+    changed = _answer(*git, "status", "--porcelain", "--untracked-files=no", "--", *PACKAGES)
     return f"{head}-dirty" if changed else head
 
 

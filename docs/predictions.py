@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from burst_mcore.attention.schedule.actions import Kind, Send
-from burst_mcore.machines import CONSTANTS, MACHINES, Machine
 from burst_bench.published.against import Compared, Report, compare
 from burst_bench.published.errors import ROWS, Judged, judged, ranges
 from burst_bench.published.loops import (
@@ -26,9 +24,9 @@ from burst_bench.published.loops import (
 )
 from burst_bench.published.methods import Way, seconds_of, way_of
 from burst_bench.published.training import COUNTED
-from burst_plan.step import memory
-from burst_plan.step import search
-from burst_plan.step import time
+from burst_mcore.attention.schedule.actions import Kind, Send
+from burst_mcore.machines import CONSTANTS, MACHINES, Machine
+from burst_plan.step import memory, search, time
 from burst_plan.step.figures import KINDS
 from burst_plan.step.parts import CHUNK, MODULES, PLAIN
 
@@ -123,7 +121,7 @@ _STEP = {
     "CHUNK": (CHUNK, "Megatron-DeepSpeed's default: tokens of a chunk of FPDT"),
     "COUNTED": (COUNTED, "told by one row: FLOPs in the MFU of DeepSpeed's chart, over those of the model"),
 }
-"""Numbers of `burst_plan.step` and `burst_bench.published.training`, by name: value, and where it comes from."""
+"""Numbers of the step model and of `burst_bench.published.training`, by name: value, and its source."""
 _MODULES = """
 Bytes of a number that a part keeps for backward, and those that its backward has besides, by the modules of
 layers. Logits are those of a loss that is not fused. For Megatron's local spec and for transformers they were

@@ -14,26 +14,19 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from predictions import page
+from volume import of_columns, of_ring, of_rows, through_nic
 
-from burst_mcore.attention.autotune.volume import (
-    Share,
-    factors,
-    least,
-    of_columns,
-    of_ring,
-    of_rows,
-    through_nic,
-)
-from burst_mcore.attention.autotune.ways import Ranks, legal_degrees, route_for
+from burst_bench.published.errors import judged, ranges, table
+from burst_mcore.attention.autotune.ways import Ranks, factors, legal_degrees, route_for
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.config import SETTINGS
 from burst_mcore.deepspeed.config.section import reference
 from burst_mcore.megatron.arguments import flag_of
-from burst_bench.published.errors import judged, ranges, table
+from burst_plan.explain.least import Share, least
 from burst_plan.step.figures import TABLE
 
 DOCS = Path(__file__).parent
-TESTS = DOCS.parent / "tests" / "megatron"
+TESTS = DOCS.parent / "tests"
 PUBLIC = DOCS.parent / "benchmarks" / "public"
 
 
@@ -94,7 +87,9 @@ def _flags() -> Iterable[str]:
 
 def _tested() -> Iterable[str]:
     """Yield a row for each test of Megatron that is marked `proves`, by the thing that the tests prove."""
-    proofs = [proof for path in sorted(TESTS.glob("test_*.py")) for proof in _proofs(path)]
+    folders = TESTS / "megatron", TESTS / "plan"  # the second has the tests of patches
+    paths = sorted((path for f in folders for path in f.glob("test_*.py")), key=lambda path: path.name)
+    proofs = [proof for path in paths for proof in _proofs(path)]
     for what in dict.fromkeys(proof[0] for proof in proofs):
         for _, how, test, on_all in (proof for proof in proofs if proof[0] == what):
             yield f"| {what} | {how} | {test if on_all else '-'} | {test} |"
@@ -114,7 +109,7 @@ def _proofs(path: Path) -> Iterable[tuple[str, str, str, bool]]:
         for decorator in function.decorator_list:
             if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.proves":
                 what, how = (ast.literal_eval(argument) for argument in decorator.args)
-                link = f"../tests/megatron/{path.name}"
+                link = f"../{path.relative_to(DOCS.parent)}"
                 yield what, how, f"[{path.stem.removeprefix('test_')}: {function.name}]({link})", on_all
 
 

@@ -93,7 +93,7 @@ def test_what_is_named_exists(page):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
     for link in re.findall(r"\]\((?!http)([^)#]+)", text):
         assert (page.parent / link).exists(), link
-    for path in re.findall(r"`(burst_mcore/[\w/.]+)`", text):
+    for path in re.findall(r"`((?:burst_\w+|tests|docs)/[\w/.]+)`", text):
         assert (ROOT / path).exists(), path
 
 
@@ -125,10 +125,10 @@ def test_every_flag_is_in_the_docs():
 
 
 def test_every_method_and_kernel_is_in_the_docs():
-    from burst_mcore.attention.kernels.table import KERNELS
     from burst_bench.methods import METHODS
     from burst_bench.subjects import SUBJECTS
     from burst_bench.subjects.step import FRAMEWORKS
+    from burst_mcore.attention.kernels.table import KERNELS
 
     page = (ROOT / "docs" / "benchmark.md").read_text()
     names = [name for kind, methods in METHODS.items() if kind != "kernels" for name in methods]

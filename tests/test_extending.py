@@ -12,7 +12,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 BEGINNING = '''
 import os, sys
-own = "burst_mcore", "masks", "dense", "tables", "test_layout", "test_plan", "test_mask"
+own = "burst_mcore burst_plan burst_bench masks dense tables test_layout test_plan test_mask".split()
 for name in [name for name in sys.modules if name.split(".")[0] in own]:
     del sys.modules[name]  # this process was forked from one that has the package itself
 sys.path[:0] = ["{copy}", "{copy}/docs", "{tests}"]
@@ -59,8 +59,9 @@ def test_every_row_of_the_page_is_tested():
     ]  # fmt: skip
 
 
-def _is_there(file: str) -> bool:
-    return (ROOT / "burst_mcore" / file).exists()
+def _path(root: Path, file: str) -> Path:
+    """A file as the page names it: files of burst_mcore without the package's name."""
+    return root / file if file.startswith("burst_") else root / "burst_mcore" / file
 
 
 @pytest.fixture
@@ -68,13 +69,13 @@ def extended(tmp_path):
     """A function that makes an addition in a copy of the package, and runs a script there."""
 
     def extend(addition, edits, script, ranks=1):
-        changed = {file if _is_there(file) else f"{Path(file).parent}/" for file in edits}
+        changed = {file if _path(ROOT, file).exists() else f"{Path(file).parent}/" for file in edits}
         assert changed == files_of(addition), f"docs/architecture.md names other files for {addition}"
         ignored = shutil.ignore_patterns("__pycache__")
-        for folder in ("burst_mcore", "docs", "benchmarks", "tests/megatron"):
+        for folder in ("burst_mcore", "burst_plan", "burst_bench", "docs", "benchmarks", "tests/megatron"):
             shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
         for file, changes in edits.items():
-            path = tmp_path / "burst_mcore" / file
+            path = _path(tmp_path, file)
             text = path.read_text() if path.exists() else changes
             for old, new in changes if path.exists() else ():
                 assert text.count(old) == 1, f"{file} has {text.count(old)} times: {old}"
@@ -206,7 +207,7 @@ def test_a_mask(extended):
             ("\n    @classmethod\n    def causal(", CONSTRUCTOR),
             ("import Blocks, Documents, Ranges,", "import Blocks, Documents, Prefix, Ranges,"),
         ],
-        "mask/words.py": [('\n@named("full")', WORD)],
+        "burst_plan/words.py": [('\n@named("full")', WORD)],
     }
     extended("a mask", edits, HOLD_MASK)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import burst_mcore
+from burst_bench.methods.virtual_rank import Copies, VirtualRank
 from burst_mcore import Mask
 from burst_mcore.attention import backward as backward_module
 from burst_mcore.attention.backward import backward
@@ -16,7 +17,6 @@ from burst_mcore.attention.call import Keys
 from burst_mcore.attention.numerics import merge
 from burst_mcore.attention.runtime import executor
 from burst_mcore.attention.shard import Shard
-from burst_bench.methods.virtual_rank import Copies, VirtualRank
 
 PACKAGE = str(Path(burst_mcore.__file__).parent)
 SIZE = 8

@@ -14,6 +14,7 @@ from ranks import processes
 from test_latent import DEEPSEEK, case, on_ring, through
 from test_simulation import simulate
 from typer.testing import CliRunner
+from volume import of_mesh
 
 from burst_mcore import BurstConfig, Layout, Mask, Topology
 from burst_mcore.attention.autotune.cost import (
@@ -26,14 +27,14 @@ from burst_mcore.attention.autotune.cost import (
 )
 from burst_mcore.attention.autotune.costing import pairs_of, work_of
 from burst_mcore.attention.autotune.decide import choose_route, latent_gains
-from burst_mcore.attention.autotune.volume import Share, of_mesh
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, program, schedule
 from burst_mcore.attention.shard import Shard
-from burst_plan.cli import app
 from burst_mcore.rates import Rates
+from burst_plan.cli import app
+from burst_plan.explain.least import Share
 
 
 def _simulated(c, mask, layout, route, direction, kernel="reference"):

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from burst_bench.methods.sharded import share_of
+from burst_bench.results import read
+from burst_bench.subjects import planning
 from burst_mcore import BurstConfig, Layout, Mask, Topology, prepare
 from burst_mcore.attention import prepare as prepare_module
 from burst_mcore.attention import request as request_module
@@ -26,9 +29,6 @@ from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.request import validate
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, program
-from burst_bench.methods.sharded import share_of
-from burst_bench.results import read
-from burst_bench.subjects import planning
 from burst_mcore.machines import MACHINES
 
 RANKS, TOKENS = 64, 2**20

@@ -27,10 +27,10 @@ from burst_mcore.attention.schedule.actions import (
 )
 from burst_mcore.attention.schedule.route import Route, Schedule, schedule
 from burst_mcore.attention.schedule.route import program as program_of
-from burst_plan.explain.verify import verify
 from burst_mcore.attention.shard import Shard
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
+from burst_plan.explain.verify import verify
 
 INTRA_DATA, INTRA_GRADIENT = Channel(Link.INTRA, Kind.DATA), Channel(Link.INTRA, Kind.GRADIENT)
 INTER_DATA, INTER_GRADIENT = Channel(Link.INTER, Kind.DATA), Channel(Link.INTER, Kind.GRADIENT)

@@ -13,12 +13,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from burst_plan import provenance
 from burst_bench.check.parts import PARTS, SMOKE, Check, Claim
 from burst_bench.core import Table
 from burst_bench.results import Results
 from burst_bench.run import device_for, run
 from burst_bench.subjects.kernels import KernelCase
+from burst_plan import provenance
 
 Line = dict[str, str | float | bool | None]
 
@@ -76,9 +76,7 @@ def check_part(name: str, part: Sequence[Check], device: str, repeats: int, out:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the parts that were asked for; 0 if every claim was measured and reaches its bar, otherwise 1."""
-    parser = argparse.ArgumentParser(
-        prog="python -m burst_bench.check", description=__doc__.split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m burst_bench.check", description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=("smoke", "figures"), help="smoke: two minutes; figures: all others")
     parser.add_argument("--part", type=int, help=f"of the figures, 1 to {len(PARTS)} (default: all in turn)")
     parser.add_argument(

@@ -6,7 +6,7 @@
     kernels     local attention kernels
     played      attention on a cluster as programs, without kernels
 
-`sharded` is the form of the first kind, `peers` has its methods of other projects.
+`sharded` is the form of the first kind, `all_gather` its baseline, `peers` has its methods of other projects.
 `virtual_rank` is one rank of a ring, alone on a device, for the subject virtual-ring.
 `steps_deepspeed` and `steps_megatron` have the training steps of a framework, for the subject step; `steps`
 has what they share. `bare` calls a kernel with nothing around it.

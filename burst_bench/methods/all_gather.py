@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from burst_bench.methods.bare import inputs_of, scores_of
 from burst_mcore.attention.call import Keys, Queries
 from burst_mcore.attention.geometry.launches import launches_of
 from burst_mcore.attention.geometry.plan import plan_for
@@ -20,7 +21,6 @@ from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.numerics.merge import GradientSum, OnlineSoftmax
 from burst_mcore.attention.numerics.rowwise import output_stand_in, row_delta
-from burst_bench.methods.bare import inputs_of, scores_of
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.attention.api import burst_attention
-from burst_mcore.attention.runtime.head_exchange import why_not_heads
-from burst_mcore.attention.runtime.topology import Topology
 from burst_bench.core import Method, World, package
 from burst_bench.methods.all_gather import all_gather_attention
 from burst_bench.methods.peers.gpu import METHODS as ON_GPUS
 from burst_bench.methods.peers.ring import METHODS as TEMPLATES
 from burst_bench.methods.sharded import Attention, RingCase, dealt, divisible
+from burst_mcore.attention.api import burst_attention
+from burst_mcore.attention.runtime.head_exchange import why_not_heads
+from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.rates import Rates
 

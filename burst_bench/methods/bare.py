@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from burst_bench.core import Step
 from burst_mcore.attention.call import Keys, Queries
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.geometry.rows import gather
 from burst_mcore.attention.geometry.tiles import Tile
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Scores
 from burst_mcore.attention.numerics.rowwise import row_delta
-from burst_bench.core import Step
 
 
 def scores_of(q: Tensor) -> Scores:

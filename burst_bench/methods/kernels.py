@@ -9,15 +9,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from burst_bench.core import Case, Method, World, one_of
+from burst_bench.methods.bare import Tiles
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.kernel import Kernel, Problem
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_bench.core import Case, Method, World, one_of
-from burst_bench.methods.bare import Tiles
-from burst_plan.explain.problem import DTYPES
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
+from burst_plan.explain.problem import DTYPES
 from burst_plan.words import mask_of
 
 

@@ -11,8 +11,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from burst_mcore.attention.operator.ops import attention_forward
 from burst_bench.core import Method, World, installed, ready
+from burst_mcore.attention.operator.ops import attention_forward
 from burst_mcore.checkpointing import Full, KeepAttention, Policy, Segment, checkpoint
 
 

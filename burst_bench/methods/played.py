@@ -16,6 +16,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from burst_bench.core import Method, World
+from burst_bench.published.methods import Parts, Way, parts_of, programs_of, seconds_of, way_of
+from burst_bench.published.rows import Row
 from burst_mcore.attention.autotune import decide
 from burst_mcore.attention.autotune.candidate import Candidate
 from burst_mcore.attention.autotune.choose import best
@@ -44,15 +47,12 @@ from burst_mcore.attention.schedule.actions import (
     hops,
 )
 from burst_mcore.attention.schedule.route import PASSES, schedule
-from burst_plan.explain.verify import verify
 from burst_mcore.attention.shard import Shard
-from burst_bench.core import Method, World
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
-from burst_bench.published.methods import Parts, Way, parts_of, programs_of, seconds_of, way_of
-from burst_bench.published.rows import Row
 from burst_mcore.rates import Rates
+from burst_plan.explain.verify import verify
 
 LAYOUT, MASK = Layout("zigzag"), Mask.causal()
 

@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.shard import Shard
 from burst_bench.core import Case, World
-from burst_plan.explain.problem import Problem
+from burst_mcore.attention.shard import Shard
 from burst_mcore.layout import Layout, shard, unshard
+from burst_plan.explain.problem import Problem
 
 VARIANTS = {"zigzag": "zigzag", "striped": "stripe", "contiguous": "basic"}
 """Words in the variant of a row of measurements, by layout."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from burst_bench.methods.bare import Tiles, inputs_of
 from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Attended, Call, Keys, Queries
 from burst_mcore.attention.forward import forward
@@ -28,7 +29,6 @@ from burst_mcore.attention.runtime.executor import Bundle
 from burst_mcore.attention.schedule.actions import Channel, Pass, Recv, Send
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
-from burst_bench.methods.bare import Tiles, inputs_of
 from burst_mcore.dtypes import wide
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask

@@ -12,13 +12,13 @@ from typing import Any
 
 from tabulate import tabulate
 
-from burst_mcore.machines import MACHINES, Machine
 from burst_bench.published.fit import calibrated
 from burst_bench.published.methods import seconds_of, way_of
 from burst_bench.published.paper import Figure, figures
 from burst_bench.published.rows import CPU, Row, read, rows_of
 from burst_bench.published.training import OUT_OF_MEMORY, fitted, of_row
 from burst_bench.published.training import figure as figure_of
+from burst_mcore.machines import MACHINES, Machine
 from burst_mcore.rates import Rates
 from burst_plan.step.way import Way
 

@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from burst_mcore.machines import MACHINES
 from burst_bench.published.rows import read
 from burst_bench.published.training import Training, fitted, of_row, predicted, value_of
+from burst_mcore.machines import MACHINES
 from burst_plan.step.figures import KINDS, Errors, kind_of
 
 ROWS = "training.json"

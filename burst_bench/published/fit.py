@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from burst_mcore.machines import CONSTANTS, MACHINES, Constants, Machine
 from burst_bench.published.methods import seconds_of, way_of
 from burst_bench.published.rows import Row
+from burst_mcore.machines import CONSTANTS, MACHINES, Constants, Machine
 
 FITTED = ("call",)
 """Constants of all machines that are fitted; the rows say nothing of the others."""

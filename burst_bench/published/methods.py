@@ -11,6 +11,21 @@ from functools import lru_cache
 
 import torch
 
+from burst_bench.published.loops import (
+    DEEPSPEED,
+    INTERNEVO,
+    MAGI_DOUBLE_RING,
+    MAGI_GATHER,
+    MAGI_RING,
+    MAGI_ULYSSES,
+    RING_FLASH,
+    TE_GATHER,
+    TRANSFORMER_ENGINE,
+    Gather,
+    Loop,
+    Place,
+)
+from burst_bench.published.rows import Row
 from burst_mcore.attention.autotune.cost import (
     COPIES,
     PARCELS,
@@ -34,21 +49,6 @@ from burst_mcore.dtypes import TRAINED
 from burst_mcore.layout import Layout
 from burst_mcore.machines import MACHINES
 from burst_mcore.mask import Mask
-from burst_bench.published.loops import (
-    DEEPSPEED,
-    INTERNEVO,
-    MAGI_DOUBLE_RING,
-    MAGI_GATHER,
-    MAGI_RING,
-    MAGI_ULYSSES,
-    RING_FLASH,
-    TE_GATHER,
-    TRANSFORMER_ENGINE,
-    Gather,
-    Loop,
-    Place,
-)
-from burst_bench.published.rows import Row
 from burst_mcore.rates import Rates
 
 EAGER = Passes(out=10.0, stays=10.0, travels=10.0, stand_in=0.0)

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from burst_mcore.machines import MACHINES
-from burst_plan.words import tokens
 from burst_bench.published.rows import Row
 from burst_bench.published.training import Training, of_ablation, of_paper
+from burst_mcore.machines import MACHINES
 from burst_plan.step.model import Model
+from burst_plan.words import tokens
 
 METHODS = {"megatron-cp": "ring"}
 """Names of methods in a paper that have another name here."""

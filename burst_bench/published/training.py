@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from burst_mcore.attention.autotune.ways import Ranks
-from burst_mcore.attention.schedule.actions import Pass
-from burst_mcore.machines import MACHINES, Machine
 from burst_bench.published.methods import METHODS as ATTENTION
 from burst_bench.published.methods import Way as AttentionWay
 from burst_bench.published.methods import seconds_of
 from burst_bench.published.rows import Row
+from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.schedule.actions import Pass
+from burst_mcore.machines import MACHINES, Machine
 from burst_mcore.rates import Rates
 from burst_plan.step.attention import Attention
 from burst_plan.step.figures import Place, Step
@@ -38,7 +38,7 @@ class Training:
     per_node: int
     hardware: str
     method: str = ""
-    """Of attention, a name in `burst_bench.published.methods.METHODS`, or "flat burst"; "": as `plan` chooses."""
+    """Of attention, a name in METHODS of `published.methods`, or "flat burst"; "": as `plan` chooses."""
     variant: str = ""
     """Of the method, as in `burst_bench.published.rows.Row`."""
     mask: str = "causal"

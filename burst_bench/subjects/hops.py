@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.attention.runtime.communicators import companion
 from burst_bench.core import Bar, Derived, Stage, Table, Trial, World
 from burst_bench.methods.kernels import SquareCase, others
+from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.attention.runtime.communicators import companion
 
 
 @dataclass(frozen=True, kw_only=True)

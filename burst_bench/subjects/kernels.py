@@ -6,12 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from burst_mcore.attention.kernels.kernel import Kernel
-from burst_mcore.attention.kernels.table import KERNELS
 from burst_bench.core import Bar, Derived, Method, Stage, Table, Trial, World, one_of
 from burst_bench.gate import relative
 from burst_bench.methods.bare import both_ways
 from burst_bench.methods.kernels import SquareCase
+from burst_mcore.attention.kernels.kernel import Kernel
+from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.layout.balance import keys_per_query
 from burst_plan.words import shortened
 

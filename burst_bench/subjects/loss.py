@@ -15,8 +15,8 @@ from burst_bench.core import Bar, Case, Derived, Method, Stage, Table, Trial, Wo
 from burst_bench.gate import relative
 from burst_bench.memory import LargestMade, peak_meter
 from burst_bench.methods.heads import IGNORED, Head, HeadLoss
-from burst_plan.explain.problem import DTYPES
 from burst_mcore.loss.reference import linear_cross_entropy
+from burst_plan.explain.problem import DTYPES
 
 OURS = "burst"
 MASKED = 1 / 16

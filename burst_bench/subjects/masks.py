@@ -9,6 +9,10 @@ from itertools import chain
 
 import torch
 
+from burst_bench.core import Bar, Derived, Stage, Step, Table, Trial, World
+from burst_bench.methods.bare import Tiles, both_ways
+from burst_bench.methods.sharded import RingCase
+from burst_bench.subjects.attention import on_first, ring_trial
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.geometry.plan import plan_for
@@ -16,15 +20,11 @@ from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.kernel import Kernel
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.schedule.actions import Pass
-from burst_bench.core import Bar, Derived, Stage, Step, Table, Trial, World
-from burst_bench.methods.bare import Tiles, both_ways
-from burst_bench.methods.sharded import RingCase
-from burst_bench.subjects.attention import on_first, ring_trial
-from burst_plan.explain.predict import draw
-from burst_plan.explain.problem import DTYPES
 from burst_mcore.layout import shard
 from burst_mcore.layout.balance import imbalance, keys_per_query
 from burst_mcore.machines import CPU
+from burst_plan.explain.predict import draw
+from burst_plan.explain.problem import DTYPES
 
 SHORT = 3
 """Times as many rounds of cases without masked dense attention, which takes the most time."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from burst_mcore.attention.runtime.topology import Topology
 from burst_bench.core import Derived, Method, Stage, Table, Trial, World, one_of
 from burst_bench.gate import relative
 from burst_bench.subjects.recompute import WRONG, Layer, LayersCase
+from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.checkpointing import KeepAttention, Offload, checkpoint
 from burst_plan.explain.problem import DTYPES
 

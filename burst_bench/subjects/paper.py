@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from burst_mcore.attention.autotune.cost import link_bytes
-from burst_mcore.attention.autotune.ways import Ranks
-from burst_mcore.attention.schedule.actions import Link
-from burst_mcore.attention.shard import Shard
 from burst_bench import emulate
 from burst_bench.core import Bar, Case, Derived, Method, Stage, Table, Trial, World
 from burst_bench.methods.played import AUTO, FIELD, METHODS, Played, Scale, costed, play
 from burst_bench.methods.sharded import share_of
-from burst_plan.explain.predict import cluster
-from burst_mcore.machines import MACHINES
 from burst_bench.published.rows import Row
+from burst_mcore.attention.autotune.cost import link_bytes
+from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.schedule.actions import Link
+from burst_mcore.attention.shard import Shard
+from burst_mcore.machines import MACHINES
 from burst_mcore.rates import Rates
+from burst_plan.explain.predict import cluster
 
 TOKENS = (4096, 8192, 16384, 32768)
 """Tokens of a rank: 128K to 1M on the paper's 32 GPUs."""

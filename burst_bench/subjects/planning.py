@@ -13,6 +13,8 @@ from functools import partial
 
 import torch
 
+from burst_bench.core import Bar, Case, Stage, Trial, World, one_of
+from burst_bench.methods.sharded import share_of
 from burst_mcore.attention.autotune.decide import fastest
 from burst_mcore.attention.autotune.kind import typical
 from burst_mcore.attention.autotune.ways import Ranks
@@ -21,8 +23,6 @@ from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.aten import CPU
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, program
-from burst_bench.core import Bar, Case, Stage, Trial, World, one_of
-from burst_bench.methods.sharded import share_of
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.machines import MACHINES

@@ -12,20 +12,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
-from burst_mcore.attention.recompute.cuts import cut_for, head_mask
-from burst_mcore.attention.runtime.topology import Topology
-from burst_mcore.attention.schedule.actions import Pass
 from burst_bench.core import Bar, Case, Derived, Method, Stage, Table, Trial, World, one_of
 from burst_bench.gate import relative
 from burst_bench.memory import peak_meter
 from burst_bench.methods.attention import attended
 from burst_bench.methods.layers import POLICIES, Checkpointing, as_it_is
 from burst_bench.methods.sharded import share_of
+from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
+from burst_mcore.attention.recompute.cuts import cut_for, head_mask
+from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.config import BurstConfig
-from burst_plan.explain.problem import DTYPES
 from burst_mcore.layout import Layout, positions
 from burst_mcore.mask import Mask
+from burst_plan.explain.problem import DTYPES
 
 GATE_TOKENS = 256
 """A method must give the gradients of no recompute on as many tokens before it is measured, at most."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from burst_mcore.attention.numerics.rowwise import add_up, combine, output_stand_in, row_delta
 from burst_bench.core import Derived, Stage, Table, Trial, World
 from burst_bench.methods.kernels import SquareCase
+from burst_mcore.attention.numerics.rowwise import add_up, combine, output_stand_in, row_delta
 
 BYTES = {
     "D": (4, 4),

@@ -9,15 +9,13 @@ from pathlib import Path
 
 import torch
 
-from burst_mcore.attention.runtime import topology
 from burst_bench.core import Bar, Case, Derived, Method, Stage, Step, Table, Trial, World, one_of
 from burst_bench.memory import peak_meter
-from burst_bench.methods import steps
-from burst_bench.methods import steps_deepspeed
-from burst_bench.methods import steps_megatron
+from burst_bench.methods import steps, steps_deepspeed, steps_megatron
 from burst_bench.methods.steps import Train
-from burst_plan.explain.problem import DTYPES
+from burst_mcore.attention.runtime import topology
 from burst_mcore.machines import MACHINES, machine_of
+from burst_plan.explain.problem import DTYPES
 
 FRAMEWORKS = {"deepspeed": steps_deepspeed, "megatron": steps_megatron}
 HOST_NAME = topology.host_name

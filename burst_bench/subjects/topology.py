@@ -17,18 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.attention.autotune import decide
-from burst_mcore.attention.autotune.candidate import Candidate
-from burst_mcore.attention.autotune.choose import best
-from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
-from burst_mcore.attention.autotune.ways import Ranks
-from burst_mcore.attention.geometry.pattern import Pattern
-from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Scores
-from burst_mcore.attention.kernels.table import KERNELS, choose
-from burst_mcore.attention.prepare import call_of
-from burst_mcore.attention.runtime.topology import Topology
-from burst_mcore.attention.schedule.actions import Pass
-from burst_mcore.attention.shard import Shard
 from burst_bench.core import (
     Bar,
     Case,
@@ -44,6 +32,18 @@ from burst_bench.core import (
 )
 from burst_bench.methods.attention import attended
 from burst_bench.methods.sharded import share_of
+from burst_mcore.attention.autotune import decide
+from burst_mcore.attention.autotune.candidate import Candidate
+from burst_mcore.attention.autotune.choose import best
+from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
+from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.geometry.pattern import Pattern
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Scores
+from burst_mcore.attention.kernels.table import KERNELS, choose
+from burst_mcore.attention.prepare import call_of
+from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.schedule.actions import Pass
+from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask

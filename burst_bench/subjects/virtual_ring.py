@@ -11,15 +11,15 @@ from statistics import median
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.attention.schedule.actions import Pass
-from burst_mcore.attention.shard import Shard
 from burst_bench.core import Bar, Derived, Stage, Step, Table, Trial, World, one_of
 from burst_bench.methods.kernels import SquareCase, others
 from burst_bench.methods.virtual_rank import FROM, VirtualRank
 from burst_bench.subjects.kernels import WORK
-from burst_plan.explain.problem import DTYPES
+from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.attention.schedule.actions import Pass
+from burst_mcore.attention.shard import Shard
 from burst_mcore.mask import Mask
+from burst_plan.explain.problem import DTYPES
 from burst_plan.words import mask_of, shortened
 
 TOKENS = 32768

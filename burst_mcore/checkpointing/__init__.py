@@ -1,4 +1,10 @@
-"""Recompute policies: what of attention a checkpointed layer keeps."""
+"""Recompute policies: what of attention a checkpointed layer keeps.
+
+policy    Full, Segment, KeepAttention, Offload: the share of the sequence that a call keeps
+function  checkpoint, with a policy; recorded: the same for checkpointing of other projects
+scope     the attention calls of one checkpointed layer, recorded and replayed
+offload   where kept results wait for backward: on the device, or in pinned host memory
+"""
 
 from burst_mcore.attention.recompute.replay import RecomputeError
 from burst_mcore.checkpointing.function import checkpoint, recorded

@@ -2,11 +2,16 @@
 
 core_attention  the module that Megatron's layers build in the place of (TE)DotProductAttention
 spec            layer specs and spec providers that name it
+ahead           batches of packed documents, planned while the batch before is trained on
 latent          the latent of MLA layers, handed to core attention
 packed          packed sequences as a mask and a layout
 layouts         other layouts than zigzag: Megatron's batches and rotary positions dealt by them
-patched         changes to Megatron: patches of its source, functions replaced at run time
+fused_loss      the fused LM head and loss in Megatron's models
+recompute       recompute policies under Megatron's checkpointing
+sinks           attention sinks as Megatron keeps them
+patched         the functions that patched lines of Megatron call
 arguments       the command-line flags, and the configuration that they make
+asked           what Megatron's arguments ask of core attention: served, or refused by name
 launcher        runs an unmodified training script with those flags: `python -m burst_mcore.megatron SCRIPT`
 cpu             Megatron without a GPU
 

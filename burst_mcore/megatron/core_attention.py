@@ -51,9 +51,9 @@ from burst_mcore.megatron.latent import hand_over_latents, is_latent, latent_of
 from burst_mcore.megatron.layouts import ZIGZAG, deal_sequences_alone, layout_of_packed, refuse_other_layout
 from burst_mcore.megatron.packed import Packing, packing
 from burst_mcore.megatron.patched.groups import Rebindable, follow_groups
-from burst_mcore.megatron.patched.wrap import wrap
 from burst_mcore.megatron.sinks import softmax_offset
 from burst_mcore.rates import Rates
+from burst_mcore.wrap import wrap
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 FULL = (AttnMaskType.no_mask, AttnMaskType.padding)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.loss import fused_linear_cross_entropy
-from burst_mcore.megatron.patched.wrap import wrap
+from burst_mcore.wrap import wrap
 
 
 class DeferredLogits:

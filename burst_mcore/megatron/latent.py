@@ -25,7 +25,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
 from burst_mcore.attention.numerics.latent import Latent
-from burst_mcore.megatron.patched.wrap import wrap
+from burst_mcore.wrap import wrap
 
 
 def hand_over_latents() -> None:

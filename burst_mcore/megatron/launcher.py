@@ -144,7 +144,7 @@ def install() -> None:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from burst_mcore.megatron.layouts import language_models
-    from burst_mcore.megatron.patched.wrap import wrap, wrap_everywhere
+    from burst_mcore.wrap import wrap, wrap_everywhere
 
     wrap(arguments, "add_megatron_arguments", _with_our_flags)
     wrap_everywhere(arguments, "validate_args", _with_our_checks)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from burst_mcore.layout import NAMES, Layout, positions, shard
-from burst_mcore.megatron.patched.wrap import wrap, wrap_everywhere
+from burst_mcore.wrap import wrap, wrap_everywhere
 
 ZIGZAG = Layout("zigzag")
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from burst_mcore.checkpointing import Full, Policy, recorded
-from burst_mcore.megatron.patched.wrap import wrap_everywhere
+from burst_mcore.wrap import wrap_everywhere
 
 _in_effect: Policy = Full()
 

@@ -12,17 +12,17 @@ import torch
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.deepspeed.config.refusals import sequence_parallel_size
 from burst_mcore.deepspeed.config.section import config_dict
-from burst_plan.doctor.section import HERE, examine, quiet
-from burst_plan.doctor.memory import Shape, shape_of
 from burst_mcore.machines import MACHINES, machine, machine_of
-from burst_plan.words import mask_of
 from burst_mcore.rates import Rates
 from burst_plan.doctor.configured import NotPredictedError, of_deepspeed, of_megatron
+from burst_plan.doctor.memory import Shape, shape_of
+from burst_plan.doctor.review import predicted, review
+from burst_plan.doctor.section import HERE, examine, quiet
 from burst_plan.step.figures import Place
 from burst_plan.step.model import LARGEST, PRESETS, Model, model_of
 from burst_plan.step.planned import length_of, recommendation
-from burst_plan.doctor.review import predicted, review
 from burst_plan.step.search import search
+from burst_plan.words import mask_of
 
 DEFAULT_LENGTH = "128K"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from burst_mcore.config import BurstConfig
+from burst_plan.doctor.configured import MEGATRONS_OWN, NotPredictedError
 from burst_plan.step.advice import advice, notes, of_windows
 from burst_plan.step.attention import attention
-from burst_plan.doctor.configured import MEGATRONS_OWN, NotPredictedError
 from burst_plan.step.figures import Place, Step, short
 from burst_plan.step.memory import shard_of, total
 from burst_plan.step.model import Model

@@ -24,11 +24,11 @@ from burst_mcore.deepspeed.config.refusals import (
 from burst_mcore.deepspeed.config.section import Checkpointing, config_dict, section_of
 from burst_mcore.deepspeed.config.settings import part, zero
 from burst_mcore.deepspeed.config.ways import ways
-from burst_plan.doctor.memory import Shape, activations, states
 from burst_mcore.layout import Layout
 from burst_mcore.machines import MACHINES, default_rates, machine
 from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
+from burst_plan.doctor.memory import Shape, activations, states
 
 HERE = "here"
 """The device that this machine has, as a name beside those of `MACHINES`."""

@@ -18,9 +18,9 @@ from burst_mcore.attention.geometry.tiles import Tile, tiles_of
 from burst_mcore.attention.kernels.kernel import Kernel
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route
-from burst_plan.explain.pairs import met_at, pairs_at
 from burst_mcore.mask import Mask
 from burst_mcore.mask.bands import UNBOUNDED
+from burst_plan.explain.pairs import met_at, pairs_at
 
 CELLS = 512
 """Cells a side, at most, of the mask's picture."""

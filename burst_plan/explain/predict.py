@@ -18,21 +18,21 @@ from burst_mcore.attention.autotune.costing import pairs_of, work_of
 from burst_mcore.attention.autotune.decide import costed, degrees_of
 from burst_mcore.attention.autotune.kind import typical
 from burst_mcore.attention.autotune.simulate import Timeline, play
-from burst_mcore.attention.autotune.volume import Share, least
 from burst_mcore.attention.autotune.ways import Mesh, Ranks, legal_degrees
 from burst_mcore.attention.geometry.plan import Plan, plan_of
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route, Schedule, schedule
-from burst_plan.explain.verify import verify
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
-from burst_plan.explain.pairs import unevenness
-from burst_plan.explain.problem import DTYPES, Problem
 from burst_mcore.layout import Layout
 from burst_mcore.machines import Machine, machine
 from burst_mcore.mask import Mask
-from burst_plan.words import document_ends
 from burst_mcore.rates import Rates
+from burst_plan.explain.least import Share, least
+from burst_plan.explain.pairs import unevenness
+from burst_plan.explain.problem import DTYPES, Problem
+from burst_plan.explain.verify import verify
+from burst_plan.words import document_ends
 
 LARGE = 512
 """Ranks from which on several processes are worth their start."""
@@ -102,7 +102,7 @@ def explain(
     Raises:
         ValueError: as `layout_of`, or no degree of head parallelism goes with the mesh.
     """
-    from tabulate import tabulate  # of the extra "bench": predictions do without it
+    from tabulate import tabulate  # of the extra "cli": predictions do without it
 
     dealt = layout_of(layout, problem, ranks)
     of_kind, mask = typical(dealt, problem.seen, problem.seq, ranks.size)

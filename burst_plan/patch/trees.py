@@ -29,7 +29,7 @@ def patch_text(name: str) -> str:
     """Return the text of a patch. Raises FileNotFoundError if this package was installed without its data."""
     here = Path(__file__).resolve()
     # A checkout has the folder at its root; an installed package has it as data within.
-    for folder in (here.parents[3] / "patches", here.parents[2] / "patches"):
+    for folder in (here.parents[2] / "patches", here.parents[1] / "patches"):
         path = folder / "megatron-core" / f"{name}.patch"
         if path.is_file():
             return path.read_text()

@@ -11,7 +11,4 @@ search     every way ranked, the reasons against others, the longest sequence
 advice     flags of Megatron and the JSON of DeepSpeed for a way
 page       the same as one HTML page with sliders
 planned    the command `plan`: words to a search, a search to text
-configured DeepSpeed's JSON or Megatron's arguments: to a way, and settings of attention
-review     a configured way: its speed, its memory, and a better one
-checkup    the command `doctor`: a configuration to a review
 """

@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 from burst_mcore.mask.terms import Window
-from burst_plan.words import mask_of
 from burst_plan.step.figures import Step
 from burst_plan.step.way import NOT_EXPRESSIBLE
+from burst_plan.words import mask_of
 
 
 def advice(step: Step) -> str:

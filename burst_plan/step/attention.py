@@ -11,8 +11,8 @@ from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.layout.balance import keys_per_query
-from burst_plan.words import mask_of
 from burst_mcore.rates import Rates
+from burst_plan.words import mask_of
 
 OPEN = BurstConfig(head_parallel="auto")
 """Settings that leave all but the layout to the cost model."""

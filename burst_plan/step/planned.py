@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from burst_plan.explain.predict import cluster as parse
 from burst_mcore.machines import MACHINES
-from burst_plan.words import mask_of, tokens
 from burst_mcore.rates import Rates
+from burst_plan.explain.predict import cluster as parse
 from burst_plan.step.advice import advice, notes
 from burst_plan.step.figures import Place, Step, short
 from burst_plan.step.memory import total
 from burst_plan.step.model import LARGEST, model_of
 from burst_plan.step.search import Answer, kind, search
 from burst_plan.step.way import FRAMEWORKS
+from burst_plan.words import mask_of, tokens
 
 ALIGNED = (*["left"] * 3, *["right"] * 6)
 """Columns of the table of ways, `_row`."""
@@ -74,7 +74,7 @@ def length_of(seq: str | None, megatrons: int | None) -> int:
 
 def text(answer: Answer, top: int) -> str:
     """Return an answer as text: the ranked table, the recommendation, what to paste, what does not go."""
-    from tabulate import tabulate  # of the extra "bench"
+    from tabulate import tabulate  # of the extra "cli"
 
     chosen = answer.chosen
     model, place = answer.model, answer.place

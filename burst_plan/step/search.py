@@ -10,12 +10,12 @@ from functools import cached_property, partial
 from typing import Any
 
 from burst_mcore.attention.autotune.ways import Ranks
-from burst_plan.words import mask_of
 from burst_plan.step.advice import advice, notes
 from burst_plan.step.figures import Place, Step, short, step
 from burst_plan.step.memory import longest, shard_of, stack, total
 from burst_plan.step.model import Model
 from burst_plan.step.way import FRAMEWORKS, Way, why_not
+from burst_plan.words import mask_of
 
 RECOMPUTES = (("none", 1.0), ("attention", 1.0), ("segment", 0.5), ("full", 0.0))
 AS_FAST = 1.01

@@ -19,28 +19,22 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from burst_mcore import BurstConfig, Mask
-from burst_mcore.attention.autotune.decide import fastest
-from burst_mcore.attention.autotune.ways import Ranks
-from burst_bench import clock
-from burst_bench import core
-from burst_bench import gate
-from burst_bench import report
-from burst_bench import stage
+from burst_bench import clock, core, gate, report, stage
 from burst_bench.core import Bar, Figure, Method, Trial, World
 from burst_bench.methods import METHODS
 from burst_bench.methods.attention import HIDDEN, attended
 from burst_bench.methods.sharded import RingCase, dealt, share_of
 from burst_bench.results import Results, read, unit_of
 from burst_bench.run import run
-from burst_bench.subjects import SUBJECTS
-from burst_bench.subjects import attention
-from burst_bench.subjects import masks
+from burst_bench.subjects import SUBJECTS, attention, masks
+from burst_mcore import BurstConfig, Mask
+from burst_mcore.attention.autotune.decide import fastest
+from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.layout import Layout
 from burst_plan.cli import app
 from burst_plan.explain.problem import Problem
-from burst_mcore.layout import Layout
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 SMALL = RingCase(seq=96, heads=6, kv_heads=3, head_dim=16)
 MASKS = [
@@ -248,7 +242,7 @@ def _says_who_it_is_and_waits(rank, size, folder):
 def test_ranks_end_with_a_benchmark_that_is_killed(tmp_path):
     start = "import test_bench; from burst_bench.launch import in_processes; "
     work = f"in_processes(2, test_bench._says_who_it_is_and_waits, {str(tmp_path)!r})"
-    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    paths = os.pathsep.join([str(ROOT / "tests" / "bench"), str(ROOT / "tests"), str(ROOT)])
     first = subprocess.Popen([sys.executable, "-c", start + work], env={**os.environ, "PYTHONPATH": paths})
 
     def running():
@@ -376,11 +370,10 @@ def test_a_method_is_added_by_the_files_that_the_page_names(tmp_path):
     page = (ROOT / "docs" / "architecture.md").read_text()
     row = next(line for line in page.splitlines() if line.startswith("| a bench method |"))
     named = re.findall(r"`([\w/]+\.py)`", row.split("|")[2])
-    assert named == ["bench/methods/attention.py"]
-    shutil.copytree(
-        ROOT / "burst_mcore", tmp_path / "burst_mcore", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    with (tmp_path / "burst_mcore" / named[0]).open("a") as file:
+    assert named == ["burst_bench/methods/attention.py"]
+    for package in ("burst_mcore", "burst_plan", "burst_bench"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / named[0]).open("a") as file:
         file.write(BUILD)
     for subject, case in (
         ("attention", "ranks=2; seq=64; heads=2; head_dim=8"),

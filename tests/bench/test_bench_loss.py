@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 from burst_bench.core import Figure, Method, Table, World
 from burst_bench.memory import LargestMade, peak_bytes
-from burst_bench.methods import METHODS
-from burst_bench.methods import heads
+from burst_bench.methods import METHODS, heads
 from burst_bench.results import Results, read
 from burst_bench.run import run
 from burst_bench.subjects import loss

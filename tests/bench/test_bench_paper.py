@@ -8,9 +8,6 @@ import pytest
 from ranks import processes
 from typer.testing import CliRunner
 
-from burst_mcore.attention.autotune.simulate import play as simulated
-from burst_mcore.attention.schedule.actions import Compute, Send
-from burst_mcore.attention.schedule.route import Route, Schedule
 from burst_bench import emulate
 from burst_bench.core import Table, World
 from burst_bench.methods.played import METHODS, Scale, exchange, play
@@ -18,11 +15,14 @@ from burst_bench.results import read
 from burst_bench.run import run
 from burst_bench.subjects import paper
 from burst_bench.subjects.paper import PaperCase
+from burst_mcore.attention.autotune.simulate import play as simulated
+from burst_mcore.attention.schedule.actions import Compute, Send
+from burst_mcore.attention.schedule.route import Route, Schedule
 from burst_plan.cli import app
 
 NAMED = {method.name: method for method in METHODS}
 CELL = PaperCase(cluster="2x4", tokens=4096)
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 needs_root = pytest.mark.skipif(emulate.missing() is not None, reason=f"needs {emulate.missing()}")
 
 

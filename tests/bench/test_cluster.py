@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from burst_mcore.attention.autotune.ways import Ranks
 from burst_bench import emulate
 from burst_bench.core import ALL
 from burst_bench.results import read
 from burst_bench.run import run
 from burst_bench.subjects import topology
 from burst_bench.subjects.topology import ClusterCase
-from burst_plan.cli import app
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.rates import Rates
+from burst_plan.cli import app
 
 RATES = Rates(intra=40e6, inter=4e6, compute=1e12)
 needs_root = pytest.mark.skipif(emulate.missing() is not None, reason=f"needs {emulate.missing()}")
@@ -166,7 +166,7 @@ def test_a_machine_that_cannot_is_told_why(change, words, monkeypatch):
         emulate.run(Ranks(2, 1), RATES, fails)
 
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "topology.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "topology.json"
 
 
 BARS = {

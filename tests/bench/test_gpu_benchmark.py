@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from burst_mcore.attention.kernels.triton import interpreted
 from burst_bench.__main__ import main
 from burst_bench.check.__main__ import as_text, lines_of
 from burst_bench.check.__main__ import main as check
@@ -21,11 +20,12 @@ from burst_bench.run import run
 from burst_bench.subjects import SUBJECTS
 from burst_bench.subjects.kernels import KernelCase
 from burst_bench.subjects.virtual_ring import TOKENS, VirtualCase
+from burst_mcore.attention.kernels.triton import interpreted
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not interpreted(), reason="Triton compiles here: see tests/gpu")
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SMALL = "tokens=64; heads=2; head_dim=16"
 
 

@@ -7,6 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from burst_bench.published.loops import INTERNEVO, MAGI_DOUBLE_RING, RING_FLASH, TRANSFORMER_ENGINE
+from burst_bench.published.methods import METHODS, programs_of, seconds_of
+from burst_bench.published.rows import Row
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.autotune.cost import CallTime, call_time, message_bytes
 from burst_mcore.attention.autotune.lockstep import RoutedPass, Work, play_all
@@ -16,9 +19,6 @@ from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.schedule.actions import Compute, Kind, Pass, Send
 from burst_mcore.attention.schedule.route import Route, Schedule
 from burst_mcore.attention.shard import Shard
-from burst_bench.published.loops import INTERNEVO, MAGI_DOUBLE_RING, RING_FLASH, TRANSFORMER_ENGINE
-from burst_bench.published.methods import METHODS, programs_of, seconds_of
-from burst_bench.published.rows import Row
 from burst_mcore.rates import Rates
 
 RATES = Rates(intra=2e9, inter=3e8, compute=1e12, latency=1e-6)

@@ -10,24 +10,24 @@ import torch
 from ranks import processes, torchrun
 from typer.testing import CliRunner
 
+from burst_bench.calibrate import Line, measured
+from burst_bench.core import World
+from burst_bench.published.against import compare
+from burst_bench.published.fit import by_machine, calibrated, error, fitted_constants
+from burst_bench.published.methods import METHODS, seconds_of, way_of
+from burst_bench.published.rows import Row
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.autotune.cost import CallTime, call_time
 from burst_mcore.attention.autotune.search import candidates
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.shard import Shard
-from burst_bench.core import World
-from burst_plan.calibrate import Line, measured
-from burst_plan.cli import app
 from burst_mcore.machines import CONSTANTS, CPU, MACHINES, RATES_FILE, default_rates, machine, machine_of
-from burst_bench.published.against import compare
-from burst_bench.published.fit import by_machine, calibrated, error, fitted_constants
-from burst_bench.published.methods import METHODS, seconds_of, way_of
-from burst_bench.published.rows import Row
 from burst_mcore.rates import Rates
+from burst_plan.cli import app
 
-PUBLIC = Path(__file__).parents[1] / "benchmarks" / "public"
-PAPER = Path(__file__).parents[2] / "shared" / "paper"
+PUBLIC = Path(__file__).parents[2] / "benchmarks" / "public"
+PAPER = Path(__file__).parents[3] / "shared" / "paper"
 ROW = {
     **{"hardware": "H100", "gpus": 8, "gpus_per_node": 8, "heads": 64, "kv_heads": 8, "head_dim": 128},
     **{"batch": 1, "seq": 65536, "mask": "causal", "passes": "fwd", "method": "ulysses", "tflops": 600.0},

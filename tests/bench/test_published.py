@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from burst_bench.published.against import compare
+from burst_bench.published.errors import judged, ranges, table
+from burst_bench.published.training import of_row, predicted
 from burst_mcore.attention.autotune.cost import call_time
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.machines import CONSTANTS, CPU, MACHINES
-from burst_bench.published.against import compare
-from burst_bench.published.errors import judged, ranges, table
-from burst_bench.published.training import of_row, predicted
 from burst_plan.step import figures
 from burst_plan.step.attention import Attention
 from burst_plan.step.figures import TABLE, errors_of, kind_of
@@ -22,7 +22,7 @@ from burst_plan.step.search import least
 from burst_plan.step.time import PAGEABLE, PREFETCH, times
 from burst_plan.step.way import Way
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PUBLIC = ROOT / "benchmarks" / "public"
 SHARED = ROOT.parent / "shared"
 SLOW = replace(MACHINES["A100-quad"], nic=0.01).rates

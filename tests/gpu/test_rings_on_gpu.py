@@ -8,10 +8,10 @@ from graphs import assert_capturable
 from ranks import processes
 from staging import stage
 
+from burst_bench.methods.virtual_rank import VirtualRank
 from burst_mcore import BurstConfig, Mask, burst_attention
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.shard import Shard
-from burst_bench.methods.virtual_rank import VirtualRank
 from burst_mcore.layout import shard, unshard
 
 MASKS = {

@@ -394,7 +394,7 @@ def test_the_launcher_says_how_it_is_used(command, words):
 
 
 def test_functions_that_were_imported_by_name_before_are_wrapped_too():
-    from burst_mcore.megatron.patched.wrap import wrap_everywhere
+    from burst_mcore.wrap import wrap_everywhere
 
     owner, before, twice = ModuleType("owner"), ModuleType("before"), ModuleType("twice")
     owner.answer = before.answer = before.same = twice.other = lambda: 1

@@ -28,8 +28,8 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
 import forked  # noqa: E402
 import prepare_bytes  # noqa: E402
 
-from burst_plan import provenance
-from burst_plan.patch import trees
+from burst_plan import provenance  # noqa: E402
+from burst_plan.patch import trees  # noqa: E402
 
 INSTALLED = Path(importlib.util.find_spec("megatron.core").origin).parents[2]
 TOLERANCE = 1e-4

@@ -12,8 +12,8 @@ import transformers
 from engines import config_of, model_of
 from typer.testing import CliRunner
 
-from burst_plan.cli import app
 from burst_mcore.machines import MACHINES
+from burst_plan.cli import app
 
 ROOT = Path(__file__).parents[2]
 

@@ -23,9 +23,10 @@ from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.schedule.actions import Compute
 from burst_mcore.attention.schedule.route import Route, program
+from burst_mcore.layout.balance import imbalance
+from burst_mcore.rates import Rates
 from burst_plan.cli import app
-from burst_plan.explain import mask_picture
-from burst_plan.explain import predict
+from burst_plan.explain import mask_picture, predict
 from burst_plan.explain.mask_picture import (
     edges_of,
     outlines,
@@ -37,9 +38,7 @@ from burst_plan.explain.mask_picture import (
 )
 from burst_plan.explain.pairs import pairs_at
 from burst_plan.explain.problem import Problem
-from burst_mcore.layout.balance import imbalance
 from burst_plan.words import document_ends, mask_of, shortened
-from burst_mcore.rates import Rates
 
 RATES = Rates(intra=50e9, inter=5e9, compute=1e14)
 

@@ -20,8 +20,7 @@ from typer.testing import CliRunner
 from versions import BURST, CP2, INSTALLED, MLA, MODEL, losses, start, whole_copy, write_data
 
 from burst_plan.cli import app
-from burst_plan.patch import insertions
-from burst_plan.patch import trees
+from burst_plan.patch import insertions, trees
 from burst_plan.patch.trees import BACKEND, OPTIONS
 
 BEFORE = re.compile(r"^[A-Z]\d{4} \d\d:|CPU support is on")

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from burst_plan.cli import app
 from burst_plan.step.figures import TABLE
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 ASKED = ["plan", "--model", "7b", "--seq", "128K", "--cluster", "a800:1x8"]
 

@@ -16,12 +16,13 @@ from burst_mcore.attention.autotune.simulate import play
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.schedule.actions import Compute, Recv
 from burst_mcore.attention.schedule.route import Route, program, schedule
-from burst_mcore.attention.schedule.trace import Event, chrome_trace, lane, record
+from burst_mcore.attention.schedule.trace import Event, lane, record
+from burst_mcore.rates import Rates
 from burst_plan.cli import app
 from burst_plan.explain import predict
+from burst_plan.explain.chrome_trace import chrome_trace
 from burst_plan.explain.picture import COLOURS
 from burst_plan.explain.problem import Problem
-from burst_mcore.rates import Rates
 
 RATES = Rates(intra=50e9, inter=5e9, compute=1e14)
 

@@ -5,16 +5,17 @@ from math import sqrt
 
 import pytest
 import torch
+from volume import moved, of_mesh, of_ring, through_nic
 
 from burst_mcore import BurstConfig, Mask
 from burst_mcore.attention.autotune.cost import mean_bytes, message_bytes
 from burst_mcore.attention.autotune.decide import choose_route
-from burst_mcore.attention.autotune.volume import Share, factors, least, moved, of_mesh, of_ring, through_nic
-from burst_mcore.attention.autotune.ways import Ranks, legal_degrees, route_for
+from burst_mcore.attention.autotune.ways import Ranks, factors, legal_degrees, route_for
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route, schedule
 from burst_mcore.attention.shard import Shard
 from burst_mcore.rates import Rates
+from burst_plan.explain.least import Share, least
 
 DTYPES = {
     "bf16, sums in float32": (torch.bfloat16, torch.float32),

@@ -1,7 +1,6 @@
 """The choice of a schedule: bytes, FLOPs and simulated time of every route, and the best of them.
 
 cost           bytes and FLOPs of a pass
-volume         closed formulas for those bytes, and the least of all
 simulate       a schedule against time, rank by rank
 lockstep       the same for ranks that do alike
 bounds         lower bounds of a route's time

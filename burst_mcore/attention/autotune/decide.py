@@ -12,11 +12,11 @@ from burst_mcore.attention.autotune.candidate import Candidate, Slower
 from burst_mcore.attention.autotune.choose import best, reason
 from burst_mcore.attention.autotune.kind import typical
 from burst_mcore.attention.autotune.search import candidates, contenders
-from burst_mcore.attention.autotune.volume import factors
 from burst_mcore.attention.autotune.ways import (
     RINGS,
     Ranks,
     backward_passes,
+    factors,
     legal_degrees,
     overlaps,
     route_for,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,11 @@ def why_not_placed(degree: int, ranks: Ranks) -> str | None:
 def why_not_degree(degree: int, ranks: Ranks, heads: int, kv_heads: int) -> str | None:
     """Return why `degree` ranks cannot share these heads; None if they can."""
     return why_not_placed(degree, ranks) or why_not_heads(heads, kv_heads, degree)
+
+
+def factors(size: int) -> Iterator[tuple[int, int]]:
+    """Yield every (a, b) with a b = size."""
+    return ((a, size // a) for a in range(1, size + 1) if size % a == 0)
 
 
 def legal_degrees(ranks: Ranks, heads: int, kv_heads: int) -> list[int]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,41 +37,6 @@ class Event:
     """Start. Of a measured message it is not known: its posting stands here."""
     ended: float
     """End. Of a measured message, the end of the wait for it."""
-
-
-def chrome_trace(runs: Mapping[str, Sequence[Event]]) -> str:
-    """Return the runs side by side as Chrome trace JSON, for chrome://tracing and ui.perfetto.dev.
-
-    A process for each rank of each run, a thread for each lane.
-    """
-    events: list[dict[str, Any]] = []
-    processes: dict[tuple[str, int], int] = {}
-    lanes: dict[tuple[str, int, str], int] = {}
-    for run, events_of_run in runs.items():
-        for event in sorted(events_of_run, key=lambda e: (e.rank, e.lane != "compute", e.lane, e.started)):
-            process = processes.setdefault((run, event.rank), len(processes))
-            lane = lanes.setdefault((run, event.rank, event.lane), len(lanes))
-            events.append(
-                {
-                    "name": event.label,
-                    "cat": event.lane,
-                    "ph": "X",
-                    "ts": event.started * 1e6,
-                    "dur": (event.ended - event.started) * 1e6,
-                    "args": {"posted": event.posted * 1e6},
-                    "pid": process,
-                    "tid": lane,
-                }
-            )
-    for (run, rank), process in processes.items():
-        events.append(_name("process_name", process, 0, f"{run}, rank {rank}"))
-    for (run, rank, name), lane in lanes.items():
-        events.append(_name("thread_name", processes[run, rank], lane, name))
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
-
-
-def _name(kind: str, process: int, lane: int, name: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": process, "tid": lane, "args": {"name": name}}
 
 
 @dataclass
@@ -150,7 +114,7 @@ def recorder() -> Recording | None:
 def record(rank: int = 0, *, on_cuda: bool = False) -> Iterator[list[Event]]:
     """Record the passes that run inside; the events are there when it ends.
 
-    Every rank records its own: gather the lists and give them to `chrome_trace`.
+    Every rank records its own: gather the lists and give them to `burst_plan.explain.chrome_trace`.
 
     Args:
         rank: the rank that the events are marked with.

@@ -1,4 +1,11 @@
-"""Accelerate, the Trainer and TRL over sharded sequences: burst takes the place of DeepSpeed's Ulysses."""
+"""Accelerate, the Trainer and TRL over sharded sequences: burst takes the place of DeepSpeed's Ulysses.
+
+places    the names that are replaced, and how to restore them
+model     a model that Accelerate prepares
+loader    Accelerate's loaders, as loaders of shards
+trainer   the Trainer's loss and evaluation over shards
+gathered  what ranks report of an evaluation, as one process would report
+"""
 
 from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter
 from burst_mcore.deepspeed.accelerate.model import BurstSPAttentionHF

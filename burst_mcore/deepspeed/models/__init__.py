@@ -1,1 +1,11 @@
-"""Models of transformers over shards: which are served, their attention, positions, loss and recompute."""
+"""Models of transformers over shards: which are served, their attention, positions, loss and recompute.
+
+served         whether a model can be served; burst's attention put in
+attention      attention and masks of transformers, by BurstAttention
+rotary         rotary embeddings whose frequencies depend on the length
+sequence       the hooks around the forward of a model that sees a shard
+prefill        the prompt of generate, attended to by the ring
+loss           the loss of a whole sequence, and the gradient that ZeRO expects
+checkpointing  the recompute policy of the section, attached to a model
+trl            TRL's fused LM head over shards
+"""

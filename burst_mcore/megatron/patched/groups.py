@@ -20,7 +20,7 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
 from burst_mcore.megatron.layouts import forget_rotary_positions, language_models, refuse_unknown_modules
-from burst_mcore.megatron.patched.wrap import wrap
+from burst_mcore.wrap import wrap
 
 _of_model: Any = None
 """The group of the language model whose forward runs now."""

@@ -68,8 +68,8 @@ def use_options(arguments: argparse.Namespace) -> None:
     from burst_mcore.checkpointing import Full
     from burst_mcore.megatron.arguments import recompute_policy
     from burst_mcore.megatron.asked import check_arguments
-    from burst_mcore.megatron.patched.wrap import wrap
     from burst_mcore.megatron.recompute import use_recompute
+    from burst_mcore.wrap import wrap
 
     try:
         check_arguments(arguments)
@@ -105,7 +105,7 @@ def _build_no_mask(arguments: argparse.Namespace) -> None:
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
     from burst_mcore.megatron.arguments import uses_burst
-    from burst_mcore.megatron.patched.wrap import wrap
+    from burst_mcore.wrap import wrap
 
     if not uses_burst(arguments):
         return

@@ -1,4 +1,9 @@
-"""The sizes of a model: from a preset's name, the config.json of a folder, or Megatron's arguments."""
+"""The sizes of a model.
+
+sizes        the sizes themselves, and presets by name
+config_json  from the config.json of Hugging Face
+arguments    from Megatron's arguments
+"""
 
 from __future__ import annotations
 

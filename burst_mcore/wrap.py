@@ -1,4 +1,4 @@
-"""Functions of Megatron replaced at run time, without an edit of its files."""
+"""Functions of a framework replaced at run time, without an edit of its files."""
 
 from __future__ import annotations
 

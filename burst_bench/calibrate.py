@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from burst_bench.core import World
+from burst_bench.launch import in_processes, joined
+from burst_bench.methods.bare import both_ways, scores_of
+from burst_bench.methods.sharded import share_of
 from burst_mcore.attention.autotune.cost import pass_flops
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.schedule.actions import Pass
-from burst_bench.core import World
-from burst_bench.launch import in_processes, joined
-from burst_bench.methods.bare import both_ways, scores_of
-from burst_bench.methods.sharded import share_of
 from burst_mcore.machines import CPU
 from burst_mcore.rates import Rates
 

@@ -8,6 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from burst_bench.methods.virtual_rank import Copies, VirtualRank
+from burst_bench.subjects.virtual_ring import VirtualCase
 from burst_mcore import Mask
 from burst_mcore.attention.autotune.cost import message_bytes
 from burst_mcore.attention.autotune.costing import resident_bytes
@@ -16,8 +18,6 @@ from burst_mcore.attention.kernels.kernel import BackwardInputs
 from burst_mcore.attention.schedule.actions import Channel, Kind, Link, Pass, Recv
 from burst_mcore.attention.schedule.route import program
 from burst_mcore.attention.shard import Shard
-from burst_bench.methods.virtual_rank import Copies, VirtualRank
-from burst_bench.subjects.virtual_ring import VirtualCase
 
 SHARD = Shard(batch=1, tokens=32, heads=4, kv_heads=2, head_dim=16, value_dim=16, dtype=torch.float32)
 

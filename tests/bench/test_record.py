@@ -8,14 +8,14 @@ from ranks import torchrun
 from typer.testing import CliRunner
 
 from burst_bench.methods import METHODS
+from burst_bench.published.methods import METHODS as PREDICTED
+from burst_bench.published.methods import NOT_MODELLED
 from burst_bench.results import Results
 from burst_bench.rows import rows_of
 from burst_bench.subjects.attention import AttentionCase
-from burst_plan.cli import app
 from burst_mcore.machines import MACHINES
-from burst_bench.published.methods import METHODS as PREDICTED
-from burst_bench.published.methods import NOT_MODELLED
 from burst_mcore.rates import Rates
+from burst_plan.cli import app
 
 ROOT = Path(__file__).parent.parent
 CASE = "ranks=2; seq=256; heads=4; head_dim=16"

@@ -1,4 +1,4 @@
-"""Closed formulas for the bytes that a rank sends: rings, shared heads, a mesh, and the least of all.
+"""Closed formulas for the bytes that a rank sends: rings, shared heads, a mesh.
 
 All h heads x a rows x b columns = G ranks are one family. Each rank has N / G tokens. Groups of h ranks pool
 tokens and divide the heads. Queries and outputs pass the a groups that share a row of pairs, keys and values
@@ -20,50 +20,11 @@ complete gradients, rounded. In float32 they would make it 1.7 / 4.4 / 7.7.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route
-from burst_mcore.attention.shard import Shard
-
-
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """The bytes of one rank's rows, of all heads, in the dtype of Q, K and V."""
-
-    heads: int
-    kv_heads: int
-    """Heads among which keys and values can be divided; a latent is one."""
-    q: float
-    out: float
-    kv: float
-    statistic: float
-    """Of LSE, or of D."""
-    gradient: float = 2.0
-    """The size of a travelling gradient over that of the same numbers of Q, K or V."""
-    output: float = 2.0
-    """The same of a travelling output, or of its sum."""
-
-    @classmethod
-    def of(cls, shard: Shard) -> Self:
-        """Return the bytes of a rank's share of a call."""
-        return cls(
-            heads=shard.heads,
-            kv_heads=shard.carried[0],
-            q=shard.q_bytes,
-            out=shard.out_bytes,
-            kv=shard.kv_bytes,
-            statistic=shard.statistic_bytes,
-            gradient=shard.grad_itemsize / shard.itemsize,
-            output=shard.grad_itemsize / shard.itemsize,
-        )
-
-    def pooled_kv(self, heads: int) -> float:
-        """Return the bytes of K and V of a group's tokens, of the heads of one member."""
-        return self.kv * max(1.0, heads / self.kv_heads)
+from burst_plan.explain.least import Share
 
 
 class Hop(NamedTuple):
@@ -201,29 +162,3 @@ def _crossing(route: Route, intra: int) -> float:
     """Return the share of the hops of an undivided ring that go to another node."""
     apart = 1 if route.outer else route.heads
     return 0.0 if route.places * apart <= intra else min(1.0, apart / intra)
-
-
-def least(share: Share, places: int) -> float:
-    """Return the bytes that a rank sends at least in a pass, however the pairs are cut into rectangles.
-
-    A place is a rank, or a node whose ranks share the bytes. It computes R x C pairs for n = H / h heads, and
-    has N / places rows already. Up to H places it is best to take whole heads, R = C = N: Ulysses. Beyond,
-    rows and columns in balance give about 4 N d / sqrt(r h G), less the own rows. r h is at most H, so that
-    4 N d / sqrt(H G) remains. Every number counts once, in the dtype of Q. A backward that keeps Q, K and V
-    moves as many numbers: dO in, dQ, dK and dV out.
-    """
-    return min(_least_with(share, places, n) for n in range(1, share.heads + 1) if n * places >= share.heads)
-
-
-def _least_with(share: Share, places: int, n: int) -> float:
-    """Return `least` where every place computes for n heads."""
-    blocks = share.heads * places / n  # R C, in rows of a place
-    row = (share.q + share.out) * n / share.heads
-    column = share.kv * max(1 / share.kv_heads, n / share.heads)
-    rows = min(max(math.sqrt(blocks * column / row), blocks / places), places)
-    return (rows - 1) * row + (blocks / rows - 1) * column
-
-
-def factors(size: int) -> Iterator[tuple[int, int]]:
-    """Yield every (a, b) with a b = size."""
-    return ((a, size // a) for a in range(1, size + 1) if size % a == 0)
