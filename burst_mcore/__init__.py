@@ -4,8 +4,8 @@ mask, layout            which tokens attend to which, and which rank holds which
 attention               the ring: `burst_attention`
 loss                    the fused LM head and loss
 checkpointing           recompute policies
-megatron, deepspeed     adapters to the frameworks; wrap: their functions, replaced at run time
-agreement, config, rates, machines, registry, packages, dtypes, digest, words, version   shared by all
+megatron, deepspeed     adapters to the frameworks; wrap: their functions, replaced at run time; version
+agreement, config, rates, machines, registry, packages, dtypes, digest, words, capture   shared by all
 bench                   the old name of the package burst_bench
 
 What runs when one trains is here. burst_plan answers questions before a run, burst_bench measures.

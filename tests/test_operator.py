@@ -28,6 +28,7 @@ from burst_mcore.attention.operator.schema import OPTIONS, BackwardArgs, Forward
 from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.runtime import record as records
 from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.capture import refuse_capture
 from burst_mcore.layout import shard
 from burst_mcore.mask import mask as mask_module
 from burst_mcore.registry import Registered, lookup, register
@@ -323,3 +324,12 @@ def test_equal_values_keep_each_other_findable():
     del first
     gc.collect()
     assert lookup(handle) == second
+
+
+def test_captures_in_cuda_graphs_are_refused(monkeypatch):
+    for capturing in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        with pytest.raises(RuntimeError, match="^x cannot be captured") if capturing else nullcontext():
+            refuse_capture("x")
+    assert torch.Tag.cudagraph_unsafe in torch.ops.burst_mcore.attention_forward.default.tags
+    assert torch.Tag.cudagraph_unsafe in torch.ops.burst_mcore.attention_backward.default.tags

@@ -7,7 +7,6 @@ import sys
 import threading
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,15 +16,13 @@ from test_simulation import simulate
 
 from burst_mcore import Layout, Mask
 from burst_mcore.attention import backward as backward_module
-from burst_mcore.attention.geometry import captured
-from burst_mcore.attention.geometry.pattern import Packed, Pattern
+from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.geometry.piece import Piece
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels import blocks
 from burst_mcore.attention.kernels import triton as ours
 from burst_mcore.attention.kernels.kernel import BackwardInputs, InPlace, Problem, Scores
-from burst_mcore.attention.kernels.packed import sequences
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.numerics import merge
@@ -380,41 +377,6 @@ def test_the_lists_of_a_pass_are_made_at_once(monkeypatch):
     lists = [x for pattern in patterns for lists in pattern.kernel_cache.values() for x in lists]
     memory = {x.untyped_storage().data_ptr() for x in lists if x.numel()}
     assert len(memory) == 2
-
-
-CUDA = torch.device("cuda")
-
-
-def _copies_to_a_stand_in(monkeypatch):
-    """Let copies to a GPU be copies on the host; return a list that will hold the source of each copy."""
-    sources, to, empty = [], torch.Tensor.to, torch.empty
-
-    def copied(x, *args, **options):
-        if args[:1] != (CUDA,):
-            return to(x, *args, **options)
-        sources.append(x)
-        return x.clone()
-
-    monkeypatch.setattr(torch.Tensor, "to", copied)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
-    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **options: empty(*args, **options))
-    return sources
-
-
-@pytest.mark.parametrize("capturing", [True, False])
-def test_buffers_of_masks_that_a_graph_reads_outlive_their_plan(capturing, monkeypatch):
-    kept = {}
-    monkeypatch.setattr(captured, "_READ_BY_GRAPHS", kept)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    copies = _copies_to_a_stand_in(monkeypatch)
-    pattern = Pattern((4, 4), parts=(Piece(0, 2, 0, 2, 0, 0), Piece(2, 4, 2, 4, 0, 0)))
-    (starts, *_), band = ours._lists(pattern, ours.launch("forward", 256, 2), CUDA, by_columns=False)
-    table = pattern.table_on(CUDA)
-    packed = Pattern((4, 4), packed=Packed((2, 2), (2, 2), -1, 0))
-    ends = sequences(packed, SimpleNamespace(shape=(3, 4, 1, 8), device=CUDA, is_cuda=True)).of_q
-    assert not band and len(copies) == 3
-    of_graphs = [starts, table, ends, copies[0], copies[2]]  # of lists, and of ends; a table's is not pinned
-    assert kept.keys() == {x.untyped_storage().data_ptr() for x in of_graphs} if capturing else not kept
 
 
 def test_any_number_of_batches_and_heads_fits_a_grid(monkeypatch):

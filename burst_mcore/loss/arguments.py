@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_mcore.agreement import Claim, Collective, Signature, alike, claims_of, disagreement, summary
+from burst_mcore.capture import refuse_capture
 from burst_mcore.dtypes import DTYPES, wide
 from burst_mcore.loss.checksums import checksum, fingerprint
 from burst_mcore.loss.chunked import Head, automatic_chunk, chunk_bytes
@@ -57,7 +58,7 @@ class Call:
     gradients: bool
     """Whether autograd records."""
     valid_tokens: int
-    """How many labels are not ignored; all, while a CUDA graph is captured."""
+    """How many labels are not ignored."""
 
     def head(self, weight: Tensor, bias: Tensor | None, tokens: int) -> Head:
         """Return the head of so many valid tokens."""
@@ -227,11 +228,12 @@ def _wrong_shapes(a: Arguments, tp_size: int) -> str | None:
 def _values(a: Arguments) -> tuple[int, int, int, int]:
     """Return the largest label, minus the smallest, whether a weight is illegal, and the number of labels.
 
-    In one transfer from the device. Nothing is looked at while a CUDA graph is being captured; then all
-    labels count as valid.
+    In one transfer from the device.
     """
-    if a.labels.numel() == 0 or (a.labels.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return 0, 0, 0, a.labels.numel()
+    if a.labels.is_cuda:
+        refuse_capture("fused_linear_cross_entropy")
+    if a.labels.numel() == 0:
+        return 0, 0, 0, 0
     labels = a.labels.long()
     valid = labels != a.ignore_index
     seen = labels.clamp(min=-(2**62)).where(valid, 0)

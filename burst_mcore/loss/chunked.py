@@ -47,7 +47,7 @@ class Head:
     chunk_tokens: int
     grad_weight_dtype: torch.dtype
     valid_tokens: int
-    """How many labels are not ignored; all tokens where the host cannot know, while a graph is captured."""
+    """How many labels are not ignored."""
 
     @property
     def products(self) -> Products:
@@ -105,7 +105,7 @@ def chunk_bytes(device: torch.device, *, alone: bool) -> int:
     if device.type != "cuda":
         return CHUNK_BYTES
     share = int(torch.cuda.get_device_properties(device).total_memory) // CHUNK_SHARE
-    if not alone or torch.cuda.is_current_stream_capturing():  # replays find other memory free
+    if not alone:
         return share
     return min(1 << (free_bytes(device) // 4).bit_length() >> 1, 2 * share)
 

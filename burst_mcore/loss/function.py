@@ -67,8 +67,7 @@ def fused_linear_cross_entropy(
 
     On CUDA the host waits for the device once in forward, for what is checked of labels and weights, and in
     backward of "none". With groups it also waits for what their ranks tell each other: in forward, and with
-    `tp_group` in backward. "mean" and "sum" of one process, but for float64, are written so that a CUDA graph
-    can hold them (not run yet); while it is captured, labels and weights are not checked.
+    `tp_group` in backward. A CUDA graph cannot hold the call.
 
     Args:
         hidden: [..., d]; float32, bfloat16, float16 or float64. With `sequence_parallel`, this rank's part,
@@ -79,8 +78,7 @@ def fused_linear_cross_entropy(
         weights: [...], at least 0 and finite. With "none" they do not weight: they say which upstream
             gradients to expect. They get no gradient. The same on all ranks of `tp_group`.
         bias: [V], or this rank's.
-        ignore_index: Of labels without loss. Nothing is computed of their tokens, except while a CUDA graph
-            is captured, when the host cannot know how many there are.
+        ignore_index: Of labels without loss. Nothing is computed of their tokens.
         reduction: "mean", "sum" or "none". Where all weights are 0 the mean is 0.
         z_loss: Factor of logsumexp(z)^2.
         label_smoothing: As in torch's cross_entropy.

@@ -9,5 +9,4 @@ classes        classes of residues: a dilated mask over a fine layout
 reading        which rows of a rank other ranks read
 tiles          the kernel calls of a pair of ranks
 launches       how much work a kernel gets in one launch
-captured       memory that graphs read
 """

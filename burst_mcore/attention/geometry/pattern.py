@@ -9,7 +9,6 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.geometry.captured import keep_for_graphs
 from burst_mcore.attention.geometry.piece import Piece, band_pairs
 from burst_mcore.mask.bands import UNBOUNDED
 
@@ -135,5 +134,4 @@ class Pattern:
         if device not in self.kernel_cache:
             self.kernel_cache[device] = self.table.to(device)
         table: Tensor = self.kernel_cache[device]
-        keep_for_graphs(device, table)
         return table

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.geometry.captured import keep_for_graphs
 from burst_mcore.attention.geometry.pattern import Pattern
 
 FAR = 2**30
@@ -52,7 +51,6 @@ def on_device(lists: Sequence[Blocks], device: torch.device) -> list[Blocks]:
     memory = torch.empty(ends[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
     for start, x in zip(ends, tensors, strict=False):
         memory[start : start + x.numel()] = x.flatten()
-    keep_for_graphs(device, memory)
     there = memory.to(device, non_blocking=True)
     views = [there[start : start + x.numel()].view(x.shape) for start, x in zip(ends, tensors, strict=False)]
     return [Blocks(*views[i : i + len(Blocks._fields)]) for i in range(0, len(views), len(Blocks._fields))]

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.geometry.captured import keep_for_graphs
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.kernels.kernel import BackwardInputs
 
@@ -36,11 +35,9 @@ def sequences(pattern: Pattern, q: Tensor) -> Sequences:
         if q.is_cuda:  # one copy, which the host does not wait for; its source lives as long as the pattern
             ends = ends.pin_memory()
         of_q, of_k = ends.to(q.device, non_blocking=True)
-        keep_for_graphs(q.device, ends)
         pattern.kernel_cache[key] = Sequences(of_q, of_k, *map(max, lengths)), ends
     result: Sequences = pattern.kernel_cache[key][0]
     assert result.of_q is not None
-    keep_for_graphs(q.device, result.of_q)  # both ends are in one memory
     return result
 
 

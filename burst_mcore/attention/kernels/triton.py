@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from burst_mcore import packages
-from burst_mcore.attention.geometry.captured import keep_for_graphs
 from burst_mcore.attention.geometry.pattern import Abilities, Pattern
 from burst_mcore.attention.kernels.blocks import LARGEST_BLOCK, Blocks, blocks, diagonals, on_device
 from burst_mcore.attention.kernels.kernel import BackwardInputs, InPlace, Kernel, Problem, Scores
@@ -373,7 +372,6 @@ def _lists(
     if key not in pattern.kernel_cache:
         _make_lists([(pattern, key)])
     lists: Blocks = pattern.kernel_cache[key]
-    keep_for_graphs(device, lists.starts)  # all lists are in one memory
     return (*lists, 0, 0), False
 
 

@@ -47,6 +47,7 @@ from burst_mcore.attention.runtime import record as records
 from burst_mcore.attention.runtime.executor import transport_of
 from burst_mcore.attention.runtime.head_exchange import pooled_like, share_of_heads
 from burst_mcore.attention.runtime.record import CallRecord
+from burst_mcore.capture import refuse_capture
 from burst_mcore.dtypes import wide
 from burst_mcore.registry import lookup
 
@@ -66,7 +67,9 @@ def _operator(
             [inspect.Parameter(field, kind, annotation=annotation) for field, annotation in fields],
             return_annotation=tuple[tuple(get_type_hints(returns).values())],  # type: ignore[misc]
         )
-        return torch.library.custom_op(f"burst_mcore::{name}", flat, mutates_args=())
+        return torch.library.custom_op(
+            f"burst_mcore::{name}", flat, mutates_args=(), tags=torch.Tag.cudagraph_unsafe
+        )
 
     return define
 
@@ -75,6 +78,8 @@ def _operator(
 def attention_forward(args: ForwardArgs) -> ForwardResults:
     """`burst_attention` as an operator."""
     q, k, v, sinks = args.q, args.k, args.v, args.sinks
+    if q.is_cuda:
+        refuse_capture("burst_attention")
     topology = lookup(args.topology)
     agreement = agreement_of(topology)
     with refusing(agreement):

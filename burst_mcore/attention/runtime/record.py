@@ -1,8 +1,8 @@
 """The agreement of the ranks in a forward, kept for its backward, with no tensor that the host must read.
 
-A compiled graph passes nothing but tensors from a forward to its backward, and a CUDA graph none of the CPU.
-So the forward returns a tensor of its own device, which stands for the record. The host finds the record by
-the memory of that tensor. The tensor holds the same values, which are read only where a hook has moved it.
+A compiled graph passes nothing but tensors from a forward to its backward. So the forward returns a tensor
+of its own device, which stands for the record. The host finds the record by the memory of that tensor. The
+tensor holds the same values, which are read only where a hook has moved it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ _BY_ADDRESS: dict[int, tuple[StorageWeakRef, CallRecord]] = {}
 def pack(record: CallRecord, device: torch.device) -> Tensor:
     """Return a new int64 tensor on the device that stands for a record. The host waits for no copy."""
     values = [record.number, record.cut, *record.lengths]
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # a graph would copy what is gone
-        packed = torch.stack([torch.full((), value, device=device) for value in values])
-    elif device.type == "cuda":
+    if device.type == "cuda":
         packed = torch.tensor(values, pin_memory=True).to(device, non_blocking=True)
     else:
         packed = torch.tensor(values, device=device)
@@ -58,16 +56,11 @@ def remember(packed: Tensor, record: CallRecord) -> None:
 
 
 def known(packed: Tensor) -> CallRecord | None:
-    """Return the record that a tensor stands for, without a look at its values; None if it is not known.
-
-    Memory of a graph that is being captured has no owner, and no other tensor either.
-    """
+    """Return the record that a tensor stands for, without a look at its values; None if it is not known."""
     if not has_memory(packed):
         return None
     storage, record = _BY_ADDRESS.get(packed.data_ptr(), (None, None))
-    if storage is None or not storage.expired():
-        return record
-    return record if packed.is_cuda and torch.cuda.is_current_stream_capturing() else None
+    return None if storage is not None and storage.expired() else record
 
 
 def unpack(packed: Tensor) -> CallRecord:
