@@ -183,12 +183,20 @@ def _odd_uses(rank, size):
             assert error(got, local(whole)) < 2e-6
     q, k, v = (local(x) for x in p[:3])
     v.requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = burst_attention(q, k, v, topology=topology, mask=Mask.causal())
-        assert out.dtype == torch.float32
-        out.sum().backward()  # the gradient is an expanded scalar, without strides
+    out = burst_attention(q, k, v, topology=topology, mask=Mask.causal())
+    out.sum().backward()  # the gradient is an expanded scalar, without strides
     sums = dense(p._replace(dout=torch.ones_like(p.dout)), Mask.causal())
     assert error(v.grad, local(sums.dv)) < 2e-6
+    halves = [x.detach().bfloat16() for x in (q, k, v)]
+    halves[2].requires_grad_()
+    want_cast = burst_attention(*halves, topology=topology, mask=Mask.causal())
+    want_cast.sum().backward()
+    v.grad = None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = burst_attention(q, k, v, topology=topology, mask=Mask.causal())
+        assert torch.equal(out, want_cast)
+        out.sum().backward()
+    assert torch.equal(v.grad, halves[2].grad.float())
     q, k, v = (local(x).requires_grad_() for x in p[:3])
     config = BurstConfig(kernel="reference", backward="query")
     out, lse = burst_attention(q, k, v, topology=topology, mask=Mask.causal(), config=config, return_lse=True)

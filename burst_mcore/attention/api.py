@@ -102,7 +102,8 @@ def burst_attention(
             )
         with refusing(agreement_of(topology)):
             k, v, up, travels = _keys(k, v, latent, unknown)
-            q, k, v, up = autocast(q, k, v, up)
+            if torch._C._is_any_autocast_enabled():  # of any device
+                q, k, v, up = autocast(q, k, v, up)
             validate(q, k, v, topology, mask, softmax_scale, softcap, sinks, config, return_lse, up, travels)
             softmax_scale = None if softmax_scale is None else float(softmax_scale)  # numpy's have types
             softcap = None if softcap is None else float(softcap)

@@ -92,7 +92,7 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
     call, agreed, lengths = agree_on_call(args, request, agreement, topology)
     tokens = lengths[call.rank]
     with in_ring(agreement), torch.autocast(q.device.type, enabled=False), _on(q.device):
-        cut = _cut(args, request, call, agreement) if args.saves else args.cut
+        cut = _cut(args, request, call, agreement) if args.keep and args.saves else args.cut
         transport = transport_of(topology, call.route, request.config.max_ctas)
         for pass_ in passes_of(args, call):
             transport.connect(pass_)
@@ -108,7 +108,7 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
             )
         else:
             attended = forward(call, transport, q, k, v, sinks, travelling)
-        tail = tail_of(call, cut, attended, tokens) if args.saves else []
+        tail = tail_of(call, cut, attended, tokens) if args.keep and args.saves else []
     if agreement is not None and not args.needs_gradient and not in_checkpoint():
         agreement.settle()  # no backward will
     nowhere = q.new_empty(0, dtype=attended.ring_lse.dtype)
