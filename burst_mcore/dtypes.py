@@ -26,3 +26,12 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
     dtype = torch.get_autocast_dtype(first.device.type)
     cast = [isinstance(x, Tensor) and x.dtype in TRAINED.values() for x in tensors]
     return tuple(x.to(dtype) if floating else x for x, floating in zip(tensors, cast, strict=True))
+
+
+def of_parts(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the log-sum-exp of a partial result, from which its weight in a merge follows.
+
+    Rounding changes a weight exp(lse_i - lse) by eps * |lse_i|. Where the keys of a row share a score of
+    1000, that is 500 roundings of an output in float32. An error that all parts have in common cancels.
+    """
+    return torch.float64 if dtype.itemsize >= torch.float32.itemsize else torch.float32

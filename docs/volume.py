@@ -9,9 +9,9 @@ Masks are full. `cost` counts the bytes of programs; tests hold the two against 
 
 Between nodes (of 8), forward of 32 heads on 64, 256, 1024 ranks moves fewer bytes than a double ring:
 
-    mesh of nodes, outputs in bfloat16      1.75 / 3.1 / 5.8 times
-    the same, sums of outputs in float32    1.56 / 2.7 / 5.0
-    heads across nodes as well              4 / 16 / 32, or 28.6 at 1024 with sums in float32
+    mesh of nodes, in bfloat16              1.56 / 2.7 / 5.0 times: sums of outputs are float32
+    the same, in float32                    1.75 / 3.1 / 5.8
+    heads across nodes as well              4 / 16 / 28.6, in float32 32 at 1024
     backward of 64 heads, 8 K/V heads       2.7 / 5.5 / 8.5
 
 The last line has gradients in float32, and at most 8 ranks that share heads. The exchange of heads sends
@@ -46,7 +46,7 @@ class Hop(NamedTuple):
 def of_rows(share: Share, pass_: Pass) -> Hop:
     """Return the hop of queries: Q, and O with its LSE; in backward Q, dO, D and LSE, and dQ."""
     if pass_ == Pass.FORWARD:
-        sums = share.out * share.output + share.statistic
+        sums = share.out * share.output
         return Hop(share.q, sums, sums)
     data, sums = share.q + share.out + 2 * share.statistic, share.q * share.gradient
     return Hop(data, sums, min(share.q, sums))

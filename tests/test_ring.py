@@ -221,6 +221,18 @@ def test_buffers_are_poisoned_in_the_processes_too():
     assert processes(2, _received) == [True, True]
 
 
+def _narrow_shares(rank, size):
+    p = problem(9, 16 * size, dtype=torch.float32)
+    config = BurstConfig(mesh="2x2", grad_dtype=torch.bfloat16)
+    got, want = _gathered(_attend(p, Mask.full(), size, rank, config), size, "zigzag"), dense(p, Mask.full())
+    return error(got.out, want.out), error(got.dq, want.dq)
+
+
+def test_a_narrow_grad_dtype_leaves_the_output_of_a_mesh_exact():
+    out, dq = processes(4, _narrow_shares)[0]
+    assert out < 1e-6 and 1e-4 < dq < 1e-2
+
+
 def _narrow_gradients(rank, size):
     errors = {}
     for grad_dtype in (torch.float32, torch.bfloat16):

@@ -23,7 +23,7 @@ from burst_mcore.attention.runtime.columns import Residents, Shares
 from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
 from burst_mcore.attention.runtime.head_exchange import Inward, Outward, pooled_like
 from burst_mcore.attention.schedule.actions import Compute, Kind, Pass
-from burst_mcore.dtypes import wide
+from burst_mcore.dtypes import of_parts, wide
 
 
 def forward(
@@ -138,11 +138,12 @@ class _Forward:
         self.residents[position] = _Resident(rows, q, OnlineSoftmax(q, value_dim=self.call.problem.value_dim))
 
     def room_for_share(self, rows: Rows | None) -> Bundle:
-        """Return room for out and lse of some own rows; out travels in the dtype of travelling sums."""
+        """Return room for out and lse of some own rows: partial results, as exact as those of a tile."""
         batch, every, heads, _ = self.q.shape
         size = every if rows is None else count(rows)
-        out = self.q.new_empty((batch, size, heads, self.call.problem.value_dim), dtype=self.call.grad_dtype)
-        return out, self.q.new_empty((batch, heads, size), dtype=wide(self.q.dtype))
+        shape, dtype = (batch, size, heads, self.call.problem.value_dim), self.q.dtype
+        out = self.q.new_empty(shape, dtype=wide(dtype))
+        return out, self.q.new_empty((batch, heads, size), dtype=of_parts(dtype))
 
     def share(self, member: int, into: Bundle) -> None:
         softmax = self.residents.pop(self.call.resident(Pass.FORWARD, member)).softmax

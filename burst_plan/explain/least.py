@@ -24,7 +24,7 @@ class Share:
     gradient: float = 2.0
     """The size of a travelling gradient over that of the same numbers of Q, K or V."""
     output: float = 2.0
-    """The same of a travelling output, or of its sum."""
+    """The size of a travelling share of an output, with its LSE, over that of the output."""
 
     @classmethod
     def of(cls, shard: Shard) -> Self:
@@ -37,7 +37,7 @@ class Share:
             kv=shard.kv_bytes,
             statistic=shard.statistic_bytes,
             gradient=shard.grad_itemsize / shard.itemsize,
-            output=shard.grad_itemsize / shard.itemsize,
+            output=shard.share_bytes / shard.out_bytes,
         )
 
     def pooled_kv(self, heads: int) -> float:

@@ -163,7 +163,7 @@ def _gains(heads, kv_heads, pass_, *, output=1.0, most=1):
 
 
 def test_fewer_bytes_than_the_double_ring():
-    """Forward of MHA: a mesh of nodes, with outputs of 16 bits and of 32; heads across nodes as well."""
+    """Forward of MHA: a mesh of nodes, in float32 and in bfloat16; heads across nodes as well."""
     assert [*_gains(32, 32, Pass.FORWARD)] == pytest.approx([1.75, 3.10, 5.77], abs=0.005)
     assert [*_gains(32, 32, Pass.FORWARD, output=2.0)] == pytest.approx([1.56, 2.70, 4.98], abs=0.005)
     assert [*_gains(32, 32, Pass.FORWARD, most=32)] == pytest.approx([4, 16, 32.25], abs=0.005)

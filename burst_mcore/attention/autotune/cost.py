@@ -51,7 +51,7 @@ def message_bytes(shard: Shard, route: Route, pass_: Pass, *, return_lse: bool =
     total = gradient // shard.grad_itemsize * own
     resident, share = ring.bundle_bytes(of_queries=not of_queries)
     if pass_ == Pass.FORWARD:
-        resident, share = ring.q_bytes, ring.gradient_bytes(ring.out_bytes) + ring.statistic_bytes
+        resident, share = ring.q_bytes, ring.share_bytes
     along_column = {Kind.RESIDENT: resident, Kind.SHARE: share}
     whole = {
         Kind.DATA: data, Kind.GRADIENT: gradient, Kind.TOTAL: total, **through_heads[pass_], **along_column
