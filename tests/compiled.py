@@ -68,6 +68,8 @@ def attention(name, head_dim, value_dim, dtype="bf16", capability=(9, 0), sizes=
     }  # fmt: skip
     types = dict.fromkeys(("q", "k", "v", "dout"), f"*{dtype}")
     types |= dict.fromkeys(("out", "lse", "delta", "unit_of", "dq", "dk", "dv", "unused"), "*fp32")
+    if dtype == "fp32" and name == "forward":
+        types["lse"] = "*fp64"
     of_lists = ("starts", "full", "entries")
     if not lists:
         constants |= dict.fromkeys((*of_lists, "unit_of"))

@@ -52,6 +52,13 @@ def problem(
     return Problem(q, k, v, draw(heads, value_dim) * dout_scale)
 
 
+def share_score(p: Problem, score: float) -> Problem:
+    """The problem with one channel in which all queries have 1 and all keys a number: massive activations."""
+    q, k = p.q.clone(), p.k.clone()
+    q[..., 0], k[..., 0] = 1, score * p.q.shape[-1] ** 0.5
+    return p._replace(q=q, k=k)
+
+
 def dense(
     p: Problem,
     mask: Mask,
@@ -91,7 +98,7 @@ def single_kernel(p: Problem, kernel: Kernel, mask: Mask) -> Result:
     out, lse = kernel.forward(p.q, p.k, p.v, pattern, scores)
     wide = torch.promote_types(out.dtype, torch.float32)
     delta = (p.dout.to(wide) * out.to(wide)).sum(-1).transpose(1, 2).contiguous()
-    row = BackwardInputs(p.dout, p.q, p.k, p.v, out, lse, delta)
+    row = BackwardInputs(p.dout, p.q, p.k, p.v, out, lse.to(wide), delta)
     return Result(out, lse.transpose(1, 2), *kernel.backward(row, pattern, scores))
 
 

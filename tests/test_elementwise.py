@@ -81,6 +81,24 @@ def test_parts_that_are_not_finite_spoil_their_rows_alone(code, monkeypatch):
     assert results[0].isnan().sum() == out[:, 9].numel()
 
 
+@pytest.mark.parametrize("code", ["blocks", "triton"])
+def test_a_score_that_all_parts_share_costs_nothing(code, monkeypatch):
+    """In float32 scores of 1000 are rounded by 3e-5, and so would be the weights."""
+    if code == "triton":
+        pytest.importorskip("triton")
+        monkeypatch.setattr(elementwise, "_fused", lambda *tensors: True)
+    out, other, lse, other_lse = _tensors(torch.float32)
+    parts = [(out, lse.double() / 20 + 1e3), (other, other_lse.double() / 20 + 1e3)]
+    want, want_lse = _merged(parts)
+    for of_lse, exact in ((torch.float64, 1e-7), (torch.float32, 1e-4)):
+        merged, merged_lse = torch.empty_like(out), torch.empty_like(lse, dtype=of_lse)
+        combine(parts, merged, merged_lse)
+        seen = want_lse.isfinite()
+        assert torch.equal(merged_lse.isfinite(), seen)
+        assert (merged_lse - want_lse)[seen].abs().max() < exact
+        assert (merged - want)[seen.transpose(1, 2)].abs().max() < 1e-6
+
+
 def test_fresh_memory_is_written_whole():
     out, dout, *_ = _tensors(torch.float32)
     delta = row_delta(dout[:, :0], out[:, :0])

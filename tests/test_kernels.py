@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from dense import assert_as_exact_as, dense, error, problem, single_kernel
+from dense import assert_as_exact_as, dense, error, pattern_of, problem, share_score, single_kernel
 from masks import MASKS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,6 +51,17 @@ def test_a_kernel_equals_float64_within_its_dtype(name, kind, kv_heads, dtype):
     want = dense(p, MASKS[kind])
     for name_, g, w in zip(got._fields, got, want, strict=True):
         assert error(g, w) < bound, name_
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("mask", [Mask.causal(), Mask.full(), Mask.window(20, 3)], ids=str)
+def test_weights_of_keys_that_share_a_large_score_add_up_to_one(name, mask):
+    p = problem(1, 48, kv_heads=2, dtype=torch.float32)
+    p = share_score(p._replace(q=p.q.round(), k=p.k.round(), v=torch.ones_like(p.v)), 1000.0)  # exact scores
+    out, lse = KERNELS[name].forward(*p[:3], pattern_of(mask, 48), Scores(0.25))
+    assert (out - 1).abs().max() < 1e-6
+    want = dense(p, mask).lse.transpose(1, 2)
+    assert lse.dtype == torch.float64 and (lse - want).abs().max() < 2e-6  # float32 rounds by 3e-5
 
 
 def _lost(names):

@@ -1,5 +1,6 @@
 """Our Triton kernel: on small blocks in Triton's interpreter, and compiled for Hopper."""
 
+import math
 import os
 import random
 import subprocess
@@ -10,7 +11,7 @@ from itertools import product
 
 import pytest
 import torch
-from dense import dense, error, pattern_of, problem, single_kernel
+from dense import dense, error, pattern_of, problem, share_score, single_kernel
 from masks import random_layout, random_mask
 from test_simulation import simulate
 
@@ -126,7 +127,8 @@ def test_it_merges_and_adds_in_place_into_views():
     p = problem(1, 48, kv_heads=2, dtype=torch.float32)
     pattern, scores = pattern_of(Mask.causal(), 48), Scores(0.25)
     out, lse = KERNEL.forward(p.q, p.k, p.v, pattern, scores)
-    room, room_lse = torch.full((1, 64, 4, 16), torch.nan), torch.full((1, 4, 64), torch.nan)
+    room = torch.full((1, 64, 4, 16), torch.nan)
+    room_lse = torch.full((1, 4, 64), torch.nan, dtype=lse.dtype)
     at = slice(8, 56)
     ours.merge_forward(p.q, p.k, p.v, pattern, scores, room[:, at], room_lse[:, :, at], fresh=True)
     assert torch.equal(room[:, at], out) and torch.equal(room_lse[:, :, at], lse)
@@ -135,7 +137,7 @@ def test_it_merges_and_adds_in_place_into_views():
         p.q, p.k, p.v, pattern, scores, room[:, at], room_lse[:, :, at], fresh=False
     )  # each key twice
     torch.testing.assert_close(room[:, at], out)
-    torch.testing.assert_close(room_lse[:, :, at], lse + torch.log(torch.tensor(2.0)))
+    torch.testing.assert_close(room_lse[:, :, at], lse + math.log(2))
     x = BackwardInputs(p.dout, p.q, p.k, p.v, None, lse, row_delta(p.dout, out))
     dq, dk, dv = KERNEL.backward(x, pattern, scores)
     sums = [torch.full((1, 64, h, 16), torch.nan) for h in (4, 2, 2)]
@@ -145,6 +147,19 @@ def test_it_merges_and_adds_in_place_into_views():
     for total, share in zip(sums, (dq, dk, dv), strict=True):
         torch.testing.assert_close(total[:, at], 2 * share)
         assert total[:, :8].isnan().all() and total[:, 56:].isnan().all()
+
+
+@pytest.mark.parametrize("mask", [Mask.causal(), Mask.full()], ids=str)
+def test_a_score_that_all_keys_share_is_not_rounded_between_tiles(mask):
+    """Each half of the keys merged into the other's result: as exact as in one launch."""
+    p, scores = share_score(problem(5, 48, kv_heads=2, dtype=torch.float32), 1000.0), Scores(0.25)
+    whole, want_lse = KERNEL.forward(p.q, p.k, p.v, pattern_of(mask, 48), scores)
+    out, lse = torch.full_like(whole, torch.nan), torch.full_like(want_lse, torch.nan)
+    for half, low in ((slice(0, 24), 0), (slice(24, 48), 24)):
+        pattern = Pattern((48, 24), high=-low if mask == Mask.causal() else None)
+        ours.merge_forward(p.q, p.k[:, half], p.v[:, half], pattern, scores, out, lse, fresh=low == 0)
+    assert lse.dtype == torch.float64 and (lse - want_lse).abs().max() < 1e-6  # float32 rounds by 3e-5
+    torch.testing.assert_close(out, whole, rtol=1e-6, atol=1e-6)
 
 
 def test_rows_that_see_nothing_are_zero_and_stay_as_they_are():

@@ -13,6 +13,7 @@ from burst_mcore.attention.geometry.rows import gather
 from burst_mcore.attention.geometry.tiles import Tile
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Scores
 from burst_mcore.attention.numerics.rowwise import row_delta
+from burst_mcore.dtypes import wide
 
 
 def scores_of(q: Tensor) -> Scores:
@@ -82,5 +83,6 @@ class Tiles:
 def _inputs(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor
 ) -> BackwardInputs:
+    lse = lse.to(wide(q.dtype))
     delta = row_delta(dout, out) if kernel.takes_delta else lse  # others form it from out themselves
     return BackwardInputs(dout, q, k, v, out, lse, delta)

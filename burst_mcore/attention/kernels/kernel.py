@@ -51,7 +51,7 @@ class Forward(Protocol):
     """(out [B, M, H, Dv], lse [B, H, M]) of q [B, M, H, D], k [B, N, Hkv, D], v [B, N, Hkv, Dv].
 
     Both results are new tensors that the caller may write. In rows that see no key out is finite, and lse is
-    -inf. lse is natural-log, in at least float32.
+    -inf. lse is natural-log, in at least float32; a float64 one tells by how much float32 would round it.
     """
 
     def __call__(
@@ -60,7 +60,7 @@ class Forward(Protocol):
 
 
 class BackwardInputs(NamedTuple):
-    """The inputs of a tile's backward, with the statistics of the WHOLE row: lse and delta [B, H, M].
+    """The inputs of a tile's backward, with the statistics of the WHOLE row: lse and delta [B, H, M], wide.
 
     `out` [B, M, H, Dv] is the forward's, or any tensor with rowsum(dout * out) = delta. Kernels with
     `takes_delta` read delta and get no out; the others form delta from out.

@@ -12,7 +12,7 @@ from torch import Tensor
 from burst_mcore.attention.geometry.pattern import Abilities, Pattern
 from burst_mcore.attention.kernels.finite import keeps_nan_where_seen
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
-from burst_mcore.dtypes import wide
+from burst_mcore.dtypes import of_parts, wide
 
 
 def _supports(problem: Problem) -> str | None:
@@ -43,9 +43,14 @@ def _grouped(x: Tensor, kv_heads: int) -> Tensor:
 def _forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor]:
     k_BNHD, v_BNHD = k.to(wide(k.dtype)), v.to(wide(v.dtype))
     logits = _logits(_grouped(q, k.shape[2]), k_BNHD, pattern, scores)
-    lse_BHGM = torch.logsumexp(logits, dim=-1)
-    weights = torch.exp(logits - lse_BHGM.masked_fill(lse_BHGM == -torch.inf, 0.0)[..., None])
+    most = logits.amax(-1, keepdim=True)
+    weights = torch.exp(logits - most.masked_fill(most == -torch.inf, 0.0))
+    total = weights.sum(-1, keepdim=True)
+    # Divided, and not exp(logits - lse): with an lse of 1000, which is rounded, they would not add up to 1.
+    weights /= total.masked_fill(total == 0.0, 1.0)
     out = torch.einsum("bhgmn,bnhd->bmhgd", weights, v_BNHD).flatten(2, 3)
+    of_lse = of_parts(q.dtype)
+    lse_BHGM = (most.to(of_lse) + total.to(of_lse).log()).squeeze(-1)
     return out.to(q.dtype).contiguous(), lse_BHGM.flatten(1, 2)
 
 
@@ -53,7 +58,7 @@ def _backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> tuple
     heads, dtype = inputs.k.shape[2], wide(inputs.k.dtype)
     q_BMHGD, dout_BMHGD = _grouped(inputs.q, heads), _grouped(inputs.dout, heads)
     k_BNHD, v_BNHD = inputs.k.to(dtype), inputs.v.to(dtype)
-    lse_BHGM, delta_BHGM = (rows.unflatten(1, (heads, -1)) for rows in (inputs.lse, inputs.delta))
+    lse_BHGM, delta_BHGM = (x.to(dtype).unflatten(1, (heads, -1)) for x in (inputs.lse, inputs.delta))
     logits = _logits(q_BMHGD, k_BNHD, pattern, scores)
     blind = lse_BHGM == -torch.inf  # (-inf) - (-inf) is NaN
     weights = torch.exp(logits - lse_BHGM.masked_fill(blind, torch.inf)[..., None])

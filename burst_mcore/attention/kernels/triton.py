@@ -25,7 +25,7 @@ from burst_mcore import packages
 from burst_mcore.attention.geometry.pattern import Abilities, Pattern
 from burst_mcore.attention.kernels.blocks import LARGEST_BLOCK, Blocks, blocks, diagonals, on_device
 from burst_mcore.attention.kernels.kernel import BackwardInputs, InPlace, Kernel, Problem, Scores
-from burst_mcore.dtypes import TRAINED, wide
+from burst_mcore.dtypes import TRAINED, of_parts, wide
 
 LARGEST_HEAD_DIM = 256
 
@@ -180,7 +180,7 @@ def needs(dims: int, itemsize: int, capability: tuple[int, int] | None) -> int:
 def _forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor]:
     batch, rows, heads, _ = q.shape
     out = torch.empty((batch, rows, heads, v.shape[-1]), dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, heads, rows), dtype=wide(q.dtype), device=q.device)
+    lse = torch.empty((batch, heads, rows), dtype=of_parts(q.dtype), device=q.device)
     merge_forward(q, k, v, pattern, scores, out, lse, fresh=True)
     return out, lse
 

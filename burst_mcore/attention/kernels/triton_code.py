@@ -258,6 +258,7 @@ def forward(
     to_out = out + batch * out_batch + head * out_head + m.to(tl.int64)[:, None] * out_row + e[None, :]
     in_out = there[:, None] & (e < VALUE_USED)[None, :]
     to_lse = lse + batch * lse_batch + head * lse_head + m.to(tl.int64) * lse_row
+    of_lse: tl.constexpr = lse.dtype.element_ty
 
     a, b, c, d = _walk(starts, full, block, low, high, rows, columns, ROWS, COLUMNS, BAND, False)
     if FRESH:
@@ -265,9 +266,14 @@ def forward(
         total = tl.zeros((ROWS,), dtype=tl.float32)
         sums = tl.zeros((ROWS, VALUE_DIM), dtype=tl.float32)
     else:  # the keys seen so far count as one key more, of this score and this value
-        most = tl.load(to_lse, mask=there, other=-float("inf")) * LOG2E
-        total = tl.where(most == -float("inf"), 0.0, 1.0)
+        seen = tl.load(to_lse, mask=there, other=-float("inf")) * tl.full((1,), LOG2E, of_lse)
+        most = seen.to(tl.float32)
+        blind = most == -float("inf")
+        total = tl.where(blind, 0.0, 1.0)
         sums = tl.load(to_out, mask=in_out, other=0.0).to(tl.float32)
+        if of_lse != tl.float32:  # of what the score lost to rounding, the weight has the rest
+            total *= tl.exp2(tl.where(blind, 0.0, seen - most.to(of_lse)).to(tl.float32))
+            sums *= total[:, None]
     q_rows = _rows(q + batch * q_batch + head * q_head, m, q_row, rows, True, USED, DIM)
     for KIND in tl.static_range(2):
         first, last = _range(a, b, c, d, BAND, KIND)
@@ -280,7 +286,8 @@ def forward(
     if FRESH or _any(a, b, c, d, BAND):
         blind = total == 0.0
         sums = sums / tl.where(blind, 1.0, total)[:, None]
-        merged = tl.where(blind, -float("inf"), most * LN2 + tl.log(tl.where(blind, 1.0, total)))
+        of_total = tl.log(tl.where(blind, 1.0, total).to(of_lse))
+        merged = tl.where(blind, -float("inf"), most.to(of_lse) * tl.full((1,), LN2, of_lse) + of_total)
         tl.store(to_out, sums.to(out.dtype.element_ty), mask=in_out)
         tl.store(to_lse, merged.to(lse.dtype.element_ty), mask=there)
 

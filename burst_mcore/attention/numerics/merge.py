@@ -17,6 +17,7 @@ from torch import Tensor
 from burst_mcore.attention.geometry.rows import Rows, count, shares, strided, view
 from burst_mcore.attention.numerics.rowwise import add_up, combine
 from burst_mcore.attention.numerics.segments import Bundle, Part, Segment, Segments, narrowed
+from burst_mcore.dtypes import of_parts
 
 WAITING = 8
 """Parts of a row, at most, that wait to be put together."""
@@ -159,7 +160,7 @@ class OnlineSoftmax(_Sum):
 
     def __init__(self, q: Tensor, value_dim: int, sinks: Tensor | None = None) -> None:
         super().__init__(q)
-        self._value_dim = value_dim
+        self._value_dim, self._of_lse = value_dim, of_parts(q.dtype)
         if sinks is not None:
             out, lse = self._total = self.room(self._dtype)
             out.zero_()
@@ -168,7 +169,7 @@ class OnlineSoftmax(_Sum):
 
     def add(self, rows: Rows, out_t: Tensor, lse_t: Tensor) -> None:
         """Merge a tile's out [B, M, H, D] and lse [B, H, M] of these M rows; this may keep and write both."""
-        self._add(rows, (out_t, lse_t))
+        self._add(rows, (out_t, lse_t.to(self._of_lse)))
 
     def running(self, rows: Rows) -> tuple[Tensor, Tensor, bool] | None:
         """Return (out, lse) of these rows to merge into in place, and whether they hold no data yet.
@@ -181,7 +182,7 @@ class OnlineSoftmax(_Sum):
     def result(self) -> tuple[Tensor, Tensor]:
         """Return (out [B, S, H, D] in the queries' dtype, lse [B, H, S] in at least float32)."""
         out, lse = self.complete()
-        return out.to(self._like.dtype), lse
+        return out.to(self._like.dtype), lse.to(self._dtype)
 
     def lse(self) -> Tensor:
         """Return lse [B, H, S] alone: `put` wrote the outputs."""
@@ -192,17 +193,17 @@ class OnlineSoftmax(_Sum):
             to.fill_(-torch.inf)
             for part in parts:
                 torch.logaddexp(to, part, out=to)
-        return result
+        return result.to(self._dtype)
 
     def room(self, dtype: torch.dtype) -> Bundle:
-        """Return uninitialised (out [B, S, H, D] in `dtype`, lse [B, H, S] in at least float32)."""
+        """Return uninitialised (out [B, S, H, D] in `dtype`, lse [B, H, S] in that of partial results)."""
         out = self._like.new_empty((*self._like.shape[:3], self._value_dim), dtype=dtype)
         return out, self.room_for_lse(self._all)
 
     def room_for_lse(self, rows: range) -> Tensor:
-        """Return an uninitialised statistic of these rows, in at least float32."""
+        """Return an uninitialised statistic of these rows, in the dtype of partial results."""
         batch, _, heads, _ = self._like.shape
-        return self._like.new_empty((batch, heads, len(rows)), dtype=self._dtype)
+        return self._like.new_empty((batch, heads, len(rows)), dtype=self._of_lse)
 
     def _combine(self, parts: Sequence[Bundle], into: Bundle) -> None:
         combine([(out, lse) for out, lse in parts], *into)

@@ -74,7 +74,9 @@ def combine(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor, lse: Tensor) ->
     """Set (out, lse) to the softmax over the keys of all parts, without overflow.
 
     Each part is a partial (out [B, S, H, D], lse [B, H, S]) over keys of its own, in any dtype; the results
-    may be those of one of the parts. lse = -inf marks a row that has seen no key; its out must be finite.
+    may be those of one of the parts. All parts have their lse in one dtype, that of `of_parts` if they are to
+    be merged as exactly as one kernel sums. lse = -inf marks a row that has seen no key; its out must be
+    finite.
     The rule is paper algorithm 4 for n parts at once: lse = log sum_i exp(lse_i), and
     out = sum_i exp(lse_i - lse) out_i.
     """
@@ -88,9 +90,10 @@ def combine(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor, lse: Tensor) ->
     for block in _blocks(out):
         of_parts = torch.stack([x[:, :, block] for x in tensors[1::2]])
         most = of_parts.amax(0)
-        weights = (of_parts - most.masked_fill(most == -torch.inf, 0.0)).exp_()
+        apart = of_parts - most.masked_fill(most == -torch.inf, 0.0)
+        weights = apart.to(wide(tensors[0].dtype)).exp_()
         total = weights.sum(0)
-        lse[:, :, block] = most + total.log()
+        lse[:, :, block] = most + total.to(most.dtype).log()
         weights /= total.masked_fill_(total == 0.0, 1.0)
         by_row = weights.transpose(2, 3).unsqueeze(-1)
         mixed = tensors[0][:, block].to(weights.dtype) * by_row[0]

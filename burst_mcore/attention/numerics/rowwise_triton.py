@@ -75,16 +75,17 @@ def _combine(
     ids, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
     there = ids < count
     inside = there[:, None] & (d < USED)[None, :]
-    most = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
+    of_lse: tl.constexpr = lses[0].dtype.element_ty
+    most = tl.full((ROWS,), -float("inf"), dtype=of_lse)
     for i in tl.static_range(PARTS):
         at = _at(ids, rows, heads, lses_s[3 * i], lses_s[3 * i + 2], lses_s[3 * i + 1])
         most = tl.maximum(most, tl.load(lses[i] + at, mask=there, other=-float("inf")), tl.PropagateNan.ALL)
     finite = tl.where(most == -float("inf"), 0.0, most)
-    total, sums = most * 0.0, tl.zeros((ROWS, DIM), dtype=tl.float32)
+    total, sums = (most * 0.0).to(tl.float32), tl.zeros((ROWS, DIM), dtype=tl.float32)
     total = tl.where(most == -float("inf"), 0.0, total)
     for i in tl.static_range(PARTS):
         at = _at(ids, rows, heads, lses_s[3 * i], lses_s[3 * i + 2], lses_s[3 * i + 1])
-        weight = tl.exp(tl.load(lses[i] + at, mask=there, other=-float("inf")) - finite)
+        weight = tl.exp((tl.load(lses[i] + at, mask=there, other=-float("inf")) - finite).to(tl.float32))
         at = _at(ids, rows, heads, outs_s[3 * i], outs_s[3 * i + 1], outs_s[3 * i + 2])
         x = tl.load(outs[i] + at[:, None] + d[None, :], mask=inside, other=0.0)
         sums += weight[:, None] * x.to(tl.float32)
@@ -92,7 +93,8 @@ def _combine(
     result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
     to_out = out + _at(ids, rows, heads, out_b, out_r, out_h)[:, None] + d[None, :]
     tl.store(to_out, result.to(out.dtype.element_ty), mask=inside)
-    tl.store(lse + _at(ids, rows, heads, lse_b, lse_r, lse_h), finite + tl.log(total), mask=there)
+    merged = (finite + tl.log(total.to(of_lse))).to(lse.dtype.element_ty)
+    tl.store(lse + _at(ids, rows, heads, lse_b, lse_r, lse_h), merged, mask=there)
 
 
 @triton.jit
