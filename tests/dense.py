@@ -119,6 +119,23 @@ def error(got: Tensor, want: Tensor) -> float:
     return difference.item() if torch.isfinite(difference) else float("inf")
 
 
+def sinks_terms(p: Problem, want: Result, sinks: Tensor, dlse: Tensor | None = None) -> Tensor:
+    """[H]: the sum over all rows of |P D|, of which the sum of P D is the gradient of a sink."""
+    delta = (p.dout.double() * want.out.double()).sum(-1) - (0 if dlse is None else dlse.double())
+    return (torch.exp(sinks.double() - want.lse.double()) * delta).abs().sum((0, 1))
+
+
+def assert_sinks_as_exact_as(got: Tensor, bar: Tensor, want: Tensor, terms: Tensor) -> None:
+    """Each sink's error at most twice that of `bar`, or a rounding of `terms`, where `bar` is closer by luck.
+
+    The gradient is a sum in which terms cancel: it was up to 13,700 times smaller than they are. Roundings of
+    the terms stay, on one device as on many, so none of the two can be held to a rounding of the sum.
+    """
+    allowed = 2 * torch.maximum((bar.double() - want).abs(), torch.finfo(got.dtype).eps / 2 * terms)
+    worst = ((got.double() - want).abs() / allowed).nan_to_num(torch.inf).max()
+    assert worst <= 1, f"a sink's gradient is {worst:.2f} times as inexact as allowed: {got}, {want}"
+
+
 def assert_as_exact_as(got: Result, bar: Result, want: Result, times: float = 2.0) -> None:
     """Each error at most `times` that of `bar`, or of half an ulp where `bar` is closer by luck."""
     for name in Result._fields:

@@ -4,7 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dense import Result, assert_as_exact_as, dense, error, problem, single_kernel
+from dense import (
+    Result,
+    assert_as_exact_as,
+    assert_sinks_as_exact_as,
+    dense,
+    error,
+    problem,
+    single_kernel,
+    sinks_terms,
+)
 from ranks import processes
 
 from burst_mcore import BurstConfig, Mask, burst_attention
@@ -90,6 +99,31 @@ def _on_ring(rank, size, option, config):
 def test_options_on_a_ring_equal_float64(option, degree, backward):
     config = BurstConfig(backward=backward, head_parallel=degree)
     assert all(processes(4, _on_ring, option, config))
+
+
+def _sinks_in_float32(rank, size, seeds):
+    topology, mask = Topology.from_group(torch.distributed.group.WORLD), Mask.causal()
+    least = 1.0
+    for seed in seeds:
+        p = problem(seed, 48, batch=2, dtype=torch.float32)
+        options = OPTIONS["sinks"] | {"dlse": OPTIONS["lse"]["dlse"] if seed % 2 else None}
+        want, sinks = _wanted(p, mask, options)
+        terms = sinks_terms(p, want, options["sinks"], options["dlse"])
+        _, got = _attend(p, mask, rank=rank, size=size, topology=topology, **options)
+        own = got.clone()
+        torch.distributed.all_reduce(got)
+        _, bar = _attend(p, mask, **options)
+        assert_sinks_as_exact_as(got, bar, sinks.grad, terms)
+        for wrong in (got - own, got + 1e-6 * terms, got * torch.nan):  # a rank left out; ten roundings
+            with pytest.raises(AssertionError, match="times as inexact"):
+                assert_sinks_as_exact_as(wrong, bar, sinks.grad, terms)
+        least = min(least, (sinks.grad.abs() / terms).min().item())
+    return least
+
+
+def test_gradients_of_sinks_are_as_exact_as_on_one_device():
+    """Where their terms cancel, too: then a rounding of the terms is many of their sum."""
+    assert processes(2, _sinks_in_float32, range(10))[0] < 1e-2
 
 
 def _uneven_use(rank, size):
