@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from heads import distance
 from ranks import processes
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from burst_mcore.loss import fused_linear_cross_entropy
 from burst_mcore.loss.checksums import checksum
@@ -216,6 +218,27 @@ def outsider(rank, size):
 def test_a_rank_outside_its_group_is_an_error_of_all():
     for message in processes(4, outsider):
         assert "rank 3: tp_group must be a process group that this rank is in, or None, got" in message
+
+
+def distributed(rank, size):
+    """What is said of each argument that is a DTensor, and the loss of the same tensor made whole."""
+    mesh = init_device_mesh("cpu", (size,))
+    hidden, weight, labels, weights, bias = inputs(20, torch.float32)
+    plain = {"hidden": hidden, "weight": weight, "labels": labels, "weights": weights, "bias": bias}
+    said = {}
+    for name, value in plain.items():
+        sharded = distribute_tensor(value, mesh, [Shard(0)])
+        with pytest.raises(ValueError) as error:
+            fused_linear_cross_entropy(**{**plain, name: sharded})
+        whole = fused_linear_cross_entropy(**{**plain, name: sharded.full_tensor()})
+        said[name] = str(error.value), torch.equal(whole, fused_linear_cross_entropy(**plain))
+    return said
+
+
+def test_a_dtensor_is_refused_by_the_name_of_its_argument():
+    for said in processes(2, distributed):
+        for name, (words, equal) in said.items():
+            assert f"{name} is a DTensor" in words and f"{name}.full_tensor()" in words and equal
 
 
 def extended(rank, size):
