@@ -165,8 +165,8 @@ def _wrong_tensors(a: Arguments) -> str | None:
             return f"{name} must be a tensor, got {type(value).__name__}"
         if hasattr(value, "full_tensor"):  # without the import of torch.distributed.tensor
             return (
-                f"{name} is a DTensor, and a plain tensor is needed: give {name}.full_tensor(), or call within "
-                "the module's forward, where FSDP has gathered its parameters"
+                f"{name} is a DTensor, and a plain tensor is needed: give {name}.full_tensor(), or call "
+                "within the module's forward, where FSDP has gathered its parameters"
             )
         if value.device != a.hidden.device:
             return f"{name} is on {value.device}, hidden on {a.hidden.device}"

@@ -1,10 +1,12 @@
 """What is refused is refused by name, on every rank, and before anything is trained."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from engines import TINY, config_of, dataset, model_of, quiet, start
+from engines import TINY, VOCABULARY, config_of, dataset, model_of, quiet, start
 from ranks import processes
 
 import burst_mcore.deepspeed as burst
@@ -103,6 +105,12 @@ def _initialize(rank, size, _):
     attempt(
         "model", model_of(sliding_window=7 + rank, kind="Mistral"), words="rank 1 has a MistralForCausalLM"
     )
+    for kind, prompted in _with_learned_prompts():
+        attempt("model", prompted, words=f"PEFT's {kind} puts tokens of its own beside a sequence")
+    headless = transformers.LlamaModel(model_of().config)
+    attempt("model", headless, words="LlamaModel has no head that makes a loss of labels")
+    attempt("model", Rewards(headless), words="LlamaModel has no head")
+    attempt("dropout", _model("OPT", layerdrop=0.1), words="leaves out layers at random (layerdrop is 0.1)")
     attempt("loss", _with_lora_on_the_head(), words='"fused_loss": false')
     attempt("head_parallel", config=config_of(2, size, head_parallel=3), words="head_parallel=3")
     section = config_of(2, size)
@@ -134,6 +142,32 @@ def _with_a_tower():
     return transformers.Qwen2VLForConditionalGeneration(config)
 
 
+class Rewards(torch.nn.Module):
+    """A reward model: a body without a head, and a number for each token."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.body, self.value = body, torch.nn.Linear(body.config.hidden_size, 1)
+
+    def forward(self, input_ids, **others):
+        return self.value(self.body(input_ids, **others).last_hidden_state)
+
+
+def _with_learned_prompts():
+    """(kind, model) of PEFT's adapters that learn tokens, or keys and values of tokens."""
+    import peft
+
+    task = {"task_type": "CAUSAL_LM"}
+    for config in (
+        peft.PrefixTuningConfig(num_virtual_tokens=4, **task),
+        peft.PromptTuningConfig(num_virtual_tokens=4, **task),
+        peft.PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=8, **task),
+        peft.MultitaskPromptTuningConfig(num_virtual_tokens=4, num_tasks=2, **task),
+        peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=1, **task),
+    ):
+        yield config.peft_type.value, peft.get_peft_model(model_of(), config)
+
+
 def _with_lora_on_the_head():
     from peft import LoraConfig, get_peft_model
 
@@ -157,6 +191,51 @@ class Plain(torch.nn.Module):
 
 class PlainAttention(Plain):
     """Attention that does not come to the interface."""
+
+
+class Prefixed(torch.nn.Module):
+    """Hands keys and values of four tokens to the model inside, as prefix tuning does."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.config = model, model.config
+
+    def forward(self, input_ids, **others):
+        cache = transformers.DynamicCache()
+        for layer in range(self.config.num_hidden_layers):
+            cache.update(*torch.ones(2, len(input_ids), self.config.num_key_value_heads, 4, 8), layer)
+        return self.model(input_ids, past_key_values=cache, **others)
+
+
+def _switched(rank, engine, batch):
+    """What is said of attention that is switched after a forward: of the model, of a layer, on one rank."""
+    found, model = {}, engine.module
+    model.set_attn_implementation("sdpa")
+    found["model switched"] = _refused(engine, **batch)
+    model.set_attn_implementation("burst")
+    attention = model.model.layers[1].self_attn
+    config = attention.config
+    attention.config = copy.deepcopy(config)
+    attention.config._attn_implementation = "eager"
+    found["model switched in a layer"] = _refused(engine, **batch)
+    if rank == 1:
+        attention.config = config
+    found["another rank" if rank else "model switched on one rank"] = _refused(engine, **batch)
+    attention.config = config
+    return found
+
+
+def _long(size):
+    """Of a model with embeddings of 32 positions: what is said of 40 tokens; 31 are served."""
+    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=32,
+                                     attn_pdrop=0.0)  # fmt: skip
+    engine = start(config_of(2, size), model=transformers.GPT2LMHeadModel(config))[0]
+    (batch,) = burst.shard_loader(dataset(1), engine)
+    found = {"position_ids beyond the table": _refused(engine, **batch)}
+    (batch,) = burst.shard_loader(dataset(1, tokens=31), engine)
+    assert engine(**batch).loss.item() > 0
+    engine.destroy()
+    return found
 
 
 class _Broken(torch.utils.data.Dataset):
@@ -201,8 +280,19 @@ def _forward(rank, size, _):
     found["loader ends"] = _refused(
         list, burst.shard_loader(iter([x["input_ids"][None] for x in longer]), engine)
     )
-    assert engine(**batch).loss.item() > 0  # the ring is as good as before
+    loss = engine(**batch).loss.item()  # the ring is as good as before
+    assert loss > 0
+    found |= _switched(rank, engine, batch)
+    assert engine(**batch).loss.item() == loss
+    own, layers = engine.module.model.layers[1].self_attn, engine.module.model.layers
+    layers[1].self_attn = PlainAttention(own)
+    found["model with another layer"] = _refused(engine, **batch)
+    layers[1].self_attn = own
     engine.destroy()
+    prefixed = start(config_of(2, size), model=Prefixed(model_of()))[0]
+    found["cache"] = _refused(prefixed, **batch)
+    prefixed.destroy()
+    found |= _long(size)
     dropping = model_of()
     dropping.model.layers[1].self_attn.attention_dropout = 0.1  # behind its configuration's back
     dropping = start(config_of(2, size), model=dropping)[0]
@@ -219,6 +309,12 @@ def test_forward():
         for name, (refused, words) in found.items():
             assert refused is not None and name.startswith(refused.split()[0]), (name, words)
         assert "model.layers.1.self_attn (PlainAttention)" in found["model"][1]
+        assert "model.layers.1.self_attn (PlainAttention)" in found["model with another layer"][1]
+        assert "model.layers.0.self_attn (LlamaAttention) has attn_impl" in found["model switched"][1]
+        assert "'sdpa'" in found["model switched"][1]
+        assert "model.layers.1.self_attn (" in found["model switched in a layer"][1]
+        assert "4 tokens of a cache" in found["cache"][1]
+        assert "embeddings of 32 positions, the sequence has 40" in found["position_ids beyond the table"][1]
 
 
 def test_configurations():

@@ -15,7 +15,7 @@ from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.models.checkpointing import attach_checkpointing
 from burst_mcore.deepspeed.models.rotary import attach_rotary, depends_on_length
 from burst_mcore.deepspeed.models.sequence import SequenceParallel
-from burst_mcore.deepspeed.models.served import checked_loss, use_burst
+from burst_mcore.deepspeed.models.served import checked_loss, position_table, use_burst
 from burst_mcore.deepspeed.models.trl import has_fused_head
 from burst_mcore.deepspeed.ranks.agreement import on_all_ranks, refuse_differences
 from burst_mcore.deepspeed.ranks.groups import topology_of
@@ -46,6 +46,7 @@ def prepare_model(model: nn.Module, section: Section, unit: Any) -> SequencePara
     assert isinstance(sequence, SequenceParallel)
     sequence.topology, sequence.config = topology, burst
     sequence.group = unit.get_sequence_parallel_group() if size > 1 else None
+    sequence.most_positions = position_table(model)
     sequence.dealing = _dealing(model, burst)
     groups = dist.get_world_size() // size
     _log(f"burst_mcore: {size} ranks share each sequence, {groups} sequence group(s); {loss}")

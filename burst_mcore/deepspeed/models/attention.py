@@ -288,7 +288,18 @@ def _from_cache(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend from a few new tokens to all keys of a cache, which every rank has, in plain torch."""
+    """Attend from a few new tokens to all keys of a cache, which every rank has, in plain torch.
+
+    Raises:
+        RefusedError: each rank has a shard of the new tokens: a wrapper handed the cache to the model inside.
+    """
+    if seen.sequence.last is not None:
+        before = k.shape[1] - q.shape[1]
+        raise RefusedError(
+            "cache",
+            f"a forward over shards attends to {before} tokens of a cache that was handed to the model "
+            "inside (prefix tuning?): each rank would see them and its shard alone",
+        )
     last = seen.offset + q.shape[1]
     queries = torch.arange(seen.offset, last, device=q.device)
     keys = torch.arange(last - k.shape[1], last, device=q.device)  # a cache of a window forgets the first

@@ -22,7 +22,7 @@ from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.models.attention import Sequence, running
 from burst_mcore.deepspeed.models.loss import WholeLoss
 from burst_mcore.deepspeed.models.prefill import Prefill, cache_name
-from burst_mcore.deepspeed.models.served import attention_modules
+from burst_mcore.deepspeed.models.served import attention_modules, switched_attention
 from burst_mcore.deepspeed.models.trl import asks_for_fused_head, gather_tokens, shard_of_whole_batch
 from burst_mcore.layout import unshard
 
@@ -51,13 +51,15 @@ class SequenceParallel:
     config: BurstConfig
     evaluates_whole: bool = False
     """Whether an evaluation batch without shift_labels is a whole one, of this rank alone."""
+    most_positions: int | None = None
+    """Positions that the model has embeddings for; None where positions are computed."""
     dealing: dict[str, Any] = field(default_factory=dict)
     """How batches are dealt: keyword arguments of `ShardedLoader`."""
     _open: list[tuple[ExitStack, Sequence, Finish]] = field(default_factory=list)
     _names: list[str] = field(default_factory=list)
     _warned: bool = False
     _trusted: bool = False
-    """Whether the next forward skips the check that attention came here."""
+    """Whether forwards skip the check that attention came here."""
 
     def attach(self) -> SequenceParallel:
         """Add the hooks."""
@@ -133,10 +135,9 @@ class SequenceParallel:
         return sequence, arguments, lambda out: self._with_whole_tokens(out, local, tokens - 1)
 
     def _refuse_other_attention(self, sequence: Sequence) -> None:
-        """Raise RefusedError, once, if attention did not come here: it saw this rank's shard alone."""
-        if self._trusted:
+        """Raise RefusedError if attention did not come here: it saw this rank's shard alone."""
+        if self._trusted or sequence.last is None:  # of whole sequences each rank may attend as it will
             return
-        self._trusted = True
         others = [
             f"{path} ({type(m).__name__})"
             for path, m in attention_modules(self.model).items()
@@ -162,6 +163,7 @@ class SequenceParallel:
         assert positions is not None
         whole = self._whole(positions, lengths).cpu()
         ends = documents(whole)
+        self._refuse_long(int(whole.max()))
         if has_loss:
             arguments["labels"] = arguments["shift_labels"]
             if arguments.get("num_items_in_batch") is None:
@@ -185,6 +187,15 @@ class SequenceParallel:
             )
         self._warned = self._warned or trains
 
+    def _refuse_long(self, last: int) -> None:
+        """Raise RefusedError, on all ranks alike, if the model has no embedding for the last position."""
+        if self.most_positions is not None and last >= self.most_positions:
+            raise RefusedError(
+                "position_ids",
+                f"{type(self.model).__name__} has embeddings of {self.most_positions} positions, the "
+                f"sequence has {last + 1}: cut the sample, or pack shorter documents",
+            )
+
     def _alone(self, arguments: dict[str, Any]) -> Sequence:
         """Prepare a forward of this rank alone over whole sequences; the loss is the model's own."""
         new = _tokens(arguments)
@@ -204,6 +215,9 @@ class SequenceParallel:
 
     def _own(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], Tensor, int]:
         """Check this rank's part of a batch; return its arguments, positions and number of labels."""
+        switched = None if self._trusted else switched_attention(self.model)
+        if switched is not None:
+            raise RefusedError("model", switched)
         ids = _tokens(arguments)
         positions, labels, shifted = (arguments.get(x) for x in ("position_ids", "labels", "shift_labels"))
         if positions is None and isinstance(ids, Tensor) and self.topology.size == 1:
@@ -290,6 +304,7 @@ class SequenceParallel:
         before, n = _cached(arguments), new.shape[1]
         if before or n == 1 or self.group is None:
             return Sequence(Topology.single(), self.config, before + n), arguments, _unchanged
+        self._refuse_long(n - 1)
         prefill = Prefill(self.topology, self.group, self.config, n)
         sequence = Sequence(self.topology, self.config, prefill.padded, last=n - 1)
         return sequence, prefill.begin(arguments), prefill.finish

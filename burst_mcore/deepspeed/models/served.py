@@ -25,12 +25,15 @@ KINDS = {
     "conv": "neighbouring tokens are mixed",
     "chunked_attention": "attention within chunks",
     "indexed_attention": "attention to keys that an indexer picks",
+    "minimax_m3_sparse": "attention to blocks of keys that an indexer picks",
 }
 """Words for some kinds of layers that are refused."""
 TOWERS = ("vision_config", "audio_config")
 """Names in a configuration of models beside the language model."""
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 """Names in configurations of the dropout of attention weights."""
+LAYER_DROPOUTS = ("layerdrop", "decoder_layerdrop")
+"""Names in configurations of the share of layers that are left out at random."""
 
 
 def use_burst(model: nn.Module, size: int) -> nn.Module:
@@ -44,13 +47,28 @@ def use_burst(model: nn.Module, size: int) -> nn.Module:
             that is served.
     """
     inner = _of_transformers(model)
-    refused = next(chain(_where_tokens_meet(inner), _what_is_asked(inner, size)), None)
+    reasons = chain(_learned_prompts(model), _where_tokens_meet(inner), _what_is_asked(inner, size))
+    refused = next(reasons, None)
     if refused is not None:
         raise RefusedError(*refused)
     register()
     inner.set_attn_implementation(NAME)
     transformer: nn.Module = inner
     return transformer
+
+
+def _learned_prompts(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield (name, reason) for each adapter of PEFT's that learns tokens, or keys and values of tokens."""
+    for module in model.modules():
+        adapters = getattr(module, "peft_config", None)
+        for adapter in adapters.values() if isinstance(adapters, dict) else ():
+            if adapter.is_prompt_learning or adapter.is_adaption_prompt:
+                kind = getattr(adapter.peft_type, "value", adapter.peft_type)
+                yield (
+                    "model",
+                    f"PEFT's {kind} puts tokens of its own beside a sequence, and a rank would see them and "
+                    "its shard alone: use LoRA, or another adapter of weights",
+                )
 
 
 def _where_tokens_meet(inner: Any) -> Iterator[tuple[str, str]]:
@@ -105,6 +123,11 @@ def _what_is_asked(inner: Any, size: int) -> Iterator[tuple[str, str]]:
             "auxiliary loss",
             f"{name}'s loss that balances experts is no sum over tokens: set output_router_logits to False",
         )
+    if "labels" not in inspect.signature(type(inner).forward).parameters:
+        yield (
+            "model",
+            f"{name} has no head that makes a loss of labels: give the causal LM (of class ...ForCausalLM)",
+        )
     parameters = inspect.signature(inner.forward).parameters.values()
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         yield (
@@ -117,6 +140,13 @@ def _what_is_asked(inner: Any, size: int) -> Iterator[tuple[str, str]]:
                 "dropout",
                 f"{name} drops attention weights ({option} is {getattr(config, option)}): set it to 0 in its "
                 "config before the model is made",
+            )
+    for option in LAYER_DROPOUTS:
+        if getattr(config, option, None):
+            yield (
+                "dropout",
+                f"{name} leaves out layers at random ({option} is {getattr(config, option)}), on every rank "
+                "others: set it to 0",
             )
 
 
@@ -139,6 +169,27 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
         if type(module).__name__.endswith("Attention")
         and not any(type(x).__name__.endswith("Attention") for x in list(module.modules())[1:])
     }
+
+
+def switched_attention(model: nn.Module) -> str | None:
+    """Return the reason to refuse a forward, if a module's attention was switched since `use_burst`."""
+    for path, module in attention_modules(model).items():
+        asked = getattr(getattr(module, "config", None), "_attn_implementation", NAME)
+        if asked != NAME:
+            return (
+                f"{path} ({type(module).__name__}) has attn_implementation {asked!r} since the model was "
+                f"prepared, and would see its rank's shard alone: set {NAME!r} again"
+            )
+    return None
+
+
+def position_table(model: nn.Module) -> int | None:
+    """Return how many positions a model has embeddings for; None where they are computed (rotary)."""
+    inner = _of_transformers(model)
+    if any("RotaryEmbedding" in type(module).__name__ for module in inner.modules()):
+        return None
+    most: int | None = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
+    return most
 
 
 def checked_loss(model: Any, size: int) -> None:
