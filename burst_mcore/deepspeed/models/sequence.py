@@ -22,6 +22,7 @@ from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.deepspeed.models.attention import Sequence, running
 from burst_mcore.deepspeed.models.loss import WholeLoss
 from burst_mcore.deepspeed.models.prefill import Prefill, cache_name
+from burst_mcore.deepspeed.models.randomness import noise_of_whole, own_draws
 from burst_mcore.deepspeed.models.served import attention_modules, switched_attention
 from burst_mcore.deepspeed.models.trl import asks_for_fused_head, gather_tokens, shard_of_whole_batch
 from burst_mcore.layout import unshard
@@ -92,6 +93,10 @@ class SequenceParallel:
             sequence, arguments, finish = self._sharded(arguments)
         stack = ExitStack()
         stack.enter_context(running(sequence))
+        if sequence.topology.size > 1:
+            tokens = _tokens(arguments)
+            stack.enter_context(own_draws(sequence.topology.rank, tokens.device))
+            stack.enter_context(noise_of_whole(self.model, tokens.shape[1] / sequence.tokens))
         self._open.append((stack, sequence, finish))
         return (), arguments
 

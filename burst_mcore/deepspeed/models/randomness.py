@@ -1,0 +1,75 @@
+"""Random numbers of a forward over a shard: dropout masks and NEFTune's noise, as over a whole sequence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from burst_mcore.digest import digest
+
+
+class own_draws:  # noqa: N801  # a context manager, used like a function
+    """Let a rank draw random numbers of its own, by its place in the sequence.
+
+    Ranks have equal seeds and different tokens: without this, all would drop the same entries. Behind it the
+    generators are as they were before, one number further if any was drawn: equal on all ranks again. So the
+    order of data stays alike, and a state that was saved (in a checkpoint) gives the same masks again.
+    """
+
+    def __init__(self, place: int, device: torch.device) -> None:
+        self._place, self._device = place, device
+        self._states: list[tuple[torch.Generator, torch.Tensor, torch.Tensor]] = []
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __enter__(self) -> None:
+        for generator in _generators(self._device):
+            common = generator.get_state()
+            generator.manual_seed(_seed(common, self._place))
+            self._states.append((generator, common, generator.get_state()))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __exit__(self, *_: object) -> None:
+        for generator, common, begun in self._states:
+            drew = not torch.equal(generator.get_state(), begun)
+            generator.set_state(common)
+            if drew:  # or the next forward would drop the same entries
+                torch.rand((), generator=generator, device=generator.device)
+
+
+def _generators(device: torch.device) -> Iterator[torch.Generator]:
+    """Yield the generators that operators on a device draw from."""
+    yield torch.default_generator
+    if device.type != "cpu":
+        yield torch.get_device_module(device).default_generators[device.index or 0]
+
+
+def _seed(state: torch.Tensor, place: int) -> int:
+    """Return a seed that follows from a generator's state and a place."""
+    return int(digest(f"{digest(state)} at place {place}"), 16)
+
+
+class noise_of_whole:  # noqa: N801  # a context manager, used like a function
+    """Make NEFTune's noise as strong as over the whole sequence, of which a rank has a share.
+
+    transformers' hook of the embeddings divides `neftune_noise_alpha` by the root of the tokens that it sees:
+    https://github.com/huggingface/transformers, src/transformers/integrations/neftune.py.
+    """
+
+    def __init__(self, model: nn.Module, share: float) -> None:
+        self._embeddings = [module for module in model.modules() if _ALPHA in vars(module)]
+        self._root = math.sqrt(share)
+
+    def __enter__(self) -> None:
+        self._alphas = [vars(module)[_ALPHA] for module in self._embeddings]
+        for module, alpha in zip(self._embeddings, self._alphas, strict=True):
+            vars(module)[_ALPHA] = alpha * self._root
+
+    def __exit__(self, *_: object) -> None:
+        for module, alpha in zip(self._embeddings, self._alphas, strict=True):
+            vars(module)[_ALPHA] = alpha
+
+
+_ALPHA = "neftune_noise_alpha"

@@ -1,0 +1,145 @@
+"""Ranks of a sequence draw random numbers of their own: dropout masks, NEFTune's noise."""
+
+import math
+
+import deepspeed
+import pytest
+import torch
+import transformers
+from engines import VOCABULARY, config_of, dataset, model_of, plain_loss, quiet, start
+from peft import LoraConfig, get_peft_model
+from ranks import processes
+from transformers.integrations.neftune import activate_neftune
+
+import burst_mcore.deepspeed as burst
+
+DROPPED = 0.5
+
+
+def _gpt2(dropped=DROPPED):
+    """Drops entries of embeddings and of both branches of each layer."""
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=64, attn_pdrop=0.0,
+        embd_pdrop=dropped, resid_pdrop=dropped,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel._from_config(config, attn_implementation="eager").train()
+
+
+def _seen(module):
+    """A list that gets each output of a module."""
+    outputs = []
+    module.register_forward_hook(lambda _, args, out: outputs.append(out.detach().clone()))
+    return outputs
+
+
+def _engine(size, model, *, fused_loss=True, policy="none"):
+    config = config_of(2, size, fused_loss=fused_loss, checkpointing={"policy": policy})
+    config["optimizer"]["params"]["lr"] = 0.0
+    quiet()
+    return burst.initialize(model=model, config=config)[0]
+
+
+def _step(engine, batch, seed=None):
+    """(loss, gradients); with `seed` from that state of the generator."""
+    if seed is not None:
+        torch.manual_seed(seed)
+    loss = engine(**batch).loss
+    engine.backward(loss)
+    get = deepspeed.utils.safe_get_full_grad
+    gradients = {name: get(p).clone() for name, p in engine.module.named_parameters()}
+    engine.step()
+    return loss.item(), gradients
+
+
+def _dropout(rank, size):
+    found = {}
+    for policy in ("none", "full"):
+        model = _gpt2()
+        engine = _engine(size, model, policy=policy)
+        (batch,) = burst.shard_loader(dataset(1), engine)
+        outputs = _seen(model.transformer.drop)
+        found[policy] = [_step(engine, batch, 7), _step(engine, batch), _step(engine, batch, 7)]
+        found[policy].append([out == 0 for out in outputs])
+        found["state", policy] = torch.get_rng_state()
+        engine.eval()
+        engine(**batch)
+        found["after evaluation", policy] = torch.get_rng_state()
+        engine.destroy()
+    engine = _engine(size, _gpt2(0.0))
+    (batch,) = burst.shard_loader(dataset(1), engine)
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    engine.backward(engine(**batch).loss)
+    found["nothing was drawn"] = torch.equal(torch.get_rng_state(), before)
+    engine.destroy()
+    return found
+
+
+def test_ranks_drop_entries_of_their_own_and_recomputation_the_same_again():
+    one, other = processes(2, _dropout)
+    for found in (one, other):
+        assert found["nothing was drawn"]
+        (first, later, again, masks), recomputed = found["none"], found["full"]
+        assert first[0] == again[0] == recomputed[0][0] and later[0] == recomputed[1][0] != first[0]
+        for name, gradient in first[1].items():
+            assert torch.equal(gradient, again[1][name]), name
+            assert torch.equal(gradient, recomputed[0][1][name]), name  # the same masks were drawn again
+        assert torch.equal(masks[0], masks[2])
+        assert 0.4 < (masks[0] == masks[1]).double().mean() < 0.6
+        for policy in ("none", "full"):
+            assert torch.equal(found["state", policy], found["after evaluation", policy])
+            assert torch.equal(found["state", policy], one["state", "none"])  # on both ranks
+    assert one["none"][0][0] == other["none"][0][0]
+    mine, others = one["none"][3][0], other["none"][3][0]
+    assert 0.4 < mine.double().mean() < 0.6
+    assert 0.4 < (mine == others).double().mean() < 0.6
+
+
+def _one_rank(rank, size):
+    engine = _engine(size, _gpt2(), fused_loss=False)
+    sample = dataset(1)[0]
+    (batch,) = burst.shard_loader([sample], engine)
+    torch.manual_seed(7)
+    found = engine(**batch).loss.item(), torch.get_rng_state()
+    engine.destroy()
+    model = _gpt2()
+    torch.manual_seed(7)
+    return found, (plain_loss(model, sample).item(), torch.get_rng_state())
+
+
+def test_one_rank_draws_what_the_model_would():
+    ((loss, state), (want, own)) = processes(1, _one_rank)[0]
+    assert loss == pytest.approx(want, rel=1e-6) and torch.equal(state, own)
+
+
+ALPHA, TOKENS = 5.0, 40
+
+
+def _noise(rank, size, adapters):
+    model = model_of()
+    if adapters:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    engine, loader = start(config_of(2, size), dataset(1, TOKENS), model=model)
+    activate_neftune(engine.module, ALPHA)  # as the Trainer and TRL call it
+    embeddings = engine.module.get_input_embeddings()
+    outputs = _seen(embeddings)
+    (batch,) = loader
+    engine.backward(engine(**batch).loss)
+    noise = outputs[0] - embeddings.weight[batch["input_ids"]].detach()
+    alpha = embeddings.neftune_noise_alpha
+    engine.eval()
+    engine(**batch)
+    engine.destroy()
+    return noise, alpha, torch.equal(outputs[1], embeddings.weight[batch["input_ids"]])
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["plain", "LoRA"])
+def test_neftune_is_as_strong_as_over_the_whole_sequence(adapters):
+    strength = ALPHA / math.sqrt(TOKENS * 24)
+    (one, *_), (other, *_) = found = processes(2, _noise, adapters)
+    for noise, alpha, silent in found:
+        assert noise.shape == (1, TOKENS // 2, 24)
+        assert 0.97 * strength < noise.abs().max() < 1.001 * strength  # of a uniform distribution up to it
+        assert alpha == ALPHA and silent
+    assert (one - other).abs().max() > 0.5 * strength
