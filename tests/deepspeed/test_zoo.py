@@ -1,13 +1,14 @@
 """The list of causal LMs in the docs is what is true."""
 
+import re
 from pathlib import Path
 
 import pytest
 from ranks import processes
-from zoo import NAMES, VERSION, everything, outcomes, page
+from zoo import NAMES, VERSION, config_of, everything, outcomes, page
 
 NOT_BUILT = {
-    *("cohere_compass_text", "dbrx", "gemma3n", "gemma4_assistant", "musicgen", "musicgen_melody"),
+    *("dbrx", "gemma3n", "gemma4_assistant", "musicgen", "musicgen_melody"),
     *("qwen4_exp", "qwen4_exp_text"),
 }
 """Names of which transformers itself builds no tiny model here."""
@@ -25,12 +26,45 @@ def test_every_causal_lm_is_equal_or_refused():
 
 
 def test_a_few_of_each_kind():
-    names = ("llama", "gemma4_text", "deepseek_v3", "doge", "qwen3_next", "roberta", "gemma3")
-    (found, _) = processes(2, outcomes, names)
-    assert [found[name][0] for name in names] == ["equal"] * 3 + ["refused"] * 4
+    equal = ("llama", "gemma4_text", "deepseek_v3", "qwen3")
+    refused = ("doge", "qwen3_next", "roberta", "gemma3", "lfm2", "minimax_m3_vl_text")
+    (found, _) = processes(2, outcomes, (*equal, *refused))
+    assert {name: found[name][0] for name in equal} == dict.fromkeys(equal, "equal")
+    assert {name: found[name][0] for name in refused} == dict.fromkeys(refused, "refused")
+    assert "conv (neighbouring tokens are mixed)" in found["lfm2"][1]
+    assert "minimax_m3_sparse (attention to blocks" in found["minimax_m3_vl_text"][1]
     assert "a layer's mask as on a tensor" in found["doge"][1]
     assert "linear_attention (a state runs along" in found["qwen3_next"][1]
     assert "vision_config" in found["gemma3"][1]
+
+
+KINDS = {
+    "lfm2": ("layer_types", {"conv", "full_attention"}),
+    "lfm2_moe": ("layer_types", {"conv", "full_attention"}),
+    "minimax_m3_vl_text": ("layer_types", {"full_attention", "minimax_m3_sparse"}),
+    "zaya": ("layer_types", {"hybrid", "hybrid_sliding"}),
+    "qwen3": ("layer_types", {"full_attention", "sliding_attention"}),
+    "minimax": ("layer_types", {"full_attention", "linear_attention"}),
+    "mimo_v2_flash": ("mlp_layer_types", {"dense", "sparse"}),
+    "axk1": ("mlp_layer_types", {"dense", "sparse"}),
+    "qwen3_moe": ("mlp_only_layers", {0}),
+    "smollm3": ("no_rope_layers", {0, 1}),
+}
+"""By name: a key of the configuration, and what the published models have of it."""
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_tiny_model_has_every_kind_of_layer_that_the_published_have(name):
+    key, kinds = KINDS[name]
+    config = config_of(name)
+    assert set(getattr(config, key)) == kinds and config.num_hidden_layers == 2
+
+
+def test_one_page_names_the_version_of_transformers():
+    pages = {
+        page.name: page.read_text() for page in (PAGE.parents[1] / "README.md", *PAGE.parent.glob("*.md"))
+    }
+    assert [name for name, text in pages.items() if re.search(r"transformers 5\.\d", text)] == [PAGE.name]
 
 
 def test_the_page_names_every_model():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from ranks import processes
 from transformers import AutoModelForCausalLM
 from transformers import __version__ as VERSION  # noqa: N812
+from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES, ALLOWED_MLP_LAYER_TYPES
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -54,6 +57,12 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "is_decoder": True,
     "use_cache": False,
+    "use_sliding_window": True,
+    "mlp_only_layers": [0],
+    "num_dense_layers": 1,
+    "moe_layer_start_index": 1,
+    "no_rope_layer_interval": 2,
+    "cross_attention_layers": [1],
 }  # fmt: skip
 """What configurations are given of the keys that they have; every key that drops something is 0."""
 LATENT = {"num_key_value_heads": 4, "head_dim": 4}
@@ -64,8 +73,7 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": LATENT,
     "deepseek_v2": {**LATENT, "num_experts_per_tok": 2, "topk_method": "greedy"},
     "gemma4": {"per_layer_config": None},
-    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
-              "layer_types": ["full_attention"] * 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "gemma4_text": {"num_kv_shared_layers": 1, "num_hidden_layers": 4, "layer_types": [
         "sliding_attention", "full_attention", "sliding_attention", "full_attention"]},
@@ -74,9 +82,10 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "xlm": {"emb_dim": 32, "n_words": VOCABULARY},
     "reformer": {"axial_pos_embds_dim": [8, 24]},
     "zaya": {"num_experts_per_tok": 1},
+    "cohere_compass_text": {"rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": 10000.0}
+        for kind in ("full_attention", "sliding_attention")}},
     "dots3_note_text": {"num_key_value_heads": 4},
-    "cohere_compass_text": {"layer_types": ["sliding_attention"] * 2},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
 }  # fmt: skip
 """By name: what a configuration needs besides, to be built as small."""
 
@@ -94,15 +103,39 @@ def config_of(name: str) -> Any:
     given = {key: value for key, value in SIZES.items() if _has(text, key)}
     random = [key for key in vars(text) if "drop" in key or "jitter" in key]
     given |= {key: 0.0 for key in random if isinstance(getattr(text, key), float)}
-    if vars(text).get("layer_types") and "layer_types" not in particular:
-        kinds = list(dict.fromkeys(text.layer_types))
-        kinds = kinds if len(kinds) > 1 else kinds * 2
-        given |= {"layer_types": kinds, "num_hidden_layers": len(kinds)}
-    given |= particular
+    given |= _layers(text) | particular
     if text is own:
         return kind(**given)
     where = next(key for key, value in vars(own).items() if value is text)
     return kind(**{where: {**text.to_dict(), **given}})
+
+
+def _layers(config: Any) -> dict[str, Any]:
+    """Layers of every kind that a model has, of attention and of MLPs; {} if they have no kinds.
+
+    Defaults of a configuration may lack a kind that the published models have.
+    """
+    keys = {"layer_types": ALLOWED_ATTN_LAYER_TYPES, "mlp_layer_types": ALLOWED_MLP_LAYER_TYPES}
+    kinds = {key: _kinds(config, key, legal) for key, legal in keys.items() if key in vars(config)}
+    every = {key: named for key, named in kinds.items() if named}
+    if not every:
+        return {}
+    layers = max(2, *map(len, every.values()))
+    dealt = {key: [named[i % len(named)] for i in range(layers)] for key, named in every.items()}
+    sliding = any("sliding" in kind for kind in dealt.get("layer_types", ()))
+    window = {"sliding_window": 16} if sliding else {}
+    return {**dealt, **window, "num_hidden_layers": layers}
+
+
+def _kinds(config: Any, key: str, legal: tuple[str, ...]) -> list[str]:
+    """The kinds of layers of its defaults, and those that the code of its configuration or model names."""
+    module = type(config).__module__
+    for name in (module, module.replace(".configuration_", ".modeling_")):
+        words = set(re.findall(r'"(\w+)"', inspect.getsource(importlib.import_module(name))))
+        named = [kind for kind in legal if kind in words]
+        if named:
+            break
+    return list(dict.fromkeys([*(getattr(config, key) or ()), *named]))
 
 
 def _has(config: Any, key: str) -> bool:
@@ -215,14 +248,15 @@ def page(found: dict[str, tuple[str, str]]) -> str:
         "`python tests/deepspeed/zoo.py docs/models.md` makes it again.",
         "",
         f"The page covers all {len(found)} names of `AutoModelForCausalLM` in transformers {VERSION}.",
-        "Each model is tiny, has random weights, and runs in float32 on 2 rows of 64 tokens with unequal",
-        "labels. It runs on 2 processes that share each sequence, and in one process with eager attention.",
+        "Each model is tiny, has random weights, and a layer of every kind that its code in transformers",
+        "names. It runs in float32 on 2 rows of 64 tokens with unequal labels: on 2 processes that share",
+        "each sequence, and in one process with eager attention.",
         "",
         f"**Equal ({len(equal)}):** losses agree to 1e-4, every gradient to 2e-4 of its largest entry.",
         "",
         ", ".join(f"`{name}`" for name in equal),
         "",
-        "**Refused** when the model is prepared; if the reason is a mask, in the first forward:",
+        "**Refused** when the model is prepared; for a mask, or attention elsewhere, in the first forward:",
         "",
         "| models | reason |",
         "|---|---|",
