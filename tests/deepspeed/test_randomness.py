@@ -9,9 +9,11 @@ import transformers
 from engines import VOCABULARY, config_of, dataset, model_of, plain_loss, quiet, start
 from peft import LoraConfig, get_peft_model
 from ranks import processes
+from test_trainer import arguments_of, forget
 from transformers.integrations.neftune import activate_neftune
 
 import burst_mcore.deepspeed as burst
+from burst_mcore.deepspeed.data.batches import collated
 
 DROPPED = 0.5
 
@@ -116,30 +118,56 @@ def test_one_rank_draws_what_the_model_would():
 ALPHA, TOKENS = 5.0, 40
 
 
-def _noise(rank, size, adapters):
-    model = model_of()
-    if adapters:
-        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
-    engine, loader = start(config_of(2, size), dataset(1, TOKENS), model=model)
-    activate_neftune(engine.module, ALPHA)  # as the Trainer and TRL call it
-    embeddings = engine.module.get_input_embeddings()
-    outputs = _seen(embeddings)
+def _noises(model):
+    """A list that gets, of each forward, how far the first layer's input is from the tokens' embeddings."""
+    tokens, noises = [], []
+    embeddings = model.get_input_embeddings()
+    embeddings.register_forward_pre_hook(lambda _, args: tokens.append(args[0]))
+    layer = next(module for module in model.modules() if type(module).__name__ == "LlamaDecoderLayer")
+    layer.register_forward_pre_hook(
+        lambda _, args: noises.append((args[0] - embeddings.weight[tokens[-1]]).detach())
+    )
+    return noises
+
+
+def _by_hook(rank, size, _):
+    """Noise of a forward in training and of one in evaluation, and alpha behind them."""
+    engine, loader = start(config_of(2, size), dataset(1, TOKENS))
+    activate_neftune(engine.module, ALPHA)
+    noises = _noises(engine.module)
     (batch,) = loader
     engine.backward(engine(**batch).loss)
-    noise = outputs[0] - embeddings.weight[batch["input_ids"]].detach()
-    alpha = embeddings.neftune_noise_alpha
     engine.eval()
     engine(**batch)
     engine.destroy()
-    return noise, alpha, torch.equal(outputs[1], embeddings.weight[batch["input_ids"]])
+    return noises, engine.module.get_input_embeddings().neftune_noise_alpha
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["plain", "LoRA"])
-def test_neftune_is_as_strong_as_over_the_whole_sequence(adapters):
+def _by_trainer(rank, size, folder):
+    """The same of a Trainer with adapters, which takes the hook away again."""
+    quiet()
+    burst.replace_ulysses()
+    model = get_peft_model(model_of(), LoraConfig(r=2, target_modules=["q_proj"]))
+    noises = _noises(model)
+    trainer = transformers.Trainer(
+        model, arguments_of(f"{folder}/{rank}", size, max_steps=1, neftune_noise_alpha=ALPHA),
+        train_dataset=dataset(2, TOKENS), data_collator=collated,
+    )  # fmt: skip
+    trainer.train()
+    model.eval()
+    with torch.no_grad():
+        trainer.evaluate(dataset(1, TOKENS))
+    trainer.model_wrapped.destroy()
+    forget()
+    return [noises[0], noises[-1]], ALPHA
+
+
+@pytest.mark.parametrize("road", [_by_hook, _by_trainer])
+def test_neftune_is_as_strong_as_over_the_whole_sequence(road, tmp_path):
     strength = ALPHA / math.sqrt(TOKENS * 24)
-    (one, *_), (other, *_) = found = processes(2, _noise, adapters)
-    for noise, alpha, silent in found:
+    one, other = processes(2, road, str(tmp_path))
+    for (noise, silent), alpha in (one, other):
         assert noise.shape == (1, TOKENS // 2, 24)
         assert 0.97 * strength < noise.abs().max() < 1.001 * strength  # of a uniform distribution up to it
-        assert alpha == ALPHA and silent
-    assert (one - other).abs().max() > 0.5 * strength
+        assert alpha == ALPHA and not silent.any()
+    assert (one[0][0] - other[0][0]).abs().max() > 0.5 * strength
