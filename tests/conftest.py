@@ -22,6 +22,29 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: our kernel runs on the CPU
 
 
+_CPU_SECONDS = {}
+"""By test: those of this process and of all that it started and saw end."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    before = sum(os.times()[:4])
+    result = yield
+    _CPU_SECONDS[item.nodeid] = sum(os.times()[:4]) - before
+    return result
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The dearest tests; on a busy machine their CPU seconds say more than the time they took."""
+    dearest = sorted(((s, name) for name, s in _CPU_SECONDS.items() if s >= 1), reverse=True)[:20]
+    if dearest:
+        terminalreporter.section(
+            f"CPU seconds: {sum(_CPU_SECONDS.values()):.0f} in all, and the dearest tests"
+        )
+        for seconds, name in dearest:
+            terminalreporter.write_line(f"{seconds:7.1f}  {name}")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread():
     torch.set_num_threads(1)
