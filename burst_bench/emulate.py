@@ -100,7 +100,9 @@ def run(
             return results.result(timeout)
         except TimeoutError:
             os.kill(hub, signal.SIGKILL)  # and the ranks with it
-            raise RuntimeError(f"the emulated cluster did not end within {timeout} s") from None
+            raise RuntimeError(
+                f"the emulated cluster did not end within {timeout:g} s: a rank hangs, or the machine is slow"
+            ) from None
 
 
 def _hub(ranks: Ranks, rates: Rates, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:

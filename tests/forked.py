@@ -14,8 +14,10 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import limits
 from ranks import poison
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, Std, start_processes
+from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 
 
 def start(name: str, entrypoint: str, args: dict[int, Any], **how: Any) -> PContext:
@@ -28,7 +30,7 @@ def start(name: str, entrypoint: str, args: dict[int, Any], **how: Any) -> PCont
         return start_processes(name=name, entrypoint=_python, args=args, start_method="fork", **how)
 
 
-def run(folder: Path, script: Path, ranks: int = 1) -> tuple[bool, str, str]:
+def run(folder: Path, script: Path, ranks: int = 1, seconds: float = limits.SECONDS) -> tuple[bool, str, str]:
     """(whether all ranks ended well, what they printed, their errors), in the environment of torchrun."""
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     context = start(
@@ -38,15 +40,43 @@ def run(folder: Path, script: Path, ranks: int = 1) -> tuple[bool, str, str]:
         envs={rank: {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)},
         logs_specs=DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL),
     )
-    try:
-        ended = context.wait(timeout=240, period=0.05)
-    finally:
-        context.close()
+    ended = _ended(context, f"{script.name} on {ranks} ranks", seconds)
     out, errors = (
         "".join(Path(log).read_text(errors="replace") for log in logs.values())
         for logs in (context.stdouts, context.stderrs)
     )
-    return ended is not None and not ended.is_failed(), out, errors
+    return not ended.is_failed(), out, errors
+
+
+def ends(
+    folder: Path, command: list[str], places: list[dict[str, str]], seconds: float = limits.SECONDS
+) -> list[tuple[int, str]]:
+    """(exit status, errors) of the same command at each of `places`; none is ended because of another."""
+    contexts = []
+    for rank, place in enumerate(places):
+        (log := folder / f"log{rank}").mkdir()
+        logs = DefaultLogsSpecs(log_dir=str(log), redirects=Std.ALL)
+        args = {0: tuple(command)}
+        contexts.append(start("rank", sys.executable, args, envs={0: place}, logs_specs=logs))
+    statuses = []
+    for context in contexts:
+        failures = _ended(context, " ".join(command), seconds).failures
+        statuses.append(failures[0].exitcode if failures else 0)
+    return [
+        (status, Path(context.stderrs[0]).read_text())
+        for status, context in zip(statuses, contexts, strict=True)
+    ]
+
+
+def _ended(context: PContext, what: str, seconds: float) -> RunProcsResult:
+    try:
+        ended = context.wait(timeout=seconds, period=0.05)
+    finally:
+        context.close()
+    if ended is None:
+        said = "".join(Path(log).read_text(errors="replace") for log in context.stderrs.values())
+        raise limits.hit(f"{what}, which wrote {said[-2000:]!r}, did not end", seconds)
+    return ended
 
 
 def free_port() -> int:

@@ -15,10 +15,10 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import limits
 import torch
 import torch.distributed as dist
 
@@ -35,11 +35,12 @@ def spoil(tensor: torch.Tensor) -> None:
 
 
 def processes(
-    size: int, function: Callable[..., Any], *args: Any, timeout: float = 240, start: str = "fork"
+    size: int, function: Callable[..., Any], *args: Any, timeout: float = limits.SECONDS, start: str = "fork"
 ) -> list[Any]:
     """function(rank, size, *args) in `size` gloo processes; their results by rank.
 
-    A rank that raises fails the caller with its traceback; one that hangs is killed after `timeout` seconds.
+    A rank that raises fails the caller with its traceback. A rank that ends without an answer fails it with
+    an error that has the answers of the others; one that hangs is killed after `timeout` seconds.
     `function` must be importable (a module-level function of a test file). Where CUDA is in use `start` must
     be "spawn".
     """
@@ -59,19 +60,20 @@ def processes(
                 try:
                     rank, result, error = pickle.loads(results.get(timeout=1))
                 except queue.Empty:
-                    dead = all(not process.is_alive() for r, process in enumerate(ranks) if r not in found)
-                    if time.monotonic() > deadline or (dead and results.empty()):
-                        raise
+                    missing = sorted(set(range(size)) - set(found))
+                    if not any(ranks[r].is_alive() for r in missing) and results.empty():
+                        words = f"ranks {missing} of {size} ended without an answer"
+                        raise AssertionError(words, found) from None
+                    if time.monotonic() > deadline:
+                        for process in ranks:
+                            process.kill()
+                        raise limits.hit(f"ranks {missing} of {size} did not answer", timeout) from None
                     continue
                 assert error is None, f"rank {rank} of {size}:\n{error}"
                 found[rank] = result
-        except queue.Empty:
-            missing = sorted(set(range(size)) - set(found))
-            words = f"ranks {missing} of {size} did not answer within {timeout} s"
-            raise AssertionError(words, found) from None
         finally:
             for process in ranks:
-                process.join(timeout=10)
+                process.join(timeout=limits.TO_END)
                 if process.is_alive():
                     process.kill()
     return [found[rank] for rank in range(size)]
@@ -89,7 +91,7 @@ def _process(
             rank=rank,
             world_size=size,
             store=dist.FileStore(f"{folder}/store", size),
-            timeout=timedelta(seconds=120),
+            timeout=limits.OF_A_GROUP,
         )
         answer = (rank, function(rank, size, *args), None)
         results.put(pickle.dumps(answer))  # as bytes: tensors would stay in this process's shared memory
@@ -104,11 +106,11 @@ def torchrun(size: int, *words: object, cwd: Path) -> subprocess.CompletedProces
     """`words` run as `size` ranks of torchrun: a script, or -m and a module, and arguments."""
     start = (sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone")
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    return subprocess.run(
-        [*start, "--nproc-per-node", str(size), *map(str, words)],
+    return limits.run(
+        [*start, "--nproc-per-node", size, *words],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
-        capture_output=True, text=True, check=False, cwd=cwd, timeout=300,
-    )  # fmt: skip
+        cwd=cwd,
+    )
 
 
 class Mailboxes:
@@ -153,7 +155,7 @@ class _Arrival:
             spoil(tensor)
 
     def wait(self) -> None:
-        for tensor, message in zip(self.into, self.box.get(timeout=60), strict=True):
+        for tensor, message in zip(self.into, limits.taken(self.box), strict=True):
             tensor.copy_(message)
 
 

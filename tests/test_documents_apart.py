@@ -109,7 +109,7 @@ def _stay(rank, size, intra, seeds):
     ("size", "intra"), [(1, 1), (2, 2), (4, 2), pytest.param(3, 1, marks=pytest.mark.slow)]
 )
 def test_what_is_not_finite_stays_in_its_document(size, intra):
-    processes(size, _stay, intra, range(40), timeout=500)
+    processes(size, _stay, intra, range(40))
 
 
 def _padding(rank, size):

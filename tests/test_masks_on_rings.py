@@ -105,7 +105,7 @@ def _samples(rank, size, intra, seeds):
     ],
 )
 def test_random_masks_layouts_and_shapes(size, intra):
-    processes(size, _samples, intra, range(25), timeout=500)
+    processes(size, _samples, intra, range(25))
 
 
 def _counted(rank, size):

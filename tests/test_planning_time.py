@@ -8,6 +8,7 @@ from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 
+import limits
 import pytest
 import torch
 
@@ -86,9 +87,9 @@ def test_a_warm_call_is_planned_within_100_microseconds(layout):
     assert all(a is b for a, b in zip(_tiles(call), _tiles(again), strict=True))
     took = []
     for _ in range(3000):  # other work beside makes a call longer, never shorter
-        start = time.perf_counter()
+        start = time.thread_time()
         plan()
-        took.append(time.perf_counter() - start)
+        took.append(time.thread_time() - start)
     assert min(took) < 100e-6
 
 
@@ -257,8 +258,8 @@ def test_a_call_waits_for_the_plan_that_is_being_made(monkeypatch):
     waiting.join(0.1)
     assert waiting.is_alive()
     going.set()
-    waiting.join(10)
-    assert not waiting.is_alive() and all(future.done() for future in futures)
+    limits.until(lambda: not waiting.is_alive(), "the call still waits for a plan that was made")
+    assert all(future.done() for future in futures)
     assert prepare(mask, tokens=TOKENS, ranks=7) == []
     with pytest.raises(ValueError, match="must be a Mask"):
         prepare([0, 8], tokens=8, ranks=2)

@@ -67,7 +67,7 @@ def _samples(rank, size, intra, seeds):
     [(2, 2), (3, 1), (4, 2), *(pytest.param(*s, marks=pytest.mark.slow) for s in ((6, 3), (8, 4)))],
 )
 def test_random_problems_are_as_exact_as_without(size, intra):
-    processes(size, _samples, intra, range(16), timeout=500)
+    processes(size, _samples, intra, range(16))
 
 
 class Weighing(Segment):
@@ -120,7 +120,7 @@ def _totals(size, intra, layout, mask, heads=1, n=4096):
     """By share: recomputed pairs and bytes as shares of the forward's, the slowest rank over the mean, and
     bytes kept by each rank.
     """
-    ranks = processes(size, _counted, intra, layout, mask, heads, n, timeout=300)
+    ranks = processes(size, _counted, intra, layout, mask, heads, n)
     found = {}
     for share in SHARES:
         first, again, kept, cuts = zip(*(rank[share] for rank in ranks), strict=True)

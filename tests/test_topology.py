@@ -10,6 +10,7 @@ import threading
 import time
 from datetime import timedelta
 
+import limits
 import pytest
 import torch
 import torch.distributed as dist
@@ -172,17 +173,20 @@ def _late(rank, size):
     inner, outer = _mine(rank, [[0, 1], [2, 3]], wait), _mine(rank, [[0, 2], [1, 3]], wait)
     topology = Topology.from_groups(intra=inner, inter=outer)
     q, k, v, _ = problem(0, 8)
+    store = dist.distributed_c10d._get_default_store()
     if rank == 3:
-        time.sleep(8)
+        limits.keys(store, *(f"waited {other}" for other in range(3)))
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="has gone or did not come"):
         burst_attention(q, k, v, topology=topology, mask=Mask.causal())
+    seconds = time.monotonic() - start
+    store.set(f"waited {rank}", "")
     dist.barrier = lambda: None  # ranks.processes ends with one
-    return time.monotonic() - start
+    return seconds
 
 
 def test_ranks_are_waited_for_as_long_as_their_groups_say():
-    assert max(processes(4, _late)[:3]) < 7
+    assert max(processes(4, _late)[:3]) < limits.AT_ONCE
 
 
 def _connected(rank, size):
@@ -285,7 +289,7 @@ def _collectives_between(rank, size, sub):
 
 @pytest.mark.parametrize("sub", [False, True], ids=["world", "a group of the user"])
 def test_calls_that_go_ahead_meet_no_collective_of_the_model(sub):
-    assert all(processes(3, _collectives_between, sub, timeout=60))
+    assert all(processes(3, _collectives_between, sub))
 
 
 def _sequence_group(rank, size):
@@ -371,7 +375,7 @@ def test_on_nccl_every_link_and_kind_of_message_has_a_communicator_of_its_own(mo
 
 def test_threads_that_make_groups_at_once_get_their_own_names(monkeypatch):
     """Both threads, and a third that makes a group of the user's, are in torch's new_group together."""
-    together, names = threading.Barrier(3, timeout=60), {}
+    together, names = threading.Barrier(3, timeout=limits.SECONDS), {}
     monkeypatch.setattr(
         dist.distributed_c10d, "_process_group_name", lambda ranks, use_hashed_name: "torch's"
     )
@@ -435,7 +439,7 @@ def _made_anew(rank, size, kind):
         gc.collect()
         counts.append([len(os.listdir(f"/proc/self/{each}")) for each in ("task", "fd")])
         store.set(f"{number} {rank}", "")  # nothing is under way anywhere after this
-        store.wait([f"{number} {each}" for each in range(size)])
+        limits.keys(store, *(f"{number} {each}" for each in range(size)))
         for group in groups:
             dist.destroy_process_group(group)
         if before is not None:

@@ -3,12 +3,12 @@
 import math
 import os
 import random
-import subprocess
 import sys
 import threading
 from dataclasses import replace
 from itertools import product
 
+import limits
 import pytest
 import torch
 from dense import dense, error, pattern_of, problem, share_score, single_kernel
@@ -295,18 +295,15 @@ def test_it_adds_to_travelling_sums_in_their_dtype(direction, deterministic, mon
     assert any((total != total.float()).any() for total, first in sums if not first)
 
 
-def _compiling(statement, timeout=500):
+def _compiling(statement, seconds=limits.SECONDS):
     """Run a statement about `compiled` in a process where Triton compiles."""
-    return subprocess.run(
-        [sys.executable, "-c", f"import compiled; {statement}"],
-        capture_output=True, text=True, timeout=timeout, check=False,
-        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": ":".join(sys.path)},
-    )  # fmt: skip
+    place = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": ":".join(sys.path)}
+    return limits.run([sys.executable, "-c", f"import compiled; {statement}"], seconds, env=place)
 
 
 @pytest.mark.parametrize("check", ["check", pytest.param("check_others", marks=pytest.mark.slow)])
 def test_kernels_compile_for_hopper_with_its_matrix_units(check):
-    done = _compiling(f"compiled.{check}()", timeout=1800 if check == "check_others" else 500)
+    done = _compiling(f"compiled.{check}()", (5 if check == "check_others" else 1) * limits.SECONDS)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -317,7 +314,7 @@ def test_kernels_compile_for_hopper_with_its_matrix_units(check):
 )
 def test_no_inner_loop_spills_and_none_costs_more_than_the_table_says(named):
     """Registers, spills, shared memory and instructions of the machine code for GPUs that are not here."""
-    done = _compiling(f"compiled.hold({named})", timeout=1800)
+    done = _compiling(f"compiled.hold({named})", 5 * limits.SECONDS)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

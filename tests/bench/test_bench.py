@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import limits
 import pytest
 import torch
 from ranks import processes
@@ -235,7 +236,7 @@ def test_what_is_clearly_slower_has_its_first_round_alone():
 
 def _says_who_it_is_and_waits(rank, size, folder):
     (Path(folder) / str(rank)).write_text(str(os.getpid()))
-    time.sleep(600)
+    time.sleep(2 * limits.SECONDS)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
@@ -250,18 +251,12 @@ def test_ranks_end_with_a_benchmark_that_is_killed(tmp_path):
         begun = [int(file.read_text()) for file in tmp_path.iterdir() if file.read_text()]
         return [one for one in begun if Path(f"/proc/{one}/cmdline").exists()]
 
-    def within(seconds, count):
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and len(running()) != count:
-            time.sleep(0.1)
-        return len(running()) == count
-
     try:
-        assert within(120, 2)
+        limits.until(lambda: len(running()) == 2, "two ranks did not begin")
     finally:
         first.kill()
         first.wait()
-    assert within(30, 0)
+    limits.until(lambda: not running(), "the ranks did not end with the benchmark")
 
 
 def test_cold_rounds_count_from_the_first_and_with_their_memory():

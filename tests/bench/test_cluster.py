@@ -1,6 +1,7 @@
 """The emulated cluster: links as slow as asked for, and nothing left behind."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 from statistics import median
 
+import limits
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,10 +51,16 @@ def hop_seconds(rank, size):
 
 @needs_root
 def test_links_are_as_slow_as_asked_for():
-    seconds = emulate.run(Ranks(4, 2), RATES, hop_seconds)
-    for rank, measured in enumerate(seconds):  # a rank waits for the one before it
-        ideal = 400_000 / (RATES.intra if rank % 2 else RATES.inter)
-        assert 0.8 * ideal < measured < 1.5 * ideal + 0.02, (rank, measured, ideal)
+    links = (RATES.inter, RATES.intra) * 2  # a rank waits for the one before it
+    ideals, best = [400_000 / link for link in links], [math.inf] * 4
+    for _ in range(3):  # other work beside makes a hop longer, never shorter
+        seconds = emulate.run(Ranks(4, 2), RATES, hop_seconds)
+        assert all(0.8 * ideal < each for each, ideal in zip(seconds, ideals, strict=True)), seconds
+        best = [min(each) for each in zip(best, seconds, strict=True)]
+        if all(each < 1.5 * ideal + 0.02 for each, ideal in zip(best, ideals, strict=True)):
+            break
+    else:
+        pytest.fail(f"hops take {best}, for {ideals}")
 
 
 def neighbours(rank, size):
@@ -82,18 +90,18 @@ def test_a_rank_that_fails_fails_the_run():
 def is_killed(rank, size):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(600)
+    time.sleep(2 * limits.SECONDS)
 
 
 @needs_root
 def test_a_rank_that_is_killed_fails_the_run():
     with pytest.raises(RuntimeError, match="was killed"):
-        emulate.run(Ranks(2, 1), RATES, is_killed, timeout=60)
+        emulate.run(Ranks(2, 1), RATES, is_killed, timeout=limits.SECONDS)
 
 
 def sleeps(rank, size, folder):
     (Path(folder) / str(os.getpid())).touch()
-    time.sleep(600)
+    time.sleep(2 * limits.SECONDS)
 
 
 @needs_root
@@ -111,15 +119,14 @@ def test_a_killed_run_leaves_nothing_behind(tmp_path):
     script = tmp_path / "main.py"
     script.write_text(f"if __name__ == '__main__':\n    {code}\n")
     launcher = subprocess.Popen([sys.executable, str(script)], env=environment)
-    deadline = time.monotonic() + 60
-    while len(pids := [p.name for p in tmp_path.iterdir() if p.name.isdigit()]) < 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+
+    def ranks():
+        return [p.name for p in tmp_path.iterdir() if p.name.isdigit()]
+
+    limits.until(lambda: len(ranks()) == 4, "four ranks did not begin")
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()
-    while any(Path("/proc", pid).exists() for pid in pids):
-        assert time.monotonic() < deadline, "ranks outlive their launcher"
-        time.sleep(0.1)
+    limits.until(lambda: not any(Path("/proc", x).exists() for x in ranks()), "ranks outlive their launcher")
     assert networks() == before
 
 

@@ -86,7 +86,7 @@ def _cells(rank, size, sp, cells):
 
 
 def check(size, sp, cells):
-    for rank, found in enumerate(processes(size, _cells, sp, cells, timeout=60 + 30 * len(cells))):
+    for rank, found in enumerate(processes(size, _cells, sp, cells)):
         for cell, of in zip(cells, found, strict=True):
             wrong = {name: error for name, error in of.items() if not error <= BARS[name]}
             assert not wrong, f"rank {rank}, SP {sp}, cell {cell}: {wrong}"

@@ -287,7 +287,7 @@ def everything() -> dict[str, tuple[str, str]]:
     """The outcome of every name, on two processes; a few at a time, whose memory is freed between."""
     found: dict[str, tuple[str, str]] = {}
     for first in range(0, len(NAMES), 24):
-        mine, other = processes(2, outcomes, NAMES[first : first + 24], timeout=600)
+        mine, other = processes(2, outcomes, NAMES[first : first + 24])
         assert {name: x[0] for name, x in mine.items()} == {name: x[0] for name, x in other.items()}
         found |= mine
     return found

@@ -95,7 +95,7 @@ def step(case: Case) -> Step:
 def steps(*cases: Case) -> list[list[Step]]:
     """One step of each of `cases`, in turn, over the same processes; what each rank saw."""
     (size,) = {case.tp * case.cp for case in cases}
-    return list(map(list, zip(*processes(size, _steps, cases, timeout=300), strict=True)))
+    return list(map(list, zip(*processes(size, _steps, cases), strict=True)))
 
 
 @lru_cache

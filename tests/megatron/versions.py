@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
 
 import forked  # noqa: E402
+import limits  # noqa: E402
 import prepare_bytes  # noqa: E402
 
 from burst_plan import provenance  # noqa: E402
@@ -147,12 +147,13 @@ def start(tree, folder, ranks, arguments, by_launcher=False, script=None):
         )
         for rank, (out, errors) in enumerate(logs)
     ]  # fmt: skip
-    deadline = time.monotonic() + 240
-    try:  # until all have ended well, or the first has not
-        while not all(p.poll() == 0 for p in processes) and not any(p.poll() for p in processes):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.1)
+
+    def ended():
+        """Return whether all have ended well, or the first has not."""
+        return all(p.poll() == 0 for p in processes) or any(p.poll() for p in processes)
+
+    try:
+        limits.until(ended, f"{script.name} on {ranks} ranks did not end")
     finally:
         for process in processes:
             process.kill()

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import limits
 import pytest
 import transformers
 from engines import config_of, model_of
@@ -139,8 +140,6 @@ def test_the_benchmark_where_heads_do_not_divide():
 
 @pytest.mark.slow
 def test_the_example_trains_and_resumes(tmp_path):
-    import subprocess
-
     (tmp_path / "text.py").write_text("def f(x):\n    return x\n" * 400)
     out = tmp_path / "out"
     start = [
@@ -152,9 +151,7 @@ def test_the_example_trains_and_resumes(tmp_path):
     for name in ("RANK", "LOCAL_RANK"):
         environment.pop(name, None)
     for steps in (3, 5, 5):
-        done = subprocess.run(
-            [*start, "--steps", str(steps)], env=environment, capture_output=True, text=True
-        )
+        done = limits.run([*start, "--steps", steps], env=environment)
         assert done.returncode == 0, done.stderr
     assert "all 5 steps are done" in done.stdout
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -173,8 +170,6 @@ for one in "${started[@]}"; do wait "$one" || exit 1; done
 @pytest.mark.slow
 def test_the_slurm_script_starts_a_launcher_on_each_node(tmp_path):
     """Two nodes of two processes; srun and scontrol are stand-ins, and both nodes are this machine."""
-    import subprocess
-
     tools, data = tmp_path / "bin", tmp_path / "data"
     tools.mkdir(), data.mkdir()
     for name, text in (("srun", SRUN), ("scontrol", "#!/bin/bash\necho 127.0.0.1\n")):
@@ -191,14 +186,11 @@ def test_the_slurm_script_starts_a_launcher_on_each_node(tmp_path):
         "SLURM_GPUS_ON_NODE": "2",
         "SLURM_JOB_ID": "1",
     }
-    done = subprocess.run(
-        [
-            *("bash", "examples/finetune.slurm", "--tokens", "120", "--steps", "3"),
-            *("--config", "examples/deepspeed/zero3_sp4.json"),
-            *("--data", str(data), "--out", str(tmp_path / "out")),
-        ],
-        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    command = [
+        *("bash", "examples/finetune.slurm", "--tokens", "120", "--steps", "3"),
+        *("--config", "examples/deepspeed/zero3_sp4.json", "--data", data, "--out", tmp_path / "out"),
+    ]
+    done = limits.run(command, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]

@@ -3,10 +3,10 @@
 import json
 import re
 import shutil
-import subprocess
 import tomllib
 from pathlib import Path
 
+import limits
 import pytest
 from typer.testing import CliRunner
 
@@ -152,8 +152,9 @@ def _shown(page, words, folder):
     """Open the page in a browser; return the texts of elements with an id."""
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/browser",
                "--virtual-time-budget=3000", "--dump-dom", f"file://{page}{words}"]  # fmt: skip
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    return dict(re.findall(r'<(?:dd|output|p) [^>]*?id="([\w-]+)"[^>]*>([^<]*)<', dom))
+    done = limits.run(command)
+    assert done.returncode == 0, done.stderr
+    return dict(re.findall(r'<(?:dd|output|p) [^>]*?id="([\w-]+)"[^>]*>([^<]*)<', done.stdout))
 
 
 @pytest.mark.slow
