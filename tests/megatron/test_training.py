@@ -15,6 +15,7 @@ pytest.importorskip("megatron.training", reason="megatron.training comes with me
 pytest.importorskip("tensorboard")
 
 import forked
+import limits
 import megatron.training.training  # noqa: F401 -- here once, for all ranks that are forked
 import prepare_bytes  # it needs megatron.core
 from job import Job, JobFailedError  # it needs tensorboard
@@ -306,25 +307,41 @@ BEFORE = re.compile(r"^[A-Z]\d{4} \d\d:|CPU support is on")
 """Lines of torch's log, and that of CPU support, which every run has."""
 
 
+def _ends(folder, command, places):
+    """(exit status, errors) of each rank, in interpreters of their own."""
+    ended = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", *command],
+            env={**os.environ, **place}, cwd=folder,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for place in places
+    ]  # fmt: skip
+    errors = [limits.told(process) for process in ended]
+    return [(process.returncode, said) for process, said in zip(ended, errors, strict=True)]
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_follows_from_arguments_is_one_line_on_rank_0_and_exit_status_2(name, data, tmp_path):
     arguments, words = REFUSED[name]
     script = Path(prepare_bytes.__file__).with_name("train_bytes_gpt.py")
-    command = [sys.executable, "-W", "ignore", "-m", "burst_mcore.megatron", str(script), *MODEL, *data, *CP2]
-    ended, port = [], str(forked.free_port())
-    for rank in ("0", "1"):
-        place = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "MASTER_ADDR": "localhost"}
-        place["MASTER_PORT"] = port
-        environment = {**os.environ, **place, "PYTHONPATH": str(script.parents[1]), "OMP_NUM_THREADS": "1"}
-        ended.append(
-            subprocess.Popen(
-                [*command, "--train-iters", "4", *arguments],
-                env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
-            )
-        )  # fmt: skip
-    for rank, process in enumerate(ended):
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 2, errors[-3000:]
+    command = [
+        "-m",
+        "burst_mcore.megatron",
+        str(script),
+        *MODEL,
+        *data,
+        *CP2,
+        "--train-iters",
+        "4",
+        *arguments,
+    ]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
+    shared["PYTHONPATH"] = str(script.parents[1])
+    places = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+    ends = _ends if name == next(iter(REFUSED)) else forked.ends  # which need not import Megatron
+    for rank, (status, errors) in enumerate(ends(tmp_path, command, places)):
+        assert status == 2, errors[-3000:]
         said = [line for line in errors.splitlines() if not BEFORE.search(line)]
         assert len(said) == (rank == 0), said
         assert all(line.startswith("burst_mcore.megatron: ") and words in line for line in said), said
