@@ -523,6 +523,7 @@ def test_a_forward_that_meets_a_backward_is_an_error():
 
 def _one_goes(rank, size):
     topology = Topology.from_group(dist.group.WORLD)
+    dist.barrier()  # rank 0 has made its groups
     if rank == 1:
         dist.destroy_process_group()
         return "gone"
@@ -582,6 +583,7 @@ def _the_store_goes_and_no_barrier(rank, size):
 
 def _one_goes_while_others_stay(rank, size):
     topology = Topology.from_group(dist.group.WORLD)
+    dist.barrier()  # all have made their groups
     dist.barrier = lambda: None  # ranks.processes ends with one
     if rank == 2:
         os._exit(0)
