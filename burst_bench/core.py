@@ -62,6 +62,20 @@ class Method:
     """Its fields in a row of measurements, as `burst-mcore plan --against` reads them; empty: no row."""
 
 
+METHODS: dict[tuple[str, str], Method] = {}
+"""Everything that is compared, by the kind of thing that a method does, and its name."""
+
+
+def add(kind: str, *methods: Method) -> None:
+    """Let every subject of a kind measure these methods."""
+    METHODS.update({(kind, method.name): method for method in methods})
+
+
+def of_kind(kind: str) -> list[Method]:
+    """Return the methods of a kind."""
+    return [method for (own, _), method in METHODS.items() if own == kind]
+
+
 @dataclass(frozen=True)
 class Trial:
     """A method, or a unit beside which methods are measured, ready in this process."""
@@ -163,7 +177,7 @@ class Case:
     subject: ClassVar[str]
     """The name: `burst-mcore bench NAME`."""
     kind: ClassVar[str] = ""
-    """Of its methods in METHODS; "" if they are its `own`."""
+    """Of its methods; "" if they are its `own`."""
     own: ClassVar[tuple[str, ...]] = ("burst",)
     """Methods of the subject alone, which its trials make."""
     default: ClassVar[tuple[str, ...]] = ()
@@ -216,8 +230,8 @@ class Case:
         raise NotImplementedError
 
     def methods(self) -> Sequence[Method]:
-        """Return the methods of a subject without a kind."""
-        return [Method(name) for name in self.own]
+        """Return all that the case can measure."""
+        return of_kind(self.kind) if self.kind else [Method(name) for name in self.own]
 
     def prepare(self, world: World) -> Stage:
         """Prepare a process to measure the case."""
@@ -234,11 +248,6 @@ class Case:
 
     def bars(self, device: str) -> Sequence[Bar]:
         """Return the bars of the case."""
-        return ()
-
-    @classmethod
-    def notes(cls, tables: Mapping[str, Table]) -> Sequence[str]:
-        """Return what a reader of the figures must know besides."""
         return ()
 
 
@@ -289,11 +298,16 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
 
 
-def installed(module: str, name: str, case: Any, device: str) -> str | None:
+def installed(name: str, case: Any, device: str) -> str | None:
     """Return the need of a method for a package."""
-    return package(module, name)
+    return missing(name)
 
 
-def package(module: str, name: str) -> str | None:
-    """Return the name of a package that is not installed; None if the package is there."""
-    return None if find_spec(module) else f"the package {name}"
+def missing(*packages: str) -> str | None:
+    """Return the first package that is not installed, in words; None if all are."""
+    modules = {name: MODULES.get(name, name.replace("-", "_")) for name in packages}
+    return next((f"the package {name}" for name, module in modules.items() if not find_spec(module)), None)
+
+
+MODULES = {"megatron-core": "megatron"}
+"""Modules of packages that are not the package's own name."""

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from burst_bench.core import Method
-from burst_bench.methods import METHODS
+from burst_bench.core import METHODS, Method
 from burst_bench.methods.sharded import VARIANTS
 from burst_bench.published.rows import CPU, Row, read
 from burst_bench.results import Results
@@ -44,7 +43,7 @@ def rows_of(results: Results, cases: Mapping[str, AttentionCase]) -> Iterator[di
     source = f"burst-mcore bench attention, commit {provenance.commit()}"
     for name, table in results.tables.items():
         for method in table.methods:
-            known, walls = METHODS["attention"].get(method), table.get((method, "wall"))
+            known, walls = METHODS.get(("attention", method)), table.get((method, "wall"))
             shape = None if known is None else _shape(cases[name], known, results.device)
             if walls and shape is not None:
                 seconds = statistics.median(walls)

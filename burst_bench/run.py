@@ -16,7 +16,6 @@ from burst_bench import emulate
 from burst_bench.clock import Samples
 from burst_bench.core import ALL, Case, Method, Table, first_line, in_words
 from burst_bench.launch import fresh_processes, in_processes
-from burst_bench.methods import METHODS
 from burst_bench.results import Results
 from burst_bench.stage import Outcome, Work, measure
 
@@ -134,13 +133,12 @@ def run(
         say(results)
     results.add(ALL, subject.summary(results.tables))
     results.judge(subject, cases)
-    results.notes += subject.notes(results.tables)
     return results
 
 
 def _able(case: Case, names: Sequence[str], device: str) -> tuple[list[Method], dict[str, str]]:
     """Methods of these names, or all by default, that lack nothing; and what the others lack."""
-    known = METHODS[case.kind] if case.kind else {method.name: method for method in case.methods()}
+    known = {method.name: method for method in case.methods()}
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"unknown method {unknown[0]!r}; legal: {', '.join(known)}")
     methods = [known[name] for name in names or (case.default if device == "cpu" else ()) or known]

@@ -9,10 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_bench.core import Method, World, package
+from burst_bench.core import Method, World, add, missing
 from burst_bench.methods.all_gather import all_gather_attention
-from burst_bench.methods.peers.gpu import METHODS as ON_GPUS
-from burst_bench.methods.peers.ring import METHODS as TEMPLATES
 from burst_bench.methods.sharded import Attention, RingCase, dealt, divisible
 from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.runtime.head_exchange import why_not_heads
@@ -73,7 +71,7 @@ def _deepspeed_needs(case: RingCase, device: str) -> str | None:
     if case.heads % case.ranks or case.kv_heads % case.ranks:
         heads = f"{case.heads} and {case.kv_heads}"
         return f"heads and K/V heads that are multiples of {case.ranks}, got {heads}"
-    return package("deepspeed", "deepspeed") or divisible(case, device)
+    return missing("deepspeed") or divisible(case, device)
 
 
 def _deepspeed(case: RingCase, world: World) -> Attention:
@@ -95,7 +93,8 @@ def _deepspeed(case: RingCase, world: World) -> Attention:
 
 HIDDEN = Rates(intra=1e12, inter=1e11, compute=1e9, latency=0.0)
 """Links beside which a kernel is so slow that it hides every message."""
-METHODS = (
+add(
+    "attention",
     Method("burst", burst, divisible),
     Method("burst-auto", partial(burst, heads="auto", mesh="auto"), divisible),
     Method(
@@ -120,6 +119,4 @@ METHODS = (
         "deepspeed-ulysses", _deepspeed, _deepspeed_needs, ours=False,
         row={"method": "ulysses", "variant": "basic"},
     ),
-    *TEMPLATES,
-    *ON_GPUS,
 )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from burst_bench.core import Method, World, installed, nothing, package, ready
+from burst_bench.core import Method, World, add, installed, missing, nothing, ready
 from burst_mcore.dtypes import wide
 from burst_mcore.loss import fused_linear_cross_entropy
 
@@ -92,10 +92,9 @@ def _cce(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return mean
 
 
-def on_gpu(module: str, name: str, case: Any, device: str) -> str | None:
+def on_gpu(name: str, case: Any, device: str) -> str | None:
     """Return the need of a package for GPUs; None if this machine meets the need."""
-    lacking = ["a GPU"] if device != "cuda" else []
-    return " and ".join([*lacking, *filter(None, [package(module, name)])]) or None
+    return " and ".join(filter(None, ["a GPU" * (device != "cuda"), missing(name)])) or None
 
 
 def _method(
@@ -104,12 +103,13 @@ def _method(
     return Method(name, partial(ready, Head(loss, visible=visible)), needs, ours=name == "burst")
 
 
-METHODS = (
+add(
+    "heads",
     _method("burst", _burst),
     _method("naive", _naive),
     Method("compiled-naive", _compiled, ours=False),
     _method("torch", _torch, _torch_needs, visible=False),
-    _method("deepspeed", _deepspeed, partial(installed, "deepspeed", "deepspeed")),
-    _method("liger", _liger, partial(on_gpu, "liger_kernel", "liger-kernel")),
-    _method("cce", _cce, partial(on_gpu, "cut_cross_entropy", "cut-cross-entropy"), visible=False),
+    _method("deepspeed", _deepspeed, partial(installed, "deepspeed")),
+    _method("liger", _liger, partial(on_gpu, "liger-kernel")),
+    _method("cce", _cce, partial(on_gpu, "cut-cross-entropy"), visible=False),
 )

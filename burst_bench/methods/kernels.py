@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from burst_bench.core import Case, Method, World, one_of
+from burst_bench.core import Case, Method, World, add, one_of
 from burst_bench.methods.bare import Tiles
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of
@@ -90,8 +90,11 @@ def _needs(name: str, case: SquareCase, device: str) -> str | None:
     return KERNELS[name].supports(case.problem(device))
 
 
-METHODS = tuple(
-    Method(name, partial(_kernel, name), partial(_needs, name), ours=name == "triton")
-    for name in KERNELS
-    if name != "reference"
+add(
+    "kernels",
+    *(
+        Method(name, partial(_kernel, name), partial(_needs, name), ours=name == "triton")
+        for name in KERNELS
+        if name != "reference"
+    ),
 )

@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from burst_bench.core import Method, World, installed, ready
+from burst_bench.core import Method, World, add, installed, ready
 from burst_mcore.attention.operator.ops import attention_forward
 from burst_mcore.checkpointing import Full, KeepAttention, Policy, Segment, checkpoint
 
@@ -64,8 +64,9 @@ POLICIES: dict[str, Policy] = {
 }
 """Ours, by the method's name."""
 
-IN_MEGATRON = partial(installed, "megatron", "megatron-core")
-METHODS = (
+IN_MEGATRON = partial(installed, "megatron-core")
+add(
+    "layers",
     Method("none", partial(ready, Checkpointing())),
     *(
         Method(name, partial(ready, Checkpointing(partial(checkpoint, policy=policy))))

@@ -1,6 +1,6 @@
 """Attention on a cluster as programs that processes play: real messages, and waits in the place of kernels.
 
-Our programs are the programs that ranks run; other projects run their own loops (`plan.loops`). Both are
+Our programs are the programs that ranks run; other projects run their own loops (`published.loops`). Both are
 made for the problem on the cluster. Only the bytes of a message and the pace of the clock are scaled.
 """
 
@@ -11,72 +11,84 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from burst_bench.core import Method, World
-from burst_bench.published.methods import Parts, Way, parts_of, programs_of, seconds_of, way_of
+from burst_bench.core import Case, Method, World, add
+from burst_bench.methods.sharded import share_of
+from burst_bench.published import methods as published
 from burst_bench.published.rows import Row
-from burst_mcore.attention.autotune import decide
+from burst_mcore.attention.autotune import cost, decide
 from burst_mcore.attention.autotune.candidate import Candidate
 from burst_mcore.attention.autotune.choose import best
-from burst_mcore.attention.autotune.cost import (
-    Sizes,
-    exchange_seconds,
-    link_class,
-    mean_bytes,
-    message_bytes,
-    slowdown_seconds,
-)
 from burst_mcore.attention.autotune.costing import pairs_of, work_of
-from burst_mcore.attention.autotune.ways import Ranks, legal_degrees
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.geometry.plan import plan_for
-from burst_mcore.attention.schedule.actions import (
-    Action,
-    Channel,
-    Compute,
-    Kind,
-    Link,
-    Pass,
-    Program,
-    Recv,
-    Send,
-    Wait,
-    hops,
-)
+from burst_mcore.attention.schedule import actions as does
+from burst_mcore.attention.schedule.actions import Compute, Kind, Link, Pass, Program, Recv, Send, Wait
 from burst_mcore.attention.schedule.route import PASSES, schedule
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
+from burst_mcore.machines import MACHINES
 from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
+from burst_plan.explain.predict import cluster
 from burst_plan.explain.verify import verify
 
 LAYOUT, MASK = Layout("zigzag"), Mask.causal()
 
 
-class Problem(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class PlayedCase(Case):
     """Causal attention on a cluster."""
 
-    @property
-    def where(self) -> Ranks: ...
+    cluster: str = "4x8"
+    """Nodes x GPUs of a node; with a machine before a colon, in place of the A800."""
+    tokens: int = 32768
+    """Of a rank."""
+    heads: int = 40
+    kv_heads: int = 40
+    head_dim: int = 128
+    nic: float = 1.0
+    """Share of the NIC's rate that is there."""
+    gathers: float = 0.0
+    """Share of all links that background traffic takes, such as ZeRO-3's gathers of weights."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, most in (("nic", 1.0), ("gathers", 0.5)):
+            value = getattr(self, name)
+            if not 0 <= value <= most or (name == "nic" and not value):
+                raise ValueError(f"{name} must be a share of at most {most:g}, got {value:g}")
+        if self.where.size < 2:
+            raise ValueError(f"cluster must have 2 ranks or more, got {self.cluster}")
 
     @property
-    def share(self) -> Shard: ...
+    def where(self) -> Ranks:
+        """All ranks, and those of a node."""
+        return cluster(self.cluster)[0]
 
     @property
     def model(self) -> Rates:
-        """The rates of the cluster."""
-        ...
+        """The rates of the cluster, with its slower NIC and the traffic besides."""
+        rates = (cluster(self.cluster)[1] or MACHINES["A800"]).rates
+        return replace(rates, inter=rates.inter * self.nic, others=self.gathers)
+
+    @property
+    def share(self) -> Shard:
+        return share_of(self.tokens, self.heads, self.kv_heads, self.head_dim, torch.bfloat16)
 
     @property
     def row(self) -> Row:
         """The problem in the terms of the field's methods."""
-        ...
-
-    def __hash__(self) -> int: ...
+        where = self.where
+        return Row(
+            hardware="A800", gpus=where.size, gpus_per_node=where.intra, heads=self.heads,
+            kv_heads=self.kv_heads, head_dim=self.head_dim, batch=1, seq=self.tokens * where.size,
+            mask="causal", passes="fwd+bwd", method="ring", tflops=1.0,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -84,10 +96,10 @@ class Part:
     """A part of a call, on one rank."""
 
     program: Program
-    sizes: Sizes
-    seconds: Callable[[Compute], float]
+    sizes: cost.Sizes
+    seconds: Callable[[Compute], float] = lambda action: 0.0
     """Of a compute."""
-    after: float
+    after: float = 0.0
     """Seconds at its end, which nothing hides."""
 
 
@@ -100,6 +112,14 @@ class Played:
     """Seconds of the slowest rank on the cluster."""
     kernel: float
     """Seconds of the kernel on the busiest rank."""
+
+    def sent(self, rank: int, intra: int) -> dict[Link, float]:
+        """Return the bytes that a rank would have sent on the cluster."""
+        total = {Link.INTRA: 0.0, Link.INTER: 0.0}
+        for part in self.parts:
+            for link, size in cost.link_bytes(part.program, rank, part.sizes, intra).items():
+                total[link] += size
+        return total
 
 
 @dataclass(frozen=True)
@@ -116,22 +136,18 @@ PROMPT = 1e-3
 """A wait that takes so many seconds, at most, waited for nothing."""
 
 
-def play(parts: tuple[Part, ...], rank: int, intra: int, scale: Scale) -> dict[str, float]:
-    """Play a rank's parts; return the bytes that it would have sent on the cluster, by link.
+def play(parts: tuple[Part, ...], scale: Scale) -> None:
+    """Play a rank's parts.
 
     A kernel starts when the one before ends, unless a message came later: a device does not wait for a host
     that wakes up late.
     """
-    sent = {Link.INTRA: 0.0, Link.INTER: 0.0}
-    under_way: dict[Channel, list[tuple[dist.Work, torch.Tensor]]] = defaultdict(list)
+    under_way: dict[does.Channel, list[tuple[dist.Work, torch.Tensor]]] = defaultdict(list)
     device = _Device()
     for part in parts:
-        for channel, actions in hops(part.program):
+        for channel, actions in does.hops(part.program):
             if channel is not None:
                 under_way[channel] += _posted(actions, part.sizes, scale)
-                for action in actions:
-                    if isinstance(action, Send):
-                        sent[link_class(rank, action.peer, intra)] += part.sizes.of(action)
                 continue
             for action in actions:
                 if isinstance(action, Wait):
@@ -139,7 +155,6 @@ def play(parts: tuple[Part, ...], rank: int, intra: int, scale: Scale) -> dict[s
                 elif isinstance(action, Compute):
                     device.work(part.seconds(action) * scale.seconds)
         device.work(part.after * scale.seconds)
-    return {f"{link} sent": size for link, size in sent.items()}
 
 
 class _Device:
@@ -164,7 +179,9 @@ class _Device:
             self.free = now
 
 
-def _posted(actions: list[Action], sizes: Sizes, scale: Scale) -> Iterator[tuple[dist.Work, torch.Tensor]]:
+def _posted(
+    actions: list[does.Action], sizes: cost.Sizes, scale: Scale
+) -> Iterator[tuple[dist.Work, torch.Tensor]]:
     """Start the messages of a hop; the buffers live as long as they are under way."""
     ends, rooms = [], []
     for action in actions:
@@ -179,53 +196,45 @@ _TAGS = tuple(Kind)
 
 
 @lru_cache(maxsize=256)
-def costed(problem: Problem, config: BurstConfig) -> Candidate:
+def costed(case: PlayedCase, config: BurstConfig) -> Candidate:
     """Return the way that a configuration takes on the cluster, with its cost."""
-    share, where = problem.share, problem.where
-    return best(decide.costed(config, LAYOUT, where, problem.model, share, MASK, share.tokens * where.size))
+    share, where = case.share, case.where
+    return best(decide.costed(config, LAYOUT, where, case.model, share, MASK, share.tokens * where.size))
 
 
-AUTO = BurstConfig(ring="auto", head_parallel="auto", backward="auto")
-"""All left to the cost model."""
-
-
-def most_heads(problem: Problem) -> int:
-    """Return the most ranks of a node that can share the heads."""
-    share, where = problem.share, problem.where
-    return max(d for d in legal_degrees(where, share.heads, share.kv_heads) if d <= where.intra)
-
-
-def ours(problem: Problem, rank: int, config: BurstConfig) -> Played:
+def ours(config: BurstConfig, case: PlayedCase, world: World) -> Played:
     """Return a rank's part in the way that a configuration takes. Rank 0 verifies the schedule."""
-    share, where, rates, chosen = problem.share, problem.where, problem.model, costed(problem, config)
+    share, where, rates, chosen = case.share, case.where, case.model, costed(case, config)
     n, route = share.tokens * where.size, chosen.route
-    plan, pairs = (
-        plan_for(LAYOUT, MASK, n, route.positions, route.heads),
-        pairs_of(LAYOUT, MASK, n, where.size),
-    )
-    parts = []
+    plan = plan_for(LAYOUT, MASK, n, route.positions, route.heads)
+    pairs, parts = pairs_of(LAYOUT, MASK, n, where.size), []
     for pass_ in (Pass.FORWARD, chosen.direction):
-        drawn, sizes = schedule(route, pass_, plan), message_bytes(share, route, pass_)
-        if rank == 0:
+        drawn, sizes = schedule(route, pass_, plan), cost.message_bytes(share, route, pass_)
+        if world.rank == 0:
             verify(drawn, where.intra)
         work = work_of(share, pairs.T.contiguous() if pass_ == Pass.QUERY else pairs, route, pass_, rates)
-        sent = mean_bytes(drawn.programs, sizes, where.intra)
-        after = exchange_seconds(route, sizes, rates) + slowdown_seconds(sent, rates)
-        parts.append(Part(drawn.programs[rank], sizes, partial(work.of_action, rank), after))
+        sent = cost.mean_bytes(drawn.programs, sizes, where.intra)
+        after = cost.exchange_seconds(route, sizes, rates) + cost.slowdown_seconds(sent, rates)
+        parts.append(Part(drawn.programs[world.rank], sizes, partial(work.of_action, world.rank), after))
     return Played(tuple(parts), chosen.seconds, chosen.compute_seconds)
 
 
-def fields(problem: Problem, rank: int, name: str, variant: str) -> Played:
+def ours_with_heads(case: PlayedCase, world: World) -> Played:
+    """Return a rank's part in the paper's method, heads shared in a node by as many ranks as can."""
+    return ours(replace(BURST, head_parallel=published.most_heads(case.row)), case, world)
+
+
+def fields(name: str, variant: str, case: PlayedCase, world: World) -> Played:
     """Return a rank's part in a method of other projects."""
-    row = replace(problem.row, method=name, variant=variant)
-    way, rates = way_of(row), problem.model
+    row = replace(case.row, method=name, variant=variant)
+    way, rates = published.way_of(row), case.model
     assert not isinstance(way, str)
-    both = [parts_of(row, way, pass_, rates) for pass_ in (Pass.FORWARD, way.direction)]
-    played = [part for parts in both for part in _in_turn(parts, way, rank, rates)]
-    return Played(tuple(played), seconds_of(row, way, rates), sum(parts.kernel for parts in both))
+    both = [published.parts_of(row, way, pass_, rates) for pass_ in (Pass.FORWARD, way.direction)]
+    played = [part for parts in both for part in _in_turn(parts, way, world.rank, rates)]
+    return Played(tuple(played), published.seconds_of(row, way, rates), sum(parts.kernel for parts in both))
 
 
-def _in_turn(parts: Parts, way: Way, rank: int, rates: Rates) -> Iterator[Part]:
+def _in_turn(parts: published.Parts, way: published.Way, rank: int, rates: Rates) -> Iterator[Part]:
     """Yield the exchange into the group, the ring of groups, and the exchange out of the group."""
     moves, ring = PASSES[parts.ring.pass_], parts.ring
     position, member = divmod(rank, way.heads)
@@ -233,30 +242,26 @@ def _in_turn(parts: Parts, way: Way, rank: int, rates: Rates) -> Iterator[Part]:
     out = [Kind.RESULT] + [Kind.SUM] * moves.gradients
     programs = _programs(parts, way, rank)
     program = tuple(_of_member(action, way.heads, member) for action in programs[position])
-    sent = mean_bytes(programs, ring.sizes, parts.groups.intra)
-    slowed = 0.0 if way.gathers else slowdown_seconds(sent, rates)
-    exchanged = Sizes(dict(parts.parcels), 1)
-    yield Part(exchange(rank, way.heads, into), exchanged, _nothing, 0.0)
+    sent = cost.mean_bytes(programs, ring.sizes, parts.groups.intra)
+    slowed = 0.0 if way.gathers else cost.slowdown_seconds(sent, rates)
+    exchanged = cost.Sizes(dict(parts.parcels), 1)
+    yield Part(exchange(rank, way.heads, into), exchanged)
     yield Part(program, ring.sizes, partial(ring.work.of_action, position), slowed)
-    yield Part(exchange(rank, way.heads, out), exchanged, _nothing, parts.after)
+    yield Part(exchange(rank, way.heads, out), exchanged, after=parts.after)
 
 
-def _programs(parts: Parts, way: Way, rank: int) -> tuple[Program, ...]:
+def _programs(parts: published.Parts, way: published.Way, rank: int) -> tuple[Program, ...]:
     """Return the programs of all places: another project's loop, or ours, which rank 0 verifies."""
     ring = parts.ring
     if way.loop is not None:
-        return tuple(programs_of(way.loop, ring.route, ring.pass_))
+        return tuple(published.programs_of(way.loop, ring.route, ring.pass_))
     drawn = schedule(ring.route, ring.pass_, parts.plan)
     if rank == 0:
         verify(drawn, parts.groups.intra)
     return drawn.programs
 
 
-def _nothing(action: Compute) -> float:
-    return 0.0
-
-
-def _of_member(action: Action, heads: int, member: int) -> Action:
+def _of_member(action: does.Action, heads: int, member: int) -> does.Action:
     """Return an action of a ring of groups with the ranks of one member at its ends."""
     if isinstance(action, (Send, Recv)):
         return replace(action, peer=action.peer * heads + member)
@@ -266,32 +271,22 @@ def _of_member(action: Action, heads: int, member: int) -> Action:
 def exchange(rank: int, heads: int, kinds: list[Kind]) -> Program:
     """Return an all-to-all of each kind in a group of `heads` neighbours: all start at once."""
     first, member = rank - rank % heads, rank % heads
-    shifts, actions = range(1, heads), list[Action]()
+    shifts, actions = range(1, heads), list[does.Action]()
     for kind in kinds:
-        channel = Channel(Link.HEADS, kind)
+        channel = does.Channel(Link.HEADS, kind)
         for end, turn in ((Recv, -1), (Send, 1)):
             peers = [first + (member + turn * shift) % heads for shift in shifts]
             actions += [end(0, channel, f"{kind} {peer}", peer) for peer in peers]
-    return (*actions, *(Wait(0, Channel(Link.HEADS, kind)) for kind in kinds if heads > 1))
+    return (*actions, *(Wait(0, does.Channel(Link.HEADS, kind)) for kind in kinds if heads > 1))
 
 
-def _ours(config: BurstConfig, problem: Any, world: World) -> Played:
-    return ours(problem, world.rank, config)
-
-
-def _with_heads(problem: Any, world: World) -> Played:
-    return ours(problem, world.rank, replace(BURST, head_parallel=most_heads(problem)))
-
-
-def _fields(name: str, variant: str, problem: Any, world: World) -> Played:
-    return fields(problem, world.rank, name, variant)
-
-
-def _needs(name: str, variant: str, problem: Any, device: str) -> str | None:
-    way = way_of(replace(problem.row, method=name, variant=variant))
+def _needs(name: str, variant: str, case: PlayedCase, device: str) -> str | None:
+    way = published.way_of(replace(case.row, method=name, variant=variant))
     return f"heads that its ranks can share: {way}" if isinstance(way, str) else None
 
 
+AUTO = BurstConfig(ring="auto", head_parallel="auto", backward="auto")
+"""All left to the cost model."""
 BURST = BurstConfig(ring="double", head_parallel=1, backward="query")
 """The paper's method."""
 FIELD = {
@@ -303,9 +298,10 @@ FIELD = {
     "all-gather": ("all-gather", "zigzag"),
 }
 """Methods of other projects, as `burst_bench.published` has them: name and variant."""
-METHODS = (
-    *(Method(name, partial(_fields, *way), partial(_needs, *way)) for name, way in FIELD.items()),
-    Method("burst", partial(_ours, BURST)),
-    Method("burst x heads", _with_heads),
-    Method("auto", partial(_ours, AUTO)),
+add(
+    "played",
+    *(Method(name, partial(fields, *way), partial(_needs, *way)) for name, way in FIELD.items()),
+    Method("burst", partial(ours, BURST)),
+    Method("burst x heads", ours_with_heads),
+    Method("auto", partial(ours, AUTO)),
 )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from burst_bench.core import Case, missing, one_of
 from burst_mcore.attention.runtime.head_exchange import why_not_heads
 from burst_mcore.config import BurstConfig
+from burst_plan.explain.problem import DTYPES
 
 VOCABULARY = 2048
 WIDER = 2
@@ -19,21 +20,52 @@ Train = Callable[[], float]
 """A step: forward, backward and optimizer, with a learning rate of 0; the mean loss of all tokens."""
 
 
-class StepProblem(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class TrainedCase(Case):
     """A small model and the ranks that train it."""
 
+    ranks: int = 4
+    nodes: int = 1
+    """Nodes that the ranks are taken to be on."""
+    seq: int = 4096
+    """Tokens of one sequence, over all ranks."""
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 32
+    layers: int = 2
+    stage: int = one_of(3, range(4))
+    """The ZeRO stage, under DeepSpeed."""
+    dtype: str = one_of("float32", DTYPES)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, divisor, what in (
+            ("ranks", self.nodes, "nodes"), ("seq", 2 * self.ranks, "2 x ranks"),
+            ("heads", self.kv_heads, "kv_heads"),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value % divisor:
+                raise ValueError(f"{name} must be a multiple of {what}, {divisor}, got {value}")
+
     @property
-    def nodes(self) -> int: ...
+    def width(self) -> int:
+        """Of the hidden states."""
+        return self.heads * self.head_dim
+
     @property
-    def seq(self) -> int: ...
+    def sample(self) -> Tensor:
+        """The tokens of one sequence, the same every time."""
+        return torch.randint(3, VOCABULARY, (1, self.seq), generator=torch.Generator().manual_seed(1))
+
     @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def layers(self) -> int: ...
+    def flops(self) -> float:
+        """The FLOPs of a step over one sequence, of the model alone: nothing recomputed, causal pairs.
+
+        Six for each weight of a matrix and token, and six for each head, element and token before.
+        """
+        width, kv = self.width, self.kv_heads * self.head_dim
+        weights = self.layers * (2 * width * (width + kv) + 3 * WIDER * width * width) + VOCABULARY * width
+        return self.seq * 6.0 * (weights + self.layers * self.seq * width)
 
 
 @dataclass(frozen=True)
@@ -72,36 +104,13 @@ OURS = {
 last keeps attention in the place of a segment."""
 
 
-def why_not(setting: Setting, problem: StepProblem) -> str | None:
-    """Return what a setting needs of the problem; None if it has that."""
-    if setting.ring == "double" and problem.nodes < 2:
+def needs(package: str, setting: Setting | None, case: TrainedCase, device: str) -> str | None:
+    """Return what a method of a framework needs, and what its setting of ours needs of the case."""
+    lacks = missing(package)
+    if lacks or setting is None:
+        return lacks
+    if setting.ring == "double" and case.nodes < 2:
         return "2 nodes or more: nodes=2"
     shared = setting.head_parallel
-    reason = why_not_heads(problem.heads, problem.kv_heads, shared) if isinstance(shared, int) else None
+    reason = why_not_heads(case.heads, case.kv_heads, shared) if isinstance(shared, int) else None
     return None if reason is None else f"heads that {shared} ranks can share: {reason}"
-
-
-def flops(problem: StepProblem) -> float:
-    """Return the FLOPs of a step over one sequence, of the model alone: nothing recomputed, causal pairs.
-
-    Six for each weight of a matrix and token, and six for each head, element and token before.
-    """
-    width, kv = problem.heads * problem.head_dim, problem.kv_heads * problem.head_dim
-    weights = problem.layers * (2 * width * (width + kv) + 3 * WIDER * width * width) + VOCABULARY * width
-    return problem.seq * 6.0 * (weights + problem.layers * problem.seq * width)
-
-
-def sample(problem: StepProblem) -> Tensor:
-    """Return the tokens of one sequence, the same every time."""
-    return torch.randint(3, VOCABULARY, (1, problem.seq), generator=torch.Generator().manual_seed(1))
-
-
-def options_of(problem: Any) -> dict[str, int]:
-    """Return the shape of the model in transformers' words."""
-    width = problem.heads * problem.head_dim
-    return {
-        "vocab_size": VOCABULARY, "hidden_size": width, "intermediate_size": WIDER * width,
-        "num_hidden_layers": problem.layers, "num_attention_heads": problem.heads,
-        "num_key_value_heads": problem.kv_heads, "head_dim": problem.head_dim,
-        "max_position_embeddings": problem.seq,
-    }  # fmt: skip

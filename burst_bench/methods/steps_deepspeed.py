@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burst_bench.core import Method, World, package
-from burst_bench.methods.steps import OURS, Setting, Train, options_of, sample, why_not
+from burst_bench.core import Method, World, add, missing
+from burst_bench.methods.steps import OURS, VOCABULARY, WIDER, Setting, Train, TrainedCase, needs
 from burst_plan.explain.problem import DTYPES
 
 Attention = Callable[..., Any]
 """In the place of ours, as transformers' interface has it."""
 
 
-def start(case: Any, world: World) -> None:
+def start(case: TrainedCase, world: World) -> None:
     """Make DeepSpeed ready, quietly; ranks are taken to be on the case's nodes."""
     os.environ.setdefault("DS_ACCELERATOR", world.device)
     import deepspeed
@@ -34,22 +34,27 @@ def start(case: Any, world: World) -> None:
     deepspeed.init_distributed("gloo" if world.device == "cpu" else "nccl", verbose=False)
 
 
-def first_loss(case: Any, world: World) -> float:
+def first_loss(case: TrainedCase, world: World) -> float:
     """Return the loss of the model in one process."""
     with torch.no_grad():
-        model, ids = llama(case).to(world.device, DTYPES[case.dtype]), sample(case).to(world.device)
+        model, ids = llama(case).to(world.device, DTYPES[case.dtype]), case.sample.to(world.device)
         return float(model(input_ids=ids, labels=ids).loss)
 
 
-def llama(case: Any) -> Any:
+def llama(case: TrainedCase) -> Any:
     """Return the model, the same every time."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=case.width, intermediate_size=WIDER * case.width,
+        num_hidden_layers=case.layers, num_attention_heads=case.heads, num_key_value_heads=case.kv_heads,
+        head_dim=case.head_dim, max_position_embeddings=case.seq, attn_implementation="sdpa",
+    )  # fmt: skip
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**options_of(case), attn_implementation="sdpa"))
+    return LlamaForCausalLM(config)
 
 
-def _train(section: dict[str, Any], attention: Attention | None, name: str, case: Any) -> Train:
+def _train(section: dict[str, Any], attention: Attention | None, name: str, case: TrainedCase) -> Train:
     """Return the step of an engine. Collective."""
     from burst_mcore.deepspeed.engine.initialize import initialize, shard_loader
     from burst_mcore.deepspeed.engine.prepare import sequence_of
@@ -73,7 +78,7 @@ def _train(section: dict[str, Any], attention: Attention | None, name: str, case
         AttentionInterface.register(word, attention)
         model.set_attn_implementation(word)
         sequence_of(engine.module).trust_attention()
-    (batch,) = shard_loader(iter([{"input_ids": sample(case)}]), engine)
+    (batch,) = shard_loader(iter([{"input_ids": case.sample}]), engine)
 
     def step() -> float:
         loss = engine(**batch).loss
@@ -84,7 +89,7 @@ def _train(section: dict[str, Any], attention: Attention | None, name: str, case
     return step
 
 
-def _ours(setting: Setting, case: Any, world: World) -> Train:
+def _ours(setting: Setting, case: TrainedCase, world: World) -> Train:
     section: dict[str, Any] = {
         "layout": "zigzag", "head_parallel": setting.head_parallel, "backward": setting.backward,
         "ring": setting.ring, "fused_loss": setting.fused,
@@ -94,12 +99,14 @@ def _ours(setting: Setting, case: Any, world: World) -> Train:
     return _train(section, None, "", case)
 
 
-def _theirs(name: str, build: Callable[[Any, World], Attention], case: Any, world: World) -> Train:
+def _theirs(
+    name: str, build: Callable[[TrainedCase, World], Attention], case: TrainedCase, world: World
+) -> Train:
     section = {"layout": "contiguous", "head_parallel": 1, "fused_loss": False}
     return _train(section, build(case, world), name, case)
 
 
-def _ulysses_hf(case: Any, world: World) -> Attention:
+def _ulysses_hf(case: TrainedCase, world: World) -> Attention:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -109,7 +116,7 @@ def _ulysses_hf(case: Any, world: World) -> Attention:
     ).forward  # fmt: skip
 
 
-def _ulysses_layer(case: Any, world: World) -> Attention:
+def _ulysses_layer(case: TrainedCase, world: World) -> Attention:
     from deepspeed.sequence.layer import DistributedAttention
 
     def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -127,16 +134,16 @@ def _ulysses_layer(case: Any, world: World) -> Attention:
     return attend
 
 
-def _needs(setting: Setting | None, case: Any, device: str) -> str | None:
-    lacks = package("deepspeed", "deepspeed") or package("transformers", "transformers")
-    return lacks or (None if setting is None else why_not(setting, case))
+def _needs(setting: Setting | None, case: TrainedCase, device: str) -> str | None:
+    return missing("transformers") or needs("deepspeed", setting, case, device)
 
 
 ULYSSES = {
     "ulysses (UlyssesSPAttentionHF)": _ulysses_hf,
     "ulysses (DistributedAttention)": _ulysses_layer,
 }
-METHODS = (
+add(
+    "deepspeed",
     *(
         Method(name, partial(_theirs, name, build), partial(_needs, None), ours=False)
         for name, build in ULYSSES.items()

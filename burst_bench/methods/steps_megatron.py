@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from burst_bench.core import Method, World, package
+from burst_bench.core import Method, World, add
 from burst_bench.methods.heads import on_gpu
-from burst_bench.methods.steps import OURS, VOCABULARY, WIDER, Setting, Train, sample, why_not
+from burst_bench.methods.steps import OURS, VOCABULARY, WIDER, Setting, Train, TrainedCase, needs
 from burst_mcore.checkpointing import Full, KeepAttention, Policy, Segment
+from burst_mcore.layout import shard
 from burst_plan.explain.problem import DTYPES
 
 POLICIES: dict[str, Policy] = {
@@ -30,7 +31,7 @@ SCORES = 12
 """Float32 tensors of heads x seq x seq that a rank holds at its peak there, measured: 8 to 13."""
 
 
-def start(case: Any, world: World) -> None:
+def start(case: TrainedCase, world: World) -> None:
     """Make Megatron ready, quietly."""
     warnings.filterwarnings("ignore", module="megatron")  # its warnings name packages that are not installed
     if world.device == "cpu":
@@ -42,19 +43,23 @@ def start(case: Any, world: World) -> None:
     _parallel(case, case.ranks)
 
 
-def _parallel(case: Any, cp: int) -> None:
+def _parallel(case: TrainedCase, cp: int) -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     parallel_state.destroy_model_parallel()
-    hierarchy = [cp // case.nodes, case.nodes] if cp > case.nodes > 1 else None
     parallel_state.initialize_model_parallel(
-        context_parallel_size=cp, hierarchical_context_parallel_sizes=hierarchy
+        context_parallel_size=cp, hierarchical_context_parallel_sizes=_levels(case, cp)
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 
 
+def _levels(case: TrainedCase, cp: int) -> list[int] | None:
+    """Return the ranks of a node, and nodes, of a context-parallel group over several nodes."""
+    return [cp // case.nodes, case.nodes] if cp > case.nodes > 1 else None
+
+
 @contextmanager
-def _whole_sequences(case: Any) -> Iterator[None]:
+def _whole_sequences(case: TrainedCase) -> Iterator[None]:
     """Within it models are built without context parallelism. Collective."""
     _parallel(case, 1)
     try:
@@ -63,7 +68,7 @@ def _whole_sequences(case: Any) -> Iterator[None]:
         _parallel(case, case.ranks)
 
 
-def first_loss(case: Any, world: World) -> float:
+def first_loss(case: TrainedCase, world: World) -> float:
     """Return the loss of the model in one process."""
     with _whole_sequences(case), torch.no_grad():
         model = _model(case, 1, _local, world)
@@ -77,18 +82,17 @@ def _local(config: Any) -> Any:
     return get_gpt_layer_local_spec(normalization="RMSNorm")
 
 
-def _model(case: Any, cp: int, spec_of: Callable[[Any], Any], world: World, **fields: Any) -> Any:
+def _model(case: TrainedCase, cp: int, spec_of: Callable[[Any], Any], world: World, **fields: Any) -> Any:
     """Return the model, the same every time."""
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    width, dtype = case.heads * case.head_dim, DTYPES[case.dtype]
+    width, dtype = case.width, DTYPES[case.dtype]
     on_cpu = world.device == "cpu"
-    hierarchy = [cp // case.nodes, case.nodes] if cp > case.nodes > 1 else None
     config = TransformerConfig(
         num_layers=case.layers, hidden_size=width, ffn_hidden_size=WIDER * width,
         num_attention_heads=case.heads, num_query_groups=case.kv_heads, kv_channels=case.head_dim,
-        context_parallel_size=cp, hierarchical_context_parallel_sizes=hierarchy,
+        context_parallel_size=cp, hierarchical_context_parallel_sizes=_levels(case, cp),
         attention_dropout=0.0, hidden_dropout=0.0, normalization="RMSNorm", add_bias_linear=False,
         gated_linear_unit=True, activation_func=torch.nn.functional.silu, bias_activation_fusion=False,
         bias_dropout_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
@@ -104,16 +108,11 @@ def _model(case: Any, cp: int, spec_of: Callable[[Any], Any], world: World, **fi
     return model.to(world.device, dtype)
 
 
-def _batch(case: Any, world: World, cp: int) -> tuple[Any, ...]:
+def _batch(case: TrainedCase, world: World, cp: int) -> tuple[Any, ...]:
     """Return this rank's tokens, positions, no mask, no input besides, and labels."""
-    from burst_mcore.layout import shard
-
-    ids, at = sample(case), torch.arange(case.seq)[None]
-    labels = ids.roll(-1, 1)
-    tokens, where, labels = (
-        shard(x, 1, rank=world.rank % cp, size=cp, layout="zigzag").to(world.device)
-        for x in (ids, at, labels)
-    )
+    deal = partial(shard, dim=1, rank=world.rank % cp, size=cp, layout="zigzag")
+    whole = case.sample, torch.arange(case.seq)[None], case.sample.roll(-1, 1)
+    tokens, where, labels = (deal(x).to(world.device) for x in whole)
     return tokens, where, None, None, labels
 
 
@@ -154,7 +153,7 @@ def _train(model: Any, batch: tuple[Any, ...], policy: Policy) -> Train:
     return step
 
 
-def _ours(setting: Setting, case: Any, world: World) -> Train:
+def _ours(setting: Setting, case: TrainedCase, world: World) -> Train:
     from burst_mcore.megatron import spec
     from burst_mcore.megatron.fused_loss import fuse_loss
 
@@ -170,12 +169,12 @@ def _ours(setting: Setting, case: Any, world: World) -> Train:
     return _train(model, _batch(case, world, case.ranks), POLICIES[setting.recompute])
 
 
-def _own(case: Any, world: World) -> Train:
+def _own(case: TrainedCase, world: World) -> Train:
     with _whole_sequences(case):
         return _train(_model(case, 1, _local, world), _batch(case, world, 1), Full())
 
 
-def _engine(communication: str, case: Any, world: World) -> Train:
+def _engine(communication: str, case: TrainedCase, world: World) -> Train:
     model = _model(case, case.ranks, _of_engine, world, cp_comm_type=communication)
     return _train(model, _batch(case, world, case.ranks), Full())
 
@@ -187,13 +186,9 @@ def _of_engine(config: Any) -> Any:
     return get_gpt_layer_with_transformer_engine_spec()
 
 
-def _needs(setting: Setting | None, case: Any, device: str) -> str | None:
-    return package("megatron", "megatron-core") or (None if setting is None else why_not(setting, case))
-
-
-def _own_needs(case: Any, device: str) -> str | None:
+def _own_needs(case: TrainedCase, device: str) -> str | None:
     """Name the package that is missing, or the memory, which the system would end processes for."""
-    lacks = _needs(None, case, device)
+    lacks = needs("megatron-core", None, case, device)
     if lacks is not None or device != "cpu":
         return lacks
     scores = SCORES * 4 * case.ranks * case.heads * case.seq**2
@@ -203,8 +198,8 @@ def _own_needs(case: Any, device: str) -> str | None:
     return f"{scores / 1e9:.0f} GB for scores of whole sequences, of {memory / 1e9:.0f} GB here: less seq"
 
 
-def _engine_needs(communication: str, case: Any, device: str) -> str | None:
-    lacks = on_gpu("transformer_engine", "transformer-engine", case, device)
+def _engine_needs(communication: str, case: TrainedCase, device: str) -> str | None:
+    lacks = on_gpu("transformer-engine", case, device)
     shared = case.heads % case.ranks or case.kv_heads % case.ranks
     if lacks is None and communication == "a2a" and shared:
         return f"heads and K/V heads that are multiples of {case.ranks}, got {case.heads} and {case.kv_heads}"
@@ -213,11 +208,15 @@ def _engine_needs(communication: str, case: Any, device: str) -> str | None:
     return lacks
 
 
-METHODS = (
+add(
+    "megatron",
     Method(OWN, _own, _own_needs, ours=False),
     *(
         Method(f"te {word}", partial(_engine, word), partial(_engine_needs, word), ours=False)
         for word in COMMUNICATIONS
     ),
-    *(Method(name, partial(_ours, setting), partial(_needs, setting)) for name, setting in OURS.items()),
+    *(
+        Method(name, partial(_ours, setting), partial(needs, "megatron-core", setting))
+        for name, setting in OURS.items()
+    ),
 )

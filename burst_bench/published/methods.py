@@ -101,7 +101,7 @@ def _all_gather(row: Row) -> Way:
 
 
 def _usp(row: Row) -> Way | str:
-    heads = row.head_parallel or _most_heads(row)
+    heads = row.head_parallel or most_heads(row)
     why_not = why_not_degree(heads, row.ranks, row.heads, row.kv_heads)
     if why_not:
         return f"head_parallel={heads}: {why_not}"
@@ -127,7 +127,7 @@ def _capability(row: Row) -> int:
     return MACHINES[row.hardware].capability if row.hardware in MACHINES else 0
 
 
-def _most_heads(row: Row) -> int:
+def most_heads(row: Row) -> int:
     """Return the most ranks of a node that can share the heads."""
     degrees = range(1, row.ranks.intra + 1)
     return max(d for d in degrees if why_not_degree(d, row.ranks, row.heads, row.kv_heads) is None)

@@ -11,20 +11,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from burst_bench import emulate
-from burst_bench.core import Bar, Case, Derived, Method, Stage, Table, Trial, World
-from burst_bench.methods.played import AUTO, FIELD, METHODS, Played, Scale, costed, play
-from burst_bench.methods.sharded import share_of
-from burst_bench.published.rows import Row
-from burst_mcore.attention.autotune.cost import link_bytes
-from burst_mcore.attention.autotune.ways import Ranks
-from burst_mcore.attention.schedule.actions import Link
-from burst_mcore.attention.shard import Shard
-from burst_mcore.machines import MACHINES
+from burst_bench.core import Bar, Derived, Method, Stage, Table, Trial, World
+from burst_bench.methods.played import AUTO, FIELD, Played, PlayedCase, Scale, costed, play
 from burst_mcore.rates import Rates
-from burst_plan.explain.predict import cluster
 
 TOKENS = (4096, 8192, 16384, 32768)
 """Tokens of a rank: 128K to 1M on the paper's 32 GPUs."""
@@ -38,7 +28,6 @@ WITHIN = 0.05
 """A method may be so far from its prediction."""
 AS_FAST = 1.02
 """The model calls ways within 1 % equally fast, and rounds differ by as much."""
-BY_NAME = {method.name: method for method in METHODS}
 BEHIND = "this / fastest other"
 PAPERS = {
     (method, tokens): figure
@@ -56,7 +45,7 @@ EVERY, OFF = "every method", "off / predicted"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaperCase(Case):
+class PaperCase(PlayedCase):
     """Attention of the paper's 14B model, forward and backward, of every method, on an emulated cluster.
 
     A timed wait takes the place of the kernel. Seconds are those of the cluster: measured ones are divided by
@@ -72,17 +61,6 @@ class PaperCase(Case):
         Bar("the lead grows", "auto", f"{TOKENS[0] // 1024}K tokens a GPU: {GROWS}", 1.0, at_most=False),
     )
 
-    cluster: str = "4x8"
-    """Nodes x GPUs of a node; with a machine before a colon, in place of the A800."""
-    tokens: int = TOKENS[-1]
-    """Of a rank."""
-    heads: int = 40
-    kv_heads: int = 40
-    head_dim: int = 128
-    nic: float = 1.0
-    """Share of the NIC's rate that is there."""
-    gathers: float = 0.0
-    """Share of all links that background traffic takes, such as ZeRO-3's gathers of weights."""
     pace: float = 0.0
     """Seconds that the way of "auto" shall take here; 0: `PACE` for each rank, so that what
     the processes do besides counts for little."""
@@ -91,26 +69,8 @@ class PaperCase(Case):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, most in (("nic", 1.0), ("gathers", 0.5)):
-            value = getattr(self, name)
-            if not 0 <= value <= most or (name == "nic" and not value):
-                raise ValueError(f"{name} must be a share of at most {most:g}, got {value:g}")
         if self.pace < 0:
             raise ValueError(f"pace must be 0 or some seconds, got {self.pace:g}")
-        where, _ = cluster(self.cluster)
-        if where.size < 2:
-            raise ValueError(f"cluster must have 2 ranks or more, got {self.cluster}")
-
-    @property
-    def where(self) -> Ranks:
-        """All ranks, and those of a node."""
-        return cluster(self.cluster)[0]
-
-    @property
-    def model(self) -> Rates:
-        """The rates of the cluster, with its slower NIC and the traffic besides."""
-        rates = (cluster(self.cluster)[1] or MACHINES["A800"]).rates
-        return replace(rates, inter=rates.inter * self.nic, others=self.gathers)
 
     @property
     def rates(self) -> Rates:
@@ -118,20 +78,6 @@ class PaperCase(Case):
         model, scale = self.model, self.scale
         slower = 1 / (scale.bytes * scale.seconds)
         return Rates(intra=model.intra * slower, inter=model.inter * slower, compute=1.0)
-
-    @property
-    def share(self) -> Shard:
-        return share_of(self.tokens, self.heads, self.kv_heads, self.head_dim, torch.bfloat16)
-
-    @property
-    def row(self) -> Row:
-        """The problem, as the methods of the field have it."""
-        where = self.where
-        return Row(
-            hardware="A800", gpus=where.size, gpus_per_node=where.intra, heads=self.heads,
-            kv_heads=self.kv_heads, head_dim=self.head_dim, batch=1, seq=self.tokens * where.size,
-            mask="causal", passes="fwd+bwd", method="ring", tflops=1.0,
-        )  # fmt: skip
 
     @property
     def scale(self) -> Scale:
@@ -158,10 +104,12 @@ class PaperCase(Case):
 
         def trial(method: Method) -> Trial:
             built: Played = method.build(self, world)
+            sent = {f"{link} sent": size for link, size in built.sent(world.rank, self.where.intra).items()}
 
             def step() -> Mapping[str, float]:
                 emulate.go_first()
-                return play(built.parts, world.rank, self.where.intra, scale)
+                play(built.parts, scale)
+                return sent
 
             return Trial(
                 {"": step},
@@ -217,39 +165,9 @@ class PaperCase(Case):
             bars.append(Bar("exposed communication of auto", "auto", "exposed / emulated", 0.05))
         return bars
 
-    @classmethod
-    def notes(cls, tables: Mapping[str, Table]) -> Sequence[str]:
-        return [lead_in_paper()] if tables else ()
-
 
 def lead_of(table: Table) -> float | None:
     """Return the seconds of the fastest method of others over those of "auto"; None if one is missing."""
     medians = table.medians("emulated")
     others = [seconds for method, seconds in medians.items() if method in FIELD]
     return min(others) / medians["auto"] if others and "auto" in medians else None
-
-
-def lead_in_paper() -> str:
-    """Return what the model has to say on the paper's lead over DoubleRing."""
-    case = PaperCase()
-    ring, burst, auto = (BY_NAME[name].build(case, World(0, 1)) for name in ("double ring", "burst", "auto"))
-    sent, model = bytes_sent(ring, case.where), case.model
-    bare = sum(size / model.link(inter=link == Link.INTER) for link, size in sent.items())
-    return (
-        f"The paper measured burst 1.33 times as fast as DoubleRing at 1M tokens on 32 GPUs. Bytes alone do "
-        f"not explain it: the model predicts {ring.predicted / burst.predicted:.2f} for burst, and "
-        f"{ring.predicted / auto.predicted:.2f} for auto. If nothing hid DoubleRing's messages, that would "
-        f"be {(ring.kernel + bare) / burst.predicted:.2f}. The paper's DoubleRing falls from 160 to 141 "
-        f"TFLOP/s as the length doubles to 1M, though longer sequences hide messages better. A cause that "
-        f"grows with the length would explain the rest, such as memory that runs short, so that buffers are "
-        f"freed and mapped again. The emulation has no such cause."
-    )
-
-
-def bytes_sent(method: Played, where: Ranks) -> dict[Link, float]:
-    """Return the bytes that rank 0 sends."""
-    sent = {Link.INTRA: 0.0, Link.INTER: 0.0}
-    for part in method.parts:
-        for link, size in link_bytes(part.program, 0, part.sizes, where.intra).items():
-            sent[link] += size
-    return sent

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import torch
 
-from burst_bench.core import Bar, Case, Derived, Method, Stage, Step, Table, Trial, World, one_of
+from burst_bench.core import Bar, Derived, Method, Stage, Step, Table, Trial, World, of_kind, one_of
 from burst_bench.memory import peak_meter
-from burst_bench.methods import steps, steps_deepspeed, steps_megatron
-from burst_bench.methods.steps import Train
+from burst_bench.methods import steps_deepspeed, steps_megatron
+from burst_bench.methods.steps import Train, TrainedCase
 from burst_mcore.attention.runtime import topology
 from burst_mcore.machines import MACHINES, machine_of
-from burst_plan.explain.problem import DTYPES
 
 FRAMEWORKS = {"deepspeed": steps_deepspeed, "megatron": steps_megatron}
 HOST_NAME = topology.host_name
@@ -28,7 +27,7 @@ THEIRS = {"deepspeed": "ulysses", "megatron": "megatron"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepCase(Case):
+class StepCase(TrainedCase):
     """A training step of a small model under a framework, with ours and with what the framework has.
 
     Seconds, bytes and memory are the slowest rank's. MFU is the model's FLOPs over the FLOPs that ranks
@@ -42,28 +41,6 @@ class StepCase(Case):
     options = ("framework",)
 
     framework: str = one_of("deepspeed", FRAMEWORKS)
-    ranks: int = 4
-    nodes: int = 1
-    """Nodes that the ranks are taken to be on."""
-    seq: int = 4096
-    """Tokens of one sequence, over all ranks."""
-    heads: int = 8
-    kv_heads: int = 4
-    head_dim: int = 32
-    layers: int = 2
-    stage: int = one_of(3, range(4))
-    """The ZeRO stage, under DeepSpeed."""
-    dtype: str = one_of("float32", DTYPES)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, divisor, what in (
-            ("ranks", self.nodes, "nodes"), ("seq", 2 * self.ranks, "2 x ranks"),
-            ("heads", self.kv_heads, "kv_heads"),
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value % divisor:
-                raise ValueError(f"{name} must be a multiple of {what}, {divisor}, got {value}")
 
     @classmethod
     def named(cls, device: str) -> Mapping[str, StepCase]:
@@ -77,8 +54,7 @@ class StepCase(Case):
         }
 
     def methods(self) -> Sequence[Method]:
-        every: Sequence[Method] = FRAMEWORKS[self.framework].METHODS
-        return every
+        return of_kind(self.framework)
 
     def prepare(self, world: World) -> Stage:
         node = world.rank * self.nodes // world.size
@@ -114,7 +90,7 @@ class StepCase(Case):
             sequences = self.sequences(method)
             yield method, "tokens/s", [sequences * self.seq / wall for wall in walls]
             if peak:
-                flops = sequences * steps.flops(self) / self.ranks
+                flops = sequences * self.flops / self.ranks
                 yield method, "MFU", [flops / wall / peak for wall in walls]
         own = THEIRS[self.framework]
         rival = table.fastest([method for method in table.methods if method.startswith(own)])

@@ -21,8 +21,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from burst_bench import clock, core, gate, report, stage
-from burst_bench.core import Bar, Figure, Method, Trial, World
-from burst_bench.methods import METHODS
+from burst_bench.core import METHODS, Bar, Figure, Method, Trial, World, of_kind
 from burst_bench.methods.attention import HIDDEN, attended
 from burst_bench.methods.sharded import RingCase, dealt, share_of
 from burst_bench.results import Results, read, unit_of
@@ -50,7 +49,7 @@ MASKS = [
 
 PAIRED = {"burst-auto-hidden", "double-ring", "usp"}
 """Methods that pair ranks, of four at least."""
-ANY_MASK = {name for name, method in METHODS["attention"].items() if method.ours} | {"deepspeed-ulysses"}
+ANY_MASK = {method.name for method in of_kind("attention") if method.ours} | {"deepspeed-ulysses"}
 """The others are those of tests/bench/test_peers.py."""
 
 
@@ -64,7 +63,7 @@ def _gates(rank, size):
     for mask in MASKS:
         case = replace(SMALL, mask=mask, ranks=size, heads=2 * size, kv_heads=size)
         for name in ANY_MASK:
-            method = METHODS["attention"][name]
+            method = METHODS["attention", name]
             if method.needs(case, "cpu") is None:
                 found[name, mask] = gate.error(case, method.build(case, world), world)
     return found
@@ -87,7 +86,7 @@ def _failing(case, world):
 
 def test_a_wrong_method_is_not_timed_and_one_that_fails_is_no_others_fault(monkeypatch):
     for method in (Method("wrong", _wrong_attention), Method("fails", _failing)):
-        monkeypatch.setitem(METHODS["attention"], method.name, method)
+        monkeypatch.setitem(METHODS, ("attention", method.name), method)
     case = attention.AttentionCase(ranks=2, seq=96, heads=2, head_dim=16)
     results = run(SUBJECTS["attention"], {"small": case}, ["wrong", "fails", "burst"], 1, "cpu")
     reasons = {entry["method"]: entry["reason"] for entry in results.refused}
@@ -100,13 +99,13 @@ def test_a_wrong_method_is_not_timed_and_one_that_fails_is_no_others_fault(monke
 
 
 def test_a_method_of_others_that_fails_is_a_result(monkeypatch, tmp_path):
-    monkeypatch.setitem(METHODS["attention"], "fails", Method("fails", _failing, ours=False))
+    monkeypatch.setitem(METHODS, ("attention", "fails"), Method("fails", _failing, ours=False))
     case, out = "ranks=1; seq=96; heads=2; head_dim=16", tmp_path / "a.json"
     words = ["--case", case, "--repeats", "1", "--out", str(out), "--methods"]
     done = _bench("attention", *words, "fails,burst")
     assert done.exit_code == 0, done.output
     assert "fails was not timed: RuntimeError: not on a Tuesday" in done.stdout
-    monkeypatch.setitem(METHODS["attention"], "fails", Method("fails", _failing))
+    monkeypatch.setitem(METHODS, ("attention", "fails"), Method("fails", _failing))
     assert _bench("attention", *words, "fails,burst").exit_code == 1
 
 
@@ -357,7 +356,7 @@ def _mine(case: RingCase, world: World) -> Attention:
     return burst(case, world, backward="kv")
 
 
-METHODS = (*METHODS, Method("mine", _mine, divisible))
+add("attention", Method("mine", _mine, divisible))
 """
 
 

@@ -12,16 +12,16 @@ pytest.importorskip("typer")
 from ranks import processes
 from typer.testing import CliRunner
 
-from burst_bench.core import Figure, Method, Table, World
+from burst_bench.core import METHODS, Figure, Method, Table, World, of_kind
 from burst_bench.memory import LargestMade, peak_bytes
-from burst_bench.methods import METHODS, heads
+from burst_bench.methods import heads
 from burst_bench.results import Results, read
 from burst_bench.run import run
 from burst_bench.subjects import loss
 from burst_bench.subjects.loss import HeadCase
 from burst_plan.cli import app
 
-HEADS = METHODS["heads"]
+HEADS = {method.name: method for method in of_kind("heads")}
 SMALL = HeadCase(tokens=96, hidden=16, vocabulary=200, threads=1)
 HERE = [name for name in HEADS if HEADS[name].needs(SMALL, "cpu") is None and name != "compiled-naive"]
 TEXT = "tokens=96; hidden=16; vocabulary=200; processes=2"
@@ -44,7 +44,7 @@ def _killed(case, world):
 
 
 def test_the_command_prints_a_table_and_writes_all_figures(tmp_path, monkeypatch):
-    monkeypatch.setitem(HEADS, "wrong", Method("wrong", _of_twice_the_logits, ours=False))
+    monkeypatch.setitem(METHODS, ("heads", "wrong"), Method("wrong", _of_twice_the_logits, ours=False))
     out = tmp_path / "new" / "loss.json"
     words = ["--device", "cpu", "--case", TEXT, "--repeats", "2", "--out", str(out)]
     done = CliRunner().invoke(app, ["bench", "loss", *words, "--methods", "burst,naive,torch,liger,wrong"])
@@ -82,15 +82,15 @@ def test_every_method_that_runs_here_is_right(name, dtype):
 
 def _measured(monkeypatch, methods, names):
     for method in methods:
-        monkeypatch.setitem(HEADS, method.name, method)
+        monkeypatch.setitem(METHODS, ("heads", method.name), method)
     return run(HeadCase, {"small": SMALL}, names, 1, "cpu")
 
 
 def test_what_cannot_run_gives_its_reason(monkeypatch):
-    needs = heads.partial(heads.on_gpu, "no_such_module", "no-such")
+    needs = heads.partial(heads.on_gpu, "no-such")
     assert needs(SMALL, "cpu") == "a GPU and the package no-such"
     assert needs(SMALL, "cuda") == "the package no-such"
-    assert heads.on_gpu("torch", "torch", SMALL, "cuda") is None
+    assert heads.on_gpu("torch", SMALL, "cuda") is None
     methods = [Method("refuses", _refusing), Method("killed", _killed), Method("lacks", _refusing, needs)]
     results = _measured(monkeypatch, methods, ["refuses", "killed", "lacks", "naive"])
     reasons = {entry["method"]: entry["reason"] for entry in results.refused}

@@ -9,15 +9,14 @@ from ranks import processes
 from typer.testing import CliRunner
 
 from burst_bench import stage
-from burst_bench.core import Method, Table, World
-from burst_bench.methods import METHODS
+from burst_bench.core import Method, Table, World, of_kind
 from burst_bench.methods.layers import Checkpointing
 from burst_bench.results import read
 from burst_bench.subjects import recompute
 from burst_bench.subjects.recompute import LayersCase
 from burst_plan.cli import app
 
-LAYERS = METHODS["layers"]
+LAYERS = {method.name: method for method in of_kind("layers")}
 SMALL = "seq=512; hidden=32; heads=2; layers=1"
 
 

@@ -10,10 +10,10 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from burst_bench.core import Table
+from burst_bench.core import METHODS, Table
 from burst_bench.methods import steps
 from burst_bench.methods.steps import OURS
-from burst_bench.methods.steps_megatron import METHODS, OWN
+from burst_bench.methods.steps_megatron import OWN
 from burst_bench.results import read
 from burst_bench.run import cases_for, run
 from burst_bench.subjects import SUBJECTS
@@ -79,7 +79,7 @@ def test_torchrun_starts_the_ranks(framework, tmp_path):
 
 def test_megatrons_own_attention_is_left_out_where_its_scores_do_not_fit():
     pytest.importorskip("megatron")
-    own = next(method for method in METHODS if method.name == OWN)
+    own = METHODS["megatron", OWN]
     assert own.needs(SMALL, "cpu") is None
     assert "GB for scores of whole sequences" in own.needs(replace(SMALL, seq=2**20), "cpu")
     assert own.needs(replace(SMALL, seq=2**20), "cuda") is None
@@ -101,7 +101,7 @@ def test_flops_are_those_of_the_papers_formula():
     s, layers, h = 1024, 3, 256
     ffn, vocabulary = steps.WIDER * h, steps.VOCABULARY
     paper = 12 * s * layers * h**2 * (2 + 0.5 * s / h + 1.5 * ffn / h + vocabulary / (2 * layers * h))
-    assert steps.flops(case) == pytest.approx(paper)
+    assert case.flops == pytest.approx(paper)
 
 
 def test_flops_are_those_of_the_models_matrices():
@@ -113,19 +113,19 @@ def test_flops_are_those_of_the_models_matrices():
         p.numel() for name, p in llama(case).named_parameters() if p.dim() == 2 and "embed_tokens" not in name
     )
     attention = 6 * case.layers * case.seq**2 * case.heads * case.head_dim
-    assert steps.flops(case) == 6 * case.seq * matrices + attention
+    assert case.flops == 6 * case.seq * matrices + attention
 
 
 def test_mfu_is_of_what_the_ranks_can_do():
     table = Table({("burst ring", "wall"): [2.0, 4.0], ("product", "wall"): [0.5]})
     found = {(method, meter): samples for method, meter, samples in SMALL.derive(table)}
     peak = 2 * 512**3 / 0.5
-    want = steps.flops(SMALL) / 2 / 2.0 / peak
+    want = SMALL.flops / 2 / 2.0 / peak
     assert found["burst ring", "MFU"] == pytest.approx([want, want / 2])
     table["device", "FLOP/s"] = [1e12]
     del table["product", "wall"]
     found = {(method, meter): samples for method, meter, samples in SMALL.derive(table)}
-    assert found["burst ring", "MFU"][0] == pytest.approx(steps.flops(SMALL) / 2 / 2.0 / 1e12)
+    assert found["burst ring", "MFU"][0] == pytest.approx(SMALL.flops / 2 / 2.0 / 1e12)
 
 
 @pytest.mark.parametrize(

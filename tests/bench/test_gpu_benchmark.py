@@ -44,7 +44,7 @@ def test_kernels_are_right_before_they_are_timed_beside_each_other(tmp_path):
     _, results = _measured("kernels", tmp_path, *cases)
     assert not results.errors
     reasons = {entry["method"]: entry["reason"] for entry in results.refused}
-    assert set(reasons) == set(METHODS["kernels"]) - {"aten-cpu", "triton"}
+    assert set(reasons) == {name for kind, name in METHODS if kind == "kernels"} - {"aten-cpu", "triton"}
     assert "not on cuda" in reasons["cudnn"]
     for case, bound in zip(cases, (0.68, 0.55, 1.0), strict=True):
         table = results.tables[case]
@@ -55,7 +55,7 @@ def test_kernels_are_right_before_they_are_timed_beside_each_other(tmp_path):
 
 
 def _off(case, world):
-    kernel = METHODS["kernels"]["aten-cpu"].build(case, world)
+    kernel = METHODS["kernels", "aten-cpu"].build(case, world)
     return replace(kernel, forward=lambda *given: tuple(2 * x for x in kernel.forward(*given)))
 
 
@@ -65,7 +65,7 @@ def _broken(case, world):
 
 def test_a_kernel_that_fails_or_is_wrong_is_left_out(monkeypatch):
     for method in (Method("off", _off), Method("broken", _broken)):
-        monkeypatch.setitem(METHODS["kernels"], method.name, method)
+        monkeypatch.setitem(METHODS, ("kernels", method.name), method)
     case = KernelCase(tokens=64, heads=2, head_dim=16)
     results = run(SUBJECTS["kernels"], {"small": case}, ["off", "broken", "aten-cpu"], 1, "cpu")
     reasons = {entry["method"]: entry["reason"] for entry in results.refused}

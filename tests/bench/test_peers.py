@@ -12,13 +12,14 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn.functional import scaled_dot_product_attention
 
 from burst_bench import gate
-from burst_bench.core import World
-from burst_bench.methods import METHODS
+from burst_bench.core import METHODS, World, of_kind
 from burst_bench.methods.sharded import RingCase
 
 CASE = RingCase(seq=128, heads=8, kv_heads=4, head_dim=16, ranks=4)
 ON_GPUS = [
-    name for name in METHODS["attention"] if name.startswith(("te-", "ring-flash", "yunchang", "magi"))
+    method.name
+    for method in of_kind("attention")
+    if method.name.startswith(("te-", "ring-flash", "yunchang", "magi"))
 ]
 
 
@@ -187,7 +188,7 @@ def _errors(rank, size, names, local):
             case = replace(CASE, mask=mask, ranks=size)
             if mask == "full" and name.startswith(("ring-flash", "yunchang")) and "basic" not in name:
                 continue
-            found[name, mask] = gate.error(case, METHODS["attention"][name].build(case, world), world)
+            found[name, mask] = gate.error(case, METHODS["attention", name].build(case, world), world)
     return found
 
 
@@ -201,11 +202,11 @@ def test_calls_of_libraries_give_attention_with_stand_ins_of_their_signatures():
 def test_without_a_gpu_or_a_library_a_method_says_so():
     case = replace(CASE, dtype="bfloat16", heads=8, kv_heads=8)
     for name in ON_GPUS:
-        assert METHODS["attention"][name].needs(case, "cpu").startswith("a GPU for each rank"), name
+        assert METHODS["attention", name].needs(case, "cpu").startswith("a GPU for each rank"), name
     packages = {"te": "transformer-engine", "ring": "ring-flash-attn", "yunchang": "yunchang"}
     packages["magi"] = "magi-attention"
     for name in ON_GPUS:
-        why = METHODS["attention"][name].needs(case, "cuda")
+        why = METHODS["attention", name].needs(case, "cuda")
         unless = {"te-a2a+p2p": "several nodes of several ranks"}
         assert why == unless.get(name, f"the package {packages[name.split('-')[0]]}"), name
 
@@ -215,7 +216,7 @@ def _templates(rank, size, masks):
     for name in ("torch-ring", "torch-gather"):
         for mask in masks:
             case = replace(CASE, seq=96, mask=mask, ranks=size, kv_heads=CASE.heads)
-            found[name, mask] = gate.error(case, METHODS["attention"][name].build(case, world), world)
+            found[name, mask] = gate.error(case, METHODS["attention", name].build(case, world), world)
     return found
 
 
@@ -223,6 +224,6 @@ def _templates(rank, size, masks):
 def test_torchs_templates_run_on_cpus(size):
     for errors in processes(size, _templates, ("causal", "full")):
         assert len(errors) == 4 and all(0 < error <= gate.BOUND for error in errors.values()), errors
-    needs = METHODS["attention"]["torch-ring"].needs
+    needs = METHODS["attention", "torch-ring"].needs
     assert needs(CASE, "cpu") == "as many K/V heads as heads, got 4 and 8"
     assert needs(replace(CASE, kv_heads=8, mask="causal & window:8"), "cpu").startswith("a mask that is")

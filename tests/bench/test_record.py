@@ -7,7 +7,7 @@ import pytest
 from ranks import torchrun
 from typer.testing import CliRunner
 
-from burst_bench.methods import METHODS
+from burst_bench.core import of_kind
 from burst_bench.published.methods import METHODS as PREDICTED
 from burst_bench.published.methods import NOT_MODELLED
 from burst_bench.results import Results
@@ -71,7 +71,7 @@ def test_torchrun_starts_the_ranks(tmp_path):
 
 
 def test_every_word_of_a_method_is_one_that_predictions_know():
-    rows = [method.row for method in METHODS["attention"].values() if method.row]
+    rows = [method.row for method in of_kind("attention") if method.row]
     assert len(rows) > 20
     assert {row["method"] for row in rows} <= PREDICTED.keys() | NOT_MODELLED.keys()
     assert {row["method"] for row in rows} >= set(PREDICTED) - {"loongtrain"}

@@ -1,8 +1,11 @@
-"""Attention of other projects over GPUs: Megatron's with TransformerEngine, and three more.
+"""Attention of other projects over ranks: torch's own ring templates, and four libraries for GPUs.
 
 Each library is imported where its method is built. The calls follow the sources: megatron-core 0.19.2,
 TransformerEngine d0067d0, ring-flash-attention of August 2025, yunchang 0.6.4, MagiAttention 2c64135. They
 ran with stand-ins of these signatures, and were never run on a GPU.
+
+Torch's `context_parallel` knows the operators of GPUs alone. The templates below it take any operator, so
+that of the CPU runs here over gloo; messages and merging are torch's. On a GPU this was never run.
 """
 
 from __future__ import annotations
@@ -11,39 +14,40 @@ import math
 import os
 from collections.abc import Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from burst_bench.core import Method, World, package
+from burst_bench.core import Method, World, add, missing
 from burst_bench.methods.sharded import VARIANTS, Attend, Attention, RingCase, dealt, divisible
 from burst_mcore.layout import shard, unshard
 from burst_mcore.mask import Mask
 
 CHUNK = 512
 """Tokens that MagiAttention moves as one, at most."""
+aten = torch.ops.aten
 
 
-def _needs(
-    case: RingCase, device: str, packages: Sequence[tuple[str, str]], full: bool = True, heads: int = 1
+def _library_needs(
+    case: RingCase, device: str, packages: Sequence[str], full: bool = True, heads: int = 1
 ) -> str | None:
-    """Return the need of a method.
-
-    Args:
-        case: What is measured.
-        device: "cpu" or "cuda".
-        packages: Modules of the libraries, and their names.
-        full: Whether the method serves attention without a mask.
-        heads: Ranks that share heads.
-    """
+    """Return the need of a method of libraries for GPUs."""
     if device != "cuda":
         return "a GPU for each rank: torchrun ... --device cuda"
-    if missing := [why for module, name in packages if (why := package(module, name))]:
-        return missing[0]
+    return missing(*packages) or _needs(case, device, full, heads)
+
+
+def _needs(case: RingCase, device: str, full: bool = True, heads: int = 1) -> str | None:
+    """Return the need of a method.
+
+    full: whether it serves attention without a mask; heads: ranks of a group that shares heads.
+    """
     if case.seen not in ((Mask.causal(), Mask.full()) if full else (Mask.causal(),)):
         return f"a mask that is causal{' or full' if full else ''}, got {case.mask}"
-    if case.dtype == "float32":
+    if device == "cuda" and case.dtype == "float32":
         return "bfloat16 or float16, got float32"
     if case.ranks % heads or case.heads % heads or case.kv_heads % heads:
         return f"ranks, heads and K/V heads that are multiples of {heads}"
@@ -169,16 +173,96 @@ def _magi(case: RingCase, world: World) -> Attention:
 def _magi_needs(case: RingCase, device: str) -> str | None:
     if device == "cuda" and case.batch != 1:
         return f"a batch of 1, got {case.batch}"
-    return _needs(case, device, [("magi_attention", "magi-attention")])
+    return _library_needs(case, device, ["magi-attention"])
 
 
 def _te_needs(case: RingCase, device: str, comm: str) -> str | None:
-    libraries = [("megatron", "megatron-core"), ("transformer_engine", "transformer-engine")]
+    libraries = ["megatron-core", "transformer-engine"]
     node = _of_node(case.ranks)
     if comm == "a2a+p2p" and device == "cuda" and 1 in (node, case.ranks // node):
         return "several nodes of several ranks"
     heads = {"a2a": case.ranks, "a2a+p2p": node}.get(comm, 1)
-    return _needs(case, device, libraries, heads=heads)
+    return _library_needs(case, device, libraries, heads=heads)
+
+
+class Flash(NamedTuple):
+    """The flash operators of a device."""
+
+    forward: Any
+    backward: Any
+    kept: tuple[str, ...] = ()
+    """What backward takes of forward's further results, by their place; "" for a result that it does not."""
+
+
+OPERATORS = {
+    "cpu": Flash(
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    ),
+    "cuda": Flash(
+        aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_flash_attention_backward,
+        ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset", ""),
+    ),
+}
+
+
+class _RingAttention(torch.autograd.Function):
+    """Both templates, of [batch, heads, local sequence, head_dim]; rows are dealt zigzag if causal."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, group: dist.ProcessGroup, method: str, causal: bool, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        _set(method, causal)
+        flash = OPERATORS[q.device.type]
+        run = _templates()._templated_ring_attention
+        out, lse, *rest = run(group, 2, flash.forward, q, k, v, is_causal=causal, dropout_p=0.0)
+        ctx.save_for_backward(q, k, v, out, lse)
+        named = zip(flash.kept, rest, strict=True)
+        ctx.call = group, method, causal, flash.backward, {name: value for name, value in named if name}
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        group, method, causal, operator, kept = ctx.call
+        _set(method, causal)
+        run = _templates()._templated_ring_attention_backward
+        dq, dk, dv, *_ = run(
+            group, 2, operator, dout, "grad_out", q, k, v, out, lse, is_causal=causal, dropout_p=0.0, **kept
+        )
+        return None, None, None, dq, dk, dv
+
+
+def _templates() -> Any:
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    return _attention
+
+
+def _set(method: str, causal: bool) -> None:
+    """Set the options of the templates, which are global: how keys travel, and whether work is balanced."""
+    _templates().set_rotate_method(method)
+    _templates()._cp_options.enable_load_balance = causal
+
+
+def _torch(case: RingCase, world: World, method: str) -> Attention:
+    causal = _causal(case)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        out: Tensor = _RingAttention.apply(world.group, method, causal, *heads_first)  # type: ignore[no-untyped-call]
+        return out.transpose(1, 2)
+
+    return dealt("zigzag" if causal else "contiguous", world, attend)
+
+
+def _torch_needs(case: RingCase, device: str) -> str | None:
+    if (lacks := _needs(case, device)) is None and case.heads != case.kv_heads:
+        return f"as many K/V heads as heads, got {case.kv_heads} and {case.heads}"
+    return lacks
 
 
 _MEGATRON = {"p2p": "ring", "all_gather": "all-gather", "a2a": "ulysses", "a2a+p2p": "usp"}
@@ -188,7 +272,13 @@ _FUNCTIONS = {
     "basic": "ring_flash_attn_func",
 }
 
-METHODS = (
+add(
+    "attention",
+    Method(
+        "torch-ring", partial(_torch, method="alltoall"), _torch_needs, ours=False,
+        row={"method": "ring", "variant": "zigzag"},
+    ),
+    Method("torch-gather", partial(_torch, method="allgather"), _torch_needs, ours=False),
     *(
         Method(
             f"te-{comm}", partial(_megatron, comm=comm), partial(_te_needs, comm=comm), ours=False,
@@ -200,7 +290,7 @@ METHODS = (
         Method(
             f"ring-flash-attn-{word}",
             partial(_ring_flash_attn, function=_FUNCTIONS[word], layout=layout),
-            partial(_needs, packages=[("ring_flash_attn", "ring-flash-attn")], full=word == "basic"),
+            partial(_library_needs, packages=["ring-flash-attn"], full=word == "basic"),
             ours=False,
             row={"method": "ring", "variant": word},
         )
@@ -210,7 +300,7 @@ METHODS = (
         Method(
             f"yunchang-{word}-{heads}",
             partial(_yunchang, ring=word.removesuffix("e"), layout=layout, heads=heads),
-            partial(_needs, packages=[("yunchang", "yunchang")], full=word == "basic", heads=heads),
+            partial(_library_needs, packages=["yunchang"], full=word == "basic", heads=heads),
             ours=False,
             row={"method": "usp", "variant": word, "head_parallel": heads},
         )
