@@ -155,15 +155,25 @@ class Bar:
     claim: str
     method: str
     meter: str
-    bound: float
+    bound: float | None
+    """None: the figure is noted, and not judged."""
     at_most: bool = True
     case: str = ""
     value: float = math.nan
     """What was measured on the case; NaN where nothing was yet."""
+    predicted: float | None = None
+    """What was expected before a measurement, where somebody said so."""
 
     @property
     def reached(self) -> bool:
+        if self.bound is None:
+            return True
         return self.value <= self.bound if self.at_most else self.value >= self.bound
+
+    @property
+    def must_be(self) -> str:
+        """The bound in words; "" if there is none."""
+        return "" if self.bound is None else f"{'<=' if self.at_most else '>='} {self.bound:.4g}"
 
 
 @dataclass(frozen=True, kw_only=True)

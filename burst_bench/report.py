@@ -27,7 +27,7 @@ def report(results: Results) -> str:
 def bars(results: Results) -> str:
     """Claims beside what was measured, and the claims that were not judged."""
     lines = [
-        (b.case, b.claim, f"{b.value:.3g}", f"{'<=' if b.at_most else '>='} {b.bound:g}",
+        (b.case, b.claim, f"{b.value:.3g}", b.must_be,
          "reached" if b.reached else "MISSED")
         for b in results.bars
     ]  # fmt: skip
@@ -73,7 +73,7 @@ def save_bars(results: Results, path: Path) -> None:
     panel = _panel(f"{results.subject}: measured over the bar", len(results.bars))
     names = [f"{b.case}: {b.claim} ({'at most' if b.at_most else 'at least'})" for b in results.bars]
     colors = ["#4c72b0" if b.reached else "#dd8452" for b in results.bars]
-    panel.barh(names, [b.value / b.bound for b in results.bars], color=colors)
+    panel.barh(names, [b.value / (b.bound or 1) for b in results.bars], color=colors)
     panel.axvline(1, color="#c44e52", linewidth=2)
     panel.invert_yaxis()
     panel.figure.savefig(path, dpi=110)

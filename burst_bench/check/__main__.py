@@ -11,52 +11,53 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from burst_bench.check.parts import PARTS, SMOKE, Check, Claim
-from burst_bench.core import Table
+from burst_bench.check.parts import PARTS, SMOKE, Check
+from burst_bench.core import Bar, Table
 from burst_bench.results import Results
 from burst_bench.run import device_for, run
 from burst_bench.subjects.kernels import KernelCase
 from burst_plan import provenance
 
-Line = dict[str, str | float | bool | None]
 
-
-def lines_of(check: Check, results: Results) -> Iterator[Line]:
-    """Yield each claim of a check with its figure; without one, with the reason. A CPU reaches no bar."""
+def judged(check: Check, results: Results) -> Iterator[tuple[Bar, str | None]]:
+    """Yield each claim of a check with its figure, or with the reason why there is none."""
     table = results.tables.get(check.name, Table())
     for claim in check.claims:
-        line: Line = {"claim": claim.words, "predicted": claim.predicted, "measured": None, "bar": claim.bar}
-        samples = table.get((claim.method, claim.meter))
-        if samples:
-            value = statistics.median(samples)
-            judged = claim.bar is not None and results.device == "cuda"
-            yield {**line, "measured": value, "ok": not judged or claim.reached(value), "reason": None}
+        if samples := table.get((claim.method, claim.meter)):
+            yield replace(claim, value=statistics.median(samples)), None
         else:
-            yield {**line, "ok": False, "reason": _reason(claim, results)}
+            reasons = [entry["error"] for entry in results.errors]
+            refused = [entry for entry in results.refused if entry["method"] == claim.method]
+            reasons += [f"{entry['method']}: {entry['reason']}" for entry in refused]
+            yield claim, "; ".join(reasons) or f"no {claim.meter} of {claim.method}"
 
 
-def _reason(claim: Claim, results: Results) -> str:
-    reasons = [entry["error"] for entry in results.errors]
-    refused = [entry for entry in results.refused if entry["method"] == claim.method]
-    reasons += [f"{entry['method']}: {entry['reason']}" for entry in refused]
-    return "; ".join(reasons) or f"no {claim.meter} of {claim.method}"
+def line_of(claim: Bar, reason: str | None, device: str) -> dict[str, Any]:
+    """Return a claim as it is written. A CPU reaches no bar."""
+    ok = reason is None and (claim.reached or device == "cpu")
+    return {
+        "claim": claim.claim, "predicted": claim.predicted, "measured": claim.value if reason is None else None,
+        "bar": claim.bound, "ok": ok, "reason": reason,
+    }  # fmt: skip
 
 
-def as_text(line: Line, at_most: bool) -> str:
+def as_text(claim: Bar, reason: str | None, device: str) -> str:
     """Return a claim as one line of text."""
-    if line["measured"] is None:
-        return f"{line['claim']}: not measured ({line['reason']})"
-    bar = "" if line["bar"] is None else f", bar {'<=' if at_most else '>='} {line['bar']:.4g}"
-    predicted = "" if line["predicted"] is None else f"predicted {line['predicted']:.4g}, "
-    verdict = "ok" if line["ok"] else "MISSED"
-    return f"{line['claim']}: {predicted}measured {line['measured']:.4g}{bar}: {verdict}"
+    if reason is not None:
+        return f"{claim.claim}: not measured ({reason})"
+    bar = "" if claim.bound is None else f", bar {claim.must_be}"
+    predicted = "" if claim.predicted is None else f"predicted {claim.predicted:.4g}, "
+    verdict = "ok" if line_of(claim, reason, device)["ok"] else "MISSED"
+    return f"{claim.claim}: {predicted}measured {claim.value:.4g}{bar}: {verdict}"
 
 
 def check_part(name: str, part: Sequence[Check], device: str, repeats: int, out: Path) -> bool:
     """Run a part, print its claims and write them; return whether all were measured and reach their bars."""
-    lines: list[Line] = []
+    lines: list[dict[str, Any]] = []
     for check in part:
         case = check.small if device == "cpu" else check.case
         try:
@@ -64,9 +65,9 @@ def check_part(name: str, part: Sequence[Check], device: str, repeats: int, out:
         except (ValueError, RuntimeError) as error:
             results = Results(case.subject, case.about(), device, repeats)
             results.errors.append({"case": check.name, "error": str(error)})
-        for line, claim in zip(lines_of(check, results), check.claims, strict=True):
-            lines.append(line)
-            sys.stdout.write(as_text(line, claim.at_most) + "\n")
+        for claim, reason in judged(check, results):
+            lines.append(line_of(claim, reason, device))
+            sys.stdout.write(as_text(claim, reason, device) + "\n")
             sys.stdout.flush()
         out.mkdir(parents=True, exist_ok=True)  # after each check: a machine may be taken back at any time
         written = {"part": name, "device": device, **provenance.made_by(device), "claims": lines}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from burst_bench.core import Case
+from burst_bench.core import Bar, Case
 from burst_bench.subjects.hops import HopsCase
 from burst_bench.subjects.kernels import WRONG, KernelCase
 from burst_bench.subjects.loss import HeadCase
@@ -19,22 +19,16 @@ from burst_bench.subjects.rowwise import RowCase
 from burst_bench.subjects.virtual_ring import VirtualCase
 
 
-@dataclass(frozen=True)
-class Claim:
-    """A figure that a GPU must show."""
-
-    words: str
-    method: str
-    meter: str
-    predicted: float | None
-    bar: float | None = None
-    """None: the figure is noted, and not judged."""
-    at_most: bool = False
-
-    def reached(self, value: float) -> bool:
-        """Return whether a value is on the right side of the bar."""
-        assert self.bar is not None
-        return value <= self.bar if self.at_most else value >= self.bar
+def claim(
+    words: str,
+    method: str,
+    meter: str,
+    predicted: float | None,
+    bar: float | None = None,
+    at_most: bool = False,
+) -> Bar:
+    """Return a figure that a GPU must show; with no bar it is noted, and not judged."""
+    return Bar(words, method, meter, bar, at_most, predicted=predicted)
 
 
 @dataclass(frozen=True)
@@ -43,7 +37,7 @@ class Check:
 
     name: str
     case: Case
-    claims: tuple[Claim, ...]
+    claims: tuple[Bar, ...]
 
     @property
     def small(self) -> Case:
@@ -68,11 +62,11 @@ def _kernels_are_right() -> Iterator[Check]:
         case = KernelCase(tokens=2048, heads=8, kv_heads=2, head_dim=dim, value_dim=value_dim, passes="both")
         ours, bound, start = f"{OURS} at head dim {name}", WRONG["bfloat16"], "first call wall"
         claims = [
-            Claim(f"{ours}, relative error", OURS, "error", 0.005, bound, at_most=True),
-            Claim(f"{ours}, s to compile and check", OURS, start, 20.0),
+            claim(f"{ours}, relative error", OURS, "error", 0.005, bound, at_most=True),
+            claim(f"{ours}, s to compile and check", OURS, start, 20.0),
         ]
         if dim == value_dim <= 128:
-            claims.append(Claim(f"cudnn at head dim {name}, s to plan and check", "cudnn", start, 2.0))
+            claims.append(claim(f"cudnn at head dim {name}, s to plan and check", "cudnn", start, 2.0))
         yield Check(f"head dim {name}", case, tuple(claims))
     yield _launches_of_float32()
 
@@ -80,13 +74,13 @@ def _kernels_are_right() -> Iterator[Check]:
 def _launches_of_float32() -> Check:
     """Products without matrix units, at 4 multiply-adds a thread and step: bound by shared memory."""
     case = KernelCase(tokens=2048, heads=8, kv_heads=2, dtype="float32", passes="both")
-    claim = Claim(f"{OURS} in float32, relative error", OURS, "error", 1e-6, WRONG["float32"], at_most=True)
-    return Check("float32", case, (claim,))
+    error = claim(f"{OURS} in float32, relative error", OURS, "error", 1e-6, WRONG["float32"], at_most=True)
+    return Check("float32", case, (error,))
 
 
 def _kernel(name: str, predicted: float | None, bar: float | None, **fields: Any) -> Check:
-    claim = Claim(f"{name}: ours over {STOCK}", OURS, BEST, predicted, bar)
-    return Check(name, KernelCase(**fields), (claim,))
+    speed = claim(f"{name}: ours over {STOCK}", OURS, BEST, predicted, bar)
+    return Check(name, KernelCase(**fields), (speed,))
 
 
 def _own_kernel() -> Iterator[Check]:
@@ -110,12 +104,12 @@ def _ring(
 ) -> Check:
     forward, both = bars or (None, None)
     claims = (
-        Claim(f"{words}: forward over {STOCK}", "burst", "forward kernel / this", predicted[0], forward),
-        Claim(f"{words}: both passes over {STOCK}", "burst", "kernel / this", predicted[1], both),
-        Claim(f"{words}: host, s a step forward", "burst", "host forward / step wall", 1.2e-4, HOST, True),
-        Claim(f"{words}: host, s a step backward", "burst", "host backward / step wall", 1.5e-4, HOST, True),
-        Claim(f"{words}: launches a step, forward", "burst", "launches / step of forward", 1.5),
-        Claim(f"{words}: launches a step, backward", "burst", "launches / step of backward", 6.0),
+        claim(f"{words}: forward over {STOCK}", "burst", "forward kernel / this", predicted[0], forward),
+        claim(f"{words}: both passes over {STOCK}", "burst", "kernel / this", predicted[1], both),
+        claim(f"{words}: host, s a step forward", "burst", "host forward / step wall", 1.2e-4, HOST, True),
+        claim(f"{words}: host, s a step backward", "burst", "host backward / step wall", 1.5e-4, HOST, True),
+        claim(f"{words}: launches a step, forward", "burst", "launches / step of forward", 1.5),
+        claim(f"{words}: launches a step, backward", "burst", "launches / step of backward", 6.0),
     )
     return Check(words, VirtualCase(**fields), claims)
 
@@ -152,36 +146,36 @@ def _other_ways() -> Iterator[Check]:
         ("mesh of 2 x 4, 8K a rank, a latent travels", 0.9, {**latent, **mesh, "direction": "kv"}),
         ("mesh of 2 x 4, 8K a rank, latents stay", 0.88, {**latent, **mesh}),
     ):
-        claim = Claim(f"{words}: both passes over {STOCK}", "burst", "kernel / this", predicted)
-        yield Check(words, VirtualCase(**fields), (claim,))
+        speed = claim(f"{words}: both passes over {STOCK}", "burst", "kernel / this", predicted)
+        yield Check(words, VirtualCase(**fields), (speed,))
 
 
 def _messages() -> Iterator[Check]:
     for ctas, slower in ((4, 1.01), (8, 1.02), (16, 1.05)):
         bar = 1.02 if ctas <= 8 else None
         claims = (
-            Claim(f"attention beside {ctas} CTAs", "under way", "this / alone", slower, bar, at_most=True),
-            Claim(f"messages by {ctas} CTAs, GB/s to itself", "messages", "GB/s", 40.0 * ctas),
+            claim(f"attention beside {ctas} CTAs", "under way", "this / alone", slower, bar, at_most=True),
+            claim(f"messages by {ctas} CTAs, GB/s to itself", "messages", "GB/s", 40.0 * ctas),
         )
         yield Check(f"{ctas} CTAs", HopsCase(ctas=ctas), claims)
-    late = Claim("attention beside messages of normal priority", "under way", "this / alone", 1.02)
+    late = claim("attention beside messages of normal priority", "under way", "this / alone", 1.02)
     yield Check("normal priority", HopsCase(priority=False), (late,))
 
 
 def _passes() -> Iterator[Check]:
     """4.8 TB/s of an H200, of which passes of this kind get about 85 %."""
     passes = ("D", "stand-in for O", "merge of 8", "sum of 8", "sum in float32")
-    claims = tuple(Claim(f"pass {name}, GB/s", name, "GB/s", 4000.0, 3000.0) for name in passes)
+    claims = tuple(claim(f"pass {name}, GB/s", name, "GB/s", 4000.0, 3000.0) for name in passes)
     yield Check("passes", RowCase(), claims)
 
 
 def _loss() -> Iterator[Check]:
     case = HeadCase(tokens=16384, hidden=4096, vocabulary=128256, dtype="bfloat16")
     claims = (
-        Claim("loss over its three products", "burst", "wall / products", 1.12, 1.10, True),
-        Claim("loss over that of liger", "liger", "burst / this", 1.0, 1.0, True),
-        Claim("loss over that of cce", "cce", "burst / this", 1.0, 1.0, True),
-        Claim("loss over that of compiled naive", "compiled-naive", "burst / this", 0.9, 1.0, True),
+        claim("loss over its three products", "burst", "wall / products", 1.12, 1.10, True),
+        claim("loss over that of liger", "liger", "burst / this", 1.0, 1.0, True),
+        claim("loss over that of cce", "cce", "burst / this", 1.0, 1.0, True),
+        claim("loss over that of compiled naive", "compiled-naive", "burst / this", 0.9, 1.0, True),
     )  # fmt: skip
     yield Check("head of 128K words", case, claims)
 
@@ -189,8 +183,8 @@ def _loss() -> Iterator[Check]:
 def _offload() -> Iterator[Check]:
     """272 MB a layer leave at some 50 GB/s, behind 40 ms of its forward; the last comes back in 5 ms."""
     claims = (
-        Claim("step of layers with offload, over one without", "offloaded", "this / kept", 1.01, 1.05, True),
-        Claim("bytes that left, over O and LSE", "offloaded", "left / (O and LSE)", 1.0, 0.99),
+        claim("step of layers with offload, over one without", "offloaded", "this / kept", 1.01, 1.05, True),
+        claim("bytes that left, over O and LSE", "offloaded", "left / (O and LSE)", 1.0, 0.99),
     )
     yield Check("4 layers of 32K tokens", OffloadCase(), claims)
 

@@ -4,7 +4,7 @@ rows      rows of published measurements, and their checks
 paper     the figures in a file of a paper's results
 methods   the field's methods, each by the schedule that it runs
 loops     the messages and bytes of other projects' rings
-fit       two numbers of a machine, and the constants of all, fitted to rows
+fit       two numbers of a machine, fitted to rows
 against   measured and predicted side by side: errors and regret
 training  published training steps, each by the step model
 errors    how wrong the step model was on these, by kind of way

@@ -1,4 +1,4 @@
-"""Fits of the cost model to measured rows: two numbers of a machine, and the constants of all machines."""
+"""Fits of the cost model to measured rows: two numbers of a machine, by its own rows."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from burst_bench.published.methods import seconds_of, way_of
 from burst_bench.published.rows import Row
 from burst_mcore.machines import CONSTANTS, MACHINES, Constants, Machine
 
-FITTED = ("call",)
-"""Constants of all machines that are fitted; the rows say nothing of the others."""
 CLIPPED = 0.5
 """Errors beyond count as so much: a few rows that no model explains shall not decide a fit."""
 START, STOP = 0.3, 0.01
@@ -31,10 +29,10 @@ def by_machine(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 def calibrated(rows: Iterable[Row], constants: Constants = CONSTANTS) -> dict[str, Machine]:
     """Return the machines of the rows, their two numbers (`Machine.fitted`) fitted to their own rows."""
-    return {name: _machine(MACHINES[name], own, constants) for name, own in by_machine(rows).items()}
+    return {name: fitted_machine(MACHINES[name], own, constants) for name, own in by_machine(rows).items()}
 
 
-def _machine(machine: Machine, rows: Sequence[Row], constants: Constants) -> Machine:
+def fitted_machine(machine: Machine, rows: Sequence[Row], constants: Constants) -> Machine:
     """Fit a machine. Rows of both passes together scale both numbers alike."""
     passes = {row.passes for row in rows}
     names: tuple[str, ...] = machine.fitted
@@ -50,34 +48,16 @@ def _machine(machine: Machine, rows: Sequence[Row], constants: Constants) -> Mac
     def loss(values: Mapping[str, float]) -> float:
         """The preset counts as one more row: a few rows alone do not overrule it."""
         moved = max(abs(math.log(values[name] / value)) for name, value in start.items())
-        return _loss(rows, _with(machine, values), constants) + moved / len(rows)
+        return loss_of(rows, _with(machine, values), constants) + moved / len(rows)
 
-    return _with(machine, _descend(start, groups, loss))
+    return _with(machine, descend(start, groups, loss))
 
 
 def _with(machine: Machine, values: Mapping[str, Any]) -> Machine:
     return replace(machine, **values)
 
 
-def fitted_constants(
-    rows: Iterable[Row], machines: Mapping[str, Machine] = MACHINES, rounds: int = 2
-) -> tuple[Constants, dict[str, Machine]]:
-    """Return the constants of all machines and the machines, fitted in turn; every row counts alike."""
-    known, constants = by_machine(rows), CONSTANTS
-    machines = {name: machines[name] for name in known}
-    for _ in range(rounds):
-        machines = {name: _machine(machines[name], own, constants) for name, own in known.items()}
-
-        def loss(values: Mapping[str, float], machines: Mapping[str, Machine] = machines) -> float:
-            tried = replace(CONSTANTS, **values)
-            return sum(len(own) * _loss(own, machines[name], tried) for name, own in known.items())
-
-        values = {name: float(getattr(constants, name)) for name in FITTED}
-        constants = replace(constants, **_descend(values, [(name,) for name in values], loss))
-    return constants, machines
-
-
-def _loss(rows: Sequence[Row], machine: Machine, constants: Constants) -> float:
+def loss_of(rows: Sequence[Row], machine: Machine, constants: Constants) -> float:
     """Return the mean error of rows, as logarithms, each clipped."""
     return sum(min(CLIPPED, abs(error(row, machine, constants))) for row in rows) / len(rows)
 
@@ -89,7 +69,7 @@ def error(row: Row, machine: Machine, constants: Constants = CONSTANTS) -> float
     return math.log(row.figure_of(seconds_of(row, way, machine.rates_by(constants))) / row.measured)
 
 
-def _descend(
+def descend(
     values: Mapping[str, float],
     groups: Sequence[Sequence[str]],
     loss: Callable[[Mapping[str, float]], float],

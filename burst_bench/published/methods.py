@@ -11,20 +11,8 @@ from functools import lru_cache
 
 import torch
 
-from burst_bench.published.loops import (
-    DEEPSPEED,
-    INTERNEVO,
-    MAGI_DOUBLE_RING,
-    MAGI_GATHER,
-    MAGI_RING,
-    MAGI_ULYSSES,
-    RING_FLASH,
-    TE_GATHER,
-    TRANSFORMER_ENGINE,
-    Gather,
-    Loop,
-    Place,
-)
+from burst_bench.published import loops
+from burst_bench.published.loops import Gather, Loop
 from burst_bench.published.rows import Row
 from burst_mcore.attention.autotune.cost import (
     COPIES,
@@ -80,7 +68,8 @@ class Way:
 
 def _ulysses(row: Row) -> Way | str:
     way = _usp(replace(row, head_parallel=row.gpus))
-    return way if isinstance(way, str) else replace(way, loop=MAGI_ULYSSES.get(_capability(row), DEEPSPEED))
+    loop = loops.MAGI_ULYSSES.get(_capability(row), loops.DEEPSPEED)
+    return way if isinstance(way, str) else replace(way, loop=loop)
 
 
 def _ring(row: Row) -> Way:
@@ -88,7 +77,7 @@ def _ring(row: Row) -> Way:
 
 
 def _double_ring(row: Row) -> Way:
-    return Way(double=True, layout=_layout(row), loop=INTERNEVO)
+    return Way(double=True, layout=_layout(row), loop=loops.INTERNEVO)
 
 
 def _burst(row: Row) -> Way:
@@ -96,7 +85,7 @@ def _burst(row: Row) -> Way:
 
 
 def _all_gather(row: Row) -> Way:
-    gathers = MAGI_GATHER.get(_capability(row), TE_GATHER)
+    gathers = loops.MAGI_GATHER.get(_capability(row), loops.TE_GATHER)
     return Way(double=True, layout=_layout(row), exchanges=2, gathers=gathers)
 
 
@@ -113,14 +102,14 @@ def _usp(row: Row) -> Way | str:
 
 def _loongtrain(row: Row) -> Way | str:
     way = _usp(row)
-    loop = MAGI_DOUBLE_RING.get(_capability(row), INTERNEVO)
+    loop = loops.MAGI_DOUBLE_RING.get(_capability(row), loops.INTERNEVO)
     return way if isinstance(way, str) else replace(way, double=True, loop=loop)
 
 
 def _loop(row: Row) -> Loop:
     """Return the ring: a row that names a layout is of ring-flash-attention, others of TransformerEngine."""
     named = LAYOUTS.keys() & set(row.variant.split())
-    return RING_FLASH if named else MAGI_RING.get(_capability(row), TRANSFORMER_ENGINE)
+    return loops.RING_FLASH if named else loops.MAGI_RING.get(_capability(row), loops.TRANSFORMER_ENGINE)
 
 
 def _capability(row: Row) -> int:
@@ -133,7 +122,7 @@ def most_heads(row: Row) -> int:
     return max(d for d in degrees if why_not_degree(d, row.ranks, row.heads, row.kv_heads) is None)
 
 
-METHODS: dict[str, Callable[[Row], Way | str]] = {
+WAYS: dict[str, Callable[[Row], Way | str]] = {
     "ulysses": _ulysses,
     "ring": _ring,
     "all-gather": _all_gather,
@@ -166,9 +155,9 @@ def way_of(row: Row) -> Way | str:
         return "the row does not give the lengths of its documents"
     if row.method in NOT_MODELLED:
         return NOT_MODELLED[row.method]
-    if row.method not in METHODS:
-        return f"unknown method; known are {', '.join(METHODS)}"
-    return METHODS[row.method](row)
+    if row.method not in WAYS:
+        return f"unknown method; known are {', '.join(WAYS)}"
+    return WAYS[row.method](row)
 
 
 def seconds_of(row: Row, way: Way, rates: Rates) -> float:
@@ -245,7 +234,7 @@ def _ring_of(way: Way, groups: Ranks, pass_: Pass, shard: Shard, work: Work) -> 
 def programs_of(loop: Loop, route: Route, pass_: Pass) -> Iterator[Program]:
     """Yield the programs of a loop, place by place."""
     for position in range(route.places):
-        yield loop.draw(Place(position, route.nodes, route.intra), gradients=pass_ != Pass.FORWARD)
+        yield loop.draw(loops.Place(position, route.nodes, route.intra), gradients=pass_ != Pass.FORWARD)
 
 
 def _windows(groups: Ranks) -> Route:

@@ -13,7 +13,7 @@ from burst_mcore.machines import MACHINES
 from burst_plan.step.model import Model
 from burst_plan.words import tokens
 
-METHODS = {"megatron-cp": "ring"}
+RENAMED = {"megatron-cp": "ring"}
 """Names of methods in a paper that have another name here."""
 VARIANTS = {"usp": "zigzag"}
 """Variants of methods in a paper: LoongTrain's ring between nodes is that of ring-flash-attention."""
@@ -130,7 +130,7 @@ def _attention(
                 seq=seq,
                 mask="causal",
                 passes="fwd+bwd",
-                method=METHODS.get(method, method),
+                method=RENAMED.get(method, method),
                 variant=VARIANTS.get(method, ""),
                 tflops=1.0 if measured is None else measured,
             )

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from burst_bench.published.methods import METHODS as ATTENTION
+from burst_bench.published.methods import WAYS, seconds_of
 from burst_bench.published.methods import Way as AttentionWay
-from burst_bench.published.methods import seconds_of
 from burst_bench.published.rows import Row
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.schedule.actions import Pass
@@ -38,7 +37,7 @@ class Training:
     per_node: int
     hardware: str
     method: str = ""
-    """Of attention, a name in METHODS of `published.methods`, or "flat burst"; "": as `plan` chooses."""
+    """Of attention, a name in WAYS of `published.methods`, or "flat burst"; "": as `plan` chooses."""
     variant: str = ""
     """Of the method, as in `burst_bench.published.rows.Row`."""
     mask: str = "causal"
@@ -109,7 +108,7 @@ def _row(run: Training, ranks: Ranks) -> Row:
 def _attention_way(run: Training, row: Row) -> AttentionWay | str:
     if run.method == "flat burst":
         return AttentionWay(direction=Pass.QUERY)
-    return ATTENTION[run.method](row)
+    return WAYS[run.method](row)
 
 
 def value_of(metric: str, step: Step, counted: float = 1.0) -> float | None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from burst_bench.__main__ import main
-from burst_bench.check.__main__ import as_text, lines_of
+from burst_bench.check.__main__ import as_text, judged, line_of
 from burst_bench.check.__main__ import main as check
-from burst_bench.check.parts import PARTS, SMOKE, Check, Claim
+from burst_bench.check.parts import PARTS, SMOKE, Check, claim
 from burst_bench.core import Figure, Method, Table
 from burst_bench.methods import METHODS
 from burst_bench.results import Results, read
@@ -157,13 +157,13 @@ def test_the_gpu_check_runs_whole_and_prints_a_line_for_each_claim(tmp_path, cap
     for what, parts in (("smoke", {"smoke": SMOKE}), ("figures", dict(enumerate(PARTS, 1)))):
         check([what, "--device", "cpu", "--repeats", "1", "--out", str(tmp_path)])
         lines = capsys.readouterr().out.splitlines()
-        claims = [claim for part in parts.values() for each in part for claim in each.claims]
-        assert [line.split(": ")[0] for line in lines] == [claim.words.split(": ")[0] for claim in claims]
-        for claim, line in zip(claims, lines, strict=True):
+        claims = [bar for part in parts.values() for each in part for bar in each.claims]
+        assert [line.split(": ")[0] for line in lines] == [bar.claim.split(": ")[0] for bar in claims]
+        for bar, line in zip(claims, lines, strict=True):
             measured = ": ok" in line and "measured" in line
             lacking = {"liger": "needs a GPU", "cce": "needs a GPU", "cudnn": "not on cuda"}
-            assert measured or lacking.get(claim.method, "nothing") in line, line
-            assert claim.predicted is None or not measured or "predicted" in line
+            assert measured or lacking.get(bar.method, "nothing") in line, line
+            assert bar.predicted is None or not measured or "predicted" in line
         for name in parts:
             path = tmp_path / (f"figures-{name}.json" if what == "figures" else "smoke.json")
             written = json.loads(path.read_text())
@@ -173,15 +173,18 @@ def test_the_gpu_check_runs_whole_and_prints_a_line_for_each_claim(tmp_path, cap
 
 
 def test_a_claim_is_judged_by_its_bar_on_a_gpu_alone():
-    claim = Claim("speed", "ours", "x", 0.9, 0.8)
-    one = Check("case", KernelCase(), (claim, replace(claim, at_most=True), replace(claim, bar=None)))
+    speed = claim("speed", "ours", "x", 0.9, 0.8)
+    one = Check("case", KernelCase(), (speed, replace(speed, at_most=True), replace(speed, bound=None)))
     for device, verdicts in (("cuda", [False, True, True]), ("cpu", [True, True, True])):
         results = Results("kernels", "", device, 1, figures=[Figure("case", "ours", "x", (0.7,))])
-        assert [line["ok"] for line in lines_of(one, results)] == verdicts
-    (line, *_) = lines_of(
+        lines = [line_of(*found, device) for found in judged(one, results)]
+        assert [line["ok"] for line in lines] == verdicts and {line["measured"] for line in lines} == {0.7}
+    (found, *_) = judged(
         one, Results("kernels", "", "cuda", 1, errors=[{"case": "case", "error": "no kernel"}])
     )
-    assert line["ok"] is False and as_text(line, False) == "speed: not measured (no kernel)"
+    assert as_text(*found, "cuda") == "speed: not measured (no kernel)"
+    line = line_of(*found, "cpu")
+    assert line["ok"] is False and line["measured"] is None
 
 
 def test_every_check_names_a_subject_that_runs_on_a_gpu():

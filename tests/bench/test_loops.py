@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from burst_bench.published.loops import INTERNEVO, MAGI_DOUBLE_RING, RING_FLASH, TRANSFORMER_ENGINE
-from burst_bench.published.methods import METHODS, programs_of, seconds_of
+from burst_bench.published.methods import WAYS, programs_of, seconds_of
 from burst_bench.published.rows import Row
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.autotune.cost import CallTime, call_time, message_bytes
@@ -81,12 +81,12 @@ def test_loops_played_at_once_are_every_rank_played(name, pass_, node):
 
 def test_a_host_that_is_slower_than_its_device_sets_the_pace():
     """A ring of 2 and 4 exchanges, and one launch more where the host waits after each pass."""
-    way = METHODS["usp"](ROW)
+    way = WAYS["usp"](ROW)
     rates = Rates(intra=1e12, inter=1e12, compute=1e15, latency=0.0)
     device = seconds_of(ROW, way, rates)
     assert seconds_of(ROW, way, replace(rates, call=1.0)) == pytest.approx(2 + 4 + 1)
     packed = replace(ROW, variant="zigzag qkvpack")
-    assert seconds_of(packed, METHODS["usp"](packed), replace(rates, call=1.0)) == pytest.approx(2 + 2)
+    assert seconds_of(packed, WAYS["usp"](packed), replace(rates, call=1.0)) == pytest.approx(2 + 2)
     hidden = device / 100
     assert seconds_of(ROW, way, replace(rates, call=hidden)) == pytest.approx(device + hidden)
 

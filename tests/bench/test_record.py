@@ -8,8 +8,7 @@ from ranks import torchrun
 from typer.testing import CliRunner
 
 from burst_bench.core import of_kind
-from burst_bench.published.methods import METHODS as PREDICTED
-from burst_bench.published.methods import NOT_MODELLED
+from burst_bench.published.methods import NOT_MODELLED, WAYS
 from burst_bench.results import Results
 from burst_bench.rows import rows_of
 from burst_bench.subjects.attention import AttentionCase
@@ -73,8 +72,8 @@ def test_torchrun_starts_the_ranks(tmp_path):
 def test_every_word_of_a_method_is_one_that_predictions_know():
     rows = [method.row for method in of_kind("attention") if method.row]
     assert len(rows) > 20
-    assert {row["method"] for row in rows} <= PREDICTED.keys() | NOT_MODELLED.keys()
-    assert {row["method"] for row in rows} >= set(PREDICTED) - {"loongtrain"}
+    assert {row["method"] for row in rows} <= WAYS.keys() | NOT_MODELLED.keys()
+    assert {row["method"] for row in rows} >= set(WAYS) - {"loongtrain"}
 
 
 def test_what_no_row_can_say_gives_none():
