@@ -7,7 +7,6 @@ check/        the GPU check: claims with predictions and bars, a line each
 core          the data classes of all this; Case is what a subject extends
 run           cases one by one, each in fresh processes; results as they come
 stage         in such a process: gate every method, then time methods and units in turn
-clock         CPU, wall and CUDA seconds of steps in turn
 gate          errors beside float64
 memory        peak memory, and the largest tensor
 launch        fresh processes over gloo; emulate: the same on an emulated cluster

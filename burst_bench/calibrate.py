@@ -19,7 +19,7 @@ from torch import Tensor
 
 from burst_bench.core import World
 from burst_bench.launch import in_processes, joined
-from burst_bench.methods.bare import both_ways, scores_of
+from burst_bench.methods.kernels import both_ways, scores_of
 from burst_bench.methods.sharded import share_of
 from burst_mcore.attention.autotune.cost import pass_flops
 from burst_mcore.attention.geometry.pattern import Pattern
@@ -188,7 +188,7 @@ def _link(world: World, ring: Sequence[int], repeats: int) -> Line:
     """Return the seconds of a hop to the next rank of a ring by its bytes; all rings run at once."""
     place = ring.index(world.rank)
     ends = ring[(place + 1) % len(ring)], ring[place - 1]
-    return _line_of(partial(_hop, ends), world, repeats)
+    return _line_of(partial(hop, ends), world, repeats)
 
 
 def _crowding(world: World, members: Sequence[int], hop: Line, repeats: int) -> float:
@@ -206,10 +206,10 @@ def _line_of(transfer: Callable[[Tensor], object], world: World, repeats: int) -
     return Line.through(first, second)
 
 
-def _hop(ends: tuple[int, int], message: Tensor) -> None:
+def hop(ends: tuple[int, int], message: Tensor) -> None:
     """Send to the first rank of `ends`, receive from the second."""
     came = torch.empty_like(message)
-    pairs = ((dist.isend, message, ends[0]), (dist.irecv, came, ends[1]))
+    pairs = ((dist.irecv, came, ends[1]), (dist.isend, message, ends[0]))
     for work in dist.batch_isend_irecv([dist.P2POp(*pair) for pair in pairs]):
         work.wait()
 

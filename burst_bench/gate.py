@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_bench.core import World
-from burst_bench.methods.bare import both_ways, forward_of
+from burst_bench.methods.kernels import both_ways, forward_of
 from burst_bench.methods.sharded import Attention
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.kernels.table import KERNELS, choose

@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 
 from burst_bench import emulate
-from burst_bench.clock import Samples
 from burst_bench.core import ALL, Case, Method, Table, first_line, in_words
 from burst_bench.launch import fresh_processes, in_processes
 from burst_bench.results import Results
-from burst_bench.stage import Outcome, Work, measure
+from burst_bench.stage import Outcome, Samples, Work, measure
 
 
 def device_for(subject: type[Case], word: str, joined: bool = False) -> str:

@@ -33,7 +33,7 @@ FLOORS = {
         ["cli"],
     ],
     "burst_bench": [
-        ["clock", "core", "memory", "launch", "emulate"],
+        ["core", "memory", "launch", "emulate"],
         ["published"],
         ["methods"],
         ["gate", "stage", "results", "calibrate", "trace"],

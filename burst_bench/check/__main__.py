@@ -38,10 +38,11 @@ def judged(check: Check, results: Results) -> Iterator[tuple[Bar, str | None]]:
 
 def line_of(claim: Bar, reason: str | None, device: str) -> dict[str, Any]:
     """Return a claim as it is written. A CPU reaches no bar."""
-    ok = reason is None and (claim.reached or device == "cpu")
+    measured = claim.value if reason is None else None
+    ok = measured is not None and (claim.reached or device == "cpu")
     return {
-        "claim": claim.claim, "predicted": claim.predicted, "measured": claim.value if reason is None else None,
-        "bar": claim.bound, "ok": ok, "reason": reason,
+        "claim": claim.claim, "predicted": claim.predicted, "measured": measured, "bar": claim.bound,
+        "ok": ok, "reason": reason,
     }  # fmt: skip
 
 

@@ -12,10 +12,9 @@ from typing import Any
 
 from burst_bench.core import Bar, Case
 from burst_bench.subjects.hops import HopsCase
-from burst_bench.subjects.kernels import WRONG, KernelCase
+from burst_bench.subjects.kernels import WRONG, KernelCase, RowCase
 from burst_bench.subjects.loss import HeadCase
-from burst_bench.subjects.offload import OffloadCase
-from burst_bench.subjects.rowwise import RowCase
+from burst_bench.subjects.recompute import OffloadCase
 from burst_bench.subjects.virtual_ring import VirtualCase
 
 

@@ -4,7 +4,7 @@ attention     the kind "attention" attends over a sharded sequence; `sharded` is
               baseline, `peers` has the methods of other projects
 heads         the kind "heads": LM heads with their loss
 layers        the kind "layers": ways to checkpoint the layers of a model
-kernels       the kind "kernels": local attention kernels; `bare` calls one with nothing around it
+kernels       the kind "kernels": local attention kernels, and calls of one with nothing around it
 played        the kind "played": attention on a cluster as programs, without kernels
 steps         the settings of ours in training steps; `steps_deepspeed` and `steps_megatron` have the kinds
               "deepspeed" and "megatron"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from burst_bench.methods.bare import inputs_of, scores_of
+from burst_bench.methods.kernels import inputs_of, scores_of
 from burst_mcore.attention.call import Keys, Queries
 from burst_mcore.attention.geometry.launches import launches_of
 from burst_mcore.attention.geometry.plan import plan_for

@@ -14,17 +14,8 @@ import torch
 from burst_bench.published import loops
 from burst_bench.published.loops import Gather, Loop
 from burst_bench.published.rows import Row
-from burst_mcore.attention.autotune.cost import (
-    COPIES,
-    PARCELS,
-    CallTime,
-    Passes,
-    call_time,
-    host_seconds,
-    message_bytes,
-    slowdown_seconds,
-    stretched,
-)
+from burst_mcore.attention.autotune import cost
+from burst_mcore.attention.autotune.cost import CallTime, Passes, message_bytes
 from burst_mcore.attention.autotune.costing import pairs_of
 from burst_mcore.attention.autotune.lockstep import RoutedPass, Work, play_all
 from burst_mcore.attention.autotune.ways import Ranks, route_for, why_not_degree
@@ -203,20 +194,20 @@ def parts_of(row: Row, way: Way, pass_: Pass, rates: Rates) -> Parts:
     )
     groups = Ranks(row.gpus // way.heads, max(1, row.ranks.intra // way.heads))
     sizes = message_bytes(shard, Route(heads=way.heads), pass_).whole
-    parcels = {kind: size for kind, size in sizes.items() if kind in PARCELS}
+    parcels = {kind: size for kind, size in sizes.items() if kind in cost.PARCELS}
     pooled = shard.pooled(way.heads)
     pairs = pairs_of(Layout.of(way.layout), row.seen, row.seq, groups.size)
     pairs = pairs.T.contiguous() if pass_ == Pass.QUERY else pairs
-    time = call_time(pooled, pass_, rates, _passes(way, pooled.heads // pooled.kv_heads))
+    time = cost.call_time(pooled, pass_, rates, _passes(way, pooled.heads // pooled.kv_heads))
     work = Work(pairs, Placement(groups.size), CallTime(0.0) if way.gathers else time, pooled.tokens)
-    after = (way.exchanges > 0) * COPIES * sum(parcels.values()) * way.heads / rates.memory
+    after = (way.exchanges > 0) * cost.COPIES * sum(parcels.values()) * way.heads / rates.memory
     kernel = work.busiest
     if way.gathers:
         kernel = float(time.seconds(pairs.sum(1), pooled.tokens).max())
         after += kernel + _gathered(row, pooled, way.gathers, pass_) / rates.memory
     plan = _plan(way.layout, row.seq, groups.size)
     ring = _ring_of(way, groups, pass_, pooled, work)
-    host = host_seconds(2 if way.gathers else groups.size, way.exchanges + way.timed_apart, rates)
+    host = cost.host_seconds(2 if way.gathers else groups.size, way.exchanges + way.timed_apart, rates)
     return Parts(parcels, groups, plan, ring, kernel, after, host)
 
 
@@ -250,7 +241,7 @@ def _seconds(row: Row, way: Way, pass_: Pass, rates: Rates) -> float:
     """Return the seconds of a pass: of the device, part by part, or of the host where it launches longer."""
     parts = parts_of(row, way, pass_, rates)
     (played,) = play_all(parts.plan, [parts.ring], parts.groups.intra, rates)
-    slowed = 0.0 if way.gathers else slowdown_seconds(played.sent, rates)
+    slowed = 0.0 if way.gathers else cost.slowdown_seconds(played.sent, rates)
     exchanged = _exchanged(parts.parcels, way.heads, row.ranks, rates)
     first = way.timed_apart * rates.call
     return max(first + exchanged + played.seconds + slowed + parts.after, parts.host)
@@ -259,7 +250,7 @@ def _seconds(row: Row, way: Way, pass_: Pass, rates: Rates) -> float:
 def _exchanged(parcels: Mapping[Kind, int], heads: int, ranks: Ranks, rates: Rates) -> float:
     """Return the seconds of the messages of a pass's all-to-alls, one after another."""
     each, within = sum(parcels.values()), min(heads, ranks.intra)
-    near = each * (within - 1) / rates.link(inter=False) * stretched(Link.HEADS, within, rates)
+    near = each * (within - 1) / rates.link(inter=False) * cost.stretched(Link.HEADS, within, rates)
     far = each * (heads - within) / rates.link(inter=True)
     return max(near, far) + (heads > 1) * len(parcels) * rates.latency
 

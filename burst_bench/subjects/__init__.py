@@ -12,14 +12,12 @@ virtual_ring  one rank's share of a ring on one device
 from burst_bench.core import Case
 from burst_bench.subjects.attention import AttentionCase
 from burst_bench.subjects.hops import HopsCase
-from burst_bench.subjects.kernels import KernelCase
+from burst_bench.subjects.kernels import KernelCase, RowCase
 from burst_bench.subjects.loss import HeadCase
 from burst_bench.subjects.masks import MaskCase
-from burst_bench.subjects.offload import OffloadCase
 from burst_bench.subjects.paper import PaperCase
 from burst_bench.subjects.planning import PlanCase
-from burst_bench.subjects.recompute import LayersCase
-from burst_bench.subjects.rowwise import RowCase
+from burst_bench.subjects.recompute import LayersCase, OffloadCase
 from burst_bench.subjects.step import StepCase
 from burst_bench.subjects.topology import ClusterCase
 from burst_bench.subjects.virtual_ring import VirtualCase

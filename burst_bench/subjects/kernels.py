@@ -1,17 +1,19 @@
-"""Local attention kernels on one device: ours in Triton beside the best of the others."""
+"""Local kernels on one device, ours in Triton beside the best of the others; and the passes around them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from burst_bench.core import Bar, Derived, Method, Stage, Table, Trial, World, one_of
 from burst_bench.gate import relative
-from burst_bench.methods.bare import both_ways
-from burst_bench.methods.kernels import SquareCase
+from burst_bench.methods.kernels import SquareCase, both_ways
 from burst_mcore.attention.kernels.kernel import Kernel
 from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.attention.numerics.rowwise import add_up, combine, output_stand_in, row_delta
 from burst_mcore.layout.balance import keys_per_query
 from burst_plan.words import shortened
 
@@ -87,3 +89,47 @@ def worst_error(kernel: Kernel, case: SquareCase, device: str) -> float:
         want = both_ways(KERNELS["reference"], tile.pattern, *(x.double() for x in rows))
         errors += map(relative, got, want)
     return max(errors)
+
+
+BYTES = {
+    "D": (4, 4),
+    "stand-in for O": (4, 4),
+    "merge of 8": (18, 36),
+    "sum of 8": (18, 0),
+    "sum in float32": (10, 0),
+}
+"""Of a row of 16 bits, that each pass must move: for each element, and besides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowCase(SquareCase):
+    """The passes around attention kernels: D, the stand-in for O, merging."""
+
+    subject = "rowwise"
+    own = tuple(BYTES)
+
+    tokens: int = 32768
+
+    @classmethod
+    def named(cls, device: str) -> Mapping[str, RowCase]:
+        return {"32768 tokens": cls()}
+
+    def prepare(self, world: World) -> Stage:
+        out_t, _, _, dout = self.tensors(world.device)
+        lse, delta = torch.randn(1, self.heads, self.tokens, device=world.device), row_delta(dout, out_t)
+        parts = [(out_t.clone(), torch.randn_like(lse)) for _ in range(8)]
+        outs, total = [out for out, _ in parts], dout.float()
+        steps: dict[str, Callable[[], object]] = {
+            "D": lambda: row_delta(dout, out_t),
+            "stand-in for O": lambda: output_stand_in(dout, delta),
+            "merge of 8": lambda: combine(parts, out_t, lse),
+            "sum of 8": lambda: add_up(outs, out_t),
+            "sum in float32": lambda: add_up((total, out_t), total),
+        }
+        return Stage(lambda method: Trial({"": steps[method.name]}, ahead=True))
+
+    def derive(self, table: Table) -> Derived:
+        for method, samples in table.column("wall").items():
+            of_element, besides = BYTES[method]
+            size = (of_element * self.head_dim + besides) * self.tokens * self.heads
+            yield method, "GB/s", [size / seconds / 1e9 for seconds in samples]

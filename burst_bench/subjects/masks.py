@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 
 from burst_bench.core import Bar, Derived, Stage, Step, Table, Trial, World
-from burst_bench.methods.bare import Tiles, both_ways
+from burst_bench.methods.kernels import Tiles, both_ways
 from burst_bench.methods.sharded import RingCase
 from burst_bench.subjects.attention import on_first, ring_trial
 from burst_mcore.attention.autotune.ways import Ranks

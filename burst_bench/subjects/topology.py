@@ -17,19 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_bench.core import (
-    Bar,
-    Case,
-    Derived,
-    Method,
-    Stage,
-    Step,
-    Table,
-    Trial,
-    World,
-    in_words,
-    one_of,
-)
+from burst_bench.calibrate import hop
+from burst_bench.core import Bar, Case, Derived, Method, Stage, Step, Table, Trial, World, in_words, one_of
 from burst_bench.methods.attention import attended
 from burst_bench.methods.sharded import share_of
 from burst_mcore.attention.autotune import decide
@@ -279,18 +268,16 @@ def predicted(case: ClusterCase, way: str, latency: float) -> float:
 
 def hop_seconds(world: World) -> float:
     """Return the seconds of a hop around all ranks with a message of a few bytes."""
-    out, into, rank, size = torch.zeros(16), torch.zeros(16), world.rank, world.size
-    ends = (dist.irecv, into, (rank - 1) % size), (dist.isend, out, (rank + 1) % size)
-    seconds = []
+    ends = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    message, seconds = torch.zeros(16), list[float]()
     for _ in range(20):
         dist.barrier()
         start = time.perf_counter()
-        for work in dist.batch_isend_irecv([dist.P2POp(*end) for end in ends]):
-            work.wait()
+        hop(ends, message)
         seconds.append(time.perf_counter() - start)
     median = torch.tensor(statistics.median(seconds), dtype=torch.float64)
     dist.all_reduce(median)
-    return median.item() / size
+    return median.item() / world.size
 
 
 def timed_kernel(rate: float) -> Kernel:

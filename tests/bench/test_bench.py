@@ -20,7 +20,7 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from burst_bench import clock, core, gate, report, stage
+from burst_bench import core, gate, report, stage
 from burst_bench.core import METHODS, Bar, Figure, Method, Trial, World, of_kind
 from burst_bench.methods.attention import HIDDEN, attended
 from burst_bench.methods.sharded import RingCase, dealt, share_of
@@ -212,7 +212,7 @@ def test_steps_are_timed_in_turn_forth_and_back():
         return Trial({"": lambda: order.append(name)})
 
     trials = {name: trial(name) for name in ("first", "second")}
-    samples = clock.interleave(trials, World(0, 1), 3, clearly=float("inf"))
+    samples = stage.interleave(trials, World(0, 1), 3, clearly=float("inf"))
     assert order == ["first", "second", "first", "second", "second", "first", "first", "second"]
     assert {key: len(values) for key, values in samples.items()} == {
         (name, meter): 3 for name in trials for meter in ("cpu", "wall")
@@ -228,7 +228,7 @@ def test_what_is_clearly_slower_has_its_first_round_alone():
         return {"wall": next(seconds)}  # in the place of the clock's
 
     trials = {name: Trial({"": partial(step, name)}) for name in ("fast", "slow")}
-    samples = clock.interleave(trials, World(0, 1), 2, clearly=1.5)
+    samples = stage.interleave(trials, World(0, 1), 2, clearly=1.5)
     assert calls == ["fast", "slow", "fast", "fast"]
     assert samples["slow", "wall"] == [1.0] and samples["fast", "wall"] == [0.1, 0.1]
 
@@ -261,13 +261,13 @@ def test_ranks_end_with_a_benchmark_that_is_killed(tmp_path):
 def test_cold_rounds_count_from_the_first_and_with_their_memory():
     calls = []
     trials = {"plan": Trial({"": lambda: calls.append(torch.ones(2**22))})}
-    samples = clock.interleave(trials, World(0, 1), 1, cold=True, clearly=1.5)
+    samples = stage.interleave(trials, World(0, 1), 1, cold=True, clearly=1.5)
     assert len(calls) == 1 and len(samples["plan", "cpu"]) == 1
     assert samples["plan", "peak"][0] > 2**23
 
 
 def _over_ranks(rank, size):
-    return clock.over_ranks({"cpu": 1.0 + rank, "wall": 1.0 + rank, "forward cpu": 2.0}, World(rank, size))
+    return stage.over_ranks({"cpu": 1.0 + rank, "wall": 1.0 + rank, "forward cpu": 2.0}, World(rank, size))
 
 
 def test_cpu_seconds_of_ranks_are_summed_and_the_rest_is_the_slowest_ranks():
