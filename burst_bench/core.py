@@ -187,9 +187,7 @@ class Case:
     subject: ClassVar[str]
     """The name: `burst-mcore bench NAME`."""
     kind: ClassVar[str] = ""
-    """Of its methods; "" if they are its `own`."""
-    own: ClassVar[tuple[str, ...]] = ("burst",)
-    """Methods of the subject alone, which its trials make."""
+    """Of its methods in METHODS; "" if its trials make them: see `methods`."""
     default: ClassVar[tuple[str, ...]] = ()
     """Methods that are measured on CPUs where none is asked for; all if empty, and on GPUs."""
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
@@ -241,7 +239,7 @@ class Case:
 
     def methods(self) -> Sequence[Method]:
         """Return all that the case can measure."""
-        return of_kind(self.kind) if self.kind else [Method(name) for name in self.own]
+        return of_kind(self.kind) if self.kind else [Method("burst")]
 
     def prepare(self, world: World) -> Stage:
         """Prepare a process to measure the case."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_bench.core import Bar, Derived, Stage, Table, Trial, World
+from burst_bench.core import Bar, Derived, Method, Stage, Table, Trial, World
 from burst_bench.methods.kernels import SquareCase, others
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.runtime.communicators import companion
@@ -21,7 +21,6 @@ class HopsCase(SquareCase):
     """Attention while NCCL carries messages on the same GPU, beside attention alone; bars for an H200."""
 
     subject = "hops"
-    own = ("under way",)
 
     tokens: int = 8192
     ctas: int = 8
@@ -35,6 +34,9 @@ class HopsCase(SquareCase):
     def named(cls, device: str) -> Mapping[str, HopsCase]:
         cases = {f"{ctas} CTAs, high priority": cls(ctas=ctas) for ctas in (4, 8, 16)}
         return {**cases, "8 CTAs, normal priority": cls(priority=False)}
+
+    def methods(self) -> Sequence[Method]:
+        return [Method("under way")]
 
     def prepare(self, world: World) -> Stage:
         tensors = self.tensors(world.device)

@@ -106,13 +106,15 @@ class RowCase(SquareCase):
     """The passes around attention kernels: D, the stand-in for O, merging."""
 
     subject = "rowwise"
-    own = tuple(BYTES)
 
     tokens: int = 32768
 
     @classmethod
     def named(cls, device: str) -> Mapping[str, RowCase]:
         return {"32768 tokens": cls()}
+
+    def methods(self) -> Sequence[Method]:
+        return [Method(name) for name in BYTES]
 
     def prepare(self, world: World) -> Stage:
         out_t, _, _, dout = self.tensors(world.device)

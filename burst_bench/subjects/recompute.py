@@ -231,8 +231,6 @@ class OffloadCase(LayersCase):
     """A training step of checkpointed layers on one device, with attention's results there or on the host."""
 
     subject = "offload"
-    kind = ""
-    own = (KEPT, OFFLOADED)
     devices = ("cpu", "cuda")
     repeats = 5
     curve = None
@@ -247,6 +245,9 @@ class OffloadCase(LayersCase):
     @classmethod
     def named(cls, device: str) -> Mapping[str, OffloadCase]:
         return {"4 layers of 32K tokens": cls()}
+
+    def methods(self) -> Sequence[Method]:
+        return [Method(name) for name in OFFLOADS]
 
     @property
     def kept_bytes(self) -> int:
