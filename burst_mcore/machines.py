@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -144,29 +145,31 @@ _H100 = Machine(
     backward=0.67,
 )
 _B200 = replace(
-    _H100,
-    name="B200",
-    tflops=2250,
-    multiprocessors=148,
-    tiles=(256, 128),
+    _H100, name="B200", tflops=2250, multiprocessors=148, tiles=(256, 128), memory_rate=8000, memory=180e9,
     exponentials=8.8,  # twice 16 a clock: kernels make some by polynomials; an assumption
-    memory_rate=8000,
-    memory=180e9,
-    capability=10,
-    link=900,
-    forward=0.79,
-    backward=0.41,
-)
+    capability=10, link=900, forward=0.79, backward=0.41,
+)  # fmt: skip
 _PCIE = replace(_A100, link=32, switched=False)
 _L20 = replace(
-    _PCIE,
-    name="L20-PCIe",
-    tflops=119.5,
-    multiprocessors=92,
-    exponentials=3.7,
-    memory_rate=864,
-    memory=48e9,
-)
+    _PCIE, name="L20-PCIe", tflops=119.5, multiprocessors=92, exponentials=3.7, memory_rate=864, memory=48e9,
+    reached=0.27, crowding=1.3,
+)  # fmt: skip
+_MORE = (
+    # No row of these was published: kernels and PCIe are a relative's. Data sheets: GB200 NVL72, HGX B300.
+    replace(_B200, name="GB200", tflops=2500, memory=186e9, node=72),
+    # Exponentials: developer.nvidia.com/blog, "Inside NVIDIA Blackwell Ultra".
+    replace(_B200, name="B300", exponentials=10.7, memory=288e9, nic=100),
+    # No data sheet of the H20 is public: as sellers print them.
+    replace(_H100, name="H20", tflops=148, multiprocessors=78, exponentials=2.3, memory_rate=4000,
+            memory=96e9),
+    replace(_L20, name="L40S", tflops=362, multiprocessors=142, exponentials=5.7),  # data sheet
+    # Ada white paper, appendix A: products that are added in float32.
+    replace(_L20, name="RTX4090", tflops=165.2, multiprocessors=128, exponentials=5.2, memory_rate=1008,
+            memory=24e9),
+    # AMD's data sheet: 7 links of 64 GB/s. Kernels are taken to be as good as an A100's.
+    replace(_A100, name="MI300X", tflops=1307, multiprocessors=304, exponentials=10.2, memory_rate=5300,
+            memory=192e9, link=448, nic=50),
+)  # fmt: skip
 MACHINES = {
     machine.name: machine
     for machine in (
@@ -177,7 +180,8 @@ MACHINES = {
         _H100,
         replace(_H100, name="H200", memory_rate=4800, memory=141e9),
         _B200,
-        replace(_L20, reached=0.27, crowding=1.3),
+        _L20,
+        *_MORE,
     )
 }
 """Specifications are those of NVIDIA's data sheets, network cards those of its DGX systems.
@@ -222,22 +226,26 @@ def default_rates(device: str) -> Rates:
 
 
 def machine(word: str) -> Machine:
-    """Return the machine of a name in `MACHINES`, in any case; "a100" is the one with NVLink.
+    """Return the machine of a name in `MACHINES`, in any spelling; "a100" is the one with NVLink.
 
     Raises:
         ValueError: an unknown name.
     """
     for name, known in MACHINES.items():
-        if word.lower() in (name.lower(), name.lower().split("-")[0]):
+        if _plain(word) in (_plain(name), _plain(name.split("-")[0])):
             return known
     raise ValueError(f"unknown machine {word!r}: one of {', '.join(MACHINES)}")
 
 
+def _plain(name: str) -> str:
+    return re.sub("[-_ ]|rtx", "", name.lower())
+
+
 def machine_of(gpu: str) -> str | None:
     """Return the name in `MACHINES` of a GPU, from the name that CUDA gives it; None if it is unknown."""
-    words = gpu.upper().replace("-", " ").split()
-    pcie = any("PCIE" in word for word in words)
-    for model in ("A800", "H100", "H200", "B200", "L20", "A100"):
-        if model in words:
-            return {"A100": "A100-PCIe" if pcie else "A100-NVLink", "L20": "L20-PCIe"}.get(model, model)
+    words = gpu.lower().replace("-", " ").split()
+    pcie = any("pcie" in word for word in words)
+    for name in MACHINES:
+        if _plain(name.split("-")[0]) in words:
+            return "A100-PCIe" if pcie and name.startswith("A100") else name
     return None
