@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 import torch.distributed as dist
 
@@ -96,9 +96,16 @@ def _check(options: argparse.Namespace, subject: type[Case]) -> None:
         recorded(options.record)
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
     width = max(map(len, SUBJECTS))
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="burst-mcore bench",
         description="Measure methods side by side. The exit status is 1 if a case fails, or misses a bar:\n"
         "the worst figure that the project accepts.",

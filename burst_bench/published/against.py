@@ -282,6 +282,8 @@ def _figures(path: Path, known: Known, used: frozenset[object]) -> list[Compared
         return of_paper
     if _of_steps(contents):
         return [_of_training(one, known) for one in contents]
+    if not contents:
+        raise ValueError(f"{path} has no rows")
     return [
         Compared(entries, row.measured, *_predict(row, known), row, row in used)
         for entries, row in rows_of(contents, path)
