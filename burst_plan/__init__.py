@@ -5,7 +5,7 @@ step        a whole training step: its time, its memory, and the best way to run
 doctor      a configuration of DeepSpeed or Megatron, examined
 patch       patches of Megatron's source
 cli         the command; options: the options that its subcommands share
-words       masks in words, and numbers of tokens
+words       masks and GPUs in words, and numbers of tokens; tables: rows as wide as the terminal
 provenance  the commit and the machine behind a figure; files: files that a command is to write
 
 burst_plan imports burst_mcore, never the other way; burst_bench adds subcommands to the command.

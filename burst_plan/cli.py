@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,12 +13,15 @@ from typing import Annotated, Any, NoReturn, cast
 try:
     import typer
 except ImportError:
-    sys.exit("burst-mcore needs the packages of the extra 'cli': in a clone, pip install '.[cli]'")
+    sys.stderr.write("burst-mcore needs the packages of the extra 'cli': in a clone, pip install '.[cli]'\n")
+    sys.exit(2)
+from typer.core import TyperGroup
 
 from burst_plan.options import (
     Batch,
     Cluster,
     Dtype,
+    Gpu,
     HeadDim,
     Heads,
     InterGB,
@@ -37,7 +41,34 @@ from burst_plan.options import (
     ranks_and_rates,
 )
 
+EXTRAS = {"typer": "cli", "tabulate": "cli", "matplotlib": "cli", "megatron": "megatron"}
+"""The extra of a package that may be missing; the others are DeepSpeed's."""
+
+
+class OneLine(TyperGroup):
+    """The command, whose usage errors are one line and status 2."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run it; as typer does, but for errors of usage."""
+        try:
+            status = super().main(*args, **(options | {"standalone_mode": False}))
+        except Exception as error:
+            say = getattr(error, "format_message", None)  # typer has a copy of click, or takes click's
+            if say is None:
+                raise
+            if type(error).__name__ == "NoArgsIsHelpError":
+                typer.echo(say(), err=True)
+                sys.exit(2)
+            context = getattr(error, "ctx", None)
+            words = [] if context is None else context.command_path.split()[1:]
+            path = " ".join(["burst-mcore", *words])
+            typer.echo(f"{path}: {' '.join(say().split()).rstrip('.')}; see {path} --help", err=True)
+            sys.exit(2)
+        sys.exit(status if isinstance(status, int) else 0)
+
+
 app = typer.Typer(
+    cls=OneLine,
     no_args_is_help=True,
     add_completion=False,
     help="Predict, draw and measure BurstAttention; check configurations of DeepSpeed; patch Megatron.",
@@ -45,6 +76,8 @@ app = typer.Typer(
 
 COMMANDS = "burst_mcore.commands"
 """Entry points of functions that other packages add to the command."""
+REFUSED = (ValueError, OverflowError, MemoryError)
+"""Errors of what was asked: words that are not legal, or sizes beyond numbers or memory."""
 MEASURED_TOKENS = 16384
 """The longest sequence that `draw --measure` runs."""
 
@@ -65,6 +98,7 @@ def explain(
     ring: Ring = "auto",
     mesh: Mesh = "none",
     overlap: Overlap = True,
+    gpu: Gpu = None,
     rates_file: RatesFile = None,
     intra_gb: IntraGB = None,
     inter_gb: InterGB = None,
@@ -92,13 +126,13 @@ def explain(
             value_dim=value_dim,
             latent=None if latent is None else latent_of(latent),
         )
-        where, rates = ranks_and_rates(cluster, rates_file, intra_gb, inter_gb, tflops, latency_us)
+        where, rates = ranks_and_rates(cluster, rates_file, intra_gb, inter_gb, tflops, latency_us, gpu)
         torch.set_num_threads(1)  # many small operations: threads would wait for each other
         text = predict.explain(
             problem, where, rates, ring=ring, mesh=config.mesh, overlap=overlap, layout=layout
         )
         typer.echo(text)
-    except ValueError as error:
+    except REFUSED as error:
         _fail("explain", error)
 
 
@@ -119,6 +153,7 @@ def draw(
     dtype: Dtype = "bfloat16",
     mask: MaskText = "causal",
     layout: LayoutText = "zigzag",
+    gpu: Gpu = None,
     rates_file: RatesFile = None,
     intra_gb: IntraGB = None,
     inter_gb: InterGB = None,
@@ -144,14 +179,14 @@ def draw(
     from burst_plan.explain import predict
     from burst_plan.explain.chrome_trace import chrome_trace
     from burst_plan.explain.mask_picture import save_mask, tiles_summary
-    from burst_plan.explain.picture import save_timelines
+    from burst_plan.explain.picture import picture, save_timelines
     from burst_plan.explain.problem import Problem
+    from burst_plan.files import check_writable
+    from burst_plan.tables import cut
     from burst_plan.words import tokens
 
     try:
-        for path in (out, trace, mask_out):
-            if path is not None and path.is_dir():
-                raise ValueError(f"{path} is a folder: give the name of a file")
+        out, mask_out = picture(out), picture(mask_out or out.with_name("mask.png"))
         if direction not in tuple(Pass):
             raise ValueError(f"unknown direction {direction!r}; legal: {', '.join(Pass)}")
         pass_ = Pass(direction)
@@ -166,7 +201,10 @@ def draw(
             mask=mask,
             dtype=dtype,
         )
-        where, rates = ranks_and_rates(cluster, rates_file, intra_gb, inter_gb, tflops, latency_us)
+        where, rates = ranks_and_rates(cluster, rates_file, intra_gb, inter_gb, tflops, latency_us, gpu)
+        for path in (out, trace, mask_out):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        check_writable(out, trace, mask_out)
         drawing = predict.draw(
             problem,
             where,
@@ -183,16 +221,13 @@ def draw(
         if measure:
             config = replace(config, layout=drawing.plan.layout, kernel=kernel)
             runs["measured"] = registered("measure")(problem, where, pass_, config, rates)
-    except (ValueError, RuntimeError) as error:
+    except (*REFUSED, OSError, RuntimeError) as error:
         _fail("draw", error)
-    mask_out = mask_out or out.with_name("mask.png")
     shown, what = drawing.schedule, f"mask {mask} over {seq} tokens"
-    typer.echo(f"{shown}\n\n{what}; {shown.route}: {drawing.why}")
+    typer.echo(f"{cut(str(shown))}\n\n{what}; {shown.route}: {drawing.why}")
     typer.echo(f"{predict.summary(drawing)}\n{tiles_summary(drawing.plan, pass_, chosen)}")
     typer.echo(predict.exposed(drawing))
     try:
-        for path in (out, trace, mask_out):
-            path.parent.mkdir(parents=True, exist_ok=True)
         save_timelines(runs, f"{shown.title}; {shown.route} on {cluster} ranks; {what}", out)
         title = f"{what}, layout {drawing.plan.layout}; {shown.title}; {shown.route} on {cluster} ranks"
         save_mask(drawing.plan, drawing.route, pass_, chosen, title, mask_out)
@@ -224,16 +259,18 @@ def calibrate(
     out: Annotated[Path, typer.Option(help="File of the rates.")] = Path("rates.json"),
 ) -> None:
     """Measure kernel, memory and messages of ranks as a file of rates; torchrun may start the ranks."""
+    from burst_plan.files import check_writable
     from burst_plan.provenance import made_by
 
     try:
-        if not out.parent.is_dir():
-            raise ValueError(f"there is no folder {out.parent} for {out}")
+        if os.environ.get("RANK", "0") == "0":  # of torchrun's ranks, the one that writes
+            check_writable(out)
         found = registered("calibrate")(ranks, repeats, device)
-    except ValueError as error:
+        if found.rank == 0:
+            found.rates.save(out, **made_by(device), **({"assumed": ["inter"]} if found.one_node else {}))
+    except (ValueError, OSError) as error:
         _fail("calibrate", error)
     if found.rank == 0:
-        found.rates.save(out, **made_by(device), **({"assumed": ["inter"]} if found.one_node else {}))
         typer.echo(f"measured with {found.words}: {found.rates.in_words}")
         if found.one_node:
             share = found.rates.inter / found.rates.intra
@@ -246,7 +283,7 @@ def plan(
     model: Annotated[
         str | None,
         typer.Option(
-            help="A model to train: 7b, 14b, llama3-8b; a folder with config.json; or arguments of Megatron."
+            help="A model: 7b, llama3-8b, Qwen3-32B; a folder with config.json; or Megatron's arguments."
         ),
     ] = None,
     seq: Annotated[str | None, typer.Option(help="Tokens of a sequence, such as 128K or 1M.")] = None,
@@ -258,6 +295,7 @@ def plan(
         str | None,
         typer.Option(help="Mask of all layers, such as causal, full or window:4096; default: the model's."),
     ] = None,
+    gpu: Gpu = None,
     rates_file: RatesFile = None,
     top: Annotated[int, typer.Option(help="Ways to print.")] = 12,
     json_file: Annotated[
@@ -295,7 +333,7 @@ def plan(
             if top < 1:
                 raise ValueError(f"--top must be at least 1, got {top}")
             check_writable(json_file, html_file)
-            answer = planned(model, seq, cluster, batch, rates_file, mask)
+            answer = planned(model, seq, cluster, batch, rates_file, mask, gpu)
             shown, files = text(answer, top), {}
             if json_file is not None:
                 files[json_file] = json.dumps(answer.as_json()) + "\n"
@@ -305,13 +343,13 @@ def plan(
                 path.write_text(written, encoding="utf-8")
             typer.echo(shown)
             return
-        if json_file or html_file:
-            raise ValueError("--json and --html go with --model, not with --against")
+        if json_file or html_file or gpu:
+            raise ValueError("--json, --html and --gpu go with --model, not with --against")
         from burst_mcore.rates import Rates
 
         rates = None if rates_file is None else Rates.load(rates_file)
         report = registered("against")(against or (), calibrate or (), rates)
-    except (ValueError, OSError) as error:
+    except (*REFUSED, OSError) as error:
         _fail("plan", error)
     typer.echo(report.text())
     typer.echo(json.dumps(report.as_json()))
@@ -332,7 +370,7 @@ def doctor(
         str | None, typer.Option(help="Tokens of the whole sequence, such as 4096, 128K or 1M; default 128K.")
     ] = None,
     heads: Heads = 32,
-    kv_heads: KVHeads = 8,
+    kv_heads: Annotated[int, typer.Option(help="Number of K/V heads.")] = 8,
     head_dim: HeadDim = 128,
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
     vocabulary: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 128256,
@@ -347,6 +385,7 @@ def doctor(
         str,
         typer.Option(help="Machine to predict for, such as h100 or l20; here: this machine's device."),
     ] = "here",
+    gpu: Gpu = None,
     rates_file: RatesFile = None,
     reference: Annotated[
         bool, typer.Option(help="Print the reference page of the section burst_attention, and stop.")
@@ -354,24 +393,34 @@ def doctor(
 ) -> None:
     """Predict what a configuration will do, whether it fits, and what would be faster; JSON or Megatron's."""
     from burst_mcore.deepspeed.config.section import reference as page
+    from burst_mcore.machines import machine
     from burst_mcore.rates import Rates
-    from burst_plan.doctor.checkup import DEFAULT_LENGTH, Asked, checkup
-    from burst_plan.doctor.memory import Shape
-    from burst_plan.words import tokens
+    from burst_plan.doctor.checkup import HERE, Asked, checkup
+    from burst_plan.step.model import Model
+    from burst_plan.words import gpu as described
 
     if reference:
         typer.echo(page(), nl=False)
         return
     try:
-        shape = Shape(
-            seq=tokens(seq or DEFAULT_LENGTH), layers=layers, heads=heads, kv_heads=kv_heads or heads,
-            head_dim=head_dim, vocabulary=vocabulary, hidden=heads * head_dim,
-            intermediate=heads * head_dim * 7 // 2,
+        if gpu is not None and device != HERE:
+            raise ValueError(f"--gpu and --device {device}: give one of them")
+        sizes = Model(
+            layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=head_dim,
+            vocab=vocabulary, hidden=heads * head_dim, ffn=heads * head_dim * 7 // 2,
         )  # fmt: skip
+        nodes = -(-(world or 1) // (per_node or 8))
+        kind = (
+            described(gpu, min(world or 2, per_node or 8), nodes)
+            if gpu
+            else None
+            if device == HERE
+            else machine(device)
+        )
         rates = None if rates_file is None else Rates.load(rates_file)
-        asked = Asked(seq=seq, world=world, per_node=per_node, device=device, rates=rates)
-        typer.echo("\n".join(list(checkup(config, model, shape, asked))))
-    except ValueError as error:
+        asked = Asked(seq=seq, world=world, per_node=per_node, machine=kind, rates=rates)
+        typer.echo("\n".join(list(checkup(config, model, sizes, asked))))
+    except REFUSED as error:
         _fail("doctor", error)
 
 
@@ -430,7 +479,7 @@ def registered(name: str) -> Callable[..., Any]:
 
 
 def _fail(command: str, error: Exception) -> NoReturn:
-    typer.echo(f"burst-mcore {command}: {error}", err=True)
+    typer.echo(f"burst-mcore {command}: {' '.join(str(error).split()) or type(error).__name__}", err=True)
     raise typer.Exit(2) from None
 
 
@@ -442,7 +491,9 @@ def main() -> None:
         package = str(error.name).partition(".")[0]
         if package.startswith("burst_"):
             raise
-        typer.echo(f"burst-mcore: this needs the package {package}, which is not installed", err=True)
+        extra = EXTRAS.get(package, "deepspeed")
+        hint = f"in a clone, pip install '.[{extra}]'"
+        typer.echo(f"burst-mcore: this needs the package {package}, which is not installed: {hint}", err=True)
         sys.exit(2)
 
 

@@ -23,4 +23,4 @@ def check_writable(*paths: Path | None) -> None:
         except OSError as error:
             raise ValueError(f"cannot write {path}: {error.strerror}; give another path") from None
         if new:
-            path.unlink()
+            path.unlink(missing_ok=True)  # another rank may have tried it, too

@@ -53,6 +53,13 @@ IntraGB = Annotated[float | None, typer.Option(help="Bandwidth from a rank to ra
 InterGB = Annotated[float | None, typer.Option(help="Bandwidth from a rank to other nodes, in GB/s.")]
 Tflops = Annotated[float | None, typer.Option(help="Speed of the kernel in both passes, in TFLOP/s.")]
 Latency = Annotated[float | None, typer.Option(help="Latency of a message, in microseconds.")]
+Gpu = Annotated[
+    str | None,
+    typer.Option(
+        help="A machine without a name here: memory=24GB,tflops=165,gb=1008 are its memory, dense peak in 16 "
+        "bits and GB/s of memory; link=32 within a node, nic=12.5 between nodes, in GB/s one way."
+    ),
+]
 RatesFile = Annotated[
     Path | None,
     typer.Option("--rates", help="File of rates, as calibrate writes it; in place of a machine's preset."),
@@ -66,6 +73,7 @@ def ranks_and_rates(
     inter_gb: float | None,
     tflops: float | None,
     latency_us: float | None,
+    gpu: str | None = None,
 ) -> tuple[Ranks, Rates]:
     """Return the ranks and the rates that options name; single numbers replace those of the machine."""
     import torch
@@ -74,9 +82,11 @@ def ranks_and_rates(
     from burst_mcore.rates import Rates
     from burst_plan.explain.predict import cluster as parse
 
-    where, machine = parse(cluster)
+    where, machine = parse(cluster, gpu)
     if rates_file is not None and machine is not None:
-        raise ValueError(f"--rates {rates_file} and the machine in --cluster {cluster}: give one of them")
+        raise ValueError(
+            f"--rates {rates_file} and a machine by --cluster {cluster} or --gpu: give one of them"
+        )
     if rates_file is not None:
         rates = Rates.load(rates_file)
     elif machine is None and torch.cuda.is_available():

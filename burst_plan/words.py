@@ -1,10 +1,11 @@
-"""Masks as words, for commands: "causal & window:4096", "documents:random,64", ..."""
+"""Masks and GPUs as words, for commands: "causal & window:4096", "memory=24GB,tflops=165,gb=1008", ..."""
 
 from __future__ import annotations
 
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, reduce
 from itertools import accumulate, pairwise
 from operator import and_
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from burst_mcore.machines import MACHINES, Machine
 from burst_mcore.mask import Mask
 
 SUFFIXES = {"": 1, "K": 2**10, "M": 2**20}
@@ -20,6 +22,11 @@ MOST_TOKENS = 2**40
 MOST_BLOCKS = 2048
 """Blocks a side, at most, of a random block matrix: it is made and hashed as a whole."""
 
+
+GPU = {"memory": "memory", "tflops": "tflops", "gb": "memory_rate", "link": "link", "nic": "nic"}
+"""Numbers that describe a GPU, and their fields of `Machine`."""
+DESCRIBED = "memory=24GB,tflops=165,gb=1008,link=32,nic=12.5"
+"""Such a description: dense TFLOP/s in 16 bits, and GB/s of its memory, of its links and its network card."""
 
 Build = Callable[[list[str], int], Mask]
 """(what follows the word, split at commas; tokens of the sequence) -> the mask."""
@@ -77,6 +84,33 @@ def mask_of(text: str, n: int) -> Mask:
     mask = reduce(and_, (_term(word, n) for word in _words(text)))
     mask.check(n)
     return mask
+
+
+def gpu(text: str, ranks: int, nodes: int) -> Machine:
+    """Return the machine that numbers describe, for clusters of `ranks` a node.
+
+    What they do not say is as on an A100, in proportion to the peak: kernels, exponentials, launches.
+
+    Raises:
+        ValueError: another name, no number above 0, or one that the cluster needs is missing.
+    """
+    numbers: dict[str, float] = {}
+    for part in text.replace(" ", "").lower().split(","):
+        match = re.fullmatch(rf"({'|'.join(GPU)})=(\d{{1,9}}(?:\.\d+)?)(?:gb)?", part)
+        if match is None or match[1] in numbers or not float(match[2]):
+            raise ValueError(f"--gpu has numbers such as {DESCRIBED}, each once, got {part!r}")
+        numbers[match[1]] = float(match[2])
+    needed = ["memory", "tflops", "gb", *["link"] * (ranks > 1), *["nic"] * (nodes > 1)]
+    if missing := [name for name in needed if name not in numbers]:
+        of = f"{nodes} node{'s' * (nodes > 1)} of {ranks}"
+        raise ValueError(f"--gpu needs {' and '.join(missing)} for {of}, such as {DESCRIBED}, got {text!r}")
+    like = MACHINES["A100-NVLink"]
+    fields = {GPU[name]: number for name, number in numbers.items()}
+    fields |= {
+        "memory": numbers["memory"] * 1e9,
+        "exponentials": like.exponentials * numbers["tflops"] / like.tflops,
+    }
+    return replace(like, name=f"GPU of {numbers['memory']:g} GB", **fields)  # type: ignore[arg-type]
 
 
 def document_ends(text: str, n: int) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ FLOORS = {
         ["bench"],
     ],
     "burst_plan": [
-        ["words", "files", "provenance"],
+        ["words", "files", "tables", "provenance"],
         ["explain"],
         ["step", "patch"],
         ["doctor"],

@@ -6,25 +6,28 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from burst_mcore.attention.autotune.ways import Ranks
-from burst_mcore.deepspeed.config.refusals import sequence_parallel_size
 from burst_mcore.deepspeed.config.section import config_dict
-from burst_mcore.machines import MACHINES, machine, machine_of
+from burst_mcore.deepspeed.models.served import use_burst
+from burst_mcore.machines import MACHINES, Machine, default_rates, machine_of
 from burst_mcore.rates import Rates
 from burst_plan.doctor.configured import NotPredictedError, of_deepspeed, of_megatron
-from burst_plan.doctor.memory import Shape, shape_of
 from burst_plan.doctor.review import predicted, review
-from burst_plan.doctor.section import HERE, examine, quiet
+from burst_plan.doctor.section import examine, quiet
+from burst_plan.explain.predict import MOST_RANKS
 from burst_plan.step.figures import Place
-from burst_plan.step.model import LARGEST, PRESETS, Model, model_of
+from burst_plan.step.model import Model, model_of, named
 from burst_plan.step.planned import length_of, recommendation
 from burst_plan.step.search import search
 from burst_plan.words import mask_of
 
 DEFAULT_LENGTH = "128K"
+HERE = "here"
+"""The device that this machine has, as a word beside the names of machines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +37,14 @@ class Asked:
     seq: str | None
     world: int | None
     per_node: int | None
-    device: str
+    machine: Machine | None
+    """Whose GPUs run it; None is this machine's device."""
     rates: Rates | None
 
     def __post_init__(self) -> None:
         for name, number in (("--world", self.world), ("--per-node", self.per_node)):
-            if number is not None and not 1 <= number <= LARGEST:
-                raise ValueError(f"{name} must be at least 1 and at most {LARGEST}, got {number}")
+            if number is not None and not 1 <= number <= MOST_RANKS:
+                raise ValueError(f"{name} must be at least 1 and at most {MOST_RANKS}, got {number}")
 
     def length(self, megatrons: int | None) -> int:
         """Return the tokens of a sequence; megatrons: the --seq-length of Megatron's arguments."""
@@ -51,18 +55,18 @@ class Asked:
         return self.per_node or min(world, 8)
 
 
-def checkup(config: Path | None, model: str | None, shape: Shape, asked: Asked) -> Iterator[str]:
+def checkup(config: Path | None, model: str | None, sizes: Model, asked: Asked) -> Iterator[str]:
     """Yield what a configuration will do, whether it fits, and what would be faster.
 
     Args:
         config: DeepSpeed's JSON; without it the arguments of Megatron in `model`, or no configuration at all.
-        shape: of the model where `model` is None.
+        sizes: of the model where `model` is None.
 
     Raises:
         ValueError: words that are not legal, or contradict each other; what `initialize` would refuse.
     """
     if config is not None:
-        return _of_json(config, model, shape, asked)
+        return _of_json(config, model, sizes, asked)
     if model is None:
         raise ValueError(
             "no configuration given; pass DeepSpeed's JSON file: burst-mcore doctor ds.json, or Megatron's "
@@ -71,30 +75,34 @@ def checkup(config: Path | None, model: str | None, shape: Shape, asked: Asked) 
     return _of_model(model, asked)
 
 
-def _of_json(config: Path, model: str | None, shape: Shape, asked: Asked) -> Iterator[str]:
-    """Yield what DeepSpeed's JSON will do; the planner's part where it knows all settings."""
+def _of_json(config: Path, model: str | None, sizes: Model, asked: Asked) -> Iterator[str]:
+    """Yield what DeepSpeed's JSON will do; the part of the step's model where it knows all settings."""
     quiet()
-    settings = config_dict(config)
+    settings, family = config_dict(config), None
+    length = asked.length(None if model is None else _length_alone(model).get("seq"))
     if model is not None:
-        shape = _shape(model, asked.length(_length_alone(model).get("seq")))
+        sizes, family = _sizes(model)
     size = settings.get("sequence_parallel_size", 1)
     world = asked.world or (size if isinstance(size, int) and size > 0 else 1)
-    told: list[str] | NotPredictedError
-    mask = "causal"
-    try:
-        sequence_parallel_size(settings, world)
-        sizes = _sizes(model, shape)
-        mask = sizes.mask(shape.seq)
-        way, attention = of_deepspeed(settings, world, sizes, shape.seq)
-        place = _place(world, asked)
-        told = [*review(predicted(sizes, way, attention, shape.seq, place, mask), attention)]
-    except NotPredictedError as error:
-        told = error
+    mask = sizes.mask(length)
     yield from examine(
-        config, world=world, per_node=asked.node(world), shape=shape, device=asked.device, rates=asked.rates,
-        mask=mask_of(mask, shape.seq), with_memory=isinstance(told, NotPredictedError),
+        config, world=world, per_node=asked.node(world), model=sizes, seq=length, machine=asked.machine,
+        rates=asked.rates, mask=mask_of(mask, length),
     )  # fmt: skip
-    yield from [f"step: not predicted: {told}"] if isinstance(told, NotPredictedError) else told
+    try:
+        if family is not None:
+            raise NotPredictedError(family)
+        way, attention = of_deepspeed(settings, world, sizes, length)
+        place, unknown = _place(world, asked)
+        micro = settings.get("train_micro_batch_size_per_gpu", 1)
+        batch = micro if isinstance(micro, int) else 1  # "auto" is the Trainer's to say
+        if batch > 1:
+            unknown = "steps are predicted with a train_micro_batch_size_per_gpu of 1"
+        told = [*review(predicted(sizes, way, attention, length, place, mask, batch), attention, unknown)]
+    except NotPredictedError as error:
+        size_of = "" if family else f" for {sizes.parameters / 1e9:.3g} billion parameters"
+        told = [f"memory of a rank, and its step: not predicted{size_of}: {error}"]
+    yield from told
 
 
 def _of_model(model: str, asked: Asked) -> Iterator[str]:
@@ -106,7 +114,9 @@ def _of_model(model: str, asked: Asked) -> Iterator[str]:
         raise ValueError("give --world: the ranks that are to train the model")
     world = asked.world or math.prod(degrees.get(name, 1) for name in ("tp", "cp", "pp"))
     try:
-        place = _place(world, asked)
+        place, unknown = _place(world, asked)
+        if unknown is not None:
+            raise NotPredictedError(unknown)
         if not configured:
             yield from recommendation(search(sizes, length, 1, place, mask=sizes.mask(length)))
             return
@@ -125,50 +135,56 @@ def _length_alone(model: str) -> Mapping[str, int]:
     return settings
 
 
-def _shape(model: str, seq: int) -> Shape:
-    """Return the shape of a model: by transformers for a folder, which also says what is refused."""
-    if model not in PRESETS and not model.lstrip().startswith("--"):
-        return shape_of(Path(model), seq)
-    sizes = model_of(model)[0]
-    return Shape(
-        seq=seq, layers=sizes.layers, heads=sizes.heads, kv_heads=sizes.kv_heads, head_dim=sizes.head_dim,
-        vocabulary=sizes.vocab, hidden=sizes.hidden, intermediate=sizes.ffn, counted=sizes.parameters,
-    )  # fmt: skip
+def _sizes(model: str) -> tuple[Model, str | None]:
+    """Return the sizes of a model, and why the step's model does not know its layers; None if it does.
 
-
-def _sizes(model: str | None, shape: Shape) -> Model:
-    """Return the planner's sizes of a model."""
-    try:
-        if model is not None:
-            return model_of(model)[0]
-        return Model(
-            layers=shape.layers, hidden=shape.hidden, heads=shape.heads, kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim, value_dim=shape.head_dim, ffn=shape.intermediate, vocab=shape.vocabulary,
-        )  # fmt: skip
-    except ValueError as error:
-        raise NotPredictedError(str(error)) from None
-
-
-def _place(world: int, asked: Asked) -> Place:
-    """Return the cluster; "here" is one of this machine's GPU.
+    A folder is read by transformers, too, which says what is refused; no weight is loaded.
 
     Raises:
-        ValueError: an unknown machine, or ranks that do not fill nodes.
-        NotPredictedError: no GPU is here, or an unknown one.
+        RefusedError: attention over shards cannot serve the model.
+        ValueError: there is no such model.
     """
-    if asked.device == HERE:
-        name = machine_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-        if name is None:
-            raise NotPredictedError("no known GPU is here: name a machine by --device, such as h100")
-    else:
-        name = machine(asked.device).name
-    kind, per_node = MACHINES[name], asked.node(world)
+    if model.lstrip().startswith("--") or (named(model) and not Path(model).is_dir()):
+        return model_of(model)[0], None
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(Path(model), local_files_only=True)
+        with torch.device("meta"):
+            whole = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no causal LM in {model}: {str(error).splitlines()[0]}") from None
+    use_burst(whole, 2)
+    try:
+        return model_of(model)[0], None
+    except ValueError as error:
+        text: Any = config.get_text_config()
+        heads, hidden = text.num_attention_heads, text.hidden_size
+        dim = getattr(text, "head_dim", None) or hidden // heads
+        return Model(
+            layers=text.num_hidden_layers, hidden=hidden, heads=heads, head_dim=dim, value_dim=dim,
+            kv_heads=getattr(text, "num_key_value_heads", None) or heads, vocab=text.vocab_size,
+            ffn=getattr(text, "intermediate_size", None) or 4 * hidden,
+        ), str(error)  # fmt: skip
+
+
+def _place(world: int, asked: Asked) -> tuple[Place, str | None]:
+    """Return the cluster, and why its speed is not known; "here" is a cluster of this machine's devices.
+
+    Raises:
+        NotPredictedError: ranks that do not fill nodes.
+    """
+    kind, per_node, unknown = asked.machine, asked.node(world), None
     if world > per_node and world % per_node:
         raise NotPredictedError(f"{world} ranks do not fill nodes of {per_node}")
-    return Place(
-        ranks=Ranks(world, min(world, per_node)),
-        rates=asked.rates or kind.rates,
-        peak=kind.tflops * 1e12,
-        memory=kind.memory,
-        name=f"{name} x {world}",
-    )
+    ranks = Ranks(world, min(world, per_node))
+    if kind is None and torch.cuda.is_available():
+        name = machine_of(torch.cuda.get_device_name())
+        kind = None if name is None else MACHINES[name]
+    if kind is None:
+        unknown = "no known GPU is here: name a machine by --device, such as h100, or describe it by --gpu"
+        cuda = torch.cuda.is_available()
+        rates = asked.rates or default_rates("cuda" if cuda else "cpu")
+        there = torch.cuda.get_device_properties(0).total_memory if cuda else math.inf
+        return Place(ranks=ranks, rates=rates, peak=math.inf, memory=there), unknown
+    return Place.of(kind, ranks, f"{kind.name} x {world}", asked.rates), None

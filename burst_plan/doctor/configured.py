@@ -39,9 +39,7 @@ def of_deepspeed(
     section, settings = section_of(config), zero(config)
     cp = sequence_parallel_size(config, world)
     if part(config, "bf16").get("enabled") is not True and part(config, "fp16").get("enabled") is not True:
-        raise NotPredictedError("steps are predicted in 16 bits: enable bf16")
-    if config.get("train_micro_batch_size_per_gpu", 1) not in (1, "auto"):
-        raise NotPredictedError("steps are predicted with a train_micro_batch_size_per_gpu of 1")
+        raise NotPredictedError("the model of a step is one of 16 bits: enable bf16")
     homes = {name: getattr(settings, f"offload_{name}") for name in ("param", "optimizer")}
     devices = {name: str(getattr(home.device, "value", home.device)) for name, home in homes.items() if home}
     if devices.get("param", "none") != "none" or devices.get("optimizer", "none") not in ("none", "cpu"):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from burst_mcore.config import BurstConfig
+from burst_mcore.deepspeed.config.ways import within_nodes
 from burst_plan.doctor.configured import MEGATRONS_OWN, NotPredictedError
 from burst_plan.step.advice import advice, notes, of_windows
 from burst_plan.step.attention import attention
@@ -13,11 +16,18 @@ from burst_plan.step.memory import shard_of, total
 from burst_plan.step.model import Model
 from burst_plan.step.search import AS_FAST, lengths, search, waits
 from burst_plan.step.way import Way, why_not
+from burst_plan.words import mask_of
 
 
-def review(step: Step, config: BurstConfig) -> Iterator[str]:
-    """Yield lines on a configured step: its speed, its memory, and the best way of the same framework."""
-    place = step.place
+def review(step: Step, config: BurstConfig, unknown: str | None = None) -> Iterator[str]:
+    """Yield lines on a configured step: its speed, its memory, and the best way of the same framework.
+
+    unknown: why its speed is not predicted; then memory is all that is told.
+    """
+    if unknown is not None:
+        yield memory(step)
+        yield f"step: not predicted: {unknown}"
+        return
     yield (
         f"step (predicted): {step.way}: {short(step.seconds)} s, "
         f"{short(step.tokens_per_second, 4)} tokens/s/GPU, MFU {step.mfu:.0%}; {waits(step)}"
@@ -25,15 +35,22 @@ def review(step: Step, config: BurstConfig) -> Iterator[str]:
     yield f"speed: {step.errors}"
     own = step.way.framework == "megatron" and config == MEGATRONS_OWN
     yield f"attention: {step.attention}" + " (taken for Megatron's own, p2p)" * own
-    parts = ", ".join(f"{name} {short(size / 1e9)}" for name, size in step.memory.items())
-    fits = "it fits" if step.fits else f"it does not fit; {_longest(step)}"
-    yield (
-        f"memory of a rank: about {short(total(step.memory) / 1e9)} GB ({parts}), for "
-        f"{short(step.model.parameters / 1e9)} billion parameters; there are {short(place.memory / 1e9)} GB, "
-        f"{short(place.usable / 1e9)} of them for tensors: {fits}"
-    )
+    yield memory(step) + ("" if step.fits else f"; {_longest(step)}")
     yield from (f"note: {note}" for note in of_windows(step))
     yield from _better(step)
+
+
+def memory(step: Step) -> str:
+    """Say what a rank needs, by kind, and whether it fits a GPU of known memory."""
+    place, parts = step.place, ", ".join(f"{name} {short(n / 1e9)}" for name, n in step.memory.items())
+    there = (
+        f"; there are {short(place.memory / 1e9)} GB, {short(place.usable / 1e9)} of them for tensors: "
+        f"{'it fits' if step.fits else 'it does not fit'}"
+    )
+    return (
+        f"memory of a rank: about {short(total(step.memory) / 1e9)} GB ({parts}), for "
+        f"{short(step.model.parameters / 1e9)} billion parameters"
+    ) + there * math.isfinite(place.memory)
 
 
 def _longest(step: Step) -> str:
@@ -62,9 +79,13 @@ def _better(step: Step) -> Iterator[str]:
 
 
 def predicted(
-    model: Model, way: Way, config: BurstConfig, seq: int, place: Place, mask: str = "causal"
+    model: Model, way: Way, config: BurstConfig, seq: int, place: Place, mask: str = "causal", batch: int = 1
 ) -> Step:
-    """Return the step of a configured way; config: the settings of its attention.
+    """Return the step of a configured way.
+
+    Args:
+        config: the settings of its attention. DeepSpeed's heads are shared within a node.
+        batch: sequences of a micro-batch: `batch` of them take the bytes of one that is as long.
 
     Raises:
         NotPredictedError: the planner does not know such a way.
@@ -73,7 +94,10 @@ def predicted(
     if reason is not None:
         raise NotPredictedError(reason)
     try:
-        runs = attention(shard_of(model, way, seq), seq, way.ring(place.ranks), place.rates, mask, config)
+        shard, ranks = replace(shard_of(model, way, seq), batch=batch), way.ring(place.ranks)
+        if way.framework == "deepspeed":
+            config = within_nodes(config, shard, mask_of(mask, seq), seq, ranks, place.rates)
+        runs = attention(shard, seq, ranks, place.rates, mask, config)
     except ValueError as error:
         raise NotPredictedError(str(error)) from None
-    return Step(model, way, seq, place, runs, mask)
+    return Step(model, way, batch * seq, place, runs, mask)

@@ -22,6 +22,25 @@ COLOURS = {
 GROUP = "#55a868"
 
 
+def picture(path: Path) -> Path:
+    """Return the file that a picture is written to: its suffix says the format, PNG if there is none.
+
+    Raises:
+        ValueError: a folder, or a suffix of no format.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: give the name of a file")
+    path = path if path.suffix else path.with_name(f"{path.name}.png")
+    legal = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix[1:].lower() not in legal:
+        raise ValueError(
+            f"{path} has no suffix of a picture; legal: {', '.join(f'.{name}' for name in legal)}"
+        )
+    return path
+
+
 def save_timelines(runs: Mapping[str, Sequence[Event]], title: str, path: Path) -> None:
     """Write a PNG with a panel for each run."""
     import matplotlib

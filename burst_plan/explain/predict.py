@@ -32,24 +32,35 @@ from burst_plan.explain.least import Share, least
 from burst_plan.explain.pairs import unevenness
 from burst_plan.explain.problem import DTYPES, Problem
 from burst_plan.explain.verify import verify
-from burst_plan.words import document_ends
+from burst_plan.tables import table
+from burst_plan.words import document_ends, gpu
 
+MOST_RANKS = 16384
+"""The largest cluster: tables of pairs of ranks take 2 GB there."""
 LARGE = 512
 """Ranks from which on several processes are worth their start."""
 
 
-def cluster(text: str) -> tuple[Ranks, Machine | None]:
+def cluster(text: str, described: str | None = None) -> tuple[Ranks, Machine | None]:
     """Return the ranks of a cluster, and its machine if it is named: M x L, such as 4x8 or a800:4x8.
 
+    described: a machine in the words of `burst_plan.words.gpu`.
+
     Raises:
-        ValueError: other words, or an unknown machine.
+        ValueError: other words, too many ranks, an unknown machine, or two machines.
     """
-    match = re.fullmatch(r"(?:([\w-]+):)?(\d+)x(\d+)", text)
+    match = re.fullmatch(r"(?:([\w -]+):)?(\d{1,9})x(\d{1,9})", text)
     if match is None or 0 in (int(match[2]), int(match[3])):
         raise ValueError(
             f"a cluster is nodes x ranks of a node, such as 4x8, or with a machine a800:4x8, got {text!r}"
         )
     ranks = Ranks(int(match[2]) * int(match[3]), int(match[3]))
+    if ranks.size > MOST_RANKS:
+        raise ValueError(f"a cluster has at most {MOST_RANKS} ranks here, got {ranks.size} in {text!r}")
+    if described is not None and match[1] is not None:
+        raise ValueError(f"--gpu and the machine in --cluster {text}: give a cluster such as 1x8 with --gpu")
+    if described is not None:
+        return ranks, gpu(described, ranks.intra, int(match[2]))
     return ranks, None if match[1] is None else machine(match[1])
 
 
@@ -102,8 +113,6 @@ def explain(
     Raises:
         ValueError: as `layout_of`, or no degree of head parallelism goes with the mesh.
     """
-    from tabulate import tabulate  # of the extra "cli": predictions do without it
-
     dealt = layout_of(layout, problem, ranks)
     of_kind, mask = typical(dealt, problem.seen, problem.seq, ranks.size)
     shard = shard_of(problem, ranks, dealt)
@@ -119,7 +128,7 @@ def explain(
     chosen = best(found)
     ordered = sorted(found, key=lambda candidate: (candidate.seconds, candidate is not chosen))
     bound = _bound(shard, ranks)
-    table: str = tabulate([_row(c, chosen, bound) for c in ordered], headers="keys", floatfmt=".4g")
+    shown = table([_row(c, chosen, bound) for c in ordered], LESS, floatfmt=".4g")
     route = chosen.route
     asked = [f"ring={chosen.ring!r}", f"head_parallel={route.heads}"]
     asked += ["head_placement='outer'"] * route.outer
@@ -128,7 +137,7 @@ def explain(
     uneven = max(unevenness(plan, chosen.route, pass_) for pass_ in (Pass.FORWARD, Pass(chosen.direction)))
     kind = f"documents count as {_length(mask)} tokens on average, for any batch of this kind\n"
     return (
-        f"{table}\n\nchosen: {', '.join(asked)}, backward={chosen.direction!r} ({route}): "
+        f"{shown}\n\nchosen: {', '.join(asked)}, backward={chosen.direction!r} ({route}): "
         f"{reason(chosen, found)}\n"
         f"mask {problem.mask}, layout {dealt}: the busiest rank has {uneven:.2f} x the mean work\n"
         f"{kind if mask.document_ends is not None else ''}"
@@ -184,6 +193,13 @@ class _Bound:
     def __str__(self) -> str:
         where = "between nodes" if self.link == Link.INTER else "within the node"
         return f"bound: {self.bytes / 1e6:.4g} MB {where}, which any way sends if no mask spares rows"
+
+
+LESS = (
+    "resident MB", "tied", "intra MB", "exposed ms", "kernel ms", "positions", "inter MB", "inter / bound",
+    "intra / bound", "forward ms", "backward ms",
+)  # fmt: skip
+"""Columns that a narrow terminal does not show, the first first."""
 
 
 def _bound(shard: Shard, ranks: Ranks) -> _Bound:

@@ -9,10 +9,13 @@ from torch import Tensor
 
 from burst_mcore.attention.kernels.kernel import Problem as KernelProblem
 from burst_mcore.dtypes import TRAINED
+from burst_mcore.machines import HEAD_DIMS
 from burst_mcore.mask import Mask
 from burst_plan.words import mask_of, shortened
 
 DTYPES = TRAINED
+MOST_HEADS = 2**16
+"""The least that must be sent is sought head by head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,10 @@ class Problem:
         for name, value in asdict(self).items():
             if isinstance(value, int) and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.heads > MOST_HEADS:
+            raise ValueError(f"heads must be at most {MOST_HEADS}, got {self.heads}")
+        if (wide := max(self.head_dim, self.of_values)) > HEAD_DIMS[-1]:
+            raise ValueError(f"kernels serve heads of at most {HEAD_DIMS[-1]}, got one of {wide}")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide heads, got {self.kv_heads} and {self.heads}")
         if self.latent and self.kv_heads != self.heads:

@@ -9,6 +9,7 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.machines import Machine
 from burst_mcore.rates import Rates
 from burst_plan.step.attention import Attention, again, attention, keys
 from burst_plan.step.memory import RESERVED, shard_of, stack, total
@@ -35,6 +36,12 @@ class Place:
                 f"the rates have a kernel of {short(self.rates.compute / 1e12, 4)} TFLOP/s, more than the "
                 f"peak of {self.name}, {short(self.peak / 1e12, 4)}: name the machine that was measured"
             )
+
+    @classmethod
+    def of(cls, machine: Machine, ranks: Ranks, name: str, rates: Rates | None = None) -> Place:
+        """Return a cluster of a machine; rates: in place of the machine's."""
+        peak, rates = machine.tflops * 1e12, rates or machine.rates
+        return cls(ranks=ranks, rates=rates, peak=peak, memory=machine.memory, name=name)
 
     @property
     def usable(self) -> float:
@@ -111,7 +118,8 @@ class Step:
     def memory(self) -> dict[str, float]:
         """Bytes of a rank, by kind."""
         runs = self.attention
-        return stack(self.model, self.way, self.seq, runs.direction, runs.nodes, runs.head_parallel)
+        sizes = stack(self.model, self.way, self.seq, runs.direction, runs.nodes, runs.head_parallel)
+        return sizes | ({"rows of a mesh": float(runs.resident)} if runs.resident else {})
 
     @cached_property
     def times(self) -> Times:

@@ -14,10 +14,13 @@ from burst_plan.step.memory import total
 from burst_plan.step.model import LARGEST, model_of
 from burst_plan.step.search import Answer, kind, search
 from burst_plan.step.way import FRAMEWORKS
+from burst_plan.tables import table
 from burst_plan.words import mask_of, tokens
 
 ALIGNED = (*["left"] * 3, *["right"] * 6)
 """Columns of the table of ways, `_row`."""
+LESS = ("exposed %", "attention", "off by", "MFU %", "s")
+"""Those that a narrow terminal does not show, the first first."""
 
 
 def planned(
@@ -27,6 +30,7 @@ def planned(
     batch: int | None,
     rates_file: Path | None,
     mask: str | None = None,
+    gpu: str | None = None,
 ) -> Answer:
     """Return the search that words ask for; without a mask that of the model.
 
@@ -45,15 +49,10 @@ def planned(
         raise ValueError(f"--batch must be at least 1 and at most {LARGEST}, got {batch}")
     mask = sizes.mask(length) if mask is None else " & ".join("".join(w.split()) for w in mask.split("&"))
     mask_of(mask, length)
-    ranks, machine = parse(cluster)
+    ranks, machine = parse(cluster, gpu)
     machine = machine or MACHINES["A800"]
-    place = Place(
-        ranks=ranks,
-        rates=machine.rates if rates_file is None else Rates.load(rates_file),
-        peak=machine.tflops * 1e12,
-        memory=machine.memory,
-        name=f"{machine.name} {ranks.size // ranks.intra}x{ranks.intra}",
-    )
+    rates = None if rates_file is None else Rates.load(rates_file)
+    place = Place.of(machine, ranks, f"{machine.name} {ranks.size // ranks.intra}x{ranks.intra}", rates)
     return search(sizes, length, batch, place, pinned, mask)
 
 
@@ -74,8 +73,6 @@ def length_of(seq: str | None, megatrons: int | None) -> int:
 
 def text(answer: Answer, top: int) -> str:
     """Return an answer as text: the ranked table, the recommendation, what to paste, what does not go."""
-    from tabulate import tabulate  # of the extra "cli"
-
     chosen = answer.chosen
     model, place = answer.model, answer.place
     lines = [
@@ -85,11 +82,9 @@ def text(answer: Answer, top: int) -> str:
     ]
     if answer.ranked:
         shown = answer.ranked[:top]
-        lines += [
-            tabulate(
-                [_row(one, chosen) for one in shown], headers="keys", disable_numparse=True, colalign=ALIGNED
-            )
-        ]
+        rows = [_row(one, chosen) for one in shown]
+        aligned = dict(zip(rows[0], ALIGNED, strict=True))
+        lines.append(table(rows, LESS, aligned, disable_numparse=True))
         lines += [f"and {len(answer.ranked) - top} slower ones"] * (len(answer.ranked) > top)
         lines += dict.fromkeys(f"speeds: {one.errors}" for one in shown)
     lines += ["", *recommendation(answer)]

@@ -15,6 +15,9 @@ from typer.testing import CliRunner
 
 from burst_mcore.machines import MACHINES
 from burst_plan.cli import app
+from burst_plan.step.memory import stack, total
+from burst_plan.step.model import PRESETS
+from burst_plan.step.way import Way
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,7 +90,7 @@ def test_the_doctor_counts_what_a_mesh_holds(tmp_path):
         done = _doctor(tmp_path, {**config, "bf16": {"enabled": True}}, *asked)
         assert done.exit_code == 0, done.output
         said = re.search(r"bundles\), and ([\d.]+) GB of other ranks' rows that stay", done.output)
-        assert (said is None) == (mesh == "1x8")
+        assert (said is None) == (mesh == "1x8") == ("rows of a mesh" not in done.output)
         needs[mesh] = float(said[1]) if said else 0.0
     query = 2 * 32 * 128 * 2**17 / 1e9  # GB of a rank's Q: it holds Q and dO of others, and dQ twice
     assert needs["2x4"] == pytest.approx(4 * query, rel=0.05)
@@ -97,12 +100,58 @@ def test_the_doctor_counts_what_a_mesh_holds(tmp_path):
 def test_the_doctor_counts_no_ring_of_one_rank(tmp_path):
     """The total is that of its parts, none of which is a ring's."""
     asked = ("--device", "h100", "--seq", "128K", "--world", "8")
-    alone, shared = (_doctor(tmp_path, config_of(3, size), *asked).output for size in (1, 2))
+    bf16 = {"bf16": {"enabled": True}}
+    alone, shared = (_doctor(tmp_path, config_of(3, size) | bf16, *asked).output for size in (1, 2))
     assert "memory of a ring" in shared and ", ring " in shared
     assert "memory of a ring" not in alone and "ring: none, a rank has the whole sequence" in alone
     total, parts = re.search(r"memory of a rank: about ([\d.e+]+) GB \(([^)]*)\)", alone).groups()
-    sizes = {name: float(size) for name, size in (part.split() for part in parts.split(", "))}
+    sizes = {name: float(size) for name, size in (part.rsplit(None, 1) for part in parts.split(", "))}
     assert "ring" not in sizes and sum(sizes.values()) == pytest.approx(float(total), rel=0.01)
+
+
+def test_one_model_says_the_memory_of_a_rank(tmp_path):
+    """As the planner has it; where it knows no speed, memory is told; where no bytes, the reason."""
+    config = config_of(3, 8) | {"bf16": {"enabled": True}}
+    words = ("--model", "llama3-8b", "--seq", "128K", "--world", "8")
+    told = _doctor(tmp_path, config, *words, "--device", "h100").output
+    side = re.search(r"attention: .* backward (\w+)", told)[1]
+    sizes, way = PRESETS["llama3-8b"], Way(framework="deepspeed", cp=8, zero=3)
+    one, two = (total(stack(sizes, way, n, side)) / 1e9 for n in (2**17, 2**18))
+    assert (
+        f"memory of a rank: about {one:.0f} GB" in told
+        and "80 GB, 78 of them for tensors: it does not" in told
+    )
+    assert told.count("memory of a rank") == 1
+    here = _doctor(tmp_path, config, *words).output
+    assert f"memory of a rank: about {one:.0f} GB" in here and "of them for tensors" not in here
+    assert "step: not predicted: no known GPU is here" in here
+    pairs = config | {"train_micro_batch_size_per_gpu": 2}
+    told = _doctor(tmp_path, pairs, *words, "--device", "h100").output
+    assert f"memory of a rank: about {two:.0f} GB" in told and two > 1.5 * one
+    assert "step: not predicted: steps are predicted with a train_micro_batch_size_per_gpu of 1" in told
+    plain = _doctor(tmp_path, config_of(3, 8), *words, "--device", "h100").output
+    assert "memory of a rank, and its step: not predicted for 8.03 billion parameters: " in plain
+    assert plain.splitlines()[-1].endswith("one of 16 bits: enable bf16")
+
+
+def test_heads_are_shared_within_a_node_in_the_prediction_too(tmp_path):
+    config = config_of(3, 8, head_parallel="auto") | {"bf16": {"enabled": True}}
+    asked = ("--device", "h100", "--seq", "64K", "--world", "8", "--per-node", "2", "--heads", "8")
+    told = _doctor(tmp_path, config, *asked, "--layers", "2").output
+    shared = re.search(r"way: .*heads over (\d+)", told)
+    assert f"head_parallel {shared[1] if shared else 1}, " in told.split("attention: ")[1].splitlines()[0]
+
+
+def test_the_doctor_refuses_no_heads_and_large_ones(tmp_path):
+    for option, value, words in (
+        ("--kv-heads", "0", "kv_heads of a model must be an integer from 1"),
+        ("--head-dim", "512", "serve heads of at most 256, got 512"),
+        ("--world", "1000000", "--world must be at least 1 and at most 16384"),
+        ("--gpu", "memory=24GB,tflops=165", "--gpu needs gb and link for 1 node of 2"),
+    ):
+        done = _doctor(tmp_path, config_of(2, 2), option, value)
+        assert done.exit_code == 2 and words in done.output, done.output
+        assert len(done.output.splitlines()) == 1
 
 
 def test_the_doctor_takes_the_shape_of_a_model(tmp_path):

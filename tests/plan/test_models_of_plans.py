@@ -41,6 +41,36 @@ def test_parameters_are_those_of_transformers(kind, tmp_path):
     assert model_of(str(tmp_path))[0].parameters == pytest.approx(counted, rel=2e-3)
 
 
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct", 7.62),
+        ("Qwen2.5-72B", 72.7),
+        ("Qwen3-8B", 8.19),
+        ("Qwen/Qwen3-32B", 32.8),
+        ("Qwen3-30B-A3B-Instruct-2507", 30.5),
+        ("qwen3-235b-a22b", 235.1),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", 46.7),
+        ("deepseek-ai/DeepSeek-V3-0324", 671.0),
+        ("openai/gpt-oss-20b", 20.9),
+        ("GPT-OSS-120B", 116.8),
+        ("meta-llama/Llama-3.1-8B", 8.03),
+        ("meta-llama/Llama-3.3-70B-Instruct", 70.6),
+        ("Llama3-8B", 8.03),
+        ("meta-llama/Llama-2-7b-hf", 6.74),
+        ("7B", 6.74),
+    ],
+)
+def test_models_have_the_names_and_the_parameters_that_their_makers_print(name, billions):
+    assert model_of(name)[0].parameters / 1e9 == pytest.approx(billions, rel=5e-3)
+
+
+@pytest.mark.parametrize("name", ["Llama-3.2-8B", "Qwen2-57B", "qwen3", "llama3-8b/", "Llama-4-8B"])
+def test_other_names_are_no_preset(name):
+    with pytest.raises(ValueError, match="unknown model .*: give one of 7b, .*gpt-oss-120b"):
+        model_of(name)
+
+
 def test_names_of_gpt2_are_read_as_its_config_json_has_them(tmp_path):
     gpt2 = dict(model_type="gpt2", n_embd=768, n_head=12, n_layer=12, vocab_size=50257, n_inner=None)
     model = model_of(_folder(tmp_path, gpt2))[0]

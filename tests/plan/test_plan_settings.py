@@ -1,6 +1,7 @@
 """Plans of many models, clusters, lengths and masks: what they say is so; what they print can be pasted."""
 
 import argparse
+import importlib
 import itertools
 import json
 import random
@@ -12,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from burst_mcore.deepspeed.config.section import section_of
+from burst_mcore.machines import machine, machine_of
 from burst_mcore.megatron.arguments import add_arguments, burst_config
 from burst_mcore.rates import Rates
 from burst_plan.cli import app, main
@@ -20,6 +22,7 @@ from burst_plan.step.memory import stack, total
 from burst_plan.step.planned import planned, text
 from burst_plan.step.search import AS_FAST
 from burst_plan.step.way import Way, why_not
+from burst_plan.words import gpu
 
 MODELS = {
     "llama": dict(num_key_value_heads=8, intermediate_size=14336),
@@ -211,7 +214,108 @@ def test_a_package_that_is_missing_is_one_line_and_status_2(tmp_path, monkeypatc
         main()
     told = capsys.readouterr().err
     assert ended.value.code == 2 and not list(tmp_path.iterdir())
-    assert told == "burst-mcore: this needs the package tabulate, which is not installed\n"
+    assert told == (
+        "burst-mcore: this needs the package tabulate, which is not installed: in a clone, "
+        "pip install '.[cli]'\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--unknown"], "burst-mcore: No such option"),
+        (["nosuch"], "burst-mcore: No such command 'nosuch'"),
+        (["explain", "--heads", "x"], "burst-mcore explain: Invalid value"),
+        (["explain", "--heads"], "burst-mcore: Option '--heads' requires an argument"),
+        (["bench", "nosuch"], "burst-mcore bench: argument SUBJECT: invalid choice"),
+        (["explain", "--cluster", "h100:100000x8"], "a cluster has at most 16384 ranks here, got 800000"),
+        (["plan", "--model", "7b", "--seq", "8K", "--cluster", "9999999x9"], "at most 16384 ranks"),
+        (["explain", "--head-dim", "100000000"], "kernels serve heads of at most 256, got one of 100000000"),
+        (["explain", "--heads", "1000000000"], "heads must be at most 65536, got 1000000000"),
+        (["calibrate", "--out", "/"], "burst-mcore calibrate: cannot write /: Is a directory"),
+        (["calibrate", "--out", "/proc/rates.json"], "burst-mcore calibrate: cannot write /proc/rates.json"),
+        (["draw", "--out", "x.xyz"], "x.xyz has no suffix of a picture; legal: "),
+        (["draw", "--out", "/proc/x/y.png"], "burst-mcore draw: "),
+        (
+            ["plan", "--model", "7b", "--seq", "8K", "--gpu", "memory=24GB,tflops=9,gb=9"],
+            "give a cluster such",
+        ),
+    ],
+)
+def test_nonsense_is_one_line_before_any_work(words, told, monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("the command began to work")
+
+    monkeypatch.setattr("burst_bench.calibrate.measure", never)
+    monkeypatch.setattr("burst_plan.explain.predict.draw", never)
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2 and len(done.output.splitlines()) == 1, done.output
+    assert told in done.output
+
+
+def test_without_the_packages_of_the_command_a_line_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.delitem(sys.modules, "burst_plan.cli")
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module("burst_plan.cli")
+    told = "burst-mcore needs the packages of the extra 'cli': in a clone, pip install '.[cli]'\n"
+    assert ended.value.code == 2 and capsys.readouterr().err == told
+
+
+def test_a_list_without_rows_is_refused(tmp_path):
+    (tmp_path / "rows.json").write_text("[]")
+    done = CliRunner().invoke(app, ["plan", "--against", str(tmp_path / "rows.json")])
+    assert done.exit_code == 2 and done.output.endswith("rows.json has no rows\n")
+
+
+def test_a_machine_is_described_in_one_option():
+    described = "memory=24GB, tflops=165.2, gb=1008"
+    answer = planned(MEGATRON, "8K", "1x1", 1, None, None, described)
+    place, like = answer.place, machine("A100")
+    assert (place.memory, place.peak, place.rates.memory) == (24e9, 165.2e12, 1008e9)
+    assert place.rates.compute / place.peak == pytest.approx(like.forward) and answer.chosen is not None
+    for asked, ranks, nodes, words in (
+        (described, 8, 1, "needs link for 1 node of 8"),
+        (described, 8, 2, "needs link and nic for 2 nodes of 8"),
+        ("memory=24", 1, 1, "needs tflops and gb"),
+        (f"{described},gb=9", 1, 1, "each once, got 'gb=9'"),
+        ("memory=0,tflops=1,gb=1", 1, 1, "got 'memory=0'"),
+        ("memory=24TB,tflops=1,gb=1", 1, 1, "got 'memory=24tb'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            gpu(asked, ranks, nodes)
+    linked = gpu(f"{described},link=32,nic=12.5", 8, 2).rates
+    assert (linked.intra / linked.inter) == pytest.approx(32 / 12.5)
+
+
+@pytest.mark.parametrize("name", ["GB200", "b300", "H20", "L40S", "RTX 4090", "4090", "rtx-4090", "mi300x"])
+def test_machines_have_the_names_that_people_write(name):
+    known = machine(name)
+    assert known.rates.compute <= known.tflops * 1e12 and known.memory >= 24e9
+    cuda = {"RTX4090": "NVIDIA GeForce RTX 4090", "MI300X": "AMD Instinct MI300X"}
+    assert machine_of(cuda.get(known.name, f"NVIDIA {known.name}")) == known.name
+    assert machine_of("NVIDIA L40") is None and machine_of("NVIDIA H200") == "H200"
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_tables_are_no_wider_than_the_terminal(columns, tmp_path):
+    files = ["--out", str(tmp_path / "name"), "--trace", str(tmp_path / "trace.json")]
+    for words, head in (
+        (["explain", "--cluster", "2x2", "--seq", "8K"], "head_parallel"),
+        (["plan", "--model", MEGATRON, "--seq", "8K", "--cluster", "a800:1x2", "--top", "3"], "tokens/s/GPU"),
+        (["draw", "--cluster", "1x4", "--seq", "4K", *files], "step | rank 0"),
+    ):
+        narrow, wide = (
+            CliRunner().invoke(app, words, env={"COLUMNS": str(width)}) for width in (columns, 400 * columns)
+        )
+        assert narrow.exit_code == wide.exit_code == 0, narrow.output
+        for done, most in ((narrow, columns), (wide, 400 * columns)):
+            lines = done.output.splitlines()
+            begin = next(i for i, line in enumerate(lines) if head in line)
+            shown = [*itertools.takewhile(re.compile(r"(?!\(|and |speeds).").match, lines[begin:])]
+            assert len(shown) > 4 and max(map(len, shown)) <= most, shown
+        assert "columns" in narrow.output and "columns wide" not in wide.output
+    assert f"timeline: {tmp_path / 'name.png'}" in narrow.output and (tmp_path / "name.png").is_file()
 
 
 def test_a_number_of_ways_and_a_length_have_bounds(tmp_path):

@@ -1,6 +1,7 @@
 """The sizes of a model.
 
-sizes        the sizes themselves, and presets by name
+sizes        the sizes themselves
+presets      models by name
 config_json  from the config.json of Hugging Face
 arguments    from Megatron's arguments
 """
@@ -12,15 +13,16 @@ from typing import Any
 
 from burst_plan.step.model.arguments import Arguments, of_arguments
 from burst_plan.step.model.config_json import from_config, of_file
-from burst_plan.step.model.sizes import LARGEST, PRESETS, Model
+from burst_plan.step.model.presets import PRESETS, named
+from burst_plan.step.model.sizes import LARGEST, Model
 
-__all__ = ["LARGEST", "PRESETS", "Arguments", "Model", "from_config", "model_of"]
+__all__ = ["LARGEST", "PRESETS", "Arguments", "Model", "from_config", "model_of", "named"]
 
 
 def model_of(text: str) -> tuple[Model, dict[str, Any]]:
     """Return a model, and what Megatron's arguments give besides: "tp", "pp", "cp", "ep", "seq" and "batch".
 
-    text: a preset, a folder with config.json, or Megatron's arguments.
+    text: a preset by any of its names, a folder with config.json, or Megatron's arguments.
 
     Raises:
         ValueError: none of these, or sizes that are not legal.
@@ -32,6 +34,8 @@ def model_of(text: str) -> tuple[Model, dict[str, Any]]:
     path = Path(text)
     if path.is_dir() and (path / "config.json").is_file():
         return of_file(path / "config.json"), {}
+    if (preset := named(text)) is not None:
+        return preset, {}
     raise ValueError(
         f"unknown model {text!r}: give one of {', '.join(PRESETS)}, a folder with config.json, or arguments "
         "of Megatron that begin with --"

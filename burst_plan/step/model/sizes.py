@@ -1,9 +1,10 @@
-"""The sizes of a decoder, and those of models that have a name."""
+"""The sizes of a decoder."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+
+from burst_mcore.machines import HEAD_DIMS
 
 LARGEST = 2**31
 """The largest size of a model."""
@@ -60,8 +61,14 @@ class Model:
                 raise ValueError(
                     f"{field.name} of a model must be an integer from {least} to {LARGEST}, got {value!r}"
                 )
+        if max(self.head_dim, self.value_dim) > HEAD_DIMS[-1]:
+            wide = max(self.head_dim, self.value_dim)
+            raise ValueError(f"kernels of attention serve heads of at most {HEAD_DIMS[-1]}, got {wide}")
         if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads must divide heads, got {self.kv_heads} and {self.heads}")
+            raise ValueError(
+                f"kv_heads must divide heads: {self.heads} query heads do not group over {self.kv_heads} K/V "
+                "heads"
+            )
         if self.experts and self.dense_layers >= self.layers:
             raise ValueError(f"none of the {self.layers} layers has experts: {self.dense_layers} are dense")
         if self.experts and not (0 < self.active <= self.experts and self.expert_ffn):
@@ -139,33 +146,3 @@ class Model:
         products = self.layers * self.projections + self.mlp_active + self.head
         pairs = self.layers * self.heads * (self.head_dim + self.value_dim) * keys
         return 6.0 * (products + pairs)
-
-
-def _llama(
-    name: str, layers: int, hidden: int, heads: int, kv: int, ffn: int, vocab: int, **more: Any
-) -> Model:
-    dim = hidden // heads
-    return Model(name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=kv, head_dim=dim,
-                 value_dim=dim, ffn=ffn, vocab=vocab, **more)  # fmt: skip
-
-
-def _gpt(name: str, layers: int, hidden: int, heads: int) -> Model:
-    return _llama(name, layers, hidden, heads, heads, 4 * hidden, 50304, gated=False, tied=True)
-
-
-PRESETS = {
-    model.name: model
-    for model in (
-        _llama("7b", 32, 4096, 32, 32, 11008, 32000),
-        _llama("14b", 40, 5120, 40, 40, 13824, 120000),
-        _llama("llama2-7b", 32, 4096, 32, 32, 11008, 32000),
-        _llama("llama3-8b", 32, 4096, 32, 8, 14336, 128256),
-        _llama("llama3-70b", 80, 8192, 64, 8, 28672, 128256),
-        _llama("llama3-405b", 126, 16384, 128, 8, 53248, 128256),
-        _gpt("gpt-2.7b", 32, 2560, 32),
-        _gpt("gpt-6.7b", 32, 4096, 32),
-        _gpt("gpt-13b", 40, 5120, 40),
-        _gpt("gpt-30b", 48, 7168, 64),  # of DeepSpeed's figures, in which 16 ranks share its heads
-    )
-}
-"""7b and 14b are those of the BurstEngine paper, the others as their makers publish them."""
