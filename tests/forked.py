@@ -88,6 +88,7 @@ def free_port() -> int:
 
 def _python(*command: str) -> None:
     """Do what `python -W ignore *command` does, but for the start of an interpreter."""
+    os.setsid()  # as torch's interpreters do: a rank is ended with all that it started
     atexit._clear()
     poison(False)
     warnings.simplefilter("ignore")

@@ -1,5 +1,6 @@
 """Megatron's own trainer, started as a user would, on small models: from the flag to the checkpoint."""
 
+import contextlib
 import os
 import re
 import signal
@@ -243,6 +244,16 @@ def test_under_torchrun(data, alone, tmp_path):
     assert losses == pytest.approx([alone[i].loss for i in (0, 2, 3)], rel=1e-4)
 
 
+def _in_sessions(leaders):
+    """Processes that run in the sessions of these ranks, whoever their parents are now."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getsid(process.pid) in leaders and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
 @pytest.mark.proves("training runs", "killed and resumed")
 def test_a_killed_rank_ends_the_run_with_a_message_and_the_checkpoint_resumes(data, tmp_path):
     saved = str(tmp_path / "saved")
@@ -265,6 +276,7 @@ def test_a_killed_rank_ends_the_run_with_a_message_and_the_checkpoint_resumes(da
         for iteration in Job(tmp_path, 2, [*many, *arguments]).run():
             found.append(iteration)
             if iteration.iteration == 4:
+                leaders = set(started[0].pids().values())
                 os.kill(started[0].pids()[0], signal.SIGKILL)  # of ranks that both ended the first is told of
     last = int((tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text())
     assert 2 <= last <= 18
@@ -272,6 +284,7 @@ def test_a_killed_rank_ends_the_run_with_a_message_and_the_checkpoint_resumes(da
     assert_equal([*found[:4], *resumed], [*whole[:4], *whole[last : last + 2]])
     left = [p for p in psutil.Process().children() if p not in before]
     assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
+    limits.until(lambda: not _in_sessions(leaders), "what the ranks had started did not end with them")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from burst_plan.step.memory import ON_CPU, moments, states, total
 from burst_plan.step.model import from_config
 from burst_plan.step.way import Way
 
-RANKS, TOKENS = 2, 3072
+RANKS, TOKENS = 2, 1536  # few, and a small model: many CPUs multiply bfloat16 60 times slower
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Setting:
     recompute: str = "none"
     fused_loss: bool = False
     kv_heads: int = 6
-    vocab: int = 256
+    vocab: int = 128
 
     @property
     def config(self):
         return transformers.LlamaConfig(
-            hidden_size=192, num_hidden_layers=5, num_attention_heads=6, num_key_value_heads=self.kv_heads,
-            intermediate_size=640, vocab_size=self.vocab, use_cache=False, max_position_embeddings=TOKENS,
+            hidden_size=96, num_hidden_layers=5, num_attention_heads=6, num_key_value_heads=self.kv_heads,
+            intermediate_size=320, vocab_size=self.vocab, use_cache=False, max_position_embeddings=TOKENS,
         )  # fmt: skip
 
     @property
@@ -88,7 +88,10 @@ def _step(setting, size):
     model = transformers.AutoModelForCausalLM.from_config(setting.config).to(torch.bfloat16).train()
     if setting.recompute == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    config = config_of(setting.zero, size, layout="zigzag", fused_loss=setting.fused_loss) | {
+    small = {
+        "stage3_param_persistence_threshold": 25000
+    }  # deals the same matrices as 100000 in twice the width
+    config = config_of(setting.zero, size, zero=small, layout="zigzag", fused_loss=setting.fused_loss) | {
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
     }
@@ -116,7 +119,7 @@ def test_memory_is_that_of_the_tensors_of_an_engine():
 
 
 def test_where_logits_are_the_peak_all_gradients_are_counted_before_they_are_there():
-    setting = Setting(1, recompute="full", vocab=2000)
+    setting = Setting(1, recompute="full", vocab=1000)
     between, peak = processes(RANKS, _counted, [setting])[0][0]
     assert setting.predicted[0] == pytest.approx(between, rel=0.02)
     assert 0 <= setting.predicted[1] - peak <= 1.15 * setting.gradients
