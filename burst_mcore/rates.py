@@ -110,16 +110,6 @@ class Rates:
         """Seconds of one exponential."""
         return 1 / self.exponentials
 
-    @property
-    def in_words(self) -> str:
-        """The rates in a line."""
-        backward = "" if self.backward is None else f" forward, {self.backward / 1e12:.3g} backward"
-        return (
-            f"{self.intra / 1e9:.3g} GB/s within a node, {self.inter / 1e9:.3g} GB/s a rank between nodes, "
-            f"kernel {self.compute / 1e12:.3g} TFLOP/s{backward}, {self.latency * 1e6:.3g} us a message, "
-            f"{self.call * 1e6:.3g} us a step"
-        )
-
     def computed(self, head_dim: int) -> int:
         """Return the head dim that the kernel computes."""
         return next((dim for dim in self.head_dims if head_dim <= dim), head_dim)

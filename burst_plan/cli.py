@@ -261,6 +261,7 @@ def calibrate(
     """Measure kernel, memory and messages of ranks as a file of rates; torchrun may start the ranks."""
     from burst_plan.files import check_writable
     from burst_plan.provenance import made_by
+    from burst_plan.words import in_words
 
     try:
         if os.environ.get("RANK", "0") == "0":  # of torchrun's ranks, the one that writes
@@ -271,7 +272,7 @@ def calibrate(
     except (ValueError, OSError) as error:
         _fail("calibrate", error)
     if found.rank == 0:
-        typer.echo(f"measured with {found.words}: {found.rates.in_words}")
+        typer.echo(f"measured with {found.words}: {in_words(found.rates)}")
         if found.one_node:
             share = found.rates.inter / found.rates.intra
             typer.echo(f"not measured: links between machines, assumed at {share:.3g} of the rate within")

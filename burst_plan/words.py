@@ -15,6 +15,7 @@ import torch
 
 from burst_mcore.machines import MACHINES, Machine
 from burst_mcore.mask import Mask
+from burst_mcore.rates import Rates
 
 SUFFIXES = {"": 1, "K": 2**10, "M": 2**20}
 MOST_TOKENS = 2**40
@@ -258,3 +259,13 @@ def _shorter_documents(ends: tuple[int, ...], n: int, to: int) -> str:
     """By their ends, so that they still make the whole sequence; what is shorter than a token goes."""
     scaled = sorted({end * to // n for end in ends})
     return f"documents:{','.join(str(b - a) for a, b in pairwise(scaled))}"
+
+
+def in_words(rates: Rates) -> str:
+    """Return the rates in a line."""
+    backward = "" if rates.backward is None else f" forward, {rates.backward / 1e12:.3g} backward"
+    return (
+        f"{rates.intra / 1e9:.3g} GB/s within a node, {rates.inter / 1e9:.3g} GB/s a rank between nodes, "
+        f"kernel {rates.compute / 1e12:.3g} TFLOP/s{backward}, {rates.latency * 1e6:.3g} us a message, "
+        f"{rates.call * 1e6:.3g} us a step"
+    )

@@ -22,13 +22,3 @@ __all__ = [
     "unpatch_causal_lm",
     "unpatched",
 ]
-
-
-def __getattr__(name: str) -> object:
-    """Refuse what is gone by name."""
-    if name == "loss_kernel":
-        raise ImportError(
-            "burst_mcore.loss has no loss_kernel any more: the losses of torch, Liger and CCE "
-            "are baselines of `burst-mcore bench loss`; to train with one of them, call that library"
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

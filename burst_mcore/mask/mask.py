@@ -208,11 +208,6 @@ class Mask(Registered):
         """Whether it is a window that ends on the left, and nothing else."""
         return self.has_window and len(self.terms) == 1
 
-    @property
-    def is_sparse(self) -> bool:
-        """Whether the mask is block-sparse or dilated: the pairs that it allows are few and scattered."""
-        return self.stride > 1 or any(isinstance(term, Blocks) for term in self.terms)
-
     @cached_property
     def document_ends(self) -> Tensor | None:
         """cu_seqlens of its documents, int64; None if it has none. Of several, those cut finest."""

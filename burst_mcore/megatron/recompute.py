@@ -41,11 +41,6 @@ def use_recompute(policy: Policy) -> None:
     _in_effect = policy
 
 
-def recompute_in_effect() -> Policy:
-    """Return the policy of the layers that Megatron checkpoints in this process."""
-    return _in_effect
-
-
 def _keeping(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's function, of a function whose attention is recorded."""
 

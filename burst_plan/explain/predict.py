@@ -33,7 +33,7 @@ from burst_plan.explain.pairs import unevenness
 from burst_plan.explain.problem import DTYPES, Problem
 from burst_plan.explain.verify import verify
 from burst_plan.tables import table
-from burst_plan.words import document_ends, gpu
+from burst_plan.words import document_ends, gpu, in_words
 
 MOST_RANKS = 16384
 """The largest cluster: tables of pairs of ranks take 2 GB there."""
@@ -144,7 +144,7 @@ def explain(
         f"times are those of the slowest rank, MB those that a rank sends on average; exposed: time in which "
         f"the busiest rank does not compute;\ntied: ranks that wait for each other in one exchange across "
         f"nodes; {bound}\n"
-        f"(predicted, not measured: {rates.in_words})"
+        f"(predicted, not measured: {in_words(rates)})"
     )
 
 

@@ -113,11 +113,3 @@ def _torchs_calls(rank, size):
 def test_it_is_torchs_own_that_runs_and_only_as_a_baseline():
     baseline, ours = processes(1, _torchs_calls)[0]
     assert baseline == ours == [((39, 16), -100)]
-
-
-def test_the_choice_of_a_loss_kernel_is_gone_and_says_so():
-    with pytest.raises(ImportError, match="no loss_kernel any more.*baselines of `burst-mcore bench loss`"):
-        from burst_mcore.loss import loss_kernel  # noqa: F401
-    import burst_mcore.loss
-
-    assert not hasattr(burst_mcore.loss, "another")

@@ -25,6 +25,7 @@ from burst_mcore.attention.shard import Shard
 from burst_mcore.machines import CONSTANTS, CPU, MACHINES, RATES_FILE, default_rates, machine, machine_of
 from burst_mcore.rates import Rates
 from burst_plan.cli import app
+from burst_plan.words import in_words
 
 PUBLIC = Path(__file__).parents[2] / "benchmarks" / "public"
 PAPER = Path(__file__).parents[3] / "shared" / "paper"
@@ -340,7 +341,7 @@ def test_this_machine_is_measured_into_a_file_that_explain_takes(tmp_path):
     assert 1e6 < rates.intra < 1e11 and 0 <= rates.latency < 1 and rates.inter < rates.intra
     assert {"commit", "machine", "versions"} <= set(json.loads(file.read_text()))
     explained = CliRunner().invoke(app, ["explain", "--heads", "4", "--cluster", "1x2", "--rates", str(file)])
-    assert explained.exit_code == 0 and rates.in_words in explained.output
+    assert explained.exit_code == 0 and in_words(rates) in explained.output
 
 
 def _nodes(rank, size, node):

@@ -37,7 +37,7 @@ def _times(model, way, ranks, rates=MACHINES["A100-NVLink"].rates, seq=2**16):
 
 def test_the_errors_that_are_told_are_those_of_todays_model():
     """The committed table is what `make tables` writes, and a range holds its every run."""
-    assert (ROOT / "burst_mcore" / "step" / TABLE).read_text() == table(PUBLIC)
+    assert (ROOT / "burst_plan" / "step" / TABLE).read_text() == table(PUBLIC)
     rows = judged(PUBLIC)
     for errors in ranges(rows):
         own = [one for one in rows if one.kind == errors.kind]

@@ -10,13 +10,14 @@ from dense import problem
 from ranks import processes
 from typer.testing import CliRunner
 
+from burst_bench.trace import record
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention
 from burst_mcore.attention.autotune.cost import Sizes
 from burst_mcore.attention.autotune.simulate import play
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.schedule.actions import Compute, Recv
 from burst_mcore.attention.schedule.route import Route, program, schedule
-from burst_mcore.attention.schedule.trace import Event, lane, record
+from burst_mcore.attention.schedule.trace import Event, lane
 from burst_mcore.rates import Rates
 from burst_plan.cli import app
 from burst_plan.explain import predict

@@ -32,7 +32,7 @@ from burst_mcore.attention.schedule.actions import (
 from burst_mcore.attention.schedule.communicator import communicator_of
 from burst_mcore.attention.schedule.ring import kind_of
 from burst_mcore.attention.schedule.route import Route, program
-from burst_mcore.attention.schedule.trace import recorder
+from burst_mcore.attention.schedule.trace import RECORDERS
 
 Bundle = tuple[Tensor, ...]
 OnCompute = Callable[[Compute, Bundle, Rows | None], None]
@@ -207,7 +207,7 @@ class Ring:
             RuntimeError: a hop failed; the message names its step and ranks.
         """
         self._compute, self._accumulate, self._keep_own = compute, accumulate, keep
-        carry_out, record = self._CARRY_OUT, recorder()
+        carry_out, record = self._CARRY_OUT, RECORDERS[-1] if RECORDERS else None
         try:
             for step in bound.steps:
                 if record is None:

@@ -4,6 +4,7 @@ served         whether a model can be served; burst's attention put in
 attention      attention and masks of transformers, by BurstAttention
 rotary         rotary embeddings whose frequencies depend on the length
 sequence       the hooks around the forward of a model that sees a shard
+randomness     dropout masks and noise of each rank its own
 prefill        the prompt of generate, attended to by the ring
 loss           the loss of a whole sequence, and the gradient that ZeRO expects
 checkpointing  the recompute policy of the section, attached to a model
