@@ -149,7 +149,9 @@ def _share(gpus: int, heads: int, kv_heads: int, width: int, kv_width: int) -> S
     """The bytes of the rows of a GPU, in bfloat16, sums in float32; a head of O has 128 numbers."""
     row = TOKENS // gpus * heads
     q, out, kv = (2 * numbers for numbers in (row * width, row * 128, row // heads * kv_heads * kv_width))
-    return Share(heads=heads, kv_heads=kv_heads, q=q, out=out, kv=kv, statistic=4 * row)
+    statistic = 4 * row
+    output = (2 * out + statistic) / out
+    return Share(heads=heads, kv_heads=kv_heads, q=q, out=out, kv=kv, statistic=statistic, output=output)
 
 
 def _ways(share: Share, ranks: Ranks) -> dict[str, str]:
