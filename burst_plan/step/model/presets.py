@@ -74,8 +74,7 @@ PRESETS = {
         _gpt_oss("gpt-oss-120b", 36, 128),
     )
 }  # fmt: skip
-"""7b and 14b are those of the BurstEngine paper, the others as their makers publish them.
+"""7b and 14b are those of the BurstEngine paper, the others as their makers publish them in config.json.
 
-Sizes of Qwen and DeepSeek are those of zyzshishui/slime, scripts/models; GPT-OSS is as in arXiv 2508.10925,
-Mixtral as in arXiv 2401.04088. Biases and sinks of attention are not counted."""
+Biases and sinks of attention are not counted. Tests hold the parameters to those that makers print."""
 SPELLED = {_spelled(name): model for name, model in PRESETS.items()}
