@@ -31,7 +31,7 @@ from burst_mcore.rates import Rates
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LineSizes:
     """What is measured on a device: two points of each straight line, in tokens or bytes."""
 
     heads: int
@@ -46,8 +46,8 @@ class Sizes:
 
 
 SIZES = {
-    "cpu": Sizes(4, 64, torch.float32, (256, 1024), (2**12, 2**22), 2**26),
-    "cuda": Sizes(16, 128, torch.bfloat16, (2048, 16384), (2**16, 2**27), 2**31),
+    "cpu": LineSizes(4, 64, torch.float32, (256, 1024), (2**12, 2**22), 2**26),
+    "cuda": LineSizes(16, 128, torch.bfloat16, (2048, 16384), (2**16, 2**27), 2**31),
 }
 
 
@@ -168,7 +168,7 @@ def measured(world: World, node: int, repeats: int) -> Rates:
     )
 
 
-def _kernel(world: World, sizes: Sizes, repeats: int) -> tuple[Line, Line]:
+def _kernel(world: World, sizes: LineSizes, repeats: int) -> tuple[Line, Line]:
     """Return the seconds of a query row by the keys that the row sees, in forward and in backward."""
     heads, dim = sizes.heads, sizes.head_dim
     kernel = choose("auto", Problem(world.device, sizes.dtype, heads, heads, dim, dim))

@@ -18,7 +18,7 @@ from burst_plan.words import tokens
 T = TypeVar("T")
 ALL = "all cases"
 """The case of figures that follow from several cases."""
-Step = Callable[[], object]
+TimedStep = Callable[[], object]
 """What is timed. If a step returns a mapping, that has further meters of the same round."""
 
 
@@ -80,9 +80,9 @@ def of_kind(kind: str) -> list[Method]:
 class Trial:
     """A method, or a unit beside which methods are measured, ready in this process."""
 
-    steps: Mapping[str, Step]
+    steps: Mapping[str, TimedStep]
     """What is timed, by the word that goes before its meters; "" for a single step."""
-    warm: Step | None = None
+    warm: TimedStep | None = None
     """Called once before all else: what is made once is made."""
     memory: Callable[[], Mapping[str, float]] = dict
     """Meters that are read once, while freed memory still goes back to the system."""

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from burst_bench.core import World
 from burst_bench.methods.kernels import both_ways, forward_of
-from burst_bench.methods.sharded import Attention
+from burst_bench.methods.sharded import ShardedAttention
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.kernels.table import KERNELS, choose
 from burst_mcore.mask import Mask
-from burst_plan.explain.problem import Problem
+from burst_plan.explain.problem import LayerProblem
 
 TOKENS = 512
 """Length of the sequence on which a method must be right before it is timed, at most."""
@@ -26,7 +26,7 @@ TABLE_TOKENS = 8192
 """The longest sequence over which the bare kernel gets a mask as a table of queries x keys."""
 
 
-def error(problem: Problem, attention: Attention, world: World) -> float:
+def error(problem: LayerProblem, attention: ShardedAttention, world: World) -> float:
     """Return the worst error of out, dq, dk, dv as a multiple of the bare kernel's own. Collective."""
     tensors = problem.tensors()
     q, k, v, dout = (attention.shard(x).to(world.device) for x in tensors)
@@ -50,14 +50,14 @@ def relative(got: Tensor | None, want: Tensor | None) -> float:
     return float((got.double() - want).norm() / want.norm())
 
 
-def gate_problem(problem: Problem, size: int) -> Problem:
+def gate_problem(problem: LayerProblem, size: int) -> LayerProblem:
     """Return the problem with few tokens, the lengths in its mask in proportion."""
     unit = 2 * size
     return problem.shortened(max(unit, min(problem.seq, TOKENS) // unit * unit))
 
 
 def bare_kernel(
-    problem: Problem, device: str = "cpu", passes: str = "fwd+bwd"
+    problem: LayerProblem, device: str = "cpu", passes: str = "fwd+bwd"
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
     """Return (out, lse, dq, dk, dv) of the whole sequence by one call of the local kernel each way.
 
@@ -71,7 +71,7 @@ def bare_kernel(
     return partial(call, chosen if chosen.abilities.masks else KERNELS["reference"], _table(problem))
 
 
-def refusal(problem: Problem) -> str | None:
+def refusal(problem: LayerProblem) -> str | None:
     """Why the bare kernel cannot take the problem in one call; None if it can."""
     if problem.seen in (Mask.causal(), Mask.full()) or problem.seq <= TABLE_TOKENS:
         return None
@@ -82,7 +82,7 @@ def refusal(problem: Problem) -> str | None:
     )
 
 
-def _table(problem: Problem) -> Pattern:
+def _table(problem: LayerProblem) -> Pattern:
     """Return the mask as a table of queries x keys."""
     rows = torch.arange(problem.seq)
     return Pattern.from_table(problem.seen.allows(rows, rows))

@@ -16,7 +16,7 @@ from burst_bench import emulate
 from burst_bench.core import ALL, Case, Method, Table, first_line, in_words
 from burst_bench.launch import fresh_processes, in_processes
 from burst_bench.results import Results
-from burst_bench.stage import Outcome, Samples, Work, measure
+from burst_bench.stage import Outcome, Samples, StageWork, measure
 
 
 def device_for(subject: type[Case], word: str, joined: bool = False) -> str:
@@ -149,7 +149,7 @@ def _able(case: Case, names: Sequence[str], device: str) -> tuple[list[Method], 
 
 def _measured(case: Case, methods: Sequence[Method], repeats: int, device: str) -> Outcome:
     """Return the samples of all methods on one case."""
-    work = Work(case, methods, 1 if case.cold else repeats * case.rounds, device)
+    work = StageWork(case, methods, 1 if case.cold else repeats * case.rounds, device)
     sets = range(case.processes * (repeats if case.cold else 1))
     if case.beside is None:
         return _joined(_in_world(work) for _ in sets)
@@ -163,7 +163,7 @@ def _measured(case: Case, methods: Sequence[Method], repeats: int, device: str) 
     return whole
 
 
-def _in_world(work: Work) -> Outcome:
+def _in_world(work: StageWork) -> Outcome:
     """Measure in one set of fresh processes, or in torchrun's processes."""
     place: Any = work.case
     if dist.is_initialized():
@@ -177,7 +177,7 @@ def _in_world(work: Work) -> Outcome:
     return first
 
 
-def _alone(work: Work) -> Outcome:
+def _alone(work: StageWork) -> Outcome:
     """Measure one method: the end of its process is its result, unless the method beside caused it."""
     try:
         return _in_world(work)

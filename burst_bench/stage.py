@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from burst_bench.core import Case, Method, Stage, Step, Trial, World, first_line
+from burst_bench.core import Case, Method, Stage, TimedStep, Trial, World, first_line
 from burst_bench.launch import keep_freed_memory, touch_memory
 from burst_bench.memory import peak_meter
 
 
 @dataclass(frozen=True)
-class Work:
+class StageWork:
     """What a set of processes measures."""
 
     case: Case
@@ -38,7 +38,7 @@ class Outcome:
     """Why methods were not timed."""
 
 
-def measure(rank: int, size: int, work: Work) -> Outcome:
+def measure(rank: int, size: int, work: StageWork) -> Outcome:
     """Return the outcome, which is the same on every rank."""
     case, world = work.case, World(rank, size, work.device)
     torch.set_num_threads(case.threads)
@@ -165,14 +165,14 @@ def one_round(trial: Trial, part: str, world: World, *, memory: bool = False) ->
     return over_ranks(sample, world)
 
 
-def _cpu(step: Step, ahead: bool) -> dict[str, float]:
+def _cpu(step: TimedStep, ahead: bool) -> dict[str, float]:
     cpu, wall = time.process_time(), time.perf_counter()
     more = step()
     seconds = {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall}
     return {**seconds, **(more if isinstance(more, dict) else {})}
 
 
-def _cuda(step: Step, ahead: bool) -> dict[str, float]:
+def _cuda(step: TimedStep, ahead: bool) -> dict[str, float]:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     if ahead:

@@ -33,7 +33,7 @@ from burst_mcore.attention.schedule.actions import (
 from burst_mcore.attention.schedule.trace import RECORDERS, Event, lane
 from burst_mcore.config import BurstConfig
 from burst_mcore.rates import Rates
-from burst_plan.explain.problem import Problem
+from burst_plan.explain.problem import LayerProblem
 
 
 @dataclass
@@ -114,7 +114,7 @@ def record(rank: int = 0, *, on_cuda: bool = False) -> Iterator[list[Event]]:
 
 
 def trace_pass(
-    problem: Problem, ranks: Ranks, pass_: Pass, config: BurstConfig, rates: Rates | None = None
+    problem: LayerProblem, ranks: Ranks, pass_: Pass, config: BurstConfig, rates: Rates | None = None
 ) -> list[Event]:
     """Return the events of every rank in one pass, over gloo on this machine.
 
@@ -130,7 +130,13 @@ def trace_pass(
 
 
 def _trace_pass(
-    rank: int, size: int, problem: Problem, intra: int, pass_: Pass, config: BurstConfig, rates: Rates | None
+    rank: int,
+    size: int,
+    problem: LayerProblem,
+    intra: int,
+    pass_: Pass,
+    config: BurstConfig,
+    rates: Rates | None,
 ) -> list[Event]:
     keep_freed_memory()
     world = World(rank, size)

@@ -18,8 +18,8 @@ except ImportError:
 from typer.core import TyperGroup
 
 from burst_plan.options import (
-    Batch,
-    Cluster,
+    BatchOption,
+    ClusterOption,
     Dtype,
     Gpu,
     HeadDim,
@@ -31,10 +31,10 @@ from burst_plan.options import (
     LatentText,
     LayoutText,
     MaskText,
-    Mesh,
+    MeshOption,
     Overlap,
     RatesFile,
-    Ring,
+    RingOption,
     Seq,
     Tflops,
     ValueDim,
@@ -87,16 +87,16 @@ def explain(
     heads: Heads = 32,
     kv_heads: KVHeads = None,
     seq: Seq = "1M",
-    cluster: Cluster = "4x8",
+    cluster: ClusterOption = "4x8",
     head_dim: HeadDim = 128,
     value_dim: ValueDim = None,
     latent: LatentText = None,
-    batch: Batch = 1,
+    batch: BatchOption = 1,
     dtype: Dtype = "bfloat16",
     mask: MaskText = "causal",
     layout: LayoutText = "zigzag",
-    ring: Ring = "auto",
-    mesh: Mesh = "none",
+    ring: RingOption = "auto",
+    mesh: MeshOption = "none",
     overlap: Overlap = True,
     gpu: Gpu = None,
     rates_file: RatesFile = None,
@@ -110,12 +110,12 @@ def explain(
 
     from burst_mcore.config import BurstConfig
     from burst_plan.explain import predict
-    from burst_plan.explain.problem import Problem, latent_of
+    from burst_plan.explain.problem import LayerProblem, latent_of
     from burst_plan.words import tokens
 
     try:
         config = BurstConfig(ring=ring, mesh=mesh, overlap=overlap)
-        problem = Problem(
+        problem = LayerProblem(
             seq=tokens(seq),
             heads=heads,
             kv_heads=heads if kv_heads is None else kv_heads,
@@ -138,12 +138,12 @@ def explain(
 
 @app.command()
 def draw(
-    cluster: Cluster = "2x4",
+    cluster: ClusterOption = "2x4",
     direction: Annotated[
         str, typer.Option(help="forward, or the side that travels in backward: query or kv.")
     ] = "query",
-    ring: Ring = "double",
-    mesh: Mesh = "none",
+    ring: RingOption = "double",
+    mesh: MeshOption = "none",
     overlap: Overlap = True,
     head_parallel: Annotated[int, typer.Option(help="Ranks that share the heads.")] = 1,
     heads: Heads = 8,
@@ -180,7 +180,7 @@ def draw(
     from burst_plan.explain.chrome_trace import chrome_trace
     from burst_plan.explain.mask_picture import save_mask, tiles_summary
     from burst_plan.explain.picture import picture, save_timelines
-    from burst_plan.explain.problem import Problem
+    from burst_plan.explain.problem import LayerProblem
     from burst_plan.files import check_writable
     from burst_plan.tables import cut
     from burst_plan.words import tokens
@@ -193,7 +193,7 @@ def draw(
         config = BurstConfig(ring=ring, mesh=mesh, overlap=overlap, head_parallel=head_parallel)
         if measure and tokens(seq) > MEASURED_TOKENS:
             raise ValueError(f"--measure runs on this machine's CPU: --seq may be at most {MEASURED_TOKENS}")
-        problem = Problem(
+        problem = LayerProblem(
             seq=tokens(seq),
             heads=heads,
             kv_heads=heads if kv_heads is None else kv_heads,
@@ -288,7 +288,7 @@ def plan(
         ),
     ] = None,
     seq: Annotated[str | None, typer.Option(help="Tokens of a sequence, such as 128K or 1M.")] = None,
-    cluster: Cluster = "a800:4x8",
+    cluster: ClusterOption = "a800:4x8",
     batch: Annotated[
         int | None, typer.Option(help="Sequences of a step, of all ranks; default 1.", show_default=False)
     ] = None,

@@ -25,9 +25,9 @@ LatentText = Annotated[
         help="Multi-latent attention: what travels for K and V, a latent + a rope key such as 512+64.",
     ),
 ]
-Batch = Annotated[int, typer.Option(help="Sequences in a batch.")]
+BatchOption = Annotated[int, typer.Option(help="Sequences in a batch.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
-Cluster = Annotated[
+ClusterOption = Annotated[
     str, typer.Option(help="Nodes x ranks of a node, such as 4x8; with a machine, such as a800:4x8.")
 ]
 MaskText = Annotated[
@@ -42,10 +42,10 @@ LayoutText = Annotated[
         "balances the mask.",
     ),
 ]
-Ring = Annotated[
+RingOption = Annotated[
     str, typer.Option(help="Route between ranks: double, flat, direct, or auto for the cost model.")
 ]
-Mesh = Annotated[
+MeshOption = Annotated[
     str, typer.Option(help="Rings side by side: none, auto, or rows x columns of positions such as 2x4.")
 ]
 Overlap = Annotated[bool, typer.Option(help="Communicate while ranks compute.")]

@@ -18,11 +18,11 @@ from burst_bench.published.loops import (
     RING_FLASH,
     TRANSFORMER_ENGINE,
     Loop,
-    Place,
+    LoopPlace,
     follows,
     together,
 )
-from burst_bench.published.methods import Way, seconds_of, way_of
+from burst_bench.published.methods import MethodWay, seconds_of, way_of
 from burst_bench.published.training import COUNTED
 from burst_mcore.attention.schedule.actions import Kind, Send
 from burst_mcore.machines import CONSTANTS, MACHINES, Machine
@@ -224,7 +224,7 @@ def _with_head_dim(one: Compared, head_dim: int) -> float:
     assert one.row is not None
     row = replace(one.row, head_dim=head_dim)
     way = way_of(row)
-    assert isinstance(way, Way)
+    assert isinstance(way, MethodWay)
     return row.figure_of(seconds_of(row, way, MACHINES[row.hardware].rates))
 
 
@@ -235,7 +235,7 @@ def equal_work(judged: Iterable[Compared]) -> list[list[Compared]]:
         row = one.row
         assert row is not None
         way = way_of(row)
-        assert isinstance(way, Way)
+        assert isinstance(way, MethodWay)
         if way.heads == row.gpus:
             way = replace(way, layout="")
             loop = way.loop and replace(way.loop, source="", draw=follows)
@@ -321,7 +321,7 @@ def _loops() -> Iterator[str]:
 def _hops(loop: Loop) -> str:
     """Return how many hops gradients make on a ring, or on a double ring of M windows of L."""
     size = 4
-    flat = loop.draw(Place(0, 1, size), gradients=True)
+    flat = loop.draw(LoopPlace(0, 1, size), gradients=True)
     hops = sum(isinstance(action, Send) and action.channel.kind != Kind.DATA for action in flat)
     within = f"G{'' if hops == size else f' - {size - hops}'}"
     return within if loop.draw in (follows, together) else "L in each of M windows, M between them"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.runtime.communicators import Communicators
-from burst_mcore.attention.runtime.executor import ProcessGroups, Work
+from burst_mcore.attention.runtime.executor import MessageWork, ProcessGroups
 from burst_mcore.attention.schedule.actions import Channel, Send
 
 
@@ -20,7 +20,7 @@ class Arrival:
         moves: (tensor on the device, its host memory, whether it is sent) of each.
     """
 
-    def __init__(self, works: Sequence[Work], moves: Sequence[tuple[Tensor, Tensor, bool]]) -> None:
+    def __init__(self, works: Sequence[MessageWork], moves: Sequence[tuple[Tensor, Tensor, bool]]) -> None:
         self._works, self._moves = works, moves
 
     def wait(self) -> None:

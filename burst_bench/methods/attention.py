@@ -11,7 +11,7 @@ from torch import Tensor
 
 from burst_bench.core import Method, World, add, missing
 from burst_bench.methods.all_gather import all_gather_attention
-from burst_bench.methods.sharded import Attention, RingCase, dealt, divisible
+from burst_bench.methods.sharded import RingCase, ShardedAttention, dealt, divisible
 from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.runtime.head_exchange import why_not_heads
 from burst_mcore.attention.runtime.topology import Topology
@@ -28,7 +28,7 @@ def burst(
     mesh: str = "none",
     nodes: int = 1,
     rates: Rates | None = None,
-) -> Attention:
+) -> ShardedAttention:
     """burst_attention on the case's layout.
 
     Ranks share heads in groups of `heads`, None: all. Where there are fewer nodes than `nodes`, so many are
@@ -49,7 +49,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return out
 
 
-def _all_gather(case: RingCase, world: World) -> Attention:
+def _all_gather(case: RingCase, world: World) -> ShardedAttention:
     attend = partial(all_gather_attention, group=world.group, mask=case.seen)
     return dealt("zigzag", world, attend)
 
@@ -74,7 +74,7 @@ def _deepspeed_needs(case: RingCase, device: str) -> str | None:
     return missing("deepspeed") or divisible(case, device)
 
 
-def _deepspeed(case: RingCase, world: World) -> Attention:
+def _deepspeed(case: RingCase, world: World) -> ShardedAttention:
     os.environ.setdefault("DS_ACCELERATOR", world.device)  # else it says at length that it looks for one
     import deepspeed
     from deepspeed.ops import __compatible_ops__

@@ -27,7 +27,7 @@ HeadLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadMethod:
     """A method of the kind "heads"."""
 
     loss: HeadLoss
@@ -42,8 +42,8 @@ def _naive(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.to(wide(logits.dtype)), labels, ignore_index=IGNORED)
 
 
-def _compiled(case: Any, world: World) -> Head:
-    return Head(torch.compile(_naive, dynamic=False), compiled=True, visible=False)
+def _compiled(case: Any, world: World) -> HeadMethod:
+    return HeadMethod(torch.compile(_naive, dynamic=False), compiled=True, visible=False)
 
 
 def _burst(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def on_gpu(name: str, case: Any, device: str) -> str | None:
 def _method(
     name: str, loss: HeadLoss, needs: Callable[[Any, str], str | None] = nothing, visible: bool = True
 ) -> Method:
-    return Method(name, partial(ready, Head(loss, visible=visible)), needs, ours=name == "burst")
+    return Method(name, partial(ready, HeadMethod(loss, visible=visible)), needs, ours=name == "burst")
 
 
 add(

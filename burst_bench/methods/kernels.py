@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from burst_bench.core import Case, Method, Step, World, add, one_of
+from burst_bench.core import Case, Method, TimedStep, World, add, one_of
 from burst_mcore.attention.call import Keys, Queries
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.geometry.plan import plan_for
@@ -74,7 +74,7 @@ class Tiles:
         for tile in self.tiles:
             both_ways(self.kernel, tile.pattern, *self.rows(tile))
 
-    def backward(self) -> Step:
+    def backward(self) -> TimedStep:
         """Run the forward, and return the backward as a step."""
         inputs = [_inputs(self.kernel, *self.rows(tile), *self._forward(tile)) for tile in self.tiles]
 

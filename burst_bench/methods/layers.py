@@ -22,7 +22,7 @@ def as_it_is(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Checkpointing:
+class LayerMethod:
     """A method of the kind "layers"."""
 
     layer: Callable[..., Tensor] = as_it_is
@@ -39,7 +39,7 @@ def _selective(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
     return out
 
 
-def _megatron(around: str, case: Any, world: World) -> Checkpointing:
+def _megatron(around: str, case: Any, world: World) -> LayerMethod:
     from megatron.core import tensor_parallel
 
     if not torch.cuda.is_available():
@@ -52,7 +52,7 @@ def _megatron(around: str, case: Any, world: World) -> Checkpointing:
         out: Tensor = tensor_parallel.checkpoint(function, False, *args)
         return out
 
-    return Checkpointing(layer=recomputed) if around == "layer" else Checkpointing(attention=recomputed)
+    return LayerMethod(layer=recomputed) if around == "layer" else LayerMethod(attention=recomputed)
 
 
 POLICIES: dict[str, Policy] = {
@@ -67,12 +67,12 @@ POLICIES: dict[str, Policy] = {
 IN_MEGATRON = partial(installed, "megatron-core")
 add(
     "layers",
-    Method("none", partial(ready, Checkpointing())),
+    Method("none", partial(ready, LayerMethod())),
     *(
-        Method(name, partial(ready, Checkpointing(partial(checkpoint, policy=policy))))
+        Method(name, partial(ready, LayerMethod(partial(checkpoint, policy=policy))))
         for name, policy in POLICIES.items()
     ),
-    Method("torch selective", partial(ready, Checkpointing(_selective)), ours=False),
+    Method("torch selective", partial(ready, LayerMethod(_selective)), ours=False),
     Method("megatron full", partial(_megatron, "layer"), IN_MEGATRON, ours=False),
     Method("megatron selective", partial(_megatron, "attention"), IN_MEGATRON, ours=False),
 )

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from burst_bench.core import Method, World, add, missing
-from burst_bench.methods.sharded import VARIANTS, Attend, Attention, RingCase, dealt, divisible
+from burst_bench.methods.sharded import VARIANTS, AttendedBy, RingCase, ShardedAttention, dealt, divisible
 from burst_mcore.layout import shard, unshard
 from burst_mcore.mask import Mask
 
@@ -64,7 +64,7 @@ def _group(world: World, ranks: Sequence[int] | None = None) -> dist.ProcessGrou
     return group
 
 
-def _megatron(case: RingCase, world: World, comm: str) -> Attention:
+def _megatron(case: RingCase, world: World, comm: str) -> ShardedAttention:
     """TEDotProductAttention, of [sequence, batch, heads, head_dim], zigzag: its result has heads as one."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -111,14 +111,14 @@ def _levels(world: World) -> list[dist.ProcessGroup]:
     return [group for ranks, group in rows if world.rank in ranks]
 
 
-def _ring_flash_attn(case: RingCase, world: World, function: str, layout: str) -> Attention:
+def _ring_flash_attn(case: RingCase, world: World, function: str, layout: str) -> ShardedAttention:
     import ring_flash_attn  # type: ignore[import-not-found]
 
     run = getattr(ring_flash_attn, function)
     return dealt(layout, world, partial(run, causal=_causal(case), group=_group(world)))
 
 
-def _yunchang(case: RingCase, world: World, ring: str, layout: str, heads: int) -> Attention:
+def _yunchang(case: RingCase, world: World, ring: str, layout: str, heads: int) -> ShardedAttention:
     from yunchang import LongContextAttention, set_seq_parallel_pg  # type: ignore[import-not-found]
 
     set_seq_parallel_pg(heads, world.size // heads, world.rank, world.size)
@@ -126,7 +126,7 @@ def _yunchang(case: RingCase, world: World, ring: str, layout: str, heads: int) 
     return _grouped(layout, heads, world, partial(layer, causal=_causal(case)))
 
 
-def _grouped(layout: str, heads: int, world: World, attend: Attend) -> Attention:
+def _grouped(layout: str, heads: int, world: World, attend: AttendedBy) -> ShardedAttention:
     """Return a method whose groups of `heads` consecutive ranks are dealt a layout, and split their rows."""
     groups, (place, member) = world.size // heads, divmod(world.rank, heads)
 
@@ -137,10 +137,10 @@ def _grouped(layout: str, heads: int, world: World, attend: Attend) -> Attention
         joined = [torch.cat([*parts[i : i + heads]], 1) for i in range(0, world.size, heads)]
         return unshard(joined, dim=1, layout=layout)
 
-    return Attention(attend, own, whole)
+    return ShardedAttention(attend, own, whole)
 
 
-def _magi(case: RingCase, world: World) -> Attention:
+def _magi(case: RingCase, world: World) -> ShardedAttention:
     """MagiAttention, of [tokens, heads, head_dim], which deals chunks of the sequence as it sees fit."""
     from magi_attention import api  # type: ignore[import-not-found]
     from magi_attention.config import DispatchConfig, DistAttnConfig  # type: ignore[import-not-found]
@@ -167,7 +167,7 @@ def _magi(case: RingCase, world: World) -> Attention:
         return out[None]  # type: ignore[no-any-return]
 
     order = torch.cat(places).argsort()
-    return Attention(attend, lambda x: x[:, mine], lambda parts: torch.cat([*parts], 1)[:, order])
+    return ShardedAttention(attend, lambda x: x[:, mine], lambda parts: torch.cat([*parts], 1)[:, order])
 
 
 def _magi_needs(case: RingCase, device: str) -> str | None:
@@ -248,7 +248,7 @@ def _set(method: str, causal: bool) -> None:
     _templates()._cp_options.enable_load_balance = causal
 
 
-def _torch(case: RingCase, world: World, method: str) -> Attention:
+def _torch(case: RingCase, world: World, method: str) -> ShardedAttention:
     causal = _causal(case)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -234,7 +234,7 @@ def fields(name: str, variant: str, case: PlayedCase, world: World) -> Played:
     return Played(tuple(played), published.seconds_of(row, way, rates), sum(parts.kernel for parts in both))
 
 
-def _in_turn(parts: published.Parts, way: published.Way, rank: int, rates: Rates) -> Iterator[Part]:
+def _in_turn(parts: published.Parts, way: published.MethodWay, rank: int, rates: Rates) -> Iterator[Part]:
     """Yield the exchange into the group, the ring of groups, and the exchange out of the group."""
     moves, ring = PASSES[parts.ring.pass_], parts.ring
     position, member = divmod(rank, way.heads)
@@ -250,7 +250,7 @@ def _in_turn(parts: published.Parts, way: published.Way, rank: int, rates: Rates
     yield Part(exchange(rank, way.heads, out), exchanged, after=parts.after)
 
 
-def _programs(parts: published.Parts, way: published.Way, rank: int) -> tuple[Program, ...]:
+def _programs(parts: published.Parts, way: published.MethodWay, rank: int) -> tuple[Program, ...]:
     """Return the programs of all places: another project's loop, or ours, which rank 0 verifies."""
     ring = parts.ring
     if way.loop is not None:

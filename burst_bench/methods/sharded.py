@@ -12,16 +12,16 @@ from torch import Tensor
 from burst_bench.core import Case, World
 from burst_mcore.attention.shard import Shard
 from burst_mcore.layout import Layout, shard, unshard
-from burst_plan.explain.problem import Problem
+from burst_plan.explain.problem import LayerProblem
 
 VARIANTS = {"zigzag": "zigzag", "striped": "stripe", "contiguous": "basic"}
 """Words in the variant of a row of measurements, by layout."""
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+AttendedBy = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Differentiable, of local q, k, v [batch, local sequence, heads, head_dim]."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingCase(Case, Problem):
+class RingCase(Case, LayerProblem):
     """Attention of a sequence that is sharded over ranks."""
 
     ranks: int = 4
@@ -36,7 +36,7 @@ class RingCase(Case, Problem):
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         Case.__post_init__(self)
-        Problem.__post_init__(self)
+        LayerProblem.__post_init__(self)
 
     @property
     def dealt(self) -> Layout:
@@ -47,19 +47,19 @@ class RingCase(Case, Problem):
 
 
 @dataclass(frozen=True)
-class Attention:
+class ShardedAttention:
     """A method of the kind "attention", on one rank."""
 
-    attend: Attend
+    attend: AttendedBy
     shard: Callable[[Tensor], Tensor]
     """This rank's part of a tensor [batch, sequence, ...]."""
     unshard: Callable[[Sequence[Tensor]], Tensor]
     """The whole tensor of the parts of all ranks."""
 
 
-def dealt(layout: Layout | str, world: World, attend: Attend) -> Attention:
+def dealt(layout: Layout | str, world: World, attend: AttendedBy) -> ShardedAttention:
     """Return a method that wants the sequence in a layout of ours."""
-    return Attention(
+    return ShardedAttention(
         attend,
         partial(shard, dim=1, rank=world.rank, size=world.size, layout=layout),
         partial(unshard, dim=1, layout=layout),

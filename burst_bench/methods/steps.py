@@ -69,7 +69,7 @@ class TrainedCase(Case):
 
 
 @dataclass(frozen=True)
-class Setting:
+class StepSetting:
     """What ours does in a step."""
 
     backward: str = "auto"
@@ -85,15 +85,15 @@ class Setting:
         return BurstConfig(backward=self.backward, ring=self.ring, head_parallel=self.head_parallel)
 
 
-_QUERY = Setting("query", "flat", recompute="full")
+_QUERY = StepSetting("query", "flat", recompute="full")
 _DOUBLE = replace(_QUERY, ring="double")
 _FUSED = replace(_DOUBLE, fused=True)
 OURS = {
-    "burst ring": Setting(),
-    "burst hybrid": Setting(head_parallel=2),
-    "burst auto": Setting(head_parallel="auto"),
-    "burst auto with fused loss": Setting(head_parallel="auto", fused=True),
-    "kv, flat ring, full recompute": Setting("kv", "flat", recompute="full"),
+    "burst ring": StepSetting(),
+    "burst hybrid": StepSetting(head_parallel=2),
+    "burst auto": StepSetting(head_parallel="auto"),
+    "burst auto with fused loss": StepSetting(head_parallel="auto", fused=True),
+    "kv, flat ring, full recompute": StepSetting("kv", "flat", recompute="full"),
     "+ query": _QUERY,
     "+ double ring": _DOUBLE,
     "+ fused loss": _FUSED,
@@ -104,7 +104,7 @@ OURS = {
 last keeps attention in the place of a segment."""
 
 
-def needs(package: str, setting: Setting | None, case: TrainedCase, device: str) -> str | None:
+def needs(package: str, setting: StepSetting | None, case: TrainedCase, device: str) -> str | None:
     """Return what a method of a framework needs, and what its setting of ours needs of the case."""
     lacks = missing(package)
     if lacks or setting is None:

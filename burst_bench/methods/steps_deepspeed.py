@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from burst_bench.core import Method, World, add, missing
-from burst_bench.methods.steps import OURS, VOCABULARY, WIDER, Setting, Train, TrainedCase, needs
+from burst_bench.methods.steps import OURS, VOCABULARY, WIDER, StepSetting, Train, TrainedCase, needs
 from burst_plan.explain.problem import DTYPES
 
-Attention = Callable[..., Any]
+AttentionFunction = Callable[..., Any]
 """In the place of ours, as transformers' interface has it."""
 
 
@@ -54,7 +54,9 @@ def llama(case: TrainedCase) -> Any:
     return LlamaForCausalLM(config)
 
 
-def _train(section: dict[str, Any], attention: Attention | None, name: str, case: TrainedCase) -> Train:
+def _train(
+    section: dict[str, Any], attention: AttentionFunction | None, name: str, case: TrainedCase
+) -> Train:
     """Return the step of an engine. Collective."""
     from burst_mcore.deepspeed.engine.initialize import initialize, shard_loader
     from burst_mcore.deepspeed.engine.prepare import sequence_of
@@ -89,7 +91,7 @@ def _train(section: dict[str, Any], attention: Attention | None, name: str, case
     return step
 
 
-def _ours(setting: Setting, case: TrainedCase, world: World) -> Train:
+def _ours(setting: StepSetting, case: TrainedCase, world: World) -> Train:
     section: dict[str, Any] = {
         "layout": "zigzag", "head_parallel": setting.head_parallel, "backward": setting.backward,
         "ring": setting.ring, "fused_loss": setting.fused,
@@ -100,13 +102,13 @@ def _ours(setting: Setting, case: TrainedCase, world: World) -> Train:
 
 
 def _theirs(
-    name: str, build: Callable[[TrainedCase, World], Attention], case: TrainedCase, world: World
+    name: str, build: Callable[[TrainedCase, World], AttentionFunction], case: TrainedCase, world: World
 ) -> Train:
     section = {"layout": "contiguous", "head_parallel": 1, "fused_loss": False}
     return _train(section, build(case, world), name, case)
 
 
-def _ulysses_hf(case: TrainedCase, world: World) -> Attention:
+def _ulysses_hf(case: TrainedCase, world: World) -> AttentionFunction:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -116,7 +118,7 @@ def _ulysses_hf(case: TrainedCase, world: World) -> Attention:
     ).forward  # fmt: skip
 
 
-def _ulysses_layer(case: TrainedCase, world: World) -> Attention:
+def _ulysses_layer(case: TrainedCase, world: World) -> AttentionFunction:
     from deepspeed.sequence.layer import DistributedAttention
 
     def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -134,7 +136,7 @@ def _ulysses_layer(case: TrainedCase, world: World) -> Attention:
     return attend
 
 
-def _needs(setting: Setting | None, case: TrainedCase, device: str) -> str | None:
+def _needs(setting: StepSetting | None, case: TrainedCase, device: str) -> str | None:
     return missing("transformers") or needs("deepspeed", setting, case, device)
 
 

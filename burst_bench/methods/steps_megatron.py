@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from burst_bench.core import Method, World, add
 from burst_bench.methods.heads import on_gpu
-from burst_bench.methods.steps import OURS, VOCABULARY, WIDER, Setting, Train, TrainedCase, needs
+from burst_bench.methods.steps import OURS, VOCABULARY, WIDER, StepSetting, Train, TrainedCase, needs
 from burst_mcore.checkpointing import Full, KeepAttention, Policy, Segment
 from burst_mcore.layout import shard
 from burst_plan.explain.problem import DTYPES
@@ -153,7 +153,7 @@ def _train(model: Any, batch: tuple[Any, ...], policy: Policy) -> Train:
     return step
 
 
-def _ours(setting: Setting, case: TrainedCase, world: World) -> Train:
+def _ours(setting: StepSetting, case: TrainedCase, world: World) -> Train:
     from burst_mcore.megatron import spec
     from burst_mcore.megatron.fused_loss import fuse_loss
 

@@ -14,7 +14,7 @@ from tabulate import tabulate
 
 from burst_bench.published.fit import calibrated
 from burst_bench.published.methods import seconds_of, way_of
-from burst_bench.published.paper import Figure, figures
+from burst_bench.published.paper import PaperFigure, figures
 from burst_bench.published.rows import CPU, Row, read, rows_of
 from burst_bench.published.training import OUT_OF_MEMORY, fitted, of_row
 from burst_bench.published.training import figure as figure_of
@@ -290,7 +290,7 @@ def _figures(path: Path, known: Known, used: frozenset[object]) -> list[Compared
     ]
 
 
-def _of_paper(figure: Figure, known: Known, used: frozenset[object]) -> Compared:
+def _of_paper(figure: PaperFigure, known: Known, used: frozenset[object]) -> Compared:
     entries = {"name": figure.name, "metric": figure.metric}
     if figure.row is None:
         run = figure.run

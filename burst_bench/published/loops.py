@@ -28,7 +28,7 @@ _NEXT, _NEXT_ROUNDED = Channel(Link.INTER, Kind.DATA), Channel(Link.INTER, Kind.
 
 
 @dataclass(frozen=True)
-class Place:
+class LoopPlace:
     """A place on a ring of `nodes` windows of `intra` places each."""
 
     position: int
@@ -47,7 +47,7 @@ class Place:
         return [Recv(step, channel, str(channel), back), Send(step, channel, str(channel), on)]
 
 
-def follows(place: Place, *, gradients: bool) -> Program:
+def follows(place: LoopPlace, *, gradients: bool) -> Program:
     """Return a ring whose gradients make a hop after each kernel, the last of them too.
 
     K and V of the next step leave before the kernel. Gradients leave after the kernel, and are awaited after
@@ -70,7 +70,7 @@ def follows(place: Place, *, gradients: bool) -> Program:
     return tuple(actions)
 
 
-def together(place: Place, *, gradients: bool) -> Program:
+def together(place: LoopPlace, *, gradients: bool) -> Program:
     """Return a ring whose K, V and gradients leave together, before the kernel.
 
     Backward starts with the K and V that came last in forward, and turns the other way. So gradients are at
@@ -91,7 +91,7 @@ def together(place: Place, *, gradients: bool) -> Program:
     return tuple(actions)
 
 
-def windows(place: Place, *, gradients: bool, rounded: bool = False) -> Program:
+def windows(place: LoopPlace, *, gradients: bool, rounded: bool = False) -> Program:
     """Return a double ring whose gradients go home within each window, and then on to the next window.
 
     Gradients within the first window are float32, unless all are `rounded`. Nothing is computed while the
@@ -113,7 +113,7 @@ def windows(place: Place, *, gradients: bool, rounded: bool = False) -> Program:
     return tuple(actions)
 
 
-def _window(place: Place, window: int, gradient: Channel | None) -> Iterator[Action]:
+def _window(place: LoopPlace, window: int, gradient: Channel | None) -> Iterator[Action]:
     """Yield the steps of one window; gradient: the channel within the window, None in forward."""
     for i in range(place.intra):
         step, last = window * place.intra + i, i == place.intra - 1
@@ -130,7 +130,7 @@ def _window(place: Place, window: int, gradient: Channel | None) -> Iterator[Act
         yield Wait(window * place.intra + place.intra - 1, gradient)
 
 
-def windows_rounded(place: Place, *, gradients: bool) -> Program:
+def windows_rounded(place: LoopPlace, *, gradients: bool) -> Program:
     """Return `windows` with all gradients in 16 bits."""
     return windows(place, gradients=gradients, rounded=True)
 

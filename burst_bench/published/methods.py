@@ -17,7 +17,7 @@ from burst_bench.published.rows import Row
 from burst_mcore.attention.autotune import cost
 from burst_mcore.attention.autotune.cost import CallTime, Passes, message_bytes
 from burst_mcore.attention.autotune.costing import pairs_of
-from burst_mcore.attention.autotune.lockstep import RoutedPass, Work, play_all
+from burst_mcore.attention.autotune.lockstep import KernelWork, RoutedPass, play_all
 from burst_mcore.attention.autotune.ways import Ranks, route_for, why_not_degree
 from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan
@@ -35,7 +35,7 @@ EAGER = Passes(out=10.0, stays=10.0, travels=10.0, stand_in=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class MethodWay:
     """How a method runs: a ring of groups that share heads, and what it does besides."""
 
     heads: int = 1
@@ -57,30 +57,30 @@ class Way:
     """The ring of another project; None: our programs."""
 
 
-def _ulysses(row: Row) -> Way | str:
+def _ulysses(row: Row) -> MethodWay | str:
     way = _usp(replace(row, head_parallel=row.gpus))
     loop = loops.MAGI_ULYSSES.get(_capability(row), loops.DEEPSPEED)
     return way if isinstance(way, str) else replace(way, loop=loop)
 
 
-def _ring(row: Row) -> Way:
-    return Way(layout=_layout(row), loop=_loop(row))
+def _ring(row: Row) -> MethodWay:
+    return MethodWay(layout=_layout(row), loop=_loop(row))
 
 
-def _double_ring(row: Row) -> Way:
-    return Way(double=True, layout=_layout(row), loop=loops.INTERNEVO)
+def _double_ring(row: Row) -> MethodWay:
+    return MethodWay(double=True, layout=_layout(row), loop=loops.INTERNEVO)
 
 
-def _burst(row: Row) -> Way:
-    return Way(double=True, layout=_layout(row), direction=Pass.QUERY)
+def _burst(row: Row) -> MethodWay:
+    return MethodWay(double=True, layout=_layout(row), direction=Pass.QUERY)
 
 
-def _all_gather(row: Row) -> Way:
+def _all_gather(row: Row) -> MethodWay:
     gathers = loops.MAGI_GATHER.get(_capability(row), loops.TE_GATHER)
-    return Way(double=True, layout=_layout(row), exchanges=2, gathers=gathers)
+    return MethodWay(double=True, layout=_layout(row), exchanges=2, gathers=gathers)
 
 
-def _usp(row: Row) -> Way | str:
+def _usp(row: Row) -> MethodWay | str:
     heads = row.head_parallel or most_heads(row)
     why_not = why_not_degree(heads, row.ranks, row.heads, row.kv_heads)
     if why_not:
@@ -88,10 +88,12 @@ def _usp(row: Row) -> Way | str:
     packed = "qkvpack" in row.variant.split()
     exchanges = 2 * (heads > 1) if packed else 4
     apart = not packed and row.figure == "iterations_per_second"
-    return Way(heads=heads, layout=_layout(row), exchanges=exchanges, loop=_loop(row), timed_apart=apart)
+    return MethodWay(
+        heads=heads, layout=_layout(row), exchanges=exchanges, loop=_loop(row), timed_apart=apart
+    )
 
 
-def _loongtrain(row: Row) -> Way | str:
+def _loongtrain(row: Row) -> MethodWay | str:
     way = _usp(row)
     loop = loops.MAGI_DOUBLE_RING.get(_capability(row), loops.INTERNEVO)
     return way if isinstance(way, str) else replace(way, double=True, loop=loop)
@@ -113,7 +115,7 @@ def most_heads(row: Row) -> int:
     return max(d for d in degrees if why_not_degree(d, row.ranks, row.heads, row.kv_heads) is None)
 
 
-WAYS: dict[str, Callable[[Row], Way | str]] = {
+WAYS: dict[str, Callable[[Row], MethodWay | str]] = {
     "ulysses": _ulysses,
     "ring": _ring,
     "all-gather": _all_gather,
@@ -140,7 +142,7 @@ def _layout(row: Row) -> str:
     return named[0] if named else "zigzag" if row.mask == "causal" else "contiguous"
 
 
-def way_of(row: Row) -> Way | str:
+def way_of(row: Row) -> MethodWay | str:
     """Return the way of a row's method, or the reason why the model has none."""
     if row.varlen:
         return "the row does not give the lengths of its documents"
@@ -151,7 +153,7 @@ def way_of(row: Row) -> Way | str:
     return WAYS[row.method](row)
 
 
-def seconds_of(row: Row, way: Way, rates: Rates) -> float:
+def seconds_of(row: Row, way: MethodWay, rates: Rates) -> float:
     """Return the predicted seconds of a row's passes on the slowest rank."""
     if row.passes == "fwd":
         return _seconds(row, way, Pass.FORWARD, rates)
@@ -177,7 +179,7 @@ class Parts:
     """Seconds in which the host launches all of it, beside the device."""
 
 
-def parts_of(row: Row, way: Way, pass_: Pass, rates: Rates) -> Parts:
+def parts_of(row: Row, way: MethodWay, pass_: Pass, rates: Rates) -> Parts:
     """Return the parts of a pass; on its ring every place sends and receives all, whatever a mask leaves out.
 
     Each group of ranks that share heads is one place.
@@ -199,7 +201,7 @@ def parts_of(row: Row, way: Way, pass_: Pass, rates: Rates) -> Parts:
     pairs = pairs_of(Layout.of(way.layout), row.seen, row.seq, groups.size)
     pairs = pairs.T.contiguous() if pass_ == Pass.QUERY else pairs
     time = cost.call_time(pooled, pass_, rates, _passes(way, pooled.heads // pooled.kv_heads))
-    work = Work(pairs, Placement(groups.size), CallTime(0.0) if way.gathers else time, pooled.tokens)
+    work = KernelWork(pairs, Placement(groups.size), CallTime(0.0) if way.gathers else time, pooled.tokens)
     after = (way.exchanges > 0) * cost.COPIES * sum(parcels.values()) * way.heads / rates.memory
     kernel = work.busiest
     if way.gathers:
@@ -211,7 +213,7 @@ def parts_of(row: Row, way: Way, pass_: Pass, rates: Rates) -> Parts:
     return Parts(parcels, groups, plan, ring, kernel, after, host)
 
 
-def _ring_of(way: Way, groups: Ranks, pass_: Pass, shard: Shard, work: Work) -> RoutedPass:
+def _ring_of(way: MethodWay, groups: Ranks, pass_: Pass, shard: Shard, work: KernelWork) -> RoutedPass:
     """Return the ring of groups: the loop of another project, or our program."""
     if way.loop is None:
         route = route_for(1, groups, ring="double" if way.double else "flat", overlap=True)
@@ -225,7 +227,7 @@ def _ring_of(way: Way, groups: Ranks, pass_: Pass, shard: Shard, work: Work) -> 
 def programs_of(loop: Loop, route: Route, pass_: Pass) -> Iterator[Program]:
     """Yield the programs of a loop, place by place."""
     for position in range(route.places):
-        yield loop.draw(loops.Place(position, route.nodes, route.intra), gradients=pass_ != Pass.FORWARD)
+        yield loop.draw(loops.LoopPlace(position, route.nodes, route.intra), gradients=pass_ != Pass.FORWARD)
 
 
 def _windows(groups: Ranks) -> Route:
@@ -237,7 +239,7 @@ def _windows(groups: Ranks) -> Route:
     return Route(nodes=nodes, intra=groups.size // nodes)
 
 
-def _seconds(row: Row, way: Way, pass_: Pass, rates: Rates) -> float:
+def _seconds(row: Row, way: MethodWay, pass_: Pass, rates: Rates) -> float:
     """Return the seconds of a pass: of the device, part by part, or of the host where it launches longer."""
     parts = parts_of(row, way, pass_, rates)
     (played,) = play_all(parts.plan, [parts.ring], parts.groups.intra, rates)
@@ -263,7 +265,7 @@ def _gathered(row: Row, shard: Shard, gathers: Gather, pass_: Pass) -> float:
     return elements * gathers.gathered(forward=pass_ == Pass.FORWARD, reads=reads, group=group)
 
 
-def _passes(way: Way, group: int) -> Passes:
+def _passes(way: MethodWay, group: int) -> Passes:
     """Return the bytes around a kernel call, where `group` query heads share a key head."""
     if way.gathers is not None:
         return way.gathers.passes

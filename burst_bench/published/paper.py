@@ -20,7 +20,7 @@ VARIANTS = {"usp": "zigzag"}
 
 
 @dataclass(frozen=True)
-class Figure:
+class PaperFigure:
     """One figure: its name, "tgs", "mem_gb" or "tflops", its value, and the row of attention if it is one."""
 
     name: str
@@ -33,14 +33,14 @@ class Figure:
     """The training run, or the reason why there is none."""
 
 
-def figures(results: Mapping[str, Any]) -> Iterator[Figure]:
+def figures(results: Mapping[str, Any]) -> Iterator[PaperFigure]:
     """Yield every figure. Raises ValueError for contents of another form."""
     try:
         yield from _end_to_end(results)
         for section in ("ablation_14b_1M_32", "inter_node_14b", "intra_node_14b"):
             yield from _rows_of_training(section, results)
         for name, value in results.get("sparse_tgs_256K", {}).items():
-            yield Figure(f"sparse_tgs_256K/{name}", "tgs", value, run=_sparse(name, results))
+            yield PaperFigure(f"sparse_tgs_256K/{name}", "tgs", value, run=_sparse(name, results))
         for section, table in results.items():
             match = re.fullmatch(r"attention_tflops_(\d+)gpu_(\w+)_heads", section)
             if match:
@@ -55,7 +55,7 @@ def _model(name: str, results: Mapping[str, Any]) -> Model:
     return Model(name=name, head_dim=dim, value_dim=dim, **sizes)
 
 
-def _end_to_end(results: Mapping[str, Any]) -> Iterator[Figure]:
+def _end_to_end(results: Mapping[str, Any]) -> Iterator[PaperFigure]:
     for entry in results.get("end_to_end", ()):
         for name, values in entry.items():
             if name == "method":
@@ -70,17 +70,17 @@ def _end_to_end(results: Mapping[str, Any]) -> Iterator[Figure]:
             except KeyError as unknown:
                 run = f"unknown method, model or field {unknown}"
             name = f"end_to_end/{entry['method']}/{name}"
-            yield Figure(name, "tgs", tgs, run=run)
+            yield PaperFigure(name, "tgs", tgs, run=run)
             if memory is not None or values is None:
-                yield Figure(name, "mem_gb", memory, run=run)
+                yield PaperFigure(name, "mem_gb", memory, run=run)
 
 
-def _rows_of_training(section: str, results: Mapping[str, Any]) -> Iterator[Figure]:
+def _rows_of_training(section: str, results: Mapping[str, Any]) -> Iterator[PaperFigure]:
     for entry in results.get(section, ()):
         words = [f"{key}={value}" for key, value in entry.items() if key not in ("tgs", "mem_gb", "mfu")]
         run = _run_of(section, entry, results)
         for metric in ("tgs", "mem_gb"):
-            yield Figure(f"{section}/{','.join(words)}", metric, entry[metric], run=run)
+            yield PaperFigure(f"{section}/{','.join(words)}", metric, entry[metric], run=run)
 
 
 def _run_of(section: str, entry: Mapping[str, Any], results: Mapping[str, Any]) -> Training:
@@ -112,7 +112,7 @@ def _sparse(name: str, results: Mapping[str, Any]) -> Training | str:
 
 def _attention(
     section: str, gpus: int, model: Mapping[str, int], results: Mapping[str, Any], table: Mapping[str, Any]
-) -> Iterator[Figure]:
+) -> Iterator[PaperFigure]:
     hardware = results["hardware"]
     machine = next((name for name in MACHINES if hardware["gpu"].startswith(name)), hardware["gpu"])
     for method, values in table.items():
@@ -134,4 +134,4 @@ def _attention(
                 variant=VARIANTS.get(method, ""),
                 tflops=1.0 if measured is None else measured,
             )
-            yield Figure(f"{section}/{method}/{seq}", "tflops", measured, row)
+            yield PaperFigure(f"{section}/{method}/{seq}", "tflops", measured, row)

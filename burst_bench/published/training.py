@@ -11,14 +11,14 @@ from functools import lru_cache
 from typing import Any
 
 from burst_bench.published.methods import WAYS, seconds_of
-from burst_bench.published.methods import Way as AttentionWay
+from burst_bench.published.methods import MethodWay as AttentionWay
 from burst_bench.published.rows import Row
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.machines import MACHINES, Machine
 from burst_mcore.rates import Rates
-from burst_plan.step.attention import Attention
-from burst_plan.step.figures import Place, Step
+from burst_plan.step.attention import AttentionTime
+from burst_plan.step.figures import Cluster, PredictedStep
 from burst_plan.step.figures import step as step_of
 from burst_plan.step.memory import longest, total
 from burst_plan.step.model import PRESETS, Model
@@ -46,14 +46,14 @@ class Training:
     """FLOPs that a source's MFU counts, as multiples of those of the model under its mask."""
 
 
-def predicted(run: Training, machines: Mapping[str, Machine] = MACHINES) -> Step | str:
+def predicted(run: Training, machines: Mapping[str, Machine] = MACHINES) -> PredictedStep | str:
     """Return the step of a run, or the reason why it does not go."""
     machine = machines[run.hardware]
     ranks = Ranks(run.way.gpus, min(run.way.gpus, run.per_node))
     reason = why_not(run.way, run.model, run.seq, ranks)
     if reason is not None:
         return reason
-    place = Place(
+    place = Cluster(
         ranks=ranks,
         rates=machine.rates,
         peak=machine.tflops * 1e12,
@@ -69,7 +69,7 @@ def predicted(run: Training, machines: Mapping[str, Machine] = MACHINES) -> Step
     forward = _seconds(replace(row, passes="fwd"), way, machine.rates)
     backward = _seconds(replace(row, passes="bwd"), way, machine.rates)
     nodes = row.ranks.size // row.ranks.intra if way.double else 1
-    runs = Attention(
+    runs = AttentionTime(
         forward=forward,
         backward=backward,
         kernel=forward + backward,  # what of the sum is exposed is not told apart here
@@ -77,7 +77,7 @@ def predicted(run: Training, machines: Mapping[str, Machine] = MACHINES) -> Step
         direction=way.direction.value,
         nodes=nodes,
     )
-    return Step(run.model, run.way, run.seq, place, runs)
+    return PredictedStep(run.model, run.way, run.seq, place, runs)
 
 
 @lru_cache(maxsize=256)
@@ -111,7 +111,7 @@ def _attention_way(run: Training, row: Row) -> AttentionWay | str:
     return WAYS[run.method](row)
 
 
-def value_of(metric: str, step: Step, counted: float = 1.0) -> float | None:
+def value_of(metric: str, step: PredictedStep, counted: float = 1.0) -> float | None:
     """Return a figure of a step in the unit of its source; None for a metric that no step has.
 
     counted: as in `Training`.

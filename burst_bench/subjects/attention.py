@@ -11,7 +11,7 @@ from torch import Tensor
 
 from burst_bench import gate
 from burst_bench.core import Bar, Derived, Method, Stage, Table, Trial, World, one_of
-from burst_bench.methods.sharded import Attention, RingCase
+from burst_bench.methods.sharded import RingCase, ShardedAttention
 from burst_plan.explain.problem import DTYPES
 
 RING = 1.02
@@ -63,7 +63,7 @@ class AttentionCase(RingCase):
 
 def ring_trial(case: RingCase, world: World, method: Method, passes: str = "fwd+bwd") -> Trial:
     """Return a method of the kind "attention", behind the gate."""
-    built: Attention = method.build(case, world)
+    built: ShardedAttention = method.build(case, world)
     *local, dout = shards(case, built, world)
 
     def step() -> None:
@@ -80,7 +80,7 @@ def ring_trial(case: RingCase, world: World, method: Method, passes: str = "fwd+
     return Trial({"": step}, check=check, bound=gate.BOUND)
 
 
-def shards(case: RingCase, built: Attention, world: World) -> list[Tensor]:
+def shards(case: RingCase, built: ShardedAttention, world: World) -> list[Tensor]:
     """Return this rank's q, k, v and dout; on a GPU random ones, since a host may not hold them whole."""
     if world.device == "cpu":
         return [built.shard(x) for x in case.tensors()]

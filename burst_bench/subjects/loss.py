@@ -14,7 +14,7 @@ from torch import Tensor
 from burst_bench.core import Bar, Case, Derived, Method, Stage, Table, Trial, World, one_of
 from burst_bench.gate import relative
 from burst_bench.memory import LargestMade, peak_meter
-from burst_bench.methods.heads import IGNORED, Head, HeadLoss
+from burst_bench.methods.heads import IGNORED, HeadLoss, HeadMethod
 from burst_mcore.loss.reference import linear_cross_entropy
 from burst_plan.explain.problem import DTYPES
 
@@ -105,7 +105,7 @@ class HeadCase(Case):
             return three_products(*(x.detach() for x in tensors()[:2]))
 
         def trial(method: Method) -> Trial:
-            head: Head = method.build(self, world)
+            head: HeadMethod = method.build(self, world)
             warm = self if head.compiled else replace(self, tokens=min(self.tokens, WARM_TOKENS))
             return Trial(
                 {"": lambda: step(head.loss, *tensors())},
@@ -149,7 +149,7 @@ def step(loss: HeadLoss, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     return value.detach()
 
 
-def memory(head: Head, case: HeadCase, device: str) -> dict[str, float]:
+def memory(head: HeadMethod, case: HeadCase, device: str) -> dict[str, float]:
     """Peak memory beyond the inputs, the gradients in it, and the largest tensor as a part of N x V."""
     tensors = case.tensors(device)
     made = LargestMade(tensors) if head.visible else None

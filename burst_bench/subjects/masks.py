@@ -9,7 +9,7 @@ from itertools import chain
 
 import torch
 
-from burst_bench.core import Bar, Derived, Stage, Step, Table, Trial, World
+from burst_bench.core import Bar, Derived, Stage, Table, TimedStep, Trial, World
 from burst_bench.methods.kernels import Tiles, both_ways
 from burst_bench.methods.sharded import RingCase
 from burst_bench.subjects.attention import on_first, ring_trial
@@ -138,14 +138,14 @@ def run_bare(several: Sequence[Tiles]) -> None:
         tiles.both()
 
 
-def unmasked(case: MaskCase, kernel: Kernel) -> Step:
+def unmasked(case: MaskCase, kernel: Kernel) -> TimedStep:
     """Attend without a mask on a few tokens."""
     tensors = [x[:, :DENSE_TOKENS] for x in case.tensors()]
     length = tensors[0].shape[1]
     return partial(both_ways, kernel, Pattern((length, length)), *tensors)
 
 
-def masked_dense(case: MaskCase, kernel: Kernel) -> Step:
+def masked_dense(case: MaskCase, kernel: Kernel) -> TimedStep:
     """Attend all queries to all keys with the mask on the scores: the paper's "Attention Masking"."""
     q, k, v, dout = case.tensors()
     rows = torch.arange(case.seq)

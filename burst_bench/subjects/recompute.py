@@ -16,7 +16,7 @@ from burst_bench.core import Bar, Case, Derived, Method, Stage, Table, Trial, Wo
 from burst_bench.gate import relative
 from burst_bench.memory import peak_meter
 from burst_bench.methods.attention import attended
-from burst_bench.methods.layers import POLICIES, Checkpointing, as_it_is
+from burst_bench.methods.layers import POLICIES, LayerMethod, as_it_is
 from burst_bench.methods.sharded import share_of
 from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
 from burst_mcore.attention.recompute.cuts import cut_for, head_mask
@@ -84,12 +84,12 @@ class LayersCase(Case):
 
     def prepare(self, world: World) -> Stage:
         seq = max(self.divisor, min(self.seq, GATE_TOKENS) // self.divisor * self.divisor)
-        short, model = Model(replace(self, seq=seq), world), Model(self, world)
-        short.step(Checkpointing())
+        short, model = LayerStack(replace(self, seq=seq), world), LayerStack(self, world)
+        short.step(LayerMethod())
         want = list(short.gradients())
 
         def trial(method: Method) -> Trial:
-            built: Checkpointing = method.build(self, world)
+            built: LayerMethod = method.build(self, world)
 
             def memory() -> Mapping[str, float]:
                 model.forget()
@@ -161,7 +161,7 @@ class Layer(nn.Module):
         return qkv
 
 
-class Model(nn.Module):
+class LayerStack(nn.Module):
     """The layers, each called by a method; CPU seconds of recomputations are summed."""
 
     def __init__(self, case: LayersCase, world: World) -> None:
@@ -176,7 +176,7 @@ class Model(nn.Module):
         self.x = nn.Parameter(x.to(DTYPES[case.dtype]))
         self.recompute_seconds = 0.0
 
-    def step(self, method: Checkpointing) -> dict[str, float]:
+    def step(self, method: LayerMethod) -> dict[str, float]:
         """Forward and backward; CPU seconds of recomputations."""
         self.forget()
         x: Tensor = self.x
@@ -202,7 +202,7 @@ class Model(nn.Module):
             for _ in self.layers:
                 self.layers[0].attend(*qkv)
 
-    def _around_attention(self, method: Checkpointing, attend: Callable[..., Tensor], *qkv: Tensor) -> Tensor:
+    def _around_attention(self, method: LayerMethod, attend: Callable[..., Tensor], *qkv: Tensor) -> Tensor:
         alone = method.layer is as_it_is  # else attention is called again as part of its layer
         return method.attention(self._clocked(attend) if alone else attend, *qkv)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from burst_bench.core import Bar, Derived, Method, Stage, Step, Table, Trial, World, of_kind, one_of
+from burst_bench.core import Bar, Derived, Method, Stage, Table, TimedStep, Trial, World, of_kind, one_of
 from burst_bench.memory import peak_meter
 from burst_bench.methods import steps_deepspeed, steps_megatron
 from burst_bench.methods.steps import Train, TrainedCase
@@ -110,7 +110,7 @@ class StepCase(TrainedCase):
         return [Bar("auto's step over Ulysses'", "burst auto", "wall / ulysses", 1.05)]
 
 
-def _counted(train: Train) -> Step:
+def _counted(train: Train) -> TimedStep:
     """Return a step that says how many bytes this process wrote in it, to sockets too."""
 
     def step() -> Mapping[str, float]:

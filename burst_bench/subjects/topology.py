@@ -18,7 +18,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_bench.calibrate import hop
-from burst_bench.core import Bar, Case, Derived, Method, Stage, Step, Table, Trial, World, in_words, one_of
+from burst_bench.core import (
+    Bar,
+    Case,
+    Derived,
+    Method,
+    Stage,
+    Table,
+    TimedStep,
+    Trial,
+    World,
+    in_words,
+    one_of,
+)
 from burst_bench.methods.attention import attended
 from burst_bench.methods.sharded import share_of
 from burst_mcore.attention.autotune import decide
@@ -182,7 +194,7 @@ class ClusterCase(Case):
 
         return Stage(trial, facts={("message", "hop"): latency})
 
-    def step(self, config: BurstConfig, topology: Topology) -> Step:
+    def step(self, config: BurstConfig, topology: Topology) -> TimedStep:
         """Return one forward and backward."""
         generator = torch.Generator().manual_seed(topology.rank)
         q, k, v = (

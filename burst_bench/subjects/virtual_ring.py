@@ -11,7 +11,7 @@ from statistics import median
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from burst_bench.core import Bar, Derived, Stage, Step, Table, Trial, World, one_of
+from burst_bench.core import Bar, Derived, Stage, Table, TimedStep, Trial, World, one_of
 from burst_bench.methods.kernels import SquareCase, others
 from burst_bench.methods.virtual_rank import FROM, VirtualRank
 from burst_bench.subjects.kernels import WORK
@@ -166,7 +166,7 @@ def fastest(case: VirtualCase, world: World) -> str:
     return min(names, key=seconds)
 
 
-def launches(step: Step, world: World) -> int:
+def launches(step: TimedStep, world: World) -> int:
     """Return how many kernels a GPU runs in a pass; on a CPU, how many operators are called."""
     cuda = world.device == "cuda"
     kinds = [ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]
@@ -177,7 +177,7 @@ def launches(step: Step, world: World) -> int:
     return sum(event.count for event in seen.key_averages() if cuda or event.key.startswith("aten::"))
 
 
-def least_seconds(step: Step) -> float:
+def least_seconds(step: TimedStep) -> float:
     """Return the least seconds of a step on the host, of several."""
     seconds = []
     for _ in range(5):
@@ -187,6 +187,6 @@ def least_seconds(step: Step) -> float:
     return min(seconds)
 
 
-def both(forward: Step, backward: Step, ahead: bool = False) -> Trial:
+def both(forward: TimedStep, backward: TimedStep, ahead: bool = False) -> Trial:
     """Return a trial of the two passes."""
     return Trial({"forward": forward, "backward": backward}, ahead=ahead)

@@ -18,7 +18,7 @@ from burst_mcore.attention.call import Call, Keys, Queries, sendable
 from burst_mcore.attention.geometry.rows import Rows, count, gather, relative_to, spans
 from burst_mcore.attention.geometry.tiles import Tile
 from burst_mcore.attention.kernels.kernel import BackwardInputs
-from burst_mcore.attention.numerics.latent import Chunk, Expansion
+from burst_mcore.attention.numerics.latent import Expansion, LatentChunk
 from burst_mcore.attention.numerics.merge import GradientSum
 from burst_mcore.attention.numerics.rowwise import output_stand_in
 from burst_mcore.attention.runtime.buffers import Lease, room_like
@@ -50,7 +50,7 @@ def backward(
         return _Backward(call, queries, keys, out, lease, expansion).run(transport)
 
 
-Share = Bundle | Callable[..., None]
+GradientShare = Bundle | Callable[..., None]
 """A tile's gradients: tensors, or a deferred kernel call that accumulates into the buffers it is given."""
 
 
@@ -65,7 +65,7 @@ class _Resident:
     sums: tuple[GradientSum, ...]
     out: Tensor | None = None
     """The output of staying queries, or a stand-in; None where it is not known yet."""
-    chunk: Chunk | None = None
+    chunk: LatentChunk | None = None
     """The K and V of home's latent, where it stays."""
 
 
@@ -98,16 +98,16 @@ class _Backward:
         k_side: Bundle = keys
         self.travelling, self.stays = (q_side, k_side) if self.query_travels else (k_side, q_side)
         self.staying = tuple(GradientSum(like=tensor) for tensor in self.stays)
-        self.home: Chunk | None = None
+        self.home: LatentChunk | None = None
         """Home's own latent, where it stays."""
         if expansion and self.query_travels:
-            self.home = Chunk(expansion, keys, None, (range(keys.k.shape[1]),))
+            self.home = LatentChunk(expansion, keys, None, (range(keys.k.shape[1]),))
         stays: Bundle = keys if self.query_travels else queries
         self.residents = {call.position: _Resident(None, stays, self.staying, self.out, self.home)}
         """By position: the own rows that stay, and on a mesh those of others."""
-        self.shares: list[tuple[Rows, Share]] = []
+        self.shares: list[tuple[Rows, GradientShare]] = []
         """Gradients of the travelling bundle from the last compute, by its rows."""
-        self.chunk: Chunk | None = None
+        self.chunk: LatentChunk | None = None
         """Where the latent travels: the rows that are read of the bundle that is computed."""
         self.of_column: tuple[GradientSum, ...] = ()
         """On a mesh the sums of the shares that all rows which stay here have for that bundle."""
@@ -176,16 +176,16 @@ class _Backward:
 
     def _chunk(
         self, source: int, resident: _Resident, keys: Bundle, rows: Rows | None, met: Sequence[Tile]
-    ) -> Chunk:
+    ) -> LatentChunk:
         """Return the K and V of a latent: of one that travels for all rows that stay, else for this bundle.
 
         Home's latent, where it stays, was expanded once for all bundles.
         """
         assert self.expansion
         if self.query_travels:
-            return resident.chunk or Chunk(self.expansion, keys, rows, spans(tuple([t.k for t in met])))
+            return resident.chunk or LatentChunk(self.expansion, keys, rows, spans(tuple([t.k for t in met])))
         if self.chunk is None:
-            self.chunk = Chunk(self.expansion, keys, rows, self.call.met(Pass.KV, source))
+            self.chunk = LatentChunk(self.expansion, keys, rows, self.call.met(Pass.KV, source))
         return self.chunk
 
     def _sums_of_column(self, action: Compute, bundle: Bundle) -> tuple[GradientSum, ...]:
@@ -219,11 +219,11 @@ class _Backward:
             output_stand_in(dout, delta, into)
         return stand_in
 
-    def _shares(self, inputs: BackwardInputs, tile: Tile) -> tuple[Share, Share]:
+    def _shares(self, inputs: BackwardInputs, tile: Tile) -> tuple[GradientShare, GradientShare]:
         """Return a tile's gradients for the side that travels, and for the side that stays."""
         arguments, kernel = (inputs, tile.pattern, self.call.scores), self.call.kernel
-        of_queries: Share
-        of_keys: Share
+        of_queries: GradientShare
+        of_keys: GradientShare
         if kernel.in_place and kernel.in_place.at_once(inputs, self.call.scores):
             return self._shares_at_once(inputs, tile)
         if kernel.in_place:
@@ -234,7 +234,7 @@ class _Backward:
             of_queries, of_keys = (dq,), (dk, dv)
         return (of_queries, of_keys) if self.query_travels else (of_keys, of_queries)
 
-    def _shares_at_once(self, inputs: BackwardInputs, tile: Tile) -> tuple[Share, Share]:
+    def _shares_at_once(self, inputs: BackwardInputs, tile: Tile) -> tuple[GradientShare, GradientShare]:
         """Return the gradients of a tile that one launch makes, for the side that travels, and that stays.
 
         The sums that travel are not here yet: their share waits for them in memory of its own.
@@ -281,7 +281,7 @@ class _Backward:
         for place, share in shares:
             self._add(share, self.returned, place)
 
-    def _add(self, share: Share, totals: Sequence[GradientSum], rows: Rows) -> None:
+    def _add(self, share: GradientShare, totals: Sequence[GradientSum], rows: Rows) -> None:
         """Add a tile's gradients of these rows."""
         if not callable(share):
             for total, gradient in zip(totals, share, strict=True):

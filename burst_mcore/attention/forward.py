@@ -16,7 +16,7 @@ from torch import Tensor
 
 from burst_mcore.attention.call import Attended, Call, sendable
 from burst_mcore.attention.geometry.rows import Rows, count, gather, relative_to, scatter_views
-from burst_mcore.attention.numerics.latent import Chunk, Expansion
+from burst_mcore.attention.numerics.latent import Expansion, LatentChunk
 from burst_mcore.attention.numerics.merge import OnlineSoftmax
 from burst_mcore.attention.runtime.buffers import Lease, room_like
 from burst_mcore.attention.runtime.columns import Residents, Shares
@@ -66,7 +66,7 @@ class _Forward:
         lease: Lease,
     ) -> None:
         self.call, self.lease, self.expansion = call, lease, expansion
-        self.chunk: Chunk | None = None
+        self.chunk: LatentChunk | None = None
         """Where the latent travels: the rows that are read of the bundle that is computed."""
         self.own = q, k, v
         if sinks is not None:
@@ -107,7 +107,7 @@ class _Forward:
         if self.expansion and met:
             if self.chunk is None:
                 read = self.call.met(Pass.FORWARD, action.source)
-                self.chunk = Chunk(self.expansion, bundle, rows, read)
+                self.chunk = LatentChunk(self.expansion, bundle, rows, read)
             rows, bundle = self.chunk.rows, self.chunk.keys
         k, v = bundle
         for tile in met:

@@ -24,7 +24,7 @@ from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.words import brief
 
-Batch = TypeVar("Batch")
+AnyBatch = TypeVar("AnyBatch")
 
 CALLS = 64
 """Calls that are remembered, as many as plans: those used last."""
@@ -83,12 +83,12 @@ def prepare(mask: Mask, *, tokens: int, ranks: int, layout: Layout | str | None 
     return futures
 
 
-def one_ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
+def one_ahead(batches: Iterator[AnyBatch]) -> Iterator[AnyBatch]:
     """Yield the same batches, each once the next was taken, so that its plans are made meanwhile.
 
     An error of `batches` is raised after the batches before it.
     """
-    ready: deque[Batch] = deque()
+    ready: deque[AnyBatch] = deque()
     while True:
         ended: Exception | None = None
         try:

@@ -33,10 +33,10 @@ class OnDevice:
         return self._tail
 
 
-class Moved:
+class OffloadedResults:
     """Kept in pinned host memory, and fetched when what was kept after it is taken."""
 
-    def __init__(self, tail: SavedTail, before: weakref.ref[Moved] | None) -> None:
+    def __init__(self, tail: SavedTail, before: weakref.ref[OffloadedResults] | None) -> None:
         self._cut, self._before = tail.cut, before
         self._there = [(_sent(x if tail.copied else x.clone()), x.device) for x in tail.tensors]
         self._here: list[Tensor] | None = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from burst_mcore.attention.recompute.cuts import check_keep
 from burst_mcore.attention.recompute.replay import SavedTail
-from burst_mcore.checkpointing.offload import Moved, OnDevice, may_move
+from burst_mcore.checkpointing.offload import OffloadedResults, OnDevice, may_move
 from burst_mcore.checkpointing.scope import Held, Record, is_recorded
 from burst_mcore.words import brief
 
@@ -198,7 +198,7 @@ class Offload(Policy):
     def hold(self, tail: SavedTail) -> Held:
         if not may_move(tail):
             return self.policy.hold(tail)
-        moved = Moved(tail, self._chain.last)
+        moved = OffloadedResults(tail, self._chain.last)
         self._chain.last = weakref.ref(moved)
         self.policy.watch(moved, tail)
         return moved
@@ -208,7 +208,7 @@ class _Chain:
     """What was kept last, which is taken before all else."""
 
     def __init__(self) -> None:
-        self.last: weakref.ref[Moved] | None = None
+        self.last: weakref.ref[OffloadedResults] | None = None
 
     def __reduce__(self) -> tuple[type[_Chain], tuple[()]]:
         return _Chain, ()

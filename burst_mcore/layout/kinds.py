@@ -1,7 +1,7 @@
 """The kinds of layouts, a class each: which tokens of a sequence each rank of a ring holds.
 
-A new kind is a subclass of `Kind` in this file, most often of `Periodic`. Its class states a word and, for a
-number in that word, a field; words of layouts, checks, pickles, plans, costs and docs then know the kind.
+A new kind is a subclass of `LayoutKind` in this file, most often of `Periodic`. Its class states a word and,
+for a number in that word, a field; words of layouts, checks, pickles, plans and costs then know the kind.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from burst_mcore.digest import digest
 from burst_mcore.layout.runs import joined_table
 
-BY_WORD: dict[str, type[Kind]] = {}
+BY_WORD: dict[str, type[LayoutKind]] = {}
 """All kinds, in the order of this file."""
-Ranks = TypeVar("Ranks", int, Tensor)
+AnyRanks = TypeVar("AnyRanks", int, Tensor)
 """A rank, or all of them, int64 [ranks, 1]."""
 
 
 @dataclass(frozen=True)
-class Kind:
+class LayoutKind:
     """A way to deal a sequence over the G ranks of a ring. Its fields are its parameters, with defaults.
 
     Methods get a length that `divisor` divides, and at least two ranks.
@@ -90,7 +90,7 @@ class Kind:
         return torch.arange(0, n, n // self.divisor(size))
 
 
-class Chunked(Kind):
+class Chunked(LayoutKind):
     """A kind that cuts the sequence into equal chunks."""
 
     def chunks_of(self, n: int, rank: int, size: int) -> Sequence[int]:
@@ -113,7 +113,7 @@ class Chunked(Kind):
 class Periodic(Chunked):
     """A kind that deals equal pieces of the sequence, its periods, all in the same way."""
 
-    def places(self, rank: Ranks, size: int) -> tuple[Ranks, ...]:
+    def places(self, rank: AnyRanks, size: int) -> tuple[AnyRanks, ...]:
         """Return the chunks of a period that a rank holds, ascending; all ranks hold as many."""
         raise NotImplementedError
 
@@ -140,7 +140,7 @@ class Contiguous(Periodic):
 
     word = written = "contiguous"
 
-    def places(self, rank: Ranks, size: int) -> tuple[Ranks, ...]:
+    def places(self, rank: AnyRanks, size: int) -> tuple[AnyRanks, ...]:
         return (rank,)
 
 
@@ -152,11 +152,11 @@ class Zigzag(Periodic):
 
     word = written = "zigzag"
 
-    def places(self, rank: Ranks, size: int) -> tuple[Ranks, ...]:
+    def places(self, rank: AnyRanks, size: int) -> tuple[AnyRanks, ...]:
         return (rank, 2 * size - 1 - rank)
 
 
-class Striped(Kind):
+class Striped(LayoutKind):
     """Rank r holds every G-th token, from r on."""
 
     word = written = "striped"
@@ -240,7 +240,7 @@ class Chunks(Chunked):
 
 
 @dataclass(frozen=True)
-class ZigzagDocuments(Kind):
+class ZigzagDocuments(LayoutKind):
     """Each document of a packed sequence is dealt zigzag: Megatron-Core's layout for packed sequences.
 
     Documents begin at `ends`, from 0, and the last of `ends` is the end of the sequence (cu_seqlens). They
@@ -293,7 +293,7 @@ class ZigzagDocuments(Kind):
         return torch.tensor(self.ends)
 
 
-def kind_of(word: str, parameters: dict[str, Any]) -> Kind:
+def kind_of(word: str, parameters: dict[str, Any]) -> LayoutKind:
     """Return the kind called `word` with its parameters; those of other kinds may have their defaults.
 
     Raises:
@@ -312,7 +312,7 @@ def kind_of(word: str, parameters: dict[str, Any]) -> Kind:
     return BY_WORD[word](**{name: value for name, value in parameters.items() if name in own})
 
 
-def kind_from(text: str) -> Kind:
+def kind_from(text: str) -> LayoutKind:
     """Return the kind that a word such as "zigzag" or "block-striped:128" says.
 
     Raises:

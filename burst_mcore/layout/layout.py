@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.layout.balance import layout_for
-from burst_mcore.layout.kinds import DEFAULTS, NAMES, Kind, kind_from, kind_of
+from burst_mcore.layout.kinds import DEFAULTS, NAMES, LayoutKind, kind_from, kind_of
 from burst_mcore.layout.runs import Runs, joined
 from burst_mcore.mask import Mask
 
@@ -36,7 +36,7 @@ class Layout:
     Raises ValueError where the word or a parameter is not legal.
     """
 
-    rule: Kind
+    rule: LayoutKind
 
     def __init__(self, kind: str = "zigzag", **parameters: Any) -> None:
         object.__setattr__(self, "rule", kind_of(kind, parameters))

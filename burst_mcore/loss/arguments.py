@@ -22,7 +22,7 @@ from burst_mcore.words import brief
 REDUCTIONS = ("mean", "sum", "none")
 
 
-class Arguments(NamedTuple):
+class LossArguments(NamedTuple):
     """As `fused_linear_cross_entropy` takes them; `terms` are those of `Terms`."""
 
     hidden: Tensor
@@ -43,7 +43,7 @@ class Arguments(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Call:
+class LossCall:
     """A checked call, without its tensors."""
 
     terms: Terms
@@ -72,7 +72,7 @@ class Call:
         return Head(weight, bias, self.terms, self.vocabulary, self.ignore_index, chunk, dtype, tokens)
 
 
-def checked(a: Arguments) -> Call:
+def checked(a: LossArguments) -> LossCall:
     """Return the call if all ranks of its groups make the same call.
 
     Raises:
@@ -92,7 +92,7 @@ def checked(a: Arguments) -> Call:
     everyones = _agreed(a, groups, tp_group, error, numbers, valid_tokens)
     rank = 0 if tp_group is None else dist.get_rank(tp_group)
     rows = [each[0] for each in everyones]
-    return Call(
+    return LossCall(
         terms=Terms(**a.terms),
         vocabulary=Vocabulary(sum(rows), sum(rows[:rank]), rows[rank], tp_group),
         ignore_index=a.ignore_index,
@@ -108,7 +108,7 @@ def checked(a: Arguments) -> Call:
 
 
 def _agreed(
-    a: Arguments,
+    a: LossArguments,
     groups: list[dist.ProcessGroup],
     tp_group: dist.ProcessGroup | None,
     error: str | None,
@@ -143,7 +143,7 @@ def _agreed(
     raise ValueError(disagreement(claims_of(groups, Claim(whole_signature, error))))
 
 
-def _wrong(a: Arguments, tp_group: dist.ProcessGroup | None) -> str | None:
+def _wrong(a: LossArguments, tp_group: dist.ProcessGroup | None) -> str | None:
     """Return the error in this rank's arguments, taken alone; None: they are legal."""
     try:
         Terms(**a.terms)
@@ -156,7 +156,7 @@ def _wrong(a: Arguments, tp_group: dist.ProcessGroup | None) -> str | None:
         return str(error)
 
 
-def _wrong_tensors(a: Arguments) -> str | None:
+def _wrong_tensors(a: LossArguments) -> str | None:
     for name in ("hidden", "weight", "labels", "weights", "bias", "main_grad"):
         value = getattr(a, name)
         if value is None and name in ("weights", "bias", "main_grad"):
@@ -189,7 +189,7 @@ def _wrong_kind(weights: Tensor) -> str | None:
     return None
 
 
-def _wrong_words(a: Arguments) -> str | None:
+def _wrong_words(a: LossArguments) -> str | None:
     for name in ("tp_group", "cp_group"):
         group = getattr(a, name)
         if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -208,7 +208,7 @@ def _wrong_words(a: Arguments) -> str | None:
     return None
 
 
-def _wrong_shapes(a: Arguments, tp_size: int) -> str | None:
+def _wrong_shapes(a: LossArguments, tp_size: int) -> str | None:
     hidden, labels = tuple(a.hidden.shape), tuple(a.labels.shape)
     if a.hidden.ndim == 0 or a.weight.ndim != 2 or hidden[-1] != a.weight.shape[1]:
         return f"hidden [..., d] and weight [V, d] do not fit: {hidden} and {tuple(a.weight.shape)}"
@@ -230,7 +230,7 @@ def _wrong_shapes(a: Arguments, tp_size: int) -> str | None:
     return None
 
 
-def _values(a: Arguments) -> tuple[int, int, int, int]:
+def _values(a: LossArguments) -> tuple[int, int, int, int]:
     """Return the largest label, minus the smallest, whether a weight is illegal, and the number of labels.
 
     In one transfer from the device.
@@ -249,7 +249,7 @@ def _values(a: Arguments) -> tuple[int, int, int, int]:
     return most, minus_least, negative, count
 
 
-def _right(a: Arguments) -> Tensor:
+def _right(a: LossArguments) -> Tensor:
     assert a.weights is not None
     weights = a.weights.to(wide(a.hidden.dtype))
     return weights.isfinite() & (weights >= 0)
@@ -260,7 +260,7 @@ def _wrong_weights(weights: Tensor | None) -> str:
     return f"weights must be finite and at least 0, got {weights.min().item()} to {weights.max().item()}"
 
 
-def _wrong_together(a: Arguments, everyones: list[list[int]], valid_tokens: int) -> str | None:
+def _wrong_together(a: LossArguments, everyones: list[list[int]], valid_tokens: int) -> str | None:
     """Return the error in labels or parts of the vocabulary, the same on all ranks of tp_group."""
     rows = [numbers[0] for numbers in everyones]
     size = sum(rows)
@@ -279,7 +279,7 @@ def _wrong_together(a: Arguments, everyones: list[list[int]], valid_tokens: int)
     return None
 
 
-def _signature(a: Arguments) -> Signature:
+def _signature(a: LossArguments) -> Signature:
     """Return what must be the same on all ranks of both groups; values name their fields for messages."""
     dtype, dim = getattr(a.hidden, "dtype", None), getattr(a.hidden, "shape", (None,))[-1:]
     learn = [bool(getattr(x, "requires_grad", False)) for x in (a.hidden, a.weight, a.bias)]
@@ -296,7 +296,7 @@ def _signature(a: Arguments) -> Signature:
     }
 
 
-def _signature_of_tokens(a: Arguments) -> Signature:
+def _signature_of_tokens(a: LossArguments) -> Signature:
     """Return what must be the same on all ranks of tp_group besides."""
     tensors = [a.labels] if a.weights is None else [a.labels, a.weights]
     sums = torch.stack([checksum(x) for x in tensors]).tolist()

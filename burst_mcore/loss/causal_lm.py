@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from burst_mcore.loss.deferred import DeferredLogits
 from burst_mcore.loss.function import fused_linear_cross_entropy
 
-Model = TypeVar("Model", bound=nn.Module)
+AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
 def patch_causal_lm(
-    model: Model,
+    model: AnyModel,
     *,
     chunk_tokens: int | str = "auto",
     grad_weight_dtype: torch.dtype = torch.float32,
-) -> Model:
+) -> AnyModel:
     """Give this model a forward that, with `labels` or `shift_labels`, returns the loss without logits.
 
     The model's own forward runs. Its head's logits are deferred: what is done to them on the way to torch's
@@ -56,11 +56,11 @@ def patch_causal_lm(
     if patched is not None:
         patched[1].options = options
     else:
-        model.forward = Forward(model, options)
+        model.forward = PatchedForward(model, options)
     return model
 
 
-def unpatch_causal_lm(model: Model) -> Model:
+def unpatch_causal_lm(model: AnyModel) -> AnyModel:
     """Take back `patch_causal_lm`: the model is as it was before. One that is not patched stays as it is.
 
     Returns:
@@ -117,7 +117,7 @@ def head_of(model: nn.Module) -> nn.Linear:
     return head
 
 
-class Forward:
+class PatchedForward:
     """A patched model's forward, kept by the instance alone: it is copied and pickled with the model."""
 
     def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
@@ -207,11 +207,11 @@ class StandIn:
         )
 
 
-def _patched(model: nn.Module) -> tuple[nn.Module, Forward] | None:
+def _patched(model: nn.Module) -> tuple[nn.Module, PatchedForward] | None:
     """Return the patched module within a model (or its adapters) and its patch, perhaps wrapped; or None."""
     for module in model.modules():
         forward = module.__dict__.get("forward")
-        while forward is not None and not isinstance(forward, Forward):
+        while forward is not None and not isinstance(forward, PatchedForward):
             forward = getattr(forward, "__wrapped__", None)
         if forward is not None:
             return module, forward

@@ -67,7 +67,7 @@ class Wanted(NamedTuple):
         return self.hidden or self.weight or self.bias
 
 
-class Pass(NamedTuple):
+class LossPass(NamedTuple):
     """The results of forward, by token in order; None for results that were not wanted."""
 
     losses: Tensor
@@ -138,7 +138,7 @@ def automatic_chunk(tokens: int, width: int, products: Products, most_bytes: int
     return whole if whole < tokens else even
 
 
-def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, wanted: Wanted) -> Pass:
+def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, wanted: Wanted) -> LossPass:
     """Losses of all tokens, and the gradients that are wanted.
 
     Chunks are of valid tokens: nothing is computed of the others, if their number is known.
@@ -154,7 +154,7 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
     valid = labels != head.ignore_index
     columns = vocabulary.columns(labels, head.ignore_index)
     places = _valid_places(valid, head.valid_tokens)
-    chunk = Chunk(head, min(head.valid_tokens, head.chunk_tokens), wanted.any_gradient)
+    chunk = LogitsChunk(head, min(head.valid_tokens, head.chunk_tokens), wanted.any_gradient)
     split = None if weights is None else Weights.of(weights)
     token_losses = torch.zeros(tokens, dtype=full, device=hidden.device)
     metrics = torch.zeros((3, tokens), dtype=full, device=hidden.device) if wanted.metrics else None
@@ -187,7 +187,7 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
             if isinstance(at, Tensor):
                 d_hidden[at] = rows
         chunk.add_to(d_weight, d_bias, None if split is None else split.power[at], fresh=first == 0)
-    return Pass(token_losses, d_hidden, d_weight, d_bias, metrics)
+    return LossPass(token_losses, d_hidden, d_weight, d_bias, metrics)
 
 
 def _valid_places(valid: Tensor, count: int) -> Tensor | None:
@@ -219,7 +219,7 @@ def repair(
     tokens = len(hidden)
     columns = head.vocabulary.columns(labels, head.ignore_index)
     valid = (labels != head.ignore_index).to(missing.dtype)
-    chunk = Chunk(head, min(tokens, head.chunk_tokens), gradients=True)
+    chunk = LogitsChunk(head, min(tokens, head.chunk_tokens), gradients=True)
     split = Weights.of(missing)
     for first in range(0, tokens, head.chunk_tokens):
         at = slice(first, min(first + head.chunk_tokens, tokens))
@@ -227,7 +227,7 @@ def repair(
         chunk.add_to(d_weight, d_bias, split.power[at], alpha=alpha)
 
 
-class Chunk:
+class LogitsChunk:
     """One chunk's logits, which become their gradient; the memory is used again for the next."""
 
     def __init__(self, head: Head, tokens: int, gradients: bool) -> None:

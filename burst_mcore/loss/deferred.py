@@ -21,7 +21,7 @@ ALL_OTHERS = (
 """Operators that Python looks up on the class; all of them are refused."""
 
 
-class Head(Protocol):
+class DeferredHead(Protocol):
     """The LM head that a DeferredLogits stands for; raises errors that name the model."""
 
     columns: int
@@ -46,7 +46,7 @@ class DeferredLogits:
     """
 
     hidden: Tensor
-    head: Head
+    head: DeferredHead
     softcap: float | None = None
     multiplier: float = 1.0
     divisor: float = 1.0

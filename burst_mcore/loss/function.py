@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_mcore.dtypes import autocast, wide
-from burst_mcore.loss.arguments import Arguments, Call, checked
+from burst_mcore.loss.arguments import LossArguments, LossCall, checked
 from burst_mcore.loss.checksums import same_on_all
 from burst_mcore.loss.chunked import Wanted, Weights, repair
 from burst_mcore.loss.chunked import forward as losses_and_gradients
@@ -115,7 +115,7 @@ def fused_linear_cross_entropy(
         "temperature": temperature,
     }
     call = checked(
-        Arguments(
+        LossArguments(
             hidden, weight, labels, weights, bias, ignore_index, reduction, terms, tp_group, cp_group,
             sequence_parallel, chunk_tokens, grad_weight_dtype, main_grad, return_metrics,
         )
@@ -139,7 +139,7 @@ class _FusedLoss(torch.autograd.Function):
         labels: Tensor,
         weights: Tensor | None,
         main_grad: Tensor | None,
-        call: Call,
+        call: LossCall,
     ) -> tuple[Tensor, ...]:
         of_hidden, of_weight, of_bias, *_ = (needed and call.gradients for needed in ctx.needs_input_grad)
         flat, y = _tokens_of(hidden, call), labels.reshape(-1).long()
@@ -170,7 +170,7 @@ class _FusedLoss(torch.autograd.Function):
         if upstream is None:
             return (None,) * 7
         hidden, weight, bias, y, w, share, d_hidden, d_weight, d_bias = ctx.saved_tensors
-        call: Call = ctx.call
+        call: LossCall = ctx.call
         valid = y != call.ignore_index
         expected = valid.to(upstream.dtype) if w is None else w
         each = upstream.reshape(-1).where(valid, 0.0) if share is None else upstream * share * expected
@@ -194,7 +194,7 @@ class _FusedLoss(torch.autograd.Function):
         return d_hidden, d_weight, d_bias, None, None, None, None
 
 
-def _tokens_of(hidden: Tensor, call: Call) -> Tensor:
+def _tokens_of(hidden: Tensor, call: LossCall) -> Tensor:
     """Hidden states [tokens, d] of all tokens that this rank computes."""
     whole = call.vocabulary.gathered(hidden) if call.sequence_parallel else hidden
     return whole.reshape(-1, whole.shape[-1])
@@ -215,7 +215,7 @@ def _over_a_power_of_two(
 
 
 def _reduced(
-    losses: Tensor, y: Tensor, w: Tensor | None, unit: Tensor | None, call: Call
+    losses: Tensor, y: Tensor, w: Tensor | None, unit: Tensor | None, call: LossCall
 ) -> tuple[Tensor, Tensor | None]:
     """Return (loss, its share): a token's upstream gradient is the loss's times the share times w."""
     if call.reduction == "none":

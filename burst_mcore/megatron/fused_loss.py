@@ -2,7 +2,7 @@
 
 A model's forward with labels goes through `output_processor` where Megatron has that door (GPTModel, from
 0.18 on). Whatever else asks the output layer for logits in such a forward (HybridModel, heads of multi-token
-prediction, older versions) gets `DeferredLogits`, which `compute_language_model_loss` turns into losses.
+prediction, older versions) gets `UnmadeLogits`, which `compute_language_model_loss` turns into losses.
 Without labels the output layer gives logits.
 """
 
@@ -19,7 +19,7 @@ from burst_mcore.loss import fused_linear_cross_entropy
 from burst_mcore.wrap import wrap
 
 
-class DeferredLogits:
+class UnmadeLogits:
     """What logits would be made of: hidden states, the head's weight, and a factor."""
 
     def __init__(self, hidden: Tensor, weight: Tensor | None, factor: float = 1.0) -> None:
@@ -27,8 +27,8 @@ class DeferredLogits:
         self.correct: Tensor | None = None
         """[s, b], whether no logit was larger than the label's; there once the loss was made."""
 
-    def __mul__(self, factor: float) -> DeferredLogits:
-        return DeferredLogits(self.hidden, self.weight, self.factor * factor)
+    def __mul__(self, factor: float) -> UnmadeLogits:
+        return UnmadeLogits(self.hidden, self.weight, self.factor * factor)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -112,16 +112,16 @@ class _FusedLoss:
         scale_logits: Any,
         **_: Any,
     ) -> Tensor:
-        return self._language_model_loss(labels, scale_logits(DeferredLogits(hidden_states, output_weight)))
+        return self._language_model_loss(labels, scale_logits(UnmadeLogits(hidden_states, output_weight)))
 
     def _forward_head(self, input_: Tensor, weight: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         if self._given is None:
             return self._logits(input_, weight, *args, **kwargs)
-        return DeferredLogits(input_, weight), None
+        return UnmadeLogits(input_, weight), None
 
     def _language_model_loss(self, labels: Tensor, logits: Any) -> Tensor:
         """Per-token losses [b, s] of labels [b, s]."""
-        if not isinstance(logits, DeferredLogits):
+        if not isinstance(logits, UnmadeLogits):
             return self._loss(labels, logits)
         given, head = self._given, self._head
         main = given is not None and labels is given.labels
@@ -187,7 +187,7 @@ def _count_without_logits() -> None:
 
 def _counting_deferred(count: Callable[..., Any]) -> Callable[..., Any]:
     def counted(mtp_logits: Any, mtp_labels: Tensor, loss_mask: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(mtp_logits, DeferredLogits):
+        if not isinstance(mtp_logits, UnmadeLogits):
             return count(mtp_logits, mtp_labels, loss_mask, *args, **kwargs)
         assert mtp_logits.correct is not None
         there = loss_mask.transpose(0, 1).bool()

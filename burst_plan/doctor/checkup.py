@@ -19,7 +19,7 @@ from burst_plan.doctor.configured import NotPredictedError, of_deepspeed, of_meg
 from burst_plan.doctor.review import predicted, review
 from burst_plan.doctor.section import examine, quiet
 from burst_plan.explain.predict import MOST_RANKS
-from burst_plan.step.figures import Place
+from burst_plan.step.figures import Cluster
 from burst_plan.step.model import Model, model_of, named
 from burst_plan.step.planned import length_of, recommendation
 from burst_plan.step.search import search
@@ -168,7 +168,7 @@ def _sizes(model: str) -> tuple[Model, str | None]:
         ), str(error)  # fmt: skip
 
 
-def _place(world: int, asked: Asked) -> tuple[Place, str | None]:
+def _place(world: int, asked: Asked) -> tuple[Cluster, str | None]:
     """Return the cluster, and why its speed is not known; "here" is a cluster of this machine's devices.
 
     Raises:
@@ -186,5 +186,5 @@ def _place(world: int, asked: Asked) -> tuple[Place, str | None]:
         cuda = torch.cuda.is_available()
         rates = asked.rates or default_rates("cuda" if cuda else "cpu")
         there = torch.cuda.get_device_properties(0).total_memory if cuda else math.inf
-        return Place(ranks=ranks, rates=rates, peak=math.inf, memory=there), unknown
-    return Place.of(kind, ranks, f"{kind.name} x {world}", asked.rates), None
+        return Cluster(ranks=ranks, rates=rates, peak=math.inf, memory=there), unknown
+    return Cluster.of(kind, ranks, f"{kind.name} x {world}", asked.rates), None

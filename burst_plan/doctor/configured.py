@@ -15,7 +15,7 @@ from burst_mcore.deepspeed.config.section import Checkpointing, config_dict, sec
 from burst_mcore.deepspeed.config.settings import part, zero
 from burst_mcore.megatron.arguments import add_arguments, burst_config, recompute_policy, uses_burst
 from burst_plan.step.memory import shard_of
-from burst_plan.step.model import Arguments, Model
+from burst_plan.step.model import ArgumentParser, Model
 from burst_plan.step.way import Way
 
 MEGATRONS_OWN = BurstConfig(ring="flat", backward="kv")
@@ -117,7 +117,7 @@ def of_megatron(text: str, world: int, degrees: Mapping[str, int]) -> tuple[Way,
 
 def _parsed(text: str) -> argparse.Namespace:
     """Return the arguments of a run that decide its time and its memory, besides sizes and degrees."""
-    parser = add_arguments(Arguments(add_help=False, allow_abbrev=False))
+    parser = add_arguments(ArgumentParser(add_help=False, allow_abbrev=False))
     for flag in ("use-distributed-optimizer", "optimizer-cpu-offload", "dataloader-inter-document-masking"):
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--window-size")

@@ -11,7 +11,7 @@ from burst_mcore.deepspeed.config.ways import within_nodes
 from burst_plan.doctor.configured import MEGATRONS_OWN, NotPredictedError
 from burst_plan.step.advice import advice, notes, of_windows
 from burst_plan.step.attention import attention
-from burst_plan.step.figures import Place, Step, short
+from burst_plan.step.figures import Cluster, PredictedStep, short
 from burst_plan.step.memory import shard_of, total
 from burst_plan.step.model import Model
 from burst_plan.step.search import AS_FAST, lengths, search, waits
@@ -19,7 +19,7 @@ from burst_plan.step.way import Way, why_not
 from burst_plan.words import mask_of
 
 
-def review(step: Step, config: BurstConfig, unknown: str | None = None) -> Iterator[str]:
+def review(step: PredictedStep, config: BurstConfig, unknown: str | None = None) -> Iterator[str]:
     """Yield lines on a configured step: its speed, its memory, and the best way of the same framework.
 
     unknown: why its speed is not predicted; then memory is all that is told.
@@ -40,7 +40,7 @@ def review(step: Step, config: BurstConfig, unknown: str | None = None) -> Itera
     yield from _better(step)
 
 
-def memory(step: Step) -> str:
+def memory(step: PredictedStep) -> str:
     """Say what a rank needs, by kind, and whether it fits a GPU of known memory."""
     place, parts = step.place, ", ".join(f"{name} {short(n / 1e9)}" for name, n in step.memory.items())
     there = (
@@ -53,14 +53,14 @@ def memory(step: Step) -> str:
     ) + there * math.isfinite(place.memory)
 
 
-def _longest(step: Step) -> str:
+def _longest(step: PredictedStep) -> str:
     """Say how long a sequence fits in the same way."""
     for seq, _ in lengths(step.model, step.place, [step.way]).values():
         return f"{seq} tokens would"
     return "nor would a shorter sequence"
 
 
-def _better(step: Step) -> Iterator[str]:
+def _better(step: PredictedStep) -> Iterator[str]:
     """Yield what to write instead, where that is faster or fits."""
     way, place = step.way, step.place
     answer = search(
@@ -79,8 +79,9 @@ def _better(step: Step) -> Iterator[str]:
 
 
 def predicted(
-    model: Model, way: Way, config: BurstConfig, seq: int, place: Place, mask: str = "causal", batch: int = 1
-) -> Step:
+    model: Model, way: Way, config: BurstConfig, seq: int, place: Cluster,
+    mask: str = "causal", batch: int = 1,
+) -> PredictedStep:  # fmt: skip
     """Return the step of a configured way.
 
     Args:
@@ -100,4 +101,4 @@ def predicted(
         runs = attention(shard, seq, ranks, place.rates, mask, config)
     except ValueError as error:
         raise NotPredictedError(str(error)) from None
-    return Step(model, way, batch * seq, place, runs, mask)
+    return PredictedStep(model, way, batch * seq, place, runs, mask)

@@ -30,7 +30,7 @@ from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
 from burst_plan.explain.least import Share, least
 from burst_plan.explain.pairs import unevenness
-from burst_plan.explain.problem import DTYPES, Problem
+from burst_plan.explain.problem import DTYPES, LayerProblem
 from burst_plan.explain.verify import verify
 from burst_plan.tables import table
 from burst_plan.words import document_ends, gpu, in_words
@@ -64,7 +64,7 @@ def cluster(text: str, described: str | None = None) -> tuple[Ranks, Machine | N
     return ranks, None if match[1] is None else machine(match[1])
 
 
-def layout_of(text: str, problem: Problem, ranks: Ranks) -> Layout:
+def layout_of(text: str, problem: LayerProblem, ranks: Ranks) -> Layout:
     """Return a layout from its word; "auto" balances the mask, "zigzag-documents" follows its documents.
 
     Raises:
@@ -83,7 +83,7 @@ def layout_of(text: str, problem: Problem, ranks: Ranks) -> Layout:
     return layout
 
 
-def shard_of(problem: Problem, ranks: Ranks, layout: Layout) -> Shard:
+def shard_of(problem: LayerProblem, ranks: Ranks, layout: Layout) -> Shard:
     """Return the shapes of one rank. Raises ValueError if the sequence cannot be dealt."""
     return Shard(
         batch=problem.batch,
@@ -99,7 +99,7 @@ def shard_of(problem: Problem, ranks: Ranks, layout: Layout) -> Shard:
 
 
 def explain(
-    problem: Problem,
+    problem: LayerProblem,
     ranks: Ranks,
     rates: Rates,
     *,
@@ -249,7 +249,7 @@ class Drawing:
 
 
 def draw(
-    problem: Problem,
+    problem: LayerProblem,
     ranks: Ranks,
     rates: Rates,
     *,

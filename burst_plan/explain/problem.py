@@ -19,7 +19,7 @@ MOST_HEADS = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class LayerProblem:
     """One attention layer over the whole sequence. Raises ValueError where a field is not legal."""
 
     seq: int
@@ -74,7 +74,7 @@ class Problem:
         dtype = DTYPES[self.dtype]
         return KernelProblem("cpu", dtype, self.heads, self.kv_heads, self.head_dim, self.of_values)
 
-    def shortened(self, seq: int) -> Problem:
+    def shortened(self, seq: int) -> LayerProblem:
         """Return the same over `seq` tokens, the lengths in its mask in proportion."""
         return replace(self, seq=seq, mask=shortened(self.mask, self.seq, seq))
 

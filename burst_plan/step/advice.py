@@ -6,19 +6,19 @@ import json
 from typing import Any
 
 from burst_mcore.mask.terms import Window
-from burst_plan.step.figures import Step
+from burst_plan.step.figures import PredictedStep
 from burst_plan.step.way import NOT_EXPRESSIBLE
 from burst_plan.words import mask_of
 
 
-def advice(step: Step) -> str:
+def advice(step: PredictedStep) -> str:
     """Return Megatron's flags or DeepSpeed's JSON of a way, ready to paste."""
     if step.way.framework == "megatron":
         return " \\\n  ".join(megatron_flags(step))
     return json.dumps(deepspeed_config(step), indent=1)
 
 
-def megatron_flags(step: Step) -> list[str]:
+def megatron_flags(step: PredictedStep) -> list[str]:
     """Return flags for a training script under the launcher, a flag with its value in each."""
     way, attention, seq = step.way, step.attention, dealt(step)
     flags = [
@@ -63,7 +63,7 @@ def megatron_flags(step: Step) -> list[str]:
     return flags + ["--burst-fused-loss"] * way.fused_loss
 
 
-def deepspeed_config(step: Step) -> dict[str, Any]:
+def deepspeed_config(step: PredictedStep) -> dict[str, Any]:
     """Return DeepSpeed's configuration, with the section of this package."""
     way, attention = step.way, step.attention
     section: dict[str, Any] = {
@@ -92,13 +92,13 @@ def deepspeed_config(step: Step) -> dict[str, Any]:
     }
 
 
-def dealt(step: Step) -> int:
+def dealt(step: PredictedStep) -> int:
     """Return the tokens that ranks of CP and TP share evenly: Megatron takes no others."""
     shares = 2 * step.way.cp * step.way.tp if step.way.cp * step.way.tp > 1 else 1
     return -(-step.seq // shares) * shares
 
 
-def notes(step: Step) -> list[str]:
+def notes(step: PredictedStep) -> list[str]:
     """Return what a way needs besides that which is pasted, a sentence each."""
     megatron = step.way.framework == "megatron"
     left, documents, expressible = _mask(step)
@@ -122,7 +122,7 @@ def notes(step: Step) -> list[str]:
     return told
 
 
-def of_windows(step: Step) -> list[str]:
+def of_windows(step: PredictedStep) -> list[str]:
     """Return what the model's own windows have to do with the mask that was predicted."""
     model = step.model
     if not model.windowed or model.window >= step.seq:
@@ -137,7 +137,7 @@ def of_windows(step: Step) -> list[str]:
     return [f"config.json asks for sliding_window {model.window}: mask {step.mask} was predicted instead"]
 
 
-def _mask(step: Step) -> tuple[int | None, bool, bool]:
+def _mask(step: PredictedStep) -> tuple[int | None, bool, bool]:
     """Return a mask as frameworks ask for it: (tokens back of a window, documents, whether that is all)."""
     mask = mask_of(step.mask, step.seq)
     match mask.without_documents.terms:

@@ -23,7 +23,7 @@ COMPARED = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention:
+class AttentionTime:
     """Seconds of a layer's attention on the slowest rank, and the way that takes them."""
 
     forward: float
@@ -62,7 +62,7 @@ def attention(
     rates: Rates,
     mask: str = "causal",
     config: BurstConfig | None = None,
-) -> Attention:
+) -> AttentionTime:
     """Return the attention that "auto" chooses where settings leave it open.
 
     Args:
@@ -87,17 +87,17 @@ def _layouts(mask: str, seq: int, ranks: int) -> tuple[str, ...]:
     return ("contiguous",) if mask_of(mask, seq).has_window else LAYOUTS[:1]
 
 
-def _seconds(one: Attention) -> float:
+def _seconds(one: AttentionTime) -> float:
     return one.forward + one.backward
 
 
 @lru_cache(maxsize=2048)
-def _by(config: BurstConfig, shard: Shard, seq: int, ranks: Ranks, rates: Rates, mask: str) -> Attention:
+def _by(config: BurstConfig, shard: Shard, seq: int, ranks: Ranks, rates: Rates, mask: str) -> AttentionTime:
     dealt = Layout.of(config.layout)
     padded = dealt.padded(seq, ranks.size)
     shard = replace(shard, tokens=padded // ranks.size)
     chosen = fastest(without_layout(config), dealt, ranks, rates, shard, mask_of(mask, padded), padded)
-    return Attention(
+    return AttentionTime(
         forward=chosen.forward_seconds,
         backward=chosen.backward_seconds,
         kernel=chosen.compute_seconds,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.machines import Machine
 from burst_mcore.rates import Rates
-from burst_plan.step.attention import Attention, again, attention, keys
+from burst_plan.step.attention import AttentionTime, again, attention, keys
 from burst_plan.step.memory import RESERVED, shard_of, stack, total
 from burst_plan.step.model import Model
 from burst_plan.step.time import Times, times
@@ -19,7 +19,7 @@ from burst_plan.step.way import Way
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Cluster:
     """A cluster: its ranks, their speeds, and what a GPU has. A kernel beyond the peak is a ValueError."""
 
     ranks: Ranks
@@ -38,7 +38,7 @@ class Place:
             )
 
     @classmethod
-    def of(cls, machine: Machine, ranks: Ranks, name: str, rates: Rates | None = None) -> Place:
+    def of(cls, machine: Machine, ranks: Ranks, name: str, rates: Rates | None = None) -> Cluster:
         """Return a cluster of a machine; rates: in place of the machine's."""
         peak, rates = machine.tflops * 1e12, rates or machine.rates
         return cls(ranks=ranks, rates=rates, peak=peak, memory=machine.memory, name=name)
@@ -103,14 +103,14 @@ def _table() -> dict[str, Errors]:
 
 
 @dataclass(frozen=True)
-class Step:
+class PredictedStep:
     """A predicted training step."""
 
     model: Model
     way: Way
     seq: int
-    place: Place
-    attention: Attention
+    place: Cluster
+    attention: AttentionTime
     mask: str = "causal"
     """Of all layers, in words."""
 
@@ -196,13 +196,13 @@ def step(
     model: Model,
     way: Way,
     seq: int,
-    place: Place,
+    place: Cluster,
     mask: str = "causal",
-) -> Step:
+) -> PredictedStep:
     """Return the prediction of a step whose attention runs the fastest schedule.
 
     Raises:
         ValueError: as `attention`.
     """
     runs = attention(shard_of(model, way, seq), seq, way.ring(place.ranks), place.rates, mask)
-    return Step(model, way, seq, place, runs, mask)
+    return PredictedStep(model, way, seq, place, runs, mask)

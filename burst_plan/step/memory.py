@@ -10,15 +10,15 @@ from burst_mcore.attention.shard import Shard
 from burst_mcore.loss.chunked import CHUNK_BYTES
 from burst_mcore.loss.products import VOCABULARY_BLOCK, Products
 from burst_plan.step.model import Model
-from burst_plan.step.parts import MODULES, Chunks, ends, kept, layers, on_gpu
+from burst_plan.step.parts import MODULES, LossChunks, ends, kept, layers, on_gpu
 from burst_plan.step.way import Way
 
 ADAM = 12
 """Bytes of a parameter: a float32 copy and Adam's two moments (arXiv 1910.02054, section 3)."""
 FUSED_LOGITS = 5e9
 """Bytes of the logits that a fused loss has at a time, at most: a sixteenth of a GPU of 80 GB."""
-ON_GPU = Chunks(most=FUSED_LOGITS, products=Products(torch.float32, torch.bfloat16))
-ON_CPU = Chunks(
+ON_GPU = LossChunks(most=FUSED_LOGITS, products=Products(torch.float32, torch.bfloat16))
+ON_CPU = LossChunks(
     most=CHUNK_BYTES, products=Products(torch.bfloat16, torch.bfloat16), rows=2 * VOCABULARY_BLOCK
 )
 RESERVED = 2e9
@@ -53,7 +53,7 @@ def stack(
 
 
 def moments(
-    model: Model, way: Way, seq: int, direction: str, nodes: int = 1, chunks: Chunks = ON_GPU
+    model: Model, way: Way, seq: int, direction: str, nodes: int = 1, chunks: LossChunks = ON_GPU
 ) -> dict[str, dict[str, float]]:
     """Return bytes of a rank by kind, after forward and at the worst moment of each backward.
 
@@ -65,7 +65,7 @@ def moments(
 
 
 def _moments(
-    model: Model, way: Way, seq: int, direction: str, nodes: int, chunks: Chunks, heads: int = 1
+    model: Model, way: Way, seq: int, direction: str, nodes: int, chunks: LossChunks, heads: int = 1
 ) -> Iterator[tuple[str, Sequence[dict[str, float]]]]:
     """Yield each moment and its bytes, as stacks that add up."""
     shard = shard_of(model, way, seq)

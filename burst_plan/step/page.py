@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 from burst_mcore.attention.autotune.ways import Ranks
-from burst_plan.step.figures import Step
+from burst_plan.step.figures import PredictedStep
 from burst_plan.step.memory import total
 from burst_plan.step.search import Answer, kind, least, search
 
@@ -79,7 +79,7 @@ def _cell(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _way(one: Step) -> dict[str, Any]:
+def _way(one: PredictedStep) -> dict[str, Any]:
     shown = ("words", "seconds", "tokens_per_second_gpu", "mfu", "errors", "memory", "compute", "exposed")
     data = one.as_json()
     return {name: data[name] for name in shown} | {"attention": str(one.attention)}

@@ -106,7 +106,7 @@ CHUNK = 65536
 """Tokens of a chunk of attention, `--ds-sequence-parallel-fpdt-chunk-size` of Megatron-DeepSpeed."""
 
 
-class Part(NamedTuple):
+class LayerPart(NamedTuple):
     """A part of a layer, or of what follows the layers."""
 
     name: str
@@ -116,7 +116,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunks:
+class LossChunks:
     """How a fused loss makes logits: chunk by chunk, and the head's gradient with them."""
 
     most: float
@@ -126,7 +126,7 @@ class Chunks:
     """Rows of the head whose gradient is made in 16 bits before it is added up, at most."""
 
 
-def layers(model: Model, way: Way, shard: Shard) -> list[tuple[float, list[Part]]]:
+def layers(model: Model, way: Way, shard: Shard) -> list[tuple[float, list[LayerPart]]]:
     """Return the kinds of layers, with experts or without: which share of all is of a kind, and its parts."""
     sparse = model.sparse_layers / model.layers
     width = shard.tokens * model.ffn / way.tp
@@ -134,11 +134,11 @@ def layers(model: Model, way: Way, shard: Shard) -> list[tuple[float, list[Part]
     return [(share, _layer(model, way, shard, mlp)) for share, mlp in kinds if share]
 
 
-def _layer(model: Model, way: Way, shard: Shard, mlp: list[Part]) -> list[Part]:
+def _layer(model: Model, way: Way, shard: Shard, mlp: list[LayerPart]) -> list[LayerPart]:
     """Return the parts of a layer with this MLP."""
     modules = MODULES[way.modules]
     hidden = shard.tokens * model.hidden / way.tp
-    norm = Part("norms", modules.norm.kept * hidden, modules.norm.backward * hidden)
+    norm = LayerPart("norms", modules.norm.kept * hidden, modules.norm.backward * hidden)
     attention = _attention(model, modules, shard, alone=way.cp == 1)
     share = on_gpu(shard, way)
     attention = attention._replace(kept=share * attention.kept, backward=share * attention.backward)
@@ -152,18 +152,18 @@ def on_gpu(shard: Shard, way: Way) -> float:
     return min(1.0, 2 * CHUNK / (shard.tokens * way.cp)) if way.chunked else 1.0
 
 
-def _mlp(model: Model, way: Way, width: float, name: str = "MLP") -> Part:
+def _mlp(model: Model, way: Way, width: float, name: str = "MLP") -> LayerPart:
     """Return an MLP; width: the numbers of all tokens between its matrices.
 
     A tile has as many tokens as a token has hidden numbers, as in DeepSpeed's TiledMLP.
     """
     bytes_each = MODULES[way.modules].gated if model.gated else PLAIN
     if way.tiled:
-        return Part(name, 0.0, sum(bytes_each) * min(width, model.hidden * model.width))
-    return Part(name, bytes_each.kept * width, bytes_each.backward * width)
+        return LayerPart(name, 0.0, sum(bytes_each) * min(width, model.hidden * model.width))
+    return LayerPart(name, bytes_each.kept * width, bytes_each.backward * width)
 
 
-def _experts(model: Model, way: Way, shard: Shard) -> list[Part]:
+def _experts(model: Model, way: Way, shard: Shard) -> list[LayerPart]:
     """Return experts, shared and routed. Routing is taken to be even, and ranks of TP gather whole copies."""
     tokens = shard.tokens / way.tp
     shared = _mlp(model, way, tokens * model.shared_ffn, "shared experts")
@@ -172,9 +172,9 @@ def _experts(model: Model, way: Way, shard: Shard) -> list[Part]:
     modules, copies = MODULES[way.modules], shard.tokens * model.active * model.hidden
     router = 4.0 * tokens * model.experts  # its probabilities, in float32
     return [
-        Part("routed tokens", modules.copies.kept * copies + router, modules.copies.backward * copies),
+        LayerPart("routed tokens", modules.copies.kept * copies + router, modules.copies.backward * copies),
         shared,
-        Part(
+        LayerPart(
             "experts",
             routed.kept + modules.weighted * width,
             routed.backward + modules.copies.backward * copies,
@@ -182,19 +182,19 @@ def _experts(model: Model, way: Way, shard: Shard) -> list[Part]:
     ]
 
 
-def _more_norms(model: Model, way: Way, shard: Shard) -> list[Part]:
+def _more_norms(model: Model, way: Way, shard: Shard) -> list[LayerPart]:
     """Return the norms of latents (MLA), or of the heads of queries and keys, where a model has them."""
     norm = MODULES[way.modules].norm
     if model.kv_rank:
         numbers = shard.tokens / way.tp * (model.q_rank + model.kv_rank)
-        return [Part("latents", norm.kept * numbers, norm.backward * numbers)]
+        return [LayerPart("latents", norm.kept * numbers, norm.backward * numbers)]
     if model.qk_norm:
         numbers = float(shard.tokens * (shard.heads + shard.kv_heads) * shard.head_dim)
-        return [Part("norms of heads", norm.kept * numbers, norm.backward * numbers)]
+        return [LayerPart("norms of heads", norm.kept * numbers, norm.backward * numbers)]
     return []
 
 
-def _attention(model: Model, modules: Modules, shard: Shard, *, alone: bool) -> Part:
+def _attention(model: Model, modules: Modules, shard: Shard, *, alone: bool) -> LayerPart:
     """Return attention: Q, K, V, O and LSE; in backward dO, and the gradients that no ring sums."""
     rows = shard.tokens
     rotated = 2.0 * rows * (shard.heads + shard.kv_heads) * shard.head_dim
@@ -203,30 +203,30 @@ def _attention(model: Model, modules: Modules, shard: Shard, *, alone: bool) -> 
     if model.kv_rank:  # keys are copied with the part that all heads share
         viewed = 2.0 * rows * shard.kv_heads * (shard.head_dim - model.rope_dim) * modules.latent_views
     kept = rotated + viewed + values + rows * modules.angles * shard.head_dim
-    return Part(
+    return LayerPart(
         "attention",
         kept + shard.result_bytes,
         2.0 * rows * shard.heads * shard.value_dim + (rotated + values if alone else 0.0),
     )
 
 
-def ends(model: Model, way: Way, shard: Shard, chunks: Chunks) -> list[Part]:
+def ends(model: Model, way: Way, shard: Shard, chunks: LossChunks) -> list[LayerPart]:
     """Return the parts behind the layers: the last norm, and the loss."""
     modules = MODULES[way.modules]
     hidden = shard.tokens * model.hidden / way.tp
-    norm = Part("last norm", modules.norm.kept * hidden, modules.norm.backward * hidden)
+    norm = LayerPart("last norm", modules.norm.kept * hidden, modules.norm.backward * hidden)
     vocab = model.vocab / way.tp
     if not way.fused_loss:
         logits = shard.tokens * vocab
-        return [norm, Part("logits", modules.logits.kept * logits, modules.logits.backward * logits)]
+        return [norm, LayerPart("logits", modules.logits.kept * logits, modules.logits.backward * logits)]
     head = model.head / way.tp
     # Gradients wait for backward: of the hidden states in 16 bits, of the head in float32.
     waits = 2.0 * shard.tokens * model.hidden + 4.0 * head
     product = 2.0 * min(vocab, chunks.rows) * model.hidden
-    return [norm, Part("logits", waits, _chunk(shard.tokens, vocab, model, chunks) + product)]
+    return [norm, LayerPart("logits", waits, _chunk(shard.tokens, vocab, model, chunks) + product)]
 
 
-def _chunk(tokens: int, vocab: float, model: Model, chunks: Chunks) -> float:
+def _chunk(tokens: int, vocab: float, model: Model, chunks: LossChunks) -> float:
     """Return the bytes of the logits of a chunk, in the dtypes of logits and of their gradients."""
     made = chunks.products
     size = made.logits.itemsize + (made.gradients.itemsize if made.gradients != made.logits else 0)
@@ -234,7 +234,7 @@ def _chunk(tokens: int, vocab: float, model: Model, chunks: Chunks) -> float:
     return float(automatic_chunk(tokens, columns, made, int(chunks.most)) * vocab * size)
 
 
-def kept(parts: Sequence[Part]) -> dict[str, float]:
+def kept(parts: Sequence[LayerPart]) -> dict[str, float]:
     """Return the bytes that parts keep, by name."""
     sizes: dict[str, float] = {}
     for part in parts:

@@ -9,7 +9,7 @@ from burst_mcore.machines import MACHINES
 from burst_mcore.rates import Rates
 from burst_plan.explain.predict import cluster as parse
 from burst_plan.step.advice import advice, notes
-from burst_plan.step.figures import Place, Step, short
+from burst_plan.step.figures import Cluster, PredictedStep, short
 from burst_plan.step.memory import total
 from burst_plan.step.model import LARGEST, model_of
 from burst_plan.step.search import Answer, kind, search
@@ -52,7 +52,7 @@ def planned(
     ranks, machine = parse(cluster, gpu)
     machine = machine or MACHINES["A800"]
     rates = None if rates_file is None else Rates.load(rates_file)
-    place = Place.of(machine, ranks, f"{machine.name} {ranks.size // ranks.intra}x{ranks.intra}", rates)
+    place = Cluster.of(machine, ranks, f"{machine.name} {ranks.size // ranks.intra}x{ranks.intra}", rates)
     return search(sizes, length, batch, place, pinned, mask)
 
 
@@ -111,7 +111,7 @@ def recommendation(answer: Answer) -> list[str]:
     return lines
 
 
-def _row(one: Step, chosen: Step | None) -> dict[str, str]:
+def _row(one: PredictedStep, chosen: PredictedStep | None) -> dict[str, str]:
     return {
         "": "*" if one is chosen else "",
         "way": str(one.way),
@@ -125,7 +125,7 @@ def _row(one: Step, chosen: Step | None) -> dict[str, str]:
     }
 
 
-def _stack(one: Step) -> str:
+def _stack(one: PredictedStep) -> str:
     memory = ", ".join(f"{name} {short(size / 1e9)}" for name, size in one.memory.items())
     exposed = ", ".join(f"{name} {short(s)}" for name, s in one.times.exposed.items() if s >= 0.001)
     compute = ", ".join(f"{name} {short(s)}" for name, s in one.times.compute.items() if s >= 0.001)

@@ -11,7 +11,7 @@ from typing import Any
 
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_plan.step.advice import advice, notes
-from burst_plan.step.figures import Place, Step, short, step
+from burst_plan.step.figures import Cluster, PredictedStep, short, step
 from burst_plan.step.memory import longest, shard_of, stack, total
 from burst_plan.step.model import Model
 from burst_plan.step.way import FRAMEWORKS, Way, why_not
@@ -29,8 +29,8 @@ class Answer:
     model: Model
     seq: int
     batch: int
-    place: Place
-    ranked: list[Step]
+    place: Cluster
+    ranked: list[PredictedStep]
     """Feasible ways, the fastest first."""
     infeasible: list[tuple[Way, str]]
     """Ways that do not go, and why."""
@@ -46,13 +46,13 @@ class Answer:
         return lengths(self.model, self.place, self.legal)
 
     @property
-    def chosen(self) -> Step | None:
+    def chosen(self) -> PredictedStep | None:
         """The recommended way."""
         if not self.ranked:
             return None
         return min(_close(self.ranked), key=_plain)
 
-    def best_of(self, framework: str) -> Step | None:
+    def best_of(self, framework: str) -> PredictedStep | None:
         """Return the recommended way among those of a framework."""
         own = [one for one in self.ranked if one.way.framework == framework]
         return min(_close(own), key=_plain, default=None)
@@ -78,7 +78,7 @@ class Answer:
         seq, way = max(self.lengths.values(), key=lambda one: one[0])
         return f"{seq} tokens would fit ({way})"
 
-    def _without_offload(self, chosen: Step) -> str:
+    def _without_offload(self, chosen: PredictedStep) -> str:
         """Say why a way offloads; nothing of a way that does not."""
         plain = replace(chosen.way, offload_optimizer=False, offload_activations=False)
         if plain == chosen.way:
@@ -89,7 +89,7 @@ class Answer:
         slower = next(one for one in self.ranked if one.way == plain)  # the host may have the faster memory
         return f"without offload it takes {slower.seconds / chosen.seconds - 1:.1%} longer, "
 
-    def _beside(self, chosen: Step) -> str:
+    def _beside(self, chosen: PredictedStep) -> str:
         """Say what the next way takes that is slower."""
         close = _close(self.ranked)
         if len(close) < len(self.ranked):
@@ -124,12 +124,12 @@ class Answer:
         }  # fmt: skip
 
 
-def _close(ranked: list[Step]) -> list[Step]:
+def _close(ranked: list[PredictedStep]) -> list[PredictedStep]:
     """Return the ways that count as equally fast as the first."""
     return [one for one in ranked if one.seconds <= AS_FAST * ranked[0].seconds]
 
 
-def waits(step: Step) -> str:
+def waits(step: PredictedStep) -> str:
     """Say which share of a step is exposed communication or waiting, and what causes most of it."""
     exposed = step.times.exposed
     share = sum(exposed.values()) / step.seconds
@@ -138,7 +138,7 @@ def waits(step: Step) -> str:
     return f"{share:.0%} of a step is exposed communication or waiting{most}"
 
 
-def _plain(step: Step) -> tuple[int, float]:
+def _plain(step: PredictedStep) -> tuple[int, float]:
     return step.way.offload_optimizer + step.way.offload_activations, total(step.memory)
 
 
@@ -146,7 +146,7 @@ def search(
     model: Model,
     seq: int,
     batch: int,
-    place: Place,
+    place: Cluster,
     pinned: Mapping[str, int] | None = None,
     mask: str = "causal",
     frameworks: Sequence[str] = FRAMEWORKS,
@@ -210,7 +210,7 @@ def least(model: Model, way: Way, seq: int, nodes: int = 1) -> dict[str, float]:
     return min((stack(model, way, seq, direction, nodes, heads) for direction, heads in runs), key=total)
 
 
-def too_large(memory: dict[str, float], place: Place) -> str | None:
+def too_large(memory: dict[str, float], place: Cluster) -> str | None:
     """Return why a stack does not go on a GPU; None if it does."""
     if total(memory) <= place.usable:
         return None
@@ -262,7 +262,7 @@ def _degrees(
             yield {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "ep": ep, "micro": batch // dp}
 
 
-def lengths(model: Model, place: Place, legal: list[Way]) -> dict[str, tuple[int, Way]]:
+def lengths(model: Model, place: Cluster, legal: list[Way]) -> dict[str, tuple[int, Way]]:
     """Return the longest sequence of each framework: memory alone decides."""
     longest_of: dict[str, tuple[int, Way]] = {}
     for way in legal:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.machines import CONSTANTS, Constants
 from burst_mcore.rates import Rates
-from burst_plan.step.attention import Attention
+from burst_plan.step.attention import AttentionTime
 from burst_plan.step.memory import parameters, shard_of
 from burst_plan.step.model import Model
 from burst_plan.step.parts import MODULES
@@ -62,7 +62,7 @@ def times(
     cluster: Ranks,
     rates: Rates,
     peak: float,
-    attention: Attention,
+    attention: AttentionTime,
     again: float = 0.0,
     constants: Constants = CONSTANTS,
 ) -> Times:
@@ -109,7 +109,7 @@ def times(
     return Times(compute, {cause: s for cause, s in exposed.items() if s > 0})
 
 
-def _cause(way: Way, attention: Attention) -> str:
+def _cause(way: Way, attention: AttentionTime) -> str:
     """Return what attention waits for where no kernel runs: a ring of one position is none."""
     if way.cp == 1:
         return "kernel launches"

@@ -32,7 +32,7 @@ from burst_mcore.attention.autotune.decide import fastest
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.layout import Layout
 from burst_plan.cli import app
-from burst_plan.explain.problem import Problem
+from burst_plan.explain.problem import LayerProblem
 
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
@@ -168,7 +168,7 @@ def test_a_subject_that_is_not_there_is_refused_with_all_that_are():
 
 
 def test_a_shorter_problem_has_the_same_mask_in_proportion():
-    problem = Problem(seq=2**16, heads=2, kv_heads=2, head_dim=16, mask="causal & window:4K")
+    problem = LayerProblem(seq=2**16, heads=2, kv_heads=2, head_dim=16, mask="causal & window:4K")
     assert problem.shortened(512).seen == Mask.window(31, 0)
     assert gate.gate_problem(replace(SMALL, seq=2**16, mask="causal & window:4K"), 4).seen == Mask.window(
         31, 0

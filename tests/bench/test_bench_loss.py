@@ -29,14 +29,14 @@ TEXT = "tokens=96; hidden=16; vocabulary=200; processes=2"
 
 def _of_twice_the_logits(case, world):
     naive = HEADS["naive"].build(case, world).loss
-    return heads.Head(lambda hidden, weight, labels: naive(2 * hidden, weight, labels))
+    return heads.HeadMethod(lambda hidden, weight, labels: naive(2 * hidden, weight, labels))
 
 
 def _refusing(case, world):
     def refuse(hidden, weight, labels):
         raise RuntimeError("not on a Tuesday\nand more")
 
-    return heads.Head(refuse)
+    return heads.HeadMethod(refuse)
 
 
 def _killed(case, world):

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from burst_bench import stage
 from burst_bench.core import Method, Table, World, of_kind
-from burst_bench.methods.layers import Checkpointing
+from burst_bench.methods.layers import LayerMethod
 from burst_bench.results import read
 from burst_bench.subjects import recompute
 from burst_bench.subjects.recompute import LayersCase
@@ -79,12 +79,12 @@ def test_bad_input(case, words):
 
 
 def _doubling(case, world):
-    return Checkpointing(layer=lambda layer, x: 2 * layer(x))
+    return LayerMethod(layer=lambda layer, x: 2 * layer(x))
 
 
 def _wrong(rank, size):
     case = LayersCase(ranks=1, seq=64, hidden=16, heads=2, layers=1)
-    work = stage.Work(case, [Method("doubling", _doubling), LAYERS["full"]], 1)
+    work = stage.StageWork(case, [Method("doubling", _doubling), LAYERS["full"]], 1)
     return stage.measure(rank, size, work)
 
 
@@ -96,7 +96,7 @@ def test_a_wrong_method_is_not_timed():
 
 def _clocked(rank, size):
     case = LayersCase(ranks=1, seq=64, hidden=16, heads=2, layers=1)
-    model = recompute.Model(case, World(0, 1))
+    model = recompute.LayerStack(case, World(0, 1))
     return [model.step(LAYERS[name].build(case, World(0, 1)))["recomputing"] for name in ("none", "full")]
 
 

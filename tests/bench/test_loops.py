@@ -12,7 +12,7 @@ from burst_bench.published.methods import WAYS, programs_of, seconds_of
 from burst_bench.published.rows import Row
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.autotune.cost import CallTime, call_time, message_bytes
-from burst_mcore.attention.autotune.lockstep import RoutedPass, Work, play_all
+from burst_mcore.attention.autotune.lockstep import KernelWork, RoutedPass, play_all
 from burst_mcore.attention.autotune.simulate import play
 from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan
@@ -69,7 +69,7 @@ def test_loops_played_at_once_are_every_rank_played(name, pass_, node):
     shard = Shard(batch=1, tokens=64, heads=4, kv_heads=2, head_dim=32, value_dim=32, dtype=torch.bfloat16)
     size = route.places
     pairs = (torch.rand(size, size, generator=torch.Generator().manual_seed(7)) * 4000 + 100).double()
-    work = Work(pairs, Placement(size), call_time(shard, pass_, RATES), shard.tokens)
+    work = KernelWork(pairs, Placement(size), call_time(shard, pass_, RATES), shard.tokens)
     programs = tuple(programs_of(loop, route, pass_))
     routed = RoutedPass(route, pass_, message_bytes(shard, route, pass_), work, programs[0])
     plan = Plan(Layout("zigzag"), Mask.full(), 64 * size, Placement(size))

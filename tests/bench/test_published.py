@@ -14,7 +14,7 @@ from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.machines import CONSTANTS, CPU, MACHINES
 from burst_plan.step import figures
-from burst_plan.step.attention import Attention
+from burst_plan.step.attention import AttentionTime
 from burst_plan.step.figures import TABLE, errors_of, kind_of
 from burst_plan.step.memory import shard_of, stack, states
 from burst_plan.step.model import PRESETS
@@ -27,7 +27,7 @@ PUBLIC = ROOT / "benchmarks" / "public"
 SHARED = ROOT.parent / "shared"
 SLOW = replace(MACHINES["A100-quad"], nic=0.01).rates
 """Networks whose messages take far longer than all compute."""
-RUNS = Attention(forward=0.01, backward=0.02, kernel=0.03)
+RUNS = AttentionTime(forward=0.01, backward=0.02, kernel=0.03)
 FULL = Way(framework="megatron-deepspeed", zero=3, cp=4, recompute="full", fused_loss=False)
 
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from burst_mcore.megatron import cpu
-from burst_mcore.megatron.fused_loss import DeferredLogits, fuse_loss
+from burst_mcore.megatron.fused_loss import UnmadeLogits, fuse_loss
 
 MUP = (("use_mup", True), ("mup_base_hidden_size", 32))
 
@@ -186,7 +186,7 @@ def test_what_it_does_not_go_with_is_named(field, words):
 
 def test_deferred_logits_are_no_logits():
     with pytest.raises(AttributeError, match="the fused loss makes no logits.*'shape'"):
-        _ = DeferredLogits(torch.ones(1), None).shape
+        _ = UnmadeLogits(torch.ones(1), None).shape
 
 
 def _negative_labels(rank, size):

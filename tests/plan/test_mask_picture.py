@@ -37,7 +37,7 @@ from burst_plan.explain.mask_picture import (
     tiles_summary,
 )
 from burst_plan.explain.pairs import pairs_at
-from burst_plan.explain.problem import Problem
+from burst_plan.explain.problem import LayerProblem
 from burst_plan.words import document_ends, mask_of, shortened
 
 RATES = Rates(intra=50e9, inter=5e9, compute=1e14)
@@ -264,7 +264,7 @@ def test_the_tiles_of_a_zigzag_ring_are_those_of_the_paper(pass_):
 
 
 def _drawn(mask, layout, *, ranks=None, pass_="query", ring="double", seq=1024):
-    problem = Problem(seq=seq, heads=4, kv_heads=4, head_dim=16, mask=mask)
+    problem = LayerProblem(seq=seq, heads=4, kv_heads=4, head_dim=16, mask=mask)
     return predict.draw(
         problem, ranks or Ranks(4, 2), RATES, pass_=pass_, degree=1, ring=ring, overlap=True, layout=layout
     )
@@ -304,7 +304,7 @@ def test_a_summary_says_how_even_the_work_is_and_what_is_read():
 
 def test_layouts_are_words_and_auto_goes_by_the_mask():
     ranks = Ranks(4, 2)
-    problem = Problem(seq=1024, heads=4, kv_heads=4, head_dim=16, mask="causal & documents:512,256,256")
+    problem = LayerProblem(seq=1024, heads=4, kv_heads=4, head_dim=16, mask="causal & documents:512,256,256")
     assert predict.layout_of("auto", problem, ranks) == Layout.for_mask(problem.seen, 1024, 4)
     assert predict.layout_of("zigzag-documents", problem, ranks).ends == (0, 512, 768, 1024)
     assert predict.layout_of("block-striped:64", problem, ranks) == Layout("block-striped", block=64)
@@ -314,7 +314,7 @@ def test_layouts_are_words_and_auto_goes_by_the_mask():
     ):
         with pytest.raises(ValueError, match=complaint):
             predict.layout_of(word, problem, ranks)
-    causal = Problem(seq=1024, heads=4, kv_heads=4, head_dim=16)
+    causal = LayerProblem(seq=1024, heads=4, kv_heads=4, head_dim=16)
     with pytest.raises(ValueError, match="must have documents, once"):
         predict.layout_of("zigzag-documents", causal, ranks)
 

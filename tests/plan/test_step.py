@@ -20,15 +20,15 @@ from burst_mcore.machines import MACHINES
 from burst_mcore.megatron.arguments import add_arguments, burst_config, recompute_policy
 from burst_plan.cli import app
 from burst_plan.step.advice import deepspeed_config, megatron_flags
-from burst_plan.step.attention import Attention
-from burst_plan.step.figures import Place, Step, mfu, step
+from burst_plan.step.attention import AttentionTime
+from burst_plan.step.figures import Cluster, PredictedStep, mfu, step
 from burst_plan.step.memory import ON_CPU, moments, stack, states, total
 from burst_plan.step.model import PRESETS, from_config, model_of
 from burst_plan.step.search import least, search
 from burst_plan.step.way import Way, why_not
 
 A800 = MACHINES["A800"]
-PLACE = Place(ranks=Ranks(8, 8), rates=A800.rates, peak=A800.tflops * 1e12, memory=A800.memory, name="A800")
+PLACE = Cluster(ranks=Ranks(8, 8), rates=A800.rates, peak=A800.tflops * 1e12, memory=A800.memory, name="A800")
 DEEPSEEK = dict(
     num_hidden_layers=61, hidden_size=7168, num_attention_heads=128, num_key_value_heads=128,
     q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
@@ -120,8 +120,8 @@ def test_what_attention_waits_for_has_the_name_of_what_is_there():
         ({"cp": 4}, 4, "exchange of heads"),
     ):
         way = Way(framework="deepspeed", zero=3, **degrees)
-        runs = Attention(forward=0.02, backward=0.04, kernel=0.05, head_parallel=heads)
-        exposed = Step(PRESETS["7b"], way, 2**15, place, runs).times.exposed
+        runs = AttentionTime(forward=0.02, backward=0.04, kernel=0.05, head_parallel=heads)
+        exposed = PredictedStep(PRESETS["7b"], way, 2**15, place, runs).times.exposed
         assert exposed[cause] == pytest.approx(32 * 0.01), degrees
         assert names & set(exposed) == {cause}
 

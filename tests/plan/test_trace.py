@@ -23,7 +23,7 @@ from burst_plan.cli import app
 from burst_plan.explain import predict
 from burst_plan.explain.chrome_trace import chrome_trace
 from burst_plan.explain.picture import COLOURS
-from burst_plan.explain.problem import Problem
+from burst_plan.explain.problem import LayerProblem
 
 RATES = Rates(intra=50e9, inter=5e9, compute=1e14)
 
@@ -78,7 +78,7 @@ def test_a_trace_has_a_process_for_each_rank_of_each_run():
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_a_drawing_computes_all_that_the_mask_allows(pass_, degree):
     drawn = predict.draw(
-        Problem(seq=4096, heads=8, kv_heads=8, head_dim=64, dtype="bfloat16"),
+        LayerProblem(seq=4096, heads=8, kv_heads=8, head_dim=64, dtype="bfloat16"),
         Ranks(4, 2),
         RATES,
         pass_=pass_,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.autotune.cost import Sizes
-from burst_mcore.attention.autotune.lockstep import Work
+from burst_mcore.attention.autotune.lockstep import KernelWork
 from burst_mcore.attention.geometry.reading import Reading
 from burst_mcore.attention.schedule.actions import Kind, Pass
 from burst_mcore.attention.schedule.route import PASSES, Route
@@ -17,7 +17,7 @@ SAMPLED = 32
 
 
 def at_least(
-    pass_: Pass, route: Route, reading: Reading, work: Work, sizes: Sizes, intra_size: int, rates: Rates
+    pass_: Pass, route: Route, reading: Reading, work: KernelWork, sizes: Sizes, intra_size: int, rates: Rates
 ) -> float:
     """Return the seconds that the slowest rank needs at least: for its kernel, or for the rows that travel.
 

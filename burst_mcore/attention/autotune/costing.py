@@ -24,7 +24,7 @@ from burst_mcore.attention.autotune.cost import (
     message_bytes,
     slowdown_seconds,
 )
-from burst_mcore.attention.autotune.lockstep import Played, RoutedPass, Work, play_all
+from burst_mcore.attention.autotune.lockstep import KernelWork, PlayedPass, RoutedPass, play_all
 from burst_mcore.attention.autotune.simulate import play
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.geometry.plan import Plan
@@ -43,8 +43,8 @@ class Costs:
     def __init__(self, shard: Shard, plan: Plan, pairs: Tensor, ranks: Ranks, rates: Rates) -> None:
         self.shard, self.plan, self.ranks, self.rates = shard, plan, ranks, rates
         self.pairs, self.pairs_of_keys = pairs, pairs.T.contiguous()
-        self.works: dict[tuple[Pass, int], Work] = {}
-        self.played: dict[tuple[Route, Pass], Played] = {}
+        self.works: dict[tuple[Pass, int], KernelWork] = {}
+        self.played: dict[tuple[Route, Pass], PlayedPass] = {}
         """Results by route and pass."""
 
     def ways(self, route: Route) -> tuple[Route, ...]:
@@ -129,7 +129,7 @@ class Costs:
             for way in self.ways(route)
         )
 
-    def work(self, route: Route, pass_: Pass) -> Work:
+    def work(self, route: Route, pass_: Pass) -> KernelWork:
         key = pass_, route.of(pass_).rings if self.shard.latent_travels else 1
         if key not in self.works:
             pairs = self.pairs_of_keys if pass_ == Pass.QUERY else self.pairs
@@ -140,12 +140,12 @@ class Costs:
         meets = self.plan.reading(of_queries=routed.of_queries).meets
         return not routed.route.direct or bool(meets.all())
 
-    def one_by_one(self, routed: RoutedPass) -> Played:
+    def one_by_one(self, routed: RoutedPass) -> PlayedPass:
         drawn = schedule(routed.route, routed.pass_, self.plan)
         timeline = play(drawn, routed.sizes, routed.work.of_action, self.ranks.intra, self.rates)
         sent = mean_bytes(drawn.programs, routed.sizes, self.ranks.intra)
         busiest = routed.work.busiest_of(routed.route.of(routed.pass_).rings)
-        return Played(timeline.seconds, busiest, sent)
+        return PlayedPass(timeline.seconds, busiest, sent)
 
     def tied(self, route: Route) -> int:
         """Return `Candidate.tied` of a route."""
@@ -181,8 +181,8 @@ def pairs_of(layout: Layout, mask: Mask, n: int, ranks: int) -> Tensor:
 
 def work_of(
     shard: Shard, pairs: Tensor, route: Route, pass_: Pass, rates: Rates, passes: Passes = OURS
-) -> Work:
+) -> KernelWork:
     """Return the seconds of kernel calls in a pass; pairs: of rows that stay and travel, [ranks, ranks]."""
     pooled = shard.pooled(route.heads)
     time = call_time(pooled, pass_, rates, passes, rings=route.of(pass_).rings)
-    return Work(pairs, route.placement, time, pooled.tokens)
+    return KernelWork(pairs, route.placement, time, pooled.tokens)

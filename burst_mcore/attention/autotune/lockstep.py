@@ -32,7 +32,7 @@ from burst_mcore.rates import Rates
 
 
 @dataclass(frozen=True)
-class Played:
+class PlayedPass:
     """The cost of a pass that was played."""
 
     seconds: float
@@ -51,7 +51,7 @@ class RoutedPass:
     """If `direct`, all positions must read each other (`Reading.meets`)."""
     pass_: Pass
     sizes: Sizes
-    work: Work
+    work: KernelWork
     program: Program | None = None
     """Of rank 0, which all ranks run, moved; None: the route's own."""
 
@@ -70,7 +70,7 @@ class RoutedPass:
         return replace(route, mirrored=False), by_part, self.program
 
 
-class Work:
+class KernelWork:
     """Seconds of the kernel, by rank and source.
 
     Args:
@@ -146,12 +146,12 @@ def _has_messages(pass_: Pass, kind: Kind) -> bool:
     return sent.get(kind, True)
 
 
-def play_all(plan: Plan, passes: Sequence[RoutedPass], intra_size: int, rates: Rates) -> list[Played]:
+def play_all(plan: Plan, passes: Sequence[RoutedPass], intra_size: int, rates: Rates) -> list[PlayedPass]:
     """Play passes over the positions of `plan`, on nodes of `intra_size` ranks."""
     kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for index, routed in enumerate(passes):
         kinds[routed.kind].append(index)
-    played_by_index: dict[int, Played] = {}
+    played_by_index: dict[int, PlayedPass] = {}
     for of_kind in kinds.values():
         played = _Lockstep(plan, [passes[index] for index in of_kind], intra_size, rates).play()
         played_by_index.update(zip(of_kind, played, strict=True))
@@ -305,7 +305,7 @@ class _Lockstep:
             self.peers[peer] = _Peers(to, back, inter, rate, none, none.clone())
         return self.peers[peer]
 
-    def play(self) -> list[Played]:
+    def play(self) -> list[PlayedPass]:
         waited: list[Channel] = []  # for all of them at once, if nothing else is done between
         for index, action in enumerate(self.program):
             match action:
@@ -324,7 +324,7 @@ class _Lockstep:
             sent += torch.stack([peers.carried - between, between]).mean(1)
         slowest = self.clock.amax(0).tolist()
         return [
-            Played(
+            PlayedPass(
                 slowest[index],
                 routed.work.busiest_of(self.route.rings),
                 {Link.INTRA: intra, Link.INTER: inter},

@@ -19,7 +19,7 @@ LARGEST_BLOCK = 128
 """Rows or columns of a block, at most: numbers that count from its corner have 8 bits."""
 
 
-class Blocks(NamedTuple):
+class BlockLists(NamedTuple):
     """For each block of one side (its own), the blocks of the other side that it meets: int32 tensors.
 
     Block i meets the `entries` from starts[i] to starts[i + 1]. Up to `full[i]` they are blocks that are seen
@@ -41,7 +41,7 @@ ALIGNED = 4
 """Numbers at whose multiples lists begin in a common memory: 16 bytes, as kernels are compiled for."""
 
 
-def on_device(lists: Sequence[Blocks], device: torch.device) -> list[Blocks]:
+def on_device(lists: Sequence[BlockLists], device: torch.device) -> list[BlockLists]:
     """Return many lists on a device, by one copy which the host does not wait for.
 
     Pinned memory is torch's: its allocator lends no block again before copies from it are done.
@@ -53,10 +53,13 @@ def on_device(lists: Sequence[Blocks], device: torch.device) -> list[Blocks]:
         memory[start : start + x.numel()] = x.flatten()
     there = memory.to(device, non_blocking=True)
     views = [there[start : start + x.numel()].view(x.shape) for start, x in zip(ends, tensors, strict=False)]
-    return [Blocks(*views[i : i + len(Blocks._fields)]) for i in range(0, len(views), len(Blocks._fields))]
+    return [
+        BlockLists(*views[i : i + len(BlockLists._fields)])
+        for i in range(0, len(views), len(BlockLists._fields))
+    ]
 
 
-def blocks(pattern: Pattern, block_m: int, block_n: int, *, by_columns: bool) -> Blocks:
+def blocks(pattern: Pattern, block_m: int, block_n: int, *, by_columns: bool) -> BlockLists:
     """Return the lists for blocks of block_m rows and block_n columns, by blocks of rows or of columns."""
     assert max(block_m, block_n) <= LARGEST_BLOCK
     rows, columns = pattern.shape
@@ -100,7 +103,7 @@ def blocks(pattern: Pattern, block_m: int, block_n: int, *, by_columns: bool) ->
     own, is_part = own[order], is_part[order]
     starts = torch.searchsorted(own, torch.arange(many + 1))
     full = starts[:-1] + torch.zeros(many, dtype=torch.int64).index_add_(0, own, 1 - is_part)
-    return Blocks(*(x.to(torch.int32).contiguous() for x in (starts, full, entries[order])))
+    return BlockLists(*(x.to(torch.int32).contiguous() for x in (starts, full, entries[order])))
 
 
 def _bytes(*values: Tensor) -> Tensor:

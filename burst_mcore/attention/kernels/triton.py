@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from burst_mcore import packages
 from burst_mcore.attention.geometry.pattern import Abilities, Pattern
-from burst_mcore.attention.kernels.blocks import LARGEST_BLOCK, Blocks, blocks, diagonals, on_device
+from burst_mcore.attention.kernels.blocks import LARGEST_BLOCK, BlockLists, blocks, diagonals, on_device
 from burst_mcore.attention.kernels.kernel import BackwardInputs, InPlace, Kernel, Problem, Scores
 from burst_mcore.dtypes import TRAINED, of_parts, wide
 
@@ -367,11 +367,11 @@ def _lists(
     """Return the pattern as arguments of a kernel, and whether it is a band, which needs no lists."""
     band = diagonals(pattern)
     if band is not None:
-        return (*(None,) * len(Blocks._fields), *band), True
+        return (*(None,) * len(BlockLists._fields), *band), True
     key = _key(sizes, device, by_columns=by_columns)
     if key not in pattern.kernel_cache:
         _make_lists([(pattern, key)])
-    lists: Blocks = pattern.kernel_cache[key]
+    lists: BlockLists = pattern.kernel_cache[key]
     return (*lists, 0, 0), False
 
 

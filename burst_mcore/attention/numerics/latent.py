@@ -16,7 +16,7 @@ from torch import Tensor
 
 from burst_mcore.attention.geometry.rows import Rows, gather, relative_to
 from burst_mcore.attention.numerics.merge import GradientSum
-from burst_mcore.attention.numerics.segments import Bundle
+from burst_mcore.attention.numerics.segments import KernelResults
 from burst_mcore.dtypes import wide
 
 
@@ -91,7 +91,7 @@ class Expansion:
         return gradient
 
 
-class Chunk:
+class LatentChunk:
     """Some rows of a latent, expanded: their K and V, and the sums of the gradients of these.
 
     Args:
@@ -101,13 +101,13 @@ class Chunk:
         rows: the rows to expand.
     """
 
-    def __init__(self, expansion: Expansion, bundle: Bundle, stored: Rows | None, rows: Rows) -> None:
+    def __init__(self, expansion: Expansion, bundle: KernelResults, stored: Rows | None, rows: Rows) -> None:
         self.rows, self._expansion = rows, expansion
         self._compressed, rope_key = (gather(x, relative_to(stored, rows)) for x in bundle)
-        self.keys: Bundle = expansion.expand(self._compressed, rope_key)
+        self.keys: KernelResults = expansion.expand(self._compressed, rope_key)
         self.sums = tuple(GradientSum(like=x) for x in self.keys)
 
-    def gradients(self, span: range | None = None) -> Bundle:
+    def gradients(self, span: range | None = None) -> KernelResults:
         """Return the gradients of the latent and of the rope key, of a span of the chunk's rows; None: all.
 
         The gradient of the weights is added to that of other chunks.

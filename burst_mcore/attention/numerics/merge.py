@@ -16,7 +16,13 @@ from torch import Tensor
 
 from burst_mcore.attention.geometry.rows import Rows, count, shares, strided, view
 from burst_mcore.attention.numerics.rowwise import add_up, combine
-from burst_mcore.attention.numerics.segments import Bundle, Part, Segment, Segments, narrowed
+from burst_mcore.attention.numerics.segments import (
+    KernelResults,
+    ResultsPart,
+    RowSegment,
+    RowSegments,
+    narrowed,
+)
 from burst_mcore.dtypes import of_parts
 
 WAITING = 8
@@ -35,20 +41,20 @@ class _Sum(ABC):
     def __init__(self, like: Tensor) -> None:
         self._like, self._dtype = like, torch.promote_types(like.dtype, torch.float32)
         rows = like.shape[1]
-        self._segments = Segments(rows)
+        self._segments = RowSegments(rows)
         self._all = range(rows)
-        self._total: Bundle | None = None
+        self._total: KernelResults | None = None
         self._limit = max(1, min(WAITING, WAITING_BYTES // max(1, like.numel() * like.itemsize)))
 
     @abstractmethod
-    def room(self, dtype: torch.dtype) -> Bundle:
+    def room(self, dtype: torch.dtype) -> KernelResults:
         """Return uninitialised tensors for all rows, results in `dtype`."""
 
     @abstractmethod
-    def _combine(self, parts: Sequence[Bundle], into: Bundle) -> None:
+    def _combine(self, parts: Sequence[KernelResults], into: KernelResults) -> None:
         """Put parts of the same rows together; `into` may be the first of them."""
 
-    def _add(self, rows: Rows, part: Bundle) -> None:
+    def _add(self, rows: Rows, part: KernelResults) -> None:
         """Take a tile's results of these rows."""
         if len(rows) == 1 and rows[0].step == 1:
             self._add_span(rows[0], part)
@@ -60,22 +66,22 @@ class _Sum(ABC):
             else:
                 self._add_spread(span, share)
 
-    def _add_span(self, span: range, share: Bundle) -> None:
+    def _add_span(self, span: range, share: KernelResults) -> None:
         """Let results of neighbouring rows wait."""
-        met, part = list(self._segments.over(span)), Part(share, span.start)
+        met, part = list(self._segments.over(span)), ResultsPart(share, span.start)
         for piece, segment in met:
             if len(segment.parts) == self._limit:
                 self._settle(piece, segment)
         for _, segment in met:
             segment.parts.append(part)
 
-    def _add_spread(self, span: range, share: Bundle) -> None:
+    def _add_spread(self, span: range, share: KernelResults) -> None:
         """Take results of rows with gaps between them, at once."""
         total = self._settled(range(span.start, span[-1] + 1))
         to = tuple(strided(x, range(0, span[-1] + 1 - span.start, span.step)) for x in total)
         self._combine([to, share], to)
 
-    def _running(self, rows: Rows) -> tuple[Bundle, bool] | None:
+    def _running(self, rows: Rows) -> tuple[KernelResults, bool] | None:
         """Return the sum of these rows to add to in place, and whether it holds no data yet.
 
         None if a copy would be needed.
@@ -88,7 +94,7 @@ class _Sum(ABC):
             return narrowed(self._room(), rows[0]), True
         return self._settled(rows[0]), False
 
-    def put(self, span: range, into: Bundle) -> None:
+    def put(self, span: range, into: KernelResults) -> None:
         """Write the sum of these rows, so far, into tensors of any dtypes."""
         for piece, segment in self._segments.over(span):
             to = narrowed(into, range(piece.start - span.start, piece.stop - span.start))
@@ -98,7 +104,7 @@ class _Sum(ABC):
             else:
                 self._fill(to)
 
-    def complete(self) -> Bundle:
+    def complete(self) -> KernelResults:
         """Return the sum of all rows; it may be in the dtype of its only part."""
         only = self._segments.alone
         if self._total is None and only and len(only.parts) == 1 and only.parts[0].covers(self._all):
@@ -109,14 +115,14 @@ class _Sum(ABC):
         self.put(self._all, results)
         return results
 
-    def _parts(self, piece: range, segment: Segment) -> list[Bundle]:
+    def _parts(self, piece: range, segment: RowSegment) -> list[KernelResults]:
         parts = [part.rows(piece) for part in segment.parts]
         if segment.summed:
             assert self._total is not None
             parts.insert(0, narrowed(self._total, piece))
         return parts
 
-    def _settled(self, span: range) -> Bundle:
+    def _settled(self, span: range) -> KernelResults:
         """Return the running sum of these rows, with all that came."""
         total = self._room()
         for piece, segment in list(self._segments.over(span)):
@@ -124,7 +130,7 @@ class _Sum(ABC):
         self._segments.sum_up(span)
         return narrowed(total, span)
 
-    def _settle(self, piece: range, segment: Segment) -> None:
+    def _settle(self, piece: range, segment: RowSegment) -> None:
         """Put the parts of a segment together in the running sum."""
         to = narrowed(self._room(), piece)
         if segment.empty:
@@ -133,10 +139,10 @@ class _Sum(ABC):
             self._combine(self._parts(piece, segment), to)
         segment.parts, segment.summed = [], True
 
-    def _room(self) -> Bundle:
+    def _room(self) -> KernelResults:
         """Return the running sum: at first a part of all rows, where one is wide enough, else new memory."""
         if self._total is None:
-            _, first = next(self._segments.over(self._all), (range(0), Segment()))
+            _, first = next(self._segments.over(self._all), (range(0), RowSegment()))
             for part in first.parts:
                 if part.covers(self._all) and part.bundle[0].dtype == self._dtype:
                     self._total = part.bundle
@@ -145,7 +151,7 @@ class _Sum(ABC):
             self._total = self.room(self._dtype)
         return self._total
 
-    def _fill(self, to: Bundle) -> None:
+    def _fill(self, to: KernelResults) -> None:
         for x, value in zip(to, self._blank, strict=True):
             x.fill_(value)
 
@@ -195,7 +201,7 @@ class OnlineSoftmax(_Sum):
                 torch.logaddexp(to, part, out=to)
         return result.to(self._dtype)
 
-    def room(self, dtype: torch.dtype) -> Bundle:
+    def room(self, dtype: torch.dtype) -> KernelResults:
         """Return uninitialised (out [B, S, H, D] in `dtype`, lse [B, H, S] in that of partial results)."""
         out = self._like.new_empty((*self._like.shape[:3], self._value_dim), dtype=dtype)
         return out, self.room_for_lse(self._all)
@@ -205,7 +211,7 @@ class OnlineSoftmax(_Sum):
         batch, _, heads, _ = self._like.shape
         return self._like.new_empty((batch, heads, len(rows)), dtype=self._of_lse)
 
-    def _combine(self, parts: Sequence[Bundle], into: Bundle) -> None:
+    def _combine(self, parts: Sequence[KernelResults], into: KernelResults) -> None:
         combine([(out, lse) for out, lse in parts], *into)
 
 
@@ -251,9 +257,9 @@ class GradientSum(_Sum):
         """Return the sum, in the dtype of `like`; zeros where nothing was added."""
         return self.complete()[0].to(self._like.dtype)
 
-    def room(self, dtype: torch.dtype) -> Bundle:
+    def room(self, dtype: torch.dtype) -> KernelResults:
         """Return an uninitialised tensor for all rows."""
         return (torch.empty_like(self._like, dtype=dtype, memory_format=torch.contiguous_format),)
 
-    def _combine(self, parts: Sequence[Bundle], into: Bundle) -> None:
+    def _combine(self, parts: Sequence[KernelResults], into: KernelResults) -> None:
         add_up([part for (part,) in parts], *into)

@@ -14,21 +14,21 @@ from torch import Tensor
 
 from burst_mcore.attention.geometry.rows import gather
 
-Bundle = tuple[Tensor, ...]
+KernelResults = tuple[Tensor, ...]
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class ResultsPart:
     """Results for the rows from `start` on."""
 
-    bundle: Bundle
+    bundle: KernelResults
     start: int
 
     def covers(self, span: range) -> bool:
         """Return whether these rows are all that the part has."""
         return self.start == span.start and self.bundle[0].shape[1] == len(span)
 
-    def rows(self, span: range) -> Bundle:
+    def rows(self, span: range) -> KernelResults:
         """Return views of these rows, among those that the part covers."""
         if len(span) == self.bundle[0].shape[1]:
             return self.bundle
@@ -36,10 +36,10 @@ class Part:
 
 
 @dataclass(slots=True)
-class Segment:
+class RowSegment:
     """The state of a range of rows."""
 
-    parts: list[Part] = field(default_factory=list)
+    parts: list[ResultsPart] = field(default_factory=list)
     """Those which wait."""
     summed: bool = False
     """The running sum holds data of these rows."""
@@ -50,19 +50,19 @@ class Segment:
         return not (self.parts or self.summed)
 
 
-class Segments:
+class RowSegments:
     """All rows of a tensor, as segments."""
 
     def __init__(self, rows: int, *, summed: bool = False) -> None:
         self._bounds = [0, rows]
-        self._segments = [Segment(summed=summed)]
+        self._segments = [RowSegment(summed=summed)]
 
     @property
-    def alone(self) -> Segment | None:
+    def alone(self) -> RowSegment | None:
         """The segment of all rows, if there is no other."""
         return self._segments[0] if len(self._segments) == 1 else None
 
-    def over(self, span: range) -> Iterator[tuple[range, Segment]]:
+    def over(self, span: range) -> Iterator[tuple[range, RowSegment]]:
         """Yield the segments of these rows, with their ranges, cut at the span's ends."""
         if not span:
             return
@@ -74,10 +74,10 @@ class Segments:
         """Note that the running sum holds all that came of these rows; they become one segment."""
         if span:
             first, last = self._cut(span.start), self._cut(span.stop)
-            self._segments[first:last] = [Segment(summed=True)]
+            self._segments[first:last] = [RowSegment(summed=True)]
             self._bounds[first + 1 : last] = []
 
-    def adopt(self, part: Part) -> None:
+    def adopt(self, part: ResultsPart) -> None:
         """Note that `part`, which covers all rows, is the running sum now."""
         for segment in self._segments:
             segment.parts.remove(part)
@@ -89,11 +89,11 @@ class Segments:
         if self._bounds[index] != row:
             before = self._segments[index - 1]
             self._bounds.insert(index, row)
-            self._segments.insert(index, Segment(list(before.parts), before.summed))
+            self._segments.insert(index, RowSegment(list(before.parts), before.summed))
         return index
 
 
-def narrowed(bundle: Bundle, rows: range) -> Bundle:
+def narrowed(bundle: KernelResults, rows: range) -> KernelResults:
     """Return views of the rows of these tensors."""
     if len(rows) == bundle[0].shape[1 if bundle[0].dim() == 4 else 2]:
         return bundle

@@ -71,7 +71,7 @@ class SavedTail:
     """Whether the tensors are copies; else they are the results themselves, which others use as well."""
 
 
-class Recording(Protocol):
+class SavedCalls(Protocol):
     """The forward of one call of a checkpointed function."""
 
     def share(self, call_id: CallId) -> tuple[float, bool]:
@@ -110,9 +110,9 @@ class Follower(Protocol):
 _entered = threading.local()
 
 
-def recordings() -> tuple[Recording, ...]:
+def recordings() -> tuple[SavedCalls, ...]:
     """Return the forwards that this thread is in, outermost first."""
-    entered: tuple[Recording, ...] = getattr(_entered, "recordings", ())
+    entered: tuple[SavedCalls, ...] = getattr(_entered, "recordings", ())
     return entered
 
 
@@ -150,7 +150,7 @@ def of_layer(name: str) -> Iterator[None]:
         _entered.layer = before
 
 
-def recording(scope: Recording) -> contextlib.AbstractContextManager[None]:
+def recording(scope: SavedCalls) -> contextlib.AbstractContextManager[None]:
     """Mark this thread as inside a checkpointed forward."""
     return _inside("recordings", scope)
 
@@ -166,7 +166,7 @@ def following(scope: Follower) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _inside(runs: str, scope: Recording | Replay | Follower) -> Iterator[None]:
+def _inside(runs: str, scope: SavedCalls | Replay | Follower) -> Iterator[None]:
     before = getattr(_entered, runs, ())
     setattr(_entered, runs, (*before, scope))
     try:

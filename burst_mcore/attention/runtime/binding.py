@@ -62,7 +62,7 @@ class Post(NamedTuple):
     parcels: tuple[Parcel, ...]
 
 
-class Attend(NamedTuple):
+class AttendStep(NamedTuple):
     """A compute, with the rows that its bundle has."""
 
     action: Compute
@@ -99,14 +99,14 @@ class Join(NamedTuple):
     """Where rows go, if the sum that is added has fewer."""
 
 
-Step = Post | Attend | Collect | Keep | TakeIn | Join | Wait | Pack | Unpack
+BoundStep = Post | AttendStep | Collect | Keep | TakeIn | Join | Wait | Pack | Unpack
 
 
 @dataclass(frozen=True)
 class Bound:
     """The steps of a program."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[BoundStep, ...]
 
 
 def bind(program: Program) -> Bound:
@@ -121,15 +121,15 @@ class _Binder:
         self.rows: dict[str, Rows | None] = {HOME: None}
         """By buffer that exists."""
 
-    def steps(self, channel: Channel | None, actions: list[Action]) -> list[Step]:
+    def steps(self, channel: Channel | None, actions: list[Action]) -> list[BoundStep]:
         if channel is None:
             return [step for action in actions if (step := self.step(action)) is not None]
         return [Post(channel, actions, tuple(self.parcel(action) for action in actions))]
 
-    def step(self, action: Action) -> Step | None:
+    def step(self, action: Action) -> BoundStep | None:
         match action:
             case Compute():
-                return Attend(action, self.rows[action.buffer])
+                return AttendStep(action, self.rows[action.buffer])
             case Accumulate(buffer=buffer) if buffer == KEPT:
                 return Keep(action)
             case Accumulate():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_mcore.attention.geometry.rows import Rows, gather, scatter_views
-from burst_mcore.attention.runtime.binding import Attend, Bound, Collect, Join, Keep, Post, Room, TakeIn
+from burst_mcore.attention.runtime.binding import AttendStep, Bound, Collect, Join, Keep, Post, Room, TakeIn
 from burst_mcore.attention.runtime.communicators import Carrier
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import (
@@ -42,7 +42,7 @@ New = Callable[[Kind, Rows | None], Bundle]
 Free = Callable[[Bundle], None]
 
 
-class Work(Protocol):
+class MessageWork(Protocol):
     """A message under way."""
 
     def wait(self) -> object: ...
@@ -55,7 +55,7 @@ class Transport(Protocol):
         """Get ready for a pass; every rank does, also one that will send and receive nothing."""
         ...
 
-    def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Bundle]]) -> Sequence[Work]:
+    def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Bundle]]) -> Sequence[MessageWork]:
         """Start all messages as one batch."""
         ...
 
@@ -85,7 +85,7 @@ class ProcessGroups:
         """Return whether `connect` has nothing left to make for these passes."""
         return self._connected.issuperset(passes)
 
-    def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Bundle]]) -> Sequence[Work]:
+    def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Bundle]]) -> Sequence[MessageWork]:
         """Start all messages as one batch, in their order (receives first is fastest on gloo)."""
         group, place = self.carrier(channel)
         first_tag = self._first_tag + 64 * self._TAGS.index(channel.kind)
@@ -187,7 +187,7 @@ class Ring:
         self._new, self._free = new, free
         self._exchanges = exchanges or {}
         self._buffers: dict[str, Bundle] = {HOME: home}
-        self._under_way: dict[Channel, tuple[list[Action], list[Work], list[Bundle]]] = {}
+        self._under_way: dict[Channel, tuple[list[Action], list[MessageWork], list[Bundle]]] = {}
 
     def run(
         self,
@@ -222,7 +222,7 @@ class Ring:
             _ABANDONED.append((self._under_way, self._buffers))
             raise
 
-    def _attend(self, step: Attend) -> None:
+    def _attend(self, step: AttendStep) -> None:
         action = step.action
         self._compute(action, self._buffers[action.buffer], step.rows)
 
@@ -336,7 +336,7 @@ class Ring:
 
     _CARRY_OUT: ClassVar[dict[type, Callable[..., None]]] = {
         Post: _post,
-        Attend: _attend,
+        AttendStep: _attend,
         Collect: _collect,
         Keep: _keep,
         TakeIn: _take_in,

@@ -102,7 +102,7 @@ class Counted(NamedTuple):
     entry: int
     owner: int
 
-    def of_all(self, moved: Moved) -> Tensor:
+    def of_all(self, moved: MovedPrograms) -> Tensor:
         """[positions, passes]."""
         return self.table[self.entry].index_select(0, moved.to(self.owner))
 
@@ -110,7 +110,7 @@ class Counted(NamedTuple):
 class OfAll(Everything):
     """Hops of all positions at once, as numbers of rows (`Counted`); asked for the program of position 0.
 
-    An `owner` stands for each position's own counterpart: see `Moved`.
+    An `owner` stands for each position's own counterpart: see `MovedPrograms`.
     """
 
     def __init__(self, passes: Sequence[RowCounts]) -> None:
@@ -183,7 +183,7 @@ def _or_never(rows: Tensor) -> Tensor:
     return rows.masked_fill_(rows == 0, NEVER)
 
 
-class Moved:
+class MovedPrograms:
     """Programs of all positions, from that of position 0: partner p becomes partner `to(p)[q]` of q."""
 
     def __init__(self, nodes: int, intra: int, rings: int) -> None:
@@ -219,6 +219,6 @@ class Moved:
 
 
 @lru_cache(maxsize=64)
-def moved(nodes: int, intra: int, rings: int) -> Moved:
+def moved(nodes: int, intra: int, rings: int) -> MovedPrograms:
     """Return the moves of rings of nodes x intra positions, side by side. Cached."""
-    return Moved(nodes, intra, rings)
+    return MovedPrograms(nodes, intra, rings)

@@ -24,7 +24,7 @@ from burst_mcore.deepspeed.models.prefill import CACHE_NAMES
 from burst_mcore.deepspeed.ranks.groups import unit_of
 from burst_mcore.loss import unpatched
 
-Method = Callable[..., Any]
+AnyMethod = Callable[..., Any]
 SERVED = {
     *(f"trl.trainer.{kind.lower()}_trainer.{kind}Trainer" for kind in ("SFT", "DPO", "KTO")),
     "trl.experimental.kto.KTOTrainer",
@@ -32,7 +32,7 @@ SERVED = {
 """The trainers of TRL that are held to one process in tests; the last is an older name of its like."""
 
 
-def counting_tokens(init: Method) -> Method:
+def counting_tokens(init: AnyMethod) -> AnyMethod:
     """Trainer.__init__: losses are divided by the labels of all micro-batches, as without sequence groups.
 
     TRL's trainers are refused here, but for those whose losses are known.
@@ -48,7 +48,7 @@ def counting_tokens(init: Method) -> Method:
     return __init__
 
 
-def labels_of_whole_sequences(count: Method) -> Method:
+def labels_of_whole_sequences(count: AnyMethod) -> AnyMethod:
     """Trainer._get_num_items_in_batch: how many labels the sequences have, of which a rank has shards.
 
     Over the accumulated micro-batches, and in training over all groups where the Trainer averages over
@@ -71,7 +71,7 @@ def labels_of_whole_sequences(count: Method) -> Method:
     return _get_num_items_in_batch
 
 
-def inputs_of_whole_sequences(track: Method) -> Method:
+def inputs_of_whole_sequences(track: AnyMethod) -> AnyMethod:
     """Trainer._track_num_input_tokens: the tokens of sequences, without the padding for the layout."""
 
     @wraps(track)
@@ -89,7 +89,7 @@ def inputs_of_whole_sequences(track: Method) -> Method:
     return _track_num_input_tokens
 
 
-def loss_of_whole_sequences(compute_loss: Method) -> Method:
+def loss_of_whole_sequences(compute_loss: AnyMethod) -> AnyMethod:
     """Trainer.compute_loss: the loss that the model returns is the whole sequence's already.
 
     transformers 5.23 gathers the losses of shards once more, and the gradient of that is a sum, SP times too
@@ -122,7 +122,7 @@ def loss_of_whole_sequences(compute_loss: Method) -> Method:
     return of_whole_sequences
 
 
-def over_shards(evaluation_loop: Method) -> Method:
+def over_shards(evaluation_loop: AnyMethod) -> AnyMethod:
     """Trainer.evaluation_loop: batches are dealt to the ranks of a sequence group, as in training."""
 
     @wraps(evaluation_loop)
@@ -145,7 +145,7 @@ def over_shards(evaluation_loop: Method) -> Method:
     return dealt
 
 
-def with_whole_outputs(prediction_step: Method) -> Method:
+def with_whole_outputs(prediction_step: AnyMethod) -> AnyMethod:
     """Trainer.prediction_step: predictions and labels of whole sequences, where they are asked for.
 
     Then the model makes its logits, whether its loss is fused in training or not.

@@ -11,12 +11,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from burst_plan.step.model.arguments import Arguments, of_arguments
+from burst_plan.step.model.arguments import ArgumentParser, of_arguments
 from burst_plan.step.model.config_json import from_config, of_file
 from burst_plan.step.model.presets import PRESETS, named
 from burst_plan.step.model.sizes import LARGEST, Model
 
-__all__ = ["LARGEST", "PRESETS", "Arguments", "Model", "from_config", "model_of", "named"]
+__all__ = ["LARGEST", "PRESETS", "ArgumentParser", "Model", "from_config", "model_of", "named"]
 
 
 def model_of(text: str) -> tuple[Model, dict[str, Any]]:

@@ -13,7 +13,7 @@ MOST_LAYERS = 4096
 """The largest number in a pattern of layers."""
 
 
-class Arguments(argparse.ArgumentParser):
+class ArgumentParser(argparse.ArgumentParser):
     """A parser of Megatron's arguments that raises ValueError."""
 
     def error(self, message: str) -> NoReturn:
@@ -22,7 +22,7 @@ class Arguments(argparse.ArgumentParser):
 
 def of_arguments(text: str) -> tuple[Model, dict[str, Any]]:
     """Return the model of Megatron's arguments; flags that say nothing of sizes are left out."""
-    parser = Arguments(add_help=False, allow_abbrev=False)
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("num-layers", "hidden-size", "num-attention-heads"):
         parser.add_argument(f"--{flag}", type=int, required=True)
     for flag, value in OPTIONAL.items():
