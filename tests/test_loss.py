@@ -200,8 +200,8 @@ def test_chunks_are_several_few_small_and_of_whole_tiles(tokens, v, dtype):
 @pytest.mark.parametrize(
     ("free", "unused", "alone", "share"),
     [
-        (70, 0, True, False, 10),  # an eighth of the GPU, at most
-        (30, 2, True, False, 8),
+        (70, 0, True, 10),  # an eighth of the GPU, at most
+        (30, 2, True, 8),
         (27, 4, True, 4),
         (0, 3, True, 0.5),
         (70, 0, False, 5),  # other ranks may have less
