@@ -10,10 +10,11 @@ from dense import Result, assert_as_exact_as, dense, problem, single_kernel
 from masks import random_layout, random_mask
 from ranks import processes
 
-from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard, unshard
+from burst_mcore import BurstConfig, Layout, Mask, Topology, burst_attention, shard, unshard
 from burst_mcore.attention import prepare
 from burst_mcore.attention.autotune.cost import link_bytes, message_bytes
 from burst_mcore.attention.autotune.ways import Ranks, legal_degrees
+from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.operator import ops
 from burst_mcore.attention.runtime import communicators
@@ -195,6 +196,30 @@ def _sees_nothing(rank, size):
 
 def test_queries_that_see_nothing_get_zeros_and_no_nan():
     processes(3, _sees_nothing)
+
+
+def _dilated_over_many_runs(rank, size):
+    """Tiles gather the rows of a residue over gaps that no rank reads, with shared heads and meshes too."""
+    topology, n = Topology.from_group(dist.group.WORLD, intra_size=2), 240
+    p = problem(3, n, heads=4, kv_heads=2, head_dim=8, dtype=torch.float64)
+    masks = (
+        Mask.causal() & Mask.dilated(n, 2),
+        Mask.dilated(9, 4) & Mask.documents([0, 31, 100, 101, n]),
+        Mask.dilated(n, 3) & Mask.ranges([(0, 60), (90, n)], [(20, 50), (60, 200)], ["causal", "full"]),
+    )
+    ways = {"ring": "double"}, {"ring": "direct"}, {"head_parallel": 2}, {"mesh": "2x2"}
+    for case, (mask, way) in enumerate(itertools.product(masks, ways)):
+        layout = ("block-striped:12", "stacked-zigzag:10")[case % 2]
+        config = BurstConfig(layout=layout, backward=("query", "kv")[case // 2 % 2], **way)
+        degree = way.get("head_parallel", 1)
+        assert plan_for(Layout.of(layout), mask, n, size // degree, degree).by_class
+        got, want = _attend(p, mask, rank, size, config, topology), dense(p, mask)
+        for name in Result._fields:
+            torch.testing.assert_close(getattr(got, name).double(), getattr(want, name), rtol=1e-9, atol=1e-9)
+
+
+def test_dilated_masks_over_layouts_of_many_runs():
+    processes(4, _dilated_over_many_runs)
 
 
 def _with_communicators_of_its_own(rank, size):

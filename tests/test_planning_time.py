@@ -190,13 +190,15 @@ def _layout(kind, n):
     return Layout.of(f"{kind}:{2 * RUN if kind == 'block-striped' else n // (4 * RUN)}")
 
 
-def _dilated(n):
+def _terms(n):
     draw = random.Random(n)
     cuts = sorted(draw.sample(range(1, n), 7))
     apart = Mask.documents([0, *cuts, n])
     slices = Mask.ranges([(0, n // 2), (n // 3, n)], [(0, n), (n // 4, n)], ["causal", "full"])
     blocks = Mask.blocks(torch.ones(8, 8).tril().bool(), -(-n // 8))
     return {
+        "a window": Mask.window(100, 3),
+        "all terms but a dilation": Mask.causal() & apart & slices & blocks,
         "no end": Mask.causal() & Mask.dilated(n, 2),
         "short": Mask.causal() & Mask.dilated(100, 5),
         "of all sides": Mask.dilated(n, 7),
@@ -207,10 +209,10 @@ def _dilated(n):
 
 
 @pytest.mark.parametrize("kind", ["block-striped", "stacked-zigzag", "zigzag-documents", "chunks"])
-@pytest.mark.parametrize("term", list(_dilated(64)))
-def test_what_is_done_for_a_dilated_mask_grows_with_the_runs_not_with_their_square(term, kind):
+@pytest.mark.parametrize("term", list(_terms(64)))
+def test_what_is_done_grows_with_the_runs_not_with_their_square(term, kind):
     def planned(n):
-        plan = plan_of(_layout(kind, n), _dilated(n)[term], n, Placement(2))
+        plan = plan_of(_layout(kind, n), _terms(n)[term], n, Placement(2))
         for part, abilities in ((None, Abilities(masks=True)), (0, Abilities(windows=True, packed=True))):
             assert tiles_of(plan, 1, 0, abilities, q_part=part)
         assert plan.needed(0, 1, of_queries=False) and plan.needed(1, 0, of_queries=True)

@@ -319,8 +319,8 @@ def _pieces(q: Stretch, k: Stretch, bands: Tensor, *, square: bool) -> list[Piec
     """
     of_band: dict[int, list[Piece]] = {}
     causal = (bands[:, 4] == -UNBOUNDED) & (bands[:, 5] == 0) & (q is k)  # order of rows is that of positions
-    for band in causal.nonzero().flatten().tolist():
-        a, b, c, d = bands[band, :4].tolist()
+    bounds = bands[causal, :4].tolist()
+    for band, (a, b, c, d) in zip(causal.nonzero().flatten().tolist(), bounds, strict=True):
         m0, n1 = max(a, c), min(b, d)
         if m0 < b and c < n1:
             high = UNBOUNDED if n1 - 1 <= m0 else m0 - c
