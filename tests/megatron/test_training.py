@@ -358,7 +358,7 @@ def test_what_follows_from_arguments_is_one_line_on_rank_0_and_exit_status_2(nam
         *arguments,
     ]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
-    shared["PYTHONPATH"] = str(script.parents[1])
+    shared |= {"PYTHONPATH": str(script.parents[1]), "MASTER_PORT": str(forked.free_port())}
     places = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
     ends = _ends if name == next(iter(REFUSED)) else forked.ends  # which need not import Megatron
     for rank, (status, errors) in enumerate(ends(tmp_path, command, places)):
