@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 SECONDS = 1200 * float(os.environ.get("TEST_PATIENCE", "1"))
-"""Five times what the longest test takes on a slow machine (30 CPU seconds here, ten times as many there)."""
+"""Five times what the dearest test of `make test`, of 30 CPU seconds, takes on a machine 8 times slower."""
 
 OF_A_GROUP = timedelta(seconds=SECONDS / 2)
 """Of gloo: a rank says which message did not come, and is heard before its process is killed."""
