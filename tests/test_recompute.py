@@ -487,10 +487,10 @@ def test_auto_takes_the_largest_share_that_fits():
 def test_offload_sends_for_what_is_needed_next(monkeypatch):
     """The order, on tensors that only count as CUDA's; copies themselves are tested on a GPU."""
     fetched = []
-    monkeypatch.setattr(policies.Moved, "fetch", lambda self: fetched.append(self.number))
+    monkeypatch.setattr(policies.OffloadedResults, "fetch", lambda self: fetched.append(self.number))
     before, made = None, []
     for number in range(3):
-        one = policies.Moved.__new__(policies.Moved)
+        one = policies.OffloadedResults.__new__(policies.OffloadedResults)
         one.number, one._here, one._cut, one._before = number, [], 0, before
         made.append(one)
         before = weakref.ref(one)
