@@ -51,6 +51,12 @@ def _one_thread():
 
 
 @pytest.fixture(autouse=True)
+def _no_terminal(monkeypatch):
+    """Tables are as wide as in a pipe: pytest-xdist tells its workers the width of a terminal."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture(autouse=True)
 def _poisoned_buffers():
     """torch.empty returns NaN, so that a value read before it arrived cannot go unnoticed."""
     poison(True)
