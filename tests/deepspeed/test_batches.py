@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from live import LiveBytes
 
 from burst_mcore.deepspeed.data.batches import collated, dealt, documents, prepared
 from burst_mcore.deepspeed.data.loader import ShardedLoader
@@ -33,6 +34,24 @@ def test_shards_are_the_sequence_and_labels_were_shifted_before(n, size, layout,
     assert torch.equal(together["shift_labels"][:, : n - 1], ids[:, 1:])
     assert (together["shift_labels"][:, n - 1 :] == -100).all()
     assert len({part["input_ids"].shape for part in parts}) == 1
+
+
+@pytest.mark.parametrize("kind", ["whole", "padded", "packed", "packed by positions"])
+def test_a_batch_of_a_million_tokens_takes_bytes_by_the_token(kind):
+    n = 2**20
+    sample = {"input_ids": torch.ones(n, dtype=torch.int64), "labels": torch.ones(n, dtype=torch.int64)}
+    if kind == "padded":
+        sample["attention_mask"] = (torch.arange(n) < n - 1000).long()
+    if kind == "packed":
+        sample["cu_seqlens"] = torch.arange(0, n + 1, 2**10)
+    if kind == "packed by positions":
+        sample["position_ids"] = torch.arange(n) % 2**10
+    with LiveBytes() as made:
+        whole = prepared(collated([sample]), multiple=16)
+        part = dealt(whole, rank=3, size=8, layout="zigzag")
+        assert len(documents(whole["position_ids"])[0]) == (2**10 + 1 if "packed" in kind else 2)
+    assert part["input_ids"].shape == (1, n // 8)
+    assert 24 * n <= made.peak <= 192 * n
 
 
 def test_no_document_predicts_the_first_token_of_the_next():

@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "patches" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LENGTHS = 2048, 4096
+LENGTHS = 2048, 2**20
 A_TOKEN = 128
 """Bytes that a sample may make for each token, those dropped again included: 128 MiB at 1M tokens.
 
@@ -145,6 +145,8 @@ def _made(rank, size, commands, data):
                 batch = default_collate([train[index] for index in range(args.micro_batch_size)])
             assert batch["tokens"].shape == (args.micro_batch_size, tokens)
             found[name, tokens] = made.bytes / batch["tokens"].numel()
+            if found[name, tokens] > A_TOKEN:  # more than grows with tokens: not to be tried at 1M
+                break
     return found
 
 
@@ -200,9 +202,9 @@ def made(data):
 
 @pytest.mark.parametrize("name", [name for name, _ in COMMANDS])
 def test_a_sample_of_a_million_tokens_takes_bytes_by_the_token(name, made):
-    short, long = (made[name, tokens] for tokens in LENGTHS)
+    short, long = (made.get((name, tokens)) for tokens in LENGTHS)
     assert 24 <= short <= A_TOKEN
-    assert long <= 1.05 * short  # so no more at 1M tokens
+    assert long <= 1.05 * short
 
 
 def test_the_commands_of_all_pages_are_found():
