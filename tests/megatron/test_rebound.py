@@ -180,6 +180,32 @@ def test_core_attention_has_the_method_of_transformer_engines():
     processes(2, _in_megatron, _by_its_method, 1)
 
 
+def _to_two_levels():
+    """Core attention of one rank, bound to four on two nodes, said by two hierarchical groups."""
+    core, everyone = _core(), dist.group.WORLD
+    rank = dist.get_rank()
+    nodes = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    across = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    levels = [nodes[rank // 2], across[rank % 2]]
+    qkv = torch.randn(3, 32, 1, 4, 16, generator=torch.Generator().manual_seed(1))
+    whole = core(*qkv, None)
+    place = {"rank": rank, "size": 4, "layout": "zigzag"}
+    want, held = shard(whole, 0, **place), [shard(x, 0, **place) for x in qkv]
+    core.pg_collection = Namespace(cp=everyone, hcp=levels)
+    assert (core.topology.size, core.topology.intra_size) == (4, 2)
+    torch.testing.assert_close(core(*held, None), want)
+    core.set_context_parallel_group(everyone, [0, 1, 2, 3], None, core.cp_comm_type)
+    assert core.topology.intra_size == 2
+    core.pg_collection = Namespace(cp=levels[0])
+    place |= {"rank": rank % 2, "size": 2}
+    pair = [shard(x, 0, **place) for x in qkv]
+    torch.testing.assert_close(core(*pair, None), shard(whole, 0, **place))
+
+
+def test_core_attention_follows_hierarchical_groups():
+    processes(4, _in_megatron, _to_two_levels, 1)
+
+
 def _half_bound():
     model, pair = build(Case()), dist.new_group([0, 1])
     groups = copy.copy(model.pg_collection)
