@@ -22,16 +22,28 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: our kernel runs on the CPU
 
 
+_BEFORE = pytest.StashKey()
 _CPU_SECONDS = {}
-"""By test: those of this process and of all that it started and saw end."""
+"""By test: those of the process that ran it and of all that it started and saw end."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    before = sum(os.times()[:4])
-    result = yield
-    _CPU_SECONDS[item.nodeid] = sum(os.times()[:4]) - before
-    return result
+    item.stash[_BEFORE] = sum(os.times()[:4])
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.when == "teardown":  # a report is what a worker of pytest-xdist sends
+        report.user_properties = [("CPU seconds", sum(os.times()[:4]) - item.stash[_BEFORE])]
+    return report
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "teardown":
+        _CPU_SECONDS[report.nodeid] = dict(report.user_properties)["CPU seconds"]
 
 
 def pytest_terminal_summary(terminalreporter):
