@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+from step_errors import ROWS, Judged, judged, ranges
+
 from burst_bench.published.against import Compared, Report, compare
-from burst_bench.published.errors import ROWS, Judged, judged, ranges
 from burst_bench.published.loops import (
     INTERNEVO,
     MAGI_DOUBLE_RING,

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from predictions import page
+from step_errors import judged, ranges, table
 from volume import of_columns, of_ring, of_rows, through_nic
 
-from burst_bench.published.errors import judged, ranges, table
 from burst_mcore.attention.autotune.ways import Ranks, factors, legal_degrees, route_for
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.config import SETTINGS

@@ -7,5 +7,4 @@ loops     the messages and bytes of other projects' rings
 fit       two numbers of a machine, fitted to rows
 against   measured and predicted side by side: errors and regret
 training  published training steps, each by the step model
-errors    how wrong the step model was on these, by kind of way
 """

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from step_errors import judged, ranges, table
 
 from burst_bench.published.against import compare
-from burst_bench.published.errors import judged, ranges, table
 from burst_bench.published.training import of_row, predicted
 from burst_mcore.attention.autotune.cost import call_time
 from burst_mcore.attention.autotune.ways import Ranks
