@@ -21,12 +21,9 @@ from burst_mcore.machines import machine_of
 from burst_plan import provenance
 
 
-def recorded(path: Path) -> list[Mapping[str, Any]]:
+def recorded(path: Path) -> list[Any]:
     """Return the rows of a file; none if there is no file. Raises ValueError for other contents."""
-    contents = read(path) if path.exists() else []
-    if isinstance(contents, Mapping):
-        raise ValueError(f"{path} holds no list of rows: give --record another file")
-    return [*contents]
+    return read(path) if path.exists() else []
 
 
 def record(path: Path, results: Results, cases: Mapping[str, AttentionCase]) -> int:

@@ -195,7 +195,7 @@ L20 take those of the A100, the H200 those of the H100. No preset has `Rates.lev
 the hosts of the PCIe machines in public rows. Slower links between pairs or halves explain these rows
 hardly better: the mean error of the L20's falls from 12 % to 11 %, that of the A100's not at all. A100-quad
 is the cluster of DeepSpeed's figures of Ulysses-Offload, 4 GPUs a node. Its network is not published: `nic`
-is fitted to one of those figures (`burst_bench.published.training.FITTED`).
+is fitted to one of those figures, of 32K tokens of Llama3-70B by Ulysses.
 """
 
 

@@ -308,7 +308,7 @@ def plan(
     ] = None,
     against: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="Measured rows, or a paper's results, as JSON; may be repeated."),
+        typer.Option(metavar="FILE", help="Measured rows, as JSON; may be repeated."),
     ] = None,
     calibrate: Annotated[
         list[Path] | None,

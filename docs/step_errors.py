@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from burst_bench.published.rows import read
-from burst_bench.published.training import Training, fitted, of_row, predicted, value_of
+from burst_bench.published.training import Training, of_row, predicted, value_of
 from burst_mcore.machines import MACHINES
 from burst_plan.step.figures import KINDS, Errors, kind_of
 
@@ -44,20 +44,17 @@ class Judged(NamedTuple):
 
 @cache
 def judged(folder: Path) -> Sequence[Judged]:
-    """Return the rows of a folder that are predicted, and not used for calibration.
+    """Return the rows of a folder that are predicted; none of them is used for calibration.
 
     Speeds are predicted even where memory is predicted not to suffice: the runs did fit.
 
     Raises:
         ValueError: rows that are not legal.
     """
-    contents = read(folder / ROWS)
-    if isinstance(contents, Mapping):
-        raise ValueError(f"{folder / ROWS} holds no list of rows")
     rows = []
-    for row in contents:
+    for row in read(folder / ROWS):
         run = of_row(row)
-        if isinstance(run, str) or fitted(row):
+        if isinstance(run, str):
             continue
         step = predicted(run, MACHINES)
         value = None if isinstance(step, str) else value_of(row["metric"], step, run.counted)

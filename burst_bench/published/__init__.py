@@ -1,7 +1,6 @@
 """Predictions beside measurements: the field's methods on the clock of the cost model.
 
 rows      rows of published measurements, and their checks
-paper     the figures in a file of a paper's results
 methods   the field's methods, each by the schedule that it runs
 loops     the messages and bytes of other projects' rings
 fit       two numbers of a machine, fitted to rows

@@ -14,9 +14,8 @@ from tabulate import tabulate
 
 from burst_bench.published.fit import calibrated
 from burst_bench.published.methods import seconds_of, way_of
-from burst_bench.published.paper import PaperFigure, figures
 from burst_bench.published.rows import CPU, Row, read, rows_of
-from burst_bench.published.training import OUT_OF_MEMORY, fitted, of_row
+from burst_bench.published.training import OUT_OF_MEMORY, of_row
 from burst_bench.published.training import figure as figure_of
 from burst_mcore.machines import MACHINES, Machine
 from burst_mcore.rates import Rates
@@ -37,10 +36,9 @@ class Compared:
     why: str | None = None
     """Why nothing is predicted."""
     row: Row | None = None
+    """The row of attention; None for a figure of a whole training step."""
     calibrated: bool = False
     """Whether the figure was used for calibration."""
-    step: bool = False
-    """Whether the figure is of a whole training step."""
 
     @property
     def error(self) -> float | None:
@@ -52,14 +50,11 @@ class Compared:
     @property
     def words(self) -> str:
         """The row in words."""
-        row = self.row
-        if self.step and "model" in self.entries:
-            model, gpus = self.entries["model"]["name"], self.entries["gpus"]
-            where = f"{gpus} {self.entries['hardware']}, {self.entries['seq']}"
-            way = self.entries["method"] if "method" in self.entries else Way(**self.entries["way"])
-            return f"{model} on {where}, {way}, {self.entries['metric']}"
-        if row is None or "name" in self.entries:
-            return str(self.entries.get("name", ""))
+        row, entries = self.row, self.entries
+        if row is None:
+            where = f"{entries['gpus']} {entries['hardware']}, {entries['seq']}"
+            how = f"{Way(**entries['way'])} {entries.get('method', '')}".rstrip()
+            return f"{entries['model'].get('name', 'a model')} on {where}, {how}, {entries['metric']}"
         shape = f"{row.gpus} {row.hardware}, {row.seq} x {row.heads}:{row.kv_heads} x {row.head_dim}"
         return f"{shape}, {row.mask} {row.passes}, {_method(self)}"
 
@@ -132,7 +127,7 @@ class Report:
     @property
     def _memory(self) -> str:
         """Say of which runs that failed the model foresees it, and of which that did not it wrongly does."""
-        failed = [one for one in self.compared if one.step and one.measured is None]
+        failed = [one for one in self.compared if one.row is None and one.measured is None]
         wrong = sum(
             one.measured is not None and (one.why or "").startswith(OUT_OF_MEMORY) for one in self.compared
         )
@@ -203,27 +198,23 @@ def _remark(one: Compared) -> str:
 
 
 def compare(files: Iterable[Path], calibrate: Iterable[Path] = (), rates: Rates | None = None) -> Report:
-    """Return the figures of files beside predictions.
+    """Return the figures of files of rows beside predictions.
 
     Args:
-        files: Rows, or a paper's results.
-        calibrate: Files of rows to which machines are fitted first.
+        files: Rows of attention, or of training steps.
+        calibrate: Files of rows of attention to which machines are fitted first.
         rates: Those of the machine that all rows are from, in place of presets.
 
     Raises:
         ValueError: a file or a row that is not legal, with its name and number; both rates and rows to fit.
     """
-    fitted_on = [row for path in calibrate for row in _rows(path)]
-    if rates is not None and fitted_on:
+    used = [row for path in calibrate for row in _to_fit(path)]
+    if rates is not None and used:
         raise ValueError("--rates replaces the machines that --calibrate fits: give one of them")
-    machines = calibrated(fitted_on)
+    machines = calibrated(used)
     known = Known({**MACHINES, **machines}, rates)
-    steps = {
-        (one.entries["name"], one.entries["metric"]) for path in calibrate for one in _steps(path, known)
-    }
-    used: frozenset[object] = frozenset(fitted_on) | steps
-    report = Report([one for path in files for one in _figures(path, known, used)], machines)
-    if rates is not None and any(one.step for one in report.compared):
+    report = Report([one for path in files for one in _figures(path, known, frozenset(used))], machines)
+    if rates is not None and any(one.row is None for one in report.compared):
         raise ValueError(
             "--rates holds for rows of attention: steps need a machine's peak and memory as well"
         )
@@ -244,69 +235,32 @@ class Known:
         return self.machines[hardware].rates if hardware in self.machines else None
 
 
-def _rows(path: Path) -> list[Row]:
-    """Return the measured rows of a file, of known machines."""
-    contents = read(path)
-    if isinstance(contents, Mapping):
-        rows = [one.row for one in figures(contents) if one.row is not None and one.measured is not None]
-    elif _of_steps(contents):
-        rows = []
-    else:
-        rows = [row for _, row in rows_of(contents, path)]
+def _to_fit(path: Path) -> list[Row]:
+    """Return the rows of a file, all of them of known machines."""
+    rows = [row for _, row in rows_of(read(path), path)]
     for row in rows:
         if row.hardware not in MACHINES:
             raise ValueError(f"{path}: rows of {row.hardware!r} cannot be fitted: {_legal()}")
     return rows
 
 
-def _steps(path: Path, known: Known) -> list[Compared]:
-    """Return the figures of whole steps in a paper's results."""
-    contents = read(path)
-    if not isinstance(contents, Mapping):
-        return []
-    return [_of_paper(one, known, frozenset()) for one in figures(contents) if one.row is None]
-
-
-def _of_steps(contents: Any) -> bool:
-    """Return whether rows are of training steps."""
-    return bool(contents) and all(isinstance(one, Mapping) and one.get("pass") == "train" for one in contents)
-
-
-def _figures(path: Path, known: Known, used: frozenset[object]) -> list[Compared]:
+def _figures(path: Path, known: Known, used: frozenset[Row]) -> list[Compared]:
     """Return the figures of one file."""
     contents = read(path)
-    if isinstance(contents, Mapping):
-        of_paper = [_of_paper(one, known, used) for one in figures(contents)]
-        if not of_paper:
-            raise ValueError(f"{path} has no figure of a paper: {', '.join(contents) or 'an empty object'}")
-        return of_paper
-    if _of_steps(contents):
-        return [_of_training(one, known) for one in contents]
     if not contents:
         raise ValueError(f"{path} has no rows")
+    if all(isinstance(one, Mapping) and one.get("pass") == "train" for one in contents):
+        return [_of_training(one, known) for one in contents]
     return [
         Compared(entries, row.measured, *_predict(row, known), row, row in used)
         for entries, row in rows_of(contents, path)
     ]
 
 
-def _of_paper(figure: PaperFigure, known: Known, used: frozenset[object]) -> Compared:
-    entries = {"name": figure.name, "metric": figure.metric}
-    if figure.row is None:
-        run = figure.run
-        assert run is not None
-        value, why = (None, run) if isinstance(run, str) else figure_of(run, figure.metric, known.machines)
-        name = figure.name, figure.metric
-        return Compared(entries, figure.measured, value, why, calibrated=name in used, step=True)
-    predicted, why = _predict(figure.row, known)
-    row = figure.row if figure.measured is not None else None
-    return Compared(entries, figure.measured, predicted, why, row, figure.row in used)
-
-
 def _of_training(entries: Mapping[str, Any], known: Known) -> Compared:
     run = of_row(entries)
     value, why = (None, run) if isinstance(run, str) else figure_of(run, entries["metric"], known.machines)
-    return Compared(entries, entries["value"], value, why, calibrated=fitted(entries), step=True)
+    return Compared(entries, entries["value"], value, why)
 
 
 def _predict(row: Row, known: Known) -> Prediction:

@@ -128,14 +128,14 @@ class Row:
         return self.hardware, self.gpus, self.gpus_per_node, *shape, self.mask, self.passes, self.dtype
 
 
-def read(path: Path) -> Sequence[Mapping[str, Any]] | Mapping[str, Any]:
-    """Return the contents of a JSON file: rows, or a paper's results. Raises ValueError for others."""
+def read(path: Path) -> list[Any]:
+    """Return the rows of a JSON file, as they are. Raises ValueError for other files."""
     try:
         contents = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no JSON file: {error}") from None
-    if not isinstance(contents, (list, dict)):
-        raise ValueError(f"{path} holds neither a list of rows nor results of a paper")
+    if not isinstance(contents, list):
+        raise ValueError(f"{path} holds no list of rows")
     return contents
 
 
