@@ -14,11 +14,8 @@ import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -34,9 +31,6 @@ from burst_mcore.rates import Rates
 _PR_SET_PDEATHSIG = 1
 _NETWORK = "10.77"
 """Node m has 10.77.m.0/24. Nothing leaves the bridge, which is in a network without a way out."""
-
-_DATAGRAM, _PORT = 1400, 9
-"""Bytes of a datagram of other traffic, and the port where such are thrown away."""
 
 
 def missing() -> str | None:
@@ -207,30 +201,3 @@ def go_first() -> None:
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
             os.sched_setscheduler(int(thread.name), os.SCHED_RR, os.sched_param(1))
-
-
-def traffic(rank: int, ranks: Ranks, rates: Rates, share: float) -> None:
-    """Send other traffic for as long as this process lives: datagrams that take a share of its two links.
-
-    They go to the next rank of the node and to the same place of the next node, and nobody reads them.
-    """
-    node, local = divmod(rank, ranks.intra)
-    nodes = ranks.size // ranks.intra
-    for to, rate, others in (
-        ((node, (local + 1) % ranks.intra), rates.intra, ranks.intra > 1),
-        (((node + 1) % nodes, local), rates.inter, nodes > 1),
-    ):
-        if others:
-            address = f"{_NETWORK}.{to[0]}.{to[1] + 1}"
-            threading.Thread(target=_send, args=(address, share * rate), daemon=True).start()
-
-
-def _send(address: str, rate: float) -> None:
-    """Send so many bytes a second, for ever; at most a second of a delay is made up for."""
-    datagram, due = bytes(_DATAGRAM), time.monotonic()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
-        while True:
-            with contextlib.suppress(ConnectionRefusedError):  # nobody reads
-                out.sendto(datagram, (address, _PORT))
-            due = max(due + len(datagram) / rate, time.monotonic() - 1)
-            time.sleep(max(0.0, due - time.monotonic()))

@@ -53,15 +53,11 @@ class PlayedCase(Case):
     head_dim: int = 128
     nic: float = 1.0
     """Share of the NIC's rate that is there."""
-    gathers: float = 0.0
-    """Share of all links that background traffic takes, such as ZeRO-3's gathers of weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, most in (("nic", 1.0), ("gathers", 0.5)):
-            value = getattr(self, name)
-            if not 0 <= value <= most or (name == "nic" and not value):
-                raise ValueError(f"{name} must be a share of at most {most:g}, got {value:g}")
+        if not 0 < self.nic <= 1:
+            raise ValueError(f"nic must be a share above 0 and at most 1, got {self.nic:g}")
         if self.where.size < 2:
             raise ValueError(f"cluster must have 2 ranks or more, got {self.cluster}")
 
@@ -72,9 +68,9 @@ class PlayedCase(Case):
 
     @property
     def model(self) -> Rates:
-        """The rates of the cluster, with its slower NIC and the traffic besides."""
+        """The rates of the cluster, with its slower NIC."""
         rates = (cluster(self.cluster)[1] or MACHINES["A800"]).rates
-        return replace(rates, inter=rates.inter * self.nic, others=self.gathers)
+        return replace(rates, inter=rates.inter * self.nic)
 
     @property
     def share(self) -> Shard:

@@ -99,8 +99,6 @@ class PaperCase(PlayedCase):
 
     def prepare(self, world: World) -> Stage:
         scale = self.scale
-        if self.gathers:
-            emulate.traffic(world.rank, self.where, self.rates, self.gathers)
 
         def trial(method: Method) -> Trial:
             built: Played = method.build(self, world)
@@ -143,7 +141,7 @@ class PaperCase(PlayedCase):
     @property
     def in_paper(self) -> bool:
         """Whether the paper has figures for this cluster."""
-        return self.cluster.lower() in ("4x8", "a800:4x8") and self.nic == 1 and not self.gathers
+        return self.cluster.lower() in ("4x8", "a800:4x8") and self.nic == 1
 
     @classmethod
     def summary(cls, tables: Mapping[str, Table]) -> Derived:
@@ -161,7 +159,7 @@ class PaperCase(PlayedCase):
             Bar("the method that is furthest from its prediction", EVERY, OFF, WITHIN),
             Bar("auto over the fastest other method", "auto", BEHIND, AS_FAST),
         ]
-        if self.tokens == TOKENS[-1] and self.nic == 1 and not self.gathers:
+        if self.tokens == TOKENS[-1] and self.nic == 1:
             bars.append(Bar("exposed communication of auto", "auto", "exposed / emulated", 0.05))
         return bars
 
