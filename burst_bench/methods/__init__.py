@@ -1,4 +1,4 @@
-"""The methods that are compared: each file adds rows to METHODS, by the kind of thing that a method does.
+"""The methods that are compared: each file, when imported, adds rows to METHODS, by what a method does.
 
 attention     the kind "attention" attends over a sharded sequence; `sharded` is its form, `all_gather` its
               baseline, `peers` has the methods of other projects
@@ -13,14 +13,13 @@ virtual_rank  one rank of a ring, alone on a device, for the subject virtual-rin
 A new method is a row in one of these files, and is measured by every subject of its kind.
 """
 
+# ruff: noqa: F401
+import burst_bench.methods.attention
+import burst_bench.methods.heads
+import burst_bench.methods.kernels
+import burst_bench.methods.layers
+import burst_bench.methods.peers
+import burst_bench.methods.played
+import burst_bench.methods.steps_deepspeed
+import burst_bench.methods.steps_megatron
 from burst_bench.core import METHODS as METHODS
-from burst_bench.methods import (  # noqa: F401
-    attention,
-    heads,
-    kernels,
-    layers,
-    peers,
-    played,
-    steps_deepspeed,
-    steps_megatron,
-)
