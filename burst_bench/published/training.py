@@ -24,7 +24,7 @@ from burst_plan.step.way import Way, why_not
 OUT_OF_MEMORY = "out of memory"
 FLAT = "flat burst"
 """The method "burst" on one ring of all ranks."""
-_NEEDED = ("seq", "gpus_per_node", "hardware", "metric", "value")
+_NEEDED = ("seq", "gpus_per_node", "hardware", "value", "gpus", "metric")
 """Fields of a row of training besides its model and its way."""
 
 
@@ -154,10 +154,12 @@ def of_row(entries: Mapping[str, Any]) -> Training | str:
     """
     try:
         model, way = Model(**entries["model"]), Way(**entries["way"])
-        seq, per_node, hardware, *_ = (entries[name] for name in _NEEDED)
+        seq, per_node, hardware, value, *_ = (entries[name] for name in _NEEDED)
     except (KeyError, TypeError) as error:
         raise ValueError(f"a row of training lacks a field: {type(error).__name__} {error}") from None
     given = {name: entries[name] for name in ("method", "variant", "mask", "counted") if name in entries}
+    if value is not None and (not isinstance(value, (int, float)) or value <= 0):
+        raise ValueError(f"value of a row of training must be a positive number, or null, got {value!r}")
     if given.get("mask", "causal") not in ("causal", "full"):
         raise ValueError(f"mask of a row of training must be causal or full, got {given['mask']!r}")
     if hardware not in MACHINES:

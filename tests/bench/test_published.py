@@ -184,7 +184,9 @@ def test_rows_that_no_run_describes_have_a_reason(tmp_path):
     assert of_row({**row, "hardware": "TPU"}) == "unknown hardware TPU"
     with pytest.raises(ValueError, match="mask of a row of training must be causal or full, got 'window:4'"):
         of_row({**row, "mask": "window:4"})
-    for lacking in ("way", "model", "seq", "metric", "value"):
+    with pytest.raises(ValueError, match="must be a positive number, or null, got '7'"):
+        of_row({**row, "value": "7"})
+    for lacking in ("way", "model", "seq", "gpus", "metric", "value"):
         with pytest.raises(ValueError, match=f"lacks a field: KeyError '{lacking}'"):
             of_row({name: value for name, value in row.items() if name != lacking})
     file = tmp_path / "rows.json"
