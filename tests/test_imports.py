@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ["burst_mcore", "burst_plan", "burst_bench"]
 """Lowest first: each imports those before it, never those after it."""
-BUDGET = {"burst_mcore": 26000, "burst_plan": 6000, "burst_bench": 8100}
+BUDGET = {"burst_mcore": 26000, "burst_plan": 6000, "burst_bench": 7640}
 """Lines of Python at most. A row changes only with its reason and its figure in docs/decisions.md."""
 FILES = 14
 """Files of a folder at most, besides __init__.py."""
