@@ -175,15 +175,20 @@ class LayerStack(nn.Module):
         x = torch.randn(1, rows, case.hidden, generator=generator)
         self.x = nn.Parameter(x.to(DTYPES[case.dtype]))
         self.recompute_seconds = 0.0
+        self.to(world.device)
 
-    def step(self, method: LayerMethod) -> dict[str, float]:
-        """Forward and backward; CPU seconds of recomputations."""
-        self.forget()
+    def forward(self, method: LayerMethod) -> Tensor:
+        """Return the output of all layers."""
         x: Tensor = self.x
         for layer in self.layers:
             layer.around_attention = partial(self._around_attention, method)
             x = method.layer(self._clocked(layer), x)
-        x.square().mean().backward()
+        return x
+
+    def step(self, method: LayerMethod) -> dict[str, float]:
+        """Forward and backward; CPU seconds of recomputations."""
+        self.forget()
+        self.forward(method).square().mean().backward()
         return {"recomputing": self.recompute_seconds}
 
     def forget(self) -> None:
@@ -223,7 +228,10 @@ class LayerStack(nn.Module):
 
 
 KEPT, OFFLOADED = "kept", "offloaded"
-OFFLOADS = {KEPT: KeepAttention(), OFFLOADED: Offload(KeepAttention())}
+OFFLOADS = {
+    KEPT: LayerMethod(partial(checkpoint, policy=KeepAttention())),
+    OFFLOADED: LayerMethod(partial(checkpoint, policy=Offload(KeepAttention()))),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,36 +263,25 @@ class OffloadCase(LayersCase):
         return self.layers * self.seq * (self.hidden * DTYPES[self.dtype].itemsize + 4 * self.heads)
 
     def prepare(self, world: World) -> Stage:
-        torch.manual_seed(0)
-        layers = nn.ModuleList(Layer(self, Topology.single()) for _ in range(self.layers)).to(world.device)
-        x = torch.randn(1, self.seq, self.hidden, device=world.device)
-        x = x.to(DTYPES[self.dtype]).requires_grad_()
-
-        def forward(name: str) -> Tensor:
-            y: Tensor = x
-            for layer in layers:
-                y = checkpoint(layer, y, policy=OFFLOADS[name])
-            return y
+        model = LayerStack(self, world)
 
         def step(name: str) -> Tensor:
-            x.grad = None
-            layers.zero_grad()
-            forward(name).square().mean().backward()
-            assert x.grad is not None
-            return x.grad
+            model.step(OFFLOADS[name])
+            assert model.x.grad is not None
+            return model.x.grad
 
         def held(name: str) -> Mapping[str, float]:
             """Memory of the device that a forward leaves taken for backward."""
             if world.device != "cuda":
                 return {"held": 0.0}
             before = torch.cuda.memory_allocated()
-            y = forward(name)
+            y = model(OFFLOADS[name])
             torch.cuda.synchronize()
             taken = torch.cuda.memory_allocated() - before
             del y
             return {"held": float(taken)}
 
-        want = step(KEPT).clone()
+        want = step(KEPT)
 
         def trial(method: Method) -> Trial:
             return Trial(
