@@ -45,11 +45,10 @@ FLOORS = {
 """What each package has, lowest first."""
 WITHIN = {
     "attention": [
-        {"recompute", "shard"},
-        {"geometry"},
-        {"schedule", "numerics"},
-        {"kernels", "runtime"},
+        {"geometry", "shard"},
+        {"recompute", "schedule", "numerics"},
         {"autotune"},
+        {"kernels", "runtime"},
         {"cached", "call", "checks"},
         {"forward", "backward", "request"},
         {"prepare"},

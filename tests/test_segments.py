@@ -8,8 +8,8 @@ import torch
 from masks import random_layout, random_mask
 
 from burst_mcore import Layout, Mask
-from burst_mcore.attention.geometry.plan import plan_for
-from burst_mcore.attention.recompute.cuts import EVEN, cut_for, head_mask
+from burst_mcore.attention.geometry.plan import head_mask, plan_for
+from burst_mcore.attention.recompute.cuts import EVEN, cut_for
 from burst_mcore.layout.balance import imbalance
 
 CAUSAL = Mask.causal()
@@ -90,7 +90,7 @@ def test_any_mask_and_layout(seed):
     assert pairs == int(allowed)
 
 
-def test_a_front_is_a_mask():
+def test_a_head_is_a_mask():
     at = torch.arange(10)
     assert head_mask(4, 10).allows(at, at).sum(1).tolist() == [10] * 4 + [0] * 6
     assert not head_mask(0, 10).allows(at, at).any()

@@ -23,7 +23,7 @@ from burst_mcore.attention.kernels.kernel import Problem, Scores
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.numerics.latent import Expansion
 from burst_mcore.attention.numerics.rowwise import row_delta
-from burst_mcore.attention.runtime.head_exchange import share_of_heads
+from burst_mcore.attention.schedule.heads import share_of_heads
 from burst_mcore.attention.schedule.route import Route, program, schedule
 from burst_mcore.attention.shard import Shard
 from burst_plan.explain.verify import verify

@@ -13,8 +13,8 @@ from burst_bench.core import Method, World, add, missing
 from burst_bench.methods.all_gather import all_gather_attention
 from burst_bench.methods.sharded import RingCase, ShardedAttention, dealt, divisible
 from burst_mcore.attention.api import burst_attention
-from burst_mcore.attention.runtime.head_exchange import why_not_heads
 from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.schedule.heads import why_not_heads
 from burst_mcore.config import BurstConfig
 from burst_mcore.rates import Rates
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from burst_bench.core import Case, missing, one_of
-from burst_mcore.attention.runtime.head_exchange import why_not_heads
+from burst_mcore.attention.schedule.heads import why_not_heads
 from burst_mcore.config import BurstConfig
 from burst_plan.explain.problem import DTYPES
 

@@ -19,7 +19,8 @@ from burst_bench.methods.attention import attended
 from burst_bench.methods.layers import POLICIES, LayerMethod, as_it_is
 from burst_bench.methods.sharded import share_of
 from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
-from burst_mcore.attention.recompute.cuts import cut_for, head_mask
+from burst_mcore.attention.geometry.plan import head_mask
+from burst_mcore.attention.recompute.cuts import cut_for
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.checkpointing import KeepAttention, Offload, checkpoint

@@ -1,13 +1,13 @@
 """Distributed attention: one call, from a mask and a layout to kernels on every rank of a ring.
 
     mask, layout   which tokens attend to which, and which rank holds which (packages beside this one)
-    recompute      checkpointed layers: the tail of the results is saved, the head is computed again
     geometry       rows, pieces and tiles: which queries meet which keys, and whose rows a rank needs
     schedule       a program of actions for every rank, which prints and can be verified
+    autotune       the choice of a schedule by its bytes, FLOPs and simulated time
+    recompute      checkpointed layers: the tail of the results is saved, the head is computed again
     numerics       the maths around tiles: partial outputs merged, gradients summed
     kernels        the maths of a tile, by a table of libraries
-    runtime        process groups, the executor of a program, agreement between ranks
-    autotune       the choice of a schedule by its bytes, FLOPs and simulated time
+    runtime        process groups, and the executor of a program
 
 A folder imports only folders above it. Beside them is the call itself, from top to bottom:
 

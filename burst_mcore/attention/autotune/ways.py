@@ -10,8 +10,8 @@ import torch
 
 from burst_mcore.attention.autotune.cost import message_bytes
 from burst_mcore.attention.geometry.placement import Placement
-from burst_mcore.attention.runtime.head_exchange import why_not_heads
 from burst_mcore.attention.schedule.actions import Kind, Pass
+from burst_mcore.attention.schedule.heads import why_not_heads
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import RINGS as LEGAL_RINGS

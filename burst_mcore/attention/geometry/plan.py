@@ -28,7 +28,6 @@ from burst_mcore.attention.geometry.piece import Piece
 from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.reading import Reading, reading
 from burst_mcore.attention.geometry.rows import Rows, union
-from burst_mcore.attention.recompute.cuts import head_mask
 from burst_mcore.layout import Layout, joined
 from burst_mcore.mask import Mask
 from burst_mcore.mask.bands import UNBOUNDED, tightened
@@ -289,6 +288,11 @@ def plan_of(layout: Layout, mask: Mask, n: int, placement: Placement) -> Plan:
         ValueError: the mask does not go with n tokens, or the layout not with so many ranks.
     """
     return Plan(layout, mask, n, placement)
+
+
+def head_mask(cut: int, n: int) -> Mask:
+    """Return the mask under which only queries before position `cut` of n see any key."""
+    return Mask.ranges([[0, cut]], [[0, n]]) if cut else Mask.ranges([], [])
 
 
 def _straight(local: Tensor, limits: Tensor, q: Stretch, k: Stretch, step: int, shift: int) -> list[Piece]:

@@ -45,8 +45,9 @@ from burst_mcore.attention.recompute.replay import followers, in_checkpoint
 from burst_mcore.attention.request import Request, request_of, shard_of, validate
 from burst_mcore.attention.runtime import record as records
 from burst_mcore.attention.runtime.executor import transport_of
-from burst_mcore.attention.runtime.head_exchange import pooled_like, share_of_heads
+from burst_mcore.attention.runtime.head_exchange import pooled_like
 from burst_mcore.attention.runtime.record import CallRecord
+from burst_mcore.attention.schedule.heads import share_of_heads
 from burst_mcore.capture import refuse_capture
 from burst_mcore.dtypes import wide
 from burst_mcore.registry import lookup

@@ -94,11 +94,6 @@ def cut_for(keep: float, layout: Layout, mask: Mask, n: int, size: int, *, at_mo
     return chosen
 
 
-def head_mask(cut: int, n: int) -> Mask:
-    """Return the mask under which only queries before position `cut` of n see any key."""
-    return Mask.ranges([[0, cut]], [[0, n]]) if cut else Mask.ranges([], [])
-
-
 @lru_cache(maxsize=256)
 def _say_moved(keep: float, chosen: float, layout: Layout, size: int) -> None:
     """Warn once for each cut that is moved."""

@@ -16,24 +16,7 @@ from burst_mcore.attention.geometry.rows import Rows, axis
 from burst_mcore.attention.runtime.buffers import Lease
 from burst_mcore.attention.runtime.executor import Bundle
 from burst_mcore.attention.schedule.actions import Pack, Unpack
-
-
-def share_of_heads(total: int, member: int, size: int) -> range:
-    """Return the heads of `total` that a member of a head group of `size` attends with.
-
-    Where there are fewer K/V heads than members, several members get the same one: no more than is needed.
-    """
-    first = member * total // size
-    return range(first, max(first + 1, (member + 1) * total // size))
-
-
-def why_not_heads(heads: int, kv_heads: int, degree: int) -> str | None:
-    """Return why `degree` ranks cannot share these heads; None if they can."""
-    if heads % degree:
-        return f"{heads} heads do not divide by {degree}"
-    if kv_heads % degree and degree % kv_heads:
-        return f"{kv_heads} K/V heads and {degree} do not divide one another"
-    return None
+from burst_mcore.attention.schedule.heads import share_of_heads
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The program of head x ring: the all-to-all of a head group around the ring of one of its members."""
+"""Shared heads: who attends with which, and the all-to-all of a head group around its ring's program."""
 
 from __future__ import annotations
 
@@ -10,6 +10,24 @@ from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.schedule.actions import Action, Compute, Kind, Link, Program, Recv, Send
 from burst_mcore.attention.schedule.carried import Carried
 from burst_mcore.attention.schedule.group import Group
+
+
+def share_of_heads(total: int, member: int, size: int) -> range:
+    """Return the heads of `total` that a member of a head group of `size` attends with.
+
+    Where there are fewer K/V heads than members, several members get the same one: no more than is needed.
+    """
+    first = member * total // size
+    return range(first, max(first + 1, (member + 1) * total // size))
+
+
+def why_not_heads(heads: int, kv_heads: int, degree: int) -> str | None:
+    """Return why `degree` ranks cannot share these heads; None if they can."""
+    if heads % degree:
+        return f"{heads} heads do not divide by {degree}"
+    if kv_heads % degree and degree % kv_heads:
+        return f"{kv_heads} K/V heads and {degree} do not divide one another"
+    return None
 
 
 class Moves(NamedTuple):
