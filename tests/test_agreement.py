@@ -19,7 +19,8 @@ from burst_mcore.agreement import (
     disagreement,
     summary,
 )
-from burst_mcore.agreement.claims import differences
+from burst_mcore.agreement.board import Board
+from burst_mcore.agreement.claims import AHEAD, WAITS, Word, differences, lengths_of
 
 
 def test_the_latest_entries_are_kept_in_order():
@@ -63,6 +64,22 @@ def test_differences_name_fields_values_and_ranks():
     assert disagreement({rank: Claim(each) for rank, each in signatures.items()}) == (
         "ranks make different calls: ranks [0]: 2; ranks [1, 5]: 3; ranks [4]: "
     )
+
+
+def test_words_on_a_call_give_the_lengths_of_ranks_that_differ():
+    def verdict(*words):
+        return lengths_of(words, lambda: {rank: {"a": str(word.always)} for rank, word in enumerate(words)})
+
+    even, other = Word(WAITS, 1, 7, 8, 5), Word(WAITS, 1, 7, 9, 6)
+    assert verdict(even, even) is None
+    assert verdict(even, other) == [5, 6]  # what must be the same of even lengths alone may differ
+    for unlike in (even._replace(call=2), even._replace(always=3), even._replace(if_even=9)):
+        with pytest.raises(ValueError, match="make different calls"):
+            verdict(even, unlike)
+    with pytest.raises(ValueError, match=r"hold \[5, 6\] tokens, but a rank went ahead"):
+        verdict(even._replace(how=AHEAD), other)
+    with pytest.raises(ValueError, match=r"different calls: a: 7 on ranks \[0\], 3 on ranks \[1\]"):
+        verdict(even, other._replace(always=3))
 
 
 def _exchanged(rank, size):
@@ -165,7 +182,7 @@ def _without_a_store(rank, size):
     if rank == 1:
         limits.keys(store, "told")
         return
-    calls._store = _LostStore()
+    calls._board.store = _LostStore()
     with pytest.raises(RuntimeError, match="has gone or did not come to this call.*reset by peer"):
         calls.agree({"call": "all"})
     calls.refuse(KeyError("no"))
@@ -196,18 +213,13 @@ class _Signatures:
             raise RuntimeError("not there")
 
 
-def _many_gone(rank, size):
-    calls = Agreement(dist.group.WORLD, range(size), rank)
-    calls._size, calls._store = 64, _Signatures({"signature/63/0": '{"a": "1"}'})
-    time.monotonic = lambda: calls._store.clock
-    return calls._differences({"a": "2"}), calls._store.clock
-
-
-def test_ranks_that_are_gone_are_waited_for_together():
-    ((words, seconds),) = processes(1, _many_gone)
+def test_ranks_that_are_gone_are_waited_for_together(monkeypatch):
+    store = _Signatures({"signature/63/0": '{"a": "1"}'})
+    monkeypatch.setattr(time, "monotonic", lambda: store.clock)
+    words = differences(Board(store, rank=0, size=64).signatures(0, {"a": "2"}))
     assert words.startswith("a: 2 on ranks [0], nothing on ranks [1, 2, 3,")
     assert "1 on ranks [63]" in words and "answer: nothing on ranks [0, 63], none within 20 s" in words
-    assert seconds < 30
+    assert store.clock < 30
 
 
 def _abort_that_fails(rank, size):
@@ -224,7 +236,7 @@ def _abort_that_fails(rank, size):
     with pytest.raises(RuntimeError, match="make the process group anew"):
         calls.agree({"call": "all"})
     calls.settle()
-    return calls._worker.is_alive()
+    return calls._watch.thread.is_alive()
 
 
 def _told_where_no_wait_can_be_ended(rank, size):
@@ -242,12 +254,12 @@ def _told_where_no_wait_can_be_ended(rank, size):
         limits.keys(_get_default_store(), "told")
         return True
     with pytest.raises(RuntimeError, match="no memory left"), calls.ring():
-        while calls._failure is None:
+        while calls._watch.failure is None:
             time.sleep(0.1)
         raise RuntimeError("a hop failed")
     time.sleep(0.1)  # for the thread to end, if it does
     _get_default_store().set("told", "")
-    return calls._worker.is_alive()
+    return calls._watch.thread.is_alive()
 
 
 @pytest.mark.parametrize("test", [_abort_that_fails, _told_where_no_wait_can_be_ended])

@@ -563,7 +563,8 @@ def _the_store_goes(rank, size):
     if rank == 1:
         time.sleep(3)  # it does not come
         return "late"
-    agreement_of(topology)._store = _LostStore(agreement_of(topology)._store)
+    board = agreement_of(topology)._board
+    board.store = _LostStore(board.store)
     with pytest.raises(RuntimeError, match="did not come to this call, before its first hop.*reset by peer"):
         _attend(topology=topology)
     dist.barrier = lambda: None

@@ -1,9 +1,9 @@
-"""What ranks compare: the claim of each rank, and the words for how claims differ. Pure functions."""
+"""What ranks compare: the claims of ranks, their words on a call, and texts for how they differ. Pure."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -11,6 +11,8 @@ from burst_mcore.digest import digest
 
 Signature = dict[str, str]
 """By field, values that must be the same on all ranks."""
+WAITS, REFUSES, AHEAD = range(3)
+"""How a rank comes to a call."""
 
 
 class Claim(NamedTuple):
@@ -18,6 +20,18 @@ class Claim(NamedTuple):
 
     signature: Signature
     error: str | None = None
+
+
+class Word(NamedTuple):
+    """The integers with which a rank comes to a numbered call."""
+
+    how: int
+    call: int = 0
+    always: int = 0
+    """A digest of the fields that must be the same."""
+    if_even: int = 0
+    """A digest of those that must be the same only if all ranks have as many rows."""
+    rows: int = 0
 
 
 def digest_of(signature: Signature) -> int:
@@ -83,3 +97,17 @@ def _differing(signatures: Mapping[int, Signature]) -> Iterator[tuple[str, dict[
         by_value = ranks_by_value({rank: each.get(field, "nothing") for rank, each in signatures.items()})
         if len(by_value) > 1:
             yield field, by_value
+
+
+def lengths_of(words: Sequence[Word], signatures: Callable[[], Mapping[int, Signature]]) -> list[int] | None:
+    """Return the rows of all ranks, if they differ, of a call that nobody refused.
+
+    Raises ValueError if the ranks make different calls: with all their `signatures`, which are not there yet.
+    """
+    rows = [word.rows for word in words]
+    uneven = len(set(rows)) > 1
+    if len({(word.call, word.always, uneven or word.if_even) for word in words}) > 1:
+        raise ValueError(f"the ranks of the ring make different calls: {differences(signatures())}")
+    if uneven and AHEAD in {word.how for word in words}:
+        raise ValueError(f"the ranks hold {rows} tokens, but a rank went ahead as if all held as many")
+    return rows if uneven else None

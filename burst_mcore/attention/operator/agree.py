@@ -76,10 +76,10 @@ def agree_on_call(
         if call is not None and not args.at_most:
             description = _description_of(args, request, call)
             transport = transport_of(topology, call.route, request.config.max_ctas)
-            ahead = agreement.seen(description) and transport.connected(passes_of(args, call))
+            ahead = description in agreement.seen and transport.connected(passes_of(args, call))
     agreed = agreement.meet({"pass": "forward", **signature}, details, tokens, ahead=ahead)
     if description is not None and agreed.lengths is None:
-        agreement.remember(description)
+        agreement.seen[description] = True
     lengths = agreed.lengths
     if lengths is not None:
         with refusing(agreement):  # perhaps of this rank alone: its kernels are its own
@@ -139,10 +139,10 @@ def agree_on_backward(
     }
     description = Pass.QUERY, request.shard, args.config, request.scores, call.route, args.dlse is not None
     in_autograd = torch._C._current_graph_task_id() != -1  # else nothing is called at the end
-    ahead = in_autograd and agreement.seen(description) and transport.connected((call.direction,))
+    ahead = in_autograd and description in agreement.seen and transport.connected((call.direction,))
     number = {"of call": str(record.number)}  # apart: digests of signatures that stay the same are cached
     agreed = agreement.meet(signature, number, 0, ahead=ahead)
-    agreement.remember(description)
+    agreement.seen[description] = True
     if ahead:
         torch.autograd.Variable._execution_engine.queue_callback(agreement.settle)
     return agreed

@@ -1,0 +1,75 @@
+"""The board of a ring: what its ranks leave for each other in a store, for others to find while they wait."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from datetime import timedelta
+
+from torch.distributed.distributed_c10d import Store
+
+from burst_mcore.agreement.claims import Signature
+
+ANSWER_WITHIN = timedelta(seconds=20)
+"""How long ranks that disagree wait for each other's signatures."""
+LAST_LOOK = 0.1
+"""How many seconds each signature is looked for when that time is over."""
+
+
+class Board:
+    """Errors and signatures of numbered calls of one ring, and a pass that failed, left for other ranks."""
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self.store, self.rank, self.size = store, rank, size
+
+    def leave_refusal(self, call: int, error: BaseException) -> None:
+        """Tell the ranks that wait in a call that this one refuses it."""
+        self.leave_error(call, f"rank {self.rank} of the ring refused this call: {text_of(error)}")
+
+    def leave_error(self, call: int, text: str, *, gone: bool = False) -> None:
+        """Leave an error for the other ranks. A call has one: of several, the last is read."""
+        with contextlib.suppress(RuntimeError):  # the store goes with its process: nobody can be told
+            self.store.set(f"error/{call}", json.dumps([gone, text]))
+
+    def error(self, call: int) -> Exception:
+        """Return the error that a rank leaves for this call; wait until it does."""
+        gone, text = json.loads(self.store.get(f"error/{call}"))
+        return RuntimeError(text) if gone else ValueError(text)
+
+    def look(self, call: int) -> Exception | None:
+        """Return the error that a rank has left for this call, or of a pass that failed, if there is one."""
+        if self.store.check([f"error/{call}"]):
+            return self.error(call)
+        return self.failed_pass()  # a rank that failed in an earlier call may never come to this one
+
+    def leave_failure(self, error: BaseException, how: str) -> None:
+        """Tell the others, in their waits and their passes, that no call may follow."""
+        text = f"rank {self.rank} of the ring {how}: {text_of(error)}"
+        with contextlib.suppress(RuntimeError):
+            self.store.compare_set("failed", "", text)  # the first rank that fails has the cause
+
+    def failed_pass(self) -> RuntimeError | None:
+        """Return the error of the first rank whose pass failed, if any told so."""
+        with contextlib.suppress(RuntimeError):
+            if self.store.check(["failed"]):
+                return RuntimeError(self.store.get("failed").decode())
+        return None
+
+    def signatures(self, call: int, own: Signature) -> dict[int, Signature]:
+        """Return what every rank wants to call, by rank. Some may not come, and are not waited for long."""
+        self.store.set(f"signature/{self.rank}/{call}", json.dumps(own))
+        deadline = time.monotonic() + ANSWER_WITHIN.total_seconds()  # of all together, however many are gone
+        return {rank: self._signature(f"signature/{rank}/{call}", deadline) for rank in range(self.size)}
+
+    def _signature(self, key: str, deadline: float) -> Signature:
+        try:
+            self.store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), LAST_LOOK)))
+        except RuntimeError:
+            return {"answer": f"none within {ANSWER_WITHIN.seconds} s"}
+        return dict(json.loads(self.store.get(key)))
+
+
+def text_of(error: BaseException) -> str:
+    """Return an error with the name of its class."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,147 @@
+"""The watch of a rank over its ring: a thread that exchanges words, call after call, and sees who failed."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from burst_mcore.agreement.board import Board, text_of
+from burst_mcore.agreement.claims import AHEAD, REFUSES, Signature, Word, lengths_of
+from burst_mcore.agreement.exchange import LOOK_EVERY, Gathering
+
+logger = logging.getLogger("burst_mcore")
+
+
+@dataclass(eq=False)
+class Meeting:
+    """One exchange: the word and the signature of this rank, and the result once it is done."""
+
+    word: Word
+    signature: Signature
+    done: threading.Event = field(default_factory=threading.Event)
+    lengths: list[int] | None = None
+    error: Exception | None = None
+
+
+class Watch:
+    """The thread of one rank, and what it shares with the thread that makes the calls: see `Agreement`."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, ranks: Sequence[int], board: Board, abort: Callable[[], None]
+    ) -> None:
+        self._board, self._abort = board, abort
+        self._exchange = Gathering(
+            group, ranks, board.rank, absent=Word(REFUSES), look=self._look, fail=self._leave_error
+        )
+        self.failure: Exception | None = None
+        """Why no call may follow."""
+        self.in_pass = self.stopping = False
+        self.thread: threading.Thread | None = None
+        self.meetings: queue.SimpleQueue[Meeting | None] = queue.SimpleQueue()
+        """The exchanges that the thread is to make; None wakes it."""
+        self._at = 0
+        """The number of the call whose exchange is under way."""
+
+    def start(self) -> None:
+        """Start the thread, at the first exchange."""
+        name = f"burst_mcore agreement {self._board.rank}"
+        self.thread = threading.Thread(target=self._work, name=name, daemon=True)
+        _RUNNING.add(self)
+        self.thread.start()
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self.stopping = True
+        self.meetings.put(None)
+        if self.thread is not None:
+            self.thread.join(2 * LOOK_EVERY.total_seconds())
+
+    def _work(self) -> None:
+        """Make the exchanges, in the order of the calls. Meanwhile look for passes of others that failed."""
+        while not self.stopping:
+            try:
+                meeting = self.meetings.get(timeout=LOOK_EVERY.total_seconds())
+            except queue.Empty:
+                error = self._board.failed_pass() if self.in_pass and self.failure is None else None
+                if error is not None:
+                    self._break(error)
+                continue
+            if meeting is not None:
+                self._hold(meeting)
+
+    def _hold(self, meeting: Meeting) -> None:
+        word, failure = meeting.word, self.failure
+        self._at = word.call
+        try:
+            if failure is not None and word.how != REFUSES:  # the pass of an earlier call failed meanwhile
+                meeting.error = failure
+                self._board.leave_refusal(word.call, failure)
+            if failure is not None or word.how == REFUSES:
+                self._exchange.stay_in_step()
+            else:
+                meeting.lengths = self._agreed(word, meeting.signature)
+        except Exception as error:
+            meeting.error = meeting.error or error
+            if word.how == AHEAD:
+                self._break(error)
+        finally:
+            meeting.done.set()
+
+    def _agreed(self, word: Word, signature: Signature) -> list[int] | None:
+        """Exchange words; return the rows of all ranks if they differ. Raise if the ranks do not agree."""
+        words = [Word(*each) for each in self._exchange.integers(word)]
+        hows = {each.how for each in words}
+        try:
+            if REFUSES in hows:
+                raise self._board.error(word.call)
+            return lengths_of(words, lambda: self._board.signatures(word.call, signature))
+        except ValueError as error:
+            if AHEAD in hows:
+                self._break(error)
+            raise
+
+    def _break(self, error: Exception) -> None:
+        """End the ring: a call went ahead that not all ranks make, so its messages never come."""
+        if self.failure is not None:
+            return
+        self.failure = error
+        if not self.stopping:
+            logger.error("%s", error)
+            try:
+                self._abort()
+            except Exception:  # the thread must go on: it tells the others of calls that this rank refuses
+                logger.exception("waits for messages of the ring could not be ended")
+
+    def _look(self) -> None:
+        """Raise an error that ends the wait for the others, if there is one."""
+        if self.stopping:
+            raise RuntimeError(f"the process of rank {self._board.rank} of the ring ends")
+        try:
+            error = self._board.look(self._at)
+        except RuntimeError as lost:
+            raise self._exchange.gone(lost) from lost
+        if error is not None:
+            raise error from None
+
+    def _leave_error(self, error: BaseException) -> None:
+        """Tell the other ranks why the hub stopped waiting, unless a rank has told them already."""
+        if not isinstance(error, ValueError):
+            text = str(error) if isinstance(error, RuntimeError) else text_of(error)
+            self._board.leave_error(self._at, text, gone=True)
+
+
+_RUNNING: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Stop all threads before the interpreter ends: one that wakes afterwards would abort the process."""
+    for each in list(_RUNNING):
+        each.close()
