@@ -160,6 +160,12 @@ def test_budget_of_lines(package):
     assert f"| `{package}` | {BUDGET[package]:,} |" in decided, "BUDGET and docs/decisions.md differ"
 
 
+def test_programs_are_typed():
+    """Programs carry rows, or numbers of rows for the cost model: `Any` would hide one behind the other."""
+    for path in (ROOT / "burst_mcore" / "attention" / "schedule").glob("*.py"):
+        assert "typing.Any" not in _imports(path), f"{path.name} has Any"
+
+
 def test_no_circle():
     graph = {name: {*_imports(path)} - {name} for name, path in MODULES.items()}
     for package in PACKAGES:

@@ -30,15 +30,12 @@ class Keeper(Protocol):
     @property
     def keeps_nothing(self) -> bool:
         """Whether the calls are only compared."""
-        ...
 
     def share(self, size: int) -> tuple[float, bool]:
         """Return (keep, at most) of a call whose results take `size` bytes on this rank."""
-        ...
 
     def hold(self, tail: SavedTail) -> Held:
         """Take what is kept into custody."""
-        ...
 
 
 class Held(Protocol):
@@ -46,7 +43,6 @@ class Held(Protocol):
 
     def take(self) -> SavedTail:
         """It, out of custody. Once."""
-        ...
 
 
 class Record:

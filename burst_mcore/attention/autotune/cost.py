@@ -70,11 +70,8 @@ def link_bytes(program: Program, rank: int, sizes: Sizes, intra_size: int) -> di
 
 def mean_bytes(programs: Sequence[Program], sizes: Sizes, intra_size: int) -> dict[Link, float]:
     """Return `link_bytes` of a rank, on average."""
-    total = {Link.INTRA: 0.0, Link.INTER: 0.0}
-    for rank, program in enumerate(programs):
-        for link, size in link_bytes(program, rank, sizes, intra_size).items():
-            total[link] += size / len(programs)
-    return total
+    sent = [link_bytes(program, rank, sizes, intra_size) for rank, program in enumerate(programs)]
+    return {link: sum(each[link] for each in sent) / len(sent) for link in (Link.INTRA, Link.INTER)}
 
 
 def link_class(rank: int, peer: int, intra_size: int) -> Link:

@@ -23,12 +23,15 @@ from burst_mcore.attention.autotune.cost import CallTime, Sizes, farther, stretc
 from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.schedule.actions import Channel, Compute, Kind, Link, Pass, Program, Send, Wait
-from burst_mcore.attention.schedule.counted import NEVER, ColumnOfAll, Counted, OfAll, RowCounts, moved
+from burst_mcore.attention.schedule.counted import UNSENT, ColumnOfAll, Counted, OfAll, RowCounts, moved
 from burst_mcore.attention.schedule.heads import Moves, with_heads
 from burst_mcore.attention.schedule.mesh import with_columns
 from burst_mcore.attention.schedule.ring import without_overlap
 from burst_mcore.attention.schedule.route import PASSES, Route, itinerary, itinerary_on_mesh, on_ring
 from burst_mcore.rates import Rates
+
+NEVER = -torch.inf
+"""The time at which an empty message arrives."""
 
 
 @dataclass(frozen=True)
@@ -136,14 +139,9 @@ class KernelWork:
 def _has_messages(pass_: Pass, kind: Kind) -> bool:
     """Return whether a pass has messages of a kind."""
     moves = PASSES[pass_]
-    sent = {
-        Kind.GRADIENT: moves.gradients,
-        Kind.TOTAL: moves.gradients,
-        Kind.SUM: moves.gradients,
-        Kind.BUNDLE: moves.bundle,
-        Kind.ROWS: moves.rows,
-    }
-    return sent.get(kind, True)
+    if kind in (Kind.GRADIENT, Kind.TOTAL, Kind.SUM):
+        return moves.gradients
+    return {Kind.BUNDLE: moves.bundle, Kind.ROWS: moves.rows}.get(kind, True)
 
 
 def play_all(plan: Plan, passes: Sequence[RoutedPass], intra_size: int, rates: Rates) -> list[PlayedPass]:
@@ -172,10 +170,6 @@ class _Peers:
     """Bytes, [G, W]."""
     busy: Tensor
     """Time until which messages that are alone on the link occupy it."""
-
-    def meets(self, other: _Peers) -> bool:
-        """Return whether some rank uses the same link for both."""
-        return bool((self.inter == other.inter).any())
 
 
 @dataclass(eq=False)
@@ -220,7 +214,7 @@ class _Lockstep:
             places = itinerary(plan, route.nodes, route.intra, route.turn, routed.of_queries)
         return RowCounts(plan.reading(of_queries=routed.of_queries), places, mirrored=route.mirrored)
 
-    def of_all(self, plan: Plan) -> Program:
+    def of_all(self, plan: Plan) -> Program[Counted]:
         """Return the program of rank 0 with every hop, and with numbers of rows for all ranks."""
         row_counts = [self.counts_in(plan, routed) for routed in self.passes]
         route, moves = self.route, [PASSES[routed.pass_] for routed in self.passes]
@@ -237,9 +231,9 @@ class _Lockstep:
             ring = with_columns(ring, 0, route.rings, ColumnOfAll(route.rings, staying), early=route.overlap)
         elif self.heads > 1:
             last = torch.stack([counts.last_steps(route.nodes, route.intra) for counts in row_counts], 1)
-            none = torch.full(last.shape, NEVER, dtype=torch.float64)
+            none = torch.full(last.shape, UNSENT, dtype=torch.float64)
             leaving = {
-                step: Counted(none.masked_fill(last == step, plan.rows)[None], 0, 0)
+                step: (Counted(none.masked_fill(last == step, plan.rows)[None], 0, 0),)
                 for step in last.unique().tolist()
             }
         if self.heads > 1:
@@ -255,14 +249,14 @@ class _Lockstep:
         return {kind: whole / self.passes[0].sizes.rows for kind, whole in self.scale.items()}
 
     def of_kinds(self) -> tuple[dict[Kind, Tensor], dict[Kind, Tensor]]:
-        """Return by kind of message: bytes of all rows, [W]; and `NEVER` for passes without that kind."""
+        """Return by kind of message: bytes of all rows, [W]; and `UNSENT` for passes without that kind."""
         scale, absent = {}, {}
         for kind in Kind:
             present = [_has_messages(routed.pass_, kind) for routed in self.passes]
             whole = [routed.sizes.whole.get(kind, 0) for routed in self.passes]
             scale[kind] = torch.tensor(whole, dtype=torch.float64)
             if not all(present):
-                absent[kind] = torch.zeros_like(scale[kind]).masked_fill_(~torch.tensor(present), NEVER)
+                absent[kind] = torch.zeros_like(scale[kind]).masked_fill_(~torch.tensor(present), UNSENT)
         return scale, absent
 
     def rivals(self) -> set[int]:
@@ -277,7 +271,7 @@ class _Lockstep:
                 for other, its in open_.items():
                     if its is peers:
                         behind.append((other, index))
-                    elif peers.meets(its):
+                    elif bool((peers.inter == its.inter).any()):  # some rank uses one link for both
                         last_rival[other] = last_rival[index] = index
                 open_[index] = peers
                 under_way[action.channel].append(index)
@@ -297,10 +291,8 @@ class _Lockstep:
             back = torch.empty_like(to)
             back[to] = self.rank
             inter = to // self.intra != self.rank // self.intra
-            rates = torch.tensor(
-                [self.rates.link(inter=inter) for inter in (False, True)], dtype=torch.float64
-            )
-            rate = rates[inter.long()][:, None]
+            rates = [self.rates.link(inter=False), self.rates.link(inter=True)]
+            rate = torch.tensor(rates, dtype=torch.float64)[inter.long()][:, None]
             none = torch.zeros_like(self.clock)
             self.peers[peer] = _Peers(to, back, inter, rate, none, none.clone())
         return self.peers[peer]
@@ -322,31 +314,23 @@ class _Lockstep:
         for peers in self.peers.values():
             between = peers.carried * peers.inter[:, None]
             sent += torch.stack([peers.carried - between, between]).mean(1)
-        slowest = self.clock.amax(0).tolist()
-        return [
-            PlayedPass(
-                slowest[index],
-                routed.work.busiest_of(self.route.rings),
-                {Link.INTRA: intra, Link.INTER: inter},
-            )
-            for index, (routed, (intra, inter)) in enumerate(zip(self.passes, sent.T.tolist(), strict=True))
-        ]
+        busiest = [routed.work.busiest_of(self.route.rings) for routed in self.passes]
+        by_link = [{Link.INTRA: intra, Link.INTER: inter} for intra, inter in sent.T.tolist()]
+        slowest: list[float] = self.clock.amax(0).tolist()
+        return [PlayedPass(*each) for each in zip(slowest, busiest, by_link, strict=True)]
 
     def seconds(self, action: Compute) -> Tensor:
         """Return the seconds of a compute, for every rank and pass."""
         source = self.moved.to(action.source)
         if action.part is None:
             resident = self.here if action.resident is None else self.moved.to(action.resident)
-            return self.of_ranks(self.whole(resident, source))
+            where = resident * self.positions + source
+            return self.of_ranks(self.seconds_by_place.index_select(0, where))
         member, per_pass = (self.member + action.part) % self.heads, []
         for routed in self.passes:
             position, other = (x[self.position] for x in self.unmirrored(routed, source))
             per_pass.append(routed.work.parts[position, member, other])
         return torch.stack(per_pass, 1)
-
-    def whole(self, resident: Tensor, source: Tensor) -> Tensor:
-        """Return the seconds of all rows of the `resident` positions, [P, W]."""
-        return self.seconds_by_place.index_select(0, resident * self.positions + source)
 
     @cached_property
     def seconds_by_place(self) -> Tensor:
@@ -363,17 +347,18 @@ class _Lockstep:
     def of_ranks(self, of_positions: Tensor) -> Tensor:
         return of_positions if self.heads == 1 else of_positions.index_select(0, self.position)
 
-    def bytes_of(self, send: Send) -> Tensor:
+    def bytes_of(self, send: Send | Send[Counted]) -> Tensor:
         """Return the bytes of a send, [G, W]; below zero where there is no message."""
         kind = send.channel.kind
         if send.rows is None:
             size = self.scale[kind].expand_as(self.clock)
         else:
-            rows = self.of_ranks(send.rows.of_all(self.moved))
-            size = rows * self.a_row[kind]
+            (counted,) = send.rows
+            assert isinstance(counted, Counted)  # a program that is given moves whole bundles
+            size = self.of_ranks(counted.of_all(self.moved)) * self.a_row[kind]
         return size + self.absent[kind] if kind in self.absent else size
 
-    def post(self, send: Send, *, shares: bool) -> None:
+    def post(self, send: Send | Send[Counted], *, shares: bool) -> None:
         """Start a message at both ends: each rank receives with the same action as it sends."""
         peers, size = self.peers_of(send.peer), self.bytes_of(send)
         peers.carried += size.clamp(min=0)

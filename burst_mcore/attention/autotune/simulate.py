@@ -281,12 +281,8 @@ class _Player:
         assert rank.waits_since is not None
         waited = self.now - rank.waits_since
         if waited > 0:
-            where = lane(wait.channel)
-            self.waits.append(
-                Exposed(
-                    rank.number, wait.step, where, str(last), last.step, last.peer, rank.waits_since, waited
-                )
-            )
+            where, message = lane(wait.channel), (str(last), last.step, last.peer)
+            self.waits.append(Exposed(rank.number, wait.step, where, *message, rank.waits_since, waited))
 
 
 def play(schedule: Schedule, sizes: Sizes, seconds: Seconds, intra_size: int, rates: Rates) -> Timeline:

@@ -76,11 +76,9 @@ class SavedCalls(Protocol):
 
     def share(self, call_id: CallId) -> tuple[float, bool]:
         """Return the share of the sequence to save of this call, and whether that is a limit."""
-        ...
 
     def record(self, call_id: CallId, tail: SavedTail) -> None:
         """Take the tail of a call into custody."""
-        ...
 
 
 class Replay(Protocol):
@@ -92,7 +90,6 @@ class Replay(Protocol):
         Raises:
             RecomputeError: the forward did not make this call.
         """
-        ...
 
 
 class Follower(Protocol):
@@ -104,7 +101,6 @@ class Follower(Protocol):
         Raises:
             RecomputeError: this is a recomputation, and the forward did not make this call.
         """
-        ...
 
 
 _entered = threading.local()

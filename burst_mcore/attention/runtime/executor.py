@@ -53,11 +53,9 @@ class Transport(Protocol):
 
     def connect(self, pass_: Pass) -> None:
         """Get ready for a pass; every rank does, also one that will send and receive nothing."""
-        ...
 
     def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Bundle]]) -> Sequence[MessageWork]:
         """Start all messages as one batch."""
-        ...
 
 
 class ProcessGroups:
@@ -150,15 +148,12 @@ class Exchange(Protocol):
 
     def pack(self, action: Pack) -> Bundle:
         """Return the share of a member, contiguous."""
-        ...
 
     def empty(self, rows: Rows | None) -> Bundle:
         """Return room for the share, of these rows, that comes from another member."""
-        ...
 
     def unpack(self, action: Unpack, parcel: Bundle | None) -> None:
         """Copy the share of a member to its place; None stands for this rank's own share."""
-        ...
 
 
 class Ring:

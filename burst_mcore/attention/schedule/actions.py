@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
-from typing import Any, NamedTuple, Self
+from typing import Generic, NamedTuple, Self
 
-from burst_mcore.attention.geometry.rows import Rows
+from burst_mcore.attention.schedule.carried import Carried, T
 
 HOME = "home"
 """The rank's own bundle: never written."""
@@ -103,30 +103,28 @@ class Channel(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class Send(Generic[T]):
     """Start sending `rows` of `buffer` to rank `peer`. Until its channel's Wait it may not be written."""
 
     step: int
     channel: Channel
     buffer: str
     peer: int
-    rows: Any = None
-    """Which rows of the bundle (`Rows`); None: all. In the program of all ranks at once (`lockstep`) their
-    number, `counted.Counted`."""
+    rows: Carried[T] = None
 
     def __str__(self) -> str:
         return f"{self.buffer}>{self.peer}{_of(self.rows)}"
 
 
 @dataclass(frozen=True, slots=True)
-class Recv:
+class Recv(Generic[T]):
     """Start receiving from rank `peer` into `buffer`; it may not be touched until the channel's Wait."""
 
     step: int
     channel: Channel
     buffer: str
     peer: int
-    rows: Rows | None = None
+    rows: Carried[T] = None
 
     def __str__(self) -> str:
         return f"{self.buffer}<{self.peer}{_of(self.rows)}"
@@ -163,7 +161,7 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
-class Accumulate:
+class Accumulate(Generic[T]):
     """Add the gradients of the last Compute to the sum in `buffer`; the `first` share is set.
 
     Afterwards the buffer holds `rows`. The bundle that was computed is still in place: a kernel that adds to
@@ -174,7 +172,7 @@ class Accumulate:
     source: int
     buffer: str
     first: bool
-    rows: Rows | None = None
+    rows: Carried[T] = None
     into: str | None = None
     """The buffer to which the sum goes instead, since it is complete; `buffer` is free then."""
 
@@ -185,7 +183,7 @@ class Accumulate:
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
+class Add(Generic[T]):
     """Add the sum in `other`, of the same bundle, to the sum in `buffer`; if `first`, set it.
 
     Afterwards the buffer holds `rows`.
@@ -195,7 +193,7 @@ class Add:
     buffer: str
     other: str
     first: bool = False
-    rows: Rows | None = None
+    rows: Carried[T] = None
 
     def __str__(self) -> str:
         return f"{self.buffer}{'' if self.first else '+'}={self.other}"
@@ -213,14 +211,14 @@ class Return:
 
 
 @dataclass(frozen=True, slots=True)
-class Pack:
+class Pack(Generic[T]):
     """Copy the share of member `member` of the group into `buffer`: a head group, or a column of a mesh."""
 
     step: int
     kind: Kind
     buffer: str
     member: int
-    rows: Rows | None = None
+    rows: Carried[T] = None
     """The rows of the share, in a column (None: all)."""
 
     def __str__(self) -> str:
@@ -228,35 +226,31 @@ class Pack:
 
 
 @dataclass(frozen=True, slots=True)
-class Unpack:
+class Unpack(Generic[T]):
     """Copy the share that came from member `member` of the group out of `buffer`, to its place."""
 
     step: int
     kind: Kind
     buffer: str
     member: int
-    rows: Rows | None = None
+    rows: Carried[T] = None
 
     def __str__(self) -> str:
         return f"unpack {self.buffer}"
 
 
-Action = Send | Recv | Wait | Compute | Accumulate | Add | Return | Pack | Unpack
-Program = tuple[Action, ...]
+Action = Send[T] | Recv[T] | Wait | Compute | Accumulate[T] | Add[T] | Return | Pack[T] | Unpack[T]
+Program = tuple[Action[T], ...]
 
 
-def _of(rows: Rows | None) -> str:
-    return "" if rows is None else f"({sum(map(len, rows))})"
+def _of(rows: Carried[T]) -> str:
+    return "" if rows is None else f"({sum(len(each) for each in rows if isinstance(each, range))})"
 
 
-def hops(program: Program) -> Iterator[tuple[Channel | None, list[Action]]]:
+def hops(program: Program[T]) -> Iterator[tuple[Channel | None, list[Action[T]]]]:
     """Yield the program in parts: (channel, the messages of one hop), or (None, other actions).
 
     Neighbouring sends and receives of one channel are one hop: they start together.
     """
-    for channel, group in groupby(program, key=_channel_of_hop):
+    for channel, group in groupby(program, key=lambda a: a.channel if isinstance(a, (Send, Recv)) else None):
         yield channel, list(group)
-
-
-def _channel_of_hop(action: Action) -> Channel | None:
-    return action.channel if isinstance(action, (Send, Recv)) else None

@@ -9,65 +9,58 @@ position, `counted.OfAll` their number for all positions at once.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Never, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from burst_mcore.attention.geometry.reading import Reading
 from burst_mcore.attention.geometry.rows import Rows, union
 
-Carried = Any
-"""Rows that a message carries: `Rows`, or None for all; for all positions at once `counted.Counted`."""
+T = TypeVar("T", default=range)
+Carried = tuple[T, ...] | None
+"""The rows of a bundle that an action takes, None for all: ranges (`Rows`) in the program of a rank. In the
+program of all ranks at once T is `counted.Counted`, the number of these rows."""
 
 
-def nothing(carried: Carried) -> bool:
+def nothing(carried: Carried[T]) -> bool:
     """Return whether there is nothing to carry."""
-    return isinstance(carried, tuple) and not carried
+    return carried is not None and not carried
 
 
-class Hops(Protocol):
+class Hops(Protocol[T]):
     """The rows that a position, or every position, must send, receive and compute."""
 
     def reads(self, owner: int) -> bool:
         """Return whether the position reads the bundle of `owner`."""
-        ...
 
     def owners(self, size: int) -> Iterable[int]:
         """Return the positions, of `size`, whose bundles the position reads."""
-        ...
 
     def readers(self, size: int) -> Iterable[int]:
         """Return the positions that read the position's own bundle."""
-        ...
 
-    def between(self, owner: int, reader: int) -> Carried:
+    def between(self, owner: int, reader: int) -> Carried[T]:
         """Return the rows of `owner` that `reader` reads."""
-        ...
 
-    def together(self, rows: Carried, others: Carried) -> Carried:
+    def together(self, rows: Carried[T], others: Carried[T]) -> Carried[T]:
         """Return the rows in either."""
-        ...
 
-    def ahead(self, owner: int, i: int, j: int) -> Carried:
+    def ahead(self, owner: int, i: int, j: int) -> Carried[T]:
         """Return the rows of `owner` that are read in round i from place j on."""
-        ...
 
-    def ahead_of_round(self, owner: int, i: int) -> Carried:
+    def ahead_of_round(self, owner: int, i: int) -> Carried[T]:
         """Return the rows of `owner` that are read from round i on."""
-        ...
 
-    def so_far(self, owner: int, i: int, j: int) -> Carried:
+    def so_far(self, owner: int, i: int, j: int) -> Carried[T]:
         """Return the rows of `owner` that others read in round i up to place j."""
-        ...
 
-    def so_far_in_rounds(self, owner: int, i: int) -> Carried:
+    def so_far_in_rounds(self, owner: int, i: int) -> Carried[T]:
         """Return the rows of `owner` that other nodes read up to round i."""
-        ...
 
-    def lent(self, owner: int) -> Carried:
+    def lent(self, owner: int) -> Carried[T]:
         """Return the rows of `owner` that others read."""
-        ...
 
 
 class Everything:
@@ -79,28 +72,27 @@ class Everything:
     def owners(self, size: int) -> Iterable[int]:
         return range(size)
 
-    def readers(self, size: int) -> Iterable[int]:
-        return range(size)
+    readers = owners
 
-    def between(self, owner: int, reader: int) -> Carried:
+    def between(self, owner: int, reader: int) -> Carried[Never]:
         return None
 
-    def together(self, rows: Carried, others: Carried) -> Carried:
+    def together(self, rows: object, others: object) -> Carried[Never]:
         return None
 
-    def ahead(self, owner: int, i: int, j: int) -> Carried:
+    def ahead(self, owner: int, i: int, j: int) -> Carried[Never]:
         return None
 
-    def ahead_of_round(self, owner: int, i: int) -> Carried:
+    def ahead_of_round(self, owner: int, i: int) -> Carried[Never]:
         return None
 
-    def so_far(self, owner: int, i: int, j: int) -> Carried:
+    def so_far(self, owner: int, i: int, j: int) -> Carried[Never]:
         return None if elsewhere(i, j) else ()
 
-    def so_far_in_rounds(self, owner: int, i: int) -> Carried:
+    def so_far_in_rounds(self, owner: int, i: int) -> Carried[Never]:
         return None if i > 0 else ()
 
-    def lent(self, owner: int) -> Carried:
+    def lent(self, owner: int) -> Carried[Never]:
         return None
 
 
@@ -130,16 +122,14 @@ class Itinerary:
         self.reading, self.nodes, self.intra, self.turn = reading, nodes, intra, turn
         self.cache: dict[object, tuple[Tensor, Tensor]] = {}
         """The tables of `counted.RowCounts` over it."""
-        blocks = [self._visits(owners, read) for owners, read in self._blocks()]
+        block = max(1, 2**20 // reading.size)
+        segments = zip(reading.owner.split(block), reading.read.split(block, dim=1), strict=True)
+        blocks = [self._visits(owners, read) for owners, read in segments]
         self.first, self.last = (torch.cat(x) for x in zip(*blocks, strict=True))
         some, rounds = self.last >= 0, torch.arange(nodes)
         self.first_round = torch.where(some & (rounds > 0), rounds, nodes).amin(1)
         self.last_round = torch.where(some, rounds, -1).amax(1)
         self.lent = some.any(1)
-
-    def _blocks(self) -> list[tuple[Tensor, Tensor]]:
-        block = max(1, 2**20 // self.reading.size)
-        return list(zip(self.reading.owner.split(block), self.reading.read.split(block, dim=1), strict=True))
 
     def _visits(self, owners: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
         m, l = owners[:, None] // self.intra, owners[:, None] % self.intra  # noqa: E741
@@ -165,12 +155,10 @@ class OfPosition:
         return self._reads[owner]
 
     def owners(self, size: int) -> Iterable[int]:
-        positions: list[int] = self._meets[:, self._position].nonzero().flatten().tolist()
-        return positions
+        return [owner for owner in range(size) if self._reads[owner]]
 
     def readers(self, size: int) -> Iterable[int]:
-        positions: list[int] = self._meets[self._position].nonzero().flatten().tolist()
-        return positions
+        return [reader for reader, read in enumerate(self._meets[self._position].tolist()) if read]
 
     def between(self, owner: int, reader: int) -> Carried:
         return self._some(self._reading.needed(owner, reader))

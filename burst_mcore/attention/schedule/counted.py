@@ -6,7 +6,7 @@ The answer is a column of a table: the rows that each owner's bundle, or its gra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.geometry.reading import Reading
-from burst_mcore.attention.schedule.carried import Carried, Everything, Itinerary, elsewhere
-from burst_mcore.attention.schedule.mesh import Column
+from burst_mcore.attention.schedule.carried import Carried, Itinerary, elsewhere
+from burst_mcore.attention.schedule.mesh import Needs
 
 
 class RowCounts:
@@ -90,8 +90,8 @@ def _by_distance(counts: Tensor, place: Tensor) -> Tensor:
     return counts[torch.arange(len(counts)), (place + distance[:, None]) % len(distance)]
 
 
-NEVER = -torch.inf
-"""The time at which an empty message arrives; and the number of its rows, where 0 is in the way."""
+UNSENT = -torch.inf
+"""The number of rows of an empty message. At any rate the message ends at this time: before every clock."""
 
 
 class Counted(NamedTuple):
@@ -107,7 +107,7 @@ class Counted(NamedTuple):
         return self.table[self.entry].index_select(0, moved.to(self.owner))
 
 
-class OfAll(Everything):
+class OfAll:
     """Hops of all positions at once, as numbers of rows (`Counted`); asked for the program of position 0.
 
     An `owner` stands for each position's own counterpart: see `MovedPrograms`.
@@ -119,68 +119,76 @@ class OfAll(Everything):
     @cached_property
     def _between(self) -> Tensor:
         """By distance, [distances, owners, passes]."""
-        return _or_never(torch.stack([counts.by_distance() for counts in self._passes], 2))
+        return _or_unsent(torch.stack([counts.by_distance() for counts in self._passes], 2))
 
     @cached_property
     def _by_place(self) -> tuple[Tensor, ...]:
         pairs = zip(*(counts.by_place() for counts in self._passes), strict=True)
         tables = [torch.stack(pair, -1) for pair in pairs]
         self._places = tables[0].shape[1]
-        return tuple(_or_never(table.flatten(0, 1)) for table in tables)
+        return tuple(_or_unsent(table.flatten(0, 1)) for table in tables)
 
     @cached_property
     def _by_round(self) -> tuple[Tensor, ...]:
         pairs = zip(*(counts.by_round() for counts in self._passes), strict=True)
-        return tuple(_or_never(torch.stack(pair, -1)) for pair in pairs)
+        return tuple(_or_unsent(torch.stack(pair, -1)) for pair in pairs)
 
     @cached_property
     def _lent(self) -> Tensor:
-        return _or_never(torch.stack([counts.lent() for counts in self._passes], -1)[None])
+        return _or_unsent(torch.stack([counts.lent() for counts in self._passes], -1)[None])
 
-    def between(self, owner: int, reader: int) -> Carried:
-        return Counted(self._between, (reader - owner) % len(self._between), owner)
+    def reads(self, owner: int) -> bool:
+        return True
 
-    def together(self, some: Carried, others: Carried) -> Carried:
+    def owners(self, size: int) -> Iterable[int]:
+        return range(size)
+
+    readers = owners
+
+    def between(self, owner: int, reader: int) -> Carried[Counted]:
+        return (Counted(self._between, (reader - owner) % len(self._between), owner),)
+
+    def together(self, rows: Carried[Counted], others: Carried[Counted]) -> Carried[Counted]:
         return others
 
-    def ahead(self, owner: int, i: int, j: int) -> Carried:
+    def ahead(self, owner: int, i: int, j: int) -> Carried[Counted]:
         table = self._by_place[0]
-        return Counted(table, i * self._places + j, owner)
+        return (Counted(table, i * self._places + j, owner),)
 
-    def ahead_of_round(self, owner: int, i: int) -> Carried:
-        return Counted(self._by_round[0], i, owner)
+    def ahead_of_round(self, owner: int, i: int) -> Carried[Counted]:
+        return (Counted(self._by_round[0], i, owner),)
 
-    def so_far(self, owner: int, i: int, j: int) -> Carried:
+    def so_far(self, owner: int, i: int, j: int) -> Carried[Counted]:
         table = self._by_place[1]
-        return Counted(table, i * self._places + j, owner) if elsewhere(i, j) else ()
+        return (Counted(table, i * self._places + j, owner),) if elsewhere(i, j) else ()
 
-    def so_far_in_rounds(self, owner: int, i: int) -> Carried:
-        return Counted(self._by_round[1], i, owner) if i > 0 else ()
+    def so_far_in_rounds(self, owner: int, i: int) -> Carried[Counted]:
+        return (Counted(self._by_round[1], i, owner),) if i > 0 else ()
 
-    def lent(self, owner: int) -> Carried:
-        return Counted(self._lent, 0, owner)
+    def lent(self, owner: int) -> Carried[Counted]:
+        return (Counted(self._lent, 0, owner),)
 
 
-class ColumnOfAll(Column):
+class ColumnOfAll(Needs[Counted]):
     """The rows that all columns of a mesh exchange, as numbers (`Counted`); asked for position 0.
 
     staying: who reads which of the rows that stay, in each pass.
     """
 
     def __init__(self, rings: int, staying: Sequence[Reading]) -> None:
-        super().__init__(staying[0].size // rings, None, of_queries=False)
+        super().__init__(staying[0].size // rings)
         ring, self._rings = torch.arange(staying[0].size) // self.places, rings
         together = (reading.together(self.places, by_ring=True) for reading in staying)
         tables = [_by_distance(reading.counts.float(), ring) for reading in together]
-        self._needed = _or_never(torch.stack(tables, 2))
+        self._needed = _or_unsent(torch.stack(tables, 2))
 
-    def needed(self, owner: int, reader: int) -> Carried:
+    def needed(self, owner: int, reader: int) -> Carried[Counted]:
         """Return the staying rows of one position that another of its column needs."""
-        return Counted(self._needed, (reader - owner) // self.places % self._rings, owner)
+        return (Counted(self._needed, (reader - owner) // self.places % self._rings, owner),)
 
 
-def _or_never(rows: Tensor) -> Tensor:
-    return rows.masked_fill_(rows == 0, NEVER)
+def _or_unsent(rows: Tensor) -> Tensor:
+    return rows.masked_fill_(rows == 0, UNSENT)
 
 
 class MovedPrograms:

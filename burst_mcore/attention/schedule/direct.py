@@ -6,6 +6,7 @@ Where masks leave little to read, this moves least: every row goes to its reader
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Generic
 
 from burst_mcore.attention.schedule.actions import (
     HOME,
@@ -25,10 +26,10 @@ from burst_mcore.attention.schedule.actions import (
     Send,
     Wait,
 )
-from burst_mcore.attention.schedule.carried import EVERYTHING, Carried, Hops, nothing
+from burst_mcore.attention.schedule.carried import EVERYTHING, Carried, Hops, T, nothing
 
 
-def direct(position: int, size: int, *, gradients: bool, hops: Hops = EVERYTHING) -> Program:
+def direct(position: int, size: int, *, gradients: bool, hops: Hops[T] = EVERYTHING) -> Program[T]:
     """Return a program in which rows arrive, and gradients leave, while rows that came before are computed.
 
     Bundles are read in the order of the distance to their owners, so that at any time all positions send the
@@ -42,8 +43,8 @@ def direct(position: int, size: int, *, gradients: bool, hops: Hops = EVERYTHING
     return tuple(_Position(position, size, hops, gradients).actions())
 
 
-class _Position:
-    def __init__(self, position: int, size: int, hops: Hops, gradients: bool) -> None:
+class _Position(Generic[T]):
+    def __init__(self, position: int, size: int, hops: Hops[T], gradients: bool) -> None:
         self.position, self.size, self.hops, self.gradients = position, size, hops, gradients
         owners, readers = hops.owners(size), hops.readers(size)
         self.reads = [0, *sorted(t for owner in owners if (t := (position - owner) % size))]
@@ -52,7 +53,7 @@ class _Position:
         """Distances of the readers."""
         self.coming: list[tuple[int, str | None]] = []
         """Gradients under way: (distance, buffer in which one arrives)."""
-        self.summed: Carried = ()
+        self.summed: Carried[T] = ()
         """The rows of the sum of the others' shares."""
 
     def before(self, t: int) -> int:
@@ -61,15 +62,15 @@ class _Position:
     def after(self, t: int) -> int:
         return (self.position + t) % self.size
 
-    def fetched(self, t: int) -> Carried:
+    def fetched(self, t: int) -> Carried[T]:
         """Return the rows that the position reads over distance t."""
         return self.hops.between(self.before(t), self.position)
 
-    def lent(self, t: int) -> Carried:
+    def lent(self, t: int) -> Carried[T]:
         """Return the rows that the position at distance t reads."""
         return self.hops.between(self.position, self.after(t))
 
-    def actions(self) -> Iterator[Action]:
+    def actions(self) -> Iterator[Action[T]]:
         following = [*self.reads[1:], self.size - 1]
         meets = sorted({*self.reads[1:], *self.read_by})
         for i, (t, upto) in enumerate(zip(self.reads, following, strict=True)):
@@ -88,7 +89,7 @@ class _Position:
             kept, came = self.hops.reads(self.position), not nothing(self.summed)
             yield Return(self.size, (KEPT,) * kept + (HOME_SUM,) * came)
 
-    def fetch(self, step: int, u: int, into: str) -> Iterator[Action]:
+    def fetch(self, step: int, u: int, into: str) -> Iterator[Action[T]]:
         """Start the messages over distance u."""
         channel = Channel(Link.DIRECT, Kind.DATA, u)
         if u in self.reads:
@@ -96,7 +97,7 @@ class _Position:
         if u in self.read_by:
             yield Send(step, channel, HOME, self.after(u), self.lent(u))
 
-    def give_back(self, i: int, t: int) -> Iterator[Action]:
+    def give_back(self, i: int, t: int) -> Iterator[Action[T]]:
         """Sum the gradients of the bundle just computed, and send them home."""
         if t == 0:
             if self.hops.reads(self.position):
@@ -107,7 +108,7 @@ class _Position:
         yield from self.take_in(t)
         yield from self.exchange(t, t, share)
 
-    def exchange(self, step: int, u: int, share: str | None) -> Iterator[Action]:
+    def exchange(self, step: int, u: int, share: str | None) -> Iterator[Action[T]]:
         """Start the gradients' messages over distance u."""
         channel, comes = Channel(Link.DIRECT, Kind.GRADIENT, u), None
         if u in self.read_by:
@@ -117,16 +118,11 @@ class _Position:
             yield Send(step, channel, share, self.before(u), self.fetched(u))
         self.coming.append((u, comes))
 
-    def take_in(self, step: int) -> Iterator[Action]:
+    def take_in(self, step: int) -> Iterator[Action[T]]:
         """Add the gradients that have come back."""
         for u, comes in self.coming:
             yield Wait(step, Channel(Link.DIRECT, Kind.GRADIENT, u))
             if comes is not None:
-                first, rows = nothing(self.summed), self.grown(self.lent(u))
-                yield Add(step, HOME_SUM, comes, first=first, rows=rows)
+                first, self.summed = nothing(self.summed), self.hops.together(self.summed, self.lent(u))
+                yield Add(step, HOME_SUM, comes, first=first, rows=self.summed)
         self.coming = []
-
-    def grown(self, rows: Carried) -> Carried:
-        """Return the rows of the sum at home, after some are added."""
-        self.summed = self.hops.together(self.summed, rows)
-        return self.summed

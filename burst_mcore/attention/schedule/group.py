@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import ClassVar, Generic
 
 from burst_mcore.attention.schedule.actions import Action, Channel, Kind, Link, Pack, Recv, Send, Unpack, Wait
-from burst_mcore.attention.schedule.carried import Carried, nothing
+from burst_mcore.attention.schedule.carried import Carried, T, nothing
 
 
-class Group(ABC):
+class Group(ABC, Generic[T]):
     """The exchanges of one member of a group, as actions."""
 
     LINK: ClassVar[Link]
@@ -29,29 +29,29 @@ class Group(ABC):
     def peer(self, member: int) -> int:
         """Return the number of a member in the program: its rank, or its position."""
 
-    def sends(self, kind: Kind, member: int) -> Carried:
+    def sends(self, kind: Kind, member: int) -> Carried[T]:
         """Return the rows of the share for a member; none if it needs no share."""
         return None
 
-    def receives(self, kind: Kind, member: int) -> Carried:
+    def receives(self, kind: Kind, member: int) -> Carried[T]:
         """Return the rows of the share that comes from a member."""
         return None
 
-    def posted_rows(self, kind: Kind, rows: Carried, step: int) -> Carried:
+    def posted_rows(self, kind: Kind, rows: Carried[T], step: int) -> Carried[T]:
         """Return the rows that the cost model counts for a send of `rows`."""
         return rows
 
-    def leave(self, step: int, kind: Kind) -> Iterator[Action]:
+    def leave(self, step: int, kind: Kind) -> Iterator[Action[T]]:
         """Exchange with all other members."""
         for shifts in self.shifts:
             yield from self.exchange(step, kind, shifts)
 
-    def arrive(self, step: int, kind: Kind) -> Iterator[Action]:
+    def arrive(self, step: int, kind: Kind) -> Iterator[Action[T]]:
         """Wait for the shares of all members, and unpack them."""
         for shift in (0, *self.others):
             yield from self.arrive_from(step, kind, shift)
 
-    def exchange(self, step: int, kind: Kind, shifts: Sequence[int]) -> Iterator[Action]:
+    def exchange(self, step: int, kind: Kind, shifts: Sequence[int]) -> Iterator[Action[T]]:
         """Send to the members at these shifts, receive from the members at the opposite ones."""
         to = [member for shift in shifts if not nothing(self.sends(kind, member := self.after(shift)))]
         for member in to:
@@ -69,7 +69,7 @@ class Group(ABC):
                 rows = self.posted_rows(kind, self.sends(kind, member), step)
                 yield Send(step, channel, f"{kind}.to{member}", self.peer(member), rows)
 
-    def arrive_from(self, step: int, kind: Kind, shift: int) -> Iterator[Action]:
+    def arrive_from(self, step: int, kind: Kind, shift: int) -> Iterator[Action[T]]:
         """Wait for the share of the member at the opposite shift, and unpack it."""
         source, channel = self.after(-shift), self.channel(kind, shift)
         rows = self.receives(kind, source)

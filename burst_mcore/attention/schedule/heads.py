@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.schedule.actions import Action, Compute, Kind, Link, Program, Recv, Send
-from burst_mcore.attention.schedule.carried import Carried
+from burst_mcore.attention.schedule.carried import Carried, T
 from burst_mcore.attention.schedule.group import Group
 
 
@@ -43,15 +43,15 @@ class Moves(NamedTuple):
 
 
 def with_heads(
-    ring: Program,
+    ring: Program[T],
     rank: int,
     placement: Placement,
     moves: Moves,
     *,
     by_part: bool,
-    leaving: Mapping[int, Carried] | None = None,
+    leaving: Mapping[int, Carried[T]] | None = None,
     on_mesh: bool = False,
-) -> Program:
+) -> Program[T]:
     """Put the all-to-all of a head group around the ring of the position that its members share.
 
     The travelling bundle comes first, in whole, so that the ring can start. The rows that stay come from two
@@ -74,17 +74,17 @@ def with_heads(
     return tuple(_Member(ring, rank, placement, moves, by_part, leaving, on_mesh).actions())
 
 
-class _Member(Group):
+class _Member(Group[T]):
     LINK = Link.HEADS
 
     def __init__(
         self,
-        ring: Program,
+        ring: Program[T],
         rank: int,
         placement: Placement,
         moves: Moves,
         by_part: bool,
-        leaving: Mapping[int, Carried],
+        leaving: Mapping[int, Carried[T]],
         on_mesh: bool,
     ) -> None:
         super().__init__(placement.member(rank), placement.heads)
@@ -93,7 +93,7 @@ class _Member(Group):
         self.on_mesh = on_mesh
         self.by_part = by_part and not on_mesh
 
-    def actions(self) -> Iterator[Action]:
+    def actions(self) -> Iterator[Action[T]]:
         for kind in (Kind.BUNDLE,) * self.moves.bundle + (Kind.ROWS,) * self.moves.rows:
             yield from self.leave(0, kind)
         if self.moves.bundle:
@@ -116,7 +116,7 @@ class _Member(Group):
         for kind in (Kind.RESULT,) + (Kind.SUM,) * self.moves.gradients:
             yield from self.arrive(step, kind)
 
-    def compute(self, action: Compute) -> Iterator[Action]:
+    def compute(self, action: Compute) -> Iterator[Action[T]]:
         entering, leaving = action.step == 0 and self.moves.rows, action.step in self.leaving
         if self.by_part and (entering or leaving):
             yield from self.compute_by_part(action, entering, leaving)
@@ -127,7 +127,7 @@ class _Member(Group):
         if leaving:
             yield from self.leave(action.step, Kind.RESULT)
 
-    def compute_by_part(self, action: Compute, entering: bool, leaving: bool) -> Iterator[Action]:
+    def compute_by_part(self, action: Compute, entering: bool, leaving: bool) -> Iterator[Action[T]]:
         for shifts in ([0], *self.shifts) if entering else (*self.shifts, [0]):
             for shift in shifts:
                 if entering:
@@ -139,5 +139,5 @@ class _Member(Group):
     def peer(self, member: int) -> int:
         return self.placement.rank(self.position, member)
 
-    def posted_rows(self, kind: Kind, rows: Carried, step: int) -> Carried:
+    def posted_rows(self, kind: Kind, rows: Carried[T], step: int) -> Carried[T]:
         return self.leaving[step] if kind == Kind.RESULT else rows

@@ -8,8 +8,10 @@ one ring this is the ring; with rings of one place every rank holds all rows tha
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Generic
 
 from burst_mcore.attention.geometry.plan import Plan, cached_on_plan
 from burst_mcore.attention.geometry.reading import Reading
@@ -24,27 +26,40 @@ from burst_mcore.attention.schedule.actions import (
     Recv,
     Send,
 )
-from burst_mcore.attention.schedule.carried import Carried
+from burst_mcore.attention.schedule.carried import Carried, T
 from burst_mcore.attention.schedule.group import Group
 
 
-class Column:
-    """The staying rows of a column's positions that each of its members needs; every row without a plan."""
+class Needs(ABC, Generic[T]):
+    """The staying rows that the positions of a column need of each other."""
+
+    def __init__(self, places: int) -> None:
+        self.places = places
+
+    @abstractmethod
+    def needed(self, owner: int, reader: int) -> Carried[T]:
+        """Return the staying rows of one position that another of its column needs."""
+
+    def meet(self, resident: int, source: int) -> bool:
+        """Return whether staying rows of `resident` meet the bundle of `source`."""
+        return True
+
+
+class Column(Needs[range]):
+    """The rows themselves, by a plan; without a plan, every row."""
 
     def __init__(self, places: int, plan: Plan | None, *, of_queries: bool) -> None:
-        self.places, self.plan, self.of_queries = places, plan, of_queries
+        super().__init__(places)
+        self.plan, self.of_queries = plan, of_queries
 
     def needed(self, owner: int, reader: int) -> Carried:
-        """Return the staying rows of one position that another of its column needs."""
         if self.plan is None or owner == reader:
             return None
         return staying_rows(self.plan, self.places, owner, reader, not self.of_queries)
 
     def meet(self, resident: int, source: int) -> bool:
-        """Return whether staying rows of `resident` meet the bundle of `source`."""
-        if self.plan is None:
-            return True
-        return bool(self.plan.reading(of_queries=self.of_queries).meets[source, resident])
+        plan = self.plan
+        return plan is None or bool(plan.reading(of_queries=self.of_queries).meets[source, resident])
 
 
 @cached_on_plan
@@ -72,7 +87,7 @@ def reading_of_columns(plan: Plan, rings: int, of_queries: bool) -> Reading:
     return whole.together(whole.size // rings, by_ring=False)
 
 
-def with_columns(ring: Program, position: int, rings: int, column: Column, *, early: bool) -> Program:
+def with_columns(ring: Program[T], position: int, rings: int, column: Needs[T], *, early: bool) -> Program[T]:
     """Put the exchanges along a column around the program of a place on its ring.
 
     The staying rows leave first. In the first step they are computed as they come, the own rows first. In the
@@ -89,10 +104,10 @@ def with_columns(ring: Program, position: int, rings: int, column: Column, *, ea
     return tuple(_Member(ring, position, rings, column, early).actions())
 
 
-class _Member(Group):
+class _Member(Group[T]):
     LINK = Link.MESH
 
-    def __init__(self, ring: Program, position: int, rings: int, column: Column, early: bool) -> None:
+    def __init__(self, ring: Program[T], position: int, rings: int, column: Needs[T], early: bool) -> None:
         super().__init__(position // column.places, rings)
         self.ring, self.position, self.column, self.early = ring, position, column, early
         self.first = position - position % column.places
@@ -100,7 +115,7 @@ class _Member(Group):
         self.last = column.places - 1
         """The ring's last step."""
 
-    def actions(self) -> Iterator[Action]:
+    def actions(self) -> Iterator[Action[T]]:
         yield from self.leave(0, Kind.RESIDENT)
         left = False
         for action in self.ring:
@@ -121,7 +136,7 @@ class _Member(Group):
             yield from self.leave(action.step, Kind.SHARE)
         yield from self.arrive(action.step, Kind.SHARE)
 
-    def compute(self, action: Compute, leaving: bool) -> Iterator[Action]:
+    def compute(self, action: Compute, leaving: bool) -> Iterator[Action[T]]:
         entering = action.step == 0
         for shifts in (*self.shifts, [0]) if leaving and not entering else ([0], *self.shifts):
             for shift in shifts:
@@ -133,7 +148,7 @@ class _Member(Group):
             if leaving and shifts != [0]:
                 yield from self.exchange(action.step, Kind.SHARE, shifts)
 
-    def arrive(self, step: int, kind: Kind) -> Iterator[Action]:
+    def arrive(self, step: int, kind: Kind) -> Iterator[Action[T]]:
         for shift in self.others:
             yield from self.arrive_from(step, kind, shift)
 
@@ -141,13 +156,13 @@ class _Member(Group):
         """Return the position of a member of the column."""
         return member * self.column.places + self.position % self.column.places
 
-    def sends(self, kind: Kind, member: int) -> Carried:
+    def sends(self, kind: Kind, member: int) -> Carried[T]:
         return self._rows(member, outward=kind == Kind.RESIDENT)
 
-    def receives(self, kind: Kind, member: int) -> Carried:
+    def receives(self, kind: Kind, member: int) -> Carried[T]:
         return self._rows(member, outward=kind == Kind.SHARE)
 
-    def _rows(self, member: int, *, outward: bool) -> Carried:
+    def _rows(self, member: int, *, outward: bool) -> Carried[T]:
         """Return the own rows that a member needs (`outward`), or those of the member that this one needs."""
         other = self.peer(member)
         pair = (self.position, other) if outward else (other, self.position)

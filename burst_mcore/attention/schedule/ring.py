@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Generic
 
 from burst_mcore.attention.schedule.actions import (
     COMES_LATE,
@@ -26,15 +27,15 @@ from burst_mcore.attention.schedule.actions import (
     Wait,
     hops,
 )
-from burst_mcore.attention.schedule.carried import EVERYTHING, Carried, Hops, nothing
+from burst_mcore.attention.schedule.carried import EVERYTHING, Carried, Hops, T, nothing
 
 _INTRA_DATA, _INTER_DATA = Channel(Link.INTRA, Kind.DATA), Channel(Link.INTER, Kind.DATA)
 _INTRA_GRADIENT, _INTER_GRADIENT = Channel(Link.INTRA, Kind.GRADIENT), Channel(Link.INTER, Kind.GRADIENT)
 
 
 def double_ring(
-    position: int, nodes: int, intra: int, *, gradients: bool, hops: Hops = EVERYTHING, turn: int = 1
-) -> Program:
+    position: int, nodes: int, intra: int, *, gradients: bool, hops: Hops[T] = EVERYTHING, turn: int = 1
+) -> Program[T]:
     """Overlapped rings over nodes x intra positions (paper appendix, algorithms 1 and 2, corrected).
 
     Data: the first bundle of a round travels to the next node during the whole round. The bundle of step
@@ -56,14 +57,16 @@ def double_ring(
     return _Position(position, nodes, intra, gradients, hops, turn).program()
 
 
-class _Position:
+class _Position(Generic[T]):
     """The writer of the program of position (m, l), round by round."""
 
-    def __init__(self, position: int, nodes: int, intra: int, gradients: bool, hops: Hops, turn: int) -> None:
+    def __init__(
+        self, position: int, nodes: int, intra: int, gradients: bool, hops: Hops[T], turn: int
+    ) -> None:
         self.position, self.nodes, self.intra = position, nodes, intra
         self.gradients, self.hops, self.turn = gradients, hops, turn
         self.m, self.l = divmod(position, intra)
-        self.actions: list[Action] = []
+        self.actions: list[Action[T]] = []
         self.start = HOME
         """The buffer of the first bundle of the round."""
         self.total, self.leaving, self.of_node = "", "", ""
@@ -72,7 +75,7 @@ class _Position:
         self.started: set[Channel] = set()
         """Channels with something to wait for."""
 
-    def program(self) -> Program:
+    def program(self) -> Program[T]:
         for i in range(self.nodes):
             self.round(i)
         if self.gradients:
@@ -115,7 +118,9 @@ class _Position:
         self.accumulate(i, j, step, source)
         if j < self.intra - 1:
             comes, goes = (self.hops.so_far(self.held(i, at), i, j) for at in (j + 1, j))
-            self.pass_on(step, comes, goes)
+            following = _free(Kind.SUM, self.total, self.leaving, self.of_node)
+            self.hop(step, _INTRA_GRADIENT, following, self.total, comes, goes)
+            self.total = following
         elif i == 0:
             self.of_node = self.total
         else:
@@ -163,7 +168,7 @@ class _Position:
         if not nothing(self.hops.so_far_in_rounds(source, self.nodes - 1)):
             self.actions.append(Add(step, self.total, PARTIAL, rows=self.hops.lent(source)))
 
-    def complete(self, step: int, rows: Carried) -> None:
+    def complete(self, step: int, rows: Carried[T]) -> None:
         """Put the total, of these rows, into the buffer that goes home, together with its last share."""
         last = self.actions[-1]
         if isinstance(last, Accumulate) and last.buffer == self.total:
@@ -176,12 +181,9 @@ class _Position:
         others = self.nodes * self.intra > 1 and not nothing(self.hops.lent(self.position))
         return (KEPT,) * self.hops.reads(self.position) + (HOME_TOTAL,) * others
 
-    def pass_on(self, step: int, comes: Carried, goes: Carried) -> None:
-        following = _free(Kind.SUM, self.total, self.leaving, self.of_node)
-        self.hop(step, _INTRA_GRADIENT, following, self.total, comes, goes)
-        self.total = following
-
-    def hop(self, step: int, channel: Channel, into: str, out: str, comes: Carried, goes: Carried) -> None:
+    def hop(
+        self, step: int, channel: Channel, into: str, out: str, comes: Carried[T], goes: Carried[T]
+    ) -> None:
         """Receive `comes` and send `goes`: rows."""
         m, l, turn = self.m, self.l, self.turn  # noqa: E741
         if channel.link == Link.INTER:
@@ -229,10 +231,10 @@ def at_home(program: Program) -> tuple[str, ...]:
     return next((action.buffers for action in program if isinstance(action, Return)), ())
 
 
-def without_overlap(program: Program) -> Program:
+def without_overlap(program: Program[T]) -> Program[T]:
     """Return the same hops, each waited for at once: late kinds when they are sent, others when needed."""
-    actions: list[Action] = []
-    postponed: dict[Channel, list[Action]] = {}
+    actions: list[Action[T]] = []
+    postponed: dict[Channel, list[Action[T]]] = {}
     for channel, group in hops(program):
         if channel is None:
             for action in group:

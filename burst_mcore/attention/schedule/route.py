@@ -1,12 +1,7 @@
 """Routes and schedules: the programs of all ranks for a pass, as data.
 
 One object is printed as a step x rank grid, verified (`verify`), costed (`simulate`) and executed
-(`executor`).
-The three passes (`Pass`) differ only in which bundle travels and whether its gradient follows it:
-
-    forward  K, V travel, nothing follows     (paper algorithm 4)
-    kv       K, V travel, dK, dV follow       (paper algorithm 1, RingAttention)
-    query    Q, dO, D, LSE travel, dQ follows (paper algorithm 2, BurstAttention)
+(`executor`). Passes (`Pass`) differ only in which bundle travels and whether its gradient follows.
 
 A `Route` is M nodes of L positions. A position is a rank, or a group of ranks that share heads (`Placement`).
 A bundle goes round its node, one hop a step. Meanwhile the bundle that entered the node goes on to the next
@@ -30,7 +25,7 @@ from itertools import groupby
 from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan, cached_on_plan
 from burst_mcore.attention.schedule.actions import Pass, Program
-from burst_mcore.attention.schedule.carried import EVERYTHING, Hops, Itinerary, OfPosition
+from burst_mcore.attention.schedule.carried import EVERYTHING, Hops, Itinerary, OfPosition, T
 from burst_mcore.attention.schedule.direct import direct
 from burst_mcore.attention.schedule.heads import Moves, with_heads
 from burst_mcore.attention.schedule.mesh import Column, reading_of_columns, reading_on_ring, with_columns
@@ -131,7 +126,7 @@ def program(rank: int, route: Route, pass_: Pass, plan: Plan | None = None) -> P
 
 @lru_cache(maxsize=256)
 def _of_all(rank: int, route: Route, pass_: Pass) -> Program:
-    ring = on_ring(route.placement.position(rank) % route.places, route, PASSES[pass_])
+    ring: Program = on_ring(route.placement.position(rank) % route.places, route, PASSES[pass_])
     return _around(ring, rank, route, pass_, None)
 
 
@@ -175,7 +170,7 @@ def _around(ring: Program, rank: int, route: Route, pass_: Pass, plan: Plan | No
     return ring if route.overlap else without_overlap(ring)
 
 
-def on_ring(position: int, route: Route, moves: Moves, hops: Hops = EVERYTHING) -> Program:
+def on_ring(position: int, route: Route, moves: Moves, hops: Hops[T] = EVERYTHING) -> Program[T]:
     """Return the program of a position, between positions; `hops` leaves out rows that nobody reads."""
     if route.direct:
         return direct(position, route.places, gradients=moves.gradients, hops=hops)
