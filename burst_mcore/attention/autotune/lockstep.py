@@ -1,9 +1,9 @@
 """The simulator of all ranks in lockstep: the same results as `simulate.play`, but quick for large rings.
 
-Before anything is left out, the programs of all ranks are one program, moved (`counted.Moved`). So one
+Before anything is left out, the programs of all ranks are one program, moved (`MovedPrograms`). So one
 program is enough, and every rank does its n-th action together. Clocks and numbers of rows are vectors over
 the ranks. A message without rows is no message. Passes whose programs differ by numbers alone, such as both
-backwards, and a ring and its mirror image, are played together. A rank's messages to several receivers share
+backwards, and a ring and its mirror image, are played together. Messages of a rank to several receivers share
 a link as in `simulate`.
 
 Letters: W passes (ways), G ranks, P positions.
@@ -187,10 +187,9 @@ class _Message:
 class _Lockstep:
     def __init__(self, plan: Plan, passes: Sequence[RoutedPass], intra: int, rates: Rates) -> None:
         self.passes, self.intra, self.rates = passes, intra, rates
-        self.route = passes[0].route.of(passes[0].pass_)
-        self.heads, self.positions = self.route.heads, self.route.positions
-        self.placement = self.route.placement
-        self.moved = moved(self.route.nodes, self.route.intra, self.route.rings)
+        self.route = route = passes[0].route.of(passes[0].pass_)
+        self.heads, self.positions, self.placement = route.heads, route.positions, route.placement
+        self.moved = moved(route.nodes, route.intra, route.rings)
         self.rank, self.here = torch.arange(self.route.size), torch.arange(self.positions)
         self.position, self.member = self.placement.position(self.rank), self.placement.member(self.rank)
         self.clock = torch.zeros(self.route.size, len(passes), dtype=torch.float64)
@@ -326,10 +325,10 @@ class _Lockstep:
             resident = self.here if action.resident is None else self.moved.to(action.resident)
             where = resident * self.positions + source
             return self.of_ranks(self.seconds_by_place.index_select(0, where))
-        member, per_pass = (self.member + action.part) % self.heads, []
-        for routed in self.passes:
-            position, other = (x[self.position] for x in self.unmirrored(routed, source))
-            per_pass.append(routed.work.parts[position, member, other])
+        member, per_pass = (self.member + action.part) % self.heads, []  # the program is that of member 0
+        for routed in self.passes:  # a mirrored ring is counted from the other end
+            x, y = (-1 - self.here, -1 - source) if routed.route.mirrored else (self.here, source)
+            per_pass.append(routed.work.parts[x[self.position], member, y[self.position]])
         return torch.stack(per_pass, 1)
 
     @cached_property
@@ -338,11 +337,6 @@ class _Lockstep:
         columns = [routed.work.whole.view(-1).double() for routed in self.passes]
         mirrored = [routed.route.mirrored for routed in self.passes]
         return torch.stack([x.flip(0) if other else x for x, other in zip(columns, mirrored, strict=True)], 1)
-
-    def unmirrored(self, routed: RoutedPass, source: Tensor) -> tuple[Tensor, Tensor]:
-        """Return positions and sources as they really are: counted from the other end in a mirrored pass."""
-        last = self.positions - 1
-        return (last - self.here, last - source) if routed.route.mirrored else (self.here, source)
 
     def of_ranks(self, of_positions: Tensor) -> Tensor:
         return of_positions if self.heads == 1 else of_positions.index_select(0, self.position)
@@ -364,7 +358,7 @@ class _Lockstep:
         peers.carried += size.clamp(min=0)
         if self.rates.crowding or self.rates.levels:
             size = size * self.stretch(send.channel.link, peers)
-        begin = torch.maximum(self.clock, self.clock.index_select(0, peers.to))
+        begin = torch.maximum(self.clock, self.clock.index_select(0, peers.to))  # once both ends are there
         if shares:
             begin = torch.maximum(begin, peers.busy)
             end = torch.full_like(begin, torch.inf).masked_fill_(size <= 0, NEVER)
@@ -389,7 +383,7 @@ class _Lockstep:
         self.deliver(messages)
         for message in messages:
             arrived = message.end + self.rates.latency
-            received = arrived.index_select(0, message.peers.back)
+            received = arrived.index_select(0, message.peers.back)  # a wait is for both: sent and received
             self.clock = torch.maximum(self.clock, torch.maximum(arrived, received, out=received))
 
     def deliver(self, messages: list[_Message]) -> None:
@@ -414,12 +408,12 @@ class _Lockstep:
         for link, rate in ((0, self.rates.link(inter=False)), (1, self.rates.link(inter=True))):
             on = (inter == bool(link)) & (end == torch.inf)
             now = self.links[link]
-            while bool((wanted := on[awaited].any(0)).any()):
+            while bool((wanted := on[awaited].any(0)).any()):  # each time until a message begins or ends
                 first = on & (begin <= now)
                 following = begin.masked_fill(~on | first, torch.inf).amin(0)
-                if queues:
+                if queues:  # of messages to one receiver only the first is carried
                     first &= ~((behind @ first.double().flatten(1)).view(first.shape) > 0)
-                share = rate / first.sum(0).clamp(min=1).double()
+                share = rate / first.sum(0).clamp(min=1).double()  # [G, W]; on, first, left: [messages, G, W]
                 through = (now + left / share).masked_fill_(~first, torch.inf)
                 until = torch.where(wanted, torch.minimum(through.amin(0), following), now)
                 left = left.addcmul_(first.double(), (until - now) * share, value=-1)

@@ -79,13 +79,10 @@ class Timeline(NamedTuple):
         Of several ranks that end together, this is the rank that waits longest.
         """
         if rank is None:
-            ends: dict[int, float] = defaultdict(float)
-            for event in self.events:
-                ends[event.rank] = max(ends[event.rank], event.ended)
             waited: dict[int, float] = defaultdict(float)
             for wait in self.waits:
                 waited[wait.rank] += wait.seconds
-            rank = max(ends, key=lambda number: (ends[number], waited[number], -number))
+            rank = max(self.events, key=lambda event: (event.ended, waited[event.rank], -event.rank)).rank
         own = (wait for wait in self.waits if wait.rank == rank)
         return sorted(own, key=lambda wait: (-wait.seconds, wait.began))
 
@@ -141,7 +138,7 @@ class _Link:
         """Return (when the next message is through, its receiver), if no other comes."""
         receiver = min(self.queues, key=lambda to: self.queues[to][0].left)
         left = max(0.0, self.queues[receiver][0].left)
-        return self.now + left * len(self.queues) / self.rate, receiver
+        return self.now + left * len(self.queues) / self.rate, receiver  # queues share the rate equally
 
 
 class _Player:
@@ -226,10 +223,10 @@ class _Player:
             ours.append(message)
         message.ends.append(rank)
         rank.under_way[action.channel].append((action, message, now))
-        if len(message.ends) == 2:
+        if len(message.ends) == 2:  # posted at both ends
             message.link.carry(now)
             queue = message.link.queues.setdefault(receiver, deque())
-            if not queue:
+            if not queue:  # else it is carried after those before it
                 message.started = now
             queue.append(message)
             self.expect(message.link)

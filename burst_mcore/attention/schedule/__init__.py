@@ -9,8 +9,7 @@ group          exchanges between the members of a group
 heads          the all-to-all of heads around a ring's program
 mesh           rings side by side, and the exchange along their columns
 route          a route, and the program of each rank on the route
-walk           advances the programs of all ranks, for `verify` and the simulator
+walk           advances the programs of all ranks, for dry runs (burst_plan) and the simulator
 communicator   NCCL's rule of order on one communicator
-verify         checks the programs of all ranks: deadlocks, buffers, gradients
 trace          events of a run, recorded or simulated
 """

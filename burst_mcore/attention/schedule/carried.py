@@ -135,10 +135,11 @@ class Itinerary:
         m, l = owners[:, None] // self.intra, owners[:, None] % self.intra  # noqa: E741
         node = (m + self.turn * torch.arange(self.nodes)) % self.nodes
         local = (l + self.turn * torch.arange(self.intra)) % self.intra
-        by = node[:, :, None] * self.intra + local[:, None, :]
+        by = node[:, :, None] * self.intra + local[:, None, :]  # [segments, rounds, places]: who is visited
         visited = read.T.gather(1, by.flatten(1)).view(by.shape).to(torch.int32)
-        visited[:, 0, 0] = 0
+        visited[:, 0, 0] = 0  # the owner itself
         place = torch.arange(1, self.intra + 1, dtype=torch.int32)
+        # Weights L ... 1 are largest at the first reader, 1 ... L at the last; 0 where nobody reads.
         return self.intra - (visited * place.flip(0)).amax(2), (visited * place).amax(2) - 1
 
 

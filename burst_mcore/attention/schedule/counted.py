@@ -39,7 +39,7 @@ class RowCounts:
         """Return the step at which each position computes last."""
         here = torch.arange(nodes * intra)
         m, l = here // intra, here % intra  # noqa: E741
-        step = (m - m[:, None]) % nodes * intra + (l - l[:, None]) % intra
+        step = (m - m[:, None]) % nodes * intra + (l - l[:, None]) % intra  # [owner, reader]: when they meet
         return (self._turned(self._reading.meets, 0, 1) * step).amax(0)
 
     def by_place(self) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ class RowCounts:
 
     def _counted_by_place(self, itinerary: Itinerary) -> tuple[Tensor, Tensor]:
         places = itinerary.intra + 1
-        row = torch.arange(itinerary.nodes) * places
+        row = torch.arange(itinerary.nodes) * places  # of a round, in a table [rounds x places, owners]
         shape = itinerary.nodes, places, -1
         last = self._summed((row + itinerary.last + 1).T, itinerary.nodes * places).view(shape)
         first = self._summed((row + itinerary.first).T, itinerary.nodes * places).view(shape)
@@ -91,7 +91,7 @@ def _by_distance(counts: Tensor, place: Tensor) -> Tensor:
 
 
 UNSENT = -torch.inf
-"""The number of rows of an empty message. At any rate the message ends at this time: before every clock."""
+"""The number of rows of an empty message. They take -inf seconds, so the message ends before every clock."""
 
 
 class Counted(NamedTuple):
@@ -226,7 +226,5 @@ class MovedPrograms:
         return self._twice[l]
 
 
-@lru_cache(maxsize=64)
-def moved(nodes: int, intra: int, rings: int) -> MovedPrograms:
-    """Return the moves of rings of nodes x intra positions, side by side. Cached."""
-    return MovedPrograms(nodes, intra, rings)
+moved = lru_cache(maxsize=64)(MovedPrograms)
+"""The moves of rings of nodes x intra positions, side by side, made once."""

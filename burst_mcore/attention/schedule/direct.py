@@ -74,9 +74,9 @@ class _Position(Generic[T]):
         following = [*self.reads[1:], self.size - 1]
         meets = sorted({*self.reads[1:], *self.read_by})
         for i, (t, upto) in enumerate(zip(self.reads, following, strict=True)):
-            hops = [u for u in meets if t < u <= upto]
+            hops = [u for u in meets if t < u <= upto]  # in flight while the bundle of distance t is computed
             for u in hops:
-                yield from self.fetch(t, u, f"{Kind.DATA}{(i + 1) % 2}")
+                yield from self.fetch(t, u, f"{Kind.DATA}{(i + 1) % 2}")  # two buffers: computed, arriving
             yield Compute(t, self.before(t), f"{Kind.DATA}{i % 2}" if t else HOME)
             if self.gradients:
                 yield from self.give_back(i, t)

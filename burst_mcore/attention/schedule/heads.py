@@ -89,8 +89,7 @@ class _Member(Group[T]):
     ) -> None:
         super().__init__(placement.member(rank), placement.heads)
         self.ring, self.placement, self.moves, self.leaving = ring, placement, moves, leaving
-        self.position = placement.position(rank)
-        self.on_mesh = on_mesh
+        self.position, self.on_mesh = placement.position(rank), on_mesh
         self.by_part = by_part and not on_mesh
 
     def actions(self) -> Iterator[Action[T]]:

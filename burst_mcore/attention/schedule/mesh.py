@@ -75,7 +75,7 @@ def reading_on_ring(plan: Plan, rings: int, ring: int, of_queries: bool) -> Read
     """Return who reads which rows on one ring of a mesh: a place reads for its whole column."""
     whole = reading_of_columns(plan, rings, of_queries)
     places = whole.size // rings
-    own = whole.owner // places == ring
+    own = whole.owner // places == ring  # position = ring x places + place
     owner, first, length = whole.owner[own] - ring * places, whole.first[own], whole.length[own]
     return Reading(places, whole.rows, owner, first, length, whole.read[:, own])
 
@@ -138,6 +138,7 @@ class _Member(Group[T]):
 
     def compute(self, action: Compute, leaving: bool) -> Iterator[Action[T]]:
         entering = action.step == 0
+        # Own rows need no message: first while others' rows arrive, last while others' shares leave.
         for shifts in (*self.shifts, [0]) if leaving and not entering else ([0], *self.shifts):
             for shift in shifts:
                 if entering and shift:
@@ -154,7 +155,7 @@ class _Member(Group[T]):
 
     def peer(self, member: int) -> int:
         """Return the position of a member of the column."""
-        return member * self.column.places + self.position % self.column.places
+        return member * self.column.places + self.position % self.column.places  # ring `member`, own place
 
     def sends(self, kind: Kind, member: int) -> Carried[T]:
         return self._rows(member, outward=kind == Kind.RESIDENT)

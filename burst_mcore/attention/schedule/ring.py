@@ -65,7 +65,7 @@ class _Position(Generic[T]):
     ) -> None:
         self.position, self.nodes, self.intra = position, nodes, intra
         self.gradients, self.hops, self.turn = gradients, hops, turn
-        self.m, self.l = divmod(position, intra)
+        self.m, self.l = divmod(position, intra)  # node m, and place l within the node
         self.actions: list[Action[T]] = []
         self.start = HOME
         """The buffer of the first bundle of the round."""
@@ -92,6 +92,7 @@ class _Position(Generic[T]):
             step, source, arriving = i * self.intra + j, self.held(i, j), ""
             if j < self.intra - 1:
                 arriving = _free(Kind.DATA, current, incoming, "" if last_round else self.start)
+                # What is held at step j + 1 comes now; what is held at step j goes on to the next place.
                 comes, goes = (self.hops.ahead(self.held(i, at), i, j + 1) for at in (j + 1, j))
                 self.hop(step, _INTRA_DATA, arriving, current, comes, goes)
             if current == HOME or self.hops.reads(source):
@@ -101,6 +102,7 @@ class _Position(Generic[T]):
             if arriving:
                 self.wait(step, _INTRA_DATA)
                 current = arriving
+        # The sum of round 0 stays at its node, the owner's. Where nodes are single, `bring_home` hops last.
         if self.gradients and i > 0 and not (last_round and self.intra == 1):
             comes, goes = (self.hops.so_far_in_rounds(self.held(at, self.intra - 1), i) for at in (i + 1, i))
             self.hop(step, _INTER_GRADIENT, PARTIAL, self.total, comes, goes)
@@ -137,7 +139,7 @@ class _Position(Generic[T]):
             own = self.hops.between(source, source)
             self.actions.append(Accumulate(step, source, KEPT, first=True, rows=own))
             return
-        first = nothing(self.hops.so_far(source, i, j - 1))
+        first = nothing(self.hops.so_far(source, i, j - 1))  # no place before has added to the sum
         rows = self.hops.so_far(source, i, j)
         self.actions.append(Accumulate(step, source, self.total, first=first, rows=rows))
 
@@ -147,7 +149,7 @@ class _Position(Generic[T]):
         if self.nodes > 1 and self.intra > 1:
             self.wait(step, _INTER_GRADIENT)
             self.meet_other_nodes(step)
-        if step > 1:
+        if step > 1:  # sums have gone round but for one hop: the next position owns the bundle of this one's
             within = self.intra > 1
             channel = Channel(Link.INTRA if within else Link.INTER, Kind.TOTAL)
             owner = self.at(self.m + self.turn * (not within), self.l + self.turn * within)
@@ -203,7 +205,7 @@ class _Position(Generic[T]):
             self.actions.append(Wait(step, channel))
 
     def held(self, i: int, j: int) -> int:
-        """Return the owner of the bundle that is here at round i and step j."""
+        """Return the owner of the bundle here: as far behind as i hops between nodes and j within go."""
         return self.at(self.m - self.turn * i, self.l - self.turn * j)
 
     def at(self, node: int, local: int) -> int:

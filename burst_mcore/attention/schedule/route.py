@@ -1,7 +1,7 @@
 """Routes and schedules: the programs of all ranks for a pass, as data.
 
-One object is printed as a step x rank grid, verified (`verify`), costed (`simulate`) and executed
-(`executor`). Passes (`Pass`) differ only in which bundle travels and whether its gradient follows.
+One object is printed as a step x rank grid, verified, costed and executed. Passes (`Pass`) differ only in
+which bundle travels and whether its gradient follows.
 
 A `Route` is M nodes of L positions. A position is a rank, or a group of ranks that share heads (`Placement`).
 A bundle goes round its node, one hop a step. Meanwhile the bundle that entered the node goes on to the next
