@@ -97,6 +97,27 @@ def test_what_is_named_exists(page):
         assert (ROOT / path).exists(), path
 
 
+SOURCES = {path: path.read_text() for path in sorted((ROOT / "burst_mcore").rglob("*.py"))}
+
+
+def test_functions_that_the_code_points_to_are_there():
+    by_stem = {}
+    for path, text in SOURCES.items():
+        by_stem.setdefault(path.stem, []).append(text)
+    for path, text in SOURCES.items():
+        for stem, name in re.findall(r"`(\w+)\.(\w+)`", text):
+            if name != "py" and stem in by_stem:
+                assert any(re.search(rf"\b{name}\b", other) for other in by_stem[stem]), (
+                    f"{path}: {stem}.{name}"
+                )
+
+
+def test_docstrings_begin_with_what_they_are_about():
+    for path, text in SOURCES.items():
+        headless = re.findall(r'^ *"""(?:It|Its|Those|They)\b.*', text, re.MULTILINE)
+        assert not headless, f"{path}: {headless}"
+
+
 @pytest.mark.parametrize("command", ["explain", "draw"])
 def test_commands_in_the_docs_run(command, tmp_path, monkeypatch):
     from typer.testing import CliRunner

@@ -1,4 +1,4 @@
-"""Custody of what is kept: where it is, or in pinned host memory."""
+"""Where kept results wait for backward: on their device, or in pinned host memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from burst_mcore.attention.recompute.replay import RecomputeError, SavedTail
 
 
 class OnDevice:
-    """Kept where it is."""
+    """Results kept on their device."""
 
     def __init__(self, tail: SavedTail) -> None:
         self._tail = tail
@@ -23,7 +23,7 @@ class OnDevice:
         """Return the kept tensors.
 
         Raises:
-            RecomputeError: somebody has written to it.
+            RecomputeError: somebody has written to them.
         """
         if _versions(self._tail.tensors) != self._versions:
             raise RecomputeError(
@@ -34,7 +34,7 @@ class OnDevice:
 
 
 class OffloadedResults:
-    """Kept in pinned host memory, and fetched when what was kept after it is taken."""
+    """Results kept in pinned host memory, and fetched when those that were kept after them are taken."""
 
     def __init__(self, tail: SavedTail, before: weakref.ref[OffloadedResults] | None) -> None:
         self._cut, self._before = tail.cut, before
@@ -42,12 +42,12 @@ class OffloadedResults:
         self._here: list[Tensor] | None = None
 
     def fetch(self) -> None:
-        """Begin to bring it back."""
+        """Begin to bring the results back."""
         if self._here is None:
             self._here = [_fetched(x, device) for x, device in self._there]
 
     def take(self) -> SavedTail:
-        """It, back on its device."""
+        """Return the results, back on their device."""
         self.fetch()
         assert self._here is not None
         for x in self._here:
@@ -59,7 +59,7 @@ class OffloadedResults:
 
 
 def may_move(tail: SavedTail) -> bool:
-    """Return whether there is other memory to move it to: that of the host, of CUDA tensors."""
+    """Return whether a tail may move to the memory of the host: one of CUDA tensors."""
     return any(x.is_cuda for x in tail.tensors)
 
 
@@ -68,7 +68,7 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _sent(x: Tensor) -> Tensor:
-    """Its copy in host memory, on its way."""
+    """Return the copy of a tensor in host memory, which is on its way."""
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     stream = _stream(x.device)
     stream.wait_stream(torch.cuda.current_stream(x.device))
@@ -84,7 +84,7 @@ def _fetched(host: Tensor, device: torch.device) -> Tensor:
 
 
 def _await(x: Tensor) -> None:
-    """Hold back the current stream until it is back."""
+    """Hold back the current stream until a tensor is back."""
     current = torch.cuda.current_stream(x.device)
     current.wait_stream(_stream(x.device))
     x.record_stream(current)

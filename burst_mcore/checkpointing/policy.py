@@ -16,11 +16,11 @@ from burst_mcore.words import brief
 
 @dataclass(frozen=True)
 class Policy:
-    """What is kept of the O and LSE of attention; all else of a checkpointed layer is computed again."""
+    """The part of attention's O and LSE that is kept; all else of a checkpointed layer is computed again."""
 
     @property
     def keeps_nothing(self) -> bool:
-        """Whether it is plain checkpointing, in which calls are only compared."""
+        """Whether this is plain checkpointing, in which calls are only compared."""
         return False
 
     def share(self, size: int) -> tuple[float, bool]:
@@ -28,13 +28,13 @@ class Policy:
         raise NotImplementedError
 
     def hold(self, tail: SavedTail) -> Held:
-        """Keep this until the recomputation takes it."""
+        """Keep the tail of a call until the recomputation takes it."""
         held = OnDevice(tail)
         self.watch(held, tail)
         return held
 
     def watch(self, held: Held, tail: SavedTail) -> None:
-        """Learn that this is held, and when it no longer is."""
+        """Count a tail that is held, until nobody holds it any more."""
 
     def contexts(
         self,
@@ -86,13 +86,13 @@ class KeepAttention(Policy):
 
 @dataclass(frozen=True)
 class Segment(Policy):
-    """Keep O and LSE of the last tokens of the global sequence; compute those of the front again.
+    """Keep O and LSE of the last tokens of the global sequence; compute those of its head again.
 
     keep: the share to keep, from 0 (`Full`) to 1 (`KeepAttention`); of a causal forward (1 - keep)^2 is
-        computed again. It is moved to the nearest cut that the layout balances (`segments.cut_for`). Or
-        "auto": the largest that fits `memory_gb`.
-    memory_gb: with "auto", GB (10^9 bytes) that all that is kept on this rank may take at once. How many
-        calls share it is learnt in the first step, in which nothing is kept: use one Segment for all steps.
+        computed again. The share moves to the nearest cut that the layout balances (`cuts.cut_for` in
+        attention/recompute). Or "auto": the largest that fits `memory_gb`.
+    memory_gb: with "auto", GB (10^9 bytes) that kept results of this rank may take at once. The first step
+        keeps nothing, and counts the calls that share this memory: use one Segment for all steps.
 
     Raises ValueError where a field is not legal.
     """
@@ -137,7 +137,7 @@ class Segment(Policy):
 
 
 class _Live:
-    """How many calls are kept at once, of one step after another, and how many bytes now."""
+    """A count of the calls that are kept at once, step after step, and of their bytes now."""
 
     def __init__(self) -> None:
         self.calls = self.bytes = 0
@@ -172,10 +172,10 @@ class _Live:
 
 @dataclass(frozen=True)
 class Offload(Policy):
-    """As `policy`, with what it keeps in pinned host memory, from where it comes back ahead of its use.
+    """Keep what `policy` keeps, in pinned host memory, and bring results back ahead of their use.
 
-    CUDA tensors leave on a stream of their own while the forward goes on; when a call takes its own, the one
-    that was kept before it, which backward needs next, is already sent for. CPU tensors stay where they are.
+    CUDA tensors leave on a stream of their own while the forward goes on. A call that takes its results sends
+    for those that were kept before them, which backward needs next. CPU tensors stay where they are.
     """
 
     policy: Policy
@@ -205,7 +205,7 @@ class Offload(Policy):
 
 
 class _Chain:
-    """What was kept last, which is taken before all else."""
+    """The results that were kept last, which backward takes first."""
 
     def __init__(self) -> None:
         self.last: weakref.ref[OffloadedResults] | None = None

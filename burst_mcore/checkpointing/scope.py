@@ -35,18 +35,18 @@ class Keeper(Protocol):
         """Return (keep, at most) of a call whose results take `size` bytes on this rank."""
 
     def hold(self, tail: SavedTail) -> Held:
-        """Take what is kept into custody."""
+        """Hold the tail of a call, until the recomputation takes it."""
 
 
 class Held(Protocol):
-    """What is kept, wherever it is."""
+    """A tail that is kept, on the device or elsewhere."""
 
     def take(self) -> SavedTail:
-        """It, out of custody. Once."""
+        """Return the tail; called once."""
 
 
 class Record:
-    """What one checkpointed call made and kept."""
+    """The calls of attention that one checkpointed call made, and the tails that it kept."""
 
     def __init__(self, keeper: Keeper, name: str) -> None:
         self.keeper, self.name = keeper, name
@@ -55,7 +55,7 @@ class Record:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Around the forward: what is called in here is recorded, from the beginning."""
+        """Wrap the forward: record the calls in it, from the first on."""
         self.call_ids, self.held = [], []
         run = _Forward(self)
         with following(run) if self.keeper.keeps_nothing else recording(run):
@@ -63,10 +63,10 @@ class Record:
 
     @contextlib.contextmanager
     def recomputation(self) -> Iterator[None]:
-        """Around the recomputation.
+        """Wrap the recomputation.
 
         Raises:
-            RecomputeError: it came to its end, and made fewer calls than the forward.
+            RecomputeError: the recomputation came to its end, and made fewer calls than the forward.
         """
         again = _Recomputation(self)
         with following(again) if self.keeper.keeps_nothing else replaying(again):

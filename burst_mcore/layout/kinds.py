@@ -31,7 +31,7 @@ class LayoutKind:
     """
 
     word: ClassVar[str]
-    """Its name; the class is registered under it."""
+    """The name under which the class is registered."""
     number: ClassVar[str] = ""
     """The field whose value, at least 1, follows the word, as 128 in block-striped:128; "": no number."""
     usual: ClassVar[int | None] = None

@@ -40,7 +40,7 @@ class RowSegment:
     """The state of a range of rows."""
 
     parts: list[ResultsPart] = field(default_factory=list)
-    """Those which wait."""
+    """Results that wait for one pass."""
     summed: bool = False
     """The running sum holds data of these rows."""
 
