@@ -78,14 +78,14 @@ class Call:
         rows = (self.plan.member_rows(self.position, member) for member in range(self.route.heads))
         return HeadGroup(self.member, tuple(rows))
 
-    def resident(self, pass_: Pass, member: int) -> int:
-        """Return the position of a member of this rank's column in a pass over a mesh."""
-        places = self.route.of(pass_).places
-        return member * places + self.position % places
+    def column(self, pass_: Pass) -> list[int]:
+        """Return the positions whose rows stay here in a pass: the own, on a mesh those of a column."""
+        route = self.route.of(pass_)
+        return [member * route.places + self.position % route.places for member in range(route.rings)]
 
     def met(self, pass_: Pass, source: int) -> Rows:
         """Return the rows of a bundle that rows which stay here meet: the own, and on a mesh a column's."""
-        column = [self.resident(pass_, member) for member in range(self.route.of(pass_).rings)]
+        column = self.column(pass_)
         if pass_ == Pass.QUERY:
             return spans(tuple([tile.q for stays in column for tile in self.tiles(source, stays)]))
         return spans(tuple([tile.k for stays in column for tile in self.tiles(stays, source)]))

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from burst_mcore.attention.call import Attended, Call, sendable
 from burst_mcore.attention.geometry.rows import Rows, count, gather, relative_to, scatter_views
-from burst_mcore.attention.numerics.latent import Expansion, LatentChunk
-from burst_mcore.attention.numerics.merge import OnlineSoftmax
+from burst_mcore.attention.numerics.latent import Expansion, KeysOf
+from burst_mcore.attention.numerics.merge import Held, OnlineSoftmax
 from burst_mcore.attention.runtime.buffers import Lease, room_like
-from burst_mcore.attention.runtime.columns import Residents, Shares
+from burst_mcore.attention.runtime.columns import Column
 from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
 from burst_mcore.attention.runtime.head_exchange import Inward, Outward, pooled_like
 from burst_mcore.attention.schedule.actions import Compute, Kind, Pass
-from burst_mcore.dtypes import of_parts, wide
+from burst_mcore.dtypes import wide
 
 
 def forward(
@@ -45,13 +46,9 @@ def forward(
         return _Forward(call, q, k, v, sinks, expansion, lease).run(transport)
 
 
-class _Resident(NamedTuple):
-    """Queries that stay at a rank while keys travel past."""
-
-    rows: Rows | None
-    """Their rows at the position that owns them; None: all."""
-    q: Tensor
-    softmax: OnlineSoftmax
+def _softmax_of(value_dim: int, queries: Bundle, rows: Rows | None) -> OnlineSoftmax:
+    """Return the running softmax of queries that stay."""
+    return OnlineSoftmax(queries[0], value_dim=value_dim)
 
 
 class _Forward:
@@ -65,51 +62,54 @@ class _Forward:
         expansion: Expansion | None,
         lease: Lease,
     ) -> None:
-        self.call, self.lease, self.expansion = call, lease, expansion
-        self.chunk: LatentChunk | None = None
-        """Where the latent travels: the rows that are read of the bundle that is computed."""
-        self.own = q, k, v
-        if sinks is not None:
-            sinks = sinks.unflatten(0, (call.route.heads, -1))[call.member]
-        self.exchanges: dict[Kind, Exchange] = {}
+        self.call, self.lease, self.own = call, lease, (q, k, v)
+        self.inward: dict[Kind, Exchange] = {}
         if call.route.heads > 1:
             group = call.head_group
-            q, k, v = (torch.empty(pooled_like(x, group), dtype=x.dtype, device=x.device) for x in (q, k, v))
-            self.exchanges = {
+            q, k, v = (torch.empty(pooled_like(x, group), dtype=x.dtype, device=x.device) for x in self.own)
+            self.inward = {
                 Kind.BUNDLE: Inward(group, self.own[1:], (k, v), lease),
                 Kind.ROWS: Inward(group, self.own[:1], (q,), lease),
-                Kind.RESULT: Outward(group, self.result_rows, self.new_results(), lease),
             }
+            if sinks is not None:
+                sinks = sinks.unflatten(0, (call.route.heads, -1))[call.member]
         self.q, self.k, self.v = q, k, v
+        """As on the ring."""
         self.softmax = OnlineSoftmax(q, value_dim=call.problem.value_dim, sinks=sinks)
-        self.residents = {call.position: _Resident(None, q, self.softmax)}
-        """Queries that stay here, by position: of the own, and on a mesh of others."""
-        if call.route.rings > 1:
-            self.exchanges |= self.along_column()
+        self.column = Column(
+            call.column(Pass.FORWARD),
+            call.position,
+            Held(None, (q,), self.softmax),
+            partial(_softmax_of, call.problem.value_dim),
+            self.softmax.dtype,  # shares are as exact as the results of a tile
+            lease,
+        )
+        self.keys_of = KeysOf(expansion)
 
     def run(self, transport: Transport) -> Attended:
+        outward = self.outward() if self.inward else {}
+        exchanges = {**self.inward, **outward, **self.column.exchanges}
         home = sendable(self.call, (self.k, self.v))
-        ring = Ring(transport, self.call.rank, home, self.new, self.free, self.exchanges)
+        ring = Ring(transport, self.call.rank, home, self.new, self.lease.free, exchanges)
         self.call.prepare(Pass.FORWARD, self.q.device)
         ring.run(self.call.bound(Pass.FORWARD), self.compute)
-        if self.call.route.heads == 1:
+        if not outward:
             out, lse = self.softmax.result()
             return Attended(out, lse, self.q, self.k, self.v, lse)
-        home_lse = self.results[1] if self.call.lse_at_home else None
-        return Attended(self.results[0], home_lse, self.q, self.k, self.v, self.softmax.lse())
+        out, *at_home = outward[Kind.RESULT].own
+        lse_at_home = at_home[0] if at_home else None
+        return Attended(out, lse_at_home, self.q, self.k, self.v, self.softmax.lse())
 
     def compute(self, action: Compute, bundle: Bundle, rows: Rows | None) -> None:
         """Attend queries, or a member's, to the keys of one bundle, tile by tile."""
         kernel, scores = self.call.kernel, self.call.scores
         position = self.call.position if action.resident is None else action.resident
-        stored, q, softmax = self.residents[position]
+        stored, (q,), softmax, _ = self.column.residents[position]
         met = self.call.tiles(position, action.source, q_part=action.part)
-        if self.expansion and met:
-            if self.chunk is None:
-                read = self.call.met(Pass.FORWARD, action.source)
-                self.chunk = LatentChunk(self.expansion, bundle, rows, read)
-            rows, bundle = self.chunk.rows, self.chunk.keys
-        k, v = bundle
+        if met:
+            came: Held[Any] = Held(rows, bundle, None)
+            read = partial(self.call.met, Pass.FORWARD, action.source)
+            rows, (k, v), *_ = self.keys_of.of(action.source, came, read)
         for tile in met:
             queries, keys = relative_to(stored, tile.q), relative_to(rows, tile.k)
             q_tile, k_tile, v_tile = gather(q, queries), gather(k, keys), gather(v, keys)
@@ -122,54 +122,24 @@ class _Forward:
                 continue
             out, lse = kernel.forward(q_tile, k_tile, v_tile, tile.pattern, scores)
             softmax.add(queries, out, lse)
-        if self.chunk and self.call.is_last(Pass.FORWARD, action):
-            self.chunk = None
-
-    def along_column(self) -> dict[Kind, Exchange]:
-        """Return the exchanges along the column of a mesh: of queries, and of shares of out and lse."""
-        return {
-            Kind.RESIDENT: Residents((self.q,), self.arrived, self.lease),
-            Kind.SHARE: Shares(self.room_for_share, self.share, self.add_share),
-        }
-
-    def arrived(self, member: int, rows: Rows | None, queries: Bundle) -> None:
-        (q,) = queries
-        position = self.call.resident(Pass.FORWARD, member)
-        self.residents[position] = _Resident(rows, q, OnlineSoftmax(q, value_dim=self.call.problem.value_dim))
-
-    def room_for_share(self, rows: Rows | None) -> Bundle:
-        """Return room for out and lse of some own rows: partial results, as exact as those of a tile."""
-        batch, every, heads, _ = self.q.shape
-        size = every if rows is None else count(rows)
-        shape, dtype = (batch, size, heads, self.call.problem.value_dim), self.q.dtype
-        out = self.q.new_empty(shape, dtype=wide(dtype))
-        return out, self.q.new_empty((batch, heads, size), dtype=of_parts(dtype))
-
-    def share(self, member: int, into: Bundle) -> None:
-        softmax = self.residents.pop(self.call.resident(Pass.FORWARD, member)).softmax
-        softmax.put(range(into[0].shape[1]), into)
-
-    def add_share(self, rows: Rows, share: Bundle) -> None:
-        self.softmax.add(rows, *share)
+        if self.keys_of.expansion and self.call.is_last(Pass.FORWARD, action):
+            self.keys_of.close(action.source, gradients=False)
 
     def new(self, kind: Kind, rows: Rows | None) -> Bundle:
         """Return a buffer for these rows of a travelling bundle."""
         assert kind == Kind.DATA
         return room_like(self.lease, (self.k, self.v), rows)
 
-    def free(self, bundle: Bundle) -> None:
-        """Take back a buffer that is not needed any more."""
-        for tensor in bundle:
-            self.lease.free(tensor)
-
-    def new_results(self) -> Bundle:
+    def outward(self) -> dict[Kind, Outward]:
+        """Return the exchange out of the head group, of results."""
         q = self.own[0]
         out = q.new_empty((*q.shape[:3], self.call.problem.value_dim))
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide(q.dtype))
-        self.results: Bundle = (out, lse) if self.call.lse_at_home else (out,)
-        return self.results
+        own = (out, lse) if self.call.lse_at_home else (out,)
+        return {Kind.RESULT: Outward(self.call.head_group, self.put_results, own, self.lease)}
 
-    def result_rows(self, rows: range, into: Bundle) -> None:
+    def put_results(self, rows: range, into: Bundle) -> None:
+        """Write out, and lse where there is room for it, of some rows."""
         out, *lse = into
         self.softmax.put(rows, (out, lse[0] if lse else self.softmax.room_for_lse(rows)))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from burst_mcore.attention.geometry.launches import LARGE, Launches
 from burst_mcore.attention.geometry.pattern import NONE, Abilities, Pattern
+from burst_mcore.attention.numerics.merge import GradientShare
+from burst_mcore.dtypes import wide
 
 
 @dataclass(frozen=True)
@@ -127,3 +130,32 @@ class Kernel:
     def for_problem(self, problem: Problem) -> Kernel:
         """Return the kernel that serves a problem in the name of this one."""
         return self.of_documents if problem.documents and self.of_documents else self
+
+    def shares(
+        self, inputs: BackwardInputs, pattern: Pattern, scores: Scores, *, queries_travel: bool
+    ) -> tuple[GradientShare, GradientShare]:
+        """Return a tile's gradients of queries, and of keys and values.
+
+        Those of the side that stays must be taken first, since one launch may make both. The sums that travel
+        are not here yet: their share then waits for them in memory of its own.
+        """
+        if not self.in_place:
+            dq, dk, dv = self.backward(inputs, pattern, scores)
+            return (dq,), (dk, dv)
+        _, add_dq, add_dkv, at_once, add_all = self.in_place
+        if not at_once(inputs, scores):
+            arguments = inputs, pattern, scores
+            return partial(add_dq, *arguments), partial(add_dkv, *arguments)
+        assert add_all
+        waiting = tuple(
+            torch.empty_like(x, dtype=wide(x.dtype), memory_format=torch.contiguous_format)
+            for x in ((inputs.q,) if queries_travel else (inputs.k, inputs.v))
+        )
+
+        def stay(*sums: Tensor, fresh: bool) -> None:
+            if queries_travel:
+                add_all(inputs, pattern, scores, *waiting, *sums, fresh_dq=True, fresh_dkv=fresh)
+            else:
+                add_all(inputs, pattern, scores, *sums, *waiting, fresh_dq=fresh, fresh_dkv=True)
+
+        return (waiting, stay) if queries_travel else (stay, waiting)

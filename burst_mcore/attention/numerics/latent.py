@@ -9,13 +9,14 @@ the rope key, Dv width of a value. Queries and whole keys have head dim D = Dk +
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from burst_mcore.attention.geometry.rows import Rows, gather, relative_to
-from burst_mcore.attention.numerics.merge import GradientSum
+from burst_mcore.attention.numerics.merge import AnySums, GradientSums, Held
 from burst_mcore.attention.numerics.segments import KernelResults
 from burst_mcore.dtypes import wide
 
@@ -91,33 +92,69 @@ class Expansion:
         return gradient
 
 
-class LatentChunk:
-    """Some rows of a latent, expanded: their K and V, and the sums of the gradients of these.
+class _Expanded:
+    """Some rows of a latent: their K and V, and the sums of the gradients of these.
 
     Args:
-        expansion: the weights.
-        bundle: a latent and its rope key.
-        stored: the rows that the bundle has of its owner's; None: all.
+        latent: the latent and the rope key, with the sums that take their gradients.
         rows: the rows to expand.
     """
 
-    def __init__(self, expansion: Expansion, bundle: KernelResults, stored: Rows | None, rows: Rows) -> None:
-        self.rows, self._expansion = rows, expansion
-        self._compressed, rope_key = (gather(x, relative_to(stored, rows)) for x in bundle)
-        self.keys: KernelResults = expansion.expand(self._compressed, rope_key)
-        self.sums = tuple(GradientSum(like=x) for x in self.keys)
+    def __init__(self, expansion: Expansion, latent: Held[Any], rows: Rows) -> None:
+        self._expansion, self._latent = expansion, latent
+        self._compressed, rope_key = (gather(x, relative_to(latent.rows, rows)) for x in latent.bundle)
+        keys: KernelResults = expansion.expand(self._compressed, rope_key)
+        self.keys = Held(rows, keys, GradientSums(keys, rows))
 
-    def gradients(self, span: range | None = None) -> KernelResults:
-        """Return the gradients of the latent and of the rope key, of a span of the chunk's rows; None: all.
+    def hand_on(self) -> None:
+        """Hand the gradients on; that of the weights is added to that of other rows."""
+        self._hand_on(self.keys.rows, self._compressed, self.keys.sums.results())
 
-        The gradient of the weights is added to that of other chunks.
+    def hand_on_span(self, span: range) -> None:
+        """Hand on the gradients of some rows; all rows are expanded."""
+        sums = tuple(x.new_empty((len(x), len(span), *x.shape[2:])) for x in self.keys.bundle)
+        self.keys.sums.put(span, sums)
+        self._hand_on((span,), gather(self._compressed, (span,)), sums)
+
+    def _hand_on(self, rows: Rows | None, compressed: Tensor, gradients: KernelResults) -> None:
+        assert rows is not None
+        self._latent.sums.take(rows, self._expansion.gradients(compressed, *gradients))
+
+
+class KeysOf:
+    """K and V of the bundles of one pass: as they came, or made of the latent that came in their place.
+
+    Args:
+        expansion: the weights, where the latent travels.
+    """
+
+    def __init__(self, expansion: Expansion | None) -> None:
+        self.expansion = expansion
+        self._expanded: dict[int, _Expanded] = {}
+
+    def of(self, owner: int, bundle: Held[AnySums], read: Callable[[], Rows]) -> Held[Any]:
+        """Return K and V of a bundle, with the sums that take their gradients: the same until `close`.
+
+        Args:
+            owner: the position whose rows these are.
+            read: returns the rows that are read, which are expanded.
         """
-        if span is None:
-            return self._expansion.gradients(self._compressed, *(total.result() for total in self.sums))
-        sums = tuple(x.new_empty((len(x), len(span), *x.shape[2:])) for x in self.keys)
-        for to, total in zip(sums, self.sums, strict=True):
-            total.put(span, (to,))
-        return self._expansion.gradients(gather(self._compressed, (span,)), *sums)
+        if self.expansion is None:
+            return bundle
+        if owner not in self._expanded:
+            self._expanded[owner] = _Expanded(self.expansion, bundle, read())
+        return self._expanded[owner].keys
+
+    def hand_on(self, owner: int, span: range) -> None:
+        """Hand on the gradients of some rows of an owner, all of whose rows were expanded."""
+        if owner in self._expanded:
+            self._expanded[owner].hand_on_span(span)
+
+    def close(self, owner: int, *, gradients: bool = True) -> None:
+        """Forget K and V of an owner, and hand on their gradients."""
+        expanded = self._expanded.pop(owner, None)
+        if expanded and gradients:
+            expanded.hand_on()
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

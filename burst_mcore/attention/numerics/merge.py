@@ -8,13 +8,13 @@ Letters: B batch, S rows, H heads, D head dim.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.geometry.rows import Rows, count, shares, strided, view
+from burst_mcore.attention.geometry.rows import Rows, count, relative_to, shares, strided, view
 from burst_mcore.attention.numerics.rowwise import add_up, combine
 from burst_mcore.attention.numerics.segments import (
     KernelResults,
@@ -32,6 +32,41 @@ WAITING_BYTES = 2**30
 beside the kernels, and their memory is scarce."""
 
 
+GradientShare = KernelResults | Callable[..., None]
+"""A tile's gradients: tensors, or a deferred kernel call that accumulates into the buffers it is given."""
+
+
+class Sums(Protocol):
+    """Running results of rows: `OnlineSoftmax` or `GradientSums`."""
+
+    def put(self, span: range, into: KernelResults) -> None:
+        """Write the sums of these rows, so far, into tensors of any dtypes."""
+        ...
+
+    def take(self, rows: Rows, share: KernelResults) -> None:
+        """Add results of these rows."""
+        ...
+
+    def room(self, dtype: torch.dtype, rows: int) -> KernelResults:
+        """Return uninitialised tensors for the results of so many rows."""
+        ...
+
+
+AnySums = TypeVar("AnySums", bound=Sums)
+
+
+class Held(NamedTuple, Generic[AnySums]):
+    """Rows of a position that are here, and the sums that take the results of a pass for them."""
+
+    rows: Rows | None
+    """Which rows of the position; None: all."""
+    bundle: KernelResults
+    """Their tensors."""
+    sums: AnySums
+    out: Tensor | None = None
+    """The output of queries in backward, or a stand-in for it, where it is known."""
+
+
 class _Sum(ABC):
     """A running sum of bundles: of parts that each cover some of its rows."""
 
@@ -39,7 +74,7 @@ class _Sum(ABC):
     """The values of rows that no part covers, by tensor."""
 
     def __init__(self, like: Tensor) -> None:
-        self._like, self._dtype = like, torch.promote_types(like.dtype, torch.float32)
+        self._like, self.dtype = like, torch.promote_types(like.dtype, torch.float32)
         rows = like.shape[1]
         self._segments = RowSegments(rows)
         self._all = range(rows)
@@ -47,8 +82,8 @@ class _Sum(ABC):
         self._limit = max(1, min(WAITING, WAITING_BYTES // max(1, like.numel() * like.itemsize)))
 
     @abstractmethod
-    def room(self, dtype: torch.dtype) -> KernelResults:
-        """Return uninitialised tensors for all rows, results in `dtype`."""
+    def room(self, dtype: torch.dtype, rows: int | None = None) -> KernelResults:
+        """Return uninitialised tensors for so many rows (None: all), results in `dtype`."""
 
     @abstractmethod
     def _combine(self, parts: Sequence[KernelResults], into: KernelResults) -> None:
@@ -109,7 +144,7 @@ class _Sum(ABC):
         only = self._segments.alone
         if self._total is None and only and len(only.parts) == 1 and only.parts[0].covers(self._all):
             return only.parts[0].bundle
-        if self._like.dtype == self._dtype or (only and only.summed and not only.parts):
+        if self._like.dtype == self.dtype or (only and only.summed and not only.parts):
             return self._settled(self._all)
         results = self.room(self._like.dtype)
         self.put(self._all, results)
@@ -144,11 +179,11 @@ class _Sum(ABC):
         if self._total is None:
             _, first = next(self._segments.over(self._all), (range(0), RowSegment()))
             for part in first.parts:
-                if part.covers(self._all) and part.bundle[0].dtype == self._dtype:
+                if part.covers(self._all) and part.bundle[0].dtype == self.dtype:
                     self._total = part.bundle
                     self._segments.adopt(part)
                     return self._total
-            self._total = self.room(self._dtype)
+            self._total = self.room(self.dtype)
         return self._total
 
     def _fill(self, to: KernelResults) -> None:
@@ -168,7 +203,7 @@ class OnlineSoftmax(_Sum):
         super().__init__(q)
         self._value_dim, self._of_lse = value_dim, of_parts(q.dtype)
         if sinks is not None:
-            out, lse = self._total = self.room(self._dtype)
+            out, lse = self._total = self.room(self.dtype)
             out.zero_()
             lse.copy_(sinks[:, None])
             self._segments.sum_up(self._all)
@@ -176,6 +211,10 @@ class OnlineSoftmax(_Sum):
     def add(self, rows: Rows, out_t: Tensor, lse_t: Tensor) -> None:
         """Merge a tile's out [B, M, H, D] and lse [B, H, M] of these M rows; this may keep and write both."""
         self._add(rows, (out_t, lse_t.to(self._of_lse)))
+
+    def take(self, rows: Rows, share: KernelResults) -> None:
+        """Merge (out, lse) of these rows."""
+        self.add(rows, *share)
 
     def running(self, rows: Rows) -> tuple[Tensor, Tensor, bool] | None:
         """Return (out, lse) of these rows to merge into in place, and whether they hold no data yet.
@@ -188,7 +227,7 @@ class OnlineSoftmax(_Sum):
     def result(self) -> tuple[Tensor, Tensor]:
         """Return (out [B, S, H, D] in the queries' dtype, lse [B, H, S] in at least float32)."""
         out, lse = self.complete()
-        return out.to(self._like.dtype), lse.to(self._dtype)
+        return out.to(self._like.dtype), lse.to(self.dtype)
 
     def lse(self) -> Tensor:
         """Return lse [B, H, S] alone: `put` wrote the outputs."""
@@ -199,12 +238,14 @@ class OnlineSoftmax(_Sum):
             to.fill_(-torch.inf)
             for part in parts:
                 torch.logaddexp(to, part, out=to)
-        return result.to(self._dtype)
+        return result.to(self.dtype)
 
-    def room(self, dtype: torch.dtype) -> KernelResults:
+    def room(self, dtype: torch.dtype, rows: int | None = None) -> KernelResults:
         """Return uninitialised (out [B, S, H, D] in `dtype`, lse [B, H, S] in that of partial results)."""
-        out = self._like.new_empty((*self._like.shape[:3], self._value_dim), dtype=dtype)
-        return out, self.room_for_lse(self._all)
+        batch, every, heads, _ = self._like.shape
+        rows = every if rows is None else rows
+        out = self._like.new_empty((batch, rows, heads, self._value_dim), dtype=dtype)
+        return out, self.room_for_lse(range(rows))
 
     def room_for_lse(self, rows: range) -> Tensor:
         """Return an uninitialised statistic of these rows, in the dtype of partial results."""
@@ -224,7 +265,7 @@ class GradientSum(_Sum):
     def into(cls, total: Tensor, *, fresh: bool) -> Self:
         """Return the sum in `total`, in its dtype: uninitialised if `fresh`, else a sum to go on with."""
         gradient_sum = cls(total)
-        gradient_sum._total, gradient_sum._dtype = (total,), total.dtype
+        gradient_sum._total, gradient_sum.dtype = (total,), total.dtype
         if not fresh:
             gradient_sum._segments.sum_up(gradient_sum._all)
         return gradient_sum
@@ -250,16 +291,87 @@ class GradientSum(_Sum):
 
     def apart(self, rows: Rows) -> Tensor:
         """Return room for a share of these rows, uninitialised."""
-        shape = (self._like.shape[0], count(rows), *self._like.shape[2:])
-        return self._like.new_empty(shape, dtype=self._dtype)
+        return self.room(self.dtype, count(rows))[0]
 
     def result(self) -> Tensor:
         """Return the sum, in the dtype of `like`; zeros where nothing was added."""
         return self.complete()[0].to(self._like.dtype)
 
-    def room(self, dtype: torch.dtype) -> KernelResults:
-        """Return an uninitialised tensor for all rows."""
-        return (torch.empty_like(self._like, dtype=dtype, memory_format=torch.contiguous_format),)
+    def room(self, dtype: torch.dtype, rows: int | None = None) -> KernelResults:
+        """Return an uninitialised tensor for so many rows; None: all."""
+        batch, every, *rest = self._like.shape
+        return (self._like.new_empty((batch, every if rows is None else rows, *rest), dtype=dtype),)
 
     def _combine(self, parts: Sequence[KernelResults], into: KernelResults) -> None:
         add_up([part for (part,) in parts], *into)
+
+
+class GradientSums:
+    """The running gradients of the tensors of a bundle.
+
+    Args:
+        like: the tensors.
+        stored: the rows that they have of their owner's; None: all.
+    """
+
+    def __init__(self, like: KernelResults, stored: Rows | None = None) -> None:
+        self._sums, self._stored = tuple([GradientSum(like=x) for x in like]), stored
+
+    @classmethod
+    def into(cls, totals: KernelResults, stored: Rows | None, *, fresh: bool) -> Self:
+        """Return the sums in `totals`: see `GradientSum.into`."""
+        sums = cls((), stored)
+        sums._sums = tuple([GradientSum.into(total, fresh=fresh) for total in totals])
+        return sums
+
+    def take(self, rows: Rows, share: GradientShare) -> None:
+        """Add a tile's gradients of these rows of the owner; tensors may be kept and written."""
+        places = relative_to(self._stored, rows)
+        if callable(share):
+            running = [pair for total in self._sums if (pair := total.running(places))]
+            if running:
+                share(*(total for total, _ in running), fresh=all(fresh for _, fresh in running))
+                return
+            by_kernel, share = share, tuple([total.apart(places) for total in self._sums])
+            by_kernel(*share, fresh=True)
+        for total, gradient in zip(self._sums, share, strict=True):
+            total.add(places, gradient)
+
+    def so_far(self, span: range) -> KernelResults:
+        """Return views of the sums of these rows of the owner, of which some came."""
+        running = (total.running(relative_to(self._stored, (span,))) for total in self._sums)
+        return tuple([pair[0] for pair in running if pair])
+
+    def put(self, span: range, into: KernelResults) -> None:
+        """Write the sums of these rows of the tensors, so far, into tensors of any dtypes."""
+        for total, to in zip(self._sums, into, strict=True):
+            total.put(span, (to,))
+
+    def finish(self, results: KernelResults | None) -> None:
+        """Put all that came into the running sums, or into `results` instead, of any dtype."""
+        for total, result in zip(self._sums, results or (None,) * len(self._sums), strict=True):
+            total.finish(result)
+
+    def results(self) -> KernelResults:
+        """Return the sums, in the dtypes of the tensors; zeros where nothing was added."""
+        return tuple([total.result() for total in self._sums])
+
+    def room(self, dtype: torch.dtype, rows: int) -> KernelResults:
+        """Return uninitialised tensors for so many rows."""
+        return tuple([total.room(dtype, rows)[0] for total in self._sums])
+
+
+class WaitingShares:
+    """The gradients of a bundle from the last compute, while the sums that travel are on their way."""
+
+    def __init__(self) -> None:
+        self._shares: list[tuple[Rows, GradientShare]] = []
+
+    def take(self, rows: Rows, share: GradientShare) -> None:
+        self._shares.append((rows, share))
+
+    def add_to(self, sums: GradientSums) -> None:
+        """Add all to the sums, and forget them."""
+        shares, self._shares = self._shares, []
+        for rows, share in shares:
+            sums.take(rows, share)

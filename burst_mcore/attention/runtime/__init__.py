@@ -6,6 +6,6 @@ binding        a program as a flat list of steps, made once for all its runs
 executor       runs these steps: posts messages, waits, calls back for tiles
 buffers        memory that passes share
 head_exchange  the tensors of the all-to-all of heads
-columns        the tensors of the exchange along a column of a mesh
+columns        the rows that stay at a rank, on a mesh of a whole column, and their exchange
 record         the agreement on a forward, kept for its backward
 """

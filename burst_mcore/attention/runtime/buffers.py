@@ -71,12 +71,13 @@ class Lease:
         self._lent = [(key, lent) for key, lent in self._lent if lent is not tensor]
         return tensor
 
-    def free(self, tensor: Tensor) -> None:
-        """Give `tensor` back before the end."""
-        for key, lent in self._lent:
-            if lent is tensor:
-                _POOL.give(key, tensor)
-        self.keep(tensor)
+    def free(self, bundle: Sequence[Tensor]) -> None:
+        """Give tensors back before the end."""
+        for tensor in bundle:
+            for key, lent in self._lent:
+                if lent is tensor:
+                    _POOL.give(key, tensor)
+            self.keep(tensor)
 
     def __enter__(self) -> Self:
         return self
