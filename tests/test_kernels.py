@@ -22,7 +22,7 @@ from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.small import _tell, leaves_small_tiles
 from burst_mcore.attention.kernels.table import KERNELS, choose, taking_delta
 from burst_mcore.attention.numerics.rowwise import output_stand_in, row_delta
-from burst_mcore.attention.request import request_of, resolve, shard_of
+from burst_mcore.attention.request import Options, request_of, resolve, shard_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ON_CPU = ("reference", "aten-cpu")
@@ -196,7 +196,7 @@ def test_auto_takes_first_the_kernels_whose_launches_are_large_and_says_so(hoppe
 def test_a_call_on_a_gpu_knows_what_its_mask_is_like(hopper, mask, name):
     config = BurstConfig()
     shard = shard_of((1, 64, 4, 128), 4, 128, torch.bfloat16, config)
-    request = request_of(shard, "cuda", Topology.single(), mask, None, None, False, config, False)
+    request = request_of(shard, "cuda", Options.of(Topology.single(), mask, config), sinks=False)
     assert resolve(request, [64]).kernel.name == name
 
 
@@ -213,7 +213,7 @@ def _shapes_planned(masks, n, kernel="auto"):
     shapes, config = set(), BurstConfig(kernel=kernel, ring="flat")
     for mask in masks:
         shard = shard_of((1, n // 4, 4, 128), 4, 128, torch.bfloat16, config)
-        request = request_of(shard, "cuda", Topology.single(), mask, None, None, False, config, False)
+        request = request_of(shard, "cuda", Options.of(Topology.single(), mask, config), sinks=False)
         call = resolve(replace(request, rank=1, ranks=Ranks(4, 4)), [n // 4] * 4)
         if call.kernel.name == "cudnn":
             for source in range(4):

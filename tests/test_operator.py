@@ -24,8 +24,9 @@ from burst_mcore import BurstConfig, Mask, burst_attention
 from burst_mcore.attention import request as request_module
 from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.operator.ops import attention_backward, attention_forward
-from burst_mcore.attention.operator.schema import OPTIONS, BackwardArgs, ForwardArgs, ForwardResults, Saved
+from burst_mcore.attention.operator.schema import BackwardArgs, ForwardArgs, ForwardResults, Saved
 from burst_mcore.attention.prepare import call_of
+from burst_mcore.attention.request import Options
 from burst_mcore.attention.runtime import record as records
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.capture import refuse_capture
@@ -59,18 +60,13 @@ def test_a_warm_forward_runs_few_functions_of_few_files():
         assert 15 < len(files) <= 22 and 60 < len(functions) <= 120, sorted(functions)
 
 
-def _args(q, k, v, topology, mask, config, **changes):
+def _args(q, k, v, topology, mask, config, options=(), **changes):
     args = ForwardArgs(
         q=q,
         k=k,
         v=v,
         sinks=None,
-        topology=topology.handle,
-        mask=mask.handle,
-        config=config.handle,
-        softmax_scale=None,
-        softcap=None,
-        return_lse=False,
+        options=Options.of(topology, mask, config, *options).handle,
         needs_gradient=True,
         keep=0.0,
         at_most=False,
@@ -87,16 +83,39 @@ def _checked(rank, size, options, sunk):
     q, k, v = (x.requires_grad_() for x in problem(0, 16, kv_heads=2, dtype=torch.float32)[:3])
     topology, mask, config = Topology.single(), Mask.causal(), BurstConfig()
     sinks = torch.randn(4, requires_grad=True) if sunk else None
-    softmax_scale, softcap, return_lse = options
     for keep in (0.0, 0.5, 1.0):
-        options = {"softmax_scale": softmax_scale, "softcap": softcap, "return_lse": return_lse}
-        args = _args(q, k, v, topology, mask, config, sinks=sinks, keep=keep, **options)
+        args = _args(q, k, v, topology, mask, config, options, sinks=sinks, keep=keep)
         torch.library.opcheck(attention_forward, args)
         results = ForwardResults(*attention_forward(*args))
         if results.tail:  # the recomputation
             tail, cut = [x.detach() for x in results.tail], records.unpack(results.record).cut
             torch.library.opcheck(attention_forward, args._replace(keep=0.0, tail=tail, cut=cut))
     return True
+
+
+def test_what_a_call_is_asked_for_is_one_argument_of_its_operators():
+    assert len(ForwardArgs._fields) <= 11 and len(BackwardArgs._fields) <= 14
+
+
+def test_arguments_are_validated_once(monkeypatch):
+    validated, check = [], request_module.check_tensors
+    monkeypatch.setattr(
+        request_module, "check_tensors", lambda *args, **kw: validated.append(args) or check(*args, **kw)
+    )
+    q, k, v = (x.requires_grad_() for x in problem(0, 16, dtype=torch.float32)[:3])
+    topology, mask = Topology.single(), Mask.causal()
+    burst_attention(q, k, v, topology=topology, mask=mask).sum().backward()
+    assert len(validated) == 1
+    attention_forward(*_args(q, k, v, topology, mask, BurstConfig()))
+    assert len(validated) == 2
+    with pytest.raises(ValueError, match="k and v must have the same number of heads"):
+        attention_forward(*_args(q, k, v[:, :, :1], topology, mask, BurstConfig()))
+    for illegal, words in (((-1.0,), "softmax_scale must be positive"), ((None, -1.0), "softcap must be")):
+        args = _args(q, k, v, topology, mask, BurstConfig())
+        handles = topology.handle, mask.handle, BurstConfig().handle
+        handle = request_module.handle_of(handles, *(*illegal, None)[:2], False, "off")
+        with pytest.raises(ValueError, match=words):
+            attention_forward(*args._replace(options=handle))
 
 
 @pytest.mark.parametrize("options", [(None, None, False), (0.3, 2.0, True)], ids=["plain", "all"])
@@ -164,6 +183,20 @@ def test_a_call_without_a_config_compiles_into_one_graph(options):
         assert torch.equal(x, y)
 
 
+def test_compiled_calls_take_other_numbers_and_outlive_what_is_cached():
+    topology, mask, p = Topology.single(), Mask.causal(), problem(0, 16, dtype=torch.float32)
+
+    def attend(q, softmax_scale, softcap):
+        options = {"softmax_scale": softmax_scale, "softcap": softcap}
+        return burst_attention(q, p.k, p.v, topology=topology, mask=mask, **options)
+
+    run = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for numbers in ((0.3, None), (0.4, 0), (0.5, 2.0), (None, 3.0), (1, 0.7), (0.3, None)):
+        assert torch.equal(run(p.q, *numbers), attend(p.q, *numbers)), numbers
+        request_module.options_of.cache_clear()
+        gc.collect()
+
+
 def _a_trace_fails(rank, size):
     """Compiled with heads shared, rank 0 of an uneven sequence cannot be traced; the ring goes on."""
     group = dist.new_group(timeout=timedelta(seconds=40))
@@ -193,11 +226,12 @@ def _devices_of_results(rank, size):
     values = Topology.single(), Mask.causal(), BurstConfig()
     with FakeTensorMode():
         q, k, v = (torch.empty(1, 64, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-        args = _args(q, k, v, *values, sinks=torch.empty(4, device="cuda"), return_lse=True)
+        args = _args(q, k, v, *values, (None, None, True), sinks=torch.empty(4, device="cuda"))
         results = ForwardResults(*attention_forward(*args))
-        options = {name: getattr(args, name) for name in OPTIONS}
         saved = Saved.of(args, results)._asdict()
-        gradients = attention_backward(*BackwardArgs(q, results.lse, kv_heads=4, **saved, **options))
+        gradients = attention_backward(
+            *BackwardArgs(q, results.lse, kv_heads=4, options=args.options, **saved)
+        )
     leaves = tree_leaves([list(results), list(saved.values()), list(gradients)])
     tensors = [x for x in leaves if x is not None]  # there is no latent
     assert len(tensors) == 3 + 8 + 5
@@ -285,6 +319,7 @@ def test_gradients_outlive_the_mask():
         plan_of,
         call_of,
         request_module._request,
+        request_module.options_of,
         request_module.choose_route,
         mask_module._bands,
     ):  # they hold masks as well

@@ -22,7 +22,7 @@ from burst_mcore.attention.kernels.kernel import BackwardInputs, Problem, Scores
 from burst_mcore.attention.kernels.padding import takes_delta
 from burst_mcore.attention.kernels.table import KERNELS, taking_delta
 from burst_mcore.attention.numerics.rowwise import row_delta
-from burst_mcore.attention.request import resolve, validate
+from burst_mcore.attention.request import Options, resolve, validate
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.layout import shard
 
@@ -186,8 +186,8 @@ def test_gradients_are_bitwise_equal_between_runs():
 
 def test_kernels_are_told_to_be_deterministic():
     q = torch.zeros(1, 8, 2, 8)
-    options = (None, None, None, BurstConfig(deterministic=True), False)
-    call = resolve(validate(q, q, q, Topology.single(), Mask.causal(), *options), [8])
+    options = Options.of(Topology.single(), Mask.causal(), BurstConfig(deterministic=True))
+    call = resolve(validate(q, q, q, options), [8])
     assert call.problem.deterministic and call.scores.deterministic
     ask = replace(call.problem, device="cuda", dtype=torch.bfloat16)
     for name in ("cudnn", "aten-flash"):

@@ -1,5 +1,6 @@
 """Every rank's schedule, executed by the real passes in one process over mailboxes, in float64."""
 
+import gc
 import itertools
 from dataclasses import replace
 
@@ -15,9 +16,9 @@ from torch.nn.functional import pad
 from burst_mcore import Layout, Mask, shard, unshard
 from burst_mcore.attention.autotune.cost import link_bytes, link_class, message_bytes
 from burst_mcore.attention.autotune.ways import Ranks, legal_degrees, route_for
-from burst_mcore.attention.backward import backward
+from burst_mcore.attention.backward import _Backward, backward
 from burst_mcore.attention.call import Call, Keys, Queries
-from burst_mcore.attention.forward import forward
+from burst_mcore.attention.forward import Inputs, _Forward, forward
 from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.kernels.kernel import Problem, Scores
 from burst_mcore.attention.kernels.table import KERNELS
@@ -76,7 +77,7 @@ def simulate(
         rows = own[0].shape[1]
         q, k, v, dout = (pad(x, (0, 0, 0, 0, 0, call.rows - rows)) for x in own)
         inputs = [x.clone() for x in (q, k, v, dout)]
-        done = forward(call, carrier, q, k, v, expansion=expansion)
+        done = forward(call, carrier, Inputs(q, k, v, expansion=expansion))
         saved = [x.clone() for x in done]
         sent, carrier.sent = carrier.sent, type(carrier.sent)()
         queries = Queries(done.q, dout, row_delta(dout, done.out), done.ring_lse)
@@ -118,6 +119,20 @@ def test_all_ranks_together_equal_dense_attention(route, kind, direction):
         got, _, _ = simulate(p, MASKS[kind], layout, route, direction)
         for g, w in zip(got, dense(p, MASKS[kind]), strict=True):
             assert error(g, w) <= 1e-12, layout
+
+
+@pytest.mark.parametrize("route", [Route(1, 1, 2), Route(1, 1, rings=2)], ids=str)
+@pytest.mark.parametrize("direction", ["query", "kv"])
+def test_passes_leave_no_tensors_to_the_garbage_collector(route, direction):
+    p = problem(0, 16, heads=4, kv_heads=2, head_dim=8)
+    gc.collect()
+    gc.disable()
+    try:
+        simulate(p, Mask.causal(), "zigzag", route, direction)
+        left = [x for x in gc.get_objects() if type(x) in (_Forward, _Backward)]
+    finally:
+        gc.enable()
+    assert not left
 
 
 @pytest.mark.parametrize("direction", ["query", "kv"])

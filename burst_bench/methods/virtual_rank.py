@@ -16,7 +16,7 @@ from torch import Tensor
 from burst_bench.methods.kernels import Tiles, inputs_of
 from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Attended, Call, Keys, Queries
-from burst_mcore.attention.forward import forward
+from burst_mcore.attention.forward import Inputs, forward
 from burst_mcore.attention.geometry.launches import launches_of
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.geometry.plan import plan_for
@@ -194,7 +194,8 @@ class VirtualRank:
 
     def forward(self) -> Attended:
         """Run this rank's forward."""
-        return forward(self.call, self.transport, self.q, self.k, self.v, expansion=self.expansion)
+        inputs = Inputs(self.q, self.k, self.v, expansion=self.expansion)
+        return forward(self.call, self.transport, inputs)
 
     def queries(self, done: Attended) -> Queries:
         """Return the query side of its backward, for which D is formed."""

@@ -8,16 +8,17 @@ from typing import Never
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from burst_mcore.attention.autotune.decide import check_mesh
 from burst_mcore.attention.autotune.ways import Ranks, placements, route_for, why_not_placed
 from burst_mcore.attention.checks import check_dense
 from burst_mcore.attention.numerics.latent import Latent
 from burst_mcore.attention.operator.agree import agreement_of, refusing
-from burst_mcore.attention.operator.ops import attention_forward
-from burst_mcore.attention.operator.schema import ForwardArgs, ForwardResults
-from burst_mcore.attention.recompute.replay import SavedTail, in_checkpoint, recordings, replays
-from burst_mcore.attention.request import validate
+from burst_mcore.attention.operator.ops import attend, attention_forward
+from burst_mcore.attention.operator.schema import ForwardArgs
+from burst_mcore.attention.recompute.replay import CallId, SavedTail, entered, in_checkpoint
+from burst_mcore.attention.request import Options, Request, handle_of, options_of, validate
 from burst_mcore.attention.runtime.executor import ProcessGroups
 from burst_mcore.attention.runtime.record import unpack
 from burst_mcore.attention.runtime.topology import Topology
@@ -25,7 +26,6 @@ from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.config import SETTINGS, BurstConfig, sides_of
 from burst_mcore.dtypes import autocast
 from burst_mcore.mask import Mask
-from burst_mcore.registry import lookup
 from burst_mcore.words import brief, no_argument
 
 _CONFIG = BurstConfig()
@@ -91,9 +91,13 @@ def burst_attention(
             mid-ring later calls on the same process group are refused, on all ranks.
     """
     config = _CONFIG if config is None else config
+    request = None
     if torch.compiler.is_compiling():  # a compiled call is checked when it runs
         k, v, up, travels = _keys(k, v, latent, unknown)
         q, k, v, up = autocast(q, k, v, up)
+        handles = topology.handle, mask.handle, config.handle
+        scale, softcap = (None if x is None else guard_scalar(x) for x in (softmax_scale, softcap))
+        handle = handle_of(handles, scale, softcap, bool(return_lse), travels)
     else:
         if not isinstance(topology, Topology):
             raise ValueError(
@@ -104,9 +108,9 @@ def burst_attention(
             k, v, up, travels = _keys(k, v, latent, unknown)
             if torch._C._is_any_autocast_enabled():  # of any device
                 q, k, v, up = autocast(q, k, v, up)
-            validate(q, k, v, topology, mask, softmax_scale, softcap, sinks, config, return_lse, up, travels)
-            softmax_scale = None if softmax_scale is None else float(softmax_scale)  # numpy's have types
-            softcap = None if softcap is None else float(softcap)
+            numbers = softmax_scale, softcap, bool(return_lse), travels
+            options = Options.of(topology, mask, config, *numbers)
+            request, handle = validate(q, k, v, options, sinks=sinks, up=up), options.handle
     tensors = [x for x in (q, k, v, sinks, up) if x is not None]
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     args = ForwardArgs(
@@ -114,21 +118,18 @@ def burst_attention(
         k=k,
         v=v,
         sinks=sinks,
-        topology=topology.handle,
-        mask=mask.handle,
-        config=config.handle,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        return_lse=bool(return_lse),
+        options=handle,
         needs_gradient=needs_gradient,
         keep=0.0,
         at_most=False,
         tail=[],
         cut=0,
         up=up,
-        travels=travels,
     )
-    out, lse = _checkpointed(args) if in_checkpoint() else attention_forward(*args)[:2]
+    if in_checkpoint():
+        out, lse = _checkpointed(args, request)
+    else:
+        out, lse = attention_forward(*args)[:2] if request is None else attend(args, request)[:2]
     return (out, lse.transpose(1, 2)) if return_lse else out
 
 
@@ -166,29 +167,32 @@ def _keys(
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _checkpointed(args: ForwardArgs) -> tuple[Tensor, Tensor]:
+def _checkpointed(args: ForwardArgs, request: Request | None) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of a call that is made in a checkpointed function.
 
     Not compiled: a forward that saves a tail and its recomputation would be two graphs, and torch matches
     their saved tensors by place.
     """
-    call_id, agreement = args.call_id, agreement_of(lookup(args.topology))
+    options = options_of(args.options)
+    agreement = agreement_of(options.topology)
     with refusing(agreement):
-        tails = [replay.replay(call_id) for replay in replays()]
+        request = request or validate(*args[:3], options, sinks=args.sinks, up=args.up)
+        own_id = CallId(request.shard, entered.layer, options.told, request.sinks)
+        tails = [replay.replay(own_id) for replay in entered.replays]
         tail = next((tail for tail in tails if tail is not None), None)
-        keep, at_most = max([(0.0, False), *(recording.share(call_id) for recording in recordings())])
+        keep, at_most = max([(0.0, False), *(recording.share(own_id) for recording in entered.recordings)])
     if tail is not None:
-        results = ForwardResults(*attention_forward(*args._replace(tail=tail.tensors, cut=tail.cut)))
+        results = attend(args._replace(tail=tail.tensors, cut=tail.cut), request)
     else:
         args = args._replace(keep=keep, at_most=at_most)
-        results = ForwardResults(*attention_forward(*args))
-        lse_at_home = call_id.return_lse or call_id.sinks
+        results = attend(args, request)
+        lse_at_home = request.return_lse or request.sinks
         tensors = results.whole(lse_at_home=lse_at_home) if args.whole else results.tail
         cut = unpack(results.record).cut
         tail = SavedTail(cut, [x.detach() for x in tensors], copied=not args.whole)
     with refusing(agreement):
-        for recording in recordings():
-            recording.record(call_id, tail)
+        for recording in entered.recordings:
+            recording.record(own_id, tail)
     return results.out, results.lse
 
 

@@ -18,8 +18,8 @@ from burst_mcore.attention.call import Call, Keys, Queries, sendable
 from burst_mcore.attention.geometry.rows import Rows, gather, relative_to, spans
 from burst_mcore.attention.geometry.tiles import Tile
 from burst_mcore.attention.kernels.kernel import BackwardInputs
-from burst_mcore.attention.numerics.latent import Expansion, KeysOf
-from burst_mcore.attention.numerics.merge import GradientSums, Held, WaitingShares
+from burst_mcore.attention.numerics.latent import ExpandedKeys, Expansion
+from burst_mcore.attention.numerics.merge import GradientSums, Held, KeysOf, WaitingShares
 from burst_mcore.attention.numerics.rowwise import output_stand_in
 from burst_mcore.attention.runtime.buffers import Lease, room_like
 from burst_mcore.attention.runtime.columns import Column
@@ -82,24 +82,22 @@ class _Backward:
         self.home, stays = (queries, keys) if self.query_travels else (keys, queries)
         self.returned = GradientSums(self.differentiated(self.home))
         """Of the rank's own travelling bundle: its own share, and the sums of others that come home."""
-        sums_of = partial(_sums_of, self.pass_)
-        self.staying = sums_of(stays, None)
-        self.column = Column(
-            call.column(self.pass_),
-            call.position,
-            Held(None, stays, self.staying, None if self.query_travels else self.out),
-            sums_of,
-            call.grad_dtype,
-            lease,
-        )
-        self.keys_of = KeysOf(expansion)
+        self.staying = _sums_of(self.pass_, stays, None)
+        output = None if self.query_travels else self.out
+        self.residents = {call.position: Held(None, stays, self.staying, output)}
+        """Rows that stay here, by their position."""
+        self.keys_of = KeysOf() if expansion is None else ExpandedKeys(expansion)
         self.waiting = WaitingShares()
         self.of_column: GradientSums | None = None
         """On a mesh the sums, over all rows that stay here, for the bundle that is computed."""
 
     def run(self, transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
         outward = self.outward() if self.inward else {}
-        exchanges = {**self.inward, **outward, **self.column.exchanges}
+        exchanges = {**self.inward, **outward}
+        positions = self.call.column(self.pass_)
+        if len(positions) > 1:  # of a mesh
+            new = partial(_sums_of, self.pass_)
+            exchanges |= Column(positions, self.residents, new, self.call.grad_dtype, self.lease).exchanges
         home = sendable(self.call, self.home)
         ring = Ring(transport, self.call.rank, home, self.new, self.lease.free, exchanges)
         self.call.prepare(self.pass_, self.queries.q.device)
@@ -116,7 +114,7 @@ class _Backward:
     def compute(self, action: Compute, bundle: Bundle, rows: Rows | None) -> None:
         """Compute gradients of one bundle and of rows that stay, or a member's share, tile by tile."""
         position = self.call.position if action.resident is None else action.resident
-        stays: Held[Any] = self.column.residents[position]
+        stays: Held[Any] = self.residents[position]
         out = self.out if self.query_travels and action.source == self.call.position else None
         travels: Held[Any] = Held(rows, bundle, self.sums_of_bundle(action, bundle, rows), out)
         if self.query_travels:
@@ -143,7 +141,7 @@ class _Backward:
 
     def hand_on(self, action: Compute, k_at: int) -> None:
         """Hand on gradients that were summed for one compute, or for all of one bundle."""
-        if not self.of_column and not self.keys_of.expansion:
+        if not self.of_column and not self.keys_of.expands:
             return
         last = self.call.is_last(self.pass_, action)
         if last if not self.query_travels else k_at != self.call.position:
@@ -157,7 +155,7 @@ class _Backward:
         self, action: Compute, bundle: Bundle, rows: Rows | None
     ) -> GradientSums | WaitingShares:
         """Return who takes gradients of a travelling bundle; a latent's come once for all that stay here."""
-        if action.resident is None or (self.keys_of.expansion and not self.query_travels):
+        if action.resident is None or (self.keys_of.expands and not self.query_travels):
             return self.waiting
         if not self.of_column:
             self.of_column = GradientSums(self.differentiated(bundle), rows)
@@ -182,7 +180,7 @@ class _Backward:
         queries = Queries(*q.bundle)
         if not self.query_travels:  # their output serves all bundles
             q = q._replace(out=output_stand_in(queries.dout, queries.delta))
-            self.column.residents[q_at] = q
+            self.residents[q_at] = q
             return q
         stand_in = torch.empty_like(queries.dout)
         for span in spans(tuple([relative_to(q.rows, tile.q) for tile in met])):

@@ -7,7 +7,7 @@ or the pooled rows of a head group.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -24,6 +24,8 @@ from burst_mcore.attention.runtime.executor import Bundle
 from burst_mcore.attention.runtime.head_exchange import HeadGroup
 from burst_mcore.attention.schedule.actions import Compute, Pass, Program
 from burst_mcore.attention.schedule.route import Route, program
+
+Tiles = tuple[Tile, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,12 @@ class Call:
     latent_travels: bool = False
     lse_at_home: bool = False
     """Whether lse, too, goes back to the rank that owns its rows, under head x ring."""
+    _last: dict[Pass, dict[int, Compute]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _bound: dict[Pass, Bound] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _tiles: dict[object, tuple[Tile, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _prepared: set[object] = field(default_factory=set, init=False, repr=False, compare=False)
 
     @cached_property
     def total_dtype(self) -> torch.dtype:
@@ -97,18 +105,6 @@ class Call:
             self._last[pass_] = {each.source: each for each in computes}
         return self._last[pass_][action.source] == action
 
-    @cached_property
-    def _last(self) -> dict[Pass, dict[int, Compute]]:
-        return {}
-
-    @cached_property
-    def _bound(self) -> dict[Pass, Bound]:
-        return {}
-
-    @cached_property
-    def _tiles(self) -> dict[tuple[int | None, ...], tuple[Tile, ...]]:
-        return {}
-
     def program(self, pass_: Pass) -> Program:
         """Return the program of this rank in a pass."""
         return program(self.rank, self.route, pass_, self.plan)
@@ -121,7 +117,7 @@ class Call:
 
     def tiles(
         self, q_position: int, k_position: int, *, q_part: int | None = None, k_part: int | None = None
-    ) -> tuple[Tile, ...]:
+    ) -> Tiles:
         """Return where the queries of one position, or of a member there, meet the keys of another."""
         key = q_position, k_position, q_part, k_part
         if key not in self._tiles:
@@ -138,11 +134,7 @@ class Call:
         self.kernel.prepare(patterns, self.problem, device, forward=pass_ == Pass.FORWARD)
         self._prepared.add((pass_, device))
 
-    @cached_property
-    def _prepared(self) -> set[tuple[Pass, torch.device]]:
-        return set()
-
-    def tiles_of_pass(self, pass_: Pass) -> Iterator[tuple[Tile, ...]]:
+    def tiles_of_pass(self, pass_: Pass) -> Iterator[Tiles]:
         """Yield the tiles of each compute of a pass."""
         here, travels = self.position, pass_ == Pass.QUERY
         for action in self.program(pass_):

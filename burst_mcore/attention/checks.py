@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.config import BurstConfig
 from burst_mcore.dtypes import DTYPES
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
@@ -36,10 +37,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, may_be_empty: bool) -> Non
     _check_alike("q, k, v", (q, k, v))
 
 
-def check_latent(q: Tensor, k: Tensor, v: Tensor, up: Tensor, travels: str, *, may_be_empty: bool) -> None:
+def check_latent(q: Tensor, k: Tensor, v: Tensor, up: Tensor, *, may_be_empty: bool) -> None:
     """Refuse a latent that does not go with q; k: [B, S, 1, R], v: [B, S, 1, Dr]."""
-    if travels not in TRAVELS:
-        raise ValueError(f"travels must be one of {', '.join(map(repr, TRAVELS))}, got {brief(travels)}")
     _check_tensor("q", q, TENSOR, may_be_empty)
     for name, x, width in (("latent.compressed", k, "R"), ("latent.rope_key", v, "Dr")):
         wanted = f"[batch, local sequence, 1, {width}] without empty dimensions"
@@ -80,7 +79,11 @@ def check_dense(name: str, x: Tensor) -> None:
         )
     if x.layout != torch.strided:
         raise ValueError(f"{name} must be a dense tensor (torch.strided), got {x.layout}")
-    _refuse_tangent(name, x)
+    if forward_ad.unpack_dual(x).tangent is not None:
+        raise ValueError(
+            f"{name} has a tangent: burst_attention has no forward-mode derivative (torch.func.jvp, "
+            f"forward_ad.make_dual); take gradients by backward"
+        )
 
 
 def _check_alike(names: str, tensors: Sequence[Tensor]) -> None:
@@ -98,14 +101,6 @@ def _joined(values: Iterable[object]) -> str:
     return ", ".join(map(str, values))
 
 
-def _refuse_tangent(name: str, x: Tensor) -> None:
-    if forward_ad.unpack_dual(x).tangent is not None:
-        raise ValueError(
-            f"{name} has a tangent: burst_attention has no forward-mode derivative (torch.func.jvp, "
-            f"forward_ad.make_dual); take gradients by backward"
-        )
-
-
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     """Refuse sinks that are not a number for each head of q, on its device."""
     if sinks is None:
@@ -119,10 +114,16 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         raise ValueError(f"sinks must be on the device of q, {q.device}, got {sinks.device}")
 
 
-def check_settings(mask: Mask, softmax_scale: float | None, softcap: float | None) -> None:
-    """Refuse another thing than a mask, and numbers that scores cannot be multiplied by."""
+def check_settings(
+    mask: Mask, config: BurstConfig, softmax_scale: float | None, softcap: float | None, travels: str
+) -> None:
+    """Refuse other things than a mask and a config, and numbers that scores cannot be multiplied by."""
+    if not isinstance(config, BurstConfig):
+        raise ValueError(f"config must be a BurstConfig, got {brief(config)}")
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a Mask, got {brief(mask)}: {_nearest(mask)}")
+    if travels not in TRAVELS:
+        raise ValueError(f"travels must be one of {', '.join(map(repr, TRAVELS))}, got {brief(travels)}")
     for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
         if value is not None and not (is_finite(value) and value > 0):
             raise ValueError(f"{name} must be positive and finite, got {brief(value)}")

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from burst_mcore.attention.call import Attended, Call, sendable
 from burst_mcore.attention.geometry.rows import Rows, count, gather, relative_to, scatter_views
-from burst_mcore.attention.numerics.latent import Expansion, KeysOf
-from burst_mcore.attention.numerics.merge import Held, OnlineSoftmax
+from burst_mcore.attention.numerics.latent import ExpandedKeys, Expansion
+from burst_mcore.attention.numerics.merge import Held, KeysOf, OnlineSoftmax
 from burst_mcore.attention.runtime.buffers import Lease, room_like
 from burst_mcore.attention.runtime.columns import Column
 from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
@@ -27,23 +27,22 @@ from burst_mcore.attention.schedule.actions import Compute, Kind, Pass
 from burst_mcore.dtypes import wide
 
 
-def forward(
-    call: Call,
-    transport: Transport,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None = None,
-    expansion: Expansion | None = None,
-) -> Attended:
-    """Attend this rank's queries to the whole sequence.
+class Inputs(NamedTuple):
+    """The tensors of a forward."""
 
-    Args:
-        sinks: [H], a score of each head that takes part in every row's softmax, and brings no value.
-        expansion: where the latent travels, its weights. k and v are then the latent and the rope key.
-    """
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None = None
+    """[H], a score of each head that takes part in every row's softmax, and brings no value."""
+    expansion: Expansion | None = None
+    """Where the latent travels, its weights. k and v are then the latent and the rope key."""
+
+
+def forward(call: Call, transport: Transport, inputs: Inputs) -> Attended:
+    """Attend this rank's queries to the whole sequence."""
     with Lease() as lease:
-        return _Forward(call, q, k, v, sinks, expansion, lease).run(transport)
+        return _Forward(call, inputs, lease).run(transport)
 
 
 def _softmax_of(value_dim: int, queries: Bundle, rows: Rows | None) -> OnlineSoftmax:
@@ -52,16 +51,8 @@ def _softmax_of(value_dim: int, queries: Bundle, rows: Rows | None) -> OnlineSof
 
 
 class _Forward:
-    def __init__(
-        self,
-        call: Call,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        expansion: Expansion | None,
-        lease: Lease,
-    ) -> None:
+    def __init__(self, call: Call, inputs: Inputs, lease: Lease) -> None:
+        q, k, v, sinks, expansion = inputs
         self.call, self.lease, self.own = call, lease, (q, k, v)
         self.inward: dict[Kind, Exchange] = {}
         if call.route.heads > 1:
@@ -76,19 +67,17 @@ class _Forward:
         self.q, self.k, self.v = q, k, v
         """As on the ring."""
         self.softmax = OnlineSoftmax(q, value_dim=call.problem.value_dim, sinks=sinks)
-        self.column = Column(
-            call.column(Pass.FORWARD),
-            call.position,
-            Held(None, (q,), self.softmax),
-            partial(_softmax_of, call.problem.value_dim),
-            self.softmax.dtype,  # shares are as exact as the results of a tile
-            lease,
-        )
-        self.keys_of = KeysOf(expansion)
+        self.residents = {call.position: Held(None, (q,), self.softmax)}
+        """Queries that stay here, by their position."""
+        self.keys_of = KeysOf() if expansion is None else ExpandedKeys(expansion)
 
     def run(self, transport: Transport) -> Attended:
         outward = self.outward() if self.inward else {}
-        exchanges = {**self.inward, **outward, **self.column.exchanges}
+        exchanges = {**self.inward, **outward}
+        positions = self.call.column(Pass.FORWARD)
+        if len(positions) > 1:  # of a mesh; shares are as exact as the results of a tile
+            new = partial(_softmax_of, self.call.problem.value_dim)
+            exchanges |= Column(positions, self.residents, new, self.softmax.dtype, self.lease).exchanges
         home = sendable(self.call, (self.k, self.v))
         ring = Ring(transport, self.call.rank, home, self.new, self.lease.free, exchanges)
         self.call.prepare(Pass.FORWARD, self.q.device)
@@ -104,7 +93,7 @@ class _Forward:
         """Attend queries, or a member's, to the keys of one bundle, tile by tile."""
         kernel, scores = self.call.kernel, self.call.scores
         position = self.call.position if action.resident is None else action.resident
-        stored, (q,), softmax, _ = self.column.residents[position]
+        stored, (q,), softmax, _ = self.residents[position]
         met = self.call.tiles(position, action.source, q_part=action.part)
         if met:
             came: Held[Any] = Held(rows, bundle, None)
@@ -122,7 +111,7 @@ class _Forward:
                 continue
             out, lse = kernel.forward(q_tile, k_tile, v_tile, tile.pattern, scores)
             softmax.add(queries, out, lse)
-        if self.keys_of.expansion and self.call.is_last(Pass.FORWARD, action):
+        if self.keys_of.expands and self.call.is_last(Pass.FORWARD, action):
             self.keys_of.close(action.source, gradients=False)
 
     def new(self, kind: Kind, rows: Rows | None) -> Bundle:
@@ -145,17 +134,7 @@ class _Forward:
 
 
 def forward_of_head(
-    call: Call,
-    transport: Transport,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    expansion: Expansion | None,
-    *,
-    cut: int,
-    tail: Sequence[Tensor],
-    tokens: int,
+    call: Call, transport: Transport, inputs: Inputs, *, cut: int, tail: Sequence[Tensor], tokens: int
 ) -> Attended:
     """As `forward`, but only queries before the global position `cut` are attended.
 
@@ -178,8 +157,8 @@ def forward_of_head(
         )
     if cut == 0 and call.route.heads == 1:
         lse = lse.clone()
-        return Attended(out.clone(), lse, q, k, v, lse)
-    attended = forward(replace(call, plan=call.plan.head(cut)), transport, q, k, v, sinks, expansion)
+        return Attended(out.clone(), lse, *inputs[:3], lse)
+    attended = forward(replace(call, plan=call.plan.head(cut)), transport, inputs)
     _fill(attended.out, own, out)
     _fill(attended.ring_lse, on_ring, lse)
     for values in home:

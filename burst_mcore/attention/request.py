@@ -1,7 +1,8 @@
 """Requests: one rank's legal arguments, which resolve to a `Call` once the lengths of all ranks are known.
 
-A rank cannot tell the length of the global sequence from its own share. So `validate` makes the request
-before the ranks have met, and `resolve` the call after.
+`Options` are the arguments besides tensors, under one handle. A rank cannot tell the length of the global
+sequence from its own share. So `validate` makes the request before the ranks have met, and `resolve` the call
+after.
 """
 
 from __future__ import annotations
@@ -37,10 +38,82 @@ from burst_mcore.machines import default_rates
 from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
 from burst_mcore.registry import ensure, lookup
-from burst_mcore.words import brief
 
 REQUESTS = 256
 """Requests that are remembered: of so many masks, configurations and shapes, those used last."""
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """What a call is asked for, besides its tensors."""
+
+    handle: str
+    """Has all of it, so that nobody must keep options alive."""
+    mask: Mask
+    config: BurstConfig
+    softmax_scale: float | None
+    softcap: float | None
+    return_lse: bool
+    travels: str
+    """`Latent.travels`."""
+
+    @classmethod
+    def of(
+        cls,
+        topology: Topology,
+        mask: Mask,
+        config: BurstConfig,
+        softmax_scale: float | None = None,
+        softcap: float | None = None,
+        return_lse: bool = False,
+        travels: str = "off",
+    ) -> Options:
+        """Return the options of these values, the same for equal ones; ValueError if they are not legal."""
+        softcap = None if softcap == 0 else softcap
+        check_settings(mask, config, softmax_scale, softcap, travels)
+        scale, softcap = (None if x is None else float(x) for x in (softmax_scale, softcap))  # numpy's too
+        handles = ensure(topology), ensure(mask), ensure(config)
+        return options_of(handle_of(handles, scale, softcap, return_lse, travels))
+
+    @property
+    def topology(self) -> Topology:
+        return topology_of(self.handle)
+
+    @cached_property
+    def told(self) -> dict[str, str]:
+        """The options by name, for messages and comparisons."""
+        names = "topology", "mask", "config", "softmax_scale", "softcap", "return_lse", "travels"
+        return dict(zip(names, self.handle.split("\n"), strict=True))
+
+
+def handle_of(
+    handles: Sequence[str], softmax_scale: float | None, softcap: float | None, return_lse: bool, travels: str
+) -> str:
+    """Return the handle of options; a compiled graph can make it.
+
+    handles: those of topology, mask and config.
+    """
+    topology, mask, config = handles
+    return f"{topology}\n{mask}\n{config}\n{softmax_scale}\n{softcap}\n{return_lse}\n{travels}"
+
+
+@lru_cache(maxsize=REQUESTS)
+def options_of(handle: str) -> Options:
+    """Return the options of a handle, the same for equal ones; they may not be legal: see `request_of`.
+
+    Raises:
+        RuntimeError: the mask or the config is no longer there.
+    """
+    _, mask, config, *numbers, return_lse, travels = handle.split("\n")
+    scale, softcap = (None if text == "None" else float(text) for text in numbers)
+    softcap = softcap or None  # 0: none, as flash-attn has it
+    return Options(handle, lookup(mask), lookup(config), scale, softcap, return_lse == "True", travels)
+
+
+def topology_of(handle: str) -> Topology:
+    """Return the topology in a handle of options; RuntimeError if it is no longer there."""
+    topology: Topology = lookup(handle.partition("\n")[0])
+    return topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,42 +171,26 @@ def validate(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    topology: Topology,
-    mask: Mask,
-    softmax_scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    config: BurstConfig,
-    return_lse: bool,
+    options: Options,
+    *,
+    sinks: Tensor | None = None,
     up: Tensor | None = None,
-    travels: str = "off",
 ) -> Request:
     """Return the request that these arguments make; ValueError if they are not legal on any other ranks.
 
     Args:
         up: the weights of a latent, if k and v are it and its rope key: see `Latent`.
-        travels: `Latent.travels`.
     """
+    may_be_empty = options.topology.size > 1
     if up is None:
-        check_tensors(q, k, v, may_be_empty=topology.size > 1)
-        shard = shard_of(q.shape, k.shape[2], v.shape[3], q.dtype, config)
+        check_tensors(q, k, v, may_be_empty=may_be_empty)
+        shard = shard_of(q.shape, k.shape[2], v.shape[3], q.dtype, options.config)
     else:
-        check_latent(q, k, v, up, travels, may_be_empty=topology.size > 1)
+        check_latent(q, k, v, up, may_be_empty=may_be_empty)
         value_dim = up.shape[2] - (q.shape[3] - v.shape[3])
-        shard = shard_of(q.shape, q.shape[2], value_dim, q.dtype, config, (k.shape[3], v.shape[3]))
+        shard = shard_of(q.shape, q.shape[2], value_dim, q.dtype, options.config, (k.shape[3], v.shape[3]))
     check_sinks(sinks, q)
-    return request_of(
-        shard,
-        q.device.type,
-        topology,
-        mask,
-        softmax_scale,
-        softcap,
-        sinks is not None,
-        config,
-        return_lse,
-        travels,
-    )
+    return request_of(shard, q.device.type, options, sinks=sinks is not None)
 
 
 def shard_of(
@@ -145,78 +202,41 @@ def shard_of(
     latent: tuple[int, int] | None = None,
 ) -> Shard:
     """Return the shapes of a rank's tensors; q_shape: [batch, tokens, heads, head_dim]."""
-    if not isinstance(config, BurstConfig):
-        raise ValueError(f"config must be a BurstConfig, got {brief(config)}")
-    batch, tokens, heads, head_dim = q_shape
-    return Shard(
-        batch=batch,
-        tokens=tokens,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        dtype=dtype,
-        grad_dtype=dtype if dtype == torch.float64 else config.grad_dtype,
-        latent=latent,
-    )
+    own = dict(zip(("batch", "tokens", "heads", "head_dim"), q_shape, strict=True))
+    grad_dtype = dtype if dtype == torch.float64 else config.grad_dtype
+    widths = {"kv_heads": kv_heads, "value_dim": value_dim, "latent": latent}
+    return Shard(**own, **widths, dtype=dtype, grad_dtype=grad_dtype)  # type: ignore[arg-type]
 
 
-def request_of(
-    shard: Shard,
-    device: str,
-    topology: Topology,
-    mask: Mask,
-    softmax_scale: float | None,
-    softcap: float | None,
-    sinks: bool,
-    config: BurstConfig,
-    return_lse: bool,
-    travels: str = "off",
-) -> Request:
+def request_of(shard: Shard, device: str, options: Options, *, sinks: bool) -> Request:
     """Return the request of legal tensors of these shapes; see `validate`."""
-    softcap = None if softcap == 0 else softcap  # none, as flash-attn has it
-    check_settings(mask, softmax_scale, softcap)
-    handles = ensure(topology), ensure(mask), ensure(config)
-    request = _request(shard, device, *handles, softmax_scale, softcap, sinks, return_lse, travels)
-    if topology.size > 1:
-        check_group(topology, device)
+    request = _request(shard, device, options, sinks)
+    if request.ranks.size > 1:
+        check_group(options.topology, device)
     return request
 
 
 @lru_cache(maxsize=REQUESTS)
-def _request(
-    shard: Shard,
-    device: str,
-    topology: str,
-    mask: str,
-    config: str,
-    softmax_scale: float | None,
-    softcap: float | None,
-    sinks: bool,
-    return_lse: bool,
-    travels: str,
-) -> Request:
-    """Return the request, cached for equal arguments: handles compare faster than their values."""
-    place: Topology = lookup(topology)
-    options: BurstConfig = lookup(config)
-    ranks = Ranks(place.size, place.intra_size)
-    Layout.of(options.layout).divisor(ranks.size)  # raises if it does not go with so many ranks
-    degrees_of(options, ranks, shard)
-    scale = shard.head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
-    softcap = None if softcap is None else float(softcap)
-    margin = options.sm_margin if ranks.size > 1 else 0
+def _request(shard: Shard, device: str, options: Options, sinks: bool) -> Request:
+    topology, config = options.topology, options.config
+    check_settings(options.mask, config, options.softmax_scale, options.softcap, options.travels)
+    ranks = Ranks(topology.size, topology.intra_size)
+    Layout.of(config.layout).divisor(ranks.size)  # raises if it does not go with so many ranks
+    degrees_of(config, ranks, shard)
+    scale = shard.head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
+    margin = config.sm_margin if ranks.size > 1 else 0
     return Request(
-        rank=place.rank,
+        rank=topology.rank,
         ranks=ranks,
-        rates=place.rates or default_rates(device),
-        mask=lookup(mask),
-        config=options,
+        rates=topology.rates or default_rates(device),
+        mask=options.mask,
+        config=config,
         device=device,
         shard=shard,
-        scores=Scores(scale, softcap, options.deterministic, margin),
-        return_lse=return_lse,
+        scores=Scores(scale, options.softcap, config.deterministic, margin),
+        return_lse=options.return_lse,
         sinks=sinks,
-        travels=travels,
+        travels=options.travels,
     )
 
 

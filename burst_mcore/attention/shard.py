@@ -36,6 +36,11 @@ class Shard:
         return self.kv_heads, self.head_dim + self.value_dim
 
     @property
+    def q_shape(self) -> tuple[int, int, int, int]:
+        """The shape of Q."""
+        return self.batch, self.tokens, self.heads, self.head_dim
+
+    @property
     def itemsize(self) -> int:
         """Bytes an element of Q, K, V."""
         return self.dtype.itemsize

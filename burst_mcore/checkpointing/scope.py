@@ -78,7 +78,7 @@ class Record:
                 f"forward made {len(self.call_ids)}; the next was {missing}: a checkpointed function must do "
                 f"the same both times"
             )
-            agreement = agreement_of(lookup(missing.topology))
+            agreement = agreement_of(lookup(missing.options["topology"]))
             if agreement is not None:  # the other ranks may wait for the call
                 agreement.refuse(error)
             raise error

@@ -32,9 +32,8 @@ from burst_mcore.attention.geometry.launches import launches_of
 from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.recompute.replay import in_checkpoint, of_layer
-from burst_mcore.attention.request import problem_of
+from burst_mcore.attention.request import problem_of, shard_of
 from burst_mcore.attention.runtime.topology import Topology
-from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import positions
 from burst_mcore.mask import Mask
@@ -216,17 +215,9 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
         """`burst` with the kernel that Megatron's flags ask for; ValueError if none can serve this layer."""
         config, shards = self.config, self.config.tensor_model_parallel_size
         groups = config.num_query_groups or config.num_attention_heads
-        heads = config.num_attention_heads // shards, max(1, groups // shards)
-        shard = Shard(
-            batch=1,
-            tokens=1,
-            heads=heads[0],
-            kv_heads=heads[1],
-            head_dim=self._head_dims[0],
-            value_dim=self._head_dims[1],
-            dtype=dtype_of_calls(config),
-            grad_dtype=burst.grad_dtype,
-        )
+        q_shape = 1, 1, config.num_attention_heads // shards, self._head_dims[0]
+        keys = max(1, groups // shards), self._head_dims[1]
+        shard = shard_of(q_shape, *keys, dtype_of_calls(config), burst)
         mask = (Mask.causal() if self.attn_mask_type in CAUSAL else Mask.full()) & self.window
         device = "cuda" if torch.cuda.is_available() else "cpu"
         try:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.geometry.rows import Rows, gather, relative_to
-from burst_mcore.attention.numerics.merge import AnySums, GradientSums, Held
+from burst_mcore.attention.numerics.merge import GradientSums, Held, KeysOf
 from burst_mcore.attention.numerics.segments import KernelResults
 from burst_mcore.dtypes import wide
 
@@ -101,57 +101,48 @@ class _Expanded:
     """
 
     def __init__(self, expansion: Expansion, latent: Held[Any], rows: Rows) -> None:
-        self._expansion, self._latent = expansion, latent
+        self._expansion, self._latent, self._rows = expansion, latent, rows
         self._compressed, rope_key = (gather(x, relative_to(latent.rows, rows)) for x in latent.bundle)
         keys: KernelResults = expansion.expand(self._compressed, rope_key)
         self.keys = Held(rows, keys, GradientSums(keys, rows))
 
-    def hand_on(self) -> None:
-        """Hand the gradients on; that of the weights is added to that of other rows."""
-        self._hand_on(self.keys.rows, self._compressed, self.keys.sums.results())
+    def hand_on(self, span: range | None = None) -> None:
+        """Hand on the gradients of a span, where all rows are expanded; None: of the rows that are.
 
-    def hand_on_span(self, span: range) -> None:
-        """Hand on the gradients of some rows; all rows are expanded."""
-        sums = tuple(x.new_empty((len(x), len(span), *x.shape[2:])) for x in self.keys.bundle)
-        self.keys.sums.put(span, sums)
-        self._hand_on((span,), gather(self._compressed, (span,)), sums)
-
-    def _hand_on(self, rows: Rows | None, compressed: Tensor, gradients: KernelResults) -> None:
-        assert rows is not None
+        That of the weights is added to that of other rows.
+        """
+        rows, compressed, sums = self._rows, self._compressed, self.keys.sums
+        if span is None:
+            gradients = sums.results()
+        else:
+            rows, compressed, gradients = (
+                (span,),
+                gather(compressed, (span,)),
+                sums.room(compressed.dtype, len(span)),
+            )
+            sums.put(span, gradients)
         self._latent.sums.take(rows, self._expansion.gradients(compressed, *gradients))
 
 
-class KeysOf:
-    """K and V of the bundles of one pass: as they came, or made of the latent that came in their place.
+class ExpandedKeys(KeysOf):
+    """K and V of the bundles of one pass, made of the latents that came in their place."""
 
-    Args:
-        expansion: the weights, where the latent travels.
-    """
+    expands = True
 
-    def __init__(self, expansion: Expansion | None) -> None:
-        self.expansion = expansion
+    def __init__(self, expansion: Expansion) -> None:
+        self._expansion = expansion
         self._expanded: dict[int, _Expanded] = {}
 
-    def of(self, owner: int, bundle: Held[AnySums], read: Callable[[], Rows]) -> Held[Any]:
-        """Return K and V of a bundle, with the sums that take their gradients: the same until `close`.
-
-        Args:
-            owner: the position whose rows these are.
-            read: returns the rows that are read, which are expanded.
-        """
-        if self.expansion is None:
-            return bundle
+    def of(self, owner: int, bundle: Held[Any], read: Callable[[], Rows]) -> Held[Any]:
         if owner not in self._expanded:
-            self._expanded[owner] = _Expanded(self.expansion, bundle, read())
+            self._expanded[owner] = _Expanded(self._expansion, bundle, read())
         return self._expanded[owner].keys
 
     def hand_on(self, owner: int, span: range) -> None:
-        """Hand on the gradients of some rows of an owner, all of whose rows were expanded."""
         if owner in self._expanded:
-            self._expanded[owner].hand_on_span(span)
+            self._expanded[owner].hand_on(span)
 
     def close(self, owner: int, *, gradients: bool = True) -> None:
-        """Forget K and V of an owner, and hand on their gradients."""
         expanded = self._expanded.pop(owner, None)
         if expanded and gradients:
             expanded.hand_on()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,23 +36,7 @@ GradientShare = KernelResults | Callable[..., None]
 """A tile's gradients: tensors, or a deferred kernel call that accumulates into the buffers it is given."""
 
 
-class Sums(Protocol):
-    """Running results of rows: `OnlineSoftmax` or `GradientSums`."""
-
-    def put(self, span: range, into: KernelResults) -> None:
-        """Write the sums of these rows, so far, into tensors of any dtypes."""
-        ...
-
-    def take(self, rows: Rows, share: KernelResults) -> None:
-        """Add results of these rows."""
-        ...
-
-    def room(self, dtype: torch.dtype, rows: int) -> KernelResults:
-        """Return uninitialised tensors for the results of so many rows."""
-        ...
-
-
-AnySums = TypeVar("AnySums", bound=Sums)
+AnySums = TypeVar("AnySums")
 
 
 class Held(NamedTuple, Generic[AnySums]):
@@ -65,6 +49,27 @@ class Held(NamedTuple, Generic[AnySums]):
     sums: AnySums
     out: Tensor | None = None
     """The output of queries in backward, or a stand-in for it, where it is known."""
+
+
+class KeysOf:
+    """K and V of the bundles of one pass: as they came, unless a latent came in their place."""
+
+    expands = False
+
+    def of(self, owner: int, bundle: Held[Any], read: Callable[[], Rows]) -> Held[Any]:
+        """Return K and V of a bundle, with the sums that take their gradients: the same until `close`.
+
+        Args:
+            owner: the position whose rows these are.
+            read: returns the rows that are read, which are expanded.
+        """
+        return bundle
+
+    def hand_on(self, owner: int, span: range) -> None:
+        """Hand on the gradients of some rows of an owner, all of whose rows were expanded."""
+
+    def close(self, owner: int, *, gradients: bool = True) -> None:
+        """Forget K and V of an owner, and hand on their gradients."""
 
 
 class _Sum(ABC):

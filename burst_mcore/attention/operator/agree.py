@@ -113,7 +113,8 @@ def _description_of(args: ForwardArgs, request: Request, call: Call) -> object |
     """
     if request.mask.document_ends is None:
         return None
-    fields = (request.shard, args.config, request.scores, request.mask.without_documents, args.return_lse)
+    shard, config, mask = request.shard, request.config.handle, request.mask.without_documents
+    fields = shard, config, request.scores, mask, request.return_lse
     return Pass.FORWARD, *fields, call.route, call.direction, call.kernel.name, *_signature_of(args).values()
 
 
@@ -137,7 +138,8 @@ def agree_on_backward(
         **request.signature,
         **call.signature,
     }
-    description = Pass.QUERY, request.shard, args.config, request.scores, call.route, args.dlse is not None
+    config, through_lse = request.config.handle, args.dlse is not None
+    description = Pass.QUERY, request.shard, config, request.scores, call.route, through_lse
     in_autograd = torch._C._current_graph_task_id() != -1  # else nothing is called at the end
     ahead = in_autograd and description in agreement.seen and transport.connected((call.direction,))
     number = {"of call": str(record.number)}  # apart: digests of signatures that stay the same are cached

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, get_type_hints
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from burst_mcore.agreement import Agreement
 from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Attended, Call, Keys, Queries
-from burst_mcore.attention.forward import forward, forward_of_head, tail_of
+from burst_mcore.attention.forward import Inputs, forward, forward_of_head, tail_of
 from burst_mcore.attention.kernels.table import taking_delta
 from burst_mcore.attention.numerics.latent import Expansion
 from burst_mcore.attention.numerics.rowwise import row_delta
@@ -32,7 +33,6 @@ from burst_mcore.attention.operator.agree import (
     refusing,
 )
 from burst_mcore.attention.operator.schema import (
-    OPTIONS,
     BackwardArgs,
     BackwardResults,
     ForwardArgs,
@@ -41,8 +41,8 @@ from burst_mcore.attention.operator.schema import (
 )
 from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.recompute.cuts import check_keep, cut_for
-from burst_mcore.attention.recompute.replay import followers, in_checkpoint
-from burst_mcore.attention.request import Request, request_of, shard_of, validate
+from burst_mcore.attention.recompute.replay import CallId, entered, in_checkpoint
+from burst_mcore.attention.request import Request, options_of, request_of, shard_of, topology_of, validate
 from burst_mcore.attention.runtime import record as records
 from burst_mcore.attention.runtime.executor import transport_of
 from burst_mcore.attention.runtime.head_exchange import pooled_like
@@ -50,7 +50,6 @@ from burst_mcore.attention.runtime.record import CallRecord
 from burst_mcore.attention.schedule.heads import share_of_heads
 from burst_mcore.capture import refuse_capture
 from burst_mcore.dtypes import wide
-from burst_mcore.registry import lookup
 
 
 def _operator(
@@ -81,15 +80,15 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
     q, k, v, sinks = args.q, args.k, args.v, args.sinks
     if q.is_cuda:
         refuse_capture("burst_attention")
-    topology = lookup(args.topology)
+    topology = topology_of(args.options)
     agreement = agreement_of(topology)
     with refusing(agreement):
-        options = args.softmax_scale, args.softcap, sinks, lookup(args.config), args.return_lse
-        request = validate(q, k, v, topology, lookup(args.mask), *options, args.up, args.travels)
+        options = options_of(args.options)
+        request = _handed_over() or validate(q, k, v, options, sinks=sinks, up=args.up)
         if args.keep:
             check_keep(args.keep)
-        for run in followers():
-            run.follow(args.call_id)
+        for run in entered.followers:
+            run.follow(CallId(request.shard, entered.layer, options.told, request.sinks))
     call, agreed, lengths = agree_on_call(args, request, agreement, topology)
     tokens = lengths[call.rank]
     with in_ring(agreement), torch.autocast(q.device.type, enabled=False), _on(q.device):
@@ -102,13 +101,11 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
         if expansion and not call.latent_travels:
             k, v = expansion.expand(k, v)
         q, k, v = _with_rows(q, call.rows), _with_rows(k, call.rows), _with_rows(v, call.rows)
-        travelling = expansion if call.latent_travels else None
+        inputs = Inputs(q, k, v, sinks, expansion if call.latent_travels else None)
         if args.tail:
-            attended = forward_of_head(
-                call, transport, q, k, v, sinks, travelling, cut=cut, tail=args.tail, tokens=tokens
-            )
+            attended = forward_of_head(call, transport, inputs, cut=cut, tail=args.tail, tokens=tokens)
         else:
-            attended = forward(call, transport, q, k, v, sinks, travelling)
+            attended = forward(call, transport, inputs)
         tail = tail_of(call, cut, attended, tokens) if args.keep and args.saves else []
     if agreement is not None and not args.needs_gradient and not in_checkpoint():
         agreement.settle()  # no backward will
@@ -120,6 +117,25 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
         record=records.pack(CallRecord(agreed.number, cut, lengths), q.device),
         tail=tail,
     )
+
+
+_validated = threading.local()
+"""The request of this thread's call, between `attend` and the operator."""
+
+
+def attend(args: ForwardArgs, request: Request) -> ForwardResults:
+    """Run the operator with arguments from which `validate` made a request: it does so only for others."""
+    _validated.request = request
+    try:
+        return ForwardResults(*attention_forward(*args))
+    finally:
+        _handed_over()
+
+
+def _handed_over() -> Request | None:
+    request: Request | None = getattr(_validated, "request", None)
+    _validated.request = None
+    return request
 
 
 def _owned(x: Tensor) -> Tensor:
@@ -155,7 +171,8 @@ def _(*values: Any) -> tuple[Any, ...]:
 def _traced(args: ForwardArgs) -> ForwardResults:
     """Return the shapes of the results; ranks of other lengths pool and save other numbers of rows."""
     q, k, v = args.q, args.k, args.v
-    topology, config, dtype = lookup(args.topology), lookup(args.config), wide(q.dtype)
+    options, dtype = options_of(args.options), wide(q.dtype)
+    topology, config = options.topology, options.config
     out = q.new_empty((*q.shape[:3], args.value_dim))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
     record = records.packed_like(q, topology.size)
@@ -169,9 +186,7 @@ def _traced(args: ForwardArgs) -> ForwardResults:
         kv_heads = int(k.shape[2] if latent is None else q.shape[2])
         shape = [int(size) for size in q.shape]
         shard = shard_of(shape, kv_heads, int(args.value_dim), q.dtype, config, latent)
-        sinks, options = args.sinks is not None, (args.softmax_scale, args.softcap)
-        wanted = *options, sinks, config, args.return_lse, args.travels
-        request = request_of(shard, q.device.type, topology, lookup(args.mask), *wanted)
+        request = request_of(shard, q.device.type, options, sinks=args.sinks is not None)
         try:
             call = call_of(request, (shard.tokens,) * topology.size)
         except ValueError as error:
@@ -199,7 +214,8 @@ def attention_backward(args: BackwardArgs) -> BackwardResults:
     """Return the gradients of `attention_forward`."""
     record = records.unpack(args.record)
     out, lse, tokens = args.out, args.lse, args.out.shape[1]
-    topology, config = lookup(args.topology), lookup(args.config)
+    options = options_of(args.options)
+    topology, config = options.topology, options.config
     agreement = agreement_of(topology)
     with refusing(agreement):
         shape, latent, kv_heads = (*out.shape[:3], args.q.shape[-1]), None, args.kv_heads
@@ -207,8 +223,7 @@ def attention_backward(args: BackwardArgs) -> BackwardResults:
             rope = shape[3] + out.shape[3] - args.up.shape[2]
             latent, kv_heads = (args.up.shape[1], rope), shape[2]
         shard = shard_of(shape, kv_heads, out.shape[-1], out.dtype, config, latent)
-        options = args.softmax_scale, args.softcap, args.sinks is not None, config, args.return_lse
-        request = request_of(shard, out.device.type, topology, lookup(args.mask), *options, args.travels)
+        request = request_of(shard, out.device.type, options, sinks=args.sinks is not None)
         call = call_of(request, record.lengths)
         if args.dlse is not None:
             call = replace(call, kernel=taking_delta(config.kernel, call.problem))
@@ -258,10 +273,10 @@ def _(*values: Any) -> tuple[Any, ...]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     """Save the tensors that backward needs, and keep the values of the handles alive."""
     args, results = ForwardArgs(*inputs), ForwardResults(*output)
-    ctx.options = {name: getattr(args, name) for name in OPTIONS}
+    ctx.options, options = args.options, options_of(args.options)
     ctx.kv_heads, ctx.tail = args.k.shape[2], len(args.tail)
     ctx.record = records.known(results.record)
-    ctx.alive = lookup(args.topology), lookup(args.mask), lookup(args.config)
+    ctx.alive = options, options.topology
     ctx.save_for_backward(*Saved.of(args, results))
     ctx.set_materialize_grads(False)
 
@@ -274,8 +289,8 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *unused: Any)
         dout=torch.zeros_like(saved.out) if dout is None else dout,
         dlse=dlse,
         kv_heads=ctx.kv_heads,
+        options=ctx.options,
         **saved._asdict(),
-        **ctx.options,
     )
     results = BackwardResults(*attention_backward(*args))
     dsinks = None if saved.sinks is None else results.dsinks

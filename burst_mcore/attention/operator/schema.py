@@ -1,6 +1,6 @@
 """The arguments, results and saved tensors of the torch operators, named: their flat schemas in one place.
 
-An operator takes and returns tensors, numbers and strings only. So topology, mask and config travel by
+An operator takes and returns tensors, numbers and strings only. So what a call is asked for travels as one
 handle, and each operator's schema is made of the fields of two NamedTuples.
 """
 
@@ -9,8 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple, Self
 
 from torch import Tensor
-
-from burst_mcore.attention.recompute.replay import CallId, layer
 
 
 class ForwardArgs(NamedTuple):
@@ -22,13 +20,8 @@ class ForwardArgs(NamedTuple):
     v: Tensor
     """With `up` the rope key, [B, S, 1, Dr]."""
     sinks: Tensor | None
-    topology: str
-    """Handles, as the next two."""
-    mask: str
-    config: str
-    softmax_scale: float | None
-    softcap: float | None
-    return_lse: bool
+    options: str
+    """The handle of the call's `Options`."""
     needs_gradient: bool
     """Whether a backward will follow."""
     keep: float
@@ -39,8 +32,7 @@ class ForwardArgs(NamedTuple):
     """In a recomputation, the tail that the forward returned, from position `cut` on."""
     cut: int
     up: Tensor | None = None
-    """The weights that make K and V of a latent: see `Latent`, and so the next."""
-    travels: str = "off"
+    """The weights that make K and V of a latent: see `Latent`."""
 
     @property
     def value_dim(self) -> int:
@@ -58,24 +50,6 @@ class ForwardArgs(NamedTuple):
     def saves(self) -> bool:
         """Whether a tail is returned, in memory of its own."""
         return self.keep > 0 and not self.whole and not self.tail
-
-    @property
-    def call_id(self) -> CallId:
-        """The identity of the call, in the layer that this thread is in."""
-        return CallId(
-            q=tuple(self.q.shape),
-            kv_heads=self.k.shape[2],
-            value_dim=self.value_dim,
-            dtype=self.q.dtype,
-            layer=layer(),
-            topology=self.topology,
-            mask=self.mask,
-            config=self.config,
-            softmax_scale=self.softmax_scale,
-            softcap=self.softcap,
-            sinks=self.sinks is not None,
-            return_lse=self.return_lse,
-        )
 
     @classmethod
     def gradients(cls, tail: int, **gradients: Tensor | None) -> Self:
@@ -118,16 +92,10 @@ class BackwardArgs(NamedTuple):
     lse: Tensor
     record: Tensor
     kv_heads: int
-    topology: str
-    mask: str
-    config: str
-    softmax_scale: float | None
-    softcap: float | None
-    return_lse: bool
+    options: str
     latent: Tensor | None = None
     """The rank's own latent, with `up`."""
     up: Tensor | None = None
-    travels: str = "off"
 
 
 class BackwardResults(NamedTuple):
@@ -160,7 +128,3 @@ class Saved(NamedTuple):
         q, k, v, ring_lse = results.on_ring or (args.q, args.k, args.v, results.lse)
         latent = None if args.up is None else args.k
         return cls(q, k, v, ring_lse, args.sinks, results.out, results.lse, results.record, latent, args.up)
-
-
-OPTIONS = ("topology", "mask", "config", "softmax_scale", "softcap", "return_lse", "travels")
-"""The arguments that forward and backward have in common, besides tensors."""

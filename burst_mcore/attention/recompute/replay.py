@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
+
+from burst_mcore.attention.shard import Shard
 
 
 class RecomputeError(RuntimeError):
@@ -24,37 +25,36 @@ class RecomputeError(RuntimeError):
 class CallId(NamedTuple):
     """The identity of a call, which tells its recomputation from that of another call."""
 
-    q: tuple[int, ...]
-    """[B, S, H, D]."""
-    kv_heads: int
-    value_dim: int
-    dtype: torch.dtype
+    shard: Shard
+    """The shapes of its tensors."""
     layer: str | None
     """The name of the layer that owns the call, if known: see `of_layer`."""
-    topology: str
-    """The handle of its ring."""
-    mask: str
-    config: str
-    softmax_scale: float | None
-    softcap: float | None
+    options: Mapping[str, str]
+    """What it is asked for, by name; topology, mask and config by their handles."""
     sinks: bool
-    return_lse: bool
 
     def __str__(self) -> str:
         """Return the call in words, for messages."""
         whose = "" if self.layer is None else f" of {self.layer}"
-        return f"a call{whose} with q {list(self.q)} {self.dtype}, value_dim {self.value_dim}, {self.mask}"
+        shard = self.shard
+        shapes = f"{list(shard.q_shape)} {shard.dtype}, value_dim {shard.value_dim}"
+        return f"a call{whose} with q {shapes}, {self.options['mask']}"
 
     def unlike(self, other: CallId) -> str:
-        """Return the fields that differ, with the value of this call first."""
-        pairs = zip(self._fields, self, other, strict=True)
-        return "; ".join(f"{name} {mine}, not {theirs}" for name, mine, theirs in pairs if mine != theirs)
+        """Return the properties that differ, with the value of this call first."""
+        mine, theirs = self._told, other._told
+        return "; ".join(f"{x} {mine[x]}, not {theirs[x]}" for x in mine if mine[x] != theirs[x])
+
+    @property
+    def _told(self) -> dict[str, object]:
+        names = "kv_heads", "value_dim", "latent", "dtype"
+        shapes = {"q": self.shard.q_shape, **{name: getattr(self.shard, name) for name in names}}
+        return {**shapes, "layer": self.layer, **self.options, "sinks": self.sinks}
 
     @property
     def bytes(self) -> int:
         """Bytes of the results on this rank: O, and LSE in at least float32."""
-        batch, rows, heads, _ = self.q
-        return batch * rows * heads * (self.value_dim * self.dtype.itemsize + max(4, self.dtype.itemsize))
+        return self.shard.result_bytes
 
 
 @dataclass
@@ -103,69 +103,50 @@ class Follower(Protocol):
         """
 
 
-_entered = threading.local()
+class _Entered(threading.local):
+    """The runs of checkpointed functions that a thread is in, outermost first."""
+
+    recordings: tuple[SavedCalls, ...] = ()
+    replays: tuple[Replay, ...] = ()
+    followers: tuple[Follower, ...] = ()
+    """Runs of functions that keep nothing."""
+    layer: str | None = None
+    """The layer, if it was announced."""
 
 
-def recordings() -> tuple[SavedCalls, ...]:
-    """Return the forwards that this thread is in, outermost first."""
-    entered: tuple[SavedCalls, ...] = getattr(_entered, "recordings", ())
-    return entered
-
-
-def replays() -> tuple[Replay, ...]:
-    """Return the recomputations that this thread is in, outermost first."""
-    entered: tuple[Replay, ...] = getattr(_entered, "replays", ())
-    return entered
-
-
-def followers() -> tuple[Follower, ...]:
-    """Return the runs of functions that keep nothing, which this thread is in, outermost first."""
-    entered: tuple[Follower, ...] = getattr(_entered, "followers", ())
-    return entered
+entered = _Entered()
 
 
 def in_checkpoint() -> bool:
     """Return whether this thread is in a forward that may keep results, or in its recomputation."""
-    return bool(recordings() or replays())
+    return bool(entered.recordings or entered.replays)
 
 
-def layer() -> str | None:
-    """Return the layer that this thread is in, if it was announced."""
-    name: str | None = getattr(_entered, "layer", None)
-    return name
-
-
-@contextlib.contextmanager
-def of_layer(name: str) -> Iterator[None]:
+def of_layer(name: str) -> contextlib.AbstractContextManager[None]:
     """Announce a layer: its calls are not mistaken for those of another layer, and errors name it."""
-    before = layer()
-    _entered.layer = name
-    try:
-        yield
-    finally:
-        _entered.layer = before
+    return _as("layer", name)
 
 
 def recording(scope: SavedCalls) -> contextlib.AbstractContextManager[None]:
     """Mark this thread as inside a checkpointed forward."""
-    return _inside("recordings", scope)
+    return _as("recordings", (*entered.recordings, scope))
 
 
 def replaying(scope: Replay) -> contextlib.AbstractContextManager[None]:
     """Mark this thread as inside a recomputation."""
-    return _inside("replays", scope)
+    return _as("replays", (*entered.replays, scope))
 
 
 def following(scope: Follower) -> contextlib.AbstractContextManager[None]:
     """Mark this thread as inside a forward that keeps nothing, or inside its recomputation."""
-    return _inside("followers", scope)
+    return _as("followers", (*entered.followers, scope))
 
 
 @contextlib.contextmanager
-def _inside(runs: str, scope: SavedCalls | Replay | Follower) -> Iterator[None]:
-    before = getattr(_entered, runs, ())
-    setattr(_entered, runs, (*before, scope))
+def _as(name: str, value: object) -> Iterator[None]:
+    before = getattr(entered, name)
+    setattr(entered, name, value)
     try:
         yield
     finally:
-        setattr(_entered, runs, before)
+        setattr(entered, name, before)

@@ -1,67 +1,61 @@
-"""The rows that stay at a rank while bundles travel past: its own, and on a mesh those of its column.
-
-Staying rows go to the other positions of a column; shares of their results come back, and add up.
-"""
+"""The column of a mesh: staying rows go to its other positions; shares of results come back, and add up."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic
+from typing import Generic, TypeVar
 
 import torch
 
 from burst_mcore.attention.geometry.rows import Rows, count, gather
-from burst_mcore.attention.numerics.merge import AnySums, Held
+from burst_mcore.attention.numerics.merge import GradientSums, Held, OnlineSoftmax
 from burst_mcore.attention.runtime.buffers import Lease, room_like
 from burst_mcore.attention.runtime.executor import Bundle, Exchange
 from burst_mcore.attention.schedule.actions import Kind, Pack, Unpack
 
+Sums = TypeVar("Sums", bound=OnlineSoftmax | GradientSums)
 
-class Column(Generic[AnySums]):
-    """The residents of a rank in one pass: rows that stay here, and the sums of their results.
+
+class Column(Generic[Sums]):
+    """The column of a rank in one pass over a mesh: its rows stay at all positions, and shares come back.
 
     Args:
-        positions: those of the column, by member; one alone without a mesh.
-        position: that of the rank.
-        own: its own rows.
+        positions: those of the column, by member.
+        residents: the rows that stay here, by their position; at first the own.
         sums: makes the sums of rows that move in, of (their tensors, the rows).
-        dtype: that of results that go back to another rank.
+        dtype: that of shares.
     """
 
     def __init__(
         self,
         positions: Sequence[int],
-        position: int,
-        own: Held[AnySums],
-        sums: Callable[[Bundle, Rows | None], AnySums],
+        residents: dict[int, Held[Sums]],
+        sums: Callable[[Bundle, Rows | None], Sums],
         dtype: torch.dtype,
         lease: Lease,
     ) -> None:
-        self._positions, self._sums = positions, sums
-        self.own, self.dtype, self.lease = own, dtype, lease
-        self.residents = {position: own}
-        """By the position that owns them."""
+        self._positions, self._residents, self._sums = positions, residents, sums
+        (self.own,) = residents.values()
+        self.dtype, self.lease = dtype, lease
 
     @property
     def exchanges(self) -> dict[Kind, Exchange]:
         """The exchanges along the column."""
-        return (
-            {Kind.RESIDENT: _Residents(self), Kind.SHARE: _Shares(self)} if len(self._positions) > 1 else {}
-        )
+        return {Kind.RESIDENT: _Residents(self), Kind.SHARE: _Shares(self)}
 
     def move_in(self, member: int, rows: Rows | None, bundle: Bundle) -> None:
         """Let rows of a member of the column stay here."""
-        self.residents[self._positions[member]] = Held(rows, bundle, self._sums(bundle, rows))
+        self._residents[self._positions[member]] = Held(rows, bundle, self._sums(bundle, rows))
 
-    def move_out(self, member: int) -> AnySums:
+    def move_out(self, member: int) -> Sums:
         """Return the results of a member's rows, which do not stay any longer."""
-        return self.residents.pop(self._positions[member]).sums
+        return self._residents.pop(self._positions[member]).sums
 
 
 class _Residents:
     """Staying rows of one position -> the other positions of its column."""
 
-    def __init__(self, column: Column[AnySums]) -> None:
+    def __init__(self, column: Column[Sums]) -> None:
         self._column = column
 
     def pack(self, action: Pack) -> Bundle:
@@ -81,7 +75,7 @@ class _Residents:
 class _Shares:
     """Results that one position has for the staying rows of another -> that position, where they add up."""
 
-    def __init__(self, column: Column[AnySums]) -> None:
+    def __init__(self, column: Column[Sums]) -> None:
         self._column = column
 
     def pack(self, action: Pack) -> Bundle:
