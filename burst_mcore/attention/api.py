@@ -18,7 +18,7 @@ from burst_mcore.attention.operator.agree import agreement_of, refusing
 from burst_mcore.attention.operator.ops import attend, attention_forward
 from burst_mcore.attention.operator.schema import ForwardArgs
 from burst_mcore.attention.recompute.replay import CallId, SavedTail, entered, in_checkpoint
-from burst_mcore.attention.request import Options, Request, handle_of, options_of, validate
+from burst_mcore.attention.request import Options, Request, handle_of, options_of, topology_of, validate
 from burst_mcore.attention.runtime.executor import ProcessGroups
 from burst_mcore.attention.runtime.record import unpack
 from burst_mcore.attention.runtime.topology import Topology
@@ -174,7 +174,7 @@ def _checkpointed(args: ForwardArgs, request: Request | None) -> tuple[Tensor, T
     their saved tensors by place.
     """
     options = options_of(args.options)
-    agreement = agreement_of(options.topology)
+    agreement = agreement_of(topology_of(args.options))
     with refusing(agreement):
         request = request or validate(*args[:3], options, sinks=args.sinks, up=args.up)
         own_id = CallId(request.shard, entered.layer, options.told, request.sinks)

@@ -94,9 +94,8 @@ class _Backward:
     def run(self, transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
         outward = self.outward() if self.inward else {}
         exchanges = {**self.inward, **outward}
-        positions = self.call.column(self.pass_)
-        if len(positions) > 1:  # of a mesh
-            new = partial(_sums_of, self.pass_)
+        if self.call.route.rings > 1:
+            positions, new = self.call.column(self.pass_), partial(_sums_of, self.pass_)
             exchanges |= Column(positions, self.residents, new, self.call.grad_dtype, self.lease).exchanges
         home = sendable(self.call, self.home)
         ring = Ring(transport, self.call.rank, home, self.new, self.lease.free, exchanges)

@@ -74,8 +74,8 @@ class _Forward:
     def run(self, transport: Transport) -> Attended:
         outward = self.outward() if self.inward else {}
         exchanges = {**self.inward, **outward}
-        positions = self.call.column(Pass.FORWARD)
-        if len(positions) > 1:  # of a mesh; shares are as exact as the results of a tile
+        if self.call.route.rings > 1:  # shares are as exact as the results of a tile
+            positions = self.call.column(Pass.FORWARD)
             new = partial(_softmax_of, self.call.problem.value_dim)
             exchanges |= Column(positions, self.residents, new, self.softmax.dtype, self.lease).exchanges
         home = sendable(self.call, (self.k, self.v))
@@ -95,10 +95,11 @@ class _Forward:
         position = self.call.position if action.resident is None else action.resident
         stored, (q,), softmax, _ = self.residents[position]
         met = self.call.tiles(position, action.source, q_part=action.part)
-        if met:
+        if met and self.keys_of.expands:
             came: Held[Any] = Held(rows, bundle, None)
             read = partial(self.call.met, Pass.FORWARD, action.source)
-            rows, (k, v), *_ = self.keys_of.of(action.source, came, read)
+            rows, bundle, *_ = self.keys_of.of(action.source, came, read)
+        k, v = bundle
         for tile in met:
             queries, keys = relative_to(stored, tile.q), relative_to(rows, tile.k)
             q_tile, k_tile, v_tile = gather(q, queries), gather(k, keys), gather(v, keys)

@@ -71,13 +71,10 @@ class Options:
         """Return the options of these values, the same for equal ones; ValueError if they are not legal."""
         softcap = None if softcap == 0 else softcap
         check_settings(mask, config, softmax_scale, softcap, travels)
-        scale, softcap = (None if x is None else float(x) for x in (softmax_scale, softcap))  # numpy's too
+        scale = None if softmax_scale is None else float(softmax_scale)  # numpy's too
+        softcap = None if softcap is None else float(softcap)
         handles = ensure(topology), ensure(mask), ensure(config)
         return options_of(handle_of(handles, scale, softcap, return_lse, travels))
-
-    @property
-    def topology(self) -> Topology:
-        return topology_of(self.handle)
 
     @cached_property
     def told(self) -> dict[str, str]:
@@ -181,7 +178,7 @@ def validate(
     Args:
         up: the weights of a latent, if k and v are it and its rope key: see `Latent`.
     """
-    may_be_empty = options.topology.size > 1
+    may_be_empty = topology_of(options.handle).size > 1
     if up is None:
         check_tensors(q, k, v, may_be_empty=may_be_empty)
         shard = shard_of(q.shape, k.shape[2], v.shape[3], q.dtype, options.config)
@@ -212,13 +209,13 @@ def request_of(shard: Shard, device: str, options: Options, *, sinks: bool) -> R
     """Return the request of legal tensors of these shapes; see `validate`."""
     request = _request(shard, device, options, sinks)
     if request.ranks.size > 1:
-        check_group(options.topology, device)
+        check_group(topology_of(options.handle), device)
     return request
 
 
 @lru_cache(maxsize=REQUESTS)
 def _request(shard: Shard, device: str, options: Options, sinks: bool) -> Request:
-    topology, config = options.topology, options.config
+    topology, config = topology_of(options.handle), options.config
     check_settings(options.mask, config, options.softmax_scale, options.softcap, options.travels)
     ranks = Ranks(topology.size, topology.intra_size)
     Layout.of(config.layout).divisor(ranks.size)  # raises if it does not go with so many ranks

@@ -84,7 +84,7 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
     agreement = agreement_of(topology)
     with refusing(agreement):
         options = options_of(args.options)
-        request = _handed_over() or validate(q, k, v, options, sinks=sinks, up=args.up)
+        request = vars(_validated).pop("request", None) or validate(q, k, v, options, sinks=sinks, up=args.up)
         if args.keep:
             check_keep(args.keep)
         for run in entered.followers:
@@ -129,13 +129,7 @@ def attend(args: ForwardArgs, request: Request) -> ForwardResults:
     try:
         return ForwardResults(*attention_forward(*args))
     finally:
-        _handed_over()
-
-
-def _handed_over() -> Request | None:
-    request: Request | None = getattr(_validated, "request", None)
-    _validated.request = None
-    return request
+        vars(_validated).pop("request", None)
 
 
 def _owned(x: Tensor) -> Tensor:
@@ -172,7 +166,7 @@ def _traced(args: ForwardArgs) -> ForwardResults:
     """Return the shapes of the results; ranks of other lengths pool and save other numbers of rows."""
     q, k, v = args.q, args.k, args.v
     options, dtype = options_of(args.options), wide(q.dtype)
-    topology, config = options.topology, options.config
+    topology, config = topology_of(args.options), options.config
     out = q.new_empty((*q.shape[:3], args.value_dim))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
     record = records.packed_like(q, topology.size)
@@ -215,7 +209,7 @@ def attention_backward(args: BackwardArgs) -> BackwardResults:
     record = records.unpack(args.record)
     out, lse, tokens = args.out, args.lse, args.out.shape[1]
     options = options_of(args.options)
-    topology, config = options.topology, options.config
+    topology, config = topology_of(args.options), options.config
     agreement = agreement_of(topology)
     with refusing(agreement):
         shape, latent, kv_heads = (*out.shape[:3], args.q.shape[-1]), None, args.kv_heads
@@ -276,7 +270,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.options, options = args.options, options_of(args.options)
     ctx.kv_heads, ctx.tail = args.k.shape[2], len(args.tail)
     ctx.record = records.known(results.record)
-    ctx.alive = options, options.topology
+    ctx.alive = options, topology_of(args.options)
     ctx.save_for_backward(*Saved.of(args, results))
     ctx.set_materialize_grads(False)
 
