@@ -186,7 +186,8 @@ def test_gradients_are_bitwise_equal_between_runs():
 
 def test_kernels_are_told_to_be_deterministic():
     q = torch.zeros(1, 8, 2, 8)
-    options = Options.of(Topology.single(), Mask.causal(), BurstConfig(deterministic=True))
+    topology = Topology.single()
+    options = Options.of(topology, Mask.causal(), BurstConfig(deterministic=True))
     call = resolve(validate(q, q, q, options), [8])
     assert call.problem.deterministic and call.scores.deterministic
     ask = replace(call.problem, device="cuda", dtype=torch.bfloat16)
