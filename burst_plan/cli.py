@@ -105,7 +105,7 @@ def explain(
     tflops: Tflops = None,
     latency_us: Latency = None,
 ) -> None:
-    """Predict what "auto" chooses on a cluster for head_parallel, backward and ring, and say why."""
+    """Predict the ways of a call on a cluster, and say which it takes by default and by "auto", and why."""
     import torch
 
     from burst_mcore.config import BurstConfig
@@ -114,7 +114,8 @@ def explain(
     from burst_plan.words import tokens
 
     try:
-        config = BurstConfig(ring=ring, mesh=mesh, overlap=overlap)
+        meshes = mesh == "auto"
+        config = BurstConfig(ring=ring, mesh="none" if meshes else mesh, overlap=overlap)
         problem = LayerProblem(
             seq=tokens(seq),
             heads=heads,
@@ -128,10 +129,7 @@ def explain(
         )
         where, rates = ranks_and_rates(cluster, rates_file, intra_gb, inter_gb, tflops, latency_us, gpu)
         torch.set_num_threads(1)  # many small operations: threads would wait for each other
-        text = predict.explain(
-            problem, where, rates, ring=ring, mesh=config.mesh, overlap=overlap, layout=layout
-        )
-        typer.echo(text)
+        typer.echo(predict.explain(problem, where, rates, config, layout=layout, meshes=meshes))
     except REFUSED as error:
         _fail("explain", error)
 

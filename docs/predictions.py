@@ -24,9 +24,10 @@ from burst_bench.published.loops import (
     together,
 )
 from burst_bench.published.methods import MethodWay, seconds_of, way_of
+from burst_mcore.attention.autotune.choose import AS_FAST
 from burst_mcore.attention.schedule.actions import Kind, Send
 from burst_mcore.machines import CONSTANTS, MACHINES, Machine
-from burst_plan.step import memory, search, time
+from burst_plan.step import memory, time
 from burst_plan.step.figures import KINDS
 from burst_plan.step.parts import CHUNK, MODULES, PLAIN
 
@@ -119,7 +120,7 @@ _STEP = {
     "EXCHANGES": (time.EXCHANGES, "counted: tokens go to experts, and back"),
     "ADAM_ON_GPU": (time.ADAM_ON_GPU, "counted: bytes of a parameter, its weight in 16 bits included"),
     "ADAM_ON_HOST": (time.ADAM_ON_HOST, "counted: the same without the weight, which the link carries"),
-    "AS_FAST": (search.AS_FAST, "an assumption: ways within this factor count as equally fast"),
+    "AS_FAST": (AS_FAST, "an assumption: ways within this factor count as equally fast"),
     "PREFETCH": (time.PREFETCH, "DeepSpeed's default: parameters that ZeRO-3 gathers ahead, beside a module"),
     "PAGEABLE": (
         time.PAGEABLE,

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from burst_mcore import BurstConfig, Latent, Layout, Mask, Topology, burst_attention, shard, unshard
 from burst_mcore.attention.autotune.cost import link_bytes, message_bytes
-from burst_mcore.attention.autotune.decide import fastest, latent_gains
+from burst_mcore.attention.autotune.decide import decide, fastest
+from burst_mcore.attention.autotune.question import Question
 from burst_mcore.attention.autotune.ways import Ranks, legal_degrees
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.operator import ops
@@ -344,6 +345,9 @@ DEEPSEEK = Shard(
 )
 
 
+ONE = Ranks(1, 1)
+
+
 def test_deepseek_carries_576_numbers_a_token_instead_of_40960():
     travelling = replace(DEEPSEEK, latent_travels=True)
     route = Route(1, 4)
@@ -355,11 +359,10 @@ def test_deepseek_carries_576_numbers_a_token_instead_of_40960():
 
 def test_auto_takes_the_latent_only_where_a_gain_is_predicted():
     fast, slow = (Rates(intra=4e11, inter=inter, compute=4e14) for inter in (4e11, 5e9))
-    config, mask, ranks = BurstConfig(), Mask.causal(), Ranks(16, 4)
-    for rates, tokens, gains in ((slow, 8192, True), (fast, 8192, False)):
-        travelling = replace(DEEPSEEK, tokens=tokens, latent_travels=True)
-        assert latent_gains(config, ranks, rates, travelling, mask, 16 * tokens) == gains
-    assert not latent_gains(config, Ranks(1, 1), slow, replace(DEEPSEEK, latent_travels=True), mask, 8192)
+    for rates, ranks, gains in ((slow, Ranks(16, 4), True), (fast, Ranks(16, 4), False), (slow, ONE, False)):
+        question = Question(DEEPSEEK, Layout("zigzag"), Mask.causal(), 8192 * ranks.size, ranks, rates)
+        for travels, want in (("auto", gains), ("on", True), ("off", False)):
+            assert decide(BurstConfig(), question, travels).latent_travels == want
 
 
 def _latent(**changed):
@@ -430,9 +433,9 @@ def test_predictions_in_the_docs_are_those_of_the_model():
         name, nodes, degree, *said = (cell.strip() for cell in row.strip("|").split("|"))
         config = BurstConfig(ring="double", head_parallel=int(degree), head_placement="inner")
         ranks = Ranks(int(nodes) * 8, 8)
-        call = config, Layout("zigzag"), ranks, machine(name).rates
+        call = Layout("zigzag"), Mask.causal(), 8192 * ranks.size, ranks, machine(name).rates
         found = [
-            fastest(*call, replace(DEEPSEEK, latent_travels=travels), Mask.causal(), 8192 * ranks.size)
+            fastest(config, Question(replace(DEEPSEEK, latent_travels=travels), *call))
             for travels in (False, True)
         ]
         assert said == [f"{way.seconds * 1e3:.0f} ms" for way in found]

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from volume import of_mesh
 
 from burst_mcore import BurstConfig, Layout, Mask, Topology
+from burst_mcore.attention.autotune.choose import best
 from burst_mcore.attention.autotune.cost import (
     expansion_seconds,
     home_expansion_seconds,
@@ -26,7 +27,8 @@ from burst_mcore.attention.autotune.cost import (
     message_bytes,
 )
 from burst_mcore.attention.autotune.costing import pairs_of, work_of
-from burst_mcore.attention.autotune.decide import choose_route, latent_gains
+from burst_mcore.attention.autotune.decide import costed, decide
+from burst_mcore.attention.autotune.question import Question
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.schedule.actions import Pass
@@ -129,7 +131,7 @@ def _over_gloo(rank, size):
         (BurstConfig(mesh=mesh, head_parallel=degree, backward=backward, overlap=overlap), "on")
         for (mesh, degree), backward, overlap in itertools.product(meshes, ("query", "kv"), (True, False))
     ]
-    ways += [(BurstConfig(mesh=mesh), "auto") for mesh in ("2x2", "auto")]
+    ways += [(BurstConfig(mesh=mesh), "auto") for mesh in ("2x2", "none")]
     lengths = itertools.cycle((3, 64, 40, 5, 96))
     for (config, travels), n in zip(ways, lengths, strict=False):
         c = case(n, n, heads=4, batch=2)
@@ -147,12 +149,12 @@ def test_meshes_of_four_ranks_agree_in_float64():
 RATES = Rates(intra=4e11, inter=1e9, compute=4e14)
 
 
-def _chosen(shard, ranks, mesh="auto"):
-    config = BurstConfig(mesh=mesh, head_parallel=1)
-    return choose_route(config, ranks, RATES, shard, Mask.causal(), shard.tokens * ranks.size)[0]
+def _chosen(shard, ranks):
+    question = Question(shard, Layout("zigzag"), Mask.causal(), shard.tokens * ranks.size, ranks, RATES)
+    return best(costed(BurstConfig(), question, meshes=True)).route
 
 
-def test_auto_takes_a_mesh_for_a_latent_only_if_queries_are_as_few():
+def test_a_mesh_is_found_for_a_latent_only_if_queries_are_as_few():
     """Queries and outputs of 128 heads are a hundred latents, so that a ring of the latent moves less."""
     ranks, latent = Ranks(16, 1), replace(DEEPSEEK, tokens=4096, latent_travels=True)
     assert _chosen(latent, ranks).rings == 1
@@ -160,13 +162,12 @@ def test_auto_takes_a_mesh_for_a_latent_only_if_queries_are_as_few():
     assert _chosen(replace(latent, heads=2, kv_heads=2), ranks).rings > 1
 
 
-@pytest.mark.parametrize("mesh", ["4x4", "auto"])
-def test_auto_weighs_the_latent_on_meshes_against_k_and_v_there(mesh):
-    ranks, mask, config = Ranks(16, 4), Mask.causal(), BurstConfig(mesh=mesh, head_parallel=1)
+def test_auto_weighs_the_latent_on_meshes_against_k_and_v_there():
+    ranks, n, config = Ranks(16, 4), 16 * DEEPSEEK.tokens, BurstConfig(mesh="4x4")
     for inter, gains in ((1e9, True), (4e11, False)):
-        travelling = replace(DEEPSEEK, latent_travels=True)
         rates = Rates(intra=4e11, inter=inter, compute=4e14)
-        assert latent_gains(config, ranks, rates, travelling, mask, 16 * DEEPSEEK.tokens) == gains
+        question = Question(DEEPSEEK, Layout("zigzag"), Mask.causal(), n, ranks, rates)
+        assert decide(config, question, "auto").latent_travels == gains
 
 
 @pytest.mark.parametrize("direction", [Pass.KV, Pass.QUERY])
@@ -214,7 +215,7 @@ def test_explain_takes_a_latent():
     deepseek = "--heads 128 --head-dim 192 --value-dim 128 --seq 128K --cluster h100:4x4 --mesh auto"
     told = _explained(*deepseek.split(), "--latent", "512+64")
     assert "(mesh of 2 x 2: each row a double ring of 2 x 1, heads over 4)" in told
-    assert "chosen: ring='double', head_parallel=4, mesh='2x2', backward=" in told
+    assert "mesh:    ring='double', head_parallel=4, mesh='2x2', backward=" in told
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from burst_mcore import BurstConfig, Mask, burst_attention
 from burst_mcore.attention import request as request_module
+from burst_mcore.attention.autotune import question
 from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.operator.ops import attention_backward, attention_forward
 from burst_mcore.attention.operator.schema import BackwardArgs, ForwardArgs, ForwardResults, Saved
@@ -320,7 +321,7 @@ def test_gradients_outlive_the_mask():
         call_of,
         request_module._request,
         request_module.options_of,
-        request_module.choose_route,
+        question._typical,
         mask_module._bands,
     ):  # they hold masks as well
         cache.cache_clear()

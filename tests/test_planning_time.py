@@ -5,23 +5,19 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from dataclasses import replace
 from pathlib import Path
 
 import limits
 import pytest
 import torch
 
-from burst_bench.methods.sharded import share_of
 from burst_bench.results import read
 from burst_bench.subjects import planning
 from burst_mcore import BurstConfig, Layout, Mask, Topology, prepare
 from burst_mcore.attention import prepare as prepare_module
 from burst_mcore.attention import request as request_module
 from burst_mcore.attention.autotune import decide as decide_module
-from burst_mcore.attention.autotune.decide import fastest
-from burst_mcore.attention.autotune.search import contenders
-from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.autotune.search import candidates
 from burst_mcore.attention.geometry.pattern import Abilities
 from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import plan_of
@@ -30,7 +26,6 @@ from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.request import Options, validate
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, program
-from burst_mcore.machines import MACHINES
 
 RANKS, TOKENS = 64, 2**20
 
@@ -93,18 +88,15 @@ def test_a_warm_call_is_planned_within_100_microseconds(layout):
     assert min(took) < 100e-6
 
 
-def test_meshes_on_256_ranks_are_planned_within_five_seconds():
-    """Between nodes messages take 20 times as long as on A800, so that a mesh is the fastest."""
-    _forget()
-    size, n = 256, 4096 * 256
-    share = share_of(4096, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
-    rates = MACHINES["A800"].rates
-    slow = replace(rates, inter=rates.inter / 20)
-    config = BurstConfig(backward="auto", mesh="auto")
-    start = time.process_time()
-    chosen = fastest(config, Layout("zigzag"), Ranks(size, 8), slow, share, Mask.causal(), n)
-    assert time.process_time() - start < 5
-    assert chosen.route.rings > 1
+@pytest.mark.parametrize("planned", [name for name in planning.PLANNED if name.startswith("auto")])
+def test_a_call_over_1024_ranks_is_decided_within_two_seconds(planned):
+    took = []
+    while len(took) < 3 and min(took, default=2) >= 2:  # other work beside makes a run longer, never shorter
+        _forget()
+        start = time.process_time()
+        planning.PLANNED[planned](1024)
+        took.append(time.process_time() - start)
+    assert min(took) < 2
 
 
 def _forget():
@@ -167,7 +159,7 @@ def test_the_committed_planning_results_reach_their_bars():
 def test_documents_of_a_kind_are_decided_once(monkeypatch):
     _forget()
     decided = []
-    monkeypatch.setattr(decide_module, "contenders", lambda *a, **k: decided.append(a) or contenders(*a, **k))
+    monkeypatch.setattr(decide_module, "candidates", lambda *a, **k: decided.append(a) or candidates(*a, **k))
     for seed in range(5):
         _planned(planning.packed(TOKENS, seed), "zigzag")()
     assert len(decided) == 1

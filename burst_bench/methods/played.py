@@ -19,10 +19,11 @@ from burst_bench.core import Case, Method, World, add
 from burst_bench.methods.sharded import share_of
 from burst_bench.published import methods as published
 from burst_bench.published.rows import Row
-from burst_mcore.attention.autotune import cost, decide
+from burst_mcore.attention.autotune import cost
 from burst_mcore.attention.autotune.candidate import Candidate
-from burst_mcore.attention.autotune.choose import best
 from burst_mcore.attention.autotune.costing import pairs_of, work_of
+from burst_mcore.attention.autotune.decide import fastest
+from burst_mcore.attention.autotune.question import Question
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.schedule import actions as does
@@ -195,7 +196,7 @@ _TAGS = tuple(Kind)
 def costed(case: PlayedCase, config: BurstConfig) -> Candidate:
     """Return the way that a configuration takes on the cluster, with its cost."""
     share, where = case.share, case.where
-    return best(decide.costed(config, LAYOUT, where, case.model, share, MASK, share.tokens * where.size))
+    return fastest(config, Question(share, LAYOUT, MASK, share.tokens * where.size, where, case.model))
 
 
 def ours(config: BurstConfig, case: PlayedCase, world: World) -> Played:

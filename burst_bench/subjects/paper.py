@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from burst_bench import emulate
 from burst_bench.core import Bar, Derived, Method, Stage, Table, Trial, World
 from burst_bench.methods.played import AUTO, FIELD, Played, PlayedCase, Scale, costed, play
+from burst_mcore.attention.autotune.choose import AS_FAST
 from burst_mcore.rates import Rates
 
 TOKENS = (4096, 8192, 16384, 32768)
@@ -26,8 +27,6 @@ HALF = "with half the NIC"
 GROWS = "lead with half the NIC / lead"
 WITHIN = 0.05
 """A method may be so far from its prediction."""
-AS_FAST = 1.02
-"""The model calls ways within 1 % equally fast, and rounds differ by as much."""
 BEHIND = "this / fastest other"
 PAPERS = {
     (method, tokens): figure

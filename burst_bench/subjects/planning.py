@@ -16,7 +16,7 @@ import torch
 from burst_bench.core import Bar, Case, Stage, Trial, World, one_of
 from burst_bench.methods.sharded import share_of
 from burst_mcore.attention.autotune.decide import fastest
-from burst_mcore.attention.autotune.kind import typical
+from burst_mcore.attention.autotune.question import Question
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.geometry.plan import Plan, plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of
@@ -72,10 +72,10 @@ def _new_documents(size: int) -> None:
 
 def _auto(size: int, mask: Mask) -> None:
     """Choose as "auto" does in the first call, head_parallel=1: 32 heads, 8 K/V heads, bfloat16."""
-    layout, mask = typical(Layout("zigzag"), mask, TOKENS * size, size)
     share = share_of(TOKENS, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
     config = BurstConfig(ring="auto", head_parallel=1, backward="auto")
-    fastest(config, layout, Ranks(size, NODE), MACHINES["A800"].rates, share, mask, TOKENS * size)
+    rates, layout = MACHINES["A800"].rates, Layout("zigzag")
+    fastest(config, Question(share, layout, mask, TOKENS * size, Ranks(size, NODE), rates).typical)
 
 
 PLANNED: dict[str, Callable[[int], object]] = {

@@ -37,6 +37,7 @@ from burst_mcore.attention.autotune import decide
 from burst_mcore.attention.autotune.candidate import Candidate
 from burst_mcore.attention.autotune.choose import best
 from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
+from burst_mcore.attention.autotune.question import Question
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Scores
@@ -269,8 +270,8 @@ def settings_of(way: Candidate) -> str:
 def costed(case: ClusterCase, way: str, latency: float) -> tuple[Candidate, ...]:
     """Return the candidates that a way leaves open; `latency`: seconds of a message besides its bytes."""
     config, rates = config_of(way), replace(case.rates, latency=latency)
-    n = case.tokens * case.where.size
-    return decide.costed(config, Layout.of(config.layout), case.where, rates, case.share, case.seen, n)
+    n, layout = case.tokens * case.where.size, Layout.of(config.layout)
+    return decide.costed(config, Question(case.share, layout, case.seen, n, case.where, rates))
 
 
 def predicted(case: ClusterCase, way: str, latency: float) -> float:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-from burst_mcore.attention.autotune.decide import check_mesh
-from burst_mcore.attention.autotune.ways import Ranks, placements, route_for, why_not_placed
+from burst_mcore.attention.autotune.ways import Ranks, check_mesh, placements, route_for, why_not_placed
 from burst_mcore.attention.checks import check_dense
 from burst_mcore.attention.numerics.latent import Latent
 from burst_mcore.attention.operator.agree import agreement_of, refusing

@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TypeVar
 
-from burst_mcore.attention.autotune.decide import without_layout
 from burst_mcore.attention.call import Call
 from burst_mcore.attention.checks import legal_lengths
 from burst_mcore.attention.request import Request, resolve
@@ -106,7 +105,9 @@ def one_ahead(batches: Iterator[AnyBatch]) -> Iterator[AnyBatch]:
 def remember(request: Request) -> None:
     """Let `prepare` plan calls like this one."""
     request = replace(request, mask=request.mask.without_documents)
-    key = replace(request, config=without_layout(request.config), shard=replace(request.shard, tokens=0))
+    key = replace(
+        request, config=replace(request.config, layout="zigzag"), shard=replace(request.shard, tokens=0)
+    )
     _remembered[key] = request
     _remembered.move_to_end(key)
     while len(_remembered) > KINDS:

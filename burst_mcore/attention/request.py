@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from burst_mcore.agreement import Signature
-from burst_mcore.attention.autotune.decide import choose_route, degrees_of, latent_gains
-from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.autotune.decide import decide
+from burst_mcore.attention.autotune.question import Question
+from burst_mcore.attention.autotune.ways import Ranks, degrees_of
 from burst_mcore.attention.call import Call
 from burst_mcore.attention.checks import (
     check_group,
@@ -244,11 +245,9 @@ def resolve(request: Request, lengths: Sequence[int]) -> Call:
     request.mask.check(n)
     mask = request.mask.clipped(n)
     shard = replace(request.shard, tokens=request.layout.padded(n, size) // size)
-    if shard.latent is not None and request.travels != "off":
-        travelling = replace(shard, latent_travels=True)
-        options = request.config, request.ranks, request.rates, travelling, mask, n
-        shard = travelling if request.travels == "on" or latent_gains(*options) else shard
-    route, direction = choose_route(request.config, request.ranks, request.rates, shard, mask, n)
+    question = Question(shard, request.layout, mask, n, request.ranks, request.rates)
+    route, direction, latent_travels = decide(request.config, question, request.travels)
+    shard = replace(shard, latent_travels=latent_travels)
     problem = problem_of(
         shard.pooled(route.heads),
         request.device,

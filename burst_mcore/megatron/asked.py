@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from burst_mcore.attention.autotune.decide import check_mesh
-from burst_mcore.attention.autotune.ways import Ranks, why_not_degree
+from burst_mcore.attention.autotune.ways import Ranks, check_mesh, why_not_degree
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import KERNELS, by_rank
 from burst_mcore.config import SETTINGS, BurstConfig, sides_of

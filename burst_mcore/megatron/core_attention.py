@@ -25,8 +25,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 
 from burst_mcore.attention.api import burst_attention, connect
-from burst_mcore.attention.autotune.decide import degrees_of
-from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.autotune.ways import Ranks, degrees_of
 from burst_mcore.attention.cached import attend_to_cache
 from burst_mcore.attention.geometry.launches import launches_of
 from burst_mcore.attention.kernels.kernel import Scores

@@ -6,17 +6,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from burst_mcore.attention.autotune.choose import AS_FAST
 from burst_mcore.config import BurstConfig
-from burst_mcore.deepspeed.config.ways import within_nodes
 from burst_plan.doctor.configured import MEGATRONS_OWN, NotPredictedError
 from burst_plan.step.advice import advice, notes, of_windows
 from burst_plan.step.attention import attention
 from burst_plan.step.figures import Cluster, PredictedStep, short
 from burst_plan.step.memory import shard_of, total
 from burst_plan.step.model import Model
-from burst_plan.step.search import AS_FAST, lengths, search, waits
+from burst_plan.step.search import lengths, search, waits
 from burst_plan.step.way import Way, why_not
-from burst_plan.words import mask_of
 
 
 def review(step: PredictedStep, config: BurstConfig, unknown: str | None = None) -> Iterator[str]:
@@ -70,7 +69,7 @@ def _better(step: PredictedStep) -> Iterator[str]:
     if best is None:
         yield f"instead: no way of {way.framework} over {place.ranks.size} ranks fits {step.seq} tokens"
     elif step.fits and step.seconds <= AS_FAST * best.seconds:
-        yield f"faster: no way of {way.framework} over {place.ranks.size} ranks is more than 1 % faster"
+        yield f"faster: no way of {way.framework} over {place.ranks.size} ranks is more than 5 % faster"
     else:
         gain = f"takes {1 - best.seconds / step.seconds:.0%} less time" if step.fits else "fits"
         yield f"{'faster' if step.fits else 'instead'}: {best.way} {gain}, {short(best.seconds)} s; write"
@@ -85,7 +84,7 @@ def predicted(
     """Return the step of a configured way.
 
     Args:
-        config: the settings of its attention. DeepSpeed's heads are shared within a node.
+        config: the settings of its attention.
         batch: sequences of a micro-batch: `batch` of them take the bytes of one that is as long.
 
     Raises:
@@ -96,8 +95,6 @@ def predicted(
         raise NotPredictedError(reason)
     try:
         shard, ranks = replace(shard_of(model, way, seq), batch=batch), way.ring(place.ranks)
-        if way.framework == "deepspeed":
-            config = within_nodes(config, shard, mask_of(mask, seq), seq, ranks, place.rates)
         runs = attention(shard, seq, ranks, place.rates, mask, config)
     except ValueError as error:
         raise NotPredictedError(str(error)) from None

@@ -11,6 +11,9 @@ import torch
 
 from burst_mcore.attention.autotune.candidate import Candidate
 from burst_mcore.attention.autotune.choose import best, reason
+from burst_mcore.attention.autotune.decide import settings_of
+from burst_mcore.attention.autotune.question import Question
+from burst_mcore.attention.autotune.search import candidates
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import choose, preferred
@@ -24,7 +27,6 @@ from burst_mcore.deepspeed.config.refusals import (
 )
 from burst_mcore.deepspeed.config.section import Checkpointing, config_dict, section_of
 from burst_mcore.deepspeed.config.settings import part, zero
-from burst_mcore.deepspeed.config.ways import ways
 from burst_mcore.layout import Layout
 from burst_mcore.machines import Machine, default_rates
 from burst_mcore.mask import Mask
@@ -108,11 +110,12 @@ def examine(
         grad_dtype=section.burst_config().grad_dtype,
     )
     if size > 1:
-        candidates = ways(section.burst_config(), shard, mask, seq, Ranks(size, intra), rates)
-        chosen = best(candidates)
+        question = Question(shard, layout, mask, seq, Ranks(size, intra), rates)
+        tried = candidates(question, settings_of(section.burst_config(), question))
+        chosen = best(tried)
         steps = config.get("gradient_accumulation_steps", 1)
         times = model.layers * (steps if isinstance(steps, int) else 1)  # "auto" is the Trainer's to say
-        yield f"way: {chosen.route}, backward {chosen.direction}: {reason(chosen, candidates)}"
+        yield f"way: {chosen.route}, backward {chosen.direction}: {reason(chosen, tried)}"
         yield (
             f"bytes of attention a step and rank, {model.layers} layers: "
             f"{chosen.intra_bytes * times / 1e9:.3g} GB within nodes, "

@@ -15,10 +15,11 @@ from burst_mcore.attention.autotune.candidate import Candidate
 from burst_mcore.attention.autotune.choose import best, reason
 from burst_mcore.attention.autotune.cost import Sizes, link_bytes, message_bytes
 from burst_mcore.attention.autotune.costing import pairs_of, work_of
-from burst_mcore.attention.autotune.decide import costed, degrees_of
-from burst_mcore.attention.autotune.kind import typical
+from burst_mcore.attention.autotune.decide import costed, settings_of
+from burst_mcore.attention.autotune.question import Question
+from burst_mcore.attention.autotune.search import candidates
 from burst_mcore.attention.autotune.simulate import Timeline, play
-from burst_mcore.attention.autotune.ways import Mesh, Ranks, legal_degrees
+from burst_mcore.attention.autotune.ways import SEARCHED, Mesh, Ranks, legal_degrees
 from burst_mcore.attention.geometry.plan import Plan, plan_of
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route, Schedule, schedule
@@ -83,9 +84,9 @@ def layout_of(text: str, problem: LayerProblem, ranks: Ranks) -> Layout:
     return layout
 
 
-def shard_of(problem: LayerProblem, ranks: Ranks, layout: Layout) -> Shard:
-    """Return the shapes of one rank. Raises ValueError if the sequence cannot be dealt."""
-    return Shard(
+def question_of(problem: LayerProblem, ranks: Ranks, rates: Rates, layout: Layout) -> Question:
+    """Return what the cost model is asked. Raises ValueError if the sequence cannot be dealt."""
+    shard = Shard(
         batch=problem.batch,
         tokens=layout.padded(problem.seq, ranks.size) // ranks.size,
         heads=problem.heads,
@@ -96,80 +97,82 @@ def shard_of(problem: LayerProblem, ranks: Ranks, layout: Layout) -> Shard:
         latent=problem.latent,
         latent_travels=problem.latent is not None,
     )
+    return Question(shard, layout, problem.seen, problem.seq, ranks, rates)
 
 
 def explain(
     problem: LayerProblem,
     ranks: Ranks,
     rates: Rates,
+    config: BurstConfig,
     *,
-    ring: str,
-    overlap: bool,
     layout: str = "zigzag",
-    mesh: Mesh = "none",
+    meshes: bool = False,
 ) -> str:
-    """Return, in words, the ways that "auto" chooses from, the cost of each, the choice and its reason.
+    """Return, in words, all ways with their costs, those that a call takes by default and by "auto", and why.
+
+    Args:
+        config: the settings that are given; heads may be shared besides.
+        meshes: also look for the best mesh.
 
     Raises:
         ValueError: as `layout_of`, or no degree of head parallelism goes with the mesh.
     """
-    dealt = layout_of(layout, problem, ranks)
-    of_kind, mask = typical(dealt, problem.seen, problem.seq, ranks.size)
-    shard = shard_of(problem, ranks, dealt)
-    config = BurstConfig(ring=ring, overlap=overlap, mesh=mesh)
-    of_degree = partial(_of_degree, config, of_kind, ranks, rates, shard, mask, problem.seq)
+    question = question_of(problem, ranks, rates, layout_of(layout, problem, ranks))
+    of_kind, shard = question.typical, question.shard
     degrees = legal_degrees(ranks, problem.heads, problem.kv_heads)
+    of_degree = partial(costed, config, of_kind, meshes=meshes)  # none where a degree does not go with a mesh
     found = [each for of_one in _in_parallel(of_degree, degrees, ranks) for each in of_one]
     if not found:
         raise ValueError(
-            f"mesh {mesh}: rows x columns x head_parallel must be the {ranks.size} ranks; legal "
+            f"mesh {config.mesh}: rows x columns x head_parallel must be the {ranks.size} ranks; legal "
             f"head_parallel: {', '.join(map(str, degrees))}"
         )
-    chosen = best(found)
-    ordered = sorted(found, key=lambda candidate: (candidate.seconds, candidate is not chosen))
+    of_call = [c for c in found if config.ring != "auto" or c.ring in SEARCHED]
+    auto = [c for c in of_call if not meshes or c.route.rings == 1]
+    mesh = [c for c in of_call if meshes and c.route.rings > 1]
+    default = [c for c in auto if c.route.heads == 1] or auto  # a mesh may need heads that are shared
+    words = {"default": default, "auto": auto, "mesh": mesh}
+    chosen = {word: best(among) for word, among in words.items() if among}
+    told = (
+        f"{word + ':':9}{_settings(c)} ({c.route}): {c.seconds * 1e3:.4g} ms; {reason(c, words[word])}\n"
+        for word, c in chosen.items()
+    )
+    ordered = sorted(found, key=lambda candidate: (candidate.seconds, candidate is not chosen["auto"]))
     bound = _bound(shard, ranks)
     shown = table([_row(c, chosen, bound) for c in ordered], LESS, floatfmt=".4g")
-    route = chosen.route
-    asked = [f"ring={chosen.ring!r}", f"head_parallel={route.heads}"]
-    asked += ["head_placement='outer'"] * route.outer
-    asked += [f"mesh='{route.rings}x{route.places}'"] * (route.rings > 1)
-    plan = plan_of(dealt, problem.seen, problem.seq, chosen.route.placement)
-    uneven = max(unevenness(plan, chosen.route, pass_) for pass_ in (Pass.FORWARD, Pass(chosen.direction)))
-    kind = f"documents count as {_length(mask)} tokens on average, for any batch of this kind\n"
+    route, direction = chosen["auto"].route, chosen["auto"].direction
+    plan = plan_of(question.layout, problem.seen, problem.seq, route.placement)
+    uneven = max(unevenness(plan, route, pass_) for pass_ in (Pass.FORWARD, Pass(direction)))
+    kind = f"documents count as {_length(of_kind.mask)} tokens on average, for any batch of this kind\n"
     return (
-        f"{shown}\n\nchosen: {', '.join(asked)}, backward={chosen.direction!r} ({route}): "
-        f"{reason(chosen, found)}\n"
-        f"mask {problem.mask}, layout {dealt}: the busiest rank has {uneven:.2f} x the mean work\n"
-        f"{kind if mask.document_ends is not None else ''}"
-        f"times are those of the slowest rank, MB those that a rank sends on average; exposed: time in which "
-        f"the busiest rank does not compute;\ntied: ranks that wait for each other in one exchange across "
-        f"nodes; {bound}\n"
+        f"{shown}\n\n{''.join(told)}"
+        f"mask {problem.mask}, layout {question.layout}: the busiest rank has {uneven:.2f} x the mean work\n"
+        f"{kind if of_kind.mask.document_ends is not None else ''}"
+        f'marked *: the way of a call by default, +: by all "auto"; times are those of the slowest rank,\nMB '
+        f"those that a rank sends on average; exposed: time in which its kernel does not run;\n{bound}\n"
         f"(predicted, not measured: {in_words(rates)})"
     )
 
 
-def _of_degree(
-    config: BurstConfig,
-    layout: Layout,
-    ranks: Ranks,
-    rates: Rates,
-    shard: Shard,
-    mask: Mask,
-    n: int,
-    degree: int,
-) -> tuple[Candidate, ...]:
-    """Return the candidates with one degree of head parallelism; none if it does not go with the mesh."""
-    return costed(config, layout, ranks, rates, shard, mask, n, (degree,))
+def _settings(chosen: Candidate) -> str:
+    """Return the settings that ask for a way, ready to paste."""
+    route = chosen.route
+    words = [f"ring={chosen.ring!r}", f"head_parallel={route.heads}"]
+    words += ["head_placement='outer'"] * route.outer
+    words += [f"mesh='{route.rings}x{route.places}'"] * (route.rings > 1)
+    return ", ".join([*words, f"backward={chosen.direction!r}"])
 
 
 def _in_parallel(
-    of_degree: Callable[[int], tuple[Candidate, ...]], degrees: Sequence[int], ranks: Ranks
+    of_degrees: Callable[[tuple[int, ...]], tuple[Candidate, ...]], degrees: Sequence[int], ranks: Ranks
 ) -> Iterable[tuple[Candidate, ...]]:
-    """Cost the degrees; on large clusters, where that takes seconds, in several processes."""
+    """Cost the degrees one by one; on large clusters, where that takes seconds, in several processes."""
+    alone = [(degree,) for degree in degrees]
     if ranks.size < LARGE:
-        return map(of_degree, degrees)
+        return map(of_degrees, alone)
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as pool:
-        return list(pool.map(of_degree, degrees))
+        return list(pool.map(of_degrees, alone))
 
 
 def _length(mask: Mask) -> int:
@@ -196,7 +199,7 @@ class _Bound:
 
 
 LESS = (
-    "resident MB", "tied", "intra MB", "exposed ms", "kernel ms", "positions", "inter MB", "inter / bound",
+    "resident MB", "intra MB", "exposed ms", "kernel ms", "positions", "inter MB", "inter / bound",
     "intra / bound", "forward ms", "backward ms",
 )  # fmt: skip
 """Columns that a narrow terminal does not show, the first first."""
@@ -208,9 +211,10 @@ def _bound(shard: Shard, ranks: Ranks) -> _Bound:
     return _Bound(Link.INTER if across else Link.INTRA, 2 * least(Share.of(shard), places))
 
 
-def _row(candidate: Candidate, chosen: Candidate, bound: _Bound) -> dict[str, Any]:
+def _row(candidate: Candidate, chosen: Mapping[str, Candidate], bound: _Bound) -> dict[str, Any]:
+    marks = {"default": "*", "auto": "+", "mesh": ""}
     return {
-        "": "*" if candidate is chosen else "",
+        "": "".join(marks[word] for word, each in chosen.items() if each is candidate),
         "head_parallel": f"{candidate.route.heads}{' outer' * candidate.route.outer}",
         "backward": candidate.direction,
         "ring": f"{candidate.ring}{', mirrored' * candidate.route.mirrored}",
@@ -220,7 +224,6 @@ def _row(candidate: Candidate, chosen: Candidate, bound: _Bound) -> dict[str, An
         "total ms": candidate.seconds * 1e3,
         "kernel ms": candidate.compute_seconds * 1e3,
         "exposed ms": candidate.exposed_seconds * 1e3,
-        "tied": candidate.tied,
         "resident MB": candidate.resident_bytes / 1e6,
         "inter MB": candidate.inter_bytes / 1e6,
         "intra MB": candidate.intra_bytes / 1e6,
@@ -269,13 +272,11 @@ def draw(
         ValueError: `degree` ranks cannot share the heads, or do not go with the mesh, or as `layout_of`.
     """
     dealt = layout_of(layout, problem, ranks)
-    shard = shard_of(problem, ranks, dealt)
-    of_kind, mask = typical(dealt, problem.seen, problem.seq, ranks.size)
+    question = question_of(problem, ranks, rates, dealt)
     backward = Pass.QUERY if pass_ == Pass.QUERY else Pass.KV  # as trace_pass has it
     config = BurstConfig(ring=ring, overlap=overlap, mesh=mesh, backward=backward, head_parallel=degree)
-    degrees_of(config, ranks, shard)  # or ValueError
-    found = _of_degree(config, of_kind, ranks, rates, shard, mask, problem.seq, degree)
-    chosen = best(found)
+    found = candidates(question.typical, settings_of(config, question))
+    chosen, shard = best(found), question.shard
     route = chosen.route
     plan = plan_of(dealt, problem.seen, problem.seq, route.placement)
 

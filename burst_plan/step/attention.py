@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from burst_mcore.attention.autotune.decide import fastest, without_layout
+from burst_mcore.attention.autotune.decide import fastest
+from burst_mcore.attention.autotune.question import Question
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
@@ -96,7 +97,7 @@ def _by(config: BurstConfig, shard: Shard, seq: int, ranks: Ranks, rates: Rates,
     dealt = Layout.of(config.layout)
     padded = dealt.padded(seq, ranks.size)
     shard = replace(shard, tokens=padded // ranks.size)
-    chosen = fastest(without_layout(config), dealt, ranks, rates, shard, mask_of(mask, padded), padded)
+    chosen = fastest(config, Question(shard, dealt, mask_of(mask, padded), padded, ranks, rates))
     return AttentionTime(
         forward=chosen.forward_seconds,
         backward=chosen.backward_seconds,

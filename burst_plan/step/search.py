@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+from burst_mcore.attention.autotune.choose import AS_FAST
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_plan.step.advice import advice, notes
 from burst_plan.step.figures import Cluster, PredictedStep, short, step
@@ -18,8 +19,6 @@ from burst_plan.step.way import FRAMEWORKS, Way, why_not
 from burst_plan.words import mask_of
 
 RECOMPUTES = (("none", 1.0), ("attention", 1.0), ("segment", 0.5), ("full", 0.0))
-AS_FAST = 1.01
-"""Ways within this factor of the fastest are as fast: the one that offloads least wins, then least memory."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ class Answer:
 
 
 def _close(ranked: list[PredictedStep]) -> list[PredictedStep]:
-    """Return the ways that count as equally fast as the first."""
+    """Return the ways as fast as the first: of these the one that offloads least wins, then least memory."""
     return [one for one in ranked if one.seconds <= AS_FAST * ranked[0].seconds]
 
 

@@ -29,6 +29,7 @@ from burst_bench.run import run
 from burst_bench.subjects import SUBJECTS, attention, masks
 from burst_mcore import BurstConfig, Mask
 from burst_mcore.attention.autotune.decide import fastest
+from burst_mcore.attention.autotune.question import Question
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.layout import Layout
 from burst_plan.cli import app
@@ -289,9 +290,9 @@ def test_auto_is_held_to_the_cpu_seconds_of_the_ring_on_one_node_and_where_bytes
 
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_rates_that_hide_messages_leave_nothing_exposed(kv_heads):
-    config = BurstConfig(head_parallel="auto", mesh="auto")
     shape = share_of(4096, 8, kv_heads, 64)
-    way = fastest(config, Layout("zigzag"), Ranks(4, 2), HIDDEN, shape, Mask.causal(), 4 * 4096)
+    question = Question(shape, Layout("zigzag"), Mask.causal(), 4 * 4096, Ranks(4, 2), HIDDEN)
+    way = fastest(BurstConfig(head_parallel="auto"), question)
     assert way.exposed_seconds < 0.01 * way.seconds
 
 

@@ -10,11 +10,14 @@ from typer.testing import CliRunner
 
 from burst_bench import emulate
 from burst_bench.core import Table, World, of_kind
+from burst_bench.methods import played
 from burst_bench.methods.played import Scale, exchange, play
 from burst_bench.results import read
 from burst_bench.run import run
 from burst_bench.subjects import paper
 from burst_bench.subjects.paper import PaperCase
+from burst_mcore.attention.autotune.decide import costed
+from burst_mcore.attention.autotune.question import Question
 from burst_mcore.attention.autotune.simulate import play as simulated
 from burst_mcore.attention.schedule.actions import Compute, Link, Send
 from burst_mcore.attention.schedule.route import Route, Schedule
@@ -159,7 +162,7 @@ def test_the_papers_lead_over_double_ring_is_not_explained_by_bytes():
     sent = ring.sent(0, case.where.intra)
     bare = sum(size / case.model.link(inter=link == Link.INTER) for link, size in sent.items())
     ratios = (ring.predicted / burst.predicted, ring.predicted / auto.predicted)
-    said = '1.01 for the paper\'s method, and 1.03 for "auto"'
+    said = '1.01 for the paper\'s method, and 1.01 for "auto"'
     assert said == '{:.2f} for the paper\'s method, and {:.2f} for "auto"'.format(*ratios)
     alone = f"{(ring.kernel + bare) / burst.predicted:.2f}"
     page = " ".join((ROOT / "docs" / "benchmark.md").read_text().split())
@@ -191,7 +194,14 @@ def test_committed_measurements_are_beside_todays_predictions(file):
         assert fields.pop("gathers") == 0  # a field of then: other traffic on the links
         case, table = PaperCase(**fields), results.tables[name]
         for method, seconds in table.column("emulated").items():
-            built = NAMED[method].build(case, World(0, case.where.size))
-            assert built.predicted == pytest.approx(table[method, "predicted"][0], rel=0.01), (name, method)
+            predicted = NAMED[method].build(case, World(0, case.where.size)).predicted
+            if method == "auto":  # by the rule of its time: the fastest, or as fast within 1 %
+                predicted = min(way.seconds for way in every_way(case))
+            assert predicted == pytest.approx(table[method, "predicted"][0], rel=0.01), (name, method)
             within = 0.06 if name in missed else paper.WITHIN
-            assert median(seconds) == pytest.approx(built.predicted, rel=within), (name, method)
+            assert median(seconds) == pytest.approx(predicted, rel=within), (name, method)
+
+
+def every_way(case):
+    n = case.share.tokens * case.where.size
+    return costed(played.AUTO, Question(case.share, played.LAYOUT, played.MASK, n, case.where, case.model))

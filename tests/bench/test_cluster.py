@@ -211,7 +211,11 @@ def test_todays_predictions_are_within_15_per_cent_of_what_was_measured():
         for (way, meter), samples in table.items():
             if meter == "wall":
                 count += 1
-                ratio = topology.predicted(case, way, latency) / median(samples)
+                # "auto", by the rule of its time, took the fastest way, or one as fast within 1 %.
+                seconds = topology.predicted(case, way, latency)
+                if way == topology.AUTO:
+                    seconds = min(c.seconds for c in topology.costed(case, way, latency))
+                ratio = seconds / median(samples)
                 assert 1 / 1.15 <= ratio <= 1.15, (name, way)
     assert count == 370
 

@@ -19,7 +19,8 @@ from burst_bench.published.methods import WAYS, seconds_of, way_of
 from burst_bench.published.rows import Row
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.autotune.cost import CallTime, call_time
-from burst_mcore.attention.autotune.search import candidates
+from burst_mcore.attention.autotune.question import Question
+from burst_mcore.attention.autotune.search import Settings, candidates
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.shard import Shard
@@ -255,9 +256,9 @@ def _candidates(rates, *, kv_heads=8, degrees=(1, 2, 4, 8)):
         batch=1, tokens=4096, heads=32, kv_heads=kv_heads, head_dim=128, value_dim=128, dtype=torch.bfloat16
     )
     return candidates(
-        shard, Layout("zigzag"), Mask.causal(), 8 * 4096, Ranks(8, 8), rates,
-        overlap=True, rings=("flat",), degrees=degrees, directions=(Pass.KV,),
-    )  # fmt: skip
+        Question(shard, Layout("zigzag"), Mask.causal(), 8 * 4096, Ranks(8, 8), rates),
+        Settings(overlap=True, rings=("flat",), degrees=degrees, directions=(Pass.KV,)),
+    )
 
 
 def test_crowding_and_slower_levels_cost_exchanges_and_hops():

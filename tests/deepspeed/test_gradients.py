@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-from dataclasses import replace
 
 import deepspeed
 import pytest
@@ -22,15 +21,8 @@ from engines import (
 from ranks import processes
 
 import burst_mcore.deepspeed as burst
-from burst_mcore import BurstConfig, Layout, Mask
-from burst_mcore.attention.autotune.choose import best
-from burst_mcore.attention.autotune.search import candidates
-from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.runtime import topology
-from burst_mcore.attention.shard import Shard
-from burst_mcore.deepspeed.config.ways import within_nodes
 from burst_mcore.deepspeed.models import attention
-from burst_mcore.machines import CPU
 
 CLIP = 0.5
 STAGES = (0, 1, 2, 3)
@@ -271,26 +263,7 @@ def _nodes(rank, size, _):
     return found, set(seen)
 
 
-def test_heads_are_shared_within_a_node():
+def test_auto_is_the_calls_own_over_nodes():
     for found, seen in processes(4, _nodes, None):
         assert all(error <= BARS[what] for what, error in found.items()), found
-        assert {nodes for nodes, _ in seen} == {2}
-        assert all(degree in (1, 2) for _, degree in seen), seen
-
-
-SHARD = Shard(batch=1, tokens=2048, heads=32, kv_heads=32, head_dim=128, value_dim=128, dtype=torch.bfloat16)
-
-
-def test_auto_shares_heads_within_a_node_where_it_would_not():
-    shard, mask, rates = SHARD, Mask.causal(), CPU
-    config, ranks = BurstConfig(head_parallel="auto", ring="double"), Ranks(4, 2)
-    free = candidates(
-        shard, Layout.of("zigzag"), mask, 8192, ranks, rates,
-        overlap=True, rings=("double",), degrees=(1, 2, 4), directions=("query", "kv"),
-        placement="inner",
-    )  # fmt: skip
-    assert best(free).route.heads == 4
-    assert within_nodes(config, shard, mask, 8192, ranks, rates).head_parallel in (1, 2)
-    assert within_nodes(config, shard, mask, 8192, Ranks(4, 4), rates) is config
-    four = replace(config, head_parallel=4)
-    assert within_nodes(four, shard, mask, 8192, ranks, rates) is four  # asked for
+        assert seen == {(2, "auto")}

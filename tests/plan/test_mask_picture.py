@@ -368,10 +368,10 @@ def test_explain_takes_masks_layouts_and_all_rings():
     done = CliRunner().invoke(app, ["explain", *words])
     assert done.exit_code == 0, done.output
     assert "layout contiguous: the busiest rank has 1.0" in done.output
-    assert "chosen: ring='direct'" in done.output
+    assert "default: ring='direct'" in done.output
     causal = CliRunner().invoke(app, ["explain", "--seq", "128K", "--cluster", "2x2", "--heads", "4"])
     assert all(re.search(rf" {ring}[ ,]", causal.output) for ring in ("double", "flat", "direct"))
     flat = CliRunner().invoke(app, ["explain", "--seq", "128K", "--cluster", "2x2", "--ring", "flat"])
-    assert "direct" not in flat.output and "chosen: ring='flat'" in flat.output
+    assert "direct" not in flat.output and "default: ring='flat'" in flat.output
     bad = CliRunner().invoke(app, ["explain", "--mask", "star"])
     assert bad.exit_code == 2 and "unknown mask 'star'" in bad.output

@@ -12,6 +12,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from burst_mcore.attention.autotune.choose import AS_FAST
 from burst_mcore.deepspeed.config.section import section_of
 from burst_mcore.machines import machine, machine_of
 from burst_mcore.megatron.arguments import add_arguments, burst_config
@@ -20,7 +21,6 @@ from burst_plan.cli import app, main
 from burst_plan.step.advice import deepspeed_config, megatron_flags
 from burst_plan.step.memory import stack, total
 from burst_plan.step.planned import planned, text
-from burst_plan.step.search import AS_FAST
 from burst_plan.step.way import Way, why_not
 from burst_plan.words import gpu
 
@@ -102,7 +102,7 @@ def test_a_plan_of_experts_is_printed_and_written(answers):
 def test_a_reason_stands_where_the_host_has_the_faster_memory(tmp_path):
     slow = tmp_path / "rates.json"
     Rates(compute=1e14, intra=1e11, inter=2e10, latency=1e-5, memory=1e9).save(slow)
-    answer = planned(_folder(tmp_path, "llama"), "32K", "h200:1x8", 8, slow)
+    answer = planned(_folder(tmp_path, "llama"), "4K", "h200:1x8", 8, slow)
     assert answer.chosen.way.offload_optimizer and "without offload it takes" in answer.reason
 
 

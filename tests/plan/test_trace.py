@@ -5,14 +5,18 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from dense import problem
 from ranks import processes
 from typer.testing import CliRunner
 
+from burst_bench.methods.sharded import share_of
 from burst_bench.trace import record
-from burst_mcore import BurstConfig, Mask, Topology, burst_attention
+from burst_mcore import BurstConfig, Layout, Mask, Topology, burst_attention
 from burst_mcore.attention.autotune.cost import Sizes
+from burst_mcore.attention.autotune.decide import decide, fastest
+from burst_mcore.attention.autotune.question import Question
 from burst_mcore.attention.autotune.simulate import play
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.schedule.actions import Compute, Recv
@@ -24,6 +28,7 @@ from burst_plan.explain import predict
 from burst_plan.explain.chrome_trace import chrome_trace
 from burst_plan.explain.picture import COLOURS
 from burst_plan.explain.problem import LayerProblem
+from burst_plan.words import mask_of
 
 RATES = Rates(intra=50e9, inter=5e9, compute=1e14)
 
@@ -140,13 +145,33 @@ def test_explain_shows_all_ways_the_choice_and_why():
     )
     assert done.exit_code == 0, done.output
     rows = [line for line in done.output.splitlines() if " x " in line and ("query" in line or "kv" in line)]
-    ways = [row for row in rows if "chosen" not in row]
+    ways = [row for row in rows if " ms; " not in row]
     assert len([way for way in ways if " outer " not in way]) == 12  # six degrees, two directions
-    assert (
-        len([way for way in ways if "16 outer " in way]) == 2
-    )  # elsewhere neighbours hide all that they send
-    assert "chosen: ring='double', head_parallel=" in done.output
+    assert len([way for way in ways if " outer " in way]) == 8  # 2, 4, 8 and 16 ranks
+    assert "auto:    ring='double', head_parallel=" in done.output
     assert "predicted, not measured" in done.output
+
+
+@pytest.mark.parametrize("cluster", ["h100:1x8", "a800:4x8"])
+@pytest.mark.parametrize("mask", ["causal", "causal & window:8192"])
+def test_explain_says_what_a_call_does_by_default_and_by_auto(cluster, mask):
+    """The two lines and the two marks are the decisions of calls."""
+    done = CliRunner().invoke(
+        app, ["explain", *f"--heads 32 --kv-heads 8 --seq 128K --cluster {cluster}".split(), "--mask", mask]
+    )
+    assert done.exit_code == 0, done.output
+    ranks, machine = predict.cluster(cluster)
+    shard = share_of(2**17 // ranks.size, 32, 8, 128, torch.bfloat16)
+    question = Question(shard, Layout("zigzag"), mask_of(mask, 2**17), 2**17, ranks, machine.rates)
+    lines = done.output.splitlines()
+    rows = {line.split()[0]: line.split() for line in lines if line[:2] in ("* ", "+ ", "*+")}
+    for word, mark, degree in (("default:", "*", 1), ("auto:", "+", "auto")):
+        config = BurstConfig(head_parallel=degree)
+        chosen, (route, direction, _) = fastest(config, question), decide(config, question)
+        line = next(line for line in lines if line.startswith(word))
+        assert f"backward='{direction}' ({route}): {chosen.seconds * 1e3:.4g} ms; " in line
+        row = next(cells for marks, cells in rows.items() if mark in marks)
+        assert row[1] == str(route.heads) and f"{chosen.seconds * 1e3:.4g}" in row
 
 
 def test_explain_names_heads_across_nodes_and_puts_bytes_beside_the_bound():
@@ -155,9 +180,10 @@ def test_explain_names_heads_across_nodes_and_puts_bytes_beside_the_bound():
     done = CliRunner().invoke(app, ["explain", *call.split()])
     assert done.exit_code == 0, done.output
     lines = done.output.splitlines()
-    rows = [re.split(r"  +", line.strip()) for line in lines if re.search(r"\d x \d", line)][:-1]
-    assert rows[0][:5] == ["*", "4 outer", "query", "double", "1 x 8"]
-    assert "chosen: ring='double', head_parallel=4, head_placement='outer', backward='query'" in done.output
+    lines = [line for line in lines if re.search(r"\d x \d", line) and " ms; " not in line]
+    rows = [re.split(r"  +", line.strip()) for line in lines]
+    assert rows[0][:5] == ["+", "4 outer", "query", "double", "1 x 8"]
+    assert "auto:    ring='double', head_parallel=4, head_placement='outer', backward='query'" in done.output
     bound = float(re.search(r"bound: ([\d.]+) MB between nodes", done.output)[1])
     for row in rows:
         assert float(row[-1]) == pytest.approx(float(row[-3]) / bound, rel=2e-3)

@@ -7,9 +7,10 @@ import pytest
 import torch
 from volume import moved, of_mesh, of_ring, through_nic
 
-from burst_mcore import BurstConfig, Mask
+from burst_mcore import BurstConfig, Layout, Mask
 from burst_mcore.attention.autotune.cost import mean_bytes, message_bytes
-from burst_mcore.attention.autotune.decide import choose_route
+from burst_mcore.attention.autotune.decide import decide
+from burst_mcore.attention.autotune.question import Question
 from burst_mcore.attention.autotune.ways import Ranks, factors, legal_degrees, route_for
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route, schedule
@@ -213,7 +214,8 @@ def _route(ranks, rates, **config):
         batch=1, tokens=2**14, heads=32, kv_heads=8, head_dim=128, value_dim=128, dtype=torch.bfloat16
     )
     config = BurstConfig(ring="double", **config)
-    return choose_route(config, ranks, rates, shard, Mask.causal(), 2**14 * ranks.size)[0]
+    n = 2**14 * ranks.size
+    return decide(config, Question(shard, Layout("zigzag"), Mask.causal(), n, ranks, rates)).route
 
 
 @pytest.mark.parametrize("ranks", [Ranks(8, 8), Ranks(16, 4), Ranks(32, 8)], ids=str)
@@ -232,4 +234,4 @@ def test_one_node_has_no_outer_heads_by_itself(rates):
 
 
 def test_auto_takes_heads_across_nodes_where_links_between_them_are_slow():
-    assert _route(Ranks(32, 8), replace(HIDES, inter=0.5e9), head_parallel="auto").outer
+    assert _route(Ranks(32, 8), replace(HIDES, inter=0.3e9), head_parallel="auto").outer

@@ -3,12 +3,11 @@
 cost           bytes and FLOPs of a pass
 simulate       a schedule against time, rank by rank
 lockstep       the same for ranks that do alike
-bounds         lower bounds of a route's time
 ways           the routes that ranks, shapes and settings allow
-candidate      a way to run a call, and its cost
+question       a call as the model sees it, and the representative of its kind
+candidate      a way to run a call, its kind, and its cost
 costing        the costs of ways, by simulation
 choose         the best candidate, and the reason
-search         the ways that are tried
-kind           the representative of a kind of layout and mask
-decide         the route of a call, remembered by kind
+search         the ways that are tried, the plainest first
+decide         how a call runs, remembered by kind
 """

@@ -1,11 +1,38 @@
-"""A way to run a call, with its predicted cost; or with a lower bound of it, where that was enough."""
+"""A way to run a call, with its predicted cost."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route
+
+
+class Word(IntEnum):
+    """The kinds of ways between which "auto" chooses, the plainest first: equally fast, the first wins."""
+
+    RING = 0
+    HEADS_WITHIN = 1
+    DIRECT = 2
+    HEADS_ACROSS = 3
+    MESH = 4
+
+    @classmethod
+    def of(cls, route: Route, intra: int) -> Word:
+        """Return the last word that a route needs; intra: ranks of a node."""
+        if route.rings > 1:
+            return cls.MESH
+        if route.heads > 1 and route.size > intra and (route.outer or intra % route.heads):
+            return cls.HEADS_ACROSS
+        if route.direct:
+            return cls.DIRECT
+        return cls.HEADS_WITHIN if route.heads > 1 else cls.RING
+
+    @property
+    def phrase(self) -> str:
+        phrases = "a ring", "heads within a node", "a direct exchange", "heads across nodes", "a mesh"
+        return phrases[self]
 
 
 @dataclass(frozen=True)
@@ -23,14 +50,7 @@ class Candidate:
     intra_bytes: int
     inter_bytes: int
     """Sent in forward and backward by a rank, on average."""
-    tied: int
-    """Ranks that one exchange across nodes ties together; 0 where none crosses.
-
-    A hop of the double ring ties its two ends, an all-to-all all ranks that share heads. A direct exchange
-    ties all readers of one rank, if some are on another node. A ring over the ranks of several nodes ties all
-    of them: they wait for its slow hop.
-    """
-
+    word: Word
     resident_bytes: int = 0
     """Memory that a rank of a mesh needs for rows of others that stay with it, for their results, and for the
     shares of its own that come at the same time."""
@@ -44,27 +64,7 @@ class Candidate:
         """Time in which the busiest rank's kernel does not run: communication that is not hidden."""
         return max(0.0, self.seconds - self.compute_seconds)
 
-    @property
-    def crosses_flat(self) -> bool:
-        """Whether one ring goes over all ranks of several nodes."""
-        return self.ring == "flat" and self.tied > 2
-
     def __str__(self) -> str:
         ring = f"{self.ring}{', mirrored' * self.route.mirrored}"
         ring = f"mesh of {self.route.rings} x {self.route.places}" if self.route.rings > 1 else ring
         return f"{ring}, head_parallel={self.route.heads}{' outer' * self.route.outer}, {self.direction}"
-
-
-@dataclass(frozen=True)
-class Slower:
-    """A way that was not simulated, since a lower bound on its time is above the time of the fastest."""
-
-    ring: str
-    heads: int
-    outer: bool
-    direction: Pass
-    at_least: float
-    """Seconds."""
-
-    def __str__(self) -> str:
-        return f"{self.ring}, head_parallel={self.heads}{' outer' * self.outer}, {self.direction}"

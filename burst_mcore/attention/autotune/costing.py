@@ -7,11 +7,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
-from burst_mcore.attention.autotune.bounds import at_least
-from burst_mcore.attention.autotune.candidate import Candidate
+from burst_mcore.attention.autotune.candidate import Candidate, Word
 from burst_mcore.attention.autotune.cost import (
     OURS,
     Passes,
@@ -25,8 +23,9 @@ from burst_mcore.attention.autotune.cost import (
     slowdown_seconds,
 )
 from burst_mcore.attention.autotune.lockstep import KernelWork, PlayedPass, RoutedPass, play_all
+from burst_mcore.attention.autotune.question import Question
 from burst_mcore.attention.autotune.simulate import play
-from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.schedule.actions import Kind, Link, Pass
@@ -40,9 +39,11 @@ from burst_mcore.rates import Rates
 class Costs:
     """The costs of the passes of a call, at one degree and placement of head parallelism."""
 
-    def __init__(self, shard: Shard, plan: Plan, pairs: Tensor, ranks: Ranks, rates: Rates) -> None:
-        self.shard, self.plan, self.ranks, self.rates = shard, plan, ranks, rates
-        self.pairs, self.pairs_of_keys = pairs, pairs.T.contiguous()
+    def __init__(self, question: Question, placement: Placement) -> None:
+        self.shard, self.ranks, self.rates = question.shard, question.ranks, question.rates
+        self.plan = Plan(question.layout, question.mask, question.n, placement)
+        self.pairs = pairs_of(question.layout, question.mask, question.n, question.ranks.size)
+        self.pairs_of_keys = self.pairs.T.contiguous()
         self.works: dict[tuple[Pass, int], KernelWork] = {}
         self.played: dict[tuple[Route, Pass], PlayedPass] = {}
         """Results by route and pass."""
@@ -69,7 +70,7 @@ class Costs:
             forward.compute + backward.compute,
             round(sent[Link.INTRA]),
             round(sent[Link.INTER]),
-            self.tied(route),
+            Word.of(route, self.ranks.intra),
             self.resident_bytes(route, direction),
         )
 
@@ -111,23 +112,11 @@ class Costs:
             if key not in at_once:
                 self.played[key] = self.one_by_one(routed)
 
-    def at_least(self, route: Route, direction: Pass) -> float:
-        """Return the seconds that the faster way round takes at least, forward and backward."""
-        return min(
-            sum(
-                at_least(
-                    pass_,
-                    way,
-                    self.plan.reading(of_queries=pass_ == Pass.QUERY),
-                    self.work(route, pass_),
-                    message_bytes(self.shard, route, pass_),
-                    self.ranks.intra,
-                    self.rates,
-                )
-                for pass_ in (Pass.FORWARD, direction)
-            )
-            for way in self.ways(route)
-        )
+    @property
+    def least(self) -> float:
+        """Seconds that any way takes: those of the kernel on all pairs, if every rank computes as many."""
+        per_pair = sum(call_time(self.shard, each, self.rates).per_pair for each in (Pass.FORWARD, Pass.KV))
+        return per_pair * float(self.pairs.sum()) / self.ranks.size
 
     def work(self, route: Route, pass_: Pass) -> KernelWork:
         key = pass_, route.of(pass_).rings if self.shard.latent_travels else 1
@@ -146,26 +135,6 @@ class Costs:
         sent = mean_bytes(drawn.programs, routed.sizes, self.ranks.intra)
         busiest = routed.work.busiest_of(routed.route.of(routed.pass_).rings)
         return PlayedPass(timeline.seconds, busiest, sent)
-
-    def tied(self, route: Route) -> int:
-        """Return `Candidate.tied` of a route."""
-        if self.ranks.size == self.ranks.intra:
-            return 0
-        intra = self.ranks.intra
-        of_heads = 0 if not route.outer and intra % route.heads == 0 else route.heads
-        if route.positions == 1:
-            return of_heads
-        if route.direct:
-            reads = self.plan.reading(of_queries=False).meets
-            node = route.placement.rank(torch.arange(len(reads)), 0) // intra
-            across = (reads & (node[:, None] != node)).any(1)
-            return max(of_heads, int((reads.sum(1) * across).max()))
-        if route.rings > 1:  # a column, or its turn in backward, crosses the nodes
-            return max(of_heads, *(shape.rings for shape in route.shapes))
-        if intra % route.span == 0 and route.nodes == 1:
-            return of_heads
-        every_rank_hops = route.nodes > 1 or (not route.outer and route.heads % intra == 0)
-        return max(of_heads, 2 if every_rank_hops else self.ranks.size)
 
 
 def resident_bytes(sizes: Sizes, rings: int) -> int:

@@ -1,39 +1,34 @@
-"""The search over the ways to run a call: which are tried, and which a lower bound rules out."""
+"""The search over the ways to run a call: one pass, from the plainest way on."""
 
 from __future__ import annotations
 
 import gc
 import itertools
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import cache, lru_cache, partial
 
-from burst_mcore.attention.autotune.candidate import Candidate, Slower
+from burst_mcore.attention.autotune.candidate import Candidate, Word
 from burst_mcore.attention.autotune.choose import AS_FAST, best
-from burst_mcore.attention.autotune.costing import Costs, pairs_of
-from burst_mcore.attention.autotune.ways import Mesh, Ranks, overlaps, placements, rings_of, route_for
-from burst_mcore.attention.geometry.placement import Placement
-from burst_mcore.attention.geometry.plan import Plan
+from burst_mcore.attention.autotune.costing import Costs
+from burst_mcore.attention.autotune.question import Question
+from burst_mcore.attention.autotune.ways import Mesh, overlaps, placements, rings_of, route_for
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route
-from burst_mcore.attention.shard import Shard
-from burst_mcore.layout import Layout
-from burst_mcore.mask import Mask
-from burst_mcore.rates import Rates
 
 MOST_RESIDENT = 4 * 2**30
-"""Bytes that a mesh may hold of other ranks, at most, to be considered by "auto"."""
+"""Bytes that a mesh may hold of other ranks, at most, to be considered where meshes are searched."""
 PARTNERS = 2**14
 """Pairs of positions that exchange rows, at most, for a direct exchange to be considered beside rings. Every
 pair is a connection, and is simulated one by one."""
+MANY = 256
+"""Ranks up to which a call tries both sides of a direct exchange; beyond, the side of the best ring alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of `BurstConfig` that a search combines; of those left to it, all legal ones."""
+    """The settings of `BurstConfig` that a search combines; of those left to it, all that are tried."""
 
     overlap: bool
     rings: tuple[str, ...]
@@ -45,71 +40,60 @@ class Settings:
 
 
 @lru_cache(maxsize=64)
-def candidates(
-    shard: Shard,
-    layout: Layout,
-    mask: Mask,
-    n: int,
-    ranks: Ranks,
-    rates: Rates,
-    **settings: Any,
-) -> tuple[Candidate, ...]:
-    """Return every combination of ring, degree and direction with its cost; rings the faster way round.
+def candidates(question: Question, settings: Settings, *, every: bool = True) -> tuple[Candidate, ...]:
+    """Return every combination of ring, degree and direction with its cost; rings the better way round.
 
-    A direct exchange between very many pairs (`PARTNERS`) is left out where there is a ring as well. The
-    second placement of head groups is left out where the first hides its communication.
+    A direct exchange between very many pairs (`PARTNERS`) is left out where there is a ring as well.
 
     Args:
-        shard: the shapes of a rank.
-        layout: of the sequence.
-        mask: over the sequence.
-        n: tokens in the global sequence.
-        ranks: where they are.
-        rates: of their links and kernels.
-        settings: the fields of `Settings`.
+        every: False ends the search where no later way can be the best: the best so far is plainer, and takes
+            hardly longer than the kernel alone.
     """
+    costs_at = cache(partial(Costs, question))
+    costed: list[Candidate] = []
+    tried = routes(question, settings)
     with _collector_paused():
-        search = _Search(shard, layout, mask, n, ranks, rates, Settings(**settings))
-        for contest in search.contests:
-            if search.may_gain(contest):
-                search.play(contest)
-    return tuple(search.played)
+        for word in sorted({word for word, _, _ in tried}):
+            for _, route, ring in (each for each in tried if each[0] == word):
+                costs = costs_at(route.placement)
+                sides = settings.directions
+                if route.direct and costed and not every and question.ranks.size > MANY:
+                    sides = (best(costed).direction,)
+                ways = [(route, side) for side in sides if _may_be(costs, route, side, settings)]
+                costs.play(ways)  # both directions at once, at little more than one's cost
+                costed += (
+                    best([costs.candidate(ring, way, direction) for way in costs.ways(route)])
+                    for _, direction in ways
+                )
+            if not every and costed and best(costed).seconds <= AS_FAST * costs.least:
+                break
+    return tuple(costed)
 
 
-@lru_cache(maxsize=64)
-def contenders(
-    shard: Shard,
-    layout: Layout,
-    mask: Mask,
-    n: int,
-    ranks: Ranks,
-    rates: Rates,
-    **settings: Any,
-) -> tuple[tuple[Candidate, ...], tuple[Slower, ...]]:
-    """Return the `candidates` that may be the best, and the ways that are certainly slower, with a bound.
+def routes(question: Question, settings: Settings) -> list[tuple[Word, Route, str]]:
+    """Return the routes that settings allow, each with its kind and its ring's word."""
+    ranks, words = question.ranks, dict[Route, str]()
+    for degree in settings.degrees:
+        hides = overlaps(settings.overlap, degree, ranks, question.rates)
+        ways = itertools.product(
+            placements(settings.placement, degree, ranks),
+            rings_of(settings.mesh, ranks.size // degree),
+            settings.rings,
+        )
+        for outer, rings, ring in ways:
+            if ring == "flat" and "double" in settings.rings and degree >= ranks.intra and not outer:
+                continue  # between nodes that share all heads the two are one
+            if ring != "direct" or rings == 1:
+                route = route_for(degree, ranks, ring=ring, overlap=hides, outer=outer, rings=rings)
+                words.setdefault(route, ring)
+    return [(Word.of(route, ranks.intra), route, ring) for route, ring in words.items()]
 
-    The best is the same as among all candidates. A way is left out only if its lower bound is above `AS_FAST`
-    times the time of a way that was simulated. The arguments are those of `candidates`.
-    """
-    slower: dict[int, list[Slower]] = {}
-    with _collector_paused():
-        search = _Search(shard, layout, mask, n, ranks, rates, Settings(**settings))
-        # Rings are too alike for bounds to tell them apart; beside a direct exchange bounds pay.
-        sparse = any(route.direct for contest in search.contests for route, _ in contest.ways)
-        contests = search.contests
-        if sparse:
-            contests = sorted(contests, key=lambda contest: (contest.second, contest.bound))
-        for index, contest in enumerate(contests):
-            if (sparse or contest.second) and contest.bound > AS_FAST * search.fastest:
-                slower[index] = contest.all_slower()
-                continue
-            if contest.second:  # whether it may gain follows from all ways of the first placement
-                for other in [i for i in slower if contests[i].comes_before(contest)]:
-                    search.play(contests[other])
-                    del slower[other]
-            if search.may_gain(contest):
-                search.play(contest)
-    return tuple(search.played), tuple(way for ways in slower.values() for way in ways)
+
+def _may_be(costs: Costs, route: Route, direction: Pass, settings: Settings) -> bool:
+    """Return whether a way needs neither too many connections nor, in a search of meshes, too much memory."""
+    if route.direct and len(settings.rings) > 1:
+        return costs.partners(direction) <= PARTNERS
+    return settings.mesh != "auto" or costs.resident_bytes(route, direction) <= MOST_RESIDENT
 
 
 @contextmanager
@@ -122,96 +106,3 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-@dataclass(frozen=True)
-class _Contest:
-    """Ways that are simulated together, and the seconds that each of them takes at least."""
-
-    costs: Costs
-    ways: dict[tuple[Route, Pass], str]
-    """The ring's setting, by route and backward pass."""
-    second: bool
-    """These ways are tried only if the others of their degree expose communication."""
-
-    @cached_property
-    def bound(self) -> float:
-        return min(self.costs.at_least(route, direction) for route, direction in self.ways)
-
-    def all_slower(self) -> list[Slower]:
-        """Return the ways, not simulated."""
-        return [
-            Slower(ring, route.heads, route.outer, direction, self.bound)
-            for (route, direction), ring in self.ways.items()
-        ]
-
-    def comes_before(self, second: _Contest) -> bool:
-        """Return whether these are ways of the first placement, and `second` of the other of that degree."""
-        return not self.second and self.costs.plan.heads == second.costs.plan.heads
-
-
-class _Search:
-    """The search over all ways to run a call, with the candidates that were simulated so far."""
-
-    def __init__(
-        self,
-        shard: Shard,
-        layout: Layout,
-        mask: Mask,
-        n: int,
-        ranks: Ranks,
-        rates: Rates,
-        settings: Settings,
-    ) -> None:
-        self.played: list[Candidate] = []
-        self.contests: list[_Contest] = []
-        rings, mesh = settings.rings, settings.mesh
-        pairs = pairs_of(layout, mask, n, ranks.size)
-        tried = [(degree, placements(settings.placement, degree, ranks)) for degree in settings.degrees]
-        first = [(degree, outer[0], False) for degree, outer in tried]
-        second = [(degree, outer[1], True) for degree, outer in tried if len(outer) > 1]
-        for degree, outer, is_second in first + second:
-            hides = overlaps(settings.overlap, degree, ranks, rates)
-            plan = Plan(layout, mask, n, Placement(ranks.size // degree, degree, outer))
-            costs = Costs(shard, plan, pairs, ranks, rates)
-            ways: dict[tuple[Route, Pass], str] = {}
-            counts = rings_of(mesh, plan.placement, shard, ranks, rates)
-            for count, ring, direction in itertools.product(counts, rings, settings.directions):
-                route = route_for(degree, ranks, ring=ring, overlap=hides, outer=outer, rings=count)
-                if ring == "flat" and "double" in rings and degree >= ranks.intra and not outer:
-                    continue  # between nodes that share all heads the two are one
-                if route.direct and (count > 1 or (len(rings) > 1 and costs.partners(direction) > PARTNERS)):
-                    continue
-                fits = mesh != "auto" or costs.resident_bytes(route, direction) <= MOST_RESIDENT
-                if count == 1 or fits:
-                    ways.setdefault((route, direction), ring)
-            together: dict[tuple[Route, Pass | None], dict[tuple[Route, Pass], str]] = {}
-            for (route, direction), ring in ways.items():
-                # Both directions of a ring are played at once, at little more than one's cost.
-                alone = direction if route.direct else None
-                together.setdefault((route, alone), {})[route, direction] = ring
-            self.contests += (
-                _Contest(costs, group, is_second or (mesh == "auto" and route.rings > 1))
-                for (route, _), group in together.items()
-            )
-        self.contests.sort(key=lambda contest: contest.second)
-
-    def may_gain(self, contest: _Contest) -> bool:
-        """Return whether another placement of head groups, or a mesh, may hide more than the first way."""
-        if not contest.second:
-            return True
-        degree = contest.costs.plan.heads
-        first = [candidate for candidate in self.played if candidate.route.heads == degree]
-        return all(c.exposed_seconds > (AS_FAST - 1) * c.seconds for c in first)
-
-    def play(self, contest: _Contest) -> None:
-        costs = contest.costs
-        costs.play(contest.ways)
-        self.played += (
-            best([costs.candidate(ring, way, direction) for way in costs.ways(route)])
-            for (route, direction), ring in contest.ways.items()
-        )
-
-    @property
-    def fastest(self) -> float:
-        return min((candidate.seconds for candidate in self.played), default=math.inf)

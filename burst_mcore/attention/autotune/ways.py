@@ -6,21 +6,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
-from burst_mcore.attention.autotune.cost import message_bytes
-from burst_mcore.attention.geometry.placement import Placement
-from burst_mcore.attention.schedule.actions import Kind, Pass
+from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.heads import why_not_heads
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import RINGS as LEGAL_RINGS
-from burst_mcore.config import sides_of
+from burst_mcore.config import BurstConfig, sides_of
 from burst_mcore.rates import Rates
 
 RINGS = LEGAL_RINGS[1:]  # all but "auto"
+SEARCHED = ("double", "direct")
+"""The rings that a call searches with "auto". A flat ring gains nothing beside these: docs/decisions.md."""
 Mesh = str | tuple[int, int]
-"""`BurstConfig.mesh`: "none", "auto", or rings x places of a ring."""
+"""`BurstConfig.mesh`: "none", or rings x places of a ring; "auto" is a search of `burst-mcore explain`."""
 
 
 @dataclass(frozen=True)
@@ -68,36 +66,12 @@ def route_for(
     return Route(nodes, places // nodes, degree, overlap, outer=outer, rings=rings)
 
 
-def rings_of(mesh: Mesh, placement: Placement, shard: Shard, ranks: Ranks, rates: Rates) -> tuple[int, ...]:
-    """Return the numbers of rings to try; "auto": one ring, and the two best meshes.
-
-    These are the meshes whose messages of forward take the shortest on links, if no row is left out.
-    """
-    positions = placement.positions
-    if mesh == "none":
-        return (1,)
-    if sides := sides_of(mesh):
-        return (sides[0],) if math.prod(sides) == positions else ()
-    divisors = (a for a in range(2, positions) if positions % a == 0)
-    return (1, *sorted(divisors, key=lambda a: _on_links(a, placement, shard, ranks, rates))[:2])
-
-
-def _on_links(rings: int, placement: Placement, shard: Shard, ranks: Ranks, rates: Rates) -> float:
-    """Return the seconds of a rank's messages in forward of a mesh, one after the other, on average.
-
-    The rings are double where nodes cut them into equal parts.
-    """
-    route = route_for(placement.heads, ranks, ring="double", overlap=True, outer=placement.outer, rings=rings)
-    sizes = message_bytes(shard, route, Pass.FORWARD).whole
-    keys, queries = sizes[Kind.DATA], sizes[Kind.RESIDENT] + sizes[Kind.SHARE]
-    node = placement.rank(torch.arange(placement.positions), 0).view(rings, -1) // ranks.intra
-    apart = float((node != node[:, None]).double().sum(1).mean())  # of a column, on another node than a rank
-    between = route.nodes - 1.0
-    if route.nodes == 1:
-        between = (route.places - 1) * float((node != node.roll(1, 1)).double().mean())
-    across = apart * queries + between * keys
-    within = (rings - 1 - apart) * queries + (route.places - 1 - between) * keys
-    return across / rates.link(inter=True) + within / rates.link(inter=False)
+def rings_of(mesh: Mesh, positions: int) -> tuple[int, ...]:
+    """Return the numbers of rings to try; "auto": one ring, and every mesh."""
+    if mesh == "auto":
+        return (1, *(rings for rings in range(2, positions) if positions % rings == 0))
+    sides = sides_of(mesh) or (1, positions)
+    return (sides[0],) if math.prod(sides) == positions else ()
 
 
 def _nodes_of_ring(positions: int, apart: int, intra: int) -> int:
@@ -108,19 +82,15 @@ def _nodes_of_ring(positions: int, apart: int, intra: int) -> int:
 
 
 def placements(setting: str, degree: int, ranks: Ranks) -> tuple[bool, ...]:
-    """Return whether members of a head group may be far apart (True), neighbours (False), or both, in order.
+    """Return whether members of a head group may be neighbours (False), far apart (True), or both.
 
     setting: `BurstConfig.head_placement`. "auto" tries groups over several nodes where there are such nodes.
-    Neighbours that straddle nodes come last.
     """
     if degree in (1, ranks.size) or setting == "inner":
         return (False,)
     if setting == "outer":
         return (True,)
-    if ranks.size == ranks.intra:
-        return (False,)
-    straddles = ranks.intra % degree and degree % ranks.intra
-    return (True, False) if straddles else (False, True)
+    return (False,) if ranks.size == ranks.intra else (False, True)
 
 
 def backward_passes(setting: str) -> tuple[Pass, ...]:
@@ -135,3 +105,36 @@ def overlaps(overlap: bool, degree: int, ranks: Ranks, rates: Rates) -> bool:
     hidden, and computing member by member cuts tiles.
     """
     return overlap and (rates.hidden or degree < ranks.size or degree == 1)
+
+
+def degrees_of(config: BurstConfig, ranks: Ranks, shard: Shard) -> tuple[int, ...]:
+    """Return the degrees of head parallelism to choose from; ValueError if the configured one is illegal."""
+    degree, named = config.head_parallel, f"head_parallel={config.head_parallel}"
+    if sides := sides_of(config.mesh):
+        check_mesh(config, sides, ranks)
+        degree = ranks.size // math.prod(sides)
+        named = f"mesh={config.mesh}, and so head_parallel={degree},"
+    if not isinstance(degree, int):
+        return tuple(legal_degrees(ranks, shard.heads, shard.kv_heads))
+    why_not = why_not_degree(degree, ranks, shard.heads, shard.kv_heads)
+    if why_not is not None:
+        raise ValueError(
+            f"{named} is not legal with {shard.heads} heads, {shard.kv_heads} K/V heads and "
+            f"{ranks.size} ranks, {ranks.intra} a node: {why_not}; legal: "
+            f"{legal_degrees(ranks, shard.heads, shard.kv_heads)}"
+        )
+    return (degree,)
+
+
+def check_mesh(config: BurstConfig, sides: tuple[int, int], ranks: Ranks) -> None:
+    """Raise ValueError if the configured mesh does not go with so many ranks."""
+    rows, columns = sides
+    degree = config.head_parallel
+    if ranks.size % (rows * columns) or (degree != "auto" and rows * columns * degree != ranks.size):
+        legal = f"sides and degrees that divide {ranks.size}"
+        if isinstance(degree, int) and ranks.size % degree == 0:
+            legal = ", ".join(f"{a}x{b}" for a, b in factors(ranks.size // degree))
+        raise ValueError(
+            f"mesh={rows}x{columns} with head_parallel={degree} is not legal: rows x columns x head_parallel "
+            f"must be the {ranks.size} ranks; legal: {legal}"
+        )

@@ -3,5 +3,4 @@
 section   the section "burst_attention": its schema, its errors, its reference page
 settings  DeepSpeed's settings that matter here
 refusals  what of a JSON file or a batch is refused
-ways      the ways over the ranks that a section leaves open
 """

@@ -16,16 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from burst_mcore.attention.api import burst_attention
-from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.cached import attend_to_cache
 from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.runtime.topology import Topology
-from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
-from burst_mcore.deepspeed.config.ways import within_nodes
 from burst_mcore.deepspeed.errors import RefusedError
-from burst_mcore.layout import Layout
-from burst_mcore.machines import default_rates
 from burst_mcore.mask import Mask
 
 NAME = "burst"
@@ -245,7 +240,7 @@ def attend(
             v[at],
             topology=sequence.topology,
             mask=mask,
-            config=_within_nodes(sequence, q[at], k, v, mask),
+            config=sequence.config,
             **asked,
         )
         for at, mask in zip(rows, masks, strict=True)
@@ -257,25 +252,6 @@ def attend(
 def _arrived(sequence: Sequence, module: nn.Module) -> None:
     """Note that a module attended here; a compiled frame, which serves many layers, would note the first."""
     sequence.reached.add(module)
-
-
-def _within_nodes(sequence: Sequence, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> BurstConfig:
-    """Return the configuration of a call; with "auto", heads are shared between ranks of one node only."""
-    topology, config, n = sequence.topology, sequence.config, sequence.tokens
-    if topology.nodes == 1:
-        return config
-    shard = Shard(
-        batch=q.shape[0],
-        tokens=Layout.of(config.layout).padded(n, topology.size) // topology.size,
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
-        head_dim=q.shape[3],
-        value_dim=v.shape[3],
-        dtype=q.dtype,
-        grad_dtype=config.grad_dtype,
-    )
-    rates = topology.rates or default_rates(q.device.type)
-    return within_nodes(config, shard, mask, n, Ranks(topology.size, topology.intra_size), rates)
 
 
 def _from_cache(

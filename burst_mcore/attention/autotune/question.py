@@ -1,19 +1,46 @@
-"""The representative of a kind of layout and mask: a choice for it holds for the whole kind."""
+"""The question that the cost model answers, and the representative of all questions of a kind."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.shard import Shard
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
+from burst_mcore.rates import Rates
+
+
+@dataclass(frozen=True)
+class Question:
+    """All of a call that its time depends on, but for settings. Answers are cached by questions."""
+
+    shard: Shard
+    """The shapes of a rank."""
+    layout: Layout
+    """Of the sequence."""
+    mask: Mask
+    """Over the sequence."""
+    n: int
+    """Tokens of the whole sequence."""
+    ranks: Ranks
+    rates: Rates
+    """Of their links and kernels."""
+
+    @property
+    def typical(self) -> Question:
+        """The representative of all questions whose layout and mask are of one kind."""
+        layout, mask = _typical(self.layout, self.mask, self.n, self.ranks.size)
+        return replace(self, layout=layout, mask=mask)
 
 
 @lru_cache(maxsize=256)
-def typical(layout: Layout, mask: Mask, n: int, size: int) -> tuple[Layout, Mask]:
-    """Return the representative of a kind of layout and mask: the choice for it holds for the whole kind.
+def _typical(layout: Layout, mask: Mask, n: int, size: int) -> tuple[Layout, Mask]:
+    """Return the representative of a kind of layout and mask.
 
     Documents are replaced by others, the same for all of a kind. They are about as long as a typical token's
     document, to a power of two. Their lengths differ, so that they end anywhere in a rank's share, as real
