@@ -87,9 +87,9 @@ class BurstConfig(Registered):
     mesh: str | tuple[int, int] = field(
         default="none",
         metadata=_told(
-            "none, auto, or rows x columns such as 2x4",
+            "none, or rows x columns such as 2x4",
             "Rings side by side: each rank also attends with the queries of its column, so that fewer bytes "
-            "travel and more stay in memory; none: one ring; auto: the cost model chooses.",
+            "travel and more stay in memory; none: one ring. burst-mcore explain --mesh auto finds the best.",
         ),
     )
     """Rings x places of a ring, with rings * places * head_parallel ranks; (2, 4) is converted to "2x4"."""
@@ -186,20 +186,21 @@ class BurstConfig(Registered):
 
 
 def sides_of(mesh: object) -> tuple[int, int] | None:
-    """Return the rows and columns of a mesh; None for "none" and "auto".
+    """Return the rows and columns of a mesh; None for "none".
 
     Raises:
         ValueError: neither a word nor two numbers.
     """
-    if mesh in ("none", "auto"):
+    if mesh == "none":
         return None
     sides = mesh.split("x") if isinstance(mesh, str) else mesh
     if isinstance(sides, list | tuple) and len(sides) == 2:
         rows, columns = (int(x) if isinstance(x, str) and x.isdecimal() else x for x in sides)
         if type(rows) is int and type(columns) is int and rows >= 1 and columns >= 1:
             return rows, columns
+    found = ": burst-mcore explain --mesh auto finds a mesh and prints its rows x columns" * (mesh == "auto")
     raise ValueError(
-        f"mesh must be 'none', 'auto', or rows x columns such as '2x4' or (2, 4), got {brief(mesh)}"
+        f"mesh must be 'none', or rows x columns such as '2x4' or (2, 4), got {brief(mesh)}{found}"
     )
 
 

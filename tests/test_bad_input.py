@@ -351,6 +351,11 @@ def test_topology_has_no_default():
         ({"ring": "star"}, "star.*double.*flat"),
         ({"overlap": 1}, "overlap must be True or False, got 1"),
         ({"mesh": (2, 2), "ring": "direct"}, "a mesh has rings: ring='direct'.*mesh='2x2'; use ring='auto'"),
+        (
+            {"mesh": "auto"},
+            r"^mesh must be 'none', or rows x columns such as '2x4' or \(2, 4\), got 'auto': "
+            r"burst-mcore explain --mesh auto finds a mesh and prints its rows x columns$",
+        ),
         ({"head_parallel": 0}, "head_parallel.*at least 1.*got 0"),
         ({"head_parallel": "many"}, "'auto', got 'many'"),
         ({"head_parallel": True}, "head_parallel.*got True"),

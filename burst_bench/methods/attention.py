@@ -25,7 +25,6 @@ def burst(
     backward: str = "auto",
     heads: int | str | None = 1,
     ring: str = "auto",
-    mesh: str = "none",
     nodes: int = 1,
     rates: Rates | None = None,
 ) -> ShardedAttention:
@@ -38,7 +37,7 @@ def burst(
     if topology.nodes < nodes:
         topology = Topology.from_group(world.group, intra_size=world.size // nodes, rates=rates)
     degree = heads or topology.size
-    config = BurstConfig(layout=layout, backward=backward, head_parallel=degree, ring=ring, mesh=mesh)
+    config = BurstConfig(layout=layout, backward=backward, head_parallel=degree, ring=ring)
     return dealt(layout, world, partial(attended, topology=topology, mask=case.seen, config=config))
 
 
@@ -96,9 +95,9 @@ HIDDEN = Rates(intra=1e12, inter=1e11, compute=1e9, latency=0.0)
 add(
     "attention",
     Method("burst", burst, divisible),
-    Method("burst-auto", partial(burst, heads="auto", mesh="auto"), divisible),
+    Method("burst-auto", partial(burst, heads="auto"), divisible),
     Method(
-        "burst-auto-hidden", partial(burst, heads="auto", mesh="auto", nodes=2, rates=HIDDEN), _two_by
+        "burst-auto-hidden", partial(burst, heads="auto", nodes=2, rates=HIDDEN), _two_by
     ),
     Method(
         "burst-query", partial(burst, backward="query", ring="double"), divisible, row={"method": "burst"}
