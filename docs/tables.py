@@ -35,25 +35,25 @@ def pages() -> dict[str, str]:
     attention, megatron, topology = (
         (DOCS / name).read_text() for name in ("attention.md", "megatron.md", "topology.md")
     )
-    megatron = _with_rows(megatron, "| what | with | 0.16.1 | 0.19.2 |\n|---|---|---|---|\n", _tested())
-    megatron = _with_rows(
+    megatron = with_rows(megatron, "| what | with | 0.16.1 | 0.19.2 |\n|---|---|---|---|\n", _tested())
+    megatron = with_rows(
         megatron,
         "| version | by the launcher | by the patches | largest difference |\n|---|---|---|---|\n",
         _trained(),
     )
-    planning = _with_rows(
+    planning = with_rows(
         (DOCS / "planning.md").read_text(),
         "| kind of way | public runs | predicted speed was off by |\n|---|---|---|\n",
         (f"| {errors.kind} | {errors.runs} | {errors.range} |" for errors in ranges(judged(PUBLIC))),
     )
     return {
-        "attention.md": _with_rows(
+        "attention.md": with_rows(
             attention, "| field | legal | default | meaning |\n|---|---|---|---|\n", _settings()
         ),
-        "megatron.md": _with_rows(
+        "megatron.md": with_rows(
             megatron, "Megatron's own, or BurstAttention |\n", _flags(), "| `--burst-rates` |"
         ),
-        "topology.md": _with_rows(
+        "topology.md": with_rows(
             topology,
             "| heads | way | 64 GPUs | 256 GPUs | 1024 GPUs |\n|---|---|---|---|---|\n",
             _through_nics(),
@@ -65,7 +65,7 @@ def pages() -> dict[str, str]:
     }
 
 
-def _with_rows(page: str, before: str, rows: Iterable[str], after: str = "\n") -> str:
+def with_rows(page: str, before: str, rows: Iterable[str], after: str = "\n") -> str:
     """The page with these rows between `before` and the next line that begins with `after`."""
     head, tail = page.split(before)
     rest = tail.splitlines(keepends=True)

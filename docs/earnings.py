@@ -1,0 +1,131 @@
+"""Writes docs/earnings.md: what each word of "auto" gains over the plain ring, by the cost model.
+
+`PYTHONPATH=. python docs/earnings.py` takes some minutes; after a change of the model or of presets.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from tables import with_rows
+
+from burst_bench.methods.sharded import share_of
+from burst_bench.subjects.planning import packed
+from burst_mcore.attention.autotune.candidate import Word
+from burst_mcore.attention.autotune.choose import AS_FAST
+from burst_mcore.attention.autotune.costing import Costs
+from burst_mcore.attention.autotune.question import Question
+from burst_mcore.attention.autotune.search import MOST_RESIDENT, Settings, routes
+from burst_mcore.attention.autotune.ways import RINGS, Ranks, legal_degrees
+from burst_mcore.attention.schedule.actions import Pass
+from burst_mcore.attention.schedule.route import Route
+from burst_mcore.layout import Layout
+from burst_mcore.machines import MACHINES
+from burst_mcore.mask import Mask
+
+PAGE = Path(__file__).parent / "earnings.md"
+CLUSTERS = {"1x8": Ranks(8, 8), "2x8": Ranks(16, 8), "4x8": Ranks(32, 8), "8x8": Ranks(64, 8)}
+NAMES = ("H100", "A800", "L20-PCIe")
+MASKS = ("causal", "full", "window", "documents")
+KV_HEADS = (32, 8)
+TOKENS = (2**15, 2**18, 2**20)
+QUERY, RING = "backward query", "backward auto"
+DECIDED = {
+    RING: "searched",
+    "mirror": "searched",
+    "flat ring": "by name",
+    "heads within a node": "searched",
+    "direct exchange": "searched",
+    "heads across nodes": "searched",
+    "mesh": "by name",
+    "mesh with heads": "by name",
+}
+"""Rows, in the order of ties, each with what follows from it."""
+SUMMARY = (
+    "| word | over the plain ring | added to all rows above | of these nine in ten at most | in a call |\n"
+    "|---|---|---|---|---|\n"
+)
+BY_CLUSTER = f"| cluster | {' | '.join(DECIDED)} |\n|---|{'---|' * len(DECIDED)}\n"
+Cell = dict[str, float]
+"""Seconds of the fastest way, by row."""
+
+
+def cell(cluster: str, machine: str, mask: str, kv_heads: int, n: int) -> Cell:
+    """Return the fastest of the ways that need each word; rings and "query" are the first rows."""
+    ranks, of_words = CLUSTERS[cluster], {"window": Mask.window(8191, 0), "full": Mask.full()}
+    seen = packed(n, seed=0) if mask == "documents" else of_words.get(mask, Mask.causal())
+    shard = share_of(n // ranks.size, 32, kv_heads, 128, torch.bfloat16)
+    question = Question(shard, Layout("zigzag"), seen, n, ranks, MACHINES[machine].rates).typical
+    degrees = tuple(legal_degrees(ranks, 32, kv_heads))
+    every = Settings(
+        overlap=True, rings=RINGS, degrees=degrees, directions=(Pass.QUERY, Pass.KV), mesh="auto"
+    )
+    seconds: Cell = {}
+    for word, route, ring in routes(question, every):
+        costs = Costs(question, route.placement)
+        ways = [
+            (route, side) for side in every.directions if costs.resident_bytes(route, side) <= MOST_RESIDENT
+        ]
+        costs.play(ways)
+        for (_, side), way in itertools.product(ways, costs.ways(route)):
+            row, took = _row(word, way, ring), costs.candidate(ring, way, side).seconds
+            for each in (row, QUERY) if row == RING and side == Pass.QUERY else (row,):
+                seconds[each] = min(took, seconds.get(each, took))
+    return seconds
+
+
+def _row(word: Word, route: Route, ring: str) -> str:
+    if word == Word.MESH:
+        return "mesh with heads" if route.heads > 1 else "mesh"
+    if word == Word.RING:
+        return "flat ring" if ring == "flat" else "mirror" if route.mirrored else RING
+    return [*DECIDED][word + 2]
+
+
+def gains(cells: Sequence[Cell], row: str) -> tuple[list[float], list[float]]:
+    """Return by which factors a row's ways are faster, sorted: than the plain ring, than all rows above."""
+    above = [*DECIDED][: [*DECIDED].index(row)]
+    over_ring, added = [], []
+    for seconds in cells:
+        plain = seconds[RING if above else QUERY]
+        before = min((seconds[each] for each in above if each in seconds), default=plain)
+        took = seconds.get(row, before)
+        over_ring.append(max(1.0, plain / took))
+        added.append(max(1.0, before / took))
+    return sorted(over_ring), sorted(added)
+
+
+def often(factors: Sequence[float]) -> str:
+    """Return the share of cells in which a gain is no tie."""
+    return f"{sum(factor > AS_FAST for factor in factors) / len(factors):.0%}"
+
+
+def summary(cells: Sequence[Cell]) -> Iterable[str]:
+    """Yield a row for each word."""
+    for row, decided in DECIDED.items():
+        over_ring, added = gains(cells, row)
+        words = [f"{often(each)}, at most {each[-1] - 1:.0%}" for each in (over_ring, added)]
+        yield f"| {row} | {words[0]} | {words[1]} | {added[int(0.9 * len(added))] - 1:.0%} | {decided} |"
+
+
+def by_cluster(cluster: str, machine: str) -> tuple[list[Cell], str]:
+    """Return the cells of a cluster, and its row."""
+    cells = [cell(cluster, machine, *each) for each in itertools.product(MASKS, KV_HEADS, TOKENS)]
+    added = (gains(cells, row)[1] for row in DECIDED)
+    words = (f"{often(each)}, {each[-1] - 1:.0%}" for each in added)
+    return cells, f"| {cluster} {machine} | {' | '.join(words)} |"
+
+
+def page() -> str:
+    """Return the page with the rows of today's model."""
+    found = [by_cluster(*each) for each in itertools.product(CLUSTERS, NAMES)]
+    text = with_rows(PAGE.read_text(), SUMMARY, summary([each for cells, _ in found for each in cells]))
+    return with_rows(text, BY_CLUSTER, (row for _, row in found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # many small operations: threads would wait for each other
+    PAGE.write_text(page())
