@@ -118,6 +118,13 @@ def test_docstrings_begin_with_what_they_are_about():
         assert not headless, f"{path}: {headless}"
 
 
+def test_what_words_of_auto_earn_is_by_todays_model(monkeypatch):
+    """A row of 24 cells; the whole page is written by its command."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    _, row = runpy.run_path(str(ROOT / "docs" / "earnings.py"))["by_cluster"]("1x8", "H100")
+    assert row in (ROOT / "docs" / "earnings.md").read_text().splitlines()
+
+
 @pytest.mark.parametrize("command", ["explain", "draw"])
 def test_commands_in_the_docs_run(command, tmp_path, monkeypatch):
     from typer.testing import CliRunner

@@ -259,7 +259,7 @@ def _nodes(rank, size, _):
         return attend(*tensors, config=config, **options)
 
     attention.burst_attention = burst_attention
-    found = differences(size, size, (2, True, 1, "zigzag", (4, 4)), rank)
+    found = differences(size, size, (2, True, 1, "zigzag", (4, 4)), rank, {"head_parallel": "auto"})
     return found, set(seen)
 
 

@@ -22,8 +22,9 @@ MOST_RESIDENT = 4 * 2**30
 PARTNERS = 2**14
 """Pairs of positions that exchange rows, at most, for a direct exchange to be considered beside rings. Every
 pair is a connection, and is simulated one by one."""
-MANY = 256
-"""Ranks up to which a call tries both sides of a direct exchange; beyond, the side of the best ring alone."""
+MANY = 64
+"""Ranks up to which a call tries all direct exchanges. Beyond, it tries the side of the best way so far,
+and no shared heads beside unless their degree is set: rank by rank, 1024 ranks would take a minute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,8 @@ def candidates(question: Question, settings: Settings, *, every: bool = True) ->
                 costs = costs_at(route.placement)
                 sides = settings.directions
                 if route.direct and costed and not every and question.ranks.size > MANY:
-                    sides = (best(costed).direction,)
+                    alone = route.heads == 1 or len(settings.degrees) == 1
+                    sides = (best(costed).direction,) if alone else ()
                 ways = [(route, side) for side in sides if _may_be(costs, route, side, settings)]
                 costs.play(ways)  # both directions at once, at little more than one's cost
                 costed += (
