@@ -1,14 +1,18 @@
 """The virtual ring runs a real rank's program; here on the CPU, where its copies are done at once."""
 
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from burst_bench.methods.virtual_rank import Copies, VirtualRank
+from burst_bench.subjects import virtual_ring
 from burst_bench.subjects.virtual_ring import VirtualCase
 from burst_mcore import Mask
 from burst_mcore.attention.autotune.cost import message_bytes
@@ -186,3 +190,15 @@ def test_from_nowhere_memory_is_filled_once():
 def test_an_unknown_source_is_refused():
     with pytest.raises(ValueError, match="device, host, nowhere, not 'moon'"):
         _rank(2, source="moon")
+
+
+def test_launches_are_what_the_device_ran_not_what_the_host_called(monkeypatch):
+    of_device, of_host = DeviceType.CUDA, DeviceType.CPU
+    events = [SimpleNamespace(key="attention", device_type=of_device, count=3)]
+    events += [
+        SimpleNamespace(key=f"cuda{x}", device_type=of_host, count=5) for x in ("LaunchKernel", "EventRecord")
+    ]
+    seen = SimpleNamespace(key_averages=lambda: events)
+    monkeypatch.setattr(virtual_ring, "profile", lambda activities: nullcontext(seen))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert virtual_ring.launches(lambda: None, SimpleNamespace(device="cuda")) == 3
