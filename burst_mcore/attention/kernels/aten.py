@@ -5,6 +5,8 @@ Their backwards take the forward's out only to form delta, so any tensor of the 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from burst_mcore.attention.kernels.packed import (
     from_lower_right,
     gradients_of_batch,
     is_causal,
+    kept,
     of_batch,
     sequences,
 )
@@ -25,6 +28,7 @@ from burst_mcore.attention.kernels.padding import takes_any_value_dim
 from burst_mcore.attention.kernels.small import leaves_small_tiles
 
 _aten = torch.ops.aten
+_no_seed = partial(torch.zeros, dtype=torch.int64)  # dropout seed and offset of a call without dropout
 HALF = (torch.float16, torch.bfloat16)
 SHARED = 8.0
 """A score that all keys may share: its rounding in float32 is no more than that of the kernel's other steps.
@@ -130,7 +134,7 @@ def _flash_backward(
     inputs: BackwardInputs, pattern: Pattern, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     left, right = from_lower_right(pattern)
-    seed, given = _no_seed(inputs.q), flat_inputs(pattern, inputs)
+    seed, given = kept(_no_seed, (), device=inputs.q.device), flat_inputs(pattern, inputs)
     gradients = _aten._flash_attention_backward(
         given.dout, given.q, given.k, given.v, given.out, given.lse, *_ends(pattern, inputs.q, inputs.k),
         0.0, is_causal(pattern), seed, seed, scale=scores.scale, window_size_left=left,
@@ -142,11 +146,6 @@ def _flash_backward(
 def _ends(pattern: Pattern, q: Tensor, k: Tensor) -> Sequences:
     """Return the sequences of a call: of a packed pattern its own, else whole rows."""
     return sequences(pattern, q) if pattern.packed else Sequences(None, None, q.shape[1], k.shape[1])
-
-
-def _no_seed(x: Tensor) -> Tensor:
-    """Return the dropout seed and offset of a call without dropout."""
-    return torch.zeros((), dtype=torch.int64, device=x.device)
 
 
 def _cudnn_supports(problem: Problem) -> str | None:
@@ -179,7 +178,7 @@ def _cudnn_backward(
     dout, q, k, v, out = _heads_first(
         inputs.dout.contiguous(), inputs.q, inputs.k, inputs.v, inputs.out.contiguous()
     )
-    seed = _no_seed(q)
+    seed = kept(_no_seed, (), device=q.device)
     dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, inputs.lse.contiguous().unsqueeze(-1), seed, seed, None, None, None, q.shape[2],
         k.shape[2], 0.0, pattern.causal, scale=scores.scale,

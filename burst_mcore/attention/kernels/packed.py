@@ -6,6 +6,8 @@ For a packed pattern, tensors of a tile [B, S, H, D] become [B * S, H, D], and s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -39,6 +41,17 @@ def sequences(pattern: Pattern, q: Tensor) -> Sequences:
     result: Sequences = pattern.kernel_cache[key][0]
     assert result.of_q is not None
     return result
+
+
+def kept(make: Callable[..., Tensor], *arguments: Any, device: torch.device) -> Tensor:
+    """Return make(*arguments, device=device), made once on each stream; nobody may write to it."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _kept(make, arguments, device, stream)
+
+
+@lru_cache(maxsize=256)
+def _kept(make: Callable[..., Tensor], arguments: Any, device: torch.device, stream: int) -> Tensor:
+    return make(*arguments, device=device)
 
 
 def keywords(pattern: Pattern, q: Tensor) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +22,12 @@ from burst_mcore.attention.geometry.pattern import Abilities, Pattern
 from burst_mcore.attention.kernels import aten, reference
 from burst_mcore.attention.kernels.aten import half_on_cuda
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
-from burst_mcore.attention.kernels.packed import Sequences, is_causal, sequences
+from burst_mcore.attention.kernels.packed import Sequences, is_causal, kept, sequences
 from burst_mcore.attention.kernels.padding import takes_any_value_dim
 from burst_mcore.attention.kernels.small import leaves_small_tiles
 
 logger = logging.getLogger("burst_mcore")
+_no_seed, _ends_of = partial(torch.zeros, dtype=torch.int64), partial(torch.arange, dtype=torch.int32)
 
 
 def _te() -> Any:
@@ -141,7 +142,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) as TransformerEngine lays them out; tensors: q, k, v, out, dout."""
     te, ends, dtype = _te(), call.ends, tensors[0].dtype
-    no_seed = torch.zeros(2, dtype=torch.int64, device=statistics.device)
+    no_seed = kept(_no_seed, 2, device=statistics.device)
     backend, run = te.FusedAttnBackend["F16_arbitrary_seqlen"], te.fused_attn_bwd
     layout = "_".join([call.layout] * 3)
     typed = (_te_dtype(dtype),) if packages.has(run, "dqkv_dtype") else ()
@@ -157,7 +158,7 @@ def _gradients(
 def _ends(x: Tensor) -> Tensor:
     """Return cu_seqlens of a batch of full sequences."""
     batch, rows = x.shape[:2]
-    return torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=x.device)
+    return kept(_ends_of, 0, (batch + 1) * rows, rows, device=x.device)
 
 
 def _te_dtype(dtype: torch.dtype) -> Any:
