@@ -12,10 +12,13 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 
+import torch
 import triton
-from triton.backends.compiler import GPUTarget
+from triton._C.libtriton import native_specialize_impl as specialize
+from triton.backends.compiler import BaseBackend, GPUTarget
 from triton.compiler import ASTSource
 
 from burst_mcore.attention.kernels import triton_code
@@ -94,13 +97,15 @@ def rows_of_parts(name, parts):
     function = getattr(rowwise_triton, name)
     names = list(inspect.signature(function.fn).parameters)
     constants = {"PARTS": parts, "USED": 128, "DIM": 128, "ROWS": rowwise_triton.ROWS}
-    types = {"outs": ("*bf16",) * parts, "parts": ("*bf16",) * parts, "lses": ("*fp32",) * parts}
-    types |= dict.fromkeys(("outs_s", "lses_s", "parts_s"), ("i32",) * (3 * parts))
+    types = {"outs": ("*bf16",) * parts, "parts": ("*bf16",) * parts, "lses": "*fp32"}
+    types |= dict.fromkeys(("outs_s", "parts_s"), ("i32",) * (3 * parts))
     types |= {"out": "*bf16", "lse": "*fp32"} | dict.fromkeys(constants, "constexpr")
     places = [
         (i, j) if isinstance(types.get(each), tuple) else (i,)
         for i, each in enumerate(names)
-        if each not in ("count", "rows", "heads", *constants)
+        if each not in constants
+        and not function.params[i].do_not_specialize
+        and not function.params[i].do_not_specialize_on_alignment
         for j in range(len(types[each]) if isinstance(types.get(each), tuple) else 1)
     ]
     source = ASTSource(
@@ -278,6 +283,40 @@ def check_others():
             kernel = attention(name, dim, dim, "fp32", FRESH=True)
             assert "fma.rn.f32" in kernel.asm["ptx"] and "tf32" not in kernel.asm["ptx"], (name, dim)
             assert kernel.metadata.shared <= SHARED[9, 0], (name, dim)
+
+
+def check_lengths():
+    """AssertionError if row-wise kernels are compiled anew for other rows, or as many elsewhere."""
+    variants = defaultdict(set)
+    for name in ("_delta", "_stand_in", "_combine", "_add"):
+        setattr(rowwise_triton, name, _Noted(getattr(rowwise_triton, name), variants[name]))
+    for rows in (16, 17, 31, 48):  # documents end anywhere
+        tensors = [
+            torch.empty(1, 64 + rows, 4, 64, dtype=torch.bfloat16)[:, rows : 2 * rows] for _ in range(3)
+        ]
+        lses = [torch.empty(1, 4, 64 + rows)[..., i : i + rows] for i in range(3)]
+        rowwise_triton.delta_rows(*tensors[:2], lses[0])
+        rowwise_triton.stand_in_rows(tensors[0], lses[1], tensors[1], 0.0)
+        rowwise_triton.combine_rows([*zip(tensors, lses, strict=True)], tensors[0], lses[0])
+        rowwise_triton.add_rows(tensors, tensors[0])
+    assert {name: len(keys) for name, keys in variants.items()} == dict.fromkeys(variants, 1), variants
+
+
+class _Noted:
+    """A kernel that is not run: it notes for which arguments Triton would compile it."""
+
+    def __init__(self, kernel, keys):
+        self._kernel, self._keys = kernel, keys
+
+    def __getitem__(self, grid):
+        def run(*args, **constants):
+            flags = [
+                (not p.do_not_specialize, not p.do_not_specialize_on_alignment) for p in self._kernel.params
+            ]
+            key = [specialize(BaseBackend, x, False, *flag) for x, flag in zip(args, flags, strict=False)]
+            self._keys.add((str(key), *constants.items()))
+
+        return run
 
 
 if __name__ == "__main__":

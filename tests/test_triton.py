@@ -307,6 +307,11 @@ def test_kernels_compile_for_hopper_with_its_matrix_units(check):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_documents_that_end_elsewhere_compile_no_row_wise_kernel_again():
+    done = _compiling("compiled.check_lengths()")
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @pytest.mark.parametrize(
     "named",
     ["'forward', 'dq', 'dkv', 'all'", pytest.param("", marks=pytest.mark.slow)],

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 ROWS = 32
 """Rows of a program."""
+OF_ROWS = ["count", "rows", "heads", "lse_b", "lse_h", "lse_r", "delta_b", "delta_h", "delta_r"]
+"""Numbers that follow from how many rows there are: no kernel is compiled anew for them. Strides of the other
+tensors are multiples of head dims."""
 
 
 @triton.jit
@@ -21,7 +25,7 @@ def _at(ids, rows, heads, batch_stride, row_stride, head_stride):
     return batch * batch_stride + row * row_stride + head * head_stride
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_ROWS[:3] + OF_ROWS[6:], do_not_specialize_on_alignment=["delta"])
 def _delta(
     dout, out, delta, count, rows, heads, dout_b, dout_r, dout_h, out_b, out_r, out_h, delta_b, delta_h,
     delta_r, USED: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
@@ -37,7 +41,7 @@ def _delta(
     tl.store(delta + _at(ids, rows, heads, delta_b, delta_r, delta_h), products, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_ROWS[:3] + OF_ROWS[6:], do_not_specialize_on_alignment=["delta"])
 def _stand_in(
     dout, delta, out, count, rows, heads, dout_b, dout_r, dout_h, delta_b, delta_h, delta_r, out_b, out_r,
     out_h, FAINT: tl.constexpr, USED: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
@@ -67,25 +71,26 @@ def _stand_in(
     tl.store(to, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_ROWS[:6], do_not_specialize_on_alignment=["lses", "lse"])
 def _combine(
-    outs, lses, out, lse, count, rows, heads, outs_s, lses_s, out_b, out_r, out_h, lse_b, lse_h, lse_r,
+    outs, lses, out, lse, count, rows, heads, outs_s, out_b, out_r, out_h, lse_b, lse_h, lse_r,
     PARTS: tl.constexpr, USED: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     ids, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
     there = ids < count
     inside = there[:, None] & (d < USED)[None, :]
-    of_lse: tl.constexpr = lses[0].dtype.element_ty
+    of_lse: tl.constexpr = lses.dtype.element_ty
+    from_lses = lses + _at(ids, rows, heads, heads * rows, 1, rows)
     most = tl.full((ROWS,), -float("inf"), dtype=of_lse)
     for i in tl.static_range(PARTS):
-        at = _at(ids, rows, heads, lses_s[3 * i], lses_s[3 * i + 2], lses_s[3 * i + 1])
-        most = tl.maximum(most, tl.load(lses[i] + at, mask=there, other=-float("inf")), tl.PropagateNan.ALL)
+        part = tl.load(from_lses + i * count.to(tl.int64), mask=there, other=-float("inf"))
+        most = tl.maximum(most, part, tl.PropagateNan.ALL)
     finite = tl.where(most == -float("inf"), 0.0, most)
     total, sums = (most * 0.0).to(tl.float32), tl.zeros((ROWS, DIM), dtype=tl.float32)
     total = tl.where(most == -float("inf"), 0.0, total)
     for i in tl.static_range(PARTS):
-        at = _at(ids, rows, heads, lses_s[3 * i], lses_s[3 * i + 2], lses_s[3 * i + 1])
-        weight = tl.exp((tl.load(lses[i] + at, mask=there, other=-float("inf")) - finite).to(tl.float32))
+        part = tl.load(from_lses + i * count.to(tl.int64), mask=there, other=-float("inf"))
+        weight = tl.exp((part - finite).to(tl.float32))
         at = _at(ids, rows, heads, outs_s[3 * i], outs_s[3 * i + 1], outs_s[3 * i + 2])
         x = tl.load(outs[i] + at[:, None] + d[None, :], mask=inside, other=0.0)
         sums += weight[:, None] * x.to(tl.float32)
@@ -97,7 +102,7 @@ def _combine(
     tl.store(lse + _at(ids, rows, heads, lse_b, lse_r, lse_h), merged, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_ROWS[:3])
 def _add(
     parts, out, count, rows, heads, parts_s, out_b, out_r, out_h, PARTS: tl.constexpr, USED: tl.constexpr,
     DIM: tl.constexpr, ROWS: tl.constexpr,
@@ -124,9 +129,8 @@ def stand_in_rows(dout: Tensor, delta: Tensor, out: Tensor, faint: float) -> Non
 
 def combine_rows(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor, lse: Tensor) -> None:
     """Set (out, lse) to the softmax over the keys of all parts."""
-    outs, lses = zip(*parts, strict=True)
-    many = outs, lses
-    _launch(_combine, out, (out, lse), many, PARTS=len(parts))
+    outs, lses = zip(*parts, strict=True)  # for every alignment of a tensor in a tuple Triton compiles anew
+    _launch(_combine, out, (out, lse), (outs,), torch.stack(lses), PARTS=len(parts))
 
 
 def add_rows(parts: Sequence[Tensor], total: Tensor) -> None:
@@ -139,9 +143,10 @@ def _launch(
     like: Tensor,
     tensors: tuple[Tensor, ...],
     many: tuple[tuple[Tensor, ...], ...] = (),
+    *stacked: Tensor,
     **constants: float,
 ) -> None:
-    """Run a kernel over the rows of `like`, on tensors and on any number of parts, with their strides."""
+    """Run a kernel over the rows of `like`, on tensors and any number of parts, with their strides."""
     batch, rows, heads, dim = like.shape
     count = batch * rows * heads
     strides = [stride for x in tensors for stride in x.stride()[:3]]
@@ -149,4 +154,4 @@ def _launch(
     if count:
         grid = (triton.cdiv(count, ROWS),)
         sizes = {"USED": dim, "DIM": triton.next_power_of_2(dim), "ROWS": ROWS}
-        kernel[grid](*many, *tensors, count, rows, heads, *of_many, *strides, **sizes, **constants)
+        kernel[grid](*many, *stacked, *tensors, count, rows, heads, *of_many, *strides, **sizes, **constants)
