@@ -132,13 +132,13 @@ class BurstConfig(Registered):
     """NCCL's `maxCTAs`. Eight move what a ring sends at 8K tokens a rank: an estimate, not measured."""
 
     sm_margin: int = field(
-        default=0,
+        default=8,
         metadata=_told(
             "a number of at least 0",
-            "The multiprocessors that flash-attn 3 leaves to messages under way; other kernels ignore it.",
+            "The multiprocessors that flash-attn 3 leaves to messages in a full tile of forward.",
         ),
     )
-    """With 0 its persistent kernels take all, so that a message that comes late waits for a whole kernel."""
+    """As many as `max_ctas`. With 0 a message that comes late waits for the kernel, or the kernel for it."""
 
     def __new__(cls, **fields: Any) -> Self:
         if not fields.keys() <= SETTINGS.keys():

@@ -100,7 +100,7 @@ def _flash3_forward(
         _flash3()._flash_attn_forward,
         *flat(pattern, q, k, _rows_dense(v)), **keywords(pattern, q), softmax_scale=scores.scale,
         causal=is_causal(pattern), window_size=(left, right), window_size_left=left,
-        window_size_right=right, softcap=_softcap(scores), if_there={"sm_margin": scores.sm_margin},
+        window_size_right=right, softcap=_softcap(scores), if_there={"sm_margin": _margin(pattern, scores)},
     )  # fmt: skip
     return of_batch(pattern, out, lse, len(q))
 
@@ -117,9 +117,13 @@ def _flash3_backward(
         **keywords(pattern, inputs.q), dq=dq, dk=dk, dv=dv, softmax_scale=scores.scale, causal=causal,
         is_causal=causal, window_size=(left, right), window_size_left=left, window_size_right=right,
         softcap=_softcap(scores), deterministic=scores.deterministic,
-        if_there={"sm_margin": scores.sm_margin},
     )  # fmt: skip
     return gradients_of_batch(pattern, (dq, dk, dv), len(inputs.q))
+
+
+def _margin(pattern: Pattern, scores: Scores) -> int:
+    """Return the margin of a full tile, which is dealt to multiprocessors before messages free them."""
+    return 0 if pattern.packed or pattern.causal or pattern.windowed else scores.sm_margin
 
 
 def _flash4() -> Any:
