@@ -30,7 +30,6 @@ from burst_mcore.attention.schedule.actions import (
     hops,
 )
 from burst_mcore.attention.schedule.communicator import communicator_of
-from burst_mcore.attention.schedule.ring import kind_of
 from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.attention.schedule.trace import RECORDERS
 
@@ -289,8 +288,8 @@ class Ring:
             elif cut is None:
                 bundle = self._buffers[action.buffer]
             else:
-                bundle = self._copy(action, cut)
-                copies.append(bundle)
+                bundle = tuple(gather(x, cut).contiguous() for x in self._buffers[action.buffer])
+                copies.append(bundle)  # they live until the hop is awaited
             messages.append((action, bundle))
         try:
             works = self._transport.post(step.channel, messages)
@@ -301,22 +300,13 @@ class Ring:
         under_way += works
         copies_under_way += copies
 
-    def _copy(self, action: Send, cut: Rows) -> Bundle:
-        """Return a copy of some rows of a buffer."""
-        copy = self._new(kind_of(action.buffer), action.rows)
-        for to, x in zip(copy, self._buffers[action.buffer], strict=True):
-            to.copy_(gather(x, cut))
-        return copy
-
     def _wait(self, action: Wait) -> None:
-        posted, works, copies = self._under_way.pop(action.channel)
+        posted, works, _ = self._under_way.pop(action.channel)
         try:
             for work in works:
                 work.wait()
         except RuntimeError as error:
             raise self._broken(posted, error) from error
-        for bundle in copies:
-            self._free(bundle)
 
     def _broken(self, actions: Sequence[Action], error: RuntimeError) -> RuntimeError:
         hop = actions[0]
