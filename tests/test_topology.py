@@ -1,5 +1,6 @@
 """Where the ranks are: hosts, nodes, groups that exist; and what is refused."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -9,6 +10,8 @@ import random
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import limits
 import pytest
@@ -332,7 +335,8 @@ def test_on_nccl_every_link_and_kind_of_message_has_a_communicator_of_its_own(mo
     made = []
 
     def companion(ranks, backend, timeout, max_ctas):
-        assert (backend, timeout.seconds, max_ctas) == ("nccl", 9, 6)
+        between_nodes = len(ranks) == 2  # where a network card moves less than NVLink
+        assert (backend, timeout.seconds, max_ctas) == ("nccl", 9, 4 if between_nodes else 6)
         made.append(_Group(ranks))
         return made[-1]
 
@@ -398,6 +402,35 @@ def test_threads_that_make_groups_at_once_get_their_own_names(monkeypatch):
         each.join()
     assert names[0,] == "torch's" == dist.distributed_c10d._process_group_name([3], True)
     assert len(set(names.values())) == 3
+
+
+def _split_off(rank, size):
+    """What torch would split a companion of rank 0 off, and the device of the default group afterwards."""
+    world, split = dist.distributed_c10d._get_default_group(), []
+
+    class Backend:
+        Options = dist.ProcessGroupNCCL.Options
+
+        def __init__(self, store, rank, size, options):
+            split.append(getattr(options, "split_from", None))
+            raise InterruptedError
+
+    parent = SimpleNamespace(supports_splitting=True, perform_nocolor_split=split.append)
+    if rank:
+        return None
+    with (
+        patch.object(dist.distributed_c10d, "ProcessGroupNCCL", Backend),
+        patch.object(dist.distributed_c10d, "_get_split_source", lambda group: parent),
+        contextlib.suppress(InterruptedError),
+    ):
+        world.bound_device_id = torch.device("cuda", 0)  # as `init_process_group(device_id=...)` does
+        companion([0], "nccl", timedelta(minutes=1), 8)
+    return [source is parent for source in split], str(world.bound_device_id)
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="a torch without NCCL")
+def test_a_communicator_is_not_split_off_the_world_whose_other_ranks_do_not_come():
+    assert processes(2, _split_off)[0] == ([False], "cuda:0")
 
 
 class _Aborted:

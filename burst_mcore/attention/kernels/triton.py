@@ -297,12 +297,7 @@ def of_keys(dims: int, itemsize: int) -> tuple[str, ...]:
 
 
 def _gradients(
-    name: str,
-    inputs: BackwardInputs,
-    pattern: Pattern,
-    scores: Scores,
-    into: tuple[Tensor, ...],
-    fresh: bool,
+    name: str, inputs: BackwardInputs, pattern: Pattern, scores: Scores, into: tuple[Tensor, ...], fresh: bool
 ) -> None:
     batch, rows, heads, dim = inputs.q.shape
     columns, kv_heads = inputs.k.shape[1:3]

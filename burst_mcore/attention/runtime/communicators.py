@@ -18,6 +18,8 @@ from burst_mcore.digest import digest
 
 _NEVER_SENT = 2**31 - 1
 """A tag of no message."""
+CTAS_OF_CARD = 4
+"""Thread blocks of a GPU with which NCCL fills a network card of 400 Gb/s: an estimate, not measured."""
 
 Carrier = tuple[dist.ProcessGroup, Mapping[int, int]]
 """A process group, and the place in it of each rank of the ring that it reaches."""
@@ -102,7 +104,8 @@ class Communicators:
     def _group(self, link: str, members: tuple[int, ...], max_ctas: int) -> dist.ProcessGroup:
         ranks = [self.ranks[rank] for rank in members]
         if "cuda:nccl" in self.backends:
-            made = companion(ranks, "nccl", self._timeout, max_ctas)
+            most = min(max_ctas, CTAS_OF_CARD) if link == "inter" else max_ctas
+            made = companion(ranks, "nccl", self._timeout, most)
         else:
             users = self._groups.get(link) or self._groups.get("whole")
             if users is not None:
@@ -118,12 +121,7 @@ def exists(group: dist.ProcessGroup) -> bool:
 
 
 def companion(
-    ranks: Sequence[int],
-    backend: str,
-    timeout: timedelta,
-    max_ctas: int | None = None,
-    *,
-    priority: bool = True,
+    ranks: Sequence[int], backend: str, timeout: timedelta, max_ctas: int = 8, *, priority: bool = True
 ) -> dist.ProcessGroup:
     """Make a communicator over these global ranks. Collective over them, not over the world.
 
@@ -131,35 +129,22 @@ def companion(
         ranks: in the order of the communicator.
         backend: "gloo" or "nccl".
         timeout: how long it waits for its ranks.
-        max_ctas: thread blocks of a GPU that NCCL may use for it; None leaves the choice to NCCL.
+        max_ctas: thread blocks of a GPU that NCCL may use for it.
         priority: NCCL's messages do not queue behind compute.
     """
-    with _same_name_on_all(ranks):
+    options: Any = None
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=priority)
+        options._timeout = timeout
+        options.config.min_ctas, options.config.max_ctas = 1, max_ctas  # by itself NCCL's least may be more
+    with _made_by_members_alone(ranks):
         made = dist.new_group(
-            list(ranks),
-            backend=backend,
-            timeout=timeout,
-            pg_options=_options(backend, timeout, max_ctas, priority),
-            use_local_synchronization=True,
+            list(ranks), timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=True
         )
     assert isinstance(made, dist.ProcessGroup)
     if backend == "nccl":
         start(made)
     return made
-
-
-def _options(backend: str, timeout: timedelta, max_ctas: int | None, priority: bool) -> Any:
-    """Return options for NCCL, by default with streams of high priority.
-
-    The limit of thread blocks must be within what NCCL uses at least by itself: one.
-    """
-    if backend != "nccl":
-        return None
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=priority)
-    options._timeout = timeout
-    if max_ctas is not None:
-        options.config.min_ctas, options.config.max_ctas = 1, max_ctas
-    return options
 
 
 def start(group: dist.ProcessGroup) -> None:
@@ -181,22 +166,30 @@ _OF_THREAD = threading.local()
 
 
 @contextlib.contextmanager
-def _same_name_on_all(ranks: Sequence[int]) -> Iterator[None]:
-    """Let torch give a new group a name that follows from its ranks and how many we made of them.
+def _made_by_members_alone(ranks: Sequence[int]) -> Iterator[None]:
+    """Let torch make a group for which no other rank comes, under one name on all its members.
 
-    torch names a group that is made by its members alone after its ranks and the number of groups that the
-    process is in. Where members are in different numbers of groups they wait for each other under different
-    names, for ever. To be removed when torch's name (distributed_c10d._hash_ranks_to_str) depends on what all
-    members have in common.
+    torch names such a group after its ranks and the number of groups that the process is in. Where members
+    are in different numbers of groups they wait for each other under different names, for ever. Our names
+    follow from the ranks and how many we made of them. To be removed when torch's name
+    (distributed_c10d._hash_ranks_to_str) depends on what all members have in common.
+
+    A default group that is bound to a device would be split, which is collective over all its ranks. So for
+    the while it is not bound.
     """
-    key = tuple(sorted(ranks))
+    key, world = tuple(sorted(ranks)), dist.group.WORLD
     _MADE[key] += 1
     _let_threads_name_groups()
     _OF_THREAD.name = c10d.GroupName(f"burst_mcore_{digest(repr((key, _MADE[key])))}")
+    device = None if world is None else world.bound_device_id
     try:
+        if world is not None and device is not None:
+            world.bound_device_id = None
         yield
     finally:
         del _OF_THREAD.name
+        if world is not None and device is not None:
+            world.bound_device_id = device
 
 
 def _let_threads_name_groups() -> None:
