@@ -409,7 +409,9 @@ def _split_off(rank, size):
     world, split = dist.distributed_c10d._get_default_group(), []
 
     class Backend:
-        Options = dist.ProcessGroupNCCL.Options
+        class Options:
+            def __init__(self, is_high_priority_stream):
+                self.config = SimpleNamespace()
 
         def __init__(self, store, rank, size, options):
             split.append(getattr(options, "split_from", None))
@@ -420,6 +422,7 @@ def _split_off(rank, size):
         return None
     with (
         patch.object(dist.distributed_c10d, "ProcessGroupNCCL", Backend),
+        patch.object(dist, "ProcessGroupNCCL", Backend),
         patch.object(dist.distributed_c10d, "_get_split_source", lambda group: parent),
         contextlib.suppress(InterruptedError),
     ):

@@ -1,0 +1,522 @@
+"""torch.distributed between ranks that are threads: process groups of NCCL and of gloo.
+
+NCCL: what a rank puts on a communicator runs in order, on a stream of that communicator, after what its
+current stream has by then. A message completes when both sides are at the head. `Work.wait` makes the current
+stream wait, and not the host; the thread waits all the same, since values must have come, and a stream that
+waited in vain would hang as well. A communicator is made by all its ranks together. One that is split off
+another is made by all ranks of that one. On gloo the host waits.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
+
+from .clocks import CHECKER, Clock, joined, place
+from .streams import THREAD, Stream, current_stream, host, waits
+from .tensors import CudaTensor, launch, values_of
+
+IDLE = 0.05
+"""Seconds between two looks at whether any thread still works."""
+LOOKS = 6
+"""Looks in a row at which all threads slept, and nothing had come, before that is a deadlock."""
+
+
+class Deadlock(BaseException):
+    """All ranks wait; no handler of the package may take it for a hop that failed."""
+
+
+class Network:
+    """What all ranks share: a lock, the groups, and who waits for what."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = tuple(range(ranks))
+        self.changed = threading.Condition(CHECKER.lock)
+        self.events = 0
+        """Messages, collectives and groups that were posted or done."""
+        self.waiting: dict[int, str] = {}
+        """By thread."""
+        self.broken: BaseException | None = None
+        self.store = dist.HashStore()
+        self.groups: dict[Any, dict[int, Group]] = {}
+        self.calls: Counter[Any] = Counter()
+        self.world = {rank: Group(Communicator(self, self.ranks, "world"), rank) for rank in self.ranks}
+
+    def event(self) -> None:
+        self.events += 1
+        self.changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """End all waits."""
+        with self.changed:
+            self.broken = self.broken or error
+            self.changed.notify_all()
+
+    def until(self, holds: Callable[[], bool], what: str, seconds: float | None = None) -> bool:
+        """Wait until `holds()`; False if that takes longer than `seconds`."""
+        me, looks, events, waited = threading.get_native_id(), 0, -1, 0.0
+        with self.changed:
+            self.waiting[me] = what
+            try:
+                while not holds():
+                    if self.broken is not None:
+                        raise Deadlock(f"ended while it waited for {what}") from self.broken
+                    if seconds is not None and waited >= seconds:
+                        return False
+                    self.changed.wait(IDLE)
+                    waited += IDLE
+                    looks = looks + 1 if self.events == events and _all_sleep() else 0
+                    events = self.events
+                    if looks >= LOOKS and not holds():
+                        told = "; ".join(sorted(set(self.waiting.values())))
+                        CHECKER.found("deadlock", told)
+                        self.fail(Deadlock(told))
+            finally:
+                self.waiting.pop(me, None)
+        return True
+
+
+def _all_sleep() -> bool:
+    """Return whether no other thread of this process runs, or could."""
+    me = str(threading.get_native_id())
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{thread}/stat") as file:
+                state = file.read().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if thread != me and state not in "SI":
+            return False
+    return True
+
+
+class Communicator:
+    """The queues of one group: of each rank, what was posted and is not done."""
+
+    def __init__(self, network: Network, members: tuple[int, ...], kind: str) -> None:
+        self.network, self.members, self.kind = network, members, kind
+        self.queues: dict[int, deque[Operation]] = {rank: deque() for rank in members}
+        self.streams: dict[int, Stream] = {}
+        self.started: set[int] = set()
+        """The ranks that have used it."""
+
+    def stream(self, rank: int) -> Stream:
+        if rank not in self.streams:
+            self.streams[rank] = Stream(rank, name=f"{self.kind} {list(self.members)}")
+        return self.streams[rank]
+
+    def post(self, operation: Operation) -> Operation:
+        with self.network.changed:
+            self.queues[operation.rank].append(operation)
+            self.network.event()
+            while self._advance():
+                self.network.event()
+        return operation
+
+    def _advance(self) -> bool:
+        """Do what can be done with what is at the heads; False if that is nothing."""
+        heads = {rank: queue[0] for rank, queue in self.queues.items() if queue}
+        for operation in heads.values():
+            operation.begin()
+        if any(operation.collective for operation in heads.values()):
+            return self._collective(heads)
+        moved = False
+        for rank, operation in heads.items():
+            for message in operation.messages:
+                partner = heads.get(message.peer)
+                if message.sends and not message.done and partner is not None:
+                    moved = self._deliver(rank, operation, message, partner) or moved
+            if all(message.done for message in operation.messages):
+                self.queues[rank].popleft()
+                operation.end()
+                moved = True
+        return moved
+
+    def _deliver(self, rank: int, operation: Operation, message: Message, partner: Operation) -> bool:
+        for other in partner.messages:
+            if not other.sends and not other.done and other.peer == rank:
+                sent, to = message.values, other.tensor.values
+                if sent.numel() != to.numel() or sent.dtype != to.dtype:
+                    CHECKER.found("message", f"{tuple(sent.shape)} into {tuple(to.shape)} on {self.kind}")
+                    self.network.fail(RuntimeError("a message of another size"))
+                    return False
+                to.copy_(sent.view(to.shape))
+                message.done = other.done = True
+                operation.knows(partner.before)
+                partner.knows(operation.before)
+                return True
+        return False
+
+    def _collective(self, heads: dict[int, Operation]) -> bool:
+        if len(heads) < len(self.members) and not next(iter(heads.values())).rooted:
+            return False
+        names = {rank: operation.collective for rank, operation in heads.items()}
+        if len(set(names.values())) > 1:
+            CHECKER.found("order", f"different operations meet on {self.kind}: {names}")
+            self.network.fail(Deadlock(f"different operations meet: {names}"))
+            return False
+        if len(heads) < len(self.members):
+            return False
+        for operation in heads.values():
+            operation.knows(*(other.before for other in heads.values()))
+        next(iter(heads.values())).compute(heads)
+        for rank, operation in heads.items():
+            self.queues[rank].popleft()
+            operation.end()
+        return True
+
+
+class Message:
+    """A send or a receive."""
+
+    def __init__(self, sends: bool, tensor: Any, peer: int) -> None:
+        self.sends, self.tensor, self.peer, self.done = sends, tensor, peer, False
+        self.values = tensor.values.clone() if sends else tensor.values
+
+
+class Operation(dist.Work):
+    """What a rank posted as one: a batch of messages, or a collective."""
+
+    def __init__(self, group: Group, messages: Sequence[Message] = (), collective: str = "") -> None:
+        super().__init__()
+        self.group, self.rank, self.messages, self.collective = group, group.me, list(messages), collective
+        self.compute: Callable[[dict[int, Operation]], None] = lambda heads: None
+        self.data: Any = None
+        self.rooted = False
+        self.on_device = False
+        self.before: Clock = {}
+        self.over = False
+        self._begun = False
+        self._posted: Clock = {}
+        self._known: Clock = {}
+        self._kept: Any = None
+
+    def launched(self, name: str, reads: Sequence[Any], writes: Sequence[Any]) -> None:
+        """Put it on the communicator's stream, behind what the current stream has by now."""
+        self.on_device = True
+        communicator, rank = self.group.communicator, self.rank
+        stream = communicator.stream(rank).number
+        self._posted = joined(CHECKER.snapshot(current_stream(rank).number), CHECKER.snapshot(host(rank)))
+        CHECKER.join(stream, self._posted)
+        launch(name, reads, writes, rank=rank, stream=stream)
+        self._kept = reads, writes  # as torch keeps them, until somebody has waited
+
+    def begin(self) -> None:
+        if self.on_device and not self._begun:
+            self._begun = True
+            stream = self.group.communicator.stream(self.rank).number
+            own = {stream: CHECKER.clocks[stream].get(stream, 0) - 1}  # it is not done itself
+            self.before = {**CHECKER.snapshot(stream), **own}
+
+    def knows(self, *clocks: Clock) -> None:
+        joined(self._known, *clocks)
+
+    def end(self) -> None:
+        if self.on_device:
+            CHECKER.join(self.group.communicator.stream(self.rank).number, self._known)
+            self._end = CHECKER.snapshot(self.group.communicator.stream(self.rank).number)
+        self.over = True
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        seconds = None if timeout is None or not timeout else timeout.total_seconds()
+        network, what = self.group.communicator.network, f"rank {self.rank}: {self.collective or 'messages'}"
+        if not network.until(lambda: self.over, f"{what} on {self.group.communicator.kind}", seconds):
+            raise RuntimeError("timed out")
+        if self.on_device:
+            with CHECKER.lock:
+                CHECKER.join(current_stream(self.rank).number, self._end)
+        self._kept = None
+        return True
+
+    def is_completed(self) -> bool:
+        return self.over
+
+
+class Group(dist.ProcessGroup):
+    """One rank's end of a communicator."""
+
+    def __init__(self, communicator: Communicator, me: int) -> None:
+        super().__init__(communicator.members.index(me), len(communicator.members))
+        self.communicator, self.me, self.bound = communicator, me, None
+        self.backend, self.gone = communicator.kind.split()[0], False
+        self.bound_to: torch.device | None = None
+
+    group_name = property(lambda self: f"{self.communicator.kind} {self.communicator.members}")
+    bound_device_id = property(
+        lambda self: self.bound_to, lambda self, device: setattr(self, "bound_to", device)
+    )
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(minutes=10)))
+
+    def abort(self) -> None:
+        self.communicator.network.fail(RuntimeError("aborted"))
+
+    def size(self) -> int:
+        return len(self.communicator.members)
+
+    def recv(self, *message: Any) -> Any:
+        return SimpleNamespace(wait=lambda timeout: None)
+
+
+NETWORK: list[Network] = []
+"""Of the case that runs."""
+
+
+def _mine() -> Group:
+    """Return the world of this thread's rank."""
+    return NETWORK[-1].world[THREAD.rank or 0]
+
+
+def _of(group: Any) -> Group:
+    return _mine() if group is None else group
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    **options: Any,
+) -> Group:
+    """Make a group together: with its ranks, or with all; of a default group with a device, split off it."""
+    network, rank = NETWORK[-1], THREAD.rank
+    assert rank is not None
+    members, backend = tuple(ranks or network.ranks), backend or "nccl"
+    split = backend == "nccl" and _mine().bound_device_id is not None
+    if backend == "nccl" and torch._C._current_graph_task_id() != -1:
+        CHECKER.found("communicator", f"{members} was made in a backward at [{place()}]")
+    everybody = members if use_local_synchronization and not split else network.ranks
+    with network.changed:
+        network.calls[rank, members, backend] += 1
+        key = members, backend, network.calls[rank, members, backend]
+        came = network.groups.setdefault(key, {})
+        if not came:
+            came[-1] = Communicator(network, members, f"{backend} {len(network.groups)}")  # type: ignore[assignment]
+        shared: Any = came[-1]
+        came[rank] = Group(shared, rank) if rank in members else None  # type: ignore[assignment]
+        network.event()
+    what = f"rank {rank}: the making of {backend} {members}" + (", split off the world" if split else "")
+    network.until(lambda: set(everybody) <= came.keys(), what)
+    return came[rank]
+
+
+class P2POp:
+    """As torch's."""
+
+    def __init__(
+        self, op: Any, tensor: Any, peer: Any = None, group: Any = None, tag: int = 0, group_peer: Any = None
+    ):
+        assert isinstance(tensor, CudaTensor), "NCCL sends memory of the device"
+        if not tensor.is_contiguous():
+            raise ValueError("Tensors for NCCL must be contiguous")
+        self.op, self.tensor, self.group = op, tensor, _of(group)
+        self.peer = self.group.communicator.members[group_peer] if peer is None else peer
+
+
+def batch_isend_irecv(operations: Sequence[P2POp]) -> list[Operation]:
+    group, communicator = operations[0].group, operations[0].group.communicator
+    assert all(each.group is group for each in operations)
+    with communicator.network.changed:
+        if group.me not in communicator.started:
+            CHECKER.found(
+                "communicator",
+                f"{communicator.kind} is started by a message at [{place()}]: not by all ranks",
+            )
+            communicator.started.add(group.me)
+        made = Operation(group, [Message(each.op == "isend", each.tensor, each.peer) for each in operations])
+        reads = [each.tensor for each in operations if each.op == "isend"]
+        writes = [each.tensor for each in operations if each.op == "irecv"]
+        made.launched("messages", reads, writes)
+        for x in writes:
+            x.values.fill_(torch.nan if x.values.is_floating_point() else 255)
+        communicator.post(made)
+    return [made]
+
+
+def _collective(
+    name: str,
+    group: Any,
+    reads: Sequence[Any],
+    writes: Sequence[Any],
+    compute: Callable[[dict[int, Operation]], None],
+    data: Any,
+    *,
+    async_op: bool = False,
+) -> Any:
+    group = _of(group)
+    made = Operation(group, collective=name)
+    made.compute, made.data = compute, data
+    with group.communicator.network.changed:
+        tensors = [x for x in (*reads, *writes) if isinstance(x, CudaTensor)]
+        if group.backend != "gloo" and tensors:
+            group.communicator.started.add(group.me)
+            made.launched(name.split()[0], reads, writes)
+        group.communicator.post(made)
+    if async_op:
+        return made
+    made.wait()
+    return None
+
+
+def _shape(x: Tensor) -> str:
+    return f"{list(x.shape)} {x.dtype}"
+
+
+def all_reduce(tensor: Any, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
+    largest = op == dist.ReduceOp.MAX
+
+    def compute(heads: dict[int, Operation]) -> None:
+        values = torch.stack([values_of(each.data).clone() for each in heads.values()])
+        total = values.amax(0) if largest else values.sum(0)
+        for each in heads.values():
+            values_of(each.data).copy_(total)
+
+    return _collective(
+        f"all_reduce {_shape(tensor)}", group, [tensor], [tensor], compute, tensor, async_op=async_op
+    )
+
+
+def all_gather(tensors: Sequence[Any], tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+    def compute(heads: dict[int, Operation]) -> None:
+        values = [values_of(heads[rank].data[1]).clone() for rank in _of(group).communicator.members]
+        for each in heads.values():
+            for to, came in zip(each.data[0], values, strict=True):
+                values_of(to).copy_(came)
+
+    data = tensors, tensor
+    return _collective(
+        f"all_gather {_shape(tensor)}", group, [tensor], tensors, compute, data, async_op=async_op
+    )
+
+
+def reduce_scatter_tensor(
+    output: Any, input: Any, op: Any = None, group: Any = None, async_op: bool = False
+) -> Any:
+    def compute(heads: dict[int, Operation]) -> None:
+        members = _of(group).communicator.members
+        total = torch.stack([values_of(each.data[1]) for each in heads.values()]).sum(0)
+        for rank, share in zip(members, total.chunk(len(members)), strict=True):
+            values_of(heads[rank].data[0]).copy_(share)
+
+    return _collective(
+        f"reduce_scatter {_shape(input)}",
+        group,
+        [input],
+        [output],
+        compute,
+        (output, input),
+        async_op=async_op,
+    )
+
+
+def all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None:
+    def compute(heads: dict[int, Operation]) -> None:
+        values = [heads[rank].data[1] for rank in _of(group).communicator.members]
+        for each in heads.values():
+            each.data[0][:] = values
+
+    _collective("all_gather_object", group, [], [], compute, (objects, mine))
+
+
+def barrier(group: Any = None, device_ids: Any = None) -> None:
+    group = _of(group)
+    group.communicator.started.add(group.me)
+    _collective("barrier", group, [], [], lambda heads: None, None)
+    if group.backend != "gloo":
+        waits(group.me, CHECKER.snapshot(current_stream(group.me).number), "barrier")
+
+
+def gather(
+    tensor: Tensor, rows: Any = None, group: Any = None, group_dst: int = 0, async_op: bool = True
+) -> Any:
+    """Gloo's: the root waits for all, the others for nobody."""
+    return _rooted("gather", group, group_dst, tensor, rows, root_gives=False)
+
+
+def broadcast(tensor: Tensor, group: Any = None, group_src: int = 0, async_op: bool = True) -> Any:
+    """Gloo's: the others wait for the root, who waits for nobody."""
+    return _rooted("broadcast", group, group_src, tensor, None, root_gives=True)
+
+
+def _rooted(name: str, group: Group, root: int, tensor: Tensor, rows: Any, *, root_gives: bool) -> Operation:
+    communicator, made = group.communicator, Operation(group, collective=name)
+    network, at_root = communicator.network, communicator.members.index(group.me) == root
+    with network.changed:
+        network.calls[group.me, communicator.kind, name] += 1
+        key = communicator.kind, name, network.calls[group.me, communicator.kind, name]
+        came: dict[int, Any] = network.groups.setdefault(key, {})  # type: ignore[assignment]
+        came[group.me] = made, tensor.clone(), tensor, rows
+        source = communicator.members[root]
+        if root_gives and source in came:
+            for each, _, to, _ in came.values():
+                to.copy_(came[source][1])
+                each.over = True
+        if not root_gives:
+            made.over = not at_root
+            if len(came) == len(communicator.members):
+                for to, rank in zip(came[source][3], communicator.members, strict=True):
+                    to.copy_(came[rank][1])
+                came[source][0].over = True
+        network.event()
+    return made
+
+
+def destroy_process_group(group: Any = None) -> None:
+    _of(group).gone = True
+
+
+class _World:
+    """What torch keeps of groups."""
+
+    @property
+    def default_pg(self) -> Any:
+        return _mine() if NETWORK else None
+
+    @property
+    def pg_map(self) -> Any:
+        return _Known()
+
+
+class _Known:
+    def __contains__(self, group: Group) -> bool:
+        return not group.gone
+
+    def __getitem__(self, group: Group) -> Any:
+        return group.backend, NETWORK[-1].store
+
+
+DISTRIBUTED: dict[str, Any] = {
+    "get_rank": lambda group=None: _of(group).communicator.members.index(_of(group).me),
+    "get_world_size": lambda group=None: len(_of(group).communicator.members),
+    "get_backend": lambda group=None: "nccl" if _of(group).backend == "world" else _of(group).backend,
+    "get_backend_config": lambda group=None: "gloo" if _of(group).backend == "gloo" else "cpu:gloo,cuda:nccl",
+    "get_process_group_ranks": lambda group=None: list(_of(group).communicator.members),
+    "get_group_rank": lambda group, rank: group.communicator.members.index(rank),
+    "get_global_rank": lambda group, rank: group.communicator.members[rank],
+    "is_initialized": lambda: True,
+    "is_available": lambda: True,
+    "isend": "isend",
+    "irecv": "irecv",
+    **{
+        each.__name__: each
+        for each in (
+            new_group, P2POp, batch_isend_irecv, all_reduce, all_gather, reduce_scatter_tensor,
+            all_gather_object, barrier, gather, broadcast, destroy_process_group,
+        )
+    },
+}  # fmt: skip
+"""What stands in torch.distributed."""
+WORLD = _World()
+assert hasattr(c10d, "_world")

@@ -1,0 +1,315 @@
+"""Tensors that say `cuda` and hold memory of the CPU; an operator on them is a launch on the current stream.
+
+For C++ such a tensor is a wrapper on the CPU, for Python it is on `cuda:R`, R the rank. So autograd runs its
+nodes in the thread that calls it, and `ranks` gives it a thread of its own, as a device has.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .clocks import CHECKER, place
+from .memory import access, memory_of, pin, pinned
+from .streams import THREAD, Stream, current_stream, host, index_of, waits
+
+READ_BY_HOST = (
+    "_local_scalar_dense nonzero masked_select equal is_nonzero unique_dim _unique2 unique_consecutive"
+).split()
+"""Operators whose results the host must have before it can go on."""
+MAKES_ROOM = "empty new_empty empty_like empty_strided new_empty_strided".split()
+SETS = "copy_ fill_ zero_ normal_ uniform_ random_".split()
+"""Operators in place that do not read what they write."""
+STAND_INS: dict[str, Callable[..., Any]] = {}
+"""Operators that torch has for CUDA alone, by name: functions on the CPU tensors."""
+
+
+class CudaTensor(Tensor):
+    """A tensor on a device that is not there."""
+
+    values: Tensor
+    rank: int
+
+    @staticmethod
+    def __new__(cls, values: Tensor, rank: int) -> CudaTensor:
+        made: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            values.size(),
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+        )
+        made.values, made.rank = values, rank
+        with CHECKER.lock:
+            made.memory = memory_of(values, rank, current_stream(rank).number)
+        return made
+
+    device = property(lambda self: torch.device("cuda", self.rank))
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
+
+    def get_device(self) -> int:
+        return self.rank
+
+    def data_ptr(self) -> int:
+        return self.values.data_ptr()
+
+    def untyped_storage(self) -> Any:
+        return self.values.untyped_storage()
+
+    def record_stream(self, stream: Stream) -> None:
+        if self.memory is not None:
+            self.memory.recorded.add(stream.number)
+
+    def to(self, *args: Any, **options: Any) -> Any:
+        device, dtype, non_blocking, copy = _asked(args, options)
+        if device is None or (device.type == "cuda" and index_of(device) == self.rank):
+            return super().to(dtype or self.dtype, non_blocking=non_blocking, copy=copy)
+        return torch.ops.aten._to_copy(self, dtype=dtype, device=device, non_blocking=non_blocking)
+
+    def cpu(self) -> Tensor:
+        return self.to("cpu")
+
+    def cuda(self, *args: Any, **options: Any) -> Tensor:
+        return self
+
+    def tolist(self) -> Any:
+        return self.detach().cpu().tolist()
+
+    def numpy(self, *args: Any, **options: Any) -> Any:
+        raise TypeError("can't convert cuda tensor to numpy")
+
+    def __repr__(self, *args: Any, **options: Any) -> str:
+        return f"CudaTensor({list(self.shape)}, {self.dtype}, cuda:{self.rank})"
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return launch_operator(function, args, kwargs or {})
+
+
+def _asked(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any, bool, bool]:
+    """Return (device, dtype, non_blocking, copy) of the arguments of `Tensor.to`."""
+    device, dtype = options.get("device"), options.get("dtype")
+    flags = [options.get("non_blocking", False), options.get("copy", False)]
+    rest = [x for x in args if not isinstance(x, bool)]
+    for index, flag in enumerate(x for x in args if isinstance(x, bool)):
+        flags[index] = flag
+    for each in rest:
+        if isinstance(each, torch.dtype):
+            dtype = each
+        elif isinstance(each, Tensor):
+            device, dtype = each.device, each.dtype
+        elif each is not None:
+            device = each
+    return None if device is None else torch.device(device), dtype, *flags
+
+
+class Cuda(TorchDispatchMode):
+    """Within it, in this thread, `device="cuda"` makes such tensors, and all they do is noted."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kwargs and kwargs.get("device") == torch.device("cpu") and _of_engine():
+            kwargs = {**kwargs, "device": torch.device("cuda", THREAD.device)}
+        own = OPDEFS.get(function._schema.name)
+        if own is not None:  # an operator in Python: what it does is noted, not the operator
+            with self:
+                return own._init_fn(*args, **(kwargs or {}))
+        if function._can_decompose():  # one that is made of others
+            with self:
+                return function.decompose(*args, **(kwargs or {}))
+        return launch_operator(function, args, kwargs or {})
+
+
+def _of_engine() -> bool:
+    """Return whether a derivative in C++ makes a tensor: like others, whose device there is the CPU."""
+    frame: Any = sys._getframe(1)
+    while frame.f_code.co_name in (
+        "__torch_dispatch__",
+        "_fn",
+        "inner",
+        "decompose",
+    ):  # of the mode, and torch's
+        frame = frame.f_back
+    return bool(THREAD.in_backward and frame.f_code.co_name == "_engine_run_backward")
+
+
+def launch(
+    name: str, reads: Iterable[Any], writes: Iterable[Any], *, rank: int, stream: int | None = None
+) -> None:
+    """Note one launch on a stream, by default the current one, and the tensors that it reads and writes."""
+    with CHECKER.lock:
+        stream = current_stream(rank).number if stream is None else stream
+        CHECKER.join(stream, CHECKER.snapshot(host(rank)))
+        count = CHECKER.tick(stream)
+        CHECKER.launches[rank][name] += 1
+        for tensors, write in ((reads, False), (writes, True)):
+            for x in tensors:
+                if isinstance(x, CudaTensor):
+                    if x.rank != rank:
+                        CHECKER.found("device", f"{name} on {rank} takes memory of {x.rank} at [{place()}]")
+                    if x.memory is not None:
+                        access(x.memory, x.values, stream, count, write=write, name=name)
+                elif isinstance(x, Tensor) and (of_host := pinned(x)) is not None:
+                    access(of_host, x, stream, count, write=write, name=name)
+
+
+def as_kernel(
+    name: str, function: Callable[..., Any], writes: Iterable[str | int] = ()
+) -> Callable[..., Any]:
+    """Return a function on host tensors as a kernel: one launch, and results on the device.
+
+    writes: the arguments that it writes to, by name or place.
+    """
+    writes = set(writes)
+
+    def kernel(*args: Any, **options: Any) -> Any:
+        given = [*enumerate(args), *options.items()]
+        tensors = [(key, x) for key, value in given for x in tree_leaves(value) if isinstance(x, Tensor)]
+        rank = next(x.rank for _, x in tensors if isinstance(x, CudaTensor))
+        _check_devices(name, [x for _, x in tensors])
+        for key, x in tensors:
+            assert key in writes or not isinstance(x, CudaTensor) or x.memory is not None or not x.numel()
+        done = function(*tree_map(values_of, args), **tree_map(values_of, options))
+        made = tree_map(lambda x: CudaTensor(x, rank) if isinstance(x, Tensor) else x, done)
+        written = [x for key, x in tensors if key in writes] + tree_leaves(made)
+        launch(name, [x for key, x in tensors if key not in writes], written, rank=rank)
+        return made
+
+    return kernel
+
+
+def values_of(x: Any) -> Any:
+    """Return the host tensor with the values of a device tensor; anything else as it is."""
+    return x.values if isinstance(x, CudaTensor) else x
+
+
+def launch_operator(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator of torch on the host tensors, and note what it did."""
+    schema, name = function._schema, function._schema.name.removeprefix("aten::")
+    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    ours = [x for x in given if isinstance(x, CudaTensor)]
+    options = dict(kwargs)
+    device = options.get("device")
+    there = None if device is None else torch.device(device).type == "cuda"
+    if not ours and not there:
+        return _on_host(function, args, options, given)
+    rank = index_of(device) if there else ours[0].rank
+    if there:
+        options["device"] = torch.device("cpu")
+    options.pop("pin_memory", None) if there is not False else None
+    pin_it = options.pop("pin_memory", False)
+    _note_waits(name, args, kwargs, given, rank, there)
+    done = STAND_INS.get(f"{name}.{schema.overload_name}", STAND_INS.get(name, function))(
+        *tree_map(values_of, args), **tree_map(values_of, options)
+    )
+    back = {id(x.values): x for x in ours}
+
+    def wrapped(x: Any) -> Any:
+        if not isinstance(x, Tensor) or there is False:
+            return pin(x) if pin_it and isinstance(x, Tensor) else x
+        return back[id(x)] if id(x) in back else CudaTensor(x, rank)
+
+    written = [x for x in _written(schema, args, kwargs) if isinstance(x, Tensor)]
+    if written and not any(isinstance(x, CudaTensor) for x in written):  # a copy to the host
+        results = done
+    else:
+        results = tree_map(wrapped, done)
+    fresh = [
+        x
+        for x in tree_leaves(results)
+        if isinstance(x, CudaTensor)
+        and not any(x is y for y in written)
+        and not any(x.memory is y.memory for y in ours)
+    ]
+    if name in MAKES_ROOM or not (written or fresh or there is False):
+        return results
+    reads = [x for x in given if not any(x is y for y in written)]
+    if written and name not in SETS and not any(a.kwarg_only and a.alias_info for a in schema.arguments):
+        reads += written
+    launch(name, reads, written + fresh, rank=rank)
+    return results
+
+
+def _on_host(function: Any, args: tuple[Any, ...], options: dict[str, Any], given: list[Tensor]) -> Any:
+    """Run an operator on host tensors alone; pinned ones may be in use by the device."""
+    pin_it = options.pop("pin_memory", False)
+    rank = THREAD.rank
+    used = [(x, memory) for x in given if (memory := pinned(x)) is not None]
+    if used and rank is not None and not _is_view(function._schema):
+        with CHECKER.lock:
+            me = host(rank)
+            count = CHECKER.tick(me)
+            written = _written(function._schema, args, options)
+            for x, memory in used:
+                write = any(x is y for y in written)
+                access(memory, x, me, count, write=write, name=function._schema.name)
+    done = function(*args, **options)
+    return pin(done) if pin_it else done
+
+
+def _is_view(schema: Any) -> bool:
+    returns = [r.alias_info for r in schema.returns]
+    return bool(returns) and all(a is not None and not a.is_write for a in returns)
+
+
+def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an operator writes to."""
+    written = []
+    for place_, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            positional = args[place_] if place_ < len(args) else None
+            written += tree_leaves(kwargs.get(argument.name, positional))
+    return written
+
+
+def _note_waits(
+    name: str, args: Any, kwargs: Any, given: list[Tensor], rank: int, there: bool | None
+) -> None:
+    """Let the host wait where the operator makes it, and report devices that do not go together."""
+    clock = CHECKER.snapshot(current_stream(rank).number)
+    if name in READ_BY_HOST:
+        waits(rank, clock, name)
+    if name in ("index", "index_put_", "_index_put_impl_", "index_put"):
+        indices = [x for x in args[1] if isinstance(x, Tensor)]
+        filled = name != "index" and isinstance(args[2], Tensor) and args[2].numel() == 1
+        if any(x.dtype in (torch.bool, torch.uint8) for x in indices) and not filled:
+            waits(rank, clock, f"{name} by a mask")
+        if any(not isinstance(x, CudaTensor) for x in indices):
+            waits(rank, clock, f"{name} by an index of the host")
+    elif name == "copy_":
+        to, source = args[:2]
+        asked = kwargs.get("non_blocking", len(args) > 2 and args[2])
+        if isinstance(to, CudaTensor) != isinstance(source, CudaTensor):
+            of_host = source if isinstance(to, CudaTensor) else to
+            _note_copy(of_host, asked, rank, clock)
+    elif name == "_to_copy":
+        crosses = isinstance(args[0], CudaTensor) == (there is False)
+        if there is not None and crosses:
+            # what the host gets is new, pageable memory; what it gives may be pinned
+            of_host = None if isinstance(args[0], CudaTensor) else args[0]
+            _note_copy(of_host, kwargs.get("non_blocking", False), rank, clock)
+    else:
+        _check_devices(name, given)
+
+
+def _note_copy(of_host: Tensor | None, non_blocking: bool, rank: int, clock: Any) -> None:
+    """Note a copy between host and device, for which the host waits unless its memory is pinned."""
+    if of_host is not None and of_host.numel() == 1 and of_host.dim() == 0 and pinned(of_host) is None:
+        return  # a number: it goes as an argument of the launch
+    if not non_blocking:
+        waits(rank, clock, "a blocking copy")
+    elif of_host is None or pinned(of_host) is None:
+        waits(rank, clock, "a copy of memory that is not pinned")
+
+
+def _check_devices(name: str, given: list[Tensor]) -> None:
+    for x in given:
+        if type(x) is Tensor and x.dim() > 0 and x.numel() > 0:
+            CHECKER.found("device", f"{name} takes a tensor of the host at [{place()}]")
