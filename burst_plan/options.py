@@ -46,7 +46,7 @@ RingOption = Annotated[
     str, typer.Option(help="Route between ranks: double, flat, direct, or auto for the cost model.")
 ]
 MeshOption = Annotated[
-    str, typer.Option(help="Rings side by side: none, or rows x columns such as 2x4; explain finds auto.")
+    str, typer.Option(help="Rings side by side: none, or rows x columns as 2x4; explain also takes auto.")
 ]
 Overlap = Annotated[bool, typer.Option(help="Communicate while ranks compute.")]
 IntraGB = Annotated[float | None, typer.Option(help="Bandwidth from a rank to ranks of its node, in GB/s.")]

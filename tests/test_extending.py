@@ -221,6 +221,8 @@ from burst_mcore.attention.kernels.kernel import Kernel
 
 
 def _supports(problem):
+    if problem.dtype.itemsize < 4:
+        return "it takes float32 and float64"
     return "it has no softcap" if problem.softcap else None
 
 

@@ -4,7 +4,6 @@ terms    windows, strides, documents, blocks, ranges: a mask is an intersection 
 mask     Mask, the class that users build
 bands    rectangles between two diagonals, to which terms are lowered for planning
 tables   checks of the lists and tensors that describe masks
-words    masks in words, for command lines: "causal & documents:random,64"
 """
 
 from burst_mcore.mask.mask import SLICES, Mask

@@ -47,7 +47,7 @@ def reason(chosen: Candidate, costed: Sequence[Candidate]) -> str:
     kernel_share = f"{bound:.0%} of its {chosen.seconds:.3g} s is kernel time"
     others = [c for c in costed if c is not chosen]
     if not others:
-        return f"the only one; {kernel_share}"
+        return f"no other way was allowed; {kernel_share}"
     rival = min(others, key=lambda c: c.seconds)
     ratio = rival.seconds / chosen.seconds
     if ratio > AS_FAST:

@@ -161,10 +161,10 @@ class Ring:
     Args:
         rank: this rank's number in the ring, for error messages.
         home: the rank's own bundle, read only; contiguous tensors.
-        new: makes an uninitialised buffer for some rows (None: all), of a bundle (DATA) or of a travelling
-            gradient (SUM).
+        new: makes an uninitialised buffer for some rows (None: all), of a bundle (DATA), of a travelling
+            gradient (SUM) or of a complete one (TOTAL).
         free: takes back a buffer that is not needed any more.
-        exchanges: by kind of message, if heads are shared.
+        exchanges: by kind of message, if heads are shared or on a mesh.
     """
 
     def __init__(
