@@ -12,6 +12,7 @@ from masks import random_layout, random_mask, randoms
 
 from burst_bench.subjects.planning import packed
 from burst_mcore import BurstConfig, Layout, Mask
+from burst_mcore.attention.autotune import decide as decide_module
 from burst_mcore.attention.autotune.candidate import Candidate, Word
 from burst_mcore.attention.autotune.choose import AS_FAST, best, reason
 from burst_mcore.attention.autotune.cost import (
@@ -24,7 +25,7 @@ from burst_mcore.attention.autotune.cost import (
     pass_flops,
 )
 from burst_mcore.attention.autotune.costing import work_of
-from burst_mcore.attention.autotune.decide import costed, decide, fastest
+from burst_mcore.attention.autotune.decide import costed, decide, fastest, settings_of
 from burst_mcore.attention.autotune.lockstep import RoutedPass, play_all
 from burst_mcore.attention.autotune.question import Question
 from burst_mcore.attention.autotune.search import Settings, candidates
@@ -300,6 +301,47 @@ def test_a_search_that_ends_early_finds_the_same(draw, size, intra, chunks, regu
     every, tried = (candidates(question, options, every=all_of_them) for all_of_them in (True, False))
     assert {_way(c) for c in tried} <= {_way(c) for c in every}
     assert _way(best(tried)) == _way(best(every))
+
+
+@settings(max_examples=25, deadline=None)
+@given(draw=randoms, rows=st.integers(2, 24), regular=st.sampled_from([None, Mask.full(), Mask.causal()]))
+def test_a_ring_of_two_needs_neither_a_direct_exchange_nor_its_mirror_image(draw, rows, regular):
+    n, ranks = 4 * rows, Ranks(2, draw.choice([1, 2]))
+    layout, mask = random_layout(draw, 2, n), regular or random_mask(draw, n)
+    rates = Rates(
+        intra=draw.choice([1e6, 1e7]),
+        inter=draw.choice([1e5, 1e6]),
+        compute=draw.choice([1e5, 1e7, 1e9]),
+        latency=draw.choice([0.0, 1e-3]),
+        hidden=draw.choice([True, False]),
+        slowdown=draw.choice([0.0, 0.3]),
+        crowding=draw.choice([0.0, 1.0]),
+    )
+    s, g = draw.choice([(2, 4), (2, 2), (4, 4), (8, 8)])
+    shard = _shard(16, draw.choice([4, 16]), tokens=layout.padded(n, 2) // 2, head_dim=16, s=s, g=g)
+    question = Question(shard, layout, mask, n, ranks, rates)
+    config = BurstConfig(head_parallel=draw.choice([1, "auto"]))
+    chosen, few = fastest(config, question), settings_of(config, question)
+    every = candidates(question, replace(few, rings=("double", "direct")))
+    assert few.rings == ("double",) and _way(chosen) == _way(best(every))
+    for side in few.directions:
+        ring, direct = (c for c in every if (c.route.heads, c.direction) == (1, side))
+        assert direct.route.direct and ring.seconds <= direct.seconds * (1 + 1e-12)
+        assert ring.inter_bytes <= direct.inter_bytes and ring.intra_bytes <= direct.intra_bytes
+    for route in (Route(1, 2), Route(2, 1)):
+        played = [one for one, *_ in _played_both_ways(layout, mask, n, route, ranks.intra, rates)]
+        assert not route.has_mirror and len(played) == 6
+        for one, mirrored in zip(played[::2], played[1::2], strict=True):
+            assert (one.seconds, one.sent) == (pytest.approx(mirrored.seconds), pytest.approx(mirrored.sent))
+
+
+def test_a_call_with_one_way_left_is_not_searched(monkeypatch):
+    monkeypatch.setattr(decide_module, "candidates", None)
+    shard = _shard(8, 8)
+    for size, way in ((1, {}), (2, {"backward": "kv"}), (4, {"backward": "query", "ring": "direct"})):
+        question = Question(shard, Layout("zigzag"), Mask.causal(), 64 * size, Ranks(size, size), A800)
+        route = decide(BurstConfig(**way), question).route
+        assert route == Route(1, size, direct=size == 4)
 
 
 def _way(c):

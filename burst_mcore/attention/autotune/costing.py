@@ -50,7 +50,7 @@ class Costs:
 
     def ways(self, route: Route) -> tuple[Route, ...]:
         """Return a route both ways round, where the two differ."""
-        both = route.places > 1 and not route.direct and not self.plan.everything and route.rings == 1
+        both = route.has_mirror and not self.plan.everything
         return (route, replace(route, mirrored=True)) if both else (route,)
 
     def partners(self, direction: Pass) -> int:

@@ -10,14 +10,12 @@ from typing import NamedTuple
 from burst_mcore.attention.autotune.candidate import Candidate
 from burst_mcore.attention.autotune.choose import best, reason
 from burst_mcore.attention.autotune.question import Question
-from burst_mcore.attention.autotune.search import Settings, candidates
+from burst_mcore.attention.autotune.search import Settings, candidates, routes
 from burst_mcore.attention.autotune.ways import (
     RINGS,
     SEARCHED,
     backward_passes,
     degrees_of,
-    overlaps,
-    route_for,
 )
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route
@@ -65,9 +63,11 @@ def fastest(config: BurstConfig, question: Question) -> Candidate:
 
 def settings_of(config: BurstConfig, question: Question, degrees: tuple[int, ...] | None = None) -> Settings:
     """Return the settings that a configuration leaves to the search of a call."""
+    # The ring of two ranks is their direct exchange, but that gradients come home in a dtype no wider.
+    rings = SEARCHED if question.ranks.size > 2 else SEARCHED[:1]
     return Settings(
         overlap=config.overlap,
-        rings=SEARCHED if config.ring == "auto" else (config.ring,),
+        rings=rings if config.ring == "auto" else (config.ring,),
         degrees=degrees_of(config, question.ranks, question.shard) if degrees is None else degrees,
         directions=backward_passes(config.backward),
         placement=config.head_placement,
@@ -109,10 +109,10 @@ def _latent_gains(question: Question, settings: Settings) -> bool:
 
 def _way(question: Question, settings: Settings) -> tuple[Route, Pass]:
     """Return the route and the backward pass, by the cost model where more than one is left; log them."""
-    ranks, degrees, directions = question.ranks, settings.degrees, settings.directions
-    if ranks.size == 1 or (settings.mesh == "none" and degrees == (ranks.size,) and len(directions) == 1):
-        overlap = overlaps(settings.overlap, degrees[0], ranks, question.rates)
-        return route_for(degrees[0], ranks, ring=settings.rings[0], overlap=overlap), directions[0]
+    [(_, route, _), *others] = routes(question, settings)
+    direction, *sides = settings.directions
+    if question.ranks.size == 1 or not (others or sides or route.has_mirror):
+        return route, direction
     tried = candidates(question, settings, every=False)
     chosen = best(tried)
     logger.info("%s, backward %s: %s", chosen.route, chosen.direction, reason(chosen, tried))

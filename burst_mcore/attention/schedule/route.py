@@ -82,6 +82,11 @@ class Route:
         return self.turned if self.rings > 1 and pass_ == Pass.QUERY else self
 
     @property
+    def has_mirror(self) -> bool:
+        """Whether bundles may go the other way round: from two places both ways lead to the other."""
+        return self.places > 2 and not self.direct and self.rings == 1
+
+    @property
     def turn(self) -> int:
         """1 if bundles go to higher positions, -1 if they go to lower ones."""
         return -1 if self.mirrored else 1
