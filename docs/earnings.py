@@ -17,8 +17,8 @@ from burst_bench.subjects.planning import packed
 from burst_mcore.attention.autotune.candidate import Word
 from burst_mcore.attention.autotune.choose import AS_FAST
 from burst_mcore.attention.autotune.costing import Costs
-from burst_mcore.attention.autotune.question import Question
-from burst_mcore.attention.autotune.search import MOST_RESIDENT, Settings, routes
+from burst_mcore.attention.autotune.question import Question, Settings, routes
+from burst_mcore.attention.autotune.search import MOST_RESIDENT
 from burst_mcore.attention.autotune.ways import RINGS, Ranks, legal_degrees
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route

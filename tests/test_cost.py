@@ -12,7 +12,7 @@ from masks import random_layout, random_mask, randoms
 
 from burst_bench.subjects.planning import packed
 from burst_mcore import BurstConfig, Layout, Mask
-from burst_mcore.attention.autotune import decide as decide_module
+from burst_mcore.attention.autotune import search as search_module
 from burst_mcore.attention.autotune.candidate import Candidate, Word
 from burst_mcore.attention.autotune.choose import AS_FAST, best, reason
 from burst_mcore.attention.autotune.cost import (
@@ -25,10 +25,10 @@ from burst_mcore.attention.autotune.cost import (
     pass_flops,
 )
 from burst_mcore.attention.autotune.costing import work_of
-from burst_mcore.attention.autotune.decide import costed, decide, fastest, settings_of
+from burst_mcore.attention.autotune.decide import decide
 from burst_mcore.attention.autotune.lockstep import RoutedPass, play_all
-from burst_mcore.attention.autotune.question import Question
-from burst_mcore.attention.autotune.search import Settings, candidates
+from burst_mcore.attention.autotune.question import Question, Settings, settings_of
+from burst_mcore.attention.autotune.search import candidates, costed, fastest
 from burst_mcore.attention.autotune.simulate import play
 from burst_mcore.attention.autotune.ways import (
     RINGS,
@@ -336,7 +336,7 @@ def test_a_ring_of_two_needs_neither_a_direct_exchange_nor_its_mirror_image(draw
 
 
 def test_a_call_with_one_way_left_is_not_searched(monkeypatch):
-    monkeypatch.setattr(decide_module, "candidates", None)
+    monkeypatch.setattr(search_module, "candidates", None)
     shard = _shard(8, 8)
     for size, way in ((1, {}), (2, {"backward": "kv"}), (4, {"backward": "query", "ring": "direct"})):
         question = Question(shard, Layout("zigzag"), Mask.causal(), 64 * size, Ranks(size, size), A800)

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from burst_mcore import BurstConfig, Latent, Layout, Mask, Topology, burst_attention, shard, unshard
 from burst_mcore.attention.autotune.cost import link_bytes, message_bytes
-from burst_mcore.attention.autotune.decide import decide, fastest
+from burst_mcore.attention.autotune.decide import decide
 from burst_mcore.attention.autotune.question import Question
+from burst_mcore.attention.autotune.search import fastest
 from burst_mcore.attention.autotune.ways import Ranks, legal_degrees
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.operator import ops

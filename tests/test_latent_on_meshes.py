@@ -27,8 +27,9 @@ from burst_mcore.attention.autotune.cost import (
     message_bytes,
 )
 from burst_mcore.attention.autotune.costing import pairs_of, work_of
-from burst_mcore.attention.autotune.decide import costed, decide
+from burst_mcore.attention.autotune.decide import decide
 from burst_mcore.attention.autotune.question import Question
+from burst_mcore.attention.autotune.search import costed
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.schedule.actions import Pass

@@ -16,7 +16,7 @@ from burst_bench.subjects import planning
 from burst_mcore import BurstConfig, Layout, Mask, Topology, prepare
 from burst_mcore.attention import prepare as prepare_module
 from burst_mcore.attention import request as request_module
-from burst_mcore.attention.autotune import decide as decide_module
+from burst_mcore.attention.autotune import search as search_module
 from burst_mcore.attention.autotune.search import candidates
 from burst_mcore.attention.geometry.pattern import Abilities
 from burst_mcore.attention.geometry.placement import Placement
@@ -159,7 +159,7 @@ def test_the_committed_planning_results_reach_their_bars():
 def test_documents_of_a_kind_are_decided_once(monkeypatch):
     _forget()
     decided = []
-    monkeypatch.setattr(decide_module, "candidates", lambda *a, **k: decided.append(a) or candidates(*a, **k))
+    monkeypatch.setattr(search_module, "candidates", lambda *a, **k: decided.append(a) or candidates(*a, **k))
     for seed in range(5):
         _planned(planning.packed(TOKENS, seed), "zigzag")()
     assert len(decided) == 1

@@ -22,8 +22,8 @@ from burst_bench.published.rows import Row
 from burst_mcore.attention.autotune import cost
 from burst_mcore.attention.autotune.candidate import Candidate
 from burst_mcore.attention.autotune.costing import pairs_of, work_of
-from burst_mcore.attention.autotune.decide import fastest
 from burst_mcore.attention.autotune.question import Question
+from burst_mcore.attention.autotune.search import fastest
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.schedule import actions as does

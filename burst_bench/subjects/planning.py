@@ -15,8 +15,8 @@ import torch
 
 from burst_bench.core import Bar, Case, Stage, Trial, World, one_of
 from burst_bench.methods.sharded import share_of
-from burst_mcore.attention.autotune.decide import fastest
 from burst_mcore.attention.autotune.question import Question
+from burst_mcore.attention.autotune.search import fastest
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.geometry.plan import Plan, plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of

@@ -33,7 +33,7 @@ from burst_bench.core import (
 )
 from burst_bench.methods.attention import attended
 from burst_bench.methods.sharded import share_of
-from burst_mcore.attention.autotune import decide
+from burst_mcore.attention.autotune import search
 from burst_mcore.attention.autotune.candidate import Candidate
 from burst_mcore.attention.autotune.choose import best
 from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
@@ -271,7 +271,7 @@ def costed(case: ClusterCase, way: str, latency: float) -> tuple[Candidate, ...]
     """Return the candidates that a way leaves open; `latency`: seconds of a message besides its bytes."""
     config, rates = config_of(way), replace(case.rates, latency=latency)
     n, layout = case.tokens * case.where.size, Layout.of(config.layout)
-    return decide.costed(config, Question(case.share, layout, case.seen, n, case.where, rates))
+    return search.costed(config, Question(case.share, layout, case.seen, n, case.where, rates))
 
 
 def predicted(case: ClusterCase, way: str, latency: float) -> float:

@@ -11,8 +11,7 @@ import torch
 
 from burst_mcore.attention.autotune.candidate import Candidate
 from burst_mcore.attention.autotune.choose import best, reason
-from burst_mcore.attention.autotune.decide import settings_of
-from burst_mcore.attention.autotune.question import Question
+from burst_mcore.attention.autotune.question import Question, settings_of
 from burst_mcore.attention.autotune.search import candidates
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.kernels.kernel import Problem

@@ -15,9 +15,8 @@ from burst_mcore.attention.autotune.candidate import Candidate
 from burst_mcore.attention.autotune.choose import best, reason
 from burst_mcore.attention.autotune.cost import Sizes, link_bytes, message_bytes
 from burst_mcore.attention.autotune.costing import pairs_of, work_of
-from burst_mcore.attention.autotune.decide import costed, settings_of
-from burst_mcore.attention.autotune.question import Question
-from burst_mcore.attention.autotune.search import candidates
+from burst_mcore.attention.autotune.question import Question, settings_of
+from burst_mcore.attention.autotune.search import candidates, costed
 from burst_mcore.attention.autotune.simulate import Timeline, play
 from burst_mcore.attention.autotune.ways import SEARCHED, Mesh, Ranks, legal_degrees
 from burst_mcore.attention.geometry.plan import Plan, plan_of

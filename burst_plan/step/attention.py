@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from burst_mcore.attention.autotune.decide import fastest
 from burst_mcore.attention.autotune.question import Question
+from burst_mcore.attention.autotune.search import fastest
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig

@@ -28,8 +28,8 @@ from burst_bench.results import Results, read, unit_of
 from burst_bench.run import run
 from burst_bench.subjects import SUBJECTS, attention, masks
 from burst_mcore import BurstConfig, Mask
-from burst_mcore.attention.autotune.decide import fastest
 from burst_mcore.attention.autotune.question import Question
+from burst_mcore.attention.autotune.search import fastest
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.layout import Layout
 from burst_plan.cli import app

@@ -16,8 +16,8 @@ from burst_bench.results import read
 from burst_bench.run import run
 from burst_bench.subjects import paper
 from burst_bench.subjects.paper import PaperCase
-from burst_mcore.attention.autotune.decide import costed
 from burst_mcore.attention.autotune.question import Question
+from burst_mcore.attention.autotune.search import costed
 from burst_mcore.attention.autotune.simulate import play as simulated
 from burst_mcore.attention.schedule.actions import Compute, Link, Send
 from burst_mcore.attention.schedule.route import Route, Schedule

@@ -19,8 +19,8 @@ from burst_bench.published.methods import WAYS, seconds_of, way_of
 from burst_bench.published.rows import Row
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.autotune.cost import CallTime, call_time
-from burst_mcore.attention.autotune.question import Question
-from burst_mcore.attention.autotune.search import Settings, candidates
+from burst_mcore.attention.autotune.question import Question, Settings
+from burst_mcore.attention.autotune.search import candidates
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.shard import Shard

@@ -15,8 +15,9 @@ from burst_bench.methods.sharded import share_of
 from burst_bench.trace import record
 from burst_mcore import BurstConfig, Layout, Mask, Topology, burst_attention
 from burst_mcore.attention.autotune.cost import Sizes
-from burst_mcore.attention.autotune.decide import decide, fastest
+from burst_mcore.attention.autotune.decide import decide
 from burst_mcore.attention.autotune.question import Question
+from burst_mcore.attention.autotune.search import fastest
 from burst_mcore.attention.autotune.simulate import play
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.schedule.actions import Compute, Recv

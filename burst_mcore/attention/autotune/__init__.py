@@ -4,10 +4,10 @@ cost           bytes and FLOPs of a pass
 simulate       a schedule against time, rank by rank
 lockstep       the same for ranks that do alike
 ways           the routes that ranks, shapes and settings allow
-question       a call as the model sees it, and the representative of its kind
+question       a call as the model sees it, the representative of its kind, and the settings to search
 candidate      a way to run a call, its kind, and its cost
 costing        the costs of ways, by simulation
 choose         the best candidate, and the reason
 search         the ways that are tried, the plainest first
-decide         how a call runs, remembered by kind
+decide         how a call runs, remembered by kind: by a search where more than one way is left
 """

@@ -71,7 +71,7 @@ class Costs:
             round(sent[Link.INTRA]),
             round(sent[Link.INTER]),
             Word.of(route, self.ranks.intra),
-            self.resident_bytes(route, direction),
+            self.resident_bytes(route, direction) if route.rings > 1 else 0,
         )
 
     def resident_bytes(self, route: Route, direction: Pass) -> int:

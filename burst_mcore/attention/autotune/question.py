@@ -1,15 +1,30 @@
-"""The question that the cost model answers, and the representative of all questions of a kind."""
+"""The question that the cost model answers, the representative of its kind, and the settings to search."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.autotune.candidate import Word
+from burst_mcore.attention.autotune.ways import (
+    SEARCHED,
+    Mesh,
+    Ranks,
+    backward_passes,
+    degrees_of,
+    overlaps,
+    placements,
+    rings_of,
+    route_for,
+)
+from burst_mcore.attention.schedule.actions import Pass
+from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
+from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
@@ -36,6 +51,52 @@ class Question:
         """The representative of all questions whose layout and mask are of one kind."""
         layout, mask = _typical(self.layout, self.mask, self.n, self.ranks.size)
         return replace(self, layout=layout, mask=mask)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of `BurstConfig` that a search combines; of those left to it, all that are tried."""
+
+    overlap: bool
+    rings: tuple[str, ...]
+    degrees: tuple[int, ...]
+    """Of head parallelism."""
+    directions: tuple[Pass, ...]
+    placement: str = "auto"
+    mesh: Mesh = "none"
+
+
+def settings_of(config: BurstConfig, question: Question, degrees: tuple[int, ...] | None = None) -> Settings:
+    """Return the settings that a configuration leaves to the search of a call."""
+    # The ring of two ranks is their direct exchange, but that gradients come home in a dtype no wider.
+    rings = SEARCHED if question.ranks.size > 2 else SEARCHED[:1]
+    return Settings(
+        overlap=config.overlap,
+        rings=rings if config.ring == "auto" else (config.ring,),
+        degrees=degrees_of(config, question.ranks, question.shard) if degrees is None else degrees,
+        directions=backward_passes(config.backward),
+        placement=config.head_placement,
+        mesh=config.mesh,
+    )
+
+
+def routes(question: Question, settings: Settings) -> list[tuple[Word, Route, str]]:
+    """Return the routes that settings allow, each with its kind and its ring's word."""
+    ranks, words = question.ranks, dict[Route, str]()
+    for degree in settings.degrees:
+        hides = overlaps(settings.overlap, degree, ranks, question.rates)
+        ways = itertools.product(
+            placements(settings.placement, degree, ranks),
+            rings_of(settings.mesh, ranks.size // degree),
+            settings.rings,
+        )
+        for outer, rings, ring in ways:
+            if ring == "flat" and "double" in settings.rings and degree >= ranks.intra and not outer:
+                continue  # between nodes that share all heads the two are one
+            if ring != "direct" or rings == 1:
+                route = route_for(degree, ranks, ring=ring, overlap=hides, outer=outer, rings=rings)
+                words.setdefault(route, ring)
+    return [(Word.of(route, ranks.intra), route, ring) for route, ring in words.items()]
 
 
 @lru_cache(maxsize=256)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import gc
-import itertools
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 
-from burst_mcore.attention.autotune.candidate import Candidate, Word
-from burst_mcore.attention.autotune.choose import AS_FAST, best
+from burst_mcore.attention.autotune.candidate import Candidate
+from burst_mcore.attention.autotune.choose import AS_FAST, best, reason
 from burst_mcore.attention.autotune.costing import Costs
-from burst_mcore.attention.autotune.question import Question
-from burst_mcore.attention.autotune.ways import Mesh, overlaps, placements, rings_of, route_for
+from burst_mcore.attention.autotune.question import Question, Settings, routes, settings_of
+from burst_mcore.attention.autotune.ways import RINGS
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route
+from burst_mcore.config import BurstConfig
+
+logger = logging.getLogger("burst_mcore")
 
 MOST_RESIDENT = 4 * 2**30
 """Bytes that a mesh may hold of other ranks, at most, to be considered where meshes are searched."""
@@ -25,19 +28,6 @@ pair is a connection, and is simulated one by one."""
 MANY = 64
 """Ranks up to which a call tries all direct exchanges. Beyond, it tries the side of the best way so far,
 and no shared heads beside unless their degree is set: rank by rank, 1024 ranks would take a minute."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The settings of `BurstConfig` that a search combines; of those left to it, all that are tried."""
-
-    overlap: bool
-    rings: tuple[str, ...]
-    degrees: tuple[int, ...]
-    """Of head parallelism."""
-    directions: tuple[Pass, ...]
-    placement: str = "auto"
-    mesh: Mesh = "none"
 
 
 @lru_cache(maxsize=64)
@@ -54,7 +44,7 @@ def candidates(question: Question, settings: Settings, *, every: bool = True) ->
     costed: list[Candidate] = []
     tried = routes(question, settings)
     with _collector_paused():
-        for word in sorted({word for word, _, _ in tried}):
+        for word in (words := sorted({word for word, _, _ in tried})):
             for _, route, ring in (each for each in tried if each[0] == word):
                 costs = costs_at(route.placement)
                 sides = settings.directions
@@ -67,28 +57,62 @@ def candidates(question: Question, settings: Settings, *, every: bool = True) ->
                     best([costs.candidate(ring, way, direction) for way in costs.ways(route)])
                     for _, direction in ways
                 )
-            if not every and costed and best(costed).seconds <= AS_FAST * costs.least:
+            if not every and word < words[-1] and costed and best(costed).seconds <= AS_FAST * costs.least:
                 break
     return tuple(costed)
 
 
-def routes(question: Question, settings: Settings) -> list[tuple[Word, Route, str]]:
-    """Return the routes that settings allow, each with its kind and its ring's word."""
-    ranks, words = question.ranks, dict[Route, str]()
-    for degree in settings.degrees:
-        hides = overlaps(settings.overlap, degree, ranks, question.rates)
-        ways = itertools.product(
-            placements(settings.placement, degree, ranks),
-            rings_of(settings.mesh, ranks.size // degree),
-            settings.rings,
-        )
-        for outer, rings, ring in ways:
-            if ring == "flat" and "double" in settings.rings and degree >= ranks.intra and not outer:
-                continue  # between nodes that share all heads the two are one
-            if ring != "direct" or rings == 1:
-                route = route_for(degree, ranks, ring=ring, overlap=hides, outer=outer, rings=rings)
-                words.setdefault(route, ring)
-    return [(Word.of(route, ranks.intra), route, ring) for route, ring in words.items()]
+def costed(
+    config: BurstConfig, question: Question, degrees: tuple[int, ...] | None = None, *, meshes: bool = False
+) -> tuple[Candidate, ...]:
+    """Return every way that a configuration allows, with its cost: flat rings, too, which "auto" never takes.
+
+    Args:
+        degrees: those of head parallelism to try; default all that the configuration allows.
+        meshes: also try every mesh.
+    """
+    settings = settings_of(config, question, degrees)
+    rings = RINGS if config.ring == "auto" else settings.rings
+    return candidates(question, replace(settings, rings=rings, mesh="auto" if meshes else config.mesh))
+
+
+def fastest(config: BurstConfig, question: Question) -> Candidate:
+    """Return the way that "auto", or the configured way, takes; the layout of `config` is not used."""
+    return best(candidates(question, settings_of(config, question), every=False))
+
+
+def search(question: Question, settings: Settings, travels: str) -> tuple[Route, Pass, bool]:
+    """Return the route and the backward pass of the best way, and whether the latent travels; log them."""
+    if travels == "auto":
+        travels = "on" if _latent_gains(question, settings) else "off"
+    tried = candidates(_with_latent(question, travels), settings, every=False)
+    chosen = best(tried)
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("%s, backward %s: %s", chosen.route, chosen.direction, reason(chosen, tried))
+    return chosen.route, chosen.direction, travels == "on"
+
+
+def _with_latent(question: Question, travels: str) -> Question:
+    """Return the question where the latent travels, or K and V."""
+    return replace(question, shard=replace(question.shard, latent_travels=travels == "on"))
+
+
+def _latent_gains(question: Question, settings: Settings) -> bool:
+    """Return whether the model predicts a gain if the latent travels, and not K and V.
+
+    The call may not be slower; if both are as fast, the order of `best` decides, as by bytes between nodes.
+    """
+    expanded, latent = (
+        best(candidates(_with_latent(question, travels), settings, every=False)) for travels in ("off", "on")
+    )
+    gains = latent.seconds <= expanded.seconds and best([expanded, latent]) is latent
+    logger.info(
+        "MLA: %s travel: predicted %.3g s with the latent, %.3g s with K and V",
+        "the latent and its rope key" if gains else "K and V",
+        latent.seconds,
+        expanded.seconds,
+    )
+    return gains
 
 
 def _may_be(costs: Costs, route: Route, direction: Pass, settings: Settings) -> bool:
