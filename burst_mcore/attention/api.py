@@ -111,7 +111,7 @@ def burst_attention(
             options = Options.of(topology, mask, config, *numbers)
             request, handle = validate(q, k, v, options, sinks=sinks, up=up), options.handle
     tensors = [x for x in (q, k, v, sinks, up) if x is not None]
-    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    needs_gradient = torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
     args = ForwardArgs(
         q=q,
         k=k,

@@ -37,7 +37,7 @@ With a score of 15 it made dq three times less exact."""
 
 def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return [B, S, H, D] as views [B, H, S, D]."""
-    return tuple(x.transpose(1, 2) for x in tensors)
+    return tuple([x.transpose(1, 2) for x in tensors])
 
 
 def _cpu_supports(problem: Problem) -> str | None:

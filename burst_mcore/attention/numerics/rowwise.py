@@ -9,7 +9,7 @@ result has r bytes an element. Tensors are [B, S, H, D], statistics [B, H, S].
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -127,19 +127,18 @@ def _copy(part: Sequence[Tensor], to: Sequence[Tensor]) -> None:
             y.copy_(x)
 
 
-def _blocks(x: Tensor) -> Iterator[slice]:
+def _blocks(x: Tensor) -> list[slice]:
     rows = x.shape[1]
     step = rows
     if x.device.type == "cpu" and rows:
         step = max(1, BLOCK_BYTES * rows // max(1, x.numel() * max(4, x.itemsize)))
-    return (slice(first, first + step) for first in range(0, rows, max(1, step)))
+    return [slice(first, first + step) for first in range(0, rows, max(1, step))]
 
 
 def _fused(*tensors: Tensor) -> bool:
     """Return whether Triton serves: on CUDA, where it is installed; head dims dense in memory, no float64."""
-    return all(x.is_cuda and x.stride(-1) == 1 and x.dtype != torch.float64 for x in tensors) and bool(
-        _code()
-    )
+    served = [x.is_cuda and x.stride(-1) == 1 and x.dtype != torch.float64 for x in tensors]
+    return all(served) and bool(_code())
 
 
 @lru_cache

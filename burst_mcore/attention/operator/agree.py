@@ -73,7 +73,7 @@ def agree_on_call(
             details = call.signature
         except ValueError as error:  # it may be legal with the lengths of the others
             problem, details = error, {"problem": str(error)}
-        if call is not None and not args.at_most:
+        if call is not None and not args.at_most and request.mask.document_ends is not None:
             description = _description_of(args, request, call)
             transport = transport_of(topology, call.route, request.config.max_ctas)
             ahead = description in agreement.seen and transport.connected(passes_of(args, call))
@@ -106,13 +106,8 @@ def passes_of(args: ForwardArgs, call: Call) -> tuple[Pass, ...]:
     return (Pass.FORWARD, call.direction) if args.needs_gradient else (Pass.FORWARD,)
 
 
-def _description_of(args: ForwardArgs, request: Request, call: Call) -> object | None:
-    """Return the properties by which a forward is like an earlier one, whatever the documents.
-
-    None without documents, since such a forward never goes ahead.
-    """
-    if request.mask.document_ends is None:
-        return None
+def _description_of(args: ForwardArgs, request: Request, call: Call) -> object:
+    """Return the properties by which a forward is like an earlier one, whatever the documents."""
     shard, config, mask = request.shard, request.config.handle, request.mask.without_documents
     fields = shard, config, request.scores, mask, request.return_lse
     return Pass.FORWARD, *fields, call.route, call.direction, call.kernel.name, *_signature_of(args).values()

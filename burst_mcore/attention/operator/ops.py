@@ -97,7 +97,7 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
         for pass_ in passes_of(args, call):
             transport.connect(pass_)
         transport = transport.labelled(agreed.label)
-        expansion = _expansion(call, args.up)
+        expansion = None if args.up is None else _expansion(call, args.up)
         if expansion and not call.latent_travels:
             k, v = expansion.expand(k, v)
         q, k, v = _with_rows(q, call.rows), _with_rows(k, call.rows), _with_rows(v, call.rows)
@@ -138,13 +138,8 @@ def _owned(x: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
 
 
-def _expansion(call: Call, up: Tensor | None) -> Expansion | None:
-    """Return the up-projection that this rank applies: of its own heads if the latent travels, else of all.
-
-    None if K and V are not made of a latent.
-    """
-    if up is None:
-        return None
+def _expansion(call: Call, up: Tensor) -> Expansion:
+    """Return the up-projection that this rank applies: of all heads, or its own if the latent travels."""
     member, members = (call.member, call.route.heads) if call.latent_travels else (0, 1)
     heads = share_of_heads(up.shape[0], member, members)
     return Expansion(up, heads, call.problem.value_dim)
@@ -232,7 +227,7 @@ def attention_backward(args: BackwardArgs) -> BackwardResults:
             delta -= args.dlse
         dsinks = out.new_empty(0) if args.sinks is None else _sinks_gradient(args.sinks, lse, delta)
         q, k, v, ring_lse = args.q, args.k, args.v, args.ring_lse
-        expansion = _expansion(call, args.up)
+        expansion = None if args.up is None else _expansion(call, args.up)
         if call.route.heads == 1:
             if expansion and not call.latent_travels:
                 k, v = expansion.expand(k, v)
