@@ -64,8 +64,8 @@ def cell(cluster: str, machine: str, mask: str, kv_heads: int, n: int) -> Cell:
         overlap=True, rings=RINGS, degrees=degrees, directions=(Pass.QUERY, Pass.KV), mesh="auto"
     )
     seconds: Cell = {}
-    for word, route, ring in routes(question, every):
-        costs = Costs(question, route.placement)
+    for route, ring in routes(question, every).items():
+        word, costs = Word.of(route, question.ranks.intra), Costs(question, route.placement)
         ways = [
             (route, side) for side in every.directions if costs.resident_bytes(route, side) <= MOST_RESIDENT
         ]

@@ -31,10 +31,9 @@ def decide(config: BurstConfig, question: Question, travels: str = "off") -> Dec
 
 @lru_cache(maxsize=256)
 def _of_kind(question: Question, settings: Settings, travels: str) -> Decision:
-    alone = question.ranks.size == 1
-    [(_, route, _), *others] = routes(question, settings)
+    route, *others = routes(question, settings)
     direction, *sides = settings.directions
-    if alone or not (others or sides or route.has_mirror or travels == "auto"):
+    if question.ranks.size == 1 or not (others or sides or route.has_mirror or travels == "auto"):
         return Decision(route, direction, travels == "on")
     # Imported here: a call with one way left needs neither the cost model nor its simulators.
     from burst_mcore.attention.autotune.search import search

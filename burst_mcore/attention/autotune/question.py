@@ -9,7 +9,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.autotune.candidate import Word
 from burst_mcore.attention.autotune.ways import (
     SEARCHED,
     Mesh,
@@ -80,8 +79,8 @@ def settings_of(config: BurstConfig, question: Question, degrees: tuple[int, ...
     )
 
 
-def routes(question: Question, settings: Settings) -> list[tuple[Word, Route, str]]:
-    """Return the routes that settings allow, each with its kind and its ring's word."""
+def routes(question: Question, settings: Settings) -> dict[Route, str]:
+    """Return the routes that settings allow, each with its ring's word."""
     ranks, words = question.ranks, dict[Route, str]()
     for degree in settings.degrees:
         hides = overlaps(settings.overlap, degree, ranks, question.rates)
@@ -96,7 +95,7 @@ def routes(question: Question, settings: Settings) -> list[tuple[Word, Route, st
             if ring != "direct" or rings == 1:
                 route = route_for(degree, ranks, ring=ring, overlap=hides, outer=outer, rings=rings)
                 words.setdefault(route, ring)
-    return [(Word.of(route, ranks.intra), route, ring) for route, ring in words.items()]
+    return words
 
 
 @lru_cache(maxsize=256)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 
-from burst_mcore.attention.autotune.candidate import Candidate
+from burst_mcore.attention.autotune.candidate import Candidate, Word
 from burst_mcore.attention.autotune.choose import AS_FAST, best, reason
 from burst_mcore.attention.autotune.costing import Costs
 from burst_mcore.attention.autotune.question import Question, Settings, routes, settings_of
@@ -42,7 +42,7 @@ def candidates(question: Question, settings: Settings, *, every: bool = True) ->
     """
     costs_at = cache(partial(Costs, question))
     costed: list[Candidate] = []
-    tried = routes(question, settings)
+    tried = [(Word.of(r, question.ranks.intra), r, ring) for r, ring in routes(question, settings).items()]
     with _collector_paused():
         for word in (words := sorted({word for word, _, _ in tried})):
             for _, route, ring in (each for each in tried if each[0] == word):

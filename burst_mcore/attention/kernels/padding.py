@@ -34,6 +34,8 @@ def takes_any_value_dim(kernel: Kernel) -> Kernel:
 
     def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor]:
         width = v.shape[-1]
+        if q.shape[-1] == width:
+            return kernel.forward(q, k, v, pattern, scores)
         dim = max(q.shape[-1], width)
         out, lse = kernel.forward(padded(q, dim), padded(k, dim), padded(v, dim), pattern, scores)
         return out[..., :width], lse
