@@ -196,11 +196,9 @@ def test_frameworks_stay_in_their_adapters(name):
             )
 
 
-def test_importing_the_package_imports_no_framework():
-    code = "import sys, burst_mcore; print([m for m in sys.modules if m.split('.')[0] in %r])" % [
-        *FRAMEWORKS,
-        "flash_attn",
-        "transformer_engine",
-        "matplotlib",
-    ]
+def test_importing_attention_imports_no_framework_and_no_cost_model():
+    names = [*FRAMEWORKS, "flash_attn", "transformer_engine", "matplotlib"]
+    model = tuple(f"autotune.{name}" for name in ("search", "costing", "lockstep", "simulate"))
+    code = f"""import sys, burst_mcore.attention.api
+print([m for m in sys.modules if m.split(".")[0] in {names} or m.endswith({model})])"""
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
