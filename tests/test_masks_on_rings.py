@@ -74,7 +74,7 @@ def _case(draw, ranks, dtype):
 
 def _mesh(draw, size, degree):
     if degree == "auto" or draw.random() < 0.3:
-        return draw.choice(("none", "auto"))
+        return "none"
     positions = size // degree
     rows = draw.choice([a for a in range(1, positions + 1) if positions % a == 0])
     return f"{rows}x{positions // rows}"
