@@ -128,8 +128,7 @@ def _copy(part: Sequence[Tensor], to: Sequence[Tensor]) -> None:
 
 
 def _blocks(x: Tensor) -> list[slice]:
-    rows = x.shape[1]
-    step = rows
+    rows = step = x.shape[1]
     if x.device.type == "cpu" and rows:
         step = max(1, BLOCK_BYTES * rows // max(1, x.numel() * max(4, x.itemsize)))
     return [slice(first, first + step) for first in range(0, rows, max(1, step))]

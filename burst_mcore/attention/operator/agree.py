@@ -59,8 +59,7 @@ def agree_on_call(
     Raises:
         ValueError: the ranks make different calls, or none that is legal.
     """
-    own = _signature_of(args)
-    signature = {**request.signature, **own}
+    signature = {**request.signature, **_signature_of(args)}
     tokens, size = request.shard.tokens, request.ranks.size
     even = (tokens,) * size
     if agreement is None:
