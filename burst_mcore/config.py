@@ -198,9 +198,9 @@ def sides_of(mesh: object) -> tuple[int, int] | None:
         rows, columns = (int(x) if isinstance(x, str) and x.isdecimal() else x for x in sides)
         if type(rows) is int and type(columns) is int and rows >= 1 and columns >= 1:
             return rows, columns
-    found = ": burst-mcore explain --mesh auto finds a mesh and prints its rows x columns" * (mesh == "auto")
+    advice = ": burst-mcore explain --mesh auto finds a mesh and prints its rows x columns" * (mesh == "auto")
     raise ValueError(
-        f"mesh must be 'none', or rows x columns such as '2x4' or (2, 4), got {brief(mesh)}{found}"
+        f"mesh must be 'none', or rows x columns such as '2x4' or (2, 4), got {brief(mesh)}{advice}"
     )
 
 

@@ -77,7 +77,7 @@ app = typer.Typer(
 COMMANDS = "burst_mcore.commands"
 """Entry points of functions that other packages add to the command."""
 REFUSED = (ValueError, OverflowError, MemoryError)
-"""Errors of what was asked: words that are not legal, or sizes beyond numbers or memory."""
+"""Errors that a question causes: words that are not legal, or sizes beyond numbers or memory."""
 MEASURED_TOKENS = 16384
 """The longest sequence that `draw --measure` runs."""
 

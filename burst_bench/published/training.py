@@ -157,13 +157,13 @@ def of_row(entries: Mapping[str, Any]) -> Training | str:
         seq, per_node, hardware, value, *_ = (entries[name] for name in _NEEDED)
     except (KeyError, TypeError) as error:
         raise ValueError(f"a row of training lacks a field: {type(error).__name__} {error}") from None
-    given = {name: entries[name] for name in ("method", "variant", "mask", "counted") if name in entries}
-    if value is not None and (not isinstance(value, (int, float)) or value <= 0):
+    optional = {name: entries[name] for name in ("method", "variant", "mask", "counted") if name in entries}
+    if value is not None and (not isinstance(value, (int, float)) or not value > 0):
         raise ValueError(f"value of a row of training must be a positive number, or null, got {value!r}")
-    if given.get("mask", "causal") not in ("causal", "full"):
-        raise ValueError(f"mask of a row of training must be causal or full, got {given['mask']!r}")
+    if optional.get("mask", "causal") not in ("causal", "full"):
+        raise ValueError(f"mask of a row of training must be causal or full, got {optional['mask']!r}")
     if hardware not in MACHINES:
         return f"unknown hardware {hardware}"
-    if given.get("method", "") not in ("", FLAT, *WAYS):
-        return f"unknown method {given['method']}"
-    return Training(model=model, way=way, seq=seq, per_node=per_node, hardware=hardware, **given)
+    if optional.get("method", "") not in ("", FLAT, *WAYS):
+        return f"unknown method {optional['method']}"
+    return Training(model=model, way=way, seq=seq, per_node=per_node, hardware=hardware, **optional)

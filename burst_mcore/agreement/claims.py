@@ -30,7 +30,7 @@ class Word(NamedTuple):
     always: int = 0
     """A digest of the fields that must be the same."""
     if_even: int = 0
-    """A digest of those that must be the same only if all ranks have as many rows."""
+    """A digest of the fields that must be the same only if all ranks have as many rows."""
     rows: int = 0
 
 

@@ -34,7 +34,7 @@ class OnDevice:
 
 
 class OffloadedResults:
-    """Results kept in pinned host memory, and fetched when those that were kept after them are taken."""
+    """A call's results in pinned host memory, fetched when the results of the next call are taken."""
 
     def __init__(self, tail: SavedTail, before: weakref.ref[OffloadedResults] | None) -> None:
         self._cut, self._before = tail.cut, before

@@ -174,8 +174,9 @@ class _Live:
 class Offload(Policy):
     """Keep what `policy` keeps, in pinned host memory, and bring results back ahead of their use.
 
-    CUDA tensors leave on a stream of their own while the forward goes on. A call that takes its results sends
-    for those that were kept before them, which backward needs next. CPU tensors stay where they are.
+    CUDA tensors leave on a stream of their own while the forward goes on. Backward takes results in reverse
+    order: a call that takes its results has the results of the call before it brought back. CPU tensors stay
+    where they are.
     """
 
     policy: Policy

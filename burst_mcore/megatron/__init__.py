@@ -8,7 +8,6 @@ packed          packed sequences as a mask and a layout
 layouts         other layouts than zigzag: Megatron's batches and rotary positions dealt by them
 fused_loss      the fused LM head and loss in Megatron's models
 recompute       recompute policies under Megatron's checkpointing
-sinks           attention sinks as Megatron keeps them
 patched         the functions that patched lines of Megatron call
 arguments       the command-line flags, and the configuration that they make
 asked           what Megatron's arguments ask of core attention: served, or refused by name

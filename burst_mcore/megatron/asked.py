@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from burst_mcore.attention.autotune.ways import Ranks, check_mesh, why_not_degree
 from burst_mcore.attention.kernels.kernel import Problem
@@ -29,6 +32,8 @@ from burst_mcore.megatron.arguments import (
     uses_burst,
 )
 from burst_mcore.megatron.layouts import ZIGZAG, Dealing, refuse_assumed_zigzag
+
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
 @dataclass(frozen=True)
@@ -362,3 +367,25 @@ def _is_set(config: Any, name: str) -> bool:
 def _backend(config: Any) -> str:
     backend = getattr(config, "attention_backend", None)
     return "auto" if backend is None else str(getattr(backend, "name", backend))
+
+
+def softmax_offset(config: TransformerConfig, pg_collection: Any) -> Tensor | None:
+    """Return the sinks for config.softmax_type, [heads of this rank]; a Parameter if they are learnable.
+
+    Raises:
+        ValueError: an unknown type.
+    """
+    kind = getattr(config, "softmax_type", "vanilla")
+    if kind not in SOFTMAX_TYPES:
+        raise ValueError(f"burst attention takes softmax_type {', '.join(SOFTMAX_TYPES)}, got {kind!r}")
+    if kind == "vanilla":
+        return None
+    group = getattr(pg_collection, "tp", None) or parallel_state.get_tensor_model_parallel_group()
+    heads = config.num_attention_heads // group.size()
+    device = torch.cuda.current_device()
+    if kind == "off-by-one":
+        return torch.zeros(heads, device=device, dtype=config.params_dtype)
+    offset = torch.nn.Parameter(torch.empty(heads, device=device, dtype=config.params_dtype))
+    if config.perform_initialization:
+        config.init_method(offset)
+    return offset

@@ -44,12 +44,12 @@ from burst_mcore.megatron.asked import (
     latent_refusal,
     refusal,
     refuse_dense_mask,
+    softmax_offset,
 )
 from burst_mcore.megatron.latent import hand_over_latents, is_latent, latent_of
 from burst_mcore.megatron.layouts import ZIGZAG, deal_sequences_alone, layout_of_packed, refuse_other_layout
 from burst_mcore.megatron.packed import Packing, packing
 from burst_mcore.megatron.patched.groups import Rebindable, follow_groups
-from burst_mcore.megatron.sinks import softmax_offset
 from burst_mcore.rates import Rates
 from burst_mcore.wrap import wrap
 

@@ -108,7 +108,7 @@ def explain(
     layout: str = "zigzag",
     meshes: bool = False,
 ) -> str:
-    """Return, in words, all ways with their costs, those that a call takes by default and by "auto", and why.
+    """Return a table of all ways with their costs, the ways taken by default and by "auto", and the reasons.
 
     Args:
         config: the settings that are given; heads may be shared besides.
@@ -148,8 +148,8 @@ def explain(
         f"{shown}\n\n{''.join(told)}"
         f"mask {problem.mask}, layout {question.layout}: the busiest rank has {uneven:.2f} x the mean work\n"
         f"{kind if of_kind.mask.document_ends is not None else ''}"
-        f'marked *: the way of a call by default, +: by all "auto"; times are those of the slowest rank,\nMB '
-        f"those that a rank sends on average; exposed: time in which its kernel does not run;\n{bound}\n"
+        f'marked *: the way of a call by default, +: by all "auto"; times are of the slowest rank,\nMB '
+        f"what a rank sends on average; exposed: time in which its kernel does not run;\n{bound}\n"
         f"(predicted, not measured: {in_words(rates)})"
     )
 
@@ -274,8 +274,8 @@ def draw(
     question = question_of(problem, ranks, rates, dealt)
     backward = Pass.QUERY if pass_ == Pass.QUERY else Pass.KV  # as trace_pass has it
     config = BurstConfig(ring=ring, overlap=overlap, mesh=mesh, backward=backward, head_parallel=degree)
-    found = candidates(question.typical, settings_of(config, question))
-    chosen, shard = best(found), question.shard
+    ways = candidates(question.typical, settings_of(config, question))
+    chosen, shard = best(ways), question.shard
     route = chosen.route
     plan = plan_of(dealt, problem.seen, problem.seq, route.placement)
 
@@ -288,7 +288,7 @@ def draw(
         drawn,
         play(drawn, sizes, seconds, ranks.intra, rates),
         plan,
-        reason(chosen, found),
+        reason(chosen, ways),
         _sent(drawn, sizes, ranks.intra),
         _sent(schedule(route, pass_), sizes, ranks.intra),
     )
