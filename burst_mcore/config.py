@@ -125,8 +125,8 @@ class BurstConfig(Registered):
         default=8,
         metadata=_told(
             "a number of at least 1",
-            "The thread blocks of a GPU that each NCCL communicator of the ring may use, at most; the others "
-            "are left to attention.",
+            "The thread blocks of a GPU that each NCCL communicator of the ring may use, at most, and never "
+            "more than 4 between nodes; the others are left to attention.",
         ),
     )
     """NCCL's `maxCTAs`. Eight move what a ring sends at 8K tokens a rank: an estimate, not measured."""
@@ -138,7 +138,8 @@ class BurstConfig(Registered):
             "The multiprocessors that flash-attn 3 leaves to messages in a full tile of forward.",
         ),
     )
-    """As many as `max_ctas`. With 0 a message that comes late waits for the kernel, or the kernel for it."""
+    """As many as `max_ctas`, an estimate, not measured. With 0 a message that comes late waits for the
+    kernel, or the kernel for it."""
 
     def __new__(cls, **fields: Any) -> Self:
         if not fields.keys() <= SETTINGS.keys():

@@ -49,7 +49,7 @@ class Options:
     """What a call is asked for, besides its tensors."""
 
     handle: str
-    """Has all of it, so that nobody must keep options alive."""
+    """The handles of topology, mask and config, which somebody must keep alive, and the numbers."""
     mask: Mask
     config: BurstConfig
     softmax_scale: float | None
@@ -102,9 +102,11 @@ def options_of(handle: str) -> Options:
     Raises:
         RuntimeError: the mask or the config is no longer there.
     """
-    _, mask, config, *numbers, return_lse, travels = handle.split("\n")
+    topology, mask, config, *numbers, return_lse, travels = handle.split("\n")
     scale, softcap = (None if text == "None" else float(text) for text in numbers)
     softcap = softcap or None  # 0: none, as flash-attn has it
+    # A compiled graph writes 1 where an eager call writes 1.0: to a recomputation both are the same call.
+    handle = handle_of((topology, mask, config), scale, softcap, return_lse == "True", travels)
     return Options(handle, lookup(mask), lookup(config), scale, softcap, return_lse == "True", travels)
 
 
@@ -260,7 +262,7 @@ def resolve(request: Request, lengths: Sequence[int]) -> Call:
         rank=request.rank,
         route=route,
         plan=plan_of(request.layout, mask, n, route.placement),
-        scores=request.scores,
+        scores=request.scores if route.overlap else request.scores._replace(sm_margin=0),
         problem=problem,
         kernel=choose(request.config.kernel, problem),
         direction=direction,

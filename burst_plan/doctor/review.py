@@ -69,7 +69,8 @@ def _better(step: PredictedStep) -> Iterator[str]:
     if best is None:
         yield f"instead: no way of {way.framework} over {place.ranks.size} ranks fits {step.seq} tokens"
     elif step.fits and step.seconds <= AS_FAST * best.seconds:
-        yield f"faster: no way of {way.framework} over {place.ranks.size} ranks is more than 5 % faster"
+        others = f"no way of {way.framework} over {place.ranks.size} ranks"
+        yield f"faster: {others} is more than {AS_FAST - 1:.0%} faster"
     else:
         gain = f"takes {1 - best.seconds / step.seconds:.0%} less time" if step.fits else "fits"
         yield f"{'faster' if step.fits else 'instead'}: {best.way} {gain}, {short(best.seconds)} s; write"
