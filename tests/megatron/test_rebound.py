@@ -232,6 +232,8 @@ def _half_bound():
     mixer.cp = Namespace(cp_group=before.cp)  # as Megatron's MambaMixer, which needs packages of its own
     model.decoder.layers[1].mlp.add_module("mixer", mixer)
     bind(model, pair)
+    with pytest.raises(ValueError, match=r"build_schedule_plan .* bound anew, to ranks \[0, 1\]: call the"):
+        model.build_schedule_plan(tokens, torch.arange(8)[None], None)
     with pytest.raises(ValueError, match=r"Identity \(decoder.layers.1.mlp.mixer\) keeps that of its constr"):
         model(tokens, torch.arange(8)[None], None)
     with pytest.raises(ValueError, match="striped .* multi-token"):

@@ -92,6 +92,8 @@ def follow_groups() -> None:
         wrap(module, "forward", _of_one_group)
     for model in language_models():
         wrap(model, "forward", _of_its_group)
+        if hasattr(model, "build_schedule_plan"):
+            wrap(model, "build_schedule_plan", _of_the_group_as_built)
 
 
 def _of_one_group(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,6 +136,21 @@ def _of_its_group(forward: Callable[..., Any]) -> Callable[..., Any]:
             _of_model = outer
 
     return followed
+
+
+def _of_the_group_as_built(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what overlaps experts' messages, whose positions are made outside of forward, by the old group."""
+
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        group = _group_of(self)
+        if group is not None and _is_bound_anew(self, group):
+            raise ValueError(
+                f"build_schedule_plan (--overlap-moe-expert-parallel-comm) of a model whose context-parallel "
+                f"group was bound anew, to ranks {_ranks(group)}: call the model itself, or keep its group"
+            )
+        return build(self, *args, **kwargs)
+
+    return checked
 
 
 def _is_bound_anew(model: Any, group: Any) -> bool:
