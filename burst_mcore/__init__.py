@@ -5,6 +5,7 @@ attention               the ring: `burst_attention`
 loss                    the fused LM head and loss
 checkpointing           recompute policies
 megatron, deepspeed     adapters to the frameworks; wrap: their functions, replaced at run time; version
+transformers            causal LMs of Hugging Face over shards, on which deepspeed stands
 agreement, config, rates, machines, registry, packages, dtypes, digest, words, capture   shared by all
 bench                   the old name of the package burst_bench
 

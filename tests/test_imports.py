@@ -21,7 +21,8 @@ FLOORS = {
         wrap capture loss""".split(),
         ["attention"],
         ["checkpointing"],
-        ["megatron", "deepspeed"],
+        ["megatron", "transformers"],
+        ["deepspeed"],
         ["bench"],
     ],
     "burst_plan": [
@@ -55,14 +56,16 @@ WITHIN = {
         {"operator"},
         {"api"},
     ],
-    "deepspeed": [{"errors"}, {"config"}, {"ranks"}, {"data"}, {"models"}, {"engine"}, {"accelerate"}],
+    "transformers": [{"errors"}, {"agreement"}, {"data"}, {"models"}, {"prepare"}, {"accelerate"}],
+    "deepspeed": [{"config"}, {"ranks"}, {"engine"}, {"accelerate"}],
 }
 """The maps of packages that have folders, in their __init__.py too, lowest first."""
 FRAMEWORKS = {
     "megatron": {"megatron"},
     "deepspeed": {"deepspeed", "doctor"},
-    "transformers": {"deepspeed", "doctor"},
-    "accelerate": {"deepspeed"},
+    "transformers": {"transformers", "deepspeed", "doctor"},
+    "accelerate": {"transformers", "deepspeed"},
+    "pydantic": {"deepspeed"},
 }
 
 

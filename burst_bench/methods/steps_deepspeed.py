@@ -59,7 +59,7 @@ def _train(
 ) -> Train:
     """Return the step of an engine. Collective."""
     from burst_mcore.deepspeed.engine.initialize import initialize, shard_loader
-    from burst_mcore.deepspeed.engine.prepare import sequence_of
+    from burst_mcore.transformers.prepare import sequence_of
 
     buckets = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
     config = {

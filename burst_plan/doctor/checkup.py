@@ -12,9 +12,9 @@ import torch
 
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.deepspeed.config.section import config_dict
-from burst_mcore.deepspeed.models.served import use_burst
 from burst_mcore.machines import MACHINES, Machine, default_rates, machine_of
 from burst_mcore.rates import Rates
+from burst_mcore.transformers.models.served import use_burst
 from burst_plan.doctor.configured import NotPredictedError, of_deepspeed, of_megatron
 from burst_plan.doctor.review import predicted, review
 from burst_plan.doctor.section import examine, quiet

@@ -119,7 +119,7 @@ def in_order(data, sp, micro=1):
     """A loader that deals samples over data-parallel ranks in order."""
     dp, rank = dist.get_world_size() // sp, dist.get_rank() // sp
     sampler = torch.utils.data.DistributedSampler(data, num_replicas=dp, rank=rank, shuffle=False)
-    from burst_mcore.deepspeed.data.batches import collated
+    from burst_mcore.transformers.data.batches import collated
 
     return torch.utils.data.DataLoader(data, batch_size=micro, sampler=sampler, collate_fn=collated)
 

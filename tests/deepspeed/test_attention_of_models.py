@@ -7,7 +7,7 @@ from engines import VOCABULARY, config_of, dataset, model_of, plain, plain_loss,
 from ranks import processes
 
 import burst_mcore.deepspeed as burst
-from burst_mcore.deepspeed.data.batches import collated
+from burst_mcore.transformers.data.batches import collated
 
 MODELS = {
     "Mistral": {"sliding_window": 7},

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from live import LiveBytes
 
-from burst_mcore.deepspeed.data.batches import collated, dealt, documents, prepared
-from burst_mcore.deepspeed.data.loader import ShardedLoader
-from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.layout import unshard
+from burst_mcore.transformers.data.batches import collated, dealt, documents, prepared
+from burst_mcore.transformers.data.loader import ShardedLoader
+from burst_mcore.transformers.errors import RefusedError
 
 
 def _ids(*rows):

@@ -22,7 +22,7 @@ from ranks import processes
 
 import burst_mcore.deepspeed as burst
 from burst_mcore.attention.runtime import topology
-from burst_mcore.deepspeed.models import attention
+from burst_mcore.transformers.models import attention
 
 CLIP = 0.5
 STAGES = (0, 1, 2, 3)

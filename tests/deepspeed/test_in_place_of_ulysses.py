@@ -13,8 +13,8 @@ from test_trainer import forget, parallelism
 
 import burst_mcore.deepspeed as burst
 from burst_mcore import Mask, shard, unshard
-from burst_mcore.deepspeed.data.batches import collated
-from burst_mcore.deepspeed.errors import RefusedError
+from burst_mcore.transformers.data.batches import collated
+from burst_mcore.transformers.errors import RefusedError
 
 GAS, BATCHES = 3, 8
 """Micro-batches a step, and in all; the last step has fewer."""

@@ -14,7 +14,7 @@ from test_trainer import trained
 from burst_mcore.attention import call as call_module
 from burst_mcore.attention import prepare as prepare_module
 from burst_mcore.attention.operator import agree, ops
-from burst_mcore.deepspeed.data.loader import ShardedLoader
+from burst_mcore.transformers.data.loader import ShardedLoader
 
 TOKENS, STEPS = 4096, 8
 
@@ -80,7 +80,8 @@ def test_steps_wait_less_than_1_per_cent_for_plans():
 
 def test_a_batch_is_handed_out_once_the_next_is_planned(monkeypatch):
     planned = []
-    monkeypatch.setattr("burst_mcore.deepspeed.data.loader.prepare", lambda mask, **how: planned.append(mask))
+    where = "burst_mcore.transformers.data.loader.prepare"
+    monkeypatch.setattr(where, lambda mask, **how: planned.append(mask))
     batches = [{name: x[None] for name, x in sample.items()} for sample in _packed(3)]
     seen = []
     for batch in ShardedLoader(batches, group=None):
@@ -92,8 +93,8 @@ def test_a_batch_is_handed_out_once_the_next_is_planned(monkeypatch):
 def _order(rank, size, folder):
     """Of each batch that a Trainer worked on, the documents; and those planned before it was handed out."""
     import burst_mcore.deepspeed as burst
-    from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter
-    from burst_mcore.deepspeed.data import loader as loader_module
+    from burst_mcore.transformers.accelerate.loader import BurstSPDataLoaderAdapter
+    from burst_mcore.transformers.data import loader as loader_module
 
     planned, before, own = [], [], BurstSPDataLoaderAdapter._part
     loader_module.prepare = lambda mask, **how: planned.append(tuple(mask.document_ends.tolist()))

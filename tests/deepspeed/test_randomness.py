@@ -13,7 +13,7 @@ from test_trainer import arguments_of, forget
 from transformers.integrations.neftune import activate_neftune
 
 import burst_mcore.deepspeed as burst
-from burst_mcore.deepspeed.data.batches import collated
+from burst_mcore.transformers.data.batches import collated
 
 DROPPED = 0.5
 

@@ -14,7 +14,7 @@ from ranks import poison, processes
 
 import burst_mcore.deepspeed as burst
 from burst_mcore.deepspeed.config.section import Checkpointing
-from burst_mcore.deepspeed.models.checkpointing import attach_checkpointing
+from burst_mcore.transformers.models.checkpointing import attach_checkpointing
 
 TOKENS, LAYERS = 32, 2
 SEGMENT = {"policy": "segment", "keep": 0.5}
@@ -93,24 +93,24 @@ def test_policies_replace_each_other_and_leave_what_the_user_had():
         return layer.gradient_checkpointing, getattr(layer, "_gradient_checkpointing_func", None)
 
     model = model_of()
-    attach_checkpointing(model, Checkpointing())
+    attach_checkpointing(model, None)
     assert checkpointed(model) == (False, None)
-    attach_checkpointing(model, Checkpointing(policy="full"))
+    attach_checkpointing(model, Checkpointing(policy="full").recomputed())
     assert checkpointed(model)[0]
-    attach_checkpointing(model, Checkpointing())
+    attach_checkpointing(model, None)
     assert not checkpointed(model)[0]
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": True})
     users = checkpointed(model)
     assert users[0]
     for policy in ("attention", "segment"):
-        attach_checkpointing(model, Checkpointing(policy=policy))
+        attach_checkpointing(model, Checkpointing(policy=policy).recomputed())
         on, function = checkpointed(model)
         assert on and function is not users[1] and not function.keywords["use_reentrant"]
     for _ in range(2):
-        attach_checkpointing(model, Checkpointing())
+        attach_checkpointing(model, None)
         assert checkpointed(model) == users
-    attach_checkpointing(model, Checkpointing(policy="segment"))
+    attach_checkpointing(model, Checkpointing(policy="segment").recomputed())
     gone = weakref.ref(model)
     del model, enable
     gc.collect()

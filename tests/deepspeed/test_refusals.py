@@ -13,9 +13,9 @@ import burst_mcore.deepspeed as burst
 from burst_mcore.deepspeed.config import refusals
 from burst_mcore.deepspeed.config.refusals import refuse_config, sequence_parallel_size
 from burst_mcore.deepspeed.config.settings import zero
-from burst_mcore.deepspeed.errors import RefusedError
-from burst_mcore.deepspeed.models.served import use_burst
 from burst_mcore.deepspeed.ranks.cpu import without_builds
+from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.models.served import use_burst
 
 
 class Unit:
@@ -358,7 +358,7 @@ def test_masks_that_are_not_understood_are_refused():
     from transformers import masking_utils as hf
 
     from burst_mcore import BurstConfig, Topology
-    from burst_mcore.deepspeed.models.attention import Sequence, attend, mask_of, running
+    from burst_mcore.transformers.models.attention import Sequence, attend, mask_of, running
 
     own = {"batch_size": 1, "q_length": 8, "kv_length": 8}
     with pytest.raises(RefusedError, match="attention outside of an engine"):

@@ -8,8 +8,8 @@ from engines import SMALL, dataset, model_of, quiet, worst
 from ranks import processes
 
 import burst_mcore.deepspeed as burst
-from burst_mcore.deepspeed.data.batches import collated
-from burst_mcore.deepspeed.errors import RefusedError
+from burst_mcore.transformers.data.batches import collated
+from burst_mcore.transformers.errors import RefusedError
 
 pytest.importorskip("accelerate")
 

@@ -154,7 +154,7 @@ CASES = {
 
 
 def _metrics(rank, size, folder):
-    from burst_mcore.deepspeed.errors import RefusedError
+    from burst_mcore.transformers.errors import RefusedError
 
     lines = []
 
@@ -185,7 +185,7 @@ def _others(rank, size, folder):
     from trl.experimental.cpo import CPOConfig, CPOTrainer
     from trl.experimental.gkd import GKDConfig, GKDTrainer
 
-    from burst_mcore.deepspeed.errors import RefusedError
+    from burst_mcore.transformers.errors import RefusedError
 
     class Mine(CPOTrainer):
         pass

@@ -22,11 +22,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from burst_mcore.deepspeed.config.section import Section
-from burst_mcore.deepspeed.data.loader import ShardedLoader
-from burst_mcore.deepspeed.engine.prepare import prepare_model
-from burst_mcore.deepspeed.errors import RefusedError
-from burst_mcore.deepspeed.models.served import use_burst
+from burst_mcore.deepspeed.engine.prepare import prepare_for_engine
 from burst_mcore.deepspeed.ranks.groups import unit_of
+from burst_mcore.transformers.data.loader import ShardedLoader
+from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.models.served import use_burst
 
 NAMES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 TOKENS, ROWS, VOCABULARY = 64, 2, 80
@@ -196,7 +196,7 @@ def _outcome(name: str, batch: dict[str, Any]) -> tuple[str, str]:
 def _sharded(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     """The loss over a sequence group of all ranks, and gradients averaged over it."""
     unit = unit_of(dist.get_world_size())
-    sequence = prepare_model(model, Section(), unit)
+    sequence = prepare_for_engine(model, Section(), unit)
     loader = ShardedLoader([batch], group=sequence.group, **sequence.dealing)
     (part,) = loader
     loss: torch.Tensor = model(**part).loss

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from burst_mcore.deepspeed.accelerate.loader import deal_for
 from burst_mcore.deepspeed.config.refusals import refuse_config, refuse_versions
 from burst_mcore.deepspeed.config.section import Section, section_of
-from burst_mcore.deepspeed.engine.prepare import prepare_model
-from burst_mcore.deepspeed.errors import RefusedError
-from burst_mcore.deepspeed.ranks.agreement import on_all_ranks
+from burst_mcore.deepspeed.engine.prepare import prepare_for_engine
 from burst_mcore.deepspeed.ranks.groups import unit_of
+from burst_mcore.transformers.accelerate.loader import deal_for
+from burst_mcore.transformers.agreement import on_all_ranks
+from burst_mcore.transformers.errors import RefusedError
 
 
 class BurstSPAttentionHF:
@@ -48,7 +48,7 @@ class BurstSPAttentionHF:
             raise RefusedError("model", f"give the model itself, not its name {model_name_or_path!r}")
         section = on_all_ranks(lambda: _read(sequence_parallel_size))
         unit = unit_of(sequence_parallel_size)
-        sequence = prepare_model(model_name_or_path, section, unit)
+        sequence = prepare_for_engine(model_name_or_path, section, unit)
         sequence.evaluates_whole = disable_in_eval
         deal_for(sequence)
         return unit

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from burst_mcore.deepspeed.accelerate.gathered import gathering, gathering_all, padding
-from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter, skipping
+import torch.distributed as dist
+
 from burst_mcore.deepspeed.accelerate.model import BurstSPAttentionHF
-from burst_mcore.deepspeed.accelerate.trainer import (
+from burst_mcore.deepspeed.config.refusals import refuse_versions
+from burst_mcore.deepspeed.ranks.cpu import prepare_cpu
+from burst_mcore.deepspeed.ranks.groups import unit_of
+from burst_mcore.transformers.accelerate.gathered import gathering, gathering_all, padding
+from burst_mcore.transformers.accelerate.loader import BurstSPDataLoaderAdapter, skipping
+from burst_mcore.transformers.accelerate.trainer import (
+    BACKENDS,
+    Backend,
     counting_tokens,
     inputs_of_whole_sequences,
     labels_of_whole_sequences,
@@ -16,8 +23,20 @@ from burst_mcore.deepspeed.accelerate.trainer import (
     over_shards,
     with_whole_outputs,
 )
-from burst_mcore.deepspeed.config.refusals import refuse_versions
-from burst_mcore.deepspeed.ranks.cpu import prepare_cpu
+
+
+def _size(parallelism: Any) -> int:
+    if parallelism.sp_backend != "deepspeed" or not parallelism.sp_enabled:
+        return 1
+    return int(parallelism.sp_size)
+
+
+def _group(accelerator: Any) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = unit_of(_size(accelerator.parallelism_config)).get_sequence_parallel_group()
+    return group
+
+
+BACKEND = Backend(_size, _group)
 
 
 def replace_ulysses() -> None:
@@ -28,6 +47,8 @@ def replace_ulysses() -> None:
     """
     refuse_versions()
     prepare_cpu()
+    if BACKEND not in BACKENDS:
+        BACKENDS.append(BACKEND)
     for module, name, replacing in _places():
         if (module, name) not in _originals:
             own = _originals[module, name] = getattr(module, name)
@@ -36,6 +57,8 @@ def replace_ulysses() -> None:
 
 def restore_ulysses() -> None:
     """Undo `replace_ulysses`, for models that are prepared later."""
+    if BACKEND in BACKENDS:
+        BACKENDS.remove(BACKEND)
     while _originals:
         (module, name), own = _originals.popitem()
         setattr(module, name, own)

@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from burst_mcore.deepspeed.config.section import KEY
 from burst_mcore.deepspeed.config.settings import part, zero
-from burst_mcore.deepspeed.errors import RefusedError
+from burst_mcore.transformers.errors import RefusedError
 
 SUPPORTED = {"deepspeed": ("0.19", "0.20"), "transformers": ("5", "6")}
 """By package, the first release that is tested and the first that is not."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from burst_mcore.deepspeed.errors import RefusedError
+from burst_mcore.transformers.errors import RefusedError
 
 
 def part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
-from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.layout import shard
 from burst_mcore.mask import Mask
+from burst_mcore.transformers.errors import RefusedError
 
 CONTIGUOUS = BurstConfig(layout="contiguous", head_parallel="auto")
 """The layout by which such callers deal sequences."""

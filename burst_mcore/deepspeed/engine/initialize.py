@@ -20,14 +20,15 @@ from burst_mcore.deepspeed.config.refusals import (
     sequence_parallel_size,
 )
 from burst_mcore.deepspeed.config.section import Section, config_dict, section_of
-from burst_mcore.deepspeed.data.loader import ShardedLoader, loader_for
-from burst_mcore.deepspeed.engine.prepare import prepare_model, sequence_of
-from burst_mcore.deepspeed.errors import RefusedError
-from burst_mcore.deepspeed.models.loss import whole_mean
-from burst_mcore.deepspeed.models.sequence import SequenceParallel, attached
-from burst_mcore.deepspeed.ranks.agreement import on_all_ranks, refuse_differences
+from burst_mcore.deepspeed.engine.prepare import prepare_for_engine
 from burst_mcore.deepspeed.ranks.cpu import prepare_cpu, without_builds
 from burst_mcore.deepspeed.ranks.groups import take_means, unit_of
+from burst_mcore.transformers.agreement import on_all_ranks, refuse_differences
+from burst_mcore.transformers.data.loader import ShardedLoader, loader_for
+from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.models.loss import whole_mean
+from burst_mcore.transformers.models.sequence import SequenceParallel, attached
+from burst_mcore.transformers.prepare import sequence_of
 
 logger = logging.getLogger("burst_mcore")
 
@@ -83,7 +84,7 @@ def initialize(
     if mpu is not None:
         on_all_ranks(lambda: refuse_mpu(settings, mpu, size))
     unit = unit_of(size) if mpu is None else mpu
-    sequence = prepare_model(model, section, unit)
+    sequence = prepare_for_engine(model, section, unit)
     settings[SIZE] = size
     engine, optimizer, _, scheduler = deepspeed.initialize(
         model=model, config=settings, mpu=unit, **_with_parameters(model, options)

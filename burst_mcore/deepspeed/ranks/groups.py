@@ -8,8 +8,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from burst_mcore.attention.runtime.topology import Topology
-
 
 class SequenceParallelUnit:
     """DeepSpeed's mpu for sequence groups: consecutive ranks share a sequence, ZeRO deals over all ranks.
@@ -112,9 +110,3 @@ def unit_of(size: int) -> SequenceParallelUnit:
     if size not in _UNITS or _UNITS[size][0] is not world:
         _UNITS[size] = world, SequenceParallelUnit(size)
     return _UNITS[size][1]
-
-
-def topology_of(mpu: Any) -> Topology:
-    """Return the ring of a sequence group, double if its ranks are on several hosts. Collective over it."""
-    group = mpu.get_sequence_parallel_group()
-    return Topology.from_group(group) if dist.get_world_size(group) > 1 else Topology.single()

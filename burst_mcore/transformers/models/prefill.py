@@ -11,8 +11,8 @@ from torch import Tensor
 
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
-from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.layout import Layout, positions, shard, unshard
+from burst_mcore.transformers.errors import RefusedError
 
 CACHE_NAMES = ("past_key_values", "cache")
 """Argument of a forward, and field of its output, that holds a cache: "cache" from transformers 5.24 on."""

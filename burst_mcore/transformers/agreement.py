@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from burst_mcore.agreement import Claim, claims_of, disagreement
-from burst_mcore.deepspeed.errors import RefusedError
+from burst_mcore.transformers.errors import RefusedError
 
 T = TypeVar("T")
 MOST = 4

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from burst_mcore.deepspeed.errors import RefusedError
-from burst_mcore.deepspeed.models.attention import NAME, current, register
+from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.models.attention import NAME, current, register
 
 LAYERS = ("full_attention", "sliding_attention")
 """Kinds of attention layers (config.layer_types) that are served."""

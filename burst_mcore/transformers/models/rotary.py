@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from burst_mcore.deepspeed.errors import RefusedError
-from burst_mcore.deepspeed.models.attention import current
+from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.models.attention import current
 
 
 def attach_rotary(model: nn.Module) -> bool:

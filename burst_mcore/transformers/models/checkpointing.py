@@ -1,4 +1,4 @@
-"""Attaches the recompute policy of the section's "checkpointing" to a model."""
+"""Attaches a recompute policy to the layers of a model of transformers."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from burst_mcore.deepspeed.config.section import Checkpointing
-from burst_mcore.deepspeed.errors import RefusedError
+from burst_mcore.checkpointing import Policy
+from burst_mcore.transformers.errors import RefusedError
 
 
-def attach_checkpointing(model: Any, asked: Checkpointing) -> None:
-    """Make the layers of a model of transformers recompute what `asked` says, in place of what was before.
+def attach_checkpointing(model: Any, policy: Policy | None) -> None:
+    """Make the layers of a model of transformers recompute by a policy, in place of what was before.
 
-    With "none" the model has again what its user had set (`gradient_checkpointing_enable`), or nothing.
+    With None the model has again what its user had set (`gradient_checkpointing_enable`), or nothing.
 
     Raises:
         RefusedError: the model does not support checkpointing.
     """
     _detach(model)
-    policy = asked.recomputed()
     if policy is None:
         return
     if not model.supports_gradient_checkpointing:

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from burst_mcore.agreement import digest_of
-from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.digest import digest
 from burst_mcore.layout import Layout, shard
+from burst_mcore.transformers.errors import RefusedError
 
 logger = logging.getLogger("burst_mcore")
 

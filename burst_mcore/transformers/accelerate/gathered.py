@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter, adapter_of
 from burst_mcore.layout import unshard
+from burst_mcore.transformers.accelerate.loader import BurstSPDataLoaderAdapter, adapter_of
 
 
 def gathering(own: Callable[..., Any]) -> Callable[..., Any]:

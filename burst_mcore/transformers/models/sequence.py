@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from burst_mcore.agreement import Collective
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
-from burst_mcore.deepspeed.data.batches import IGNORED, documents, prepared
-from burst_mcore.deepspeed.errors import RefusedError
-from burst_mcore.deepspeed.models.attention import Sequence, running
-from burst_mcore.deepspeed.models.loss import WholeLoss
-from burst_mcore.deepspeed.models.prefill import Prefill, cache_name
-from burst_mcore.deepspeed.models.randomness import noise_of_whole, own_draws
-from burst_mcore.deepspeed.models.served import attention_modules, switched_attention
-from burst_mcore.deepspeed.models.trl import asks_for_fused_head, gather_tokens, shard_of_whole_batch
 from burst_mcore.layout import unshard
+from burst_mcore.transformers.data.batches import IGNORED, documents, prepared
+from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.models.attention import Sequence, running
+from burst_mcore.transformers.models.loss import WholeLoss
+from burst_mcore.transformers.models.prefill import Prefill, cache_name
+from burst_mcore.transformers.models.randomness import noise_of_whole, own_draws
+from burst_mcore.transformers.models.served import attention_modules, switched_attention
+from burst_mcore.transformers.models.trl import asks_for_fused_head, gather_tokens, shard_of_whole_batch
 
 logger = logging.getLogger("burst_mcore")
 

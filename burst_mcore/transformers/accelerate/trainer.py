@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -16,13 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.deepspeed.accelerate.gathered import whole
-from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter, Shard, adapter_of
-from burst_mcore.deepspeed.data.batches import IGNORED
-from burst_mcore.deepspeed.errors import RefusedError
-from burst_mcore.deepspeed.models.prefill import CACHE_NAMES
-from burst_mcore.deepspeed.ranks.groups import unit_of
 from burst_mcore.loss import unpatched
+from burst_mcore.transformers.accelerate.gathered import whole
+from burst_mcore.transformers.accelerate.loader import BurstSPDataLoaderAdapter, Shard, adapter_of
+from burst_mcore.transformers.data.batches import IGNORED
+from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.models.prefill import CACHE_NAMES
 
 AnyMethod = Callable[..., Any]
 SERVED = {
@@ -30,6 +30,20 @@ SERVED = {
     "trl.experimental.kto.KTOTrainer",
 }
 """The trainers of TRL that are held to one process in tests; the last is an older name of its like."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How an adapter knows the ranks that share a sequence under Accelerate."""
+
+    size: Callable[[Any], int]
+    """How many they are by a ParallelismConfig; 1 where that asks for another backend, or none."""
+    group: Callable[[Any], dist.ProcessGroup]
+    """Their group, of an Accelerator."""
+
+
+BACKENDS: list[Backend] = []
+"""Of the adapters that have replaced the places of Accelerate and the Trainer."""
 
 
 def counting_tokens(init: AnyMethod) -> AnyMethod:
@@ -65,7 +79,7 @@ def labels_of_whole_sequences(count: AnyMethod) -> AnyMethod:
         number = sum((batch["shift_labels"] != IGNORED).sum() for batch in batches)
         assert isinstance(number, Tensor)
         everywhere = self.args.average_tokens_across_devices and self.model.training
-        dist.all_reduce(number, group=None if everywhere else _unit(self).get_sequence_parallel_group())
+        dist.all_reduce(number, group=None if everywhere else _group(self))
         return number.to(device)
 
     return _get_num_items_in_batch
@@ -116,7 +130,8 @@ def loss_of_whole_sequences(compute_loss: AnyMethod) -> AnyMethod:
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         averaged = self.model.training and self.args.average_tokens_across_devices
         if num_items_in_batch is not None and averaged:
-            loss = loss * (self.accelerator.num_processes // _size(self))  # DeepSpeed divides by it
+            # The mean of gradients divides by the number of sequence groups.
+            loss = loss * (self.accelerator.num_processes // _size(self))
         return (loss, outputs) if return_outputs else loss
 
     return of_whole_sequences
@@ -128,7 +143,6 @@ def over_shards(evaluation_loop: AnyMethod) -> AnyMethod:
     @wraps(evaluation_loop)
     def dealt(self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         if _size(self) > 1 and not isinstance(dataloader, BurstSPDataLoaderAdapter):
-            unit = _unit(self)
             asked = inspect.signature(evaluation_loop).bind(self, dataloader, *args, **kwargs).arguments
             loss_only = asked.get("prediction_loss_only")
             loss_only = self.args.prediction_loss_only if loss_only is None else loss_only
@@ -138,8 +152,9 @@ def over_shards(evaluation_loop: AnyMethod) -> AnyMethod:
                     f"{type(self).__name__} has a prediction_step of its own, which predicts for a shard: "
                     "leave compute_metrics out, and do not predict",
                 )
-            rank, group = unit.get_sequence_parallel_rank(), unit.get_sequence_parallel_group()
-            dataloader = BurstSPDataLoaderAdapter(dataloader, rank, group, _size(self), self.args.device)
+            group = _group(self)
+            device = self.args.device
+            dataloader = BurstSPDataLoaderAdapter(dataloader, group.rank(), group, group.size(), device)
         return evaluation_loop(self, dataloader, *args, **kwargs)
 
     return dealt
@@ -190,10 +205,9 @@ def _refuse_other_trainers(kind: type) -> None:
 def _size(trainer: Any) -> int:
     """Return how many ranks share a sequence under a Trainer."""
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
-    if parallelism is None or parallelism.sp_backend != "deepspeed" or not parallelism.sp_enabled:
-        return 1
-    return int(parallelism.sp_size)
+    return 1 if parallelism is None else max((each.size(parallelism) for each in BACKENDS), default=1)
 
 
-def _unit(trainer: Any) -> Any:
-    return unit_of(_size(trainer))
+def _group(trainer: Any) -> dist.ProcessGroup:
+    accelerator = trainer.accelerator
+    return next(each for each in BACKENDS if each.size(accelerator.parallelism_config) > 1).group(accelerator)

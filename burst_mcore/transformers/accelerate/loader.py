@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import BatchSampler
 
-from burst_mcore.deepspeed.data.batches import CUMULATED, IGNORED
-from burst_mcore.deepspeed.data.loader import ShardedLoader
-from burst_mcore.deepspeed.errors import RefusedError
-from burst_mcore.deepspeed.models.sequence import SequenceParallel
-from burst_mcore.deepspeed.models.trl import has_fused_head
+from burst_mcore.transformers.data.batches import CUMULATED, IGNORED
+from burst_mcore.transformers.data.loader import ShardedLoader
+from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.models.sequence import SequenceParallel
+from burst_mcore.transformers.models.trl import has_fused_head
 
 
 class Shard(dict[str, Any]):

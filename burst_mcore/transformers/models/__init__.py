@@ -6,7 +6,7 @@ rotary         rotary embeddings whose frequencies depend on the length
 sequence       the hooks around the forward of a model that sees a shard
 randomness     dropout masks and noise of each rank its own
 prefill        the prompt of generate, attended to by the ring
-loss           the loss of a whole sequence, and the gradient that ZeRO expects
-checkpointing  the recompute policy of the section, attached to a model
+loss           the loss of a whole sequence, and the gradient of each rank's part
+checkpointing  a recompute policy, attached to a model
 trl            TRL's fused LM head over shards
 """

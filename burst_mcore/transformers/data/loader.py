@@ -20,10 +20,10 @@ from torch.utils.data import (
 
 from burst_mcore.agreement import Collective
 from burst_mcore.attention.prepare import one_ahead, prepare
-from burst_mcore.deepspeed.data.batches import collated, dealt, digest_of_batch, documents, prepared
-from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
+from burst_mcore.transformers.data.batches import collated, dealt, digest_of_batch, documents, prepared
+from burst_mcore.transformers.errors import RefusedError
 
 logger = logging.getLogger("burst_mcore")
 

@@ -1,4 +1,4 @@
-"""The error of this adapter: every refusal has a name, under which docs/deepspeed.md explains it."""
+"""The error of the adapters of Hugging Face: docs/deepspeed.md explains every refusal under its name."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from burst_mcore.attention.cached import attend_to_cache
 from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
-from burst_mcore.deepspeed.errors import RefusedError
 from burst_mcore.mask import Mask
+from burst_mcore.transformers.errors import RefusedError
 
 NAME = "burst"
 """The attn_implementation."""

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from burst_mcore.agreement import Collective
-from burst_mcore.deepspeed.data.batches import dealt, digest_of_batch, prepared
-from burst_mcore.deepspeed.errors import RefusedError
-from burst_mcore.deepspeed.models.loss import WholeTokens
 from burst_mcore.layout import Layout
+from burst_mcore.transformers.data.batches import dealt, digest_of_batch, prepared
+from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.models.loss import WholeTokens
 
 
 def has_fused_head(model: nn.Module) -> bool:

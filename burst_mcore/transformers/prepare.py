@@ -1,0 +1,133 @@
+"""Prepares a causal LM of transformers before an engine or a wrapper takes it: attention, loss, hooks."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from burst_mcore.attention.api import connect
+from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.checkpointing import Policy
+from burst_mcore.config import BurstConfig
+from burst_mcore.digest import digest
+from burst_mcore.loss import patch_causal_lm
+from burst_mcore.transformers.agreement import on_all_ranks, refuse_differences
+from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.models.checkpointing import attach_checkpointing
+from burst_mcore.transformers.models.rotary import attach_rotary, depends_on_length
+from burst_mcore.transformers.models.sequence import SequenceParallel
+from burst_mcore.transformers.models.served import checked_loss, position_table, use_burst
+from burst_mcore.transformers.models.trl import has_fused_head
+
+logger = logging.getLogger("burst_mcore")
+
+SEQUENCE = "_burst_mcore_sequence"
+"""The attribute of a prepared model that has its `SequenceParallel`."""
+
+
+def prepare_model(
+    model: nn.Module,
+    *,
+    group: dist.ProcessGroup | None,
+    config: BurstConfig,
+    fused_loss: bool,
+    recompute: Policy | None,
+    log: logging.Logger = logger,
+) -> SequenceParallel:
+    """Prepare a model, in place. A second call changes nothing more.
+
+    Collective over all ranks; the first logs how many of them share a sequence, and whose loss it is.
+
+    Args:
+        group: the ranks that share sequences.
+        fused_loss: whether the LM head is fused with its loss.
+        recompute: the policy of checkpointed layers; None leaves them as the user has set them.
+        log: where the first rank logs.
+
+    Raises:
+        RefusedError: the model cannot be served; or the ranks have different ones.
+    """
+    size = 1 if group is None else group.size()
+    loss = on_all_ranks(lambda: _change(model, size, fused_loss, recompute))
+    refuse_differences("model", _fingerprint(model))
+    topology = on_all_ranks(lambda: _connected(group, config))
+    sequence = vars(model).get(SEQUENCE)
+    if sequence is None:
+        sequence = SequenceParallel(model, topology, None, config).attach()
+        vars(model)[SEQUENCE] = sequence
+    assert isinstance(sequence, SequenceParallel)
+    sequence.topology, sequence.config = topology, config
+    sequence.group = group if size > 1 else None
+    sequence.most_positions = position_table(model)
+    sequence.dealing = _dealing(model, config)
+    if dist.get_rank() == 0:
+        groups = dist.get_world_size() // size
+        log.warning(f"burst_mcore: {size} ranks share each sequence, {groups} sequence group(s); {loss}")
+    return sequence
+
+
+def sequence_of(model: nn.Module) -> SequenceParallel:
+    """Return what `prepare_model` attached to a model.
+
+    Raises:
+        RefusedError: it was not prepared.
+    """
+    sequence = vars(model).get(SEQUENCE)
+    if not isinstance(sequence, SequenceParallel):
+        raise RefusedError("model", "it was not prepared by burst_mcore.deepspeed.initialize")
+    return sequence
+
+
+def _change(model: Any, size: int, fused_loss: bool, recompute: Policy | None) -> str:
+    """Set attention, loss and recompute of a model, without communication; say whose loss it is."""
+    if not isinstance(model, nn.Module):
+        raise RefusedError("model", f"give the model itself, got {model!r}")
+    inner = use_burst(model, size)
+    checked_loss(inner, size)
+    attach_rotary(inner)
+    loss = "the loss is the model's own, of logits"
+    if has_fused_head(inner):
+        loss = "the loss is left to TRL's fused head"
+    elif fused_loss:
+        loss = "the loss is fused with the LM head"
+        try:
+            patch_causal_lm(inner)
+        except ValueError as error:
+            raise RefusedError(
+                "loss", f'{error}. With "fused_loss": false in the section the loss is left to the model'
+            ) from None
+    attach_checkpointing(inner, recompute)
+    return loss
+
+
+def _connected(group: dist.ProcessGroup | None, config: BurstConfig) -> Topology:
+    """Return the ring of a group, double if its ranks are on several hosts. Collective over it."""
+    topology = Topology.single() if group is None or group.size() == 1 else Topology.from_group(group)
+    try:
+        connect(topology, config)
+    except ValueError as error:
+        raise RefusedError("head_parallel", str(error)) from None
+    return topology
+
+
+def _dealing(model: nn.Module, config: BurstConfig) -> dict[str, Any]:
+    """Return how a model's batches are dealt: keyword arguments of `ShardedLoader`."""
+    settings: Any = getattr(model, "config", None)
+    text = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
+    most = getattr(text, "max_position_embeddings", None)
+    if any(map(depends_on_length, model.modules())):
+        most = 0  # padding must not make the sequence look longer: its positions start again from 0
+    pad_token_id = getattr(text, "pad_token_id", None) or 0
+    return {"layout": config.layout, "pad_token_id": pad_token_id, "max_positions": most}
+
+
+def _fingerprint(model: nn.Module) -> str:
+    """Return words that are equal on ranks with equal models: class, number and digest of parameters."""
+    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+    settings: Any = getattr(model, "config", None)
+    told = settings.to_json_string() if hasattr(settings, "to_json_string") else ""
+    name = digest(f"{shapes}{told}")
+    return f"a {type(model).__name__} of {len(shapes)} parameters (digest of shapes and config {name})"
