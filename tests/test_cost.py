@@ -1,12 +1,13 @@
 """Bytes, time and the choices that follow: pure functions, no process."""
 
 import itertools
+import random
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from masks import random_layout, random_mask, randoms
 
@@ -201,6 +202,8 @@ def _played_both_ways(layout, mask, n, route, node, rates, kv_heads=4):
         yield played, timeline.seconds, mean_bytes(drawn.programs, each.sizes, node)
 
 
+# Head groups over nodes that end within a ring: mirrored, their links are those of other ranks.
+@example(draw=random.Random(0), route=Route(1, 2, 3, outer=True), direct=False, chunks=1, regular=None)
 @settings(max_examples=150, deadline=None)
 @given(
     draw=randoms,

@@ -93,7 +93,7 @@ def stretched(link: Link, members: int, rates: Rates) -> float:
 
 def farther(rank: Tensor, peer: Tensor, rates: Rates) -> Tensor:
     """Return how many times as long messages of a node take as over its fastest link (`Rates.levels`)."""
-    times = torch.ones(len(rank), dtype=torch.float64)
+    times = torch.ones(rank.shape, dtype=torch.float64)
     for size, rate in rates.levels:
         apart = rank // size != peer // size
         times = torch.where(apart, times.clamp(min=rates.intra / rate), times)

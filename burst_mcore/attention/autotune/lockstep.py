@@ -164,7 +164,7 @@ class _Peers:
     back: Tensor
     """The rank from which each rank receives."""
     inter: Tensor
-    """Whether the link is between nodes."""
+    """Whether the link is between nodes, [G, W]."""
     rate: Tensor
     carried: Tensor
     """Bytes, [G, W]."""
@@ -192,6 +192,10 @@ class _Lockstep:
         self.moved = moved(route.nodes, route.intra, route.rings)
         self.rank, self.here = torch.arange(self.route.size), torch.arange(self.positions)
         self.position, self.member = self.placement.position(self.rank), self.placement.member(self.rank)
+        other_end = self.placement.rank(self.positions - 1 - self.position, self.member)
+        each = [other_end if routed.route.mirrored else self.rank for routed in passes]
+        self.number = torch.stack(each, 1)
+        """The ranks themselves, [G, W]: a mirrored ring is counted from the other end, but nodes are not."""
         self.clock = torch.zeros(self.route.size, len(passes), dtype=torch.float64)
         self.program = passes[0].program or self.of_all(plan)
         self.scale, self.absent = self.of_kinds()
@@ -289,9 +293,9 @@ class _Lockstep:
             to = self.placement.rank(self.moved.to(self.placement.position(peer))[position], member)
             back = torch.empty_like(to)
             back[to] = self.rank
-            inter = to // self.intra != self.rank // self.intra
+            inter = self.number[to] // self.intra != self.number // self.intra
             rates = [self.rates.link(inter=False), self.rates.link(inter=True)]
-            rate = torch.tensor(rates, dtype=torch.float64)[inter.long()][:, None]
+            rate = torch.tensor(rates, dtype=torch.float64)[inter.long()]
             none = torch.zeros_like(self.clock)
             self.peers[peer] = _Peers(to, back, inter, rate, none, none.clone())
         return self.peers[peer]
@@ -311,7 +315,7 @@ class _Lockstep:
         self.wait(waited)
         sent = torch.zeros(2, len(self.passes), dtype=torch.float64)
         for peers in self.peers.values():
-            between = peers.carried * peers.inter[:, None]
+            between = peers.carried * peers.inter
             sent += torch.stack([peers.carried - between, between]).mean(1)
         busiest = [routed.work.busiest_of(self.route.rings) for routed in self.passes]
         by_link = [{Link.INTRA: intra, Link.INTER: inter} for intra, inter in sent.T.tolist()]
@@ -372,10 +376,10 @@ class _Lockstep:
         self.under_way[send.channel].append(message)
 
     def stretch(self, link: Link, peers: _Peers) -> Tensor:
-        """Return how many times as long messages take as at the rates of their links, [G, 1]."""
+        """Return how many times as long messages take as at the rates of their links, [G, W]."""
         members = min(self.intra, self.heads if link == Link.HEADS else self.route.size)
-        times = farther(self.rank, peers.to, self.rates) * stretched(link, members, self.rates)
-        return times.masked_fill(peers.inter, 1.0)[:, None]
+        times = farther(self.number, self.number[peers.to], self.rates)
+        return (times * stretched(link, members, self.rates)).masked_fill(peers.inter, 1.0)
 
     def wait(self, channels: list[Channel]) -> None:
         messages = [message for channel in channels for message in self.under_way.pop(channel, ())]
@@ -399,7 +403,7 @@ class _Lockstep:
         every = self.pending
         awaited = [every.index(message) for message in messages]
         begin, left, end = (torch.stack([getattr(m, x) for m in every]) for x in ("begin", "left", "end"))
-        inter = torch.stack([m.peers.inter for m in every])[:, :, None]
+        inter = torch.stack([m.peers.inter for m in every])
         queues = len({id(m.peers) for m in every}) < len(every)
         if queues:
             behind = torch.tensor(
