@@ -14,7 +14,7 @@ from tables import with_rows
 
 from burst_bench.methods.sharded import share_of
 from burst_bench.subjects.planning import packed
-from burst_mcore.attention.autotune.candidate import Word
+from burst_mcore.attention.autotune.candidate import Family
 from burst_mcore.attention.autotune.choose import AS_FAST
 from burst_mcore.attention.autotune.costing import Costs
 from burst_mcore.attention.autotune.question import Question, Settings, routes
@@ -65,24 +65,24 @@ def cell(cluster: str, machine: str, mask: str, kv_heads: int, n: int) -> Cell:
     )
     seconds: Cell = {}
     for route, ring in routes(question, every).items():
-        word, costs = Word.of(route, question.ranks.intra), Costs(question, route.placement)
+        family, costs = Family.of(route, question.ranks.intra), Costs(question, route.placement)
         ways = [
             (route, side) for side in every.directions if costs.resident_bytes(route, side) <= MOST_RESIDENT
         ]
         costs.play(ways)
         for (_, side), way in itertools.product(ways, costs.ways(route)):
-            row, took = _row(word, way, ring), costs.candidate(ring, way, side).seconds
+            row, took = _row(family, way, ring), costs.candidate(ring, way, side).seconds
             for each in (row, QUERY) if row == RING and side == Pass.QUERY else (row,):
                 seconds[each] = min(took, seconds.get(each, took))
     return seconds
 
 
-def _row(word: Word, route: Route, ring: str) -> str:
-    if word == Word.MESH:
+def _row(family: Family, route: Route, ring: str) -> str:
+    if family == Family.MESH:
         return "mesh with heads" if route.heads > 1 else "mesh"
-    if word == Word.RING:
+    if family == Family.RING:
         return "flat ring" if ring == "flat" else "mirror" if route.mirrored else RING
-    return [*DECIDED][word + 2]
+    return [*DECIDED][family + 2]
 
 
 def gains(cells: Sequence[Cell], row: str) -> tuple[list[float], list[float]]:

@@ -14,7 +14,7 @@ from masks import random_layout, random_mask, randoms
 from burst_bench.subjects.planning import packed
 from burst_mcore import BurstConfig, Layout, Mask
 from burst_mcore.attention.autotune import search as search_module
-from burst_mcore.attention.autotune.candidate import Candidate, Word
+from burst_mcore.attention.autotune.candidate import Candidate, Family
 from burst_mcore.attention.autotune.choose import AS_FAST, best, reason
 from burst_mcore.attention.autotune.cost import (
     Shard,
@@ -356,8 +356,8 @@ def test_a_search_ends_with_rings_where_the_kernel_hides_messages():
         _shard(32, 8, tokens=2**17), Layout("zigzag"), Mask.causal(), 2**20, Ranks(8, 8), A800
     )
     options = Settings(overlap=True, rings=RINGS, degrees=(1, 2, 4, 8), directions=("query", "kv"))
-    words = [{c.word for c in candidates(question, options, every=every)} for every in (False, True)]
-    assert words == [{Word.RING}, {Word.RING, Word.HEADS_WITHIN, Word.DIRECT}]
+    words = [{c.family for c in candidates(question, options, every=every)} for every in (False, True)]
+    assert words == [{Family.RING}, {Family.RING, Family.HEADS_WITHIN, Family.DIRECT}]
 
 
 A800 = Rates(intra=200e9, inter=25e9, compute=156e12)
@@ -431,16 +431,16 @@ def test_a_causal_mask_never_gets_one_flat_ring_across_nodes(nodes, intra, withi
 
 def test_ties_go_to_the_plainest_way_then_to_fewer_bytes():
     """The order of the docs; those that come after a way are 4 % faster and send fewer bytes."""
-    ring = Candidate("double", Route(4, 8), "query", 1.04, 1.0, 1.9, 100, 100, Word.RING)
+    ring = Candidate("double", Route(4, 8), "query", 1.04, 1.0, 1.9, 100, 100, Family.RING)
     flat = replace(ring, ring="flat", route=Route(1, 32))
     mirrored = replace(ring, route=Route(4, 8, mirrored=True))
-    within = replace(ring, route=Route(4, 1, 8), word=Word.HEADS_WITHIN)
-    direct = replace(ring, ring="direct", route=Route(1, 32, direct=True), word=Word.DIRECT)
-    across = replace(ring, route=Route(1, 8, 4, outer=True), word=Word.HEADS_ACROSS)
-    mesh = replace(ring, route=Route(1, 8, rings=4), word=Word.MESH)
+    within = replace(ring, route=Route(4, 1, 8), family=Family.HEADS_WITHIN)
+    direct = replace(ring, ring="direct", route=Route(1, 32, direct=True), family=Family.DIRECT)
+    across = replace(ring, route=Route(1, 8, 4, outer=True), family=Family.HEADS_ACROSS)
+    mesh = replace(ring, route=Route(1, 8, rings=4), family=Family.MESH)
     order = [ring, flat, within, direct, across, mesh]
     for i, one in enumerate(order):
-        assert one.route.size == 32 and Word.of(one.route, 8) == one.word
+        assert one.route.size == 32 and Family.of(one.route, 8) == one.family
         rest = [replace(c, forward_seconds=1.0, inter_bytes=9 - j) for j, c in enumerate(order[i + 1 :])]
         assert best([*rest[::-1], one]) is one
     fewer = replace(ring, direction="kv", inter_bytes=99, intra_bytes=999)
@@ -452,9 +452,9 @@ def test_ties_go_to_the_plainest_way_then_to_fewer_bytes():
 
 
 def test_what_is_as_fast_says_why_it_is_taken():
-    ring = Candidate("double", Route(4, 8), "kv", 1.01, 1.0, 1.9, 100, 100, Word.RING)
-    flat = Candidate("flat", Route(1, 32), "kv", 1.0, 1.0, 1.9, 120, 110, Word.RING)
-    direct = Candidate("direct", Route(1, 32, direct=True), "kv", 1.0, 1.0, 1.9, 50, 50, Word.DIRECT)
+    ring = Candidate("double", Route(4, 8), "kv", 1.01, 1.0, 1.9, 100, 100, Family.RING)
+    flat = Candidate("flat", Route(1, 32), "kv", 1.0, 1.0, 1.9, 120, 110, Family.RING)
+    direct = Candidate("direct", Route(1, 32, direct=True), "kv", 1.0, 1.0, 1.9, 50, 50, Family.DIRECT)
     words = reason(ring, [ring, flat])
     assert "as fast as flat" in words and "0.50% slower" in words and "moves 9% fewer bytes between" in words
     assert "a ring is plainer than a direct exchange" in reason(ring, [ring, direct])

@@ -135,6 +135,11 @@ def test_every_file_is_named_in_the_map_of_its_folder():
         for path in folder.iterdir():
             if path.name[0] != "_" and (path.suffix == ".py" or any(path.glob("*.py"))):
                 assert re.search(rf"\b{path.stem}\b", text), f"the map of {folder} lacks {path.stem}"
+        for line in text.splitlines():  # "name, name   what it is; name: what it is"
+            columns = re.findall(r"(?:^|\s{2,})(\w+(?:, \w+)*)/?\s{2,}(?=\S)", line)
+            for name in [*", ".join(columns).split(", "), *re.findall(r"; (\w+): ", line)]:
+                there = (folder / name, folder / f"{name}.py", folder.parent / name)  # or beside the folder
+                assert any(path.exists() for path in there), f"the map of {folder} has {name}, which is gone"
 
 
 def test_maps_of_floors_are_whole():

@@ -17,7 +17,6 @@ from burst_mcore import BurstConfig, Mask, Topology, packages
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.geometry.launches import Launches
 from burst_mcore.attention.geometry.pattern import Pattern
-from burst_mcore.attention.kernels import aten
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.small import _tell, leaves_small_tiles
@@ -313,9 +312,8 @@ def test_te_leaves_small_tiles_to_torch():
 @pytest.mark.parametrize("tile", [Pattern((64, 64), high=0), Pattern((41, 1))], ids=["square", "thin"])
 @pytest.mark.parametrize("name", ["cudnn", "aten-flash"])
 @pytest.mark.parametrize("kv_heads", [8, 2])
-def test_cuda_kernels_call_their_operators_with_what_those_take(name, kv_heads, tile, monkeypatch):
+def test_cuda_kernels_call_their_operators_with_what_those_take(name, kv_heads, tile):
     # Shapes and signatures only, on tensors without data: no GPU is needed, and no number is checked.
-    monkeypatch.setattr(aten, "kept", lambda make, *arguments, device: make(*arguments, device=device))
     called, small = Operators(), min(tile.shape) < 64
     with FakeTensorMode(allow_non_fake_inputs=True), called:
         rows, columns = tile.shape

@@ -23,7 +23,7 @@ from burst_mcore.attention.schedule.actions import (
     Send,
     Unpack,
     Wait,
-    hops,
+    by_hop,
 )
 from burst_mcore.attention.schedule.route import Route, Schedule, schedule
 from burst_mcore.attention.schedule.route import program as program_of
@@ -222,7 +222,7 @@ def test_verify_wants_the_bundle_in_place_until_its_gradient_is_added():
 def _sends_before_receives(rank, program):
     """Every hop as two batches, the sends' first: gloo does not mind."""
     edited = []
-    for channel, actions in hops(tuple(program)):
+    for channel, actions in by_hop(tuple(program)):
         sends = [a for a in actions if isinstance(a, Send)]
         if channel is None or not 0 < len(sends) < len(actions):
             edited += actions

@@ -22,12 +22,17 @@ from ranks import processes
 from test_ring import _attend, _gathered
 from torch.distributed.device_mesh import init_device_mesh
 
-from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
+from burst_mcore import BurstConfig, Layout, Mask, Topology, burst_attention, shard
 from burst_mcore.attention.api import connect
+from burst_mcore.attention.autotune.question import Question, routes, settings_of
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.operator.agree import agreement_of
 from burst_mcore.attention.runtime import topology as module
 from burst_mcore.attention.runtime.communicators import Communicators, companion
+from burst_mcore.attention.runtime.executor import ProcessGroups
 from burst_mcore.attention.schedule.actions import Pass
+from burst_mcore.attention.shard import Shard
+from burst_mcore.machines import MACHINES
 from burst_mcore.rates import Rates
 
 
@@ -206,6 +211,19 @@ def test_connecting_refuses_what_no_heads_can_make_legal():
     assert all(processes(4, _connected))
 
 
+@pytest.mark.parametrize(
+    ("size", "words"), [(2, {}), (4, {}), (4, {"mesh": "1x4"}), (4, {"mesh": "2x2"}), (4, {"ring": "flat"})]
+)
+def test_connecting_makes_the_routes_that_a_call_searches(size, words, monkeypatch):
+    connected, config = set(), BurstConfig(**words)
+    monkeypatch.setattr(ProcessGroups, "connect", lambda self, pass_: connected.add(self._route))
+    connect(Topology(rank=0, size=size, intra_size=1), config)
+    shape = {"batch": 1, "tokens": 8, "heads": 4, "kv_heads": 4, "head_dim": 8, "value_dim": 8}
+    shard, ranks = Shard(**shape, dtype=torch.float32), Ranks(size, 1)
+    question = Question(shard, Layout("zigzag"), Mask.causal(), 8 * size, ranks, MACHINES["H100"].rates)
+    assert connected == set(routes(question, settings_of(config, question)))
+
+
 class Holds(torch.nn.Module):
     """A layer that holds its ring, as attention layers do."""
 
@@ -329,7 +347,7 @@ class _Group:
 def test_on_nccl_every_link_and_kind_of_message_has_a_communicator_of_its_own(monkeypatch):
     from burst_mcore.attention.runtime import communicators
     from burst_mcore.attention.runtime.executor import ProcessGroups
-    from burst_mcore.attention.schedule.actions import hops
+    from burst_mcore.attention.schedule.actions import by_hop
     from burst_mcore.attention.schedule.route import Route, program
 
     made = []
@@ -354,7 +372,7 @@ def test_on_nccl_every_link_and_kind_of_message_has_a_communicator_of_its_own(mo
 
     def carriers(route):
         transport = ProcessGroups(topology, route, 6)
-        channels = {c for name in Pass for c, _ in hops(program(5, route, name)) if c is not None}
+        channels = {c for name in Pass for c, _ in by_hop(program(5, route, name)) if c is not None}
         groups = {(c.link, c.kind): transport.carrier(c)[0] for c in channels}
         for (link, kind), group in list(groups.items()):
             if kind == "total":  # a gradient's last hop follows the others on their communicator

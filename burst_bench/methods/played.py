@@ -142,7 +142,7 @@ def play(parts: tuple[Part, ...], scale: Scale) -> None:
     under_way: dict[does.Channel, list[tuple[dist.Work, torch.Tensor]]] = defaultdict(list)
     device = _Device()
     for part in parts:
-        for channel, actions in does.hops(part.program):
+        for channel, actions in does.by_hop(part.program):
             if channel is not None:
                 under_way[channel] += _posted(actions, part.sizes, scale)
                 continue

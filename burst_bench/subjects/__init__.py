@@ -3,9 +3,9 @@
 attention     one attention layer on ranks          masks      what masks save
 topology      an emulated cluster, in wall time     paper      the paper's comparison, emulated
 planning      what planning costs                   step       a training step under a framework
-loss          the LM head and its loss              recompute  ways to checkpoint layers on a ring
-kernels       local attention kernels               rowwise    the passes around kernels
-hops          attention beside messages             offload    checkpointed layers whose results leave the GPU
+loss          the LM head and its loss              hops       attention beside messages
+kernels       local attention kernels, and as "rowwise" the passes around kernels
+recompute     ways to checkpoint layers on a ring, and as "offload" layers whose results leave the GPU
 virtual_ring  one rank's share of a ring on one device
 """
 

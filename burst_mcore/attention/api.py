@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-from burst_mcore.attention.autotune.ways import Ranks, check_mesh, placements, route_for, why_not_placed
+from burst_mcore.attention.autotune.ways import (
+    Ranks,
+    check_mesh,
+    placements,
+    route_for,
+    searched_rings,
+    why_not_placed,
+)
 from burst_mcore.attention.checks import check_dense
 from burst_mcore.attention.numerics.latent import Latent
 from burst_mcore.attention.operator.agree import agreement_of, refusing
@@ -172,9 +179,9 @@ def _checkpointed(args: ForwardArgs, request: Request | None) -> tuple[Tensor, T
     Not compiled: a forward that saves a tail and its recomputation would be two graphs, and torch matches
     their saved tensors by place.
     """
-    options = options_of(args.options)
     agreement = agreement_of(topology_of(args.options))
     with refusing(agreement):
+        options = options_of(args.options)
         request = request or validate(*args[:3], options, sinks=args.sinks, up=args.up)
         own_id = CallId(request.shard, entered.layer, options.told, request.sinks)
         tails = [replay.replay(own_id) for replay in entered.replays]
@@ -216,11 +223,10 @@ def connect(topology: Topology, config: BurstConfig) -> None:
     if sides:
         check_mesh(config, sides, ranks)
         degree = ranks.size // math.prod(sides)
-    rings = ("double", "direct") if config.ring == "auto" and not sides else (config.ring,)
-    for ring, outer in product(rings, placements(config.head_placement, degree, ranks)):
-        route = route_for(
-            degree, ranks, ring=ring, overlap=config.overlap, outer=outer, rings=sides[0] if sides else 1
-        )
+    rings = sides[0] if sides else 1
+    words = [word for word in searched_rings(config.ring, ranks) if word != "direct" or rings == 1]
+    for ring, outer in product(words, placements(config.head_placement, degree, ranks)):
+        route = route_for(degree, ranks, ring=ring, overlap=config.overlap, outer=outer, rings=rings)
         transport = ProcessGroups(topology, route, config.max_ctas)
         for pass_ in Pass:
             transport.connect(pass_)

@@ -1,7 +1,7 @@
 """Recompute policies: what of attention a checkpointed layer keeps.
 
 policy    Full, Segment, KeepAttention, Offload: the share of the sequence that a call keeps
-function  checkpoint, with a policy; recorded: the same for checkpointing of other projects
+function  checkpoint, with a policy, and recorded: the same for checkpointing of other projects
 scope     the attention calls of one checkpointed layer, recorded and replayed
 offload   where kept results wait for backward: on the device, or in pinned host memory
 """

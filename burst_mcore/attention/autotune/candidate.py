@@ -9,7 +9,7 @@ from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route
 
 
-class Word(IntEnum):
+class Family(IntEnum):
     """The kinds of ways between which "auto" chooses, the plainest first: equally fast, the first wins."""
 
     RING = 0
@@ -19,7 +19,7 @@ class Word(IntEnum):
     MESH = 4
 
     @classmethod
-    def of(cls, route: Route, intra: int) -> Word:
+    def of(cls, route: Route, intra: int) -> Family:
         """Return the last word that a route needs; intra: ranks of a node."""
         if route.rings > 1:
             return cls.MESH
@@ -50,7 +50,7 @@ class Candidate:
     intra_bytes: int
     inter_bytes: int
     """Sent in forward and backward by a rank, on average."""
-    word: Word
+    family: Family
     resident_bytes: int = 0
     """Memory that a rank of a mesh needs for rows of others that stay with it, for their results, and for the
     shares of its own that come at the same time."""

@@ -15,7 +15,7 @@ def best(costed: Sequence[Candidate]) -> Candidate:
     """Return the plainest of the candidates that are as fast as the fastest (`AS_FAST`).
 
     A ring is plainer than heads that a node shares. Then come a direct exchange, heads that cross nodes, and
-    a mesh (`Word`). A double ring comes before a flat one. Of ways as plain the one with the fewest bytes
+    a mesh (`Family`). A double ring comes before a flat one. Of ways as plain the one with the fewest bytes
     between nodes wins, then within. So backward sends the side with fewer bytes; if both have as many,
     queries, the paper's choice. A causal ring is mirrored: more rows stay at home, and peak memory is less.
     """
@@ -25,7 +25,7 @@ def best(costed: Sequence[Candidate]) -> Candidate:
 
 def _order(c: Candidate) -> tuple[float, ...]:
     route = c.route
-    plainness = c.word, c.ring == "flat"
+    plainness = c.family, c.ring == "flat"
     sent = c.inter_bytes, c.intra_bytes
     return (*plainness, *sent, route.rings, route.heads, route.outer, _second(c), route.mirrored)
 
@@ -63,8 +63,8 @@ def reason(chosen: Candidate, costed: Sequence[Candidate]) -> str:
 
 def _preferred(chosen: Candidate, rival: Candidate) -> str:
     """Say why a candidate is preferred to one that is as fast."""
-    if chosen.word != rival.word:
-        return f"{chosen.word.phrase} is plainer than {rival.word.phrase}"
+    if chosen.family != rival.family:
+        return f"{chosen.family.phrase} is plainer than {rival.family.phrase}"
     for link, ours, theirs in (
         ("between nodes", chosen.inter_bytes, rival.inter_bytes),
         ("within nodes", chosen.intra_bytes, rival.intra_bytes),

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from burst_mcore.attention.autotune.candidate import Candidate, Word
+from burst_mcore.attention.autotune.candidate import Candidate, Family
 from burst_mcore.attention.autotune.cost import (
     OURS,
     Passes,
@@ -70,7 +70,7 @@ class Costs:
             forward.compute + backward.compute,
             round(sent[Link.INTRA]),
             round(sent[Link.INTER]),
-            Word.of(route, self.ranks.intra),
+            Family.of(route, self.ranks.intra),
             self.resident_bytes(route, direction) if route.rings > 1 else 0,
         )
 

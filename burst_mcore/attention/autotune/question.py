@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.autotune.ways import (
-    SEARCHED,
     Mesh,
     Ranks,
     backward_passes,
@@ -19,6 +18,7 @@ from burst_mcore.attention.autotune.ways import (
     placements,
     rings_of,
     route_for,
+    searched_rings,
 )
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route
@@ -67,11 +67,9 @@ class Settings:
 
 def settings_of(config: BurstConfig, question: Question, degrees: tuple[int, ...] | None = None) -> Settings:
     """Return the settings that a configuration leaves to the search of a call."""
-    # The ring of two ranks is their direct exchange, but that gradients come home in a dtype no wider.
-    rings = SEARCHED if question.ranks.size > 2 else SEARCHED[:1]
     return Settings(
         overlap=config.overlap,
-        rings=rings if config.ring == "auto" else (config.ring,),
+        rings=searched_rings(config.ring, question.ranks),
         degrees=degrees_of(config, question.ranks, question.shard) if degrees is None else degrees,
         directions=backward_passes(config.backward),
         placement=config.head_placement,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 
-from burst_mcore.attention.autotune.candidate import Candidate, Word
+from burst_mcore.attention.autotune.candidate import Candidate, Family
 from burst_mcore.attention.autotune.choose import AS_FAST, best, reason
 from burst_mcore.attention.autotune.costing import Costs
 from burst_mcore.attention.autotune.question import Question, Settings, routes, settings_of
@@ -42,10 +42,10 @@ def candidates(question: Question, settings: Settings, *, every: bool = True) ->
     """
     costs_at = cache(partial(Costs, question))
     costed: list[Candidate] = []
-    tried = [(Word.of(r, question.ranks.intra), r, ring) for r, ring in routes(question, settings).items()]
+    tried = [(Family.of(r, question.ranks.intra), r, ring) for r, ring in routes(question, settings).items()]
     with _collector_paused():
-        for word in (words := sorted({word for word, _, _ in tried})):
-            for _, route, ring in (each for each in tried if each[0] == word):
+        for family in (families := sorted({family for family, _, _ in tried})):
+            for _, route, ring in (each for each in tried if each[0] == family):
                 costs = costs_at(route.placement)
                 sides = settings.directions
                 if route.direct and costed and not every and question.ranks.size > MANY:
@@ -57,7 +57,8 @@ def candidates(question: Question, settings: Settings, *, every: bool = True) ->
                     best([costs.candidate(ring, way, direction) for way in costs.ways(route)])
                     for _, direction in ways
                 )
-            if not every and word < words[-1] and costed and best(costed).seconds <= AS_FAST * costs.least:
+            last = every or family == families[-1]
+            if not last and costed and best(costed).seconds <= AS_FAST * costs.least:
                 break
     return tuple(costed)
 

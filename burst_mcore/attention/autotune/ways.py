@@ -93,6 +93,14 @@ def placements(setting: str, degree: int, ranks: Ranks) -> tuple[bool, ...]:
     return (False,) if ranks.size == ranks.intra else (False, True)
 
 
+def searched_rings(setting: str, ranks: Ranks) -> tuple[str, ...]:
+    """Return the rings that a setting of `BurstConfig.ring` leaves to choose from."""
+    if setting != "auto":
+        return (setting,)
+    # The ring of two ranks is their direct exchange, but that gradients come home in a dtype no wider.
+    return SEARCHED if ranks.size > 2 else SEARCHED[:1]
+
+
 def backward_passes(setting: str) -> tuple[Pass, ...]:
     """Return the backward passes that a setting of `BurstConfig.backward` leaves to choose from."""
     return (Pass.QUERY, Pass.KV) if setting == "auto" else (Pass(setting),)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._guards import active_fake_mode
 
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.kernels.kernel import BackwardInputs
@@ -31,20 +32,22 @@ def sequences(pattern: Pattern, q: Tensor) -> Sequences:
     """Return the sequences of a packed pattern, for the batches of q [B, S, H, D]; kept with the pattern."""
     assert pattern.packed is not None
     key = "sequences", q.shape[0], q.device
-    if key not in pattern.kernel_cache:
+    made: tuple[Sequences, Tensor] | None = pattern.kernel_cache.get(key)
+    if made is None:
         lengths = pattern.packed.q, pattern.packed.k
         ends = torch.tensor([[*accumulate(x * q.shape[0], initial=0)] for x in lengths], dtype=torch.int32)
         if q.is_cuda:  # one copy, which the host does not wait for; its source lives as long as the pattern
             ends = ends.pin_memory()
-        of_q, of_k = ends.to(q.device, non_blocking=True)
-        pattern.kernel_cache[key] = Sequences(of_q, of_k, *map(max, lengths)), ends
-    result: Sequences = pattern.kernel_cache[key][0]
-    assert result.of_q is not None
-    return result
+        made = Sequences(*ends.to(q.device, non_blocking=True), *map(max, lengths)), ends
+        if active_fake_mode() is None:  # else a tensor without data, which is its mode's own
+            pattern.kernel_cache[key] = made
+    return made[0]
 
 
 def kept(make: Callable[..., Tensor], *arguments: Any, device: torch.device) -> Tensor:
     """Return make(*arguments, device=device), made once on each stream; nobody may write to it."""
+    if active_fake_mode() is not None:
+        return make(*arguments, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     return _kept(make, arguments, device, stream)
 

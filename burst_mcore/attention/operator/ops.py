@@ -201,12 +201,12 @@ def _traced(args: ForwardArgs) -> ForwardResults:
 @_operator("attention_backward", BackwardArgs, BackwardResults)
 def attention_backward(args: BackwardArgs) -> BackwardResults:
     """Return the gradients of `attention_forward`."""
-    record = records.unpack(args.record)
     out, lse, tokens = args.out, args.lse, args.out.shape[1]
-    options = options_of(args.options)
-    topology, config = topology_of(args.options), options.config
+    topology = topology_of(args.options)
     agreement = agreement_of(topology)
     with refusing(agreement):
+        options, record = options_of(args.options), records.unpack(args.record)
+        config = options.config
         shape, latent, kv_heads = (*out.shape[:3], args.q.shape[-1]), None, args.kv_heads
         if args.up is not None:
             rope = shape[3] + out.shape[3] - args.up.shape[2]

@@ -26,7 +26,7 @@ from burst_mcore.attention.schedule.actions import (
     Send,
     Unpack,
     Wait,
-    hops,
+    by_hop,
 )
 from burst_mcore.attention.schedule.ring import kind_of
 
@@ -112,7 +112,7 @@ class Bound:
 def bind(program: Program) -> Bound:
     """Return the program as steps."""
     binder = _Binder()
-    steps = [step for channel, actions in hops(program) for step in binder.steps(channel, actions)]
+    steps = [step for channel, actions in by_hop(program) for step in binder.steps(channel, actions)]
     return Bound(tuple(steps))
 
 

@@ -27,7 +27,7 @@ from burst_mcore.attention.schedule.actions import (
     Send,
     Unpack,
     Wait,
-    hops,
+    by_hop,
 )
 from burst_mcore.attention.schedule.communicator import communicator_of
 from burst_mcore.attention.schedule.route import Route, program
@@ -134,7 +134,7 @@ def transport_of(topology: Topology, route: Route, max_ctas: int) -> ProcessGrou
 @lru_cache(maxsize=1024)
 def _channels(rank: int, route: Route, pass_: Pass) -> tuple[Channel, ...]:
     """Return the channels of a pass in which every rank reads every row, in an order that all ranks share."""
-    channels = (channel for channel, _ in hops(program(rank, route, pass_)) if channel is not None)
+    channels = (channel for channel, _ in by_hop(program(rank, route, pass_)) if channel is not None)
     return tuple(sorted({channel._replace(part=0) for channel in channels}))
 
 

@@ -247,7 +247,7 @@ def _of(rows: Carried[T]) -> str:
     return "" if rows is None else f"({sum(len(each) for each in rows if isinstance(each, range))})"
 
 
-def hops(program: Program[T]) -> Iterator[tuple[Channel | None, list[Action[T]]]]:
+def by_hop(program: Program[T]) -> Iterator[tuple[Channel | None, list[Action[T]]]]:
     """Yield the program in parts: (channel, the messages of one hop), or (None, other actions).
 
     Neighbouring sends and receives of one channel are one hop: they start together.

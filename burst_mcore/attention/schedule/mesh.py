@@ -45,7 +45,7 @@ class Needs(ABC, Generic[T]):
         return True
 
 
-class Column(Needs[range]):
+class RowsOfColumn(Needs[range]):
     """The rows themselves, by a plan; without a plan, every row."""
 
     def __init__(self, places: int, plan: Plan | None, *, of_queries: bool) -> None:

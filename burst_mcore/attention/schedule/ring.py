@@ -25,7 +25,7 @@ from burst_mcore.attention.schedule.actions import (
     Return,
     Send,
     Wait,
-    hops,
+    by_hop,
 )
 from burst_mcore.attention.schedule.carried import EVERYTHING, Carried, Hops, T, nothing
 
@@ -237,7 +237,7 @@ def without_overlap(program: Program[T]) -> Program[T]:
     """Return the same hops, each waited for at once: late kinds when they are sent, others when needed."""
     actions: list[Action[T]] = []
     postponed: dict[Channel, list[Action[T]]] = {}
-    for channel, group in hops(program):
+    for channel, group in by_hop(program):
         if channel is None:
             for action in group:
                 if not isinstance(action, Wait):

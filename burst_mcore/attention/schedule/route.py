@@ -28,7 +28,12 @@ from burst_mcore.attention.schedule.actions import Pass, Program
 from burst_mcore.attention.schedule.carried import EVERYTHING, Hops, Itinerary, OfPosition, T
 from burst_mcore.attention.schedule.direct import direct
 from burst_mcore.attention.schedule.heads import Moves, with_heads
-from burst_mcore.attention.schedule.mesh import Column, reading_of_columns, reading_on_ring, with_columns
+from burst_mcore.attention.schedule.mesh import (
+    RowsOfColumn,
+    reading_of_columns,
+    reading_on_ring,
+    with_columns,
+)
 from burst_mcore.attention.schedule.ring import double_ring, without_overlap
 
 
@@ -167,7 +172,7 @@ def itinerary_on_mesh(plan: Plan, route: Route, ring: int | None, of_queries: bo
 def _around(ring: Program, rank: int, route: Route, pass_: Pass, plan: Plan | None) -> Program:
     """Return the program of a rank, made from the program of its place on a ring."""
     if route.rings > 1:
-        column = Column(route.places, plan, of_queries=pass_ == Pass.QUERY)
+        column = RowsOfColumn(route.places, plan, of_queries=pass_ == Pass.QUERY)
         ring = with_columns(ring, route.placement.position(rank), route.rings, column, early=route.overlap)
     if route.heads > 1:
         mesh = route.rings > 1
