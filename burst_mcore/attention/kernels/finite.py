@@ -7,6 +7,7 @@ for fewer keys than a vector of the machine has numbers (torch 2.13: 7 keys by A
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -68,7 +69,7 @@ def keeps_nan_where_seen(kernel: Kernel) -> Kernel:
 
 def _finite(*tensors: Tensor) -> bool:
     """Return whether all is finite; a sum that overflows counts as not finite."""
-    return all(bool(x.sum(dtype=torch.float64).isfinite()) for x in tensors)
+    return all(math.isfinite(x.sum(dtype=torch.float64)) for x in tensors)
 
 
 def _spoiled(*tensors: Tensor) -> Tensor:

@@ -59,11 +59,11 @@ def agree_on_call(
     Raises:
         ValueError: the ranks make different calls, or none that is legal.
     """
-    signature = {**request.signature, **_signature_of(args)}
     tokens, size = request.shard.tokens, request.ranks.size
     even = (tokens,) * size
     if agreement is None:
         return call_of(request, even), Agreed(0, None, 0), even
+    signature = {**request.signature, **_signature_of(args)}
     call, problem, details = None, None, {}
     description, ahead = None, False
     with refusing(agreement):

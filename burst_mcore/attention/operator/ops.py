@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, get_type_hints
@@ -77,6 +76,11 @@ def _operator(
 @_operator("attention_forward", ForwardArgs, ForwardResults)
 def attention_forward(args: ForwardArgs) -> ForwardResults:
     """`burst_attention` as an operator."""
+    return _forward(args, None)
+
+
+def _forward(args: ForwardArgs, request: Request | None) -> ForwardResults:
+    """Run a forward; request: what `validate` made of the arguments, if it has seen them."""
     q, k, v, sinks = args.q, args.k, args.v, args.sinks
     if q.is_cuda:
         refuse_capture("burst_attention")
@@ -84,7 +88,7 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
     agreement = agreement_of(topology)
     with refusing(agreement):
         options = options_of(args.options)
-        request = vars(_validated).pop("request", None) or validate(q, k, v, options, sinks=sinks, up=args.up)
+        request = request or validate(q, k, v, options, sinks=sinks, up=args.up)
         if args.keep:
             check_keep(args.keep)
         for run in entered.followers:
@@ -119,17 +123,37 @@ def attention_forward(args: ForwardArgs) -> ForwardResults:
     )
 
 
-_validated = threading.local()
-"""The request of this thread's call, between `attend` and the operator."""
+class _Eager(torch.autograd.Function):
+    """The operator without torch's dispatcher, whose way to Python takes longer than all else of a call."""
+
+    @staticmethod
+    def forward(ctx: Any, request: Request, *values: Any) -> tuple[Any, ...]:
+        results = tuple(_forward(ForwardArgs(*values), request))
+        _save(ctx, values, results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        of_values = _gradients(ctx, *gradients)
+        return None, *(None if isinstance(x, list) else x for x in of_values)
 
 
 def attend(args: ForwardArgs, request: Request) -> ForwardResults:
-    """Run the operator with arguments from which `validate` made a request: it does so only for others."""
-    _validated.request = request
-    try:
+    """Attend with arguments of which `validate` made a request; the operator would check them once more."""
+    if not _unwatched(args):
         return ForwardResults(*attention_forward(*args))
-    finally:
-        vars(_validated).pop("request", None)
+    if not args.needs_gradient:
+        return _forward(args, request)
+    return ForwardResults(*_Eager.apply(request, *args))  # type: ignore[no-untyped-call]
+
+
+def _unwatched(args: ForwardArgs | BackwardArgs) -> bool:
+    """Return whether nobody asks for operators: no mode, no transform, no subclass of tensors."""
+    return (
+        not torch._C._len_torch_dispatch_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and all([type(x) in (Tensor, torch.nn.Parameter) for x in args if isinstance(x, Tensor)])
+    )
 
 
 def _owned(x: Tensor) -> Tensor:
@@ -201,6 +225,10 @@ def _traced(args: ForwardArgs) -> ForwardResults:
 @_operator("attention_backward", BackwardArgs, BackwardResults)
 def attention_backward(args: BackwardArgs) -> BackwardResults:
     """Return the gradients of `attention_forward`."""
+    return _backward(args)
+
+
+def _backward(args: BackwardArgs) -> BackwardResults:
     out, lse, tokens = args.out, args.lse, args.out.shape[1]
     topology = topology_of(args.options)
     agreement = agreement_of(topology)
@@ -281,7 +309,8 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *unused: Any)
         options=ctx.options,
         **saved._asdict(),
     )
-    results = BackwardResults(*attention_backward(*args))
+    direct = _unwatched(args) and not torch.is_grad_enabled()  # else the operator refuses a second derivative
+    results = _backward(args) if direct else BackwardResults(*attention_backward(*args))
     dsinks = None if saved.sinks is None else results.dsinks
     dup = None if saved.up is None else results.dup
     of_keys = {"k": results.dk, "v": results.dv, "up": dup}

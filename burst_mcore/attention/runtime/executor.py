@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
 from functools import lru_cache
 from typing import ClassVar, Protocol
 
@@ -74,8 +73,8 @@ class ProcessGroups:
         gloo ends the process when a message is longer than the buffer that awaits it, as those of different
         calls may be.
         """
-        transport = copy(self)
-        transport._first_tag = label % 2**21 * 2**9
+        transport = ProcessGroups.__new__(ProcessGroups)
+        vars(transport).update(vars(self), _first_tag=label % 2**21 * 2**9)
         return transport
 
     def connected(self, passes: Iterable[Pass]) -> bool:
@@ -105,9 +104,10 @@ class ProcessGroups:
 
         Masks leave some ranks without messages, so that it cannot wait for the first of them.
         """
-        for channel in _channels(self._topology.rank, self._route, pass_):
-            self.carrier(channel)
-        self._connected.add(pass_)
+        if pass_ not in self._connected:
+            for channel in _channels(self._topology.rank, self._route, pass_):
+                self.carrier(channel)
+            self._connected.add(pass_)
 
     def carrier(self, channel: Channel) -> Carrier:
         """Return the process group of a channel, made at its first use."""
