@@ -284,8 +284,8 @@ def test_evaluation(sp, size, tmp_path):
                 assert (mine[1] == own[1]).all()
 
 
-SHORT = [(5, 3), (7, 2), (1, 2)]
-"""(rows, rows of a batch): the last batch is not full, or there is no other."""
+SHORT = [(5, 3), (7, 2), (1, 2), (7, 2, "drop_last"), (5, 3, "drop_last"), (5, 2, "uneven")]
+"""(rows, rows of a batch): the last batch is not full, or there is no other; what is asked of it."""
 EVERY_LENGTH = [(rows, batch) for rows in (1, 2, 3, 4, 5, 8, 9) for batch in (1, 2, 3, 4)]
 
 
@@ -299,8 +299,10 @@ def evaluated(folder, sp, cells, **options):
     )  # fmt: skip
     trainer.train()
     found = []
-    for rows, batch in cells:
+    for rows, batch, *asked in cells:
         trainer.args.per_device_eval_batch_size = batch
+        trainer.args.dataloader_drop_last = "drop_last" in asked
+        trainer.accelerator.even_batches = "uneven" not in asked
         said = trainer.predict(LABELLED[:rows], metric_key_prefix="eval")
         trainer.compute_metrics = None
         alone = trainer.evaluate(LABELLED[:rows])

@@ -88,12 +88,12 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         if not (self.evaluates and _deals_batches(self._dealer)):
             yield from super().__iter__()
             return
-        # Without a size Accelerate leaves a short batch as it is, and fills up with whole batches alone.
-        self._dealer.batch_size = None
+        own = {name: getattr(self._dealer, name) for name in _BY_WHOLE_BATCHES}
+        vars(self._dealer).update(_BY_WHOLE_BATCHES)
         try:
             yield from super().__iter__()
         finally:
-            self._dealer.batch_size = self._batch_size
+            vars(self._dealer).update(own)
 
     def __next__(self) -> dict[str, Any]:
         """Return the next batch of the epoch; Accelerate's adapter is an iterator, too."""
@@ -237,6 +237,11 @@ class _Newest:
 
 _UPCOMING = "burst_mcore_upcoming"
 """The key under which a rank's batch brings the positions of the batch after it."""
+_BY_WHOLE_BATCHES = {"batch_size": None, "drop_last": False, "even_batches": True}
+"""How a dealer of Accelerate's fills an evaluation's last load with whole batches, and drops none of it.
+
+Without a size a short batch stays as it is. A batch that the user drops is not in the dealer's own sampler.
+"""
 _TOKENS = "burst_mcore_tokens"
 """The key of a whole batch for its number of tokens before padding."""
 _sequences: dict[int, ref[SequenceParallel]] = {}
