@@ -52,10 +52,19 @@ def problem(
     return Problem(q, k, v, draw(heads, value_dim) * dout_scale)
 
 
-def share_score(p: Problem, score: float) -> Problem:
-    """The problem with one channel in which all queries have 1 and all keys a number: massive activations."""
+ALTERNATING = -1000.0, 1000.0
+"""Scores of both signs, whose mean is 0."""
+
+
+def share_score(p: Problem, score: float | tuple[float, float]) -> Problem:
+    """The problem with one channel in which all queries have 1 and all keys a number: massive activations.
+
+    Of two scores every other key has the second.
+    """
     q, k = p.q.clone(), p.k.clone()
-    q[..., 0], k[..., 0] = 1, score * p.q.shape[-1] ** 0.5
+    even, odd = score if isinstance(score, tuple) else (score, score)
+    q[..., 0], k[:, ::2, :, 0], k[:, 1::2, :, 0] = 1, even, odd
+    k[..., 0] *= p.q.shape[-1] ** 0.5
     return p._replace(q=q, k=k)
 
 

@@ -8,7 +8,16 @@ from itertools import product
 
 import pytest
 import torch
-from dense import assert_as_exact_as, dense, error, pattern_of, problem, share_score, single_kernel
+from dense import (
+    ALTERNATING,
+    assert_as_exact_as,
+    dense,
+    error,
+    pattern_of,
+    problem,
+    share_score,
+    single_kernel,
+)
 from masks import MASKS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,13 +64,26 @@ def test_a_kernel_equals_float64_within_its_dtype(name, kind, kv_heads, dtype):
 
 @pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.parametrize("mask", [Mask.causal(), Mask.full(), Mask.window(20, 3)], ids=str)
-def test_weights_of_keys_that_share_a_large_score_add_up_to_one(name, mask):
+@pytest.mark.parametrize("score", [1000.0, ALTERNATING], ids=["all", "every other"])
+def test_weights_of_keys_that_share_a_large_score_add_up_to_one(name, mask, score):
     p = problem(1, 48, kv_heads=2, dtype=torch.float32)
-    p = share_score(p._replace(q=p.q.round(), k=p.k.round(), v=torch.ones_like(p.v)), 1000.0)  # exact scores
+    p = share_score(p._replace(q=p.q.round(), k=p.k.round(), v=torch.ones_like(p.v)), score)  # exact scores
     out, lse = KERNELS[name].forward(*p[:3], pattern_of(mask, 48), Scores(0.25))
     assert (out - 1).abs().max() < 1e-6
     want = dense(p, mask).lse.transpose(1, 2)
     assert lse.dtype == torch.float64 and (lse - want).abs().max() < 2e-6  # float32 rounds by 3e-5
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("size", [1e2, 1e4, 1e10, 1e20])
+def test_keys_behind_a_row_change_nothing_however_large_they_are(name, size):
+    p = problem(1, 48, kv_heads=2, dtype=torch.float32)
+    p.dout[:, 32:] = 0
+    want = single_kernel(p, KERNELS[name], Mask.causal())
+    p.k[:, 32:] = size
+    got = single_kernel(p, KERNELS[name], Mask.causal())
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g[:, :32], w[:, :32].to(g.dtype), rtol=1e-5, atol=2e-6)
 
 
 def _lost(names):

@@ -30,9 +30,9 @@ from burst_mcore.attention.kernels.small import leaves_small_tiles
 _aten = torch.ops.aten
 _no_seed = partial(torch.zeros, dtype=torch.int64)  # dropout seed and offset of a call without dropout
 HALF = (torch.float16, torch.bfloat16)
-SHARED = 8.0
-"""A score that all keys may share: its rounding in float32 is no more than that of the kernel's other steps.
-With a score of 15 it made dq three times less exact."""
+LARGE = 16.0
+"""The largest log-sum-exp whose rounding in float32 is no more than that of the kernel's other steps. Scores
+of a normal distribution exceed it from 5M keys on. With 19 dq became three times less exact."""
 
 
 def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -52,32 +52,27 @@ def _cpu_supports(problem: Problem) -> str | None:
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor]:
     mask = pattern.table_on(q.device) if pattern.masked else None
-    bias, shared = _bias(mask, q.dtype), _shared_score(q, k, scores)
-    if shared is not None:
-        bias = -shared[..., None] if bias is None else bias - shared[..., None]
-    q, k, v = _heads_first(q, k, v)
-    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, pattern.causal, attn_mask=bias, scale=scores.scale
-    )
-    if shared is not None:
-        lse = lse.double() + shared
+    bias, heads = _bias(mask, q.dtype), _heads_first(q, k, v)
+    out, lse = _cpu_attention(heads, bias, pattern, scores)
+    rough = lse.nan_to_num(0.0, 0.0, 0.0)
+    if q.dtype == torch.float32 and float(rough.abs().amax()) > LARGE:
+        # Rounded to float32, it is too rough for a merge: see `of_parts`. Less that, which changes no output,
+        # it is small. Scores in backward keep their rounding. A table of a tile is copied for each head here.
+        less = -rough[..., None]
+        out, rest = _cpu_attention(heads, less if bias is None else bias + less, pattern, scores)
+        lse = rough.double() + rest
     if mask is not None:  # rows that see nothing have a lse of 0
         lse.masked_fill_(~mask.any(1), -torch.inf)
     return out.transpose(1, 2), lse
 
 
-def _shared_score(q: Tensor, k: Tensor, scores: Scores) -> Tensor | None:
-    """Return the score [B, H, M] of each row with the mean key, where it is large in float32; else None.
-
-    The kernel rounds lse to float32, which is too much for a merge if all keys share a large score: see
-    `of_parts`. Less that score, which changes no output, lse is small. The scores in backward stay as they
-    are, and so does their rounding. A table of a tile is then copied for each head.
-    """
-    if q.dtype != torch.float32:
-        return None
-    grouped = q.unflatten(2, (k.shape[2], -1))
-    shared = torch.einsum("bmhgd,bhd->bhgm", grouped, k.mean(1)).flatten(1, 2) * scores.scale
-    return shared if SHARED < float(shared.abs().amax()) < torch.inf else None
+def _cpu_attention(
+    heads: tuple[Tensor, ...], bias: Tensor | None, pattern: Pattern, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        *heads, 0.0, pattern.causal, attn_mask=bias, scale=scores.scale
+    )
+    return out, lse
 
 
 def _cpu_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
