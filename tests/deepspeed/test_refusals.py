@@ -225,6 +225,20 @@ def _switched(rank, engine, batch):
     return found
 
 
+def _with_a_cache(size, batch):
+    """What is said of a shard without labels that comes with a cache: an empty one, or one of four tokens."""
+    engine = start(config_of(2, size))[0]
+    bare = {name: batch[name] for name in ("input_ids", "position_ids")}
+    found, config = {}, engine.module.config
+    for before in (0, 4):
+        cache = transformers.DynamicCache()
+        for layer in range(config.num_hidden_layers if before else 0):
+            cache.update(*torch.ones(2, 1, config.num_key_value_heads, before, 8), layer)
+        found[f"cache of {before} tokens, beside a shard"] = _refused(engine, **bare, past_key_values=cache)
+    engine.destroy()
+    return found
+
+
 def _long(size):
     """Of a model with embeddings of 32 positions: what is said of 40 tokens; 31 are served."""
     config = transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=32,
@@ -292,6 +306,7 @@ def _forward(rank, size, _):
     prefixed = start(config_of(2, size), model=Prefixed(model_of()))[0]
     found["cache"] = _refused(prefixed, **batch)
     prefixed.destroy()
+    found |= _with_a_cache(size, batch)
     found |= _long(size)
     dropping = model_of()
     dropping.model.layers[1].self_attn.attention_dropout = 0.1  # behind its configuration's back

@@ -18,7 +18,7 @@ from burst_mcore.agreement import Collective
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import unshard
-from burst_mcore.transformers.data.batches import IGNORED, documents, prepared
+from burst_mcore.transformers.data.batches import IGNORED, digest_of_batch, documents, prepared
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.attention import Sequence, running
 from burst_mcore.transformers.models.loss import WholeLoss
@@ -307,12 +307,31 @@ class SequenceParallel:
             raise RefusedError("labels", "a forward with a cache has no loss")
         new = _tokens(arguments)
         before, n = _cached(arguments), new.shape[1]
+        self._refuse_shards(arguments, before, n)
         if before or n == 1 or self.group is None:
             return Sequence(Topology.single(), self.config, before + n), arguments, _unchanged
         self._refuse_long(n - 1)
         prefill = Prefill(self.topology, self.group, self.config, n)
         sequence = Sequence(self.topology, self.config, prefill.padded, last=n - 1)
         return sequence, prefill.begin(arguments), prefill.finish
+
+    def _refuse_shards(self, arguments: dict[str, Any], before: int, n: int) -> None:
+        """Raise RefusedError where the tokens beside a cache are a shard, which would miss the others'."""
+        positions = arguments.get("position_ids")
+        if self.group is None:
+            alike = True
+        elif before or n == 1:  # each rank goes on by itself
+            here = torch.arange(before, before + n)
+            alike = positions is None or torch.equal(positions.cpu(), here.expand(positions.shape))
+        else:
+            given = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+            alike = len({*map(tuple, Collective(self.group).integers([digest_of_batch(given)]))}) == 1
+        if not alike:
+            raise RefusedError(
+                "cache",
+                "a forward with a cache takes all tokens on every rank of a group, as generate does: these "
+                "are a shard, or other ranks have other tokens. Leave the cache out",
+            )
 
 
 def _unchanged(out: Any) -> Any:
