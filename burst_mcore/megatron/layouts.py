@@ -52,6 +52,8 @@ SLICING = (
 
 METADATA = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
 """Keys of a batch that are no sequences, whatever their shapes."""
+TOKENS = ("tokens", "labels", "loss_mask", "position_ids")
+"""Keys of a batch that are sequences; pipeline stages have some of them."""
 
 PACKED = ("documents", "whole")
 
@@ -198,7 +200,8 @@ def _slicing(original: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's slicing of a batch: its sequences by the layout in effect, other keys whole."""
 
     def sliced(batch: dict[str, Any], cp_group: Any = None) -> dict[str, Any]:
-        sequences = {key: value for key, value in batch.items() if _is_sequence(key, value)}
+        tokens = {n for key in TOKENS for n in getattr(batch.get(key), "shape", ())[1:2]}
+        sequences = {key: value for key, value in batch.items() if _is_sequence(key, value, tokens)}
         if _in_effect.layout == ZIGZAG:
             batch.update(original(sequences, cp_group=cp_group))
             return batch
@@ -213,8 +216,12 @@ def _slicing(original: Callable[..., Any]) -> Callable[..., Any]:
     return sliced
 
 
-def _is_sequence(key: str, value: Any) -> bool:
-    return key not in METADATA and isinstance(value, Tensor) and value.dim() > _sequence_dim(key)
+def _is_sequence(key: str, value: Any, tokens: set[int]) -> bool:
+    """Return whether a key of a batch has a number for each token, of which samples have so many."""
+    dim = _sequence_dim(key)
+    if key in METADATA or not isinstance(value, Tensor) or value.dim() <= dim:
+        return False
+    return not tokens or value.shape[dim] in tokens
 
 
 def _sequence_dim(key: str) -> int:

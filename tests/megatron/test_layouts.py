@@ -74,11 +74,13 @@ def _names_and_caches():
     for layout in ("striped", "striped", "contiguous", "zigzag"):
         use_layout(layout)
         assert str(layout_in_effect()) == layout
-        number = torch.tensor([5])
+        number, sizes = torch.tensor([5]), torch.tensor([[3, 4]])
         batch = {"tokens": tokens, "labels": None, "dataset_id": number, "note": ["a blend's first set"]}
+        batch["sizes"] = sizes
         batch |= {"attention_mask": torch.eye(8)[None, None], "cu_seqlens": torch.arange(4)[None]}
         batch = script.get_batch(batch, cp_group=group, **how)
         assert batch["dataset_id"] is number and batch["note"] == ["a blend's first set"]
+        assert batch["sizes"] is sizes
         assert torch.equal(batch["cu_seqlens"], torch.arange(4)[None])
         share = {"rank": group.rank(), "size": 2, "layout": layout}
         assert batch["labels"] is None
