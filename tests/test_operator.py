@@ -18,6 +18,7 @@ from ranks import processes
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from burst_mcore import BurstConfig, Mask, burst_attention
@@ -117,6 +118,32 @@ def test_arguments_are_validated_once(monkeypatch):
         handle = request_module.handle_of(handles, *(*illegal, None)[:2], False, "off")
         with pytest.raises(ValueError, match=words):
             attention_forward(*args._replace(options=handle))
+
+
+class Watch(TorchDispatchMode):
+    """Notes the operators of this package, as a policy of selective checkpointing sees them."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += [func.name()] * (func.namespace == "burst_mcore")
+        return func(*args, **(kwargs or {}))
+
+
+def test_operators_are_there_for_whoever_watches_and_cost_others_nothing():
+    p, runs = problem(0, 16, kv_heads=2, dtype=torch.float32), []
+    for watch in (nullcontext(), Watch()):
+        leaves = [x.clone().requires_grad_() for x in (p.q, p.k, p.v)]
+        with watch:
+            out = burst_attention(*leaves, topology=Topology.single(), mask=Mask.causal())
+            out.backward(p.dout)
+        runs.append((out.grad_fn.name(), [out, *(x.grad for x in leaves)]))
+    (plain, numbers), (watched, same) = runs
+    assert watch.seen == ["burst_mcore::attention_forward", "burst_mcore::attention_backward"]
+    assert plain == "_EagerBackward" and "burst_mcore_attention_forward" in watched
+    assert all(map(torch.equal, numbers, same))
 
 
 @pytest.mark.parametrize("options", [(None, None, False), (0.3, 2.0, True)], ids=["plain", "all"])

@@ -41,7 +41,15 @@ from burst_mcore.attention.operator.schema import (
 from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.recompute.cuts import check_keep, cut_for
 from burst_mcore.attention.recompute.replay import CallId, entered, in_checkpoint
-from burst_mcore.attention.request import Request, options_of, request_of, shard_of, topology_of, validate
+from burst_mcore.attention.request import (
+    Options,
+    Request,
+    options_of,
+    request_of,
+    shard_of,
+    topology_of,
+    validate,
+)
 from burst_mcore.attention.runtime import record as records
 from burst_mcore.attention.runtime.executor import transport_of
 from burst_mcore.attention.runtime.head_exchange import pooled_like
@@ -95,7 +103,7 @@ def _forward(args: ForwardArgs, request: Request | None) -> ForwardResults:
             run.follow(CallId(request.shard, entered.layer, options.told, request.sinks))
     call, agreed, lengths = agree_on_call(args, request, agreement, topology)
     tokens = lengths[call.rank]
-    with in_ring(agreement), torch.autocast(q.device.type, enabled=False), _on(q.device):
+    with in_ring(agreement), _without_autocast(q.device), _on(q.device):
         cut = _cut(args, request, call, agreement) if args.keep and args.saves else args.cut
         transport = transport_of(topology, call.route, request.config.max_ctas)
         for pass_ in passes_of(args, call):
@@ -113,10 +121,12 @@ def _forward(args: ForwardArgs, request: Request | None) -> ForwardResults:
         tail = tail_of(call, cut, attended, tokens) if args.keep and args.saves else []
     if agreement is not None and not args.needs_gradient and not in_checkpoint():
         agreement.settle()  # no backward will
-    nowhere = q.new_empty(0, dtype=attended.ring_lse.dtype)
+    out, lse = attended.out, attended.lse
+    if lse is None:
+        lse = q.new_empty(0, dtype=attended.ring_lse.dtype)
     return ForwardResults(
-        out=_owned(attended.out[:, :tokens]),
-        lse=nowhere if attended.lse is None else _owned(attended.lse[..., :tokens]),
+        out=_owned(out if tokens == call.rows else out[:, :tokens]),
+        lse=_owned(lse if tokens == call.rows else lse[..., :tokens]),
         on_ring=[attended.q, attended.k, attended.v, attended.ring_lse] if call.route.heads > 1 else [],
         record=records.pack(CallRecord(agreed.number, cut, lengths), q.device),
         tail=tail,
@@ -129,6 +139,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, request: Request, *values: Any) -> tuple[Any, ...]:
         results = tuple(_forward(ForwardArgs(*values), request))
+        ctx.request = request
         _save(ctx, values, results)
         return results
 
@@ -225,28 +236,24 @@ def _traced(args: ForwardArgs) -> ForwardResults:
 @_operator("attention_backward", BackwardArgs, BackwardResults)
 def attention_backward(args: BackwardArgs) -> BackwardResults:
     """Return the gradients of `attention_forward`."""
-    return _backward(args)
+    return _backward(args, None)
 
 
-def _backward(args: BackwardArgs) -> BackwardResults:
+def _backward(args: BackwardArgs, request: Request | None) -> BackwardResults:
+    """Run a backward; request: that of its forward, if it is known."""
     out, lse, tokens = args.out, args.lse, args.out.shape[1]
     topology = topology_of(args.options)
     agreement = agreement_of(topology)
     with refusing(agreement):
         options, record = options_of(args.options), records.unpack(args.record)
         config = options.config
-        shape, latent, kv_heads = (*out.shape[:3], args.q.shape[-1]), None, args.kv_heads
-        if args.up is not None:
-            rope = shape[3] + out.shape[3] - args.up.shape[2]
-            latent, kv_heads = (args.up.shape[1], rope), shape[2]
-        shard = shard_of(shape, kv_heads, out.shape[-1], out.dtype, config, latent)
-        request = request_of(shard, out.device.type, options, sinks=args.sinks is not None)
+        request = request or _request_of(args, options)
         call = call_of(request, record.lengths)
         if args.dlse is not None:
             call = replace(call, kernel=taking_delta(config.kernel, call.problem))
         transport = transport_of(topology, call.route, config.max_ctas)
     agreed = agree_on_backward(args, request, call, record, agreement, transport)
-    with in_ring(agreement), torch.autocast(out.device.type, enabled=False), _on(out.device):
+    with in_ring(agreement), _without_autocast(out.device), _on(out.device):
         transport.connect(call.direction)
         transport = transport.labelled(agreed.label)
         dout = args.dout.contiguous()
@@ -271,6 +278,16 @@ def _backward(args: BackwardArgs) -> BackwardResults:
                 dk, dv = (x.to(dk.dtype) for x in expansion.gradients(args.latent, dk, dv))
             dup = expansion.weight_gradient()
     return BackwardResults(dq, dk, dv, dsinks, dup)
+
+
+def _request_of(args: BackwardArgs, options: Options) -> Request:
+    """Return the request of the forward that a backward belongs to."""
+    out, latent, kv_heads = args.out, None, args.kv_heads
+    shape = (*out.shape[:3], args.q.shape[-1])
+    if args.up is not None:
+        latent, kv_heads = (args.up.shape[1], shape[3] + out.shape[3] - args.up.shape[2]), shape[2]
+    shard = shard_of(shape, kv_heads, out.shape[-1], out.dtype, options.config, latent)
+    return request_of(shard, out.device.type, options, sinks=args.sinks is not None)
 
 
 @attention_backward.register_fake
@@ -310,7 +327,8 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *unused: Any)
         **saved._asdict(),
     )
     direct = _unwatched(args) and not torch.is_grad_enabled()  # else the operator refuses a second derivative
-    results = _backward(args) if direct else BackwardResults(*attention_backward(*args))
+    request = vars(ctx).get("request") if direct else None
+    results = _backward(args, request) if direct else BackwardResults(*attention_backward(*args))
     dsinks = None if saved.sinks is None else results.dsinks
     dup = None if saved.up is None else results.dup
     of_keys = {"k": results.dk, "v": results.dv, "up": dup}
@@ -329,6 +347,12 @@ def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """Return -sum of P_sink D: a sink is a key with a value of zero, so its dP is 0."""
     weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill_(lse == -torch.inf, 0.0)
     return -(weights * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Turn autocast off, where it is on."""
+    on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if on else contextlib.nullcontext()
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
