@@ -26,7 +26,6 @@ from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.machines import Machine, machine
-from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
 from burst_plan.explain.least import Share, least
 from burst_plan.explain.pairs import unevenness
@@ -144,11 +143,14 @@ def explain(
     route, direction = chosen["auto"].route, chosen["auto"].direction
     plan = plan_of(question.layout, problem.seen, problem.seq, route.placement)
     uneven = max(unevenness(plan, route, pass_) for pass_ in (Pass.FORWARD, Pass(direction)))
-    kind = f"documents count as {_length(of_kind.mask)} tokens on average, for any batch of this kind\n"
+    ends, kind = (
+        of_kind.mask.document_ends,
+        "documents count as {} tokens on average, for any batch of this kind\n",
+    )
     return (
         f"{shown}\n\n{''.join(told)}"
         f"mask {problem.mask}, layout {question.layout}: the busiest rank has {uneven:.2f} x the mean work\n"
-        f"{kind if of_kind.mask.document_ends is not None else ''}"
+        f"{'' if ends is None else kind.format(int(ends[-1]) // (len(ends) - 1))}"
         f'marked *: the way of a call by default, +: by all "auto", !: of settings alone; times are of the\n'
         f"slowest rank, MB what a rank sends on average; exposed: time in which its kernel does not run;\n"
         f"{bound}\n"
@@ -179,12 +181,6 @@ def _in_parallel(
         return map(of_degrees, alone)
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as pool:
         return list(pool.map(of_degrees, alone))
-
-
-def _length(mask: Mask) -> int:
-    """Tokens of a document, on average."""
-    ends = mask.document_ends
-    return 0 if ends is None else int(ends[-1]) // (len(ends) - 1)
 
 
 @dataclass(frozen=True)
@@ -218,13 +214,13 @@ def _bound(shard: Shard, ranks: Ranks) -> _Bound:
 
 
 def _row(candidate: Candidate, chosen: Mapping[str, Candidate], bound: _Bound) -> dict[str, Any]:
-    marks = {"default": "*", "auto": "+", "mesh": "", "by name": "!"}
+    route, marks = candidate.route, {"default": "*", "auto": "+", "mesh": "", "by name": "!"}
     return {
         "": "".join(marks[word] for word, each in chosen.items() if _way(each) == _way(candidate)),
-        "head_parallel": f"{candidate.route.heads}{' outer' * candidate.route.outer}",
+        "head_parallel": f"{route.heads}{' outer' * route.outer}",
         "backward": candidate.direction,
-        "ring": f"{candidate.ring}{', mirrored' * candidate.route.mirrored}",
-        "positions": f"{candidate.route.nodes} x {candidate.route.intra}{_beside(candidate.route)}",
+        "ring": f"{candidate.ring}{', mirrored' * route.mirrored}",
+        "positions": f"{route.nodes} x {route.intra}{f', {route.rings} rings' * (route.rings > 1)}",
         "forward ms": candidate.forward_seconds * 1e3,
         "backward ms": candidate.backward_seconds * 1e3,
         "total ms": candidate.seconds * 1e3,
@@ -235,10 +231,6 @@ def _row(candidate: Candidate, chosen: Mapping[str, Candidate], bound: _Bound) -
         "intra MB": candidate.intra_bytes / 1e6,
         f"{bound.link} / bound": bound.over(candidate),
     }
-
-
-def _beside(route: Route) -> str:
-    return f", {route.rings} rings" if route.rings > 1 else ""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -270,13 +270,14 @@ class _Lockstep:
         under_way: dict[Channel, list[int]] = defaultdict(list)
         last_rival: dict[int, int] = {}
         behind: list[tuple[int, int]] = []
+        one_link = cache(lambda peers, its: bool((peers.inter == its.inter).any()))  # of some rank
         for index, action in enumerate(self.program):
             if isinstance(action, Send):
                 peers = self.peers_of(action.peer)
                 for other, its in open_.items():
                     if its is peers:
                         behind.append((other, index))
-                    elif bool((peers.inter == its.inter).any()):  # some rank uses one link for both
+                    elif one_link(peers, its):
                         last_rival[other] = last_rival[index] = index
                 open_[index] = peers
                 under_way[action.channel].append(index)
@@ -418,47 +419,62 @@ class _Lockstep:
             self.links[link] = self.crowd.carry(awaited, bool(link), self.links[link], rate)
 
 
+CELLS = 2**15
+"""Messages, times ranks and passes, whose time passes at once: tensors that a core's cache holds."""
+
+
 class _Crowd:
     """The messages that share links and are not through yet, as tensors [messages, G, W]."""
 
     def __init__(self, pending: Sequence[_Message]) -> None:
+        queues: dict[int, list[_Message]] = defaultdict(list)
         under_way = [each for each in pending if bool((each.end == torch.inf).any())]
-        self.messages = under_way or list(pending)
+        for each in under_way or pending:
+            queues[id(each.peers)].append(each)
+        longest_first = sorted(queues.values(), key=len, reverse=True)
+        places = range(len(longest_first[0]))
+        self.messages = [queue[place] for place in places for queue in longest_first if len(queue) > place]
+        """First the first message to each receiver, then the second, and so on."""
+        self.as_long = [sum(len(queue) > place for queue in longest_first) for place in places]
+        """How many receivers have a message at each place."""
         self.inter = torch.stack([each.peers.inter for each in self.messages])
         self.begin, self.left, self.end = (
             torch.stack([getattr(each, name) for each in self.messages]) for name in ("begin", "left", "end")
         )
         for each, left, end in zip(self.messages, self.left, self.end, strict=True):
             each.left, each.end = left, end  # views, which change with the crowd
-        self.queues = _behind([each.peers for each in self.messages])
 
     def carry(self, awaited: list[int], between_nodes: bool, now: Tensor, rate: float) -> Tensor:
         """Let time pass on one link of each rank until these messages arrive; return the time."""
-        on = (self.inter == between_nodes) & (self.end == torch.inf)
+        ranks = max(1, CELLS // (len(self.messages) * now.shape[1]))
+        some = (slice(first, first + ranks) for first in range(0, len(now), ranks))
+        return torch.cat([self._carry(each, awaited, between_nodes, now[each], rate) for each in some])
+
+    def _carry(
+        self, ranks: slice, awaited: list[int], between_nodes: bool, now: Tensor, rate: float
+    ) -> Tensor:
+        inter, begin, left, end = (x[:, ranks] for x in (self.inter, self.begin, self.left, self.end))
+        on = (inter == between_nodes) & (end == torch.inf)
         while bool((wanted := on[awaited].any(0)).any()):  # each time until a message begins or ends
-            begun = on & (self.begin <= now)
-            following = self.begin.masked_fill(~on | begun, torch.inf).amin(0)
-            first = begun.clone() if self.queues else begun
-            for later, earlier in self.queues:  # of messages to one receiver only the first is carried
-                first[later] &= ~begun[earlier]
-            carried = first.double()
+            begun = on & (begin <= now)
+            following = begin.masked_fill(~on | begun, torch.inf).amin(0)
+            carried = self.first_of(begun).double()
             share = rate / carried.sum(0).clamp(min=1)
-            through = (now + self.left / share).masked_fill_(~first, torch.inf)
+            through = (now + left / share).masked_fill_(carried == 0, torch.inf)
             until = torch.where(wanted, torch.minimum(through.amin(0), following), now)
-            self.left.addcmul_(carried, (until - now) * share, value=-1)
+            left.addcmul_(carried, (until - now) * share, value=-1)
             done = (through <= until) & wanted
-            torch.where(done, until, self.end, out=self.end)
+            end.copy_(torch.where(done, until, end))
             on, now = on & ~done, until
         return now
 
-
-def _behind(peers: Sequence[_Peers]) -> list[tuple[list[int], list[int]]]:
-    """Return pairs of messages with the same receivers, (later, earlier): by how many lie between the two."""
-    queues: dict[int, list[int]] = defaultdict(list)
-    for message, to in enumerate(peers):
-        queues[id(to)].append(message)
-    pairs = [
-        [(queue[i + apart], queue[i]) for queue in queues.values() for i in range(len(queue) - apart)]
-        for apart in range(1, max(map(len, queues.values()), default=0))
-    ]
-    return [tuple(map(list, zip(*each, strict=True))) for each in pairs]  # type: ignore[misc]
+    def first_of(self, begun: Tensor) -> Tensor:
+        """Return which messages are carried: of those to one receiver the first that has begun."""
+        start, *others = self.as_long
+        first, ahead = begun.clone(), begun[:start].clone()
+        for many in others:
+            here = slice(start, start + many)
+            first[here] &= ~ahead[:many]
+            ahead[:many] |= begun[here]
+            start += many
+        return first
