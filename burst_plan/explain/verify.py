@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -99,8 +99,12 @@ class _Rank:
 
     def has(self, kind: Kind) -> set[int]:
         """Return the members whose share of a kind is in place; all, if none comes through the head group."""
-        comes = any(isinstance(action, Unpack) and action.kind == kind for action in self.program)
+        comes = kind in self._coming
         return {member for other, member in self.unpacked if other == kind} if comes else set(self.members)
+
+    @cached_property
+    def _coming(self) -> set[Kind]:
+        return {action.kind for action in self.program if isinstance(action, Unpack)}
 
 
 @dataclass(eq=False)
@@ -210,17 +214,8 @@ def verify(schedule: Schedule, intra_size: int | None = None) -> None:
     for number, program in enumerate(schedule.programs):
         position, member = route.placement.position(number), route.placement.member(number)
         readers = frozenset(reader for reader, rows in enumerate(reads) if rows.get(position, ()) != ())
-        rank = _Rank(
-            number,
-            position,
-            member,
-            program,
-            reads[position],
-            readers,
-            members,
-            columns[position],
-            route.places,
-        )
+        needs = reads[position], readers, members, columns[position], route.places
+        rank = _Rank(number, position, member, program, *needs)
         rank.holds[HOME] = (Kind.DATA, position, None)
         ranks.append(rank)
     network = _Network(schedule, intra_size or route.span)
