@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from predictions import page
@@ -32,37 +32,54 @@ PUBLIC = DOCS.parent / "benchmarks" / "public"
 
 def pages() -> dict[str, str]:
     """Return the pages with tables, by name, as they follow from the code."""
-    attention, megatron, topology = (
-        (DOCS / name).read_text() for name in ("attention.md", "megatron.md", "topology.md")
+    return {name: write() for name, write in WRITERS.items()}
+
+
+def _attention() -> str:
+    return with_rows(
+        (DOCS / "attention.md").read_text(),
+        "| field | legal | default | meaning |\n|---|---|---|---|\n",
+        _settings(),
     )
-    megatron = with_rows(megatron, "| what | with | 0.16.1 | 0.19.2 |\n|---|---|---|---|\n", _tested())
-    megatron = with_rows(
-        megatron,
+
+
+def _megatron() -> str:
+    page = (DOCS / "megatron.md").read_text()
+    page = with_rows(page, "| what | with | 0.16.1 | 0.19.2 |\n|---|---|---|---|\n", _tested())
+    page = with_rows(
+        page,
         "| version | by the launcher | by the patches | largest difference |\n|---|---|---|---|\n",
         _trained(),
     )
-    planning = with_rows(
+    return with_rows(page, "Megatron's own, or BurstAttention |\n", _flags(), "| `--burst-rates` |")
+
+
+def _topology() -> str:
+    return with_rows(
+        (DOCS / "topology.md").read_text(),
+        "| heads | way | 64 GPUs | 256 GPUs | 1024 GPUs |\n|---|---|---|---|---|\n",
+        _through_nics(),
+    )
+
+
+def _planning() -> str:
+    return with_rows(
         (DOCS / "planning.md").read_text(),
         "| kind of way | public runs | predicted speed was off by |\n|---|---|---|\n",
         (f"| {errors.kind} | {errors.runs} | {errors.range} |" for errors in ranges(judged(PUBLIC))),
     )
-    return {
-        "attention.md": with_rows(
-            attention, "| field | legal | default | meaning |\n|---|---|---|---|\n", _settings()
-        ),
-        "megatron.md": with_rows(
-            megatron, "Megatron's own, or BurstAttention |\n", _flags(), "| `--burst-rates` |"
-        ),
-        "topology.md": with_rows(
-            topology,
-            "| heads | way | 64 GPUs | 256 GPUs | 1024 GPUs |\n|---|---|---|---|---|\n",
-            _through_nics(),
-        ),
-        "deepspeed-section.md": reference(),
-        "planning.md": planning,
-        "predictions.md": page(PUBLIC),
-        f"../burst_plan/step/{TABLE}": table(PUBLIC),
-    }
+
+
+WRITERS: dict[str, Callable[[], str]] = {
+    "attention.md": _attention,
+    "megatron.md": _megatron,
+    "topology.md": _topology,
+    "deepspeed-section.md": reference,
+    "planning.md": _planning,
+    "predictions.md": lambda: page(PUBLIC),
+    f"../burst_plan/step/{TABLE}": lambda: table(PUBLIC),
+}
+"""What writes each page."""
 
 
 def with_rows(page: str, before: str, rows: Iterable[str], after: str = "\n") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 import runpy
@@ -30,17 +31,22 @@ def start(name: str, entrypoint: str, args: dict[int, Any], **how: Any) -> PCont
         return start_processes(name=name, entrypoint=_python, args=args, start_method="fork", **how)
 
 
-def run(folder: Path, script: Path, ranks: int = 1, seconds: float = limits.SECONDS) -> tuple[bool, str, str]:
-    """(whether all ranks ended well, what they printed, their errors), in the environment of torchrun."""
+def run(
+    folder: Path, *command: object, ranks: int = 1, seconds: float = limits.SECONDS
+) -> tuple[bool, str, str]:
+    """(whether all ranks ended well, what they printed, their errors), in the environment of torchrun.
+
+    command: a script, or -m and a module, and arguments.
+    """
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     context = start(
         name="script",
         entrypoint=sys.executable,
-        args=dict.fromkeys(range(ranks), (str(script),)),
+        args=dict.fromkeys(range(ranks), tuple(map(str, command))),
         envs={rank: {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)},
         logs_specs=DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL),
     )
-    ended = _ended(context, f"{script.name} on {ranks} ranks", seconds)
+    ended = _ended(context, f"{command[0]} on {ranks} ranks", seconds)
     out, errors = (
         "".join(Path(log).read_text(errors="replace") for log in logs.values())
         for logs in (context.stdouts, context.stderrs)
@@ -90,6 +96,7 @@ def _python(*command: str) -> None:
     """Do what `python -W ignore *command` does, but for the start of an interpreter."""
     os.setsid()  # as torch's interpreters do: a rank is ended with all that it started
     atexit._clear()
+    gc.freeze()  # to collect among all that came with the fork takes a quarter of a second, each time
     poison(False)
     warnings.simplefilter("ignore")
     logging.getLogger().handlers.clear()  # pytest's, which would keep what is logged

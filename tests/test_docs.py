@@ -34,7 +34,7 @@ def test_python_blocks_run(ranks, code, tmp_path):
             pytest.importorskip(module)
     script = tmp_path / "block.py"
     script.write_text(code)
-    well, printed, errors = forked.run(tmp_path, script, max(1, ranks))
+    well, printed, errors = forked.run(tmp_path, script, ranks=max(1, ranks))
     assert well, errors
     assert printed.count("holds tokens") == ranks
 
