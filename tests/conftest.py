@@ -1,5 +1,6 @@
 """Shared by all tests: one thread a process, and no unpoisoned buffer."""
 
+import gc
 import os
 import sys
 from types import FunctionType, ModuleType
@@ -60,6 +61,15 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def few_objects():
+    """The garbage collector knows what the test makes, and not all that was imported, which takes seconds."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

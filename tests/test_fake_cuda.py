@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import itertools
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,9 +68,15 @@ def _no_device():
 
 
 def _forget():
-    for each in gc.get_objects():
-        if type(each) is functools._lru_cache_wrapper and str(each.__module__).startswith("burst_mcore"):
-            each.cache_clear()
+    for each in _caches(sum(name.startswith("burst_mcore") for name in sys.modules)):
+        each.cache_clear()
+
+
+@functools.lru_cache
+def _caches(modules):
+    """The caches of the package, which has so many modules now; to look for them takes a while."""
+    caches = [x for x in gc.get_objects() if type(x) is functools._lru_cache_wrapper]
+    return [each for each in caches if str(each.__module__).startswith("burst_mcore")]
 
 
 def _run(name):

@@ -200,6 +200,7 @@ def test_a_call_without_a_config_compiles_into_one_graph(options):
         assert torch.equal(x, y)
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_compiled_calls_take_other_numbers_and_outlive_what_is_cached():
     topology, mask, p = Topology.single(), Mask.causal(), problem(0, 16, dtype=torch.float32)
 

@@ -401,6 +401,7 @@ def _alive():
     return sum(x.nbytes for x in gc.get_objects() if type(x) is torch.Tensor)  # without those of traces
 
 
+@pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_full_recomputation_costs_as_much_as_torchs_own(forwards, reentrant):
     """Kernel calls of both passes, and bytes between them."""

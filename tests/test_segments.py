@@ -2,6 +2,7 @@
 
 import logging
 import random
+from functools import lru_cache
 
 import pytest
 import torch
@@ -15,9 +16,15 @@ from burst_mcore.layout.balance import imbalance
 CAUSAL = Mask.causal()
 
 
+@lru_cache
+def _seen(mask, n):
+    """Keys that each query sees."""
+    return mask.allows(torch.arange(n), torch.arange(n)).sum(1)
+
+
 def _head_work(layout, mask, n, size, at):
     """Pairs of each rank's queries before `at`, by counting."""
-    seen = mask.allows(torch.arange(n), torch.arange(n)).sum(1)
+    seen = _seen(mask, n)
     return [
         sum(
             int(seen[run.start : min(run.stop, at, n) : run.step].sum()) for run in layout.runs(n, rank, size)

@@ -17,7 +17,8 @@ pytest.importorskip("tensorboard")
 
 import forked
 import limits
-import megatron.training.training  # noqa: F401 -- here once, for all ranks that are forked
+import megatron.core.tokenizers.text  # both here once, with what they import, for ranks that are forked
+import megatron.training.training  # noqa: F401
 import prepare_bytes  # it needs megatron.core
 from job import Job, JobFailedError  # it needs tensorboard
 from ranks import torchrun
@@ -59,8 +60,9 @@ def forked_run(job):
 
 @pytest.fixture(scope="module")
 def alone(data, tmp_path_factory):
-    """One process with Megatron's own attention."""
-    found = train(tmp_path_factory.mktemp("alone"), 1, data)
+    """One process with Megatron's own attention, in an interpreter of its own, as the job starts ranks."""
+    arguments = [*MODEL, *data, "--train-iters", "4"]
+    found = list(Job(tmp_path_factory.mktemp("alone"), 1, arguments).run())
     assert [i.iteration for i in found] == [1, 2, 3, 4]
     assert found[-1].loss < found[0].loss
     return found
@@ -74,8 +76,7 @@ def assert_equal(got, want):
 
 @pytest.mark.proves("training runs", "CP 2 by the flag")
 def test_a_ring_of_two_chosen_by_the_flag(data, alone, tmp_path):
-    arguments = [*MODEL, *data, "--train-iters", "4", *BURST, *CP2, "--burst-backward", "query"]
-    assert_equal(list(Job(tmp_path, 2, arguments).run()), alone)  # in interpreters of their own
+    assert_equal(train(tmp_path, 2, data, *BURST, *CP2, "--burst-backward", "query"), alone)
 
 
 SPEC = ["--spec", "burst_mcore.megatron.spec", "burst_layer_spec"]
@@ -257,7 +258,7 @@ def _in_sessions(leaders):
 @pytest.mark.proves("training runs", "killed and resumed")
 def test_a_killed_rank_ends_the_run_with_a_message_and_the_checkpoint_resumes(data, tmp_path):
     saved = str(tmp_path / "saved")
-    arguments = [*BURST, *CP2, "--save", saved, "--load", saved, "--save-interval", "2"]
+    arguments = [*BURST, *CP2, "--save", saved, "--load", saved, "--save-interval", "4"]
     before = psutil.Process().children()  # of other tests: multiprocessing keeps servers
     # All runs ask for the same number of iterations, on which the order of the samples depends.
     many = [*MODEL, *data, "--train-iters", "1000"]
@@ -275,11 +276,11 @@ def test_a_killed_rank_ends_the_run_with_a_message_and_the_checkpoint_resumes(da
         patch.setattr("job.start_processes", start)
         for iteration in Job(tmp_path, 2, [*many, *arguments]).run():
             found.append(iteration)
-            if iteration.iteration == 4:
+            if iteration.iteration == 5:  # the checkpoint of the fourth is complete
                 leaders = set(started[0].pids().values())
                 os.kill(started[0].pids()[0], signal.SIGKILL)  # of ranks that both ended the first is told of
     last = int((tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text())
-    assert 2 <= last <= 18
+    assert 4 <= last <= 18
     resumed = forked_run(Job(tmp_path, 2, [*many, *arguments, "--exit-interval", "2"]))
     assert_equal([*found[:4], *resumed], [*whole[:4], *whole[last : last + 2]])
     left = [p for p in psutil.Process().children() if p not in before]
@@ -360,8 +361,8 @@ def test_what_follows_from_arguments_is_one_line_on_rank_0_and_exit_status_2(nam
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
     shared |= {"PYTHONPATH": str(script.parents[1]), "MASTER_PORT": str(forked.free_port())}
     places = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
-    alone = next(iter(REFUSED)), "CP without burst attention"  # the second is refused behind lines of a log
-    ends = _ends if name in alone else forked.ends  # which need not import Megatron
+    behind_a_log = name == "CP without burst attention"  # in interpreters of their own; others are forked
+    ends = _ends if behind_a_log else forked.ends
     for rank, (status, errors) in enumerate(ends(tmp_path, command, places)):
         assert status == 2, errors[-3000:]
         said = [line for line in errors.splitlines() if not BEFORE.search(line)]
@@ -382,8 +383,9 @@ def test_torchrun_shows_the_refusal_of_rank_0(data, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["train_bytes_gpt", "mine.scripts.train"])
-def test_a_script_is_also_found_by_its_modules_name(name, data, alone, tmp_path):
+def test_a_script_is_also_found_by_its_modules_name(name, data, alone, tmp_path, monkeypatch):
     """A module of a package may import its neighbours, and Megatron's functions by name."""
+    monkeypatch.chdir(tmp_path)
     package = tmp_path / "mine" / "scripts"
     package.mkdir(parents=True)
     for folder in (package, package.parent):
@@ -401,9 +403,9 @@ def test_a_script_is_also_found_by_its_modules_name(name, data, alone, tmp_path)
         "runpy.run_module('train_bytes_gpt', run_name='__main__')\n"
     )
     arguments = [*MODEL, *data, "--train-iters", "4", "--log-interval", "1", *BURST]
-    done = torchrun(1, "-m", "burst_mcore.megatron", "-m", name, *arguments, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    losses = [float(loss) for loss in re.findall(r"lm loss: ([0-9.E+-]+)", done.stdout)]
+    well, printed, errors = forked.run(tmp_path, "-m", "burst_mcore.megatron", "-m", name, *arguments)
+    assert well, errors[-3000:]
+    losses = [float(loss) for loss in re.findall(r"lm loss: ([0-9.E+-]+)", printed)]
     assert losses[0] == pytest.approx(alone[0].loss, rel=1e-4)
 
 
