@@ -801,7 +801,7 @@ def test_a_forward_without_gradients_is_looked_at_before_it_returns():
     assert processes(2, _looked_at_without_gradients) == [[False, True, True]] * 2
 
 
-@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("size", [2, 5, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_calling_path_takes_a_tenth_of_a_millisecond(size):
     for waiting, ahead in processes(size, calling_path, size):
         assert max(waiting, ahead) < BAR

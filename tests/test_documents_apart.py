@@ -106,10 +106,16 @@ def _stay(rank, size, intra, seeds):
 
 
 @pytest.mark.parametrize(
-    ("size", "intra"), [(1, 1), (2, 2), (4, 2), pytest.param(3, 1, marks=pytest.mark.slow)]
+    ("size", "intra", "first", "last"),
+    [
+        (1, 1, 0, 40),
+        (2, 2, 0, 40),
+        (4, 2, 0, 20),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in ((4, 2, 20, 40), (3, 1, 0, 40))),
+    ],
 )
-def test_what_is_not_finite_stays_in_its_document(size, intra):
-    processes(size, _stay, intra, range(40))
+def test_what_is_not_finite_stays_in_its_document(size, intra, first, last):
+    processes(size, _stay, intra, range(first, last))
 
 
 def _padding(rank, size):

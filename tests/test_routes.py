@@ -31,6 +31,8 @@ from burst_mcore.attention.shard import Shard
 HEADS = {"mha": (8, 8), "gqa": (8, 2), "mqa": (8, 1)}
 CLUSTERS = [(1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1), (2, 3), (3, 2), (2, 4), (4, 2)]
 SLOW = {(3, 1), (4, 1), (4, 2)}
+FEW = {(2, 3): "mqa", (3, 2): "mha", (2, 4): "gqa"}
+"""Clusters on which one kind of heads is enough, where all kinds run on smaller ones."""
 
 
 def _cases(nodes, intra, heads, kv_heads):
@@ -91,10 +93,13 @@ def _exact(rank, size, intra, names, dtype):
         *(
             pytest.param(*c, " ".join(HEADS), marks=[pytest.mark.slow] if c in SLOW else [])
             for c in CLUSTERS
-            if c != (2, 4)
+            if c not in FEW
         ),
-        (2, 4, "gqa"),
-        pytest.param(2, 4, "mha mqa", marks=pytest.mark.slow),
+        *((*c, name) for c, name in FEW.items()),
+        *(
+            pytest.param(*c, " ".join(other for other in HEADS if other != name), marks=pytest.mark.slow)
+            for c, name in FEW.items()
+        ),
     ],
 )
 def test_as_exact_as_the_kernel_alone(nodes, intra, heads, dtype):

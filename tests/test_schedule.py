@@ -36,11 +36,12 @@ INTRA_DATA, INTRA_GRADIENT = Channel(Link.INTRA, Kind.DATA), Channel(Link.INTRA,
 INTER_DATA, INTER_GRADIENT = Channel(Link.INTER, Kind.DATA), Channel(Link.INTER, Kind.GRADIENT)
 
 
+@pytest.mark.parametrize("most", [20, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("pass_", Pass)
-def test_every_ring_and_double_ring_up_to_32_ranks_is_verified(pass_, overlap):
-    for nodes in range(1, 33):
-        for intra in range(1, 32 // nodes + 1):
+def test_every_ring_and_double_ring_of_at_most_so_many_ranks_is_verified(pass_, overlap, most):
+    for nodes in range(1, most + 1):
+        for intra in range(1, most // nodes + 1):
             verify(schedule(Route(nodes, intra, overlap=overlap), pass_))
 
 

@@ -102,13 +102,15 @@ def test_every_cell(size, sp, stage):
 
 ONE = (3, True, 1, "zigzag", (4, 2))
 TWO = (2, True, 2, "zigzag", (4, 2))
-OPTIONS = {
-    "unfused": (TWO, {"section": {"fused_loss": False}}),
+OF_ATTENTION = {
     "ring alone": (ONE, {"section": {"head_parallel": 1}}),
     "Ulysses": (ONE, {"section": {"head_parallel": 2, "backward": "kv"}}),
     "mesh": (ONE, {"section": {"head_parallel": 1, "mesh": "2x1"}}),
-    "uneven length": (TWO, {"tokens": 37}),
     "shorter than the ring": (ONE, {"tokens": 5}),
+}
+OPTIONS = {
+    "unfused": (TWO, {"section": {"fused_loss": False}}),
+    "uneven length": (TWO, {"tokens": 37}),
     "parameters larger than a bucket": (
         (3, False, 1, "zigzag", (4, 2)),
         {"zero": {"reduce_bucket_size": 100}},
@@ -126,9 +128,18 @@ def _options(rank, size, options):
     return {name: differences(size, 2, cell, rank, **of) for name, (cell, of) in options.items()}
 
 
-@pytest.mark.parametrize("options", [OPTIONS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["", "more"])
-def test_options(options):
-    for found in processes(4, _options, options):
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (2, OF_ATTENTION),
+        (4, OPTIONS),
+        *(pytest.param(4, more, marks=pytest.mark.slow) for more in (OF_ATTENTION, MORE)),
+    ],
+    ids=["of attention", "of ZeRO", "of attention, DP2xSP2", "more"],
+)
+def test_options(size, options):
+    """Options of attention concern the ranks of a sequence alone, others those of all sequences, too."""
+    for found in processes(size, _options, options):
         for name, of in found.items():
             assert all(error <= BARS[what] for what, error in of.items()), (name, of)
 
