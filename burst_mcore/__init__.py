@@ -5,7 +5,8 @@ attention               the ring: `burst_attention`
 loss                    the fused LM head and loss
 checkpointing           recompute policies
 megatron, deepspeed     adapters to the frameworks; wrap: their functions, replaced at run time; version
-transformers            causal LMs of Hugging Face over shards, on which deepspeed stands
+transformers            causal LMs of Hugging Face over shards, on which deepspeed and torch stand
+torch                   plain PyTorch: loops by hand over FSDP2 and DDP; compat: other projects' functions
 agreement, config, rates, machines, registry, packages, dtypes, digest, words, capture   shared by all
 bench                   the old name of the package burst_bench
 

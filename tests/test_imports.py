@@ -11,8 +11,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ["burst_mcore", "burst_plan", "burst_bench"]
 """Lowest first: each imports those before it, never those after it."""
-BUDGET = {"burst_mcore": 26000, "burst_plan": 6000, "burst_bench": 7640}
-"""Lines of Python at most. A row changes only with its reason and its figure in docs/decisions.md."""
+BUDGET = {
+    "burst_mcore": 26000,
+    "burst_mcore.torch": 900,
+    "burst_mcore.compat": 200,
+    "burst_plan": 6000,
+    "burst_bench": 7640,
+}
+"""Lines of Python at most; a folder with a row counts apart. A row changes only with its reason and its
+figure in docs/decisions.md."""
 FILES = 14
 """Files of a folder at most, besides __init__.py."""
 FLOORS = {
@@ -22,7 +29,7 @@ FLOORS = {
         ["attention"],
         ["checkpointing"],
         ["megatron", "transformers"],
-        ["deepspeed"],
+        ["deepspeed", "torch", "compat"],
         ["bench"],
     ],
     "burst_plan": [
@@ -63,8 +70,8 @@ WITHIN = {
 FRAMEWORKS = {
     "megatron": {"megatron"},
     "deepspeed": {"deepspeed", "doctor"},
-    "transformers": {"transformers", "deepspeed", "doctor"},
-    "accelerate": {"transformers", "deepspeed"},
+    "transformers": {"transformers", "deepspeed", "torch", "compat", "doctor"},
+    "accelerate": {"transformers", "deepspeed", "torch"},
     "pydantic": {"deepspeed"},
 }
 
@@ -158,11 +165,14 @@ def test_folders_are_small():
         assert len(files) <= most, f"{folder} has {len(files)} files"
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+def _row(name):
+    """The row of BUDGET in which a module counts: that of its folder, or of its package."""
+    return max((row for row in BUDGET if f"{name}.".startswith(f"{row}.")), key=len)
+
+
+@pytest.mark.parametrize("package", BUDGET)
 def test_budget_of_lines(package):
-    lines = sum(
-        len(path.read_text().splitlines()) for name, path in MODULES.items() if name.split(".")[0] == package
-    )
+    lines = sum(len(path.read_text().splitlines()) for name, path in MODULES.items() if _row(name) == package)
     assert lines <= BUDGET[package], f"{package} has {lines} lines: delete {lines - BUDGET[package]}"
     decided = (ROOT / "docs" / "decisions.md").read_text()
     assert f"| `{package}` | {BUDGET[package]:,} |" in decided, "BUDGET and docs/decisions.md differ"

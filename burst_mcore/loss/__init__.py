@@ -12,13 +12,14 @@ causal_lm    causal LMs of transformers, patched; deferred: logits that wait unt
 reference    the loss in plain PyTorch, with all logits: what the fused loss must equal
 """
 
-from burst_mcore.loss.causal_lm import patch_causal_lm, unpatch_causal_lm, unpatched
+from burst_mcore.loss.causal_lm import patch_causal_lm, patch_of, unpatch_causal_lm, unpatched
 from burst_mcore.loss.function import Metrics, fused_linear_cross_entropy
 
 __all__ = [
     "Metrics",
     "fused_linear_cross_entropy",
     "patch_causal_lm",
+    "patch_of",
     "unpatch_causal_lm",
     "unpatched",
 ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any, NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from burst_mcore.loss.deferred import DeferredLogits
@@ -52,7 +54,7 @@ def patch_causal_lm(
     """
     head_of(model)
     options = {"chunk_tokens": chunk_tokens, "grad_weight_dtype": grad_weight_dtype}
-    patched = _patched(model)
+    patched = patch_of(model)
     if patched is not None:
         patched[1].options = options
     else:
@@ -70,7 +72,7 @@ def unpatch_causal_lm(model: AnyModel) -> AnyModel:
         ValueError: if something else has wrapped the patched forward since; that must be taken back first.
 
     """
-    patched = _patched(model)
+    patched = patch_of(model)
     if patched is None:
         return model
     owner, patch = patched
@@ -85,7 +87,7 @@ def unpatch_causal_lm(model: AnyModel) -> AnyModel:
 @contextmanager
 def unpatched(model: nn.Module) -> Iterator[None]:
     """Suspend the patch of a model: within, its forward makes its logits and its own loss."""
-    patched = _patched(model)
+    patched = patch_of(model)
     if patched is None:
         yield
         return
@@ -112,7 +114,7 @@ def head_of(model: nn.Module) -> nn.Linear:
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         kind = f"{type(head).__module__}.{type(head).__qualname__}"
         raise ValueError(f"output embeddings of {name} must be a torch.nn.Linear, got a {kind}")
-    if "forward" in head.__dict__:
+    if "forward" in head.__dict__ and not _is_of_tensor_parallelism(head.__dict__["forward"]):
         raise ValueError(f"the forward of {name}'s output embeddings has been replaced by something else")
     return head
 
@@ -124,6 +126,8 @@ class PatchedForward:
         self.model, self.options = model, options
         self.paused = False
         """Whether the model's own forward runs: see `unpatched`."""
+        self.compute: Callable[..., Tensor] | None = None
+        """Computes, from what the loss takes, what forwards with labels return in its place."""
         self.instance = "forward" in model.__dict__
         """Whether the instance had a forward of its own before."""
         own = model.forward if self.instance else MethodType(type(model).forward, model)
@@ -144,7 +148,9 @@ class PatchedForward:
                 args = (*args[:place], shift_labels, *args[place + 1 :])
             else:
                 kwargs["labels"] = shift_labels  # without labels models ask for no loss
-        head = StandIn(head_of(self.model), type(self.model).__name__, self.options, shift_labels)
+        head = StandIn(
+            head_of(self.model), type(self.model).__name__, self.options, shift_labels, self.compute
+        )
         with _in_place(self.model, head):
             out = self.__wrapped__(*args, **kwargs)
         if not head.asked:
@@ -152,7 +158,7 @@ class PatchedForward:
                 f"{head.model} cannot be patched: with labels its forward takes no cross_entropy of logits "
                 "that its output embeddings make"
             )
-        return _without_logits(out)
+        return _without_logits(out) if self.compute is None else head.computed
 
 
 class StandIn:
@@ -162,9 +168,15 @@ class StandIn:
     """
 
     def __init__(
-        self, head: nn.Linear, model: str, options: dict[str, Any], shift_labels: Tensor | None
+        self,
+        head: nn.Linear,
+        model: str,
+        options: dict[str, Any],
+        shift_labels: Tensor | None,
+        compute: Callable[..., Tensor] | None,
     ) -> None:
         self.head, self.model, self.options, self.shift_labels = head, model, options, shift_labels
+        self.compute, self.computed = compute, torch.empty(0)
         self.columns = head.out_features
         self.asked = 0
         """How often the model has asked for a loss."""
@@ -179,19 +191,36 @@ class StandIn:
         """Return the loss, computed within the head's forward: its hooks see tensors that are positional."""
         self._check(labels)
         self.asked += 1
-        with _shadowed(self.head, "forward", lambda *tensors: self._forward(*tensors, **options)):
+        compute = self.compute or fused_linear_cross_entropy
+        options |= self.options
+
+        def forward(hidden: Tensor, labels: Tensor) -> Any:
+            weight, bias, group = self._own_rows()
+            return compute(hidden, weight, labels, bias=bias, tp_group=group, **options)
+
+        with _shadowed(self.head, "forward", forward), _plain(self.head):
             loss: Tensor = self.head(hidden, labels)
+        if self.compute is not None:
+            self.computed = loss
+            return loss.new_zeros(())  # which nobody reads
         return loss.clone()  # models add to it in place, which a view that hooks return does not allow
 
-    def _forward(self, hidden: Tensor, labels: Tensor, **options: Any) -> Tensor:
-        head = self.head
-        if hasattr(head.weight, "placements") or head.weight.shape != (self.columns, head.in_features):
+    def _own_rows(self) -> tuple[Tensor, Tensor | None, dist.ProcessGroup | None]:
+        """Return the head's weight and bias, or this rank's rows of them and the group that has the others'.
+
+        Tensor parallelism deals them as DTensors, the vocabulary over the ranks of a mesh.
+        """
+        weight: Any = self.head.weight
+        bias: Any = self.head.bias
+        placements = getattr(weight, "placements", None)
+        group = None
+        if placements is not None and len(placements) == 1 and placements[0].is_shard(0):
+            group = weight.device_mesh.get_group()
+            bias = None if bias is None else bias.to_local()
+            weight = weight.to_local()
+        elif placements is not None or weight.shape != (self.columns, self.head.in_features):
             self.refuse("has spread the vocabulary over ranks, not for the loss to see, of")
-        loss = fused_linear_cross_entropy(
-            hidden, head.weight, labels, bias=head.bias, **options, **self.options
-        )
-        assert isinstance(loss, Tensor)
-        return loss
+        return weight, bias, group
 
     def _check(self, labels: Tensor) -> None:
         """Refuse a model that does not know shift_labels: it would shift them again, or ignore them."""
@@ -207,7 +236,7 @@ class StandIn:
         )
 
 
-def _patched(model: nn.Module) -> tuple[nn.Module, PatchedForward] | None:
+def patch_of(model: nn.Module) -> tuple[nn.Module, PatchedForward] | None:
     """Return the patched module within a model (or its adapters) and its patch, perhaps wrapped; or None."""
     for module in model.modules():
         forward = module.__dict__.get("forward")
@@ -216,6 +245,29 @@ def _patched(model: nn.Module) -> tuple[nn.Module, PatchedForward] | None:
         if forward is not None:
             return module, forward
     return None
+
+
+def _is_of_tensor_parallelism(hook: Any) -> bool:
+    """Return whether a forward or a hook is tensor parallelism's: it deals inputs, or gathers outputs.
+
+    torch's styles add hooks, transformers' replace the forward:
+    https://github.com/pytorch/pytorch, torch/distributed/tensor/_api.py, distribute_module;
+    https://github.com/huggingface/transformers, src/transformers/distributed/tensor_parallel.py.
+    """
+    name = getattr(hook, "__qualname__", "")
+    return name.startswith(("distribute_module.<locals>", "TensorParallelLayer.install_forward.<locals>"))
+
+
+@contextmanager
+def _plain(head: nn.Linear) -> Iterator[None]:
+    """Suspend the hooks of tensor parallelism on a head: the loss takes and returns plain tensors."""
+    with ExitStack() as stack:
+        for kind in ("_forward_pre_hooks", "_forward_hooks"):
+            hooks = getattr(head, kind)
+            others = {key: hook for key, hook in hooks.items() if not _is_of_tensor_parallelism(hook)}
+            if len(others) < len(hooks):
+                stack.enter_context(_shadowed(head, kind, OrderedDict(others)))
+        yield
 
 
 @contextmanager

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
+
+from packaging.version import Version
+
+SUPPORTED = {"deepspeed": ("0.19", "0.20"), "transformers": ("5", "6")}
+"""By package, the first release that is tested and the first that is not."""
 
 
 class RefusedError(ValueError):
@@ -17,6 +23,18 @@ class RefusedError(ValueError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _again, (self.name, str(self))
+
+
+def refuse_versions(*packages: str) -> None:
+    """Raise RefusedError if an installed package is of a release that is not tested; by default all."""
+    for package in packages or SUPPORTED:
+        first, end = SUPPORTED[package]
+        actual = Version(version(package))
+        if not Version(first) <= actual < Version(end):
+            raise RefusedError(
+                "versions",
+                f"{package} {actual} is installed, tested are releases from {first} to below {end}",
+            )
 
 
 def _again(name: str, text: str) -> RefusedError:

@@ -52,7 +52,7 @@ def prepare_model(
     """
     size = 1 if group is None else group.size()
     loss = on_all_ranks(lambda: _change(model, size, fused_loss, recompute))
-    refuse_differences("model", _fingerprint(model))
+    refuse_differences("model", fingerprint(model))
     topology = on_all_ranks(lambda: _connected(group, config))
     sequence = vars(model).get(SEQUENCE)
     if sequence is None:
@@ -77,7 +77,9 @@ def sequence_of(model: nn.Module) -> SequenceParallel:
     """
     sequence = vars(model).get(SEQUENCE)
     if not isinstance(sequence, SequenceParallel):
-        raise RefusedError("model", "it was not prepared by burst_mcore.deepspeed.initialize")
+        raise RefusedError(
+            "model", "it was not prepared by burst_mcore.deepspeed.initialize, or by parallelize"
+        )
     return sequence
 
 
@@ -124,7 +126,7 @@ def _dealing(model: nn.Module, config: BurstConfig) -> dict[str, Any]:
     return {"layout": config.layout, "pad_token_id": pad_token_id, "max_positions": most}
 
 
-def _fingerprint(model: nn.Module) -> str:
+def fingerprint(model: nn.Module) -> str:
     """Return words that are equal on ranks with equal models: class, number and digest of parameters."""
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
     settings: Any = getattr(model, "config", None)

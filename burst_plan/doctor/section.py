@@ -11,8 +11,8 @@ import torch
 
 from burst_mcore.attention.autotune.candidate import Candidate
 from burst_mcore.attention.autotune.choose import best, reason
-from burst_mcore.attention.autotune.question import Question
-from burst_mcore.attention.autotune.search import tried
+from burst_mcore.attention.autotune.question import Question, settings_of
+from burst_mcore.attention.autotune.search import candidates
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import choose, preferred
@@ -21,7 +21,6 @@ from burst_mcore.attention.shard import Shard
 from burst_mcore.deepspeed.config.refusals import (
     refuse_batch,
     refuse_config,
-    refuse_versions,
     sequence_parallel_size,
 )
 from burst_mcore.deepspeed.config.section import Checkpointing, config_dict, section_of
@@ -30,6 +29,7 @@ from burst_mcore.layout import Layout
 from burst_mcore.machines import Machine, default_rates
 from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
+from burst_mcore.transformers.errors import refuse_versions
 from burst_plan.step.memory import exchanged_bytes, ring_bytes
 from burst_plan.step.model import Model
 from burst_plan.step.way import Way
@@ -109,12 +109,12 @@ def examine(
         grad_dtype=section.burst_config().grad_dtype,
     )
     if size > 1:
-        question = Question(shard, layout, mask, seq, Ranks(size, intra), rates).typical
-        ways = tried(section.burst_config(), question)
-        chosen = best(ways)
+        question = Question(shard, layout, mask, seq, Ranks(size, intra), rates)
+        tried = candidates(question, settings_of(section.burst_config(), question))
+        chosen = best(tried)
         steps = config.get("gradient_accumulation_steps", 1)
         times = model.layers * (steps if isinstance(steps, int) else 1)  # "auto" is the Trainer's to say
-        yield f"way: {chosen.route}, backward {chosen.direction}: {reason(chosen, ways)}"
+        yield f"way: {chosen.route}, backward {chosen.direction}: {reason(chosen, tried)}"
         yield (
             f"bytes of attention a step and rank, {model.layers} layers: "
             f"{chosen.intra_bytes * times / 1e9:.3g} GB within nodes, "

@@ -10,10 +10,10 @@ from engines import TINY, VOCABULARY, config_of, dataset, model_of, quiet, start
 from ranks import processes
 
 import burst_mcore.deepspeed as burst
-from burst_mcore.deepspeed.config import refusals
 from burst_mcore.deepspeed.config.refusals import refuse_config, sequence_parallel_size
 from burst_mcore.deepspeed.config.settings import zero
 from burst_mcore.deepspeed.ranks.cpu import without_builds
+from burst_mcore.transformers import errors
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.served import use_burst
 
@@ -361,12 +361,12 @@ def test_settings_are_read_as_deepspeed_reads_them():
 
 
 def test_versions(monkeypatch):
-    refusals.refuse_versions()
-    monkeypatch.setattr(refusals, "version", lambda package: "0.18.9")
+    errors.refuse_versions()
+    monkeypatch.setattr(errors, "version", lambda package: "0.18.9")
     with pytest.raises(
         RefusedError, match="deepspeed 0.18.9 is installed, tested are releases from 0.19 to below"
     ):
-        refusals.refuse_versions()
+        errors.refuse_versions()
 
 
 def test_masks_that_are_not_understood_are_refused():

@@ -24,13 +24,13 @@ class ForwardArgs(NamedTuple):
     """The handle of the call's `Options`."""
     needs_gradient: bool
     """Whether a backward will follow."""
-    keep: float = 0.0
+    keep: float
     """The share of the sequence whose results are kept: see `cut_for`, and `saves`."""
-    at_most: bool = False
+    at_most: bool
     """Whether no more than `keep`, of which the least of all ranks counts."""
-    tail: list[Tensor] = []  # noqa: RUF012  # a named tuple's: nobody writes to it
+    tail: list[Tensor]
     """In a recomputation, the tail that the forward returned, from position `cut` on."""
-    cut: int = 0
+    cut: int
     up: Tensor | None = None
     """The weights that make K and V of a latent: see `Latent`."""
 

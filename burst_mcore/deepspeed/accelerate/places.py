@@ -8,7 +8,6 @@ from typing import Any
 import torch.distributed as dist
 
 from burst_mcore.deepspeed.accelerate.model import BurstSPAttentionHF
-from burst_mcore.deepspeed.config.refusals import refuse_versions
 from burst_mcore.deepspeed.ranks.cpu import prepare_cpu
 from burst_mcore.deepspeed.ranks.groups import unit_of
 from burst_mcore.transformers.accelerate.gathered import gathering, gathering_all, padding
@@ -23,6 +22,7 @@ from burst_mcore.transformers.accelerate.trainer import (
     over_shards,
     with_whole_outputs,
 )
+from burst_mcore.transformers.errors import refuse_versions
 
 
 def _size(parallelism: Any) -> int:

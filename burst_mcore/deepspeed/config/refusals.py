@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from typing import Any
 
 import torch.distributed as dist
-from packaging.version import Version
 
 from burst_mcore.deepspeed.config.section import KEY
 from burst_mcore.deepspeed.config.settings import part, zero
 from burst_mcore.transformers.errors import RefusedError
 
-SUPPORTED = {"deepspeed": ("0.19", "0.20"), "transformers": ("5", "6")}
-"""By package, the first release that is tested and the first that is not."""
 SIZE = "sequence_parallel_size"
 """DeepSpeed's own key: how many ranks share a sequence."""
-
-
-def refuse_versions() -> None:
-    """Raise RefusedError if an installed package is of a release that is not tested."""
-    for package, (first, end) in SUPPORTED.items():
-        actual = Version(version(package))
-        if not Version(first) <= actual < Version(end):
-            raise RefusedError(
-                "versions",
-                f"{package} {actual} is installed, tested are releases from {first} to below {end}",
-            )
 
 
 def sequence_parallel_size(config: Mapping[str, Any], world: int) -> int:

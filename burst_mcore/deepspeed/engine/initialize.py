@@ -16,19 +16,17 @@ from burst_mcore.deepspeed.config.refusals import (
     refuse_batch,
     refuse_config,
     refuse_mpu,
-    refuse_versions,
     sequence_parallel_size,
 )
 from burst_mcore.deepspeed.config.section import Section, config_dict, section_of
-from burst_mcore.deepspeed.engine.prepare import prepare_for_engine
 from burst_mcore.deepspeed.ranks.cpu import prepare_cpu, without_builds
 from burst_mcore.deepspeed.ranks.groups import take_means, unit_of
 from burst_mcore.transformers.agreement import on_all_ranks, refuse_differences
 from burst_mcore.transformers.data.loader import ShardedLoader, loader_for
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.errors import RefusedError, refuse_versions
 from burst_mcore.transformers.models.loss import whole_mean
 from burst_mcore.transformers.models.sequence import SequenceParallel, attached
-from burst_mcore.transformers.prepare import sequence_of
+from burst_mcore.transformers.prepare import prepare_model, sequence_of
 
 logger = logging.getLogger("burst_mcore")
 
@@ -101,6 +99,27 @@ def initialize(
         sequence=sequence,
     )
     return engine, optimizer, loader, scheduler
+
+
+def prepare_for_engine(model: nn.Module, section: Section, unit: Any) -> SequenceParallel:
+    """Prepare a model, in place, for the sequence groups of an mpu, `unit`. Collective over all ranks.
+
+    DeepSpeed's log has the line about it, at the level that its users see by default: its log_dist knows
+    ranks only once an engine was made.
+
+    Raises:
+        RefusedError: as `prepare_model`.
+    """
+    from deepspeed.utils import logger
+
+    return prepare_model(
+        model,
+        group=unit.get_sequence_parallel_group(),
+        config=section.burst_config(),
+        fused_loss=section.fused_loss,
+        recompute=section.checkpointing.recomputed(),
+        log=logger,
+    )
 
 
 def shard_loader(

@@ -126,6 +126,7 @@ def prepared(
         shift_labels = batch["shift_labels"]
     else:
         labels = ids if batch.get("labels") is None else batch["labels"]
+        _refuse_shifted(labels, ids)
         labels = labels.masked_fill(~real | starts(positions), IGNORED)
         shift_labels = pad(labels, (0, 1), value=IGNORED)[:, 1:]
     n = ids.shape[1]
@@ -199,6 +200,16 @@ def _check_labels(name: str, labels: Any, ids: Tensor) -> None:
         return
     came = tuple(labels.shape) if isinstance(labels, Tensor) else repr(labels)
     raise RefusedError("labels", f"{name} must be {tuple(ids.shape)} as input_ids are, got {came}")
+
+
+def _refuse_shifted(labels: Tensor, ids: Tensor) -> None:
+    """Raise RefusedError for labels that are each the next token, and not the token of their place."""
+    valid = labels[:, :-1] != IGNORED
+    of_next, of_place = (labels[:, :-1] == x for x in (ids[:, 1:], ids[:, :-1]))
+    if bool(valid.any()) and bool(of_next[valid].all()) and not bool(of_place[valid].all()):
+        raise RefusedError(
+            "labels", "they are shifted already, each is the next token: give them as shift_labels"
+        )
 
 
 def _real(attention_mask: Tensor | None, ids: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Loaders of whole sequences -> loaders of shards."""
+"""Loaders of whole sequences -> loaders of shards; a whole batch that every rank has -> a shard."""
 
 from __future__ import annotations
 
@@ -172,6 +172,42 @@ class ShardedLoader:
                 "on all; or, if every rank shall bring its own, pass own=True",
             )
         return [batch]
+
+
+def shard_of_whole_batch(
+    arguments: Mapping[str, Any], dealing: Mapping[str, Any], group: dist.ProcessGroup
+) -> dict[str, Any]:
+    """Return a forward's arguments with this rank's shard of their whole batch. Collective.
+
+    Args:
+        arguments: input_ids, labels and attention_mask [rows, tokens], the same on all ranks of the group;
+            what is no tensor stays.
+        dealing: how batches are dealt: keyword arguments of `ShardedLoader`.
+
+    Raises:
+        RefusedError: on all ranks, where a rank's batch is not legal or differs.
+    """
+    batch = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    layout = Layout.of(dealing["layout"])
+    padding = {name: value for name, value in dealing.items() if name != "layout"}
+    problem: Exception | None = None
+    whole, number = {}, -1
+    try:
+        on_host = {name: value.cpu() for name, value in batch.items()}
+        whole = prepared(on_host, multiple=layout.divisor(size), **padding)
+        number = digest_of_batch(whole)
+    except Exception as error:  # of any kind: the others must not wait for this rank
+        problem = error
+    numbers = [each for (each,) in Collective(group).integers([number])]
+    if problem is not None:
+        raise problem
+    if len(set(numbers)) > 1:
+        raise RefusedError("batch", "the ranks of a sequence group were given different whole batches")
+    device = arguments["input_ids"].device
+    shard = dealt(whole, rank=rank, size=size, layout=layout)
+    others = {name: value for name, value in arguments.items() if name not in batch}
+    return {**others, **{name: value.to(device) for name, value in shard.items()}}
 
 
 def loader_for(

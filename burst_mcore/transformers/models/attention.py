@@ -134,10 +134,13 @@ def mask_of(
     if sequence is None:
         raise RefusedError(
             "attention outside of an engine",
-            'attn_implementation="burst" works in models that burst_mcore.deepspeed.initialize has prepared',
+            'attn_implementation="burst" works in models that burst_mcore.deepspeed.initialize or '
+            "burst_mcore.torch.parallelize has prepared",
         )
     if attention_mask is not None and not bool(attention_mask.all()):
-        raise RefusedError("attention_mask", "padding must be taken out by the loader (burst.shard_loader)")
+        raise RefusedError(
+            "attention_mask", "padding must be taken out by the loader (burst.shard_loader, cp.loader)"
+        )
     kinds = set(_terms(mask_function))
     window = min((size for kind, size in kinds if kind == "window"), default=None)
     if ("causal", 0) not in kinds:

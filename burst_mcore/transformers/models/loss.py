@@ -1,12 +1,14 @@
 """The loss of a whole sequence, of which every rank has some tokens, and the gradient of each rank's part.
 
-Engines take the mean of gradients over all ranks (`ranks.groups.take_means`), so that a term of the loss that
-is equal on all ranks counts once. A rank's part of the sequence's gradient is multiplied by the ranks that
-share the sequence, of which the mean is the sum of the parts.
+Engines and wrappers take the mean of gradients over all ranks, so that a term of the loss that is equal on
+all ranks counts once. A rank's part of the sequence's gradient is multiplied by the ranks that share the
+sequence, of which the mean is the sum of the parts. Where gradients are summed, the factor is 1: the `Factor`
+of a model says so in backward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,24 +17,38 @@ from torch import Tensor
 
 from burst_mcore.layout import Layout, shard, unshard
 
+Factor = Callable[[], float]
+"""Returns, in backward, by which number a rank's part of the gradient is multiplied."""
+
 
 class WholeLoss(torch.autograd.Function):
-    """The sum of all ranks' parts of a loss; backward goes to this rank's part alone, times the ranks."""
+    """The sum of all ranks' parts of a loss; backward goes to this rank's part alone, times the factor.
+
+    Without a `factor` that is the number of ranks.
+    """
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.size = 1 if group is None else group.size()
+    def forward(
+        ctx: Any, part: Tensor, group: dist.ProcessGroup | None, factor: Factor | None = None
+    ) -> Tensor:
+        ctx.factor = factor or _ranks_of(group)
         whole = part.detach().clone()
         if group is not None:
             dist.all_reduce(whole, group=group)
         return whole
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return upstream * ctx.size, None
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        return upstream * ctx.factor(), None, None
 
 
-def whole_mean(total: Tensor, count: Tensor | float, group: dist.ProcessGroup | None) -> Tensor:
+def _ranks_of(group: dist.ProcessGroup | None) -> Factor:
+    return lambda: 1 if group is None else group.size()
+
+
+def whole_mean(
+    total: Tensor, count: Tensor | float, group: dist.ProcessGroup | None, factor: Factor | None = None
+) -> Tensor:
     """Return the sum of all ranks' `total`, divided by the sum of their `count`; 0 where that is 0.
 
     Backward goes to this rank's total alone.
@@ -40,24 +56,27 @@ def whole_mean(total: Tensor, count: Tensor | float, group: dist.ProcessGroup | 
     number = torch.as_tensor(count, device=total.device).detach().clone()
     if group is not None:
         dist.all_reduce(number, group=group)
-    whole: Tensor = WholeLoss.apply(total, group)  # type: ignore[no-untyped-call]
+    whole: Tensor = WholeLoss.apply(total, group, factor)  # type: ignore[no-untyped-call]
     return whole / torch.where(number == 0, torch.ones_like(number), number)
 
 
 class WholeTokens(torch.autograd.Function):
     """Numbers of all tokens [rows, tokens, ...] on all ranks, from each rank's part [rows, local, ...].
 
-    Backward takes this rank's part of the gradient, which is the same on all ranks, times the ranks.
+    Backward takes this rank's part of the gradient, which is the same on all ranks, times the factor.
     """
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, layout: Layout | str) -> Tensor:
-        ctx.group, ctx.layout = group, layout
+    def forward(
+        ctx: Any, part: Tensor, group: dist.ProcessGroup, layout: Layout | str, factor: Factor | None = None
+    ) -> Tensor:
+        ctx.group, ctx.layout, ctx.factor = group, layout, factor or _ranks_of(group)
         parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
         dist.all_gather(parts, part.contiguous(), group=group)
         return unshard(parts, 1, layout=layout)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
         rank, size = dist.get_rank(ctx.group), dist.get_world_size(ctx.group)
-        return shard(upstream, 1, rank=rank, size=size, layout=ctx.layout) * size, None, None
+        part = shard(upstream, 1, rank=rank, size=size, layout=ctx.layout)
+        return part * ctx.factor(), None, None, None

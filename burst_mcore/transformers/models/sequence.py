@@ -19,13 +19,14 @@ from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import unshard
 from burst_mcore.transformers.data.batches import IGNORED, digest_of_batch, documents, prepared
+from burst_mcore.transformers.data.loader import shard_of_whole_batch
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.attention import Sequence, running
-from burst_mcore.transformers.models.loss import WholeLoss
+from burst_mcore.transformers.models.loss import Factor, WholeLoss, WholeTokens
 from burst_mcore.transformers.models.prefill import Prefill, cache_name
 from burst_mcore.transformers.models.randomness import noise_of_whole, own_draws
 from burst_mcore.transformers.models.served import attention_modules, switched_attention
-from burst_mcore.transformers.models.trl import asks_for_fused_head, gather_tokens, shard_of_whole_batch
+from burst_mcore.transformers.models.trl import asks_for_fused_head, gather_tokens
 
 logger = logging.getLogger("burst_mcore")
 
@@ -50,12 +51,16 @@ class SequenceParallel:
     group: dist.ProcessGroup | None
     """The sequence group; None for one rank."""
     config: BurstConfig
+    deals: bool = False
+    """Whether a batch without shift_labels is whole on every rank, and dealt here."""
     evaluates_whole: bool = False
     """Whether an evaluation batch without shift_labels is a whole one, of this rank alone."""
     most_positions: int | None = None
     """Positions that the model has embeddings for; None where positions are computed."""
     dealing: dict[str, Any] = field(default_factory=dict)
     """How batches are dealt: keyword arguments of `ShardedLoader`."""
+    factor: Factor | None = None
+    """Of a rank's part of a gradient, where gradients are not the means of all ranks."""
     _open: list[tuple[ExitStack, Sequence, Finish]] = field(default_factory=list)
     _names: list[str] = field(default_factory=list)
     _warned: bool = False
@@ -79,16 +84,15 @@ class SequenceParallel:
     ) -> tuple[Any, dict[str, Any]]:
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         finish: Finish = _unchanged
-        if (
-            asks_for_fused_head(arguments)
-            and arguments.get("shift_labels") is None
-            and self.group is not None
-        ):
+        whole = self.group is not None and arguments.get("shift_labels") is None
+        if whole and asks_for_fused_head(arguments):
             sequence, arguments, finish = self._dealt_here(arguments)
         elif self.evaluates_whole and not self.model.training and arguments.get("shift_labels") is None:
             sequence = self._alone(arguments)
         elif cache_name(arguments) is not None:
             sequence, arguments, finish = self._generating(arguments)
+        elif whole and self.deals:
+            sequence, arguments, finish = self._dealt_whole(arguments)
         else:
             sequence, arguments, finish = self._sharded(arguments)
         stack = ExitStack()
@@ -112,12 +116,14 @@ class SequenceParallel:
 
     def _with_whole_loss(self, out: Any) -> Any:
         """Return the output of a shard's forward with the loss of the whole sequence."""
+        if isinstance(out, Tensor):  # numbers of tokens, in the place of an output
+            return out
         key = "loss" if isinstance(out, dict) else 0
         if isinstance(out, dict) and out.get("aux_loss") is not None:
             raise RefusedError(
                 "auxiliary loss", "a loss that balances experts is no sum over tokens of a shard"
             )
-        whole = WholeLoss.apply(out[key], self.group)  # type: ignore[no-untyped-call]
+        whole = WholeLoss.apply(out[key], self.group, self.factor)  # type: ignore[no-untyped-call]
         if isinstance(out, dict):
             out[key] = whole
             return out
@@ -128,7 +134,12 @@ class SequenceParallel:
         out = self._with_whole_loss(out)
         if self.group is None:
             return out
-        return gather_tokens(out, local=local, end=end, group=self.group, layout=self.config.layout)
+        return gather_tokens(out, local=local, end=end, gather=self._gathered)
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """Return [rows, tokens, ...] of the whole sequence."""
+        whole: Tensor = WholeTokens.apply(x, self.group, self.config.layout, self.factor)  # type: ignore[no-untyped-call]
+        return whole
 
     def _dealt_here(self, arguments: dict[str, Any]) -> tuple[Sequence, dict[str, Any], Finish]:
         """Prepare a forward whose batch is whole on every rank of the group (TRL's DPO), and deal it."""
@@ -138,6 +149,28 @@ class SequenceParallel:
         local = arguments["input_ids"].shape[1]
         # Of labels that are not shifted TRL expects one number fewer than tokens.
         return sequence, arguments, lambda out: self._with_whole_tokens(out, local, tokens - 1)
+
+    def _dealt_whole(self, arguments: dict[str, Any]) -> tuple[Sequence, dict[str, Any], Finish]:
+        """Prepare a forward whose batch is whole on every rank, and deal it; logits come back whole.
+
+        In training with labels no logits come back: the loss is made.
+        """
+        assert self.group is not None
+        labelled = arguments.get("labels") is not None
+        part = shard_of_whole_batch(arguments, self.dealing, self.group)
+        if not labelled:
+            part.pop("shift_labels")
+        sequence, part, finish = self._sharded(part)
+
+        def whole(out: Any) -> Any:
+            out = finish(out)
+            if out.get("logits") is not None:
+                trained = labelled and self.model.training
+                tokens = arguments["input_ids"].shape[1]
+                out["logits"] = None if trained else self._gathered(out["logits"])[:, :tokens]
+            return out
+
+        return sequence, part, whole
 
     def _refuse_other_attention(self, sequence: Sequence) -> None:
         """Raise RefusedError if attention did not come here: it saw this rank's shard alone."""
@@ -184,11 +217,11 @@ class SequenceParallel:
 
     def _warn_of_own_loss(self) -> None:
         """Say, once, how a loss is made of a shard's logits, where this forward seems to be for that."""
-        trains = self.model.training and torch.is_grad_enabled() and self.group is not None
+        trains = self.model.training and torch.is_grad_enabled() and self.group is not None and not self.deals
         if trains and not self._warned and dist.get_rank() == 0:
             logger.warning(
-                "a training forward over shards has no labels: make its loss with burst_mcore.deepspeed."
-                "whole_loss(sum of this rank's losses, number of its labels), or its gradient is wrong"
+                "a training forward over shards has no labels: make its loss with burst.whole_loss or "
+                "cp.whole_loss(sum of this rank's losses, number of its labels), or its gradient is wrong"
             )
         self._warned = self._warned or trains
 
@@ -231,8 +264,8 @@ class SequenceParallel:
             raise RefusedError(
                 "position_ids",
                 "a forward over sharded sequences needs input_ids (or inputs_embeds) and position_ids: "
-                "without, every rank would count from 0. Wrap the loader (burst.shard_loader), or deal them "
-                "with the ids",
+                "without, every rank would count from 0. Wrap the loader (burst.shard_loader, cp.loader), or "
+                "deal them with the ids",
             )
         if positions.dim() == 2 and len(positions) == 1:
             positions = positions.expand(ids.shape[0], -1)
@@ -246,14 +279,14 @@ class SequenceParallel:
                 raise RefusedError(
                     "labels",
                     "labels must be shifted before the sequence is dealt: give shift_labels "
-                    "(burst.shard_loader does). Shifted in a shard they lose one token at every seam",
+                    "(burst.shard_loader and cp.loader do). Shifted in a shard each seam loses a token",
                 )
             shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         # TRL counts tokens by the mask that the adapter dealt; the positions say what it says.
         mask = None if asks_for_fused_head(arguments) else arguments.get("attention_mask")
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):
             raise RefusedError(
-                "attention_mask", "padding must be taken out by the loader (burst.shard_loader)"
+                "attention_mask", "padding must be taken out by the loader (burst.shard_loader, cp.loader)"
             )
         arguments = {**arguments, "position_ids": positions, "attention_mask": None, "shift_labels": shifted}
         if shifted is None:

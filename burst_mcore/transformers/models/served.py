@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -13,10 +13,14 @@ from torch import nn
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.attention import NAME, current, register
 
-LAYERS = ("full_attention", "sliding_attention")
-"""Kinds of attention layers (config.layer_types) that are served."""
-APART = ("mlp", "moe")
-"""Kinds of layers that mix no tokens."""
+LAYERS: dict[str, Callable[[nn.Module], None] | None] = {
+    "full_attention": None,
+    "sliding_attention": None,
+    "mlp": None,
+    "moe": None,
+}
+"""Kinds of layers (config.layer_types) that are served, with what binds a model's layers of a kind to shards.
+None: transformers' attention interface does, or the layers mix no tokens."""
 KINDS = {
     "linear_attention": "a state runs along the sequence",
     "mamba": "a state runs along the sequence",
@@ -53,6 +57,10 @@ def use_burst(model: nn.Module, size: int) -> nn.Module:
         raise RefusedError(*refused)
     register()
     inner.set_attn_implementation(NAME)
+    for kind in sorted({*_kinds(inner.config.get_text_config())}):
+        bind = LAYERS[kind]
+        if bind is not None:
+            bind(inner)
     transformer: nn.Module = inner
     return transformer
 
@@ -88,8 +96,7 @@ def _where_tokens_meet(inner: Any) -> Iterator[tuple[str, str]]:
         )
     if getattr(config, "is_encoder_decoder", False):
         yield "model", f"{name} is an encoder and a decoder"
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    odd = sorted({str(kind) for kind in kinds} - {*LAYERS, *APART})
+    odd = sorted({*_kinds(config)} - {*LAYERS})
     if odd:
         told = ", ".join(f"{kind} ({KINDS[kind]})" if kind in KINDS else kind for kind in odd)
         yield "model", f"{name} has layers of type {told}; served are {', '.join(LAYERS)}"
@@ -104,6 +111,12 @@ def _where_tokens_meet(inner: Any) -> Iterator[tuple[str, str]]:
         yield "model", f"{name} mixes neighbouring tokens outside of attention: {mixers[0]}"
     if not inner._supports_attention_backend:
         yield "model", f"{name} does not take its attention from transformers' interface"
+
+
+def _kinds(config: Any) -> Iterator[str]:
+    """Yield the kind of each layer, where a configuration names kinds."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    yield from map(str, kinds)
 
 
 def _what_is_asked(inner: Any, size: int) -> Iterator[tuple[str, str]]:
@@ -218,10 +231,19 @@ def checked_loss(model: Any, size: int) -> None:
     model.loss_function = loss
 
 
-def _of_transformers(model: nn.Module) -> Any:
-    from transformers import PreTrainedModel
+def is_of_transformers(model: nn.Module) -> bool:
+    """Return whether a model is one of transformers, or wraps one."""
+    return "transformers" in sys.modules and _within(model) is not None
 
-    transformer = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+
+def _of_transformers(model: nn.Module) -> Any:
+    transformer = _within(model)
     if transformer is None:
         raise RefusedError("model", f"{type(model).__name__} is no model of transformers")
     return transformer
+
+
+def _within(model: nn.Module) -> nn.Module | None:
+    from transformers import PreTrainedModel
+
+    return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)

@@ -7,17 +7,10 @@ https://github.com/huggingface/trl, trl/trainer/utils.py, add_fused_lm_head.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
-
-from burst_mcore.agreement import Collective
-from burst_mcore.layout import Layout
-from burst_mcore.transformers.data.batches import dealt, digest_of_batch, prepared
-from burst_mcore.transformers.errors import RefusedError
-from burst_mcore.transformers.models.loss import WholeTokens
 
 
 def has_fused_head(model: nn.Module) -> bool:
@@ -32,53 +25,15 @@ def asks_for_fused_head(arguments: Mapping[str, Any]) -> bool:
     return bool(arguments.get("fused_lm_head"))
 
 
-def shard_of_whole_batch(
-    arguments: Mapping[str, Any], dealing: Mapping[str, Any], group: dist.ProcessGroup
-) -> dict[str, Any]:
-    """Return a forward's arguments with this rank's shard of their whole batch. Collective.
-
-    Args:
-        arguments: input_ids, labels and attention_mask [rows, tokens], the same on all ranks of the group;
-            what is no tensor stays.
-        dealing: how batches are dealt: keyword arguments of `ShardedLoader`.
-
-    Raises:
-        RefusedError: on all ranks, where a rank's batch is not legal or differs.
-    """
-    batch = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    layout = Layout.of(dealing["layout"])
-    padding = {name: value for name, value in dealing.items() if name != "layout"}
-    problem: Exception | None = None
-    whole, number = {}, -1
-    try:
-        on_host = {name: value.cpu() for name, value in batch.items()}
-        whole = prepared(on_host, multiple=layout.divisor(size), **padding)
-        number = digest_of_batch(whole)
-    except Exception as error:  # of any kind: the others must not wait for this rank
-        problem = error
-    numbers = [each for (each,) in Collective(group).integers([number])]
-    if problem is not None:
-        raise problem
-    if len(set(numbers)) > 1:
-        raise RefusedError("batch", "the ranks of a sequence group were given different whole batches")
-    device = arguments["input_ids"].device
-    shard = dealt(whole, rank=rank, size=size, layout=layout)
-    others = {name: value for name, value in arguments.items() if name not in batch}
-    return {**others, **{name: value.to(device) for name, value in shard.items()}}
-
-
-def gather_tokens(
-    output: Any, *, local: int, end: int | None, group: dist.ProcessGroup, layout: Layout | str
-) -> Any:
+def gather_tokens(output: Any, *, local: int, end: int | None, gather: Callable[[Tensor], Tensor]) -> Any:
     """Return the output of TRL's head with numbers for each token of the whole sequence, not of a shard.
 
     Args:
         local: tokens of the shard; what has another shape than [rows, local] stays.
         end: tokens to keep; None keeps all.
+        gather: returns the numbers of the whole sequence.
     """
     for name, value in output.items():
         if isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == local:
-            whole = WholeTokens.apply(value, group, layout)  # type: ignore[no-untyped-call]
-            output[name] = whole[:, :end]
+            output[name] = gather(value)[:, :end]
     return output

@@ -1,0 +1,20 @@
+"""Plain PyTorch: any training loop under FSDP2 or DDP over sharded sequences.
+
+parallel   parallelize, and what a loop asks of the ranks that share sequences
+reduction  who reduces gradients over those ranks, and by which factor
+statistics log-probabilities and entropies of labels, with gradients of both, without logits
+
+`import torch` in these files is the library: imports are absolute.
+"""
+
+from burst_mcore.torch.parallel import ContextParallel, parallelize
+from burst_mcore.torch.statistics import TokenStats, token_statistics
+from burst_mcore.transformers.errors import RefusedError
+
+__all__ = [
+    "ContextParallel",
+    "RefusedError",
+    "TokenStats",
+    "parallelize",
+    "token_statistics",
+]

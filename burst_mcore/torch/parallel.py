@@ -1,0 +1,272 @@
+"""parallelize: a model, and the mesh dim over which its sequences are dealt -> a model for any loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from burst_mcore.attention.api import burst_attention
+from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.checkpointing import Full, KeepAttention, Policy, Segment
+from burst_mcore.config import BurstConfig
+from burst_mcore.layout import Layout, positions
+from burst_mcore.mask import Mask
+from burst_mcore.torch.reduction import WORDS, Reduction, refuse_wrapped
+from burst_mcore.torch.statistics import TokenStats, returning_statistics
+from burst_mcore.transformers.agreement import on_all_ranks, refuse_differences
+from burst_mcore.transformers.data.loader import ShardedLoader, shard_of_whole_batch
+from burst_mcore.transformers.errors import RefusedError, refuse_versions
+from burst_mcore.transformers.models.loss import WholeTokens, whole_mean
+from burst_mcore.transformers.models.served import is_of_transformers
+from burst_mcore.transformers.prepare import SEQUENCE, fingerprint, prepare_model
+
+LOSSES = ("fused", "model")
+POLICIES: dict[str, Policy | None] = {
+    "none": None,
+    "full": Full(),
+    "attention": KeepAttention(),
+    "segment": Segment(0.5),
+}
+"""Words for recompute; a policy of burst_mcore.checkpointing says more."""
+DIM = "cp"
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    *,
+    config: BurstConfig | Mapping[str, Any] | None = None,
+    loss: str = "fused",
+    checkpointing: Policy | str = "none",
+    reduction: str = "auto",
+) -> ContextParallel:
+    """Prepare a model, in place, to train over sequences that are dealt over the ranks of a mesh dim.
+
+    Call it before fully_shard or DDP, which must reduce gradients over dp x cp. Collective over all ranks.
+    A causal LM of transformers needs no other change: `model(**cp.deal(batch)).loss` is the loss of the whole
+    sequence on every rank, and losses, gradients, norms and weights are those of one process. Of another
+    model (`loss="model"`) the attention layers call `cp.attention`, and its loss is made by `cp.whole_loss`.
+
+    Args:
+        model: a causal LM of transformers, PEFT's adapters around it, or any module.
+        mesh: the dim of a DeviceMesh whose ranks share sequences, as mesh["cp"]; a mesh with a dim "cp"; or
+            the process group.
+        config: of attention, a BurstConfig or its fields.
+        loss: "fused" fuses the LM head with its loss, and makes no logits; "model" leaves both to the model.
+        checkpointing: "none" leaves layers as they are set; "full", "attention", "segment", or a policy.
+        reduction: how gradients are reduced over cp. "auto" follows from fully_shard or DDP; "mean" and "sum"
+            are for callers who reduce gradients themselves.
+
+    Raises:
+        RefusedError: on all ranks, what cannot be served, by its name.
+    """
+    group, settings, policy = on_all_ranks(lambda: _read(model, mesh, config, loss, checkpointing, reduction))
+    refuse_differences("configuration", (group.size(), settings, loss, policy, reduction))
+    if is_of_transformers(model):
+        sequence = prepare_model(
+            model, group=group, config=settings, fused_loss=loss == "fused", recompute=policy
+        )
+        sequence.factor = factor = Reduction(model, group, reduction)
+        return ContextParallel(model, group, sequence.topology, settings, factor, sequence.dealing)
+    refuse_differences("model", fingerprint(model))
+    topology = Topology.single() if group.size() == 1 else Topology.from_group(group)
+    dealing = {"layout": settings.layout, "pad_token_id": 0, "max_positions": None}
+    cp = ContextParallel(model, group, topology, settings, Reduction(model, group, reduction), dealing)
+    vars(model)[SEQUENCE] = cp
+    return cp
+
+
+class ContextParallel:
+    """What a training loop asks of the ranks that share sequences; made by `parallelize`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        topology: Topology,
+        config: BurstConfig,
+        factor: Reduction,
+        dealing: dict[str, Any],
+    ) -> None:
+        self.model, self.group, self.topology, self.config = model, group, topology, config
+        self.rank, self.size, self.layout = group.rank(), group.size(), Layout.of(config.layout)
+        self._factor, self._dealing = factor, dealing
+
+    def deal(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of a whole batch, which every rank of the group gives. Collective.
+
+        Labels are shifted here, as shift_labels; positions, and what else has one entry for each token, are
+        dealt by the same index. Documents are what cu_seqlens or restarting position_ids say.
+
+        Raises:
+            RefusedError: on all ranks of the group, where a rank's batch is not legal, or another.
+        """
+        if not isinstance(batch.get("input_ids"), Tensor):
+            raise RefusedError("batch", f"it needs a tensor input_ids; it has {', '.join(map(str, batch))}")
+        return shard_of_whole_batch(batch, self._dealing, self.group)
+
+    def loader(
+        self, data: Iterable[Any], *, own: bool = False, device: torch.device | str | None = None
+    ) -> ShardedLoader:
+        """Return a loader of this rank's parts of the batches that a DataLoader, or anything else, yields.
+
+        Args:
+            data: yields whole batches, the same on every rank of the group.
+            own: every rank loads batches of its own, and all work on each of them in turn.
+            device: of batches; by default that of the model's parameters.
+        """
+        device = device or next(iter(self.model.parameters()), torch.empty(0)).device
+        return ShardedLoader(data, group=self.group, own=own, device=device, **self._dealing)
+
+    def positions(self, tokens: int) -> Tensor:
+        """Return which tokens of a sequence, padded to `padded(tokens)`, this rank has, in its order."""
+        return positions(self.padded(tokens), rank=self.rank, size=self.size, layout=self.layout)
+
+    def padded(self, tokens: int) -> int:
+        """Return to how many tokens a sequence is padded when it is dealt."""
+        return self.layout.padded(tokens, self.size)
+
+    def gather(self, x: Tensor, tokens: int | None = None) -> Tensor:
+        """Return [rows, tokens, ...] of the whole sequence, in its order, on every rank.
+
+        Differentiable: a loss made of it, the same on every rank, has the gradient of one process.
+
+        Args:
+            x: [rows, local tokens, ...].
+            tokens: of the whole sequence, without the padding for the layout; None keeps that.
+        """
+        whole: Tensor = WholeTokens.apply(x, self.group, self.layout, self._factor)  # type: ignore[no-untyped-call]
+        return whole[:, :tokens]
+
+    def whole_loss(self, total: Tensor, count: Tensor | float) -> Tensor:
+        """Return the sum of all ranks' `total` over the sum of their `count`: the whole sequence's mean.
+
+        For losses that are made of a shard's logits or numbers. Collective over the group.
+        """
+        return whole_mean(total, count, self.group if self.size > 1 else None, self._factor)
+
+    def token_stats(
+        self, model: nn.Module, batch: Mapping[str, Any], temperature: Tensor | float = 1.0
+    ) -> TokenStats:
+        """Return log-probabilities of labels, and entropies, of this rank's tokens, without logits.
+
+        Entry t is of the label of token t, which is token t + 1; it is 0 where the label is ignored. Both
+        have gradients. The LM head is fused, so that no rank makes logits of more than a chunk.
+
+        Args:
+            model: the model, or its DDP wrapper.
+            batch: of `deal` or `loader`, with shift_labels.
+            temperature: divisor of the logits; a number, or one for each token of this rank.
+
+        Raises:
+            RefusedError: the model's loss is not fused, or the batch has no shift_labels.
+        """
+        if batch.get("shift_labels") is None:
+            raise RefusedError("labels", "token_stats needs a batch with shift_labels: deal or load it by cp")
+        with returning_statistics(self.model, temperature):
+            found: Tensor = model(**batch)
+        return TokenStats(*found.view(2, *batch["shift_labels"].shape))
+
+    def mask(
+        self,
+        mask: Mask | None = None,
+        *,
+        documents: Tensor | Iterable[int] | None = None,
+        tokens: int | None = None,
+    ) -> Mask:
+        """Return a mask over the whole sequence, for `attention`: causal, if not given, within documents.
+
+        Args:
+            mask: over the whole sequence.
+            documents: cu_seqlens of the sequence.
+            tokens: of the whole sequence before padding, where documents end before.
+        """
+        seen = Mask.causal() if mask is None else mask
+        if documents is None:
+            return seen
+        ends = [int(end) for end in (documents.tolist() if isinstance(documents, Tensor) else documents)]
+        last = self.padded(ends[-1] if tokens is None else tokens)
+        return seen & Mask.documents(ends if ends[-1] == last else [*ends, last])
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, **options: Any) -> Tensor:
+        """Attention of this rank's tokens to the whole sequence, for models that are not of transformers.
+
+        Args:
+            q, k, v: [batch, local tokens, heads, head_dim], after rotary embedding by `positions`.
+            mask: over the whole sequence; by default causal.
+            options: softmax_scale, softcap, sinks, ... as `burst_attention` has them.
+        """
+        seen = Mask.causal() if mask is None else mask
+        return burst_attention(  # type: ignore[return-value]
+            q, k, v, topology=self.topology, mask=seen, config=self.config, **options
+        )
+
+    def __repr__(self) -> str:
+        return f"ContextParallel(rank {self.rank} of {self.size}, layout {self.layout})"
+
+
+def _read(
+    model: Any, mesh: Any, config: Any, loss: Any, checkpointing: Any, reduction: Any
+) -> tuple[dist.ProcessGroup, BurstConfig, Policy | None]:
+    """Return (group, configuration, recompute policy) of the arguments, without communication."""
+    if not isinstance(model, nn.Module):
+        raise RefusedError("model", f"give the model itself, got {model!r}")
+    if SEQUENCE in vars(model) or any(SEQUENCE in vars(module) for module in model.modules()):
+        raise RefusedError("model", "it was prepared before: parallelize a model once, and keep its result")
+    refuse_wrapped(model)
+    if is_of_transformers(model):
+        refuse_versions("transformers")
+    _refuse_word("loss", loss, LOSSES)
+    _refuse_word("reduction", reduction, WORDS)
+    if loss == "fused" and not is_of_transformers(model):
+        raise RefusedError(
+            "loss",
+            f'{type(model).__name__} is no causal LM of transformers: pass loss="model", call cp.attention '
+            "in its attention layers, and make its loss by cp.whole_loss",
+        )
+    if isinstance(checkpointing, str):
+        _refuse_word("checkpointing", checkpointing, POLICIES)
+        checkpointing = POLICIES[checkpointing]
+    elif not isinstance(checkpointing, Policy):
+        _refuse_word("checkpointing", checkpointing, (*POLICIES, "or a policy of burst_mcore.checkpointing"))
+    if checkpointing is not None and not is_of_transformers(model):
+        raise RefusedError(
+            "checkpointing",
+            f"{type(model).__name__} is no model of transformers: use burst_mcore.checkpointing.checkpoint",
+        )
+    try:
+        settings = config if isinstance(config, BurstConfig) else BurstConfig(**(config or {}))
+    except (TypeError, ValueError) as error:
+        raise RefusedError("config", str(error)) from None
+    return _group_of(mesh), settings, checkpointing
+
+
+def _group_of(mesh: Any) -> dist.ProcessGroup:
+    if isinstance(mesh, dist.ProcessGroup):
+        return mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise RefusedError("mesh", f'give the dim of a DeviceMesh, mesh["{DIM}"], got {mesh!r}')
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    names = mesh.mesh_dim_names or ()
+    if DIM not in names:
+        raise RefusedError(
+            "mesh",
+            f"it has the dims {', '.join(names) or 'without names'}, none of them {DIM!r}: give the one "
+            f'whose ranks share sequences, as mesh["{names[-1] if names else DIM}"]',
+        )
+    return mesh[DIM].get_group()
+
+
+def _refuse_word(name: str, value: Any, legal: Iterable[str]) -> None:
+    if value not in [*legal]:
+        _refuse(name, value, legal)
+
+
+def _refuse(name: str, value: Any, legal: Iterable[str]) -> NoReturn:
+    raise RefusedError(name, f"it must be one of {', '.join(legal)}, got {value!r}")

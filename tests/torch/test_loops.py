@@ -1,0 +1,137 @@
+"""Loops by hand over FSDP2 and DDP: losses, norms and weights of three clipped steps are one process's."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from causal_lms import model_of, worst
+from loops import CLIP, RATE, Case, by_hand, one_process, samples, whole_weights
+from ranks import processes
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from burst_mcore.torch import parallelize
+
+PAIR = {"dp": 1, "cp": 2}
+
+
+def _each(rank, size, cases):
+    return [by_hand(rank, size, case) for case in cases]
+
+
+def _held(ranks, *cases):
+    for found in zip(*processes(ranks, _each, cases), strict=True):
+        case = cases[0]
+        cases = cases[1:]
+        losses, norms, weights = one_process(case)
+        for mine in found:
+            assert mine[0] == pytest.approx(losses, rel=2e-6), case
+            assert mine[1] == pytest.approx(norms, rel=1e-5), case
+            assert worst(mine[2], weights) < 1e-6, case
+
+
+def test_two_ranks():
+    """FSDP2 with accumulation and recompute; DDP with packed documents, and the model's own loss."""
+    _held(
+        2,
+        Case(PAIR, accumulated=2, options={"checkpointing": "segment", "config": {"layout": "striped"}}),
+        Case(PAIR, "ddp", packed=True, options={"loss": "model"}),
+    )
+
+
+def test_four_ranks():
+    """HSDP; and tensor parallelism within, whose ranks share the vocabulary."""
+    _held(
+        4,
+        Case({"dp_replicate": 2, "dp_shard": 1, "cp": 2}, accumulated=2),
+        Case({"cp": 2, "tp": 2}, packed=True),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", ["fsdp", "ddp"])
+def test_whatever_a_loop_does(wrapper):
+    _held(
+        2,
+        *(
+            Case(PAIR, wrapper, **options)
+            for options in (
+                {"packed": True, "accumulated": 2},
+                {"compiled": True},
+                {"lora": True, "accumulated": 2},
+                {"lora": True, "packed": True, "options": {"checkpointing": "full"}},
+                {"options": {"checkpointing": "attention", "loss": "model"}},
+                {"compiled": True, "options": {"checkpointing": "segment"}},
+                {"packed": True, "model": {"kind": "Gemma2", "sliding_window": 8}},
+                {"model": {"kind": "Qwen3"}, "options": {"config": {"layout": "contiguous"}}},
+            )
+        ),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"dp": 2, "cp": 2}, {"cp": 2, "dp": 2}, {"dp_shard": 2, "cp": 2}])
+def test_dims_in_any_order(mesh):
+    _held(4, Case(mesh, accumulated=2), Case(mesh, "ddp", packed=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"cp": 2, "tp": 2}, {"dp": 1, "cp": 2, "tp": 2}])
+def test_tensor_parallelism_within(mesh):
+    _held(
+        4,
+        *(
+            Case(mesh, **options)
+            for options in (
+                {"accumulated": 2, "options": {"checkpointing": "segment"}},
+                {"options": {"loss": "model"}},
+                {"compiled": True},
+                {"plan": "transformers"},
+            )
+        ),
+    )
+
+
+@pytest.mark.slow
+def test_gradients_that_fsdp_adds():
+    _held(2, Case(PAIR, sums=True, accumulated=2), Case(PAIR, sums=True, options={"loss": "model"}))
+
+
+def _step(model, optimizer, batch):
+    model(**batch, use_cache=False).loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _with_momentum(model):
+    return torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+
+
+def _resumed(rank, size, folder, number):
+    """Load the checkpoint of the step before, if there is one, make a step over cp = size, and save."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    model = model_of()
+    cp = parallelize(model, mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = _with_momentum(model)
+    if number:
+        weights, moments = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=f"{folder}/{number - 1}")
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    _step(model, optimizer, cp.deal(samples(Case({"cp": size}))[number]))
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=f"{folder}/{number}")
+    return whole_weights(model)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_another_cp(tmp_path):
+    for number, ranks in enumerate((2, 4, 2)):
+        found = processes(ranks, _resumed, str(tmp_path), number)
+    model = model_of()
+    optimizer = _with_momentum(model)
+    for batch in samples(Case({"cp": 1})):
+        _step(model, optimizer, batch)
+    want = {name: p.detach() for name, p in model.named_parameters()}
+    assert all(worst(weights, want) < 1e-6 for weights in found)

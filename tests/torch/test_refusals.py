@@ -1,0 +1,139 @@
+"""What a loop by hand can get wrong: one clear error on every rank, by its name."""
+
+import logging
+import re
+
+import pytest
+import torch
+from causal_lms import dataset, model_of
+from ranks import processes
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from burst_mcore.torch import parallelize
+from burst_mcore.transformers.data.batches import prepared
+from burst_mcore.transformers.errors import RefusedError
+
+
+def _named(do):
+    """The error of `do`, as text."""
+    with pytest.raises(RefusedError) as caught:
+        do()
+    return str(caught.value)
+
+
+def _meshes():
+    logging.getLogger("burst_mcore").setLevel("ERROR")
+    return init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+
+
+def _arguments(rank, size):
+    mesh, model, plain = _meshes(), model_of(), torch.nn.Linear(2, 2)
+    parallelize(model, mesh)  # the dim is called "cp"
+    sharded = fully_shard(model_of(), mesh=mesh["cp"])
+    return [
+        _named(lambda: parallelize(model_of(), mesh._flatten("all"), loss="fussed")),
+        _named(lambda: parallelize(model_of(), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "sp")))),
+        _named(lambda: parallelize(model_of(), "cp")),
+        _named(lambda: parallelize(model, mesh["cp"])),
+        _named(lambda: parallelize(torch.nn.Sequential(model), mesh["cp"])),
+        _named(lambda: parallelize(sharded, mesh["cp"])),
+        _named(lambda: parallelize(DistributedDataParallel(plain), mesh["cp"], loss="model")),
+        _named(lambda: parallelize(plain, mesh["cp"])),
+        _named(lambda: parallelize(plain, mesh["cp"], loss="model", checkpointing="full")),
+        _named(lambda: parallelize(model_of(), mesh["cp"], config={"lay_out": "striped"})),
+        _named(lambda: parallelize(model_of(), mesh["cp"], checkpointing="some")),
+        _named(lambda: parallelize(model_of(), mesh["cp"], reduction="average")),
+        _named(lambda: parallelize(model_of(num_hidden_layers=1 + rank), mesh["cp"])),
+        _named(lambda: parallelize(model_of(), mesh["cp"], loss="fused" if rank else "model")),
+    ]
+
+
+def test_arguments():
+    want = [
+        r"refused \(loss\): it must be one of fused, model, got 'fussed'",
+        r"refused \(mesh\): it has the dims dp, sp, none of them 'cp'.*mesh\[\"sp\"\]",
+        r"refused \(mesh\): give the dim of a DeviceMesh, mesh\[\"cp\"\], got 'cp'",
+        r"refused \(model\): it was prepared before",
+        r"refused \(model\): it was prepared before",
+        r"refused \(order\): call parallelize\(model, ...\) first, then fully_shard or DDP",
+        r"refused \(order\)",
+        r"refused \(loss\): Linear is no causal LM of transformers: pass loss=\"model\"",
+        r"refused \(checkpointing\): Linear",
+        r"refused \(config\): .*lay_out.*layout",
+        r"refused \(checkpointing\): it must be one of none, full, attention, segment, got 'some'",
+        r"refused \(reduction\): it must be one of auto, mean, sum",
+        r"refused \(model\): rank 0 has .* of 12 parameters .*, rank 1 has .* of 21 parameters",
+        r"refused \(configuration\): rank 0 has",
+    ]
+    for errors in processes(2, _arguments):
+        for pattern, error in zip(want, errors, strict=True):
+            assert re.search(pattern, error), (pattern, error)
+
+
+def _in_training(rank, size):
+    mesh = _meshes()
+    ids = dataset(1, tokens=40)[0]["input_ids"][None]
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    found = []
+    bare = model_of()
+    cp = parallelize(bare, mesh["cp"])
+    loss = bare(**cp.deal(batch)).loss  # an evaluation needs nobody who reduces
+    found += [_named(loss.backward)]
+    elsewhere = model_of()
+    parallelize(elsewhere, mesh["cp"])
+    fully_shard(elsewhere, mesh=mesh["dp"])
+    found += [_named(lambda: elsewhere(**cp.deal(batch)).loss.backward())]
+    partly = model_of()
+    parallelize(partly, mesh["cp"])
+    fully_shard(partly.model, mesh=mesh["cp"])
+    found += [_named(lambda: partly(**cp.deal(batch)).loss.backward())]
+    found += [
+        _named(lambda: cp.deal({"input_ids": ids + rank, "labels": ids})),
+        _named(lambda: cp.deal({"labels": ids})),
+        _named(lambda: bare(input_ids=ids, labels=ids)),
+    ]
+    striped = model_of()
+    other = parallelize(striped, mesh["cp"], config={"layout": "striped"})
+    found += [_named(lambda: bare(**other.deal(batch)))]
+    unfused = parallelize(model_of(), mesh["cp"], loss="model")
+    found += [_named(lambda: unfused.token_stats(unfused.model, unfused.deal(batch)))]
+    found += [_named(lambda: cp.token_stats(bare, {"input_ids": ids}))]
+    summed = model_of()
+    by_hand = parallelize(summed, mesh["cp"], reduction="sum")
+    summed(**by_hand.deal(batch)).loss.backward()
+    gradient = summed.lm_head.weight.grad
+    torch.distributed.all_reduce(gradient)
+    return found, gradient
+
+
+def test_in_training():
+    want = [
+        "refused (reduction): nothing reduces model.embed_tokens.weight",
+        "refused (reduction): the mesh of fully_shard has not all ranks of cp",
+        "refused (reduction): nothing reduces lm_head.weight",
+        "refused (batch): the ranks of a sequence group were given different whole batches",
+        "refused (batch): it needs a tensor input_ids; it has labels",
+        "refused (position_ids): a forward over sharded sequences needs",
+        "refused (position_ids): they must go on by one, or start again at 0",
+        "refused (loss): the model's loss is not fused",
+        "refused (labels): token_stats needs a batch",
+    ]
+    ids = dataset(1, tokens=40)[0]["input_ids"][None]
+    model = model_of()
+    model(input_ids=ids, labels=ids).loss.backward()
+    for errors, gradient in processes(2, _in_training):
+        for text, error in zip(want, errors, strict=True):
+            assert error.startswith(text), error
+        torch.testing.assert_close(gradient, model.lm_head.weight.grad, rtol=2e-5, atol=1e-6)
+
+
+def test_labels_that_were_shifted_before():
+    ids = torch.arange(3, 23)[None]
+    shifted = torch.cat([ids[:, 1:], torch.full((1, 1), -100)], 1)
+    with pytest.raises(RefusedError, match=r"labels.*shifted already.*shift_labels"):
+        prepared({"input_ids": ids, "labels": shifted}, multiple=4)
+    prepared({"input_ids": ids, "shift_labels": shifted}, multiple=4)
+    same = torch.full((1, 20), 7)  # of equal tokens nobody can tell
+    prepared({"input_ids": same, "labels": same}, multiple=4)

@@ -1,0 +1,164 @@
+"""Log-probabilities and entropies of tokens without logits, and a policy gradient made of them."""
+
+import logging
+
+import pytest
+import torch
+from causal_lms import dataset, model_of, worst
+from loops import tensor_parallel
+from ranks import processes
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from burst_mcore.torch import parallelize, token_statistics
+
+TEMPERATURE, TOKENS = 0.7, 37
+
+
+def _plain(logits, labels, temperature, softcap=None):
+    """(log-probability of the label, entropy) of each token, by all logits."""
+    capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    log_p = (capped / temperature[..., None]).log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    chosen = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return chosen.where(labels >= 0, 0.0), entropy.where(labels >= 0, 0.0)
+
+
+def _head(dtype=torch.float64, vocabulary=23):
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(2, 9, 6, dtype=dtype, generator=generator).requires_grad_()
+    weight = torch.randn(vocabulary, 6, dtype=dtype, generator=generator).requires_grad_()
+    bias = torch.randn(vocabulary, dtype=dtype, generator=generator).requires_grad_()
+    labels = torch.randint(0, vocabulary, (2, 9), generator=generator)
+    labels[0, :4] = -100
+    temperature = torch.rand(2, 9, dtype=dtype, generator=generator) + 0.5
+    upstream = torch.randn(2, 2, 9, dtype=dtype, generator=generator)
+    return (hidden, weight, bias), labels, temperature, upstream
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_statistics_and_their_gradients(softcap):
+    leaves, labels, temperature, upstream = _head()
+    hidden, weight, bias = leaves
+    for each in (temperature, torch.full_like(temperature, 0.6)):
+        want = torch.stack(_plain(hidden @ weight.T + bias, labels, each, softcap))
+        asked = float(each[0, 0]) if each is not temperature else each
+        found = torch.stack(
+            token_statistics(hidden, weight, labels, asked, bias=bias, softcap=softcap, chunk_tokens=4)
+        )
+        torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+        wanted = torch.autograd.grad(want, leaves, upstream)
+        for mine, theirs in zip(torch.autograd.grad(found, leaves, upstream), wanted, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+
+
+def test_statistics_in_half_precision_are_summed_in_float32():
+    leaves, labels, temperature, upstream = _head(torch.bfloat16)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    want = torch.stack(_plain(exact[0] @ exact[1].T + exact[2], labels, temperature.double()))
+    found = torch.stack(token_statistics(*leaves[:2], labels, temperature, bias=leaves[2]))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), want, rtol=2e-6, atol=2e-6)
+    theirs = torch.autograd.grad(want, exact, upstream.double())
+    mine = torch.autograd.grad(found, leaves, upstream.float())
+    assert worst(dict(enumerate(mine)), dict(enumerate(theirs))) < 3e-3  # the gradients' own rounding
+
+
+@pytest.mark.parametrize("temperature", [0.0, float("nan"), torch.ones(3)])
+def test_temperatures_that_are_none(temperature):
+    (hidden, weight, _), labels, *_ = _head()
+    with pytest.raises(ValueError, match="temperature must be"):
+        token_statistics(hidden, weight, labels, temperature)
+
+
+def _over_a_vocabulary(rank, size):
+    (hidden, weight, bias), labels, temperature, upstream = _head(vocabulary=9 if size == 4 else 23)
+    rows = -(-len(weight) // size)
+    mine = [x.detach()[rank * rows :][:rows].requires_grad_() for x in (weight, bias)]
+    found = torch.stack(
+        token_statistics(
+            hidden, mine[0], labels, temperature, bias=mine[1], tp_group=torch.distributed.group.WORLD
+        )
+    )
+    gradients = torch.autograd.grad(found, [hidden, *mine], upstream)
+    return found.detach(), *gradients
+
+
+@pytest.mark.parametrize("ranks", [2, 4])  # of 4 ranks and 9 rows, the last has none
+def test_a_vocabulary_over_ranks(ranks):
+    leaves, labels, temperature, upstream = _head(vocabulary=9 if ranks == 4 else 23)
+    want = torch.stack(_plain(leaves[0] @ leaves[1].T + leaves[2], labels, temperature))
+    of_hidden, *others = torch.autograd.grad(want, leaves, upstream)
+    every = processes(ranks, _over_a_vocabulary)
+    for found, mine, *_ in every:
+        torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(mine, of_hidden, rtol=1e-11, atol=1e-11)
+    for i, theirs in enumerate(others):
+        torch.testing.assert_close(torch.cat([each[2 + i] for each in every]), theirs, rtol=1e-11, atol=1e-11)
+
+
+def _batch():
+    ids = torch.stack([sample["input_ids"] for sample in dataset(2, tokens=TOKENS)])
+    generator = torch.Generator().manual_seed(2)
+    labels = ids.clone()
+    labels[:, :9] = -100  # the prompt
+    old = torch.randn(2, TOKENS, generator=generator) * 0.1
+    advantages = torch.tensor([[0.7], [-0.4]]).expand(-1, TOKENS)
+    return ids, labels, old, advantages
+
+
+def _policy_loss(log_p, entropy, old, advantages, real):
+    """GRPO's: a clipped ratio, and a bonus of entropy."""
+    ratio = (log_p - log_p.detach() + old).exp()
+    gain = torch.minimum(ratio * advantages, ratio.clamp(0.9, 1.1) * advantages)
+    return -((gain + 0.05 * entropy) * real).sum() / real.sum()
+
+
+def _policy_of_one(kind):
+    ids, labels, old, advantages = _batch()
+    model = model_of(**kind)
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    logits = model(input_ids=ids, use_cache=False).logits
+    log_p, entropy = _plain(logits, shifted, torch.tensor(TEMPERATURE).expand(shifted.shape))
+    loss = _policy_loss(log_p, entropy, old, advantages, shifted >= 0)
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def _policy(rank, size, names, kind, whole):
+    logging.getLogger("burst_mcore").setLevel("ERROR")
+    ids, labels, old, advantages = _batch()
+    mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
+    model = model_of(**kind)
+    if "tp" in names:
+        tensor_parallel(model, mesh["tp"])
+    cp = parallelize(model, mesh["cp"])
+    fully_shard(model, mesh=mesh["cp"])
+    batch = cp.deal({"input_ids": ids, "labels": labels, "old": old, "advantages": advantages})
+    mine = {name: batch.pop(name) for name in ("old", "advantages")}
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    log_p, entropy = cp.token_stats(model, batch, TEMPERATURE)
+    if whole:  # every rank makes the loss of all tokens
+        log_p, entropy = cp.gather(log_p, TOKENS), cp.gather(entropy, TOKENS)
+        loss = _policy_loss(log_p, entropy, old, advantages, shifted >= 0)
+    else:  # each of its own, which are summed
+        real = batch["shift_labels"] >= 0
+        loss = cp.whole_loss(_policy_loss(log_p, entropy, **mine, real=real) * real.sum(), real.sum())
+    loss.backward()
+    return loss.item(), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "whole"),
+    [
+        (("cp",), {"final_logit_softcapping": 5.0, "kind": "Gemma2", "sliding_window": 8}, True),
+        (("cp", "tp"), {}, False),
+        pytest.param(("cp",), {}, False, marks=pytest.mark.slow),
+        pytest.param(("tp", "cp"), {}, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_policy_gradient(names, kind, whole):
+    want, gradients = _policy_of_one(kind)
+    for loss, found in processes(2 ** len(names), _policy, names, kind, whole):
+        assert loss == pytest.approx(want, rel=1e-5)
+        assert worst(found, gradients) < 2e-6
