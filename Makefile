@@ -23,7 +23,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo 'make train [ARGS="..."]    train a GPT on Megatron-Core with a burst ring (4 CPU processes)'
 	@echo 'make compare [ARGS="..."]  the same training on 1 process and on a ring of 4: must agree'
-	@echo 'make finetune              train a small Llama by DeepSpeed, ZeRO-3 with SP 4, then ZeRO-2 with DP 2 x SP 2'
+	@echo 'make finetune              train a small Llama by DeepSpeed (ZeRO-3, SP 4; ZeRO-2, DP 2 x SP 2), then FSDP2 (DP 2 x CP 2)'
 	@echo 'make test                  lint, types and the tests of burst_mcore; also with Megatron-Core 0.16.1 where'
 	@echo '                           Python 3.11 is'
 	@echo 'make test-plan, test-bench  the tests of burst_plan, of burst_bench'
@@ -48,6 +48,7 @@ finetune: $(VENV)
 	@for way in zero3_sp4 zero2_dp2_sp2; do
 	  $(RUN) examples/finetune_hf.py --config examples/deepspeed/$$way.json --out runs/finetune/$$way --goal 2.8 $(ARGS)
 	done
+	$(RUN) examples/finetune_fsdp.py --cp 2 --out runs/finetune/fsdp_dp2_cp2 --goal 2.8 $(ARGS)
 
 PRODUCT := tests --ignore tests/plan --ignore tests/bench
 

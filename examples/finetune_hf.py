@@ -19,7 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -46,9 +46,9 @@ SMALL = {
 }
 
 
-def arguments_of(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, required=True, help="DeepSpeed's JSON, with burst_attention")
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """The arguments that finetune_fsdp.py has, too."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--data", type=Path, default=Path(sysconfig.get_path("stdlib")), help="text file, or folder of text"
     )
@@ -60,6 +60,12 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/finetune"))
     parser.add_argument("--processes", type=int, default=4, help="ranks to start here")
     parser.add_argument("--goal", type=float, help="fail unless the mean loss of the last 20 steps is below")
+    return parser
+
+
+def arguments_of(argv: list[str]) -> argparse.Namespace:
+    parser = parser_of(__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, required=True, help="DeepSpeed's JSON, with burst_attention")
     return parser.parse_args(argv)
 
 
@@ -245,8 +251,10 @@ def plot(folder: Path) -> None:
     figure.savefig(folder / "loss.png", dpi=120)
 
 
-def main(argv: list[str]) -> int:
-    arguments = arguments_of(argv)
+def run(
+    arguments: argparse.Namespace, train: Callable[[argparse.Namespace], int], script: str, argv: list[str]
+) -> int:
+    """Train as one of torchrun's ranks, or start the ranks here and look at the goal."""
     arguments.out.mkdir(parents=True, exist_ok=True)
     if "RANK" in os.environ:
         try:
@@ -262,10 +270,10 @@ def main(argv: list[str]) -> int:
     environment = {"OMP_NUM_THREADS": str(threads), **quiet, **os.environ, "PYTHONPATH": path}
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.processes)]
     # The goal is checked here: to an exit status of a rank torchrun would add a page.
-    ours = [sys.executable, *start, __file__, *argv, "--goal", "inf"]
+    ours = [sys.executable, *start, script, *argv, "--goal", "inf"]
     status = subprocess.run(ours, env=environment, check=False).returncode
     return status or missed(arguments.goal, list(losses_of(arguments.out).values())[-20:])
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run(arguments_of(sys.argv[1:]), train, __file__, sys.argv[1:]))
