@@ -1,0 +1,126 @@
+"""A stand-in for the functions of ring-flash-attention that put a ring under transformers' flash attention.
+
+Stacks that call `substitute_hf_flash_attn` once and `update_ring_flash_attn_params` before each forward
+(OpenRLHF, prime-rl, axolotl, slime's FSDP) import them from here. The contract is the same: one packed row,
+dealt in equal contiguous parts, cu_seqlens of the whole row, and losses and gradients are the caller's.
+https://github.com/zhuzilin/ring-flash-attention, ring_flash_attn/adapters/hf_adapter.py, at 123f924.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from burst_mcore.attention.api import burst_attention
+from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.config import BurstConfig
+from burst_mcore.mask import Mask
+
+CONTIGUOUS = BurstConfig(layout="contiguous", head_parallel="auto")
+"""How callers deal sequences; heads are shared where that is faster, since such parts are not balanced."""
+PREFIX = "flash_attention_"
+"""Of the names of attention that are replaced."""
+
+
+class _State:
+    """The ring of this process, and the documents of the forward that runs."""
+
+    topology: Topology | None = None
+    ends: tuple[int, ...] = ()
+    on = True
+
+
+_originals: dict[str, Any] = {}
+"""By name, transformers' own attention."""
+
+
+def substitute_hf_flash_attn(process_group: dist.ProcessGroup, heads_k_stride: int = 1) -> None:
+    """Put BurstAttention under every flash attention of transformers. Collective over the group.
+
+    Args:
+        process_group: the ranks that share a sequence.
+        heads_k_stride: not used: keys and values travel by hops, with all their heads.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    size = dist.get_world_size(process_group)
+    _State.topology = Topology.from_group(process_group) if size > 1 else Topology.single()
+    for name in [name for name in ALL_ATTENTION_FUNCTIONS if name.startswith(PREFIX)]:
+        _originals.setdefault(name, ALL_ATTENTION_FUNCTIONS[name])
+        ALL_ATTENTION_FUNCTIONS.register(name, _attend)
+
+
+def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: dist.ProcessGroup) -> None:
+    """Say which documents the whole row of the next forwards has.
+
+    Args:
+        cu_seqlens: ends of the documents, from 0 to the number of tokens, padding included.
+        process_group: as in `substitute_hf_flash_attn`.
+
+    Raises:
+        ValueError: cu_seqlens do not ascend from 0, or their last is not a multiple of the ranks.
+    """
+    ends = [int(end) for end in cu_seqlens.flatten().tolist()]
+    size = dist.get_world_size(process_group)
+    if not ends or ends[0] != 0 or ends != sorted(ends) or ends[-1] == 0 or ends[-1] % size:
+        raise ValueError(
+            f"cu_seqlens must ascend from 0 to a number of tokens that {size} ranks share evenly, "
+            f"got {ends[:8]}{' ...' if len(ends) > 8 else ''} to {ends[-1:]}"
+        )
+    _State.ends = tuple(dict.fromkeys(ends))
+
+
+def use_ring_attn(flag: bool) -> None:
+    """Turn the ring on, or give transformers its own flash attention back, as for whole rows on each rank."""
+    _State.on = flag
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface; the mask is causal within the documents, whatever came as one.
+
+    A sliding window has as many tokens as without a ring, the query's own included.
+    """
+    if not _State.on:
+        settings: Any = module.config
+        name = settings._attn_implementation
+        found: tuple[Tensor, None] = _originals[name](
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
+            sliding_window=sliding_window, softcap=softcap, **others,
+        )  # fmt: skip
+        return found
+    assert _State.topology is not None
+    ends, size = _State.ends, _State.topology.size
+    if not ends or ends[-1] != query.shape[2] * size or len(query) != 1:
+        raise ValueError(
+            f"{type(module).__name__} got {len(query)} rows of {query.shape[2]} tokens on each of {size} "
+            f"ranks: pack documents into one row, and call update_ring_flash_attn_params first, with "
+            f"cu_seqlens to {query.shape[2] * size}; they went to {ends[-1:] or 'nothing'}"
+        )
+    if dropout:
+        raise ValueError(f"attention dropout {dropout} is not served: set attention_dropout to 0")
+    if others.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise ValueError(f"{type(module).__name__} asks for attention that is not causal: not served")
+    mask = Mask.causal()
+    if sliding_window is not None and sliding_window < ends[-1]:
+        mask = Mask.window(sliding_window - 1, 0)
+    if len(ends) > 2:
+        mask = mask & Mask.documents(ends)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out = burst_attention(
+        q, k, v, topology=_State.topology, mask=mask, config=CONTIGUOUS, softmax_scale=scaling,
+        softcap=softcap, sinks=others.get("s_aux"),
+    )  # fmt: skip
+    return out, None  # type: ignore[return-value]
