@@ -1,0 +1,192 @@
+"""The Trainer with ParallelismConfig(cp_size=2) and FSDP2, held to the Trainer of one process."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from causal_lms import dataset, model_of, worst
+from loops import whole_weights
+from ranks import processes
+from trl_data import preferences, texts, tokenizer
+
+from burst_mcore.torch import replace_context_parallel
+from burst_mcore.transformers.data.batches import collated
+
+pytest.importorskip("accelerate")
+
+CP = 2
+
+
+def _forget():
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def _have_fsdp_on_cpus():
+    """Accelerate takes FSDP for GPUs alone: here its state says FSDP, and all else is its own."""
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+
+    own = AcceleratorState.__init__
+
+    def __init__(self, *args, fsdp_plugin=None, **kwargs):  # noqa: N807
+        own(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+
+    AcceleratorState.__init__ = __init__
+
+
+def _arguments(folder, cp, kind=None, **options):
+    from accelerate.parallelism_config import ParallelismConfig
+    from transformers import TrainingArguments
+
+    if cp is not None:
+        os.environ["ACCELERATE_USE_FSDP"] = "true"
+        world = dist.get_world_size()
+        sizes = {"dp_shard_size": world // cp} if world > cp else {}
+        options |= {
+            "fsdp": True,
+            "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
+            "parallelism_config": ParallelismConfig(cp_size=cp, **sizes),
+        }
+    return (kind or TrainingArguments)(
+        **{
+            "output_dir": folder, "use_cpu": True, "max_steps": 3, "per_device_train_batch_size": 1,
+            "per_device_eval_batch_size": 1, "max_grad_norm": 0.5, "learning_rate": 0.1,
+            "lr_scheduler_type": "constant", "optim": "sgd", "weight_decay": 0.0, "logging_steps": 1,
+            "save_strategy": "no", "report_to": [], "disable_tqdm": True, "remove_unused_columns": False,
+            "seed": 7, **options,
+        }
+    )  # fmt: skip
+
+
+def _accuracy(predicted):
+    said, labels = np.argmax(predicted.predictions[:, :-1], -1), predicted.label_ids[:, 1:]
+    return {"accuracy": float((said == labels)[labels != -100].mean())}
+
+
+def _by_name(history, *names):
+    return {name: [entry[name] for entry in history if name in entry] for name in names}
+
+
+def _trained(folder, cp, data, *, metrics=None, resumed=False, **options):
+    from transformers import Trainer
+
+    folder = f"{folder}/{cp}"
+    trainer = Trainer(
+        model_of(), _arguments(folder, cp, **options), train_dataset=data, eval_dataset=data[:3],
+        data_collator=collated, compute_metrics=metrics,
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resumed else None)
+    evaluated = trainer.evaluate()
+    history = trainer.state.log_history
+    found = _by_name(history, "loss", "grad_norm")
+    found |= {name: evaluated[name] for name in ("eval_loss", "eval_accuracy") if name in evaluated}
+    return found, whole_weights(trainer.accelerator.unwrap_model(trainer.model))
+
+
+def _of_ranks(rank, size, folder, cases):
+    os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+    _have_fsdp_on_cpus()
+    replace_context_parallel(config={"layout": "striped"})
+    found = []
+    for options in cases:
+        _forget()
+        found.append(_trained(folder, CP, **options))
+    return found
+
+
+def _held(folder, ranks, *cases):
+    replicas = ranks // CP
+    wanted = []
+    for options in cases:
+        _forget()
+        more = {"per_device_train_batch_size": replicas} if replicas > 1 else {}
+        wanted.append(_trained(folder, None, **{**options, **more}))
+    for found in processes(ranks, _of_ranks, folder, cases):
+        for (said, weights), (want, theirs) in zip(found, wanted, strict=True):
+            for name, values in want.items():
+                assert said[name] == pytest.approx(values, rel=2e-4), name
+            assert worst(weights, theirs) < 2e-6
+
+
+def test_a_trainer(tmp_path):
+    data = dataset(8, tokens=37)
+    _held(str(tmp_path), 2, {"data": data, "gradient_accumulation_steps": 2, "metrics": _accuracy})
+
+
+@pytest.mark.slow
+def test_more_of_a_trainer(tmp_path):
+    data = dataset(12, tokens=37)
+    unequal = [{name: x[: 37 - i] for name, x in sample.items()} for i, sample in enumerate(data)]
+    _held(
+        str(tmp_path),
+        2,
+        {"data": unequal, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2},
+        {"data": data, "average_tokens_across_devices": False},
+    )
+    _held(str(tmp_path), 4, {"data": data})
+
+
+def _trl(folder, cp, kind, **options):
+    """(losses and a metric of training, those of an evaluation), weights."""
+    import trl
+    from datasets import Dataset
+
+    config, trainer_of = getattr(trl, f"{kind}Config"), getattr(trl, f"{kind}Trainer")
+    make, metric = (texts, "mean_token_accuracy") if kind == "SFT" else (preferences, "rewards/margins")
+    model, others = model_of(), {}
+    if kind == "DPO":
+        others["ref_model"] = model_of()
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.1)  # not the reference's, or every margin would be 0 at first
+    trainer = trainer_of(
+        model, args=_arguments(folder, cp, config, bf16=False, **{"max_length": 48, **options}),
+        train_dataset=Dataset.from_list(make(24)), eval_dataset=Dataset.from_list(make(5)),
+        processing_class=tokenizer(), **others,
+    )  # fmt: skip
+    trainer.train()
+    evaluated = trainer.evaluate()
+    history = trainer.state.log_history
+    found = _by_name(history, "loss", "grad_norm", metric)
+    found |= {name: evaluated[name] for name in ("eval_loss", f"eval_{metric}")}
+    return found, whole_weights(trainer.accelerator.unwrap_model(trainer.model))
+
+
+def _trl_of_ranks(rank, size, folder, kind, options):
+    os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="29512")
+    _have_fsdp_on_cpus()
+    replace_context_parallel()
+    _forget()
+    return _trl(folder, CP, kind, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("SFT", {"gradient_accumulation_steps": 2}),
+        ("SFT", {"per_device_train_batch_size": 2, "padding_free": True, "max_length": None}),
+        ("DPO", {"per_device_train_batch_size": 2}),
+    ],
+)
+def test_trl(tmp_path, kind, options):
+    pytest.importorskip("trl")
+    pytest.importorskip("datasets")
+    _forget()
+    want, theirs = _trl(str(tmp_path / "one"), None, kind, **options)
+    for said, weights in processes(2, _trl_of_ranks, str(tmp_path), kind, options):
+        for name, values in want.items():
+            assert said[name] == pytest.approx(values, rel=2e-4, abs=1e-6), name
+        assert worst(weights, theirs) < 3e-6
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on(tmp_path):
+    saved = {"data": dataset(8, tokens=37), "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    _held(str(tmp_path), 2, saved, {**saved, "resumed": True})
