@@ -25,15 +25,15 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, may_be_empty: bool) -> Non
     """Refuse shapes, dtypes and devices of q, k and v; may_be_empty: the rank may hold no token."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, x, TENSOR, may_be_empty)
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    wrong = None
     if not q.shape[:2] == k.shape[:2] == v.shape[:2]:
-        raise ValueError(f"q, k, v must have the same batch and local sequence, got {shapes}")
-    if k.shape[2] != v.shape[2] or q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"k and v must have the same number of heads, and it must divide that of q, got {shapes}"
-        )
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(f"q and k must have the same head_dim, got {shapes}")
+        wrong = "q, k, v must have the same batch and local sequence"
+    elif k.shape[2] != v.shape[2] or q.shape[2] % k.shape[2]:
+        wrong = "k and v must have the same number of heads, and it must divide that of q"
+    elif q.shape[3] != k.shape[3]:
+        wrong = "q and k must have the same head_dim"
+    if wrong:
+        raise ValueError(f"{wrong}, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
     _check_alike("q, k, v", (q, k, v))
 
 
@@ -44,19 +44,18 @@ def check_latent(q: Tensor, k: Tensor, v: Tensor, up: Tensor, *, may_be_empty: b
         wanted = f"[batch, local sequence, 1, {width}] without empty dimensions"
         _check_tensor(name, x, wanted, may_be_empty)
     check_dense("latent.weight", up)
-    shapes = (
-        f"q {list(q.shape)}, compressed {list(k.shape[:2] + k.shape[3:])}, rope_key {list(v.shape)}, "
-        f"weight {list(up.shape)}"
-    )
+    fits, wrong = up.dim() == 3 and up.shape[:2] == (q.shape[2], k.shape[3]), None
     if not q.shape[:2] == k.shape[:2] == v.shape[:2] or k.shape[2] != 1 or v.shape[2] != 1:
-        raise ValueError(
-            f"q, latent.compressed [B, S, R] and latent.rope_key [B, S, 1, Dr] must have the same batch and "
-            f"local sequence, got {shapes}"
+        wrong = (
+            "q, latent.compressed [B, S, R] and latent.rope_key [B, S, 1, Dr] must have the same batch and "
+            "local sequence"
         )
-    fits = up.dim() == 3 and up.shape[:2] == (q.shape[2], k.shape[3])
-    if not fits or not v.shape[3] < q.shape[3] or not up.shape[2] > q.shape[3] - v.shape[3]:
+    elif not fits or not v.shape[3] < q.shape[3] or not up.shape[2] > q.shape[3] - v.shape[3]:
+        wrong = "latent.weight must be [heads of q, R, Dk + Dv] with Dk = head_dim - Dr"
+    if wrong:
         raise ValueError(
-            f"latent.weight must be [heads of q, R, Dk + Dv] with Dk = head_dim - Dr, got {shapes}"
+            f"{wrong}, got q {list(q.shape)}, compressed {list(k.shape[:2] + k.shape[3:])}, rope_key "
+            f"{list(v.shape)}, weight {list(up.shape)}"
         )
     _check_alike("q and the latent", (q, k, v, up))
 
@@ -79,7 +78,7 @@ def check_dense(name: str, x: Tensor) -> None:
         )
     if x.layout != torch.strided:
         raise ValueError(f"{name} must be a dense tensor (torch.strided), got {x.layout}")
-    if forward_ad.unpack_dual(x).tangent is not None:
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         raise ValueError(
             f"{name} has a tangent: burst_attention has no forward-mode derivative (torch.func.jvp, "
             f"forward_ad.make_dual); take gradients by backward"

@@ -133,7 +133,7 @@ def _forward(args: ForwardArgs, request: Request | None) -> ForwardResults:
     )
 
 
-class _Eager(torch.autograd.Function):
+class BurstAttention(torch.autograd.Function):
     """The operator without torch's dispatcher, whose way to Python takes longer than all else of a call."""
 
     @staticmethod
@@ -155,13 +155,14 @@ def attend(args: ForwardArgs, request: Request) -> ForwardResults:
         return ForwardResults(*attention_forward(*args))
     if not args.needs_gradient:
         return _forward(args, request)
-    return ForwardResults(*_Eager.apply(request, *args))  # type: ignore[no-untyped-call]
+    return ForwardResults(*BurstAttention.apply(request, *args))  # type: ignore[no-untyped-call]
 
 
 def _unwatched(args: ForwardArgs | BackwardArgs) -> bool:
-    """Return whether nobody asks for operators: no mode, no transform, no subclass of tensors."""
+    """Return whether nobody asks for operators: no mode, no transform, no trace, no subclass of tensors."""
     return (
         not torch._C._len_torch_dispatch_stack()
+        and torch._C._get_tracing_state() is None
         and torch._C._functorch.peek_interpreter_stack() is None
         and all([type(x) in (Tensor, torch.nn.Parameter) for x in args if isinstance(x, Tensor)])
     )
