@@ -63,19 +63,8 @@ def test_a_warm_forward_runs_few_functions_of_few_files():
 
 
 def _args(q, k, v, topology, mask, config, options=(), **changes):
-    args = ForwardArgs(
-        q=q,
-        k=k,
-        v=v,
-        sinks=None,
-        options=Options.of(topology, mask, config, *options).handle,
-        needs_gradient=True,
-        keep=0.0,
-        at_most=False,
-        tail=[],
-        cut=0,
-    )
-    return args._replace(**changes)
+    handle = Options.of(topology, mask, config, *options).handle
+    return ForwardArgs(q, k, v, None, handle, needs_gradient=True)._replace(**changes)
 
 
 def _checked(rank, size, options, sunk):

@@ -119,19 +119,7 @@ def burst_attention(
             request, handle = validate(q, k, v, options, sinks=sinks, up=up), options.handle
     tensors = [x for x in (q, k, v, sinks, up) if x is not None]
     needs_gradient = torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
-    args = ForwardArgs(
-        q=q,
-        k=k,
-        v=v,
-        sinks=sinks,
-        options=handle,
-        needs_gradient=needs_gradient,
-        keep=0.0,
-        at_most=False,
-        tail=[],
-        cut=0,
-        up=up,
-    )
+    args = ForwardArgs(q, k, v, sinks, handle, needs_gradient, up=up)
     if in_checkpoint():
         out, lse = _checkpointed(args, request)
     else:

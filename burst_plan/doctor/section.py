@@ -11,8 +11,8 @@ import torch
 
 from burst_mcore.attention.autotune.candidate import Candidate
 from burst_mcore.attention.autotune.choose import best, reason
-from burst_mcore.attention.autotune.question import Question, settings_of
-from burst_mcore.attention.autotune.search import candidates
+from burst_mcore.attention.autotune.question import Question
+from burst_mcore.attention.autotune.search import tried
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import choose, preferred
@@ -109,12 +109,12 @@ def examine(
         grad_dtype=section.burst_config().grad_dtype,
     )
     if size > 1:
-        question = Question(shard, layout, mask, seq, Ranks(size, intra), rates)
-        tried = candidates(question, settings_of(section.burst_config(), question))
-        chosen = best(tried)
+        question = Question(shard, layout, mask, seq, Ranks(size, intra), rates).typical
+        ways = tried(section.burst_config(), question)
+        chosen = best(ways)
         steps = config.get("gradient_accumulation_steps", 1)
         times = model.layers * (steps if isinstance(steps, int) else 1)  # "auto" is the Trainer's to say
-        yield f"way: {chosen.route}, backward {chosen.direction}: {reason(chosen, tried)}"
+        yield f"way: {chosen.route}, backward {chosen.direction}: {reason(chosen, ways)}"
         yield (
             f"bytes of attention a step and rank, {model.layers} layers: "
             f"{chosen.intra_bytes * times / 1e9:.3g} GB within nodes, "

@@ -7,18 +7,18 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from burst_mcore.attention.autotune.candidate import Candidate
-from burst_mcore.attention.autotune.choose import best, reason
+from burst_mcore.attention.autotune.choose import AS_FAST, best, reason
 from burst_mcore.attention.autotune.cost import Sizes, link_bytes, message_bytes
 from burst_mcore.attention.autotune.costing import pairs_of, work_of
 from burst_mcore.attention.autotune.question import Question, settings_of
-from burst_mcore.attention.autotune.search import candidates, costed
+from burst_mcore.attention.autotune.search import candidates, costed, tried
 from burst_mcore.attention.autotune.simulate import Timeline, play
-from burst_mcore.attention.autotune.ways import SEARCHED, Mesh, Ranks, legal_degrees
+from burst_mcore.attention.autotune.ways import Mesh, Ranks, legal_degrees
 from burst_mcore.attention.geometry.plan import Plan, plan_of
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route, Schedule, schedule
@@ -26,7 +26,6 @@ from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.machines import Machine, machine
-from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
 from burst_plan.explain.least import Share, least
 from burst_plan.explain.pairs import unevenness
@@ -127,31 +126,41 @@ def explain(
             f"mesh {config.mesh}: rows x columns x head_parallel must be the {ranks.size} ranks; legal "
             f"head_parallel: {', '.join(map(str, degrees))}"
         )
-    of_call = [c for c in found if config.ring != "auto" or c.ring in SEARCHED]
-    auto = [c for c in of_call if not meshes or c.route.rings == 1]
-    mesh = [c for c in of_call if meshes and c.route.rings > 1]
-    default = [c for c in auto if c.route.heads == 1] or auto  # a mesh may need heads that are shared
-    words = {"default": default, "auto": auto, "mesh": mesh}
+    auto = replace(config, head_parallel="auto")
+    default = config if config.mesh == "none" else auto  # a mesh may need heads that are shared
+    words: dict[str, Sequence[Candidate]] = {"default": tried(default, of_kind), "auto": tried(auto, of_kind)}
+    words["mesh"] = [c for c in found if meshes and c.route.rings > 1 and c.ring != "flat"]
+    if best(found).seconds * AS_FAST < best(words["auto"]).seconds:
+        words["by name"] = found
     chosen = {word: best(among) for word, among in words.items() if among}
     told = (
         f"{word + ':':9}{_settings(c)} ({c.route}): {c.seconds * 1e3:.4g} ms; {reason(c, words[word])}\n"
         for word, c in chosen.items()
     )
-    ordered = sorted(found, key=lambda candidate: (candidate.seconds, candidate is not chosen["auto"]))
+    ordered = sorted(found, key=lambda each: (each.seconds, _way(each) != _way(chosen["auto"])))
     bound = _bound(shard, ranks)
     shown = table([_row(c, chosen, bound) for c in ordered], LESS, floatfmt=".4g")
     route, direction = chosen["auto"].route, chosen["auto"].direction
     plan = plan_of(question.layout, problem.seen, problem.seq, route.placement)
     uneven = max(unevenness(plan, route, pass_) for pass_ in (Pass.FORWARD, Pass(direction)))
-    kind = f"documents count as {_length(of_kind.mask)} tokens on average, for any batch of this kind\n"
+    ends, kind = (
+        of_kind.mask.document_ends,
+        "documents count as {} tokens on average, for any batch of this kind\n",
+    )
     return (
         f"{shown}\n\n{''.join(told)}"
         f"mask {problem.mask}, layout {question.layout}: the busiest rank has {uneven:.2f} x the mean work\n"
-        f"{kind if of_kind.mask.document_ends is not None else ''}"
-        f'marked *: the way of a call by default, +: by all "auto"; times are of the slowest rank,\nMB '
-        f"what a rank sends on average; exposed: time in which its kernel does not run;\n{bound}\n"
+        f"{'' if ends is None else kind.format(int(ends[-1]) // (len(ends) - 1))}"
+        f'marked *: the way of a call by default, +: by all "auto", !: of settings alone; times are of the\n'
+        f"slowest rank, MB what a rank sends on average; exposed: time in which its kernel does not run;\n"
+        f"{bound}\n"
         f"(predicted, not measured: {in_words(rates)})"
     )
+
+
+def _way(candidate: Candidate) -> tuple[object, ...]:
+    """Return what tells ways apart, whichever way round a ring goes."""
+    return candidate.ring, candidate.direction, replace(candidate.route, mirrored=False)
 
 
 def _settings(chosen: Candidate) -> str:
@@ -172,12 +181,6 @@ def _in_parallel(
         return map(of_degrees, alone)
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as pool:
         return list(pool.map(of_degrees, alone))
-
-
-def _length(mask: Mask) -> int:
-    """Tokens of a document, on average."""
-    ends = mask.document_ends
-    return 0 if ends is None else int(ends[-1]) // (len(ends) - 1)
 
 
 @dataclass(frozen=True)
@@ -211,13 +214,13 @@ def _bound(shard: Shard, ranks: Ranks) -> _Bound:
 
 
 def _row(candidate: Candidate, chosen: Mapping[str, Candidate], bound: _Bound) -> dict[str, Any]:
-    marks = {"default": "*", "auto": "+", "mesh": ""}
+    route, marks = candidate.route, {"default": "*", "auto": "+", "mesh": "", "by name": "!"}
     return {
-        "": "".join(marks[word] for word, each in chosen.items() if each is candidate),
-        "head_parallel": f"{candidate.route.heads}{' outer' * candidate.route.outer}",
+        "": "".join(marks[word] for word, each in chosen.items() if _way(each) == _way(candidate)),
+        "head_parallel": f"{route.heads}{' outer' * route.outer}",
         "backward": candidate.direction,
-        "ring": f"{candidate.ring}{', mirrored' * candidate.route.mirrored}",
-        "positions": f"{candidate.route.nodes} x {candidate.route.intra}{_beside(candidate.route)}",
+        "ring": f"{candidate.ring}{', mirrored' * route.mirrored}",
+        "positions": f"{route.nodes} x {route.intra}{f', {route.rings} rings' * (route.rings > 1)}",
         "forward ms": candidate.forward_seconds * 1e3,
         "backward ms": candidate.backward_seconds * 1e3,
         "total ms": candidate.seconds * 1e3,
@@ -228,10 +231,6 @@ def _row(candidate: Candidate, chosen: Mapping[str, Candidate], bound: _Bound) -
         "intra MB": candidate.intra_bytes / 1e6,
         f"{bound.link} / bound": bound.over(candidate),
     }
-
-
-def _beside(route: Route) -> str:
-    return f", {route.rings} rings" if route.rings > 1 else ""
 
 
 @dataclass(frozen=True)

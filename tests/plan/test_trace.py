@@ -1,5 +1,6 @@
 """Timelines: recorded and predicted, as trace and picture; the commands that show them."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -14,6 +15,8 @@ from typer.testing import CliRunner
 from burst_bench.methods.sharded import share_of
 from burst_bench.trace import record
 from burst_mcore import BurstConfig, Layout, Mask, Topology, burst_attention
+from burst_mcore.attention.autotune import search
+from burst_mcore.attention.autotune.choose import AS_FAST
 from burst_mcore.attention.autotune.cost import Sizes
 from burst_mcore.attention.autotune.decide import decide
 from burst_mcore.attention.autotune.question import Question
@@ -153,19 +156,25 @@ def test_explain_shows_all_ways_the_choice_and_why():
     assert "predicted, not measured" in done.output
 
 
-@pytest.mark.parametrize("cluster", ["h100:1x8", "a800:4x8"])
-@pytest.mark.parametrize("mask", ["causal", "causal & window:8192"])
-def test_explain_says_what_a_call_does_by_default_and_by_auto(cluster, mask):
-    """The two lines and the two marks are the decisions of calls."""
+@pytest.mark.parametrize(
+    ("cluster", "mask", "seq"),
+    [
+        *itertools.product(["h100:1x8", "a800:4x8"], ["causal", "causal & window:8192"], [2**17]),
+        ("h100:9x8", "causal & window:8192", 72 * 2**12),  # a call leaves direct exchanges of heads out
+    ],
+)
+def test_explain_says_what_a_call_does_by_default_and_by_auto(cluster, mask, seq, monkeypatch):
+    """Two lines and two marks are the decisions of calls; a third has the settings of a faster way."""
+    monkeypatch.setattr(search, "FEW", 0)
     done = CliRunner().invoke(
-        app, ["explain", *f"--heads 32 --kv-heads 8 --seq 128K --cluster {cluster}".split(), "--mask", mask]
+        app, ["explain", *f"--heads 32 --kv-heads 8 --seq {seq} --cluster {cluster}".split(), "--mask", mask]
     )
     assert done.exit_code == 0, done.output
     ranks, machine = predict.cluster(cluster)
-    shard = share_of(2**17 // ranks.size, 32, 8, 128, torch.bfloat16)
-    question = Question(shard, Layout("zigzag"), mask_of(mask, 2**17), 2**17, ranks, machine.rates)
+    shard = share_of(seq // ranks.size, 32, 8, 128, torch.bfloat16)
+    question = Question(shard, Layout("zigzag"), mask_of(mask, seq), seq, ranks, machine.rates)
     lines = done.output.splitlines()
-    rows = {line.split()[0]: line.split() for line in lines if line[:2] in ("* ", "+ ", "*+")}
+    rows = {line.split()[0]: line.split() for line in lines if line[:2] in ("* ", "+ ", "*+", "! ")}
     for word, mark, degree in (("default:", "*", 1), ("auto:", "+", "auto")):
         config = BurstConfig(head_parallel=degree)
         chosen, (route, direction, _) = fastest(config, question), decide(config, question)
@@ -173,6 +182,10 @@ def test_explain_says_what_a_call_does_by_default_and_by_auto(cluster, mask):
         assert f"backward='{direction}' ({route}): {chosen.seconds * 1e3:.4g} ms; " in line
         row = next(cells for marks, cells in rows.items() if mark in marks)
         assert row[1] == str(route.heads) and f"{chosen.seconds * 1e3:.4g}" in row
+    named = [line for line in lines if line.startswith("by name: ring='direct', head_parallel=")]
+    assert bool(named) == ("!" in rows) == (cluster == "h100:9x8")
+    if named:
+        assert AS_FAST * float(re.search(r"\): ([\d.]+) ms; ", named[0])[1]) < chosen.seconds * 1e3
 
 
 def test_explain_names_heads_across_nodes_and_puts_bytes_beside_the_bound():

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -206,6 +206,8 @@ class _Lockstep:
         self.under_way: dict[Channel, list[_Message]] = defaultdict(list)
         self.pending: list[_Message] = []
         """Messages that share links, not through yet, in the order in which they were sent."""
+        self.crowd: _Crowd | None = None
+        """The same as tensors; None once a message is sent."""
 
     def counts_in(self, plan: Plan, routed: RoutedPass) -> RowCounts:
         """Return the rows that are read in a pass; a mirrored ring is counted from the other end."""
@@ -268,13 +270,14 @@ class _Lockstep:
         under_way: dict[Channel, list[int]] = defaultdict(list)
         last_rival: dict[int, int] = {}
         behind: list[tuple[int, int]] = []
+        one_link = cache(lambda peers, its: bool((peers.inter == its.inter).any()))  # of some rank
         for index, action in enumerate(self.program):
             if isinstance(action, Send):
                 peers = self.peers_of(action.peer)
                 for other, its in open_.items():
                     if its is peers:
                         behind.append((other, index))
-                    elif bool((peers.inter == its.inter).any()):  # some rank uses one link for both
+                    elif one_link(peers, its):
                         last_rival[other] = last_rival[index] = index
                 open_[index] = peers
                 under_way[action.channel].append(index)
@@ -306,7 +309,7 @@ class _Lockstep:
             match action:
                 case Wait(channel=channel):
                     waited.append(channel)
-                case Send():
+                case Send() if not self.empty(action):
                     self.wait(waited)
                     self.post(action, shares=index in self.together)
                 case Compute():
@@ -356,6 +359,13 @@ class _Lockstep:
             size = self.of_ranks(counted.of_all(self.moved)) * self.a_row[kind]
         return size + self.absent[kind] if kind in self.absent else size
 
+    def empty(self, send: Send | Send[Counted]) -> bool:
+        """Return whether no rank has a row to send, in any pass."""
+        if send.rows is None:
+            return False
+        (counted,) = send.rows
+        return isinstance(counted, Counted) and float(counted.table[counted.entry].amax()) <= 0
+
     def post(self, send: Send | Send[Counted], *, shares: bool) -> None:
         """Start a message at both ends: each rank receives with the same action as it sends."""
         peers, size = self.peers_of(send.peer), self.bytes_of(send)
@@ -368,6 +378,7 @@ class _Lockstep:
             end = torch.full_like(begin, torch.inf).masked_fill_(size <= 0, NEVER)
             message = _Message(peers, begin, size, end)
             self.pending.append(message)
+            self.crowd = None
         else:
             self.deliver([other for other in self.pending if other.peers is peers])
             end = torch.maximum(begin, peers.busy).add_(size / peers.rate)
@@ -400,31 +411,70 @@ class _Lockstep:
 
     def share(self, messages: list[_Message]) -> None:
         """Let time pass until messages arrive: to one receiver in turn, to several in equal shares."""
-        every = self.pending
-        awaited = [every.index(message) for message in messages]
-        begin, left, end = (torch.stack([getattr(m, x) for m in every]) for x in ("begin", "left", "end"))
-        inter = torch.stack([m.peers.inter for m in every])
-        queues = len({id(m.peers) for m in every}) < len(every)
-        if queues:
-            behind = torch.tensor(
-                [[a.peers is b.peers and j < i for j, b in enumerate(every)] for i, a in enumerate(every)]
-            ).double()
+        if self.crowd is None:
+            self.crowd = _Crowd(self.pending)
+            self.pending = self.crowd.messages
+        awaited = [row for row, other in enumerate(self.pending) if other in messages]
         for link, rate in ((0, self.rates.link(inter=False)), (1, self.rates.link(inter=True))):
-            on = (inter == bool(link)) & (end == torch.inf)
-            now = self.links[link]
-            while bool((wanted := on[awaited].any(0)).any()):  # each time until a message begins or ends
-                first = on & (begin <= now)
-                following = begin.masked_fill(~on | first, torch.inf).amin(0)
-                if queues:  # of messages to one receiver only the first is carried
-                    first &= ~((behind @ first.double().flatten(1)).view(first.shape) > 0)
-                share = rate / first.sum(0).clamp(min=1).double()  # [G, W]; on, first, left: [messages, G, W]
-                through = (now + left / share).masked_fill_(~first, torch.inf)
-                until = torch.where(wanted, torch.minimum(through.amin(0), following), now)
-                left = left.addcmul_(first.double(), (until - now) * share, value=-1)
-                done = (through <= until) & wanted
-                end = torch.where(done, until, end)
-                on, now = on & ~done, until
-            self.links[link] = now
-        for row, other in enumerate(every):
-            other.left, other.end = left[row], end[row]
-        self.pending = [other for other in every if bool((other.end == torch.inf).any())]
+            self.links[link] = self.crowd.carry(awaited, bool(link), self.links[link], rate)
+
+
+CELLS = 2**15
+"""Messages, times ranks and passes, whose time passes at once: tensors that a core's cache holds."""
+
+
+class _Crowd:
+    """The messages that share links and are not through yet, as tensors [messages, G, W]."""
+
+    def __init__(self, pending: Sequence[_Message]) -> None:
+        queues: dict[int, list[_Message]] = defaultdict(list)
+        under_way = [each for each in pending if bool((each.end == torch.inf).any())]
+        for each in under_way or pending:
+            queues[id(each.peers)].append(each)
+        longest_first = sorted(queues.values(), key=len, reverse=True)
+        places = range(len(longest_first[0]))
+        self.messages = [queue[place] for place in places for queue in longest_first if len(queue) > place]
+        """First the first message to each receiver, then the second, and so on."""
+        self.as_long = [sum(len(queue) > place for queue in longest_first) for place in places]
+        """How many receivers have a message at each place."""
+        self.inter = torch.stack([each.peers.inter for each in self.messages])
+        self.begin, self.left, self.end = (
+            torch.stack([getattr(each, name) for each in self.messages]) for name in ("begin", "left", "end")
+        )
+        for each, left, end in zip(self.messages, self.left, self.end, strict=True):
+            each.left, each.end = left, end  # views, which change with the crowd
+
+    def carry(self, awaited: list[int], between_nodes: bool, now: Tensor, rate: float) -> Tensor:
+        """Let time pass on one link of each rank until these messages arrive; return the time."""
+        ranks = max(1, CELLS // (len(self.messages) * now.shape[1]))
+        some = (slice(first, first + ranks) for first in range(0, len(now), ranks))
+        return torch.cat([self._carry(each, awaited, between_nodes, now[each], rate) for each in some])
+
+    def _carry(
+        self, ranks: slice, awaited: list[int], between_nodes: bool, now: Tensor, rate: float
+    ) -> Tensor:
+        inter, begin, left, end = (x[:, ranks] for x in (self.inter, self.begin, self.left, self.end))
+        on = (inter == between_nodes) & (end == torch.inf)
+        while bool((wanted := on[awaited].any(0)).any()):  # each time until a message begins or ends
+            begun = on & (begin <= now)
+            following = begin.masked_fill(~on | begun, torch.inf).amin(0)
+            carried = self.first_of(begun).double()
+            share = rate / carried.sum(0).clamp(min=1)
+            through = (now + left / share).masked_fill_(carried == 0, torch.inf)
+            until = torch.where(wanted, torch.minimum(through.amin(0), following), now)
+            left.addcmul_(carried, (until - now) * share, value=-1)
+            done = (through <= until) & wanted
+            end.copy_(torch.where(done, until, end))
+            on, now = on & ~done, until
+        return now
+
+    def first_of(self, begun: Tensor) -> Tensor:
+        """Return which messages are carried: of those to one receiver the first that has begun."""
+        start, *others = self.as_long
+        first, ahead = begun.clone(), begun[:start].clone()
+        for many in others:
+            here = slice(start, start + many)
+            first[here] &= ~ahead[:many]
+            ahead[:many] |= begun[here]
+            start += many
+        return first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,8 +27,10 @@ PARTNERS = 2**14
 """Pairs of positions that exchange rows, at most, for a direct exchange to be considered beside rings. Every
 pair is a connection, and is simulated one by one."""
 MANY = 64
-"""Ranks up to which a call tries all direct exchanges. Beyond, it tries the side of the best way so far,
-and no shared heads beside unless their degree is set: rank by rank, 1024 ranks would take a minute."""
+"""Ranks up to which a call tries all direct exchanges. Beyond, it tries the side of the best way so far, and
+beside shared heads only `FEW` messages unless their degree is set: 1024 ranks would take a minute."""
+FEW = 2**10
+"""Messages of a direct exchange with shared heads, at most, in the search of a call on many ranks."""
 
 
 @lru_cache(maxsize=64)
@@ -42,23 +45,24 @@ def candidates(question: Question, settings: Settings, *, every: bool = True) ->
     """
     costs_at = cache(partial(Costs, question))
     costed: list[Candidate] = []
-    tried = [(Family.of(r, question.ranks.intra), r, ring) for r, ring in routes(question, settings).items()]
+    families: dict[Family, list[tuple[Route, str]]] = defaultdict(list)
+    for route, ring in routes(question, settings).items():
+        families[Family.of(route, question.ranks.intra)].append((route, ring))
     with _collector_paused():
-        for family in (families := sorted({family for family, _, _ in tried})):
-            for _, route, ring in (each for each in tried if each[0] == family):
+        for family in sorted(families):
+            for route, ring in families[family]:
                 costs = costs_at(route.placement)
                 sides = settings.directions
-                if route.direct and costed and not every and question.ranks.size > MANY:
-                    alone = route.heads == 1 or len(settings.degrees) == 1
-                    sides = (best(costed).direction,) if alone else ()
-                ways = [(route, side) for side in sides if _may_be(costs, route, side, settings)]
+                quick = not every and question.ranks.size > MANY
+                if route.direct and costed and quick:
+                    sides = (best(costed).direction,)
+                ways = [(route, side) for side in sides if _may_be(costs, route, side, settings, quick)]
                 costs.play(ways)  # both directions at once, at little more than one's cost
                 costed += (
                     best([costs.candidate(ring, way, direction) for way in costs.ways(route)])
                     for _, direction in ways
                 )
-            last = every or family == families[-1]
-            if not last and costed and best(costed).seconds <= AS_FAST * costs.least:
+            if not every and costed and best(costed).seconds <= AS_FAST * costs.least:
                 break
     return tuple(costed)
 
@@ -77,19 +81,24 @@ def costed(
     return candidates(question, replace(settings, rings=rings, mesh="auto" if meshes else config.mesh))
 
 
+def tried(config: BurstConfig, question: Question) -> tuple[Candidate, ...]:
+    """Return the ways that a call tries, with their costs; the layout of `config` is not used."""
+    return candidates(question, settings_of(config, question), every=False)
+
+
 def fastest(config: BurstConfig, question: Question) -> Candidate:
-    """Return the way that "auto", or the configured way, takes; the layout of `config` is not used."""
-    return best(candidates(question, settings_of(config, question), every=False))
+    """Return the way that a call takes; the layout of `config` is not used."""
+    return best(tried(config, question))
 
 
 def search(question: Question, settings: Settings, travels: str) -> tuple[Route, Pass, bool]:
     """Return the route and the backward pass of the best way, and whether the latent travels; log them."""
     if travels == "auto":
         travels = "on" if _latent_gains(question, settings) else "off"
-    tried = candidates(_with_latent(question, travels), settings, every=False)
-    chosen = best(tried)
+    ways = candidates(_with_latent(question, travels), settings, every=False)
+    chosen = best(ways)
     if logger.isEnabledFor(logging.INFO):
-        logger.info("%s, backward %s: %s", chosen.route, chosen.direction, reason(chosen, tried))
+        logger.info("%s, backward %s: %s", chosen.route, chosen.direction, reason(chosen, ways))
     return chosen.route, chosen.direction, travels == "on"
 
 
@@ -116,10 +125,13 @@ def _latent_gains(question: Question, settings: Settings) -> bool:
     return gains
 
 
-def _may_be(costs: Costs, route: Route, direction: Pass, settings: Settings) -> bool:
+def _may_be(costs: Costs, route: Route, direction: Pass, settings: Settings, quick: bool) -> bool:
     """Return whether a way needs neither too many connections nor, in a search of meshes, too much memory."""
     if route.direct and len(settings.rings) > 1:
-        return costs.partners(direction) <= PARTNERS
+        partners = costs.partners(direction)
+        if quick and route.heads > 1 and len(settings.degrees) > 1:
+            return (route.size + partners) * route.heads <= FEW
+        return partners <= PARTNERS
     return settings.mesh != "auto" or costs.resident_bytes(route, direction) <= MOST_RESIDENT
 
 

@@ -24,13 +24,13 @@ class ForwardArgs(NamedTuple):
     """The handle of the call's `Options`."""
     needs_gradient: bool
     """Whether a backward will follow."""
-    keep: float
+    keep: float = 0.0
     """The share of the sequence whose results are kept: see `cut_for`, and `saves`."""
-    at_most: bool
+    at_most: bool = False
     """Whether no more than `keep`, of which the least of all ranks counts."""
-    tail: list[Tensor]
+    tail: list[Tensor] = []  # noqa: RUF012  # a named tuple's: nobody writes to it
     """In a recomputation, the tail that the forward returned, from position `cut` on."""
-    cut: int
+    cut: int = 0
     up: Tensor | None = None
     """The weights that make K and V of a latent: see `Latent`."""
 
