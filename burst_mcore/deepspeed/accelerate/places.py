@@ -13,9 +13,8 @@ from burst_mcore.deepspeed.ranks.groups import unit_of
 from burst_mcore.transformers.accelerate.gathered import gathering, gathering_all, padding
 from burst_mcore.transformers.accelerate.loader import BurstSPDataLoaderAdapter, skipping
 from burst_mcore.transformers.accelerate.trainer import (
-    BACKENDS,
-    Backend,
     counting_tokens,
+    groups,
     inputs_of_whole_sequences,
     labels_of_whole_sequences,
     loss_of_whole_sequences,
@@ -25,18 +24,12 @@ from burst_mcore.transformers.accelerate.trainer import (
 from burst_mcore.transformers.errors import refuse_versions
 
 
-def _size(parallelism: Any) -> int:
-    if parallelism.sp_backend != "deepspeed" or not parallelism.sp_enabled:
-        return 1
-    return int(parallelism.sp_size)
-
-
-def _group(accelerator: Any) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = unit_of(_size(accelerator.parallelism_config)).get_sequence_parallel_group()
+def _group(accelerator: Any) -> dist.ProcessGroup | None:
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    if parallelism is None or parallelism.sp_backend != "deepspeed" or not parallelism.sp_enabled:
+        return None
+    group: dist.ProcessGroup = unit_of(parallelism.sp_size).get_sequence_parallel_group()
     return group
-
-
-BACKEND = Backend(_size, _group)
 
 
 def replace_ulysses() -> None:
@@ -47,8 +40,8 @@ def replace_ulysses() -> None:
     """
     refuse_versions()
     prepare_cpu()
-    if BACKEND not in BACKENDS:
-        BACKENDS.append(BACKEND)
+    if _group not in groups:
+        groups.append(_group)
     for module, name, replacing in _places():
         if (module, name) not in _originals:
             own = _originals[module, name] = getattr(module, name)
@@ -57,8 +50,8 @@ def replace_ulysses() -> None:
 
 def restore_ulysses() -> None:
     """Undo `replace_ulysses`, for models that are prepared later."""
-    if BACKEND in BACKENDS:
-        BACKENDS.remove(BACKEND)
+    if _group in groups:
+        groups.remove(_group)
     while _originals:
         (module, name), own = _originals.popitem()
         setattr(module, name, own)

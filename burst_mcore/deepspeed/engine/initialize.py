@@ -102,13 +102,9 @@ def initialize(
 
 
 def prepare_for_engine(model: nn.Module, section: Section, unit: Any) -> SequenceParallel:
-    """Prepare a model, in place, for the sequence groups of an mpu, `unit`. Collective over all ranks.
+    """Prepare a model as `prepare_model` does, for the sequence groups of an mpu, `unit`.
 
-    DeepSpeed's log has the line about it, at the level that its users see by default: its log_dist knows
-    ranks only once an engine was made.
-
-    Raises:
-        RefusedError: as `prepare_model`.
+    DeepSpeed's log has the line about it: its log_dist knows ranks only once an engine was made.
     """
     from deepspeed.utils import logger
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -32,18 +31,8 @@ SERVED = {
 """The trainers of TRL that are held to one process in tests; the last is an older name of its like."""
 
 
-@dataclass(frozen=True)
-class Backend:
-    """How an adapter knows the ranks that share a sequence under Accelerate."""
-
-    size: Callable[[Any], int]
-    """How many they are by a ParallelismConfig; 1 where that asks for another backend, or none."""
-    group: Callable[[Any], dist.ProcessGroup]
-    """Their group, of an Accelerator."""
-
-
-BACKENDS: list[Backend] = []
-"""Of the adapters that have replaced the places of Accelerate and the Trainer."""
+groups: list[Callable[[Any], dist.ProcessGroup | None]] = []
+"""Of adapters whose places are replaced: each returns the ranks that share sequences under an Accelerator."""
 
 
 def counting_tokens(init: AnyMethod) -> AnyMethod:
@@ -152,8 +141,8 @@ def over_shards(evaluation_loop: AnyMethod) -> AnyMethod:
                     f"{type(self).__name__} has a prediction_step of its own, which predicts for a shard: "
                     "leave compute_metrics out, and do not predict",
                 )
-            group = _group(self)
-            device = self.args.device
+            group, device = _group(self), self.args.device
+            assert group is not None
             dataloader = BurstSPDataLoaderAdapter(dataloader, group.rank(), group, group.size(), device)
         return evaluation_loop(self, dataloader, *args, **kwargs)
 
@@ -202,12 +191,12 @@ def _refuse_other_trainers(kind: type) -> None:
         )
 
 
+def _group(trainer: Any) -> dist.ProcessGroup | None:
+    every = (of(trainer.accelerator) for of in groups)
+    return next((group for group in every if group is not None), None)
+
+
 def _size(trainer: Any) -> int:
     """Return how many ranks share a sequence under a Trainer."""
-    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
-    return 1 if parallelism is None else max((each.size(parallelism) for each in BACKENDS), default=1)
-
-
-def _group(trainer: Any) -> dist.ProcessGroup:
-    accelerator = trainer.accelerator
-    return next(each for each in BACKENDS if each.size(accelerator.parallelism_config) > 1).group(accelerator)
+    group = _group(trainer)
+    return 1 if group is None else group.size()

@@ -92,7 +92,7 @@ class SequenceParallel:
         elif cache_name(arguments) is not None:
             sequence, arguments, finish = self._generating(arguments)
         elif whole and self.deals:
-            sequence, arguments, finish = self._dealt_whole(arguments)
+            sequence, arguments, finish = self._dealt_here(arguments)
         else:
             sequence, arguments, finish = self._sharded(arguments)
         stack = ExitStack()
@@ -142,31 +142,25 @@ class SequenceParallel:
         return whole
 
     def _dealt_here(self, arguments: dict[str, Any]) -> tuple[Sequence, dict[str, Any], Finish]:
-        """Prepare a forward whose batch is whole on every rank of the group (TRL's DPO), and deal it."""
-        assert self.group is not None
-        tokens = arguments["input_ids"].shape[1]
-        sequence, arguments, _ = self._sharded(shard_of_whole_batch(arguments, self.dealing, self.group))
-        local = arguments["input_ids"].shape[1]
-        # Of labels that are not shifted TRL expects one number fewer than tokens.
-        return sequence, arguments, lambda out: self._with_whole_tokens(out, local, tokens - 1)
-
-    def _dealt_whole(self, arguments: dict[str, Any]) -> tuple[Sequence, dict[str, Any], Finish]:
-        """Prepare a forward whose batch is whole on every rank, and deal it; logits come back whole.
+        """Prepare a forward whose batch is whole on every rank, and deal it; what comes back is whole.
 
         In training with labels no logits come back: the loss is made.
         """
         assert self.group is not None
-        labelled = arguments.get("labels") is not None
+        tokens, labelled = arguments["input_ids"].shape[1], arguments.get("labels") is not None
         part = shard_of_whole_batch(arguments, self.dealing, self.group)
-        if not labelled:
+        fused = asks_for_fused_head(arguments)
+        if not labelled and not fused:
             part.pop("shift_labels")
         sequence, part, finish = self._sharded(part)
+        if fused:  # of labels that are not shifted TRL expects one number fewer than tokens
+            local = part["input_ids"].shape[1]
+            return sequence, part, lambda out: self._with_whole_tokens(out, local, tokens - 1)
 
         def whole(out: Any) -> Any:
             out = finish(out)
             if out.get("logits") is not None:
                 trained = labelled and self.model.training
-                tokens = arguments["input_ids"].shape[1]
                 out["logits"] = None if trained else self._gathered(out["logits"])[:, :tokens]
             return out
 

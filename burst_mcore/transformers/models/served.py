@@ -57,10 +57,8 @@ def use_burst(model: nn.Module, size: int) -> nn.Module:
         raise RefusedError(*refused)
     register()
     inner.set_attn_implementation(NAME)
-    for kind in sorted({*_kinds(inner.config.get_text_config())}):
-        bind = LAYERS[kind]
-        if bind is not None:
-            bind(inner)
+    for bind in filter(None, {LAYERS[kind] for kind in _kinds(inner.config.get_text_config())}):
+        bind(inner)
     transformer: nn.Module = inner
     return transformer
 
