@@ -5,7 +5,7 @@ Every function takes a TransformerConfig or the parsed arguments, whose fields h
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,54 +34,6 @@ from burst_mcore.megatron.arguments import (
 from burst_mcore.megatron.layouts import ZIGZAG, Dealing, refuse_assumed_zigzag
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
-
-
-@dataclass(frozen=True)
-class Served:
-    """A field of Megatron's config that burst attention follows, or that asks nothing of it."""
-
-    by: str
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A field of Megatron's config that burst attention refuses; `example` is a value that is refused."""
-
-    example: Any = True
-
-
-READ_BY_MEGATRON = {
-    "apply_query_key_layer_scaling": Served("Megatron divides scores and multiplies them again: no change"),
-    "attention_backend": Served("the kernels that are allowed"),
-    "attention_dropout": Refused(0.1),
-    "attention_softmax_in_fp32": Served("softmax is always in float32"),
-    "batch_invariant_mode": Refused(),
-    "bf16": Served("the dtype of q"),
-    "context_parallel_size": Served("the group must have that many ranks"),
-    "deterministic_mode": Served("BurstConfig.deterministic"),
-    "flash_attention_version": Served("the flash-attn kernel that is allowed"),
-    "fp16": Served("the dtype of q"),
-    "hierarchical_context_parallel_sizes": Served("ranks of a node, and nodes"),
-    "init_method": Served("the start of learnable sinks"),
-    "kv_channels": Served("head dim"),
-    "log_max_attention_logit": Refused(),
-    "masked_softmax_fusion": Served("there is no softmax of its own to fuse"),
-    "num_attention_heads": Served("heads of a rank"),
-    "num_query_groups": Served("K/V heads of a rank"),
-    "params_dtype": Served("the dtype of learnable sinks"),
-    "perform_initialization": Served("the start of learnable sinks"),
-    "qk_clip": Refused(),
-    "sequence_parallel": Served("concerns dropout alone"),
-    "softmax_scale": Served("the scale of scores, as an argument"),
-    "softmax_type": Served("sinks"),
-    "tensor_model_parallel_size": Served("heads of a rank"),
-    "v_head_dim": Served("head dim of values, as an argument"),
-    "window_attn_skip_freq": Served("Mask.window in some layers"),
-    "window_size": Served("Mask.window"),
-}
-"""Fields of TransformerConfig that Megatron's own core attentions read, are given, or find in environment
-variables that its language models set: what each becomes."""
-
 _BACKENDS = {"flash": ("flash2", "flash3", "flash4"), "fused": ("te", "cudnn")}
 """Kernels that --attention-backend allows."""
 

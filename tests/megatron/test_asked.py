@@ -51,14 +51,46 @@ def test_every_field_that_megatrons_core_attentions_read_is_served_or_refused():
     read = {field for core in CORES for field in _read_fields(*core)}
     passed = {field for module in ATTENTIONS for field in _passed_fields(module)}
     assert len(read) > 15 and passed == {"softmax_scale", "v_head_dim"}
-    known = set(asked.READ_BY_MEGATRON)
+    known = SERVED.keys() | REFUSED_BY_FIELD.keys()
     assert read | passed <= known, "say what becomes of these"
     if VERSION >= (0, 19):
         assert known - read - passed <= {"hierarchical_context_parallel_sizes", "init_method"}
-    served = {name for name, fate in asked.READ_BY_MEGATRON.items() if isinstance(fate, asked.Served)}
-    assert served == VARIED.keys() | PROVED.keys()
+    assert SERVED.keys() == VARIED.keys() | PROVED.keys()
 
 
+SERVED = {
+    "apply_query_key_layer_scaling": "Megatron divides scores and multiplies them again: no change",
+    "attention_backend": "the kernels that are allowed",
+    "attention_softmax_in_fp32": "softmax is always in float32",
+    "bf16": "the dtype of q",
+    "context_parallel_size": "the group must have that many ranks",
+    "deterministic_mode": "BurstConfig.deterministic",
+    "flash_attention_version": "the flash-attn kernel that is allowed",
+    "fp16": "the dtype of q",
+    "hierarchical_context_parallel_sizes": "ranks of a node, and nodes",
+    "init_method": "the start of learnable sinks",
+    "kv_channels": "head dim",
+    "masked_softmax_fusion": "there is no softmax of its own to fuse",
+    "num_attention_heads": "heads of a rank",
+    "num_query_groups": "K/V heads of a rank",
+    "params_dtype": "the dtype of learnable sinks",
+    "perform_initialization": "the start of learnable sinks",
+    "sequence_parallel": "concerns dropout alone",
+    "softmax_scale": "the scale of scores, as an argument",
+    "softmax_type": "sinks",
+    "tensor_model_parallel_size": "heads of a rank",
+    "v_head_dim": "head dim of values, as an argument",
+    "window_attn_skip_freq": "Mask.window in some layers",
+    "window_size": "Mask.window",
+}
+"""Fields of TransformerConfig that burst attention follows, or that ask nothing of it: what each becomes."""
+REFUSED_BY_FIELD = {
+    "attention_dropout": 0.1,
+    "batch_invariant_mode": True,
+    "log_max_attention_logit": True,
+    "qk_clip": True,
+}
+"""Fields that burst attention refuses, and a value of each."""
 VARIED = {
     "apply_query_key_layer_scaling": True,
     "attention_softmax_in_fp32": True,
@@ -146,9 +178,7 @@ WORDS = {
 }
 """What the refusal of a field says."""
 REFUSED = {
-    **{
-        name: fate.example for name, fate in asked.READ_BY_MEGATRON.items() if isinstance(fate, asked.Refused)
-    },
+    **REFUSED_BY_FIELD,
     **{name: True for name in WORDS if name.startswith(("fp8", "use_", "enable_", "external_"))},
     "cuda_graph_impl": "local",
 }
