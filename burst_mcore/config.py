@@ -28,8 +28,9 @@ class Setting(NamedTuple):
     """A sentence."""
 
 
-def _told(legal: tuple[str, ...] | str, meaning: str) -> dict[str, Any]:
-    return {"legal": legal, "meaning": meaning}
+def _setting(default: Any, legal: tuple[str, ...] | str, meaning: str) -> Any:
+    """Return the field of a dataclass for a `Setting`."""
+    return field(default=default, metadata={"legal": legal, "meaning": meaning})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,103 +41,79 @@ class BurstConfig(Registered):
     parallelism, which depend on the call.
     """
 
-    layout: Layout | str = field(
-        default="zigzag", metadata=_told(NAMES, "How tokens are dealt over the ranks.")
-    )
+    layout: Layout | str = _setting("zigzag", NAMES, "How tokens are dealt over the ranks.")
     """A `Layout`, or its word."""
 
-    backward: str = field(
-        default="auto",
-        metadata=_told(
-            BACKWARDS,
-            "The side that travels in backward: queries, or keys and values; auto: the cost model chooses.",
-        ),
+    backward: str = _setting(
+        "auto",
+        BACKWARDS,
+        "The side that travels in backward: queries, or keys and values; auto: the cost model chooses.",
     )
     """"query" sends Q, dO, D, LSE and dQ (BurstAttention, paper algorithm 2), "kv" K, V and dK, dV
     (RingAttention, paper algorithm 1)."""
 
-    ring: str = field(
-        default="auto",
-        metadata=_told(
-            RINGS,
-            "The route between ranks: double: a ring in each node and one between nodes; flat: one ring over "
-            "all ranks; direct: every row straight to its readers; auto: the cost model chooses.",
-        ),
+    ring: str = _setting(
+        "auto",
+        RINGS,
+        "The route between ranks: double: a ring in each node and one between nodes; flat: one ring over "
+        "all ranks; direct: every row straight to its readers; auto: the cost model chooses.",
     )
     """On one node "double" and "flat" are the same."""
 
-    head_parallel: int | str = field(
-        default=1,
-        metadata=_told(
-            "a number of ranks, auto",
-            "The number of ranks that divide the heads among them, in a ring over the other ranks: 1 is a "
-            "pure ring, all ranks are Ulysses; auto: the cost model chooses.",
-        ),
+    head_parallel: int | str = _setting(
+        1,
+        "a number of ranks, auto",
+        "The number of ranks that divide the heads among them, in a ring over the other ranks: 1 is a "
+        "pure ring, all ranks are Ulysses; auto: the cost model chooses.",
     )
 
-    head_placement: str = field(
-        default="auto",
-        metadata=_told(
-            PLACEMENTS,
-            "The ranks that divide heads: inner: neighbours, and the ring goes from node to node; outer: one "
-            "of each ring of neighbours, and heads cross the nodes; auto: the cost model chooses.",
-        ),
+    head_placement: str = _setting(
+        "auto",
+        PLACEMENTS,
+        "The ranks that divide heads: inner: neighbours, and the ring goes from node to node; outer: one "
+        "of each ring of neighbours, and heads cross the nodes; auto: the cost model chooses.",
     )
     """Matters where `head_parallel` is neither 1 nor all ranks. On one node "auto" is "inner"."""
 
-    mesh: str | tuple[int, int] = field(
-        default="none",
-        metadata=_told(
-            "none, or rows x columns such as 2x4",
-            "Rings side by side: each rank also attends with the queries of its column, so that fewer bytes "
-            "travel and more stay in memory; none: one ring. burst-mcore explain --mesh auto finds the best.",
-        ),
+    mesh: str | tuple[int, int] = _setting(
+        "none",
+        "none, or rows x columns such as 2x4",
+        "Rings side by side: each rank also attends with the queries of its column, so that fewer bytes "
+        "travel and more stay in memory; none: one ring. burst-mcore explain --mesh auto finds the best.",
     )
     """Rings x places of a ring, with rings * places * head_parallel ranks; (2, 4) is converted to "2x4"."""
 
-    overlap: bool = field(
-        default=True,
-        metadata=_told(
-            "true, false", "Communicate while ranks compute (off: wait for each hop, for ablations)."
-        ),
+    overlap: bool = _setting(
+        True, "true, false", "Communicate while ranks compute (off: wait for each hop, for ablations)."
     )
 
-    kernel: str = field(
-        default="auto", metadata=_told("auto, or a kernel's name", "The local attention kernel.")
-    )
+    kernel: str = _setting("auto", "auto, or a kernel's name", "The local attention kernel.")
     """A name in the kernel table (`burst_mcore.attention.kernels.table`), or "auto"."""
 
-    deterministic: bool = field(
-        default=False,
-        metadata=_told(
-            "true, false",
-            "Make gradients bitwise equal between runs; kernels without that property are not used.",
-        ),
+    deterministic: bool = _setting(
+        False,
+        "true, false",
+        "Make gradients bitwise equal between runs; kernels without that property are not used.",
     )
     """On one device, with one number of threads."""
 
-    grad_dtype: torch.dtype = field(
-        default=torch.float32,
-        metadata=_told(tuple(GRAD_DTYPES), "The dtype in which travelling gradients are summed and sent."),
+    grad_dtype: torch.dtype = _setting(
+        torch.float32, tuple(GRAD_DTYPES), "The dtype in which travelling gradients are summed and sent."
     )
     """A name is converted to a torch.dtype. Inputs in float64 always use float64."""
 
-    max_ctas: int = field(
-        default=8,
-        metadata=_told(
-            "a number of at least 1",
-            "The thread blocks of a GPU that each NCCL communicator of the ring may use, at most, and never "
-            "more than 4 between nodes; the others are left to attention.",
-        ),
+    max_ctas: int = _setting(
+        8,
+        "a number of at least 1",
+        "The thread blocks of a GPU that each NCCL communicator of the ring may use, at most, and never "
+        "more than 4 between nodes; the others are left to attention.",
     )
     """NCCL's `maxCTAs`. Eight move what a ring sends at 8K tokens a rank: an estimate, not measured."""
 
-    sm_margin: int = field(
-        default=8,
-        metadata=_told(
-            "a number of at least 0",
-            "The multiprocessors that flash-attn 3 leaves to messages in a full tile of forward.",
-        ),
+    sm_margin: int = _setting(
+        8,
+        "a number of at least 0",
+        "The multiprocessors that flash-attn 3 leaves to messages in a full tile of forward.",
     )
     """As many as `max_ctas`, an estimate, not measured. With 0 a message that comes late waits for the
     kernel, or the kernel for it."""
