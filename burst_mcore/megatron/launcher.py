@@ -73,7 +73,6 @@ def launch(command: Sequence[str]) -> None:
 
     if not torch.cuda.is_available():
         _run_on_cpu()
-    sys.argv += _checkpointing(sys.argv)
     install()
     if by_name:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
@@ -99,22 +98,6 @@ def _run_on_cpu() -> None:
             refuse(f"{flag} needs CUDA: on the CPU use --use-distributed-optimizer")
     cpu.enable_training()
     sys.argv += _not_given(cpu.CPU_ARGUMENTS, sys.argv)
-
-
-def _checkpointing(argv: Sequence[str]) -> list[str]:
-    """Megatron's flags that checkpoint every layer, where ours asks for a policy and no other does."""
-    given = {argument.split("=")[0] for argument in argv}
-    if "--burst-recompute" not in given or given & {"--recompute-granularity", "--recompute-activations"}:
-        return []
-    every = [
-        "--recompute-granularity",
-        "full",
-        "--recompute-method",
-        "uniform",
-        "--recompute-num-layers",
-        "1",
-    ]
-    return _not_given(every, argv)
 
 
 def _not_given(flags: Sequence[str], argv: Sequence[str]) -> list[str]:
@@ -187,9 +170,11 @@ def _with_our_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[...,
 
 def _with_our_checks(validate: Callable[..., Any]) -> Callable[..., Any]:
     """Return Megatron's check of its arguments, followed by ours, which puts the options in effect."""
-    from burst_mcore.megatron.patched.hooks import use_options
+    from burst_mcore.megatron.patched.hooks import checkpoint_every_layer, use_options
 
     def validated(args: Any, *others: Any, **kwargs: Any) -> Any:
+        if getattr(args, "burst_recompute", None):
+            checkpoint_every_layer(args)
         result = validate(args, *others, **kwargs)
         use_options(args)
         return result

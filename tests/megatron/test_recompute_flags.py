@@ -6,7 +6,7 @@ import pytest
 
 from burst_mcore.checkpointing import Full, KeepAttention, Offload, Segment
 from burst_mcore.megatron.arguments import add_arguments, recompute_policy
-from burst_mcore.megatron.launcher import _checkpointing
+from burst_mcore.megatron.patched.hooks import EVERY_LAYER, checkpoint_every_layer
 
 BURST = ["--context-parallel-attention-backend", "burst"]
 FULL = ["--recompute-granularity", "full"]
@@ -89,10 +89,15 @@ def test_the_policy_is_one_of_three():
 
 
 def test_a_policy_checkpoints_every_layer_unless_megatron_is_told_what_to():
-    every = [*FULL, "--recompute-method", "uniform", "--recompute-num-layers", "1"]
-    assert _checkpointing(["x.py", *ATTENTION]) == every
-    assert _checkpointing(["x.py", "--burst-recompute=attention"]) == every
-    assert _checkpointing(["x.py", *ATTENTION, "--recompute-num-layers", "2"]) == every[:-2]
-    for chosen in (SELECTIVE, ["--recompute-activations"], ["--recompute-granularity=full"]):
-        assert _checkpointing(["x.py", *ATTENTION, *chosen]) == []
-    assert _checkpointing(["x.py", *BURST]) == []
+    def chosen(**flags):
+        given = dict.fromkeys(EVERY_LAYER) | {"recompute_activations": False} | flags
+        arguments = argparse.Namespace(**given)
+        checkpoint_every_layer(arguments)
+        return {name: value for name, value in vars(arguments).items() if value != given[name]}
+
+    assert chosen() == EVERY_LAYER
+    assert chosen(recompute_num_layers=2) == {
+        k: v for k, v in EVERY_LAYER.items() if not k.endswith("layers")
+    }
+    for flags in ({"recompute_granularity": "selective"}, {"recompute_activations": True}):
+        assert chosen(**flags) == {}

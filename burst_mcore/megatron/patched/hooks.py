@@ -55,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def checkpoint_every_layer(arguments: argparse.Namespace) -> None:
     """Let Megatron checkpoint every layer, unless a flag says what to checkpoint."""
     if arguments.recompute_granularity is None and not arguments.recompute_activations:
-        vars(arguments).update(EVERY_LAYER)
+        vars(arguments).update({name: x for name, x in EVERY_LAYER.items() if vars(arguments)[name] is None})
 
 
 def use_options(arguments: argparse.Namespace) -> None:
