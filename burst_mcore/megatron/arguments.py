@@ -190,15 +190,6 @@ def from_command_line(read: Callable[[argparse.Namespace], Value], otherwise: Va
     return read(arguments)
 
 
-def rates_from_arguments() -> Rates | None:
-    """Return the rates of Megatron's command line, if it gives any.
-
-    Raises:
-        ValueError: as `Rates`.
-    """
-    return from_command_line(rates_of, None)
-
-
 def rates_of(arguments: argparse.Namespace) -> Rates | None:
     """Return the rates of --burst-rates. Raises ValueError as `Rates`."""
     given = getattr(arguments, "burst_rates", None)
@@ -256,14 +247,6 @@ def packed_of(arguments: argparse.Namespace) -> str:
     at_any_token = getattr(arguments, "dataloader_inter_document_masking", False)
     each_alone = getattr(arguments, "sft", False)
     return "whole" if at_any_token and not each_alone else "documents"
-
-
-def burst_config_from_arguments() -> BurstConfig:
-    """Return the configuration of Megatron's command line; the default one without our flags."""
-    try:
-        return burst_config(megatron_arguments())
-    except RuntimeError:
-        return BurstConfig()
 
 
 def megatron_arguments() -> Any:

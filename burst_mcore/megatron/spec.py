@@ -23,13 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from burst_mcore.config import BurstConfig
-from burst_mcore.megatron.arguments import (
-    burst_config_from_arguments,
-    from_command_line,
-    megatron_arguments,
-    rates_from_arguments,
-)
-from burst_mcore.megatron.arguments import mla_latent as mla_latent_of
+from burst_mcore.megatron import arguments
 from burst_mcore.megatron.core_attention import BurstCoreAttention
 
 STOCK = (DotProductAttention, TEDotProductAttention)
@@ -46,9 +40,9 @@ def core_attention_spec(burst_config: BurstConfig | None = None, mla_latent: str
         params = {"burst_config": burst_config, "mla_latent": mla_latent or "off"}
         return ModuleSpec(module=BurstCoreAttention, params=params)
     params = {
-        "burst_config": burst_config_from_arguments(),
-        "rates": rates_from_arguments(),
-        "mla_latent": mla_latent or from_command_line(mla_latent_of, "off"),
+        "burst_config": arguments.from_command_line(arguments.burst_config, BurstConfig()),
+        "rates": arguments.from_command_line(arguments.rates_of, None),
+        "mla_latent": mla_latent or arguments.from_command_line(arguments.mla_latent, "off"),
     }
     return ModuleSpec(module=BurstCoreAttention, params=params)
 
@@ -206,7 +200,7 @@ class FromArguments(ModuleSpec):  # type: ignore[misc]
         """Return the spec for the arguments as they are now."""
         from megatron.training.arguments import core_transformer_config_from_args
 
-        spec: ModuleSpec = self._resolve(core_transformer_config_from_args(megatron_arguments()))
+        spec: ModuleSpec = self._resolve(core_transformer_config_from_args(arguments.megatron_arguments()))
         return spec
 
     @property
