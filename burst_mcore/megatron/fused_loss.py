@@ -1,9 +1,7 @@
 """The fused LM head and loss in Megatron's models: per-token losses as ever, and no logits.
 
-A model's forward with labels goes through `output_processor` where Megatron has that door (GPTModel, from
-0.18 on). Whatever else asks the output layer for logits in such a forward (HybridModel, heads of multi-token
-prediction, older versions) gets `UnmadeLogits`, which `compute_language_model_loss` turns into losses.
-Without labels the output layer gives logits.
+Whatever asks the output layer for logits in a model's forward with labels gets `UnmadeLogits`, which
+`compute_language_model_loss` turns into losses. Without labels the output layer gives logits.
 """
 
 from __future__ import annotations
@@ -88,31 +86,17 @@ class _FusedLoss:
         model.register_forward_hook(self._after, always_call=True)
         _count_without_logits()
 
-    def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = self._signature.bind(model, *args, **kwargs).arguments
         labels, mask = given.get("labels"), given.get("loss_mask")
         if labels is None:
-            return None
+            return
         if given.get("output_processor") is not None:
-            raise ValueError("--burst-fused-loss does not go with an output_processor: it is one itself")
+            raise ValueError("--burst-fused-loss does not go with an output_processor: it makes no logits")
         self._given = _Given(labels, mask if mask is not None and mask.shape == labels.shape else None)
-        if "output_processor" in self._signature.parameters:
-            kwargs = {**kwargs, "output_processor": self._process_output}
-        return args, kwargs
 
     def _after(self, *_: Any) -> None:
         self._given = None
-
-    def _process_output(
-        self,
-        *,
-        hidden_states: Tensor,
-        output_weight: Tensor | None,
-        labels: Tensor,
-        scale_logits: Any,
-        **_: Any,
-    ) -> Tensor:
-        return self._language_model_loss(labels, scale_logits(UnmadeLogits(hidden_states, output_weight)))
 
     def _forward_head(self, input_: Tensor, weight: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         if self._given is None:
