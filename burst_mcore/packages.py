@@ -33,6 +33,11 @@ def loaded(module: str, package: str, at_least: str = "0", below: str = "1000") 
     return found
 
 
+def missing(module: Any) -> str | None:
+    """Return the reason that `loaded` gave in the place of a module; None if the module is there."""
+    return module if isinstance(module, str) else None
+
+
 def _number(version: str) -> tuple[int, ...]:
     numbers = []
     for part in version.split("+")[0].split(".")[:3]:

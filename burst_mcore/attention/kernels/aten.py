@@ -12,7 +12,7 @@ from torch import Tensor
 
 from burst_mcore.attention.geometry.pattern import Abilities, Pattern
 from burst_mcore.attention.kernels.finite import keeps_nan_where_seen
-from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Gradients, Kernel, Problem, Results, Scores
 from burst_mcore.attention.kernels.packed import (
     Sequences,
     flat,
@@ -50,7 +50,7 @@ def _cpu_supports(problem: Problem) -> str | None:
     return None
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor]:
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
     mask = pattern.table_on(q.device) if pattern.masked else None
     bias, heads = _bias(mask, q.dtype), _heads_first(q, k, v)
     out, lse = _cpu_attention(heads, bias, pattern, scores)
@@ -68,14 +68,14 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scor
 
 def _cpu_attention(
     heads: tuple[Tensor, ...], bias: Tensor | None, pattern: Pattern, scores: Scores
-) -> tuple[Tensor, Tensor]:
+) -> Results:
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
         *heads, 0.0, pattern.causal, attn_mask=bias, scale=scores.scale
     )
     return out, lse
 
 
-def _cpu_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+def _cpu_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
     assert inputs.out is not None
     dout, q, k, v, out = _heads_first(inputs.dout, inputs.q, inputs.k, inputs.v, inputs.out)
     mask, lse = pattern.table_on(q.device) if pattern.masked else None, inputs.lse
@@ -114,9 +114,7 @@ def _flash_supports(problem: Problem) -> str | None:
     return half_on_cuda(problem, largest_head_dim=256)
 
 
-def _flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores
-) -> tuple[Tensor, Tensor]:
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
     left, right = from_lower_right(pattern)
     out, lse, *_ = _aten._flash_attention_forward(
         *flat(pattern, q, k, v), *_ends(pattern, q, k), 0.0, is_causal(pattern), False,
@@ -125,9 +123,7 @@ def _flash_forward(
     return of_batch(pattern, out, lse, len(q))
 
 
-def _flash_backward(
-    inputs: BackwardInputs, pattern: Pattern, scores: Scores
-) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
     left, right = from_lower_right(pattern)
     seed, given = kept(_no_seed, (), device=inputs.q.device), flat_inputs(pattern, inputs)
     gradients = _aten._flash_attention_backward(
@@ -156,18 +152,14 @@ def _cudnn_supports(problem: Problem) -> str | None:
     return half_on_cuda(problem, largest_head_dim=128)
 
 
-def _cudnn_forward(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores
-) -> tuple[Tensor, Tensor]:
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
     out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
         *_heads_first(q, k, v), None, True, 0.0, pattern.causal, scale=scores.scale
     )
     return out.transpose(1, 2), lse.reshape(lse.shape[:3])
 
 
-def _cudnn_backward(
-    inputs: BackwardInputs, pattern: Pattern, scores: Scores
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cudnn_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
     assert inputs.out is not None
     # torch keeps the plan that it made for tensors of these sizes, whatever the strides of dout and out then.
     dout, q, k, v, out = _heads_first(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.geometry.pattern import Pattern
-from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Scores
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Gradients, Kernel, Results, Scores
 
 NARROW = 32
 """Tiles of fewer keys may lose NaN: as many 2-byte numbers as the widest vectors of CPUs, 64 bytes, hold."""
@@ -28,7 +28,7 @@ def keeps_nan_where_seen(kernel: Kernel) -> Kernel:
     over the inputs.
     """
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
         if not (pattern.masked or k.shape[1] < NARROW) or _finite(q, k, v):
             return kernel.forward(q, k, v, pattern, scores)
         table = pattern.table_on(q.device)
@@ -39,7 +39,7 @@ def keeps_nan_where_seen(kernel: Kernel) -> Kernel:
         lse.masked_fill_(spoiled[:, None], torch.nan)
         return out, lse
 
-    def backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
         tensors = [y for y in (inputs.dout, inputs.q, inputs.k, inputs.v, inputs.out) if y is not None]
         if not pattern.masked or (
             _finite(*tensors, inputs.delta)

@@ -14,7 +14,7 @@ from torch import Tensor
 from burst_mcore import packages
 from burst_mcore.attention.geometry.pattern import Abilities, Pattern
 from burst_mcore.attention.kernels.aten import half_on_cuda
-from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Gradients, Kernel, Problem, Results, Scores
 from burst_mcore.attention.kernels.packed import (
     flat,
     flat_inputs,
@@ -35,15 +35,10 @@ def _flash2() -> Any:
 
 def _flash2_supports(problem: Problem) -> str | None:
     reason = half_on_cuda(problem, largest_head_dim=256) or packages.not_on((8, 9, 10, 12))
-    if reason is not None:
-        return reason
-    module = _flash2()
-    return module if isinstance(module, str) else None
+    return reason or packages.missing(_flash2())
 
 
-def _flash2_forward(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores
-) -> tuple[Tensor, Tensor]:
+def _flash2_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
     left, right = from_lower_right(pattern)
     of = "_varlen" if pattern.packed else ""
     results = packages.call(
@@ -58,9 +53,7 @@ def _flash2_forward(
     return of_batch(pattern, out, lse, len(q))
 
 
-def _flash2_backward(
-    inputs: BackwardInputs, pattern: Pattern, scores: Scores
-) -> tuple[Tensor, Tensor, Tensor]:
+def _flash2_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
     left, right = from_lower_right(pattern)
     given = flat_inputs(pattern, inputs)
     gradients = _room(given)
@@ -88,13 +81,10 @@ def _flash3_supports(problem: Problem) -> str | None:
         return f"head dims {dims[0]} and {dims[1]}: those of q, k and v may differ as 192 and 128 do"
     if problem.deterministic and max(dims) > 192:
         return f"it is deterministic up to head dim 192, not with {max(dims)}"
-    module = _flash3()
-    return module if isinstance(module, str) else None
+    return packages.missing(_flash3())
 
 
-def _flash3_forward(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores
-) -> tuple[Tensor, Tensor]:
+def _flash3_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
     left, right = from_lower_right(pattern)
     out, lse, *_ = packages.call(
         _flash3()._flash_attn_forward,
@@ -105,9 +95,7 @@ def _flash3_forward(
     return of_batch(pattern, out, lse, len(q))
 
 
-def _flash3_backward(
-    inputs: BackwardInputs, pattern: Pattern, scores: Scores
-) -> tuple[Tensor, Tensor, Tensor]:
+def _flash3_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
     left, right = from_lower_right(pattern)
     given, causal = flat_inputs(pattern, inputs), is_causal(pattern)
     dq, dk, dv = _room(given)
@@ -148,9 +136,7 @@ def _flash4_supports(problem: Problem) -> str | None:
     return f"this flash-attn-4's backward has no {', '.join(missing)}" if missing else None
 
 
-def _flash4_forward(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores
-) -> tuple[Tensor, Tensor]:
+def _flash4_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
     left, right = (None if bound < 0 else bound for bound in from_lower_right(pattern))
     out, lse, *_ = _flash4()._flash_attn_fwd(
         *flat(pattern, q, k, v), **keywords(pattern, q), softmax_scale=scores.scale,
@@ -160,9 +146,7 @@ def _flash4_forward(
     return of_batch(pattern, out, lse, len(q))
 
 
-def _flash4_backward(
-    inputs: BackwardInputs, pattern: Pattern, scores: Scores
-) -> tuple[Tensor, Tensor, Tensor]:
+def _flash4_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
     left, right = (None if bound < 0 else bound for bound in from_lower_right(pattern))
     given = flat_inputs(pattern, inputs)
     nothing = torch.zeros_like(given.dout)  # it takes D as rowsum(dO * O) - dLSE
@@ -183,7 +167,7 @@ def _rows_dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _room(inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+def _room(inputs: BackwardInputs) -> Gradients:
     dq, dk, dv = (
         torch.empty_like(y, memory_format=torch.contiguous_format) for y in (inputs.q, inputs.k, inputs.v)
     )

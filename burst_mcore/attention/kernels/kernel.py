@@ -50,6 +50,12 @@ class Scores(NamedTuple):
     """Multiprocessors to leave to messages under way, for kernels that take all others for themselves."""
 
 
+Results = tuple[Tensor, Tensor]
+"""out and lse of a tile: see `Forward`."""
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""dq, dk and dv of a tile: see `Backward`."""
+
+
 class Forward(Protocol):
     """(out [B, M, H, Dv], lse [B, H, M]) of q [B, M, H, D], k [B, N, Hkv, D], v [B, N, Hkv, Dv].
 
@@ -57,9 +63,7 @@ class Forward(Protocol):
     -inf. lse is natural-log, in at least float32; a float64 one tells by how much float32 would round it.
     """
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores
-    ) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results: ...
 
 
 class BackwardInputs(NamedTuple):
@@ -85,9 +89,7 @@ class Backward(Protocol):
     A softcap multiplies dS by 1 - (s / softcap)^2.
     """
 
-    def __call__(
-        self, inputs: BackwardInputs, pattern: Pattern, scores: Scores
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    def __call__(self, inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients: ...
 
 
 class InPlace(NamedTuple):

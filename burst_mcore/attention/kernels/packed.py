@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._guards import active_fake_mode
 
 from burst_mcore.attention.geometry.pattern import Pattern
-from burst_mcore.attention.kernels.kernel import BackwardInputs
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Gradients, Results
 
 
 class Sequences(NamedTuple):
@@ -85,16 +85,14 @@ def flat_inputs(pattern: Pattern, inputs: BackwardInputs) -> BackwardInputs:
     return BackwardInputs(dout, q, k, v, out, lse, delta)
 
 
-def of_batch(pattern: Pattern, out: Tensor, lse: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+def of_batch(pattern: Pattern, out: Tensor, lse: Tensor, batch: int) -> Results:
     """Return (out [B, S, H, D], lse [B, H, S]) of a call's results."""
     if pattern.packed is None:
         return out, lse
     return out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1)
 
 
-def gradients_of_batch(
-    pattern: Pattern, gradients: tuple[Tensor, Tensor, Tensor], batch: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def gradients_of_batch(pattern: Pattern, gradients: Gradients, batch: int) -> Gradients:
     """Return (dq, dk, dv), each [B, S, H, D], of a call's results."""
     if pattern.packed is None:
         return gradients

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.geometry.pattern import Pattern
-from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Gradients, Kernel, Problem, Results, Scores
 
 COLUMNS = 8
 """Head columns that are added for D: kernels want multiples of 8."""
@@ -32,7 +32,7 @@ def takes_any_value_dim(kernel: Kernel) -> Kernel:
         dim = max(problem.head_dim, problem.value_dim)
         return kernel.supports(replace(problem, head_dim=dim, value_dim=dim))
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
         width = v.shape[-1]
         if q.shape[-1] == width:
             return kernel.forward(q, k, v, pattern, scores)
@@ -40,11 +40,13 @@ def takes_any_value_dim(kernel: Kernel) -> Kernel:
         out, lse = kernel.forward(padded(q, dim), padded(k, dim), padded(v, dim), pattern, scores)
         return out[..., :width], lse
 
-    def backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
         width, value_width = inputs.q.shape[-1], inputs.v.shape[-1]
         if width == value_width:
             return kernel.backward(inputs, pattern, scores)
-        wide = _padded_to(inputs, max(width, value_width))
+        assert inputs.out is not None
+        dim = max(width, value_width)
+        wide = _padded_to(inputs, dim, dim)._replace(out=padded(inputs.out, dim))
         dq, dk, dv = kernel.backward(wide, pattern, scores)
         return dq[..., :width], dk[..., :width], dv[..., :value_width]
 
@@ -57,41 +59,25 @@ def takes_delta(kernel: Kernel) -> Kernel:
         return kernel
 
     def supports(problem: Problem) -> str | None:
-        wider = replace(
-            problem,
-            head_dim=problem.head_dim + COLUMNS,
-            value_dim=problem.value_dim + COLUMNS,
-        )
-        reason = kernel.supports(wider)
+        dims = problem.head_dim + COLUMNS, problem.value_dim + COLUMNS
+        reason = kernel.supports(replace(problem, head_dim=dims[0], value_dim=dims[1]))
         return reason and f"{reason} (with {COLUMNS} columns more, for the gradient of lse)"
 
-    def backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
         width, value_width = inputs.q.shape[-1], inputs.v.shape[-1]
-        dout = padded(inputs.dout, value_width + COLUMNS)
-        out, delta = torch.zeros_like(dout), inputs.delta.transpose(1, 2)
+        wide = _padded_to(inputs, width + COLUMNS, value_width + COLUMNS)
+        dout, out, delta = wide.dout, torch.zeros_like(wide.dout), inputs.delta.transpose(1, 2)
         scale = 256.0 if dout.dtype == torch.float16 else 1.0  # D of scaled losses is beyond float16
         dout[..., value_width : value_width + 2] = scale
         out[..., value_width] = delta / scale
         out[..., value_width + 1] = delta / scale - out[..., value_width].to(delta.dtype)  # rounding error
-        wide = inputs._replace(
-            q=padded(inputs.q, width + COLUMNS),
-            k=padded(inputs.k, width + COLUMNS),
-            v=padded(inputs.v, value_width + COLUMNS),
-            dout=dout,
-            out=out,
-        )
-        dq, dk, dv = kernel.backward(wide, pattern, scores)
+        dq, dk, dv = kernel.backward(wide._replace(out=out), pattern, scores)
         return dq[..., :width], dk[..., :width], dv[..., :value_width]
 
     return replace(kernel, supports=supports, backward=backward, takes_delta=True)
 
 
-def _padded_to(inputs: BackwardInputs, dim: int) -> BackwardInputs:
-    assert inputs.out is not None
-    return inputs._replace(
-        q=padded(inputs.q, dim),
-        k=padded(inputs.k, dim),
-        v=padded(inputs.v, dim),
-        dout=padded(inputs.dout, dim),
-        out=padded(inputs.out, dim),
-    )
+def _padded_to(inputs: BackwardInputs, dim: int, value_dim: int) -> BackwardInputs:
+    """Return inputs of wider heads; `out` is as before."""
+    q, k = padded(inputs.q, dim), padded(inputs.k, dim)
+    return inputs._replace(q=q, k=k, v=padded(inputs.v, value_dim), dout=padded(inputs.dout, value_dim))

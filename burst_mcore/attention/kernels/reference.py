@@ -11,7 +11,7 @@ from torch import Tensor
 
 from burst_mcore.attention.geometry.pattern import Abilities, Pattern
 from burst_mcore.attention.kernels.finite import keeps_nan_where_seen
-from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Gradients, Kernel, Problem, Results, Scores
 from burst_mcore.dtypes import of_parts, wide
 
 
@@ -40,7 +40,7 @@ def _grouped(x: Tensor, kv_heads: int) -> Tensor:
     return grouped
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
     k_BNHD, v_BNHD = k.to(wide(k.dtype)), v.to(wide(v.dtype))
     logits = _logits(_grouped(q, k.shape[2]), k_BNHD, pattern, scores)
     most = logits.amax(-1, keepdim=True)
@@ -54,7 +54,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) 
     return out.to(q.dtype).contiguous(), lse_BHGM.flatten(1, 2)
 
 
-def _backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
     heads, dtype = inputs.k.shape[2], wide(inputs.k.dtype)
     q_BMHGD, dout_BMHGD = _grouped(inputs.q, heads), _grouped(inputs.dout, heads)
     k_BNHD, v_BNHD = inputs.k.to(dtype), inputs.v.to(dtype)

@@ -14,7 +14,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from burst_mcore.attention.geometry.pattern import Pattern
-from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Scores
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Gradients, Kernel, Results, Scores
 
 logger = logging.getLogger("burst_mcore")
 
@@ -35,10 +35,10 @@ def leaves_small_tiles(kernel: Kernel, to: Callable[[Scores], Kernel]) -> Kernel
         _tell(kernel.name, other.name)
         return other
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
         return chosen(pattern, scores).forward(q, k, v, pattern, scores)
 
-    def backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
         return chosen(pattern, scores).backward(inputs, pattern, scores)
 
     return replace(kernel, forward=forward, backward=backward)

@@ -21,7 +21,7 @@ from burst_mcore import packages
 from burst_mcore.attention.geometry.pattern import Abilities, Pattern
 from burst_mcore.attention.kernels import aten, reference
 from burst_mcore.attention.kernels.aten import half_on_cuda
-from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Gradients, Kernel, Problem, Results, Scores
 from burst_mcore.attention.kernels.packed import Sequences, is_causal, kept, sequences
 from burst_mcore.attention.kernels.padding import takes_any_value_dim
 from burst_mcore.attention.kernels.small import leaves_small_tiles
@@ -39,10 +39,7 @@ def _supports(problem: Problem) -> str | None:
     if problem.softcap:
         return "it has no softcap"
     reason = half_on_cuda(problem, largest_head_dim=128) or packages.not_on((8, 9, 10))
-    if reason is not None:
-        return reason
-    module = _te()
-    return module if isinstance(module, str) else None
+    return reason or packages.missing(_te())
 
 
 def _supports_documents(problem: Problem) -> str | None:
@@ -85,15 +82,13 @@ def _of_sequences(pattern: Pattern, q: Tensor, k: Tensor) -> _Call:
     return _Call("thd", mask, ends, {"cu_seqlens_q_padded": ends.of_q, "cu_seqlens_kv_padded": ends.of_k})
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
     q, k, v = (x.contiguous() for x in (q, k, v))  # it reads by the layout's name, not by strides
     out, statistics = _attend(_of_tile(pattern, q, k), q, k, v, scores)
     return out, statistics.squeeze(-1)
 
 
-def _forward_of_documents(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores
-) -> tuple[Tensor, Tensor]:
+def _forward_of_documents(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
     if _windowed(pattern):
         return aten.FLASH.forward(q, k, v, pattern, scores)
     (batch, rows), call = q.shape[:2], _of_sequences(pattern, q, k)
@@ -115,7 +110,7 @@ def _attend(call: _Call, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tup
     return out, aux[0]
 
 
-def _backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
     tensors = tuple(
         y.contiguous() for y in (inputs.q, inputs.k, inputs.v, inputs.out, inputs.dout) if y is not None
     )
@@ -123,9 +118,7 @@ def _backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> tuple
     return _gradients(_of_tile(pattern, *tensors[:2]), tensors, statistics, scores)
 
 
-def _backward_of_documents(
-    inputs: BackwardInputs, pattern: Pattern, scores: Scores
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_of_documents(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
     if _windowed(pattern):
         return aten.FLASH.backward(inputs, pattern, scores)
     of_batch = (inputs.q, inputs.k, inputs.v, inputs.out, inputs.dout)
@@ -137,9 +130,7 @@ def _backward_of_documents(
     return dq.unflatten(0, (batch, -1)), dk.unflatten(0, (batch, -1)), dv.unflatten(0, (batch, -1))
 
 
-def _gradients(
-    call: _Call, tensors: tuple[Tensor, ...], statistics: Tensor, scores: Scores
-) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(call: _Call, tensors: tuple[Tensor, ...], statistics: Tensor, scores: Scores) -> Gradients:
     """Return (dq, dk, dv) as TransformerEngine lays them out; tensors: q, k, v, out, dout."""
     te, ends, dtype = _te(), call.ends, tensors[0].dtype
     no_seed = kept(_no_seed, 2, device=statistics.device)

@@ -149,11 +149,7 @@ def _supports(problem: Problem) -> str | None:
     if dim > LARGEST_HEAD_DIM:
         return f"head dim {dim}, it takes up to {LARGEST_HEAD_DIM}"
     reason = packages.not_on((8, 9, 10, 11, 12)) if problem.device == "cuda" else None
-    reason = reason or _lacks_memory(problem)
-    if reason is not None:
-        return reason
-    code = _device_code()
-    return code if isinstance(code, str) else None
+    return reason or _lacks_memory(problem) or packages.missing(_device_code())
 
 
 def _lacks_memory(problem: Problem) -> str | None:
