@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.geometry.piece import Piece, band_pairs
+from burst_mcore.attention.geometry.piece import Piece
 from burst_mcore.mask.bands import UNBOUNDED
 
 
@@ -100,28 +100,26 @@ class Pattern:
         return not (self.masked or self.causal or self.full)
 
     @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The parts, or else the whole band as one; not of a `fixed_table`."""
+        low = -UNBOUNDED if self.low is None else self.low
+        high = UNBOUNDED if self.high is None else self.high
+        return self.parts or (Piece(0, self.shape[0], 0, self.shape[1], low, high),)
+
+    @property
     def pairs(self) -> int:
         """Query-key pairs that meet."""
         if self.fixed_table is not None:
             return int(self.fixed_table.sum())
-        if self.parts:
-            return sum(part.pairs for part in self.parts)
-        low = -UNBOUNDED if self.low is None else self.low
-        return band_pairs(*self.shape, low, UNBOUNDED if self.high is None else self.high)
+        return sum(piece.pairs for piece in self.pieces)
 
     @cached_property
     def table(self) -> Tensor:
         """Bool [M, N], True where a row sees a column; on the CPU, or on the device of `fixed_table`."""
         if self.fixed_table is not None:
             return self.fixed_table
-        rows, columns = self.shape
-        if not self.parts:
-            ahead = torch.arange(columns)[None, :] - torch.arange(rows)[:, None]
-            inside = torch.ones_like(ahead, dtype=torch.bool)
-            inside = inside if self.low is None else inside & (ahead >= self.low)
-            return inside if self.high is None else inside & (ahead <= self.high)
         allowed = torch.zeros(self.shape, dtype=torch.bool)
-        for part in self.parts:
+        for part in self.pieces:
             ahead = torch.arange(part.n1 - part.n0)[None, :] - torch.arange(part.m1 - part.m0)[:, None]
             inside = (ahead >= part.low) & (ahead <= part.high)
             if part.step > 1:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, wraps
 from itertools import accumulate
 from math import gcd
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from burst_mcore.mask.bands import UNBOUNDED, tightened
 
 Runs = tuple[range, ...]
 T = TypeVar("T")
+Arguments = ParamSpec("Arguments")
 FEW = 8
 """Runs of a position, at most, of which each meets each as a piece with a step, where a mask is dilated."""
 
@@ -88,6 +89,22 @@ class Stretch:
         return torch.where(begin < end, offsets[torch.where(far, after, before)], -1)
 
 
+def cached_on_plan(
+    function: Callable[Concatenate[Plan, Arguments], T],
+) -> Callable[Concatenate[Plan, Arguments], T]:
+    """Cache the results of a function of a plan, its first argument, for as long as the plan lives."""
+
+    @wraps(function)
+    def found(plan: Plan, *args: Arguments.args, **kwargs: Arguments.kwargs) -> T:
+        key = function, args, tuple(kwargs.items())
+        if key not in plan.cache:
+            plan.cache[key] = function(plan, *args, **kwargs)
+        result: T = plan.cache[key]
+        return result
+
+    return found
+
+
 class Plan:
     """The pieces of a layout and a mask on a ring, each position of which has the rows of a head group.
 
@@ -106,8 +123,6 @@ class Plan:
             self.bands = in_classes(self.bands, mask.stride, self.rows * self.size)
         self.cache: dict[tuple[Any, ...], Any] = {}
         """Results that follow from the plan: see `cached_on_plan`."""
-        self._pieces: dict[tuple[int | None, ...], list[Piece]] = {}
-        self._tables: dict[Stretch, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
     def _fine(self) -> bool:
         """Return whether the runs of a position are many, and without gaps."""
@@ -118,18 +133,12 @@ class Plan:
         """Return the global positions that a rank holds."""
         return self.layout.runs(self.n, self.placement.rank(position, member), self.placement.size)
 
+    @cached_on_plan
     def stretches(self, position: int, part: int | None = None) -> tuple[Stretch, ...]:
         """Return the rows of a position, or of one member of its head group (each of its runs).
 
         The members' rows are pooled: in ascending order where runs are without gaps, else run after run.
         """
-        key = "stretches", position, part
-        if key not in self.cache:
-            self.cache[key] = self._pooled(position, part)
-        stretches: tuple[Stretch, ...] = self.cache[key]
-        return stretches
-
-    def _pooled(self, position: int, part: int | None) -> tuple[Stretch, ...]:
         runs = sorted(
             (run for member in range(self.heads) for run in self.runs(position, member)),
             key=lambda run: run.start,
@@ -163,9 +172,10 @@ class Plan:
 
     def rows_from(self, position: int, cut: int) -> Rows:
         """Return the rows of a position from global position `cut` on."""
-        stretches = self.stretches(position)
+        stretches = self.stretches(position, None)
         return union([range(stretch.rows_before(cut), stretch.offsets[-1]) for stretch in stretches])
 
+    @cached_on_plan
     def pieces(
         self, q_at: int, k_at: int, *, q_part: int | None = None, k_part: int | None = None
     ) -> list[Piece]:
@@ -173,48 +183,36 @@ class Plan:
 
         Where the plan is `by_class`, pieces count rows as its `order` does.
         """
-        key = q_at, k_at, q_part, k_part
         if not self.reading(of_queries=False).meets[k_at, q_at]:
             return []
-        if key not in self._pieces:
-            self._pieces[key] = [
-                piece
-                for q in self._counted(q_at, q_part)
-                for k in self._counted(k_at, k_part)
-                for piece in self._meet(q, k)
-            ]
-        return self._pieces[key]
+        return [
+            piece
+            for q in self._counted(q_at, q_part)
+            for k in self._counted(k_at, k_part)
+            for piece in self._meet(q, k)
+        ]
 
     def _counted(self, position: int, part: int | None) -> tuple[Stretch, ...]:
         """Return the stretches whose rows pieces count."""
         return (self._classes(position, part)[0],) if self.by_class else self.stretches(position, part)
 
+    @cached_on_plan
     def _classes(self, position: int, part: int | None) -> tuple[Stretch, list[range]]:
         """Return the rows of a position, or of a member, in the order of classes, and which they are."""
-        key = "classes", position, part
-        if key not in self.cache:
-            stretches = self.stretches(position, part)
-            own = [pair for x in stretches for pair in zip(x.runs, x.offsets, strict=False)]
-            runs, rows = numbered(own, self.mask.stride, self.rows * self.size)
-            self.cache[key] = Stretch(runs, 0), rows
-        classes: tuple[Stretch, list[range]] = self.cache[key]
-        return classes
+        stretches = self.stretches(position, part)
+        own = [pair for x in stretches for pair in zip(x.runs, x.offsets, strict=False)]
+        runs, rows = numbered(own, self.mask.stride, self.rows * self.size)
+        return Stretch(runs, 0), rows
 
+    @cached_on_plan
     def order(self, position: int, part: int | None, travel: Rows) -> Order:
         """Return which rows those are that pieces count `by_class`; travel: as `Order` takes them."""
-        key = "order", position, part, travel
-        if key not in self.cache:
-            self.cache[key] = Order(self._classes(position, part)[1], travel)
-        order: Order = self.cache[key]
-        return order
+        return Order(self._classes(position, part)[1], travel)
 
+    @cached_on_plan
     def reading(self, *, of_queries: bool) -> Reading:
         """Return who reads which keys, or which queries, of all positions."""
-        key = "reading", of_queries
-        if key not in self.cache:
-            self.cache[key] = reading(self.layout, self.mask, self.n, self.placement, of_queries=of_queries)
-        result: Reading = self.cache[key]
-        return result
+        return reading(self.layout, self.mask, self.n, self.placement, of_queries=of_queries)
 
     def needed(self, owner: int, reader: int, *, of_queries: bool) -> Rows:
         """Return the rows of `owner` that `reader` reads: its keys, or its queries."""
@@ -225,12 +223,11 @@ class Plan:
         """Whether every position reads all of every other."""
         return not self.mask.terms and self.n == self.rows * self.size
 
+    @cached_on_plan
     def _table(self, stretch: Stretch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return all bands in local rows: first and last query rows, first and last key rows."""
-        if stretch not in self._tables:
-            q0, q1, k0, k1 = map(stretch.rows_before_each, self.bands[:, :4].T.contiguous())
-            self._tables[stretch] = q0, q1, k0, k1
-        return self._tables[stretch]
+        q0, q1, k0, k1 = map(stretch.rows_before_each, self.bands[:, :4].T.contiguous())
+        return q0, q1, k0, k1
 
     def _meet(self, q: Stretch, k: Stretch) -> list[Piece]:
         shift, step = 0, 1 if self.by_class else self.mask.stride
@@ -250,20 +247,6 @@ class Plan:
         if len(q.runs) == len(k.runs) == 1:
             return _straight(local, limits, q, k, step, shift)
         return _pieces(q, k, torch.cat([local, limits], 1), square=self.by_class)
-
-
-def cached_on_plan(function: Callable[..., T]) -> Callable[..., T]:
-    """Cache the results of a function of a plan, its first argument, for as long as the plan lives."""
-
-    @wraps(function)
-    def found(plan: Plan, *args: Any, **kwargs: Any) -> T:
-        key = function, args, tuple(kwargs.items())
-        if key not in plan.cache:
-            plan.cache[key] = function(plan, *args, **kwargs)
-        result: T = plan.cache[key]
-        return result
-
-    return found
 
 
 PLANS = 64

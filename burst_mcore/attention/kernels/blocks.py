@@ -121,14 +121,9 @@ def _signed(word: Tensor) -> Tensor:
 
 def _parts(pattern: Pattern) -> Tensor:
     """Return the parts of a pattern, int64 [parts, 8]."""
-    rows, columns = pattern.shape
     if pattern.fixed_table is not None:
         raise ValueError("a table of rows x columns has no pieces to walk")
-    low, high = (
-        (-FAR if pattern.low is None else pattern.low),
-        (FAR if pattern.high is None else pattern.high),
-    )
-    table = torch.tensor(pattern.parts or [(0, rows, 0, columns, low, high, 1, 0)], dtype=torch.int64)
+    table = torch.tensor(pattern.pieces, dtype=torch.int64)
     table[:, 4:6].clamp_(-FAR, FAR)
     return table
 
