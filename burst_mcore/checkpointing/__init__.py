@@ -2,13 +2,14 @@
 
 policy    Full, Segment, KeepAttention, Offload: the share of the sequence that a call keeps
 function  checkpoint, with a policy, and recorded: the same for checkpointing of other projects
-scope     the attention calls of one checkpointed layer, recorded and replayed
+scope     Policy, and the attention calls of one checkpointed layer, recorded and replayed
 offload   where kept results wait for backward: on the device, or in pinned host memory
 """
 
 from burst_mcore.attention.recompute.replay import RecomputeError
 from burst_mcore.checkpointing.function import checkpoint, recorded
-from burst_mcore.checkpointing.policy import Full, KeepAttention, Offload, Policy, Segment
+from burst_mcore.checkpointing.policy import Full, KeepAttention, Offload, Segment
+from burst_mcore.checkpointing.scope import Policy
 
 __all__ = [
     "Full",

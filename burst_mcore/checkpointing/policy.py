@@ -2,66 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
 from dataclasses import dataclass, field
 
 from burst_mcore.attention.recompute.cuts import check_keep
 from burst_mcore.attention.recompute.replay import SavedTail
-from burst_mcore.checkpointing.offload import OffloadedResults, OnDevice, may_move
-from burst_mcore.checkpointing.scope import Held, Record, is_recorded
+from burst_mcore.checkpointing.offload import OffloadedResults, may_move
+from burst_mcore.checkpointing.scope import Held, Policy
 from burst_mcore.words import brief
-
-
-@dataclass(frozen=True)
-class Policy:
-    """The part of attention's O and LSE that is kept; all else of a checkpointed layer is computed again."""
-
-    @property
-    def keeps_nothing(self) -> bool:
-        """Whether this is plain checkpointing, in which calls are only compared."""
-        return False
-
-    def share(self, size: int) -> tuple[float, bool]:
-        """Return (share to keep of a call, whether less will do); size: bytes of its O and LSE."""
-        raise NotImplementedError
-
-    def hold(self, tail: SavedTail) -> Held:
-        """Keep the tail of a call until the recomputation takes it."""
-        held = OnDevice(tail)
-        self.watch(held, tail)
-        return held
-
-    def watch(self, held: Held, tail: SavedTail) -> None:
-        """Count a tail that is held, until nobody holds it any more."""
-
-    def contexts(
-        self,
-    ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        """Return a `context_fn` for torch.utils.checkpoint, not reentrant, as libraries take it.
-
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": policy.contexts})
-        """
-        if not is_recorded(self):
-            return contextlib.nullcontext(), contextlib.nullcontext()
-        record = Record(self, "a checkpointed call")
-        return record.forward(), _Again(record)
-
-
-class _Again(contextlib.AbstractContextManager[None]):
-    """The context of a recomputation, which may be entered once for each backward."""
-
-    def __init__(self, record: Record) -> None:
-        self._record = record
-        self._entered: list[contextlib.AbstractContextManager[None]] = []
-
-    def __enter__(self) -> None:
-        self._entered.append(self._record.recomputation())
-        self._entered[-1].__enter__()
-
-    def __exit__(self, *exception: object) -> bool | None:
-        return self._entered.pop().__exit__(*exception)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

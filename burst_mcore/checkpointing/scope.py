@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -21,21 +22,8 @@ from burst_mcore.attention.recompute.replay import (
     recording,
     replaying,
 )
+from burst_mcore.checkpointing.offload import OnDevice
 from burst_mcore.registry import lookup
-
-
-class Keeper(Protocol):
-    """Decides how much of a call is kept, and holds it: `policy.Policy`."""
-
-    @property
-    def keeps_nothing(self) -> bool:
-        """Whether the calls are only compared."""
-
-    def share(self, size: int) -> tuple[float, bool]:
-        """Return (keep, at most) of a call whose results take `size` bytes on this rank."""
-
-    def hold(self, tail: SavedTail) -> Held:
-        """Hold the tail of a call, until the recomputation takes it."""
 
 
 class Held(Protocol):
@@ -45,11 +33,61 @@ class Held(Protocol):
         """Return the tail; called once."""
 
 
+@dataclass(frozen=True)
+class Policy:
+    """The part of attention's O and LSE that is kept; all else of a checkpointed layer is computed again."""
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether this is plain checkpointing, in which calls are only compared."""
+        return False
+
+    def share(self, size: int) -> tuple[float, bool]:
+        """Return (share to keep of a call, whether less will do); size: bytes of its O and LSE."""
+        raise NotImplementedError
+
+    def hold(self, tail: SavedTail) -> Held:
+        """Keep the tail of a call until the recomputation takes it."""
+        held = OnDevice(tail)
+        self.watch(held, tail)
+        return held
+
+    def watch(self, held: Held, tail: SavedTail) -> None:
+        """Count a tail that is held, until nobody holds it any more."""
+
+    def contexts(
+        self,
+    ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+        """Return a `context_fn` for torch.utils.checkpoint, not reentrant, as libraries take it.
+
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": policy.contexts})
+        """
+        if not is_recorded(self):
+            return contextlib.nullcontext(), contextlib.nullcontext()
+        record = Record(self, "a checkpointed call")
+        return record.forward(), _Again(record)
+
+
+class _Again(contextlib.AbstractContextManager[None]):
+    """The context of a recomputation, which may be entered once for each backward."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._entered: list[contextlib.AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(self._record.recomputation())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *exception: object) -> bool | None:
+        return self._entered.pop().__exit__(*exception)  # type: ignore[arg-type]
+
+
 class Record:
     """The calls of attention that one checkpointed call made, and the tails that it kept."""
 
-    def __init__(self, keeper: Keeper, name: str) -> None:
-        self.keeper, self.name = keeper, name
+    def __init__(self, policy: Policy, name: str) -> None:
+        self.policy, self.name = policy, name
         self.call_ids: list[CallId] = []
         self.held: list[Held | None] = []
 
@@ -58,7 +96,7 @@ class Record:
         """Wrap the forward: record the calls in it, from the first on."""
         self.call_ids, self.held = [], []
         run = _Forward(self)
-        with following(run) if self.keeper.keeps_nothing else recording(run):
+        with following(run) if self.policy.keeps_nothing else recording(run):
             yield
 
     @contextlib.contextmanager
@@ -69,7 +107,7 @@ class Record:
             RecomputeError: the recomputation came to its end, and made fewer calls than the forward.
         """
         again = _Recomputation(self)
-        with following(again) if self.keeper.keeps_nothing else replaying(again):
+        with following(again) if self.policy.keeps_nothing else replaying(again):
             yield
         if again.calls < len(self.call_ids):
             missing = self.call_ids[again.calls]
@@ -89,11 +127,11 @@ class _Forward:
         self._record = record
 
     def share(self, call_id: CallId) -> tuple[float, bool]:
-        return self._record.keeper.share(call_id.bytes)
+        return self._record.policy.share(call_id.bytes)
 
     def record(self, call_id: CallId, tail: SavedTail) -> None:
         self.follow(call_id)
-        self._record.held.append(self._record.keeper.hold(tail))
+        self._record.held.append(self._record.policy.hold(tail))
 
     def follow(self, call_id: CallId) -> None:
         self._record.call_ids.append(call_id)
@@ -129,9 +167,9 @@ class _Recomputation:
             )
 
 
-def is_recorded(keeper: Keeper) -> bool:
+def is_recorded(policy: Policy) -> bool:
     """Return whether a forward that begins now is recorded: a recomputation may follow, and differ."""
-    same_graph = keeper.keeps_nothing and torch.compiler.is_compiling()  # of both runs
+    same_graph = policy.keeps_nothing and torch.compiler.is_compiling()  # of both runs
     return torch.is_grad_enabled() and not same_graph
 
 
