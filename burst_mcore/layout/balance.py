@@ -37,13 +37,9 @@ def keys_per_query(mask: Mask, n: int) -> Tensor:
     return _per_row(mask, n, transposed=False)
 
 
-def queries_per_key(mask: Mask, n: int) -> Tensor:
-    """Return how many queries see each key, int64 [n]. Raises as `keys_per_query`."""
-    return _per_row(mask, n, transposed=True)
-
-
 @lru_cache(maxsize=16)
 def _per_row(mask: Mask, n: int, transposed: bool) -> Tensor:
+    """Return how many keys each query sees, or how many queries see each key (`transposed`), int64 [n]."""
     bands = mask.bands(n)
     if transposed:
         bands = torch.stack(

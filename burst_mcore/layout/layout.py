@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -63,8 +63,8 @@ class Layout:
     def _parameters(self) -> dict[str, Any]:
         return {field.name: getattr(self.rule, field.name) for field in fields(self.rule)}
 
-    def __reduce__(self) -> tuple[Callable[..., Layout], tuple[Any, ...]]:
-        return _again, (self.kind, self._parameters)  # without its hash, which is of this process
+    def __reduce__(self) -> tuple[Callable[[], Layout], tuple[()]]:
+        return partial(Layout, self.kind, **self._parameters), ()  # without its hash, of this process
 
     @classmethod
     def of(cls, layout: Layout | str) -> Layout:
@@ -104,16 +104,6 @@ class Layout:
     @cached_property
     def _word(self) -> str:
         return str(self.rule)
-
-    @property
-    def even_everywhere(self) -> bool:
-        """Whether ranks hold as many tokens (give or take one) before every position of the sequence."""
-        return self.rule.even_everywhere
-
-    @property
-    def even_at_edges(self) -> bool:
-        """Whether ranks have the same causal work before each of `edges`."""
-        return self.rule.even_at_edges
 
     def divisor(self, size: int) -> int:
         """Return the number of which padded lengths are multiples, on a ring of `size` ranks.
@@ -174,10 +164,6 @@ class Layout:
         padded = self.padded(n, size)
         edges = torch.zeros(1, dtype=torch.int64) if size == 1 else self.rule.edges(padded, size)
         return edges[edges < n]
-
-
-def _again(kind: str, parameters: dict[str, Any]) -> Layout:
-    return Layout(kind, **parameters)
 
 
 @lru_cache(maxsize=1024)

@@ -89,10 +89,6 @@ _OF_LISTS = {
 _OF_FLOAT32 = _launches((32, 32, 8, 1), (32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1))
 """Launches of all kernels in float32, for head dims as in `_LAUNCHES`. There are no matrix units, so a thread
 makes 256 multiply-adds for a product of a block; with more, registers spill."""
-SHARED = {(8, 0): 166912, (8, 9): 101376, (9, 0): 232448, (10, 0): 232448}
-"""Bytes of shared memory that a block may have, by compute capability; no launch needs more."""
-
-
 _NEEDED: dict[tuple[int, int] | None, tuple[int, ...]] = {
     None: (40960, 53248, 67584, 67584),
     (8, 0): (82432, 131328, 102912, 98304),

@@ -75,11 +75,11 @@ def cut_for(keep: float, layout: Layout, mask: Mask, n: int, size: int, *, at_mo
     """
     keep = check_keep(keep)
     asked = n - (math.floor(keep * n + 1e-9) if at_most else round(keep * n))
-    if layout.even_everywhere:
+    if layout.rule.even_everywhere:
         up = size - 1 if at_most else size // 2
         asked = min(n, (asked + up) // size * size)
     cuts = _weighed(_positions(layout, n, size, asked), layout, mask, n, size)
-    if layout.even_everywhere and size > 1:  # to a key per query
+    if layout.rule.even_everywhere and size > 1:  # to a key per query
         legal = [cut for cut in cuts if cut.position == asked]
     else:
         whole = cuts[-1].imbalance
@@ -109,10 +109,10 @@ def _say_moved(keep: float, chosen: float, layout: Layout, size: int) -> None:
 
 def _positions(layout: Layout, n: int, size: int, asked: int) -> list[int]:
     """Return the positions to weigh, ascending: the ends, the wanted one, and the edges of dealt chunks."""
-    if layout.even_everywhere or size == 1:
+    if layout.rule.even_everywhere or size == 1:
         return sorted({0, asked, n})
     edges = layout.edges(n, size)
-    if layout.even_at_edges:
+    if layout.rule.even_at_edges:
         return sorted({0, n, *edges.tolist()})
     most = max(8, LOOKED_AT // (size * len(layout.runs(n, 0, size))))
     if len(edges) > most:
@@ -123,7 +123,7 @@ def _positions(layout: Layout, n: int, size: int, asked: int) -> list[int]:
 def _weighed(positions: list[int], layout: Layout, mask: Mask, n: int, size: int) -> list[Cut]:
     """Return a `Cut` of each position, the last of which is n."""
     cuts = torch.tensor(positions)
-    if layout.even_at_edges:
+    if layout.rule.even_at_edges:
         work = keys_per_query(mask, n).cumsum(0)[cuts - 1].where(cuts > 0, 0)[:, None].expand(-1, size)
     else:
         work = pairs_before(layout, mask, n, size, cuts)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
-from typing import Generic, NamedTuple, Self
+from typing import ClassVar, Generic, NamedTuple, Self
 
 from burst_mcore.attention.schedule.carried import Carried, T
 
@@ -103,31 +103,32 @@ class Channel(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Send(Generic[T]):
+class _Message(Generic[T]):
+    """One end of a message: `rows` of `buffer`, to or from rank `peer`."""
+
+    SIGN: ClassVar[str]
+    step: int
+    channel: Channel
+    buffer: str
+    peer: int
+    rows: Carried[T] = None
+
+    def __str__(self) -> str:
+        return f"{self.buffer}{self.SIGN}{self.peer}{_of(self.rows)}"
+
+
+class Send(_Message[T]):
     """Start sending `rows` of `buffer` to rank `peer`. Until its channel's Wait it may not be written."""
 
-    step: int
-    channel: Channel
-    buffer: str
-    peer: int
-    rows: Carried[T] = None
-
-    def __str__(self) -> str:
-        return f"{self.buffer}>{self.peer}{_of(self.rows)}"
+    __slots__ = ()
+    SIGN = ">"
 
 
-@dataclass(frozen=True, slots=True)
-class Recv(Generic[T]):
+class Recv(_Message[T]):
     """Start receiving from rank `peer` into `buffer`; it may not be touched until the channel's Wait."""
 
-    step: int
-    channel: Channel
-    buffer: str
-    peer: int
-    rows: Carried[T] = None
-
-    def __str__(self) -> str:
-        return f"{self.buffer}<{self.peer}{_of(self.rows)}"
+    __slots__ = ()
+    SIGN = "<"
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +212,8 @@ class Return:
 
 
 @dataclass(frozen=True, slots=True)
-class Pack(Generic[T]):
-    """Copy the share of member `member` of the group into `buffer`: a head group, or a column of a mesh."""
+class _Copy(Generic[T]):
+    """A copy of the share of one member of a group: a head group, or a column of a mesh."""
 
     step: int
     kind: Kind
@@ -222,21 +223,19 @@ class Pack(Generic[T]):
     """The rows of the share, in a column (None: all)."""
 
     def __str__(self) -> str:
-        return f"pack {self.buffer}"
+        return f"{type(self).__name__.lower()} {self.buffer}"
 
 
-@dataclass(frozen=True, slots=True)
-class Unpack(Generic[T]):
+class Pack(_Copy[T]):
+    """Copy the share of member `member` of the group into `buffer`."""
+
+    __slots__ = ()
+
+
+class Unpack(_Copy[T]):
     """Copy the share that came from member `member` of the group out of `buffer`, to its place."""
 
-    step: int
-    kind: Kind
-    buffer: str
-    member: int
-    rows: Carried[T] = None
-
-    def __str__(self) -> str:
-        return f"unpack {self.buffer}"
+    __slots__ = ()
 
 
 Action = Send[T] | Recv[T] | Wait | Compute | Accumulate[T] | Add[T] | Return | Pack[T] | Unpack[T]
