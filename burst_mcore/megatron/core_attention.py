@@ -113,11 +113,10 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
             hand_over_latents()
         follow_groups()
         # Last: these may make communicators.
-        group = _group(config, pg_collection)
-        ring = configured(self._asked, config, cp_comm_type).ring
-        self._topologies = {group: replace(_topology(config, group, pg_collection, ring), rates=rates)}
+        self._topologies: dict[Any, Topology] = {}
         self._pg_collection = pg_collection
-        self.use_group(group, cp_comm_type)
+        group = _group(config, pg_collection)
+        self.use_group(group, cp_comm_type, _levels(config, group, pg_collection))
 
     def use_group(self, group: Any, cp_comm_type: str | None, levels: Any = None) -> None:
         """Attend over `group`, see `Rebindable`. A ValueError, as the constructor's, changes nothing."""
@@ -456,13 +455,11 @@ def _group(config: TransformerConfig, pg_collection: Any) -> Any:
     return group
 
 
-def _topology(config: TransformerConfig, group: Any, pg_collection: Any, ring: str) -> Topology:
-    """Return the ring over Megatron's own groups: hierarchical ones if they exist, else context-parallel."""
-    if group is None or group.size() == 1:
-        return Topology.single()
+def _levels(config: TransformerConfig, group: Any, pg_collection: Any) -> Any:
+    """Return Megatron's hierarchical groups of a context-parallel group; None if none were asked for."""
     sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
-    if not sizes:
-        return _nodes_by_host(group, ring)
+    if not sizes or group is None or group.size() == 1:
+        return None
     levels = getattr(pg_collection, "hcp", None) or parallel_state.get_hierarchical_context_parallel_groups(
         check_initialized=False
     )
@@ -472,7 +469,7 @@ def _topology(config: TransformerConfig, group: Any, pg_collection: Any, ring: s
             f"burst attention takes two hierarchical context-parallel sizes, ranks of a node and nodes, with "
             f"their process groups; got sizes {list(sizes)} and groups of {found}"
         )
-    return Topology.from_groups(intra=levels[0], inter=levels[1])
+    return levels
 
 
 def _nodes_by_host(group: Any, ring: str) -> Topology:

@@ -10,18 +10,20 @@ This can go when Megatron asks for the layout in one place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 from burst_mcore.layout import NAMES, Layout, positions, shard
 from burst_mcore.wrap import wrap, wrap_everywhere
 
+T = TypeVar("T")
 ZIGZAG = Layout("zigzag")
 
 WORK_ON_ANY_LAYOUT = frozenset(
@@ -108,11 +110,6 @@ def use_layout(layout: Layout | str, packed: str = "documents") -> None:
         _install()
     _in_effect = dealing
     forget_rotary_positions()
-
-
-def layout_in_effect() -> Layout:
-    """Return the layout by which Megatron deals sequences in this process."""
-    return _in_effect.layout
 
 
 def layout_of_packed() -> Layout | None:
@@ -261,18 +258,29 @@ def _choosing_positions_in_documents(original: Callable[..., Any]) -> Callable[.
 
 
 _POSITIONS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""What was computed of each cu_seqlens that lives: for all layers, and for queries and keys."""
+
+
+def made_once(
+    known: WeakIdKeyDictionary, sources: Sequence[Tensor | None], place: object, make: Callable[[], T]
+) -> T:
+    """Return make(), made anew only if one of the tensors was written to or is another, or `place` differs.
+
+    For all layers, and for queries and keys: what was made last is kept while the first tensor lives.
+    """
+    if any(x is not None and x.is_inference() for x in sources):  # has no version
+        return make()
+    key = [(x is not None and (WeakIdRef(x), x._version)) for x in sources], place
+    before: tuple[object, T] | None = known.get(sources[0])
+    if before is None or before[0] != key:
+        known[sources[0]] = before = key, make()
+    return before[1]
 
 
 def _positions_in_documents(cu_seqlens: Tensor, tokens: int, group: Any, of_batch: bool) -> Tensor:
     """Return positions [tokens of this rank], in the batch or in documents, on the device of cu_seqlens."""
-    if cu_seqlens.is_inference():  # has no version
-        return _positions(cu_seqlens, tokens, group, of_batch)
-    key = (cu_seqlens._version, tokens, group.rank(), group.size(), _in_effect.layout, of_batch)
-    known: dict[Any, Tensor] = _POSITIONS.setdefault(cu_seqlens, {})
-    if key not in known:
-        known[key] = _positions(cu_seqlens, tokens, group, of_batch)
-    return known[key]
+    place = tokens, group.rank(), group.size(), _in_effect.layout, of_batch
+    make = partial(_positions, cu_seqlens, tokens, group, of_batch)
+    return made_once(_POSITIONS, [cu_seqlens], place, make)
 
 
 def _positions(cu_seqlens: Tensor, tokens: int, group: Any, of_batch: bool) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
-from burst_mcore.megatron.layouts import ZIGZAG, layout_of_packed
+from burst_mcore.megatron.layouts import ZIGZAG, layout_of_packed, made_once
 
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 
@@ -47,43 +46,16 @@ def packing(params: Any, tokens: int, size: int) -> Packing:
     for name, x in zip(CU_SEQLENS, given, strict=True):
         if not (isinstance(x, Tensor) or (x is None and name != CU_SEQLENS[0])):
             raise ValueError(f"{name} of packed sequences must be a tensor of integers, got {x!r}")
-    if any(x is not None and x.is_inference() for x in given):  # has no version
-        return _packing(given, tokens, size)
-    read: _Read | None = _READ.get(given[0])
     place = tokens, size, layout_of_packed()
-    if read is None or not read.is_of(given, place):
-        versions = tuple(-1 if x is None else x._version for x in given)
-        sources = tuple(None if x is None else weakref.ref(x) for x in given)
-        read = _Read(sources, versions, place, _packing(given, tokens, size))
-        _READ[given[0]] = read
-    return read.packing
+    return made_once(_PACKINGS, given, place, lambda: _packing(given, tokens, size))
+
+
+_PACKINGS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def packing_of(ends: Tensor | None, slots: Tensor | None, tokens: int, size: int) -> Packing:
     """Return the documents that end at `ends` (cu_seqlens), in the slots of cu_seqlens_padded if given."""
     return _packing((ends, None, slots, None), tokens, size)
-
-
-@dataclass(frozen=True)
-class _Read:
-    """A packing, and what it was made of."""
-
-    sources: tuple[weakref.ref[Tensor] | None, ...]
-    versions: tuple[int, ...]
-    place: tuple[int, int, Layout | None]
-    """Tokens, ranks, and the layout of packed batches."""
-    packing: Packing
-
-    def is_of(self, given: Sequence[Tensor | None], place: tuple[int, int, Layout | None]) -> bool:
-        """Return whether the packing was made of these very tensors, unchanged since."""
-        sources = [None if source is None else source() for source in self.sources]
-        versions = tuple(-1 if x is None else x._version for x in given)
-        same = all(x is source for x, source in zip(given, sources, strict=True))
-        return same and (versions, place) == (self.versions, self.place)
-
-
-_READ: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""What was read, by the cu_seqlens_q that live."""
 
 
 def _packing(given: Sequence[Tensor | None], tokens: int, size: int) -> Packing:

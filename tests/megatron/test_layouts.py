@@ -24,7 +24,8 @@ from models import transformer_config as config_of
 from test_core_attention import _core, _params, in_megatron
 
 from burst_mcore import BurstConfig, shard
-from burst_mcore.megatron.layouts import layout_in_effect, use_layout
+from burst_mcore.megatron import layouts
+from burst_mcore.megatron.layouts import use_layout
 
 LAYOUTS = ["contiguous", "stacked-zigzag:2", "striped", "block-striped:16"]
 
@@ -73,7 +74,7 @@ def _names_and_caches():
     how = {"is_hybrid_cp": False, "use_per_sequence_balancing": True} if VERSION >= (0, 19) else {}
     for layout in ("striped", "striped", "contiguous", "zigzag"):
         use_layout(layout)
-        assert str(layout_in_effect()) == layout
+        assert str(layouts._in_effect.layout) == layout
         number, sizes = torch.tensor([5]), torch.tensor([[3, 4]])
         batch = {"tokens": tokens, "labels": None, "dataset_id": number, "note": ["a blend's first set"]}
         batch["sizes"] = sizes
@@ -134,7 +135,7 @@ def _refusals():
         use_layout(Layout("zigzag-documents", ends=(0, 8)))
     with pytest.raises(ValueError, match="unknown layout 'stripes'"):
         use_layout("stripes")
-    assert str(layout_in_effect()) == "striped"
+    assert str(layouts._in_effect.layout) == "striped"
 
 
 def test_what_assumes_zigzag_is_refused():

@@ -67,8 +67,7 @@ OPTIONS = (
 SCRIPT = """
 import runpy, sys
 from burst_mcore.attention.operator import ops
-from burst_mcore.megatron import cpu, fused_loss
-from burst_mcore.megatron.layouts import layout_in_effect
+from burst_mcore.megatron import cpu, fused_loss, layouts
 
 def count(module, name):
     function, counts[name] = getattr(module, name), 0
@@ -87,7 +86,7 @@ sys.argv[0] = script
 sys.path.insert(0, script.rsplit("/", 1)[0])
 runpy.run_path(script, run_name="__main__")
 assert "burst_mcore.megatron.launcher" not in sys.modules
-print("in effect:", layout_in_effect(), *counts.values())
+print("in effect:", layouts._in_effect.layout, *counts.values())
 """
 
 

@@ -95,7 +95,7 @@ def cached_on_plan(
     """Cache the results of a function of a plan, its first argument, for as long as the plan lives."""
 
     @wraps(function)
-    def found(plan: Plan, *args: Arguments.args, **kwargs: Arguments.kwargs) -> T:
+    def found(plan: Plan, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> T:
         key = function, args, tuple(kwargs.items())
         if key not in plan.cache:
             plan.cache[key] = function(plan, *args, **kwargs)
