@@ -1,6 +1,9 @@
 """Random masks and layouts: as hypothesis strategies, and from a seed."""
 
 import random
+from functools import reduce
+from itertools import pairwise
+from operator import and_, or_
 
 import torch
 from hypothesis import strategies as st
@@ -14,11 +17,30 @@ MASKS = {"causal": Mask.causal(), "full": Mask.full()}
 
 
 def random_mask(draw: random.Random, n: int) -> Mask:
-    """An intersection of up to three terms over n tokens."""
-    mask = Mask.full()
-    for _ in range(draw.randint(0, 3)):
-        mask &= draw.choice(TERMS)(draw, n)
-    return mask
+    """An intersection of up to three terms over n tokens; of each eighth, one is a union."""
+    mask = _intersection(draw, n)
+    if draw.random() < 0.125:
+        mask &= random_union(draw, n)
+    return mask if _images_lie_in_documents(mask, n) else Mask.causal() | random_tree(draw, n)
+
+
+def random_union(draw: random.Random, n: int) -> Mask:
+    """A union of two or three masks, of which none is dilated."""
+    parts = [_intersection(draw, n) for _ in range(draw.choice([2, 2, 3]))]
+    return reduce(or_, [part for part in parts if part.stride == 1] or [Mask.causal()])
+
+
+def _intersection(draw, n):
+    terms = (draw.choice(TERMS)(draw, n) for _ in range(draw.randint(0, 3)))
+    return reduce(and_, terms, Mask.full())
+
+
+def _images_lie_in_documents(mask, n):
+    try:
+        mask.check(n)
+    except ValueError:
+        return False
+    return True
 
 
 def _span(draw, n):
@@ -45,6 +67,25 @@ def _ranges(draw, n):
     return Mask.ranges(q, k, [draw.choice(SLICES) for _ in range(count)])
 
 
+def _images(draw, n):
+    cuts = sorted(draw.randint(0, n) for _ in range(2 * draw.randint(0, 3)))
+    return Mask.images(list(zip(cuts[::2], cuts[1::2], strict=True)))
+
+
+def _prefix(draw, n):
+    if draw.random() < 0.5:
+        return Mask.prefix(draw.randint(0, n))
+    ends = [0, *sorted(draw.sample(range(1, n), min(n - 1, draw.randint(0, 3)))), n]
+    return Mask.prefix([draw.randint(0, b - a) for a, b in pairwise(ends)], ends)
+
+
+def random_tree(draw: random.Random, n: int) -> Mask:
+    """A tree of up to eight nodes, in any order of legal ones."""
+    ends = [0, *sorted(draw.randint(0, n) for _ in range(draw.randint(0, 7))), n]
+    lengths = [b - a for a, b in pairwise(ends)]
+    return Mask.tree([draw.randint(-1, node - 1) for node in range(len(lengths))], lengths)
+
+
 TERMS = (
     lambda draw, n: Mask.causal(),
     _window,
@@ -54,6 +95,11 @@ TERMS = (
     lambda draw, n: Mask.dilated(draw.randint(1, n), draw.randint(1, 5)),
     _blocks,
     _ranges,
+    lambda draw, n: Mask.chunked(draw.randint(1, n)),
+    lambda draw, n: Mask.causal() | _images(draw, n),
+    _images,
+    _prefix,
+    random_tree,
 )
 
 

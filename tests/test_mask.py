@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from masks import brute, random_mask, randoms
+from masks import brute, random_mask, random_union, randoms
 
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.autotune.cost import allowed_pairs
@@ -49,6 +49,14 @@ def test_work_is_counted(draw, n):
 
 
 @given(randoms, st.integers(1, 40))
+def test_a_union_is_that_of_pairs_in_any_order(draw, n):
+    a, b = random_union(draw, n), random_union(draw, n)
+    assert torch.equal(brute(a | b, n), brute(a, n) | brute(b, n))
+    assert a | b == b | a
+    assert hash(a | b) == hash(b | a)
+
+
+@given(randoms, st.integers(1, 40))
 def test_intersection_is_that_of_pairs_in_any_order(draw, n):
     a, b = random_mask(draw, n), random_mask(draw, n)
     assert torch.equal(brute(a & b, n), brute(a, n) & brute(b, n))
@@ -61,6 +69,10 @@ def test_the_definitions():
     i, j = torch.arange(n)[:, None], torch.arange(n)[None, :]
     doc = torch.tensor([0] * 3 + [1] * 1 + [2] * 8)
     matrix = torch.tensor([[1, 0, 1], [0, 1, 0], [1, 1, 0]]).bool()
+    image = torch.tensor([0, 1, 1, 1, 0, 0, 2, 2, 2, 0, 0, 0])
+    first = torch.tensor([1, 1, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0]).bool()
+    node = torch.tensor([0] * 3 + [1] * 4 + [2] * 2 + [3] * 3)
+    sees = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]).bool()
     for mask, want in (
         (Mask.full(), i == i + 0 * j),
         (Mask.causal(), j <= i),
@@ -76,8 +88,16 @@ def test_the_definitions():
             Mask.ranges([(2, 8)], [(4, 9)], ["inverse_causal"]),
             (i >= 2) & (i < 8) & (j >= 4) & (j < 9) & (j - i >= 2),
         ),
+        (Mask.chunked(5), i // 5 == j // 5),
+        (Mask.images([(6, 9), (1, 4), (4, 4)]), image[i] * image[j] * (image[i] == image[j]) > 0),
+        (Mask.causal() | Mask.images([(1, 4), (6, 9)]), (j <= i) | (image[i] * (image[i] == image[j]) > 0)),
+        (Mask.prefix(5), (j <= i) | ((i < 5) & (j < 5))),
+        (Mask.prefix([2, 0, 5], [0, 3, 4, 12]), (doc[i] == doc[j]) & ((j <= i) | (first[i] & first[j]))),
+        (Mask.tree([-1, 0, 1, 0, -1], [3, 2, 1, 0, 6]), (j <= i) & ((i < 6) | (j >= 6))),
+        (Mask.tree([-1, 0, 0, 1], [3, 4, 2, 3]), (j <= i) & sees[node[i], node[j]]),
     ):
         assert torch.equal(brute(mask, n), want.expand(n, n)), mask
+        assert torch.equal(_from_bands(mask, n), want.expand(n, n).int()), mask
     assert Mask.dilated(4, 1) & Mask.causal() == Mask.window(3, 0)
     assert Mask.window(None, None) == Mask.full()
     both = Mask.ranges([(0, 6), (2, 9)], [(0, 6), (1, 4)], ["causal", "full"])  # they overlap: their union
@@ -89,6 +109,14 @@ def test_the_definitions():
 
 
 def test_masks_are_values():
+    images = Mask.images([(1, 3), (4, 6)])
+    assert len({Mask.causal() | images, images | Mask.causal(), images | Mask.causal() | images}) == 1
+    assert Mask.causal() | Mask.causal() == Mask.causal() | Mask.images([]) == Mask.causal()
+    assert Mask.causal() | Mask.full() == Mask.full() | images == Mask.full()
+    assert str(Mask.causal() | images).startswith("(causal | images(2, #")
+    assert (
+        Mask.tree([-1, 0], [2, 3]) == Mask.tree(torch.tensor([-1, 0]), (2, 3)) != Mask.tree([-1, 0], [3, 2])
+    )
     assert Mask.documents([0, 2, 5]) == Mask.documents(torch.tensor([0, 2, 5], dtype=torch.int32))
     assert Mask.documents([0, 2, 5]) != Mask.documents([0, 3, 5])
     assert len({Mask.causal(), Mask.window(-1, 0), Mask.full() & Mask.causal()}) == 1
@@ -123,6 +151,33 @@ def test_many_terms_meet_in_time():
     assert time.process_time() - start < 5
 
 
+@pytest.mark.parametrize("count", [8, 1024])
+def test_pieces_grow_with_the_edges_of_the_parts(count):
+    n, half = 64 * count, count // 2
+    images = Mask.images([(64 * i + 8, 64 * i + 40) for i in range(count)])
+    packed = Mask.documents(range(0, n + 1, 64))
+    shifted = Mask.documents([0, *range(32, n, 64), n])
+    rollouts = Mask.tree([-1, *[0] * half, *range(1, half + 1)], [n - 63 * count, *[63] * count])
+    depth_first = Mask.tree(
+        [-1, *(x for i in range(half) for x in (0, 2 * i + 1))], [n - 63 * count, *[63] * count]
+    )
+    turns = Mask.tree(range(-1, count - 1), [64] * count)
+    for mask, most in (
+        (Mask.causal() | images, count + 1),  # what lies above the diagonal of each image
+        (Mask.window(99, 0) | images, count + 1),
+        (packed & (Mask.causal() | images), 2 * count),
+        (packed | shifted, 3 * count + 1),
+        (packed & Mask.causal() | shifted, 5 * count),
+        (Mask.prefix([32] * count, range(0, n + 1, 64)), 2 * count),
+        (Mask.chunked(64), count),
+        (depth_first, count + 1),
+        (rollouts, 3 * half + 1),  # a node's descendants are two runs
+        (turns, 1),  # is causal
+    ):
+        assert len(mask.bands(n)) <= most, mask
+    assert torch.equal(turns.bands(n), Mask.causal().bands(n))
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -148,6 +203,26 @@ def test_many_terms_meet_in_time():
         (lambda: (Mask.documents([0, 8]) & Mask.documents([0, 9])).check(8), "end at 9.*8 tokens"),
         (lambda: Mask.ranges([(0, 4)], [(0, 4)], None), "kinds must be names.*None"),
         (lambda: Mask(None), "None.* is no mask"),
+        (lambda: Mask.dilated(4, 2) | Mask.causal(), "dilated mask cannot be part of a union.*every 2"),
+        (lambda: Mask.chunked(0), "size of chunks.*0"),
+        (lambda: Mask.images([(0, 4), (3, 6)]), r"must not overlap, got \[0, 4\] and \[3, 6\]"),
+        (lambda: Mask.images([(4, 2)]), r"start <= stop, got \(4, 2\)"),
+        (lambda: Mask.images([(2, 9)]).check(8), r"image block \[2, 9\) goes beyond .* 8 tokens"),
+        (
+            lambda: (Mask.documents([0, 4, 8]) & (Mask.causal() | Mask.images([(2, 6)]))).check(8),
+            r"image block \[2, 6\) goes over the end of a document, at 4",
+        ),
+        (lambda: ((Mask.documents([0, 4, 8]) & Mask.causal()) | Mask.images([(3, 5)])).check(8), "at 4"),
+        (lambda: Mask.prefix([2, 3]), "prefix for each of 1 documents.*got 2"),
+        (lambda: Mask.prefix([2, 5], [0, 4, 8]), "document, 4, got 5"),
+        (lambda: Mask.prefix(-1), "got -1"),
+        (lambda: Mask.tree([-1, 2, 1], [1, 1, 1]), "parent of node 1 must be a node before it.*got 2"),
+        (lambda: Mask.tree([0, 0], [1, 1]), "parent of node 0 .*got 0"),
+        (lambda: Mask.tree([-1, -2], [1, 1]), "parent of node 1 .*got -2"),
+        (lambda: Mask.tree([-1, 0], [1]), r"number for each node, got \[-1, 0\] and \[1\]"),
+        (lambda: Mask.tree([-1, 0], [1, -1]), "tokens >= 0, got -1 for node 1"),
+        (lambda: Mask.tree([-1, 0], [1, 2.5]), "lengths must be integers"),
+        (lambda: Mask.tree([-1, 0], [3, 4]).check(8), "add up to 7, but the sequence has 8"),
         (lambda: Layout.for_mask(Mask.causal(), 16, 0), "number of ranks"),
         (lambda: Layout.for_mask(Mask.causal(), 0, 2), "n must be a number of tokens.*0"),
         (lambda: Layout.for_mask(None, 16, 2), "mask must be a Mask.*None"),

@@ -1,7 +1,7 @@
 """Masks: which tokens attend to which, over the whole sequence, whatever its layout.
 
-terms    windows, strides, documents, blocks, ranges: a mask is an intersection of terms
-mask     Mask, the class that users build
+terms    windows, strides, documents, blocks, ranges, chunks, images, trees: a mask intersects terms
+mask     Mask, the class that users build, and unions of masks
 bands    rectangles between two diagonals, to which terms are lowered for planning
 tables   checks of the lists and tensors that describe masks
 """

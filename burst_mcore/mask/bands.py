@@ -8,7 +8,6 @@ A list of bands is an int64 tensor [bands, 6]:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -29,13 +28,23 @@ def transposed(bands: Tensor) -> Tensor:
 
 def tightened(bands: Tensor) -> Tensor:
     """Bands [bands, 6] without rows and columns that their diagonals do not reach; empty ones left out."""
+    tight = _tight(bands)
+    return tight[_has_pairs(tight)]
+
+
+def _tight(bands: Tensor) -> Tensor:
     q0, q1, k0, k1, low, high = bands.unbind(1)
     q0, q1 = torch.maximum(q0, k0 - high), torch.minimum(q1, k1 - low)
     k0, k1 = torch.maximum(k0, q0 + low), torch.minimum(k1, q1 + high)
     # A diagonal that cuts nothing is none.
     low = torch.where(low <= k0 - (q1 - 1), -UNBOUNDED, low)
     high = torch.where(high >= (k1 - 1) - q0, UNBOUNDED, high)
-    return torch.stack([q0, q1, k0, k1, low, high], 1)[(q0 < q1) & (k0 < k1) & (low <= high)]
+    return torch.stack([q0, q1, k0, k1, low, high], 1)
+
+
+def _has_pairs(tight: Tensor) -> Tensor:
+    q0, q1, k0, k1, low, high = tight.unbind(1)
+    return (q0 < q1) & (k0 < k1) & (low <= high)
 
 
 def of_classes(bands: Tensor, first: Tensor, stride: int) -> Tensor:
@@ -53,16 +62,90 @@ def of_classes(bands: Tensor, first: Tensor, stride: int) -> Tensor:
 
 def intersected(a: Tensor, b: Tensor) -> Tensor:
     """Return the bands of the intersection of two lists of disjoint bands."""
+    return torch.cat([tightened(_overlap(a[i], b[j])) for i, j in _near(a, b)] or [a[:0]])
+
+
+def united(a: Tensor, b: Tensor) -> Tensor:
+    """Return disjoint bands of the union of two lists of disjoint bands.
+
+    Bands of one list stay as they are. From those of the other is cut what the first list has already. The
+    list whose bands take fewer cuts is cut: a causal band and many images give a band more for each image.
+    """
+    i, j = _meetings(a, b)
+    if not len(i):
+        return torch.cat([a, b])
+    if i.bincount().max() < j.bincount().max():
+        return torch.cat([b, _without(a, b, i, j)])
+    return torch.cat([a, _without(b, a, j, i)])
+
+
+def disjoint(bands: Tensor) -> Tensor:
+    """Disjoint bands with the same union."""
+    i, j = _meetings(bands, bands)
+    if bool((i == j).all()):
+        return bands
+    half = len(bands) // 2
+    return united(disjoint(bands[:half]), disjoint(bands[half:]))
+
+
+def _without(bands: Tensor, others: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Return what of `bands` is in none of `others`: band i[p] and other j[p] are all that meet."""
+    partners, counts = j[i.argsort(stable=True)], i.bincount(minlength=len(bands))
+    first, of = counts.cumsum(0) - counts, torch.arange(len(bands))
+    for place in range(
+        int(counts.max())
+    ):  # the next partner of every band, from all that is left of the band
+        cut = counts[of] > place
+        left, owner = _minus(bands[cut], others[partners[first[of[cut]] + place]])
+        bands, of = torch.cat([bands[~cut], left]), torch.cat([of[~cut], of[cut][owner]])
+    return bands
+
+
+def _minus(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the pairs of a[p] that b[p] lacks, for each p, as disjoint bands, and the p of each band."""
+    common = _tight(_overlap(a, b))
+    meet = _has_pairs(common)[:, None]
+    q0, q1, k0, k1, _, _ = common.unbind(1)
+    none = torch.zeros_like(a)
+    before, after, left, right, lower, upper = (a.clone() for _ in range(6))
+    before[:, 1], after[:, 0] = q0, q1
+    left[:, 3], right[:, 2] = k0, k1
+    lower[:, 5], upper[:, 4] = torch.minimum(a[:, 5], b[:, 4] - 1), torch.maximum(a[:, 4], b[:, 5] + 1)
+    for piece in (left, right, lower, upper):
+        piece[:, 0], piece[:, 1] = q0, q1
+    for piece in (lower, upper):
+        piece[:, 2], piece[:, 3] = k0, k1
+    cut = [torch.where(meet, piece, none) for piece in (before, after, left, right, lower, upper)]
+    pieces = _tight(torch.cat([torch.where(meet, none, a), *cut]))
+    some = _has_pairs(pieces)
+    return pieces[some], torch.arange(len(a)).repeat(7)[some]
+
+
+def _meetings(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (i, j) of all bands a[i] and b[j] that have a pair in common."""
+    pairs = [
+        (i[some], j[some]) for i, j in _near(a, b) for some in [_has_pairs(_tight(_overlap(a[i], b[j])))]
+    ]
+    i, j = (torch.cat(side) for side in zip(*pairs, strict=True)) if pairs else torch.zeros(2, 0).long()
+    return i, j
+
+
+def _near(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (i, j) of all bands a[i] and b[j] that may have a pair in common, block by block."""
     if len(a) > len(b):
-        a, b = b, a
-    if len(a) * len(b) <= 2**14:
-        return _met(a.repeat_interleave(len(b), 0), b.repeat(len(a), 1))
-    b = b[b[:, 0].argsort(stable=True)]
-    if bool((b[:, 1].diff() >= 0).all()):  # then those that meet a row of `a` stand together
-        first = torch.searchsorted(b[:, 1].contiguous(), a[:, 0].contiguous(), right=True)
-        last = torch.searchsorted(b[:, 0].contiguous(), a[:, 1].contiguous())
-        return torch.cat([_met(a[i], b[j]) for i, j in pairs_of_runs(first, last)] or [a[:0]])
-    return torch.cat([_met(row.expand_as(near := _near(row, b)), near) for row in a])
+        yield from ((i, j) for j, i in _near(b, a))
+    elif len(a) * len(b) <= 2**14:
+        yield torch.arange(len(a)).repeat_interleave(len(b)), torch.arange(len(b)).repeat(len(a))
+    elif bool(((rows := b[order := b[:, 0].argsort(stable=True)])[:, 1].diff() >= 0).all()):
+        # those that meet a row of `a` stand together
+        first = torch.searchsorted(rows[:, 1].contiguous(), a[:, 0].contiguous(), right=True)
+        last = torch.searchsorted(rows[:, 0].contiguous(), a[:, 1].contiguous())
+        yield from ((i, order[j]) for i, j in pairs_of_runs(first, last))
+    else:
+        for i, row in enumerate(a):
+            meet = (b[:, 0] < row[1]) & (row[0] < b[:, 1]) & (b[:, 2] < row[3]) & (row[2] < b[:, 3])
+            j = meet.nonzero().flatten()
+            yield torch.full_like(j, i), j
 
 
 BLOCK = 2**18
@@ -84,38 +167,6 @@ def pairs_of_runs(first: Tensor, last: Tensor) -> Iterator[tuple[Tensor, Tensor]
         start = stop
 
 
-def _near(row: Tensor, bands: Tensor) -> Tensor:
-    """Return the bands whose rectangles meet the rectangle of `row`."""
-    meet = (bands[:, 0] < row[1]) & (row[0] < bands[:, 1]) & (bands[:, 2] < row[3]) & (row[2] < bands[:, 3])
-    return bands[meet]
-
-
-def _met(a: Tensor, b: Tensor) -> Tensor:
+def _overlap(a: Tensor, b: Tensor) -> Tensor:
     larger, smaller = torch.maximum(a, b), torch.minimum(a, b)
-    return tightened(torch.where(torch.tensor([True, False] * 3), larger, smaller))
-
-
-def disjoint(bands: Tensor) -> Tensor:
-    """Disjoint bands with the same union."""
-    for at in range(len(bands)):
-        row, rest = bands[at], bands[at + 1 :]
-        if len(_met(row.expand_as(near := _near(row, rest)), near)):
-            return _union(bands)
-    return bands
-
-
-def _union(bands: Tensor) -> Tensor:
-    """Cut at all edges; in each cell the diagonals' intervals are merged."""
-    rows = []
-    for q0, q1 in pairwise(bands[:, :2].unique().tolist()):
-        of_q = bands[(bands[:, 0] <= q0) & (bands[:, 1] >= q1)]
-        for k0, k1 in pairwise(of_q[:, 2:4].unique().tolist()):
-            cell = of_q[(of_q[:, 2] <= k0) & (of_q[:, 3] >= k1)]
-            merged: list[list[int]] = []
-            for low, high in sorted(cell[:, 4:].tolist()):
-                if merged and low <= merged[-1][1] + 1:
-                    merged[-1][1] = max(merged[-1][1], high)
-                else:
-                    merged.append([low, high])
-            rows += [[q0, q1, k0, k1, *interval] for interval in merged]
-    return tightened(torch.tensor(rows, dtype=torch.int64).reshape(-1, 6))
+    return torch.where(torch.tensor([True, False] * 3), larger, smaller)

@@ -1,25 +1,26 @@
 """Mask: which queries attend to which keys, as data over global positions.
 
-A mask is an intersection of terms. For planning it is lowered to `bands`; intersecting two masks intersects
-their bands, so that everything after this file knows bands only. Every d-th diagonal (`dilated`) is no band
-and stands beside them as `Mask.stride`.
+A mask is an intersection of terms, of which one kind is a union of masks. For planning a mask is lowered to
+`bands`; masks that are intersected or united intersect or unite their bands, so that everything after this
+file knows bands only. Every d-th diagonal (`dilated`) is no band and stands beside them as `Mask.stride`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from burst_mcore.digest import digest
-from burst_mcore.mask.bands import UNBOUNDED, everything, intersected, tightened
-from burst_mcore.mask.tables import documents_of, is_int, pairs_of
-from burst_mcore.mask.terms import Blocks, Documents, Ranges, Stride, Term, Window
+from burst_mcore.mask.bands import UNBOUNDED, everything, intersected, tightened, united
+from burst_mcore.mask.tables import documents_of, images_of, integers, is_int, pairs_of, tree_of
+from burst_mcore.mask.terms import Blocks, Chunks, Documents, Images, Ranges, Stride, Term, Window
 from burst_mcore.registry import Registered, register
 
 SLICES = ("full", "causal", "inverse-causal", "bi-causal")
@@ -29,7 +30,7 @@ _SPELLINGS = {"inv-causal": "inverse-causal", "bicausal": "bi-causal"}
 
 @dataclass(frozen=True)
 class Mask(Registered):
-    """A mask over the global sequence. Build it with the class methods, intersect with `&`.
+    """A mask over the global sequence. Build it with the class methods, join with `&` and `|`.
 
     Masks compare and hash by value, so that plans are made once for equal masks.
     """
@@ -41,7 +42,7 @@ class Mask(Registered):
         if not all(isinstance(term, Term) for term in terms):
             raise ValueError(
                 f"{self.terms!r} is no mask: build one with Mask.causal(), full(), window(), dilated(), "
-                f"documents(), blocks(), ranges(), and `&`"
+                f"chunked(), documents(), blocks(), ranges(), images(), prefix(), tree(), `&` and `|`"
             )
         register(self, f"Mask({self})")
 
@@ -89,6 +90,19 @@ class Mask(Registered):
                 raise ValueError(f"{name} of a dilated mask must be a number >= 1, got {value!r}")
         near = cls.window(window - 1, window - 1)
         return near if dilation == 1 else near & cls((Stride(int(dilation)),))
+
+    @classmethod
+    def chunked(cls, size: int) -> Mask:
+        """Key j is seen by query i iff both are in the same chunk of `size` tokens: i // size == j // size.
+
+        `& Mask.causal()` is Llama 4's chunked attention.
+
+        Raises:
+            ValueError: size is not a number >= 1.
+        """
+        if not is_int(size) or size < 1:
+            raise ValueError(f"the size of chunks must be a number of tokens >= 1, got {size!r}")
+        return cls((Chunks(int(size)),))
 
     @classmethod
     def documents(cls, cu_seqlens: Sequence[int] | Tensor) -> Mask:
@@ -173,6 +187,83 @@ class Mask(Registered):
         slices = torch.tensor(rows, dtype=torch.int64).reshape(-1, 6)
         return cls((Ranges(digest(slices), tightened(slices), slices[:, :4]),))
 
+    @classmethod
+    def images(cls, blocks: Sequence[Sequence[int]] | Tensor) -> Mask:
+        """Tokens of the same block see each other, and nobody else sees anything.
+
+        `Mask.causal() | Mask.images(blocks)` is Gemma 3's mask: causal, or in the same image.
+
+        Args:
+            blocks: [start, stop) of each image in the sequence, integers, in any order. They do not overlap;
+                beside documents (`&`), each lies in one document.
+
+        Raises:
+            ValueError: ranges that descend, are negative or overlap.
+        """
+        return cls((images_of(blocks),))
+
+    @classmethod
+    def prefix(
+        cls, lengths: int | Sequence[int] | Tensor, cu_seqlens: Sequence[int] | Tensor | None = None
+    ) -> Mask:
+        """Causal, but the first tokens see each other: the mask of a prefix LM.
+
+        Args:
+            lengths: tokens of the prefix; with documents, of the prefix of each.
+            cu_seqlens: where documents begin, as of `documents`; None: one.
+
+        Raises:
+            ValueError: lengths that are negative or longer than their documents, or not one a document.
+        """
+        packed = cls() if cu_seqlens is None else cls.documents(cu_seqlens)
+        ends = [0, UNBOUNDED] if packed.document_ends is None else packed.document_ends.tolist()
+        tokens = integers("lengths", [lengths] if is_int(lengths) else lengths).tolist()
+        if len(tokens) != len(ends) - 1:
+            raise ValueError(
+                f"a prefix for each of {len(ends) - 1} documents is needed, got {len(tokens)} lengths"
+            )
+        for length, (first, last) in zip(tokens, pairwise(ends), strict=True):
+            if not 0 <= length <= last - first:
+                raise ValueError(
+                    f"a prefix has 0 tokens up to those of its document, {last - first}, got {length}"
+                )
+        first = [[start, start + length] for start, length in zip(ends, tokens, strict=False)]
+        return packed & (cls.causal() | cls.images(first))
+
+    @classmethod
+    def tree(cls, parents: Sequence[int] | Tensor, lengths: Sequence[int] | Tensor) -> Mask:
+        """Shared prefixes: a node of tokens sees all of its ancestors, and itself causally.
+
+        The sequence is the nodes in a row. A band for each node is planned if all descendants of a node
+        follow it directly (depth first); other orders are right, too, with more bands.
+
+        Args:
+            parents: of each node the number of its parent, which comes before it; -1 for a root. Several
+                roots do not see each other.
+            lengths: tokens of each node.
+
+        Raises:
+            ValueError: a parent that is not before its child (so there are no cycles), lengths below 0, lists
+                of different lengths.
+        """
+        return cls((tree_of(parents, lengths),))
+
+    def __or__(self, other: Mask) -> Mask:
+        """One of both allows a pair.
+
+        Raises:
+            ValueError: a part is dilated.
+        """
+        if not isinstance(other, Mask):
+            return NotImplemented
+        parts = dict.fromkeys(part for mask in (self, other) for part in mask._parts if not part._is_empty)
+        for part in parts:
+            if part.stride > 1:
+                raise ValueError(f"a dilated mask cannot be part of a union, got {self} | {other}")
+        if len(parts) == 1 or not all(part.terms for part in parts):
+            return min(parts, key=lambda part: len(part.terms))
+        return Mask((Union(tuple(sorted(parts, key=str))),)) if parts else self
+
     def __and__(self, other: Mask) -> Mask:
         """Both must allow a pair."""
         if not isinstance(other, Mask):
@@ -197,6 +288,23 @@ class Mask(Registered):
 
     def __str__(self) -> str:
         return " & ".join(map(str, self.terms)) or "full"
+
+    @property
+    def _parts(self) -> tuple[Mask, ...]:
+        """The masks of which it is the union."""
+        return self.terms[0].parts if len(self.terms) == 1 and isinstance(self.terms[0], Union) else (self,)
+
+    @property
+    def _is_empty(self) -> bool:
+        return any(isinstance(term, Images) and not len(term.blocks) for term in self.terms)
+
+    def _all_terms(self) -> Iterator[Term]:
+        """Its terms and those of the masks that it unites."""
+        for term in self.terms:
+            yield term
+            if isinstance(term, Union):
+                for part in term.parts:
+                    yield from part._all_terms()
 
     @property
     def has_window(self) -> bool:
@@ -232,10 +340,16 @@ class Mask(Registered):
         """Check that the mask goes with a sequence of n tokens.
 
         Raises:
-            ValueError: documents that do not end at n, block matrices of another size, ranges beyond n.
+            ValueError: documents or trees that do not end at n, block matrices of another size, ranges or
+                images beyond n, an image in several documents.
         """
-        for term in self.terms:
+        terms = list(self._all_terms())
+        for term in terms:
             term.check(n)
+        for images in terms:
+            for packed in terms:
+                if isinstance(images, Images) and isinstance(packed, Documents):
+                    images.check_within(packed.ends)
 
     def clipped(self, n: int) -> Mask:
         """Return the same over n tokens: a window at least as long as the sequence has no end there."""
@@ -255,6 +369,22 @@ class Mask(Registered):
         for term in self.terms:
             seen &= term.allows(q, k)
         return seen
+
+
+@dataclass(frozen=True)
+class Union(Term):
+    """What one of several masks allows."""
+
+    parts: tuple[Mask, ...]
+
+    def __str__(self) -> str:
+        return f"({' | '.join(map(str, self.parts))})"
+
+    def bands(self, n: int) -> Tensor:
+        return reduce(united, (part.bands(n) for part in self.parts))
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        return torch.stack([part.allows(q, k) for part in self.parts]).any(0)
 
 
 _SIDES = ("left", "right")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.digest import digest
-from burst_mcore.mask.terms import Documents
+from burst_mcore.mask.terms import Documents, Images, Tree
 
 
 def documents_of(cu_seqlens: Sequence[int] | Tensor) -> Documents:
@@ -32,6 +32,36 @@ def documents_of(cu_seqlens: Sequence[int] | Tensor) -> Documents:
     if len(ends) < 2:
         raise ValueError(f"cu_seqlens must hold at least one token, got {short(ends)}")
     return Documents(digest(ends), ends)
+
+
+def images_of(blocks: Sequence[Sequence[int]] | Tensor) -> Images:
+    """Return the term of image blocks [start, stop), in any order. Raises ValueError for bad ones."""
+    table = torch.tensor(sorted(pair for pair in pairs_of("blocks", blocks) if pair[0] < pair[1]))
+    table = table.reshape(-1, 2).to(torch.int64)
+    for at in (table[1:, 0] < table[:-1, 1]).nonzero().flatten().tolist()[:1]:
+        raise ValueError(
+            f"image blocks must not overlap, got {table[at].tolist()} and {table[at + 1].tolist()}"
+        )
+    return Images(digest(table), table)
+
+
+def tree_of(parents: Sequence[int] | Tensor, lengths: Sequence[int] | Tensor) -> Tree:
+    """Return the term of a tree. Raises ValueError if parents or lengths are not legal."""
+    above, tokens = integers("parents", parents), integers("lengths", lengths)
+    if above.dim() != 1 or above.shape != tokens.shape or not len(above):
+        raise ValueError(
+            f"parents and lengths must be lists with a number for each node, got {short(above)} and "
+            f"{short(tokens)}"
+        )
+    for at in ((above < -1) | (above >= torch.arange(len(above)))).nonzero().flatten().tolist()[:1]:
+        raise ValueError(
+            f"the parent of node {at} must be a node before it, or -1 for a root, got {int(above[at])}: "
+            f"parents come before their children"
+        )
+    for at in (tokens < 0).nonzero().flatten().tolist()[:1]:
+        raise ValueError(f"lengths must be numbers of tokens >= 0, got {int(tokens[at])} for node {at}")
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), tokens.cumsum(0)])
+    return Tree(digest(torch.stack([above, tokens])), above, ends)
 
 
 def pairs_of(name: str, ranges: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""The terms of masks: windows, strides, documents, blocks and ranges. A mask is an intersection of terms."""
+"""The terms of masks: windows, strides, documents, blocks, trees, ... A mask is an intersection of terms."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from burst_mcore.mask.bands import UNBOUNDED, disjoint, everything
+from burst_mcore.mask.bands import UNBOUNDED, disjoint, everything, tightened
 
 
 class Term:
@@ -168,3 +168,120 @@ class Ranges(Term):
             inside = ((q >= q0) & (q < q1))[:, None] & ((k >= k0) & (k < k1))[None, :]
             seen |= inside & (ahead >= low) & (ahead <= high)
         return seen
+
+
+@dataclass(frozen=True)
+class Chunks(Term):
+    """The sequence in chunks of `size` tokens; each sees itself alone."""
+
+    size: int
+
+    def __str__(self) -> str:
+        return f"chunked({self.size})"
+
+    def bands(self, n: int) -> Tensor:
+        first = torch.arange(0, n, self.size)
+        last, open_ = (first + self.size).clamp(max=n), torch.full_like(first, UNBOUNDED)
+        return torch.stack([first, last, first, last, -open_, open_], 1)
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        return q[:, None] // self.size == k[None, :] // self.size
+
+
+@dataclass(frozen=True)
+class Images(Term):
+    """Blocks of tokens, each of which sees itself; nobody else sees anything."""
+
+    digest: str
+    blocks: Tensor = field(compare=False)
+    """[blocks, 2]: first token and end of each, ascending, disjoint, not empty."""
+
+    def __str__(self) -> str:
+        return f"images({len(self.blocks)}, #{self.digest})"
+
+    def check(self, n: int) -> None:
+        if len(self.blocks) and int(self.blocks[-1, 1]) > n:
+            start, stop = self.blocks[-1].tolist()
+            raise ValueError(f"image block [{start}, {stop}) goes beyond the sequence of {n} tokens")
+
+    def check_within(self, ends: Tensor) -> None:
+        """Raise ValueError if a block lies in more than one of the documents that `ends` tells."""
+        starts, lasts = self.blocks[:, 0].contiguous(), self.blocks[:, 1] - 1
+        first, last = (torch.searchsorted(ends, x, right=True) for x in (starts, lasts))
+        for at in (first != last).nonzero().flatten().tolist()[:1]:
+            (start, stop), end = self.blocks[at].tolist(), int(ends[first[at]])
+            raise ValueError(
+                f"image block [{start}, {stop}) goes over the end of a document, at {end}: an image lies in "
+                f"one document"
+            )
+
+    def bands(self, n: int) -> Tensor:
+        (first, last), open_ = self.blocks.T, torch.full_like(self.blocks[:, 0], UNBOUNDED)
+        return torch.stack([first, last, first, last, -open_, open_], 1)
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        if not len(self.blocks):
+            return torch.zeros(len(q), len(k), dtype=torch.bool, device=q.device)
+        starts, ends = (side.contiguous().to(q.device) for side in self.blocks.T)
+        of_q, of_k = (torch.searchsorted(starts, x, right=True) - 1 for x in (q, k))
+        inside: Tensor = ((of_q >= 0) & (q < ends[of_q]))[:, None] & (k < ends[of_k])[None, :]
+        return inside & (of_q[:, None] == of_k[None, :])
+
+
+@dataclass(frozen=True)
+class Tree(Term):
+    """Nodes of tokens in a row, parents first; a node sees all of its ancestors, and itself causally."""
+
+    digest: str
+    parents: Tensor = field(compare=False)
+    """The node before each node; -1 for a root."""
+    ends: Tensor = field(compare=False)
+    """Where nodes begin, and at last where the last node ends."""
+
+    def __str__(self) -> str:
+        return f"tree({len(self.parents)}, #{self.digest})"
+
+    def check(self, n: int) -> None:
+        if int(self.ends[-1]) != n:
+            raise ValueError(
+                f"the lengths of the tree's nodes add up to {int(self.ends[-1])}, but the sequence has {n} "
+                f"tokens"
+            )
+
+    def bands(self, n: int) -> Tensor:
+        """One band a node and run of its descendants: one a node in all if each is followed by its own."""
+        ends, runs, rows = self.ends.tolist(), self._runs(), []
+        node = 0
+        while node < len(runs):
+            first = node
+            while node + 1 < len(runs) and runs[node + 1] == [(node + 1, runs[node][0][1]), *runs[node][1:]]:
+                node += 1  # the only child, which stands behind its parent: keys of both are seen by the same
+            node += 1
+            rows += [[ends[a], ends[b], ends[first], ends[node], -UNBOUNDED, 0] for a, b in runs[first]]
+        return tightened(torch.tensor(rows))
+
+    def _runs(self) -> list[list[tuple[int, int]]]:
+        """For each node, itself and its descendants, as runs of neighbours: (first, last + 1)."""
+        runs = [[(node, node + 1)] for node in range(len(self.parents))]
+        for node, parent in reversed(list(enumerate(self.parents.tolist()))):
+            if parent >= 0:
+                runs[parent] = _joined(runs[parent], runs[node])
+        return runs
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        above = torch.eye(len(self.parents), dtype=torch.bool)
+        for node, parent in enumerate(self.parents.tolist()):
+            if parent >= 0:
+                above[node] |= above[parent]
+        of_q, of_k = (torch.searchsorted(self.ends.to(x.device), x, right=True) - 1 for x in (q, k))
+        return above.to(q.device)[of_q[:, None], of_k[None, :]] & (k[None, :] <= q[:, None])
+
+
+def _joined(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for first, last in sorted(a + b):
+        if joined and joined[-1][1] == first:
+            joined[-1] = (joined[-1][0], last)
+        else:
+            joined.append((first, last))
+    return joined
