@@ -207,10 +207,10 @@ def test_pieces_grow_with_the_edges_of_the_parts(count):
         (lambda: Mask.chunked(0), "size of chunks.*0"),
         (lambda: Mask.images([(0, 4), (3, 6)]), r"must not overlap, got \[0, 4\] and \[3, 6\]"),
         (lambda: Mask.images([(4, 2)]), r"start <= stop, got \(4, 2\)"),
-        (lambda: Mask.images([(2, 9)]).check(8), r"image block \[2, 9\) goes beyond .* 8 tokens"),
+        (lambda: Mask.images([(2, 9)]).check(8), r"slice 0 .*\[2, 9\), goes beyond .* 8 tokens"),
         (
             lambda: (Mask.documents([0, 4, 8]) & (Mask.causal() | Mask.images([(2, 6)]))).check(8),
-            r"image block \[2, 6\) goes over the end of a document, at 4",
+            r"image block \[2, 6\] goes over the end of a document, at 4",
         ),
         (lambda: ((Mask.documents([0, 4, 8]) & Mask.causal()) | Mask.images([(3, 5)])).check(8), "at 4"),
         (lambda: Mask.prefix([2, 3]), "prefix for each of 1 documents.*got 2"),

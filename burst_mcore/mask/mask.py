@@ -296,7 +296,7 @@ class Mask(Registered):
 
     @property
     def _is_empty(self) -> bool:
-        return any(isinstance(term, Images) and not len(term.blocks) for term in self.terms)
+        return any(isinstance(term, Images) and not len(term.ranges) for term in self.terms)
 
     def _all_terms(self) -> Iterator[Term]:
         """Its terms and those of the masks that it unites."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import numbers
 import warnings
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from burst_mcore.digest import digest
+from burst_mcore.mask.bands import UNBOUNDED
 from burst_mcore.mask.terms import Documents, Images, Tree
 
 
@@ -36,13 +38,13 @@ def documents_of(cu_seqlens: Sequence[int] | Tensor) -> Documents:
 
 def images_of(blocks: Sequence[Sequence[int]] | Tensor) -> Images:
     """Return the term of image blocks [start, stop), in any order. Raises ValueError for bad ones."""
-    table = torch.tensor(sorted(pair for pair in pairs_of("blocks", blocks) if pair[0] < pair[1]))
-    table = table.reshape(-1, 2).to(torch.int64)
-    for at in (table[1:, 0] < table[:-1, 1]).nonzero().flatten().tolist()[:1]:
-        raise ValueError(
-            f"image blocks must not overlap, got {table[at].tolist()} and {table[at + 1].tolist()}"
-        )
-    return Images(digest(table), table)
+    pairs = sorted(pair for pair in pairs_of("blocks", blocks) if pair[0] < pair[1])
+    for one, following in pairwise(pairs):
+        if following[0] < one[1]:
+            raise ValueError(f"image blocks must not overlap, got {one} and {following}")
+    ranges = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).repeat(1, 2)
+    open_ = torch.full_like(ranges[:, :1], UNBOUNDED)
+    return Images(digest(ranges), torch.cat([ranges, -open_, open_], 1), ranges)
 
 
 def tree_of(parents: Sequence[int] | Tensor, lengths: Sequence[int] | Tensor) -> Tree:

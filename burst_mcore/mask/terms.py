@@ -188,44 +188,22 @@ class Chunks(Term):
         return q[:, None] // self.size == k[None, :] // self.size
 
 
-@dataclass(frozen=True)
-class Images(Term):
+class Images(Ranges):
     """Blocks of tokens, each of which sees itself; nobody else sees anything."""
 
-    digest: str
-    blocks: Tensor = field(compare=False)
-    """[blocks, 2]: first token and end of each, ascending, disjoint, not empty."""
-
     def __str__(self) -> str:
-        return f"images({len(self.blocks)}, #{self.digest})"
-
-    def check(self, n: int) -> None:
-        if len(self.blocks) and int(self.blocks[-1, 1]) > n:
-            start, stop = self.blocks[-1].tolist()
-            raise ValueError(f"image block [{start}, {stop}) goes beyond the sequence of {n} tokens")
+        return f"images({len(self.ranges)}, #{self.digest})"
 
     def check_within(self, ends: Tensor) -> None:
         """Raise ValueError if a block lies in more than one of the documents that `ends` tells."""
-        starts, lasts = self.blocks[:, 0].contiguous(), self.blocks[:, 1] - 1
-        first, last = (torch.searchsorted(ends, x, right=True) for x in (starts, lasts))
+        first, last = (
+            torch.searchsorted(ends, self.ranges[:, i].contiguous() - i, right=True) for i in (0, 1)
+        )
         for at in (first != last).nonzero().flatten().tolist()[:1]:
-            (start, stop), end = self.blocks[at].tolist(), int(ends[first[at]])
             raise ValueError(
-                f"image block [{start}, {stop}) goes over the end of a document, at {end}: an image lies in "
-                f"one document"
+                f"image block {self.ranges[at, :2].tolist()} goes over the end of a document, at "
+                f"{int(ends[first[at]])}: an image lies in one document"
             )
-
-    def bands(self, n: int) -> Tensor:
-        (first, last), open_ = self.blocks.T, torch.full_like(self.blocks[:, 0], UNBOUNDED)
-        return torch.stack([first, last, first, last, -open_, open_], 1)
-
-    def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        if not len(self.blocks):
-            return torch.zeros(len(q), len(k), dtype=torch.bool, device=q.device)
-        starts, ends = (side.contiguous().to(q.device) for side in self.blocks.T)
-        of_q, of_k = (torch.searchsorted(starts, x, right=True) - 1 for x in (q, k))
-        inside: Tensor = ((of_q >= 0) & (q < ends[of_q]))[:, None] & (k < ends[of_k])[None, :]
-        return inside & (of_q[:, None] == of_k[None, :])
 
 
 @dataclass(frozen=True)
