@@ -92,9 +92,7 @@ def _without(bands: Tensor, others: Tensor, i: Tensor, j: Tensor) -> Tensor:
     """Return what of `bands` is in none of `others`: band i[p] and other j[p] are all that meet."""
     partners, counts = j[i.argsort(stable=True)], i.bincount(minlength=len(bands))
     first, of = counts.cumsum(0) - counts, torch.arange(len(bands))
-    for place in range(
-        int(counts.max())
-    ):  # the next partner of every band, from all that is left of the band
+    for place in range(int(counts.max())):  # the next partner of each band is cut from what is left of it
         cut = counts[of] > place
         left, owner = _minus(bands[cut], others[partners[first[of[cut]] + place]])
         bands, of = torch.cat([bands[~cut], left]), torch.cat([of[~cut], of[cut][owner]])
@@ -123,10 +121,10 @@ def _minus(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 def _meetings(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return (i, j) of all bands a[i] and b[j] that have a pair in common."""
-    pairs = [
-        (i[some], j[some]) for i, j in _near(a, b) for some in [_has_pairs(_tight(_overlap(a[i], b[j])))]
-    ]
-    i, j = (torch.cat(side) for side in zip(*pairs, strict=True)) if pairs else torch.zeros(2, 0).long()
+    pairs = [torch.zeros(2, 0, dtype=torch.int64)]
+    for i, j in _near(a, b):
+        pairs.append(torch.stack([i, j])[:, _has_pairs(_tight(_overlap(a[i], b[j])))])
+    i, j = torch.cat(pairs, 1)
     return i, j
 
 
