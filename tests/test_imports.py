@@ -14,6 +14,7 @@ PACKAGES = ["burst_mcore", "burst_plan", "burst_bench"]
 BUDGET = {
     "burst_mcore": 26000,
     "burst_mcore.torch": 900,
+    "burst_mcore.recurrent": 1500,
     "burst_mcore.compat": 200,
     "burst_plan": 6000,
     "burst_bench": 7640,
@@ -27,7 +28,7 @@ FLOORS = {
         """version config layout registry mask rates machines digest dtypes agreement packages words
         wrap capture loss""".split(),
         ["attention"],
-        ["checkpointing"],
+        ["checkpointing", "recurrent"],
         ["megatron", "transformers"],
         ["deepspeed", "torch", "compat"],
         ["bench"],

@@ -18,6 +18,7 @@ that nobody reads: see `carried`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -206,22 +207,23 @@ class Schedule:
 
     def __str__(self) -> str:
         """Return a grid of step x rank: x<r receives from rank r, x>r sends, [r] computes."""
-        cells = [
-            {
-                step: "  ".join(map(str, actions))
-                for step, actions in groupby(program, key=lambda action: action.step)
-            }
-            for program in self.programs
-        ]
-        steps = sorted({step for column in cells for step in column})
-        header = ["step", *(f"rank {rank}" for rank in range(self.size))]
-        rows = [header, *([str(step), *(column.get(step, "") for column in cells)] for step in steps)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        return "\n".join([f"{self.title}; {self.route}, {self.size} ranks", *lines])
+        return "\n".join([f"{self.title}; {self.route}, {self.size} ranks", *grid(self.programs)])
+
+
+def grid(programs: Sequence[Program]) -> list[str]:
+    """Return lines of step x rank, of the actions of each rank's program."""
+    cells = [
+        {step: "  ".join(map(str, actions)) for step, actions in groupby(program, key=lambda a: a.step)}
+        for program in programs
+    ]
+    steps = sorted({step for column in cells for step in column})
+    header = ["step", *(f"rank {rank}" for rank in range(len(programs)))]
+    rows = [header, *([str(step), *(column.get(step, "") for column in cells)] for step in steps)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def schedule(route: Route, pass_: Pass, plan: Plan | None = None) -> Schedule:

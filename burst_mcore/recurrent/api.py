@@ -1,0 +1,107 @@
+"""recurrence and convolution over sharded sequences, the public functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from burst_mcore.dtypes import wide
+from burst_mcore.recurrent.exchange import States, halo_of, starts_of
+from burst_mcore.recurrent.kernels import Recurrence, Tensors
+from burst_mcore.recurrent.sequence import Shards
+
+
+def recurrence(kernel: Recurrence, tensors: Tensors, shards: Shards) -> Tensor:
+    """Return the outputs of this rank's tokens, as of a kernel that runs over each whole document from zero.
+
+    Every rank of the topology calls it with its shard. Only ranks that share a document exchange states.
+
+    Args:
+        kernel: the recurrence.
+        tensors: of this rank's tokens, along `kernel.dim` in the order of the shard.
+        shards: the sequence.
+
+    Raises:
+        ValueError: the tensors do not hold this rank's tokens, or the layout scatters neighbouring tokens.
+        RuntimeError: a rank has gone.
+    """
+    _check(tensors, kernel.dim, shards, kernel.name)
+    own = shards.own
+    pieces = [kernel.cut(tensors, each.fragment.rows) for each in own]
+    outs: list[Tensor | None] = [None] * len(own)
+    decays, finals = [], []
+    for number, (each, piece) in enumerate(zip(own, pieces, strict=True)):
+        fragment = each.fragment
+        if fragment.begins:
+            outs[number], final = kernel.run(piece, None)
+        elif not fragment.ends:
+            _, final = kernel.run(piece, None)
+            decays.append(kernel.decay(piece))
+        if not fragment.ends:
+            finals.append(final)
+    starts: list[Tensor] = []
+    tie: Tensor | None = None
+    if not shards.scan().is_empty:
+        states = _states(kernel, tensors)
+        decays, finals = ([x.to(states.dtype) for x in xs] for xs in (decays, finals))
+        anchor = tensors[kernel.like].narrow(kernel.dim, 0, 0).reshape(-1)
+        starts, tie = starts_of(shards, states, decays, finals, anchor)
+        continuing = [number for number, each in enumerate(own) if not each.fragment.begins]
+        for number, start in zip(continuing, starts, strict=True):
+            outs[number], _ = kernel.run(pieces[number], start)
+    if not own:  # all tensors stay in the graph: exchanges before this one await this rank's backward
+        tie = torch.stack([x.sum().to(torch.float32) for x in (*tensors, *([] if tie is None else [tie]))])
+    out = torch.cat([x for x in outs if x is not None], kernel.dim) if own else tensors[kernel.like]
+    return out if tie is None or starts else out + tie.sum().to(out.dtype)
+
+
+def _states(kernel: Recurrence, tensors: Tensors) -> States:
+    x = tensors[kernel.like]
+    shapes = tuple(kernel.state_shape(tensors)), tuple(kernel.decay_shape(tensors))
+    return States(kernel.name, kernel.algebra, *shapes, wide(x.dtype), x.device)
+
+
+def convolution(
+    convolve: Callable[[Tensor], Tensor], x: Tensor, width: int, shards: Shards, dim: int
+) -> Tensor:
+    """Return a causal convolution of this rank's tokens, as of one that runs over each whole document.
+
+    Args:
+        convolve: a causal convolution along `dim`, which reads zeros before the first token, and the same
+            number of tokens out. One call serves all fragments.
+        x: this rank's tokens.
+        width: tokens that an output reads, its own included.
+        shards: the sequence.
+        dim: the dimension of tokens.
+
+    Raises:
+        ValueError, RuntimeError: as `recurrence`.
+    """
+    _check((x,), dim, shards, "convolution")
+    own, reach = shards.own, width - 1
+    if own and (reach == 0 or len(own) == shards.topology.size == 1):
+        return convolve(x)
+    shape = list(x.shape)
+    shape[dim] = reach * len(own)
+    halo = x.new_zeros(shape) if shards.halo(reach).is_empty else halo_of(x, dim, shards, reach)
+    if not own:
+        return x + halo.sum().to(x.dtype)
+    parts, kept, start = [], [], 0
+    for number, each in enumerate(own):
+        rows = each.fragment.rows
+        parts += [halo.narrow(dim, number * reach, reach), x.narrow(dim, rows.start, len(rows))]
+        kept.append(range(start + reach, start := start + reach + len(rows)))
+    out = convolve(torch.cat(parts, dim))
+    return torch.cat([out.narrow(dim, rows.start, len(rows)) for rows in kept], dim)
+
+
+def _check(tensors: Tensors, dim: int, shards: Shards, name: str) -> None:
+    tokens = sum(len(each.fragment.rows) for each in shards.own)
+    wrong = [tuple(x.shape) for x in tensors if x.shape[dim] != tokens]
+    if wrong:
+        raise ValueError(
+            f"{name}: layout {shards.layout} deals rank {shards.topology.rank} {tokens} of {shards.tokens} "
+            f"tokens, along dimension {dim}, got tensors {wrong}"
+        )

@@ -1,0 +1,90 @@
+"""Fragments: consecutive tokens of one document on one rank; and chains, the fragments of one document."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from burst_mcore.layout import Layout
+
+Ends = tuple[int, ...]
+"""cu_seqlens of the documents: 0, ..., the length of the sequence; () stands for one document."""
+
+
+class Fragment(NamedTuple):
+    """Tokens [start, stop) of one document, which lie on a rank from `row` of its shard on."""
+
+    rank: int
+    start: int
+    stop: int
+    row: int
+    begins: bool
+    """Whether the document begins with it: the state before it is zero."""
+    ends: bool
+    """Whether the document ends with it: nobody needs the state behind it."""
+
+    @property
+    def rows(self) -> range:
+        """Its rows in the shard."""
+        return range(self.row, self.row + self.stop - self.start)
+
+    def __str__(self) -> str:
+        return f"{'[' if self.begins else '('}{self.start}:{self.stop}{']' if self.ends else ')'}@{self.rank}"
+
+
+Chain = tuple[Fragment, ...]
+"""The fragments of one document, in the order of tokens: each but the first continues the one before."""
+
+
+@lru_cache(maxsize=256)
+def fragments(layout: Layout, tokens: int, size: int, ends: Ends = ()) -> tuple[Fragment, ...]:
+    """Return the fragments of all ranks, in the order of tokens.
+
+    Args:
+        layout: how the sequence is dealt over `size` ranks.
+        tokens: of the whole sequence.
+        ends: cu_seqlens of its documents.
+
+    Raises:
+        ValueError: the layout deals neighbouring tokens to different ranks, or the documents do not end with
+            the sequence.
+    """
+    ends = ends or (0, tokens)
+    if ends[0] != 0 or ends[-1] != tokens or any(b < a for a, b in pairwise(ends)):
+        raise ValueError(f"documents must ascend from 0 to the {tokens} tokens of the sequence, got {ends}")
+    runs: list[list[int]] = layout.run_table(tokens, size).tolist()
+    if any(step > 1 for *_, step in runs):
+        raise ValueError(
+            f"layout {layout} deals neighbouring tokens to different ranks: a recurrence or a convolution "
+            f"would send a state or a row for each token. Choose zigzag, contiguous or block-striped:128"
+        )
+    found, rows = [], [0] * size
+    for rank, first, last, _ in runs:
+        for start, stop in _cut(first, min(last, tokens), ends):
+            begins = ends[bisect_right(ends, start) - 1] == start
+            ends_here = ends[bisect_right(ends, stop) - 1] == stop
+            found.append(Fragment(rank, start, stop, rows[rank], begins, ends_here))
+            rows[rank] += stop - start
+    return tuple(sorted(found, key=lambda fragment: fragment.start))
+
+
+def _cut(start: int, stop: int, ends: Ends) -> Iterator[tuple[int, int]]:
+    """Yield the parts of [start, stop) between the beginnings of documents."""
+    while start < stop:
+        cut = min(ends[bisect_right(ends, start)], stop)
+        yield start, cut
+        start = cut
+
+
+@lru_cache(maxsize=256)
+def chains(layout: Layout, tokens: int, size: int, ends: Ends = ()) -> tuple[Chain, ...]:
+    """Return the chains of the documents that lie in several fragments. Raises ValueError as `fragments`."""
+    documents: list[list[Fragment]] = []
+    for fragment in fragments(layout, tokens, size, ends):
+        if fragment.begins:
+            documents.append([])
+        documents[-1].append(fragment)
+    return tuple(tuple(document) for document in documents if len(document) > 1)

@@ -1,0 +1,74 @@
+"""Programs of the halo: the rows of its document before each fragment go straight from their owners to it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import lru_cache
+
+from burst_mcore.attention.schedule.actions import Channel, Recv, Send, Wait
+from burst_mcore.layout import Layout
+from burst_mcore.recurrent.fragments import Chain, Ends, chains, fragments
+from burst_mcore.recurrent.programs import DATA, GRADIENT, Action, Copy, Exchange, Program
+
+ROWS, HALO = "rows", "halo"
+"""The buffers: the rows of the shard, and `reach` rows for each of its fragments."""
+
+
+@lru_cache(maxsize=256)
+def halo(layout: Layout, tokens: int, size: int, intra: int, ends: Ends = (), *, reach: int) -> Exchange:
+    """Return the programs that bring each fragment the `reach` rows of its document before it.
+
+    The halo of a rank has `reach` rows for each of its fragments, in the order of its shard. Of a document
+    that begins within them, the last rows are filled, and the others are zero.
+    """
+    places, filled = {}, [0] * size
+    for fragment in fragments(layout, tokens, size, ends):
+        filled[fragment.rank] += reach
+        places[fragment] = filled[fragment.rank]
+    pairs: dict[tuple[int, int], list[tuple[range, range]]] = defaultdict(list)
+    for chain in chains(layout, tokens, size, ends):
+        for number in range(1, len(chain)):
+            for source, rows, into in _read(chain, number, places[chain[number]], reach):
+                pairs[source, chain[number].rank].append((rows, into))
+    programs = tuple(_program(rank, pairs, size) for rank in range(size))
+    return Exchange(f"halo of {reach} rows", programs, intra)
+
+
+def _read(chain: Chain, number: int, stop: int, reach: int) -> list[tuple[int, range, range]]:
+    """Return (rank, rows of its shard, rows of the halo) for what lies before a fragment, nearest first."""
+    read = []
+    while reach and number:
+        number -= 1
+        source = chain[number]
+        rows = source.rows[-reach:]
+        read.append((source.rank, rows, range(stop - len(rows), stop)))
+        reach, stop = reach - len(rows), stop - len(rows)
+    return read
+
+
+def _program(rank: int, pairs: dict[tuple[int, int], list[tuple[range, range]]], size: int) -> Program:
+    others = [peer for peer in range(size) if peer != rank]
+    recvs = [
+        Recv(0, DATA, HALO, peer, tuple(into for _, into in pairs[peer, rank]))
+        for peer in others
+        if (peer, rank) in pairs
+    ]
+    sends = [
+        Send(0, DATA, ROWS, peer, tuple(rows for rows, _ in pairs[rank, peer]))
+        for peer in others
+        if (rank, peer) in pairs
+    ]
+    copies = [Copy(0, rows, into) for rows, into in pairs.get((rank, rank), ())]
+    return (*recvs, *sends, *_wait(DATA, recvs, sends), *copies)
+
+
+def turned(program: Program) -> Program:
+    """Return the program by which gradients of a halo go back to the rows."""
+    sends = [Send(0, GRADIENT, HALO, a.peer, a.rows) for a in program if isinstance(a, Recv)]
+    recvs = [Recv(0, GRADIENT, ROWS, a.peer, a.rows) for a in program if isinstance(a, Send)]
+    copies = [Copy(0, a.into, a.rows) for a in program if isinstance(a, Copy)]
+    return (*recvs, *sends, *_wait(GRADIENT, recvs, sends), *copies)
+
+
+def _wait(channel: Channel, recvs: list[Recv], sends: list[Send]) -> list[Action]:
+    return [Wait(0, channel)] if recvs or sends else []

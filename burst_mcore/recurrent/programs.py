@@ -1,0 +1,128 @@
+"""Programs of exchanges as data: they print as a grid, are verified, and count their bytes.
+
+Messages are the `Send`, `Recv` and `Wait` of attention's schedules. A scan has one action more, `Compose`,
+and a halo `Copy`. The buffers of a scan are spans of a chain, by name: "0[2:5]" is the map over fragments 2
+to 4 of chain 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from burst_mcore.attention.schedule.actions import Channel, Kind, Link, Recv, Send, Wait
+from burst_mcore.attention.schedule.route import grid
+from burst_mcore.rates import Rates
+
+
+class Span(NamedTuple):
+    """The map over fragments [first, stop) of a chain. If it begins with the chain it is a state alone."""
+
+    chain: int
+    first: int
+    stop: int
+
+    @property
+    def is_state(self) -> bool:
+        """Whether the state before it is zero, so that the map's A is not needed."""
+        return self.first == 0
+
+    def __str__(self) -> str:
+        return f"{self.chain}[{self.first}:{self.stop}]"
+
+    @classmethod
+    def of(cls, name: str) -> Span:
+        """Return the span of a buffer's name."""
+        chain, _, bounds = name.rstrip("]").partition("[")
+        first, _, stop = bounds.partition(":")
+        return cls(int(chain), int(first), int(stop))
+
+
+@dataclass(frozen=True, slots=True)
+class Compose:
+    """Make the map over `earlier` and `later`, which follow one another."""
+
+    step: int
+    earlier: Span
+    later: Span
+
+    @property
+    def span(self) -> Span:
+        """The span of the new map."""
+        return Span(self.earlier.chain, self.earlier.first, self.later.stop)
+
+    def __str__(self) -> str:
+        return f"{self.span}={self.later}*{self.earlier}"
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy rows of a rank's shard to rows of its halo, or the other way round."""
+
+    step: int
+    rows: range
+    into: range
+
+    def __str__(self) -> str:
+        return f"copy({len(self.rows)})"
+
+
+Action = Send | Recv | Wait | Compose | Copy
+Program = tuple[Action, ...]
+DATA = Channel(Link.DIRECT, Kind.DATA)
+"""The channel of states and halos."""
+GRADIENT = Channel(Link.DIRECT, Kind.GRADIENT)
+"""The channel of their gradients."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The programs of all ranks."""
+
+    title: str
+    programs: tuple[Program, ...]
+    intra: int
+    """Ranks of a node."""
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return len(self.programs)
+
+    def __str__(self) -> str:
+        """Return a grid of step x rank: x<r receives from rank r, x>r sends, x=z*y composes."""
+        title = f"{self.title}; {self.size // self.intra} x {self.intra} ranks"
+        lines = grid(self.programs)  # type: ignore[arg-type]  # the other actions print alike
+        return "\n".join([title, *lines])
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to exchange."""
+        return not any(self.programs)
+
+    def received(self, rank: int, *, state: int, decay: int) -> int:
+        """Return the bytes that a rank receives in a scan, of states and of A of these sizes."""
+        spans = [Span.of(action.buffer) for action in self.programs[rank] if isinstance(action, Recv)]
+        return sum(state + decay * (not span.is_state) for span in spans)
+
+    def seconds(self, rates: Rates, *, state: int, decay: int) -> float:
+        """Return the time of a scan's messages at these rates, by the busiest rank of each step."""
+        total = 0.0
+        for step in sorted({action.step for program in self.programs for action in program}):
+            busiest = 0.0
+            for rank, program in enumerate(self.programs):
+                sends = [a for a in program if isinstance(a, Send) and a.step == step]
+                times = [
+                    (state + decay * (not Span.of(a.buffer).is_state))
+                    / rates.link(inter=a.peer // self.intra != rank // self.intra)
+                    for a in sends
+                ]
+                busiest = max(busiest, rates.latency + sum(times)) if times else busiest
+            total += busiest
+        return total
+
+
+def messages(program: Sequence[Action], step: int) -> list[Send | Recv]:
+    """Return the messages of a step, in the order in which they start."""
+    return [action for action in program if isinstance(action, (Send, Recv)) and action.step == step]

@@ -1,0 +1,108 @@
+"""The sequence of which each rank has a shard, and how its ranks agree on an exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from burst_mcore.agreement import Signature
+from burst_mcore.attention.operator.agree import agreement_of
+from burst_mcore.attention.runtime.executor import Transport, transport_of
+from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.schedule.actions import Pass
+from burst_mcore.attention.schedule.route import Route
+from burst_mcore.digest import digest
+from burst_mcore.layout import Layout
+from burst_mcore.recurrent.fragments import Ends, Fragment, chains, fragments
+from burst_mcore.recurrent.halo import halo
+from burst_mcore.recurrent.programs import Exchange
+from burst_mcore.recurrent.scan import scan
+
+
+class Own(NamedTuple):
+    """A fragment of this rank, and its place in its chain: place 0 of chain -1 where it is alone."""
+
+    fragment: Fragment
+    chain: int
+    place: int
+    last: int
+    """The place of the chain's last fragment."""
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The sequence of one call, of which each rank of a topology has a shard.
+
+    `ends` are cu_seqlens of its documents, the same on all ranks; () stands for one document. A state never
+    passes from one document to the next.
+    """
+
+    topology: Topology
+    layout: Layout
+    tokens: int
+    """Of the whole sequence."""
+    ends: Ends = ()
+    max_ctas: int = 8
+    """Thread blocks of a GPU that NCCL may use for messages."""
+
+    @property
+    def own(self) -> tuple[Own, ...]:
+        """The fragments of this rank, in the order of its shard."""
+        return _own(*self._dealt, self.topology.rank)
+
+    def scan(self, *, backward: bool = False) -> Exchange:
+        """Return the programs of the scan."""
+        layout, tokens, size, ends = self._dealt
+        return scan(layout, tokens, size, self.topology.intra_size, ends, backward=backward)
+
+    def halo(self, reach: int) -> Exchange:
+        """Return the programs of a halo of so many rows."""
+        layout, tokens, size, ends = self._dealt
+        return halo(layout, tokens, size, self.topology.intra_size, ends, reach=reach)
+
+    @property
+    def _dealt(self) -> tuple[Layout, int, int, Ends]:
+        return self.layout, self.tokens, self.topology.size, self.ends
+
+    @contextmanager
+    def exchanging(self, signature: Signature) -> Iterator[Transport]:
+        """Agree with all ranks on an exchange and yield what carries its messages.
+
+        An exchange like an earlier one, of other documents perhaps, goes ahead of the agreement.
+
+        Raises:
+            ValueError: the ranks make different calls.
+            RuntimeError: a rank has gone.
+        """
+        topology = self.topology
+        transport = transport_of(topology, Route(1, topology.size, direct=True), self.max_ctas)
+        agreement = agreement_of(topology)
+        if agreement is None:
+            yield transport
+            return
+        description = tuple(signature.items())
+        ahead = description in agreement.seen and transport.connected((Pass.KV,))
+        dealt = {"layout": str(self.layout), "tokens": str(self.tokens), "documents": digest(str(self.ends))}
+        agreed = agreement.agree({**signature, **dealt}, ahead=ahead)
+        agreement.seen[description] = True
+        if ahead and torch._C._current_graph_task_id() != -1:
+            torch.autograd.Variable._execution_engine.queue_callback(agreement.settle)
+        with agreement.ring():
+            transport.connect(Pass.KV)
+            yield transport.labelled(agreed.label)
+
+
+@lru_cache(maxsize=256)
+def _own(layout: Layout, tokens: int, size: int, ends: Ends, rank: int) -> tuple[Own, ...]:
+    places = {
+        fragment: (number, place, len(chain) - 1)
+        for number, chain in enumerate(chains(layout, tokens, size, ends))
+        for place, fragment in enumerate(chain)
+    }
+    own = (fragment for fragment in fragments(layout, tokens, size, ends) if fragment.rank == rank)
+    return tuple(Own(fragment, *places.get(fragment, (-1, 0, 0))) for fragment in own)
