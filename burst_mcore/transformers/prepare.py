@@ -14,6 +14,7 @@ from burst_mcore.checkpointing import Policy
 from burst_mcore.config import BurstConfig
 from burst_mcore.digest import digest
 from burst_mcore.loss import patch_causal_lm
+from burst_mcore.recurrent.bound import why_scattered
 from burst_mcore.transformers.agreement import on_all_ranks, refuse_differences
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.checkpointing import attach_checkpointing
@@ -53,7 +54,7 @@ def prepare_model(
     size = 1 if group is None else group.size()
     loss = on_all_ranks(lambda: _change(model, size, fused_loss, recompute))
     refuse_differences("model", fingerprint(model))
-    topology = on_all_ranks(lambda: _connected(group, config))
+    topology = on_all_ranks(lambda: _connected(model, group, config))
     sequence = vars(model).get(SEQUENCE)
     if sequence is None:
         sequence = SequenceParallel(model, topology, None, config).attach()
@@ -105,9 +106,11 @@ def _change(model: Any, size: int, fused_loss: bool, recompute: Policy | None) -
     return loss
 
 
-def _connected(group: dist.ProcessGroup | None, config: BurstConfig) -> Topology:
+def _connected(model: nn.Module, group: dist.ProcessGroup | None, config: BurstConfig) -> Topology:
     """Return the ring of a group, double if its ranks are on several hosts. Collective over it."""
     topology = Topology.single() if group is None or group.size() == 1 else Topology.from_group(group)
+    if scattered := why_scattered(model, config.layout, topology.size):
+        raise RefusedError("layout", scattered)
     try:
         connect(topology, config)
     except ValueError as error:

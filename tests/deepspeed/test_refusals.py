@@ -83,7 +83,6 @@ def _initialize(rank, size, _):
         "Mamba": {"num_hidden_layers": 2},
         "RecurrentGemma": {"num_hidden_layers": 3},
         "Jamba": {"num_experts": 1, "use_mamba_kernels": False},
-        "Lfm2": {"layer_types": ["conv", "full_attention"]},
     }.items():
         attempt("model", _model(kind, **options), words=f"{kind}ForCausalLM")
     experts = {"num_local_experts": 2, "output_router_logits": True}
@@ -98,9 +97,11 @@ def _initialize(rank, size, _):
     attempt("dropout", _model("GPT2", n_embd=16, n_head=2), words="attn_pdrop is 0.1")
     attempt("model", "meta-llama/Llama-3.2-1B", words="give the model itself")
     attempt("model", _with_a_tower(), words="it has a vision_config")
-    qwen = _model("Qwen3Next", linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8,
-                  linear_value_head_dim=8, num_experts=2)  # fmt: skip
-    attempt("model", qwen, words="linear_attention (a state runs along the sequence)")
+    hybrid, scattered = (
+        _model("Lfm2", layer_types=["conv", "full_attention"]),
+        config_of(2, 2, layout="striped"),
+    )
+    attempt("layout", hybrid, scattered, words="layout striped deals neighbouring tokens to different ranks")
     attempt("model", model_of(heads=2 if rank else 4), words="rank 1 has a LlamaForCausalLM of")
     attempt(
         "model", model_of(sliding_window=7 + rank, kind="Mistral"), words="rank 1 has a MistralForCausalLM"

@@ -34,17 +34,22 @@ TOKENS, ROWS, VOCABULARY = 64, 2, 80
 ALIKE: dict[int, str] = {
     32: "hidden_size n_embd d_model dim embedding_size input_embedding_size d_embed hidden_dim",
     2: "num_hidden_layers n_layer n_layers num_layers num_key_value_heads num_kv_heads num_experts_per_tok "
-    "swa_num_key_value_heads num_global_key_value_heads moe_k moe_topk top_k_experts moe_top_k",
+    "swa_num_key_value_heads num_global_key_value_heads moe_k moe_topk top_k_experts moe_top_k "
+    "linear_num_key_heads n_groups mamba_n_groups",
     1: "decoder_layers encoder_layers num_decoder_layers num_encoder_layers n_group topk_group "
     "n_shared_experts num_shared_experts moe_num_shared_experts first_k_dense_replace",
     4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads "
-    "swa_num_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim",
+    "swa_num_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim "
+    "linear_num_value_heads linear_num_heads",
     8: "head_dim global_head_dim kv_channels swa_head_dim d_head d_kv attention_head_dim q_lora_rank "
-    "kv_lora_rank qk_nope_head_dim v_head_dim swa_v_head_dim hidden_size_per_layer_input",
+    "kv_lora_rank qk_nope_head_dim v_head_dim swa_v_head_dim hidden_size_per_layer_input linear_key_head_dim "
+    "linear_value_head_dim linear_head_dim mamba_n_heads mamba_num_heads mamba_head_dim",
     12: "qk_head_dim",
     48: "intermediate_size n_inner ffn_dim d_inner ffn_hidden_size d_ff dff",
     16: "decoder_ffn_dim encoder_ffn_dim moe_intermediate_size expert_ffn_hidden_size sliding_window "
-    "window_size shared_expert_intermediate_size moe_shared_expert_intermediate_size sliding_window_size",
+    "window_size shared_expert_intermediate_size moe_shared_expert_intermediate_size sliding_window_size "
+    "state_size ssm_state_size mamba_d_state mamba_chunk_size chunk_size",
+    64: "mamba_d_ssm",
     512: "max_position_embeddings n_positions n_ctx max_seq_len max_source_positions",
     VOCABULARY: "vocab_size vocab_size_per_layer_input",
 }
@@ -69,6 +74,7 @@ LATENT = {"num_key_value_heads": 4, "head_dim": 4}
 """Multi-head latent attention: as many K/V heads as heads, and positions in a head's rotary part."""
 PARTICULAR: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "deepseek_v3", "longcat_flash", "minicpm3", "sarvam_mla", "youtu"), LATENT),
+    "kimi_linear": {**LATENT, "num_experts_per_tok": 2},
     **{name: {"rotary_dim": 4} for name in ("codegen", "gptj")},
     "glm4_moe_lite": LATENT,
     "deepseek_v2": {**LATENT, "num_experts_per_tok": 2, "topk_method": "greedy"},
@@ -82,6 +88,10 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "xlm": {"emb_dim": 32, "n_words": VOCABULARY},
     "reformer": {"axial_pos_embds_dim": [8, 24]},
     "zaya": {"num_experts_per_tok": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"]},
     "cohere_compass_text": {"rope_parameters": {
         kind: {"rope_type": "default", "rope_theta": 10000.0}
         for kind in ("full_attention", "sliding_attention")}},
@@ -156,19 +166,25 @@ def outcomes(rank: int, size: int, names: tuple[str, ...]) -> dict[str, tuple[st
     return {name: _outcome(name, batch) for name in names}
 
 
+def model_of(name: str) -> Any:
+    """The tiny model of a name, with the same random weights on every rank."""
+    config = config_of(name)
+    _refuse_large(config)
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model.train(name not in RANDOM)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=0.2) if p.dim() > 1 else p.add_(torch.randn_like(p) * 0.1)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model
+
+
 def _outcome(name: str, batch: dict[str, Any]) -> tuple[str, str]:
     try:
-        config = config_of(name)
-        _refuse_large(config)
-        torch.manual_seed(2)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        model.train(name not in RANDOM)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.normal_(std=0.2) if p.dim() > 1 else p.add_(torch.randn_like(p) * 0.1)
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
+        model = model_of(name)
     except Exception as error:
         return _as_it_is(name, error)
     other = copy.deepcopy(model)
@@ -182,21 +198,19 @@ def _outcome(name: str, batch: dict[str, Any]) -> tuple[str, str]:
     except Exception as error:
         return "not built", f"the plain model fails: {type(error).__name__}: {str(error)[:200]}"
     try:
-        found = _sharded(other, batch)
+        found = sharded(other, batch)
     except RefusedError as error:
         return "refused", str(error)
     except Exception as error:
         return "crashed", f"{type(error).__name__}: {str(error)[:300]}"
-    loss = abs(found.item() / want.item() - 1)
-    ours, theirs = dict(other.named_parameters()), dict(model.named_parameters())
-    error = max(_error(ours[key].grad, p.grad) for key, p in theirs.items() if p.grad is not None)
+    loss, error = abs(found.item() / want.item() - 1), worst(other, model)
     return ("equal" if loss < 1e-4 and error < 2e-4 else "wrong"), f"loss {loss:.1e}, gradients {error:.1e}"
 
 
-def _sharded(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+def sharded(model: Any, batch: dict[str, Any], **section: Any) -> torch.Tensor:
     """The loss over a sequence group of all ranks, and gradients averaged over it."""
     unit = unit_of(dist.get_world_size())
-    sequence = prepare_for_engine(model, Section(), unit)
+    sequence = prepare_for_engine(model, Section(**section), unit)
     loader = ShardedLoader([batch], group=sequence.group, **sequence.dealing)
     (part,) = loader
     loss: torch.Tensor = model(**part).loss
@@ -207,6 +221,12 @@ def _sharded(model: Any, batch: dict[str, Any]) -> torch.Tensor:
             dist.all_reduce(p.grad)
             p.grad /= dist.get_world_size()
     return loss
+
+
+def worst(found: Any, want: Any) -> float:
+    """The largest error of a gradient of a model, from those of another."""
+    ours, theirs = dict(found.named_parameters()), dict(want.named_parameters())
+    return max(_error(ours[key].grad, p.grad) for key, p in theirs.items() if p.grad is not None)
 
 
 def _error(found: torch.Tensor, want: torch.Tensor) -> float:

@@ -1,7 +1,7 @@
 """Models of transformers over shards: which are served, their attention, positions, loss and recompute.
 
 served         whether a model can be served; burst's attention put in
-attention      attention and masks of transformers, by BurstAttention
+attention      attention and masks of transformers, by BurstAttention; the masks of recurrences
 rotary         rotary embeddings whose frequencies depend on the length
 sequence       the hooks around the forward of a model that sees a shard
 randomness     dropout masks and noise of each rank its own

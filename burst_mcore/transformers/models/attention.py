@@ -21,6 +21,7 @@ from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.mask import Mask
+from burst_mcore.recurrent.bound import Mixing
 from burst_mcore.transformers.errors import RefusedError
 
 NAME = "burst"
@@ -43,6 +44,8 @@ class Sequence:
     """The highest position of the whole sequence, if this rank has a shard of it."""
     reached: set[nn.Module] = field(default_factory=set, compare=False, repr=False)
     """The attention modules that attended here in this forward."""
+    mixed: list[Mixing] = field(default_factory=list, compare=False, repr=False)
+    """What the model got for the masks of its recurrences and convolutions."""
 
     def masks(self, window: int | None) -> tuple[Mask, ...]:
         """By row, or one for all rows: causal, in documents and window (tokens, the query's own included)."""
@@ -146,6 +149,16 @@ def mask_of(
     if ("causal", 0) not in kinds:
         raise RefusedError("mask", "the model asks for attention that is not causal")
     return LayerMask(sequence, sequence.masks(window), window, int(q_offset))
+
+
+def mixing() -> Mixing | None:
+    """Return what stands for the mask of a model's recurrences; None for whole sequences of one document."""
+    sequence = current()
+    if sequence is None or (sequence.topology.size == 1 and not sequence.ends):
+        return None
+    made = Mixing.of(sequence.topology, sequence.config, sequence.tokens, sequence.ends)
+    sequence.mixed.append(made)
+    return made
 
 
 def _terms(function: Any) -> Iterator[tuple[str, int]]:

@@ -18,6 +18,7 @@ from burst_mcore.agreement import Collective
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import unshard
+from burst_mcore.recurrent.bound import missing_calls, mixers_of
 from burst_mcore.transformers.data.batches import IGNORED, digest_of_batch, documents, prepared
 from burst_mcore.transformers.data.loader import shard_of_whole_batch
 from burst_mcore.transformers.errors import RefusedError
@@ -175,11 +176,13 @@ class SequenceParallel:
             for path, m in attention_modules(self.model).items()
             if m not in sequence.reached
         ]
-        if others or not sequence.reached:
+        if sequence.topology.size > 1 or sequence.ends:
+            others += missing_calls(self.model, sequence.mixed)
+        if others or not (sequence.reached or mixers_of(self.model)):
             raise RefusedError(
                 "model",
-                f"{type(self.model).__name__} attends elsewhere than by transformers' interface: "
-                f"{', '.join(others[:3]) or 'no attention module was found'}",
+                f"{type(self.model).__name__} attends, or mixes tokens, elsewhere than by transformers' "
+                f"interface: {', '.join(others[:3]) or 'no attention module was found'}",
             )
 
     def _sharded(self, arguments: dict[str, Any]) -> tuple[Sequence, dict[str, Any], Finish]:
@@ -335,7 +338,7 @@ class SequenceParallel:
         new = _tokens(arguments)
         before, n = _cached(arguments), new.shape[1]
         self._refuse_shards(arguments, before, n)
-        if before or n == 1 or self.group is None:
+        if before or n == 1 or self.group is None or mixers_of(self.model):  # no rank has all states
             return Sequence(Topology.single(), self.config, before + n), arguments, _unchanged
         self._refuse_long(n - 1)
         prefill = Prefill(self.topology, self.group, self.config, n)

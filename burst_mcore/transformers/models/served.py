@@ -10,21 +10,23 @@ from typing import Any
 
 from torch import nn
 
+from burst_mcore.recurrent.bound import MIXERS, bind, mixers_of
 from burst_mcore.transformers.errors import RefusedError
-from burst_mcore.transformers.models.attention import NAME, current, register
+from burst_mcore.transformers.models.attention import NAME, current, mixing, register
 
 LAYERS: dict[str, Callable[[nn.Module], None] | None] = {
     "full_attention": None,
     "sliding_attention": None,
     "mlp": None,
     "moe": None,
+    **dict.fromkeys(("linear_attention", "mamba", "hybrid", "conv"), lambda model: bind(model, mixing)),
 }
 """Kinds of layers (config.layer_types) that are served, with what binds a model's layers of a kind to shards.
-None: transformers' attention interface does, or the layers mix no tokens."""
+None: transformers' attention interface does, or the layers mix no tokens. Others: beside `mixers_of`."""
 KINDS = {
-    "linear_attention": "a state runs along the sequence",
-    "mamba": "a state runs along the sequence",
-    "recurrent": "a state runs along the sequence",
+    **dict.fromkeys(
+        ("linear_attention", "mamba", "recurrent"), "a state runs along the sequence, by functions not served"
+    ),
     "hybrid": "a state runs along the sequence beside attention",
     "conv": "neighbouring tokens are mixed",
     "chunked_attention": "attention within chunks",
@@ -94,20 +96,23 @@ def _where_tokens_meet(inner: Any) -> Iterator[tuple[str, str]]:
         )
     if getattr(config, "is_encoder_decoder", False):
         yield "model", f"{name} is an encoder and a decoder"
-    odd = sorted({*_kinds(config)} - {*LAYERS})
+    served = mixers_of(inner)
+    odd = sorted(kind for kind in {*_kinds(config)} if kind not in LAYERS or (LAYERS[kind] and not served))
     if odd:
+        plain = [kind for kind, binds in LAYERS.items() if binds is None]
         told = ", ".join(f"{kind} ({KINDS[kind]})" if kind in KINDS else kind for kind in odd)
-        yield "model", f"{name} has layers of type {told}; served are {', '.join(LAYERS)}"
-    if getattr(inner, "_is_stateful", False):
+        yield "model", f"{name} has layers of type {told}; served are {', '.join(plain)}"
+    if getattr(inner, "_is_stateful", False) and not served:
         yield "model", f"{name} carries a state along the sequence, beside attention or in its place"
     mixers = [
         f"{path} ({type(module).__name__})"
         for path, module in inner.named_modules()
         if isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,))
+        if path.rpartition(".")[0] not in served
     ]
     if mixers:
         yield "model", f"{name} mixes neighbouring tokens outside of attention: {mixers[0]}"
-    if not inner._supports_attention_backend:
+    if not inner._supports_attention_backend and not served:
         yield "model", f"{name} does not take its attention from transformers' interface"
 
 
@@ -178,6 +183,7 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
         path: module
         for path, module in model.named_modules()
         if type(module).__name__.endswith("Attention")
+        and type(module).__name__ not in MIXERS
         and not any(type(x).__name__.endswith("Attention") for x in list(module.modules())[1:])
     }
 
@@ -195,9 +201,9 @@ def switched_attention(model: nn.Module) -> str | None:
 
 
 def position_table(model: nn.Module) -> int | None:
-    """Return how many positions a model has embeddings for; None where they are computed (rotary)."""
+    """Return how many positions a model has embeddings for; None where they are computed (rotary) or none."""
     inner = _of_transformers(model)
-    if any("RotaryEmbedding" in type(module).__name__ for module in inner.modules()):
+    if mixers_of(inner) or any("RotaryEmbedding" in type(module).__name__ for module in inner.modules()):
         return None
     most: int | None = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
     return most

@@ -1,0 +1,234 @@
+"""The token-mixing functions of models of transformers, bound to shards: no forward is copied.
+
+A mixer of transformers calls functions of its own module by name, and each of them is a kernel by its
+signature: fla's, mamba-ssm's and causal-conv1d's where those are installed, else torch code. `bind` replaces
+the names in the module. A `Mixing` stands for the padding mask of such layers, and travels with it through
+whatever checkpoints them. Where a mixer gets another mask the functions are as they were.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.config import BurstConfig
+from burst_mcore.layout import Layout
+from burst_mcore.recurrent.api import convolution, recurrence
+from burst_mcore.recurrent.fragments import Ends, fragments
+from burst_mcore.recurrent.kernels import Recurrence, Tensors, delta_rule, mamba2
+from burst_mcore.recurrent.sequence import Shards
+
+Function = Callable[..., Any]
+Rows = tuple[Shards, ...]
+"""The sequences of a forward: one of all rows, or one a row."""
+
+CONVOLUTION, DELTA, KIMI = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
+MAMBA2, FUSED = "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"
+MASK, MASKED = "create_recurrent_attention_mask", "apply_mask_to_padding_states"
+_KINDS = {
+    "Qwen3NextGatedDeltaNet Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet OlmoHybridGatedDeltaNet": DELTA,
+    "KimiLinearDeltaAttention": KIMI,
+    "Mamba2Mixer BambaMixer GraniteMoeHybridMambaLayer FalconH1Mixer NemotronHMamba2Mixer": MAMBA2,
+    "Lfm2ShortConv Lfm2MoeShortConv": "",
+}
+MIXERS = {
+    name: (CONVOLUTION, *([rule] if rule else [])) for names, rule in _KINDS.items() for name in names.split()
+}
+"""By class of a mixer, the functions that it calls once each in a forward."""
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """The sequences whose tokens a layer mixes; stands for the layer's padding mask."""
+
+    rows: Rows
+    calls: Counter[str] = field(default_factory=Counter, compare=False)
+    """How often each function was called."""
+
+    @classmethod
+    def of(cls, topology: Topology, config: BurstConfig, tokens: int, ends: tuple[Ends, ...]) -> Mixing:
+        """Return the sequences of a forward; ends: cu_seqlens of each row, () where no row is packed."""
+        rows = ends if len({*ends}) > 1 else ends[:1] or ((),)
+        layout = Layout.of(config.layout)
+        return cls(tuple(Shards(topology, layout, tokens, each, config.max_ctas) for each in rows))
+
+
+def mixers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the mixers of a model that are served, by path."""
+    return {path: module for path, module in model.named_modules() if type(module).__name__ in MIXERS}
+
+
+def missing_calls(model: nn.Module, mixed: Iterable[Mixing]) -> list[str]:
+    """Return the functions that a forward called less often than the model's mixers should have."""
+    came = sum((each.calls for each in mixed), Counter[str]())
+    wanted = Counter(name for mixer in mixers_of(model).values() for name in MIXERS[type(mixer).__name__])
+    return [
+        f"{name}, called {came[name]} times instead of {n}" for name, n in wanted.items() if came[name] != n
+    ]
+
+
+def why_scattered(model: nn.Module, layout: Layout | str, size: int) -> str | None:
+    """Return why a layout does not go with a model's mixers; None if it does, or there are none."""
+    try:
+        if mixers_of(model):
+            fragments(Layout.of(layout), Layout.of(layout).divisor(size), size)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def bind(model: nn.Module, mixing: Callable[[], Mixing | None]) -> None:
+    """Bind the functions of a model's mixers, in the modules of their classes. Further calls change nothing.
+
+    mixing: called when a forward makes the padding mask of its mixers; None leaves the forward as it was.
+    """
+    for module in {type(mixer).__module__ for mixer in mixers_of(model).values()}:
+        names = vars(sys.modules[module])
+        for name in {*_BOUND, MASK, MASKED} & {*names}:
+            original = names[name]
+            if not hasattr(original, "replaces"):
+                names[name] = wraps(original)(_bound(name, original, mixing))
+                names[name].replaces = original
+
+
+def _bound(name: str, original: Function, mixing: Callable[[], Mixing | None]) -> Function:
+    if name == MASK:
+        return lambda *args, **kwargs: mixing() or original(*args, **kwargs)
+    if name == MASKED:
+        return partial(_masked, original)
+    ours = _BOUND[name]
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        of_layer: Mixing | None = getattr(_LAYER, "mixing", None)
+        if of_layer is None:
+            return original(*args, **kwargs)
+        of_layer.calls[name] += 1
+        return ours(original, of_layer.rows, *args, **kwargs)
+
+    disabled: Function = torch.compiler.disable(function)
+    return disabled
+
+
+_LAYER = threading.local()
+"""The `Mixing` of the mixer whose forward runs, by thread: checkpoints recompute in threads of autograd."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _masked(original: Function, hidden_states: Tensor, attention_mask: Any) -> Tensor:
+    """Note the mask with which a mixer begins; there is no padding to be zeroed in a `Mixing`."""
+    _LAYER.mixing = attention_mask if isinstance(attention_mask, Mixing) else None
+    if _LAYER.mixing is not None:
+        return hidden_states
+    masked: Tensor = original(hidden_states, attention_mask)
+    return masked
+
+
+def _convolution(
+    original: Function,
+    rows: Rows,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    """causal-conv1d's causal_conv1d_fn: hidden_states [B, C, S], weight [C, W]."""
+    convolve = partial(original, weight=weight, bias=bias, activation=activation)
+    outs = (
+        convolution(convolve, x, weight.shape[-1], shards, dim=-1)
+        for shards, (x,) in _split(rows, (hidden_states,))
+    )
+    return torch.cat([*outs])
+
+
+def _delta(
+    original: Function,
+    rows: Rows,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """fla's chunk_gated_delta_rule and chunk_kda."""
+    _refuse_cache(initial_state, output_final_state)
+    kernel = delta_rule(original, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    return _recurrence(kernel, rows, (query, key, value, g, beta)), None
+
+
+def _mamba2(
+    original: Function,
+    rows: Rows,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **_: Any,
+) -> Tensor:
+    """mamba-ssm's mamba_chunk_scan_combined."""
+    _refuse_cache(initial_states, return_final_states)
+    if z is not None:
+        raise ValueError("a gate z within Mamba 2's scan is not served over shards: gate its outputs")
+    kernel = mamba2(
+        original,
+        A,
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+        dt_limit=dt_limit,
+        chunk_size=chunk_size,
+        D=D,
+    )
+    return _recurrence(kernel, rows, (hidden_states, dt, B, C))
+
+
+def _fused(original: Function, rows: Rows, *args: Any, **kwargs: Any) -> None:
+    """Return None, at which a mixer goes on by the functions that are bound."""
+
+
+_BOUND: dict[str, Function] = {
+    CONVOLUTION: _convolution,
+    DELTA: _delta,
+    KIMI: _delta,
+    MAMBA2: _mamba2,
+    FUSED: _fused,
+}
+
+
+def _recurrence(kernel: Recurrence, rows: Rows, tensors: Tensors) -> Tensor:
+    return torch.cat([recurrence(kernel, x, shards) for shards, x in _split(rows, tensors)])
+
+
+def _split(rows: Rows, tensors: Sequence[Tensor]) -> Iterator[tuple[Shards, Tensors]]:
+    """Yield each sequence with its rows of the tensors."""
+    for row, shards in enumerate(rows):
+        yield shards, tuple(x if len(rows) == 1 else x[row : row + 1] for x in tensors)
+
+
+def _refuse_cache(state: Tensor | None, wants_final: bool) -> None:
+    if state is not None or wants_final:
+        raise ValueError(
+            "a cache in a forward over shards or packed documents is not served: each rank would keep the "
+            "state of its shard alone. Set use_cache=False"
+        )

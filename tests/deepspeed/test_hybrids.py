@@ -1,0 +1,157 @@
+"""Hybrid models over shards: each layout, packed documents, recompute, generation, and what is refused."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from ranks import processes
+from torch.nn.functional import cross_entropy
+from zoo import VOCABULARY, model_of, sharded, worst
+
+from burst_mcore.recurrent import bound
+from burst_mcore.transformers.errors import RefusedError
+
+EVERY = (
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid"),
+    *("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "lfm2", "lfm2_moe"),
+)
+DOCUMENTS = [[9, 1, 2, 38, 14], [50, 14]]
+"""Lengths of the documents of each of two rows."""
+
+
+BARS = {"qwen3_next": 1.2e-4}
+"""Twice the error of the gradient of A_log, in one process, between rules of chunks of 64 and of 16."""
+
+
+def batch_of(documents):
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, VOCABULARY, (2, 64), generator=generator)
+    position_ids = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in documents])
+    return {"input_ids": ids, "labels": ids, "position_ids": position_ids}
+
+
+def alone(model, batch, documents):
+    """The mean loss of all labels, of each document alone by the unmodified model; and its gradients."""
+    total, labels = torch.zeros(()), 0
+    for row, ids in zip(documents, batch["input_ids"], strict=True):
+        for document in ids.split(row):
+            logits = model(input_ids=document[None], use_cache=False).logits[0, :-1]
+            total = total + cross_entropy(logits.float(), document[1:], reduction="sum")
+            labels += len(document) - 1
+    (total / labels).backward()
+    return (total / labels).item()
+
+
+def cells(rank, size, cells):
+    found = {}
+    for name, layout, documents, recomputes in cells:
+        model = model_of(name)
+        other, batch = copy.deepcopy(model), batch_of(documents)
+        if recomputes:
+            other.gradient_checkpointing_enable()
+        loss, want = sharded(other, batch, layout=layout).item(), alone(model, batch, documents)
+        found[name, layout, len(documents[0]), recomputes] = abs(loss / want - 1), worst(other, model)
+    return found
+
+
+def check(size, some):
+    torch.use_deterministic_algorithms(False)
+    for found in processes(size, cells, some):
+        wrong = {cell: errors for cell, errors in found.items() if not max(errors) < BARS.get(cell[0], 2e-5)}
+        assert not wrong, wrong
+
+
+def test_layouts_documents_and_recompute():
+    check(
+        3,
+        [
+            ("lfm2", "zigzag", DOCUMENTS, True),
+            ("qwen3_next", "contiguous", DOCUMENTS, False),
+            ("bamba", "zigzag", DOCUMENTS, True),
+        ],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", EVERY)
+def test_every_hybrid(name, size):
+    layouts = [("zigzag", [[64], [64]]), ("contiguous", [[64], [64]])]
+    packed = [("zigzag", DOCUMENTS), ("contiguous", DOCUMENTS)]
+    check(size, [(name, *cell, number == 2) for number, cell in enumerate([*layouts, *packed])])
+
+
+def mutants(rank, size):
+    """Errors of a model whose halos are a row short, and of one whose states pass between documents."""
+    model, batch = model_of("qwen3_next"), batch_of(DOCUMENTS)
+    alone(model, batch, DOCUMENTS)
+    right, found = (bound.convolution, bound.recurrence), []
+
+    def short(convolve, x, width, shards, dim):
+        return right[0](convolve, x, width - 1, shards, dim)
+
+    def joined(kernel, x, shards):
+        whole = type(shards)(shards.topology, shards.layout, shards.tokens)
+        return right[1](kernel, x, whole)
+
+    for mutant in ({"convolution": short}, {"recurrence": joined}):
+        other = copy.deepcopy(model)
+        other.zero_grad()
+        for name, function in mutant.items():
+            setattr(bound, name, function)
+        sharded(other, batch)
+        bound.convolution, bound.recurrence = right
+        found.append(worst(other, model))
+    return found
+
+
+def test_a_short_halo_and_a_state_of_another_document_are_wrong():
+    for found in processes(2, mutants):
+        assert min(found) > 1e-2
+
+
+def refusals(rank, size):
+    model = model_of("lfm2")
+    with pytest.raises(RefusedError, match="layout striped deals neighbouring tokens"):
+        sharded(model, batch_of([[64], [64]]), layout="striped")
+    model = model_of("lfm2")
+    layer = next(iter(bound.mixers_of(model).values()))
+    layer.forward = lambda hidden_states, **_: hidden_states
+    with pytest.raises(RefusedError, match="causal_conv1d_fn, called 0 times instead of 1"):
+        sharded(model, batch_of([[64], [64]]))
+
+
+def test_a_scattered_layout_and_a_mixer_of_another_way_are_refused():
+    processes(2, refusals)
+
+
+def generated(rank, size):
+    """Whether a prompt is continued as by the unmodified model."""
+    found = []
+    for name in ("qwen3_next", "lfm2"):
+        model = model_of(name).eval()
+        other, ids = copy.deepcopy(model), batch_of([[64], [64]])["input_ids"][:, :11]
+        sharded(other.train(), batch_of([[64], [64]]))
+        other.eval()
+        how = {"max_new_tokens": 4, "do_sample": False, "use_cache": True}
+        found.append(torch.equal(other.generate(ids, **how), model.generate(ids, **how)))
+    return found
+
+
+def test_generation():
+    assert all(all(found) for found in processes(2, generated))
+
+
+def test_functions_outside_of_a_sharded_forward_are_transformers_own():
+    model = model_of("qwen3_next")
+    before = model(**batch_of([[64], [64]]), use_cache=False).loss
+    bound.bind(model, lambda: None)
+    bound.bind(model, lambda: None)
+    assert torch.equal(before, model(**batch_of([[64], [64]]), use_cache=False).loss)
+    (mixer,) = bound.mixers_of(model).values()
+    names = vars(sys.modules[type(mixer).__module__])
+    ours = {name: x for name, x in names.items() if hasattr(x, "replaces")}
+    names |= {name: x.replaces for name, x in ours.items()}  # other tests bind them to forwards over shards
+    assert {*ours} == {bound.CONVOLUTION, bound.DELTA, bound.MASK, bound.MASKED}
+    assert not any(hasattr(names[name], "replaces") for name in ours)
