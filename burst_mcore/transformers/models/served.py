@@ -59,8 +59,8 @@ def use_burst(model: nn.Module, size: int) -> nn.Module:
         raise RefusedError(*refused)
     register()
     inner.set_attn_implementation(NAME)
-    for bind in filter(None, {LAYERS[kind] for kind in _kinds(inner.config.get_text_config())}):
-        bind(inner)
+    for binds in filter(None, {LAYERS[kind] for kind in _kinds(inner.config.get_text_config())}):
+        binds(inner)
     transformer: nn.Module = inner
     return transformer
 
