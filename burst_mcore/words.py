@@ -12,7 +12,7 @@ from torch import Tensor
 LONGEST = 80
 """Characters of a value in a message, at most."""
 
-_MASKS = "mask=Mask.causal(), Mask.window(left, right), Mask.blocks(...), ... joined by &"
+_MASKS = "mask=Mask.causal(), Mask.window(left, right), Mask.blocks(...), ... joined by & and |"
 _WRITTEN = {
     "mask=Mask.causal()": ("causal", "is_causal"),
     "mask=Mask.causal() & Mask.window(left, 0)": ("window_size", "window", "sliding_window"),
