@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, reduce
 from itertools import accumulate, pairwise
-from operator import and_
+from operator import and_, or_
 from typing import NamedTuple
 
 import torch
@@ -39,27 +39,16 @@ class Word(NamedTuple):
     build: Build
     written: str
     """The word with its numbers, for messages."""
-    lengths: int
+    numbers: tuple[int, ...] = ()
+    """How many numbers it may have; `build` counts if this is empty."""
+    lengths: int = 0
     """How many of its numbers, from the first on, are lengths in tokens."""
-
-
-WORDS: dict[str, Word] = {}
-"""All words, in the order of this file."""
-
-
-def named(name: str, *, written: str = "", lengths: int = 0) -> Callable[[Build], Build]:
-    """Register the function that builds the mask of a word; the rest is as in `Word`."""
-
-    def register(build: Build) -> Build:
-        WORDS[name] = Word(build, written or name, lengths)
-        return build
-
-    return register
 
 
 def legal() -> str:
     """Return how masks are written, for messages."""
-    return f"{', '.join(word.written for word in WORDS.values())}, and any of these joined by &"
+    words = ", ".join(word.written for word in WORDS.values())
+    return f"{words}, and any of these joined by & and |, of which & comes first"
 
 
 def tokens(text: str) -> int:
@@ -75,14 +64,15 @@ def tokens(text: str) -> int:
 
 @lru_cache(maxsize=64)
 def mask_of(text: str, n: int) -> Mask:
-    """Return the mask over n tokens that `text` says: words of this file, joined by "&".
+    """Return the mask over n tokens that `text` says: words of this file, joined by "&" and "|".
 
     What is random is the same every time. Every query sees itself, whatever the words.
 
     Raises:
         ValueError: an unknown word, or one that does not go with n tokens; says what is legal.
     """
-    mask = reduce(and_, (_term(word, n) for word in _words(text)))
+    parts = (reduce(and_, (_term(word, n) for word in _words(part))) for part in text.split("|"))
+    mask = reduce(or_, parts)
     mask.check(n)
     return mask
 
@@ -120,7 +110,7 @@ def document_ends(text: str, n: int) -> tuple[int, ...]:
     Raises:
         ValueError: as `mask_of`; or there are no documents, or twice.
     """
-    words = [word for word in _words(text) if word.partition(":")[0] == "documents"]
+    words = [word for word in _words(text.replace("|", "&")) if word.partition(":")[0] == "documents"]
     if len(words) != 1:
         raise ValueError(
             f"mask {text!r} must have documents, once: documents:L1,L2,... or documents:random,COUNT"
@@ -134,7 +124,8 @@ def shortened(text: str, n: int, to: int) -> str:
     Raises:
         ValueError: an unknown word.
     """
-    return " & ".join(_shorter(word, n, to) for word in _words(text))
+    parts = (" & ".join(_shorter(word, n, to) for word in _words(part)) for part in text.split("|"))
+    return " | ".join(parts)
 
 
 def _words(text: str) -> list[str]:
@@ -146,8 +137,11 @@ def _words(text: str) -> list[str]:
 
 
 def _term(text: str, n: int) -> Mask:
+    word, numbers = WORDS[text.partition(":")[0]], _numbers(text)
     try:
-        return WORDS[text.partition(":")[0]].build(_numbers(text), n)
+        if word.numbers and len(numbers) not in word.numbers:
+            raise ValueError(f"it takes {' or '.join(map(str, word.numbers))} numbers, got {len(numbers)}")
+        return word.build(numbers, n)
     except ValueError as error:
         raise ValueError(f"mask {text!r}: {error}; legal: {legal()}") from None
 
@@ -157,49 +151,33 @@ def _numbers(word: str) -> list[str]:
     return rest.split(",") if colon else []
 
 
-@named("causal")
-def _causal(numbers: list[str], n: int) -> Mask:
-    _expect(numbers, 0)
-    return Mask.causal()
-
-
-@named("full")
-def _full(numbers: list[str], n: int) -> Mask:
-    _expect(numbers, 0)
-    return Mask.full()
-
-
-@named(
-    "window",
-    written="window:W (W tokens back, itself included), window:LEFT,RIGHT (-1: unbounded)",
-    lengths=2,
-)
 def _window(numbers: list[str], n: int) -> Mask:
     if len(numbers) == 1:
         return Mask.window(tokens(numbers[0]) - 1, 0)
-    _expect(numbers, 1, 2)
     left, right = (-1 if x == "-1" else 0 if x == "0" else tokens(x) for x in numbers)
     return Mask.window(left, right)
 
 
-@named("dilated", written="dilated:W,D", lengths=1)
-def _dilated(numbers: list[str], n: int) -> Mask:
-    _expect(numbers, 2)
-    return Mask.dilated(*map(tokens, numbers))
+def _images(numbers: list[str], n: int) -> Mask:
+    length, count = map(tokens, numbers)
+    if length * count > n:
+        raise ValueError(f"{count} images have {length * count} tokens in all, but the sequence has {n}")
+    starts = [n * image // count for image in range(count)]
+    return Mask.window(0, 0) | Mask.images([(start, start + length) for start in starts])
 
 
-@named(
-    "documents",
-    written="documents:L1,L2,... (lengths; what they leave of the sequence is one more), "
-    "documents:random,COUNT",
-)
-def _documents(numbers: list[str], n: int) -> Mask:
-    return Mask.documents(_ends(numbers, n))
+def _tree(numbers: list[str], n: int) -> Mask:
+    prompt, count = map(tokens, numbers)
+    if prompt + count > n:
+        raise ValueError(f"{n} tokens cannot be a prompt of {prompt} and {count} answers")
+    ends = [prompt + (n - prompt) * answer // count for answer in range(count + 1)]
+    return Mask.tree([-1] + [0] * count, [prompt, *(b - a for a, b in pairwise(ends))])
 
 
 def _ends(numbers: list[str], n: int) -> tuple[int, ...]:
     if numbers[:1] == ["random"]:
-        _expect(numbers, 2)
+        if len(numbers) != 2:
+            raise ValueError(f"it takes 2 numbers, got {len(numbers)}")
         count = tokens(numbers[1])
         if count > n:
             raise ValueError(f"{n} tokens cannot be {count} documents")
@@ -212,9 +190,7 @@ def _ends(numbers: list[str], n: int) -> tuple[int, ...]:
     return (*ends, n) if ends[-1] < n else tuple(ends)
 
 
-@named("blocks", written="blocks:SIZE,DENSITY (random, with the diagonal)", lengths=1)
 def _blocks(numbers: list[str], n: int) -> Mask:
-    _expect(numbers, 2)
     size, density = tokens(numbers[0]), _share(numbers[1])
     count = -(-n // size)
     if count > MOST_BLOCKS:
@@ -237,9 +213,24 @@ def _share(text: str) -> float:
     return density
 
 
-def _expect(numbers: list[str], *legal: int) -> None:
-    if len(numbers) not in legal:
-        raise ValueError(f"it takes {' or '.join(map(str, legal))} numbers, got {len(numbers)}")
+WORDS = {
+    "causal": Word(lambda numbers, n: Mask.causal(), "causal", (0,)),
+    "full": Word(lambda numbers, n: Mask.full(), "full", (0,)),
+    "window": Word(
+        _window, "window:W (W tokens back, itself included), window:LEFT,RIGHT (-1: unbounded)", (1, 2), 2
+    ),
+    "dilated": Word(lambda numbers, n: Mask.dilated(*map(tokens, numbers)), "dilated:W,D", (2,), 1),
+    "chunked": Word(lambda numbers, n: Mask.chunked(tokens(numbers[0])), "chunked:SIZE", (1,), 1),
+    "prefix": Word(lambda numbers, n: Mask.prefix(tokens(numbers[0])), "prefix:LENGTH", (1,), 1),
+    "documents": Word(
+        lambda numbers, n: Mask.documents(_ends(numbers, n)),
+        "documents:L1,L2,... (lengths; what they leave of the sequence is one more), documents:random,COUNT",
+    ),
+    "images": Word(_images, "images:LENGTH,COUNT (each sees itself; evenly spread)", (2,), 1),
+    "tree": Word(_tree, "tree:PROMPT,COUNT (a prompt, and COUNT answers that see it)", (2,), 1),
+    "blocks": Word(_blocks, "blocks:SIZE,DENSITY (random, with the diagonal)", (2,), 1),
+}
+"""All words."""
 
 
 def _shorter(word: str, n: int, to: int) -> str:

@@ -151,13 +151,13 @@ def test_a_layout(extended):
 TERM = '''
 
 @dataclass(frozen=True)
-class Prefix(Term):
+class Opening(Term):
     """All queries see the first `length` keys, and the keys up to their own position."""
 
     length: int
 
     def __str__(self) -> str:
-        return f"prefix({self.length})"
+        return f"opening({self.length})"
 
     def bands(self, n: int) -> Tensor:
         p = min(self.length, n)
@@ -172,32 +172,27 @@ class Stride('''
 
 CONSTRUCTOR = '''
     @classmethod
-    def prefix(cls, length: int) -> Mask:
+    def opening(cls, length: int) -> Mask:
         """A query sees the first `length` keys, and the keys up to its own position."""
-        return cls((Prefix(length),))
+        return cls((Opening(length),))
 
     @classmethod
     def causal('''
 
 WORD = """
-@named("prefix", written="prefix:P", lengths=1)
-def _prefix(numbers: list[str], n: int) -> Mask:
-    _expect(numbers, 1)
-    return Mask.prefix(tokens(numbers[0]))
-
-
-@named("full")"""
+    "opening": Word(lambda numbers, n: Mask.opening(tokens(numbers[0])), "opening:P", (1,), 1),
+    "full": Word("""
 
 HOLD_MASK = """
-masks.TERMS = (lambda draw, n: Mask.prefix(draw.randint(1, n + 2)), *masks.TERMS[:1], *masks.TERMS[3:4])
+masks.TERMS = (lambda draw, n: Mask.opening(draw.randint(1, n + 2)), *masks.TERMS[:1], *masks.TERMS[3:4])
 import pickle, pytest, test_mask, test_plan
 from burst_plan.words import mask_of, shortened
 hold(test_mask, test_plan)
-mask = mask_of("prefix:8 & documents:12,12", 24)
-assert mask == Mask.prefix(8) & Mask.documents([0, 12, 24]) == pickle.loads(pickle.dumps(mask))
-assert shortened("prefix:8K & causal", 65536, 64) == "prefix:8 & causal"
-with pytest.raises(ValueError, match="legal: .*prefix:P"):
-    mask_of("perfix:8", 24)
+mask = mask_of("opening:8 & documents:12,12", 24)
+assert mask == Mask.opening(8) & Mask.documents([0, 12, 24]) == pickle.loads(pickle.dumps(mask))
+assert shortened("opening:8K & causal", 65536, 64) == "opening:8 & causal"
+with pytest.raises(ValueError, match="legal: .*opening:P"):
+    mask_of("openning:8", 24)
 assert_exact(mask, BurstConfig())
 """
 
@@ -207,9 +202,9 @@ def test_a_mask(extended):
         "mask/terms.py": [("\n\n@dataclass(frozen=True)\nclass Stride(", TERM)],
         "mask/mask.py": [
             ("\n    @classmethod\n    def causal(", CONSTRUCTOR),
-            ("import Blocks, Documents, Ranges,", "import Blocks, Documents, Prefix, Ranges,"),
+            ("import Blocks, Chunks,", "import Blocks, Opening, Chunks,"),
         ],
-        "burst_plan/words.py": [('\n@named("full")', WORD)],
+        "burst_plan/words.py": [('\n    "full": Word(', WORD)],
     }
     extended("a mask", edits, HOLD_MASK)
 

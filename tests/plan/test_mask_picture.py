@@ -56,6 +56,14 @@ RATES = Rates(intra=50e9, inter=5e9, compute=1e14)
         ("causal & documents:32,32", Mask.causal() & Mask.documents([0, 32, 64])),
         ("blocks:16,1", Mask.blocks(torch.ones(4, 4, dtype=torch.bool), 16)),
         ("blocks:16,0", Mask.blocks(torch.eye(4, dtype=torch.bool), 16)),
+        ("causal & chunked:16", Mask.causal() & Mask.chunked(16)),
+        ("prefix:8 & window:32", Mask.prefix(8) & Mask.window(31, 0)),
+        ("causal | images:4,2", Mask.causal() | Mask.images([(0, 4), (32, 36)]) | Mask.window(0, 0)),
+        ("tree:40,3", Mask.tree([-1, 0, 0, 0], [40, 8, 8, 8])),
+        (
+            "causal & documents:9 | full & window:4",
+            Mask.causal() & Mask.documents([0, 9, 64]) | Mask.window(3, 0),
+        ),
     ],
 )
 def test_a_mask_is_what_its_words_say(text, mask):
@@ -97,6 +105,12 @@ def test_random_documents_and_blocks_are_so_many_and_the_same_every_time():
         ("documents:random", "it takes 2 numbers"),
         ("blocks:8,2", "a density is a number from 0 to 1, got '2'"),
         ("blocks:8,many", "got 'many'"),
+        ("chunked", "it takes 1 numbers, got 0"),
+        ("causal | images:8", "it takes 2 numbers, got 1"),
+        ("images:8,9", "9 images have 72 tokens in all, but the sequence has 64"),
+        ("tree:60,5", "64 tokens cannot be a prompt of 60 and 5 answers"),
+        ("prefix:65", "queries [0, 65) x keys [0, 65), goes beyond the sequence of 64 tokens"),
+        ("causal | dilated:8,2", "dilated mask cannot be part of a union"),
     ],
 )
 def test_words_that_are_no_mask_say_what_is_legal(text, words):
@@ -118,6 +132,9 @@ def test_words_that_are_no_mask_say_what_is_legal(text, words):
         ("documents:1", "documents:512"),
         ("documents:random,64", "documents:random,64"),
         ("blocks:256,0.5", "blocks:2,0.5"),
+        ("chunked:8K & causal | images:256,9", "chunked:64 & causal | images:2,9"),
+        ("tree:32K,8", "tree:256,8"),
+        ("prefix:4K", "prefix:32"),
     ],
 )
 def test_a_mask_over_fewer_tokens_is_the_same_picture(text, shorter):
