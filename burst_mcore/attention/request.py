@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from burst_mcore.attention.checks import (
     check_sinks,
     check_tensors,
 )
-from burst_mcore.attention.geometry.launches import Launches, launches_of
+from burst_mcore.attention.geometry.launches import launches_of
 from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.kernels.kernel import Problem, Scores
 from burst_mcore.attention.kernels.table import choose
@@ -252,8 +253,8 @@ def resolve(request: Request, lengths: Sequence[int]) -> Call:
     shard = replace(shard, latent_travels=latent_travels)
     problem = problem_of(
         shard.pooled(route.heads),
-        request.device,
-        launches_of(mask, n),
+        device=request.device,
+        launches=launches_of(mask, n),
         documents=mask.document_ends is not None,
         softcap=request.scores.softcap is not None,
         deterministic=request.scores.deterministic,
@@ -273,25 +274,7 @@ def resolve(request: Request, lengths: Sequence[int]) -> Call:
     )
 
 
-def problem_of(
-    shard: Shard,
-    device: str,
-    launches: Launches,
-    *,
-    softcap: bool,
-    deterministic: bool,
-    documents: bool = False,
-) -> Problem:
-    """Return the problem that a kernel must serve; shard: as it is on the ring."""
-    return Problem(
-        device=device,
-        dtype=shard.dtype,
-        heads=shard.heads,
-        kv_heads=shard.kv_heads,
-        head_dim=shard.head_dim,
-        value_dim=shard.value_dim,
-        softcap=softcap,
-        deterministic=deterministic,
-        launches=launches,
-        documents=documents,
-    )
+def problem_of(shard: Shard, **others: Any) -> Problem:
+    """Return the problem, with its other fields, that a kernel must serve; shard: as it is on the ring."""
+    names = "dtype", "heads", "kv_heads", "head_dim", "value_dim"
+    return Problem(**{name: getattr(shard, name) for name in names}, **others)

@@ -148,9 +148,7 @@ class PatchedForward:
                 args = (*args[:place], shift_labels, *args[place + 1 :])
             else:
                 kwargs["labels"] = shift_labels  # without labels models ask for no loss
-        head = StandIn(
-            head_of(self.model), type(self.model).__name__, self.options, shift_labels, self.compute
-        )
+        head = StandIn(self, shift_labels)
         with _in_place(self.model, head):
             out = self.__wrapped__(*args, **kwargs)
         if not head.asked:
@@ -167,17 +165,11 @@ class StandIn:
     A call of it does not gather the weight.
     """
 
-    def __init__(
-        self,
-        head: nn.Linear,
-        model: str,
-        options: dict[str, Any],
-        shift_labels: Tensor | None,
-        compute: Callable[..., Tensor] | None,
-    ) -> None:
-        self.head, self.model, self.options, self.shift_labels = head, model, options, shift_labels
-        self.compute, self.computed = compute, torch.empty(0)
-        self.columns = head.out_features
+    def __init__(self, patch: PatchedForward, shift_labels: Tensor | None) -> None:
+        self.head, self.model = head_of(patch.model), type(patch.model).__name__
+        self.options, self.compute, self.shift_labels = patch.options, patch.compute, shift_labels
+        self.computed = torch.empty(0)
+        self.columns = self.head.out_features
         self.asked = 0
         """How often the model has asked for a loss."""
 

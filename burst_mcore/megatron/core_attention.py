@@ -220,13 +220,8 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
         device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             degree = degrees_of(burst, Ranks(topology.size, topology.intra_size), shard)[0]
-            problem = problem_of(
-                shard.pooled(degree),
-                device,
-                launches_of(mask, TOKENS),
-                softcap=False,
-                deterministic=burst.deterministic,
-            )
+            others = {"device": device, "launches": launches_of(mask, TOKENS)}
+            problem = problem_of(shard.pooled(degree), **others, deterministic=burst.deterministic)
             burst = kernel_of(burst, config, problem)
             choose(burst.kernel, problem)
             return burst

@@ -43,13 +43,12 @@ CPU_ARGUMENTS: tuple[str, ...] = (
 """What a run of `megatron.training` needs on a CPU. Every version named above knows all of them."""
 
 
+@functools.cache
 def enable() -> None:
     """Make megatron.core usable in this process without CUDA, for good. A second call does nothing.
 
     Call it in the thread that trains. Raises RuntimeError where CUDA is available: a GPU must not be hidden.
     """
-    if _key(_CORE[-1]) in _ORIGINALS:
-        return
     if torch.cuda.is_available():
         raise RuntimeError(
             "CPU support for Megatron refuses to start: CUDA is available. Run on the GPU instead."
@@ -63,11 +62,10 @@ def enable() -> None:
         logger.warning("burst_mcore: CPU support is on: Megatron's CUDA calls run on the CPU")
 
 
+@functools.cache
 def enable_training() -> None:
     """`enable()`, and what `megatron.training.pretrain` needs besides. Call it before pretrain."""
     enable()
-    if _key(_TRAINING[0]) in _ORIGINALS:
-        return
     # Megatron asserts it under tensor and context parallelism on GPUs before Blackwell.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _apply(_TRAINING)
@@ -191,14 +189,6 @@ class _Patch:
     make: Callable[[Any], Any]
 
 
-_ORIGINALS: dict[tuple[str, str], Any] = {}
-"""What each applied patch replaced."""
-
-
-def _key(patch: _Patch) -> tuple[str, str]:
-    return patch.owner, patch.name
-
-
 def _owner(patch: _Patch) -> Any:
     module, _, name = patch.owner.partition(":")
     owner = importlib.import_module(module)
@@ -218,8 +208,7 @@ def _exists(patch: _Patch) -> bool:
 def _apply(patches: Iterable[_Patch]) -> None:
     for patch in patches:
         owner = _owner(patch)
-        original = _ORIGINALS.setdefault(_key(patch), getattr(owner, patch.name))
-        setattr(owner, patch.name, patch.make(original))
+        setattr(owner, patch.name, patch.make(getattr(owner, patch.name)))
 
 
 def _is(value: Any) -> Callable[[Any], Any]:

@@ -12,7 +12,6 @@ keys, higher ranks the second chunk's queries x all keys.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, wraps
@@ -51,21 +50,13 @@ class Stretch:
         """The local row at which each run begins, and the end."""
         return list(accumulate(map(len, self.runs), initial=self.start))
 
-    def rows_before(self, position: int) -> int:
-        """Return how far the local rows reach that lie before a global position: the end of their range."""
-        index = bisect_left(self.runs, position, key=lambda run: run.start) - 1
-        if index < 0:
-            return self.start
-        run = self.runs[index]
-        return self.offsets[index] + min(len(run), -(-(position - run.start) // run.step))
-
     @cached_property
     def _tables(self) -> tuple[Tensor, Tensor]:
         """The position at which each run begins, and `offsets`."""
         return torch.tensor([run.start for run in self.runs]), torch.tensor(self.offsets)
 
     def rows_before_each(self, position: Tensor) -> Tensor:
-        """Return `rows_before` of many positions."""
+        """Return how far the local rows reach that lie before each of many global positions."""
         (first, offsets), step = self._tables, self.runs[0].step
         known = (torch.searchsorted(first, position.contiguous()) - 1).clamp(min=0)
         within = (position - first[known] + step - 1) // step
@@ -170,10 +161,11 @@ class Plan:
         head: Plan = self.cache[key]
         return head
 
+    @cached_on_plan
     def rows_from(self, position: int, cut: int) -> Rows:
         """Return the rows of a position from global position `cut` on."""
-        stretches = self.stretches(position, None)
-        return union([range(stretch.rows_before(cut), stretch.offsets[-1]) for stretch in stretches])
+        stretches, cuts = self.stretches(position, None), torch.tensor([cut])
+        return union([range(int(x.rows_before_each(cuts)), x.offsets[-1]) for x in stretches])
 
     @cached_on_plan
     def pieces(

@@ -53,9 +53,9 @@ class RowSegment:
 class RowSegments:
     """All rows of a tensor, as segments."""
 
-    def __init__(self, rows: int, *, summed: bool = False) -> None:
+    def __init__(self, rows: int) -> None:
         self._bounds = [0, rows]
-        self._segments = [RowSegment(summed=summed)]
+        self._segments = [RowSegment()]
 
     @property
     def alone(self) -> RowSegment | None:

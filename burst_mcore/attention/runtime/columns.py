@@ -34,7 +34,7 @@ class Column(Generic[Sums]):
         dtype: torch.dtype,
         lease: Lease,
     ) -> None:
-        self._positions, self._residents, self._sums = positions, residents, sums
+        self.positions, self.residents, self.sums = positions, residents, sums
         (self.own,) = residents.values()
         self.dtype, self.lease = dtype, lease
 
@@ -42,14 +42,6 @@ class Column(Generic[Sums]):
     def exchanges(self) -> dict[Kind, Exchange]:
         """The exchanges along the column."""
         return {Kind.RESIDENT: _Residents(self), Kind.SHARE: _Shares(self)}
-
-    def move_in(self, member: int, rows: Rows | None, bundle: Bundle) -> None:
-        """Let rows of a member of the column stay here."""
-        self._residents[self._positions[member]] = Held(rows, bundle, self._sums(bundle, rows))
-
-    def move_out(self, member: int) -> Sums:
-        """Return the results of a member's rows, which do not stay any longer."""
-        return self._residents.pop(self._positions[member]).sums
 
 
 class _Residents:
@@ -69,7 +61,8 @@ class _Residents:
 
     def unpack(self, action: Unpack, parcel: Bundle | None) -> None:
         assert parcel is not None
-        self._column.move_in(action.member, action.rows, parcel)
+        column, rows = self._column, action.rows
+        column.residents[column.positions[action.member]] = Held(rows, parcel, column.sums(parcel, rows))
 
 
 class _Shares:
@@ -80,7 +73,8 @@ class _Shares:
 
     def pack(self, action: Pack) -> Bundle:
         parcel = self.empty(action.rows)
-        self._column.move_out(action.member).put(range(parcel[0].shape[1]), parcel)
+        column = self._column  # the member's rows do not stay any longer
+        column.residents.pop(column.positions[action.member]).sums.put(range(parcel[0].shape[1]), parcel)
         return parcel
 
     def empty(self, rows: Rows | None) -> Bundle:
