@@ -277,10 +277,10 @@ RING = '''
 from burst_mcore.attention.schedule.actions import (
     HOME, HOME_SUM, PARTIAL, Accumulate, Add, Channel, Compute, Kind, Link, Recv, Return, Send, Wait
 )
-from burst_mcore.attention.schedule.carried import EVERYTHING, nothing
+from burst_mcore.attention.schedule.carried import Hops, nothing
 
 
-def eager(position, size, *, gradients, hops=EVERYTHING):
+def eager(position, size, *, gradients, hops=Hops()):
     """The program of a position."""
     bundles = [*_exchange(position, size, hops)]
     waits = [Wait(0, action.channel) for action in bundles]

@@ -2,14 +2,14 @@
 
 A bundle goes round by round. In round i it visits node i of its way, and there place after place. Its owner
 is at round 0, place 0. What the owner reads itself travels nowhere, and its gradient stays with it. The
-writers of programs ask a `Hops` at every hop. `Everything` answers all rows, `OfPosition` the rows for one
-position, `counted.OfAll` their number for all positions at once.
+writers of programs ask a `Hops` at every hop. It answers all rows, `OfPosition` the rows for one position,
+`counted.OfAll` their number for all positions at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Never, Protocol
+from typing import Generic
 
 import torch
 from torch import Tensor
@@ -29,74 +29,48 @@ def nothing(carried: Carried[T]) -> bool:
     return carried is not None and not carried
 
 
-class Hops(Protocol[T]):
-    """The rows that a position, or every position, must send, receive and compute."""
+class Hops(Generic[T]):
+    """The rows that a position, or every position, must send, receive and compute: here, all of them."""
 
     def reads(self, owner: int) -> bool:
         """Return whether the position reads the bundle of `owner`."""
-
-    def owners(self, size: int) -> Iterable[int]:
-        """Return the positions, of `size`, whose bundles the position reads."""
-
-    def readers(self, size: int) -> Iterable[int]:
-        """Return the positions that read the position's own bundle."""
-
-    def between(self, owner: int, reader: int) -> Carried[T]:
-        """Return the rows of `owner` that `reader` reads."""
-
-    def together(self, rows: Carried[T], others: Carried[T]) -> Carried[T]:
-        """Return the rows in either."""
-
-    def ahead(self, owner: int, i: int, j: int) -> Carried[T]:
-        """Return the rows of `owner` that are read in round i from place j on."""
-
-    def ahead_of_round(self, owner: int, i: int) -> Carried[T]:
-        """Return the rows of `owner` that are read from round i on."""
-
-    def so_far(self, owner: int, i: int, j: int) -> Carried[T]:
-        """Return the rows of `owner` that others read in round i up to place j."""
-
-    def so_far_in_rounds(self, owner: int, i: int) -> Carried[T]:
-        """Return the rows of `owner` that other nodes read up to round i."""
-
-    def lent(self, owner: int) -> Carried[T]:
-        """Return the rows of `owner` that others read."""
-
-
-class Everything:
-    """Hops where every position reads every row."""
-
-    def reads(self, owner: int) -> bool:
         return True
 
     def owners(self, size: int) -> Iterable[int]:
+        """Return the positions, of `size`, whose bundles the position reads."""
         return range(size)
 
-    readers = owners
+    def readers(self, size: int) -> Iterable[int]:
+        """Return the positions that read the position's own bundle."""
+        return range(size)
 
-    def between(self, owner: int, reader: int) -> Carried[Never]:
+    def between(self, owner: int, reader: int) -> Carried[T]:
+        """Return the rows of `owner` that `reader` reads."""
         return None
 
-    def together(self, rows: object, others: object) -> Carried[Never]:
+    def together(self, rows: Carried[T], others: Carried[T]) -> Carried[T]:
+        """Return the rows in either."""
         return None
 
-    def ahead(self, owner: int, i: int, j: int) -> Carried[Never]:
+    def ahead(self, owner: int, i: int, j: int) -> Carried[T]:
+        """Return the rows of `owner` that are read in round i from place j on."""
         return None
 
-    def ahead_of_round(self, owner: int, i: int) -> Carried[Never]:
+    def ahead_of_round(self, owner: int, i: int) -> Carried[T]:
+        """Return the rows of `owner` that are read from round i on."""
         return None
 
-    def so_far(self, owner: int, i: int, j: int) -> Carried[Never]:
+    def so_far(self, owner: int, i: int, j: int) -> Carried[T]:
+        """Return the rows of `owner` that others read in round i up to place j."""
         return None if elsewhere(i, j) else ()
 
-    def so_far_in_rounds(self, owner: int, i: int) -> Carried[Never]:
+    def so_far_in_rounds(self, owner: int, i: int) -> Carried[T]:
+        """Return the rows of `owner` that other nodes read up to round i."""
         return None if i > 0 else ()
 
-    def lent(self, owner: int) -> Carried[Never]:
+    def lent(self, owner: int) -> Carried[T]:
+        """Return the rows of `owner` that others read."""
         return None
-
-
-EVERYTHING = Everything()
 
 
 def elsewhere(i: int, j: int) -> bool:
@@ -143,7 +117,7 @@ class Itinerary:
         return self.intra - (visited * place.flip(0)).amax(2), (visited * place).amax(2) - 1
 
 
-class OfPosition:
+class OfPosition(Hops[range]):
     """Hops of one position, as rows."""
 
     def __init__(self, reading: Reading, position: int, itinerary: Itinerary | None = None) -> None:

@@ -6,7 +6,7 @@ The answer is a column of a table: the rows that each owner's bundle, or its gra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.geometry.reading import Reading
-from burst_mcore.attention.schedule.carried import Carried, Itinerary, elsewhere
+from burst_mcore.attention.schedule.carried import Carried, Hops, Itinerary, elsewhere
 from burst_mcore.attention.schedule.mesh import Needs
 
 
@@ -107,7 +107,7 @@ class Counted(NamedTuple):
         return self.table[self.entry].index_select(0, moved.to(self.owner))
 
 
-class OfAll:
+class OfAll(Hops[Counted]):
     """Hops of all positions at once, as numbers of rows (`Counted`); asked for the program of position 0.
 
     An `owner` stands for each position's own counterpart: see `MovedPrograms`.
@@ -136,14 +136,6 @@ class OfAll:
     @cached_property
     def _lent(self) -> Tensor:
         return _or_unsent(torch.stack([counts.lent() for counts in self._passes], -1)[None])
-
-    def reads(self, owner: int) -> bool:
-        return True
-
-    def owners(self, size: int) -> Iterable[int]:
-        return range(size)
-
-    readers = owners
 
     def between(self, owner: int, reader: int) -> Carried[Counted]:
         return (Counted(self._between, (reader - owner) % len(self._between), owner),)

@@ -26,10 +26,10 @@ from burst_mcore.attention.schedule.actions import (
     Send,
     Wait,
 )
-from burst_mcore.attention.schedule.carried import EVERYTHING, Carried, Hops, T, nothing
+from burst_mcore.attention.schedule.carried import Carried, Hops, T, nothing
 
 
-def direct(position: int, size: int, *, gradients: bool, hops: Hops[T] = EVERYTHING) -> Program[T]:
+def direct(position: int, size: int, *, gradients: bool, hops: Hops[T] = Hops()) -> Program[T]:
     """Return a program in which rows arrive, and gradients leave, while rows that came before are computed.
 
     Bundles are read in the order of the distance to their owners, so that at any time all positions send the

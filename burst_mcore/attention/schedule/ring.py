@@ -27,14 +27,14 @@ from burst_mcore.attention.schedule.actions import (
     Wait,
     by_hop,
 )
-from burst_mcore.attention.schedule.carried import EVERYTHING, Carried, Hops, T, nothing
+from burst_mcore.attention.schedule.carried import Carried, Hops, T, nothing
 
 _INTRA_DATA, _INTER_DATA = Channel(Link.INTRA, Kind.DATA), Channel(Link.INTER, Kind.DATA)
 _INTRA_GRADIENT, _INTER_GRADIENT = Channel(Link.INTRA, Kind.GRADIENT), Channel(Link.INTER, Kind.GRADIENT)
 
 
 def double_ring(
-    position: int, nodes: int, intra: int, *, gradients: bool, hops: Hops[T] = EVERYTHING, turn: int = 1
+    position: int, nodes: int, intra: int, *, gradients: bool, hops: Hops[T] = Hops(), turn: int = 1
 ) -> Program[T]:
     """Overlapped rings over nodes x intra positions (paper appendix, algorithms 1 and 2, corrected).
 

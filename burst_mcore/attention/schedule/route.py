@@ -26,7 +26,7 @@ from itertools import groupby
 from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan, cached_on_plan
 from burst_mcore.attention.schedule.actions import Pass, Program
-from burst_mcore.attention.schedule.carried import EVERYTHING, Hops, Itinerary, OfPosition, T
+from burst_mcore.attention.schedule.carried import Hops, Itinerary, OfPosition, T
 from burst_mcore.attention.schedule.direct import direct
 from burst_mcore.attention.schedule.heads import Moves, with_heads
 from burst_mcore.attention.schedule.mesh import (
@@ -181,7 +181,7 @@ def _around(ring: Program, rank: int, route: Route, pass_: Pass, plan: Plan | No
     return ring if route.overlap else without_overlap(ring)
 
 
-def on_ring(position: int, route: Route, moves: Moves, hops: Hops[T] = EVERYTHING) -> Program[T]:
+def on_ring(position: int, route: Route, moves: Moves, hops: Hops[T] = Hops()) -> Program[T]:
     """Return the program of a position, between positions; `hops` leaves out rows that nobody reads."""
     if route.direct:
         return direct(position, route.places, gradients=moves.gradients, hops=hops)
