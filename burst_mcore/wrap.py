@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -25,6 +27,19 @@ def wrap_everywhere(module: Any, name: str, make: Callable[[Callable[..., Any]],
         names = [key for key, value in list(getattr(other, "__dict__", {}).items()) if value is original]
         for key in names:
             setattr(other, key, wrapped)
+
+
+def around(function: Callable[..., T]) -> Callable[[Callable[..., Any]], Callable[..., T]]:
+    """Return a `make` for `wrap`: the replacement calls `function` with the original and its arguments."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., T]:
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> T:
+            return function(original, *args, **kwargs)
+
+        return wrapped
+
+    return make
 
 
 def _wrapped(

@@ -25,6 +25,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from burst_mcore.layout import Layout, positions
+from burst_mcore.wrap import around
 
 logger = logging.getLogger(__name__)
 
@@ -221,60 +222,46 @@ def _returns(value: Any) -> Callable[[Any], Any]:
     return lambda original: lambda *args, **kwargs: value
 
 
-def _within_mode(original: Callable) -> Callable:
+@around
+def _within_mode(original: Callable, *args: Any, **kwargs: Any) -> Any:
     """`original`, called within `_MODE`."""
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with _MODE:
-            return original(*args, **kwargs)
-
-    return wrapper
+    with _MODE:
+        return original(*args, **kwargs)
 
 
 def _set_rng_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
     torch.set_rng_state(new_state)
 
 
-def _leaving_rng(original: Callable) -> Callable:
+@around
+def _leaving_rng(original: Callable, *args: Any, **kwargs: Any) -> Any:
     """`original`, after which the generator stands where it stood."""
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        state = torch.get_rng_state()
-        result = original(*args, **kwargs)
-        torch.set_rng_state(state)
-        return result
-
-    return wrapper
+    state = torch.get_rng_state()
+    result = original(*args, **kwargs)
+    torch.set_rng_state(state)
+    return result
 
 
-def _with_state_to_load_into(original: Callable) -> Callable:
+@around
+def _with_state_to_load_into(
+    original: Callable, self: Any, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any
+) -> Any:
     """`DistributedOptimizer.sharded_state_dict` that fills a fresh torch optimizer before it describes it."""
-
-    @functools.wraps(original)
-    def sharded_state_dict(
-        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any
-    ) -> Any:
-        if is_loading and not self.optimizer.state:
-            self._init_optimizer_states_with_dummy_values()
-        return original(self, model_sharded_state_dict, is_loading, **kwargs)
-
-    return sharded_state_dict
+    if is_loading and not self.optimizer.state:
+        self._init_optimizer_states_with_dummy_values()
+    return original(self, model_sharded_state_dict, is_loading, **kwargs)
 
 
-def _loading_torch_state(original: Callable) -> Callable:
+@around
+def _loading_torch_state(
+    original: Callable, self: Any, model_param: torch.Tensor, tensors: dict[str, Any]
+) -> None:
     """`DistributedOptimizer._set_main_param_and_optimizer_states` for the state of torch's Adam."""
-
-    @functools.wraps(original)
-    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
-        group, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        state["step"] = state["step"].clone()
-        with torch.no_grad():
-            original(self, model_param, {**tensors, "step": state["step"]})
-
-    return set_states
+    group, order = self.model_param_group_index_map[model_param]
+    state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+    state["step"] = state["step"].clone()
+    with torch.no_grad():
+        original(self, model_param, {**tensors, "step": state["step"]})
 
 
 def _torch_norm(original: Callable) -> Callable:
@@ -290,24 +277,19 @@ def _without_cuda_check(original: Callable) -> Callable:
     return functools.partial(original, allow_no_cuda=True)
 
 
-def _unless_compiled(original: Callable) -> Callable:
+@around
+def _unless_compiled(original: Callable) -> None:
     """`compile_helpers`, except where the compiled module is there: wheels bring it, without the Makefile."""
-
-    def compile_helpers() -> None:
-        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
-            original()
-
-    return compile_helpers
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+        original()
 
 
-def _moved_already(original: Callable) -> Callable:
+@around
+def _moved_already(
+    original: Callable, tensor: Any, as_numpy: bool = False, record_stream: bool = False
+) -> Any:
     """`maybe_move_tensor_to_cpu`, which does what it says to tensors on a GPU alone: counts stay tensors."""
-
-    @functools.wraps(original)
-    def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return tensor.detach().numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-    return moved
+    return tensor.detach().numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _dealing_documents(original: Any) -> Any:
@@ -322,14 +304,10 @@ def _rows_of_documents(cu_seqlens: torch.Tensor, tokens: int, size: int, rank: i
     return positions(tokens, rank=rank, size=size, layout=layout)
 
 
-def _without_devices(original: Callable) -> Callable:
+@around
+def _without_devices(original: Callable, *args: Any, device_ids: Any = None, **kwargs: Any) -> Any:
     """`torch.distributed.barrier`, to which a CPU is no device to wait on."""
-
-    @functools.wraps(original)
-    def barrier(*args: Any, device_ids: Any = None, **kwargs: Any) -> Any:
-        return original(*args, **kwargs)
-
-    return barrier
+    return original(*args, **kwargs)
 
 
 def _with_transformer_engine_to_pack(original: Callable[..., bool]) -> Callable[..., bool]:
@@ -337,30 +315,24 @@ def _with_transformer_engine_to_pack(original: Callable[..., bool]) -> Callable[
     return lambda version, *args, **kwargs: version == "2.9.0" or original(version, *args, **kwargs)
 
 
-def _whatever_travels(original: Callable[[Any], None]) -> Callable[[Any], None]:
+@around
+def _whatever_travels(original: Callable[[Any], None], self: Any) -> None:
     """`TransformerConfig.__post_init__`, whose check of --cp-comm-type `_that_gathers` makes in its place."""
-
-    @functools.wraps(original)
-    def post_init(self: Any) -> None:
-        given, variant = self.cp_comm_type, getattr(self, "experimental_attention_variant", None)
-        if given and self.transformer_impl == "local" and variant is None:
-            self.cp_comm_type = ["all_gather"] * len(given) if isinstance(given, list) else "all_gather"
-        original(self)
-        self.cp_comm_type = given
-
-    return post_init
+    given, variant = self.cp_comm_type, getattr(self, "experimental_attention_variant", None)
+    if given and self.transformer_impl == "local" and variant is None:
+        self.cp_comm_type = ["all_gather"] * len(given) if isinstance(given, list) else "all_gather"
+    original(self)
+    self.cp_comm_type = given
 
 
-def _that_gathers(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def _that_gathers(
+    original: Callable, self: Any, config: Any, *args: Any, cp_comm_type: str | None = None, **kwargs: Any
+) -> None:
     """The constructor of Megatron's local attention, which gathers keys whatever --cp-comm-type says."""
-
-    @functools.wraps(original)
-    def init(self: Any, config: Any, *args: Any, cp_comm_type: str | None = None, **kwargs: Any) -> None:
-        original(self, config, *args, cp_comm_type=cp_comm_type, **kwargs)
-        if config.context_parallel_size > 1 and cp_comm_type not in (None, "all_gather"):
-            raise ValueError(f"Megatron's local attention has --cp-comm-type all_gather, not {cp_comm_type}")
-
-    return init
+    original(self, config, *args, cp_comm_type=cp_comm_type, **kwargs)
+    if config.context_parallel_size > 1 and cp_comm_type not in (None, "all_gather"):
+        raise ValueError(f"Megatron's local attention has --cp-comm-type all_gather, not {cp_comm_type}")
 
 
 _CONFIG = "megatron.core.transformer.transformer_config"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.loss import fused_linear_cross_entropy
-from burst_mcore.wrap import wrap
+from burst_mcore.wrap import around, wrap
 
 
 class UnmadeLogits:
@@ -169,12 +169,12 @@ def _count_without_logits() -> None:
         wrap(multi_token_prediction, "_compute_mtp_acceptance_counts", _counting_deferred)
 
 
-def _counting_deferred(count: Callable[..., Any]) -> Callable[..., Any]:
-    def counted(mtp_logits: Any, mtp_labels: Tensor, loss_mask: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(mtp_logits, UnmadeLogits):
-            return count(mtp_logits, mtp_labels, loss_mask, *args, **kwargs)
-        assert mtp_logits.correct is not None
-        there = loss_mask.transpose(0, 1).bool()
-        return (mtp_logits.correct & there).sum().float(), there.sum().float()
-
-    return counted
+@around
+def _counting_deferred(
+    count: Callable, mtp_logits: Any, mtp_labels: Tensor, loss_mask: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    if not isinstance(mtp_logits, UnmadeLogits):
+        return count(mtp_logits, mtp_labels, loss_mask, *args, **kwargs)
+    assert mtp_logits.correct is not None
+    there = loss_mask.transpose(0, 1).bool()
+    return (mtp_logits.correct & there).sum().float(), there.sum().float()

@@ -28,6 +28,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from burst_mcore.wrap import around
+
 USAGE = """usage: python -m burst_mcore.megatron SCRIPT ARGS...
        python -m burst_mcore.megatron -m MODULE ARGS...
 
@@ -168,18 +170,16 @@ def _with_our_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[...,
     return lambda parser: add_arguments(add_megatron_arguments(parser))
 
 
-def _with_our_checks(validate: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _with_our_checks(validate: Callable[..., Any], args: Any, *others: Any, **kwargs: Any) -> Any:
     """Return Megatron's check of its arguments, followed by ours, which puts the options in effect."""
     from burst_mcore.megatron.patched.hooks import checkpoint_every_layer, use_options
 
-    def validated(args: Any, *others: Any, **kwargs: Any) -> Any:
-        if getattr(args, "burst_recompute", None):
-            checkpoint_every_layer(args)
-        result = validate(args, *others, **kwargs)
-        use_options(args)
-        return result
-
-    return validated
+    if getattr(args, "burst_recompute", None):
+        checkpoint_every_layer(args)
+    result = validate(args, *others, **kwargs)
+    use_options(args)
+    return result
 
 
 def _with_burst_specs(init: Callable[..., None]) -> Callable[..., None]:
@@ -206,72 +206,62 @@ def _with_burst_specs(init: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def _naming_our_flag(init: Callable[..., None]) -> Callable[..., None]:
+@around
+def _naming_our_flag(init: Callable[..., None], self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap the constructor of Megatron's local attention: what it lacks under CP is told in one line."""
     from burst_mcore.megatron.patched.hooks import refuse
 
-    def wrapped(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            init(self, config, *args, **kwargs)
-        except (AssertionError, ValueError) as error:
-            if config.context_parallel_size == 1 or burst_is_chosen():
-                raise
-            reason = str(error).rstrip("!")
-            refuse(
-                f"--context-parallel-size {config.context_parallel_size}: {reason}: add "
-                "--context-parallel-attention-backend burst"
-            )
-
-    return wrapped
+    try:
+        init(self, config, *args, **kwargs)
+    except (AssertionError, ValueError) as error:
+        if config.context_parallel_size == 1 or burst_is_chosen():
+            raise
+        reason = str(error).rstrip("!")
+        refuse(
+            f"--context-parallel-size {config.context_parallel_size}: {reason}: add "
+            "--context-parallel-attention-backend burst"
+        )
 
 
-def _with_fused_loss(init: Callable[..., None]) -> Callable[..., None]:
+@around
+def _with_fused_loss(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap a model's constructor: with the flag, the model fuses its loss."""
     from burst_mcore.megatron.fused_loss import fuse_loss
 
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        if fused_loss_is_chosen():
-            fuse_loss(self)
-
-    return wrapped
+    init(self, *args, **kwargs)
+    if fused_loss_is_chosen():
+        fuse_loss(self)
 
 
-def _refusing_a_fused_loss(init: Callable[..., None]) -> Callable[..., None]:
+@around
+def _refusing_a_fused_loss(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap a language model's constructor: a loss that the class would not fuse is refused."""
-
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        names = {base.__name__ for base in type(self).__mro__}
-        if fused_loss_is_chosen() and names.isdisjoint({"GPTModel", "HybridModel"}):
-            raise ValueError(f"--burst-fused-loss serves GPTModel and HybridModel, not {type(self).__name__}")
-        init(self, *args, **kwargs)
-
-    return wrapped
+    names = {base.__name__ for base in type(self).__mro__}
+    if fused_loss_is_chosen() and names.isdisjoint({"GPTModel", "HybridModel"}):
+        raise ValueError(f"--burst-fused-loss serves GPTModel and HybridModel, not {type(self).__name__}")
+    init(self, *args, **kwargs)
 
 
-def _refusing_stock_attention_alone(get_model: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _refusing_stock_attention_alone(get_model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Megatron's builder of models, which refuses one that burst attention has not reached at all."""
+    from burst_mcore.megatron.core_attention import BurstCoreAttention
 
-    def built(*args: Any, **kwargs: Any) -> Any:
-        from burst_mcore.megatron.core_attention import BurstCoreAttention
-
-        models = get_model(*args, **kwargs)
-        parts = models if isinstance(models, list) else [models]
-        if burst_is_chosen() and (left := _stock_self_attentions(parts)):
-            modules = [module for part in parts for module in part.modules()]
-            reached = any(isinstance(module, BurstCoreAttention) for module in modules)
-            roots = {id(root) for part in parts for root in _unwrapped(part)}
-            inner = (m for m in modules if id(m) not in roots)  # a tower beside something else
-            vision = any(base.__name__ == "VisionModule" for m in inner for base in type(m).__mro__)
-            if not reached and not vision:
-                raise ValueError(
-                    "--context-parallel-attention-backend burst was asked for, but this model has "
-                    f"{type(left[0]).__name__} alone: the flag serves GPTModel and HybridModel; for others "
-                    "put burst_mcore.megatron.spec.core_attention_spec() into the model's spec"
-                )
-        return models
-
-    return built
+    models = get_model(*args, **kwargs)
+    parts = models if isinstance(models, list) else [models]
+    if burst_is_chosen() and (left := _stock_self_attentions(parts)):
+        modules = [module for part in parts for module in part.modules()]
+        reached = any(isinstance(module, BurstCoreAttention) for module in modules)
+        roots = {id(root) for part in parts for root in _unwrapped(part)}
+        inner = (m for m in modules if id(m) not in roots)  # a tower beside something else
+        vision = any(base.__name__ == "VisionModule" for m in inner for base in type(m).__mro__)
+        if not reached and not vision:
+            raise ValueError(
+                "--context-parallel-attention-backend burst was asked for, but this model has "
+                f"{type(left[0]).__name__} alone: the flag serves GPTModel and HybridModel; for others "
+                "put burst_mcore.megatron.spec.core_attention_spec() into the model's spec"
+            )
+    return models
 
 
 def _unwrapped(model: Any) -> Iterator[Any]:

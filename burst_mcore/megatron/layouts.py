@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 from burst_mcore.layout import NAMES, Layout, positions, shard
-from burst_mcore.wrap import wrap, wrap_everywhere
+from burst_mcore.wrap import around, wrap, wrap_everywhere
 
 T = TypeVar("T")
 ZIGZAG = Layout("zigzag")
@@ -301,14 +301,11 @@ def _dealt(x: Tensor, dim: int, group: Any) -> Tensor:
     return shard(x, dim, rank=group.rank(), size=size, layout=layout)
 
 
-def _refusing_unknown_modules(init: Callable[..., None]) -> Callable[..., None]:
+@around
+def _refusing_unknown_modules(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap a model's constructor: modules that may assume zigzag are refused beside another layout."""
-
-    def refusing(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        refuse_unknown_modules(self, self.config.context_parallel_size)
-
-    return refusing
+    init(self, *args, **kwargs)
+    refuse_unknown_modules(self, self.config.context_parallel_size)
 
 
 def refuse_unknown_modules(model: Any, size: int) -> None:
@@ -323,19 +320,17 @@ def refuse_unknown_modules(model: Any, size: int) -> None:
             )
 
 
-def _refusing_unknown_models(init: Callable[..., None]) -> Callable[..., None]:
+@around
+def _refusing_unknown_models(
+    init: Callable[..., None], self: Any, config: Any, *args: Any, **kwargs: Any
+) -> None:
     """Wrap the constructor of Megatron's modules: other models beside another layout are refused."""
-
-    def refusing(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        kind, size = type(self), getattr(config, "context_parallel_size", 1)
-        if _in_effect != STOCK and size > 1 and _is_other_model(kind):
-            raise ValueError(
-                f"{_in_effect} does not go with {kind.__name__}, which may deal its sequences itself: "
-                f"use zigzag"
-            )
-        init(self, config, *args, **kwargs)
-
-    return refusing
+    kind, size = type(self), getattr(config, "context_parallel_size", 1)
+    if _in_effect != STOCK and size > 1 and _is_other_model(kind):
+        raise ValueError(
+            f"{_in_effect} does not go with {kind.__name__}, which may deal its sequences itself: use zigzag"
+        )
+    init(self, config, *args, **kwargs)
 
 
 def _is_other_model(kind: type) -> bool:

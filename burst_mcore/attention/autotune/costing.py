@@ -11,8 +11,6 @@ from torch import Tensor
 
 from burst_mcore.attention.autotune.candidate import Candidate, Family
 from burst_mcore.attention.autotune.cost import (
-    OURS,
-    Passes,
     Sizes,
     call_time,
     exchange_seconds,
@@ -148,10 +146,8 @@ def pairs_of(layout: Layout, mask: Mask, n: int, ranks: int) -> Tensor:
     return pairs_between(layout, mask, n, ranks)
 
 
-def work_of(
-    shard: Shard, pairs: Tensor, route: Route, pass_: Pass, rates: Rates, passes: Passes = OURS
-) -> KernelWork:
+def work_of(shard: Shard, pairs: Tensor, route: Route, pass_: Pass, rates: Rates) -> KernelWork:
     """Return the seconds of kernel calls in a pass; pairs: of rows that stay and travel, [ranks, ranks]."""
     pooled = shard.pooled(route.heads)
-    time = call_time(pooled, pass_, rates, passes, rings=route.of(pass_).rings)
+    time = call_time(pooled, pass_, rates, rings=route.of(pass_).rings)
     return KernelWork(pairs, route.placement, time, pooled.tokens)

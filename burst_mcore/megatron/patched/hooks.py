@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from burst_mcore.wrap import around
+
 logger = logging.getLogger(__name__)
 
 EVERY_LAYER = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -119,17 +121,15 @@ def _build_no_mask(arguments: argparse.Namespace) -> None:
             )
 
 
-def _refusing_a_dense_mask(check: Callable[..., None]) -> Callable[..., None]:
+@around
+def _refusing_a_dense_mask(check: Callable[..., None], config: Any) -> None:
     """Wrap the check of a data set's configuration: with burst attention a large dense mask is refused."""
     from burst_mcore.megatron.arguments import from_command_line, uses_burst
     from burst_mcore.megatron.asked import refuse_dense_mask
 
-    def checked(config: Any) -> None:
-        check(config)
-        if config.create_attention_mask and from_command_line(uses_burst, otherwise=False):
-            refuse_dense_mask("create_attention_mask of GPTDatasetConfig", config.sequence_length)
-
-    return checked
+    check(config)
+    if config.create_attention_mask and from_command_line(uses_burst, otherwise=False):
+        refuse_dense_mask("create_attention_mask of GPTDatasetConfig", config.sequence_length)
 
 
 def fuse_losses(models: Sequence[Any]) -> None:
