@@ -193,24 +193,21 @@ def forget_rotary_positions() -> None:
         embedding.forward.cache_clear()
 
 
-def _slicing(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _slicing(original: Callable[..., Any], batch: dict[str, Any], cp_group: Any = None) -> dict[str, Any]:
     """Megatron's slicing of a batch: its sequences by the layout in effect, other keys whole."""
-
-    def sliced(batch: dict[str, Any], cp_group: Any = None) -> dict[str, Any]:
-        tokens = {n for key in TOKENS for n in getattr(batch.get(key), "shape", ())[1:2]}
-        sequences = {key: value for key, value in batch.items() if _is_sequence(key, value, tokens)}
-        if _in_effect.layout == ZIGZAG:
-            batch.update(original(sequences, cp_group=cp_group))
-            return batch
-        if cp_group is None:  # legal up to 0.16
-            from megatron.core import parallel_state
-
-            cp_group = parallel_state.get_context_parallel_group()
-        for key, value in sequences.items():
-            batch[key] = _dealt(value, _sequence_dim(key), cp_group)
+    tokens = {n for key in TOKENS for n in getattr(batch.get(key), "shape", ())[1:2]}
+    sequences = {key: value for key, value in batch.items() if _is_sequence(key, value, tokens)}
+    if _in_effect.layout == ZIGZAG:
+        batch.update(original(sequences, cp_group=cp_group))
         return batch
+    if cp_group is None:  # legal up to 0.16
+        from megatron.core import parallel_state
 
-    return sliced
+        cp_group = parallel_state.get_context_parallel_group()
+    for key, value in sequences.items():
+        batch[key] = _dealt(value, _sequence_dim(key), cp_group)
+    return batch
 
 
 def _is_sequence(key: str, value: Any, tokens: set[int]) -> bool:

@@ -20,7 +20,7 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
 from burst_mcore.megatron.layouts import forget_rotary_positions, language_models, refuse_unknown_modules
-from burst_mcore.wrap import wrap
+from burst_mcore.wrap import around, wrap
 
 _of_model: Any = None
 """The group of the language model whose forward runs now."""
@@ -138,19 +138,16 @@ def _of_its_group(forward: Callable[..., Any]) -> Callable[..., Any]:
     return followed
 
 
-def _of_the_group_as_built(build: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _of_the_group_as_built(build: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap what overlaps experts' messages, whose positions are made outside of forward, by the old group."""
-
-    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        group = _group_of(self)
-        if group is not None and _is_bound_anew(self, group):
-            raise ValueError(
-                f"build_schedule_plan (--overlap-moe-expert-parallel-comm) of a model whose context-parallel "
-                f"group was bound anew, to ranks {_ranks(group)}: call the model itself, or keep its group"
-            )
-        return build(self, *args, **kwargs)
-
-    return checked
+    group = _group_of(self)
+    if group is not None and _is_bound_anew(self, group):
+        raise ValueError(
+            f"build_schedule_plan (--overlap-moe-expert-parallel-comm) of a model whose context-parallel "
+            f"group was bound anew, to ranks {_ranks(group)}: call the model itself, or keep its group"
+        )
+    return build(self, *args, **kwargs)
 
 
 def _is_bound_anew(model: Any, group: Any) -> bool:
