@@ -132,23 +132,19 @@ _TENSOR_METHODS: dict[Callable, Callable] = {
 _MODE = _CudaMeansCpu()
 
 
-class _Stream:
+class _Stream(torch.cpu.Stream):
     """A stream on which everything has already happened."""
 
     cuda_stream = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def wait_stream(self, stream: _Stream) -> None: ...
-
-    def wait_event(self, event: _Event) -> None: ...
-
     def synchronize(self) -> None: ...
 
     def query(self) -> bool:
         return True
 
-    def record_event(self, event: _Event | None = None) -> _Event:
+    def record_event(self, event: _Event | None = None) -> _Event:  # type: ignore[override]
         event = event or _Event()
         event.record()
         return event
@@ -158,7 +154,7 @@ class _Stream:
         return 0, 0
 
 
-class _Event:
+class _Event(torch.cpu.Event):
     """An event that is over when it is recorded; it keeps the host's time."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -166,13 +162,6 @@ class _Event:
 
     def record(self, stream: _Stream | None = None) -> None:
         self.time = time.perf_counter()
-
-    def wait(self, stream: _Stream | None = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
 
     def elapsed_time(self, end: _Event) -> float:
         return (end.time - self.time) * 1e3

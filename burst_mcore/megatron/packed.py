@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.megatron.layouts import ZIGZAG, layout_of_packed, made_once
+from burst_mcore.words import brief
 
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 
@@ -108,7 +109,7 @@ def _ends(name: str, x: Tensor) -> Tensor:
         )
     ends = ends.to(torch.int64)
     if int(ends[0]) != 0 or bool((ends.diff() < 0).any()) or int(ends[-1]) == 0:
-        raise ValueError(f"{name} must ascend from 0 and hold at least one token, got {_short(ends)}")
+        raise ValueError(f"{name} must ascend from 0 and hold at least one token, got {brief(ends.tolist())}")
     return ends
 
 
@@ -120,7 +121,7 @@ def _refuse_other_keys(name: str, keys: Tensor | None, queries: Tensor | None, e
     if not torch.equal(of_keys, ends):
         raise ValueError(
             f"burst attention takes packed queries and keys of the same documents, but {name} is "
-            f"{_short(of_keys)} and that of the queries {_short(ends)}"
+            f"{brief(of_keys.tolist())} and that of the queries {brief(ends.tolist())}"
         )
 
 
@@ -132,8 +133,3 @@ def _same_length(real: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
             f"cu_seqlens_q and cu_seqlens_q_padded must be of one length, got {len(real)} and {len(slots)}"
         )
     return real[:n], slots[:n]
-
-
-def _short(x: Tensor) -> str:
-    words = str(x.tolist())
-    return words if len(words) < 80 else f"{words[:76]} ..."

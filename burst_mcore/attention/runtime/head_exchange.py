@@ -83,13 +83,10 @@ class Outward:
         self._group, self._results, self._lease = group, results, lease
         self.own = own
 
-    def pack(self, action: Pack) -> Bundle:
-        return self._packed(action.member)
-
-    def _packed(self, member: int) -> Bundle:
+    def pack(self, action: Pack | Unpack) -> Bundle:
         parcel = self.empty(None)
-        pieces, start = _opened(parcel, self._group.share(self.own, member)), 0
-        for rows in self._group.rows[member]:
+        pieces, start = _opened(parcel, self._group.share(self.own, action.member)), 0
+        for rows in self._group.rows[action.member]:
             self._results(rows, tuple(_rows(piece, range(start, start + len(rows))) for piece in pieces))
             start += len(rows)
         return parcel
@@ -99,7 +96,7 @@ class Outward:
 
     def unpack(self, action: Unpack, parcel: Bundle | None) -> None:
         places = self._group.share(self.own, action.member)
-        pieces = _opened(parcel or self._packed(action.member), places)
+        pieces = _opened(parcel or self.pack(action), places)
         for own, to, piece in zip(self.own, places, pieces, strict=True):
             if _heads(own) < self._group.size:
                 to.add_(piece)
