@@ -105,11 +105,6 @@ class Rates:
         known = {name: value for name, value in asdict(self).items() if value != math.inf}
         Path(path).write_text(json.dumps({**about, "rates": known}, indent=1) + "\n")
 
-    @property
-    def per_exponential(self) -> float:
-        """Seconds of one exponential."""
-        return 1 / self.exponentials
-
     def computed(self, head_dim: int) -> int:
         """Return the head dim that the kernel computes."""
         return next((dim for dim in self.head_dims if head_dim <= dim), head_dim)

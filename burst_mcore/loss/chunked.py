@@ -153,7 +153,9 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
     tokens, vocabulary, full = len(hidden), head.vocabulary, wide(hidden.dtype)
     valid = labels != head.ignore_index
     columns = vocabulary.columns(labels, head.ignore_index)
-    places = _valid_places(valid, head.valid_tokens)
+    places = None  # else found without waiting for the device
+    if head.valid_tokens < tokens:
+        places = torch.nonzero_static(valid, size=head.valid_tokens)[:, 0]
     chunk = LogitsChunk(head, min(head.valid_tokens, head.chunk_tokens), wanted.any_gradient)
     split = None if weights is None else Weights.of(weights)
     token_losses = torch.zeros(tokens, dtype=full, device=hidden.device)
@@ -188,11 +190,6 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
                 d_hidden[at] = rows
         chunk.add_to(d_weight, d_bias, None if split is None else split.power[at], fresh=first == 0)
     return LossPass(token_losses, d_hidden, d_weight, d_bias, metrics)
-
-
-def _valid_places(valid: Tensor, count: int) -> Tensor | None:
-    """Return the places of `count` valid tokens without waiting for the device; None if all are valid."""
-    return None if count == len(valid) else torch.nonzero_static(valid, size=count)[:, 0]
 
 
 def repair(

@@ -148,7 +148,7 @@ def call_time(shard: Shard, pass_: Pass, rates: Rates, passes: Passes = OURS, *,
     """
     forward = Pass(pass_) == Pass.FORWARD
     compute = rates.compute if forward else rates.backward or rates.compute
-    softmax = shard.batch * shard.heads * rates.per_exponential
+    softmax = shard.batch * shard.heads * (1 / rates.exponentials)
     computed = replace(
         shard, head_dim=rates.computed(shard.head_dim), value_dim=rates.computed(shard.value_dim)
     )

@@ -10,7 +10,6 @@ number and that of tokens up, so that few plans of cuDNN serve all lengths. Othe
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -136,7 +135,8 @@ def _gradients(call: _Call, tensors: tuple[Tensor, ...], statistics: Tensor, sco
     no_seed = kept(_no_seed, 2, device=statistics.device)
     backend, run = te.FusedAttnBackend["F16_arbitrary_seqlen"], te.fused_attn_bwd
     layout = "_".join([call.layout] * 3)
-    typed = (_te_dtype(dtype),) if packages.has(run, "dqkv_dtype") else ()
+    constants = packages.loaded("transformer_engine.pytorch.constants", "transformer_engine")
+    typed = (constants.TE_DType[dtype],) if packages.has(run, "dqkv_dtype") else ()
     dq, dk, dv, *_ = packages.call(
         run, ends.longest_q, ends.longest_k, ends.of_q, ends.of_k, *tensors, dtype, *typed,
         [statistics, no_seed], backend, attn_scale=scores.scale, dropout=0.0, qkv_layout=layout,
@@ -150,11 +150,6 @@ def _ends(x: Tensor) -> Tensor:
     """Return cu_seqlens of a batch of full sequences."""
     batch, rows = x.shape[:2]
     return kept(_ends_of, 0, (batch + 1) * rows, rows, device=x.device)
-
-
-def _te_dtype(dtype: torch.dtype) -> Any:
-    constants = packages.loaded("transformer_engine.pytorch.constants", "transformer_engine")
-    return constants.TE_DType[dtype]
 
 
 def _windowed(pattern: Pattern) -> bool:
@@ -171,10 +166,6 @@ def _tell_of_windows() -> None:
     logger.info("kernel te: windows within documents are left to aten-flash")
 
 
-def _for_small_tiles(scores: Scores) -> Kernel:
-    return reference.KERNEL if scores.deterministic else aten.FLASH
-
-
 OF_DOCUMENTS = takes_any_value_dim(
     Kernel(
         "te",
@@ -184,9 +175,7 @@ OF_DOCUMENTS = takes_any_value_dim(
         abilities=Abilities(packed=True),
     )
 )
-KERNEL = replace(
-    takes_any_value_dim(
-        leaves_small_tiles(Kernel("te", _supports, _forward, _backward, takes_delta=False), _for_small_tiles)
-    ),
-    of_documents=OF_DOCUMENTS,
+_LARGE_TILES = Kernel("te", _supports, _forward, _backward, of_documents=OF_DOCUMENTS)
+KERNEL = takes_any_value_dim(
+    leaves_small_tiles(_LARGE_TILES, lambda scores: reference.KERNEL if scores.deterministic else aten.FLASH)
 )

@@ -150,16 +150,14 @@ def fuse_losses(models: Sequence[Any]) -> None:
             )
 
 
-def planned_ahead(build: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def planned_ahead(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wrap Megatron's builder of data loaders: with burst attention, batches are planned ahead."""
     from burst_mcore.megatron.ahead import read_ahead
     from burst_mcore.megatron.arguments import burst_asked_for, megatron_arguments
 
-    def built(*args: Any, **kwargs: Any) -> Any:
-        loader = build(*args, **kwargs)
-        return read_ahead(loader) if burst_asked_for(megatron_arguments()) else loader
-
-    return built
+    loader = build(*args, **kwargs)
+    return read_ahead(loader) if burst_asked_for(megatron_arguments()) else loader
 
 
 def refuse_lost_flags(argv: Sequence[str]) -> None:
