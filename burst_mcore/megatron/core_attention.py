@@ -102,11 +102,11 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
         self.window = _window(config, layer_number)
         head_dim = k_channels if k_channels is not None else config.kv_channels
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(head_dim)
-        _refuse_unsupported(config, attention_type, attention_dropout, layer_number, mla_latent)
+        self.mla_latent = mla_latent
+        self._refuse_unsupported(attention_type, attention_dropout)
         self._asked, self.cp_comm_type, self._rates = burst_config or BurstConfig(), cp_comm_type, rates
         self._head_dims = head_dim, head_dim if v_channels is None else v_channels
         self.softmax_offset = softmax_offset(config, pg_collection)
-        self.mla_latent = mla_latent
         self.up_weight: Callable[[], Tensor] | None = None
         """Returns the weights that make K and V of the layer's latent, if the layer gives a latent."""
         if mla_latent != "off":
@@ -126,7 +126,8 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
             deal_sequences_alone()
             refuse_other_layout(burst.layout, self.config)
             _refuse_other_packing()
-            _refuse_caches()
+            for module in (Attention, MultiLatentAttention):
+                wrap(module, "forward", _refusing_a_cache)
         topology = self._topology_over(group, burst, levels)
         burst = self._with_kernel(burst, topology)
         connect(topology, burst)
@@ -208,6 +209,16 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
             )
         assert isinstance(out, Tensor)
         return out[0].flatten(1) if query.dim() == 3 else out.transpose(0, 1).flatten(2)
+
+    def _refuse_unsupported(self, attention_type: str, dropout: float | None) -> None:
+        """ValueError for what a model may ask of its core attention and this one does not do."""
+        what = refusal(self.config, dropout)
+        if what is None and self.mla_latent != "off":
+            what = latent_refusal(self.config)
+        if attention_type != "self":
+            what = f"attention of type {attention_type!r}, it does self attention"
+        if what is not None:
+            raise ValueError(f"layer {self.layer_number}: burst attention does not support {what}")
 
     def _with_kernel(self, burst: BurstConfig, topology: Topology) -> BurstConfig:
         """`burst` with the kernel that Megatron's flags ask for; ValueError if none can serve this layer."""
@@ -365,17 +376,11 @@ def _refuse_other_packing() -> None:
         )
 
 
-def _refuse_caches() -> None:
-    """Have Megatron's attention modules refuse a cache beside a ring.
+def _refusing_a_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the forward of an attention module: an inference context under context parallelism is refused.
 
     Core attention sees the keys alone: those of a prompt look like a shard of a sequence.
     """
-    for module in (Attention, MultiLatentAttention):
-        wrap(module, "forward", _refusing_a_cache)
-
-
-def _refusing_a_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the forward of an attention module: an inference context under context parallelism is refused."""
     parameters = list(signature(forward).parameters)
     names = ("inference_context", "inference_params")
     places = {name: parameters.index(name) - 1 for name in names if name in parameters}
@@ -408,23 +413,6 @@ def _window(config: TransformerConfig, layer_number: int) -> Mask:
     if size is None or not is_layer_window_attention(size, skipping, layer_number):
         return Mask.full()
     return Mask.window(*size)
-
-
-def _refuse_unsupported(
-    config: TransformerConfig,
-    attention_type: str,
-    dropout: float | None,
-    layer_number: int,
-    mla_latent: str,
-) -> None:
-    """ValueError for what a model may ask of its core attention and this one does not do."""
-    what = refusal(config, dropout)
-    if what is None and mla_latent != "off":
-        what = latent_refusal(config)
-    if attention_type != "self":
-        what = f"attention of type {attention_type!r}, it does self attention"
-    if what is not None:
-        raise ValueError(f"layer {layer_number}: burst attention does not support {what}")
 
 
 def _legal(kind: AttnMaskType, layer_number: int) -> AttnMaskType:
