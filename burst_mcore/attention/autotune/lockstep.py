@@ -193,8 +193,7 @@ class _Lockstep:
         self.rank, self.here = torch.arange(self.route.size), torch.arange(self.positions)
         self.position, self.member = self.placement.position(self.rank), self.placement.member(self.rank)
         other_end = self.placement.rank(self.positions - 1 - self.position, self.member)
-        each = [other_end if routed.route.mirrored else self.rank for routed in passes]
-        self.number = torch.stack(each, 1)
+        self.number = torch.stack([other_end if x.route.mirrored else self.rank for x in passes], 1)
         """The ranks themselves, [G, W]: a mirrored ring is counted from the other end, but nodes are not."""
         self.clock = torch.zeros(self.route.size, len(passes), dtype=torch.float64)
         self.program = passes[0].program or self.of_all(plan)
@@ -361,9 +360,7 @@ class _Lockstep:
 
     def empty(self, send: Send | Send[Counted]) -> bool:
         """Return whether no rank has a row to send, in any pass."""
-        if send.rows is None:
-            return False
-        (counted,) = send.rows
+        counted = send.rows and send.rows[0]
         return isinstance(counted, Counted) and float(counted.table[counted.entry].amax()) <= 0
 
     def post(self, send: Send | Send[Counted], *, shares: bool) -> None:
@@ -402,29 +399,24 @@ class _Lockstep:
             self.clock = torch.maximum(self.clock, torch.maximum(arrived, received, out=received))
 
     def deliver(self, messages: list[_Message]) -> None:
-        """Compute when messages arrive, where that is not known yet."""
+        """Let time pass until messages arrive, where it is not known when."""
         unknown = [message for message in messages if message in self.pending]
-        if unknown:
-            self.share(unknown)
+        if unknown and self.crowd is None:
+            self.crowd = _Crowd(self.pending)
+            self.pending = self.crowd.messages
+        awaited = [row for row, other in enumerate(self.pending) if other in unknown]
+        for link, rate in ((0, self.rates.link(inter=False)), (1, self.rates.link(inter=True))):
+            if self.crowd and awaited:
+                self.links[link] = self.crowd.carry(awaited, bool(link), self.links[link], rate)
         for message in unknown:
             message.peers.busy = torch.maximum(message.peers.busy, message.end)
 
-    def share(self, messages: list[_Message]) -> None:
-        """Let time pass until messages arrive: to one receiver in turn, to several in equal shares."""
-        if self.crowd is None:
-            self.crowd = _Crowd(self.pending)
-            self.pending = self.crowd.messages
-        awaited = [row for row, other in enumerate(self.pending) if other in messages]
-        for link, rate in ((0, self.rates.link(inter=False)), (1, self.rates.link(inter=True))):
-            self.links[link] = self.crowd.carry(awaited, bool(link), self.links[link], rate)
-
-
-CELLS = 2**15
-"""Messages, times ranks and passes, whose time passes at once: tensors that a core's cache holds."""
-
 
 class _Crowd:
-    """The messages that share links and are not through yet, as tensors [messages, G, W]."""
+    """The messages that share links and are not through yet, as tensors [messages, G, W].
+
+    Messages to one receiver go in turn, those to several in equal shares.
+    """
 
     def __init__(self, pending: Sequence[_Message]) -> None:
         queues: dict[int, list[_Message]] = defaultdict(list)
@@ -446,25 +438,17 @@ class _Crowd:
 
     def carry(self, awaited: list[int], between_nodes: bool, now: Tensor, rate: float) -> Tensor:
         """Let time pass on one link of each rank until these messages arrive; return the time."""
-        ranks = max(1, CELLS // (len(self.messages) * now.shape[1]))
-        some = (slice(first, first + ranks) for first in range(0, len(now), ranks))
-        return torch.cat([self._carry(each, awaited, between_nodes, now[each], rate) for each in some])
-
-    def _carry(
-        self, ranks: slice, awaited: list[int], between_nodes: bool, now: Tensor, rate: float
-    ) -> Tensor:
-        inter, begin, left, end = (x[:, ranks] for x in (self.inter, self.begin, self.left, self.end))
-        on = (inter == between_nodes) & (end == torch.inf)
+        on = (self.inter == between_nodes) & (self.end == torch.inf)
         while bool((wanted := on[awaited].any(0)).any()):  # each time until a message begins or ends
-            begun = on & (begin <= now)
-            following = begin.masked_fill(~on | begun, torch.inf).amin(0)
+            begun = on & (self.begin <= now)
+            following = self.begin.masked_fill(~on | begun, torch.inf).amin(0)
             carried = self.first_of(begun).double()
             share = rate / carried.sum(0).clamp(min=1)
-            through = (now + left / share).masked_fill_(carried == 0, torch.inf)
+            through = (now + self.left / share).masked_fill_(carried == 0, torch.inf)
             until = torch.where(wanted, torch.minimum(through.amin(0), following), now)
-            left.addcmul_(carried, (until - now) * share, value=-1)
+            self.left.addcmul_(carried, (until - now) * share, value=-1)
             done = (through <= until) & wanted
-            end.copy_(torch.where(done, until, end))
+            self.end.copy_(torch.where(done, until, self.end))
             on, now = on & ~done, until
         return now
 

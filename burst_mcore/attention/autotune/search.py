@@ -52,10 +52,9 @@ def candidates(question: Question, settings: Settings, *, every: bool = True) ->
         for family in sorted(families):
             for route, ring in families[family]:
                 costs = costs_at(route.placement)
-                sides = settings.directions
                 quick = not every and question.ranks.size > MANY
-                if route.direct and costed and quick:
-                    sides = (best(costed).direction,)
+                one_side = quick and route.direct and costed
+                sides = (best(costed).direction,) if one_side else settings.directions
                 ways = [(route, side) for side in sides if _may_be(costs, route, side, settings, quick)]
                 costs.play(ways)  # both directions at once, at little more than one's cost
                 costed += (

@@ -81,13 +81,7 @@ def _operator(
     return define
 
 
-@_operator("attention_forward", ForwardArgs, ForwardResults)
-def attention_forward(args: ForwardArgs) -> ForwardResults:
-    """`burst_attention` as an operator."""
-    return _forward(args, None)
-
-
-def _forward(args: ForwardArgs, request: Request | None) -> ForwardResults:
+def _forward(args: ForwardArgs, request: Request | None = None) -> ForwardResults:
     """Run a forward; request: what `validate` made of the arguments, if it has seen them."""
     q, k, v, sinks = args.q, args.k, args.v, args.sinks
     if q.is_cuda:
@@ -133,6 +127,9 @@ def _forward(args: ForwardArgs, request: Request | None) -> ForwardResults:
     )
 
 
+attention_forward = _operator("attention_forward", ForwardArgs, ForwardResults)(_forward)
+
+
 class BurstAttention(torch.autograd.Function):
     """The operator without torch's dispatcher, whose way to Python takes longer than all else of a call."""
 
@@ -145,8 +142,7 @@ class BurstAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        of_values = _gradients(ctx, *gradients)
-        return None, *(None if isinstance(x, list) else x for x in of_values)
+        return None, *(None if isinstance(x, list) else x for x in _gradients(ctx, *gradients))
 
 
 def attend(args: ForwardArgs, request: Request) -> ForwardResults:
@@ -234,13 +230,7 @@ def _traced(args: ForwardArgs) -> ForwardResults:
     return ForwardResults(out, lse, on_ring, record, tail)
 
 
-@_operator("attention_backward", BackwardArgs, BackwardResults)
-def attention_backward(args: BackwardArgs) -> BackwardResults:
-    """Return the gradients of `attention_forward`."""
-    return _backward(args, None)
-
-
-def _backward(args: BackwardArgs, request: Request | None) -> BackwardResults:
+def _backward(args: BackwardArgs, request: Request | None = None) -> BackwardResults:
     """Run a backward; request: that of its forward, if it is known."""
     out, lse, tokens = args.out, args.lse, args.out.shape[1]
     topology = topology_of(args.options)
@@ -279,6 +269,9 @@ def _backward(args: BackwardArgs, request: Request | None) -> BackwardResults:
                 dk, dv = (x.to(dk.dtype) for x in expansion.gradients(args.latent, dk, dv))
             dup = expansion.weight_gradient()
     return BackwardResults(dq, dk, dv, dsinks, dup)
+
+
+attention_backward = _operator("attention_backward", BackwardArgs, BackwardResults)(_backward)
 
 
 def _request_of(args: BackwardArgs, options: Options) -> Request:
@@ -327,9 +320,10 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *unused: Any)
         options=ctx.options,
         **saved._asdict(),
     )
-    direct = _unwatched(args) and not torch.is_grad_enabled()  # else the operator refuses a second derivative
-    request = vars(ctx).get("request") if direct else None
-    results = _backward(args, request) if direct else BackwardResults(*attention_backward(*args))
+    if _unwatched(args) and not torch.is_grad_enabled():
+        results = _backward(args, vars(ctx).get("request"))
+    else:  # the operator refuses a second derivative
+        results = BackwardResults(*attention_backward(*args))
     dsinks = None if saved.sinks is None else results.dsinks
     dup = None if saved.up is None else results.dup
     of_keys = {"k": results.dk, "v": results.dv, "up": dup}
