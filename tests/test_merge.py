@@ -120,7 +120,7 @@ def test_rows_with_gaps_are_summed_beside_rows_without():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("limit", [1, 3, merge.WAITING])
+@pytest.mark.parametrize("limit", [0, 1, 3, merge.WAITING])
 @pytest.mark.parametrize("period", [2, 5])
 def test_any_number_of_parts_waits_and_is_put_together(dtype, limit, period, monkeypatch):
     """Twelve parts, of which some have half of the rows: more than may wait."""

@@ -136,6 +136,7 @@ class _Backward:
             else:
                 q.sums.take(tile.q, of_queries)
                 k.sums.take(tile.k, of_keys)
+            del inputs, of_queries, of_keys  # their memory is free before the next tile's
         self.hand_on(action, k_at)
 
     def hand_on(self, action: Compute, k_at: int) -> None:

@@ -78,13 +78,16 @@ class _Sum(ABC):
     _blank: tuple[float, ...]
     """The values of rows that no part covers, by tensor."""
 
+    thrift = 1
+    """Divisor of WAITING_BYTES."""
+
     def __init__(self, like: Tensor) -> None:
         self._like, self.dtype = like, torch.promote_types(like.dtype, torch.float32)
         rows = like.shape[1]
         self._segments = RowSegments(rows)
         self._all = range(rows)
         self._total: KernelResults | None = None
-        self._limit = max(1, min(WAITING, WAITING_BYTES // max(1, like.numel() * like.itemsize)))
+        self._limit = min(WAITING, WAITING_BYTES // self.thrift // max(1, like.numel() * like.itemsize))
 
     @abstractmethod
     def room(self, dtype: torch.dtype, rows: int | None = None) -> KernelResults:
@@ -109,11 +112,15 @@ class _Sum(ABC):
     def _add_span(self, span: range, share: KernelResults) -> None:
         """Let results of neighbouring rows wait."""
         met, part = list(self._segments.over(span)), ResultsPart(share, span.start)
-        for piece, segment in met:
-            if len(segment.parts) == self._limit:
-                self._settle(piece, segment)
         for _, segment in met:
             segment.parts.append(part)
+        most = max(self._limit, 4 * len(span) < len(self._all))  # parts of few rows wait in any case
+        full = [(piece, s) for piece, s in met if len(s.parts) > max(most, not s.summed)]
+        if full and not most:
+            self._settled(self._all)  # a large part goes for good, also where it was alone
+            return
+        for piece, segment in full:
+            self._settle(piece, segment)
 
     def _add_spread(self, span: range, share: KernelResults) -> None:
         """Take results of rows with gaps between them, at once."""
@@ -265,6 +272,7 @@ class GradientSum(_Sum):
     """The running gradient of a tensor, in at least float32."""
 
     _blank = (0.0,)
+    thrift = 32  # in backward memory is scarcest, and kernels take three times as long
 
     @classmethod
     def into(cls, total: Tensor, *, fresh: bool) -> Self:
@@ -358,8 +366,9 @@ class GradientSums:
             total.finish(result)
 
     def results(self) -> KernelResults:
-        """Return the sums, in the dtypes of the tensors; zeros where nothing was added."""
-        return tuple([total.result() for total in self._sums])
+        """Return the sums, in the dtypes of the tensors, and forget them; zeros where nothing was added."""
+        sums, self._sums = list(self._sums), ()
+        return tuple([sums.pop(0).result() for _ in range(len(sums))])
 
     def room(self, dtype: torch.dtype, rows: int) -> KernelResults:
         """Return uninitialised tensors for so many rows."""

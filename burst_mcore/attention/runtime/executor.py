@@ -215,6 +215,7 @@ class Ring:
         except BaseException:
             _ABANDONED.append((self._under_way, self._buffers))
             raise
+        self._buffers.clear()  # before results, which need room as well
 
     def _attend(self, step: AttendStep) -> None:
         action = step.action
