@@ -110,3 +110,16 @@ class Shard:
             data = self.q_bytes + self.out_bytes + 2 * self.statistic_bytes
             return data, self.gradient_bytes(self.q_bytes)
         return self.kv_bytes, self.gradient_bytes(self.kv_bytes)
+
+    def backward_bytes(self, ranks: int, nodes: int, *, of_queries: bool) -> float:
+        """Return the most bytes that a causal backward adds, on a ring of ranks on so many nodes.
+
+        Travelling bundles and sums, sums that stay; the rank's own share, a tile's results, and totals.
+        """
+        data, gradient = self.bundle_bytes(of_queries=of_queries)
+        _, stays = self.bundle_bytes(of_queries=not of_queries)
+        bundles = sums = min(2, ranks - 1)
+        if 1 < nodes < ranks:
+            bundles, sums = 3, min(5, nodes + 1 + (ranks > 2 * nodes))
+        whole = 4 * (self.q_bytes if of_queries else self.kv_bytes) + 2 * self.statistic_bytes
+        return float(bundles * data + sums * gradient + stays + whole)

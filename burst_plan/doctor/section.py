@@ -30,7 +30,7 @@ from burst_mcore.machines import Machine, default_rates
 from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
 from burst_mcore.transformers.errors import refuse_versions
-from burst_plan.step.memory import exchanged_bytes, ring_bytes
+from burst_plan.step.memory import exchanged_bytes
 from burst_plan.step.model import Model
 from burst_plan.step.way import Way
 
@@ -135,11 +135,10 @@ def _buffers(chosen: Candidate, shard: Shard, size: int) -> str:
     way, route = Way(framework="deepspeed", cp=size), chosen.route
     if route.heads == size:
         return f"an exchange of heads: {exchanged_bytes(shard, way) / 1e9:.3g} GB of gradients"
-    buffers = ring_bytes(shard, way, chosen.direction, route.nodes)
-    bundles = min(2, size - 1) * (2 if route.nodes > 1 else 1)
+    most = shard.backward_bytes(size, route.nodes, of_queries=chosen.direction == "query")
     held = chosen.resident_bytes
     return (
-        f"a ring: {buffers / 1e9:.3g} GB that travel, and sums that stay ({bundles} bundles)"
+        f"a ring: {most / 1e9:.3g} GB that travel, sums that stay, and results of a tile"
         + f", and {held / 1e9:.3g} GB of other ranks' rows that stay with a mesh" * (held > 0)
     )
 

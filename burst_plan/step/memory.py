@@ -88,6 +88,9 @@ def _moments(
     for kind, (_, parts) in enumerate(kinds):
         for place, part in enumerate(parts):
             now = {f"backward of {part.name}": part.backward, **work}
+            if part.name == "attention" and way.cp > 1 and not alone:
+                most = shard.backward_bytes(way.cp, nodes, of_queries=direction == "query")
+                now["results of a tile"] = on_gpu(shard, way) * max(0.0, most - buffers["ring buffers"])
             yield f"{kind}.{place}: backward of {part.name}", (held, *others, kept(parts[: place + 1]), now)
 
 
