@@ -149,6 +149,8 @@ class Agreement:
             elif isinstance(error, Exception):  # no interrupt
                 raise failure from error
             raise
+        else:
+            self._raise_untold()  # an abort ends waits on NCCL without an error, and without values
         finally:
             self._watch.in_pass = False
 

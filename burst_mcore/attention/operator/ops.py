@@ -84,11 +84,11 @@ def _operator(
 def _forward(args: ForwardArgs, request: Request | None = None) -> ForwardResults:
     """Run a forward; request: what `validate` made of the arguments, if it has seen them."""
     q, k, v, sinks = args.q, args.k, args.v, args.sinks
-    if q.is_cuda:
-        refuse_capture("burst_attention")
     topology = topology_of(args.options)
     agreement = agreement_of(topology)
     with refusing(agreement):
+        if q.is_cuda:
+            refuse_capture("burst_attention")
         options = options_of(args.options)
         request = request or validate(q, k, v, options, sinks=sinks, up=args.up)
         if args.keep:
