@@ -53,8 +53,8 @@ def agree_on_call(
 ) -> tuple[Call, Agreed, tuple[int, ...]]:
     """Return the call that all ranks make, their agreement, and how many tokens each rank holds.
 
-    A call like an earlier one goes ahead if its documents say how long the sequence is. Without documents
-    only the other ranks know whether they hold as many tokens.
+    A call like an earlier one goes ahead on CUDA, and where documents say how long the sequence is. Else only
+    the other ranks know whether they hold as many tokens.
 
     Raises:
         ValueError: the ranks make different calls, or none that is legal.
@@ -72,7 +72,8 @@ def agree_on_call(
             details = call.signature
         except ValueError as error:  # it may be legal with the lengths of the others
             problem, details = error, {"problem": str(error)}
-        if call is not None and not args.at_most and request.mask.document_ends is not None:
+        of_known_length = args.q.is_cuda or request.mask.document_ends is not None
+        if call is not None and not args.at_most and of_known_length:
             description = _description_of(args, request, call)
             transport = transport_of(topology, call.route, request.config.max_ctas)
             ahead = description in agreement.seen and transport.connected(passes_of(args, call))
