@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dense import dense, error, problem
+from dense import Problem, dense, error, problem
 from torch import Tensor
 
 from burst_mcore import BurstConfig, Mask, burst_attention, shard, unshard
@@ -44,7 +44,9 @@ def findings(
         if reasons.total() != waits:
             found[f"wait: rank {rank} waits {reasons.total()} times, not {waits}: {dict(reasons)}"] += 1
     if len(results) == size and not found:
-        for name, (got, want, tolerance) in wanted().items():
+        values = wanted()
+        assert values, "a case compares values"
+        for name, (got, want, tolerance) in values.items():
             if not error(got, want) <= tolerance:
                 found[f"values: {name} has an error of {error(got, want):.1e}"] += 1
     return found
@@ -59,6 +61,7 @@ def attention(
     dtype: torch.dtype | None = None,
     heads: int = 4,
     kv_heads: int = 2,
+    head_dim: int = 16,
     steps: int = 2,
     world: int | None = None,
     bound: bool = False,
@@ -72,16 +75,17 @@ def attention(
     """
     dtype = dtype or (torch.float32 if kernel == "triton" else torch.bfloat16)
     settings, n = BurstConfig(kernel=kernel, **config), TOKENS * size
-    p, of_mask = problem(0, n, heads=heads, kv_heads=kv_heads, dtype=dtype), MASKS[mask](n)
-    mla = _latents(n, heads, dtype) if latent else ()
+    p = problem(0, n, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    of_mask, mla = MASKS[mask](n), _latents(n, heads, dtype) if latent else ()
     deal = partial(shard, dim=1, size=size, layout=settings.layout)
+    FORWARD.clear()
+    BACKWARD.clear()
 
     def rank(me: int) -> list[Tensor]:
         topology = ranks.ring(me, size, intra)
         try:
             for _ in range(steps):
                 CHECKER.launches[me].clear()
-                CHECKER.peak[me] = before = CHECKER.bytes[me]
                 q, k, v, dout = (ranks.cuda(deal(x, rank=me), me) for x in p)
                 leaves = [x.requires_grad_() for x in (q, k, v)]
                 given: dict[str, Any] = {"k": leaves[1], "v": leaves[2]}
@@ -90,6 +94,7 @@ def attention(
                     made = [*(ranks.cuda(deal(x, rank=me), me) for x in mla[:2]), weight]
                     leaves = [leaves[0], *(x.requires_grad_() for x in made)]
                     given = {"latent": Latent(made[0].squeeze(2), made[1], made[2], latent)}
+                CHECKER.peak[me] = before = CHECKER.bytes[me]
                 done = burst_attention(
                     leaves[0], **given, topology=topology, mask=of_mask, config=settings, return_lse=lse
                 )
@@ -98,12 +103,13 @@ def attention(
                 CHECKER.launches[me].clear()
                 loss = (out * dout).sum() + (done[1].sum() if lse else 0.0)
                 CHECKER.launches[me].clear()
-                CHECKER.peak[me] = CHECKER.bytes[me]
+                CHECKER.peak[me] = before = CHECKER.bytes[me]
                 out.backward(dout) if not lse else loss.backward()
                 BACKWARD[me] = Counter(CHECKER.launches[me]), CHECKER.peak[me] - before
                 torch.empty(1, 32, device=out.device)  # the allocator gives memory away
                 launch("optimizer", [x.grad for x in leaves], [], rank=me)
-            return [x.detach().values for x in (out, *(x.grad for x in leaves))]
+            gradients = [x.grad for x in leaves]
+            return [x.detach().values for x in (out, *gradients, *([done[1]] if lse else []))]
         finally:
             topology.communicators.close()
 
@@ -111,30 +117,40 @@ def attention(
 
     def wanted() -> dict[str, Any]:
         if latent:
-            return {}
-        want = dense(p, of_mask, dlse=torch.ones(1, n, heads) if lse else None)
-        names, whole = ("out", "dq", "dk", "dv"), [want.out, want.dq, want.dk, want.dv]
-        return {
-            name: (
-                unshard([done[r][i] for r in range(size)], 1, layout=settings.layout),
-                whole[i],
-                TOLERANCE[dtype],
-            )
-            for i, name in enumerate(names)
-        }
+            names, whole = ("out", "dq", "dlatent", "drope", "dweight"), _dense_of_latents(p, mla, of_mask)
+        else:
+            want = dense(p, of_mask, dlse=torch.ones(1, n, heads) if lse else None)
+            names = "out", "dq", "dk", "dv", *(["lse"] if lse else [])
+            whole = [want.out, want.dq, want.dk, want.dv, want.lse]
+        pairs = {}
+        for i, name in enumerate(names):
+            parts = [done[r][i] for r in range(size)]
+            got = sum(parts) if name == "dweight" else unshard(parts, 1, layout=settings.layout)
+            pairs[name] = got, whole[i], TOLERANCE[dtype]
+        return pairs
 
     return findings(size, done, wanted)
 
 
 FORWARD: dict[int, tuple[Counter[str], int]] = {}
 BACKWARD: dict[int, tuple[Counter[str], int]] = {}
-"""By rank: launches and peak bytes, above those of the inputs, of the last step of `attention`."""
+"""By rank: launches of the last step of `attention`, and peak bytes above those that are there before."""
 
 
 def _latents(n: int, heads: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(1)
     shapes = (1, n, 1, 24), (1, n, 1, 8), (heads, 24, 8 + 16)
     return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+
+
+def _dense_of_latents(p: Problem, mla: tuple[Tensor, ...], mask: Mask) -> list[Tensor]:
+    """Return out, and the gradients of Q, the latent, the rope key and the weights."""
+    latent, rope, weight = (x.double().requires_grad_() for x in mla)
+    whole = torch.einsum("bnxr,hrd->bnhd", latent, weight)
+    k = torch.cat([whole[..., :8], rope.expand(-1, -1, len(weight), -1)], 3)
+    want = dense(p._replace(k=k.detach(), v=whole[..., 8:].detach()), mask)
+    torch.autograd.backward([k, whole[..., 8:]], [want.dk, want.dv])
+    return [want.out, want.dq, *(x.grad for x in (latent, rope, weight) if x.grad is not None)]
 
 
 def recompute(
@@ -232,7 +248,7 @@ def loss(
             )  # fmt: skip
             (total.sum() if factors is None else (total * mine(factors, me, cp)).sum()).backward()
             launch("optimizer", [h.grad, w.grad], [], rank=me)
-        return [h.grad.values, w.grad.values]
+        return [h.grad.values, w.grad.values, total.detach().values]
 
     done = ranks.run(size, rank)
 
@@ -242,7 +258,9 @@ def loss(
         (total if factors is None else (total * factors).sum()).backward()
         of_hidden = torch.cat([done[r][0] for r in range(size)]) if cp or sequence_parallel else done[0][0]
         whole = torch.cat([done[r][1] for r in range(size)]) if tp else sum(done[r][1] for r in range(size))
+        losses = [done[r][2] for r in range(size)]
         return {
+            "loss": (sum(losses) if cp else losses[0], total.detach(), 2e-2),
             "dhidden": (of_hidden, h.grad, 2e-2),
             "dweight": (whole if cp or tp else done[0][1], w.grad, 2e-2),
         }

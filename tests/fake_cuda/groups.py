@@ -4,13 +4,15 @@ NCCL: what a rank puts on a communicator runs in order, on a stream of that comm
 current stream has by then. A message completes when both sides are at the head. `Work.wait` makes the current
 stream wait, and not the host; the thread waits all the same, since values must have come, and a stream that
 waited in vain would hang as well. A communicator is made by all its ranks together. One that is split off
-another is made by all ranks of that one. On gloo the host waits.
+another is made by all ranks of that one. One that a rank aborts ends that rank's waits, without an error and
+without values. On gloo the host waits, until the group's time is over.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -30,6 +32,10 @@ IDLE = 0.05
 """Seconds between two looks at whether any thread still works."""
 LOOKS = 6
 """Looks in a row at which all threads slept, and nothing had come, before that is a deadlock."""
+
+
+TIMEOUT = {"gloo": timedelta(minutes=10)}
+"""How long the host waits."""
 
 
 class Deadlock(BaseException):
@@ -109,6 +115,7 @@ class Communicator:
         self.streams: dict[int, Stream] = {}
         self.started: set[int] = set()
         """The ranks that have used it."""
+        self.aborted: set[int] = set()
 
     def stream(self, rank: int) -> Stream:
         if rank not in self.streams:
@@ -119,9 +126,24 @@ class Communicator:
         with self.network.changed:
             self.queues[operation.rank].append(operation)
             self.network.event()
+            self._end_aborted()
             while self._advance():
                 self.network.event()
         return operation
+
+    def abort(self, rank: int) -> None:
+        """End what a rank has under way, and all that it posts from now on."""
+        with self.network.changed:
+            self.aborted.add(rank)
+            self._end_aborted()
+            self.network.event()
+
+    def _end_aborted(self) -> None:
+        for rank in self.aborted:
+            for operation in self.queues[rank]:
+                operation.begin()
+                operation.end()
+            self.queues[rank].clear()
 
     def _advance(self) -> bool:
         """Do what can be done with what is at the heads; False if that is nothing."""
@@ -196,6 +218,7 @@ class Operation(dist.Work):
         self.on_device = False
         self.before: Clock = {}
         self.over = False
+        self._born = time.monotonic()
         self._begun = False
         self._posted: Clock = {}
         self._known: Clock = {}
@@ -230,7 +253,8 @@ class Operation(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         seconds = None if timeout is None or not timeout else timeout.total_seconds()
         network, what = self.group.communicator.network, f"rank {self.rank}: {self.collective or 'messages'}"
-        if not network.until(lambda: self.over, f"{what} on {self.group.communicator.kind}", seconds):
+        network.until(self.is_completed, f"{what} on {self.group.communicator.kind}", seconds)
+        if not self.over:
             raise RuntimeError("timed out")
         if self.on_device:
             with CHECKER.lock:
@@ -239,7 +263,8 @@ class Operation(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        return self.over
+        late = not self.on_device and time.monotonic() - self._born > TIMEOUT["gloo"].total_seconds()
+        return self.over or late
 
 
 class Group(dist.ProcessGroup):
@@ -260,7 +285,7 @@ class Group(dist.ProcessGroup):
         return SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(minutes=10)))
 
     def abort(self) -> None:
-        self.communicator.network.fail(RuntimeError("aborted"))
+        self.communicator.abort(self.me)
 
     def size(self) -> int:
         return len(self.communicator.members)

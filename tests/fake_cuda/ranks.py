@@ -38,6 +38,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     run = _in_device_thread(graph._engine_run_backward)
     patch.setattr(graph, "_engine_run_backward", run)
     patch.setattr(torch.autograd, "_engine_run_backward", run)
+    patch.setattr(Topology, "from_group", lambda group, **options: ring(group.me, group.size(), **options))
     patch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
     kernels.install(patch)
 

@@ -27,6 +27,8 @@ class _Thread(threading.local):
     device = 0
     in_backward = False
     """Whether this is a thread of autograd's, for a device."""
+    capturing = False
+    """Whether its stream is being captured in a graph."""
 
     def __init__(self) -> None:
         self.streams: dict[int, Stream] = {}
@@ -187,7 +189,7 @@ CUDA: dict[str, Any] = {
     "get_device_capability": lambda device=None: (PROPERTIES.major, PROPERTIES.minor),
     "get_device_properties": lambda device=None: PROPERTIES,
     "get_device_name": lambda device=None: PROPERTIES.name,
-    "is_current_stream_capturing": lambda: False,
+    "is_current_stream_capturing": lambda: THREAD.capturing,
     "mem_get_info": lambda device=None: (2**24, PROPERTIES.total_memory),
     "memory_reserved": lambda device=None: 0,
     "memory_allocated": lambda device=None: CHECKER.bytes[index_of(device)],
