@@ -18,6 +18,8 @@ MODELS = {
     "Qwen3": {},
     "GptOss": {"sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 1,
                "layer_types": ["sliding_attention", "full_attention"]},
+    "Llama4Text": {"attention_chunk_size": 7, "floor_scale": 4, "attn_scale": 0.5, "num_local_experts": 2,
+                   "num_experts_per_tok": 1, "intermediate_size_mlp": 40, "no_rope_layer_interval": 2},
     # Frequencies that depend on how long a sequence is; 41 tokens are past the first length.
     "Llama, dynamic": {"max_position_embeddings": 32,
                        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
@@ -89,6 +91,7 @@ def _forward(batch, size, stage=2, **kind):
 
 
 WINDOW = {"kind": "Mistral", "sliding_window": 7}
+CHUNKS = {"kind": "Llama4Text", **MODELS["Llama4Text"]}
 
 
 def _packed(rank, size, cells):
@@ -104,7 +107,7 @@ def _packed(rank, size, cells):
 @pytest.mark.parametrize(
     "cells",
     [
-        [("zigzag", {}), ("striped", WINDOW)],
+        [("zigzag", {}), ("striped", WINDOW), ("zigzag", CHUNKS)],
         pytest.param([("striped", {}), ("zigzag", WINDOW)], marks=pytest.mark.slow),
     ],
     ids=["", "more"],

@@ -88,6 +88,7 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "xlm": {"emb_dim": 32, "n_words": VOCABULARY},
     "reformer": {"axial_pos_embds_dim": [8, 24]},
     "zaya": {"num_experts_per_tok": 1},
+    "llama4_text": {"attention_chunk_size": 16, "floor_scale": 8, "attn_scale": 0.5},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},

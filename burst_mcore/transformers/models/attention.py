@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain, pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +21,7 @@ from burst_mcore.attention.cached import attend_to_cache
 from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
+from burst_mcore.layout import positions
 from burst_mcore.mask import Mask
 from burst_mcore.recurrent.bound import Mixing
 from burst_mcore.transformers.errors import RefusedError
@@ -47,14 +49,26 @@ class Sequence:
     mixed: list[Mixing] = field(default_factory=list, compare=False, repr=False)
     """What the model got for the masks of its recurrences and convolutions."""
 
-    def masks(self, window: int | None) -> tuple[Mask, ...]:
-        """By row, or one for all rows: causal, in documents and window (tokens, the query's own included)."""
-        seen = Mask.causal()
+    def masks(self, window: int | None, chunk: int | None = None) -> tuple[Mask, ...]:
+        """By row, or one for all rows: causal, in documents, window and chunks.
+
+        Args:
+            window: tokens, the query's own included.
+            chunk: tokens of a chunk; each document begins with one.
+        """
+        seen, every = Mask.causal(), self.ends
         if window is not None and window < self.tokens:
             seen = Mask.window(window - 1, 0)
-        if len(set(self.ends)) > 1:
-            return tuple(seen & Mask.documents(ends) if len(ends) > 2 else seen for ends in self.ends)
-        return (seen & Mask.documents(self.ends[0]),) if self.ends else (seen,)
+        if chunk is not None and chunk < self.tokens:
+            seen = seen if every else seen & Mask.chunked(chunk)
+            every = tuple(_in_chunks(ends, chunk) for ends in every)
+        if len(set(every)) > 1:
+            return tuple(seen & Mask.documents(ends) if len(ends) > 2 else seen for ends in every)
+        return (seen & Mask.documents(every[0]),) if every else (seen,)
+
+
+def _in_chunks(ends: tuple[int, ...], size: int) -> tuple[int, ...]:
+    return (*chain.from_iterable(range(a, b, size) for a, b in pairwise(ends)), ends[-1])
 
 
 @dataclass(frozen=True)
@@ -131,7 +145,7 @@ def mask_of(
     """transformers' mask interface: the mask of a kind of layers, from the function that describes it.
 
     Raises:
-        RefusedError: it is not causal, a causal window, or packed documents of these.
+        RefusedError: it is not causal, a causal window, causal chunks, or packed documents of these.
     """
     sequence = current()
     if sequence is None:
@@ -145,10 +159,10 @@ def mask_of(
             "attention_mask", "padding must be taken out by the loader (burst.shard_loader, cp.loader)"
         )
     kinds = set(_terms(mask_function))
-    window = min((size for kind, size in kinds if kind == "window"), default=None)
+    window, chunk = (min((size for kind, size in kinds if kind == x), default=None) for x in _SIZED)
     if ("causal", 0) not in kinds:
         raise RefusedError("mask", "the model asks for attention that is not causal")
-    return LayerMask(sequence, sequence.masks(window), window, int(q_offset))
+    return LayerMask(sequence, sequence.masks(window, chunk), window, int(q_offset))
 
 
 def mixing() -> Mixing | None:
@@ -159,6 +173,9 @@ def mixing() -> Mixing | None:
     made = Mixing.of(sequence.topology, sequence.config, sequence.tokens, sequence.ends)
     sequence.mixed.append(made)
     return made
+
+
+_SIZED = ("window", "chunk")
 
 
 def _terms(function: Any) -> Iterator[tuple[str, int]]:
@@ -173,6 +190,8 @@ def _terms(function: Any) -> Iterator[tuple[str, int]]:
             yield "causal", 0
         case "sliding_window_overlay":
             yield "window", int(variables["sliding_window"])
+        case "chunked_overlay":
+            yield "chunk", int(variables["chunk_size"])
         case "and_masks":
             for part in variables["mask_functions"]:
                 yield from _terms(part)
@@ -248,6 +267,8 @@ def attend(
     if attention_mask.offset or q.shape[1] != k.shape[1]:
         return _from_cache(q, k, v, attention_mask, **asked), None
     sequence, masks = attention_mask.sequence, attention_mask.masks
+    if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+        q = _tempered(module, sequence, q)
     rows = [slice(None)] if len(masks) == 1 else [slice(row, row + 1) for row in range(len(q))]
     outs = [
         burst_attention(
@@ -299,3 +320,19 @@ def _from_cache(
     allowed = (ahead <= 0) if seen.window is None else (ahead <= 0) & (ahead > -seen.window)
     scores = Scores(1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale, softcap)
     return attend_to_cache(q, k, v, allowed, scores, sinks)
+
+
+def _tempered(module: Any, sequence: Sequence, q: Tensor) -> Tensor:
+    """Llama 4's queries without rotary positions, scaled by place: in the document, no more in the shard."""
+
+    def scale(at: Tensor) -> Tensor:
+        return 1.0 + float(module.attn_scale) * torch.log1p(
+            torch.floor((at + 1.0) / float(module.floor_scale))
+        )
+
+    at = {"rank": sequence.topology.rank, "size": sequence.topology.size, "layout": sequence.config.layout}
+    there = positions(sequence.tokens, **at)  # type: ignore[arg-type]
+    ends = [torch.tensor(ends) for ends in sequence.ends or ((0, sequence.tokens),)]
+    places = torch.stack([there - x[torch.searchsorted(x, there, right=True) - 1] for x in ends])
+    factor = (scale(places) / scale(torch.arange(len(there)))).to(q.device, q.dtype)
+    return q * factor[:, :, None, None]

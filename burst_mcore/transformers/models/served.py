@@ -17,6 +17,7 @@ from burst_mcore.transformers.models.attention import NAME, current, mixing, reg
 LAYERS: dict[str, Callable[[nn.Module], None] | None] = {
     "full_attention": None,
     "sliding_attention": None,
+    "chunked_attention": None,
     "mlp": None,
     "moe": None,
     **dict.fromkeys(("linear_attention", "mamba", "hybrid", "conv"), lambda model: bind(model, mixing)),
@@ -29,7 +30,6 @@ KINDS = {
     ),
     "hybrid": "a state runs along the sequence beside attention",
     "conv": "neighbouring tokens are mixed",
-    "chunked_attention": "attention within chunks",
     "indexed_attention": "attention to keys that an indexer picks",
     "minimax_m3_sparse": "attention to blocks of keys that an indexer picks",
 }
