@@ -171,13 +171,24 @@ def _ranks_of_a_batch(own: Any) -> Any:
 
 
 def _labels(own: Any) -> Any:
-    """Trainer._get_num_items_in_batch: divided by the ranks of a batch only where all ranks were counted."""
+    """Trainer._get_num_items_in_batch: of this rank's sequences, where those of all ranks are not asked for.
+
+    That number is not divided by the ranks of a batch, and an evaluation's loss is that of one process.
+    """
 
     @wraps(own)
     def _get_num_items_in_batch(self: Any, batches: Any, device: Any) -> Any:
-        number = own(self, batches, device)
-        counted = self.args.average_tokens_across_devices or _cp_size(self.accelerator) == 1
-        return number if counted or number is None else number * self.get_tp_size()
+        everywhere = self.args.average_tokens_across_devices
+        if _cp_size(self.accelerator) == 1 or (everywhere and self.model.training):
+            return own(self, batches, device)
+        self.args.average_tokens_across_devices = False
+        try:
+            number = own(self, batches, device)
+        finally:
+            self.args.average_tokens_across_devices = everywhere
+        # Where losses are scaled by the replicas, an evaluation's must not be.
+        times = self.accelerator.num_processes if everywhere else self.get_tp_size()
+        return None if number is None else number * times
 
     return _get_num_items_in_batch
 
