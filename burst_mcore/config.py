@@ -133,7 +133,7 @@ class BurstConfig(Registered):
                 raise ValueError(f"unknown {name} {brief(word)}; legal: {', '.join(map(repr, words))}")
         if sides := sides_of(self.mesh):
             object.__setattr__(self, "mesh", f"{sides[0]}x{sides[1]}")
-        if self.ring == "direct" and several_rings(self.mesh):
+        if self.ring == "direct" and sides and sides[0] > 1:  # 1 x N is a plain ring
             raise ValueError(
                 f"a mesh has rings: ring='direct' does not go with mesh={self.mesh!r}; use ring='auto'"
             )
@@ -180,12 +180,6 @@ def sides_of(mesh: object) -> tuple[int, int] | None:
     raise ValueError(
         f"mesh must be 'none', or rows x columns such as '2x4' or (2, 4), got {brief(mesh)}{advice}"
     )
-
-
-def several_rings(mesh: object) -> bool:
-    """Return whether a mesh is named that has rings side by side; 1 x N is a plain ring."""
-    sides = sides_of(mesh)
-    return sides is not None and sides[0] > 1
 
 
 def _word(default: Any) -> Any:

@@ -107,13 +107,9 @@ def chunk_bytes(device: torch.device, *, alone: bool) -> int:
     share = int(torch.cuda.get_device_properties(device).total_memory) // CHUNK_SHARE
     if not alone:
         return share
-    return min(1 << (free_bytes(device) // 4).bit_length() >> 1, 2 * share)
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return how much memory of a GPU torch can hand out: what is free, and what torch holds unused."""
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + held
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, unused
+    free = int(torch.cuda.mem_get_info(device)[0]) + held
+    return min(1 << (free // 4).bit_length() >> 1, 2 * share)
 
 
 def automatic_chunk(tokens: int, width: int, products: Products, most_bytes: int) -> int:

@@ -127,11 +127,6 @@ def recompute_policy(arguments: argparse.Namespace) -> Policy:
     return Offload(policy) if offload else policy
 
 
-def _by_a_spec(arguments: argparse.Namespace) -> bool:
-    spec: list[str] = getattr(arguments, "spec", None) or [""]
-    return str(spec[0]).startswith("burst_mcore")
-
-
 def burst_config(arguments: argparse.Namespace) -> BurstConfig:
     """Return the configuration of the flags.
 
@@ -173,7 +168,8 @@ def options_without_effect(arguments: argparse.Namespace) -> str | None:
 
 def uses_burst(arguments: argparse.Namespace) -> bool:
     """Return whether the flag, or a spec of this package, asks for burst attention."""
-    return burst_asked_for(arguments) or _by_a_spec(arguments)
+    spec: list[str] = getattr(arguments, "spec", None) or [""]
+    return burst_asked_for(arguments) or str(spec[0]).startswith("burst_mcore")
 
 
 def burst_asked_for(arguments: argparse.Namespace) -> bool:

@@ -100,7 +100,9 @@ class Topology(Registered):
             known.by_host = known.by_host or _ranks_per_host(_ask("hosts", host_name(), group))
             intra_size = known.by_host
         if known.communicators is None:
-            known.communicators = _communicators(group)
+            _ask("ring", "", group)  # a rank that does not come is named here; making a group would wait
+            ranks = dist.get_process_group_ranks(group)
+            known.communicators = Communicators(ranks, {"whole": group}, _control(ranks, group))
         return cls(rank, size, intra_size, rates, known.communicators)
 
     @classmethod
@@ -255,12 +257,6 @@ def _check_divides(intra_size: int, size: int) -> None:
             f"intra_size must divide the {size} ranks of the group: one of {divisors}, got "
             f"{brief(intra_size)}"
         )
-
-
-def _communicators(group: dist.ProcessGroup) -> Communicators:
-    _ask("ring", "", group)  # a rank that does not come is named here; making a group would wait for it
-    ranks = dist.get_process_group_ranks(group)
-    return Communicators(ranks, {"whole": group}, _control(ranks, group))
 
 
 def _control(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
