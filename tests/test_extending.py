@@ -381,9 +381,7 @@ def test_a_ring(extended):
 
 
 FIELD = """
-    rounding: str = field(
-        default="nearest", metadata=_told(("nearest", "stochastic"), "How sums are rounded.")
-    )
+    rounding: str = _setting("nearest", ("nearest", "stochastic"), "How sums are rounded.")
 
     def __post_init__("""
 
