@@ -299,7 +299,7 @@ class Mask(Registered):
         return any(isinstance(term, Images) and not len(term.ranges) for term in self.terms)
 
     def _all_terms(self) -> Iterator[Term]:
-        """Its terms and those of the masks that it unites."""
+        """Yield the terms of the mask, and of the masks that it unites."""
         for term in self.terms:
             yield term
             if isinstance(term, Union):

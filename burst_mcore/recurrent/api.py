@@ -20,7 +20,7 @@ def recurrence(kernel: Recurrence, tensors: Tensors, shards: Shards) -> Tensor:
 
     Args:
         kernel: the recurrence.
-        tensors: of this rank's tokens, along `kernel.dim` in the order of the shard.
+        tensors: of this rank's tokens, along the dim of the kernel, in the order of the shard.
         shards: the sequence.
 
     Raises:
