@@ -28,7 +28,7 @@ class Fragment(NamedTuple):
 
     @property
     def rows(self) -> range:
-        """Its rows in the shard."""
+        """Rows of the fragment in the shard."""
         return range(self.row, self.row + self.stop - self.start)
 
     def __str__(self) -> str:
