@@ -15,7 +15,9 @@ from calling_path import BAR, calling_path, lines_run
 from dense import problem
 from ranks import processes
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from burst_mcore import BurstConfig, Latent, Mask, Topology, burst_attention
 from burst_mcore.agreement import Agreement
@@ -309,6 +311,9 @@ def _asked_of_torch(rank, size):
         with pytest.raises((RuntimeError, ValueError), match=words):
             ask(attend, p.q)
             raise AssertionError(f"{name} is not served, and no error")
+    dealt = distribute_tensor(p.q.detach(), init_device_mesh("cpu", (size,)), [Shard(1)])
+    with pytest.raises(ValueError, match=r"q is a DTensor: give the shard of this rank, q.to_local\(\)"):
+        attend(dealt)
 
 
 def test_derivatives_that_are_not_served_are_errors():

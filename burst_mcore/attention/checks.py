@@ -76,6 +76,8 @@ def check_dense(name: str, x: Tensor) -> None:
             f"{name} is a nested tensor: give its sequences one after another, as one [1, all tokens, ...], "
             f"with mask=Mask.causal() & Mask.documents(offsets)"
         )
+    if hasattr(x, "full_tensor"):  # without the import of torch.distributed.tensor
+        raise ValueError(f"{name} is a DTensor: give the shard of this rank, {name}.to_local()")
     if x.layout != torch.strided:
         raise ValueError(f"{name} must be a dense tensor (torch.strided), got {x.layout}")
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
