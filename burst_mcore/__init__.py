@@ -16,6 +16,7 @@ What runs when one trains is here. burst_plan answers questions before a run, bu
 from typing import TYPE_CHECKING, Any
 
 from burst_mcore.attention.numerics.latent import Latent
+from burst_mcore.attention.numerics.two_sets import merge
 from burst_mcore.attention.prepare import prepare
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
@@ -32,6 +33,7 @@ __all__ = [
     "Mask",
     "Topology",
     "burst_attention",
+    "merge",
     "positions",
     "prepare",
     "shard",

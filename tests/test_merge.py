@@ -3,6 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import burst_mcore
+from burst_mcore import Mask, Topology, burst_attention
 from burst_mcore.attention.numerics import merge
 from burst_mcore.attention.numerics.merge import GradientSum, OnlineSoftmax
 
@@ -142,3 +144,45 @@ def test_any_number_of_parts_waits_and_is_put_together(dtype, limit, period, mon
     torch.testing.assert_close(lse, lses.logsumexp(0))
     torch.testing.assert_close(out.float(), (weights * outs).sum(0), rtol=unit, atol=1e-6)
     torch.testing.assert_close(total.result().float(), outs.sum(0), rtol=unit, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "masks", [(Mask.causal(), Mask.window(0, 3)), (Mask.ranges([(2, 9)], [(0, 4)]),) * 2]
+)
+def test_attention_over_two_sets_of_keys_is_that_over_both(masks):
+    n, generator = 12, torch.Generator().manual_seed(0)
+    q, k, v, draft_k, draft_v = (
+        torch.randn(1, n, 2, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+        for _ in range(5)
+    )
+    single, at = Topology.single(), torch.arange(n)
+    parts = [
+        burst_attention(q, *keys, topology=single, mask=mask, return_lse=True)
+        for keys, mask in zip(((k, v), (draft_k, draft_v)), masks, strict=True)
+    ]
+    out, lse = burst_mcore.merge(*parts[0], *parts[1])
+    scores = torch.einsum("bmhd,bnhd->bhmn", q, torch.cat([k, draft_k], 1)) / 8**0.5
+    hidden = ~torch.cat([mask.allows(at, at) for mask in masks], 1)
+    want_lse = scores.masked_fill(hidden, -torch.inf).logsumexp(-1)
+    blind = hidden.all(1)
+    weights = torch.exp(scores - want_lse.masked_fill(blind, 0)[..., None]).masked_fill(hidden, 0)
+    want = torch.einsum("bhmn,bnhd->bmhd", weights, torch.cat([v, draft_v], 1))
+    torch.testing.assert_close(lse, want_lse.transpose(1, 2), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
+    upstream = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    upstream_lse = torch.randn(lse.shape, generator=generator, dtype=torch.float64)[:, ~blind]
+    inputs = q, k, v, draft_k, draft_v
+    found = torch.autograd.grad([out, lse[:, ~blind]], inputs, [upstream, upstream_lse])
+    seen = want_lse.transpose(1, 2)[:, ~blind]
+    for one, other in zip(
+        found, torch.autograd.grad([want, seen], inputs, [upstream, upstream_lse]), strict=True
+    ):
+        torch.testing.assert_close(one, other.nan_to_num(), rtol=1e-10, atol=1e-10)
+
+
+def test_sets_that_do_not_go_together_are_refused():
+    out, lse = torch.zeros(1, 4, 2, 8), torch.zeros(1, 2, 4)
+    with pytest.raises(
+        ValueError, match=r"each with its lse \[batch, local sequence, heads\], got .*\(1, 2, 4\)"
+    ):
+        burst_mcore.merge(out, lse, out, lse)
