@@ -373,7 +373,7 @@ def test_versions(monkeypatch):
 def test_masks_that_are_not_understood_are_refused():
     from transformers import masking_utils as hf
 
-    from burst_mcore import BurstConfig, Topology
+    from burst_mcore import BurstConfig, Mask, Topology
     from burst_mcore.transformers.models.attention import Sequence, attend, mask_of, running
 
     own = {"batch_size": 1, "q_length": 8, "kv_length": 8}
@@ -381,8 +381,11 @@ def test_masks_that_are_not_understood_are_refused():
         mask_of(**own, mask_function=hf.causal_mask_function)
     with running(Sequence(Topology.single(), BurstConfig(), 8)):
         assert mask_of(**own, mask_function=hf.sliding_window_causal_mask_function(3)).window == 3
+        chunks = mask_of(**own, mask_function=hf.chunked_causal_mask_function(4, torch.zeros(1)))
+        assert chunks.masks == (Mask.causal() & Mask.chunked(4),)
         for function in (
-            hf.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64)),
+            hf.chunked_overlay(4, torch.zeros(1)),  # not causal
+            hf.sliding_window_bidirectional_overlay(4),
             hf.bidirectional_mask_function,
             hf.or_masks(hf.causal_mask_function, hf.blockwise_overlay(torch.zeros(1, 8))),
             lambda b, h, q, k: k <= q,
