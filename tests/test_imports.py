@@ -159,6 +159,12 @@ def test_maps_of_floors_are_whole():
         assert {p.stem for p in (ROOT / "burst_mcore" / folder).iterdir() if p.stem[0] != "_"} == on_the_map
 
 
+def test_no_two_files_of_tests_have_one_name():
+    """pytest imports them by their bare names."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len({*names}) == len(names), sorted(name for name in {*names} if names.count(name) > 1)
+
+
 def test_folders_are_small():
     for folder in {path.parent for path in MODULES.values()}:
         files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
