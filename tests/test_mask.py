@@ -12,8 +12,12 @@ from masks import brute, random_mask, random_union, randoms
 
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.autotune.cost import allowed_pairs
+from burst_mcore.attention.autotune.question import Question
+from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.shard import Shard
 from burst_mcore.layout import positions
 from burst_mcore.layout.balance import _per_row, imbalance, keys_per_query, work
+from burst_mcore.machines import MACHINES
 
 
 def _from_bands(mask, n):
@@ -46,6 +50,16 @@ def test_work_is_counted(draw, n):
             at = positions(n, rank=rank, size=3, layout=layout)
             assert of_queries[rank] == seen[at].sum()
             assert of_keys[rank] == seen[:, at].sum()
+
+
+def test_a_call_with_images_in_documents_is_planned_by_the_kind_of_its_mask():
+    mask = Mask.documents([0, 230, 256]) & (Mask.causal() | Mask.images([(18, 225)]))
+    sizes = {"batch": 1, "tokens": 128, "heads": 2, "kv_heads": 2, "head_dim": 8, "value_dim": 8}
+    shard, rates = Shard(**sizes, dtype=torch.float32), MACHINES["H100"].rates
+    typical = Question(shard, Layout("zigzag"), mask, 256, Ranks(2, 2), rates).typical.mask
+    assert any(18 < int(end) < 225 for end in typical.document_ends)
+    at = torch.arange(256)
+    assert torch.equal(_from_bands(typical, 256), typical.allows(at, at).int())
 
 
 @given(randoms, st.integers(1, 40))

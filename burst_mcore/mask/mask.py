@@ -394,7 +394,8 @@ _READ: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 @lru_cache(maxsize=64)
 def _bands(mask: Mask, n: int) -> Tensor:
-    mask.check(n)
+    for term in mask.terms:  # a plan may give other documents to a mask with images, which they then cut
+        term.check(n)
     return reduce(intersected, [term.bands(n) for term in mask.terms], everything(n))
 
 
