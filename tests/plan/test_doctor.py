@@ -89,7 +89,7 @@ def test_the_doctor_counts_what_a_mesh_holds(tmp_path):
         config = config_of(3, 8, mesh=mesh, backward="kv", grad_dtype="bfloat16")
         done = _doctor(tmp_path, {**config, "bf16": {"enabled": True}}, *asked)
         assert done.exit_code == 0, done.output
-        said = re.search(r"bundles\), and ([\d.]+) GB of other ranks' rows that stay", done.output)
+        said = re.search(r"tile, and ([\d.]+) GB of other ranks' rows that stay", done.output)
         assert (said is None) == (mesh == "1x8") == ("rows of a mesh" not in done.output)
         needs[mesh] = float(said[1]) if said else 0.0
     # GB of a rank's Q. Forward holds Q of others, and their outputs twice, in float32: more than backward's Q
