@@ -7,6 +7,7 @@ flight, in whatever order they come back, and forwards that never come back cann
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -34,7 +35,7 @@ class Held(Protocol):
 
 
 @dataclass(frozen=True)
-class Policy:
+class Policy(ABC):
     """The part of attention's O and LSE that is kept; all else of a checkpointed layer is computed again."""
 
     @property
@@ -42,9 +43,9 @@ class Policy:
         """Whether this is plain checkpointing, in which calls are only compared."""
         return False
 
+    @abstractmethod
     def share(self, size: int) -> tuple[float, bool]:
         """Return (share to keep of a call, whether less will do); size: bytes of its O and LSE."""
-        raise NotImplementedError
 
     def hold(self, tail: SavedTail) -> Held:
         """Keep the tail of a call until the recomputation takes it."""
@@ -52,7 +53,7 @@ class Policy:
         self.watch(held, tail)
         return held
 
-    def watch(self, held: Held, tail: SavedTail) -> None:
+    def watch(self, held: Held, tail: SavedTail) -> None:  # noqa: B027  # few policies count
         """Count a tail that is held, until nobody holds it any more."""
 
     def contexts(
