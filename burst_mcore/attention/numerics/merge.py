@@ -114,13 +114,14 @@ class _Sum(ABC):
         met, part = list(self._segments.over(span)), ResultsPart(share, span.start)
         for _, segment in met:
             segment.parts.append(part)
-        most = max(self._limit, 4 * len(span) < len(self._all))  # parts of few rows wait in any case
-        full = [(piece, s) for piece, s in met if len(s.parts) > max(most, not s.summed)]
-        if full and not most:
-            self._settled(self._all)  # a large part goes for good, also where it was alone
-            return
-        for piece, segment in full:
-            self._settle(piece, segment)
+        are_few = 4 * len(span) < len(self._all)
+        most = max(self._limit, 1 if are_few else 0)
+        full = [(piece, s) for piece, s in met if len(s.parts) > (most or (0 if s.summed else 1))]
+        if full and most == 0:  # a large part is added at once and forgotten, also where it was alone
+            self._settled(self._all)
+        else:
+            for piece, segment in full:
+                self._settle(piece, segment)
 
     def _add_spread(self, span: range, share: KernelResults) -> None:
         """Take results of rows with gaps between them, at once."""
