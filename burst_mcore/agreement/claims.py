@@ -109,5 +109,8 @@ def lengths_of(words: Sequence[Word], signatures: Callable[[], Mapping[int, Sign
     if len({(word.call, word.always, uneven or word.if_even) for word in words}) > 1:
         raise ValueError(f"the ranks of the ring make different calls: {differences(signatures())}")
     if uneven and AHEAD in {word.how for word in words}:
-        raise ValueError(f"the ranks hold {rows} tokens, but a rank went ahead as if all held as many")
+        raise ValueError(
+            f"the ranks hold {rows} tokens, but a rank went ahead as if all held as many, as in an earlier "
+            f"call: where the length n of sequences changes, give mask & Mask.documents([0, n])"
+        )
     return rows if uneven else None
