@@ -25,6 +25,7 @@ from burst_mcore.layout import positions
 from burst_mcore.mask import Mask
 from burst_mcore.recurrent.bound import Mixing
 from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.models.llama4 import tempered
 
 NAME = "burst"
 """The attn_implementation."""
@@ -65,6 +66,13 @@ class Sequence:
         if len(set(every)) > 1:
             return tuple(seen & Mask.documents(ends) if len(ends) > 2 else seen for ends in every)
         return (seen & Mask.documents(every[0]),) if every else (seen,)
+
+    def places(self) -> Tensor:
+        """Return the place of each token of this rank in its document, [rows or 1, tokens]."""
+        own = {"rank": self.topology.rank, "size": self.topology.size, "layout": self.config.layout}
+        at = positions(self.tokens, **own)  # type: ignore[arg-type]
+        rows = [torch.tensor(ends) for ends in self.ends or ((0, self.tokens),)]
+        return torch.stack([at - ends[torch.searchsorted(ends, at, right=True) - 1] for ends in rows])
 
 
 def _in_chunks(ends: tuple[int, ...], size: int) -> tuple[int, ...]:
@@ -268,7 +276,7 @@ def attend(
         return _from_cache(q, k, v, attention_mask, **asked), None
     sequence, masks = attention_mask.sequence, attention_mask.masks
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
-        q = _tempered(module, sequence, q)
+        q = tempered(module, q, sequence.places())
     rows = [slice(None)] if len(masks) == 1 else [slice(row, row + 1) for row in range(len(q))]
     outs = [
         burst_attention(
@@ -320,19 +328,3 @@ def _from_cache(
     allowed = (ahead <= 0) if seen.window is None else (ahead <= 0) & (ahead > -seen.window)
     scores = Scores(1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale, softcap)
     return attend_to_cache(q, k, v, allowed, scores, sinks)
-
-
-def _tempered(module: Any, sequence: Sequence, q: Tensor) -> Tensor:
-    """Llama 4's queries without rotary positions, scaled by place: in the document, no more in the shard."""
-
-    def scale(at: Tensor) -> Tensor:
-        return 1.0 + float(module.attn_scale) * torch.log1p(
-            torch.floor((at + 1.0) / float(module.floor_scale))
-        )
-
-    at = {"rank": sequence.topology.rank, "size": sequence.topology.size, "layout": sequence.config.layout}
-    there = positions(sequence.tokens, **at)  # type: ignore[arg-type]
-    ends = [torch.tensor(ends) for ends in sequence.ends or ((0, sequence.tokens),)]
-    places = torch.stack([there - x[torch.searchsorted(x, there, right=True) - 1] for x in ends])
-    factor = (scale(places) / scale(torch.arange(len(there)))).to(q.device, q.dtype)
-    return q * factor[:, :, None, None]
