@@ -20,6 +20,14 @@ TINY = {
     "attention_dropout": 0.0,
 }
 
+THREE_STEPS = {
+    "use_cpu": True, "max_steps": 3, "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1,
+    "max_grad_norm": 0.5, "learning_rate": 0.1, "lr_scheduler_type": "constant", "optim": "sgd",
+    "weight_decay": 0.0, "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
+    "remove_unused_columns": False, "seed": 7,
+}  # fmt: skip
+"""Arguments of the Trainer for a short training that can be compared."""
+
 
 def model_of(kind="Llama", heads=4, kv_heads=2, **options):
     """The same random weights on every rank."""

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from causal_lms import THREE_STEPS
 from engines import SMALL, dataset, model_of, quiet, worst
 from ranks import processes
 
@@ -52,15 +53,7 @@ def arguments_of(folder, sp, *, kind=None, stage=2, section=None, **options):
     if sp is not None:
         options["deepspeed"] = sections(stage, **(section or {}))
         options["parallelism_config"] = parallelism(sp)
-    return (kind or TrainingArguments)(
-        **{
-            "output_dir": folder, "use_cpu": True, "max_steps": 3, "per_device_train_batch_size": 1,
-            "per_device_eval_batch_size": 1, "max_grad_norm": 0.5, "learning_rate": 0.1,
-            "lr_scheduler_type": "constant", "optim": "sgd", "weight_decay": 0.0, "logging_steps": 1,
-            "save_strategy": "no", "report_to": [], "disable_tqdm": True, "remove_unused_columns": False,
-            "seed": 7, **options,
-        }
-    )  # fmt: skip
+    return (kind or TrainingArguments)(**{"output_dir": folder, **THREE_STEPS, **options})
 
 
 def weights(trainer):

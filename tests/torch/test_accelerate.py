@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from causal_lms import dataset, model_of, worst
+from causal_lms import THREE_STEPS, dataset, model_of, worst
 from loops import whole_weights
 from ranks import processes
 from trl_data import preferences, texts, tokenizer
@@ -54,15 +54,7 @@ def _arguments(folder, cp, kind=None, **options):
             "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
             "parallelism_config": ParallelismConfig(cp_size=cp, **sizes),
         }
-    return (kind or TrainingArguments)(
-        **{
-            "output_dir": folder, "use_cpu": True, "max_steps": 3, "per_device_train_batch_size": 1,
-            "per_device_eval_batch_size": 1, "max_grad_norm": 0.5, "learning_rate": 0.1,
-            "lr_scheduler_type": "constant", "optim": "sgd", "weight_decay": 0.0, "logging_steps": 1,
-            "save_strategy": "no", "report_to": [], "disable_tqdm": True, "remove_unused_columns": False,
-            "seed": 7, **options,
-        }
-    )  # fmt: skip
+    return (kind or TrainingArguments)(**{"output_dir": folder, **THREE_STEPS, **options})
 
 
 def _accuracy(predicted):
