@@ -135,7 +135,7 @@ def _near(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     elif len(a) * len(b) <= 2**14:
         yield torch.arange(len(a)).repeat_interleave(len(b)), torch.arange(len(b)).repeat(len(a))
     elif bool(((rows := b[order := b[:, 0].argsort(stable=True)])[:, 1].diff() >= 0).all()):
-        # those that meet a row of `a` stand together
+        # bands of `b` that meet a band of `a` stand together
         first = torch.searchsorted(rows[:, 1].contiguous(), a[:, 0].contiguous(), right=True)
         last = torch.searchsorted(rows[:, 0].contiguous(), a[:, 1].contiguous())
         yield from ((i, order[j]) for i, j in pairs_of_runs(first, last))

@@ -227,8 +227,8 @@ class Mask(Registered):
                 raise ValueError(
                     f"a prefix has 0 tokens up to those of its document, {last - first}, got {length}"
                 )
-        first = [[start, start + length] for start, length in zip(ends, tokens, strict=False)]
-        return packed & (cls.causal() | cls.images(first))
+        prefixes = [[start, start + length] for start, length in zip(ends, tokens, strict=False)]
+        return packed & (cls.causal() | cls.images(prefixes))
 
     @classmethod
     def tree(cls, parents: Sequence[int] | Tensor, lengths: Sequence[int] | Tensor) -> Mask:
@@ -346,10 +346,9 @@ class Mask(Registered):
         terms = list(self._all_terms())
         for term in terms:
             term.check(n)
-        for images in terms:
-            for packed in terms:
-                if isinstance(images, Images) and isinstance(packed, Documents):
-                    images.check_within(packed.ends)
+        for packed in (term for term in terms if isinstance(term, Documents)):
+            for images in (term for term in terms if isinstance(term, Images)):
+                images.check_within(packed.ends)
 
     def clipped(self, n: int) -> Mask:
         """Return the same over n tokens: a window at least as long as the sequence has no end there."""

@@ -110,8 +110,8 @@ def _with_references(own: Any) -> Any:
         for name, module in modules:
             if name.startswith("trl.trainer.") and "prepare_fsdp" in vars(module):
                 if (module, "prepare_fsdp") not in _originals:
-                    found = _originals[module, "prepare_fsdp"] = module.prepare_fsdp
-                    module.prepare_fsdp = preparing(found)
+                    fsdp = _originals[module, "prepare_fsdp"] = module.prepare_fsdp
+                    module.prepare_fsdp = preparing(fsdp)
         own(self, *args, **kwargs)
 
     return __init__
@@ -138,11 +138,11 @@ def _of_one_rank_each(own: Any) -> Any:
             every = self.gather(each).unflatten(0, (-1, alike, rows))
             return every[:, 0].flatten(0, 1)
 
-        found = recursively_apply(leaders, input_data)
+        gathered = recursively_apply(leaders, input_data)
         state = self.gradient_state
         if state.end_of_dataloader and state.remainder > 0:
-            return recursively_apply(lambda each: each[: state.remainder], found)
-        return found
+            return recursively_apply(lambda each: each[: state.remainder], gathered)
+        return gathered
 
     return gather_for_metrics
 
@@ -154,8 +154,8 @@ def _whole_inputs(own: Any) -> Any:
     def _prepare_context_parallel_inputs(self: Any, model: Any, inputs: Any) -> tuple[Any, Any]:
         if _cp_size(self.accelerator) > 1:
             return nullcontext, inputs
-        found: tuple[Any, Any] = own(self, model, inputs)
-        return found
+        context_and_inputs: tuple[Any, Any] = own(self, model, inputs)
+        return context_and_inputs
 
     return _prepare_context_parallel_inputs
 

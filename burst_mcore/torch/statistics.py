@@ -63,8 +63,8 @@ def token_statistics(
     )  # fmt: skip
     divisors = _divisors(temperature, labels, wide(hidden.dtype))
     with torch.autocast(hidden.device.type, enabled=False):
-        found: Tensor = _Statistics.apply(hidden, weight, bias, labels, divisors, call)  # type: ignore[no-untyped-call]
-    return found[0].view(labels.shape), found[1].view(labels.shape)
+        both: Tensor = _Statistics.apply(hidden, weight, bias, labels, divisors, call)  # type: ignore[no-untyped-call]
+    return both[0].view(labels.shape), both[1].view(labels.shape)
 
 
 class TokenStats(NamedTuple):
@@ -83,13 +83,13 @@ def returning_statistics(model: nn.Module, temperature: Tensor | float) -> Itera
     Raises:
         RefusedError: the loss is not fused.
     """
-    found = patch_of(model)
-    if found is None:
+    patched = patch_of(model)
+    if patched is None:
         raise RefusedError(
             "loss",
             'the model\'s loss is not fused, and its logits would be made: parallelize(..., loss="fused")',
         )
-    _, patch = found
+    _, patch = patched
     patch.compute = partial(_of_head, temperature)
     try:
         yield
@@ -137,7 +137,7 @@ class _Statistics(torch.autograd.Function):
         full, vocabulary = wide(hidden.dtype), call.vocabulary
         places = (y != call.ignore_index).nonzero()[:, 0]
         columns = vocabulary.columns(y, call.ignore_index)
-        found = torch.zeros((2, len(y)), dtype=full, device=hidden.device)
+        statistics = torch.zeros((2, len(y)), dtype=full, device=hidden.device)
         lse = torch.zeros(len(y), dtype=full, device=hidden.device)
         for at in _chunks(places, call, weight):
             z = _scaled_logits(flat[at], weight, bias, divisors[at], call)
@@ -148,11 +148,11 @@ class _Statistics(torch.autograd.Function):
             here = (columns[at] >= 0).nonzero()[:, 0]
             table[LABEL, here] = z[here, columns[at][here]]
             table = vocabulary.whole(table)
-            found[0, at], found[1, at] = table[LABEL] - table[LSE], table[ENTROPY]
+            statistics[0, at], statistics[1, at] = table[LABEL] - table[LSE], table[ENTROPY]
             lse[at] = table[LSE]
         ctx.call, ctx.shape = call, hidden.shape
-        ctx.save_for_backward(flat, weight, bias, columns, places, divisors, lse, found[1].clone())
-        return found
+        ctx.save_for_backward(flat, weight, bias, columns, places, divisors, lse, statistics[1].clone())
+        return statistics
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:

@@ -13,7 +13,7 @@ from burst_mcore.transformers.errors import RefusedError
 
 
 def attach_checkpointing(model: Any, policy: Policy | None) -> None:
-    """Make the layers of a model of transformers recompute by a policy, in place of what was before.
+    """Make the layers of a model of transformers recompute by a policy instead of their own setting.
 
     With None the model has again what its user had set (`gradient_checkpointing_enable`), or nothing.
 

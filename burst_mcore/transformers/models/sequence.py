@@ -354,8 +354,8 @@ class SequenceParallel:
             here = torch.arange(before, before + n)
             alike = positions is None or torch.equal(positions.cpu(), here.expand(positions.shape))
         else:
-            given = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
-            alike = len({*map(tuple, Collective(self.group).integers([digest_of_batch(given)]))}) == 1
+            tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+            alike = len({*map(tuple, Collective(self.group).integers([digest_of_batch(tensors)]))}) == 1
         if not alike:
             raise RefusedError(
                 "cache",
