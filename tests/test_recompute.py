@@ -21,6 +21,7 @@ from burst_mcore.checkpointing import (
     Full,
     KeepAttention,
     Offload,
+    Policy,
     RecomputeError,
     Segment,
     checkpoint,
@@ -536,3 +537,8 @@ def test_what_is_offloaded_comes_back_one_call_ahead(policy, monkeypatch):
     for used, ahead in pairwise(calls[:3]):  # on its way before the next call asks for it
         assert log.index(("fetched", ahead[0])) > log.index(("used", used[0]))
         assert log.index(("fetched", ahead[1])) < log.index(("used", ahead[0]))
+
+
+def test_a_policy_says_how_much_is_kept():
+    with pytest.raises(TypeError, match="abstract method 'share'"):
+        Policy()
