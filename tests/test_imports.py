@@ -26,7 +26,7 @@ FILES = 14
 FLOORS = {
     "burst_mcore": [
         """version config layout registry mask rates machines digest dtypes agreement packages words
-        wrap capture loss""".split(),
+        scripts wrap capture loss""".split(),
         ["attention"],
         ["checkpointing", "recurrent"],
         ["megatron", "transformers"],

@@ -19,15 +19,13 @@ They can go when Megatron registers attention backends by name. What another lay
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import inspect
 import os
-import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
+from burst_mcore.scripts import script_of
 from burst_mcore.wrap import around
 
 USAGE = """usage: python -m burst_mcore.megatron SCRIPT ARGS...
@@ -54,39 +52,17 @@ def launch(command: Sequence[str]) -> None:
 
     Exits with a message if there is no such script or module, or no Megatron to run it with.
     """
-    if not command or command[0] in ("-h", "--help"):
-        sys.exit(usage())
-    by_name = command[0] == "-m"
-    name, arguments = (command[1] if by_name and len(command) > 1 else command[0]), command[1 + by_name :]
-    if by_name:
-        sys.path.insert(0, os.getcwd())  # as python does for a module
-    else:
-        if not Path(name).is_file():
-            sys.exit(f"burst_mcore.megatron: no such script: {name}\n{usage()}")
-        sys.path.insert(0, str(Path(name).resolve().parent))  # as for a script; Megatron may lie there
-    if by_name and not _is_module(name):
-        sys.exit(f"burst_mcore.megatron: no such module: {name}\n{usage()}")
-    sys.argv = [name, *arguments]
+    run = script_of(command, "burst_mcore.megatron", usage())
     import torch
 
     from burst_mcore.megatron.patched.hooks import refuse_lost_flags
 
-    refuse_lost_flags(arguments)
+    refuse_lost_flags(sys.argv[1:])
 
     if not torch.cuda.is_available():
         _run_on_cpu()
     install()
-    if by_name:
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(name, run_name="__main__")
-
-
-def _is_module(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
+    run()
 
 
 def _run_on_cpu() -> None:

@@ -1,0 +1,198 @@
+"""A model that is not of transformers; generate; torch's own recompute; the launcher: against one process."""
+
+import logging
+import sys
+from functools import partial
+from pathlib import Path
+
+import limits
+import pytest
+import torch
+from causal_lms import VOCABULARY, dataset, model_of, worst
+from ranks import processes
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from burst_mcore.torch import parallelize
+
+HEADS, HEAD_DIM = 3, 8  # 3 heads: 2 ranks cannot share them
+WIDTH = HEADS * HEAD_DIM
+ENDS = (0, 13, 31)  # documents of prime lengths, and a sequence of one
+TOKENS = ENDS[-1]
+
+
+class Decoder(nn.Module):
+    """One attention layer between an embedding of tokens and places, and a head; in float64."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TOKENS, WIDTH)
+        self.into, self.head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.double()
+
+    def forward(self, ids, positions, attend):
+        x = self.tokens(ids) + self.places(positions)
+        q, k, v = self.into(x).unflatten(-1, (3, HEADS, HEAD_DIM)).unbind(2)
+        return self.head(x + attend(q, k, v).flatten(2))
+
+
+def _sample():
+    (sample,) = dataset(1, tokens=TOKENS, ignored=0.3)
+    document = torch.bucketize(torch.arange(TOKENS), torch.tensor(ENDS[1:]), right=True)
+    positions = torch.arange(TOKENS) - torch.tensor(ENDS)[document]
+    target = pad(sample["labels"][1:], (0, 1), value=-100)
+    target[ENDS[1] - 1] = -100  # no document has a token behind its last
+    return sample["input_ids"][None], sample["labels"][None], positions[None], target[None], document
+
+
+def _total(logits, target):
+    return cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum")
+
+
+def _of_one():
+    ids, _, positions, target, document = _sample()
+    allowed = (document[:, None] == document) & torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+
+    def dense(*heads_last):
+        q, k, v = (x.transpose(1, 2) for x in heads_last)
+        return scaled_dot_product_attention(q, k, v, attn_mask=allowed).transpose(1, 2)
+
+    model = Decoder()
+    loss = _total(model(ids, positions, dense), target) / (target >= 0).sum()
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def _on_ranks(rank, size, recomputed):
+    logging.getLogger("burst_mcore").setLevel("ERROR")
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    model = Decoder()
+    cp = parallelize(model, mesh, loss="model", config={"layout": "striped"})
+    engine = DistributedDataParallel(model)
+    ids, labels, positions, _, _ = _sample()
+    batch = cp.deal({"input_ids": ids, "labels": labels, "position_ids": positions})
+    attend = partial(cp.attention, mask=cp.mask(documents=torch.tensor(ENDS)))
+    inputs = batch["input_ids"], batch["position_ids"], attend
+    logits = checkpoint(engine, *inputs, use_reentrant=False) if recomputed else engine(*inputs)
+    target = batch["shift_labels"]
+    loss = cp.whole_loss(_total(logits, target), (target >= 0).sum())
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_model_that_is_not_of_transformers(recomputed):
+    """Its attention is cp.attention, with documents that end within a rank's rows."""
+    want, gradients = _of_one()
+    for loss, found in processes(2, _on_ranks, recomputed):
+        assert loss == pytest.approx(want, rel=1e-12)
+        assert worst(found, gradients) < 1e-12
+
+
+def _generated(rank, size):
+    logging.getLogger("burst_mcore").setLevel("ERROR")
+    model = model_of(kind="Qwen3")
+    parallelize(model, init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)), config={"layout": "zigzag"})
+    with torch.no_grad():
+        return _answers(model)
+
+
+def _answers(model):
+    model.eval()
+    how = {"max_new_tokens": 7, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    rows = torch.stack([sample["input_ids"] for sample in dataset(2, tokens=23)])
+    said = model.generate(rows, attention_mask=torch.ones_like(rows), **how)
+    return said.sequences, torch.stack(said.logits)
+
+
+def test_generate():
+    """The prompt, of a prime number of tokens, is dealt; what is said, and its logits, are one process's."""
+    sequences, logits = _answers(model_of(kind="Qwen3"))
+    for said, theirs in processes(2, _generated):
+        assert torch.equal(said, sequences)
+        torch.testing.assert_close(theirs, logits, rtol=1e-4, atol=1e-5)
+
+
+def _wrapped(rank, size, order):
+    """Layers in checkpoint_wrapper, put around them before parallelize or after, and fully_shard."""
+    logging.getLogger("burst_mcore").setLevel("ERROR")
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    model = model_of()
+    kinds = type(model.model.layers[0])
+    wrap = partial(
+        apply_activation_checkpointing,
+        model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda module: isinstance(module, kinds),
+    )  # fmt: skip
+    if order == "before":
+        wrap()
+    cp = parallelize(model, mesh)
+    if order == "after":
+        wrap()
+    fully_shard(model, mesh=mesh)
+    loss = model(**cp.deal(_rows()), use_cache=False).loss
+    loss.backward()
+    named = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
+    return loss.item(), {name: p.grad.full_tensor() for name, p in named.items()}
+
+
+def _rows():
+    return {name: torch.stack([sample[name] for sample in dataset(2, tokens=29)]) for name in dataset(1)[0]}
+
+
+@pytest.mark.parametrize("order", ["before", pytest.param("after", marks=pytest.mark.slow)])
+def test_layers_in_torchs_checkpoint_wrapper(order):
+    model = model_of()
+    loss = model(**_rows(), use_cache=False).loss
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    for found, theirs in processes(2, _wrapped, order):
+        assert found == pytest.approx(loss.item(), rel=1e-6)
+        assert worst(theirs, gradients) < 2e-6
+
+
+SCRIPT = """
+import sys
+from accelerate import Accelerator
+from beside_it import NAME
+assert __name__ == "__main__"
+print(NAME, sys.argv[1:], Accelerator._prepare_cp.__code__.co_filename)
+"""
+
+
+def _launched(*words, folder):
+    return limits.run(
+        [sys.executable, "-W", "ignore", "-m", "burst_mcore.torch", *words],
+        cwd=folder, env={"PATH": "", "PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["script", "module"])
+def test_the_launcher(tmp_path, way):
+    """A script that stays as it is finds ours in Accelerate, its own arguments, and a module beside it."""
+    pytest.importorskip("accelerate")
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "train_mine.py").write_text(SCRIPT)
+    (folder / "beside_it.py").write_text("NAME = 'mine'")
+    words, where = (["mine/train_mine.py"], tmp_path) if way == "script" else (["-m", "train_mine"], folder)
+    done = _launched(*words, "--lr", "1", folder=where)
+    assert done.stdout.startswith("mine ['--lr', '1']"), done.stderr
+    assert done.stdout.strip().endswith("burst_mcore/torch/accelerate.py")
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["missing.py"], ["-m", "missing.module"]])
+def test_the_launcher_without_a_script(tmp_path, words):
+    done = _launched(*words, folder=tmp_path)
+    assert done.returncode != 0
+    assert "usage: python -m burst_mcore.torch SCRIPT [ARGUMENTS]" in done.stderr
+    assert ("no such" in done.stderr) == any("missing" in word for word in words)
+    assert "Traceback" not in done.stderr
