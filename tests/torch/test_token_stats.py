@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from causal_lms import dataset, model_of, worst
+from live import LiveBytes
 from loops import tensor_parallel
 from ranks import processes
 from torch.distributed.device_mesh import init_device_mesh
@@ -62,6 +63,24 @@ def test_statistics_in_half_precision_are_summed_in_float32():
     theirs = torch.autograd.grad(want, exact, upstream.double())
     mine = torch.autograd.grad(found, leaves, upstream.float())
     assert worst(dict(enumerate(mine)), dict(enumerate(theirs))) < 3e-3  # the gradients' own rounding
+
+
+def test_peak_memory_is_that_of_a_chunk():
+    """Both passes hold the gradients and logits of a few chunks, whatever the number of tokens is."""
+    width, vocabulary, chunk = 16, 512, 8
+    peaks = []
+    for tokens in (64, 512):
+        generator = torch.Generator().manual_seed(1)
+        hidden = torch.randn(tokens, width, generator=generator).requires_grad_()
+        weight = torch.randn(vocabulary, width, generator=generator).requires_grad_()
+        labels = torch.randint(0, vocabulary, (tokens,), generator=generator)
+        with LiveBytes() as live:
+            found = token_statistics(hidden, weight, labels, chunk_tokens=chunk)
+            torch.stack(found).sum().backward()
+        peaks.append(live.peak - hidden.nbytes - weight.nbytes)  # without the gradients, which stay
+    a_chunk, a_token = 4 * chunk * vocabulary, 4 * 2 * width + 64
+    assert peaks[1] < 5 * a_chunk + 512 * a_token, peaks
+    assert peaks[1] - peaks[0] < (512 - 64) * a_token, peaks  # logits are 2048 bytes a token
 
 
 @pytest.mark.parametrize("temperature", [0.0, float("nan"), torch.ones(3)])
