@@ -11,7 +11,7 @@ import pytest
 from burst_mcore.attention.schedule.route import Route
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```python(?: torchrun=(\d+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NODES_APART = Route(1, 8, heads=8, outer=True)
 """8 nodes of 8: 8 ranks, one of each node, share heads, and each node has a ring."""
@@ -37,6 +37,27 @@ def test_python_blocks_run(ranks, code, tmp_path):
     well, printed, errors = forked.run(tmp_path, script, ranks=max(1, ranks))
     assert well, errors
     assert printed.count("holds tokens") == ranks
+
+
+def test_the_first_run_of_megatron_has_the_losses_of_one_process(tmp_path):
+    pytest.importorskip("megatron.training")
+    import prepare_bytes
+
+    data = tmp_path / "text"
+    prepare_bytes.write(data, iter([b"the quick brown fox %d; " % i * 20 for i in range(60)]))
+    text = re.sub(r"\\\n\s*", " ", (ROOT / "docs" / "start.md").read_text())
+    command = re.search(r"^torchrun --nproc-per-node 2 (.*)$", text, re.MULTILINE)[1].replace(
+        "runs/start", str(data)
+    )
+    alone = command.replace("-size 2", "-size 1").removesuffix(" --context-parallel-attention-backend burst")
+    losses = []
+    for ranks, words in ((2, command), (1, alone)):
+        (folder := tmp_path / str(ranks)).mkdir()
+        well, printed, errors = forked.run(folder, *shlex.split(words), ranks=ranks)
+        assert well, errors
+        losses.append([float(loss) for loss in re.findall(r"lm loss: ([\d.E+-]+)", printed)])
+    assert len(losses[0]) == 10
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_the_schedule_in_the_docs_is_the_one_that_prints():
@@ -81,9 +102,9 @@ def test_the_bytes_in_the_readme_are_those_of_the_schedules(row, route, travels)
     computed = _busiest_nic(route, ("forward", travels))
     assert list(shown) == [f"{gigabytes:.2f}" for gigabytes in computed]
     forward, backward = _busiest_nic(Route(8, 8), ("forward", "kv"), kv_heads=8)
-    assert f"the double ring sends {forward:.2f} and {backward:.2f}" in text
+    assert f"take {forward:.2f} and {backward:.2f} GB (double ring)" in re.sub(r"\s+", " ", text)
     forward, backward = _busiest_nic(NODES_APART, ("forward", "kv"), kv_heads=8)
-    assert f"heads across nodes {forward:.2f} and {backward:.2f}" in text
+    assert f"or {forward:.2f} and {backward:.2f} GB (heads across nodes)" in text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -140,7 +140,7 @@ def _made(rank, size, commands, data):
     for name, words in commands:
         for tokens in LENGTHS:
             lengths = ["--seq-length", str(tokens), "--max-position-embeddings", str(tokens)]
-            args, train = _data_set([*lengths, *words], data)
+            args, train = _data_set([*words, *lengths], data)
             with Made() as made:
                 batch = default_collate([train[index] for index in range(args.micro_batch_size)])
             assert batch["tokens"].shape == (args.micro_batch_size, tokens)
