@@ -13,12 +13,13 @@ ARGS ?=
 
 VENV := .venv/ready
 VENV_311 := .venv-py311/ready
+VENV_DOCS := .venv-docs/ready
 RUN := .venv/bin/python -W ignore
 PIP := -m pip install --quiet --disable-pip-version-check
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train finetune compare test test-plan test-bench test-all tables lint style types bench bench-masks bench-loss bench-recompute bench-step bench-paper bench-topology bench-planning compiled gpu-smoke gpu-tests gpu-figures gpu-check gpu-sanitize clean
+.PHONY: help train finetune compare test test-plan test-bench test-all tables docs lint style types bench bench-masks bench-loss bench-recompute bench-step bench-paper bench-topology bench-planning compiled gpu-smoke gpu-tests gpu-figures gpu-check gpu-sanitize clean
 
 help:
 	@echo 'make train [ARGS="..."]    train a GPT on Megatron-Core with a burst ring (4 CPU processes)'
@@ -29,6 +30,7 @@ help:
 	@echo 'make test-plan, test-bench  the tests of burst_plan, of burst_bench'
 	@echo 'make test-all              all tests, and the slow cells'
 	@echo 'make tables                write the tables of the docs again, after a setting, layout or kernel was added'
+	@echo 'make docs                  build the manual as a site: open site/index.html'
 	@echo 'make bench                 attention, measured beside other methods'
 	@echo 'make bench-SUBJECT         masks, loss, recompute, step, planning, or topology, paper (both need root and iproute2)'
 	@echo 'make compiled              compile our Triton kernels for GPUs, and write benchmarks/compiled.json (needs none)'
@@ -69,6 +71,10 @@ test-all: lint
 
 tables: $(VENV)
 	@PYTHONPATH=. $(RUN) docs/tables.py
+
+docs: $(VENV_DOCS)
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet $(ARGS)
+	echo 'the manual: site/index.html'
 
 lint: $(VENV)
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync style types
@@ -123,7 +129,7 @@ gpu-sanitize:
 	PYTHONPATH=. compute-sanitizer --tool memcheck python3 -m pytest -q tests/gpu -k 'pattern or fused or virtual'
 
 clean:
-	rm -rf .venv .venv-py311 runs
+	rm -rf .venv .venv-py311 .venv-docs site runs
 
 # Runs tests of $(1) that are $(2): first those that start no processes, on all cores; then the others, one by one.
 define tested
@@ -170,4 +176,16 @@ $(VENV_311): pyproject.toml Makefile
 	echo "setting up .venv-py311 with $$("$$python" --version) ($$python)"
 	[ -x .venv-py311/bin/python ] && .venv-py311/bin/python -c '' 2>/dev/null || "$$python" -m venv --clear .venv-py311
 	.venv-py311/bin/python $(PIP) $(TORCH) $(MEGATRON_311) -e '.[megatron,test]'
+	touch $@
+
+# The manual's tools alone: its pages are read, and nothing that they document is imported.
+$(VENV_DOCS): pyproject.toml Makefile
+	@python="$$($(call python,12,13))"
+	if [ -z "$$python" ]; then
+	  echo 'make docs needs Python 3.12 or 3.13 with venv, or its name: make docs PYTHON=/path/to/python3.12' >&2
+	  exit 1
+	fi
+	[ -x .venv-docs/bin/python ] && .venv-docs/bin/python -c '' 2>/dev/null || "$$python" -m venv --clear .venv-docs
+	.venv-docs/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > .venv-docs/needs
+	.venv-docs/bin/python $(PIP) -r .venv-docs/needs
 	touch $@

@@ -118,6 +118,14 @@ def test_what_is_named_exists(page):
         assert (ROOT / path).exists(), path
 
 
+def test_every_page_is_in_the_menu_of_the_manual():
+    menu = (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1]
+    listed = re.findall(r"([\w/-]+\.md)$", menu, re.MULTILINE)
+    pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES if page.parent != ROOT}
+    assert {page for page in listed if not page.startswith("source/")} == pages
+    assert len(listed) == len(set(listed))
+
+
 SOURCES = {path: path.read_text() for path in sorted((ROOT / "burst_mcore").rglob("*.py"))}
 
 
