@@ -283,17 +283,19 @@ def _scatter(report: Report) -> str:
         f"Within a class the largest figure exceeds the smallest by {middle:.0%} in the median, "
         f"by {tenth:.0%} or more in a tenth of the classes, and by {several[-1]:.0%} at most."
     )
+    rows = "row" if floor == 1 else "rows"
+    fault = f"so most of its misses are {'' if 2 * floor < missed else 'not '}its own fault"
     bounded = (
-        f"So any model that knows these fields misses at least {floor} rows by more than {WITHIN:.0%}; "
-        f"this one misses {missed}. Scatter of equal work {_excludes(floor, count)} 90 % of the rows "
-        f"within {WITHIN:.0%}. In {blurred} of the {len(lost)} "
-        f"groups with a regret above {LOSS:.0%} equal work differs by at least the regret."
+        f"Rows of equal work differ so much that every model must miss at least {floor} {rows} by more than "
+        f"{WITHIN:.0%}. Ours misses {missed}, {fault}. The differences {_exclude(floor, count)} 90 % of the "
+        f"rows within {WITHIN:.0%}. In {blurred} of the {len(lost)} groups with a regret above {LOSS:.0%} equal "
+        f"work differs by at least the regret."
     )
     return f"{textwrap.fill(scattered, 110)}\n\n{textwrap.fill(bounded, 110)}"
 
 
-def _excludes(floor: int, count: int) -> str:
-    return "excludes" if floor > count / 10 else "does not exclude"
+def _exclude(floor: int, count: int) -> str:
+    return "exclude" if floor > count / 10 else "do not exclude"
 
 
 def _numbers() -> Iterator[str]:
