@@ -288,8 +288,8 @@ def _scatter(report: Report) -> str:
     bounded = (
         f"Rows of equal work differ so much that every model must miss at least {floor} {rows} by more than "
         f"{WITHIN:.0%}. Ours misses {missed}, {fault}. The differences {_exclude(floor, count)} 90 % of the "
-        f"rows within {WITHIN:.0%}. In {blurred} of the {len(lost)} groups with a regret above {LOSS:.0%} equal "
-        f"work differs by at least the regret."
+        f"rows within {WITHIN:.0%}. In {blurred} of the {len(lost)} groups with a regret above {LOSS:.0%} "
+        f"equal work differs by at least the regret."
     )
     return f"{textwrap.fill(scattered, 110)}\n\n{textwrap.fill(bounded, 110)}"
 
