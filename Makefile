@@ -29,7 +29,7 @@ help:
 	@echo '                           Python 3.11 is'
 	@echo 'make test-plan, test-bench  the tests of burst_plan, of burst_bench'
 	@echo 'make test-all              all tests, and the slow cells'
-	@echo 'make tables                write the tables of the docs again, after a setting, layout or kernel was added'
+	@echo 'make tables                write the tables and pictures of the docs again, after a setting or a schedule changed'
 	@echo 'make docs                  build the manual as a site: open site/index.html'
 	@echo 'make bench                 attention, measured beside other methods'
 	@echo 'make bench-SUBJECT         masks, loss, recompute, step, planning, or topology, paper (both need root and iproute2)'
@@ -71,6 +71,7 @@ test-all: lint
 
 tables: $(VENV)
 	@PYTHONPATH=. $(RUN) docs/tables.py
+	PYTHONPATH=. $(RUN) docs/pictures.py
 
 docs: $(VENV_DOCS)
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet $(ARGS)

@@ -213,6 +213,16 @@ def test_tables_are_as_the_code_writes_them(monkeypatch):
         assert (ROOT / "docs" / name).read_text() == text, f"make tables: {name} is not as the code says"
 
 
+def test_pictures_are_as_the_code_draws_them(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    drawn = runpy.run_path(str(ROOT / "docs" / "pictures.py"))["pictures"]()
+    text = "\n".join(page.read_text() for page in PAGES)
+    for name, picture in drawn.items():
+        assert (ROOT / "docs" / "images" / name).read_text() == picture, f"make tables: {name} is another now"
+        assert f"images/{name})" in text, f"no page shows {name}"
+    assert {path.name for path in (ROOT / "docs" / "images").glob("*.svg")} == set(drawn)
+
+
 def test_the_table_of_recompute_is_that_of_the_committed_run():
     from statistics import median
 
