@@ -4,6 +4,7 @@ mask, layout            which tokens attend to which, and which rank holds which
 attention               the ring: `burst_attention`
 loss                    the fused LM head and loss
 checkpointing, recurrent  recompute policies; recurrences and short convolutions beside attention
+rollouts                rollouts of one prompt as one packed row, a tree
 megatron, deepspeed     adapters to the frameworks; wrap: their functions, replaced at run time; version
 transformers            causal LMs of Hugging Face over shards, on which deepspeed and torch stand
 torch                   plain PyTorch: loops by hand over FSDP2 and DDP; compat: other projects' functions

@@ -16,6 +16,7 @@ BUDGET = {
     "burst_mcore.torch": 900,
     "burst_mcore.recurrent": 1500,
     "burst_mcore.compat": 200,
+    "burst_mcore.rollouts": 400,
     "burst_plan": 6000,
     "burst_bench": 7640,
 }
@@ -29,6 +30,7 @@ FLOORS = {
         scripts wrap capture loss""".split(),
         ["attention"],
         ["checkpointing", "recurrent"],
+        ["rollouts"],
         ["megatron", "transformers"],
         ["deepspeed", "torch", "compat"],
         ["bench"],

@@ -20,7 +20,7 @@ from burst_mcore.layout.balance import _per_row, imbalance, keys_per_query, work
 from burst_mcore.machines import MACHINES
 
 
-def _from_bands(mask, n):
+def from_bands(mask, n):
     i, j = torch.arange(n)[:, None], torch.arange(n)[None, :]
     times = torch.zeros(n, n, dtype=torch.int)
     for q0, q1, k0, k1, low, high in mask.bands(n).tolist():
@@ -33,7 +33,7 @@ def _from_bands(mask, n):
 @given(randoms, st.integers(1, 60))
 def test_bands_hold_every_allowed_pair_once(draw, n):
     mask = random_mask(draw, n)
-    assert torch.equal(_from_bands(mask, n), brute(mask, n).int())
+    assert torch.equal(from_bands(mask, n), brute(mask, n).int())
 
 
 @settings(max_examples=100, deadline=None)
@@ -59,7 +59,7 @@ def test_a_call_with_images_in_documents_is_planned_by_the_kind_of_its_mask():
     typical = Question(shard, Layout("zigzag"), mask, 256, Ranks(2, 2), rates).typical.mask
     assert any(100 < end < 200 for end in typical.document_ends.tolist())
     at = torch.arange(256)
-    assert torch.equal(_from_bands(typical, 256), typical.allows(at, at).int())
+    assert torch.equal(from_bands(typical, 256), typical.allows(at, at).int())
 
 
 @given(randoms, st.integers(1, 40))
@@ -111,7 +111,7 @@ def test_the_definitions():
         (Mask.tree([-1, 0, 0, 1], [3, 4, 2, 3]), (j <= i) & sees[node[i], node[j]]),
     ):
         assert torch.equal(brute(mask, n), want.expand(n, n)), mask
-        assert torch.equal(_from_bands(mask, n), want.expand(n, n).int()), mask
+        assert torch.equal(from_bands(mask, n), want.expand(n, n).int()), mask
     assert Mask.dilated(4, 1) & Mask.causal() == Mask.window(3, 0)
     assert Mask.window(None, None) == Mask.full()
     both = Mask.ranges([(0, 6), (2, 9)], [(0, 6), (1, 4)], ["causal", "full"])  # they overlap: their union
@@ -119,7 +119,7 @@ def test_the_definitions():
         brute(both, n),
         ((i < 6) & (j < 6) & (j <= i)) | ((i >= 2) & (i < 9) & (j >= 1) & (j < 4)),
     )
-    assert _from_bands(both, n).max() == 1
+    assert from_bands(both, n).max() == 1
 
 
 def test_masks_are_values():

@@ -51,6 +51,7 @@ from burst_mcore.megatron.layouts import ZIGZAG, deal_sequences_alone, layout_of
 from burst_mcore.megatron.packed import Packing, packing
 from burst_mcore.megatron.patched.groups import Rebindable, follow_groups
 from burst_mcore.rates import Rates
+from burst_mcore.rollouts.megatron import mask_of_call
 from burst_mcore.wrap import wrap
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -157,7 +158,7 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
             attention_bias: must be None.
             packed_seq_params: the documents of packed sequences (format thd), each dealt zigzag over the
                 ranks, or all together by the layout (`layouts.use_layout`); and this call's
-                context-parallel group, if it has its own.
+                context-parallel group, if it has its own; and its tree (`burst_mcore.rollouts.megatron`).
 
         Returns:
             [S, B, H * Dv]; packed [T, H * Dv], with a batch of 1 if the query has one.
@@ -202,7 +203,7 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
                 q,
                 **keys,
                 topology=topology,
-                mask=mask & self.window,
+                mask=mask_of_call(packed_seq_params, mask & self.window, self.window),
                 softmax_scale=self.softmax_scale,
                 sinks=self.softmax_offset,
                 config=config,

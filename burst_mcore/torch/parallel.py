@@ -16,6 +16,7 @@ from burst_mcore.checkpointing import Full, KeepAttention, Policy, Segment
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout, positions
 from burst_mcore.mask import Mask
+from burst_mcore.rollouts import Folded
 from burst_mcore.torch.reduction import WORDS, Reduction, refuse_wrapped
 from burst_mcore.torch.statistics import TokenStats, returning_statistics
 from burst_mcore.transformers.agreement import on_all_ranks, refuse_differences
@@ -171,6 +172,14 @@ class ContextParallel:
         with returning_statistics(self.model, temperature):
             found: Tensor = model(**batch)
         return TokenStats(*found.view(2, *batch["shift_labels"].shape))
+
+    def rollout_stats(self, model: nn.Module, folded: Folded, temperature: float = 1.0) -> TokenStats:
+        """Return `token_stats` of folded rollouts, [rollouts, longest], on every rank, with gradients.
+
+        Entry t of a rollout is of its token t + 1; it is 0 where that is no label. Collective.
+        """
+        found = self.token_stats(model, self.deal(folded.batch), temperature)
+        return TokenStats(*(folded.unfold(self.gather(x, folded.tokens)) for x in found))
 
     def mask(
         self,

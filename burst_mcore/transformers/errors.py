@@ -25,6 +25,12 @@ class RefusedError(ValueError):
         return _again, (self.name, str(self))
 
 
+def refuse(name: str, reason: str | None) -> None:
+    """Raise RefusedError if there is a reason."""
+    if reason is not None:
+        raise RefusedError(name, reason)
+
+
 def refuse_versions(*packages: str) -> None:
     """Raise RefusedError if an installed package is of a release that is not tested; by default all."""
     for package in packages or SUPPORTED:

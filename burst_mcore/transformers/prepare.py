@@ -16,7 +16,7 @@ from burst_mcore.digest import digest
 from burst_mcore.loss import patch_causal_lm
 from burst_mcore.recurrent.bound import why_scattered
 from burst_mcore.transformers.agreement import on_all_ranks, refuse_differences
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.errors import RefusedError, refuse
 from burst_mcore.transformers.models.checkpointing import attach_checkpointing
 from burst_mcore.transformers.models.rotary import attach_rotary, depends_on_length
 from burst_mcore.transformers.models.sequence import SequenceParallel
@@ -109,8 +109,7 @@ def _change(model: Any, size: int, fused_loss: bool, recompute: Policy | None) -
 def _connected(model: nn.Module, group: dist.ProcessGroup | None, config: BurstConfig) -> Topology:
     """Return the ring of a group, double if its ranks are on several hosts. Collective over it."""
     topology = Topology.single() if group is None or group.size() == 1 else Topology.from_group(group)
-    if scattered := why_scattered(model, config.layout, topology.size):
-        raise RefusedError("layout", scattered)
+    refuse("layout", why_scattered(model, config.layout, topology.size))
     try:
         connect(topology, config)
     except ValueError as error:

@@ -18,7 +18,9 @@ from torch.nn.functional import pad
 from burst_mcore.agreement import digest_of
 from burst_mcore.digest import digest
 from burst_mcore.layout import Layout, shard
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.rollouts.columns import TREE, WEIGHTS, why_not_its_row
+from burst_mcore.rollouts.trees import depths, padded
+from burst_mcore.transformers.errors import RefusedError, refuse
 
 logger = logging.getLogger("burst_mcore")
 
@@ -94,11 +96,7 @@ def _warn_of_left_out(names: tuple[str, ...]) -> None:
 
 
 def prepared(
-    batch: Mapping[str, Any],
-    *,
-    multiple: int,
-    pad_token_id: int = 0,
-    max_positions: int | None = None,
+    batch: Mapping[str, Any], *, multiple: int, pad_token_id: int = 0, max_positions: int | None = None
 ) -> dict[str, Any]:
     """Return the whole sequence as it is dealt: input_ids, position_ids, shift_labels, and all other columns.
 
@@ -136,8 +134,10 @@ def prepared(
         for name, x in batch.items()
         if name not in (*REPLACED, "input_ids", "position_ids", "shift_labels")
     }
+    if TREE in whole:
+        whole[TREE] = padded(whole[TREE], more)
     beyond = positions[:, -1:] + torch.arange(1, more + 1)
-    if max_positions is not None and more and int(beyond.max()) >= max_positions:
+    if more and (TREE in whole or (max_positions is not None and int(beyond.max()) >= max_positions)):
         beyond = torch.arange(more).expand(len(ids), -1)
     return {
         "input_ids": pad(ids, (0, more), value=pad_token_id),
@@ -158,8 +158,8 @@ def dealt(whole: Mapping[str, Any], *, rank: int, size: int, layout: Layout | st
 
 def digest_of_batch(batch: Mapping[str, Any]) -> int:
     """Return a number, not negative, by which ranks compare the batches that they deal."""
-    names = [name for name in ("input_ids", "position_ids", "shift_labels") if name in batch]
-    return digest_of({name: digest(batch[name].cpu()) for name in names})
+    names = ("input_ids", "position_ids", "shift_labels", TREE, WEIGHTS)
+    return digest_of({name: digest(batch[name].cpu()) for name in names if name in batch})
 
 
 def is_dealt(x: Any, n: int) -> bool:
@@ -227,6 +227,9 @@ def _real(attention_mask: Tensor | None, ids: Tensor) -> Tensor:
 
 def _positions(batch: Mapping[str, Any], ids: Tensor, real: Tensor) -> Tensor:
     rows, n = ids.shape
+    if batch.get(TREE) is not None:
+        refuse("tree", why_not_its_row(batch, real))
+        return depths(batch[TREE])[None]
     ends = next((batch[name] for name in CUMULATED if batch.get(name) is not None), None)
     given: Tensor | None = batch.get("position_ids")
     if given is not None and given.shape != ids.shape:

@@ -44,6 +44,14 @@ class ShardedLoader:
         RefusedError: on all ranks of the group, where a rank's batch is not legal or differs.
     """
 
+    different = (
+        "loader",
+        "the ranks of a sequence group loaded different batches. Deal samples over data-parallel "
+        "ranks, DistributedSampler(num_replicas=world // SP, rank=rank // SP), with the same seed "
+        "on all; or, if every rank shall bring its own, pass own=True",
+    )
+    """Name and words of the refusal of batches that differ."""
+
     def __init__(
         self,
         loader: Iterable[Any],
@@ -98,37 +106,36 @@ class ShardedLoader:
 
     def _parts(self) -> Iterator[dict[str, Any]]:
         batches = iter(self.loader)
-        while True:
-            batch, state = None, END
-            problem: Exception | None = None
-            try:
-                batch = self._prepared(_mapping(next(batches)))
-                state = digest_of_batch(batch)
-            except StopIteration:
-                pass
-            except Exception as error:  # of any kind: the others must not wait for this rank
-                state, problem = FAILED, error
-            states = self._states(state)
-            if problem is not None:
-                raise problem
-            if FAILED in states:
-                raise RefusedError(
-                    "another rank",
-                    f"rank {states.index(FAILED)} of the sequence group has no batch",
-                )
-            if END in states:
-                if set(states) != {END}:
-                    ended = [rank for rank, state in enumerate(states) if state == END]
-                    raise RefusedError(
-                        "loader", f"it ended on ranks {ended} of the sequence group before others"
-                    )
-                return
-            assert batch is not None
-            wholes = self._wholes(batch, states)
+        while wholes := self.agreed(lambda: next(batches)):
             for whole in wholes:
                 self._plan(whole.get("position_ids"))
             for whole in self._in_turn(wholes):
                 yield self._part(whole)
+
+    def agreed(self, load: Callable[[], Any]) -> list[dict[str, Any]]:
+        """Return the whole batches that the ranks load here; none where loads have ended. Collective."""
+        batch, state = None, END
+        problem: Exception | None = None
+        try:
+            batch = self._prepared(_mapping(load()))
+            state = digest_of_batch(batch)
+        except StopIteration:
+            pass
+        except Exception as error:  # of any kind: the others must not wait for this rank
+            state, problem = FAILED, error
+        states = self._states(state)
+        if problem is not None:
+            raise problem
+        if FAILED in states:
+            failed = f"rank {states.index(FAILED)} of the sequence group has no batch"
+            raise RefusedError("another rank", failed)
+        if END in states:
+            if set(states) != {END}:
+                ended = [rank for rank, state in enumerate(states) if state == END]
+                raise RefusedError("loader", f"it ended on ranks {ended} of the sequence group before others")
+            return []
+        assert batch is not None
+        return self._wholes(batch, states)
 
     def _prepared(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return a batch that was loaded, ready to be dealt."""
@@ -165,12 +172,7 @@ class ShardedLoader:
             dist.all_gather_object(every, batch, group=self.group)
             return every
         if len(set(states)) > 1:
-            raise RefusedError(
-                "loader",
-                "the ranks of a sequence group loaded different batches. Deal samples over data-parallel "
-                "ranks, DistributedSampler(num_replicas=world // SP, rank=rank // SP), with the same seed "
-                "on all; or, if every rank shall bring its own, pass own=True",
-            )
+            raise RefusedError(*self.different)
         return [batch]
 
 
@@ -188,26 +190,11 @@ def shard_of_whole_batch(
         RefusedError: on all ranks, where a rank's batch is not legal or differs.
     """
     batch = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    layout = Layout.of(dealing["layout"])
-    padding = {name: value for name, value in dealing.items() if name != "layout"}
-    problem: Exception | None = None
-    whole, number = {}, -1
-    try:
-        on_host = {name: value.cpu() for name, value in batch.items()}
-        whole = prepared(on_host, multiple=layout.divisor(size), **padding)
-        number = digest_of_batch(whole)
-    except Exception as error:  # of any kind: the others must not wait for this rank
-        problem = error
-    numbers = [each for (each,) in Collective(group).integers([number])]
-    if problem is not None:
-        raise problem
-    if len(set(numbers)) > 1:
-        raise RefusedError("batch", "the ranks of a sequence group were given different whole batches")
-    device = arguments["input_ids"].device
-    shard = dealt(whole, rank=rank, size=size, layout=layout)
+    dealer = ShardedLoader((), group=group, device=arguments["input_ids"].device, **dealing)
+    dealer.different = "batch", "the ranks of a sequence group were given different whole batches"
+    (whole,) = dealer.agreed(lambda: batch)
     others = {name: value for name, value in arguments.items() if name not in batch}
-    return {**others, **{name: value.to(device) for name, value in shard.items()}}
+    return {**others, **dealer._part(whole)}
 
 
 def loader_for(

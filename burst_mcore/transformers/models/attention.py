@@ -24,6 +24,7 @@ from burst_mcore.config import BurstConfig
 from burst_mcore.layout import positions
 from burst_mcore.mask import Mask
 from burst_mcore.recurrent.bound import Mixing
+from burst_mcore.rollouts.columns import Columns
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.llama4 import tempered
 
@@ -45,6 +46,8 @@ class Sequence:
     """cu_seqlens of each row; () where no row has more than one document."""
     last: int | None = None
     """The highest position of the whole sequence, if this rank has a shard of it."""
+    columns: Columns = field(default=Columns(), compare=False)
+    """The tree of the row's shared prefixes, and weights of labels."""
     reached: set[nn.Module] = field(default_factory=set, compare=False, repr=False)
     """The attention modules that attended here in this forward."""
     mixed: list[Mixing] = field(default_factory=list, compare=False, repr=False)
@@ -60,6 +63,8 @@ class Sequence:
         seen, every = Mask.causal(), self.ends
         if window is not None and window < self.tokens:
             seen = Mask.window(window - 1, 0)
+        if (of_tree := self.columns.mask(seen)) is not None:
+            return (of_tree,)
         if chunk is not None and chunk < self.tokens:
             seen = seen if every else seen & Mask.chunked(chunk)
             every = tuple(_in_chunks(ends, chunk) for ends in every)
@@ -280,13 +285,7 @@ def attend(
     rows = [slice(None)] if len(masks) == 1 else [slice(row, row + 1) for row in range(len(q))]
     outs = [
         burst_attention(
-            q[at],
-            k[at],
-            v[at],
-            topology=sequence.topology,
-            mask=mask,
-            config=sequence.config,
-            **asked,
+            q[at], k[at], v[at], topology=sequence.topology, mask=mask, config=sequence.config, **asked
         )
         for at, mask in zip(rows, masks, strict=True)
     ]

@@ -19,9 +19,10 @@ from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import unshard
 from burst_mcore.recurrent.bound import missing_calls, mixers_of
+from burst_mcore.rollouts.columns import TREE, Columns
 from burst_mcore.transformers.data.batches import IGNORED, digest_of_batch, documents, prepared
 from burst_mcore.transformers.data.loader import shard_of_whole_batch
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.errors import RefusedError, refuse
 from burst_mcore.transformers.models.attention import Sequence, running
 from burst_mcore.transformers.models.loss import Factor, WholeLoss, WholeTokens
 from burst_mcore.transformers.models.prefill import Prefill, cache_name
@@ -86,7 +87,9 @@ class SequenceParallel:
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         finish: Finish = _unchanged
         whole = self.group is not None and arguments.get("shift_labels") is None
-        if whole and asks_for_fused_head(arguments):
+        if arguments.get(TREE) is not None:
+            sequence, arguments, finish = self._sharded(arguments)
+        elif whole and asks_for_fused_head(arguments):
             sequence, arguments, finish = self._dealt_here(arguments)
         elif self.evaluates_whole and not self.model.training and arguments.get("shift_labels") is None:
             sequence = self._alone(arguments)
@@ -188,23 +191,28 @@ class SequenceParallel:
     def _sharded(self, arguments: dict[str, Any]) -> tuple[Sequence, dict[str, Any], Finish]:
         """Prepare a forward over a shard, with labels (training, evaluation) or without."""
         problem: Exception | None = None
-        positions, valid = None, 0
+        positions, valid, columns = None, 0, Columns.taken(arguments)
+        beside = ("a cache", cache_name(arguments)), ("TRL's fused head", asks_for_fused_head(arguments))
+        own = "attention of the caller's own", self._trusted
         try:
+            refuse("tree", columns.why_not_served(self.model, *beside, own))
             arguments, positions, valid = self._own(arguments)
         except Exception as error:  # of any kind: the others must not wait for this rank
             problem = error
         has_loss = arguments.get("shift_labels") is not None
-        lengths, valid = self._exchange(problem, positions, valid, has_loss)
+        lengths, valid = self._exchange(problem, positions, valid, has_loss, columns.number)
         assert positions is not None
         whole = self._whole(positions, lengths).cpu()
-        ends = documents(whole)
+        ends = () if columns.tree is not None else _packed(documents(whole))
+        refuse("tree", columns.why_not_its_depths(whole))
         self._refuse_long(int(whole.max()))
         if has_loss:
             arguments["labels"] = arguments["shift_labels"]
             if arguments.get("num_items_in_batch") is None:
                 arguments["num_items_in_batch"] = positions.new_tensor(max(valid, 1))
             arguments.setdefault("use_cache", False)
-        sequence = Sequence(self.topology, self.config, whole.shape[1], _packed(ends), int(whole.max()))
+        n, last = whole.shape[1], int(whole.max())
+        sequence = Sequence(self.topology, self.config, n, ends, last, columns)
         if not has_loss:
             self._warn_of_own_loss()
             return sequence, arguments, _unchanged
@@ -250,9 +258,7 @@ class SequenceParallel:
 
     def _own(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], Tensor, int]:
         """Check this rank's part of a batch; return its arguments, positions and number of labels."""
-        switched = None if self._trusted else switched_attention(self.model)
-        if switched is not None:
-            raise RefusedError("model", switched)
+        refuse("model", None if self._trusted else switched_attention(self.model))
         ids = _tokens(arguments)
         positions, labels, shifted = (arguments.get(x) for x in ("position_ids", "labels", "shift_labels"))
         if positions is None and isinstance(ids, Tensor) and self.topology.size == 1:
@@ -291,7 +297,7 @@ class SequenceParallel:
         return arguments, positions, int((shifted != IGNORED).sum())
 
     def _exchange(
-        self, problem: Exception | None, positions: Tensor | None, valid: int, has_loss: bool
+        self, problem: Exception | None, positions: Tensor | None, valid: int, has_loss: bool, tree: int
     ) -> tuple[list[int], int]:
         """Return (tokens of each rank, labels of all ranks); an error of one rank is an error of all."""
         rows, tokens = (0, 0) if positions is None else positions.shape
@@ -299,8 +305,8 @@ class SequenceParallel:
             if problem is not None:
                 raise problem
             return [tokens], valid
-        every = Collective(self.group).integers([problem is not None, rows, tokens, valid, has_loss])
-        failed, batch, lengths, labels, losses = (list(x) for x in zip(*every, strict=True))
+        every = Collective(self.group).integers([problem is not None, rows, tokens, valid, has_loss, tree])
+        failed, batch, lengths, labels, losses, trees = (list(x) for x in zip(*every, strict=True))
         if problem is not None:
             raise problem
         if any(failed):
@@ -313,6 +319,7 @@ class SequenceParallel:
             raise RefusedError(
                 "labels", f"ranks {_where(losses)} of the sequence group have shift_labels, the others none"
             )
+        refuse("tree", "ranks of a sequence group have different trees" if len({*trees}) > 1 else None)
         return lengths, sum(labels)
 
     def _whole(self, positions: Tensor, lengths: list[int]) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from burst_mcore.recurrent.bound import MIXERS, bind, mixers_of
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.errors import RefusedError, refuse
 from burst_mcore.transformers.models.attention import NAME, current, mixing, register
 
 LAYERS: dict[str, Callable[[nn.Module], None] | None] = {
@@ -54,9 +54,7 @@ def use_burst(model: nn.Module, size: int) -> nn.Module:
     """
     inner = _of_transformers(model)
     reasons = chain(_learned_prompts(model), _where_tokens_meet(inner), _what_is_asked(inner, size))
-    refused = next(reasons, None)
-    if refused is not None:
-        raise RefusedError(*refused)
+    refuse(*next(reasons, ("", None)))
     register()
     inner.set_attn_implementation(NAME)
     for binds in filter(None, {LAYERS[kind] for kind in _kinds(inner.config.get_text_config())}):
@@ -146,10 +144,7 @@ def _what_is_asked(inner: Any, size: int) -> Iterator[tuple[str, str]]:
         )
     parameters = inspect.signature(inner.forward).parameters.values()
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        yield (
-            "model",
-            f"{name}.forward takes no further arguments, so that no shift_labels reach its loss",
-        )
+        yield ("model", f"{name}.forward takes no further arguments, so that no shift_labels reach its loss")
     for option in DROPOUTS:
         if getattr(config, option, None):
             yield (
@@ -229,7 +224,8 @@ def checked_loss(model: Any, size: int) -> None:
             raise RefusedError(
                 "model", f"{name} does not hand shift_labels and num_items_in_batch to its loss"
             )
-        return own(*args, **kwargs)
+        weighs = sequence is not None and sequence.columns.weights is not None
+        return sequence.columns.loss(*args, **kwargs) if sequence and weighs else own(*args, **kwargs)
 
     loss.burst_mcore = True  # type: ignore[attr-defined]
     model.loss_function = loss

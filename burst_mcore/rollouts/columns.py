@@ -1,0 +1,86 @@
+"""Tree and weights as columns of a batch, and what a forward of a prepared model makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from burst_mcore.digest import digest
+from burst_mcore.mask import Mask
+from burst_mcore.recurrent.bound import mixers_of
+from burst_mcore.rollouts.trees import depths, nodes_of, tree_mask
+
+TREE, WEIGHTS = "tree", "label_weights"
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What a forward's arguments had of these columns."""
+
+    tree: Tensor | None = None
+    weights: Tensor | None = None
+    """Factors of the losses of this rank's labels."""
+
+    @classmethod
+    def taken(cls, arguments: dict[str, Any]) -> Columns:
+        """Return the columns, and take them out of the arguments: models do not know them."""
+        return cls(arguments.pop(TREE, None), arguments.pop(WEIGHTS, None))
+
+    @property
+    def number(self) -> int:
+        """A number, not negative, by which ranks compare their trees; 0 for none."""
+        return 0 if self.tree is None else int(digest(self.tree.cpu())[1:], 16)
+
+    def mask(self, window: Mask) -> Mask | None:
+        """Return the mask of a layer with this window; None without a tree."""
+        return None if self.tree is None else tree_mask(self.tree, window)
+
+    def loss(self, logits: Any, *_: Any, **given: Any) -> Tensor:
+        """Return the weighted losses of labels over num_items_in_batch; arguments as in transformers."""
+        assert self.weights is not None
+        flat, labels = logits.float().view(-1, logits.shape[-1]), given["shift_labels"].reshape(-1)
+        losses = cross_entropy(flat, labels, ignore_index=IGNORED, reduction="none")
+        total: Tensor = (losses * self.weights.reshape(-1)).sum() / given["num_items_in_batch"]
+        return total
+
+    def why_not_served(self, model: nn.Module, *beside: tuple[str, object]) -> str | None:
+        """Return why a forward does not know the branches of the tree. beside: (name, is there) of others."""
+        if self.tree is None:
+            return None
+        for mixer in mixers_of(model).values():
+            return f"{type(mixer).__name__} would carry a state from one branch into the next: use rows apart"
+        configs = [getattr(module, "config", None) for module in model.modules()]
+        chunks = any(getattr(config, "attention_chunk_size", None) for config in configs)
+        there = [name for name, is_there in (("attention in chunks", chunks), *beside) if is_there]
+        return f"{there[0]} does not know its branches: use rows apart" if there else None
+
+    def why_not_its_depths(self, positions: Tensor) -> str | None:
+        """Return why positions of a whole row, [1, tokens], are not those of the tree; None if they are."""
+        if self.tree is None or torch.equal(positions, depths(self.tree)[None]):
+            return None
+        return (
+            f"position_ids of the whole row, {list(positions.shape)}, are not the depths of its tree of "
+            f"{int(nodes_of(self.tree)[1].sum())} tokens: deal the batch of fold by a loader or by cp.deal"
+        )
+
+
+def why_not_its_row(batch: Mapping[str, Any], real: Tensor) -> str | None:
+    """Return why a whole batch does not go with its tree. real: whether tokens are no padding, as rows."""
+    try:
+        Mask.tree(*nodes_of(batch[TREE])).check(real.shape[1])
+    except ValueError as error:
+        return str(error)
+    if len(real) != 1:
+        return f"a tree is of one packed row, the batch has {len(real)}: fold all groups into one"
+    if not bool(real.all()) or any(batch.get(name) is not None for name in ("cu_seqlens", "cu_seq_lens_q")):
+        return "a row with a tree has no padding and no cu_seqlens: its roots are its documents"
+    if batch.get("shift_labels") is None:
+        return "it needs shift_labels, as fold makes them: behind a token may stand another branch"
+    given = batch.get("position_ids")
+    return None if given is None else Columns(batch[TREE]).why_not_its_depths(given.cpu())

@@ -1,0 +1,154 @@
+"""fold: rollouts that share prefixes -> one packed row; unfold: statistics of its tokens -> rollouts.
+
+Rollouts share a token as long as they share its label too, the token behind it. So every token of the row has
+one label, and any loss of labels serves. The last shared token stands once in each branch: a row has fewer
+than one token a rollout more than a tree of tokens has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_mcore.mask import Mask
+from burst_mcore.rollouts.columns import IGNORED, TREE, WEIGHTS
+
+Tokens = Sequence[int] | Tensor
+Numbers = Sequence[float] | Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Folded:
+    """Rollouts as one packed row."""
+
+    batch: dict[str, Tensor]
+    """input_ids, position_ids, shift_labels and label_weights [1, tokens], tree, num_items_in_batch."""
+    places: Tensor
+    """The place in the row of each token of each rollout, [rollouts, longest]; -1 behind a rollout's end."""
+    labelled: Tensor
+    """Whether the next token of the rollout is a label, bool [rollouts, longest]."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the row."""
+        return self.batch["input_ids"].shape[1]
+
+    def unfold(self, x: Tensor, *, labels_only: bool = True) -> Tensor:
+        """Return [rollouts, longest, ...] of [1, tokens, ...] of the row, padded or not. Differentiable.
+
+        labels_only: entry t of a rollout is about its token t + 1, such as a log-probability, and 0 where
+        that is no label of the rollout. Else entry t is about token t, and 0 behind the rollout.
+        """
+        kept = (self.labelled if labels_only else self.places >= 0).to(x.device)
+        found = x[0, self.places.clamp(min=0).to(x.device)]
+        return torch.where(kept.view(*kept.shape, *[1] * (found.dim() - 2)), found, 0)
+
+
+def fold(
+    rollouts: Sequence[Tokens],
+    labelled: Sequence[Numbers] | None = None,
+    weights: Sequence[float | Numbers] | None = None,
+    *,
+    parents: Sequence[int] | None = None,
+) -> Folded:
+    """Fold rollouts, of one group or several, into one packed row that has shared prefixes once.
+
+    The row's loss, sum(label_weights * loss) / num_items_in_batch, is the mean over the labels of all
+    rollouts, each times its weight.
+
+    Args:
+        rollouts: token ids of each rollout, the prompt's included. Prefixes are found by comparison.
+        labelled: of each rollout, a number for each token: 0 where it is no label, as in a prompt. A first
+            token is never one. By default all others are.
+        weights: of each rollout, a number, or one for each token: factors of the losses of labels.
+        parents: if given, `rollouts` are the nodes of a tree, and this the parent of each, -1 for a root.
+            Rollouts are then the paths to the leaves, in the order of leaves, and share tokens as the tree
+            says; labelled and weights are of nodes.
+
+    Raises:
+        ValueError: no rollouts, or no tokens; numbers that do not fit; a child before its parent.
+    """
+    rows = [_tokens(i, rollout) for i, rollout in enumerate(rollouts)]
+    counted = [_numbers("labelled", i, row, labelled).bool() for i, row in enumerate(rows)]
+    factors = [_numbers("weights", i, row, weights) for i, row in enumerate(rows)]
+    keys = rows
+    if parents is not None:
+        keys = list(torch.arange(sum(map(len, rows))).split([*map(len, rows)]))
+        keys, rows, counted, factors = _along_paths(parents, keys, rows, counted, factors)
+    if not rows or not all(map(len, rows)):
+        empty = [i for i, row in enumerate(rows) if not len(row)]
+        raise ValueError(f"rollouts {empty} have no tokens" if rows else "there are no rollouts to fold")
+    places, tree = _packed(keys)
+    ids, positions, labels = (torch.full((int(tree.view(2, -1)[1].sum()),), x) for x in (0, 0, IGNORED))
+    factor_of = torch.zeros(len(ids))
+    where = torch.full((len(rows), max(map(len, rows))), -1)
+    of_rollouts = torch.zeros_like(where, dtype=torch.bool)
+    for i, (row, count, factor, place) in enumerate(zip(rows, counted, factors, places, strict=True)):
+        ids[place], positions[place] = row, torch.arange(len(row))
+        before = place[:-1][count[1:]]  # the tokens before labels
+        labels[before] = row[1:][count[1:]]
+        factor_of[before] += factor[1:][count[1:]]
+        where[i, : len(row)], of_rollouts[i, : len(row) - 1] = place, count[1:]
+    batch = {"input_ids": ids, "position_ids": positions, "shift_labels": labels, WEIGHTS: factor_of}
+    rest = {TREE: tree, "num_items_in_batch": of_rollouts.sum().clamp(min=1)}
+    return Folded({**{name: x[None] for name, x in batch.items()}, **rest}, where, of_rollouts)
+
+
+def _packed(keys: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Return the places of each rollout's tokens in the row, and the tree.
+
+    In lexicographic order a rollout shares most with the one before it. What is its own goes to the end of
+    the row, and hangs on its last shared token: the row is the tree, depth first.
+    """
+    order = sorted(range(len(keys)), key=[key.tolist() for key in keys].__getitem__)
+    places: list[Tensor] = [torch.empty(0, dtype=torch.int64)] * len(keys)
+    hangs_on, n, last = {}, 0, order[0]
+    for i in order:
+        shared = _shared(keys[last], keys[i]) if i != last else 0
+        own = torch.arange(n, n + len(keys[i]) - shared)
+        places[i] = torch.cat([places[last][:shared], own])
+        if len(own):
+            hangs_on[n] = int(places[i][shared - 1]) if shared else -1
+        n, last = n + len(own), i
+    begins = sorted({*hangs_on, *(above + 1 for above in hangs_on.values() if above >= 0)})
+    above = torch.tensor([hangs_on.get(place, place - 1) for place in begins])
+    parents = torch.searchsorted(torch.tensor(begins), above, right=True) - 1
+    return places, torch.cat([parents, torch.tensor([*begins, n]).diff()])
+
+
+def _shared(a: Tensor, b: Tensor) -> int:
+    """Return how many tokens two rollouts share with their labels. The last token of one has no label."""
+    least = min(len(a), len(b))
+    differ = (a[:least] != b[:least]).nonzero()
+    return max(0, int(differ[0]) - 1) if len(differ) else least
+
+
+def _along_paths(parents: Sequence[int], *of_nodes: list[Tensor]) -> list[list[Tensor]]:
+    """Return what nodes have along the path from a root to each leaf."""
+    Mask.tree(parents, [len(node) for node in of_nodes[0]])  # which refuses what is no tree
+    paths: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else ()), node])
+    inner = {int(parent) for parent in parents}
+    leaves = [path for path in paths if path[-1] not in inner]
+    return [[torch.cat([values[node] for node in path]) for path in leaves] for values in of_nodes]
+
+
+def _tokens(i: int, values: Tokens) -> Tensor:
+    ids = torch.as_tensor(values).detach().cpu()
+    if ids.dim() != 1 or (len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool)):
+        raise ValueError(f"rollout {i} must be token ids in one dim, got {ids.dtype} {tuple(ids.shape)}")
+    return ids.long()
+
+
+def _numbers(name: str, i: int, row: Tensor, every: Sequence[Any] | None) -> Tensor:
+    """Return the numbers of a rollout's tokens, float32: one for each; by default 1."""
+    given: Any = 1.0 if every is None else every[i] if i < len(every) else []
+    numbers = torch.as_tensor(given, dtype=torch.float32).detach().cpu()
+    if numbers.shape not in ((), row.shape):
+        raise ValueError(f"{name} of rollout {i}: for {len(row)} tokens came {tuple(numbers.shape)} numbers")
+    return numbers.expand(row.shape)

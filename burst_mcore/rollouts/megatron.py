@@ -1,0 +1,59 @@
+"""A forward of a Megatron model over a row with a tree: attention of each layer, and rotary positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from burst_mcore.mask import Mask
+from burst_mcore.rollouts.columns import TREE
+from burst_mcore.rollouts.trees import depths, tree_mask
+
+ROTARY = ("RotaryEmbedding", "YarnRotaryEmbedding")
+
+
+@contextmanager
+def in_tree(model: nn.Module, packed_seq_params: Any, tree: Tensor) -> Iterator[None]:
+    """Let a model's forwards with these packed_seq_params see a tree. Backward may come later.
+
+    packed_seq_params are of the whole row as one document, padding included; the tree is padded, too.
+
+    Raises:
+        ValueError: a module that does not know the branches of a tree; cu_seqlens that are not the row's.
+    """
+    for name, module in model.named_modules():
+        if not _knows_branches(name, module):
+            raise ValueError(f"{name} ({type(module).__name__}) does not know the branches of a tree")
+    places, ends = depths(tree), packed_seq_params.cu_seqlens_q.tolist()
+    if ends != [0, len(places)]:
+        raise ValueError(f"cu_seqlens_q must be of the whole row, [0, {len(places)}], got {ends}")
+
+    def of_depths(_: nn.Module, __: Any, table: Any) -> Any:
+        if isinstance(table, tuple):  # with a factor, as YaRN has one
+            return table[0][places.to(table[0].device)], *table[1:]
+        return table[places.to(table.device)]
+
+    setattr(packed_seq_params, TREE, tree)
+    with ExitStack() as stack:
+        for module in model.modules():
+            if type(module).__name__ in ROTARY:
+                stack.callback(module.register_forward_hook(of_depths).remove)
+        yield
+
+
+def mask_of_call(packed_seq_params: Any, mask: Mask, window: Mask) -> Mask:
+    """Return the mask of a layer's call: `mask`, or that of its tree with the layer's window."""
+    tree = getattr(packed_seq_params, TREE, None)
+    return mask if tree is None else tree_mask(tree, window)
+
+
+def _knows_branches(name: str, module: nn.Module) -> bool:
+    """Return whether a module works token by token, or takes the tree; latent attention rotates by itself."""
+    config, kind = getattr(module, "config", None), type(module).__name__
+    if name.endswith("core_attention"):
+        return kind == "BurstCoreAttention" and "causal" in str(module.attn_mask_type)
+    along_the_row = any(getattr(config, x, None) for x in ("mtp_num_layers", "multi_latent_attention"))
+    return not (along_the_row or isinstance(module, nn.Conv1d) or kind.startswith("Multimodal"))

@@ -1,0 +1,89 @@
+"""The tree of a row: nodes of tokens, their depths, and the mask of a layer.
+
+A tree is a tensor of integers: the parents of all nodes (-1 for a root), and behind them their lengths. It
+has one dim, so that nothing deals it over ranks as it deals tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from burst_mcore.digest import digest
+from burst_mcore.mask import Mask
+from burst_mcore.mask.bands import tightened
+from burst_mcore.mask.terms import Ranges, Window
+
+FULL = Mask.full()
+
+
+def tree_mask(tree: Tensor, window: Mask = FULL) -> Mask:
+    """Return the mask of a layer over a row with a tree.
+
+    Args:
+        tree: parents and lengths of the nodes.
+        window: Mask.full(), or the layer's window. It counts tokens along a rollout, not along the row.
+
+    Raises:
+        ValueError: a tree that is not legal: see `Mask.tree`.
+    """
+    mask = Mask.tree(*nodes_of(tree))
+    left = next((term.left for term in window.terms if isinstance(term, Window)), None)
+    if left is None or left > int(depths(tree).max()):
+        return mask
+    slices = torch.tensor(_slices(tree, left))
+    return Mask((Ranges(digest(slices), tightened(slices), slices[:, :4]),))
+
+
+def depths(tree: Tensor) -> Tensor:
+    """Return the place of each token of the row in its rollout, [tokens]: its rotary position."""
+    _, lengths, begins, first = _nodes(tree)
+    before = torch.tensor(first) - torch.tensor(begins[:-1])
+    return torch.arange(begins[-1]) + before.repeat_interleave(torch.tensor(lengths))
+
+
+def padded(tree: Tensor, more: int) -> Tensor:
+    """Return the tree with `more` tokens of padding behind it, which see themselves alone."""
+    parents, lengths = nodes_of(tree)
+    root, last = parents.new_tensor([-1]), lengths.new_tensor([more])
+    return torch.cat([parents, root, lengths, last]) if more else tree
+
+
+def nodes_of(tree: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (parents, lengths) of the nodes. Raises ValueError for another shape."""
+    if tree.dim() != 1 or len(tree) % 2:
+        raise ValueError(f"a tree has one dim, parents and then lengths, got {tuple(tree.shape)}")
+    parents, lengths = tree.cpu().view(2, -1)
+    return parents, lengths
+
+
+def _nodes(tree: Tensor) -> tuple[list[int], ...]:
+    """Return, of each node, its parent, its length, its first place in the row, and its first depth."""
+    parents, lengths = (x.tolist() for x in nodes_of(tree))
+    begins, first = [0], list[int]()
+    for parent, length in zip(parents, lengths, strict=True):
+        first.append(0 if parent < 0 else first[parent] + lengths[parent])
+        begins.append(begins[-1] + length)
+    return parents, lengths, begins, first
+
+
+def _slices(tree: Tensor, left: int) -> list[list[int]]:
+    """Return bands [q0, q1, k0, k1, low, high]: of each node and each run of its ancestors in reach.
+
+    A query at place i of the row sees a key of an ancestor at place j iff depth(i) - depth(j) <= left. With
+    offset = place - depth, the same for all tokens of a node, that is j - i >= offset(j) - offset(i) - left.
+    """
+    rows: list[list[int]] = []
+    parents, lengths, begins, first = _nodes(tree)
+    for node in range(len(parents)):
+        runs: list[list[int]] = []
+        above, own = node, begins[node] - first[node]
+        while above >= 0 and first[above] + lengths[above] > first[node] - left:
+            if runs and runs[-1][2] == begins[above + 1]:  # the child stands directly behind its parent
+                runs[-1][2] = begins[above]
+            else:
+                low = begins[above] - first[above] - own - left
+                runs.append([*begins[node : node + 2], *begins[above : above + 2], low, 0])
+            above = parents[above]
+        rows += runs
+    return rows

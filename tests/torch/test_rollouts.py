@@ -1,0 +1,244 @@
+"""Rollouts as a tree, folded into one row over ranks, beside the same rollouts as rows of one process."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from causal_lms import VOCABULARY, model_of, worst
+from counting import count_pairs
+from ranks import processes
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from burst_mcore.rollouts import fold
+from burst_mcore.torch import RefusedError, parallelize
+
+TEMPERATURE, RATE = 0.7, 0.1
+
+
+def group(prompt=90, answer=10, count=8):
+    """Rollouts of one prompt: each with an answer of its own, from its first token on."""
+    draw = torch.Generator().manual_seed(1)
+    shared, *answers = (
+        torch.randint(3, VOCABULARY, (n,), generator=draw) for n in (prompt, *[answer] * count)
+    )
+    for i, each in enumerate(answers):
+        each[0] = 3 + i
+    rows = [torch.cat([shared, each]) for each in answers]
+    return rows, [torch.arange(len(row)) >= prompt for row in rows]
+
+
+def turns():
+    """Rollouts of two prompts and two turns, which share labels; of one, another is the beginning."""
+    draw = torch.Generator().manual_seed(5)
+    a, b, first, other, *last = (
+        torch.randint(3, VOCABULARY, (n,), generator=draw) for n in (11, 7, 9, 6, 8, 5, 12)
+    )
+    rows = [
+        torch.cat(x) for x in ([a, first, last[0]], [a, first, last[1]], [a, first], [b, other, last[2]], [b])
+    ]
+    starts = (11, 11, 11, 7, 3)
+    labelled = [
+        (torch.arange(len(row)) >= at) & (torch.arange(len(row)) != 14)
+        for row, at in zip(rows, starts, strict=True)
+    ]
+    return rows, labelled, [1.0, -0.5, 2.0, 0.25, 1.0]
+
+
+def policy_loss(log_p, entropy, old, advantages, labelled):
+    """GRPO's: a clipped ratio, and a bonus of entropy; the mean of each rollout's mean."""
+    ratio = (log_p - log_p.detach() + old).exp()
+    gain = torch.minimum(ratio * advantages, ratio.clamp(0.9, 1.1) * advantages) + 0.05 * entropy
+    return -((gain * labelled).sum(1) / labelled.sum(1)).mean()
+
+
+def old_and_advantages(rows):
+    draw = torch.Generator().manual_seed(2)
+    old = 0.1 * torch.randn(len(rows), max(map(len, rows)), generator=draw)
+    return old, torch.randn(len(rows), 1, generator=draw)
+
+
+def gradients_of(model):
+    return {
+        name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        for name, p in model.named_parameters()
+    }
+
+
+def policy_apart(rows, labelled, kind):
+    """(loss, gradients) of one process that has a row for each rollout."""
+    model, stats = model_of(**kind), []
+    for row, label in zip(rows, labelled, strict=True):
+        table = (model(input_ids=row[None], use_cache=False).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        each = table.gather(1, row[1:, None])[:, 0], -(table.exp() * table).sum(1), torch.ones(len(row) - 1)
+        stats.append(torch.nn.functional.pad(torch.stack(each) * label[1:], (0, 1)))
+    log_p, entropy, real = torch.stack(stats, 1)
+    loss = policy_loss(log_p, entropy, *old_and_advantages(rows), real)
+    loss.backward()
+    return loss.item(), gradients_of(model)
+
+
+def policy_folded(rank, size, layout, kind, rows, labelled):
+    logging.getLogger("burst_mcore").setLevel("ERROR")
+    model = model_of(**kind)
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    cp = parallelize(model, mesh, config={"layout": layout})
+    policy, folded = DistributedDataParallel(model), fold(rows, labelled)
+    log_p, entropy = cp.rollout_stats(policy, folded, TEMPERATURE)
+    loss = policy_loss(log_p, entropy, *old_and_advantages(rows), folded.labelled)
+    loss.backward()
+    return loss.item(), gradients_of(model)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        ("zigzag", {}),
+        ("striped", {"kind": "Gemma2", "sliding_window": 16}),
+        pytest.param("contiguous", {"kind": "Qwen3"}, marks=pytest.mark.slow),
+        pytest.param("zigzag", {"kind": "GptOss", "sliding_window": 7}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_policy_gradient_of_a_group_is_that_of_its_rows(layout, kind):
+    rows, labelled = group()
+    want, gradients = policy_apart(rows, labelled, kind)
+    for loss, found in processes(4, policy_folded, layout, kind, rows, labelled):
+        assert loss == pytest.approx(want, rel=1e-5)
+        assert worst(found, gradients) < 4e-6
+
+
+def stepped_apart(rows, labelled, weights):
+    """(loss, weights after a step) of one process: the weighted mean over the labels of all rows."""
+    model, losses = model_of(), []
+    for row, label, weight in zip(rows, labelled, weights, strict=True):
+        logits = model(input_ids=row[None], use_cache=False).logits[0, :-1]
+        losses.append(weight * cross_entropy(logits, row[1:], reduction="none")[label[1:]])
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=RATE).step()
+    return loss.item(), {name: p.detach() for name, p in model.named_parameters()}
+
+
+def stepped(rank, size, options, rows, labelled, weights):
+    logging.getLogger("burst_mcore").setLevel("ERROR")
+    model = model_of()
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    cp = parallelize(model, mesh, **options)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    (batch,) = cp.loader([fold(rows, labelled, weights).batch])
+    loss = model(**batch).loss
+    loss.backward()
+    optimizer.step()
+    return loss.item(), {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "options", [{"checkpointing": "segment"}, {"loss": "model", "config": {"layout": "striped"}}]
+)
+def test_a_step_on_a_tree_is_that_of_weighted_rows(options):
+    rows, labelled, weights = turns()
+    want, parameters = stepped_apart(rows, labelled, weights)
+    for loss, found in processes(3, stepped, options, rows, labelled, weights):
+        assert loss == pytest.approx(want, rel=1e-5)
+        assert worst(found, parameters) < 1e-6
+
+
+def counted(rank, size, rows, labelled):
+    """(tokens, pairs, bytes) of this rank: of rows apart, and of a tree."""
+    logging.getLogger("burst_mcore").setLevel("ERROR")
+    pairs, sent, batch = count_pairs(), [], dist.batch_isend_irecv
+
+    def counting(operations):
+        sent.extend(op.tensor.nbytes for op in operations if op.op is dist.isend)
+        return batch(operations)
+
+    dist.batch_isend_irecv = counting
+    model, found = model_of(num_hidden_layers=1, max_position_embeddings=1024), []
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    cp = parallelize(model, mesh, config={"layout": "striped"}, reduction="mean")
+    apart = {"input_ids": torch.stack(rows), "labels": torch.stack(rows).where(torch.stack(labelled), -100)}
+    for whole in (apart, fold(rows, labelled).batch):
+        pairs.clear()
+        sent.clear()
+        loss = model(**cp.deal(whole)).loss
+        loss.backward()
+        found.append((whole["input_ids"].numel(), pairs["forward"], sum(sent), loss.item()))
+    return found
+
+
+def test_a_tree_has_a_fifth_of_the_tokens_and_bytes_and_a_third_of_the_pairs():
+    every = processes(4, counted, *group(900, 100))
+    (apart, _, _, loss), (tree, _, _, same) = every[0]
+    assert loss == pytest.approx(same, rel=1e-5)
+    assert (apart, tree) == (8000, 1707)  # the last token of the prompt stands in each branch
+    pairs = [sum(found[i][1] for found in every) for i in range(2)]
+    assert pairs == [8 * 1000 * 1001 // 2, 899 * 900 // 2 + 8 * (101 * 899 + 101 * 102 // 2) + 1]
+    assert pairs[0] / pairs[1] > 3.4  # with one token of padding
+    sent = [sum(found[i][2] for found in every) for i in range(2)]
+    assert sent[0] / sent[1] == pytest.approx(8000 / 1708, rel=0.01)
+    most = max(found[1][1] for found in every)
+    assert most < 1.01 * pairs[1] / 4  # striped rows are balanced under a tree as well
+
+
+def refused(do):
+    with pytest.raises(RefusedError) as caught:
+        do()
+    return str(caught.value)
+
+
+def _refusals(rank, size):
+    logging.getLogger("burst_mcore").setLevel("ERROR")
+    mesh, kinds = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)), {}
+    rows, labelled, weights = turns()
+    batch = fold(rows, labelled, weights).batch
+    for name, kind in {
+        "plain": {},
+        "chunked": {"kind": "Llama4Text", "attention_chunk_size": 512, "interleave_moe_layer_step": 5},
+        "hybrid": {"kind": "Lfm2", "layer_types": ["conv", "full_attention"]},
+    }.items():
+        model = model_of(**kind)
+        kinds[name] = model, parallelize(model, mesh, reduction="mean")
+    model, cp = kinds["plain"]
+    other = fold([*rows, torch.arange(3, 9)] if rank else rows).batch
+    part = cp.deal(batch)
+    striped = parallelize(model_of(), mesh, config={"layout": "striped"}, reduction="mean")
+    from transformers import DynamicCache
+
+    def lost():
+        model(**{**part, "tree": batch["tree"] if rank else part["tree"]})
+
+    return [
+        *(
+            refused(lambda name=name: kinds[name][0](**kinds[name][1].deal(batch)))
+            for name in ("chunked", "hybrid")
+        ),
+        refused(lambda: model(**{**part, "past_key_values": DynamicCache(), "use_cache": True})),
+        refused(lambda: model(**batch)),
+        refused(lambda: model(**striped.deal(batch))),
+        refused(lambda: cp.deal(other)),
+        refused(lambda: cp.deal({**batch, "tree": batch["tree"][:-2]})),
+        refused(lambda: cp.deal({name: x for name, x in batch.items() if name != "shift_labels"})),
+        refused(lost),
+    ]
+
+
+def test_what_does_not_know_branches_is_refused_by_name_on_all_ranks():
+    want = [
+        "refused (tree): attention in chunks does not know",
+        "refused (tree): Lfm2ShortConv would carry a state",
+        "refused (tree): a cache does not know its branches",
+        "refused (layout): layout zigzag deals 118 tokens over 2 ranks",
+        "refused (tree): position_ids of the whole row",
+        "refused (batch): the ranks of a sequence group were given different whole batches",
+        "refused (tree): ",
+        "refused (tree): it needs shift_labels",
+        "refused (tree): ranks of a sequence group have different trees",
+    ]
+    for errors in processes(2, _refusals):
+        for text, error in zip(want, errors, strict=True):
+            assert error.startswith(text), error
+            assert "\n" not in error
