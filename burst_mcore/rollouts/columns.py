@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from burst_mcore.digest import digest
 from burst_mcore.mask import Mask
 from burst_mcore.recurrent.bound import mixers_of
-from burst_mcore.rollouts.trees import depths, nodes_of, tree_mask
+from burst_mcore.rollouts.trees import depths, nodes_of
 
 TREE, WEIGHTS = "tree", "label_weights"
 IGNORED = -100
@@ -37,10 +37,6 @@ class Columns:
         """A number, not negative, by which ranks compare their trees; 0 for none."""
         return 0 if self.tree is None else int(digest(self.tree.cpu())[1:], 16)
 
-    def mask(self, window: Mask) -> Mask | None:
-        """Return the mask of a layer with this window; None without a tree."""
-        return None if self.tree is None else tree_mask(self.tree, window)
-
     def loss(self, logits: Any, *_: Any, **given: Any) -> Tensor:
         """Return the weighted losses of labels over num_items_in_batch; arguments as in transformers."""
         assert self.weights is not None
@@ -53,11 +49,10 @@ class Columns:
         """Return why a forward does not know the branches of the tree. beside: (name, is there) of others."""
         if self.tree is None:
             return None
-        for mixer in mixers_of(model).values():
-            return f"{type(mixer).__name__} would carry a state from one branch into the next: use rows apart"
-        configs = [getattr(module, "config", None) for module in model.modules()]
+        there = [type(mixer).__name__ for mixer in mixers_of(model).values()]
+        configs = (getattr(module, "config", None) for module in model.modules())
         chunks = any(getattr(config, "attention_chunk_size", None) for config in configs)
-        there = [name for name, is_there in (("attention in chunks", chunks), *beside) if is_there]
+        there += [name for name, is_there in (("attention in chunks", chunks), *beside) if is_there]
         return f"{there[0]} does not know its branches: use rows apart" if there else None
 
     def why_not_its_depths(self, positions: Tensor) -> str | None:

@@ -17,7 +17,6 @@ from torch import Tensor
 from burst_mcore.mask import Mask
 from burst_mcore.rollouts.columns import IGNORED, TREE, WEIGHTS
 
-Tokens = Sequence[int] | Tensor
 Numbers = Sequence[float] | Tensor
 
 
@@ -49,7 +48,7 @@ class Folded:
 
 
 def fold(
-    rollouts: Sequence[Tokens],
+    rollouts: Sequence[Numbers],
     labelled: Sequence[Numbers] | None = None,
     weights: Sequence[float | Numbers] | None = None,
     *,
@@ -94,8 +93,8 @@ def fold(
         factor_of[before] += factor[1:][count[1:]]
         where[i, : len(row)], of_rollouts[i, : len(row) - 1] = place, count[1:]
     batch = {"input_ids": ids, "position_ids": positions, "shift_labels": labels, WEIGHTS: factor_of}
-    rest = {TREE: tree, "num_items_in_batch": of_rollouts.sum().clamp(min=1)}
-    return Folded({**{name: x[None] for name, x in batch.items()}, **rest}, where, of_rollouts)
+    of_row = {TREE: tree, "num_items_in_batch": of_rollouts.sum().clamp(min=1)}
+    return Folded({name: x[None] for name, x in batch.items()} | of_row, where, of_rollouts)
 
 
 def _packed(keys: list[Tensor]) -> tuple[list[Tensor], Tensor]:
@@ -138,7 +137,7 @@ def _along_paths(parents: Sequence[int], *of_nodes: list[Tensor]) -> list[list[T
     return [[torch.cat([values[node] for node in path]) for path in leaves] for values in of_nodes]
 
 
-def _tokens(i: int, values: Tokens) -> Tensor:
+def _tokens(i: int, values: Numbers) -> Tensor:
     ids = torch.as_tensor(values).detach().cpu()
     if ids.dim() != 1 or (len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool)):
         raise ValueError(f"rollout {i} must be token ids in one dim, got {ids.dtype} {tuple(ids.shape)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ def in_tree(model: nn.Module, packed_seq_params: Any, tree: Tensor) -> Iterator[
             return table[0][places.to(table[0].device)], *table[1:]
         return table[places.to(table.device)]
 
-    setattr(packed_seq_params, TREE, tree)
+    setattr(packed_seq_params, TREE, cache(partial(tree_mask, tree)))  # of a window, for all layers
     with ExitStack() as stack:
         for module in model.modules():
             if type(module).__name__ in ROTARY:
@@ -46,8 +47,8 @@ def in_tree(model: nn.Module, packed_seq_params: Any, tree: Tensor) -> Iterator[
 
 def mask_of_call(packed_seq_params: Any, mask: Mask, window: Mask) -> Mask:
     """Return the mask of a layer's call: `mask`, or that of its tree with the layer's window."""
-    tree = getattr(packed_seq_params, TREE, None)
-    return mask if tree is None else tree_mask(tree, window)
+    of_tree = getattr(packed_seq_params, TREE, None)
+    return mask if of_tree is None else of_tree(window)
 
 
 def _knows_branches(name: str, module: nn.Module) -> bool:

@@ -14,25 +14,29 @@ from burst_mcore.mask import Mask
 from burst_mcore.mask.bands import tightened
 from burst_mcore.mask.terms import Ranges, Window
 
-FULL = Mask.full()
+
+class _Disjoint(Ranges):
+    def bands(self, n: int) -> Tensor:
+        return self.slices  # no pair is in two of them
 
 
-def tree_mask(tree: Tensor, window: Mask = FULL) -> Mask:
+def tree_mask(tree: Tensor, window: Mask | None = None) -> Mask:
     """Return the mask of a layer over a row with a tree.
 
     Args:
         tree: parents and lengths of the nodes.
-        window: Mask.full(), or the layer's window. It counts tokens along a rollout, not along the row.
+        window: the layer's, if it has one. It counts tokens along a rollout, not along the row.
 
     Raises:
         ValueError: a tree that is not legal: see `Mask.tree`.
     """
     mask = Mask.tree(*nodes_of(tree))
-    left = next((term.left for term in window.terms if isinstance(term, Window)), None)
+    terms = () if window is None else window.terms
+    left = next((term.left for term in terms if isinstance(term, Window)), None)
     if left is None or left > int(depths(tree).max()):
         return mask
     slices = torch.tensor(_slices(tree, left))
-    return Mask((Ranges(digest(slices), tightened(slices), slices[:, :4]),))
+    return Mask((_Disjoint(digest(slices), tightened(slices), slices[:, :4]),))
 
 
 def depths(tree: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from models import VOCAB, Case, build
+from models import MLA, VOCAB, Case, build, needs_019
 from ranks import processes
 from test_packed import WINDOW
 
@@ -94,3 +94,37 @@ def test_rollouts_as_a_tree(size, case):
         torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-6)
         for name, gradient in gradients.items():
             torch.testing.assert_close(found[name], gradient, rtol=2e-5, atol=2e-6), name
+
+
+def refused(rank, size):
+    cpu.enable()
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    tree = fold(*rollouts()).batch[TREE]
+    n = int(tree.view(2, -1)[1].sum())
+    cases = {
+        "other attention": (Case(attention="default"), n),
+        "latent": (Case(fields=MLA), n),
+        "several documents": (Case(), n - 1),
+        "served": (Case(), n),
+    }
+    found = {}
+    for name, (case, tokens) in cases.items():
+        try:
+            with in_tree(build(case), params_of(tokens), tree):
+                found[name] = "served"
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+@needs_019
+def test_models_that_do_not_know_branches_are_refused_in_one_line():
+    (found,) = processes(1, refused)
+    core = "decoder.layers.0.self_attention.core_attention"
+    assert found["other attention"] == f"{core} (DotProductAttention) does not know the branches of a tree"
+    assert "does not know the branches of a tree" in found["latent"] and "\n" not in found["latent"]
+    assert found["several documents"] == "cu_seqlens_q must be of the whole row, [0, 59], got [0, 58]"
+    assert found["served"] == "served"

@@ -229,7 +229,7 @@ def _refusals(rank, size):
 def test_what_does_not_know_branches_is_refused_by_name_on_all_ranks():
     want = [
         "refused (tree): attention in chunks does not know",
-        "refused (tree): Lfm2ShortConv would carry a state",
+        "refused (tree): Lfm2ShortConv does not know its branches",
         "refused (tree): a cache does not know its branches",
         "refused (layout): layout zigzag deals 118 tokens over 2 ranks",
         "refused (tree): position_ids of the whole row",

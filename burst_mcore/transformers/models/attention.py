@@ -25,6 +25,7 @@ from burst_mcore.layout import positions
 from burst_mcore.mask import Mask
 from burst_mcore.recurrent.bound import Mixing
 from burst_mcore.rollouts.columns import Columns
+from burst_mcore.rollouts.trees import tree_mask
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.llama4 import tempered
 
@@ -63,8 +64,8 @@ class Sequence:
         seen, every = Mask.causal(), self.ends
         if window is not None and window < self.tokens:
             seen = Mask.window(window - 1, 0)
-        if (of_tree := self.columns.mask(seen)) is not None:
-            return (of_tree,)
+        if self.columns.tree is not None:
+            return (tree_mask(self.columns.tree, seen),)
         if chunk is not None and chunk < self.tokens:
             seen = seen if every else seen & Mask.chunked(chunk)
             every = tuple(_in_chunks(ends, chunk) for ends in every)
