@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from messages import with_messages
 from predictions import page
 from step_errors import judged, ranges, table
 from volume import of_columns, of_ring, of_rows, through_nic
@@ -70,12 +71,17 @@ def _planning() -> str:
     )
 
 
+def _messages() -> str:
+    return with_messages((DOCS / "messages.md").read_text())
+
+
 WRITERS: dict[str, Callable[[], str]] = {
     "attention.md": _attention,
     "megatron.md": _megatron,
     "topology.md": _topology,
     "deepspeed-section.md": reference,
     "planning.md": _planning,
+    "messages.md": _messages,
     "predictions.md": lambda: page(PUBLIC),
     f"../burst_plan/step/{TABLE}": lambda: table(PUBLIC),
 }

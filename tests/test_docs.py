@@ -1,8 +1,10 @@
 """README and docs are run: every python block, every command and every link that they name."""
 
+import ast
 import re
 import runpy
 import shlex
+from fnmatch import fnmatch
 from pathlib import Path
 
 import forked
@@ -208,9 +210,50 @@ def test_tables_of_settings_are_made_from_the_configuration():
 def test_tables_are_as_the_code_writes_them(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     pages = runpy.run_path(str(ROOT / "docs" / "tables.py"))["pages"]()
-    assert len(pages) == 7
+    assert len(pages) == 8
     for name, text in pages.items():
         assert (ROOT / "docs" / name).read_text() == text, f"make tables: {name} is not as the code says"
+
+
+def test_every_error_has_an_entry(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import messages
+
+    page = (ROOT / "docs" / "messages.md").read_text()
+    globs = messages.globs_of(page)
+    files = messages.messages()
+    assert len(files) > 100 and sum(map(len, files.values())) > 500
+    for path, texts in files.items():
+        matching = [glob for glob in globs if fnmatch(path, glob)]
+        assert len(matching) == 1, (
+            f"errors of {path} belong to {matching or 'no section'} of docs/messages.md"
+        )
+        for text in texts:
+            assert f"* {messages.shown(text)}\n" in page, f"make tables: no entry for {text!r} of {path}"
+    for glob in globs:
+        assert any(fnmatch(path, glob) for path in files), f"no error is of {glob}"
+
+
+def test_texts_of_errors_are_found(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import messages
+
+    source = """
+def check(x) -> str | None:
+    if x > 1:
+        raise ValueError(f"x is {x}, and must be "
+                         "at most 1")
+    if x > 0:
+        raise RefusedError("batch", "too large" if x else "too small")
+    gone = RuntimeError("the other rank " + name + " is gone")
+    return f"it takes no {x} of these"
+"""
+    assert list(messages._texts(ast.parse(source))) == [
+        "it takes no … of these",
+        "the other rank … is gone",
+        "x is …, and must be at most 1",
+        "refused (batch): too large",
+    ]
 
 
 def test_pictures_are_as_the_code_draws_them(monkeypatch):
