@@ -8,7 +8,6 @@ fragments   consecutive tokens of one document on one rank, and the chains that 
 programs    the actions of an exchange, its programs of all ranks, and their bytes
 scan        programs of the scan of affine maps, within nodes first, then between nodes
 halo        programs of the exchange of rows that a convolution reads
-verify      dry-runs the programs of all ranks
 maps        affine maps by a matrix or elementwise: composed, applied, and their gradients
 sequence    the sequence of which each rank has a shard, and how its ranks agree on an exchange
 exchange    runs programs; states and halos with their gradients

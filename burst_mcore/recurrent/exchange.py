@@ -65,12 +65,12 @@ class _Scan(torch.autograd.Function):
         ctx: Any, shards: Shards, states: States, many: int, anchor: Tensor, *maps: Tensor
     ) -> tuple[Tensor, ...]:
         decays, finals = iter(maps[:many]), iter(maps[many:])
-        own = {each: _Known() for each in shards.own if each.last}
-        for each, known in own.items():
-            if not each.fragment.ends:
-                known.decay = None if each.fragment.begins else next(decays)
-                known.final = next(finals)
-        held = {_span(each): Map(x.decay, x.final) for each, x in own.items() if x.final is not None}
+        own = [each for each in shards.own if each.last]
+        held = {
+            _span(each): Map(None if each.fragment.begins else next(decays), next(finals))
+            for each in own
+            if not each.fragment.ends
+        }
         played = _play_scan(shards, states, held, backward=False)
         starts = [played[Span(each.chain, 0, each.place)].state for each in own if not each.fragment.begins]
         ctx.shards, ctx.states, ctx.many, ctx.own = shards, states, many, tuple(own)
@@ -99,30 +99,15 @@ class _Scan(torch.autograd.Function):
         return None, None, None, gradients[-1], *of_decays, *behind.values()
 
 
-@dataclass
-class _Known:
-    """A and B of a fragment that is continued."""
-
-    decay: Tensor | None = None
-    final: Tensor | None = None
-
-
 def _span(each: Own, *, backward: bool = False) -> Span:
     place = each.last - each.place if backward else each.place
     return Span(each.chain, place, place + 1)
 
 
 def _play_scan(shards: Shards, states: States, held: dict[Span, Map], *, backward: bool) -> dict[Span, Map]:
-    """Run this rank's program of a scan; return the maps that it holds afterwards."""
-    program = shards.scan(backward=backward).programs[shards.topology.rank]
+    """Run this rank's program of a scan, and return all maps that the rank then holds."""
+    program, held = shards.scan(backward=backward).programs[shards.topology.rank], dict(held)
     signature = states.signature("backward" if backward else "forward")
-    with shards.exchanging(signature) as transport, torch.autocast(states.device.type, enabled=False):
-        return play(program, transport, states, held)
-
-
-def play(program: Program, transport: Transport, states: States, held: dict[Span, Map]) -> dict[Span, Map]:
-    """Carry out a program of a scan, and return all maps that the rank then holds."""
-    held = dict(held)
 
     def bundle(action: Send | Recv) -> Bundle:
         span = Span.of(action.buffer)
@@ -131,9 +116,10 @@ def play(program: Program, transport: Transport, states: States, held: dict[Span
         decay, state = held[span]
         return tuple(x.contiguous() for x in ((state,) if span.is_state else (state, decay)) if x is not None)
 
-    for action in _posted(program, transport, bundle):
-        assert isinstance(action, Compose)
-        held[action.span] = states.algebra.composed(held[action.later], held[action.earlier])
+    with shards.exchanging(signature) as transport, torch.autocast(states.device.type, enabled=False):
+        for action in _posted(program, transport, bundle):
+            assert isinstance(action, Compose)
+            held[action.span] = states.algebra.composed(held[action.later], held[action.earlier])
     return held
 
 

@@ -6,7 +6,6 @@ as a tensor that broadcasts to the state. Maps that start from a state of zero h
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 from torch import Tensor
@@ -19,20 +18,20 @@ class Map(NamedTuple):
     state: Tensor
 
 
-class Algebra(ABC):
-    """What A is."""
+class Algebra:
+    """What A is: a number a head, a row of the state, a channel or an entry, as gates decay."""
 
-    @abstractmethod
     def apply(self, decay: Tensor, state: Tensor) -> Tensor:
         """Return A S; of another A in place of the state, the product of both."""
+        return decay * state
 
-    @abstractmethod
     def turned(self, decay: Tensor) -> Tensor:
         """Return the A by which gradients of states go back."""
+        return decay
 
-    @abstractmethod
     def gradient(self, of_result: Tensor, state: Tensor, decay: Tensor) -> Tensor:
         """Return the gradient of A from the gradient of A S."""
+        return (of_result * state).sum_to_size(decay.shape)
 
     def composed(self, later: Map, earlier: Map) -> Map:
         """Return the map that is `earlier` and then `later`: (A2 A1, A2 B1 + B2)."""
@@ -54,17 +53,4 @@ class Matrix(Algebra):
         return of_result @ state.transpose(-1, -2)
 
 
-class Elementwise(Algebra):
-    """A is a number a head, a row of the state, a channel or an entry: gates that decay."""
-
-    def apply(self, decay: Tensor, state: Tensor) -> Tensor:
-        return decay * state
-
-    def turned(self, decay: Tensor) -> Tensor:
-        return decay
-
-    def gradient(self, of_result: Tensor, state: Tensor, decay: Tensor) -> Tensor:
-        return (of_result * state).sum_to_size(decay.shape)
-
-
-MATRIX, ELEMENTWISE = Matrix(), Elementwise()
+ELEMENTWISE, MATRIX = Algebra(), Matrix()

@@ -7,13 +7,11 @@ to 4 of chain 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from burst_mcore.attention.schedule.actions import Channel, Kind, Link, Recv, Send, Wait
 from burst_mcore.attention.schedule.route import grid
-from burst_mcore.rates import Rates
 
 
 class Span(NamedTuple):
@@ -85,14 +83,9 @@ class Exchange:
     intra: int
     """Ranks of a node."""
 
-    @property
-    def size(self) -> int:
-        """Ranks in all."""
-        return len(self.programs)
-
     def __str__(self) -> str:
         """Return a grid of step x rank: x<r receives from rank r, x>r sends, x=z*y composes."""
-        title = f"{self.title}; {self.size // self.intra} x {self.intra} ranks"
+        title = f"{self.title}; {len(self.programs) // self.intra} x {self.intra} ranks"
         lines = grid(self.programs)  # type: ignore[arg-type]  # the other actions print alike
         return "\n".join([title, *lines])
 
@@ -105,24 +98,3 @@ class Exchange:
         """Return the bytes that a rank receives in a scan, of states and of A of these sizes."""
         spans = [Span.of(action.buffer) for action in self.programs[rank] if isinstance(action, Recv)]
         return sum(state + decay * (not span.is_state) for span in spans)
-
-    def seconds(self, rates: Rates, *, state: int, decay: int) -> float:
-        """Return the time of a scan's messages at these rates, by the busiest rank of each step."""
-        total = 0.0
-        for step in sorted({action.step for program in self.programs for action in program}):
-            busiest = 0.0
-            for rank, program in enumerate(self.programs):
-                sends = [a for a in program if isinstance(a, Send) and a.step == step]
-                times = [
-                    (state + decay * (not Span.of(a.buffer).is_state))
-                    / rates.link(inter=a.peer // self.intra != rank // self.intra)
-                    for a in sends
-                ]
-                busiest = max(busiest, rates.latency + sum(times)) if times else busiest
-            total += busiest
-        return total
-
-
-def messages(program: Sequence[Action], step: int) -> list[Send | Recv]:
-    """Return the messages of a step, in the order in which they start."""
-    return [action for action in program if isinstance(action, (Send, Recv)) and action.step == step]

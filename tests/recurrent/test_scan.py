@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from verified import verify_scan
 
 from burst_mcore import Layout
 from burst_mcore.attention.schedule.actions import Recv, Send
-from burst_mcore.rates import Rates
 from burst_mcore.recurrent.fragments import chains
 from burst_mcore.recurrent.programs import Compose, Span
 from burst_mcore.recurrent.scan import scan, scan_of
-from burst_mcore.recurrent.verify import verify_scan
 
 STATE = 32 * 128 * 128 * 4
 """Bytes of a state of Qwen3.5's gated delta rule: 32 heads of 128 x 128 in float32; A has as many."""
@@ -118,15 +117,6 @@ def test_backward_is_the_scan_of_reversed_chains():
     exchange = scan(*dealt[:3], 2, dealt[3], backward=True)
     verify_scan(exchange, owners)
     assert all(a.channel.kind == "gradient" for p in exchange.programs for a in p if isinstance(a, Send))
-
-
-def test_the_time_of_a_scan_is_that_of_its_busiest_messages():
-    rates = Rates(intra=100.0, inter=10.0, compute=1.0, latency=2.0)
-    exchange = scan_of([[0, 1, 2, 3]], 4, 2)
-    # step 0: states within both nodes; 1: the state of node 0 to rank 3, between nodes; 2: back to rank 2
-    assert exchange.seconds(rates, state=20, decay=30) == pytest.approx(
-        (2 + 50 / 100) + (2 + 20 / 10) + (2 + 20 / 100)
-    )
 
 
 def test_names_of_spans_are_read_back():

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from burst_mcore.attention.schedule.actions import Recv, Send
-from burst_mcore.recurrent.programs import Compose, Exchange, Span, messages
+from burst_mcore.recurrent.programs import Action, Compose, Exchange, Span
 
 
 def verify_scan(exchange: Exchange, owners: Sequence[Sequence[int]]) -> None:
@@ -58,6 +58,11 @@ def _deliver(exchange: Exchange, step: int, holds: list[set[Span]]) -> None:
     left = [f"{source}>{target}" for (source, target), wire in wires.items() if wire]
     if left:
         raise ValueError(f"step {step}: messages {', '.join(left)} are received by nobody")
+
+
+def messages(program: Sequence[Action], step: int) -> list[Send | Recv]:
+    """Return the messages of a step, in the order in which they start."""
+    return [action for action in program if isinstance(action, (Send, Recv)) and action.step == step]
 
 
 def _compose(rank: int, action: Compose, holds: set[Span]) -> None:
