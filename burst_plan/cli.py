@@ -166,6 +166,7 @@ def draw(
         Path | None, typer.Option(help="The picture of the mask; default mask.png, beside the other picture.")
     ] = None,
     kernel: Annotated[str, typer.Option(help="Kernel to show tiles for; auto is the CPU's.")] = "auto",
+    scan: Annotated[bool, typer.Option(help="The scan of a delta rule's states instead, as a grid.")] = False,
 ) -> None:
     """Draw one pass: its schedule as a step x rank grid, its timeline as picture and trace, its mask.
 
@@ -200,6 +201,9 @@ def draw(
             dtype=dtype,
         )
         where, rates = ranks_and_rates(cluster, rates_file, intra_gb, inter_gb, tflops, latency_us, gpu)
+        if scan:
+            typer.echo(predict.scanned(problem, where, pass_, layout))
+            return
         for path in (out, trace, mask_out):
             path.parent.mkdir(parents=True, exist_ok=True)
         check_writable(out, trace, mask_out)

@@ -27,11 +27,12 @@ from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.machines import Machine, machine
 from burst_mcore.rates import Rates
+from burst_mcore.recurrent.scan import scan
 from burst_plan.explain.least import Share, least
 from burst_plan.explain.pairs import unevenness
 from burst_plan.explain.problem import DTYPES, LayerProblem
 from burst_plan.explain.verify import verify
-from burst_plan.tables import table
+from burst_plan.tables import cut, table
 from burst_plan.words import document_ends, gpu, in_words
 
 MOST_RANKS = 16384
@@ -291,6 +292,17 @@ def draw(
         _sent(drawn, sizes, ranks.intra),
         _sent(schedule(route, pass_), sizes, ranks.intra),
     )
+
+
+def scanned(problem: LayerProblem, ranks: Ranks, pass_: Pass, layout: str) -> str:
+    """Return the scan of a delta rule's states over the documents of a mask, as a grid, and its bytes."""
+    dealt, ends = layout_of(layout, problem, ranks), problem.seen.document_ends
+    documents = () if ends is None else tuple(ends.tolist())
+    where, backward = (problem.seq, ranks.size, ranks.intra, documents), pass_ != Pass.FORWARD
+    exchange = scan(dealt, *where, backward=backward)
+    state = 4 * problem.heads * problem.head_dim**2
+    most = max(exchange.received(rank, state=state, decay=state) for rank in range(ranks.size))
+    return f"{cut(str(exchange))}\n\na state has {_short(state)}; the busiest rank receives {_short(most)}"
 
 
 def exposed(drawing: Drawing, most: int = 5) -> str:

@@ -143,6 +143,17 @@ def test_draw_says_what_is_wrong(arguments, words, tmp_path, monkeypatch):
     assert not list(Path(tmp_path).glob("*.json"))
 
 
+def test_draw_shows_the_scan_of_the_page_and_of_documents():
+    page = (Path(__file__).parents[2] / "docs" / "hybrids.md").read_text()
+    picture = page.split("```text\n")[1].split("```")[0]
+    words = "draw --scan --cluster 2x2 --layout contiguous --direction forward --seq 4K".split()
+    done = CliRunner().invoke(app, words)
+    assert done.output == f"{picture}\na state has 0.5243 MB; the busiest rank receives 1.573 MB\n"
+    apart = CliRunner().invoke(app, [*words, "--mask", "causal & documents:2K,2K"]).output
+    assert "0[0:1]>1" in apart and "1[0:1]>3" in apart and "0[0:2]" not in apart
+    assert "striped deals neighbouring tokens" in CliRunner().invoke(app, [*words, "--layout=striped"]).output
+
+
 def test_explain_shows_all_ways_the_choice_and_why():
     done = CliRunner().invoke(
         app, ["explain", *"--heads 32 --kv-heads 8 --seq 1M --cluster 4x8 --ring double".split()]
