@@ -12,7 +12,6 @@ maps        affine maps by a matrix or elementwise: composed, applied, and their
 sequence    the sequence of which each rank has a shard, and how its ranks agree on an exchange
 exchange    runs programs; states and halos with their gradients
 kernels     what a recurrence needs of a kernel, and adapters to kernels by their signatures
-reference   recurrences in plain torch, token by token: the specification
 api         recurrence and convolution, the public functions
 bound       token-mixing functions of transformers' models, bound to shards
 """

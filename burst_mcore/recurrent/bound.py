@@ -11,20 +11,22 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
+from burst_mcore.recurrent import kernels
 from burst_mcore.recurrent.api import convolution, recurrence
 from burst_mcore.recurrent.fragments import Ends, fragments
-from burst_mcore.recurrent.kernels import Recurrence, Tensors, delta_rule, mamba2
 from burst_mcore.recurrent.sequence import Shards
 
 Function = Callable[..., Any]
@@ -32,13 +34,17 @@ Rows = tuple[Shards, ...]
 """The sequences of a forward: one of all rows, or one a row."""
 
 CONVOLUTION, DELTA, KIMI = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
-MAMBA2, FUSED = "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"
+MAMBA1, MAMBA2 = "mamba_selective_scan", "mamba2_chunk_scan"
+FUSED = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined")
 MASK, MASKED = "create_recurrent_attention_mask", "apply_mask_to_padding_states"
 _KINDS = {
-    "Qwen3NextGatedDeltaNet Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet OlmoHybridGatedDeltaNet": DELTA,
-    "KimiLinearDeltaAttention": KIMI,
-    "Mamba2Mixer BambaMixer GraniteMoeHybridMambaLayer FalconH1Mixer NemotronHMamba2Mixer": MAMBA2,
-    "Lfm2ShortConv Lfm2MoeShortConv": "",
+    "Qwen3NextGatedDeltaNet Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet OlmoHybridGatedDeltaNet "
+    "LaraMiniGatedDeltaNet": DELTA,
+    "KimiLinearDeltaAttention BailingHybridDeltaAttention": KIMI,
+    "Mamba2Mixer BambaMixer GraniteMoeHybridMambaLayer FalconH1Mixer NemotronHMamba2Mixer "
+    "Zamba2MambaMixer": MAMBA2,
+    "MambaMixer FalconMambaMixer JambaMambaMixer ZambaMambaMixer": MAMBA1,
+    "Lfm2ShortConv Lfm2MoeShortConv Lfm3ShortConv": "",
 }
 MIXERS = {
     name: (CONVOLUTION, *([rule] if rule else [])) for names, rule in _KINDS.items() for name in names.split()
@@ -67,10 +73,18 @@ def mixers_of(model: nn.Module) -> dict[str, nn.Module]:
     return {path: module for path, module in model.named_modules() if type(module).__name__ in MIXERS}
 
 
-def missing_calls(model: nn.Module, mixed: Iterable[Mixing]) -> list[str]:
+def awaits_mask(model: nn.Module) -> bool:
+    """Return whether a model hands its attention_mask to its mixers as it comes (Mamba, Falcon Mamba)."""
+    modules = {type(mixer).__module__ for mixer in mixers_of(model).values()}
+    return any({MASK, MASKED} & {*vars(sys.modules[module])} == {MASKED} for module in modules)
+
+
+def missing_calls(model: nn.Module, mixing: Mixing) -> list[str]:
     """Return the functions that a forward called less often than the model's mixers should have."""
-    came = sum((each.calls for each in mixed), Counter[str]())
-    wanted = Counter(name for mixer in mixers_of(model).values() for name in MIXERS[type(mixer).__name__])
+    came, wanted = mixing.calls, Counter[str]()
+    for mixer in mixers_of(model).values():
+        wanted.update(MIXERS[type(mixer).__name__])
+        wanted[MAMBA1] += getattr(mixer, "n_mamba_heads", 1) - 1  # Zamba scans each head apart
     return [
         f"{name}, called {came[name]} times instead of {n}" for name, n in wanted.items() if came[name] != n
     ]
@@ -91,16 +105,23 @@ def bind(model: nn.Module, mixing: Callable[[], Mixing | None]) -> None:
 
     mixing: called when a forward makes the padding mask of its mixers; None leaves the forward as it was.
     """
-    for module in {type(mixer).__module__ for mixer in mixers_of(model).values()}:
-        names = vars(sys.modules[module])
-        for name in {*_BOUND, MASK, MASKED} & {*names}:
-            original = names[name]
-            if not hasattr(original, "replaces"):
-                names[name] = wraps(original)(_bound(name, original, mixing))
-                names[name].replaces = original
+    for mixer in {type(mixer) for mixer in mixers_of(model).values()}:
+        module = sys.modules[mixer.__module__]
+        for name in {*_BOUND, MASK, MASKED} & {*vars(module)}:
+            _replace(module, name, partial(_bound, name, mixing))
+        if mixer.__name__ in _WITHIN:
+            _replace(mixer, "forward", partial(_within, _WITHIN[mixer.__name__]))
 
 
-def _bound(name: str, original: Function, mixing: Callable[[], Mixing | None]) -> Function:
+def _replace(owner: Any, name: str, bound: Callable[[Function], Function]) -> None:
+    original = getattr(owner, name)
+    if not hasattr(original, "replaces"):
+        ours = wraps(original)(bound(original))
+        ours.replaces = original  # type: ignore[attr-defined]
+        setattr(owner, name, ours)
+
+
+def _bound(name: str, mixing: Callable[[], Mixing | None], original: Function) -> Function:
     if name == MASK:
         return lambda *args, **kwargs: mixing() or original(*args, **kwargs)
     if name == MASKED:
@@ -165,7 +186,7 @@ def _delta(
 ) -> tuple[Tensor, None]:
     """fla's chunk_gated_delta_rule and chunk_kda."""
     _refuse_cache(initial_state, output_final_state)
-    kernel = delta_rule(original, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    kernel = kernels.delta_rule(original, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     return _recurrence(kernel, rows, (query, key, value, g, beta)), None
 
 
@@ -191,7 +212,7 @@ def _mamba2(
     _refuse_cache(initial_states, return_final_states)
     if z is not None:
         raise ValueError("a gate z within Mamba 2's scan is not served over shards: gate its outputs")
-    kernel = mamba2(
+    kernel = kernels.mamba2(
         original,
         A,
         dt_bias=dt_bias,
@@ -203,6 +224,24 @@ def _mamba2(
     return _recurrence(kernel, rows, (hidden_states, dt, B, C))
 
 
+def _mamba1(
+    original: Function,
+    rows: Rows,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    z: Tensor | None = None,
+    return_last_state: bool = False,
+    **options: Any,
+) -> Tensor:
+    """mamba-ssm's selective_scan_fn."""
+    _refuse_cache(None, return_last_state)
+    out = _recurrence(kernels.mamba1(original, A, **options), rows, (hidden_states, dt, B, C))
+    return out if z is None else out * silu(z)
+
+
 def _fused(original: Function, rows: Rows, *args: Any, **kwargs: Any) -> None:
     """Return None, at which a mixer goes on by the functions that are bound."""
 
@@ -212,15 +251,70 @@ _BOUND: dict[str, Function] = {
     DELTA: _delta,
     KIMI: _delta,
     MAMBA2: _mamba2,
-    FUSED: _fused,
+    MAMBA1: _mamba1,
+    **dict.fromkeys(FUSED, _fused),
 }
 
 
-def _recurrence(kernel: Recurrence, rows: Rows, tensors: Tensors) -> Tensor:
+def _within(mixing_of: Function, original: Function) -> Function:
+    """Return the forward of a mixer that has its recurrence within, and not in a function."""
+
+    def forward(mixer: Any, *args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.get("attention_mask")
+        mixing = mask if isinstance(mask, Mixing) else getattr(mask, "mixing", None)
+        if mixing is None:
+            return original(mixer, *args, **kwargs)
+        mixing.calls[type(mixer).__name__] += 1
+        with mixing_of(mixer, mixing.rows):
+            return original(mixer, *args, **kwargs)
+
+    disabled: Function = torch.compiler.disable(forward)
+    return disabled
+
+
+@contextmanager
+def _lightning(mixer: Any, rows: Rows) -> Iterator[None]:
+    """MiniMax's lightning attention, from its activation to its norm; the loop between runs for nothing."""
+    mixed: list[Tensor] = []
+
+    def mix(_: nn.Module, __: Any, qkv: Tensor) -> Tensor:
+        q, k, v = qkv.unflatten(-1, (mixer.num_attention_heads, -1)).chunk(3, -1)
+        gate = -mixer.slope_rate.flatten().expand(q.shape[:3])
+        mixed.append(_recurrence(kernels.gated(kernels.linear_attention), rows, (q, k, v, gate)).flatten(2))
+        return qkv.detach()
+
+    behind = mixer.norm.register_forward_pre_hook(lambda *_: mixed.pop())
+    with mixer.act_fn.register_forward_hook(mix), behind:
+        yield
+
+
+@contextmanager
+def _griffin(mixer: Any, rows: Rows) -> Iterator[None]:
+    """RecurrentGemma's convolution and scan."""
+
+    def convolve(conv: nn.Conv1d, args: tuple[Tensor], _: Any) -> Tensor:
+        return _convolution(lambda x, **_: conv.forward(x)[..., : x.shape[-1]], rows, *args, conv.weight)
+
+    def scan(hidden_states: Tensor, recurrent_gate: Tensor, **_: Any) -> tuple[Tensor, None]:
+        return _recurrence(kernels.elementwise(), rows, (hidden_states, recurrent_gate)), None
+
+    mixer.rg_lru._rnn_scan = scan
+    try:
+        with mixer.conv_1d.register_forward_hook(convolve):
+            yield
+    finally:
+        del mixer.rg_lru._rnn_scan
+
+
+_WITHIN = {"MiniMaxLightningAttention": _lightning, "RecurrentGemmaRecurrentBlock": _griffin}
+MIXERS |= {name: (name,) for name in _WITHIN}
+
+
+def _recurrence(kernel: kernels.Recurrence, rows: Rows, tensors: kernels.Tensors) -> Tensor:
     return torch.cat([recurrence(kernel, x, shards) for shards, x in _split(rows, tensors)])
 
 
-def _split(rows: Rows, tensors: Sequence[Tensor]) -> Iterator[tuple[Shards, Tensors]]:
+def _split(rows: Rows, tensors: Sequence[Tensor]) -> Iterator[tuple[Shards, kernels.Tensors]]:
     """Yield each sequence with its rows of the tensors."""
     for row, shards in enumerate(rows):
         yield shards, tuple(x if len(rows) == 1 else x[row : row + 1] for x in tensors)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import pad, softplus
 
 from burst_mcore.dtypes import wide
 from burst_mcore.recurrent.maps import ELEMENTWISE, MATRIX, Algebra
@@ -83,7 +83,8 @@ def gated(rule: Callable[..., Any], **options: Any) -> Recurrence:
     """
 
     def run(x: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, final = rule(*x, initial_state=state, output_final_state=True, **options)
+        with torch.autocast(x[0].device.type, enabled=False):
+            out, final = rule(*x, initial_state=state, output_final_state=True, **options)
         return out, final
 
     def decay(x: Tensors) -> Tensor:
@@ -98,6 +99,55 @@ def gated(rule: Callable[..., Any], **options: Any) -> Recurrence:
         return v.shape[0], v.shape[2], k.shape[-1], v.shape[-1]
 
     return Recurrence("gated linear attention", ELEMENTWISE, run, decay, state_shape, decay_shape, like=2)
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    chunk: int = 256,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """fla's chunk_simple_gla in plain torch: S_t = exp(g_t) S_(t-1) + k_t v_t^T, out_t = q_t S_t."""
+    dtype, outs, state = wide(v.dtype), [], initial_state
+    if state is None:
+        state = v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1], dtype=dtype)
+    for part in zip(*(x.to(dtype).transpose(1, 2).split(chunk, 2) for x in (q, k, v, g)), strict=True):
+        queries, keys, values, gates = part
+        past = gates.cumsum(-1)[..., None]
+        seen = queries @ keys.mT * (past - past.mT).tril().exp().tril()
+        outs.append(seen @ values + queries * past.exp() @ state)
+        last = past[..., -1:, :]
+        state = state * last.exp() + (keys * (last - past).exp()).mT @ values
+    return torch.cat(outs, 2).transpose(1, 2).to(v.dtype), state
+
+
+def elementwise() -> Recurrence:
+    """Return the recurrence of a linear unit (RG-LRU), h_t = a_t h_(t-1) + x_t, by a scan in plain torch.
+
+    Its tensors are x and a [B, S, E]; the state is [B, E].
+    """
+
+    def run(tensors: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        h, a = (x.to(wide(x.dtype)) for x in tensors)
+        reach = 1
+        while reach < h.shape[1]:  # each token goes on from the one `reach` before it
+            h = h + a * pad(h, (0, 0, reach, 0))[:, :-reach]
+            a = a * pad(a, (0, 0, reach, 0), value=1.0)[:, :-reach]
+            reach *= 2
+        h = h if state is None else h + a * state[:, None]
+        return h.to(tensors[0].dtype), h[:, -1]
+
+    def decay(tensors: Tensors) -> Tensor:
+        return tensors[1].to(wide(tensors[1].dtype)).prod(1)
+
+    def shape(tensors: Tensors) -> Shape:
+        return tensors[0].shape[0], tensors[0].shape[2]
+
+    return Recurrence("linear unit", ELEMENTWISE, run, decay, shape, shape, like=0)
 
 
 def mamba2(
@@ -125,8 +175,7 @@ def mamba2(
         return out, final
 
     def decay(x: Tensors) -> Tensor:
-        dt = x[1] if dt_bias is None else x[1] + dt_bias.to(x[1].dtype)
-        dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+        dt = _steps(x[1], dt_bias, dt_softplus).clamp(*dt_limit)
         total = dt.to(wide(dt.dtype)).sum(1)
         return (total * A.to(total.dtype)).exp()[..., None, None]
 
@@ -138,3 +187,55 @@ def mamba2(
         return (*state_shape(x)[:2], 1, 1)
 
     return Recurrence("Mamba 2", ELEMENTWISE, run, decay, state_shape, decay_shape, like=0)
+
+
+def mamba1(
+    scan: Callable[..., Any],
+    A: Tensor,
+    *,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    **options: Any,
+) -> Recurrence:
+    """Return the recurrence of Mamba 1, by the signature of mamba-ssm's selective_scan_fn.
+
+    Its tensors are u, dt [B, E, S], B and C [B, N, S]. State and decays are [B, E, N].
+    The kernel takes no state, and its last state has no gradient. So N tokens before the others write the
+    state, a column each, and N tokens behind them read one each: their outputs are the state, in float32.
+
+    scan: called as scan(u, dt, A, B, C, **options), without a gate z.
+    """
+    bias, columns = None if delta_bias is None else delta_bias[:, None], A.shape[-1]
+
+    def run(x: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        u, dt, B, C = (y.to(wide(y.dtype)) for y in x)
+        eye = torch.eye(columns, dtype=B.dtype, device=B.device).expand(len(B), -1, -1)
+        none = u.new_zeros(state_shape(x))
+        parts = [(u, _steps(dt, bias, delta_softplus), B, C), (none, none, eye, eye)]
+        if state is not None:
+            later = torch.arange(
+                columns - 1, -1, -1, device=A.device
+            )  # columns decay while these are written
+            parts.insert(0, (state / _SHORT * (-A * _SHORT * later).exp(), none + _SHORT, eye, eye))
+        u, dt, B, C = (torch.cat(part, -1) for part in zip(*parts, strict=True))
+        with torch.autocast(u.device.type, enabled=False):
+            out = scan(u, dt, A, B, C, **options)[..., -x[0].shape[-1] - columns :]
+        return out[..., :-columns].to(x[0].dtype), out[..., -columns:]
+
+    def decay(x: Tensors) -> Tensor:
+        total = _steps(x[1].to(wide(x[1].dtype)), bias, delta_softplus).sum(-1, keepdim=True)
+        return (total * A.to(total.dtype)).exp()
+
+    def state_shape(x: Tensors) -> Shape:
+        return (*x[0].shape[:2], columns)
+
+    return Recurrence("Mamba 1", ELEMENTWISE, run, decay, state_shape, state_shape, like=0, dim=2)
+
+
+_SHORT = 2.0**-20
+"""The step of a token that writes a column of a state: one that no other column decays by."""
+
+
+def _steps(dt: Tensor, bias: Tensor | None, positive: bool) -> Tensor:
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    return softplus(dt) if positive else dt

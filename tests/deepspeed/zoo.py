@@ -75,6 +75,7 @@ LATENT = {"num_key_value_heads": 4, "head_dim": 4}
 PARTICULAR: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "deepseek_v3", "longcat_flash", "minicpm3", "sarvam_mla", "youtu"), LATENT),
     "kimi_linear": {**LATENT, "num_experts_per_tok": 2},
+    "bailing_hybrid": {**LATENT, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     **{name: {"rotary_dim": 4} for name in ("codegen", "gptj")},
     "glm4_moe_lite": LATENT,
     "deepseek_v2": {**LATENT, "num_experts_per_tok": 2, "topk_method": "greedy"},
@@ -92,6 +93,9 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    **{name: {"layers_block_type": ["linear_attention", "hybrid"]} for name in ("zamba", "zamba2")},
     "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"]},
     "cohere_compass_text": {"rope_parameters": {
         kind: {"rope_type": "default", "rope_theta": 10000.0}

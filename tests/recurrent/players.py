@@ -52,7 +52,7 @@ def sharded(function, tensors, gradient, everyone, dim: int = 1):
         how = {"rank": r, "size": len(everyone), "layout": shards.layout}
         own = tuple(shard(x, dim, **how).detach().requires_grad_() for x in tensors)
         out = function(own, shards)
-        return out, *torch.autograd.grad(out, own, shard(gradient, dim, **how))
+        return out, *torch.autograd.grad(out, own, shard(gradient, dim, **how), materialize_grads=True)
 
     parts = zip(*threads(len(everyone), rank), strict=True)
     whole = [unshard([x.detach() for x in part], dim, layout=everyone[0].layout) for part in parts]
@@ -70,7 +70,7 @@ def alone(function, tensors, gradient, ends, dim: int = 1):
         if stop > start
     ]
     out = torch.cat(outs, dim)
-    return [out.detach(), *torch.autograd.grad(out, own, gradient)]
+    return [out.detach(), *torch.autograd.grad(out, own, gradient, materialize_grads=True)]
 
 
 def error(found, want) -> float:

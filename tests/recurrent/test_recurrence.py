@@ -8,13 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from masks import random_layout
+from plain import delta_rule as plain_delta_rule
+from plain import gated_linear_attention, selective_scan
 from players import alone, error, played, sharded
 from ranks import processes
 from torch.nn.functional import conv1d, normalize, pad, softplus
 
 from burst_mcore import Layout, Topology, shard
-from burst_mcore.recurrent import Shards, convolution, recurrence, reference
-from burst_mcore.recurrent.kernels import delta_rule, gated, mamba2
+from burst_mcore.recurrent import Shards, convolution, recurrence
+from burst_mcore.recurrent.kernels import delta_rule, elementwise, gated, linear_attention, mamba1, mamba2
 
 N, H, K, V = 48, 2, 3, 5
 
@@ -32,8 +34,12 @@ def tensors(name, n=N, dtype=torch.float64, seed=0):
         "a gate of a head": (q, k, v, gate),
         "a gate of each row": (q, k, v, rows),
         "Mamba 2": (v, torch.randn(2, n, H), torch.randn(2, n, 1, K), torch.randn(2, n, 1, K)),
+        "linear attention in chunks": (q, k, v, gate),
+        "a linear unit": (v.flatten(2), torch.rand(2, n, H * V)),
+        "Mamba 1": tuple(torch.randn(2, rows, n) for rows in (V, V, K, K)),
     }[name]
-    return tuple(x.to(dtype) for x in given), torch.randn(2, n, H, V).to(dtype)
+    found = tuple(x.to(dtype) for x in given)
+    return found, torch.randn_like(found[RULES[name].like])
 
 
 A, D, BIAS = -torch.rand(H) - 0.1, torch.randn(H), torch.randn(H)
@@ -45,16 +51,25 @@ def chunk_scan(x, dt, A, B, C, *, D, dt_bias, dt_softplus, dt_limit, initial_sta
     dt = softplus(dt + dt_bias.to(dt)).clamp(*dt_limit)
     k, q = (y.expand(-1, -1, x.shape[2], -1) * 1 for y in (B, C))
     state = None if initial_states is None else initial_states.transpose(-1, -2)
-    out, final = reference.gated_linear_attention(q, k, x * dt[..., None], dt * A.to(dt), initial_state=state)
+    out, final = gated_linear_attention(q, k, x * dt[..., None], dt * A.to(dt), initial_state=state)
     return out + D.to(x)[:, None] * x, final.transpose(-1, -2)
 
 
 RULES = {
-    "delta rule": delta_rule(reference.delta_rule),
-    "Kimi's delta rule": delta_rule(reference.delta_rule),
-    "a gate of a head": gated(reference.gated_linear_attention),
-    "a gate of each row": gated(reference.gated_linear_attention),
+    "delta rule": delta_rule(plain_delta_rule),
+    "Kimi's delta rule": delta_rule(plain_delta_rule),
+    "a gate of a head": gated(gated_linear_attention),
+    "a gate of each row": gated(gated_linear_attention),
     "Mamba 2": mamba2(chunk_scan, A, D=D, dt_bias=BIAS, dt_softplus=True, dt_limit=(0.01, 2.0)),
+    "linear attention in chunks": gated(linear_attention, chunk=5),
+    "a linear unit": elementwise(),
+    "Mamba 1": mamba1(
+        selective_scan,
+        -torch.arange(1.0, K + 1).expand(V, K),
+        D=torch.arange(V) - 1.0,
+        delta_bias=torch.arange(V) / V,
+        delta_softplus=True,
+    ),
 }
 
 
@@ -64,8 +79,8 @@ def whole(rule, x, shards):
 
 def compared(name, layout, n, size, ends=(), intra=0, dtype=torch.float64):
     rule, (x, gradient) = RULES[name], tensors(name, n, dtype)
-    found = sharded(partial(whole, rule), x, gradient, played(layout, n, size, ends, intra))
-    return error(found, alone(lambda own: rule.run(own, None)[0], x, gradient, ends or (0, n)))
+    found = sharded(partial(whole, rule), x, gradient, played(layout, n, size, ends, intra), rule.dim)
+    return error(found, alone(lambda own: rule.run(own, None)[0], x, gradient, ends or (0, n), rule.dim))
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -73,6 +88,30 @@ def compared(name, layout, n, size, ends=(), intra=0, dtype=torch.float64):
 @pytest.mark.parametrize("ends", [(), (0, 5, 6, 29, N)])
 def test_every_recurrence_in_float64(name, layout, ends):
     assert compared(name, layout, N, 4, ends, 2) < 1e-11
+
+
+def test_linear_attention_in_chunks_is_that_of_its_tokens():
+    x, _ = tensors("linear attention in chunks")
+    pairs = [RULES[name].run(x, None) for name in ("linear attention in chunks", "a gate of a head")]
+    assert error(*pairs) < 1e-12
+
+
+def test_a_linear_unit_is_that_of_its_tokens():
+    (x, a), state = tensors("a linear unit")[0], torch.randn(2, H * V).double()
+    h, final = elementwise().run((x, a), state)
+    for t in range(N):
+        state = a[:, t] * state + x[:, t]
+        assert error((h[:, t],), (state,)) < 1e-12
+    assert torch.equal(final, h[:, -1])
+
+
+@pytest.mark.parametrize("name", ["linear attention in chunks", "a linear unit", "Mamba 1"])
+def test_states_are_in_float32_also_under_autocast(name):
+    rule, x = RULES[name], tensors(name, dtype=torch.bfloat16)[0]
+    want = rule.run(tuple(each.float() for each in x), None)[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        out, state = rule.run(x, None)
+    assert out.dtype == torch.bfloat16 and state.dtype == torch.float32 and error((state,), (want,)) < 1e-6
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any, NoReturn
 
@@ -51,8 +52,13 @@ class Sequence:
     """The tree of the row's shared prefixes, and weights of labels."""
     reached: set[nn.Module] = field(default_factory=set, compare=False, repr=False)
     """The attention modules that attended here in this forward."""
-    mixed: list[Mixing] = field(default_factory=list, compare=False, repr=False)
-    """What the model got for the masks of its recurrences and convolutions."""
+
+    @cached_property
+    def mixing(self) -> Mixing | None:
+        """What stands for the mask of recurrences and convolutions; None for a whole document a row."""
+        if self.topology.size == 1 and not self.ends:
+            return None
+        return Mixing.of(self.topology, self.config, self.tokens, self.ends)
 
     def masks(self, window: int | None, chunk: int | None = None) -> tuple[Mask, ...]:
         """By row, or one for all rows: causal, in documents, window and chunks.
@@ -94,6 +100,11 @@ class LayerMask:
     window: int | None
     offset: int = 0
     """Tokens in the cache before the first query."""
+
+    @property
+    def mixing(self) -> Mixing | None:
+        """What stands for the mask of a recurrence that gets this one."""
+        return self.sequence.mixing
 
     def __getitem__(self, key: Any) -> LayerMask:
         """Itself, where all of it is asked for: some models slice their masks by what keeps everything."""
@@ -177,16 +188,6 @@ def mask_of(
     if ("causal", 0) not in kinds:
         raise RefusedError("mask", "the model asks for attention that is not causal")
     return LayerMask(sequence, sequence.masks(window, chunk), window, int(q_offset))
-
-
-def mixing() -> Mixing | None:
-    """Return what stands for the mask of a model's recurrences; None for whole sequences of one document."""
-    sequence = current()
-    if sequence is None or (sequence.topology.size == 1 and not sequence.ends):
-        return None
-    made = Mixing.of(sequence.topology, sequence.config, sequence.tokens, sequence.ends)
-    sequence.mixed.append(made)
-    return made
 
 
 _SIZED = ("window", "chunk")

@@ -18,7 +18,7 @@ from burst_mcore.agreement import Collective
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import unshard
-from burst_mcore.recurrent.bound import missing_calls, mixers_of
+from burst_mcore.recurrent.bound import awaits_mask, missing_calls, mixers_of
 from burst_mcore.rollouts.columns import TREE, Columns
 from burst_mcore.transformers.data.batches import IGNORED, digest_of_batch, documents, prepared
 from burst_mcore.transformers.data.loader import shard_of_whole_batch
@@ -87,13 +87,14 @@ class SequenceParallel:
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         finish: Finish = _unchanged
         whole = self.group is not None and arguments.get("shift_labels") is None
+        prompt = whole and arguments.get("use_cache") and mixers_of(self.model)  # MiniMax makes its cache
         if arguments.get(TREE) is not None:
             sequence, arguments, finish = self._sharded(arguments)
         elif whole and asks_for_fused_head(arguments):
             sequence, arguments, finish = self._dealt_here(arguments)
         elif self.evaluates_whole and not self.model.training and arguments.get("shift_labels") is None:
             sequence = self._alone(arguments)
-        elif cache_name(arguments) is not None:
+        elif prompt or cache_name(arguments) is not None:
             sequence, arguments, finish = self._generating(arguments)
         elif whole and self.deals:
             sequence, arguments, finish = self._dealt_here(arguments)
@@ -101,6 +102,8 @@ class SequenceParallel:
             sequence, arguments, finish = self._sharded(arguments)
         stack = ExitStack()
         stack.enter_context(running(sequence))
+        if awaits_mask(self.model):
+            arguments["attention_mask"] = sequence.mixing or arguments.get("attention_mask")
         if sequence.topology.size > 1:
             tokens = _tokens(arguments)
             stack.enter_context(own_draws(sequence.topology.rank, tokens.device))
@@ -179,8 +182,8 @@ class SequenceParallel:
             for path, m in attention_modules(self.model).items()
             if m not in sequence.reached
         ]
-        if sequence.topology.size > 1 or sequence.ends:
-            others += missing_calls(self.model, sequence.mixed)
+        if sequence.mixing is not None:
+            others += missing_calls(self.model, sequence.mixing)
         if others or not (sequence.reached or mixers_of(self.model)):
             raise RefusedError(
                 "model",
@@ -383,9 +386,9 @@ def _tokens(arguments: dict[str, Any]) -> Any:
 
 
 def _cached(arguments: dict[str, Any]) -> int:
-    """Return how many tokens the cache of a forward holds."""
+    """Return how many tokens the cache of a forward holds; a cache of states alone counts none."""
     name = cache_name(arguments)
-    return 0 if name is None else int(arguments[name].get_seq_length())
+    return 0 if name is None or all(arguments[name].is_linear) else int(arguments[name].get_seq_length())
 
 
 def _packed(ends: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from burst_mcore.recurrent.bound import MIXERS, bind, mixers_of
 from burst_mcore.transformers.errors import RefusedError, refuse
-from burst_mcore.transformers.models.attention import NAME, current, mixing, register
+from burst_mcore.transformers.models.attention import NAME, current, register
 
 LAYERS: dict[str, Callable[[nn.Module], None] | None] = {
     "full_attention": None,
@@ -20,15 +20,16 @@ LAYERS: dict[str, Callable[[nn.Module], None] | None] = {
     "chunked_attention": None,
     "mlp": None,
     "moe": None,
-    **dict.fromkeys(("linear_attention", "mamba", "hybrid", "conv"), lambda model: bind(model, mixing)),
+    **dict.fromkeys(
+        ("linear_attention", "mamba", "hybrid", "conv"),
+        lambda model: bind(model, lambda: made.mixing if (made := current()) else None),
+    ),
 }
 """Kinds of layers (config.layer_types) that are served, with what binds a model's layers of a kind to shards.
 None: transformers' attention interface does, or the layers mix no tokens. Others: beside `mixers_of`."""
 KINDS = {
-    **dict.fromkeys(
-        ("linear_attention", "mamba", "recurrent"), "a state runs along the sequence, by functions not served"
-    ),
-    "hybrid": "a state runs along the sequence beside attention",
+    "linear_attention": "a state runs along the sequence, by functions not served",
+    "hybrid": "attention beside states or convolutions that are not served",
     "conv": "neighbouring tokens are mixed",
     "indexed_attention": "attention to keys that an indexer picks",
     "minimax_m3_sparse": "attention to blocks of keys that an indexer picks",

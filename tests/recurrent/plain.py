@@ -1,4 +1,4 @@
-"""Recurrences in plain torch, token by token, in any dtype: the specification of what kernels compute."""
+"""Recurrences in plain torch, token by token, in any dtype: what kernels compute."""
 
 from __future__ import annotations
 
@@ -46,6 +46,16 @@ def gated_linear_attention(
         state = state * _row(g[:, t]).exp() + k[:, t, :, :, None] * v[:, t, :, None]
         outs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
     return torch.stack(outs, 1), state
+
+
+def selective_scan(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor) -> Tensor:
+    """S_t = exp(dt_t A) S_(t-1) + dt_t u_t B_t^T; out_t = S_t C_t + D u_t: mamba-ssm's, without a state."""
+    state, outs = u.new_zeros(*u.shape[:2], A.shape[-1]), []
+    for t in range(u.shape[-1]):
+        step = dt[..., t, None]
+        state = state * (step * A.to(u)).exp() + step * u[..., t, None] * B[:, None, :, t]
+        outs.append((state @ C[:, :, t, None])[..., 0])
+    return torch.stack(outs, -1) + D.to(u)[:, None] * u
 
 
 def _state(k: Tensor, v: Tensor, initial: Tensor | None) -> Tensor:
