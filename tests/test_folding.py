@@ -178,6 +178,27 @@ def test_a_tree_that_is_given_says_what_is_shared():
     assert fold(paths).tokens == 9  # by comparison two nodes begin with the same token
 
 
+@pytest.mark.parametrize(
+    ("rollouts", "tokens"),
+    [
+        ([[1, 2, 3]] * 4, 3),  # identical
+        ([[1, 2, 3], [1, 2], [1]], 3),  # beginnings of another
+        ([[1, 2], [2, 1], [3]], 5),  # nothing is shared
+        ([[1, 2], [1, 3]], 4),  # a first token without the label behind it
+        ([[1, 2, 3], [1, 2, 4], [5, 6], [5, 7, 8], [5]], 10),  # two groups
+        ([[4]], 1),
+    ],
+)
+def test_rollouts_that_share_all_or_nothing(rollouts, tokens):
+    folded = fold(rollouts)
+    assert folded.tokens == tokens
+    for row, places in zip(rollouts, folded.places, strict=True):
+        assert folded.batch["input_ids"][0, places[places >= 0]].tolist() == row
+    labels = sum(map(len, rollouts)) - len(rollouts)  # all tokens but the first ones
+    assert folded.batch[WEIGHTS].sum() == folded.labelled.sum() == labels
+    assert folded.batch["num_items_in_batch"] == max(1, labels)
+
+
 def test_what_unfolds_has_numbers_of_every_token_where_asked():
     folded = fold([[1, 2, 3], [1, 2, 4, 5]], [[0, 0, 1], [0, 0, 0, 1]])
     x = torch.arange(1.0, 8.0)[None, : folded.tokens]

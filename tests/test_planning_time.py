@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from itertools import pairwise
 from pathlib import Path
 
 import limits
@@ -26,6 +27,7 @@ from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.request import Options, validate
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, program
+from burst_mcore.rollouts import tree_mask
 
 RANKS, TOKENS = 64, 2**20
 
@@ -66,6 +68,29 @@ def _no_device(monkeypatch):
 def test_ten_thousand_documents_are_planned_within_two_seconds(layout):
     mask = _packed(10_000, seed=layout)
     start = time.process_time()
+    dealt = Layout.for_mask(mask, TOKENS, RANKS) if layout == "for_mask" else layout
+    call, _ = _planned(mask, dealt)()
+    _tiles(call)
+    assert time.process_time() - start < 2
+
+
+def _groups(nodes, seed):
+    """A tree of groups of rollouts: prompts, each with eight nodes below, in turns and branches."""
+    draw, parents, path = random.Random(seed), [], []
+    for node in range(nodes):
+        path = path[: draw.randint(1, len(path))] if node % 9 else []
+        parents.append(path[-1] if path else -1)
+        path.append(node)
+    cuts = [0, *sorted(draw.sample(range(1, TOKENS), nodes - 1)), TOKENS]
+    return torch.tensor([*parents, *(b - a for a, b in pairwise(cuts))])
+
+
+@pytest.mark.parametrize("window", [None, Mask.window(1023, 0)], ids=["whole", "window"])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", pytest.param("for_mask", marks=pytest.mark.slow)])
+def test_ten_thousand_nodes_of_trees_are_planned_within_two_seconds(layout, window):
+    tree = _groups(10_000, seed=layout)
+    start = time.process_time()
+    mask = tree_mask(tree, window)
     dealt = Layout.for_mask(mask, TOKENS, RANKS) if layout == "for_mask" else layout
     call, _ = _planned(mask, dealt)()
     _tiles(call)
@@ -188,7 +213,10 @@ def _terms(n):
     apart = Mask.documents([0, *cuts, n])
     slices = Mask.ranges([(0, n // 2), (n // 3, n)], [(0, n), (n // 4, n)], ["causal", "full"])
     blocks = Mask.blocks(torch.ones(8, 8).tril().bool(), -(-n // 8))
+    tree = torch.tensor([-1, 0, 1, 1, 0, -1, 5, 5, *torch.tensor([0, *cuts, n]).diff()])
     return {
+        "a tree": tree_mask(tree),
+        "a tree with a window": tree_mask(tree, Mask.window(100, 0)),
         "a window": Mask.window(100, 3),
         "all terms but a dilation": Mask.causal() & apart & slices & blocks,
         "no end": Mask.causal() & Mask.dilated(n, 2),
