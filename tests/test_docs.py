@@ -8,6 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import forked
+import limits
 import pytest
 
 from burst_mcore.attention.schedule.route import Route
@@ -60,6 +61,18 @@ def test_the_first_run_of_megatron_has_the_losses_of_one_process(tmp_path):
         losses.append([float(loss) for loss in re.findall(r"lm loss: ([\d.E+-]+)", printed)])
     assert len(losses[0]) == 10
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_shell_blocks_are_legal():
+    blocks = [
+        block
+        for page in PAGES
+        for block in re.findall(r"^```bash\n(.*?)^```$", page.read_text(), re.M | re.S)
+    ]
+    assert len(blocks) > 3
+    for block in blocks:
+        done = limits.run(["bash", "-n"], input=block)
+        assert done.returncode == 0, f"{block}\n{done.stderr}"
 
 
 def test_the_schedule_in_the_docs_is_the_one_that_prints():
