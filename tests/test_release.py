@@ -1,4 +1,4 @@
-"""The release: what the wheel and the sdist hold, that they run from an empty folder, extras, the cost of an import."""
+"""The release: what wheel and sdist hold, that they run from an empty folder, extras, an import's cost."""
 
 import os
 import re
