@@ -25,7 +25,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
 from burst_mcore.attention.numerics.latent import Latent
-from burst_mcore.wrap import wrap
+from burst_mcore.wrap import around, wrap
 
 
 def hand_over_latents() -> None:
@@ -44,24 +44,23 @@ def latent_of(key: Tensor, weight: Tensor, travels: str) -> Latent:
     return Latent(compressed[:, :, 0], rope_key, weight, travels)
 
 
-def _handing_over(original: Callable[..., Any]) -> Callable[..., Any]:
+_signature = functools.cache(inspect.signature)
+
+
+@around
+def _handing_over(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap the function of a layer that makes its query, key and value."""
-    signature = inspect.signature(original)
-
-    def made(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(self, *args, **kwargs).arguments
-        cached = any(given.get(name) is not None for name in ("inference_context", "inference_params"))
-        if cached or getattr(self.core_attention, "mla_latent", "off") == "off":
-            return original(self, *args, **kwargs)
-        with _taking_the_latent(self) as taken:
-            query, key, _, *others = original(self, *args, **kwargs)
-        (latent,) = taken
-        rope_key = key[..., :1, self.config.qk_head_dim :]
-        self.core_attention.up_weight = functools.partial(_weight, self)
-        key = torch.cat([latent.unsqueeze(-2), rope_key], -1)
-        return query, key, query[..., :0, :], *others
-
-    return made
+    given = _signature(original).bind(self, *args, **kwargs).arguments
+    cached = any(given.get(name) is not None for name in ("inference_context", "inference_params"))
+    if cached or getattr(self.core_attention, "mla_latent", "off") == "off":
+        return original(self, *args, **kwargs)
+    with _taking_the_latent(self) as taken:
+        query, key, _, *others = original(self, *args, **kwargs)
+    (latent,) = taken
+    rope_key = key[..., :1, self.config.qk_head_dim :]
+    self.core_attention.up_weight = functools.partial(_weight, self)
+    key = torch.cat([latent.unsqueeze(-2), rope_key], -1)
+    return query, key, query[..., :0, :], *others
 
 
 def _weight(layer: Any) -> Tensor:

@@ -222,15 +222,14 @@ def _sequence_dim(key: str) -> int:
     return 2 if key == "attention_mask" else 1
 
 
-def _choosing_positions(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _choosing_positions(
+    original: Callable[..., Tensor], pos_emb: Tensor, seq_dim: int, cp_group: Any
+) -> Tensor:
     """Megatron's choice of a rank's rows of the rotary embedding, by the layout in effect."""
-
-    def chosen(pos_emb: Tensor, seq_dim: int, cp_group: Any) -> Tensor:
-        if _in_effect.layout == ZIGZAG or cp_group is None:
-            return original(pos_emb, seq_dim, cp_group)  # type: ignore[no-any-return]
-        return _dealt(pos_emb, seq_dim, cp_group)
-
-    return chosen
+    if _in_effect.layout == ZIGZAG or cp_group is None:
+        return original(pos_emb, seq_dim, cp_group)
+    return _dealt(pos_emb, seq_dim, cp_group)
 
 
 def _choosing_positions_in_documents(original: Callable[..., Any]) -> Callable[..., Any]:

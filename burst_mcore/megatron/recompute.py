@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from burst_mcore.checkpointing import Full, Policy, recorded
-from burst_mcore.wrap import wrap_everywhere
+from burst_mcore.wrap import around, wrap_everywhere
 
 _in_effect: Policy = Full()
 
@@ -41,10 +41,7 @@ def use_recompute(policy: Policy) -> None:
     _in_effect = policy
 
 
-def _keeping(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _keeping(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Megatron's function, of a function whose attention is recorded."""
-
-    def keeping(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(recorded(function, _in_effect), *args, **kwargs)
-
-    return keeping
+    return checkpoint(recorded(function, _in_effect), *args, **kwargs)

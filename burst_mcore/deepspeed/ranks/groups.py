@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from functools import wraps
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+
+from burst_mcore.wrap import around, wrap
 
 
 class SequenceParallelUnit:
@@ -68,35 +70,26 @@ def take_means(engine: Any) -> None:
             part.sequence_parallel_size = 1
 
 
-def apart_from_other_engines() -> None:
-    """Make engines of our sequence groups take means, and keep plain engines apart from the groups. Once.
+@around
+def _with_its_own_mpu(own: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Wrap the constructor of engines: ours take means, and plain engines are kept apart from the groups.
 
     DeepSpeed keeps the last mpu for the whole process (`deepspeed.utils.groups.mpu`): a plain engine made
     after, such as a teacher's, would divide its gradients by too few ranks.
     """
-    from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.utils import groups
 
-    own = DeepSpeedEngine.__init__
-    if getattr(own, "burst_mcore", False):
-        return
-
-    @wraps(own)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807  # the constructor that it wraps
-        mpu = inspect.signature(own).bind(self, *args, **kwargs).arguments.get("mpu")
-        before = groups.mpu
-        if mpu is None and isinstance(before, SequenceParallelUnit):
-            groups.mpu = None
-        try:
-            own(self, *args, **kwargs)
-        finally:
-            if mpu is None:
-                groups.mpu = before
-        if isinstance(mpu, SequenceParallelUnit):  # also where Accelerate makes the engine
-            take_means(self)
-
-    __init__.burst_mcore = True  # type: ignore[attr-defined]
-    DeepSpeedEngine.__init__ = __init__
+    mpu = inspect.signature(own).bind(self, *args, **kwargs).arguments.get("mpu")
+    before = groups.mpu
+    if mpu is None and isinstance(before, SequenceParallelUnit):
+        groups.mpu = None
+    try:
+        own(self, *args, **kwargs)
+    finally:
+        if mpu is None:
+            groups.mpu = before
+    if isinstance(mpu, SequenceParallelUnit):  # also where Accelerate makes the engine
+        take_means(self)
 
 
 _UNITS: dict[int, tuple[Any, SequenceParallelUnit]] = {}
@@ -105,7 +98,9 @@ _UNITS: dict[int, tuple[Any, SequenceParallelUnit]] = {}
 
 def unit_of(size: int) -> SequenceParallelUnit:
     """Return the unit of `size` ranks a sequence, made once in a world. Collective over the world."""
-    apart_from_other_engines()
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    wrap(DeepSpeedEngine, "__init__", _with_its_own_mpu)
     world = dist.group.WORLD
     if size not in _UNITS or _UNITS[size][0] is not world:
         _UNITS[size] = world, SequenceParallelUnit(size)

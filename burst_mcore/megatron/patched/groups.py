@@ -96,46 +96,40 @@ def follow_groups() -> None:
             wrap(model, "build_schedule_plan", _of_the_group_as_built)
 
 
-def _of_one_group(forward: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _of_one_group(forward: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap the forward of an attention module: its core attention, and its model, must have its group."""
+    core, group = getattr(self, "core_attention", None), _group_of(self)
+    if not isinstance(core, Rebindable) or group is None:
+        return forward(self, *args, **kwargs)
+    for name, other in (("core attention", core.cp_group), ("model", _of_model or group)):
+        if other is not group and _ranks(other) != _ranks(group):
+            raise ValueError(
+                f"layer {core.layer_number}: the context-parallel group of the layer has ranks "
+                f"{_ranks(group)}, that of its {name} {_ranks(other)}: bind one group to all modules "
+                f"(pg_collection, and set_context_parallel_group of core attention)"
+            )
+    with _going_by(self, group):
+        return forward(self, *args, **kwargs)
 
-    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        core, group = getattr(self, "core_attention", None), _group_of(self)
-        if not isinstance(core, Rebindable) or group is None:
+
+@around
+def _of_its_group(forward: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap the forward of a language model: with burst attention, its positions go by the model's group."""
+    global _of_model
+    group, outer = _group_of(self), _of_model
+    is_new = group is not None and _is_bound_anew(self, group)
+    if is_new:
+        refuse_unknown_modules(self, group.size())
+        _refuse_kept_groups(self, group)
+    _of_model = group
+    try:
+        if not is_new:
             return forward(self, *args, **kwargs)
-        for name, other in (("core attention", core.cp_group), ("model", _of_model or group)):
-            if other is not group and _ranks(other) != _ranks(group):
-                raise ValueError(
-                    f"layer {core.layer_number}: the context-parallel group of the layer has ranks "
-                    f"{_ranks(group)}, that of its {name} {_ranks(other)}: bind one group to all modules "
-                    f"(pg_collection, and set_context_parallel_group of core attention)"
-                )
         with _going_by(self, group):
             return forward(self, *args, **kwargs)
-
-    return checked
-
-
-def _of_its_group(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the forward of a language model: with burst attention, its positions go by the model's group."""
-
-    def followed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        global _of_model
-        group, outer = _group_of(self), _of_model
-        is_new = group is not None and _is_bound_anew(self, group)
-        if is_new:
-            refuse_unknown_modules(self, group.size())
-            _refuse_kept_groups(self, group)
-        _of_model = group
-        try:
-            if not is_new:
-                return forward(self, *args, **kwargs)
-            with _going_by(self, group):
-                return forward(self, *args, **kwargs)
-        finally:
-            _of_model = outer
-
-    return followed
+    finally:
+        _of_model = outer
 
 
 @around

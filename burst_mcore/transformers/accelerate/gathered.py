@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -12,9 +11,11 @@ from torch import Tensor
 
 from burst_mcore.layout import unshard
 from burst_mcore.transformers.accelerate.loader import BurstSPDataLoaderAdapter, adapter_of
+from burst_mcore.wrap import around
 
 
-def gathering(own: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def gathering(own: Callable[..., Any], self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
     """Accelerator.gather_for_metrics, for loaders of shards as well.
 
     In evaluation all ranks of a sequence group report the same (a loss), or each its shard (predictions for
@@ -22,51 +23,38 @@ def gathering(own: Callable[..., Any]) -> Callable[..., Any]:
     Accelerate added to fill the last load are left out. In training everything is gathered: ranks report of
     their shards there, unless each has the whole batch.
     """
-
-    @wraps(own)
-    def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
-        loader = adapter_of(self.gradient_state.active_dataloader)
-        if loader is None:
-            return own(self, input_data, use_gather_object)
-        once = not loader.deals or _evaluates(self, loader)
-        if use_gather_object or not _is_of_tensors(input_data):
-            every: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(every, list(input_data))
-            if not once:
-                return [x for part in every for x in part]
-            leaders = enumerate(every[:: loader.size])
-            return [x for group, part in leaders for x in part[: loader.of_the_dataset(group, len(part))]]
+    loader = adapter_of(self.gradient_state.active_dataloader)
+    if loader is None:
+        return own(self, input_data, use_gather_object)
+    once = not loader.deals or _evaluates(self, loader)
+    if use_gather_object or not _is_of_tensors(input_data):
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, list(input_data))
         if not once:
-            return self.gather(input_data)
-        return _applied(lambda x: _of_leaders(x, loader), whole(input_data, loader))
+            return [x for part in every for x in part]
+        leaders = enumerate(every[:: loader.size])
+        return [x for group, part in leaders for x in part[: loader.of_the_dataset(group, len(part))]]
+    if not once:
+        return self.gather(input_data)
+    return _applied(lambda x: _of_leaders(x, loader), whole(input_data, loader))
 
-    return gather_for_metrics
 
-
-def gathering_all(own: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def gathering_all(own: Callable[..., Any], self: Any, tensor: Any) -> Any:
     """Accelerator.gather, also of an evaluation's last batches, which may have unequal numbers of rows."""
-
-    @wraps(own)
-    def gather(self: Any, tensor: Any) -> Any:
-        loader = adapter_of(self.gradient_state.active_dataloader)
-        if loader is None or not loader.last or not _evaluates(self, loader):
-            return own(self, tensor)
-        return _applied(lambda x: torch.cat(_of_ranks(x, loader)), tensor)
-
-    return gather
+    loader = adapter_of(self.gradient_state.active_dataloader)
+    if loader is None or not loader.last or not _evaluates(self, loader):
+        return own(self, tensor)
+    return _applied(lambda x: torch.cat(_of_ranks(x, loader)), tensor)
 
 
-def padding(own: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def padding(own: Callable[..., Any], self: Any, tensor: Any, dim: int = 0, *args: Any, **kwargs: Any) -> Any:
     """Accelerator.pad_across_processes, which puts the shards of an evaluation together before."""
-
-    @wraps(own)
-    def pad_across_processes(self: Any, tensor: Any, dim: int = 0, *args: Any, **kwargs: Any) -> Any:
-        loader = adapter_of(self.gradient_state.active_dataloader)
-        if loader is not None and dim == 1 and _evaluates(self, loader):
-            tensor = whole(tensor, loader)
-        return own(self, tensor, dim, *args, **kwargs)
-
-    return pad_across_processes
+    loader = adapter_of(self.gradient_state.active_dataloader)
+    if loader is not None and dim == 1 and _evaluates(self, loader):
+        tensor = whole(tensor, loader)
+    return own(self, tensor, dim, *args, **kwargs)
 
 
 def whole(x: Any, loader: BurstSPDataLoaderAdapter) -> Any:

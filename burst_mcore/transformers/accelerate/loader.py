@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -18,6 +17,7 @@ from burst_mcore.transformers.data.loader import ShardedLoader
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.sequence import SequenceParallel
 from burst_mcore.transformers.models.trl import has_fused_head
+from burst_mcore.wrap import around
 
 
 class Shard(dict[str, Any]):
@@ -266,16 +266,12 @@ def is_of_preferences(batch: Mapping[str, Any]) -> bool:
     return "completion_mask" in batch and "labels" not in batch and "shift_labels" not in batch
 
 
-def skipping(own: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+@around
+def skipping(own: Callable[[Any, int], Any], dataloader: Any, num_batches: int = 0) -> Any:
     """accelerate.skip_first_batches, which knows our adapter as well."""
-
-    @wraps(own)
-    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-        if isinstance(dataloader, BurstSPDataLoaderAdapter):
-            return dataloader.without(num_batches, own)
-        return own(dataloader, num_batches)
-
-    return skip_first_batches
+    if isinstance(dataloader, BurstSPDataLoaderAdapter):
+        return dataloader.without(num_batches, own)
+    return own(dataloader, num_batches)
 
 
 def _take_turns(loader: Any, size: int) -> Any:

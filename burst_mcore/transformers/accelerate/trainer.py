@@ -22,6 +22,7 @@ from burst_mcore.transformers.accelerate.loader import BurstSPDataLoaderAdapter,
 from burst_mcore.transformers.data.batches import IGNORED
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.prefill import CACHE_NAMES
+from burst_mcore.wrap import around
 
 AnyMethod = Callable[..., Any]
 SERVED = {
@@ -35,118 +36,105 @@ groups: list[Callable[[Any], dist.ProcessGroup | None]] = []
 """Of adapters whose places are replaced: each returns the ranks that share sequences under an Accelerator."""
 
 
-def counting_tokens(init: AnyMethod) -> AnyMethod:
+@around
+def counting_tokens(init: AnyMethod, self: Any, *args: Any, **kwargs: Any) -> None:
     """Trainer.__init__: losses are divided by the labels of all micro-batches, as without sequence groups.
 
     TRL's trainers are refused here, but for those whose losses are known.
     """
-
-    @wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807  # the method that it stands for
-        init(self, *args, **kwargs)
-        if _size(self) > 1:
-            _refuse_other_trainers(type(self))
-            self.model_accepts_loss_kwargs = True  # which the Trainer takes back for DeepSpeed's Ulysses
-
-    return __init__
+    init(self, *args, **kwargs)
+    if _size(self) > 1:
+        _refuse_other_trainers(type(self))
+        self.model_accepts_loss_kwargs = True  # which the Trainer takes back for DeepSpeed's Ulysses
 
 
-def labels_of_whole_sequences(count: AnyMethod) -> AnyMethod:
+@around
+def labels_of_whole_sequences(
+    count: AnyMethod, self: Any, batches: Sequence[Any], device: Any
+) -> Tensor | int | None:
     """Trainer._get_num_items_in_batch: how many labels the sequences have, of which a rank has shards.
 
     Over the accumulated micro-batches, and in training over all groups where the Trainer averages over
     devices. The loss of an evaluation is that of one process, however many groups there are.
     """
-
-    @wraps(count)
-    def _get_num_items_in_batch(self: Any, batches: Sequence[Any], device: Any) -> Tensor | int | None:
-        if _size(self) == 1:
-            found: Tensor | int | None = count(self, batches, device)
-            return found
-        if not batches or "shift_labels" not in batches[0]:
-            return None
-        number = sum((batch["shift_labels"] != IGNORED).sum() for batch in batches)
-        assert isinstance(number, Tensor)
-        everywhere = self.args.average_tokens_across_devices and self.model.training
-        dist.all_reduce(number, group=None if everywhere else _group(self))
-        return number.to(device)
-
-    return _get_num_items_in_batch
+    if _size(self) == 1:
+        found: Tensor | int | None = count(self, batches, device)
+        return found
+    if not batches or "shift_labels" not in batches[0]:
+        return None
+    number = sum((batch["shift_labels"] != IGNORED).sum() for batch in batches)
+    assert isinstance(number, Tensor)
+    everywhere = self.args.average_tokens_across_devices and self.model.training
+    dist.all_reduce(number, group=None if everywhere else _group(self))
+    return number.to(device)
 
 
-def inputs_of_whole_sequences(track: AnyMethod) -> AnyMethod:
+@around
+def inputs_of_whole_sequences(track: AnyMethod, self: Any, inputs: Any) -> None:
     """Trainer._track_num_input_tokens: the tokens of sequences, without the padding for the layout."""
-
-    @wraps(track)
-    def _track_num_input_tokens(self: Any, inputs: Any) -> None:
-        before = self.state.num_input_tokens_seen
-        track(self, inputs)
-        size, seen = _size(self), self.state.num_input_tokens_seen - before
-        if isinstance(inputs, Shard) and self.args.include_num_input_tokens_seen == "all":
-            every = self.accelerator.gather(torch.tensor(inputs.tokens, device=self.args.device))
-            seen = int(every[::size].sum())
-        elif not isinstance(inputs, Shard):  # each rank of a group has the whole batch
-            seen //= size
-        self.state.num_input_tokens_seen = before + seen
-
-    return _track_num_input_tokens
+    before = self.state.num_input_tokens_seen
+    track(self, inputs)
+    size, seen = _size(self), self.state.num_input_tokens_seen - before
+    if isinstance(inputs, Shard) and self.args.include_num_input_tokens_seen == "all":
+        every = self.accelerator.gather(torch.tensor(inputs.tokens, device=self.args.device))
+        seen = int(every[::size].sum())
+    elif not isinstance(inputs, Shard):  # each rank of a group has the whole batch
+        seen //= size
+    self.state.num_input_tokens_seen = before + seen
 
 
-def loss_of_whole_sequences(compute_loss: AnyMethod) -> AnyMethod:
+@around
+def loss_of_whole_sequences(
+    compute_loss: AnyMethod,
+    self: Any,
+    model: Any,
+    inputs: Any,
+    return_outputs: bool = False,
+    num_items_in_batch: Any = None,
+) -> Any:
     """Trainer.compute_loss: the loss that the model returns is the whole sequence's already.
 
     transformers 5.23 gathers the losses of shards once more, and the gradient of that is a sum, SP times too
     large.
     """
-
-    @wraps(compute_loss)
-    def of_whole_sequences(
-        self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        shards = "shift_labels" in inputs
-        if _size(self) == 1 or not (shards or self.model.training):
-            return compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
-        for name, own in (
-            ("label_smoothing_factor", self.label_smoother),
-            ("compute_loss_func", self.compute_loss_func),
-        ):
-            if own is not None:
-                raise RefusedError("loss", f"the Trainer's {name} is not served: the loss is the model's own")
-        if num_items_in_batch is not None and self.model.training:
-            # Without a label: no gradient. In evaluation the loss is NaN, which the Trainer leaves out.
-            num_items_in_batch = num_items_in_batch.clamp(min=1)
-        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
-        loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
-        averaged = self.model.training and self.args.average_tokens_across_devices
-        if num_items_in_batch is not None and averaged:
-            # The mean of gradients divides by the number of sequence groups.
-            loss = loss * (self.accelerator.num_processes // _size(self))
-        return (loss, outputs) if return_outputs else loss
-
-    return of_whole_sequences
+    shards = "shift_labels" in inputs
+    if _size(self) == 1 or not (shards or self.model.training):
+        return compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+    for name, own in (
+        ("label_smoothing_factor", self.label_smoother),
+        ("compute_loss_func", self.compute_loss_func),
+    ):
+        if own is not None:
+            raise RefusedError("loss", f"the Trainer's {name} is not served: the loss is the model's own")
+    if num_items_in_batch is not None and self.model.training:
+        # Without a label: no gradient. In evaluation the loss is NaN, which the Trainer leaves out.
+        num_items_in_batch = num_items_in_batch.clamp(min=1)
+    outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+    loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+    averaged = self.model.training and self.args.average_tokens_across_devices
+    if num_items_in_batch is not None and averaged:
+        # The mean of gradients divides by the number of sequence groups.
+        loss = loss * (self.accelerator.num_processes // _size(self))
+    return (loss, outputs) if return_outputs else loss
 
 
-def over_shards(evaluation_loop: AnyMethod) -> AnyMethod:
+@around
+def over_shards(evaluation_loop: AnyMethod, self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
     """Trainer.evaluation_loop: batches are dealt to the ranks of a sequence group, as in training."""
-
-    @wraps(evaluation_loop)
-    def dealt(self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        if _size(self) > 1 and not isinstance(dataloader, BurstSPDataLoaderAdapter):
-            asked = inspect.signature(evaluation_loop).bind(self, dataloader, *args, **kwargs).arguments
-            loss_only = asked.get("prediction_loss_only")
-            loss_only = self.args.prediction_loss_only if loss_only is None else loss_only
-            if not loss_only and not hasattr(self.prediction_step, "of_whole_sequences"):
-                raise RefusedError(
-                    "compute_metrics",
-                    f"{type(self).__name__} has a prediction_step of its own, which predicts for a shard: "
-                    "leave compute_metrics out, and do not predict",
-                )
-            group, device = _group(self), self.args.device
-            assert group is not None
-            dataloader = BurstSPDataLoaderAdapter(dataloader, group.rank(), group, group.size(), device)
-        return evaluation_loop(self, dataloader, *args, **kwargs)
-
-    return dealt
+    if _size(self) > 1 and not isinstance(dataloader, BurstSPDataLoaderAdapter):
+        asked = inspect.signature(evaluation_loop).bind(self, dataloader, *args, **kwargs).arguments
+        loss_only = asked.get("prediction_loss_only")
+        loss_only = self.args.prediction_loss_only if loss_only is None else loss_only
+        if not loss_only and not hasattr(self.prediction_step, "of_whole_sequences"):
+            raise RefusedError(
+                "compute_metrics",
+                f"{type(self).__name__} has a prediction_step of its own, which predicts for a shard: "
+                "leave compute_metrics out, and do not predict",
+            )
+        group, device = _group(self), self.args.device
+        assert group is not None
+        dataloader = BurstSPDataLoaderAdapter(dataloader, group.rank(), group, group.size(), device)
+    return evaluation_loop(self, dataloader, *args, **kwargs)
 
 
 def with_whole_outputs(prediction_step: AnyMethod) -> AnyMethod:
