@@ -27,16 +27,9 @@ def _order(c: Candidate) -> tuple[float, ...]:
     route = c.route
     plainness = c.family, c.ring == "flat"
     sent = c.inter_bytes, c.intra_bytes
-    return (*plainness, *sent, route.rings, route.heads, route.outer, _second(c), route.mirrored)
-
-
-def _second(candidate: Candidate) -> bool:
-    """Return whether the other direction is better where all else is equal.
-
-    Ties go to "query", the paper's choice, except on a ring of one: there "kv" can start before all of dO has
-    arrived.
-    """
-    return (candidate.direction == Pass.QUERY) == (candidate.route.positions == 1)
+    # On a ring of one "kv" can start before all of dO has arrived.
+    second = (c.direction == Pass.QUERY) == (route.positions == 1)
+    return (*plainness, *sent, route.rings, route.heads, route.outer, second, route.mirrored)
 
 
 def reason(chosen: Candidate, costed: Sequence[Candidate]) -> str:

@@ -196,7 +196,7 @@ def _traced(args: ForwardArgs) -> ForwardResults:
     topology, config = topology_of(args.options), options.config
     out = q.new_empty((*q.shape[:3], args.value_dim))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
-    record = records.packed_like(q, topology.size)
+    record = q.new_empty(2 + topology.size, dtype=torch.int64)  # as `records.pack` makes it
     if config.head_parallel == 1 and not args.saves:
         return ForwardResults(out, lse, [], record, [])
     with (

@@ -41,11 +41,6 @@ def pack(record: CallRecord, device: torch.device) -> Tensor:
     return packed
 
 
-def packed_like(q: Tensor, ranks: int) -> Tensor:
-    """Return a tensor of the shape and on the device of a packed record, for tracing."""
-    return q.new_empty(2 + ranks, dtype=torch.int64)
-
-
 def remember(packed: Tensor, record: CallRecord) -> None:
     """Let `packed` stand for a record, until its memory is freed."""
     if len(_BY_ADDRESS) >= MANY:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ class own_draws:  # noqa: N801  # a context manager, used like a function
     def __enter__(self) -> None:
         for generator in _generators(self._device):
             common = generator.get_state()
-            generator.manual_seed(_seed(common, self._place))
+            generator.manual_seed(int(digest(f"{digest(common)} at place {self._place}"), 16))
             self._states.append((generator, common, generator.get_state()))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -46,29 +47,20 @@ def _generators(device: torch.device) -> Iterator[torch.Generator]:
         yield torch.get_device_module(device).default_generators[device.index or 0]
 
 
-def _seed(state: torch.Tensor, place: int) -> int:
-    """Return a seed that follows from a generator's state and a place."""
-    return int(digest(f"{digest(state)} at place {place}"), 16)
-
-
-class noise_of_whole:  # noqa: N801  # a context manager, used like a function
+@contextmanager
+def noise_of_whole(model: nn.Module, share: float) -> Iterator[None]:
     """Make NEFTune's noise as strong as over the whole sequence, of which a rank has a share.
 
     transformers' hook of the embeddings divides `neftune_noise_alpha` by the root of the tokens that it sees:
     https://github.com/huggingface/transformers, src/transformers/integrations/neftune.py.
     """
-
-    def __init__(self, model: nn.Module, share: float) -> None:
-        self._embeddings = [module for module in model.modules() if _ALPHA in vars(module)]
-        self._root = math.sqrt(share)
-
-    def __enter__(self) -> None:
-        self._alphas = [vars(module)[_ALPHA] for module in self._embeddings]
-        for module, alpha in zip(self._embeddings, self._alphas, strict=True):
-            vars(module)[_ALPHA] = alpha * self._root
-
-    def __exit__(self, *_: object) -> None:
-        for module, alpha in zip(self._embeddings, self._alphas, strict=True):
+    alphas = {module: vars(module)[_ALPHA] for module in model.modules() if _ALPHA in vars(module)}
+    for module, alpha in alphas.items():
+        vars(module)[_ALPHA] = alpha * math.sqrt(share)
+    try:
+        yield
+    finally:
+        for module, alpha in alphas.items():
             vars(module)[_ALPHA] = alpha
 
 

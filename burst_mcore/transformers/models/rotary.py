@@ -16,15 +16,13 @@ from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.attention import current
 
 
-def attach_rotary(model: nn.Module) -> bool:
-    """Add the hooks, once. Return whether the model has such embeddings."""
-    modules = [module for module in model.modules() if depends_on_length(module)]
-    for module in modules:
-        if not getattr(module, "_burst_mcore_whole", False):
+def attach_rotary(model: nn.Module) -> None:
+    """Add the hooks, once."""
+    for module in model.modules():
+        if depends_on_length(module) and not getattr(module, "_burst_mcore_whole", False):
             module._burst_mcore_whole = True  # type: ignore[assignment]
             module.register_forward_pre_hook(_with_last, with_kwargs=True)
             module.register_forward_hook(_without_last)
-    return bool(modules)
 
 
 def depends_on_length(module: nn.Module) -> bool:
