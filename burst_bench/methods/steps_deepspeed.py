@@ -79,7 +79,7 @@ def _train(
         word = f"burst_mcore_bench_{name.split('(')[-1].strip(')')}"
         AttentionInterface.register(word, attention)
         model.set_attn_implementation(word)
-        sequence_of(engine.module).trust_attention()
+        sequence_of(engine.module).trusted = True
     (batch,) = shard_loader(iter([{"input_ids": case.sample}]), engine)
 
     def step() -> float:

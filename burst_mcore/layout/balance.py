@@ -151,7 +151,7 @@ def layout_for(mask: Mask, n: int, size: int, make: Callable[..., Any]) -> Any:
     for name, value, noun in (("n", n, "tokens"), ("size", size, "ranks")):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a number of {noun}, at least 1, got {brief(value)}")
-    enough = EVEN_WINDOW if mask.is_window else EVEN
+    enough = EVEN_WINDOW if mask.has_window and len(mask.terms) == 1 else EVEN
     weighed = []
     for fields in _candidates(mask, n, size):
         layout = make(**fields)

@@ -296,25 +296,20 @@ class Mask(Registered):
 
     @property
     def _is_empty(self) -> bool:
-        return any(isinstance(term, Images) and not len(term.ranges) for term in self.terms)
+        return any(isinstance(term, Ranges) and not len(term.ranges) for term in self.terms)
 
-    def _all_terms(self) -> Iterator[Term]:
+    def all_terms(self) -> Iterator[Term]:
         """Yield the terms of the mask, and of the masks that it unites."""
         for term in self.terms:
             yield term
             if isinstance(term, Union):
                 for part in term.parts:
-                    yield from part._all_terms()
+                    yield from part.all_terms()
 
     @property
     def has_window(self) -> bool:
         """Whether a window that ends on the left is among its terms."""
         return any(isinstance(term, Window) and term.left is not None for term in self.terms)
-
-    @property
-    def is_window(self) -> bool:
-        """Whether it is a window that ends on the left, and nothing else."""
-        return self.has_window and len(self.terms) == 1
 
     @cached_property
     def document_ends(self) -> Tensor | None:
@@ -343,7 +338,7 @@ class Mask(Registered):
             ValueError: documents or trees that do not end at n, block matrices of another size, ranges or
                 images beyond n, an image in several documents.
         """
-        terms = list(self._all_terms())
+        terms = list(self.all_terms())
         for term in terms:
             term.check(n)
         for packed in (term for term in terms if isinstance(term, Documents)):

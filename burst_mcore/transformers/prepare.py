@@ -20,7 +20,7 @@ from burst_mcore.transformers.errors import RefusedError, refuse
 from burst_mcore.transformers.models.checkpointing import attach_checkpointing
 from burst_mcore.transformers.models.rotary import attach_rotary, depends_on_length
 from burst_mcore.transformers.models.sequence import SequenceParallel
-from burst_mcore.transformers.models.served import checked_loss, position_table, use_burst
+from burst_mcore.transformers.models.served import checked_loss, position_table, types_of, use_burst
 from burst_mcore.transformers.models.trl import has_fused_head
 
 logger = logging.getLogger("burst_mcore")
@@ -62,7 +62,7 @@ def prepare_model(
     assert isinstance(sequence, SequenceParallel)
     sequence.topology, sequence.config = topology, config
     sequence.group = group if size > 1 else None
-    sequence.most_positions = position_table(model)
+    sequence.most_positions, sequence.types = position_table(model), types_of(model)
     sequence.dealing = _dealing(model, config)
     if dist.get_rank() == 0:
         groups = dist.get_world_size() // size
@@ -125,7 +125,8 @@ def _dealing(model: nn.Module, config: BurstConfig) -> dict[str, Any]:
     if any(map(depends_on_length, model.modules())):
         most = 0  # padding must not make the sequence look longer: its positions start again from 0
     pad_token_id = getattr(text, "pad_token_id", None) or 0
-    return {"layout": config.layout, "pad_token_id": pad_token_id, "max_positions": most}
+    types = types_of(model)
+    return {"layout": config.layout, "pad_token_id": pad_token_id, "max_positions": most, "types": types}
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -387,7 +387,6 @@ def test_masks_that_are_not_understood_are_refused():
             hf.chunked_overlay(4, torch.zeros(1)),  # not causal
             hf.sliding_window_bidirectional_overlay(4),
             hf.bidirectional_mask_function,
-            hf.or_masks(hf.causal_mask_function, hf.blockwise_overlay(torch.zeros(1, 8))),
             lambda b, h, q, k: k <= q,
         ):
             with pytest.raises(RefusedError, match="mask"):

@@ -26,15 +26,16 @@ def test_every_causal_lm_is_equal_or_refused():
 
 
 def test_a_few_of_each_kind():
-    equal = ("llama", "gemma4_text", "deepseek_v3", "qwen3", "qwen3_next", "lfm2", "mamba2", "jamba")
-    refused = ("doge", "inkling_text", "roberta", "gemma3", "minimax_m3_vl_text")
+    equal = ("llama", "gemma3", "gemma4", "gemma4_text", "deepseek_v3", "hrm_text", "qwen3")
+    equal += ("qwen3_next", "lfm2", "mamba2", "jamba")
+    refused = ("doge", "inkling_text", "roberta", "got_ocr2", "minimax_m3_vl_text")
     (found, _) = processes(2, outcomes, (*equal, *refused))
     assert {name: found[name][0] for name in equal} == dict.fromkeys(equal, "equal")
     assert {name: found[name][0] for name in refused} == dict.fromkeys(refused, "refused")
     assert "hybrid (attention beside states or convolutions that" in found["inkling_text"][1]
     assert "minimax_m3_sparse (attention to blocks" in found["minimax_m3_vl_text"][1]
     assert "a layer's mask as on a tensor" in found["doge"][1]
-    assert "vision_config" in found["gemma3"][1]
+    assert "vision_config" in found["got_ocr2"][1]
 
 
 KINDS = {

@@ -26,7 +26,7 @@ from burst_mcore.deepspeed.engine.initialize import prepare_for_engine
 from burst_mcore.deepspeed.ranks.groups import unit_of
 from burst_mcore.transformers.data.loader import ShardedLoader
 from burst_mcore.transformers.errors import RefusedError
-from burst_mcore.transformers.models.served import use_burst
+from burst_mcore.transformers.models.served import types_of, use_burst
 
 NAMES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 TOKENS, ROWS, VOCABULARY = 64, 2, 80
@@ -70,6 +70,8 @@ SIZES: dict[str, Any] = {
     "cross_attention_layers": [1],
 }  # fmt: skip
 """What configurations are given of the keys that they have; every key that drops something is 0."""
+TOWER = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+"""What the configuration of a vision tower is given."""
 LATENT = {"num_key_value_heads": 4, "head_dim": 4}
 """Multi-head latent attention: as many K/V heads as heads, and positions in a head's rotary part."""
 PARTICULAR: dict[str, dict[str, Any]] = {
@@ -79,7 +81,8 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     **{name: {"rotary_dim": 4} for name in ("codegen", "gptj")},
     "glm4_moe_lite": LATENT,
     "deepseek_v2": {**LATENT, "num_experts_per_tok": 2, "topk_method": "greedy"},
-    "gemma4": {"per_layer_config": None},
+    "gemma4": {"per_layer_config": None, "use_bidirectional_attention": "vision"},
+    **{name: {"per_layer_config": None} for name in ("gemma4_unified", "gemma4_unified_text")},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "gemma4_text": {"num_kv_shared_layers": 1, "num_hidden_layers": 4, "layer_types": [
@@ -105,6 +108,8 @@ PARTICULAR: dict[str, dict[str, Any]] = {
 """By name: what a configuration needs besides, to be built as small."""
 
 
+SEEING = ("gemma3",)
+"""Models with a vision tower, which are compared without pictures."""
 RANDOM = ("phimoe",)
 """Models whose experts are drawn at random in training: compared in evaluation."""
 
@@ -122,7 +127,8 @@ def config_of(name: str) -> Any:
     if text is own:
         return kind(**given)
     where = next(key for key, value in vars(own).items() if value is text)
-    return kind(**{where: {**text.to_dict(), **given}})
+    tower = {"vision_config": TOWER} if name in SEEING else {}
+    return kind(**{where: {**text.to_dict(), **given}, **tower})
 
 
 def _layers(config: Any) -> dict[str, Any]:
@@ -197,6 +203,7 @@ def _outcome(name: str, batch: dict[str, Any]) -> tuple[str, str]:
         use_burst(other, 2)
     except RefusedError as error:
         return "refused", str(error)
+    batch = batch | {name: blocks() for name in (types_of(model),) if name}
     try:
         want = model(**batch).loss
         want.backward()
@@ -210,6 +217,16 @@ def _outcome(name: str, batch: dict[str, Any]) -> tuple[str, str]:
         return "crashed", f"{type(error).__name__}: {str(error)[:300]}"
     loss, error = abs(found.item() / want.item() - 1), worst(other, model)
     return ("equal" if loss < 1e-4 and error < 2e-4 else "wrong"), f"loss {loss:.1e}, gradients {error:.1e}"
+
+
+def blocks() -> torch.Tensor:
+    """Types of tokens [rows, tokens], of which some models make their masks: those of two images, or of one.
+
+    Where the type means a prefix, the prefix of the first row has two parts.
+    """
+    types = torch.zeros(ROWS, TOKENS, dtype=torch.int64)
+    types[0, 3:21] = types[0, 25:34] = types[1, 30:61] = 1
+    return types
 
 
 def sharded(model: Any, batch: dict[str, Any], **section: Any) -> torch.Tensor:
@@ -275,7 +292,8 @@ def page(found: dict[str, tuple[str, str]]) -> str:
         f"The page covers all {len(found)} names of `AutoModelForCausalLM` in transformers {VERSION}.",
         "Each model is tiny, has random weights, and a layer of every kind that its code in transformers",
         "names. It runs in float32 on 2 rows of 64 tokens with unequal labels: on 2 processes that share",
-        "each sequence, and in one process with eager attention.",
+        "each sequence, and in one process with eager attention. Models that make their masks of types of",
+        "tokens get types: tokens of images, or of a prefix. Pictures are not served.",
         "",
         f"**Equal ({len(equal)}):** losses agree to 1e-4, every gradient to 2e-4 of its largest entry.",
         "",

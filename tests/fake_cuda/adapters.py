@@ -73,7 +73,7 @@ def _transformers(group: Any) -> Attend:
     from burst_mcore.transformers.models.attention import LayerMask, Sequence, attend
 
     sequence = Sequence(Topology.from_group(group), SETTINGS, TOKENS * group.size())
-    mask, module = LayerMask(sequence, sequence.masks(None), None), nn.Module()
+    mask, module = LayerMask(sequence, (Mask.causal(),), None), nn.Module()
     return lambda q, k, v: attend(module, *(x.transpose(1, 2) for x in (q, k, v)), mask)[0]
 
 

@@ -96,7 +96,12 @@ def _warn_of_left_out(names: tuple[str, ...]) -> None:
 
 
 def prepared(
-    batch: Mapping[str, Any], *, multiple: int, pad_token_id: int = 0, max_positions: int | None = None
+    batch: Mapping[str, Any],
+    *,
+    multiple: int,
+    pad_token_id: int = 0,
+    max_positions: int | None = None,
+    types: str | None = None,
 ) -> dict[str, Any]:
     """Return the whole sequence as it is dealt: input_ids, position_ids, shift_labels, and all other columns.
 
@@ -108,6 +113,8 @@ def prepared(
             themselves), or shift_labels.
         multiple: of which the number of tokens is made one, by padding at the end: the layout's divisor.
         max_positions: no position may be as high; padding that would go there starts again from 0.
+        types: the column of which the model makes its masks. In padding it is -1: no type, which sees no
+            later token, and is seen by no earlier one.
 
     Raises:
         RefusedError: shapes that do not fit, or a mask that is more than padding.
@@ -136,6 +143,8 @@ def prepared(
     }
     if TREE in whole:
         whole[TREE] = padded(whole[TREE], more)
+    if types in whole and is_dealt(batch[types], n):
+        whole[types] = pad(batch[types].masked_fill(~real, -1), (0, more), value=-1)
     beyond = positions[:, -1:] + torch.arange(1, more + 1)
     if more and (TREE in whole or (max_positions is not None and int(beyond.max()) >= max_positions)):
         beyond = torch.arange(more).expand(len(ids), -1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -57,26 +58,19 @@ class ShardedLoader:
         loader: Iterable[Any],
         *,
         group: dist.ProcessGroup | None,
-        layout: Layout | str = "zigzag",
         own: bool = False,
-        pad_token_id: int = 0,
-        max_positions: int | None = None,
         device: torch.device | str = "cpu",
+        **dealing: Any,
     ) -> None:
         self.loader, self.group, self.own, self.device = loader, group, own, device
         self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        self.deal_as(layout=layout, pad_token_id=pad_token_id, max_positions=max_positions)
+        self.deal_as(**dealing)
 
-    def deal_as(
-        self, *, layout: Layout | str = "zigzag", pad_token_id: int = 0, max_positions: int | None = None
-    ) -> None:
-        """Pad and deal batches so from the next epoch on; arguments as in the constructor."""
+    def deal_as(self, *, layout: Layout | str = "zigzag", **padding: Any) -> None:
+        """Pad and deal batches so from the next epoch on; `padding` as `prepared` has it."""
         self.layout = Layout.of(layout)
-        self._how: dict[str, Any] = {
-            "multiple": self.layout.divisor(self.size),
-            "pad_token_id": pad_token_id,
-            "max_positions": max_positions,
-        }
+        self._how = {"multiple": self.layout.divisor(self.size), **padding}
+        signature(prepared).bind({}, **self._how)  # a name that it does not have, at once
 
     def __len__(self) -> int:
         return len(self.loader) * (self.size if self.own else 1)  # type: ignore[arg-type]
@@ -215,21 +209,19 @@ def loader_for(
     """
     size = 1 if group is None else dist.get_world_size(group)
     _warn_of_repeated(data, dist.get_world_size() // size)
-    if not isinstance(data, Dataset | DataLoader) and not hasattr(data, "__getitem__"):
-        return ShardedLoader(data, group=group, pad_token_id=pad_token_id, **options)
+    own = False
     if isinstance(data, DataLoader):
-        replicas = getattr(data.sampler, "num_replicas", None)
-        own = size > 1 and replicas == dist.get_world_size()
-        return ShardedLoader(data, group=group, own=own, pad_token_id=pad_token_id, **options)
-    sampler: Any = None
-    if not isinstance(data, IterableDataset):
-        dp, rank = dist.get_world_size() // size, dist.get_rank() // size
-        sampler = DistributedSampler(data, num_replicas=dp, rank=rank)
-    collate = collate_fn or partial(collated, pad_token_id=pad_token_id)
-    loader: DataLoader[Any] = DataLoader(
-        data, batch_size=batch_size, sampler=sampler, collate_fn=collate, drop_last=drop_last
-    )
-    return ShardedLoader(loader, group=group, pad_token_id=pad_token_id, **options)
+        own = size > 1 and getattr(data.sampler, "num_replicas", None) == dist.get_world_size()
+    elif isinstance(data, Dataset) or hasattr(data, "__getitem__"):
+        sampler: Any = None
+        if not isinstance(data, IterableDataset):
+            dp, rank = dist.get_world_size() // size, dist.get_rank() // size
+            sampler = DistributedSampler(data, num_replicas=dp, rank=rank)
+        collate = collate_fn or partial(collated, pad_token_id=pad_token_id)
+        data = DataLoader(
+            data, batch_size=batch_size, sampler=sampler, collate_fn=collate, drop_last=drop_last
+        )
+    return ShardedLoader(data, group=group, own=own, pad_token_id=pad_token_id, **options)
 
 
 def _warn_of_repeated(data: Any, replicas: int) -> None:

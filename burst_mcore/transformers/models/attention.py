@@ -8,10 +8,13 @@ mask of any other kind is refused: nothing is attended to by a mask that was not
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import chain, pairwise
+from functools import cached_property, reduce
+from itertools import accumulate, chain, pairwise, product
+from operator import and_, or_
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +27,8 @@ from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import positions
 from burst_mcore.mask import Mask
+from burst_mcore.mask.mask import Union
+from burst_mcore.mask.terms import Ranges, Window
 from burst_mcore.recurrent.bound import Mixing
 from burst_mcore.rollouts.columns import Columns
 from burst_mcore.rollouts.trees import tree_mask
@@ -60,24 +65,14 @@ class Sequence:
             return None
         return Mixing.of(self.topology, self.config, self.tokens, self.ends)
 
-    def masks(self, window: int | None, chunk: int | None = None) -> tuple[Mask, ...]:
-        """By row, or one for all rows: causal, in documents, window and chunks.
-
-        Args:
-            window: tokens, the query's own included.
-            chunk: tokens of a chunk; each document begins with one.
-        """
-        seen, every = Mask.causal(), self.ends
-        if window is not None and window < self.tokens:
-            seen = Mask.window(window - 1, 0)
-        if self.columns.tree is not None:
-            return (tree_mask(self.columns.tree, seen),)
-        if chunk is not None and chunk < self.tokens:
-            seen = seen if every else seen & Mask.chunked(chunk)
-            every = tuple(_in_chunks(ends, chunk) for ends in every)
-        if len(set(every)) > 1:
-            return tuple(seen & Mask.documents(ends) if len(ends) > 2 else seen for ends in every)
-        return (seen & Mask.documents(every[0]),) if every else (seen,)
+    def masks(self, function: Any, rows: int) -> tuple[Mask, ...]:
+        """By row, or one for all rows: what a mask function of transformers allows, in documents."""
+        every = self.ends or ((0, self.tokens),) * rows
+        seen = [
+            _read(function, row, ends) & (Mask.documents(ends) if len(ends) > 2 else Mask.full())
+            for row, ends in enumerate(every)
+        ]
+        return tuple(seen if len(set(seen)) > 1 else seen[:1])
 
     def places(self) -> Tensor:
         """Return the place of each token of this rank in its document, [rows or 1, tokens]."""
@@ -85,10 +80,6 @@ class Sequence:
         at = positions(self.tokens, **own)  # type: ignore[arg-type]
         rows = [torch.tensor(ends) for ends in self.ends or ((0, self.tokens),)]
         return torch.stack([at - ends[torch.searchsorted(ends, at, right=True) - 1] for ends in rows])
-
-
-def _in_chunks(ends: tuple[int, ...], size: int) -> tuple[int, ...]:
-    return (*chain.from_iterable(range(a, b, size) for a, b in pairwise(ends)), ends[-1])
 
 
 @dataclass(frozen=True)
@@ -100,6 +91,7 @@ class LayerMask:
     window: int | None
     offset: int = 0
     """Tokens in the cache before the first query."""
+    ndim, shape = 4, (0, 0, 0, 0)  # so that a text model hands on the mask that the model around it made
 
     @property
     def mixing(self) -> Mixing | None:
@@ -130,16 +122,13 @@ _current: list[Sequence] = []
 """The sequence whose forward runs. `SequenceParallel` sets it around the model's own forward."""
 
 
-class running:  # noqa: N801  # a context manager, used like a function
+@contextmanager
+def running(sequence: Sequence) -> Iterator[None]:
     """Make `sequence` the current one: within, masks are those of this sequence."""
-
-    def __init__(self, sequence: Sequence) -> None:
-        self._sequence = sequence
-
-    def __enter__(self) -> None:
-        _current.append(self._sequence)
-
-    def __exit__(self, *_: object) -> None:
+    _current.append(sequence)
+    try:
+        yield
+    finally:
         _current.pop()
 
 
@@ -164,13 +153,14 @@ def mask_of(
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Callable | None = None,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | LayerMask | None = None,
     **_: Any,
 ) -> LayerMask:
     """transformers' mask interface: the mask of a kind of layers, from the function that describes it.
 
     Raises:
-        RefusedError: it is not causal, a causal window, causal chunks, or packed documents of these.
+        RefusedError: it is made of other parts than causal attention, windows, chunks, blocks of tokens that
+            see each other, and packed documents; or later tokens are seen outside of such blocks.
     """
     sequence = current()
     if sequence is None:
@@ -179,45 +169,87 @@ def mask_of(
             'attn_implementation="burst" works in models that burst_mcore.deepspeed.initialize or '
             "burst_mcore.torch.parallelize has prepared",
         )
+    if isinstance(attention_mask, LayerMask):
+        return attention_mask
     if attention_mask is not None and not bool(attention_mask.all()):
         raise RefusedError(
             "attention_mask", "padding must be taken out by the loader (burst.shard_loader, cp.loader)"
         )
-    kinds = set(_terms(mask_function))
-    window, chunk = (min((size for kind, size in kinds if kind == x), default=None) for x in _SIZED)
-    if ("causal", 0) not in kinds:
+    masks = sequence.masks(mask_function, batch_size)
+    if not all(map(_looks_back, masks)):
         raise RefusedError("mask", "the model asks for attention that is not causal")
-    return LayerMask(sequence, sequence.masks(window, chunk), window, int(q_offset))
+    windows = (term.left for term in masks[0].all_terms() if isinstance(term, Window))
+    window = min((left + 1 for left in windows if left is not None), default=None)
+    if sequence.columns.tree is not None:
+        masks = (tree_mask(sequence.columns.tree, masks[0]),)
+    return LayerMask(sequence, masks, window, int(q_offset))
 
 
-_SIZED = ("window", "chunk")
-
-
-def _terms(function: Any) -> Iterator[tuple[str, int]]:
-    """Yield the terms of a mask function of transformers, by the names of its parts."""
-    name = getattr(function, "__qualname__", repr(function))
+def _read(function: Any, row: int, ends: tuple[int, ...]) -> Mask:
+    """Return the mask of a row, whose documents are `ends`, that a function of transformers describes."""
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
+    name = name.removeprefix("transformers.masking_utils.").split(".<locals>")[0]
     code, closure = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
     variables = (
         dict(zip(code.co_freevars, (cell.cell_contents for cell in closure), strict=True)) if code else {}
     )
-    match name.split(".<locals>")[0]:
+    match name:
         case "causal_mask_function":
-            yield "causal", 0
+            return Mask.causal()
         case "sliding_window_overlay":
-            yield "window", int(variables["sliding_window"])
-        case "chunked_overlay":
-            yield "chunk", int(variables["chunk_size"])
-        case "and_masks":
-            for part in variables["mask_functions"]:
-                yield from _terms(part)
+            return Mask.window(int(variables["sliding_window"]) - 1, None)
+        case "chunked_overlay":  # each document begins with a chunk
+            size = int(variables["chunk_size"])
+            if len(ends) == 2:
+                return Mask.chunked(size) if size < ends[-1] else Mask.full()
+            return Mask.documents([*chain(*(range(a, b, size) for a, b in pairwise(ends))), ends[-1]])
+        case "blockwise_overlay":
+            return _blocks(variables["block_sequence_ids"][row], row, ends)
+        case "and_masks" | "or_masks":
+            parts = (_read(part, row, ends) for part in variables["mask_functions"])
+            return reduce(and_ if name == "and_masks" else or_, parts)
         case "packed_sequence_mask_function":
-            return  # found in this rank's shard alone; `Sequence` has the documents of the whole
+            return Mask.full()  # found in this rank's shard alone; `Sequence` has the documents of the whole
         case "remap_positions_for_packed_sequence" | "add_offsets_to_mask_function":
-            yield from _terms(variables["mask_function"])
+            return _read(variables["mask_function"], row, ends)
         case "padding_mask_function":
-            return  # checked to hide nothing
+            return Mask.full()  # checked to hide nothing
         case _:
             raise RefusedError("mask", f"the model asks for a mask that is not served: {name}")
+
+
+def _blocks(ids: Tensor, row: int, ends: tuple[int, ...]) -> Mask:
+    """Return the mask in which the tokens of a document that have one id, 0 or more, see each other.
+
+    Raises:
+        RefusedError: ids of a shard alone; neighbours of one id in two documents.
+    """
+    if len(ids) != ends[-1] and bool((ids >= 0).any()):
+        raise RefusedError("mask", f"the model makes blocks of {len(ids)} of {ends[-1]} tokens: not served")
+    numbers, counts = (x.tolist() for x in ids.unique_consecutive(return_counts=True))
+    same: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for number, (first, last) in zip(numbers, pairwise(accumulate(counts, initial=0)), strict=True):
+        if number >= 0:
+            document = bisect(ends, first)
+            if last > ends[document]:
+                raise RefusedError(
+                    "mask",
+                    f"tokens [{first}, {last}) of row {row} are one block, and a document ends at "
+                    f"{ends[document]}: a block of tokens that see each other lies in one document",
+                )
+            same.setdefault((document, number), []).append((first, last))
+    pairs = [pair for runs in same.values() for pair in product(runs, runs)]
+    return Mask.ranges([of_q for of_q, _ in pairs], [of_k for _, of_k in pairs])
+
+
+def _looks_back(mask: Mask) -> bool:
+    """Return whether no query sees a later key, other than in its block."""
+    return any(
+        isinstance(term, Ranges)
+        or (isinstance(term, Window) and term.right == 0)
+        or (isinstance(term, Union) and all(map(_looks_back, term.parts)))
+        for term in mask.terms
+    )
 
 
 def attend(
@@ -256,7 +288,8 @@ def attend(
         raise RefusedError(
             "dropout", f"{name} asks for attention dropout {dropout}: set attention_dropout to 0"
         )
-    if others.get("is_causal", getattr(module, "is_causal", True)) is False:
+    blocks = any(isinstance(term, Ranges) for mask in attention_mask.masks for term in mask.all_terms())
+    if others.get("is_causal", getattr(module, "is_causal", True)) is False and not blocks:
         raise RefusedError("mask", f"{name} asks for attention that is not causal")
     if others.get("output_attentions"):
         raise RefusedError("output_attentions", "attention weights are never made")
@@ -279,14 +312,15 @@ def attend(
     sinks = others.get("s_aux")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     asked: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap, "sinks": sinks}
-    if attention_mask.offset or q.shape[1] != k.shape[1]:
-        return _from_cache(q, k, v, attention_mask, **asked), None
     sequence, masks = attention_mask.sequence, attention_mask.masks
-    if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+    cached = attention_mask.offset or q.shape[1] != k.shape[1]
+    if getattr(module, "attn_temperature_tuning", False) and not module.use_rope and not cached:
         q = tempered(module, q, sequence.places())
     rows = [slice(None)] if len(masks) == 1 else [slice(row, row + 1) for row in range(len(q))]
     outs = [
-        burst_attention(
+        _from_cache(q[at], k[at], v[at], mask, attention_mask, **asked)
+        if cached
+        else burst_attention(
             q[at], k[at], v[at], topology=sequence.topology, mask=mask, config=sequence.config, **asked
         )
         for at, mask in zip(rows, masks, strict=True)
@@ -304,6 +338,7 @@ def _from_cache(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    mask: Mask,
     seen: LayerMask,
     *,
     softmax_scale: float | None,
@@ -325,7 +360,5 @@ def _from_cache(
     last = seen.offset + q.shape[1]
     queries = torch.arange(seen.offset, last, device=q.device)
     keys = torch.arange(last - k.shape[1], last, device=q.device)  # a cache of a window forgets the first
-    ahead = keys[None, :] - queries[:, None]
-    allowed = (ahead <= 0) if seen.window is None else (ahead <= 0) & (ahead > -seen.window)
     scores = Scores(1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale, softcap)
-    return attend_to_cache(q, k, v, allowed, scores, sinks)
+    return attend_to_cache(q, k, v, mask.allows(queries, keys), scores, sinks)

@@ -27,7 +27,7 @@ from burst_mcore.transformers.models.attention import Sequence, running
 from burst_mcore.transformers.models.loss import Factor, WholeLoss, WholeTokens
 from burst_mcore.transformers.models.prefill import Prefill, cache_name
 from burst_mcore.transformers.models.randomness import noise_of_whole, own_draws
-from burst_mcore.transformers.models.served import attention_modules, switched_attention
+from burst_mcore.transformers.models.served import FEATURES, attention_modules, switched_attention
 from burst_mcore.transformers.models.trl import asks_for_fused_head, gather_tokens
 
 logger = logging.getLogger("burst_mcore")
@@ -59,6 +59,8 @@ class SequenceParallel:
     """Whether an evaluation batch without shift_labels is a whole one, of this rank alone."""
     most_positions: int | None = None
     """Positions that the model has embeddings for; None where positions are computed."""
+    types: str | None = None
+    """The column of a batch of which the model makes its masks: see `types_of`. It gets the whole column."""
     dealing: dict[str, Any] = field(default_factory=dict)
     """How batches are dealt: keyword arguments of `ShardedLoader`."""
     factor: Factor | None = None
@@ -66,8 +68,8 @@ class SequenceParallel:
     _open: list[tuple[ExitStack, Sequence, Finish]] = field(default_factory=list)
     _names: list[str] = field(default_factory=list)
     _warned: bool = False
-    _trusted: bool = False
-    """Whether forwards skip the check that attention came here."""
+    trusted: bool = False
+    """Whether attention that does not come here is accepted: it is the caller's, and handles shards."""
 
     def attach(self) -> SequenceParallel:
         """Add the hooks."""
@@ -76,10 +78,6 @@ class SequenceParallel:
         self.model.register_forward_pre_hook(self._before, with_kwargs=True)
         self.model.register_forward_hook(self._behind, with_kwargs=True, always_call=True)
         return self
-
-    def trust_attention(self) -> None:
-        """Accept attention that does not come here: it is the caller's, and handles shards."""
-        self._trusted = True
 
     def _before(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -175,7 +173,7 @@ class SequenceParallel:
 
     def _refuse_other_attention(self, sequence: Sequence) -> None:
         """Raise RefusedError if attention did not come here: it saw this rank's shard alone."""
-        if self._trusted or sequence.last is None:  # of whole sequences each rank may attend as it will
+        if self.trusted or sequence.last is None:  # of whole sequences each rank may attend as it will
             return
         others = [
             f"{path} ({type(m).__name__})"
@@ -196,16 +194,18 @@ class SequenceParallel:
         problem: Exception | None = None
         positions, valid, columns = None, 0, Columns.taken(arguments)
         beside = ("a cache", cache_name(arguments)), ("TRL's fused head", asks_for_fused_head(arguments))
-        own = "attention of the caller's own", self._trusted
+        types = self._types(arguments)
+        own = ("attention of the caller's own", self.trusted), ("a mask of types of tokens", types)
         try:
-            refuse("tree", columns.why_not_served(self.model, *beside, own))
+            refuse("tree", columns.why_not_served(self.model, *beside, *own))
             arguments, positions, valid = self._own(arguments)
         except Exception as error:  # of any kind: the others must not wait for this rank
             problem = error
         has_loss = arguments.get("shift_labels") is not None
-        lengths, valid = self._exchange(problem, positions, valid, has_loss, columns.number)
+        lengths, valid = self._exchange(problem, positions, valid, columns.number, has_loss, bool(types))
         assert positions is not None
         whole = self._whole(positions, lengths).cpu()
+        arguments |= {name: self._whole(x, lengths) for name, x in types.items()}
         ends = () if columns.tree is not None else _packed(documents(whole))
         refuse("tree", columns.why_not_its_depths(whole))
         self._refuse_long(int(whole.max()))
@@ -252,16 +252,17 @@ class SequenceParallel:
             real = {} if mask is None else {"attention_mask": mask}
             place = {} if positions is None else {"position_ids": positions.expand(new.shape[:2])}
             ids = torch.zeros(new.shape[:2], dtype=torch.int64)
-            whole = prepared(
-                {"input_ids": ids, **{k: x.cpu() for k, x in {**real, **place}.items()}}, multiple=1
-            )
+            types = self._types(arguments)
+            columns = {name: x.cpu() for name, x in {**real, **place, **types}.items()}
+            whole = prepared({"input_ids": ids, **columns}, multiple=1, types=self.types)
             ends = documents(whole["position_ids"])
+            arguments |= {name: whole[name].to(x.device) for name, x in types.items()}
             arguments["attention_mask"] = None
         return Sequence(Topology.single(), self.config, before + new.shape[1], _packed(ends))
 
     def _own(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], Tensor, int]:
         """Check this rank's part of a batch; return its arguments, positions and number of labels."""
-        refuse("model", None if self._trusted else switched_attention(self.model))
+        refuse("model", None if self.trusted else switched_attention(self.model))
         ids = _tokens(arguments)
         positions, labels, shifted = (arguments.get(x) for x in ("position_ids", "labels", "shift_labels"))
         if positions is None and isinstance(ids, Tensor) and self.topology.size == 1:
@@ -275,11 +276,7 @@ class SequenceParallel:
             )
         if positions.dim() == 2 and len(positions) == 1:
             positions = positions.expand(ids.shape[0], -1)
-        if positions.shape != ids.shape[:2]:
-            raise RefusedError(
-                "position_ids",
-                f"they must be {tuple(ids.shape[:2])} as the tokens are, got {tuple(positions.shape)}",
-            )
+        self._refuse_columns({**arguments, "position_ids": positions}, ids.shape[:2])
         if shifted is None and labels is not None:
             if self.topology.size > 1:
                 raise RefusedError(
@@ -299,8 +296,20 @@ class SequenceParallel:
             return {name: x for name, x in arguments.items() if name != "shift_labels"}, positions, 0
         return arguments, positions, int((shifted != IGNORED).sum())
 
+    def _refuse_columns(self, arguments: dict[str, Any], shape: torch.Size) -> None:
+        """Raise RefusedError for columns that do not go with a shard of the tokens."""
+        for name, x in arguments.items():
+            if name in ("position_ids", self.types) and x is not None and x.shape != shape:
+                raise RefusedError(name, f"they must be {[*shape]} as the tokens are, got {[*x.shape]}")
+            if name in FEATURES and x is not None:
+                raise RefusedError("batch", f"{name} are merged with whole sequences: give inputs_embeds")
+
+    def _types(self, arguments: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the column of which the model makes its masks, by its name, if it came."""
+        return {name: x for name, x in arguments.items() if name == self.types and x is not None}
+
     def _exchange(
-        self, problem: Exception | None, positions: Tensor | None, valid: int, has_loss: bool, tree: int
+        self, problem: Exception | None, positions: Tensor | None, valid: int, tree: int, *has: bool
     ) -> tuple[list[int], int]:
         """Return (tokens of each rank, labels of all ranks); an error of one rank is an error of all."""
         rows, tokens = (0, 0) if positions is None else positions.shape
@@ -308,8 +317,8 @@ class SequenceParallel:
             if problem is not None:
                 raise problem
             return [tokens], valid
-        every = Collective(self.group).integers([problem is not None, rows, tokens, valid, has_loss, tree])
-        failed, batch, lengths, labels, losses, trees = (list(x) for x in zip(*every, strict=True))
+        every = Collective(self.group).integers([problem is not None, rows, tokens, valid, tree, *has])
+        failed, batch, lengths, labels, trees, *columns = (list(x) for x in zip(*every, strict=True))
         if problem is not None:
             raise problem
         if any(failed):
@@ -318,10 +327,9 @@ class SequenceParallel:
             )
         if len(set(batch)) > 1:
             raise RefusedError("batch", f"the ranks of the sequence group have {batch} rows of one batch")
-        if len(set(losses)) > 1:
-            raise RefusedError(
-                "labels", f"ranks {_where(losses)} of the sequence group have shift_labels, the others none"
-            )
+        for name, column in zip(("shift_labels", self.types), columns, strict=True):
+            differ = f"ranks {_where(column)} of the sequence group have {name}, the others none"
+            refuse("labels" if name == "shift_labels" else "batch", differ if len({*column}) > 1 else None)
         refuse("tree", "ranks of a sequence group have different trees" if len({*trees}) > 1 else None)
         return lengths, sum(labels)
 
@@ -352,8 +360,10 @@ class SequenceParallel:
             return Sequence(Topology.single(), self.config, before + n), arguments, _unchanged
         self._refuse_long(n - 1)
         prefill = Prefill(self.topology, self.group, self.config, n)
+        behind = (0, prefill.padded - n)
+        types = {k: nn.functional.pad(x, behind, value=-1) for k, x in self._types(arguments).items()}
         sequence = Sequence(self.topology, self.config, prefill.padded, last=n - 1)
-        return sequence, prefill.begin(arguments), prefill.finish
+        return sequence, prefill.begin(arguments | types), prefill.finish
 
     def _refuse_shards(self, arguments: dict[str, Any], before: int, n: int) -> None:
         """Raise RefusedError where the tokens beside a cache are a shard, which would miss the others'."""

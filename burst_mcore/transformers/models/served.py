@@ -37,10 +37,18 @@ KINDS = {
 """Words for some kinds of layers that are refused."""
 TOWERS = ("vision_config", "audio_config")
 """Names in a configuration of models beside the language model."""
-DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
-"""Names in configurations of the dropout of attention weights."""
-LAYER_DROPOUTS = ("layerdrop", "decoder_layerdrop")
-"""Names in configurations of the share of layers that are left out at random."""
+FEATURES = ("pixel_values", "pixel_values_videos", "image_patches", "input_features")
+"""Arguments of a forward of which towers make features."""
+TYPES = ("token_type_ids", "mm_token_type_ids")
+"""Columns of which some models make their masks: which tokens see each other, as those of an image."""
+DROPOUTS = {
+    **dict.fromkeys(
+        ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout"),
+        "drops attention weights",
+    ),
+    **dict.fromkeys(("layerdrop", "decoder_layerdrop"), "leaves out layers at random"),
+}
+"""Names in configurations of shares that are dropped at random, with what a model then does."""
 
 
 def use_burst(model: nn.Module, size: int) -> nn.Module:
@@ -87,7 +95,7 @@ def _where_tokens_meet(inner: Any) -> Iterator[tuple[str, str]]:
         yield "model", f"{name} is made of several language models"
         return
     towers = [tower for tower in TOWERS if getattr(inner.config, tower, None) is not None]
-    if towers:
+    if towers and types_of(inner) is None:
         yield (
             "model",
             f"{name} is no text model: it has a {', '.join(towers)}, whose features are merged with the "
@@ -105,7 +113,7 @@ def _where_tokens_meet(inner: Any) -> Iterator[tuple[str, str]]:
         yield "model", f"{name} carries a state along the sequence, beside attention or in its place"
     mixers = [
         f"{path} ({type(module).__name__})"
-        for path, module in inner.named_modules()
+        for path, module in _text_model(inner).named_modules()
         if isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,))
         if path.rpartition(".")[0] not in served
     ]
@@ -124,7 +132,8 @@ def _kinds(config: Any) -> Iterator[str]:
 def _what_is_asked(inner: Any, size: int) -> Iterator[tuple[str, str]]:
     """Yield (name, reason) for each option of a model that attention over shards does not have."""
     name, config = type(inner).__name__, inner.config.get_text_config()
-    if getattr(config, "use_bidirectional_attention", None):
+    both_ways = getattr(config, "use_bidirectional_attention", None)
+    if both_ways == "all" or (both_ways is True and types_of(inner) is None):
         yield "model", f"{name} has attention that is not causal (use_bidirectional_attention)"
     counts_from = next((type(m).__name__ for m in inner.modules() if _makes_positions_of_tokens(m)), None)
     if counts_from is not None:
@@ -146,19 +155,11 @@ def _what_is_asked(inner: Any, size: int) -> Iterator[tuple[str, str]]:
     parameters = inspect.signature(inner.forward).parameters.values()
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         yield ("model", f"{name}.forward takes no further arguments, so that no shift_labels reach its loss")
-    for option in DROPOUTS:
-        if getattr(config, option, None):
+    for option, done in DROPOUTS.items():
+        if share := getattr(config, option, None):
             yield (
                 "dropout",
-                f"{name} drops attention weights ({option} is {getattr(config, option)}): set it to 0 in its "
-                "config before the model is made",
-            )
-    for option in LAYER_DROPOUTS:
-        if getattr(config, option, None):
-            yield (
-                "dropout",
-                f"{name} leaves out layers at random ({option} is {getattr(config, option)}), on every rank "
-                "others: set it to 0",
+                f"{name} {done} ({option} is {share}): set it to 0 in its config before the model is made",
             )
 
 
@@ -177,11 +178,23 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the innermost modules of a model that are named ...Attention, by path."""
     return {
         path: module
-        for path, module in model.named_modules()
+        for path, module in _text_model(model).named_modules()
         if type(module).__name__.endswith("Attention")
         and type(module).__name__ not in MIXERS
         and not any(type(x).__name__.endswith("Attention") for x in list(module.modules())[1:])
     }
+
+
+def types_of(model: nn.Module) -> str | None:
+    """Return the column of a batch of which a model makes its masks, if it does: see `TYPES`."""
+    makes = getattr(type(_of_transformers(model)), "create_masks_for_generate", None)
+    arguments = () if makes is None else inspect.signature(makes).parameters
+    return next((name for name in TYPES if name in arguments), None)
+
+
+def _text_model(model: nn.Module) -> Any:
+    """Return the part of a model that attends, without its towers."""
+    return model if types_of(model) is None else _of_transformers(model).get_decoder()
 
 
 def switched_attention(model: nn.Module) -> str | None:

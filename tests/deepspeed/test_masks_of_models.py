@@ -1,0 +1,298 @@
+"""Masks that models of transformers say by functions and types of tokens: images, prefixes, chunks."""
+
+import copy
+import itertools
+import re
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import processes
+from torch.nn.functional import pad
+from transformers import masking_utils as hf
+from zoo import TOWER, blocks, model_of, sharded, worst
+
+from burst_mcore import BurstConfig, Topology
+from burst_mcore.deepspeed.config.section import Section
+from burst_mcore.deepspeed.engine.initialize import prepare_for_engine
+from burst_mcore.deepspeed.ranks.groups import unit_of
+from burst_mcore.torch import parallelize
+from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.models.attention import Sequence, mask_of, running
+
+TEXT = {"vocab_size": 80, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}  # fmt: skip
+HEADS = {"num_key_value_heads": 2, "head_dim": 8}
+
+
+def _paligemma():
+    """Type 0 is the prefix, which includes the picture; all layers of one kind."""
+    config = transformers.PaliGemmaConfig(text_config=TEXT | {"model_type": "gemma"}, vision_config=TOWER)
+    return transformers.PaliGemmaForConditionalGeneration._from_config(config, attn_implementation="eager")
+
+
+def _molmo2():
+    """The tokens of all pictures of a row see each other."""
+    adapter = TOWER | HEADS | {"vision_feature_layer": [0], "text_hidden_size": 32}
+    config = transformers.Molmo2Config(
+        text_config=TEXT, vision_config=TOWER | HEADS | {"image_size": [28, 28]}, adapter_config=adapter
+    )
+    return transformers.Molmo2ForConditionalGeneration._from_config(config, attn_implementation="eager")
+
+
+OTHERS = {"paligemma": _paligemma, "molmo2": _molmo2}
+COLUMNS = {"gemma3": "token_type_ids", "hrm_text": "token_type_ids", "paligemma": "token_type_ids"}
+
+
+def _model(name):
+    if name not in OTHERS:
+        return model_of(name)
+    torch.manual_seed(2)
+    model = OTHERS[name]().train()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=0.2) if p.dim() > 1 else p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+def _types(name, types):
+    """Types of tokens by the name of their column; `types` is 1 where tokens see each other."""
+    return {COLUMNS.get(name, "mm_token_type_ids"): 1 - types if name == "paligemma" else types}
+
+
+def _batch(seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 80, (2, 64), generator=generator)
+    return {"input_ids": ids, "labels": ids.masked_fill(torch.rand(2, 64, generator=generator) < 0.3, -100)}
+
+
+def _compared(model, batch, want, **section):
+    """Errors of loss and gradients over shards, from a model that has its gradients."""
+    other = copy.deepcopy(model)
+    other.zero_grad(set_to_none=True)
+    return abs(sharded(other, batch, **section).item() / want - 1), worst(other, model)
+
+
+def _blocks_seen(rank, size, cells):
+    found = {}
+    for name, layout in cells:
+        model, batch = _model(name), _batch()
+        causal = copy.deepcopy(model)
+        causal(**batch, **_types(name, torch.zeros_like(blocks()))).loss.backward()
+        batch |= _types(name, blocks())
+        loss = model(**batch).loss
+        loss.backward()
+        errors = _compared(model, batch, loss.item(), layout=layout)
+        found[name, layout] = *errors, worst(causal, model)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "cells"),
+    [
+        (2, [("gemma3", "striped"), ("hrm_text", "zigzag"), ("paligemma", "zigzag"), ("molmo2", "zigzag")]),
+        (4, [("gemma3", "contiguous"), ("gemma4", "striped")]),
+        pytest.param(
+            4,
+            [(name, x) for name in ("gemma3", "gemma4", "gemma4_unified", "hrm_text", "paligemma", "molmo2")
+             for x in ("zigzag", "striped", "contiguous")],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["2", "4", "all"],
+)  # fmt: skip
+def test_tokens_of_a_block_see_each_other(size, cells):
+    for found in processes(size, _blocks_seen, cells):
+        for cell, (loss, gradients, from_causal) in found.items():
+            assert loss < 1e-5 and gradients < 5e-5 and from_causal > 1e-2, (
+                cell,
+                loss,
+                gradients,
+                from_causal,
+            )
+
+
+LENGTHS = [[20, 37, 7], [41, 23]]
+
+
+def _documents(rank, size, names):
+    """Packed rows, and padded rows that end with an image: against each document alone."""
+    found = {}
+    for name in names:
+        batch, types = _batch(), torch.zeros(2, 64, dtype=torch.int64)
+        types[0, 2:19] = types[0, 22:30] = types[0, 40:53] = types[1, :40] = types[1, 41:60] = 1
+        if name == "gemma3":
+            types[0, 60:64] = 1  # up to the end, where a row is padded
+        batch |= _types(name, types)
+        model = _model(name)
+        cut = [
+            {k: x[row : row + 1, end - n : end].clone() for k, x in batch.items()}
+            for row, lengths in enumerate(LENGTHS)
+            for n, end in zip(lengths, torch.tensor(lengths).cumsum(0).tolist(), strict=True)
+        ]
+        for each in cut:
+            each["labels"][:, 0] = -100
+        labels = [(each["labels"] != -100).sum() for each in cut]
+        losses = [model(**each).loss * n / sum(labels) for each, n in zip(cut, labels, strict=True)]
+        want = sum(losses)
+        want.backward()
+        places = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in LENGTHS])
+        found[name, "packed"] = _compared(
+            model, batch | {"position_ids": places}, want.item(), layout="zigzag"
+        )
+
+        right, left = cut[0], cut[3]
+        model.zero_grad(set_to_none=True)
+        labels = [(each["labels"] != -100).sum() for each in (right, left)]
+        want = sum(model(**each).loss * n for each, n in zip((right, left), labels, strict=True)) / sum(
+            labels
+        )
+        want.backward()
+        rows = [
+            {k: pad(x, place) for k, x in {**each, "attention_mask": torch.ones_like(each["labels"])}.items()}
+            for each, place in ((right, (0, 25)), (left, (4, 0)))
+        ]
+        padded = {k: torch.cat([row[k] for row in rows]) for k in rows[0]}
+        found[name, "padded"] = _compared(model, padded, want.item(), layout="striped")
+    return found
+
+
+def test_blocks_of_documents_and_of_padded_rows():
+    for found in processes(2, _documents, ("gemma3", "hrm_text", "paligemma")):
+        for cell, errors in found.items():
+            assert errors[0] < 1e-5 and errors[1] < 5e-5, (cell, errors)
+
+
+def _generated(rank, size, names):
+    found = {}
+    for name in names:
+        model = _model(name).eval()
+        prompt = _batch()["input_ids"][:, :41]
+        types = {} if name == "llama4_text" else _types(name, blocks()[:, :41])
+        asked = {**types, "max_new_tokens": 9, "do_sample": False, "use_cache": True}
+        want = model.generate(prompt, **asked)
+        prepare_for_engine(model, Section(), unit_of(size))
+        found[name] = torch.equal(want, model.generate(prompt, **asked))
+    return found
+
+
+def test_generate_sees_blocks_of_the_prompt_and_chunks():
+    """Chunks of Llama 4 end within what is generated: keys of an earlier chunk are in the cache, unseen."""
+    for found in processes(2, _generated, ("gemma3", "hrm_text", "llama4_text")):
+        assert all(found.values()), found
+
+
+def _leaf(word, number):
+    match word:
+        case "window":
+            return lambda ids: hf.sliding_window_overlay(number)
+        case "chunk":
+            return lambda ids: hf.chunked_overlay(number, torch.zeros(len(ids), dtype=torch.int64))
+        case "blocks":
+            return hf.blockwise_overlay
+    return lambda ids: hf.causal_mask_function
+
+
+_SIZE = st.integers(1, 9)
+_ANY = st.builds(_leaf, st.sampled_from(["window", "chunk"]), _SIZE)
+_SEEN = st.recursive(
+    st.builds(_leaf, st.sampled_from(["causal", "blocks"]), _SIZE),
+    lambda seen: st.one_of(
+        st.builds(lambda a, b: lambda ids: hf.and_masks(a(ids), b(ids)), seen, st.one_of(seen, _ANY)),
+        st.builds(lambda a, b: lambda ids: hf.or_masks(a(ids), b(ids)), seen, seen),
+    ),
+    max_leaves=6,
+)
+"""Functions that transformers makes of ids of blocks, in which a later key is seen within a block alone."""
+
+
+@settings(max_examples=80, deadline=None)
+@given(function=_SEEN, ends=st.sets(st.integers(1, 23), max_size=3), seed=st.integers(0, 999))
+def test_functions_are_read_as_the_masks_that_they_are(function, ends, seed):
+    ends = (0, *sorted(ends), 24)
+    ids = torch.randint(-1, 2, (2, 8), generator=torch.Generator().manual_seed(seed)).repeat_interleave(3, 1)
+    ids[:, list(ends[:-1])] = -1  # no block in two documents
+    places = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(ends)])[None]
+    packed = hf.and_masks(
+        hf.remap_positions_for_packed_sequence(function(ids), places),
+        hf.packed_sequence_mask_function((places == 0).cumsum(1)),
+    )
+    with running(Sequence(Topology.single(), BurstConfig(), 24, (ends,) * 2 if len(ends) > 2 else ())):
+        masks = mask_of(batch_size=2, q_length=24, kv_length=24, mask_function=packed).masks
+    for row in range(2):
+        want = torch.zeros(24, 24, dtype=torch.bool)
+        for a, b in itertools.pairwise(ends):
+            at = torch.arange(b - a)
+            want[a:b, a:b] = function(ids[:, a:b])(row, 0, at[:, None], at[None, :])
+        at = torch.arange(24)
+        assert torch.equal(masks[row if len(masks) > 1 else 0].allows(at, at), want)
+
+
+def _refused_batches(rank, size, _):
+    model = _model("gemma3")
+    cp = parallelize(model, torch.distributed.group.WORLD, config={"layout": "zigzag"})
+    batch, types = _batch(), torch.zeros(2, 64, dtype=torch.int64)
+    types[1, 30:45] = 1
+    part = cp.deal(batch | {"token_type_ids": types})
+    places = torch.arange(64).expand(2, -1).clone()
+    places[:, 40:] -= 40
+    over = cp.deal(batch | {"position_ids": places, "token_type_ids": types})
+    alone = {name: x for name, x in part.items() if name != "token_type_ids"}
+    merged = {name: x for name, x in part.items() if name != "input_ids"}
+    merged["inputs_embeds"] = model.get_input_embeddings()(part["input_ids"])
+    same = torch.equal(model(**merged).loss, model(**part).loss)
+    text = model_of("gemma3_text")
+    text_cp = parallelize(text, torch.distributed.group.WORLD)
+    words = []
+    for asked, columns in (
+        (model, part | {"pixel_values": torch.zeros(1)}),
+        (model, alone | {"token_type_ids": types}),
+        (model, part if rank else alone),
+        (model, over),
+        (model, part | {"tree": torch.tensor([-1, 64])}),
+        (text, text_cp.deal(batch | {"token_type_ids": types})),
+    ):
+        with pytest.raises(RefusedError) as refused:
+            asked(**columns)
+        words.append(str(refused.value))
+    return same, *words
+
+
+def test_blocks_that_cannot_be_are_refused_on_all_ranks():
+    for found in processes(2, _refused_batches, None):
+        assert found == (
+            True,  # embeddings in the place of tokens
+            "refused (batch): pixel_values are merged with whole sequences: give inputs_embeds",
+            "refused (token_type_ids): they must be [2, 32] as the tokens are, got [2, 64]",
+            "refused (batch): ranks [1] of the sequence group have token_type_ids, the others none",
+            "refused (mask): tokens [30, 45) of row 1 are one block, and a document ends at 40: a block of "
+            "tokens that see each other lies in one document",
+            "refused (tree): a mask of types of tokens does not know its branches: use rows apart",
+            "refused (model): Gemma3Attention hands token_type_ids to its attention, which is not served. "
+            "What the model need not have, leave out of the batch",
+        )
+
+
+def test_masks_of_unknown_functions_are_refused_by_name():
+    def causal_mask_function(batch, head, q, k):
+        return k <= q + 1
+
+    causal, ids = hf.causal_mask_function, torch.zeros(1, 4, dtype=torch.int64)
+    for function, words in (
+        (causal_mask_function, "a mask that is not served: test_masks_of_models.test_masks_of_unknown"),
+        (
+            hf.or_masks(causal, lambda *_: torch.tensor(True)),
+            "not served: test_masks_of_models.test_masks_of",
+        ),
+        (hf.and_masks(causal, hf.sliding_window_bidirectional_overlay(3)), "sliding_window_bidirectional"),
+        (hf.or_masks(causal, hf.sliding_window_overlay(3)), "asks for attention that is not causal"),
+        (
+            hf.or_masks(causal, hf.blockwise_overlay(ids)),
+            "makes blocks of 4 of 8 tokens: not served",
+        ),
+    ):
+        sequence = Sequence(Topology.single(), BurstConfig(), 8)
+        with running(sequence), pytest.raises(RefusedError, match=re.escape(words)):
+            mask_of(batch_size=1, q_length=4, kv_length=4, mask_function=function)
