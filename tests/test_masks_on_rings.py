@@ -2,15 +2,27 @@
 
 import itertools
 import random
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from counting import count_pairs
 from dense import Result, assert_as_exact_as, dense, problem, single_kernel
 from masks import random_layout, random_mask
 from ranks import processes
 
-from burst_mcore import BurstConfig, Layout, Mask, Topology, burst_attention, shard, unshard
+from burst_mcore import (
+    BurstConfig,
+    Layout,
+    Mask,
+    Topology,
+    burst_attention,
+    max_logit,
+    positions,
+    shard,
+    unshard,
+)
 from burst_mcore.attention import prepare
 from burst_mcore.attention.autotune.cost import link_bytes, message_bytes
 from burst_mcore.attention.autotune.ways import Ranks, legal_degrees
@@ -107,6 +119,63 @@ def _samples(rank, size, intra, seeds):
 )
 def test_random_masks_layouts_and_shapes(size, intra):
     processes(size, _samples, intra, range(25))
+
+
+def _largest(p, mask, scale, at):
+    """The largest score of each head of the queries at these positions, by definition."""
+    q, k = p.q.double(), p.k.double().repeat_interleave(p.q.shape[2] // p.k.shape[2], 2)
+    scores = torch.einsum("bmhd,bnhd->bhmn", q[:, at], k) * scale
+    hidden = ~mask.allows(at, torch.arange(k.shape[1]))
+    none = scores.new_full((*scores.shape[:2], 1, scores.shape[3]), -torch.inf)
+    largest = torch.cat([scores.masked_fill(hidden, -torch.inf), none], 2).amax((0, 2, 3))
+    return largest, float(torch.linalg.vector_norm(scores, torch.inf)) if scores.numel() else 0.0
+
+
+def _max_logits(rank, size, intra, seeds):
+    topology = Topology.from_group(dist.group.WORLD, intra_size=intra)
+    for seed in seeds:
+        draw = random.Random(seed)
+        p, mask, config = _case(draw, Ranks(size, intra), draw.choice((*DTYPES, torch.float64)))
+        scale = draw.choice((None, 2.5))
+        q, k = (shard(x, 1, rank=rank, size=size, layout=config.layout) for x in p[:2])
+        got = max_logit(
+            q.requires_grad_(), k, topology=topology, mask=mask, softmax_scale=scale, config=config
+        )
+        at = positions(p.q.shape[1], rank=rank, size=size, layout=config.layout)
+        want, most = _largest(p, mask, p.q.shape[3] ** -0.5 if scale is None else scale, at)
+        assert got.dtype == (torch.float64 if p.q.dtype == torch.float64 else torch.float32)
+        assert not got.requires_grad
+        of_one = 1e-10 if p.q.dtype == torch.float64 else 1e-6
+        torch.testing.assert_close(got.double(), want, rtol=of_one, atol=of_one * most)
+
+
+@pytest.mark.parametrize(("size", "intra"), [(1, 1), (2, 2), (3, 1), (4, 2)])
+def test_largest_logits_of_random_masks_layouts_and_shapes(size, intra):
+    processes(size, _max_logits, intra, range(12))
+
+
+def _cost_of_largest_logits(rank, size):
+    """(bytes sent, pairs met) of a forward and of its largest logits."""
+    sent, pairs, batch = [], count_pairs(), dist.batch_isend_irecv
+
+    def counting(operations):
+        sent.extend(op.tensor.nbytes for op in operations if op.op is dist.isend)
+        return batch(operations)
+
+    dist.batch_isend_irecv, found = counting, []
+    p = problem(0, 256, heads=4, kv_heads=2, head_dim=64, dtype=torch.float32)
+    q, k, v = (shard(x, 1, rank=rank, size=size, layout="zigzag") for x in p[:3])
+    options = {"topology": Topology.from_group(dist.group.WORLD), "mask": Mask.causal()}
+    for call in (partial(burst_attention, q, k, v), partial(max_logit, q, k)):
+        sent.clear(), pairs.clear()
+        call(**options)
+        found.append((sum(sent), pairs["forward"]))
+    return found
+
+
+def test_largest_logits_cost_the_pairs_of_a_forward_and_little_over_half_of_its_bytes():
+    for (sent, pairs), (of_largest, met) in processes(2, _cost_of_largest_logits):
+        assert met == pairs > 0 and of_largest * 2 * 64 == sent * (64 + 8) > 0
 
 
 def _counted(rank, size):

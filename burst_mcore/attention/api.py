@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
-from typing import Never
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -125,6 +125,38 @@ def burst_attention(
     else:
         out, lse = attention_forward(*args)[:2] if request is None else attend(args, request)[:2]
     return (out, lse.transpose(1, 2)) if return_lse else out
+
+
+STEEP = 2.0**40
+"""Factor of scores whose log-sum-exp, divided by it, is their maximum: off by at most log(keys) / STEEP."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def max_logit(
+    q: Tensor,
+    k: Tensor | None = None,
+    *,
+    topology: Topology,
+    mask: Mask,
+    latent: Latent | None = None,
+    softmax_scale: float | None = None,
+    config: BurstConfig | None = None,
+) -> Tensor:
+    """Return the largest score of each head between this rank's queries and the keys that they see, [heads].
+
+    For qk-clip. Scores are softmax_scale q k^T, before a softcap and without sinks, in float32 (float64 for
+    float64); -inf where no query sees a key. Of the whole sequence it is the maximum over the ranks, which is
+    the caller's to take. It has no gradient. It is one more forward, with arguments as those of
+    `burst_attention`, whose values are 8 columns of the keys.
+    """
+    with refusing(agreement_of(topology)):
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        v = None if k is None else k[..., :8]
+    with torch.no_grad():
+        options: dict[str, Any] = {"topology": topology, "mask": mask, "latent": latent, "config": config}
+        _, lse = burst_attention(q, k, v, **options, softmax_scale=scale * STEEP, return_lse=True)
+    none = lse.new_full((1, q.shape[2]), -torch.inf)
+    return torch.cat([none, lse.flatten(0, 1)]).amax(0) / STEEP
 
 
 _ARGUMENTS = [*burst_attention.__annotations__][:-2]

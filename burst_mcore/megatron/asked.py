@@ -177,16 +177,13 @@ def refusal(config: Any, dropout: float | None = None) -> str | None:
     backend = _backend(config)
     asked = {
         f"attention dropout {dropout} (pass --attention-dropout 0)": dropout > 0,
-        "qk_clip and log_max_attention_logit: it does not keep the largest logits": (
-            _is_set(config, "qk_clip") or _is_set(config, "log_max_attention_logit")
-        ),
         "FP8 attention (fp8_dot_product_attention, fp8_multi_head_attention): it computes in q's dtype": (
-            _is_set(config, "fp8_dot_product_attention") or _is_set(config, "fp8_multi_head_attention")
+            _is_set(config, "fp8_dot_product_attention", "fp8_multi_head_attention")
         ),
         "--batch-invariant-mode: its kernels depend on the batch": _is_set(config, "batch_invariant_mode"),
         "Kitchen's attention (--use-kitchen-attention)": _is_set(config, "use_kitchen_attention"),
         "CUDA graphs: no GPU has shown yet that its messages can be captured (pass --cuda-graph-impl none)": (
-            graphs != "none" or _is_set(config, "enable_cuda_graph") or _is_set(config, "external_cuda_graph")
+            graphs != "none" or _is_set(config, "enable_cuda_graph", "external_cuda_graph")
         ),
         f"--attention-backend {backend}: legal are auto, flash, fused": backend in ("unfused", "local"),
     }
@@ -219,7 +216,7 @@ def latent_refusal(config: Any) -> str | None:
             _is_set(config, "apply_rope_fusion") and _is_set(config, "multi_latent_attention")
         ),
         "mla_up_proj in --recompute-modules: K and V are not kept anyway": "mla_up_proj" in recomputed,
-        "FP8 or FP4 weights": _is_set(config, "fp8") or _is_set(config, "fp4"),
+        "FP8 or FP4 weights": _is_set(config, "fp8", "fp4"),
         "--delay-wgrad-compute": _is_set(config, "delay_wgrad_compute"),
         "Megatron-FSDP (--use-megatron-fsdp)": _is_set(config, "use_megatron_fsdp"),
         "an experimental attention variant": _is_set(config, "experimental_attention_variant"),
@@ -312,8 +309,8 @@ def _allowed(kernel: str, config: Any) -> tuple[str, tuple[str, ...]]:
     return " ".join(flags), allowed
 
 
-def _is_set(config: Any, name: str) -> bool:
-    return bool(getattr(config, name, False))
+def _is_set(config: Any, *names: str) -> bool:
+    return any(getattr(config, name, False) for name in names)
 
 
 def _backend(config: Any) -> str:

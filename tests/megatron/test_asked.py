@@ -70,11 +70,13 @@ SERVED = {
     "hierarchical_context_parallel_sizes": "ranks of a node, and nodes",
     "init_method": "the start of learnable sinks",
     "kv_channels": "head dim",
+    "log_max_attention_logit": "the largest logits are kept",
     "masked_softmax_fusion": "there is no softmax of its own to fuse",
     "num_attention_heads": "heads of a rank",
     "num_query_groups": "K/V heads of a rank",
     "params_dtype": "the dtype of learnable sinks",
     "perform_initialization": "the start of learnable sinks",
+    "qk_clip": "the largest logits are kept",
     "sequence_parallel": "concerns dropout alone",
     "softmax_scale": "the scale of scores, as an argument",
     "softmax_type": "sinks",
@@ -87,8 +89,6 @@ SERVED = {
 REFUSED_BY_FIELD = {
     "attention_dropout": 0.1,
     "batch_invariant_mode": True,
-    "log_max_attention_logit": True,
-    "qk_clip": True,
 }
 """Fields that burst attention refuses, and a value of each."""
 VARIED = {
@@ -112,8 +112,10 @@ PROVED = {
     "fp16": "test_asked.py::test_the_kernel_is_checked_for_the_dtype_of_the_calls",
     "hierarchical_context_parallel_sizes": "test_models.py::test_gpt_on_other_routes",
     "init_method": "test_models.py::test_sinks",
+    "log_max_attention_logit": "test_core_attention.py::test_largest_logits_for_qk_clip",
     "params_dtype": "test_asked.py::test_the_kernel_is_checked_for_the_dtype_of_the_calls",
     "perform_initialization": "test_models.py::test_sinks",
+    "qk_clip": "test_core_attention.py::test_largest_logits_for_qk_clip",
     "sequence_parallel": "test_models.py::test_gpt",
     "softmax_scale": "test_asked.py::test_served_fields_mean_what_they_mean_in_megatrons_own_attention",
     "tensor_model_parallel_size": "test_models.py::test_gpt",
@@ -166,8 +168,6 @@ def test_served_fields_mean_what_they_mean_in_megatrons_own_attention(name):
 
 WORDS = {
     "attention_dropout": "attention dropout 0.1",
-    "qk_clip": "qk_clip",
-    "log_max_attention_logit": "log_max_attention_logit",
     "fp8_dot_product_attention": "FP8",
     "fp8_multi_head_attention": "FP8",
     "batch_invariant_mode": "batch-invariant",
@@ -356,7 +356,6 @@ def test_flags_are_the_fields_of_the_config_with_its_defaults():
         (["--burst-fused-loss"], {"cross_entropy_loss_fusion": True}, "--cross-entropy-loss-fusion"),
         (BURST, {"attention_dropout": 0.1}, "attention dropout 0.1 .pass --attention-dropout 0"),
         (BURST, {"reset_attention_mask": True}, "--reset-attention-mask"),
-        (BURST, {"qk_clip": True}, "qk_clip"),
         (BURST, {"cp_comm_type": ["p2p", "ring"]}, "unknown --cp-comm-type ring"),
         ([*BURST, "--burst-ring", "flat"], {"cp_comm_type": ["a2a"]}, "give one of them"),
         ([*BURST, "--burst-head-parallel", "1"], {"cp_comm_type": ["a2a"]}, "give one of them"),

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import VERSION, Case, build, needs_019, transformer_config
+from models import MLA, VERSION, VOCAB, Case, N, build, needs_019, transformer_config
 from ranks import processes
 
 from burst_mcore import BurstConfig, Layout, positions, shard
@@ -48,7 +48,6 @@ def _refusals():
         ({"attention_type": "cross"}, "cross"),
         ({"window_size": (-2, 0)}, "window left"),
         ({"softmax_type": "off-by-two"}, "softmax_type vanilla, off-by-one, learnable, got 'off-by-two'"),
-        ({"qk_clip": True}, "qk_clip"),
         ({"mask_type": AttnMaskType.arbitrary}, "causal and no_mask.*got .*arbitrary"),
     ]
     for fields, words in cases:
@@ -58,6 +57,65 @@ def _refusals():
 
 def test_what_is_not_supported_is_refused_when_the_model_is_built():
     in_megatron(_refusals)
+
+
+def _largest(x):
+    """The maximum over the ranks of a context-parallel group."""
+    torch.distributed.all_reduce(x, torch.distributed.ReduceOp.MAX)
+    return x
+
+
+def _of_two_microbatches(cp):
+    rank, core = torch.distributed.get_rank(), _core(transformer_config(Case(cp=cp, fields=(CLIP[0],))))
+    generator, want = torch.Generator().manual_seed(2), []
+    for _ in range(2):
+        q, k = (torch.randn(24, 2, heads, 16, generator=generator) for heads in (4, 2))
+        scores = torch.einsum("mbhd,nbhd->bhmn", q.double(), k.double().repeat_interleave(2, 2)) / 4
+        want.append(scores.masked_fill(torch.ones(24, 24).triu(1) > 0, -torch.inf).amax((0, 2, 3)))
+        q, k = (shard(x, 0, rank=rank, size=cp, layout="zigzag") for x in (q, k))
+        core(q.requires_grad_(), k, k, None)
+    assert not core.current_max_attn_logits.requires_grad
+    found = _largest(core.current_max_attn_logits)
+    torch.testing.assert_close(found.double(), torch.stack(want).amax(0), rtol=1e-6, atol=0)
+
+
+CLIP = ("qk_clip", True), ("qk_clip_threshold", 0.02)
+
+
+def _clipped(cp, recompute, latent):
+    """The largest logits of the first layer before and after Megatron has clipped its weights by them."""
+    from megatron.core import tensor_parallel
+    from megatron.core.optimizer.qk_clip import clip_qk
+
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    fields = CLIP if latent is None else (*MLA, *CLIP)
+    case = Case(cp=cp, recompute=recompute, fields=fields, mla_latent=latent or "off")
+    torch.manual_seed(1)
+    model, found = build(case), []
+    at = positions(N, rank=torch.distributed.get_rank(), size=cp, layout="zigzag")[None]
+    attention = model.decoder.layers[0].self_attention
+    for _ in range(2):
+        model(torch.arange(N)[at] * 7 % VOCAB, at, None, labels=at).sum().backward()
+        found.append(_largest(attention.core_attention.current_max_attn_logits.clone()))
+        clip_qk([SimpleNamespace(module=SimpleNamespace(module=model))])
+        assert attention.core_attention.current_max_attn_logits is None
+    return torch.stack(found)
+
+
+@needs_019
+@pytest.mark.proves("qk-clip", "GPT and MLA, also whose latent travels; with and without recompute; CP 1, 2")
+def test_largest_logits_for_qk_clip():
+    in_megatron(_of_two_microbatches, 2, cp=2)
+    (want,) = in_megatron(_clipped, 1, None, None)
+    for recompute in (None, "full"):
+        for found in in_megatron(_clipped, 2, recompute, None, cp=2):
+            torch.testing.assert_close(found, want, rtol=1e-5, atol=0)
+    before, after = want.view(2, 2, 2)  # by group of heads, which are clipped by their largest
+    torch.testing.assert_close(after.amax(1), before.amax(1).clamp(max=0.02), rtol=1e-5, atol=0)
+    assert bool((before > 0.02).any())
+    (of_keys,) = in_megatron(_clipped, 1, None, "off")
+    for found in in_megatron(_clipped, 2, None, "on", cp=2):
+        torch.testing.assert_close(found, of_keys, rtol=1e-5, atol=0)
 
 
 def _refused_inputs():
