@@ -27,15 +27,7 @@ logger = logging.getLogger("burst_mcore")
 IGNORED = -100
 CUMULATED = ("cu_seqlens", "cu_seq_lens_q")
 """Names in a batch of the table of its documents (cu_seqlens); Hugging Face has one for keys too."""
-REPLACED = (
-    *CUMULATED,
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "seq_idx",
-    "attention_mask",
-    "labels",
-)
+DROPPED = (*CUMULATED, "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "attention_mask", "labels")
 """Columns that positions and shifted labels replace: no rank gets them."""
 
 
@@ -139,7 +131,7 @@ def prepared(
     whole = {
         name: pad(x, (0,) * (2 * x.dim() - 3) + (more,)) if is_dealt(x, n) else x
         for name, x in batch.items()
-        if name not in (*REPLACED, "input_ids", "position_ids", "shift_labels")
+        if name not in (*DROPPED, "input_ids", "position_ids", "shift_labels")
     }
     if TREE in whole:
         whole[TREE] = padded(whole[TREE], more)

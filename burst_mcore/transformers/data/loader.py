@@ -45,13 +45,8 @@ class ShardedLoader:
         RefusedError: on all ranks of the group, where a rank's batch is not legal or differs.
     """
 
-    different = (
-        "loader",
-        "the ranks of a sequence group loaded different batches. Deal samples over data-parallel "
-        "ranks, DistributedSampler(num_replicas=world // SP, rank=rank // SP), with the same seed "
-        "on all; or, if every rank shall bring its own, pass own=True",
-    )
-    """Name and words of the refusal of batches that differ."""
+    given = False
+    """Whether batches are given by the caller, and not loaded."""
 
     def __init__(
         self,
@@ -121,8 +116,9 @@ class ShardedLoader:
         if problem is not None:
             raise problem
         if FAILED in states:
-            failed = f"rank {states.index(FAILED)} of the sequence group has no batch"
-            raise RefusedError("another rank", failed)
+            raise RefusedError(
+                "another rank", f"rank {states.index(FAILED)} of the sequence group has no batch"
+            )
         if END in states:
             if set(states) != {END}:
                 ended = [rank for rank, state in enumerate(states) if state == END]
@@ -166,7 +162,16 @@ class ShardedLoader:
             dist.all_gather_object(every, batch, group=self.group)
             return every
         if len(set(states)) > 1:
-            raise RefusedError(*self.different)
+            if self.given:
+                raise RefusedError(
+                    "batch", "the ranks of a sequence group were given different whole batches"
+                )
+            raise RefusedError(
+                "loader",
+                "the ranks of a sequence group loaded different batches. Deal samples over data-parallel "
+                "ranks, DistributedSampler(num_replicas=world // SP, rank=rank // SP), with the same seed "
+                "on all; or, if every rank shall bring its own, pass own=True",
+            )
         return [batch]
 
 
@@ -185,7 +190,7 @@ def shard_of_whole_batch(
     """
     batch = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
     dealer = ShardedLoader((), group=group, device=arguments["input_ids"].device, **dealing)
-    dealer.different = "batch", "the ranks of a sequence group were given different whole batches"
+    dealer.given = True
     (whole,) = dealer.agreed(lambda: batch)
     others = {name: value for name, value in arguments.items() if name not in batch}
     return {**others, **dealer._part(whole)}
