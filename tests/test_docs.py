@@ -141,6 +141,21 @@ def test_every_page_is_in_the_menu_of_the_manual():
     assert len(listed) == len(set(listed))
 
 
+PUBLIC = ["", ".checkpointing", ".deepspeed", ".loss", ".recurrent", ".torch"]
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_is_in_the_reference(module):
+    listed = re.findall(r"^::: (\S+)\.(\w+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE)
+    tree = ast.parse((ROOT / "burst_mcore" / module[1:] / "__init__.py").read_text())
+    assigned = (node for node in tree.body if isinstance(node, ast.Assign))
+    names = next(
+        ast.literal_eval(node.value) for node in assigned if ast.unparse(node.targets[0]) == "__all__"
+    )
+    errors = {name for _, name in listed if name.endswith("Error")}
+    assert {name for of, name in listed if of == f"burst_mcore{module}"} | errors >= set(names)
+
+
 SOURCES = {path: path.read_text() for path in sorted((ROOT / "burst_mcore").rglob("*.py"))}
 
 
