@@ -133,6 +133,7 @@ class MailboxTransport:
     def __init__(self, mail: Mailboxes, rank: int) -> None:
         self.mail, self.rank = mail, rank
         self.sent: Counter[int] = Counter()  # bytes, by peer
+        self.abandoned: list[Any] = []
 
     def connect(self, name: str) -> None:
         pass

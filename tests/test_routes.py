@@ -1,10 +1,13 @@
 """Double rings, head x ring and their product over gloo: exactness, bytes by link, delays, deaths."""
 
+import gc
+import logging
 import os
 import queue
 import random
 import signal
 import time
+import weakref
 from datetime import timedelta
 
 import limits
@@ -378,6 +381,31 @@ def test_a_kernel_that_fails_on_one_rank_is_an_error_of_the_others_that_tells_wh
     assert all(seconds < limits.AT_ONCE for _, seconds in answers), answers
     assert all("no memory left" in message for message, _ in answers), answers
     assert all("rank 1 of the ring" in answers[rank][0] for rank in (0, 2, 3)), answers
+
+
+def _lets_go(rank, size, at):
+    """Rank 1 fails; whether groups and tensors of the call are gone once its groups are destroyed."""
+    logging.getLogger().handlers.clear()  # pytest's, which would keep the errors that are logged
+    _fails_once(rank, size, BurstConfig(kernel="reference"), at, alone=True)
+    communicators = Topology.from_group(dist.group.WORLD, intra_size=2).communicators
+    old = [weakref.ref(x) for x in (communicators, communicators.control, communicators.agreement)]
+    del communicators
+    store = dist.PrefixStore("anew", _get_default_store())
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", rank=rank, world_size=size, store=store)
+    _attend(problem(0, 16 * size, heads=4), Mask.full(), size, rank, BurstConfig(kernel="aten-cpu"))
+    limits.until(
+        lambda: gc.collect() >= 0 and not any(ref() for ref in old), "what a pass held is not let go"
+    )
+    dist.barrier = lambda: None
+    return True
+
+
+@pytest.mark.parametrize("at", [2, 6])
+@pytest.mark.filterwarnings("ignore")
+def test_a_pass_that_failed_is_not_held_for_ever(at):
+    """An error that is kept has frames, and these have the tensors and the groups of the call."""
+    assert all(processes(4, _lets_go, at))
 
 
 def _stopped(rank, size, config):

@@ -507,3 +507,26 @@ def _made_anew(rank, size, kind):
 def test_rings_made_anew_leave_no_threads_and_no_connections(kind):
     for counts in processes(4, _made_anew, kind):
         assert counts[2:] == counts[1:2] * 3
+
+
+def _beside_a_newcomer(rank, size):
+    """Ranks 0 and 1 make a ring; then rank 2, which was in none, takes the place of rank 1."""
+    store, done = dist.distributed_c10d._get_default_store(), []
+    for number, members in enumerate([(0, 1), (0, 2)]):
+        dist.destroy_process_group()
+        if rank in members:
+            own, place = dist.PrefixStore(str(number), store), members.index(rank)
+            dist.init_process_group("gloo", rank=place, world_size=2, store=own)
+            topology = Topology.from_group(dist.group.WORLD)
+            q, k, v, _ = (x.requires_grad_() for x in problem(0, 8, dtype=torch.float32))
+            burst_attention(q, k, v, topology=topology, mask=Mask.causal()).sum().backward()
+            done.append(topology.size)
+            dist.barrier()
+        else:
+            dist.init_process_group("gloo", rank=0, world_size=1, store=dist.PrefixStore("alone", store))
+    dist.barrier = lambda: None
+    return done
+
+
+def test_a_new_process_takes_the_place_of_one_that_is_gone():
+    assert processes(3, _beside_a_newcomer) == [[2, 2], [2], [2]]

@@ -48,6 +48,7 @@ class Copies:
         self._stream = torch.cuda.Stream(device) if self._cuda else None
         self._kept: dict[tuple[object, ...], Tensor] = {}
         self._filled: set[tuple[object, ...]] = set()
+        self.abandoned: list[object] = []
         self.bytes = 0
         """That came, or would have come from "nowhere"."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -105,7 +106,9 @@ class Agreement:
             meeting.done.wait()
         if meeting.error is not None:
             self._told |= meeting.error is self._watch.failure
-            raise meeting.error
+            raise copy(
+                meeting.error
+            )  # what is kept here must not keep the frames, and tensors, of its caller
         return Agreed(self._calls, meeting.lengths, label)
 
     def settle(self) -> None:
@@ -147,7 +150,7 @@ class Agreement:
             if failure is None:
                 self._fail(error, "failed in mid-ring")
             elif isinstance(error, Exception):  # no interrupt
-                raise failure from error
+                raise copy(failure) from error
             raise
         else:
             self._raise_untold()  # an abort ends waits on NCCL without an error, and without values
@@ -193,7 +196,7 @@ class Agreement:
         """Raise the failure of a call that went ahead, unless the caller has seen it."""
         if self._watch.failure is not None and not self._told:
             self._told = True
-            raise self._watch.failure
+            raise copy(self._watch.failure)
 
     def _post(self, word: Word, signature: Signature) -> Meeting:
         self._last = Meeting(word, signature)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -56,6 +57,8 @@ class Communicators:
         """Made by the first call: see `operator.agree`."""
         self.transports = Latest()
         """By ranks of a node and route: see `executor.transport_of`."""
+        self.abandoned: list[object] = []
+        """See `executor.Transport`."""
 
     def reach(self, device: torch.device) -> bool:
         """Return whether messages can be sent from and received in memory of this device."""
@@ -83,23 +86,19 @@ class Communicators:
     def abort(self) -> None:
         """End every wait of this process for messages of the ring. The groups are of no use afterwards.
 
-        NCCL's waits never come back to the host: its communicators are aborted. gloo has no abort, but a
-        receive that is not answered in time closes the connection to its rank, and so ends all waits for it.
+        NCCL's waits never come back to the host: its communicators are aborted.
         """
         for group, _ in list(self._made.values()):
-            if dist.get_backend(group) == "nccl":
-                group.abort()
-                continue
-            for peer in set(range(dist.get_world_size(group))) - {dist.get_rank(group)}:
-                with contextlib.suppress(RuntimeError):  # it always times out
-                    group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+            group.abort() if dist.get_backend(group) == "nccl" else _disconnect(group)
 
     def close(self) -> None:
         """Stop the agreement's thread and destroy the groups that were made here."""
         if self.agreement is not None:
             self.agreement.close()
+        _disconnect(self.control)  # else exchanges that a rank has left end with the group's time-out
         for group in filter(exists, self._own):
             dist.destroy_process_group(group)
+        self.abandoned.clear()  # nothing is written any more
 
     def _group(self, link: str, members: tuple[int, ...], max_ctas: int) -> dist.ProcessGroup:
         ranks = [self.ranks[rank] for rank in members]
@@ -113,6 +112,13 @@ class Communicators:
             made = companion(ranks, "gloo", self._timeout)
         self._own.append(made)
         return made
+
+
+def _disconnect(group: dist.ProcessGroup) -> None:
+    """End all waits of a gloo group, which has no abort: a receive that is late closes a connection."""
+    for peer in set(range(group.size())) - {group.rank()}:
+        with contextlib.suppress(RuntimeError):  # it always times out
+            group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 def exists(group: dist.ProcessGroup) -> bool:
@@ -160,7 +166,17 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return timeout
 
 
-_MADE: Counter[tuple[int, ...]] = Counter()
+_TIMES: WeakKeyDictionary[Any, Counter[object]] = WeakKeyDictionary()
+"""By default group: a process that takes the place of one that died was in no earlier one."""
+
+
+def times(key: object) -> int:
+    """Return how often this was called with `key` since the default process group was made: 1 at first."""
+    counted = _TIMES.setdefault(dist.group.WORLD, Counter())
+    counted[key] += 1
+    return counted[key]
+
+
 _OF_THREAD = threading.local()
 """The name of the next group of a thread, where we give it one."""
 
@@ -178,9 +194,8 @@ def _made_by_members_alone(ranks: Sequence[int]) -> Iterator[None]:
     the while it is not bound.
     """
     key, world = tuple(sorted(ranks)), dist.group.WORLD
-    _MADE[key] += 1
     _let_threads_name_groups()
-    _OF_THREAD.name = c10d.GroupName(f"burst_mcore_{digest(repr((key, _MADE[key])))}")
+    _OF_THREAD.name = c10d.GroupName(f"burst_mcore_{digest(repr((key, times(key))))}")
     device = None if world is None else world.bound_device_id
     try:
         if world is not None and device is not None:

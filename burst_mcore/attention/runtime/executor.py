@@ -49,6 +49,9 @@ class MessageWork(Protocol):
 class Transport(Protocol):
     """Carries bundles between the ranks of one ring."""
 
+    abandoned: list[object]
+    """Messages and buffers of passes that failed: the network may still write there."""
+
     def connect(self, pass_: Pass) -> None:
         """Get ready for a pass; every rank does, also one that will send and receive nothing."""
 
@@ -66,6 +69,7 @@ class ProcessGroups:
         self._carriers: dict[tuple[Link, Kind], Carrier] = {}
         self._connected: set[Pass] = set()
         self._first_tag = 0
+        self.abandoned = [] if topology.communicators is None else topology.communicators.abandoned
 
     def labelled(self, label: int) -> ProcessGroups:
         """Return the transport of one call: gloo matches no message of it with one of another label.
@@ -136,10 +140,6 @@ def _channels(rank: int, route: Route, pass_: Pass) -> tuple[Channel, ...]:
     """Return the channels of a pass in which every rank reads every row, in an order that all ranks share."""
     channels = (channel for channel, _ in by_hop(program(rank, route, pass_)) if channel is not None)
     return tuple(sorted({channel._replace(part=0) for channel in channels}))
-
-
-_ABANDONED: list[object] = []
-"""Messages and buffers of passes that failed: the network may still write there."""
 
 
 class Exchange(Protocol):
@@ -213,7 +213,7 @@ class Ring:
                     with record.span(step if isinstance(step, (Wait, Pack, Unpack)) else step.action):
                         carry_out[type(step)](self, step)
         except BaseException:
-            _ABANDONED.append((self._under_way, self._buffers))
+            self._transport.abandoned.append((self._under_way, self._buffers))
             raise
         self._buffers.clear()  # before results, which need room as well
 

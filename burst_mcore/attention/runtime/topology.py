@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from burst_mcore.attention.runtime.communicators import Communicators, companion, exists, timeout_of
+from burst_mcore.attention.runtime.communicators import Communicators, companion, exists, timeout_of, times
 from burst_mcore.rates import Rates
 from burst_mcore.registry import Registered, register
 from burst_mcore.words import brief
@@ -199,9 +199,8 @@ def host_name() -> str:
 
 def _ask(topic: str, mine: str, group: dist.ProcessGroup) -> list[str]:
     """Return every rank's answer on a topic; through the store, so that it meets no other message."""
-    times = _ASKED[group.group_name]
-    store = PrefixStore(f"burst_mcore/{topic}/{times[topic]}/{group.group_name}", _get_default_store())
-    times[topic] += 1
+    name = f"{topic}/{times((topic, group.group_name))}/{group.group_name}"
+    store = PrefixStore(f"burst_mcore/{name}", _get_default_store())
     store.set(str(dist.get_rank(group)), mine)
     keys = [str(rank) for rank in range(dist.get_world_size(group))]
     try:
@@ -213,10 +212,6 @@ def _ask(topic: str, mine: str, group: dist.ProcessGroup) -> list[str]:
             f"all ranks of a ring must call Topology.from_group (or from_groups)"
         ) from error
     return [store.get(key).decode() for key in keys]
-
-
-_ASKED: dict[str, Counter[str]] = defaultdict(Counter)
-"""How often a topic was asked in a group, by the group's name."""
 
 
 def _why_no_grid(rows: Sequence[Sequence[int]], local: int, column: Sequence[int]) -> str:
