@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -178,6 +180,16 @@ def test_attention_over_two_sets_of_keys_is_that_over_both(masks):
         found, torch.autograd.grad([want, seen], inputs, [upstream, upstream_lse]), strict=True
     ):
         torch.testing.assert_close(one, other.nan_to_num(), rtol=1e-10, atol=1e-10)
+
+
+def test_rows_that_no_set_shows_a_key_are_zeros_whatever_stands_there():
+    out, other = (torch.full((1, 2, 1, 3), x, dtype=torch.float64, requires_grad=True) for x in (1.0, 3.0))
+    lse = torch.tensor([[[-torch.inf], [0.0]]], dtype=torch.float64)
+    merged, total = burst_mcore.merge(out, lse, other, lse)
+    merged.sum().backward()
+    assert merged[0, :, 0, 0].tolist() == [0, 2] and total.flatten().tolist() == [-torch.inf, math.log(2)]
+    for x in (out, other):
+        assert x.grad[0, :, 0, 0].tolist() == [0, 0.5]
 
 
 def test_sets_that_do_not_go_together_are_refused():

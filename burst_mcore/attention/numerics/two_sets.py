@@ -31,6 +31,6 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
     unseen = torch.isneginf(torch.maximum(lse, other_lse))  # zeros in their place keep gradients finite
     lse, other_lse = lse.masked_fill(unseen, 0.0), other_lse.masked_fill(unseen, 0.0)
     total = torch.logaddexp(lse, other_lse)
-    weight, other_weight = ((x - total).exp()[..., None] for x in (lse, other_lse))
+    weight, other_weight = ((x - total).exp().masked_fill(unseen, 0)[..., None] for x in (lse, other_lse))
     merged = weight * out + other_weight * other
     return merged.to(out.dtype), total.masked_fill(unseen, -torch.inf)
