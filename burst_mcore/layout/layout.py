@@ -209,7 +209,7 @@ def unshard(parts: Sequence[Tensor], dim: int, *, layout: Layout | str = "zigzag
     """
     parts = list(parts)
     shapes = [tuple(part.shape) for part in parts]
-    if not parts or len({shape[:dim] + shape[dim:][1:] for shape in shapes}) > 1:
+    if len({shape[:dim] + shape[dim:][1:] for shape in shapes if shape[dim:]}) != 1:
         raise ValueError(
             f"unshard needs one part per rank, of one shape but for dim {dim}, got shapes {shapes}"
         )
