@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from causal_lms import dataset, model_of
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -33,6 +33,8 @@ class Case:
     packed: bool = False
     compiled: bool = False
     lora: bool = False
+    casts: bool = False
+    """Whether FSDP2 casts what modules get, here to the dtype that it has."""
     sums: bool = False
     """Whether FSDP2 adds gradients, and divides them by nothing."""
     plan: str = "torch"
@@ -97,13 +99,14 @@ def wrapped(model: torch.nn.Module, case: Case, mesh: Any) -> torch.nn.Module:
     over = mesh[tuple(shards)]._flatten("shards") if len(shards) > 1 else mesh[shards[0]]
     if "dp_replicate" in case.mesh:
         over = mesh["dp_replicate", "shards"] if len(shards) > 1 else mesh["dp_replicate", shards[0]]
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32 if case.casts else None)
     for layer in inner.model.layers:
         if case.compiled and "checkpointing" in case.options:  # which stays outside of what is compiled
             layer.forward = torch.compile(layer.forward, backend="eager")
         elif case.compiled:
             layer.compile(backend="eager")
-        fully_shard(layer, mesh=over)
-    fully_shard(model, mesh=over)
+        fully_shard(layer, mesh=over, mp_policy=policy)
+    fully_shard(model, mesh=over, mp_policy=policy)
     for module in model.modules():
         if case.sums and isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -31,10 +31,15 @@ def _held(ranks, *cases):
 
 
 def test_two_ranks():
-    """FSDP2 with accumulation and recompute; DDP with packed documents, and the model's own loss."""
+    """FSDP2 with casts, accumulation, recompute; DDP with packed documents, and the model's own loss."""
     _held(
         2,
-        Case(PAIR, accumulated=2, options={"checkpointing": "segment", "config": {"layout": "striped"}}),
+        Case(
+            PAIR,
+            casts=True,
+            accumulated=2,
+            options={"checkpointing": "segment", "config": {"layout": "striped"}},
+        ),
         Case(PAIR, "ddp", packed=True, options={"loss": "model"}),
     )
 

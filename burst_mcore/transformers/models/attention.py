@@ -114,6 +114,10 @@ class LayerMask:
         )
 
 
+# FSDP2's mixed precision replaces dataclasses among arguments by copies, field by field: these seem none.
+del LayerMask.__dataclass_fields__, Mixing.__dataclass_fields__
+
+
 class _NoTensorError(RefusedError, AttributeError):  # type: ignore[misc]  # both have a `name`
     """Of a mask that is asked for what a tensor has: `hasattr` says no."""
 
