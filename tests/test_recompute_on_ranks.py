@@ -194,6 +194,34 @@ def test_auto_on_ranks_that_hold_different_numbers_of_tokens(size, n):
     assert processes(size, _auto, n) == [[1] * 4] * size
 
 
+def _no_room_on_one_rank(rank, size):
+    topology, policy = (
+        Topology.from_group(dist.group.WORLD),
+        Segment("auto", memory_gb=6e-7),
+    )  # half of a call
+    whole = problem(0, 16 * size, heads=2, kv_heads=2, head_dim=8, dtype=torch.float32).q
+    x = shard(whole, 1, rank=rank, size=size, layout="striped").requires_grad_()
+
+    def layer(x):
+        return burst_attention(
+            x, x, x, topology=topology, mask=Mask.causal(), config=BurstConfig(layout="striped")
+        )
+
+    (want,) = torch.autograd.grad(layer(x).sum(), x)
+    checkpoint(layer, x, policy=policy).sum().backward()  # now one call in flight is known
+    held = [checkpoint(layer, x, policy=policy)]
+    if rank:
+        held.clear()  # a forward without backward, whose results the first rank keeps
+    share, _ = policy.share(1152)
+    checkpoint(layer, x, policy=policy).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * want, rtol=1e-4, atol=1e-5)
+    return share > 0
+
+
+def test_auto_on_ranks_of_which_one_has_no_room():
+    assert processes(2, _no_room_on_one_rank) == [False, True]
+
+
 def _disagreeing(rank, size):
     topology = Topology.from_group(dist.group.WORLD)
     x = torch.randn(1, 8, 2, 8, requires_grad=True)

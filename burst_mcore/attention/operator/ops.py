@@ -16,7 +16,6 @@ from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from burst_mcore.agreement import Agreement
 from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Attended, Call, Keys, Queries
 from burst_mcore.attention.forward import Inputs, forward, forward_of_head, tail_of
@@ -98,7 +97,9 @@ def _forward(args: ForwardArgs, request: Request | None = None) -> ForwardResult
     call, agreed, lengths = agree_on_call(args, request, agreement, topology)
     tokens = lengths[call.rank]
     with in_ring(agreement), _without_autocast(q.device), _on(q.device):
-        cut = _cut(args, request, call, agreement) if args.keep and args.saves else args.cut
+        if agreement is not None and args.at_most:  # a rank on which nothing fits meets the others, too
+            args = args._replace(keep=agreement.least(args.keep))
+        cut = _cut(args, request, call) if args.saves else args.cut
         transport = transport_of(topology, call.route, request.config.max_ctas)
         for pass_ in passes_of(args, call):
             transport.connect(pass_)
@@ -112,7 +113,7 @@ def _forward(args: ForwardArgs, request: Request | None = None) -> ForwardResult
             attended = forward_of_head(call, transport, inputs, cut=cut, tail=args.tail, tokens=tokens)
         else:
             attended = forward(call, transport, inputs)
-        tail = tail_of(call, cut, attended, tokens) if args.keep and args.saves else []
+        tail = tail_of(call, cut, attended, tokens) if args.saves else []
     if agreement is not None and not args.needs_gradient and not in_checkpoint():
         agreement.settle()  # no backward will
     out, lse = attended.out, attended.lse
@@ -177,11 +178,10 @@ def _expansion(call: Call, up: Tensor) -> Expansion:
     return Expansion(up, heads, call.problem.value_dim)
 
 
-def _cut(args: ForwardArgs, request: Request, call: Call, agreement: Agreement | None) -> int:
+def _cut(args: ForwardArgs, request: Request, call: Call) -> int:
     """Return the global position from which on results are saved."""
-    keep = args.keep if agreement is None or not args.at_most else agreement.least(args.keep)
-    size = request.ranks.size
-    return cut_for(keep, request.layout, request.mask, call.plan.n, size, at_most=args.at_most).position
+    layout, size = request.layout, request.ranks.size
+    return cut_for(args.keep, layout, request.mask, call.plan.n, size, at_most=args.at_most).position
 
 
 @attention_forward.register_fake
