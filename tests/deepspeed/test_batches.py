@@ -119,6 +119,7 @@ def test_padding_beside_given_positions(mask, positions, want):
         ({"input_ids": _ids([1, 2, 3]), "labels": _ids([1, 2])}, "labels"),
         ({"input_ids": _ids([1, 2, 3]), "labels": torch.tensor([1, 2, 3])}, "labels"),
         ({"input_ids": _ids([1, 2, 3]), "shift_labels": _ids([1, 2])}, "labels"),
+        ({"input_ids": _ids([1, 2, 3]), "labels": torch.rand(1, 3)}, "labels"),
         ({"input_ids": _ids([1, 2, 3]), "cu_seqlens": torch.tensor([0.0, 1.5, 3.0])}, "cu_seqlens"),
         (
             {
@@ -139,6 +140,20 @@ def test_what_is_refused_of_a_batch(batch, name):
     with pytest.raises(RefusedError) as error:
         prepared(batch, multiple=1)
     assert error.value.name == name
+
+
+def test_lists_are_read_as_tensors_are():
+    lists = {
+        "input_ids": [[5, 6, 7, 8, 9]],
+        "labels": [[-100, 6, 7, 8, 9]],
+        "attention_mask": [[1, 1, 1, 1, 0]],
+        "position_ids": [[0, 1, 0, 1, 2]],
+    }
+    whole = prepared(lists, multiple=2)
+    assert whole["shift_labels"].tolist() == [[6, -100, 8, -100, -100, -100]]
+    assert whole["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3]]
+    with pytest.raises(RefusedError, match="labels must be a tensor, or lists of numbers: expected sequence"):
+        prepared({**lists, "labels": [[1], [2, 3]]}, multiple=2)
 
 
 def test_columns_that_are_no_numbers_are_left_out_and_named(caplog):

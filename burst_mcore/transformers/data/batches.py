@@ -27,7 +27,9 @@ logger = logging.getLogger("burst_mcore")
 IGNORED = -100
 CUMULATED = ("cu_seqlens", "cu_seq_lens_q")
 """Names in a batch of the table of its documents (cu_seqlens); Hugging Face has one for keys too."""
-DROPPED = (*CUMULATED, "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "attention_mask", "labels")
+READ = ("input_ids", "position_ids", "shift_labels", "labels", "attention_mask", *CUMULATED)
+"""Columns that `prepared` reads: tensors, or lists of numbers."""
+DROPPED = (*READ[3:], "seq_idx", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Columns that positions and shifted labels replace: no rank gets them."""
 
 
@@ -111,17 +113,20 @@ def prepared(
     Raises:
         RefusedError: shapes that do not fit, or a mask that is more than padding.
     """
+    batch = {name: _numbers_of(name, x) if name in READ else x for name, x in batch.items()}
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel() or ids.is_floating_point():
         came = f"{tuple(ids.shape)} {ids.dtype}" if isinstance(ids, Tensor) else repr(ids)
         raise RefusedError("batch", f"input_ids must be a tensor of integers [rows, tokens], got {came}")
-    for name in ("labels", "shift_labels"):
-        _check_labels(name, batch.get(name), ids)
+    for name in ("position_ids", "labels", "shift_labels"):
+        column = ids if batch.get(name) is None else batch[name]
+        if column.shape != ids.shape or column.is_floating_point():
+            came = f"{tuple(ids.shape)} as input_ids are, got {tuple(column.shape)} {column.dtype}"
+            raise RefusedError(name.removeprefix("shift_"), f"{name} must be whole numbers, {came}")
     real = _real(batch.get("attention_mask"), ids)
     positions = _positions(batch, ids, real)
-    if batch.get("shift_labels") is not None:
-        shift_labels = batch["shift_labels"]
-    else:
+    shift_labels = batch.get("shift_labels")
+    if shift_labels is None:
         labels = ids if batch.get("labels") is None else batch["labels"]
         _refuse_shifted(labels, ids)
         labels = labels.masked_fill(~real | starts(positions), IGNORED)
@@ -131,7 +136,7 @@ def prepared(
     whole = {
         name: pad(x, (0,) * (2 * x.dim() - 3) + (more,)) if is_dealt(x, n) else x
         for name, x in batch.items()
-        if name not in (*DROPPED, "input_ids", "position_ids", "shift_labels")
+        if name not in (*READ, *DROPPED)
     }
     if TREE in whole:
         whole[TREE] = padded(whole[TREE], more)
@@ -196,11 +201,11 @@ def documents(position_ids: Tensor) -> tuple[tuple[int, ...], ...]:
     return tuple(ends)
 
 
-def _check_labels(name: str, labels: Any, ids: Tensor) -> None:
-    if labels is None or (isinstance(labels, Tensor) and labels.shape == ids.shape):
-        return
-    came = tuple(labels.shape) if isinstance(labels, Tensor) else repr(labels)
-    raise RefusedError("labels", f"{name} must be {tuple(ids.shape)} as input_ids are, got {came}")
+def _numbers_of(name: str, column: Any) -> Tensor | None:
+    try:
+        return None if column is None else torch.as_tensor(column)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RefusedError("batch", f"{name} must be a tensor, or lists of numbers: {error}") from None
 
 
 def _refuse_shifted(labels: Tensor, ids: Tensor) -> None:
@@ -208,9 +213,7 @@ def _refuse_shifted(labels: Tensor, ids: Tensor) -> None:
     valid = labels[:, :-1] != IGNORED
     of_next, of_place = (labels[:, :-1] == x for x in (ids[:, 1:], ids[:, :-1]))
     if bool(valid.any()) and bool(of_next[valid].all()) and not bool(of_place[valid].all()):
-        raise RefusedError(
-            "labels", "they are shifted already, each is the next token: give them as shift_labels"
-        )
+        raise RefusedError("labels", "they are shifted already, each the next token: give shift_labels")
 
 
 def _real(attention_mask: Tensor | None, ids: Tensor) -> Tensor:
@@ -233,8 +236,6 @@ def _positions(batch: Mapping[str, Any], ids: Tensor, real: Tensor) -> Tensor:
         return depths(batch[TREE])[None]
     ends = next((batch[name] for name in CUMULATED if batch.get(name) is not None), None)
     given: Tensor | None = batch.get("position_ids")
-    if given is not None and given.shape != ids.shape:
-        raise RefusedError("position_ids", f"they must be {tuple(ids.shape)}, got {tuple(given.shape)}")
     after_padding = real & ~pad(real, (1, 0), value=True)[:, :-1]
     if bool((after_padding & (real.cumsum(1) > 1)).any()):
         raise RefusedError("attention_mask", "padding between tokens of a row is not supported")
@@ -242,13 +243,10 @@ def _positions(batch: Mapping[str, Any], ids: Tensor, real: Tensor) -> Tensor:
     begins = torch.zeros(rows, n, dtype=torch.bool)
     begins[:, 0] = True
     if ends is not None:
-        ends = torch.as_tensor(ends).flatten()
-        if ends.is_floating_point():
-            raise RefusedError("cu_seqlens", f"it must be whole numbers, got {ends.tolist()[:8]}")
-        ends = ends.tolist()
-        if rows != 1 or not ends or ends[0] != 0 or ends != sorted(ends) or ends[-1] > n:
+        whole, ends = not ends.is_floating_point(), ends.flatten().tolist()
+        if not whole or rows != 1 or not ends or ends[0] != 0 or ends != sorted(ends) or ends[-1] > n:
             raise RefusedError(
-                "cu_seqlens", f"it must ascend from 0 to at most {n}, for one row; got {ends[:8]}"
+                "cu_seqlens", f"whole numbers must ascend from 0 to at most {n}, for one row; got {ends[:8]}"
             )
         begins[0, [end for end in ends if end < n]] = True
     elif given is not None:

@@ -23,7 +23,7 @@ from burst_mcore.agreement import Collective
 from burst_mcore.attention.prepare import one_ahead, prepare
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
-from burst_mcore.transformers.data.batches import collated, dealt, digest_of_batch, documents, prepared
+from burst_mcore.transformers.data.batches import READ, collated, dealt, digest_of_batch, documents, prepared
 from burst_mcore.transformers.errors import RefusedError
 
 logger = logging.getLogger("burst_mcore")
@@ -182,13 +182,13 @@ def shard_of_whole_batch(
 
     Args:
         arguments: input_ids, labels and attention_mask [rows, tokens], the same on all ranks of the group;
-            what is no tensor stays.
+            lists of numbers are read as well; what else is no tensor stays.
         dealing: how batches are dealt: keyword arguments of `ShardedLoader`.
 
     Raises:
         RefusedError: on all ranks, where a rank's batch is not legal or differs.
     """
-    batch = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    batch = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor) or name in READ}
     dealer = ShardedLoader((), group=group, device=arguments["input_ids"].device, **dealing)
     dealer.given = True
     (whole,) = dealer.agreed(lambda: batch)
