@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -165,13 +165,18 @@ class ContextParallel:
             temperature: divisor of the logits; a number, or one for each token of this rank.
 
         Raises:
-            RefusedError: the model's loss is not fused, or the batch has no shift_labels.
+            RefusedError: another model, a loss that is not fused, no shift_labels, odd temperatures.
         """
         if batch.get("shift_labels") is None:
             raise RefusedError("labels", "token_stats needs a batch with shift_labels: deal or load it by cp")
+        if all(module is not self.model for module in model.modules()):
+            raise RefusedError("model", "token_stats takes the model of this parallelize, or its wrapper")
+        labels, shape = tuple(batch["shift_labels"].shape), tuple(getattr(temperature, "shape", ()))
+        if shape not in ((), labels):
+            raise RefusedError("temperature", f"a number, or {labels} as shift_labels, not {shape}")
         with returning_statistics(self.model, temperature):
             found: Tensor = model(**batch)
-        return TokenStats(*found.view(2, *batch["shift_labels"].shape))
+        return TokenStats(*found.view(2, *labels))
 
     def rollout_stats(self, model: nn.Module, folded: Folded, temperature: float = 1.0) -> TokenStats:
         """Return `token_stats` of folded rollouts, [rollouts, longest], on every rank, with gradients.
@@ -198,7 +203,8 @@ class ContextParallel:
         seen = Mask.causal() if mask is None else mask
         if documents is None:
             return seen
-        ends = [int(end) for end in (documents.tolist() if isinstance(documents, Tensor) else documents)]
+        packed = Mask.documents(documents if isinstance(documents, Tensor) else [*documents])
+        ends: list[int] = packed.document_ends.tolist()  # type: ignore[union-attr]  # it has documents
         last = self.padded(ends[-1] if tokens is None else tokens)
         return seen & Mask.documents(ends if ends[-1] == last else [*ends, last])
 
@@ -274,8 +280,4 @@ def _group_of(mesh: Any) -> dist.ProcessGroup:
 
 def _refuse_word(name: str, value: Any, legal: Iterable[str]) -> None:
     if value not in [*legal]:
-        _refuse(name, value, legal)
-
-
-def _refuse(name: str, value: Any, legal: Iterable[str]) -> NoReturn:
-    raise RefusedError(name, f"it must be one of {', '.join(legal)}, got {value!r}")
+        raise RefusedError(name, f"it must be one of {', '.join(legal)}, got {value!r}")

@@ -100,6 +100,21 @@ def _in_training(rank, size):
     unfused = parallelize(model_of(), mesh["cp"], loss="model")
     found += [_named(lambda: unfused.token_stats(unfused.model, unfused.deal(batch)))]
     found += [_named(lambda: cp.token_stats(bare, {"input_ids": ids}))]
+    odd = ids.clone()
+    odd[0, 1] = 999  # of the first rank
+    found += [
+        _named(lambda: cp.token_stats(model_of(), cp.deal(batch))),
+        _named(lambda: cp.token_stats(bare, cp.deal(batch), temperature=torch.ones(20, 1))),
+        _named(lambda: cp.deal({**batch, "labels": [[1], [2, 3]]})),
+        _named(lambda: bare(**cp.deal({**batch, "labels": odd}))),
+        _named(lambda: bare(**cp.deal({"input_ids": odd}))),
+    ]
+    lists = {**batch, "labels": ids.tolist(), "cu_seqlens": [0, 15, 40]}
+    tensors = cp.deal({name: torch.as_tensor(x) for name, x in lists.items()})
+    assert all(torch.equal(x, tensors[name]) for name, x in cp.deal(lists).items())
+    for documents in ([], [0, 3.7, 9], torch.tensor([1, 9]), range(0)):
+        with pytest.raises(ValueError, match="cu_seqlens must be"):
+            cp.mask(documents=documents)
     summed = model_of()
     by_hand = parallelize(summed, mesh["cp"], reduction="sum")
     summed(**by_hand.deal(batch)).loss.backward()
@@ -119,6 +134,11 @@ def test_in_training():
         "refused (position_ids): they must go on by one, or start again at 0",
         "refused (loss): the model's loss is not fused",
         "refused (labels): token_stats needs a batch",
+        "refused (model): token_stats takes the model of this",
+        "refused (temperature): a number, or (1, 20) as shift_labels, not (20, 1)",
+        "refused (batch): labels must be a tensor, or lists of numbers",
+        ("refused (labels): tokens and labels must be in [0, 61)", "refused (another rank): ranks [0]"),
+        ("refused (labels): tokens and labels must be in [0, 61)", "refused (another rank): ranks [0]"),
     ]
     ids = dataset(1, tokens=40)[0]["input_ids"][None]
     model = model_of()

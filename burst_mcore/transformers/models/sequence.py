@@ -294,7 +294,18 @@ class SequenceParallel:
         arguments = {**arguments, "position_ids": positions, "attention_mask": None, "shift_labels": shifted}
         if shifted is None:
             return {name: x for name, x in arguments.items() if name != "shift_labels"}, positions, 0
-        return arguments, positions, int((shifted != IGNORED).sum())
+        return arguments, positions, self._counted(ids, shifted)
+
+    def _counted(self, ids: Tensor, shifted: Tensor) -> int:
+        """Return the number of labels. Numbers beyond the vocabulary would fail later, on this rank alone."""
+        settings: Any = self.model.config
+        size = getattr(settings.get_text_config(), "vocab_size", float("inf"))
+        valid, ends = shifted != IGNORED, () if ids.is_floating_point() else ids.aminmax()
+        count, *tokens = torch.stack([valid.sum(), *shifted.where(valid, 0).aminmax(), *ends]).tolist()
+        if not 0 <= min(tokens) <= max(tokens) < size:
+            numbers = f"[0, {size}), or {IGNORED} for no label, got {min(tokens)} to {max(tokens)}"
+            raise RefusedError("labels", f"tokens and labels must be in {numbers}")
+        return int(count)
 
     def _refuse_columns(self, arguments: dict[str, Any], shape: torch.Size) -> None:
         """Raise RefusedError for columns that do not go with a shard of the tokens."""
@@ -322,9 +333,7 @@ class SequenceParallel:
         if problem is not None:
             raise problem
         if any(failed):
-            raise RefusedError(
-                "another rank", f"ranks {_where(failed)} of the sequence group refused their batch"
-            )
+            raise RefusedError("another rank", f"ranks {_where(failed)} of the group refused their batch")
         if len(set(batch)) > 1:
             raise RefusedError("batch", f"the ranks of the sequence group have {batch} rows of one batch")
         for name, column in zip(("shift_labels", self.types), columns, strict=True):
@@ -390,9 +399,8 @@ def _unchanged(out: Any) -> Any:
 
 def _tokens(arguments: dict[str, Any]) -> Any:
     """Return input_ids, or the embeddings in their place."""
-    return (
-        arguments["input_ids"] if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
-    )
+    ids = arguments.get("input_ids")
+    return arguments.get("inputs_embeds") if ids is None else ids
 
 
 def _cached(arguments: dict[str, Any]) -> int:
