@@ -213,7 +213,7 @@ def _traced(args: ForwardArgs) -> ForwardResults:
         except ValueError as error:
             words = f"a compiled call here takes for granted that every rank holds {shard.tokens} tokens"
             raise ValueError(f"{words}: {error}") from error
-        cut = _cut(args, request, call, None) if args.saves else call.plan.n
+        cut = _cut(args, request, call) if args.saves else call.plan.n
     on_ring, ring_lse = [], lse
     if call.route.heads > 1 and args.up is not None and not call.latent_travels:
         k, v = (q.new_empty((*q.shape[:3], width)) for width in (q.shape[-1], args.value_dim))
