@@ -80,6 +80,9 @@ def trained(rank, size, case):
     return loss, gradients
 
 
+@pytest.mark.proves(
+    "rollouts that share prefixes, as a tree", "CP 2 with full recompute; CP 4 with windows; CP 1"
+)
 @pytest.mark.parametrize(
     ("size", "case"),
     [
