@@ -15,6 +15,7 @@ from burst_mcore.rollouts.columns import TREE, WEIGHTS, Columns, why_not_its_row
 from burst_mcore.rollouts.trees import depths, padded
 
 WORDS, WIDTH = 5, 8
+TWO = torch.tensor([-1, 0, 3, 3])
 
 
 def random_rollouts(draw: random.Random) -> list[list[int]]:
@@ -222,6 +223,9 @@ def test_what_unfolds_has_numbers_of_every_token_where_asked():
         (lambda: fold([[], []], parents=[-1, 0]), r"rollouts \[0\] have no tokens"),
         (lambda: tree_mask(torch.tensor([-1, 0, 3])), r"parents and then lengths, got \(3,\)"),
         (lambda: tree_mask(torch.tensor([-1, 1, 3, 3])), "parent of node 1"),
+        (lambda: tree_mask(TWO, Mask.chunked(4)), r"causal or a window, got chunked\(4\)"),
+        (lambda: tree_mask(TWO, Mask.causal() | Mask.images([(0, 2)])), "causal or a window, got .causal"),
+        (lambda: tree_mask(TWO, Mask.window(3, 0) & Mask.documents([0, 2, 6])), "got window.* & documents"),
     ],
 )
 def test_bad_rollouts_are_refused_in_one_line(call, words):

@@ -15,8 +15,7 @@ from burst_mcore.mask import Mask
 from burst_mcore.recurrent.bound import mixers_of
 from burst_mcore.rollouts.trees import depths, nodes_of
 
-TREE, WEIGHTS = "tree", "label_weights"
-IGNORED = -100
+TREE, WEIGHTS, IGNORED = "tree", "label_weights", -100
 
 
 @dataclass(frozen=True)

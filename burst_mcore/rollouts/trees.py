@@ -1,7 +1,7 @@
 """The tree of a row: nodes of tokens, their depths, and the mask of a layer.
 
-A tree is a tensor of integers: the parents of all nodes (-1 for a root), and behind them their lengths. It
-has one dim, so that nothing deals it over ranks as it deals tokens.
+A tree is a tensor of one dim, which nothing deals as it deals tokens: the parents of all nodes (-1 for a
+root), and behind them their lengths.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ def tree_mask(tree: Tensor, window: Mask | None = None) -> Mask:
         window: the layer's, if it has one. It counts tokens along a rollout, not along the row.
 
     Raises:
-        ValueError: a tree that is not legal: see `Mask.tree`.
+        ValueError: a tree that is not legal (see `Mask.tree`); another mask than a window.
     """
     mask = Mask.tree(*nodes_of(tree))
     terms = () if window is None else window.terms
-    left = next((term.left for term in terms if isinstance(term, Window)), None)
+    lefts = [term.left for term in terms if isinstance(term, Window)]
+    if len(lefts) < len(terms):
+        raise ValueError(f"beside a tree the mask of a layer is causal or a window, got {window}")
+    left = lefts[0] if lefts else None
     if left is None or left > int(depths(tree).max()):
         return mask
     slices = torch.tensor(_slices(tree, left))
@@ -57,8 +60,7 @@ def nodes_of(tree: Tensor) -> tuple[Tensor, Tensor]:
     """Return (parents, lengths) of the nodes. Raises ValueError for another shape."""
     if tree.dim() != 1 or len(tree) % 2:
         raise ValueError(f"a tree has one dim, parents and then lengths, got {tuple(tree.shape)}")
-    parents, lengths = tree.cpu().view(2, -1)
-    return parents, lengths
+    return tuple(tree.cpu().view(2, -1))
 
 
 def _nodes(tree: Tensor) -> tuple[list[int], ...]:
