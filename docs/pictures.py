@@ -355,7 +355,7 @@ def loss() -> Drawing:
     names = {
         "burst": "burst",
         "compiled-naive": "torch.compile",
-        "torch": "torch's chunked",
+        "torch": "torch 2.13's own",
         "deepspeed": "DeepSpeed",
     }
     figures = json.loads((RESULTS / "loss.json").read_text())["figures"]
