@@ -19,7 +19,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train finetune compare test test-plan test-bench test-all tables docs lint style types bench bench-masks bench-loss bench-recompute bench-step bench-paper bench-topology bench-planning compiled gpu-smoke gpu-tests gpu-figures gpu-check gpu-sanitize clean
+.PHONY: help train finetune compare test test-plan test-bench test-all soak tables docs lint style types bench bench-masks bench-loss bench-recompute bench-step bench-paper bench-topology bench-planning compiled gpu-smoke gpu-tests gpu-figures gpu-check gpu-sanitize clean
 
 help:
 	@echo 'make train [ARGS="..."]    train a GPT on Megatron-Core with a burst ring (4 CPU processes)'
@@ -29,6 +29,7 @@ help:
 	@echo '                           Python 3.11 is'
 	@echo 'make test-plan, test-bench  the tests of burst_plan, of burst_bench'
 	@echo 'make test-all              all tests, and the slow cells'
+	@echo 'make soak HOURS=12         four ranks for hours: calls, trainings, ranks that die; SEED=0 STEP=17 makes one step again'
 	@echo 'make tables                write the tables and pictures of the docs again, after a setting or a schedule changed'
 	@echo 'make docs                  build the manual as a site: open site/index.html'
 	@echo 'make bench                 attention, measured beside other methods'
@@ -68,6 +69,9 @@ test-bench: $(VENV)
 test-all: lint
 	@$(call tested,tests,slow or not slow)
 	$(call test_311,tests/megatron tests/plan/test_memory_of_megatron.py tests/plan/test_patches.py,slow or not slow)
+
+soak: $(VENV)
+	@PYTHONPATH=.:tests:tests/torch:tests/recurrent $(RUN) tests/soak/soak.py --hours $(or $(HOURS),12) --seed $(or $(SEED),0) $(if $(STEP),--step $(STEP)) $(ARGS)
 
 tables: $(VENV)
 	@PYTHONPATH=. $(RUN) docs/tables.py
@@ -161,6 +165,14 @@ for candidate in "$${PYTHON:-}" $(foreach minor,$(1) $(2),python3.$(minor)) \
 done
 endef
 
+# Waits while another make sets up here, and leaves if that has made the environment. The lock is of this shell's
+# file 9, which Python is given.
+define one_at_a_time
+exec 9<pyproject.toml
+"$$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)'
+if [ $@ -nt pyproject.toml ] && [ $@ -nt Makefile ]; then exit 0; fi
+endef
+
 $(VENV): pyproject.toml Makefile
 	@python="$$($(call python,12,13))"
 	if [ -z "$$python" ]; then
@@ -168,14 +180,16 @@ $(VENV): pyproject.toml Makefile
 	  exit 1
 	fi
 	echo "setting up .venv with $$("$$python" --version) ($$python); the first time takes some minutes"
-	[ -x .venv/bin/python ] && .venv/bin/python -c '' 2>/dev/null || "$$python" -m venv --clear .venv
+	$(one_at_a_time)
+	.venv/bin/python -m pip --version >/dev/null 2>&1 || "$$python" -m venv --clear .venv
 	.venv/bin/python $(PIP) $(TORCH) $(MEGATRON) -e '.[megatron,bench,huggingface,deepspeed,test]'
 	touch $@
 
 $(VENV_311): pyproject.toml Makefile
 	@python="$$($(call python,11,))"
 	echo "setting up .venv-py311 with $$("$$python" --version) ($$python)"
-	[ -x .venv-py311/bin/python ] && .venv-py311/bin/python -c '' 2>/dev/null || "$$python" -m venv --clear .venv-py311
+	$(one_at_a_time)
+	.venv-py311/bin/python -m pip --version >/dev/null 2>&1 || "$$python" -m venv --clear .venv-py311
 	.venv-py311/bin/python $(PIP) $(TORCH) $(MEGATRON_311) -e '.[megatron,test]'
 	touch $@
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 
+from alone import TakenError, alone_in
 from job import Iteration, Job, JobFailedError
 from train import BURST, DATA_ARGUMENTS, MODEL, PARALLEL, PROCESSES, RUNS, TRAINING, follow, prepare, value_of
 
@@ -55,9 +56,10 @@ def main(extra: list[str]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         print(name)
         try:
-            results[name] = follow(Job(folder, processes, [*common, *arguments]), ITERATIONS, tokens, 0)
-        except JobFailedError as error:
-            print(f"{name} stopped: {error}", file=sys.stderr)
+            with alone_in(folder):
+                results[name] = follow(Job(folder, processes, [*common, *arguments]), ITERATIONS, tokens, 0)
+        except (JobFailedError, TakenError, KeyboardInterrupt) as error:
+            print(f"{name} stopped: {error or 'interrupted'}", file=sys.stderr)
             return 1
     first, *others = results
     agree = True

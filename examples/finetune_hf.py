@@ -25,6 +25,7 @@ from statistics import mean
 from typing import Any
 
 import torch
+from alone import TakenError, alone_in
 
 HERE = Path(__file__).resolve().parent
 BYTES = 256
@@ -235,6 +236,7 @@ def _sum_over_ranks(figures: torch.Tensor, device: Any) -> None:
 
 def plot(folder: Path) -> None:
     """Draw the loss of every step."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of a home that it cannot write to
     import matplotlib
 
     matplotlib.use("Agg")
@@ -271,7 +273,13 @@ def run(
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.processes)]
     # The goal is checked here: to an exit status of a rank torchrun would add a page.
     ours = [sys.executable, *start, script, *argv, "--goal", "inf"]
-    status = subprocess.run(ours, env=environment, check=False).returncode
+    try:
+        with alone_in(arguments.out):
+            status = subprocess.run(ours, env=environment, check=False).returncode
+    except TakenError as error:
+        sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit("interrupted: run again to resume from the last checkpoint, if there is one")
     return status or missed(arguments.goal, list(losses_of(arguments.out).values())[-20:])
 
 

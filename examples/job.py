@@ -18,7 +18,7 @@ from typing import Any
 
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.util import tensor_util
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std, start_processes
 
 HERE = Path(__file__).resolve().parent
 logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says, JobFailedError says
@@ -69,6 +69,7 @@ class Job:
 
         Raises:
             JobFailedError: a rank failed; the others have been ended.
+            KeyboardInterrupt: this process was asked to end.
         """
         self.events.mkdir(parents=True, exist_ok=True)
         log = self.folder / "log"
@@ -94,6 +95,8 @@ class Job:
                         yield iteration
             if ended.is_failed():
                 raise JobFailedError(_why(ended.failures, ended.stderrs))
+        except SignalException as signalled:  # torch's handler, in the place of Python's
+            raise KeyboardInterrupt from signalled
         finally:
             pids = list(context.pids().values())
             context.close()

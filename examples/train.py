@@ -9,6 +9,7 @@ and leaves metrics.jsonl, loss.png and a checkpoint in runs/train. A second run 
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
+from alone import TakenError, alone_in
 from job import HERE, Iteration, Job, JobFailedError
 from tqdm import tqdm
 
@@ -78,11 +80,16 @@ def prepare() -> None:
 
 
 def follow(job: Job, total: int, tokens: int, done: int) -> list[Iteration]:
-    """Run the job under a progress bar; `tokens` an iteration."""
+    """Run the job under a progress bar; `tokens` an iteration.
+
+    The remaining time is that of the mean iteration. The first one counts with the start of the ranks.
+    """
     iterations = []
-    with tqdm(total=total, initial=done, unit="it", desc="starting", dynamic_ncols=True) as bar:
+    with tqdm(total=total, initial=done, unit="it", desc="starting", dynamic_ncols=True, smoothing=0) as bar:
         for iteration in job.run():
             iterations.append(iteration)
+            if iteration.seconds is None:
+                bar.initial, bar.start_t = iteration.iteration, time.time()
             bar.set_description("training")
             rate = f"{tokens / iteration.seconds:,.0f} tokens/s, " if iteration.seconds else ""
             bar.set_postfix_str(f"{rate}loss {iteration.loss:.3f}")
@@ -98,6 +105,7 @@ def checkpointed(folder: Path) -> int:
 
 def plot(metrics: Path, picture: Path) -> None:
     """Draw the loss of every iteration in `metrics`, if there is any."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of a home that it cannot write to
     import matplotlib
 
     matplotlib.use("Agg")
@@ -120,6 +128,16 @@ def plot(metrics: Path, picture: Path) -> None:
 def main(extra: list[str]) -> int:
     folder = RUNS / "train"
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with alone_in(folder):
+            return train(folder, extra)
+    except TakenError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def train(folder: Path, extra: list[str]) -> int:
+    """Train in a folder; return the exit status."""
     prepare()
     checkpoint = str(folder / "checkpoint")
     arguments = [

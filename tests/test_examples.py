@@ -5,9 +5,13 @@ import pytest
 pytest.importorskip("tensorboard")
 pytest.importorskip("megatron.core")
 
+import time
+
 import compare
+import job
 import prepare_bytes
 import train
+from alone import TakenError, alone_in
 from job import Iteration
 
 
@@ -48,3 +52,51 @@ def test_pieces_are_the_text_cut_at_line_ends():
     assert b"".join(pieces) == text
     assert all(piece.endswith(b"\n") and len(piece) >= prepare_bytes.PIECE for piece in pieces[:-1])
     assert list(prepare_bytes.pieces(b"")) == []
+
+
+def test_a_folder_takes_one_run_at_a_time_and_is_free_after_an_error(tmp_path):
+    again = pytest.raises(TakenError, match=f"another run writes to {tmp_path}")
+    with again, alone_in(tmp_path), alone_in(tmp_path):
+        raise AssertionError("two at once")
+    with alone_in(tmp_path):
+        pass
+
+
+class _Slow:
+    """A job whose ranks take long to start."""
+
+    def run(self):
+        time.sleep(0.5)
+        yield Iteration(3, 2.0, 1.0, None)
+        for number in range(4, 8):
+            time.sleep(0.01)
+            yield Iteration(number, 2.0, 1.0, 0.01)
+
+
+def test_the_remaining_time_does_not_count_the_start(monkeypatch):
+    rates = []
+
+    class Bar(train.tqdm):
+        def update(self, n=1):
+            super().update(n)
+            rates.append(self.format_dict["rate"] or (self.n - self.initial) / (time.time() - self.start_t))
+
+    monkeypatch.setattr(train, "tqdm", Bar)
+    assert len(train.follow(_Slow(), 10, 100, 2)) == 5
+    assert rates[0] == 0 and all(10 < rate < 200 for rate in rates[1:]), rates  # with the start: below 10
+
+
+def test_an_interrupt_is_one_whatever_handler_torch_has_set(monkeypatch, tmp_path):
+    class Context:
+        def wait(self, **_):
+            raise job.SignalException("Process 1 got signal: 2", 2)
+
+        def pids(self):
+            return {}
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(job, "start_processes", lambda **_: Context())
+    with pytest.raises(KeyboardInterrupt):
+        next(job.Job(tmp_path, 2, []).run())

@@ -123,3 +123,32 @@ print((time.process_time() - middle) / (middle - start))
 def test_every_place_that_has_the_version_has_this_one():
     assert f"\n## {__version__} (" in (ROOT / "CHANGELOG.md").read_text()
     assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+STUB = """#!/bin/bash
+case "$*" in
+  "-m venv --clear .venv") rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+  *"-m pip --version"*) [ -e .venv/pip ] ;;
+  *"-m pip install"*) echo install >> log; sleep 1; touch .venv/pip ;;
+  --version) echo Python 3.12.0 ;;
+  *) exec PYTHON "$@" ;;
+esac
+"""
+"""In the place of Python: an environment takes a second."""
+
+
+def test_two_set_ups_at_once_make_one_environment_and_a_broken_one_is_made_again(tmp_path):
+    for name in ("Makefile", "pyproject.toml"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    python = tmp_path / "python"
+    python.write_text(STUB.replace("PYTHON", sys.executable))
+    python.chmod(0o755)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    broken = tmp_path / ".venv" / "bin" / "python"  # as after an interrupt, before pip was there
+    broken.write_text("#!/bin/bash\nexit 1\n")
+    broken.chmod(0o755)
+    make = ["make", f"PYTHON={python}", ".venv/ready"]
+    both = [subprocess.Popen(make, cwd=tmp_path, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [limits.told(process) for process in both] == ["", ""]
+    assert [process.returncode for process in both] == [0, 0]
+    assert (tmp_path / "log").read_text() == "install\n"
