@@ -33,7 +33,6 @@ FLOORS = {
         ["rollouts"],
         ["megatron", "transformers"],
         ["deepspeed", "torch", "compat"],
-        ["bench"],
     ],
     "burst_plan": [
         ["words", "files", "tables", "provenance"],

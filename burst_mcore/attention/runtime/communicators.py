@@ -172,7 +172,7 @@ _TIMES: WeakKeyDictionary[Any, Counter[object]] = WeakKeyDictionary()
 
 def times(key: object) -> int:
     """Return how often this was called with `key` since the default process group was made: 1 at first."""
-    counted = _TIMES.setdefault(dist.group.WORLD, Counter())
+    counted = _TIMES.setdefault(dist.group.WORLD or dist, Counter())
     counted[key] += 1
     return counted[key]
 

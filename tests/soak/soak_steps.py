@@ -1,0 +1,364 @@
+"""Steps of a soak: what four ranks do together, drawn from a seed, and the reference that holds it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from causal_lms import worst
+from dense import Result, assert_as_exact_as, dense, error, problem, single_kernel
+from loops import CLIP, RATE, Case, built, by_hand, one_process, samples, whole_weights
+from masks import random_layout, random_mask
+from players import alone
+from test_latent import Gradients, on_ring, through
+from test_latent import _random as random_latent
+from test_masks_on_rings import DTYPES, KERNEL, _attend, _case, _gathered
+from test_recompute_on_ranks import _local as recomputed
+from test_recurrence import RULES, tensors
+from test_scores import _attend as scored
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
+from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.checkpointing import Full, KeepAttention, Segment
+from burst_mcore.recurrent import Shards, recurrence
+from burst_mcore.torch import parallelize
+
+Draw = random.Random
+TIMES = 4.0
+"""The errors of a call beside those of one kernel, at most. Of few numbers, twice is luck: 2 of 400 calls had
+2.0 and 2.4. A row that is missing makes hundreds."""
+EXACT = 1e-10
+"""The relative error that a call in float64 is held to: its sums are of another order."""
+CLOSE = 1e-6
+"""That of a training in float64: transformers has norms, and its own attention's softmax, in float32."""
+
+
+@dataclass(frozen=True)
+class Team:
+    """A rank among the ranks of a step."""
+
+    rank: int
+    size: int
+    folder: Path
+    """Which all ranks of the step share, empty at its beginning."""
+    tell: Callable[[str], None]
+    """Tells the supervisor that this rank ends now, or fails, and how."""
+
+    def topology(self, draw: Draw) -> Topology:
+        intra = draw.choice([n for n in range(1, self.size + 1) if self.size % n == 0])
+        return Topology.from_group(dist.group.WORLD, intra_size=intra)
+
+
+def attention(draw: Draw, team: Team) -> str:
+    """A call of any layout, mask, dtype, route and shape, as exact as one kernel alone; words for it."""
+    topology = team.topology(draw)
+    p, mask, config = _case(draw, Ranks(team.size, topology.intra_size), draw.choice(DTYPES))
+    policy = draw.choice((None, None, Full(), KeepAttention(), Segment(draw.random())))
+    words = f"{tuple(p.q.shape)} {p.k.shape[2]} K/V heads {p.q.dtype} {mask} {config} {policy} {topology}"
+    with telling(words):
+        if policy is None:
+            got = _attend(p, mask, team.rank, team.size, config, topology)
+        else:
+            reentrant = draw.random() < 0.5
+            local = recomputed(p, mask, team.rank, team.size, config, topology, policy, reentrant)
+            got = _gathered(local, team.size, config.layout)
+        if draw.randrange(team.size) == team.rank:  # all hold the same, and one of them looks at it
+            assert_as_exact_as(got, single_kernel(p, KERNEL, mask), dense(p, mask), TIMES)
+    return words
+
+
+def scores(draw: Draw, team: Team) -> str:
+    """A call with a softcap, a scale, sinks, gradients through lse, in float64."""
+    topology, kv_heads, n = team.topology(draw), draw.randint(1, 3), draw.randint(1, 200)
+    heads = kv_heads * draw.choice((1, 2, 4))
+    p = problem(n, n, batch=draw.randint(1, 2), heads=heads, kv_heads=kv_heads, head_dim=8)
+    mask, config = random_mask(draw, n), BurstConfig(layout=random_layout(draw, team.size, n))
+    softcap, scale = draw.choice((None, 2.0)), draw.choice((None, 0.3))
+    sinks = torch.linspace(-3, 6, heads, dtype=torch.float64) if draw.random() < 0.5 else None
+    dlse = torch.linspace(-1, 1, n, dtype=torch.float64)[None, :, None].expand(p.q.shape[:3])
+    given = {"softcap": softcap, "dlse": dlse if draw.random() < 0.5 else None}
+    words = (
+        f"{tuple(p.q.shape)} {kv_heads} K/V heads {mask} {config} softcap={softcap} scale={scale} "
+        f"sinks={sinks is not None} dlse={given['dlse'] is not None} {topology}"
+    )
+    with telling(words):
+        want_sinks = None if sinks is None else sinks.clone().requires_grad_()
+        want = dense(p, mask, scale, sinks=want_sinks, **given)
+        got, dsinks = scored(
+            p, mask, rank=team.rank, size=team.size, topology=topology, config=config, softmax_scale=scale,
+            sinks=sinks, **given,
+        )  # fmt: skip
+        for name, g, w in zip(Result._fields, _gathered(got, team.size, config.layout), want, strict=True):
+            held(name, g, w)
+        if dsinks is not None:
+            dist.all_reduce(dsinks)
+            held("the gradient of sinks", dsinks, want_sinks.grad)
+    return words
+
+
+def latent(draw: Draw, team: Team) -> str:
+    """A call of multi-latent attention in float64."""
+    topology = team.topology(draw)
+    c, mask, config, travels = random_latent(draw, Ranks(team.size, topology.intra_size), torch.float64)
+    words = f"{tuple(c.q.shape)} {mask} {config} latent travels: {travels} {topology}"
+    with telling(words):
+        got = on_ring(c, mask, team.rank, team.size, config, topology, travels)
+        if draw.randrange(team.size) == team.rank:
+            for name, g, w in zip(Gradients._fields, got, through(c, lambda p: dense(p, mask)), strict=True):
+                held(name, g, w)
+    return words
+
+
+def recurrent(draw: Draw, team: Team) -> str:
+    """A recurrence over documents, in float64."""
+    topology, name, n = team.topology(draw), draw.choice(sorted({*RULES} - {"Mamba 2"})), draw.randint(1, 90)
+    layout = draw.choice(("contiguous", "zigzag")) if n % (2 * team.size) == 0 else "contiguous"
+    ends = (0, *sorted(draw.randint(0, n) for _ in range(draw.randint(0, 4))), n)
+    shards = Shards(topology, BurstConfig(layout=layout).layout, n, ends)
+    how = {"rank": team.rank, "size": team.size, "layout": layout}
+    rule, (x, gradient) = RULES[name], tensors(name, n)
+    words = f"{name} {n} tokens {layout} documents {ends} {topology}"
+    with telling(words):
+        own = tuple(shard(each, 1, **how).detach().requires_grad_() for each in x)
+        out = recurrence(rule, own, shards)
+        found = [out, *torch.autograd.grad(out, own, shard(gradient, 1, **how))]
+        want = alone(lambda x: rule.run(x, None)[0], x, gradient, ends)
+        for part, g, w in zip(("out", *map(str, range(len(x)))), found, want, strict=True):
+            held(part, g, shard(w, 1, **how))
+    return words
+
+
+@contextlib.contextmanager
+def telling(words: str) -> Iterator[None]:
+    """Say of a result that is wrong which case it belongs to."""
+    try:
+        yield
+    except AssertionError as wrong:
+        raise AssertionError(f"{words}: {wrong}") from wrong
+
+
+def held(name: str, got: torch.Tensor, want: torch.Tensor, bound: float = EXACT) -> None:
+    """Raise unless a tensor in float64 is that of the reference."""
+    if want.norm() < 1e-10:
+        assert got.norm() < bound, f"{name} is {got.norm()}, not 0"
+    else:
+        assert error(got, want) < bound, f"{name}: a relative error of {error(got, want):.3e}"
+
+
+CALLS: tuple[Callable[[Draw, Team], str], ...] = (attention, attention, attention, scores, latent, recurrent)
+
+
+def training(draw: Draw, team: Team) -> str:
+    """Three steps of a causal LM under FSDP2 or DDP in float64, losses, norms and weights of one process."""
+    cp = draw.choice((2, 4))
+    case = Case(
+        {"dp": team.size // cp, "cp": cp} if draw.random() < 0.5 else {"cp": cp, "dp": team.size // cp},
+        draw.choice(("fsdp", "ddp")),
+        accumulated=draw.choice((1, 2)),
+        packed=draw.random() < 0.5,
+        options={
+            "checkpointing": draw.choice(("none", "attention", "segment", "full")),
+            "config": {"layout": draw.choice(("contiguous", "zigzag", "striped"))},
+            "loss": draw.choice(("fused", "model")),
+        },
+        model=draw.choice(({}, {"kind": "Qwen3"}, {"kind": "Gemma2", "sliding_window": 8})),
+    )
+    with telling(str(case)), in_float64():
+        losses, norms, weights = by_hand(team.rank, team.size, case)
+        if draw.randrange(team.size) == team.rank:
+            want = one_process(case)
+            held("the losses", torch.tensor(losses), torch.tensor(want[0]), CLOSE)
+            held("the norms", torch.tensor(norms), torch.tensor(want[1]), CLOSE)
+            assert worst(weights, want[2]) < CLOSE
+    return str(case)
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """Make models in float64."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def differing(draw: Draw, team: Team) -> str:
+    """A call in which a rank has another mask, scale or dtype: every rank gets an error that names it."""
+    topology, odd = team.topology(draw), draw.randrange(team.size)
+    what = draw.choice(("mask", "softmax_scale", "dtype"))
+    ours = {"mask": Mask.causal(), "softmax_scale": 0.5}
+    if team.rank == odd and what != "dtype":
+        ours[what] = {"mask": Mask.window(3, 0), "softmax_scale": 0.25}[what]
+    dtype = torch.float64 if what == "dtype" and team.rank == odd else torch.float32
+    q = torch.zeros(1, 8, 2, 8, dtype=dtype)
+    return _refused(
+        partial(burst_attention, q, q, q, topology=topology, **ours), "make different calls", what
+    )
+
+
+def refused(draw: Draw, team: Team) -> str:
+    """A call that one rank cannot make: it says why, to the others too."""
+    topology, odd = team.topology(draw), draw.randrange(team.size)
+    q = torch.zeros(1, 8, 4, 8)
+    k = torch.zeros(1, 8, 3 if team.rank == odd else 2, 8)  # 4 heads have no share of 3
+    call = partial(burst_attention, q, k, k, topology=topology, mask=Mask.causal())
+    return _refused(call, "heads" if team.rank == odd else f"rank {odd} of the ring refused", "heads")
+
+
+def _refused(call: Callable[[], Any], says: str, what: str) -> str:
+    with pytest.raises(ValueError, match=says) as refusal:
+        call()
+    return f"{what}: {refusal.value}"
+
+
+def job(draw: Draw, team: Team) -> str:
+    """A training of three steps with a checkpoint after each, from the last checkpoint of the folder on.
+
+    The sequence is dealt over another number of ranks in each run. It ends as on one process.
+    """
+    with in_float64():
+        latest, case = team.folder / "latest", Case({"cp": 1})
+        done = int(latest.read_text()) if latest.exists() else 0
+        cp = (2, 4)[(draw.randrange(2) + done) % 2]
+        mesh = init_device_mesh("cpu", (team.size // cp, cp), mesh_dim_names=("dp", "cp"))
+        model = built(case)
+        context = parallelize(model, mesh["cp"])
+        fully_shard(model, mesh=mesh["dp", "cp"]._flatten("shards"))
+        optimizer = _optimizer(model)
+        for step, row in enumerate(samples(case)):
+            if step == done - 1:
+                weights, moments = get_state_dict(model, optimizer)
+                state = {"model": weights, "optimizer": moments}
+                dcp.load(state, checkpoint_id=f"{team.folder}/{step}")
+                set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+            if step >= done:
+                _train(model, optimizer, context.deal(row))  # all replicas have the same sample
+                weights, moments = get_state_dict(model, optimizer)
+                state = {"model": weights, "optimizer": moments}
+                dcp.save(state, checkpoint_id=f"{team.folder}/{step}")
+                if team.rank == 0:
+                    (team.folder / "writing").write_text(str(step + 1))
+                    (team.folder / "writing").rename(latest)
+        weights = whole_weights(model)
+        if team.rank == 0:
+            alone = built(case)
+            optimizer = _optimizer(alone)
+            for row in samples(case):
+                _train(alone, optimizer, row)
+            assert worst(weights, {name: p.detach() for name, p in alone.named_parameters()}) < CLOSE
+    return f"a job from step {done} on, {case}, cp={cp}"
+
+
+def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+
+
+def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Any]) -> None:
+    model(**batch, use_cache=False).loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def calls(draw: Draw, team: Team) -> str:
+    """Calls without end, for a rank to fail in."""
+    words = ""
+    while True:
+        words = draw.choice(CALLS)(draw, team) or words
+
+
+STEPS: dict[str, Callable[[Draw, Team], str]] = {
+    "attention": attention,
+    "scores": scores,
+    "latent": latent,
+    "recurrent": recurrent,
+    "training": training,
+    "differing": differing,
+    "refused": refused,
+}
+"""The steps that end well on every rank; `Fault` has the others."""
+ANEW = ("training",)
+"""Steps that make process groups of their own: the ranks make all anew afterwards."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Ranks that die, are interrupted or fail in the midst of a step."""
+
+    how: str
+    """killed: by SIGKILL; interrupted: by SIGINT; failed: no memory is left."""
+    ranks: tuple[int, ...]
+    where: str
+    """hop: at message number `at` of this rank; clock: after so many seconds."""
+    at: float
+    work: str
+    """calls: attention without end; job: a training, which is run again from its last checkpoint."""
+
+    @classmethod
+    def drawn(cls, draw: Draw, size: int, spared: int | None) -> Fault:
+        """A fault that spares a rank, or none."""
+        work, how = draw.choice(("calls", "calls", "job")), draw.choice(("killed", "interrupted", "failed"))
+        most = draw.choice((1, 1, 1, 2, 3, 4)) if how == "killed" else 1
+        others = [rank for rank in range(size) if rank != spared]
+        ranks = tuple(sorted(draw.sample(others, min(most, len(others)))))
+        where = draw.choice(("hop", "clock")) if how == "killed" else "hop"
+        of_job = work == "job"
+        at = draw.uniform(0.02, 1.0) if where == "clock" else draw.randint(1, 12 if of_job else 40)
+        return cls(how, ranks, where, at, work)
+
+    def plant(self, team: Team) -> Callable[[], None]:
+        """Let it happen on this rank, if it is one of `ranks`; return what takes it out again."""
+        if team.rank not in self.ranks:
+            return lambda: None
+        if self.where == "clock":
+            timer = threading.Timer(self.at, self._strike, (team,))
+            timer.daemon = True
+            timer.start()
+            return timer.cancel
+        batch, count = dist.batch_isend_irecv, 0
+
+        def counting(operations: list[dist.P2POp]) -> list[dist.Work]:
+            nonlocal count
+            count += 1
+            if count == self.at:
+                self._strike(team)
+            return batch(operations)
+
+        dist.batch_isend_irecv = counting
+        return partial(setattr, dist, "batch_isend_irecv", batch)
+
+    def _strike(self, team: Team) -> None:
+        team.tell(self.how)
+        if self.how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "interrupted":
+            signal.raise_signal(signal.SIGINT)
+        raise MemoryError("no memory left")
+
+    def run(self, draw: Draw, team: Team) -> tuple[str, float]:
+        """Work until the fault has been noticed: the words of the error, and when it was raised."""
+        planted = self.plant(team)
+        try:
+            (calls if self.work == "calls" else job)(draw, team)
+        except (RuntimeError, ValueError, MemoryError, KeyboardInterrupt) as end:
+            return f"{type(end).__name__}: {end}"[:2000], time.monotonic()
+        finally:
+            planted()
+        return "", time.monotonic()  # the job was over before
