@@ -193,13 +193,9 @@ def draw(
         if measure and tokens(seq) > MEASURED_TOKENS:
             raise ValueError(f"--measure runs on this machine's CPU: --seq may be at most {MEASURED_TOKENS}")
         problem = LayerProblem(
-            seq=tokens(seq),
-            heads=heads,
-            kv_heads=heads if kv_heads is None else kv_heads,
-            head_dim=head_dim,
-            mask=mask,
-            dtype=dtype,
-        )
+            seq=tokens(seq), heads=heads, kv_heads=heads if kv_heads is None else kv_heads,
+            head_dim=head_dim, mask=mask, dtype=dtype,
+        )  # fmt: skip
         where, rates = ranks_and_rates(cluster, rates_file, intra_gb, inter_gb, tflops, latency_us, gpu)
         if scan:
             typer.echo(predict.scanned(problem, where, pass_, layout))

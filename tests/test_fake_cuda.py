@@ -4,8 +4,10 @@ import functools
 import importlib.util
 import itertools
 import random
+import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +19,12 @@ from fake_cuda.catalogue import CASES, DRAWS, EACH, GRID, LARGE, PASSES, backwar
 from fake_cuda.clocks import CHECKER
 from fake_cuda.faults import FAULTS
 
+from burst_mcore import packages
 from burst_mcore.agreement import Agreement
+from burst_mcore.loss import fused_linear_cross_entropy
+from burst_mcore.loss.products import products_for
+from burst_mcore.loss.reference import linear_cross_entropy
+from burst_mcore.loss.terms import Terms
 
 PAGE = verification.PAGE.read_text()
 
@@ -43,6 +50,62 @@ def test_nothing_is_found(name):
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found(fault):
     assert verification.is_found(fault)
+
+
+@pytest.fixture
+def apex(monkeypatch):
+    """The extension, as its binding is called; the shapes that it was called with."""
+    calls = []
+
+    def wgrad_gemm_accum_fp32(total_input, grad_output, main_grad):
+        assert total_input.is_contiguous() and grad_output.is_contiguous()  # it looks at no strides
+        calls.append((tuple(grad_output.shape), tuple(total_input.shape)))
+        torch.addmm(main_grad, grad_output.t(), total_input, out_dtype=torch.float32, out=main_grad)
+
+    extension = SimpleNamespace(wgrad_gemm_accum_fp32=wgrad_gemm_accum_fp32)
+    monkeypatch.setitem(sys.modules, "fused_weight_gradient_mlp_cuda", extension)
+    packages.loaded.cache_clear()
+    yield calls
+    packages.loaded.cache_clear()
+
+
+def test_the_loss_adds_the_chunks_of_its_weights_gradient_by_apex(apex):
+    assert not cases.loss(1, waits=1)
+    assert len(apex) == 2 * 2  # of three chunks in each of two steps; the first makes the sum
+    assert {call[1][1] for call in apex} == {16} and {call[0][1] for call in apex} == {40}
+
+
+def test_what_the_loss_has_added_by_apex_goes_into_main_grad_once(apex):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=generator).bfloat16() for n in (48, 40))
+    labels = torch.randint(0, 40, (48,), generator=generator)
+
+    def rank(me):
+        h, w, y = (ranks.cuda(x, me) for x in (hidden, weight, labels))
+        main_grad = ranks.cuda(torch.ones(40, 16), me)
+        loss = fused_linear_cross_entropy(h, w.requires_grad_(), y, chunk_tokens=16, main_grad=main_grad)
+        (3 * loss).backward()
+        return w.grad, main_grad.values
+
+    grad, main_grad = ranks.run(1, rank)[0]
+    exact = weight.double().requires_grad_()
+    (3 * linear_cross_entropy(hidden.double(), exact, labels)).backward()
+    assert grad is None and len(apex) == 2
+    torch.testing.assert_close(main_grad - 1, exact.grad.float(), rtol=2e-2, atol=2e-3)
+
+
+def test_rows_of_logits_with_gaps_and_factors_are_not_for_apex(apex):
+    products = products_for(torch.bfloat16, torch.device("cuda"), Terms())
+
+    def rank(me):
+        dlogits = ranks.cuda(torch.ones(8, 24).bfloat16(), me)
+        hidden, out = ranks.cuda(torch.ones(8, 16).bfloat16(), me), ranks.cuda(torch.zeros(21, 16), me)
+        products.third(dlogits[:, :21], None, None, hidden, out)
+        products.third(dlogits[:, :21].contiguous(), None, None, hidden, out, alpha=2.0)
+        return out.values
+
+    out = ranks.run(1, rank)[0]
+    assert torch.equal(out, torch.full((21, 16), 24.0)) and apex == []
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
 """The three matrix products of a chunk of tokens, as precise as the device makes them in their dtype.
 
 The first gives logits, the second the gradient of the hidden states, the third adds to that of the weight,
-which is held in at least float32. A GPU multiplies 16-bit numbers into float32. A CPU rounds what it
-multiplies in bfloat16 to bfloat16: there the labels' columns, the only large entries of dlogits, are kept
-apart and done in float32. CPUs are slow with float16: there it is multiplied as float32.
+which is held in at least float32. A GPU multiplies 16-bit numbers into float32, the third by apex's extension
+if that is installed. A CPU rounds what it multiplies in bfloat16 to bfloat16: there the labels' columns, the
+only large entries of dlogits, are kept apart and done in float32. CPUs multiply float16 as float32, faster.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from burst_mcore.dtypes import wide
 from burst_mcore.loss.terms import Terms
+from burst_mcore.packages import loaded, missing
 
 VOCABULARY_BLOCK = 4096
 """Rows of the weight in one product, where a product needs memory of its own."""
@@ -119,6 +120,11 @@ class Products:
         if self.gradients == out.dtype:
             torch.addmm(out, dlogits.t(), hidden.to(out.dtype), alpha=alpha, beta=beta, out=out)
         elif dlogits.is_cuda and out.dtype == torch.float32:
+            apex = loaded("fused_weight_gradient_mlp_cuda", "apex")
+            plain = dlogits.is_contiguous() and hidden.is_contiguous()  # it knows neither strides nor factors
+            if missing(apex) is None and plain and (alpha, beta) == (1.0, 1.0):
+                apex.wgrad_gemm_accum_fp32(hidden, dlogits, out)
+                return
             torch.addmm(out, dlogits.t(), hidden, out_dtype=out.dtype, alpha=alpha, beta=beta, out=out)
         else:
             for block in blocks(out):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +68,30 @@ def checkup(config: Path | None, model: str | None, sizes: Model, asked: Asked) 
         ValueError: words that are not legal, or contradict each other; what `initialize` would refuse.
     """
     if config is not None:
-        return _of_json(config, model, sizes, asked)
+        return chain(_of_json(config, model, sizes, asked), [installed()])
     if model is None:
         raise ValueError(
             "no configuration given; pass DeepSpeed's JSON file: burst-mcore doctor ds.json, or Megatron's "
             "arguments as --model"
         )
-    return _of_model(model, asked)
+    return chain(_of_model(model, asked), [installed()])
+
+
+OPTIONAL = {
+    "Megatron-Core": "megatron", "DeepSpeed": "deepspeed", "transformers": "transformers",
+    "flash-attn 2 or 4": "flash_attn", "flash-attn 3": "flash_attn_interface", "Triton": "triton",
+    "TransformerEngine": "transformer_engine", "apex's weight gradient": "fused_weight_gradient_mlp_cuda",
+}  # fmt: skip
+"""The modules of packages that change what runs; docs/megatron.md says what."""
+
+
+def installed() -> str:
+    """Name the optional packages that this Python has, and those that it lacks; none is imported."""
+    here = {name for name, module in OPTIONAL.items() if find_spec(module) is not None}
+    there, lacks = (
+        ", ".join(name for name in OPTIONAL if (name in here) == is_in) for is_in in (True, False)
+    )
+    return f"packages here: {there or 'none'}; not here: {lacks or 'none'}"
 
 
 def _of_json(config: Path, model: str | None, sizes: Model, asked: Asked) -> Iterator[str]:

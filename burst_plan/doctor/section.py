@@ -99,15 +99,9 @@ def examine(
         asked = f"{section.kernel}, as the section asks (not checked here)"
         yield f"kernel on {machine.name}, {_name(dtype)}: {asked}"
     shard = Shard(
-        batch=micro,
-        tokens=padded // size,
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        value_dim=model.value_dim,
-        dtype=dtype,
-        grad_dtype=section.burst_config().grad_dtype,
-    )
+        batch=micro, tokens=padded // size, heads=model.heads, kv_heads=model.kv_heads, dtype=dtype,
+        head_dim=model.head_dim, value_dim=model.value_dim, grad_dtype=section.burst_config().grad_dtype,
+    )  # fmt: skip
     if size > 1:
         question = Question(shard, layout, mask, seq, Ranks(size, intra), rates).typical
         ways = tried(section.burst_config(), question)

@@ -30,15 +30,10 @@ class Share:
     def of(cls, shard: Shard) -> Self:
         """Return the bytes of a rank's share of a call."""
         return cls(
-            heads=shard.heads,
-            kv_heads=shard.carried[0],
-            q=shard.q_bytes,
-            out=shard.out_bytes,
-            kv=shard.kv_bytes,
-            statistic=shard.statistic_bytes,
-            gradient=shard.grad_itemsize / shard.itemsize,
-            output=shard.share_bytes / shard.out_bytes,
-        )
+            heads=shard.heads, kv_heads=shard.carried[0], q=shard.q_bytes, out=shard.out_bytes,
+            kv=shard.kv_bytes, statistic=shard.statistic_bytes,
+            gradient=shard.grad_itemsize / shard.itemsize, output=shard.share_bytes / shard.out_bytes,
+        )  # fmt: skip
 
     def pooled_kv(self, heads: int) -> float:
         """Return the bytes of K and V of a group's tokens, of the heads of one member."""

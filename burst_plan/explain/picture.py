@@ -62,14 +62,9 @@ def save_timelines(runs: Mapping[str, Sequence[Event]], title: str, path: Path) 
             start, length = event.started * scale, (event.ended - event.started) * scale
             row = rows[event.rank, event.lane]
             panel.barh(
-                row,
-                length,
-                left=start,
-                height=0.8,
-                color=COLOURS.get(event.lane, GROUP),
-                edgecolor="white",
-                linewidth=0.4,
-            )
+                row, length, left=start, height=0.8, color=COLOURS.get(event.lane, GROUP),
+                edgecolor="white", linewidth=0.4,
+            )  # fmt: skip
             if length * len(event.label) ** -1 > end * scale / 160:
                 panel.text(start + length / 2, row, event.label, ha="center", va="center", fontsize=6)
         panel.set_yticks(range(len(rows)), [f"rank {rank}  {lane}" for rank, lane in rows], fontsize=7)

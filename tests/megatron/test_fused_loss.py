@@ -1,6 +1,7 @@
 """Losses and gradients with the fused loss equal those of Megatron's own, on every path that makes losses."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,7 +57,23 @@ def test_sequence_parallel(tied):
     assert_equal(step(case), default(tied=tied))
 
 
-def trained(rank, size, fused, tied, distributed, dtype):
+def accumulate_by_a_stand_in():
+    """Give Megatron's layers apex's extension, as its binding is called; return how often it was."""
+    from megatron.core.tensor_parallel import layers
+
+    calls = []
+
+    def wgrad_gemm_accum_fp32(total_input, grad_output, main_grad):
+        assert total_input.shape[0] == grad_output.shape[0] and main_grad.dtype == torch.float32
+        calls.append(main_grad.shape)
+        main_grad += grad_output.float().t() @ total_input.float()
+
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=wgrad_gemm_accum_fp32)
+    layers._grad_accum_fusion_available = True
+    return calls
+
+
+def trained(rank, size, fused, tied, distributed, dtype, accumulated=False):
     """main_grads of all parameters after two microbatches under DistributedDataParallel, by name.
 
     Also how many rows of logits the largest tensor had, the losses, and FLOPs.
@@ -68,9 +85,10 @@ def trained(rank, size, fused, tied, distributed, dtype):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(0)
-    model = build(Case(tied=tied, fields=(("params_dtype", dtype), ("bf16", dtype == torch.bfloat16)))).to(
-        dtype
-    )
+    calls = accumulate_by_a_stand_in() if accumulated else []
+    fields = ("params_dtype", dtype), ("bf16", dtype == torch.bfloat16)
+    fields += (("gradient_accumulation_fusion", accumulated),)
+    model = build(Case(tied=tied, fields=fields)).to(dtype)
     how = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=True, use_distributed_optimizer=distributed
     )
@@ -91,8 +109,10 @@ def trained(rank, size, fused, tied, distributed, dtype):
             loss = ddp(tokens[:, :-1], at, None, labels=tokens[:, 1:], loss_mask=mask)
             (64 * (loss * mask).sum() / mask.sum()).backward()
         largest, flops = max(largest, seen.logits), flops + counter.get_total_flops()
-        assert head.grad_added_to_main_grad == bool(fused)
+        assert head.grad_added_to_main_grad == (fused or accumulated)
+        assert getattr(head, "zero_out_wgrad", False) == tied and (head.grad is None or not head.grad.any())
         losses.append(loss.detach())
+    assert bool(calls) == accumulated and (head.shape in calls) == (accumulated and not fused)
     ddp.finish_grad_sync()
     with torch.no_grad():
         logits = ddp(tokens[:, :-1], at, None)
@@ -123,6 +143,23 @@ def test_main_grad(tied, distributed):
         assert ours[rank][3] == theirs[rank][3]  # three products a token of the head, as without fusion
         for name, gradient in theirs[rank][0].items():
             torch.testing.assert_close(ours[rank][0][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_main_grad_where_the_layers_add_to_it_by_apex(tied):
+    """The fused head keeps the contract of the layers: it adds once, says so, and hands autograd nothing."""
+    ours, layers, plain = (
+        processes(2, trained, *how)
+        for how in (
+            (True, tied, True, torch.float32, True),
+            (False, tied, True, torch.float32, True),
+            (False, tied, True, torch.float32),
+        )
+    )
+    for rank in range(2):
+        for name, gradient in plain[rank][0].items():
+            for got in (ours, layers):
+                torch.testing.assert_close(got[rank][0][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_no_logits_and_bfloat16():

@@ -32,6 +32,21 @@ def test_the_doctor_explains_the_examples():
         )
 
 
+def test_the_doctor_names_the_packages_that_change_what_runs(tmp_path, monkeypatch):
+    def packages():
+        done = CliRunner().invoke(app, ["doctor", "--model", "7b", "--world", "1", "--device", "h100"])
+        assert done.exit_code == 0, done.output
+        here, lacks = done.output.splitlines()[-1].removeprefix("packages here: ").split("; not here: ")
+        return here.split(", "), lacks.split(", ")
+
+    here, lacks = packages()
+    assert "DeepSpeed" in here and "apex's weight gradient" in lacks
+    (tmp_path / "fused_weight_gradient_mlp_cuda.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    there, others = packages()
+    assert {*there} - {*here} == {*lacks} - {*others} == {"apex's weight gradient"}
+
+
 def test_the_doctor_says_what_initialize_would_refuse(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps(config_of(2, 2, layuot="zigzag")))
     done = CliRunner().invoke(app, ["doctor", str(tmp_path / "ds.json")])
