@@ -59,7 +59,7 @@ def main(extra: list[str]) -> int:
             with alone_in(folder):
                 results[name] = follow(Job(folder, processes, [*common, *arguments]), ITERATIONS, tokens, 0)
         except (JobFailedError, TakenError, KeyboardInterrupt) as error:
-            print(f"{name} stopped: {error or 'interrupted'}", file=sys.stderr)
+            print(f"{name} stopped: {str(error) or 'interrupted'}", file=sys.stderr)
             return 1
     first, *others = results
     agree = True

@@ -165,7 +165,7 @@ def train(folder: Path, extra: list[str]) -> int:
         again = (
             f"iteration {last} is saved in {saved}, run again to resume" if last else "nothing is saved yet"
         )
-        print(f"training stopped: {error or 'interrupted'}; {again}", file=sys.stderr)
+        print(f"training stopped: {str(error) or 'interrupted'}; {again}", file=sys.stderr)
         return 1
     finally:
         plot(folder / "metrics.jsonl", folder / "loss.png")

@@ -100,3 +100,13 @@ def test_an_interrupt_is_one_whatever_handler_torch_has_set(monkeypatch, tmp_pat
     monkeypatch.setattr(job, "start_processes", lambda **_: Context())
     with pytest.raises(KeyboardInterrupt):
         next(job.Job(tmp_path, 2, []).run())
+
+
+def test_an_interrupted_training_says_so(monkeypatch, tmp_path, capsys):
+    def follow(*_):
+        raise KeyboardInterrupt
+
+    for name, stand_in in (("prepare", lambda: None), ("follow", follow), ("plot", lambda *_: None)):
+        monkeypatch.setattr(train, name, stand_in)
+    assert train.train(tmp_path, ["--save", str(tmp_path / "checkpoint")]) == 1
+    assert capsys.readouterr().err == "training stopped: interrupted; nothing is saved yet\n"
