@@ -18,12 +18,12 @@ from fake_cuda import cases, ranks, verification
 from fake_cuda.catalogue import CASES, DRAWS, EACH, GRID, LARGE, PASSES, backward_of_q, counted, run
 from fake_cuda.clocks import CHECKER
 from fake_cuda.faults import FAULTS
+from plain_loss import linear_cross_entropy
 
 from burst_mcore import packages
 from burst_mcore.agreement import Agreement
 from burst_mcore.loss import fused_linear_cross_entropy
 from burst_mcore.loss.products import products_for
-from burst_mcore.loss.reference import linear_cross_entropy
 from burst_mcore.loss.terms import Terms
 
 PAGE = verification.PAGE.read_text()

@@ -8,13 +8,13 @@ import torch
 from heads import D, V, both, distance, draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_loss import linear_cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from burst_bench.memory import LargestMade
 from burst_mcore.loss import arguments, chunked, fused_linear_cross_entropy
 from burst_mcore.loss.chunked import CHUNK_BYTES, automatic_chunk, chunk_bytes
 from burst_mcore.loss.products import TILE, products_for
-from burst_mcore.loss.reference import linear_cross_entropy
 from burst_mcore.loss.terms import Terms
 
 

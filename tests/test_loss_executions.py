@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 from heads import D, V, both, distance, draw
+from plain_loss import linear_cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from burst_mcore.loss import fused_linear_cross_entropy
 from burst_mcore.loss.products import Products
-from burst_mcore.loss.reference import linear_cross_entropy
 
 
 def unfused_bf16(hidden, weight, labels):

@@ -37,13 +37,14 @@ class HeadMethod:
     """Whether a dispatch mode of torch sees every tensor that it makes."""
 
 
-def _naive(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean loss by all logits, in at least float32."""
     logits = functional.linear(hidden, weight)
     return functional.cross_entropy(logits.to(wide(logits.dtype)), labels, ignore_index=IGNORED)
 
 
 def _compiled(case: Any, world: World) -> HeadMethod:
-    return HeadMethod(torch.compile(_naive, dynamic=False), compiled=True, visible=False)
+    return HeadMethod(torch.compile(plain, dynamic=False), compiled=True, visible=False)
 
 
 def _burst(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -106,7 +107,7 @@ def _method(
 add(
     "heads",
     _method("burst", _burst),
-    _method("naive", _naive),
+    _method("naive", plain),
     Method("compiled-naive", _compiled, ours=False),
     _method("torch", _torch, _torch_needs, visible=False),
     _method("deepspeed", _deepspeed, partial(installed, "deepspeed")),

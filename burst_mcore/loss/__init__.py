@@ -9,7 +9,6 @@ terms        from statistics of a token's logits to its loss
 vocabulary   the vocabulary dealt over a tensor-parallel group
 checksums    how ranks that share a loss compare their tensors
 causal_lm    causal LMs of transformers, patched; deferred: logits that wait until the loss is asked for
-reference    the loss in plain PyTorch, with all logits: what the fused loss must equal
 """
 
 from burst_mcore.loss.causal_lm import patch_causal_lm, patch_of, unpatch_causal_lm, unpatched

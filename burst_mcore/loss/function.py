@@ -53,7 +53,7 @@ def fused_linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, Metrics]:
     """Loss of an LM head without its N x V logits; gradients are made in forward, at three products a token.
 
-    What it computes, in plain PyTorch (`burst_mcore.loss.reference.linear_cross_entropy` is that):
+    The same in plain PyTorch:
 
         logits = hidden @ weight.T + bias
         z = (logits if softcap is None else softcap * tanh(logits / softcap)) / temperature

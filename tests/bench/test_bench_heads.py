@@ -8,12 +8,12 @@ from types import ModuleType
 
 import pytest
 import torch
+from plain_loss import linear_cross_entropy
 from ranks import processes
 
 from burst_bench.core import World, of_kind
 from burst_bench.subjects import loss
 from burst_bench.subjects.loss import HeadCase
-from burst_mcore.loss.reference import linear_cross_entropy
 
 HEADS = {method.name: method for method in of_kind("heads")}
 CASE = HeadCase(tokens=39, hidden=16, vocabulary=53, threads=1, masked=0.2)

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from dense import Problem, dense, error, problem
+from plain_loss import linear_cross_entropy
 from torch import Tensor
 
 from burst_mcore import BurstConfig, Mask, burst_attention, shard, unshard
 from burst_mcore.attention.numerics.latent import Latent
 from burst_mcore.checkpointing import Policy, checkpoint
 from burst_mcore.loss import fused_linear_cross_entropy
-from burst_mcore.loss.reference import linear_cross_entropy
 
 from . import ranks
 from .clocks import CHECKER
