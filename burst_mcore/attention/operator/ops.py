@@ -99,7 +99,7 @@ def _forward(args: ForwardArgs, request: Request | None = None) -> ForwardResult
     with in_ring(agreement), _without_autocast(q.device), _on(q.device):
         if agreement is not None and args.at_most:  # a rank on which nothing fits meets the others, too
             args = args._replace(keep=agreement.least(args.keep))
-        cut = _cut(args, request, call) if args.saves else args.cut
+        cut = _cut(args, request, call) if args.keep and args.saves else args.cut
         transport = transport_of(topology, call.route, request.config.max_ctas)
         for pass_ in passes_of(args, call):
             transport.connect(pass_)
@@ -113,7 +113,7 @@ def _forward(args: ForwardArgs, request: Request | None = None) -> ForwardResult
             attended = forward_of_head(call, transport, inputs, cut=cut, tail=args.tail, tokens=tokens)
         else:
             attended = forward(call, transport, inputs)
-        tail = tail_of(call, cut, attended, tokens) if args.saves else []
+        tail = tail_of(call, cut, attended, tokens) if args.keep and args.saves else []
     if agreement is not None and not args.needs_gradient and not in_checkpoint():
         agreement.settle()  # no backward will
     out, lse = attended.out, attended.lse
