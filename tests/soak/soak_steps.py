@@ -125,9 +125,13 @@ def latent(draw: Draw, team: Team) -> str:
     return words
 
 
+RECURRENCES = "delta rule", "Kimi's delta rule", "a gate of a head", "a gate of each row"
+"""Those of RULES whose tensors all have tokens along dimension 1, and a gradient each on every rank."""
+
+
 def recurrent(draw: Draw, team: Team) -> str:
     """A recurrence over documents, in float64."""
-    topology, name, n = team.topology(draw), draw.choice(sorted({*RULES} - {"Mamba 2"})), draw.randint(1, 90)
+    topology, name, n = team.topology(draw), draw.choice(RECURRENCES), draw.randint(1, 90)
     layout = draw.choice(("contiguous", "zigzag")) if n % (2 * team.size) == 0 else "contiguous"
     ends = (0, *sorted(draw.randint(0, n) for _ in range(draw.randint(0, 4))), n)
     shards = Shards(topology, BurstConfig(layout=layout).layout, n, ends)
