@@ -33,6 +33,7 @@ FLOORS = {
         ["rollouts"],
         ["megatron", "transformers"],
         ["deepspeed", "torch", "compat"],
+        ["bench"],
     ],
     "burst_plan": [
         ["words", "files", "tables", "provenance"],

@@ -394,3 +394,12 @@ def test_the_attended_output_alone_is_what_a_method_returns():
 
     q, k, v, _ = SMALL.tensors()
     assert attended(q, k, v, topology=Topology.single(), mask=Mask.causal()).shape == q.shape
+
+
+@pytest.mark.parametrize("old", ["", ".check", ".report"])
+def test_old_names_run_the_bench_for_one_release(old):
+    said = [
+        limits.run([sys.executable, "-m", f"{name}{old}", "--help"])
+        for name in ("burst_bench", "burst_mcore.bench")
+    ]
+    assert said[0].stdout == said[1].stdout and "usage" in said[0].stdout.lower()
