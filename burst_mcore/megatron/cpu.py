@@ -41,7 +41,7 @@ CPU_ARGUMENTS: tuple[str, ...] = (
     "--no-gradient-accumulation-fusion",
     "--no-persist-layer-norm",
 )
-"""What a run of `megatron.training` needs on a CPU. Every version named above knows all of them."""
+"""What a run of Megatron's trainer needs on a CPU. Every version named above knows all of them."""
 
 
 @functools.cache
