@@ -178,12 +178,13 @@ def _sizes(model: str) -> tuple[Model, str | None]:
         return model_of(model)[0], None
     except ValueError as error:
         text: Any = config.get_text_config()
-        heads, hidden = text.num_attention_heads, text.hidden_size
-        dim = getattr(text, "head_dim", None) or hidden // heads
+        if (heads := getattr(text, "num_attention_heads", 0)) == 0:
+            raise ValueError(f"{model} has no attention, and that is what is told here") from None
+        dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         return Model(
-            layers=text.num_hidden_layers, hidden=hidden, heads=heads, head_dim=dim, value_dim=dim,
+            layers=text.num_hidden_layers, hidden=text.hidden_size, heads=heads, head_dim=dim, value_dim=dim,
             kv_heads=getattr(text, "num_key_value_heads", None) or heads, vocab=text.vocab_size,
-            ffn=getattr(text, "intermediate_size", None) or 4 * hidden,
+            ffn=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         ), str(error)  # fmt: skip
 
 

@@ -148,7 +148,7 @@ def test_one_model_says_the_memory_of_a_rank(tmp_path):
     assert "step: not predicted: steps are predicted with a train_micro_batch_size_per_gpu of 1" in told
     plain = _doctor(tmp_path, config_of(3, 8), *words, "--device", "h100").output
     assert "memory of a rank, and its step: not predicted for 8.03 billion parameters: " in plain
-    assert plain.splitlines()[-1].endswith("one of 16 bits: enable bf16")
+    assert any(line.endswith("one of 16 bits: enable bf16") for line in plain.splitlines())
 
 
 def test_heads_are_shared_within_a_node_in_the_prediction_too(tmp_path):
@@ -182,7 +182,7 @@ def test_the_doctor_takes_the_shape_of_a_model(tmp_path):
     assert done.exit_code == 2 and "no causal LM in" in done.output
     transformers.MambaConfig(num_hidden_layers=1, hidden_size=16, vocab_size=32).save_pretrained(tmp_path)
     done = _doctor(tmp_path, config, "--model", str(tmp_path))
-    assert done.exit_code == 2 and "a state" in done.output
+    assert done.exit_code == 2 and "has no attention" in done.output
 
 
 @pytest.mark.slow
