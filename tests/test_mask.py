@@ -70,6 +70,11 @@ def test_a_union_is_that_of_pairs_in_any_order(draw, n):
     assert hash(a | b) == hash(b | a)
 
 
+def test_a_union_of_masks_that_allow_nothing_is_one_of_them_in_any_order():
+    a, b = (Mask.images([]) & mask for mask in (Mask.causal(), Mask.window(0, 0)))
+    assert a | b == b | a and not brute(a | b, 3).any()
+
+
 @given(randoms, st.integers(1, 40))
 def test_intersection_is_that_of_pairs_in_any_order(draw, n):
     a, b = random_mask(draw, n), random_mask(draw, n)

@@ -262,7 +262,7 @@ class Mask(Registered):
                 raise ValueError(f"a dilated mask cannot be part of a union, got {self} | {other}")
         if len(parts) == 1 or not all(part.terms for part in parts):
             return min(parts, key=lambda part: len(part.terms))
-        return Mask((Union(tuple(sorted(parts, key=str))),)) if parts else self
+        return Mask((Union(tuple(sorted(parts, key=str))),)) if parts else min(self, other, key=str)
 
     def __and__(self, other: Mask) -> Mask:
         """Both must allow a pair."""
