@@ -151,6 +151,7 @@ def test_a_layout_goes_to_other_processes():
         (lambda: positions(8, rank=4, size=4, layout="zigzag"), "rank 4 of size 4"),
         (lambda: unshard([], 0), "one part per rank"),
         (lambda: unshard([torch.zeros(2), torch.zeros(2)], 1), "one part per rank"),
+        (lambda: unshard([torch.zeros(()), torch.zeros(2)], 0), "one part per rank"),
         (lambda: unshard([torch.zeros(2, 3), torch.zeros(2, 4)], 0), "one shape"),
         (
             lambda: unshard([torch.zeros(4), torch.zeros(2)], 0),

@@ -106,9 +106,8 @@ class Agreement:
             meeting.done.wait()
         if meeting.error is not None:
             self._told |= meeting.error is self._watch.failure
-            raise copy(
-                meeting.error
-            )  # what is kept here must not keep the frames, and tensors, of its caller
+            # A copy: the error that is kept here must not keep the frames, and tensors, of the caller.
+            raise copy(meeting.error)
         return Agreed(self._calls, meeting.lengths, label)
 
     def settle(self) -> None:

@@ -209,7 +209,8 @@ def unshard(parts: Sequence[Tensor], dim: int, *, layout: Layout | str = "zigzag
     """
     parts = list(parts)
     shapes = [tuple(part.shape) for part in parts]
-    if len({shape[:dim] + shape[dim:][1:] for shape in shapes if shape[dim:]}) != 1:
+    others = {shape[:dim] + shape[dim:][1:] for shape in shapes}
+    if len(others) != 1 or not all(shape[dim:] for shape in shapes):
         raise ValueError(
             f"unshard needs one part per rank, of one shape but for dim {dim}, got shapes {shapes}"
         )
