@@ -200,7 +200,8 @@ $(VENV_DOCS): pyproject.toml Makefile
 	  echo 'make docs needs Python 3.12 or 3.13 with venv, or its name: make docs PYTHON=/path/to/python3.12' >&2
 	  exit 1
 	fi
-	[ -x .venv-docs/bin/python ] && .venv-docs/bin/python -c '' 2>/dev/null || "$$python" -m venv --clear .venv-docs
+	$(one_at_a_time)
+	.venv-docs/bin/python -m pip --version >/dev/null 2>&1 || "$$python" -m venv --clear .venv-docs
 	.venv-docs/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > .venv-docs/needs
 	.venv-docs/bin/python $(PIP) -r .venv-docs/needs
 	touch $@

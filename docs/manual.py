@@ -26,7 +26,7 @@ SHOWN = {".md", ".png", ".svg", ".json"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add each file outside docs/ that a page links to, and those that these link to."""
+    """Add each file outside docs/ that a page links to, and each file that such a file links to."""
     from mkdocs.structure.files import File
 
     pages = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
