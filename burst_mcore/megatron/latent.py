@@ -50,8 +50,8 @@ _signature = functools.cache(inspect.signature)
 @around
 def _handing_over(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap the function of a layer that makes its query, key and value."""
-    given = _signature(original).bind(self, *args, **kwargs).arguments
-    cached = any(given.get(name) is not None for name in ("inference_context", "inference_params"))
+    arguments = _signature(original).bind(self, *args, **kwargs).arguments
+    cached = any(arguments.get(name) is not None for name in ("inference_context", "inference_params"))
     if cached or getattr(self.core_attention, "mla_latent", "off") == "off":
         return original(self, *args, **kwargs)
     with _taking_the_latent(self) as taken:

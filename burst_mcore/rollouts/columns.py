@@ -36,12 +36,12 @@ class Columns:
         """A number, not negative, by which ranks compare their trees; 0 for none."""
         return 0 if self.tree is None else int(digest(self.tree.cpu())[1:], 16)
 
-    def loss(self, logits: Any, *_: Any, **given: Any) -> Tensor:
+    def loss(self, logits: Any, *_: Any, **options: Any) -> Tensor:
         """Return the weighted losses of labels over num_items_in_batch; arguments as in transformers."""
         assert self.weights is not None
-        flat, labels = logits.float().view(-1, logits.shape[-1]), given["shift_labels"].reshape(-1)
+        flat, labels = logits.float().view(-1, logits.shape[-1]), options["shift_labels"].reshape(-1)
         losses = cross_entropy(flat, labels, ignore_index=IGNORED, reduction="none")
-        total: Tensor = (losses * self.weights.reshape(-1)).sum() / given["num_items_in_batch"]
+        total: Tensor = (losses * self.weights.reshape(-1)).sum() / options["num_items_in_batch"]
         return total
 
     def why_not_served(self, model: nn.Module, *beside: tuple[str, object]) -> str | None:
@@ -76,5 +76,5 @@ def why_not_its_row(batch: Mapping[str, Any], real: Tensor) -> str | None:
         return "a row with a tree has no padding and no cu_seqlens: its roots are its documents"
     if batch.get("shift_labels") is None:
         return "it needs shift_labels, as fold makes them: behind a token may stand another branch"
-    given = batch.get("position_ids")
-    return None if given is None else Columns(batch[TREE]).why_not_its_depths(given.cpu())
+    positions = batch.get("position_ids")
+    return None if positions is None else Columns(batch[TREE]).why_not_its_depths(positions.cpu())

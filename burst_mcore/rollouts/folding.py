@@ -43,8 +43,8 @@ class Folded:
         that is no label of the rollout. Else entry t is about token t, and 0 behind the rollout.
         """
         kept = (self.labelled if labels_only else self.places >= 0).to(x.device)
-        found = x[0, self.places.clamp(min=0).to(x.device)]
-        return torch.where(kept.view(*kept.shape, *[1] * (found.dim() - 2)), found, 0)
+        of_places = x[0, self.places.clamp(min=0).to(x.device)]
+        return torch.where(kept.view(*kept.shape, *[1] * (of_places.dim() - 2)), of_places, 0)
 
 
 def fold(
@@ -146,8 +146,8 @@ def _tokens(i: int, values: Numbers) -> Tensor:
 
 def _numbers(name: str, i: int, row: Tensor, every: Sequence[Any] | None) -> Tensor:
     """Return the numbers of a rollout's tokens, float32: one for each; by default 1."""
-    given: Any = 1.0 if every is None else every[i] if i < len(every) else []
-    numbers = torch.as_tensor(given, dtype=torch.float32).detach().cpu()
+    values: Any = 1.0 if every is None else every[i] if i < len(every) else []
+    numbers = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
     if numbers.shape not in ((), row.shape):
         raise ValueError(f"{name} of rollout {i}: for {len(row)} tokens came {tuple(numbers.shape)} numbers")
     return numbers.expand(row.shape)

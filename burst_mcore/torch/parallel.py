@@ -183,8 +183,8 @@ class ContextParallel:
 
         Entry t of a rollout is of its token t + 1; it is 0 where that is no label. Collective.
         """
-        found = self.token_stats(model, self.deal(folded.batch), temperature)
-        return TokenStats(*(folded.unfold(self.gather(x, folded.tokens)) for x in found))
+        of_row = self.token_stats(model, self.deal(folded.batch), temperature)
+        return TokenStats(*(folded.unfold(self.gather(x, folded.tokens)) for x in of_row))
 
     def mask(
         self,

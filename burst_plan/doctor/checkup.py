@@ -86,7 +86,7 @@ OPTIONAL = {
 
 
 def installed() -> str:
-    """Name the optional packages that this Python has, and those that it lacks; none is imported."""
+    """Name the optional packages that this Python has, and the packages that it lacks, without an import."""
     here = {name for name, module in OPTIONAL.items() if find_spec(module) is not None}
     there, lacks = (
         ", ".join(name for name in OPTIONAL if (name in here) == is_in) for is_in in (True, False)
@@ -179,7 +179,7 @@ def _sizes(model: str) -> tuple[Model, str | None]:
     except ValueError as error:
         text: Any = config.get_text_config()
         if (heads := getattr(text, "num_attention_heads", 0)) == 0:
-            raise ValueError(f"{model} has no attention, and that is what is told here") from None
+            raise ValueError(f"{model} has no attention, and the doctor describes attention alone") from None
         dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         return Model(
             layers=text.num_hidden_layers, hidden=text.hidden_size, heads=heads, head_dim=dim, value_dim=dim,

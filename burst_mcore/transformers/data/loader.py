@@ -45,8 +45,8 @@ class ShardedLoader:
         RefusedError: on all ranks of the group, where a rank's batch is not legal or differs.
     """
 
-    given = False
-    """Whether batches are given by the caller, and not loaded."""
+    from_caller = False
+    """Whether batches come from the caller of a forward, and not from a loader."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class ShardedLoader:
             dist.all_gather_object(every, batch, group=self.group)
             return every
         if len(set(states)) > 1:
-            if self.given:
+            if self.from_caller:
                 raise RefusedError(
                     "batch", "the ranks of a sequence group were given different whole batches"
                 )
@@ -190,7 +190,7 @@ def shard_of_whole_batch(
     """
     batch = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor) or name in READ}
     dealer = ShardedLoader((), group=group, device=arguments["input_ids"].device, **dealing)
-    dealer.given = True
+    dealer.from_caller = True
     (whole,) = dealer.agreed(lambda: batch)
     others = {name: value for name, value in arguments.items() if name not in batch}
     return {**others, **dealer._part(whole)}
