@@ -37,45 +37,49 @@ class _Clock:
     def __init__(self):
         self.seconds, self.depth = 0.0, 0
 
-    def around(self, inner):
+    def around(self, inner, now):
         def timed(*args, **kwargs):
             if threading.current_thread() is not threading.main_thread() or self.depth:
                 return inner(*args, **kwargs)
-            self.depth, begin = 1, time.perf_counter()
+            self.depth, begin = 1, now()
             try:
                 return inner(*args, **kwargs)
             finally:
-                self.depth, self.seconds = 0, self.seconds + time.perf_counter() - begin
+                self.depth, self.seconds = 0, self.seconds + now() - begin
 
         return timed
 
 
 def _waiting(rank, size):
-    """(seconds of the steps, those of them in which the main thread planned or waited for plans)."""
-    clock = _Clock()
+    """(seconds of the steps, those in which the main thread planned, and those in which it waited for plans).
+
+    Planning is counted in the thread's own CPU seconds: four ranks share the machine's cores, and a lookup
+    of microseconds that another rank interrupts takes milliseconds by the clock.
+    """
+    planned, waited = _Clock(), _Clock()
+    prepare_module.await_plan = waited.around(prepare_module.await_plan, time.perf_counter)
     for module, names in (
         (agree, ("call_of",)),
         (ops, ("call_of",)),
         (call_module, ("program", "tiles_of")),
     ):
         for name in names:
-            setattr(module, name, clock.around(getattr(module, name)))
+            setattr(module, name, planned.around(getattr(module, name), time.thread_time))
     torch.set_num_threads(1)
     engine, loader = start(config_of(2, size), in_order(_packed(STEPS), size), max_position_embeddings=TOKENS)
     begin = None
     for step, batch in enumerate(loader):
         if step == 2:  # the first finds out what calls are like
-            begin, clock.seconds = time.perf_counter(), 0.0
+            begin, planned.seconds, waited.seconds = time.perf_counter(), 0.0, 0.0
         engine.backward(engine(**batch).loss)
         engine.step()
-    return time.perf_counter() - begin, clock.seconds
+    return time.perf_counter() - begin, planned.seconds, waited.seconds
 
 
 @pytest.mark.slow
 def test_steps_wait_less_than_1_per_cent_for_plans():
     found = processes(4, _waiting)
-    waited = [waiting / total for total, waiting in found]
-    assert max(waited) < 0.01, found
+    assert max((planned + waited) / total for total, planned, waited in found) < 0.01, found
 
 
 def test_a_batch_is_handed_out_once_the_next_is_planned(monkeypatch):
