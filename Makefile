@@ -71,7 +71,7 @@ test-all: lint
 	$(call test_311,tests/megatron tests/plan/test_memory_of_megatron.py tests/plan/test_patches.py,slow or not slow)
 
 soak: $(VENV)
-	@PYTHONPATH=.:tests:tests/torch:tests/recurrent $(RUN) tests/soak/soak.py --hours $(or $(HOURS),12) --seed $(or $(SEED),0) $(if $(STEP),--step $(STEP)) $(ARGS)
+	@PYTHONPATH=.:tests/helpers:tests/rings:tests/recompute:tests/torch:tests/recurrent $(RUN) tests/soak/soak.py --hours $(or $(HOURS),12) --seed $(or $(SEED),0) $(if $(STEP),--step $(STEP)) $(ARGS)
 
 tables: $(VENV)
 	@PYTHONPATH=. $(RUN) docs/tables.py
@@ -128,7 +128,7 @@ gpu-check:
 	exit $$worst
 
 compiled: $(VENV)
-	@TRITON_INTERPRET=0 PYTHONPATH=.:tests .venv/bin/python tests/compiled.py
+	@TRITON_INTERPRET=0 PYTHONPATH=.:tests/helpers .venv/bin/python tests/kernels/compiled.py
 
 gpu-sanitize:
 	PYTHONPATH=. compute-sanitizer --tool memcheck python3 -m pytest -q tests/gpu -k 'pattern or fused or virtual'

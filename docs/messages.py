@@ -1,7 +1,7 @@
 """Finds the error texts of the packages, for the lists of docs/messages.md.
 
 A section of the page names its files in a comment; the texts of the errors of these files follow. A value in
-a text is shown as "…". tests/test_docs.py fails if an error belongs to no section.
+a text is shown as "…". tests/house/test_docs.py fails if an error belongs to no section.
 """
 
 from __future__ import annotations

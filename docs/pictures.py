@@ -1,6 +1,6 @@
 """Draws the pictures of docs/concepts from what runs: programs, layouts, masks, plans, measurements.
 
-`make tables`, after one of these changed. tests/test_docs.py fails until then.
+`make tables`, after one of these changed. tests/house/test_docs.py fails until then.
 """
 
 from __future__ import annotations

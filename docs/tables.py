@@ -3,7 +3,7 @@
 The table of the planner's errors is written, too: the package has a copy.
 
 `make tables`, after a setting, a layout or a kernel was added, or the model of a step changed.
-tests/test_docs.py fails until then.
+tests/house/test_docs.py fails until then.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _flags() -> Iterable[str]:
 def _tested() -> Iterable[str]:
     """Yield a row for each test of Megatron that is marked `proves`, by the thing that the tests prove."""
     folders = TESTS / "megatron", TESTS / "plan"  # the second has the tests of patches
-    paths = sorted((path for f in folders for path in f.glob("test_*.py")), key=lambda path: path.name)
+    paths = sorted((path for f in folders for path in f.rglob("test_*.py")), key=lambda path: path.name)
     proofs = [proof for path in paths for proof in _proofs(path)]
     for what in dict.fromkeys(proof[0] for proof in proofs):
         for _, how, test, on_all in (proof for proof in proofs if proof[0] == what):
@@ -137,7 +137,7 @@ def _proofs(path: Path) -> Iterable[tuple[str, str, str, bool]]:
 
 
 def _trained() -> Iterable[str]:
-    """Yield a row for each version of Megatron that tests/megatron/versions.py trained."""
+    """Yield a row for each version of Megatron that tests/megatron/pretraining/versions.py trained."""
     rows = json.loads((DOCS.parent / "benchmarks" / "megatron-versions.json").read_text())["rows"]
     for tree in dict.fromkeys(row["tree"] for row in rows):
         of_tree = [row for row in rows if row["tree"] == tree]

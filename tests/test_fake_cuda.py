@@ -17,7 +17,7 @@ pytest.importorskip("triton")  # its kernels' arguments are what the stand-ins a
 from fake_cuda import cases, ranks, verification
 from fake_cuda.catalogue import CASES, DRAWS, EACH, GRID, LARGE, PASSES, backward_of_q, counted, run
 from fake_cuda.clocks import CHECKER
-from fake_cuda.faults import FAULTS
+from fake_cuda.planted.faults import FAULTS
 from plain_loss import linear_cross_entropy
 
 from burst_mcore import packages

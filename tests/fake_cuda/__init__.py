@@ -8,8 +8,7 @@ groups     torch.distributed: NCCL's and gloo's groups, deadlocks
 kernels    stand-ins for the kernels of all adapters
 clocks     vector clocks, and the findings
 cases      what the package is made to do, held to the results of one process
-faults     faults in the package, which must be found (`faults.txt`)
-planting   how a fault gets into functions that are imported already
+planted    faults in the package, which must be found
 
 Kinds of findings: race (unordered work on two streams), reuse (memory gets a new owner while in use), wait (a
 host waits for its device), communicator (made in a backward, or started by a message), deadlock, order (ranks

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/verification.md: `PYTHONPATH=.:tests python -m fake_cuda.verification`.
+"""Writes the tables of docs/verification.md, by the command that the page names.
 
 The page says which cases ran on the devices that are not there, which planted faults were found, and which
 launches and how much memory a pass takes. tests/test_fake_cuda.py fails until the page is as the code is.
@@ -19,8 +19,8 @@ import pytest
 
 from . import ranks
 from .catalogue import CASES, DRAWS, EACH, GRID, LARGE, PASSES, backward_of_q, counted, run
-from .faults import FAULTS, Fault
-from .planting import planted
+from .planted.faults import FAULTS, Fault
+from .planted.planting import planted
 
 PAGE = Path(__file__).parents[2] / "docs" / "verification.md"
 OF_CASES = "| cases | number | findings |\n|---|---|---|\n"

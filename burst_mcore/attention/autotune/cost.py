@@ -117,7 +117,7 @@ class Passes:
 
 
 OURS = Passes(out=2.5, stays=2.5, travels=10.0, stand_in=3.3)
-"""The passes of `forward` and `backward`, as tests/test_passes.py counts them on a ring of 8."""
+"""The passes of `forward` and `backward`, as tests/kernels/test_passes.py counts them on a ring of 8."""
 
 
 @dataclass(frozen=True)

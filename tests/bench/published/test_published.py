@@ -23,7 +23,7 @@ from burst_plan.step.search import least
 from burst_plan.step.time import PAGEABLE, PREFETCH, times
 from burst_plan.step.way import Way
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PUBLIC = ROOT / "benchmarks" / "public"
 SHARED = ROOT.parent / "shared"
 SLOW = replace(MACHINES["A100-quad"], nic=0.01).rates

@@ -2,7 +2,7 @@
 
 The functions serve tests/plan/test_patches.py. As a command, this file records a table of versions::
 
-    PYTHONPATH=. python tests/megatron/versions.py --out benchmarks/megatron-versions.json TREE...
+    PYTHONPATH=. python tests/megatron/pretraining/versions.py --out benchmarks/megatron-versions.json TREE...
 
 Each TREE is a checkout of Megatron-LM, whose own pretrain_gpt.py is run on a copy.
 """
@@ -21,8 +21,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
+ROOT = Path(__file__).parents[3]
+sys.path[:0] = [str(ROOT / "tests/helpers"), str(ROOT / "examples")]
 
 import forked  # noqa: E402
 import limits  # noqa: E402

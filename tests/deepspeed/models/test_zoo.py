@@ -12,7 +12,7 @@ NOT_BUILT = {
     *("qwen4_exp", "qwen4_exp_text"),
 }
 """Names of which transformers itself builds no tiny model here."""
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 
 
 @pytest.mark.slow

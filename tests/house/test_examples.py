@@ -1,4 +1,4 @@
-"""The parts of the main job that need no training run; tests/megatron/test_training.py has the runs."""
+"""The parts of the main job that need no training run; tests/megatron/pretraining has the runs."""
 
 import pytest
 

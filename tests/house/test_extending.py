@@ -7,7 +7,7 @@ from pathlib import Path
 import forked
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
 
 BEGINNING = '''

@@ -173,7 +173,7 @@ def test_what_is_done_for_a_mesh_grows_no_faster_than_the_ranks():
 
 
 def test_the_committed_planning_results_reach_their_bars():
-    folder = Path(__file__).parent.parent / "benchmarks" / "results"
+    folder = Path(__file__).parents[2] / "benchmarks" / "results"
     results = read(folder / "planning.json")
     cases = {name: (case["planned"], case["of_ranks"]) for name, case in results.cases.items()}
     seconds = {cases[f.case]: f.samples[0] for f in results.figures if f.meter == "cpu"}

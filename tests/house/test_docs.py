@@ -13,7 +13,7 @@ import pytest
 
 from burst_mcore.attention.schedule.route import Route
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```python(?: torchrun=(\d+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NODES_APART = Route(1, 8, heads=8, outer=True)

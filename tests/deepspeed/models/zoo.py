@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # as a program
+sys.path.insert(0, str(Path(__file__).parents[2] / "helpers"))  # as a program
 
 import torch
 import torch.distributed as dist

@@ -29,8 +29,8 @@ from burst_mcore.rates import Rates
 from burst_plan.cli import app
 from burst_plan.words import in_words
 
-PUBLIC = Path(__file__).parents[2] / "benchmarks" / "public"
-PAPER = Path(__file__).parents[3] / "shared" / "paper"
+PUBLIC = Path(__file__).parents[3] / "benchmarks" / "public"
+PAPER = Path(__file__).parents[4] / "shared" / "paper"
 ROW = {
     **{"hardware": "H100", "gpus": 8, "gpus_per_node": 8, "heads": 64, "kv_heads": 8, "head_dim": 128},
     **{"batch": 1, "seq": 65536, "mask": "causal", "passes": "fwd", "method": "ulysses", "tflops": 600.0},

@@ -107,7 +107,7 @@ def _process(
 def torchrun(size: int, *words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     """`words` run as `size` ranks of torchrun: a script, or -m and a module, and arguments."""
     start = (sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone")
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
     return limits.run(
         [*start, "--nproc-per-node", size, *words],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},

@@ -14,7 +14,7 @@ import pytest
 
 from burst_mcore.version import __version__
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 BUILD = "from setuptools import build_meta as b; b.build_{}({!r})"
 NEEDED = (

@@ -1,7 +1,7 @@
 """Compiles the Triton kernels for GPUs that need not be there, and counts what came out.
 
-`python tests/compiled.py` writes the table `benchmarks/compiled.json`: registers, spills, shared memory, and
-instructions of the inner loops of each kernel.
+`python tests/kernels/compiled.py` writes the table `benchmarks/compiled.json`: registers, spills, shared
+memory, and instructions of the inner loops of each kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from burst_mcore.attention.numerics import rowwise_triton
 from burst_mcore.loss import rows_triton
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-TABLE = Path(__file__).resolve().parents[1] / "benchmarks/compiled.json"
+TABLE = Path(__file__).resolve().parents[2] / "benchmarks/compiled.json"
 CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0))
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 OF_FLOAT32 = HEAD_DIMS[:2]

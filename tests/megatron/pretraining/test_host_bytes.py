@@ -19,7 +19,7 @@ from test_training import BURST, MODEL
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "patches" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LENGTHS = 2048, 2**20
 A_TOKEN = 128

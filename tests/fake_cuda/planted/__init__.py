@@ -1,0 +1,1 @@
+"""Faults in the package, which must be found, and how they get into functions that are imported."""
