@@ -74,8 +74,8 @@ soak: $(VENV)
 	@PYTHONPATH=.:tests/helpers:tests/rings:tests/recompute:tests/torch:tests/recurrent $(RUN) tests/soak/soak.py --hours $(or $(HOURS),12) --seed $(or $(SEED),0) $(if $(STEP),--step $(STEP)) $(ARGS)
 
 tables: $(VENV)
-	@PYTHONPATH=. $(RUN) docs/tables.py
-	PYTHONPATH=. $(RUN) docs/pictures.py
+	@PYTHONPATH=. $(RUN) docs/scripts/tables.py
+	PYTHONPATH=. $(RUN) docs/scripts/pictures.py
 
 docs: $(VENV_DOCS)
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet $(ARGS)

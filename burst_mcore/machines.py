@@ -29,7 +29,7 @@ class Constants:
     """`Rates.fill`, keys: a kernel of a few hundred keys is half as fast as a kernel of many thousands.
     Public rows of attention do not tell 300 from 100 or 450."""
     call: float = 0.456e-3
-    """`Rates.call`, seconds: the one constant that is fitted to public rows (docs/predictions.md)."""
+    """`Rates.call`, seconds: the one constant fitted to public rows (docs/evidence/predictions.md)."""
     links: float = 0.85
     """Share of a specified rate that messages reach over NVLink and network cards: an assumption. Public rows
     of attention do not tell it from 1."""

@@ -1,4 +1,4 @@
-"""Rollouts of one prompt as one packed row: shared tokens once, as a tree (docs/rl.md). It needs torch alone.
+"""Rollouts of one prompt as one packed row: shared tokens once, as a tree (docs/guides/rl.md).
 
 folding   rollouts -> one row with its tree, labels and weights; statistics of tokens back to rollouts
 trees     the tree of a row: depths, padding, the mask of a layer

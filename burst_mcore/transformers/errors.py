@@ -1,4 +1,4 @@
-"""The error of the adapters of Hugging Face: docs/deepspeed.md explains every refusal under its name."""
+"""The error of Hugging Face's adapters: docs/frameworks/deepspeed.md explains every refusal by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SUPPORTED = {"deepspeed": ("0.19", "0.20"), "transformers": ("5", "6")}
 class RefusedError(ValueError):
     """Refuses a model, a batch or a configuration that would train wrongly or not at all.
 
-    `name` is the heading in docs/deepspeed.md.
+    `name` is the heading in docs/frameworks/deepspeed.md.
     """
 
     def __init__(self, name: str, why: str) -> None:

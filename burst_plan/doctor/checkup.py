@@ -82,7 +82,7 @@ OPTIONAL = {
     "flash-attn 2 or 4": "flash_attn", "flash-attn 3": "flash_attn_interface", "Triton": "triton",
     "TransformerEngine": "transformer_engine", "apex's weight gradient": "fused_weight_gradient_mlp_cuda",
 }  # fmt: skip
-"""The modules of packages that change what runs; docs/megatron.md says what."""
+"""The modules of packages that change what runs; docs/frameworks/megatron.md says what."""
 
 
 def installed() -> str:

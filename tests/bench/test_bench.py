@@ -362,7 +362,7 @@ add("attention", Method("mine", _mine, divisible))
 
 
 def test_a_method_is_added_by_the_files_that_the_page_names(tmp_path):
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "evidence" / "architecture.md").read_text()
     row = next(line for line in page.splitlines() if line.startswith("| a bench method |"))
     named = re.findall(r"`([\w/]+\.py)`", row.split("|")[2])
     assert named == ["burst_bench/methods/attention.py"]

@@ -165,7 +165,7 @@ def test_the_papers_lead_over_double_ring_is_not_explained_by_bytes():
     said = '1.01 for the paper\'s method, and 1.01 for "auto"'
     assert said == '{:.2f} for the paper\'s method, and {:.2f} for "auto"'.format(*ratios)
     alone = f"{(ring.kernel + bare) / burst.predicted:.2f}"
-    page = " ".join((ROOT / "docs" / "benchmark.md").read_text().split())
+    page = " ".join((ROOT / "docs" / "evidence" / "benchmark.md").read_text().split())
     assert f"predicts {said}. If nothing hid DoubleRing's messages, the ratio would be {alone}." in page
 
 

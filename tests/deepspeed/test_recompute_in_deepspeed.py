@@ -138,7 +138,7 @@ def _documented(rank, size, path):
 
 
 def test_the_section_of_the_docs_word_for_word(tmp_path):
-    page = Path(__file__).parents[2] / "docs" / "deepspeed.md"
+    page = Path(__file__).parents[2] / "docs" / "frameworks" / "deepspeed.md"
     (tmp_path / "ds.json").write_text(page.read_text().split("```json\n")[1].split("```")[0])
     for errors in processes(4, _documented, str(tmp_path / "ds.json")):
         assert max(errors) < 1e-5

@@ -10,7 +10,7 @@ from burst_mcore import BurstConfig
 from burst_mcore.checkpointing import Full, KeepAttention, Offload, Segment
 from burst_mcore.deepspeed.config.section import Section, SectionError, config_dict, reference, section_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "deepspeed-section.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "deepspeed-section.md"
 
 
 def test_all_defaults_without_a_section():
@@ -102,5 +102,5 @@ def test_a_file_that_is_not_there_or_no_object(tmp_path):
 
 def test_the_reference_page_is_that_of_the_schema():
     assert PAGE.read_text() == reference(), (
-        "write it again: burst-mcore doctor --reference > docs/deepspeed-section.md"
+        "write it again: burst-mcore doctor --reference > docs/reference/deepspeed-section.md"
     )

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/verification.md, by the command that the page names.
+"""Writes the tables of docs/evidence/verification.md, by the command that the page names.
 
 The page says which cases ran on the devices that are not there, which planted faults were found, and which
 launches and how much memory a pass takes. tests/test_fake_cuda.py fails until the page is as the code is.
@@ -22,7 +22,7 @@ from .catalogue import CASES, DRAWS, EACH, GRID, LARGE, PASSES, backward_of_q, c
 from .planted.faults import FAULTS, Fault
 from .planted.planting import planted
 
-PAGE = Path(__file__).parents[2] / "docs" / "verification.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "verification.md"
 OF_CASES = "| cases | number | findings |\n|---|---|---|\n"
 OF_FAULTS = "| planted in | faults | found |\n|---|---|---|\n"
 OF_PASSES = "| route | launches, forward | memory, forward | launches, backward | memory, backward |\n"

@@ -79,7 +79,13 @@ def test_the_schedule_in_the_docs_is_the_one_that_prints():
     from burst_mcore.attention.schedule.route import schedule
 
     printed = str(schedule(Route(nodes=1, intra=3), "query")).splitlines()
-    shown = (ROOT / "docs" / "attention.md").read_text().split("```text\n")[1].split("```")[0].splitlines()
+    shown = (
+        (ROOT / "docs" / "features" / "attention.md")
+        .read_text()
+        .split("```text\n")[1]
+        .split("```")[0]
+        .splitlines()
+    )
     for line, whole in zip(shown, printed, strict=True):
         assert whole.startswith(line.removesuffix("| ...").rstrip()), line
 
@@ -146,7 +152,9 @@ PUBLIC = ["", ".checkpointing", ".deepspeed", ".loss", ".recurrent", ".rollouts"
 
 @pytest.mark.parametrize("module", PUBLIC)
 def test_every_public_name_is_in_the_reference(module):
-    listed = re.findall(r"^::: (\S+)\.(\w+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE)
+    listed = re.findall(
+        r"^::: (\S+)\.(\w+)$", (ROOT / "docs" / "reference" / "api.md").read_text(), re.MULTILINE
+    )
     tree = ast.parse((ROOT / "burst_mcore" / module[1:] / "__init__.py").read_text())
     assigned = (node for node in tree.body if isinstance(node, ast.Assign))
     names = next(
@@ -154,7 +162,7 @@ def test_every_public_name_is_in_the_reference(module):
     )
     errors = {name for _, name in listed if name.endswith("Error")}
     missing = set(names) - errors - {name for of, name in listed if of == f"burst_mcore{module}"}
-    assert not missing, f"docs/reference.md lacks {missing} of burst_mcore{module}"
+    assert not missing, f"docs/reference/api.md lacks {missing} of burst_mcore{module}"
 
 
 SOURCES = {path: path.read_text() for path in sorted((ROOT / "burst_mcore").rglob("*.py"))}
@@ -180,9 +188,9 @@ def test_docstrings_begin_with_what_they_are_about():
 
 def test_what_words_of_auto_earn_is_by_todays_model(monkeypatch):
     """A row of 24 cells; the whole page is written by its command."""
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    _, row = runpy.run_path(str(ROOT / "docs" / "earnings.py"))["by_cluster"]("1x8", "H100")
-    assert row in (ROOT / "docs" / "earnings.md").read_text().splitlines()
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "scripts"))
+    _, row = runpy.run_path(str(ROOT / "docs" / "scripts" / "earnings.py"))["by_cluster"]("1x8", "H100")
+    assert row in (ROOT / "docs" / "evidence" / "earnings.md").read_text().splitlines()
 
 
 @pytest.mark.parametrize("command", ["explain", "draw"])
@@ -207,7 +215,7 @@ def test_every_flag_is_in_the_docs():
 
     from burst_mcore.megatron.arguments import add_arguments
 
-    text = (ROOT / "docs" / "megatron.md").read_text()
+    text = (ROOT / "docs" / "frameworks" / "megatron.md").read_text()
     for action in add_arguments(argparse.ArgumentParser(add_help=False))._actions:
         assert f"`{action.option_strings[0]}`" in text
 
@@ -217,17 +225,19 @@ def test_every_method_and_kernel_is_in_the_docs():
     from burst_bench.subjects import SUBJECTS
     from burst_mcore.attention.kernels.table import KERNELS
 
-    page = (ROOT / "docs" / "benchmark.md").read_text()
+    page = (ROOT / "docs" / "evidence" / "benchmark.md").read_text()
     names = [name for kind, name in METHODS if kind != "kernels"]
     assert all(f"`{name}`" in page for name in [*names, *SUBJECTS])
-    assert all(f'`"{name}"`' in (ROOT / "docs" / "attention.md").read_text() for name in KERNELS)
+    assert all(f'`"{name}"`' in (ROOT / "docs" / "features" / "attention.md").read_text() for name in KERNELS)
 
 
 def test_tables_of_settings_are_made_from_the_configuration():
     from burst_mcore.config import SETTINGS
     from burst_mcore.megatron.arguments import flag_of
 
-    attention, megatron = ((ROOT / "docs" / f"{page}.md").read_text() for page in ("attention", "megatron"))
+    attention, megatron = (
+        (ROOT / "docs" / page).read_text() for page in ("features/attention.md", "frameworks/megatron.md")
+    )
     for name, (default, legal, meaning) in SETTINGS.items():
         words = ", ".join(f"`{word}`" for word in legal) if isinstance(legal, tuple) else legal
         assert f"| `{name}` | {words} | `{default}` | {meaning} |" in attention
@@ -237,25 +247,25 @@ def test_tables_of_settings_are_made_from_the_configuration():
 
 
 def test_tables_are_as_the_code_writes_them(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    pages = runpy.run_path(str(ROOT / "docs" / "tables.py"))["pages"]()
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "scripts"))
+    pages = runpy.run_path(str(ROOT / "docs" / "scripts" / "tables.py"))["pages"]()
     assert len(pages) == 8
     for name, text in pages.items():
         assert (ROOT / "docs" / name).read_text() == text, f"make tables: {name} is not as the code says"
 
 
 def test_every_error_has_an_entry(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "scripts"))
     import messages
 
-    page = (ROOT / "docs" / "messages.md").read_text()
+    page = (ROOT / "docs" / "reference" / "messages.md").read_text()
     globs = messages.globs_of(page)
     files = messages.messages()
     assert len(files) > 100 and sum(map(len, files.values())) > 500
     for path, texts in files.items():
         matching = [glob for glob in globs if fnmatch(path, glob)]
         assert len(matching) == 1, (
-            f"errors of {path} belong to {matching or 'no section'} of docs/messages.md"
+            f"errors of {path} belong to {matching or 'no section'} of docs/reference/messages.md"
         )
         for text in texts:
             assert f"* {messages.shown(text)}\n" in page, f"make tables: no entry for {text!r} of {path}"
@@ -264,7 +274,7 @@ def test_every_error_has_an_entry(monkeypatch):
 
 
 def test_texts_of_errors_are_found(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "scripts"))
     import messages
 
     source = """
@@ -286,8 +296,8 @@ def check(x) -> str | None:
 
 
 def test_pictures_are_as_the_code_draws_them(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    drawn = runpy.run_path(str(ROOT / "docs" / "pictures.py"))["pictures"]()
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "scripts"))
+    drawn = runpy.run_path(str(ROOT / "docs" / "scripts" / "pictures.py"))["pictures"]()
     text = "\n".join(page.read_text() for page in PAGES)
     for name, picture in drawn.items():
         assert (ROOT / "docs" / "images" / name).read_text() == picture, f"make tables: {name} is another now"
@@ -300,7 +310,12 @@ def test_the_table_of_recompute_is_that_of_the_committed_run():
 
     from burst_bench.results import read
 
-    table = (ROOT / "docs" / "recompute.md").read_text().split("| CPU s recomputing |")[1].splitlines()[2:]
+    table = (
+        (ROOT / "docs" / "features" / "recompute.md")
+        .read_text()
+        .split("| CPU s recomputing |")[1]
+        .splitlines()[2:]
+    )
     results = read(ROOT / "benchmarks" / "results" / "recompute.json")
     rows = {}
     for figure in results.figures:
@@ -317,7 +332,7 @@ def test_the_table_of_recompute_is_that_of_the_committed_run():
 
 
 def test_equal_work_bounds_what_any_model_can_reach(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "scripts"))
     from predictions import equal_work, missed_at_least
 
     from burst_bench.published.against import Compared

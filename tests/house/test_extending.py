@@ -1,4 +1,4 @@
-"""docs/architecture.md names the files of each addition: here it is made in a copy, by exactly these."""
+"""docs/evidence/architecture.md names the files of each addition, which is made here in a copy, by these."""
 
 import re
 import shutil
@@ -8,14 +8,14 @@ import forked
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "evidence" / "architecture.md"
 
 BEGINNING = '''
 import os, sys
 own = "burst_mcore burst_plan burst_bench masks dense tables test_layout test_plan test_mask".split()
 for name in [name for name in sys.modules if name.split(".")[0] in own]:
     del sys.modules[name]  # this process was forked from one that has the package itself
-sys.path[:0] = ["{copy}", "{copy}/docs", "{tests}"]
+sys.path[:0] = ["{copy}", "{copy}/docs/scripts", "{tests}"]
 from hypothesis import settings
 import conftest  # settings of property tests
 import burst_mcore
@@ -72,7 +72,9 @@ def extended(tmp_path):
 
     def extend(addition, edits, script, ranks=1):
         changed = {file if _path(ROOT, file).exists() else f"{Path(file).parent}/" for file in edits}
-        assert changed == files_of(addition), f"docs/architecture.md names other files for {addition}"
+        assert changed == files_of(addition), (
+            f"docs/evidence/architecture.md names other files for {addition}"
+        )
         ignored = shutil.ignore_patterns("__pycache__")
         for folder in ("burst_mcore", "burst_plan", "burst_bench", "docs", "benchmarks", "tests/megatron"):
             shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
@@ -139,7 +141,8 @@ for layout in (rotated, Layout("backwards")):
     assert work(layout, Mask.causal(), 32, 4)[0].sum() == 32 * 33 // 2
     assert 0 <= cut_for(0.5, layout, Mask.causal(), 64, 4).position <= 64
     assert_exact(Mask.causal(), BurstConfig(layout=layout))
-pages = [tables.WRITERS[name]() for name in ("attention.md", "megatron.md", "deepspeed-section.md")]
+names = "features/attention.md", "frameworks/megatron.md", "reference/deepspeed-section.md"
+pages = [tables.WRITERS[name]() for name in names]
 assert all("rotated:K (chunk r + K)" in page for page in pages)
 """
 
@@ -256,7 +259,7 @@ with pytest.raises(ValueError, match="'plain' cannot serve this call: it has no 
     q = torch.randn(1, 8, 2, 16)
     burst_attention(q, q, q, topology=Topology.single(), mask=Mask.causal(), softcap=3.0,
                     config=BurstConfig(kernel="plain"))
-assert '`"plain"`' in tables.WRITERS["deepspeed-section.md"]()
+assert '`"plain"`' in tables.WRITERS["reference/deepspeed-section.md"]()
 """
 
 
@@ -394,7 +397,8 @@ arguments = parser.parse_args(["--burst-rounding", "stochastic"])
 assert burst_config(arguments) == BurstConfig(rounding="stochastic") != burst_config(parser.parse_args([]))
 section = section_of({"burst_attention": {"rounding": "stochastic"}})
 assert section.burst_config() == BurstConfig(rounding="stochastic")
-pages = [tables.WRITERS[name]() for name in ("attention.md", "megatron.md", "deepspeed-section.md")]
+names = "features/attention.md", "frameworks/megatron.md", "reference/deepspeed-section.md"
+pages = [tables.WRITERS[name]() for name in names]
 assert all("How sums are rounded." in page for page in pages)
 """
 

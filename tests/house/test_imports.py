@@ -21,7 +21,7 @@ BUDGET = {
     "burst_bench": 7640,
 }
 """Lines of Python at most; a folder with a row counts apart. A row changes only with its reason and its
-figure in docs/decisions.md."""
+figure in docs/evidence/decisions.md."""
 FILES = 14
 """Files of a folder at most, besides __init__.py."""
 FLOORS = {
@@ -184,8 +184,8 @@ def _row(name):
 def test_budget_of_lines(package):
     lines = sum(len(path.read_text().splitlines()) for name, path in MODULES.items() if _row(name) == package)
     assert lines <= BUDGET[package], f"{package} has {lines} lines: delete {lines - BUDGET[package]}"
-    decided = (ROOT / "docs" / "decisions.md").read_text()
-    assert f"| `{package}` | {BUDGET[package]:,} |" in decided, "BUDGET and docs/decisions.md differ"
+    decided = (ROOT / "docs" / "evidence" / "decisions.md").read_text()
+    assert f"| `{package}` | {BUDGET[package]:,} |" in decided, "BUDGET and docs/evidence/decisions.md differ"
 
 
 def test_programs_are_typed():

@@ -144,7 +144,7 @@ def test_draw_says_what_is_wrong(arguments, words, tmp_path, monkeypatch):
 
 
 def test_draw_shows_the_scan_of_the_page_and_of_documents():
-    page = (Path(__file__).parents[2] / "docs" / "hybrids.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "features" / "hybrids.md").read_text()
     picture = page.split("```text\n")[1].split("```")[0]
     words = "draw --scan --cluster 2x2 --layout contiguous --direction forward --seq 4K".split()
     done = CliRunner().invoke(app, words)

@@ -1,4 +1,4 @@
-"""The picture and the table of docs/hybrids.md are what the programs say."""
+"""The picture and the table of docs/features/hybrids.md are what the programs say."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from burst_mcore import Layout
 from burst_mcore.recurrent.scan import scan
 
-PAGE = (Path(__file__).parents[2] / "docs" / "hybrids.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "features" / "hybrids.md").read_text()
 FLOAT, HALF = 4, 2
 
 LAYERS = {

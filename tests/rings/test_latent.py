@@ -427,7 +427,7 @@ def test_a_rank_without_a_latent_tells_the_others():
 
 
 def test_predictions_in_the_docs_are_those_of_the_model():
-    page = (Path(__file__).parents[2] / "docs" / "attention.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "features" / "attention.md").read_text()
     rows = page.split("| K and V travel | the latent travels |\n")[1].splitlines()[1:7]
     assert len(rows) == 6
     for row in rows:

@@ -16,7 +16,7 @@ from burst_mcore.rates import Rates
 
 RINGS = LEGAL_RINGS[1:]  # all but "auto"
 SEARCHED = ("double", "direct")
-"""The rings that a call searches with "auto". A flat ring gains nothing beside these: docs/decisions.md."""
+"""The rings that a call searches with "auto"; a flat one gains nothing more: docs/evidence/decisions.md."""
 Mesh = str | tuple[int, int]
 """`BurstConfig.mesh`: "none", or rings x places of a ring; "auto" is a search of `burst-mcore explain`."""
 

@@ -191,7 +191,7 @@ def reference() -> str:
         f'# The section "{KEY}"',
         "",
         "Made from the schema (`burst-mcore doctor --reference`). Every key is optional; an unknown one is",
-        "an error that lists the legal ones. What the section is for is in [deepspeed.md](deepspeed.md).",
+        "an error that lists the legal ones. Its purpose: [deepspeed.md](../frameworks/deepspeed.md).",
         "",
         *_table(Section),
         "",

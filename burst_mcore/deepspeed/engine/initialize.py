@@ -48,7 +48,7 @@ def initialize(
     """deepspeed.initialize for long sequences: the same results, and every sequence shared by SP ranks.
 
     What the JSON must have is "sequence_parallel_size", which divides the world; what the section
-    "burst_attention" may have, see docs/deepspeed-section.md. Collective over all ranks.
+    "burst_attention" may have, see docs/reference/deepspeed-section.md. Collective over all ranks.
 
     The returned engine's loss is the mean over the valid labels of the whole sequence, the same on all ranks
     of a sequence group; losses, gradients, clipping and norms are those of SP 1 with as many data-parallel

@@ -12,7 +12,7 @@ NOT_BUILT = {
     *("qwen4_exp", "qwen4_exp_text"),
 }
 """Names of which transformers itself builds no tiny model here."""
-PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+PAGE = Path(__file__).parents[3] / "docs" / "frameworks" / "models.md"
 
 
 @pytest.mark.slow
@@ -22,7 +22,9 @@ def test_every_causal_lm_is_equal_or_refused():
     assert sum(outcome == "equal" for outcome, _ in found.values()) >= 127
     not_built = {name for name, words in found.items() if words[0] == "not built"}
     assert not_built <= NOT_BUILT
-    assert page(found) == PAGE.read_text(), "write it again: python tests/deepspeed/zoo.py docs/models.md"
+    assert page(found) == PAGE.read_text(), (
+        "write it again: python tests/deepspeed/zoo.py docs/frameworks/models.md"
+    )
 
 
 def test_a_few_of_each_kind():
@@ -71,9 +73,8 @@ def test_a_tiny_model_has_every_kind_of_layer_that_the_published_have(name):
 
 
 def test_one_page_names_the_version_of_transformers():
-    pages = {
-        page.name: page.read_text() for page in (PAGE.parents[1] / "README.md", *PAGE.parent.glob("*.md"))
-    }
+    paths = PAGE.parents[2] / "README.md", *PAGE.parents[1].rglob("*.md")
+    pages = {path.name: path.read_text() for path in paths}
     assert [name for name, text in pages.items() if re.search(r"transformers 5\.\d", text)] == [PAGE.name]
 
 

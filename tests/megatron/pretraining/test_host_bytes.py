@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 
 ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", ROOT / "patches" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "patches" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LENGTHS = 2048, 2**20
 A_TOKEN = 128
 """Bytes that a sample may make for each token, those dropped again included: 128 MiB at 1M tokens.

@@ -1,4 +1,4 @@
-"""Finds the error texts of the packages, for the lists of docs/messages.md.
+"""Finds the error texts of the packages, for the lists of docs/reference/messages.md.
 
 A section of the page names its files in a comment; the texts of the errors of these files follow. A value in
 a text is shown as "…". tests/house/test_docs.py fails if an error belongs to no section.
@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MARK = re.compile(r"^<!-- errors of: (.*?) -->\n", re.MULTILINE | re.DOTALL)
 RAISING = re.compile(r"\w*Error$|refuse$|fail$|error$|BadParameter$|Exit$|no_argument$")
 """Names of what is called with the text of an error."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 CELL = re.compile(r"<td.*?</td>", re.DOTALL)
 STARTED = re.compile(r"^```python torchrun=(\d+)$", re.MULTILINE)

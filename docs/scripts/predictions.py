@@ -1,4 +1,4 @@
-"""Writes the page predictions.md: public rows beside predictions, and sources of the model's numbers."""
+"""Writes docs/evidence/predictions.md: public rows beside predictions, and sources of the model's numbers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Look here before you trust a prediction. The cost model chooses routes, and answ
 burst-mcore plan --against benchmarks/public/magi.json --calibrate benchmarks/public/calibration.json
 ```
 
-A file is a JSON list of rows, in the fields of the files in [benchmarks/public](../benchmarks/public).
+A file is a JSON list of rows, in the fields of the files in [benchmarks/public](../../benchmarks/public).
 """
 _MISSES = """
 Large misses are of four kinds:
@@ -75,7 +75,7 @@ _CONSTANTS = """
 ## Where the numbers come from
 
 Eight constants hold for all GPUs, five of them for attention. One of them is fitted, to the rows in
-[calibration.json](../benchmarks/public/calibration.json).
+[calibration.json](../../benchmarks/public/calibration.json).
 """
 _SOURCES = {
     "fill": "kernels slow down on few keys; public rows do not tell 300 from 100 or 450",
@@ -153,7 +153,7 @@ _TRAINING = """
 ## Training steps
 
 `burst-mcore plan` prints the range of errors of the same kind of way with each predicted speed. The rows are
-in [training.json](../benchmarks/public/training.json), each with its source. Predictions are those of the
+in [training.json](../../benchmarks/public/training.json), each with its source. Predictions are those of the
 model as it is now; none of these rows is fitted. Some sources leave a setting open: then a run has a row for
 each assumption. Speeds are predicted even where memory is predicted not to suffice.
 """

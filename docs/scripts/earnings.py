@@ -1,6 +1,6 @@
-"""Writes docs/earnings.md: what each word of "auto" gains over the plain ring, by the cost model.
+"""Writes docs/evidence/earnings.md: what each word of "auto" gains over the plain ring, by the cost model.
 
-`PYTHONPATH=. python docs/earnings.py` takes some minutes; after a change of the model or of presets.
+`PYTHONPATH=. python docs/scripts/earnings.py` takes some minutes; after a change of the model or of presets.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from burst_mcore.layout import Layout
 from burst_mcore.machines import MACHINES
 from burst_mcore.mask import Mask
 
-PAGE = Path(__file__).parent / "earnings.md"
+PAGE = Path(__file__).parents[1] / "evidence" / "earnings.md"
 CLUSTERS = {"1x8": Ranks(8, 8), "2x8": Ranks(16, 8), "4x8": Ranks(32, 8), "8x8": Ranks(64, 8)}
 NAMES = ("H100", "A800", "L20-PCIe")
 MASKS = ("causal", "full", "window", "documents")

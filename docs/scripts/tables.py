@@ -26,7 +26,7 @@ from burst_mcore.megatron.arguments import flag_of
 from burst_plan.explain.least import Share, least
 from burst_plan.step.figures import TABLE
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).parents[1]
 TESTS = DOCS.parent / "tests"
 PUBLIC = DOCS.parent / "benchmarks" / "public"
 
@@ -38,14 +38,14 @@ def pages() -> dict[str, str]:
 
 def _attention() -> str:
     return with_rows(
-        (DOCS / "attention.md").read_text(),
+        (DOCS / "features/attention.md").read_text(),
         "| field | legal | default | meaning |\n|---|---|---|---|\n",
         _settings(),
     )
 
 
 def _megatron() -> str:
-    page = (DOCS / "megatron.md").read_text()
+    page = (DOCS / "frameworks/megatron.md").read_text()
     page = with_rows(page, "| what | with | 0.16.1 | 0.19.2 |\n|---|---|---|---|\n", _tested())
     page = with_rows(
         page,
@@ -57,7 +57,7 @@ def _megatron() -> str:
 
 def _topology() -> str:
     return with_rows(
-        (DOCS / "topology.md").read_text(),
+        (DOCS / "features/topology.md").read_text(),
         "| heads | way | 64 GPUs | 256 GPUs | 1024 GPUs |\n|---|---|---|---|---|\n",
         _through_nics(),
     )
@@ -65,24 +65,24 @@ def _topology() -> str:
 
 def _planning() -> str:
     return with_rows(
-        (DOCS / "planning.md").read_text(),
+        (DOCS / "guides/planning.md").read_text(),
         "| kind of way | public runs | predicted speed was off by |\n|---|---|---|\n",
         (f"| {errors.kind} | {errors.runs} | {errors.range} |" for errors in ranges(judged(PUBLIC))),
     )
 
 
 def _messages() -> str:
-    return with_messages((DOCS / "messages.md").read_text())
+    return with_messages((DOCS / "reference/messages.md").read_text())
 
 
 WRITERS: dict[str, Callable[[], str]] = {
-    "attention.md": _attention,
-    "megatron.md": _megatron,
-    "topology.md": _topology,
-    "deepspeed-section.md": reference,
-    "planning.md": _planning,
-    "messages.md": _messages,
-    "predictions.md": lambda: page(PUBLIC),
+    "features/attention.md": _attention,
+    "frameworks/megatron.md": _megatron,
+    "features/topology.md": _topology,
+    "reference/deepspeed-section.md": reference,
+    "guides/planning.md": _planning,
+    "reference/messages.md": _messages,
+    "evidence/predictions.md": lambda: page(PUBLIC),
     f"../burst_plan/step/{TABLE}": lambda: table(PUBLIC),
 }
 """What writes each page."""
@@ -132,7 +132,7 @@ def _proofs(path: Path) -> Iterable[tuple[str, str, str, bool]]:
         for decorator in function.decorator_list:
             if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.proves":
                 what, how = (ast.literal_eval(argument) for argument in decorator.args)
-                link = f"../{path.relative_to(DOCS.parent)}"
+                link = f"../../{path.relative_to(DOCS.parent)}"
                 yield what, how, f"[{path.stem.removeprefix('test_')}: {function.name}]({link})", on_all
 
 

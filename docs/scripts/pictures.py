@@ -38,8 +38,8 @@ from burst_mcore.recurrent.programs import Compose
 from burst_mcore.recurrent.scan import scan_of
 from burst_plan.explain.mask_picture import raster
 
-IMAGES = Path(__file__).parent / "images"
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+IMAGES = Path(__file__).parents[1] / "images"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 LANE, ROW, BOX = 138, 84, (122, 40)
 """Of a picture of steps, in pixels: from rank to rank, from step to step, and a box."""
 
