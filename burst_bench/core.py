@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import torch.distributed as dist
 
+from burst_mcore.attention.schedule.heads import why_not_heads
 from burst_plan.words import tokens
 
 T = TypeVar("T")
@@ -234,8 +235,8 @@ class Case:
 
     @classmethod
     def named(cls, device: str) -> Mapping[str, Self]:
-        """Return the cases that are measured where none is asked for."""
-        raise NotImplementedError
+        """Return the cases that are measured where none is asked for: by default that of all defaults."""
+        return {cls.subject: cls()}
 
     def methods(self) -> Sequence[Method]:
         """Return all that the case can measure."""
@@ -315,6 +316,19 @@ def missing(*packages: str) -> str | None:
     """Return the first package that is not installed, in words; None if all are."""
     modules = {name: MODULES.get(name, name.replace("-", "_")) for name in packages}
     return next((f"the package {name}" for name, module in modules.items() if not find_spec(module)), None)
+
+
+def shareable(case: Any, ranks: int) -> str | None:
+    """Return the need of a method of ours whose heads so many ranks share."""
+    why_not = why_not_heads(case.heads, case.kv_heads, ranks)
+    return None if why_not is None else f"heads that {ranks} ranks can share: {why_not}"
+
+
+def shared_heads(case: Any, ranks: int) -> str | None:
+    """Return the need of a method that deals heads, and K/V heads, evenly over so many ranks."""
+    if not case.heads % ranks and not case.kv_heads % ranks:
+        return None
+    return f"heads and K/V heads that are multiples of {ranks}, got {case.heads} and {case.kv_heads}"
 
 
 MODULES = {"megatron-core": "megatron"}

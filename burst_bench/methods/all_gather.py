@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,41 +12,39 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from burst_bench.core import World
 from burst_bench.methods.kernels import inputs_of, scores_of
+from burst_bench.methods.sharded import RingCase, ShardedAttention, dealt
 from burst_mcore.attention.call import Keys, Queries
-from burst_mcore.attention.geometry.launches import launches_of
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.rows import gather, scatter_views
 from burst_mcore.attention.geometry.tiles import Tile, tiles_of
-from burst_mcore.attention.kernels.kernel import Problem
+from burst_mcore.attention.kernels.kernel import Kernel
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.numerics.merge import GradientSum, OnlineSoftmax
 from burst_mcore.attention.numerics.rowwise import output_stand_in, row_delta
 from burst_mcore.layout import Layout
-from burst_mcore.mask import Mask
 
 
-def all_gather_attention(q: Tensor, k: Tensor, v: Tensor, *, group: dist.ProcessGroup, mask: Mask) -> Tensor:
-    """Attention of zigzag shards [batch, local sequence, heads, head_dim]; gradients summed in float32."""
-    out: Tensor = _AllGatherAttention.apply(group, mask, q, k, v)  # type: ignore[no-untyped-call]
-    return out
+def all_gather(case: RingCase, world: World) -> ShardedAttention:
+    """Return attention of zigzag shards; gradients are summed in float32."""
+    kernel = choose("auto", replace(case.on_kernel, device=world.device))
+    plan, ranks = plan_for(Layout("zigzag"), case.seen, case.seq, world.size), range(world.size)
+    tiles = [tiles_of(plan, world.rank, source, kernel.abilities) for source in ranks]
+    return dealt("zigzag", world, partial(_AllGatherAttention.apply, world.group, kernel, tiles))
 
 
 class _AllGatherAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx.group, n = group, q.shape[1] * group.size()
-        heads, dims = (q.shape[2], k.shape[2]), (q.shape[3], v.shape[3])
-        problem = Problem(q.device.type, q.dtype, *heads, *dims, launches=launches_of(mask, n))
-        problem = replace(problem, documents=mask.document_ends is not None)
-        ctx.kernel = choose("auto", problem)
-        plan, ranks = plan_for(Layout("zigzag"), mask, n, group.size()), range(group.size())
-        ctx.tiles = [tiles_of(plan, group.rank(), source, ctx.kernel.abilities) for source in ranks]
+    def forward(
+        ctx: Any, group: dist.ProcessGroup, kernel: Kernel, tiles: Sequence[Sequence[Tile]], *qkv: Tensor
+    ) -> Tensor:
+        ctx.group, ctx.kernel, ctx.tiles, (q, k, v) = group, kernel, tiles, qkv
         keys, values = _gather(k, group), _gather(v, group)
         softmax = OnlineSoftmax(q, value_dim=v.shape[3])
-        for source, tile in _by_source(ctx.tiles):
+        for source, tile in _by_source(tiles):
             rows = gather(q, tile.q), gather(keys[source], tile.k), gather(values[source], tile.k)
-            softmax.add(tile.q, *ctx.kernel.forward(*rows, tile.pattern, scores_of(q)))
+            softmax.add(tile.q, *kernel.forward(*rows, tile.pattern, scores_of(q)))
         out, lse = softmax.result()
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -65,7 +64,7 @@ class _AllGatherAttention(torch.autograd.Function):
             for total, share in zip(sums, shares, strict=True):
                 for rows, part in scatter_views(total[source], tile.k, share):
                     rows.add_(part)
-        return None, None, dq.result(), *(_scatter_sum(x, ctx.group).to(k.dtype) for x in sums)
+        return None, None, None, dq.result(), *(_scatter_sum(x, ctx.group).to(k.dtype) for x in sums)
 
 
 def _by_source(tiles: Sequence[Sequence[Tile]]) -> Iterator[tuple[int, Tile]]:

@@ -9,12 +9,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_bench.core import Method, World, add, missing
-from burst_bench.methods.all_gather import all_gather_attention
+from burst_bench.core import Method, World, add, missing, shareable, shared_heads
+from burst_bench.methods.all_gather import all_gather
 from burst_bench.methods.sharded import RingCase, ShardedAttention, dealt, divisible
 from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.runtime.topology import Topology
-from burst_mcore.attention.schedule.heads import why_not_heads
 from burst_mcore.config import BurstConfig
 from burst_mcore.rates import Rates
 
@@ -48,29 +47,19 @@ def attended(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return out
 
 
-def _all_gather(case: RingCase, world: World) -> ShardedAttention:
-    attend = partial(all_gather_attention, group=world.group, mask=case.seen)
-    return dealt("zigzag", world, attend)
-
-
 def _two_by(case: RingCase, device: str, *, heads: bool = False) -> str | None:
     """Return the need of a method that pairs ranks: as two nodes where there is one, or to share heads."""
     if case.ranks < 4 or case.ranks % 2:
         return f"an even number of ranks from 4 on, got {case.ranks}"
-    why_not = why_not_heads(case.heads, case.kv_heads, 2) if heads else None
-    return f"heads that 2 ranks can share: {why_not}" if why_not else divisible(case, device)
+    return (shareable(case, 2) if heads else None) or divisible(case, device)
 
 
 def _ulysses_needs(case: RingCase, device: str) -> str | None:
-    why_not = why_not_heads(case.heads, case.kv_heads, case.ranks)
-    return f"heads that {case.ranks} ranks can share: {why_not}" if why_not else divisible(case, device)
+    return shareable(case, case.ranks) or divisible(case, device)
 
 
 def _deepspeed_needs(case: RingCase, device: str) -> str | None:
-    if case.heads % case.ranks or case.kv_heads % case.ranks:
-        heads = f"{case.heads} and {case.kv_heads}"
-        return f"heads and K/V heads that are multiples of {case.ranks}, got {heads}"
-    return missing("deepspeed") or divisible(case, device)
+    return shared_heads(case, case.ranks) or missing("deepspeed") or divisible(case, device)
 
 
 def _deepspeed(case: RingCase, world: World) -> ShardedAttention:
@@ -113,7 +102,7 @@ add(
         "usp", partial(burst, heads=2, ring="flat", backward="kv"), partial(_two_by, heads=True),
         row={"method": "usp", "head_parallel": 2},
     ),
-    Method("all-gather", _all_gather, divisible, row={"method": "all-gather", "variant": "zigzag"}),
+    Method("all-gather", all_gather, divisible, row={"method": "all-gather", "variant": "zigzag"}),
     Method(
         "deepspeed-ulysses", _deepspeed, _deepspeed_needs, ours=False,
         row={"method": "ulysses", "variant": "basic"},

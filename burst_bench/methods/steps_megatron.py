@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from burst_bench.core import Method, World, add
+from burst_bench.core import Method, World, add, shared_heads
 from burst_bench.methods.heads import on_gpu
 from burst_bench.methods.steps import OURS, VOCABULARY, WIDER, StepSetting, Train, TrainedCase, needs
 from burst_mcore.checkpointing import Full, KeepAttention, Policy, Segment
@@ -200,9 +200,8 @@ def _own_needs(case: TrainedCase, device: str) -> str | None:
 
 def _engine_needs(communication: str, case: TrainedCase, device: str) -> str | None:
     lacks = on_gpu("transformer-engine", case, device)
-    shared = case.heads % case.ranks or case.kv_heads % case.ranks
-    if lacks is None and communication == "a2a" and shared:
-        return f"heads and K/V heads that are multiples of {case.ranks}, got {case.heads} and {case.kv_heads}"
+    if lacks is None and communication == "a2a":
+        return shared_heads(case, case.ranks)
     if lacks is None and communication == "a2a+p2p" and case.nodes < 2:
         return "2 nodes or more: nodes=2"
     return lacks

@@ -30,9 +30,6 @@ from burst_mcore.machines import MACHINES
 from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
 
-EAGER = Passes(out=10.0, stays=10.0, travels=10.0, stand_in=0.0)
-"""The passes of other projects: 2 bytes of a result are read, 4 of a float32 sum read and written."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class MethodWay:
@@ -269,7 +266,7 @@ def _passes(way: MethodWay, group: int) -> Passes:
     """Return the bytes around a kernel call, where `group` query heads share a key head."""
     if way.gathers is not None:
         return way.gathers.passes
-    return EAGER if way.loop is None else way.loop.passes_of(group)
+    return (way.loop or loops.RING_FLASH).passes_of(group)
 
 
 @lru_cache(maxsize=64)

@@ -1,7 +1,8 @@
-"""Attention of other projects in the bench: torch's templates, and calls of libraries by stand-ins."""
+"""Attention of other projects in the bench: torch's context_parallel, and calls of libraries by stand-ins."""
 
 import sys
 from dataclasses import dataclass, replace
+from itertools import product
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -16,11 +17,7 @@ from burst_bench.core import METHODS, World, of_kind
 from burst_bench.methods.sharded import RingCase
 
 CASE = RingCase(seq=128, heads=8, kv_heads=4, head_dim=16, ranks=4)
-ON_GPUS = [
-    method.name
-    for method in of_kind("attention")
-    if method.name.startswith(("te-", "ring-flash", "yunchang", "magi"))
-]
+ON_GPUS = [method.name for method in of_kind("attention") if method.name.startswith(("te-", "ring-flash"))]
 
 
 def _dense(q, k, v, mine, causal):
@@ -65,37 +62,8 @@ def _ring_flash_attn():
     }
 
 
-def _yunchang():
-    degrees = SimpleNamespace()
-
-    def set_seq_parallel_pg(sp_ulysses_degree, sp_ring_degree, rank, world_size, use_ulysses_low=True):
-        vars(degrees).update(ulysses=sp_ulysses_degree, ring=sp_ring_degree, rank=rank)
-
-    class LongContextAttention(torch.nn.Module):
-        def __init__(
-            self, scatter_idx=2, gather_idx=1, ring_impl_type="basic", use_pack_qkv=False, use_sync=False,
-            attn_type=None, attn_processor=None,
-        ):  # fmt: skip
-            super().__init__()
-            self.deal = {"basic": _basic, "zigzag": _zigzag, "strip": _stripe}[ring_impl_type]
-            self.degrees = SimpleNamespace(**vars(degrees))
-
-        def forward(
-            self, query, key, value, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1),
-            softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, *args,
-        ):  # fmt: skip
-            d = self.degrees
-            n = query.shape[1] * d.ring * d.ulysses
-            assert query.shape[2] % d.ulysses == key.shape[2] % d.ulysses == 0
-            of_group = self.deal(n, d.rank // d.ulysses, d.ring)
-            return _dense(query, key, value, of_group.chunk(d.ulysses)[d.rank % d.ulysses], causal)
-
-    return {
-        "yunchang": dict(set_seq_parallel_pg=set_seq_parallel_pg, LongContextAttention=LongContextAttention)
-    }
-
-
 def _megatron():
+    state = {}
     mask_types = SimpleNamespace(causal="causal", no_mask="no_mask")
 
     @dataclass
@@ -116,19 +84,13 @@ def _megatron():
             softmax_scale=None, k_channels=None, v_channels=None, num_splits=None, cp_comm_type="p2p",
             pg_collection=None,
         ):  # fmt: skip
-            self.config, self.comm, self.groups = config, cp_comm_type, pg_collection.cp
-            assert cp_comm_type in ("p2p", "all_gather", "a2a", "a2a+p2p")
-
-        def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p"):
-            within, across = map(dist.get_process_group_ranks, cp_group)
-            assert len(within) * len(across) == len(cp_global_ranks)
-            assert set(within) & set(across) == {dist.get_rank()}
-            self.groups = cp_group
+            assert cp_comm_type in ("p2p", "all_gather", "a2a", "a2a+p2p") and pg_collection is None
+            assert state == {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 2]}
+            self.size = config.context_parallel_size
 
         def __call__(self, query, key, value, attention_mask, attn_mask_type):
-            assert isinstance(self.groups, list) == (self.comm == "a2a+p2p")
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-            size = self.config.context_parallel_size
+            size = self.size
             mine = _zigzag(q.shape[1] * size, dist.get_rank(), size)
             return _dense(q, k, v, mine, attn_mask_type == "causal").transpose(0, 1).flatten(2)
 
@@ -138,37 +100,17 @@ def _megatron():
         "megatron.core.extensions": {},
         "megatron.core.transformer": {},
         "megatron.core.extensions.transformer_engine": dict(TEDotProductAttention=TEDotProductAttention),
-        "megatron.core.process_groups_config": dict(ProcessGroupCollection=SimpleNamespace),
+        "megatron.core.parallel_state": dict(
+            model_parallel_is_initialized=lambda: bool(state),
+            initialize_model_parallel=lambda **sizes: state.update(sizes),
+        ),
         "megatron.core.transformer.enums": dict(AttnMaskType=mask_types),
         "megatron.core.transformer.transformer_config": dict(TransformerConfig=TransformerConfig),
     }
 
 
-def _magi():
-    def magi_attn_varlen_key(
-        cu_seqlens_q, cu_seqlens_k, num_heads_q, num_heads_kv, head_dim, pad_size, cp_group_or_mesh,
-        causal=False, window_size=(-1, -1), dist_attn_config=None, chunk_size=None,
-    ):  # fmt: skip
-        chunk, n = dist_attn_config.dispatch_config.chunk_size, int(cu_seqlens_q[-1])
-        rank, size = dist.get_rank(cp_group_or_mesh), dist.get_world_size(cp_group_or_mesh)
-        assert n % (chunk * size) == 0  # no padding
-        return _stripe(n // chunk, rank, size)[:, None] * chunk + torch.arange(chunk), causal
-
-    def get_position_ids(key):
-        return key[0].flatten()
-
-    def calc_attn(q, k, v, key, sink=None, softmax_scale=None, softcap=0.0, return_max_logits=False):
-        return _dense(q[None], k[None], v[None], key[0].flatten(), key[1])[0], "meta"
-
-    config = dict(DispatchConfig=SimpleNamespace, DistAttnConfig=SimpleNamespace)
-    api = dict(
-        magi_attn_varlen_key=magi_attn_varlen_key, get_position_ids=get_position_ids, calc_attn=calc_attn
-    )
-    return {"magi_attention": {}, "magi_attention.api": api, "magi_attention.config": config}
-
-
 def _stand_in():
-    for modules in (_ring_flash_attn(), _yunchang(), _megatron(), _magi()):
+    for modules in (_ring_flash_attn(), _megatron()):
         for name, contents in modules.items():
             sys.modules[name] = ModuleType(name)
             vars(sys.modules[name]).update(contents, __path__=[])
@@ -186,16 +128,15 @@ def _errors(rank, size, names, local):
     for name in names:
         for mask in ("causal", "full"):
             case = replace(CASE, mask=mask, ranks=size)
-            if mask == "full" and name.startswith(("ring-flash", "yunchang")) and "basic" not in name:
+            if mask == "full" and name.startswith("ring-flash") and "basic" not in name:
                 continue
             found[name, mask] = gate.error(case, METHODS["attention", name].build(case, world), world)
     return found
 
 
 def test_calls_of_libraries_give_attention_with_stand_ins_of_their_signatures():
-    names = [name for name in ON_GPUS if not name.endswith("-8")]
-    (errors, *_) = processes(4, _errors, names, 2)
-    assert {name for name, _ in errors} == set(names) and len(names) == 17
+    (errors, *_) = processes(4, _errors, ON_GPUS, 2)
+    assert {name for name, _ in errors} == set(ON_GPUS) and len(ON_GPUS) == 7
     assert all(0 < error <= gate.BOUND for error in errors.values()), errors
 
 
@@ -203,27 +144,28 @@ def test_without_a_gpu_or_a_library_a_method_says_so():
     case = replace(CASE, dtype="bfloat16", heads=8, kv_heads=8)
     for name in ON_GPUS:
         assert METHODS["attention", name].needs(case, "cpu").startswith("a GPU for each rank"), name
-    packages = {"te": "transformer-engine", "ring": "ring-flash-attn", "yunchang": "yunchang"}
-    packages["magi"] = "magi-attention"
+    packages = {"te": "transformer-engine", "ring": "ring-flash-attn"}
     for name in ON_GPUS:
         why = METHODS["attention", name].needs(case, "cuda")
         unless = {"te-a2a+p2p": "several nodes of several ranks"}
         assert why == unless.get(name, f"the package {packages[name.split('-')[0]]}"), name
 
 
-def _templates(rank, size, masks):
+def _torchs(rank, size, masks):
     world, found = World(rank, size), {}
-    for name in ("torch-ring", "torch-gather"):
-        for mask in masks:
-            case = replace(CASE, seq=96, mask=mask, ranks=size, kv_heads=CASE.heads)
-            found[name, mask] = gate.error(case, METHODS["attention", name].build(case, world), world)
+    for mask, kv_heads in product(masks, (8, 4)):
+        case = replace(CASE, seq=96, mask=mask, ranks=size, kv_heads=kv_heads)
+        built = {
+            name: METHODS["attention", name].build(case, world) for name in ("torch-ring", "torch-gather")
+        }
+        for name in built:
+            found[name, mask, kv_heads] = gate.error(case, built[name], world)
     return found
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_torchs_templates_run_on_cpus(size):
-    for errors in processes(size, _templates, ("causal", "full")):
-        assert len(errors) == 4 and all(0 < error <= gate.BOUND for error in errors.values()), errors
+def test_torchs_context_parallel_runs_on_cpus(size):
+    for errors in processes(size, _torchs, ("causal", "full")):
+        assert len(errors) == 8 and all(0 < error <= gate.BOUND for error in errors.values()), errors
     needs = METHODS["attention", "torch-ring"].needs
-    assert needs(CASE, "cpu") == "as many K/V heads as heads, got 4 and 8"
-    assert needs(replace(CASE, kv_heads=8, mask="causal & window:8"), "cpu").startswith("a mask that is")
+    assert needs(replace(CASE, mask="causal & window:8"), "cpu").startswith("a mask that is causal or full")

@@ -56,11 +56,11 @@ def test_rows_of_a_run_are_read_and_predicted(tmp_path):
 
 def test_torchrun_starts_the_ranks(tmp_path):
     file, out = tmp_path / "rows.json", tmp_path / "a.json"
-    bench = "-m burst_bench attention --device cpu --methods ring,te-p2p,magi --repeats 1".split()
+    bench = "-m burst_bench attention --device cpu --methods ring,te-p2p,te-a2a --repeats 1".split()
     case = "seq=128; heads=2; head_dim=16"
     done = torchrun(2, *bench, "--case", case, "--out", out, "--record", file, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for name in ("te-p2p", "magi"):
+    for name in ("te-p2p", "te-a2a"):
         assert done.stdout.count(f"2 ranks: {name}") == 0  # the case has the name of its fields
         assert done.stdout.count(f"{name} was not timed: needs a GPU for each rank") == 1
     (row,) = json.loads(file.read_text())
@@ -71,7 +71,7 @@ def test_torchrun_starts_the_ranks(tmp_path):
 
 def test_every_word_of_a_method_is_one_that_predictions_know():
     rows = [method.row for method in of_kind("attention") if method.row]
-    assert len(rows) > 20
+    assert len(rows) > 12
     assert {row["method"] for row in rows} <= WAYS.keys() | NOT_MODELLED.keys()
     assert {row["method"] for row in rows} >= set(WAYS) - {"loongtrain"}
 
