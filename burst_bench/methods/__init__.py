@@ -6,8 +6,8 @@ heads         the kind "heads": LM heads with their loss
 layers        the kind "layers": ways to checkpoint the layers of a model
 kernels       the kind "kernels": local attention kernels, and calls of one with nothing around it
 played        the kind "played": attention on a cluster as programs, without kernels
-steps         the settings of ours in training steps; `steps_deepspeed` and `steps_megatron` have the kinds
-              "deepspeed" and "megatron"
+steps         the settings of ours in training steps; `steps_deepspeed`, `steps_fsdp` and `steps_megatron`
+              have the kinds "deepspeed", "fsdp" and "megatron"
 virtual_rank  one rank of a ring, alone on a device, for the subject virtual-ring
 
 A new method is a row in one of these files, and is measured by every subject of its kind.
@@ -21,5 +21,6 @@ import burst_bench.methods.layers
 import burst_bench.methods.peers
 import burst_bench.methods.played
 import burst_bench.methods.steps_deepspeed
+import burst_bench.methods.steps_fsdp
 import burst_bench.methods.steps_megatron
 from burst_bench.core import METHODS as METHODS

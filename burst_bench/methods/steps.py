@@ -1,15 +1,15 @@
-"""Training steps of a framework: settings of ours for both of them, and the paper's ablation among them."""
+"""Training steps of a framework: settings of ours for all of them, and the paper's ablation among them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from burst_bench.core import Case, missing, one_of
-from burst_mcore.attention.schedule.heads import why_not_heads
+from burst_bench.core import Case, World, missing, one_of, shareable
 from burst_mcore.config import BurstConfig
 from burst_plan.explain.problem import DTYPES
 
@@ -85,6 +85,35 @@ class StepSetting:
         return BurstConfig(backward=self.backward, ring=self.ring, head_parallel=self.head_parallel)
 
 
+def first_loss(case: TrainedCase, world: World) -> float:
+    """Return the loss of the model in one process."""
+    with torch.no_grad():
+        model, ids = llama(case).to(world.device, DTYPES[case.dtype]), case.sample.to(world.device)
+        return float(model(input_ids=ids, labels=ids).loss)
+
+
+def llama(case: TrainedCase) -> Any:
+    """Return the model, the same every time."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=case.width, intermediate_size=WIDER * case.width,
+        num_hidden_layers=case.layers, num_attention_heads=case.heads, num_key_value_heads=case.kv_heads,
+        head_dim=case.head_dim, max_position_embeddings=case.seq, attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
+
+
+def attend_by(model: Any, attention: Callable[..., Any]) -> None:
+    """Let a model of transformers call a function for its attention, in the form of its interface."""
+    from transformers import AttentionInterface
+
+    word = f"burst_mcore_bench_{id(attention)}"
+    AttentionInterface.register(word, attention)
+    model.set_attn_implementation(word)
+
+
 _QUERY = StepSetting("query", "flat", recompute="full")
 _DOUBLE = replace(_QUERY, ring="double")
 _FUSED = replace(_DOUBLE, fused=True)
@@ -112,5 +141,4 @@ def needs(package: str, setting: StepSetting | None, case: TrainedCase, device: 
     if setting.ring == "double" and case.nodes < 2:
         return "2 nodes or more: nodes=2"
     shared = setting.head_parallel
-    reason = why_not_heads(case.heads, case.kv_heads, shared) if isinstance(shared, int) else None
-    return None if reason is None else f"heads that {shared} ranks can share: {reason}"
+    return shareable(case, shared) if isinstance(shared, int) else None

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from burst_bench.core import Method, World, add, missing
-from burst_bench.methods.steps import OURS, VOCABULARY, WIDER, StepSetting, Train, TrainedCase, needs
-from burst_plan.explain.problem import DTYPES
+from burst_bench.methods.steps import OURS, StepSetting, Train, TrainedCase, attend_by, llama, needs
+from burst_bench.methods.steps import first_loss as first_loss
 
 AttentionFunction = Callable[..., Any]
 """In the place of ours, as transformers' interface has it."""
@@ -34,29 +33,7 @@ def start(case: TrainedCase, world: World) -> None:
     deepspeed.init_distributed("gloo" if world.device == "cpu" else "nccl", verbose=False)
 
 
-def first_loss(case: TrainedCase, world: World) -> float:
-    """Return the loss of the model in one process."""
-    with torch.no_grad():
-        model, ids = llama(case).to(world.device, DTYPES[case.dtype]), case.sample.to(world.device)
-        return float(model(input_ids=ids, labels=ids).loss)
-
-
-def llama(case: TrainedCase) -> Any:
-    """Return the model, the same every time."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=case.width, intermediate_size=WIDER * case.width,
-        num_hidden_layers=case.layers, num_attention_heads=case.heads, num_key_value_heads=case.kv_heads,
-        head_dim=case.head_dim, max_position_embeddings=case.seq, attn_implementation="sdpa",
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config)
-
-
-def _train(
-    section: dict[str, Any], attention: AttentionFunction | None, name: str, case: TrainedCase
-) -> Train:
+def _train(section: dict[str, Any], attention: AttentionFunction | None, case: TrainedCase) -> Train:
     """Return the step of an engine. Collective."""
     from burst_mcore.deepspeed.engine.initialize import initialize, shard_loader
     from burst_mcore.transformers.prepare import sequence_of
@@ -74,11 +51,7 @@ def _train(
     model = llama(case)
     engine, *_ = initialize(model, config)
     if attention is not None:
-        from transformers import AttentionInterface
-
-        word = f"burst_mcore_bench_{name.split('(')[-1].strip(')')}"
-        AttentionInterface.register(word, attention)
-        model.set_attn_implementation(word)
+        attend_by(model, attention)
         sequence_of(engine.module).trusted = True
     (batch,) = shard_loader(iter([{"input_ids": case.sample}]), engine)
 
@@ -98,14 +71,14 @@ def _ours(setting: StepSetting, case: TrainedCase, world: World) -> Train:
     }  # fmt: skip
     if setting.recompute != "none":
         section["checkpointing"] = {"policy": setting.recompute}
-    return _train(section, None, "", case)
+    return _train(section, None, case)
 
 
 def _theirs(
-    name: str, build: Callable[[TrainedCase, World], AttentionFunction], case: TrainedCase, world: World
+    build: Callable[[TrainedCase, World], AttentionFunction], case: TrainedCase, world: World
 ) -> Train:
     section = {"layout": "contiguous", "head_parallel": 1, "fused_loss": False}
-    return _train(section, build(case, world), name, case)
+    return _train(section, build(case, world), case)
 
 
 def _ulysses_hf(case: TrainedCase, world: World) -> AttentionFunction:
@@ -147,7 +120,7 @@ ULYSSES = {
 add(
     "deepspeed",
     *(
-        Method(name, partial(_theirs, name, build), partial(_needs, None), ours=False)
+        Method(name, partial(_theirs, build), partial(_needs, None), ours=False)
         for name, build in ULYSSES.items()
     ),
     *(Method(name, partial(_ours, setting), partial(_needs, setting)) for name, setting in OURS.items()),

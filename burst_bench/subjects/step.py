@@ -1,4 +1,4 @@
-"""A training step of a small model under Megatron or DeepSpeed, with one attention or another."""
+"""A training step of a small model under Megatron, DeepSpeed or FSDP2, with one attention or another."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 
 from burst_bench.core import Bar, Derived, Method, Stage, Table, TimedStep, Trial, World, of_kind, one_of
 from burst_bench.memory import peak_meter
-from burst_bench.methods import steps_deepspeed, steps_megatron
+from burst_bench.methods import steps_deepspeed, steps_fsdp, steps_megatron
 from burst_bench.methods.steps import Train, TrainedCase
 from burst_mcore.attention.runtime import topology
 from burst_mcore.machines import MACHINES, machine_of
 
-FRAMEWORKS = {"deepspeed": steps_deepspeed, "megatron": steps_megatron}
+FRAMEWORKS = {"deepspeed": steps_deepspeed, "fsdp": steps_fsdp, "megatron": steps_megatron}
 HOST_NAME = topology.host_name
 WRONG = {"float32": 1e-4, "bfloat16": 0.02, "float16": 0.01}
 """How far a method's first loss may be from that of the model in one process, relatively."""
 SIDE = 512
 """Of the square matrices whose product shows what a core can do."""
-THEIRS = {"deepspeed": "ulysses", "megatron": "megatron"}
+THEIRS = {"deepspeed": "ulysses", "fsdp": "torch", "megatron": "megatron"}
 """How the names of a framework's own methods begin."""
 
 

@@ -1,16 +1,16 @@
-"""bench step: training steps of Megatron and DeepSpeed, ours beside theirs, and the paper's ablation."""
+"""bench step: training steps under each framework, ours beside theirs, and the paper's ablation."""
 
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from ranks import torchrun
+from ranks import processes, torchrun
 
 pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from burst_bench.core import METHODS, Table
+from burst_bench.core import METHODS, Table, World
 from burst_bench.methods import steps
 from burst_bench.methods.steps import OURS
 from burst_bench.methods.steps_megatron import OWN
@@ -48,20 +48,58 @@ def test_a_step_of_megatron_with_ours_and_its_own_has_one_loss():
     assert table["burst auto", "wall / megatron"][0] == pytest.approx(2 * wall / own)
 
 
+THEIRS = ["torch ring", "torch gather", "torch ulysses"]
+
+
+def _gradients(rank, size, name):
+    """Gradients of a step, whole, and those of one process."""
+    case = replace(SMALL, framework="fsdp")
+    train = METHODS["fsdp", name].build(case, World(rank, size))
+    train()
+    (model, *_), want = train.args, steps.llama(case)
+    want(input_ids=case.sample, labels=case.sample).loss.backward()
+    pairs = zip(model.parameters(), want.parameters(), strict=True)
+    return [float((p.grad.full_tensor() - w.grad).norm() / w.grad.norm()) for p, w in pairs]
+
+
+@pytest.mark.parametrize("name", [*THEIRS, "+ fused loss"])
+def test_a_step_of_fsdp2_has_the_gradients_of_one_process(name):
+    pytest.importorskip("transformers")
+    for errors in processes(2, _gradients, name):
+        assert len(errors) == 12 and max(errors) < 1e-5
+
+
+def test_a_step_of_fsdp2_with_ours_and_what_torch_has_has_one_loss():
+    pytest.importorskip("transformers")
+    ours = "burst auto with fused loss"
+    methods = [*THEIRS, ours]
+    results, table = _ran(replace(SMALL, framework="fsdp"), methods)
+    assert results.refused == [] and set(table.column("first loss")) == set(methods)
+    assert max(samples[0] for samples in table.column("loss error").values()) <= 1e-6
+    fastest = min(table[name, "wall"][0] for name in THEIRS)
+    assert table[ours, "wall / torch"][0] == pytest.approx(table[ours, "wall"][0] / fastest)
+    needs = METHODS["fsdp", "torch ulysses"].needs
+    assert needs(replace(SMALL, ranks=4), "cpu") == "heads and K/V heads that are multiples of 4, got 4 and 2"
+
+
+PACKAGES = {"fsdp": "transformers"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_every_method_of_a_framework_passes_the_gate(framework):
-    pytest.importorskip(framework)
+    pytest.importorskip(PACKAGES.get(framework, framework))
     results, table = _ran(replace(SMALL, framework=framework, ranks=4))
     lacking = {entry["method"] for entry in results.refused}
-    assert lacking == (TE if framework == "megatron" else {"ulysses (DistributedAttention)"})
+    theirs = {"megatron": TE, "deepspeed": {"ulysses (DistributedAttention)"}, "fsdp": {"torch ulysses"}}
+    assert lacking == theirs[framework]
     assert OURS.keys() <= table.column("wall").keys()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_torchrun_starts_the_ranks(framework, tmp_path):
-    pytest.importorskip(framework)
+    pytest.importorskip(PACKAGES.get(framework, framework))
     out = tmp_path / "step.json"
     shape = "heads=4; kv_heads=2; head_dim=8; layers=1"
     cases = [f"ranks=2; seq={seq}; {shape}" for seq in (32, 64)]
@@ -106,12 +144,9 @@ def test_flops_are_those_of_the_papers_formula():
 
 def test_flops_are_those_of_the_models_matrices():
     pytest.importorskip("transformers")
-    from burst_bench.methods.steps_deepspeed import llama
-
     case = replace(SMALL, seq=32)
-    matrices = sum(
-        p.numel() for name, p in llama(case).named_parameters() if p.dim() == 2 and "embed_tokens" not in name
-    )
+    parameters = steps.llama(case).named_parameters()
+    matrices = sum(p.numel() for name, p in parameters if p.dim() == 2 and "embed_tokens" not in name)
     attention = 6 * case.layers * case.seq**2 * case.heads * case.head_dim
     assert case.flops == 6 * case.seq * matrices + attention
 
@@ -131,7 +166,7 @@ def test_mfu_is_of_what_the_ranks_can_do():
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--framework", "jax"], "framework must be one of deepspeed, megatron, got 'jax'"),
+        (["--framework", "jax"], "framework must be one of deepspeed, fsdp, megatron, got 'jax'"),
         (["--cluster", "2x4"], "step has no option --cluster"),
         (["--case", "ranks=4; nodes=3"], "ranks must be a multiple of nodes, 3, got 4"),
         (["--case", "seq=100; ranks=8"], "seq must be a multiple of 2 x ranks, 16"),

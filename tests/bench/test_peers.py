@@ -9,11 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import processes
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.nn.functional import all_gather
+from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.functional import scaled_dot_product_attention
 
 from burst_bench import gate
 from burst_bench.core import METHODS, World, of_kind
+from burst_bench.methods import torch_context
 from burst_bench.methods.sharded import RingCase
 
 CASE = RingCase(seq=128, heads=8, kv_heads=4, head_dim=16, ranks=4)
@@ -169,3 +172,21 @@ def test_torchs_context_parallel_runs_on_cpus(size):
         assert len(errors) == 8 and all(0 < error <= gate.BOUND for error in errors.values()), errors
     needs = METHODS["attention", "torch-ring"].needs
     assert needs(replace(CASE, mask="causal & window:8"), "cpu").startswith("a mask that is causal or full")
+
+
+def _alone(rank, size):
+    """What torch says where its table has only its own operators."""
+    for operator in (torch_context.FORWARD, torch_context.BACKWARD):
+        torch_context.templates().custom_ops.pop(operator)
+    q = torch.randn(1, 2, 4 * size, 8)
+    with context_parallel(DeviceMesh.from_group(dist.group.WORLD, "cpu"), buffers=[q], buffer_seq_dims=[2]):
+        try:
+            torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        except NotImplementedError as error:
+            return str(error)
+
+
+def test_torch_alone_has_no_context_parallel_on_cpus():
+    """As docs/benchmark.md says; a torch that has it needs no entries of ours."""
+    for said in processes(2, _alone):
+        assert "flash_attention_for_cpu.default does not have a sharding strategy registered" in said

@@ -1,0 +1,162 @@
+"""Training steps of a small Llama under FSDP2: torch's context_parallel, Ulysses by all-to-alls, and ours.
+
+All are loops by hand, and fully_shard averages gradients over the ranks. So a rank's part of the mean loss
+counts as many times as there are ranks: theirs say so in the loop, ours finds it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from burst_bench.core import Method, World, add, installed, shared_heads
+from burst_bench.methods import torch_context
+from burst_bench.methods.steps import OURS, StepSetting, Train, TrainedCase, attend_by, llama, needs
+from burst_bench.methods.steps import first_loss as first_loss
+from burst_mcore.layout import shard
+from burst_plan.explain.problem import DTYPES
+
+IGNORED = -100
+Dealt = Callable[[], AbstractContextManager[Mapping[str, Tensor]]]
+"""Makes a context in which a step runs, with this rank's part of the batch."""
+
+
+def start(case: TrainedCase, world: World) -> None:
+    """FSDP2 needs nothing to be made ready."""
+
+
+def _ours(setting: StepSetting, case: TrainedCase, world: World) -> Train:
+    from burst_mcore.torch import parallelize
+
+    model, head = llama(case).to(world.device), "fused" if setting.fused else "model"
+    kept = setting.recompute
+    cp = parallelize(model, world.group, config=setting.config, loss=head, checkpointing=kept)
+    batch = {name: x.to(world.device) for name, x in cp.deal({"input_ids": case.sample}).items()}
+
+    def backward() -> Tensor:
+        loss: Tensor = model(**batch).loss
+        loss.backward()
+        return loss.detach()
+
+    return _train(model, case, world, backward)
+
+
+def _theirs(case: TrainedCase, world: World, attention: Callable[..., Any], dealt: Dealt) -> Train:
+    """Return the step of a loop that deals a batch by itself. Collective."""
+    model = llama(case).to(world.device)
+    attend_by(model, attention)
+
+    def backward() -> Tensor:
+        with dealt() as batch:
+            labels = batch["shift_labels"]
+            loss = model(**batch, labels=labels, num_items_in_batch=case.seq - 1, use_cache=False).loss
+            (loss * case.ranks).backward()
+        mean: Tensor = loss.detach()
+        dist.all_reduce(mean)
+        return mean
+
+    return _train(model, case, world, backward)
+
+
+def _train(model: Any, case: TrainedCase, world: World, backward: Callable[[], Tensor]) -> Train:
+    """Return the step of a model whose layers are sharded over all ranks."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mixed = MixedPrecisionPolicy(param_dtype=DTYPES[case.dtype], reduce_dtype=torch.float32)
+    for layer in (*model.model.layers, model):
+        fully_shard(layer, mesh=_mesh(world), mp_policy=mixed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    return partial(_step, model, optimizer, backward)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[], Tensor]) -> float:
+    optimizer.zero_grad()
+    loss = backward()
+    optimizer.step()
+    return float(loss)
+
+
+def _mesh(world: World) -> DeviceMesh:
+    return DeviceMesh.from_group(world.group, world.device)
+
+
+def _batch(case: TrainedCase, world: World) -> dict[str, Tensor]:
+    """Return a whole sequence: tokens, places, and the next tokens as labels."""
+    labels = case.sample.roll(-1, 1)
+    labels[:, -1] = IGNORED
+    batch = {"input_ids": case.sample, "position_ids": torch.arange(case.seq)[None], "shift_labels": labels}
+    return {name: x.to(world.device) for name, x in batch.items()}
+
+
+def _context_parallel(travels: str, case: TrainedCase, world: World) -> Train:
+    """FSDP2 x context_parallel: torch deals buffers zigzag, and takes sdpa's calls within its context."""
+    mesh, batch = _mesh(world), _batch(case, world)
+
+    @contextmanager
+    def dealt() -> Iterator[Mapping[str, Tensor]]:
+        from torch.distributed.tensor.experimental import context_parallel
+
+        torch_context.choose(travels)
+        mine = {name: x.clone() for name, x in batch.items()}
+        buffers = [*mine.values()]
+        with context_parallel(
+            mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers={*buffers}
+        ):
+            yield mine
+
+    return _theirs(case, world, _causal, dealt)
+
+
+def _causal(module: object, q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
+    """Attend by torch's function, in the form of transformers' interface."""
+    out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2), None
+
+
+def _ulysses(case: TrainedCase, world: World) -> Train:
+    """FSDP2 with Ulysses: an all-to-all of torch's before attention, and one after it."""
+    mine = {
+        name: shard(x, dim=1, rank=world.rank, size=world.size, layout="contiguous")
+        for name, x in _batch(case, world).items()
+    }
+
+    def attend(module: object, *qkv: Tensor, **__: object) -> tuple[Tensor, None]:
+        out, _ = _causal(module, *(exchanged(x, world.group) for x in qkv[:3]))
+        return exchanged(out, world.group), None
+
+    return _theirs(case, world, attend, lambda: nullcontext(mine))
+
+
+def exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return x with its dim 1 dealt over the ranks, and all of dim 2: of heads and tokens one. Collective."""
+    from torch.distributed.nn.functional import all_to_all_single
+
+    parts = torch.stack(x.chunk(group.size(), 1))
+    came: Tensor = all_to_all_single(torch.empty_like(parts), parts, group=group)
+    return torch.cat(came.unbind(), 2)
+
+
+def _ulysses_needs(case: TrainedCase, device: str) -> str | None:
+    return NEEDS(case, device) or shared_heads(case, case.ranks)
+
+
+NEEDS = partial(installed, "transformers")
+add(
+    "fsdp",
+    *(
+        Method(f"torch {travels}", partial(_context_parallel, travels), NEEDS, ours=False)
+        for travels in torch_context.TRAVELS
+    ),
+    Method("torch ulysses", _ulysses, _ulysses_needs, ours=False),
+    *(
+        Method(name, partial(_ours, setting), partial(needs, "transformers", setting))
+        for name, setting in OURS.items()
+    ),
+)
