@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_bench.core import Bar, Derived, Method, Stage, Table, Trial, World
+from burst_bench.core import Derived, Method, Stage, Table, Trial, World
 from burst_bench.methods.kernels import SquareCase, others
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.runtime.communicators import companion
@@ -18,7 +18,7 @@ from burst_mcore.attention.runtime.communicators import companion
 
 @dataclass(frozen=True, kw_only=True)
 class HopsCase(SquareCase):
-    """Attention while NCCL carries messages on the same GPU, beside attention alone; bars for an H200."""
+    """Attention while NCCL carries messages on the same GPU, beside attention alone."""
 
     subject = "hops"
 
@@ -29,11 +29,6 @@ class HopsCase(SquareCase):
     """Messages are on streams of high priority."""
     communicators: int = 2
     """Each carries a message of the size of K and V."""
-
-    @classmethod
-    def named(cls, device: str) -> Mapping[str, HopsCase]:
-        cases = {f"{ctas} CTAs, high priority": cls(ctas=ctas) for ctas in (4, 8, 16)}
-        return {**cases, "8 CTAs, normal priority": cls(priority=False)}
 
     def methods(self) -> Sequence[Method]:
         return [Method("under way")]
@@ -64,12 +59,6 @@ class HopsCase(SquareCase):
         yield "under way", "this / alone", table.over(("under way", "wall"), ("alone", "wall"))
         size, walls = table["messages", "sent"][0], table.column("wall")
         yield "messages", "GB/s", [size / seconds / 1e9 for seconds in walls.get("messages", ())]
-
-    def bars(self, device: str) -> Sequence[Bar]:
-        if device != "cuda" or not self.priority or self.ctas > 8:
-            return ()
-        claim = "attention with messages under way, over attention alone"
-        return [Bar(claim, "under way", "this / alone", 1.02)]
 
 
 class Messages:

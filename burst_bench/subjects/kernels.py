@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from burst_bench.core import Bar, Derived, Method, Stage, Table, Trial, World, one_of
+from burst_bench.core import Derived, Method, Stage, Table, Trial, World, one_of
 from burst_bench.gate import relative
 from burst_bench.methods.kernels import SquareCase, both_ways
 from burst_mcore.attention.kernels.kernel import Kernel
@@ -23,27 +23,16 @@ WRONG = {"float32": 1e-4, "bfloat16": 0.03, "float16": 0.01}
 WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 """FLOPs of the passes, in those of a forward."""
 OURS = "triton"
-BAR = {"forward": 0.68, "backward": 0.55, "both": 1.0}
-"""Speed of ours over that of the best other kernel, at least; both: with 3/4 of the blocks empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCase(SquareCase):
-    """Local attention kernels on one device, in turn; bars are for an H200."""
+    """Local attention kernels on one device, in turn."""
 
     subject = "kernels"
     kind = "kernels"
 
     passes: str = one_of("forward", WORK)
-
-    @classmethod
-    def named(cls, device: str) -> Mapping[str, KernelCase]:
-        blocks = f"blocks:{cls().tokens // 32},0.25"
-        return {
-            "causal 16384, forward": cls(),
-            "causal 16384, backward": cls(passes="backward"),
-            "3/4 of the blocks empty, both ways": cls(mask=blocks, passes="both"),
-        }
 
     def prepare(self, world: World) -> Stage:
         tensors = self.tensors(world.device)
@@ -70,12 +59,6 @@ class KernelCase(SquareCase):
         rival = table.fastest(walls.keys() - {OURS})
         if rival is not None:
             yield OURS, "speed / best other", table.over((rival, "wall"), (OURS, "wall"))
-
-    def bars(self, device: str) -> Sequence[Bar]:
-        if (self.mask == "causal") == (self.passes == "both"):
-            return ()
-        claim = "triton over the best other kernel"
-        return [Bar(claim, OURS, "speed / best other", BAR[self.passes], at_most=False)]
 
 
 def worst_error(kernel: Kernel, case: SquareCase, device: str) -> float:
@@ -108,10 +91,6 @@ class RowCase(SquareCase):
     subject = "rowwise"
 
     tokens: int = 32768
-
-    @classmethod
-    def named(cls, device: str) -> Mapping[str, RowCase]:
-        return {"32768 tokens": cls()}
 
     def methods(self) -> Sequence[Method]:
         return [Method(name) for name in BYTES]

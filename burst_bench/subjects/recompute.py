@@ -61,10 +61,6 @@ class LayersCase(Case):
         if self.seq % self.divisor:
             raise ValueError(f"seq must be a multiple of {self.divisor} with {self.layout}, got {self.seq}")
 
-    @classmethod
-    def named(cls, device: str) -> Mapping[str, LayersCase]:
-        return {"4 layers": cls()}
-
     @property
     def divisor(self) -> int:
         """The layout deals multiples of so many tokens."""
@@ -250,10 +246,6 @@ class OffloadCase(LayersCase):
     """As wide as a model of 8 billion parameters."""
     heads: int = 32
     dtype: str = one_of("bfloat16", DTYPES)
-
-    @classmethod
-    def named(cls, device: str) -> Mapping[str, OffloadCase]:
-        return {"4 layers of 32K tokens": cls()}
 
     def methods(self) -> Sequence[Method]:
         return [Method(name) for name in OFFLOADS]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from burst_bench.core import Bar, Derived, Stage, Table, TimedStep, Trial, World, one_of
+from burst_bench.core import Derived, Stage, Table, TimedStep, Trial, World, one_of
 from burst_bench.methods.kernels import SquareCase, others
 from burst_bench.methods.virtual_rank import FROM, VirtualRank
 from burst_bench.subjects.kernels import WORK
@@ -22,25 +20,19 @@ from burst_mcore.mask import Mask
 from burst_plan.explain.problem import DTYPES
 from burst_plan.words import mask_of, shortened
 
-TOKENS = 32768
-"""Local tokens of a ring of 8, for which its bars are meant."""
-TFLOPS = 575
-"""That a ring's backward should reach where its kernel alone does, on an H200."""
-FULL = "backward of a kernel that reaches TFLOP/s"
-"""The meter of backwards whose kernel alone reaches as much."""
 CHOOSING_TOKENS = 8192
 """Of the square on which kernels are compared, where the fastest is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VirtualCase(SquareCase):
-    """One rank's share of a ring on one device, bundles by asynchronous copies; bars are for an H200."""
+    """One rank's share of a ring on one device, bundles by asynchronous copies."""
 
     subject = "virtual-ring"
 
     size: int = 8
     """Ranks of the ring, of which one is there."""
-    tokens: int = TOKENS
+    tokens: int = 32768
     """Of that rank."""
     source: str = one_of("device", FROM)
     direction: str = one_of("query", ("query", "kv"))
@@ -79,18 +71,6 @@ class VirtualCase(SquareCase):
             direction=Pass(self.direction), device=device, rings=self.rings,
         )  # fmt: skip
 
-    @classmethod
-    def named(cls, device: str) -> Mapping[str, VirtualCase]:
-        """Return rings with fewer tokens where there are many ranks, to end in time."""
-        sizes = {1: 1, 2: 1, 4: 1, 8: 1, 16: 2, 32: 2, 64: 4}
-        cases = [cls(size=size, tokens=TOKENS // fewer) for size, fewer in sizes.items()]
-        for source, direction in (("device", "kv"), ("host", "query"), ("host", "kv")):
-            cases.append(cls(source=source, direction=direction))
-        cases.append(cls(size=64, tokens=TOKENS // 4, source="host"))
-        return {
-            f"ring of {c.size}, {c.tokens} local tokens, from {c.source}, {c.direction}": c for c in cases
-        }
-
     def prepare(self, world: World) -> Stage:
         """Make a rank's passes, and what they are measured beside, all of the same kernel.
 
@@ -127,22 +107,8 @@ class VirtualCase(SquareCase):
         ):
             yield "burst", meter, [a / b for a, b in zip(seconds[one], seconds[other], strict=True)]
         flops = WORK["backward"] * self.flops(table["kernel alone", "pairs"][0])
-        rates = {name: [flops / s / 1e12 for s in backward[name]] for name in ("burst", "kernel alone")}
-        for name, samples in rates.items():
-            yield name, "backward TFLOP/s", samples
-        if median(rates["kernel alone"]) >= TFLOPS:
-            yield "burst", FULL, rates["burst"]
-
-    def bars(self, device: str) -> Sequence[Bar]:
-        if (self.size, self.source) != (8, "device") or self.tokens < TOKENS:
-            return ()
-        return (
-            Bar("forward, of the kernel's speed", "burst", "forward kernel / this", 0.97, at_most=False),
-            Bar("both, of the kernel's speed", "burst", "kernel / this", 0.96, at_most=False),
-            Bar("with copies over without", "burst", "copies / without", 1.03),
-            Bar("share of the time around the kernels", "burst", "around kernels / whole", 0.02),
-            Bar("backward, where the kernel reaches as much", "burst", FULL, TFLOPS, at_most=False),
-        )
+        for name in ("burst", "kernel alone"):
+            yield name, "backward TFLOP/s", [flops / seconds / 1e12 for seconds in backward[name]]
 
 
 def fastest(case: VirtualCase, world: World) -> str:

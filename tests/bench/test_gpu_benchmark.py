@@ -13,13 +13,13 @@ from burst_bench.__main__ import main
 from burst_bench.check.__main__ import as_text, judged, line_of
 from burst_bench.check.__main__ import main as check
 from burst_bench.check.parts import PARTS, SMOKE, Check, claim
-from burst_bench.core import Figure, Method, Table
+from burst_bench.core import Figure, Method
 from burst_bench.methods import METHODS
 from burst_bench.results import Results, read
 from burst_bench.run import run
 from burst_bench.subjects import SUBJECTS
 from burst_bench.subjects.kernels import KernelCase
-from burst_bench.subjects.virtual_ring import TOKENS, VirtualCase
+from burst_bench.subjects.virtual_ring import VirtualCase
 from burst_mcore.attention.kernels.triton import interpreted
 
 pytest.importorskip("triton")
@@ -46,12 +46,11 @@ def test_kernels_are_right_before_they_are_timed_beside_each_other(tmp_path):
     reasons = {entry["method"]: entry["reason"] for entry in results.refused}
     assert set(reasons) == {name for kind, name in METHODS if kind == "kernels"} - {"aten-cpu", "triton"}
     assert "not on cuda" in reasons["cudnn"]
-    for case, bound in zip(cases, (0.68, 0.55, 1.0), strict=True):
+    for case in cases:
         table = results.tables[case]
         for name in ("aten-cpu", "triton"):
             assert 0 < table[name, "error"][0] < 0.03 and min(table[name, "TFLOP/s"]) > 0
         assert len(table["triton", "speed / best other"]) == 2
-        assert [(b.bound, b.at_most) for b in results.bars if b.case == case] == [(bound, False)]
 
 
 def _off(case, world):
@@ -89,36 +88,11 @@ def test_a_virtual_ring_is_measured_beside_its_kernel_and_itself(size, source, d
     case = f"size={size}; source={source}; direction={direction}; {SMALL}"
     status, results = _measured("virtual-ring", tmp_path, case)
     table = results.tables[case]
-    assert (status, results.errors, results.bars) == (0, [], [])  # too small to judge
+    assert (status, results.errors) == (0, [])
     for meter in ("forward kernel / this", "kernel / this", "copies / without", "around kernels / whole"):
         assert len(table["burst", meter]) == 2 and min(table["burst", meter]) > 0
     for name in ("burst", "kernel alone"):
         assert min(table[name, "backward TFLOP/s"]) > 0
-
-
-@pytest.mark.parametrize("reachable", [True, False])
-def test_bars_of_a_ring_of_8(reachable):
-    subject, case = SUBJECTS["virtual-ring"], VirtualCase(heads=1, head_dim=1)
-    pairs = 575e12 * (1.01 if reachable else 0.99) / (2.5 * 4)  # the kernel's backward takes a second
-    names = ("burst", "kernel alone", "without copies", "around the kernels")
-    table = {(name, f"{part} wall"): [1.0] for name in names for part in ("forward", "backward")}
-    table["kernel alone", "pairs"] = [pairs]
-    results = Results("virtual-ring", "", "cuda", 1)
-    derived = [(m, meter, s) for m, meter, s in case.derive(Table(table))]
-    results.figures = [Figure("ring", m, meter, tuple(s)) for m, meter, s in derived]
-    results.judge(subject, {"ring": case})
-    bars = {bar.claim: (bar.bound, bar.at_most, bar.reached) for bar in results.bars}
-    want = {
-        "forward, of the kernel's speed": (0.97, False, True),
-        "both, of the kernel's speed": (0.96, False, True),
-        "with copies over without": (1.03, True, True),
-        "share of the time around the kernels": (0.02, True, False),
-    }
-    if reachable:  # only where the kernel alone reaches it
-        want["backward, where the kernel reaches as much"] = (575, False, True)
-    assert bars == want
-    for other in (replace(case, source="host"), replace(case, size=4), replace(case, tokens=TOKENS // 2)):
-        assert other.bars("cuda") == ()
 
 
 def test_a_case_that_fails_costs_no_other():
