@@ -7,9 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from burst_bench.core import World
@@ -38,79 +36,51 @@ from burst_plan.explain.problem import LayerProblem
 
 @dataclass
 class Recording:
-    """A recorder of the times of one rank's actions; if `on_cuda`, of times on the current stream.
+    """A recorder of the times of one rank's actions, on the host.
 
     A message's end is the time when its wait was over: it arrived then, or earlier.
     """
 
     rank: int = 0
-    on_cuda: bool = False
     events: list[Event] = field(default_factory=list)
-    _marks: list[tuple[str, str, Any, Any]] = field(default_factory=list)
-    _under_way: dict[Channel, list[tuple[str, Any]]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._begin = self._now()
+    _begin: float = field(default_factory=time.perf_counter)
+    _under_way: dict[Channel, list[tuple[str, float]]] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def span(self, action: Action) -> Iterator[None]:
         """Take the time of an action, and of the messages that it waits for."""
-        before = self._now()
+        before = time.perf_counter()
         yield
-        after = self._now()
         if isinstance(action, Wait):
             for label, posted in self._under_way.pop(action.channel):
-                self._marks.append((lane(action.channel), label, posted, after))
+                self._note(lane(action.channel), label, posted)
         elif isinstance(action, (Compute, Accumulate, Add, Pack, Unpack)):
-            self._marks.append(("compute", str(action), before, after))
+            self._note("compute", str(action), before)
 
     def posted(self, channel: Channel, actions: Sequence[Action]) -> None:
         """Note when the messages of a hop started."""
-        now = self._now()
+        now = time.perf_counter()
         started = [(str(action), now) for action in actions if isinstance(action, Recv)]
         self._under_way.setdefault(channel, []).extend(started)
 
-    def finish(self) -> None:
-        """Turn the marks into events; on CUDA this waits for the device."""
-        if self.on_cuda:
-            torch.cuda.synchronize()
-        for where, label, start, end in self._marks:
-            started = self._since(start)
-            self.events.append(Event(self.rank, where, label, started, started, self._since(end)))
-        self._marks = []
-
-    def _now(self) -> Any:
-        if self.on_cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            return event
-        return time.perf_counter()
-
-    def _since(self, mark: Any) -> float:
-        seconds: float = (
-            mark - self._begin if isinstance(mark, float) else self._begin.elapsed_time(mark) / 1e3
-        )
-        return seconds
+    def _note(self, where: str, label: str, began: float) -> None:
+        """Add an event that ends now."""
+        start, end = began - self._begin, time.perf_counter() - self._begin
+        self.events.append(Event(self.rank, where, label, start, start, end))
 
 
 @contextlib.contextmanager
-def record(rank: int = 0, *, on_cuda: bool = False) -> Iterator[list[Event]]:
-    """Record the passes that run inside; the events are there when it ends.
+def record(rank: int = 0) -> Iterator[list[Event]]:
+    """Record the passes that run inside, with the rank that the events are marked with.
 
     Every rank records its own: gather the lists and give them to `burst_plan.explain.chrome_trace`.
-
-    Args:
-        rank: the rank that the events are marked with.
-        on_cuda: whether tensors are on CUDA. Times are then taken on the current stream, and the end of the
-            context waits for the device.
     """
-    recording = Recording(rank, on_cuda)
+    recording = Recording(rank)
     RECORDERS.append(recording)
     try:
         yield recording.events
     finally:
         RECORDERS.remove(recording)
-        recording.finish()
 
 
 def trace_pass(
