@@ -96,7 +96,7 @@ def measure(ranks: int | None, repeats: int, device: str = "cpu") -> Found:
     """Return the rates that ranks reach together: of fresh processes, or of torchrun's processes.
 
     Raises:
-        ValueError: as `measured`; on GPUs torchrun is missing, or torchrun started another number of ranks.
+        ValueError: as `_refuse`; on GPUs torchrun is missing, or torchrun started another number of ranks.
     """
     if device not in SIZES or (device == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"no device {device!r} here; legal: cpu, and cuda where there is a GPU")
@@ -105,27 +105,15 @@ def measure(ranks: int | None, repeats: int, device: str = "cpu") -> Found:
             command = "torchrun --nproc-per-node 8 --no-python burst-mcore calibrate --device cuda"
             raise ValueError(f"GPUs need a process for each: {command}")
         ranks = 2 if ranks is None else ranks
-        return Found(calibrate(ranks, repeats), 0, ranks, ranks)
+        _refuse(ranks, ranks, repeats)
+        rates, *_ = in_processes(ranks, _alone, repeats)
+        return Found(rates, 0, ranks, ranks)
     size, node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if ranks not in (None, size):
         raise ValueError(f"torchrun started {size} ranks, and --ranks wants {ranks}")
     with joined(device):
         world = World(dist.get_rank(), size, device)
         return Found(measured(world, node, repeats), world.rank, size, node)
-
-
-def calibrate(ranks: int, repeats: int = 5) -> Rates:
-    """Return the rates that `ranks` processes of this CPU reach together, the least of several times.
-
-    Links between machines are not measured: `inter` is the share of `intra` that `machines.CPU` assumes.
-
-    Raises:
-        ValueError: fewer than two ranks, or no repeat.
-    """
-    if ranks < 2 or repeats < 1:
-        raise ValueError(f"calibrate needs two ranks and one repeat at least, got {ranks} and {repeats}")
-    per_rank: list[Rates] = in_processes(ranks, _alone, repeats)
-    return per_rank[0]
 
 
 def _alone(rank: int, size: int, repeats: int) -> Rates:
@@ -135,14 +123,9 @@ def _alone(rank: int, size: int, repeats: int) -> Rates:
 def measured(world: World, node: int, repeats: int) -> Rates:
     """Return the rates of this world, whose nodes have `node` consecutive ranks each. Collective.
 
-    Raises:
-        ValueError: one rank, no repeat, or nodes of different sizes.
+    On one node `inter`, which is not measured, is the share of `intra` that `machines.CPU` assumes.
     """
-    if world.size < 2 or repeats < 1 or world.size % node:
-        raise ValueError(
-            f"calibrate needs two ranks at least, on nodes of one size, and one repeat at least; got "
-            f"{world.size} ranks, {node} of a node, and {repeats} repeats"
-        )
+    _refuse(world.size, node, repeats)
     sizes = SIZES[world.device]
     shard = share_of(sizes.tiles[-1], sizes.heads, sizes.heads, sizes.head_dim)
     forward, backward = _kernel(world, sizes, repeats)
@@ -166,6 +149,15 @@ def measured(world: World, node: int, repeats: int) -> Rates:
         crowding=_crowding(world, within, hop, repeats) if node > 2 else 0.0,
         hidden=world.device == "cuda",
     )
+
+
+def _refuse(ranks: int, node: int, repeats: int) -> None:
+    """Raise a ValueError for one rank, no repeat, or nodes of different sizes."""
+    if ranks < 2 or repeats < 1 or ranks % node:
+        raise ValueError(
+            f"calibrate needs two ranks at least, on nodes of one size, and one repeat at least; got "
+            f"{ranks} ranks, {node} of a node, and {repeats} repeats"
+        )
 
 
 def _kernel(world: World, sizes: LineSizes, repeats: int) -> tuple[Line, Line]:
