@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_bench.core import Method, World, add, missing, shared_heads
-from burst_bench.methods import torch_context
 from burst_bench.methods.sharded import VARIANTS, RingCase, ShardedAttention, dealt, divisible
+from burst_bench.methods.torch_context import parallel_attention
 from burst_mcore.mask import Mask
 
 
@@ -105,7 +105,7 @@ def _te_needs(case: RingCase, device: str, comm: str) -> str | None:
 
 def _torch(case: RingCase, world: World, travels: str) -> ShardedAttention:
     causal = _causal(case)
-    attend = torch_context.attention(world, travels, causal)
+    attend = parallel_attention(world, travels, causal)
     return dealt("zigzag" if causal else "contiguous", world, attend)
 
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from burst_bench.core import Method, World, add, installed, shared_heads
-from burst_bench.methods import torch_context
 from burst_bench.methods.steps import OURS, StepSetting, Train, TrainedCase, attend_by, llama, needs
 from burst_bench.methods.steps import first_loss as first_loss
+from burst_bench.methods.torch_context import TRAVELS, choose
 from burst_mcore.layout import shard
 from burst_plan.explain.problem import DTYPES
 
@@ -103,7 +103,7 @@ def _context_parallel(travels: str, case: TrainedCase, world: World) -> Train:
     def dealt() -> Iterator[Mapping[str, Tensor]]:
         from torch.distributed.tensor.experimental import context_parallel
 
-        torch_context.choose(travels)
+        choose(travels)
         mine = {name: x.clone() for name, x in batch.items()}
         buffers = [*mine.values()]
         with context_parallel(
@@ -152,7 +152,7 @@ add(
     "fsdp",
     *(
         Method(f"torch {travels}", partial(_context_parallel, travels), NEEDS, ours=False)
-        for travels in torch_context.TRAVELS
+        for travels in TRAVELS
     ),
     Method("torch ulysses", _ulysses, _ulysses_needs, ours=False),
     *(

@@ -62,7 +62,7 @@ class Causal(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=True)
 
 
-def attention(world: World, travels: str, causal: bool) -> AttendedBy:
+def parallel_attention(world: World, travels: str, causal: bool) -> AttendedBy:
     """Return attention of zigzag shards, or contiguous ones without a mask, by torch's style for modules."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import parallelize_module
